@@ -82,6 +82,8 @@ def store_goes_back(w: World, host: Host, lasts: float) -> bool:
 
 
 def _cut_off(w: World, hosts: list[Host], lasts: float, *, hears: bool = False, is_heard: bool = False) -> bool:
+    if w.t < w.reliable_until:
+        return False
     for host in hosts:
         host.hears, host.is_heard = host.hears and hears, host.is_heard and is_heard
         host.bad_until = max(host.bad_until, w.t + lasts)
@@ -153,7 +155,8 @@ def worker_killed(w: World, host: Host, lasts: float) -> bool:
 
 def script_fails(w: World, host: Host, lasts: float) -> bool:
     """On this node alone: an exception that comes nowhere else."""
-    if not host.workers or host.dying or host.deserted or any(x.finished for x in host.workers):
+    is_lying = w.t < host.lies_until
+    if not host.workers or host.dying or host.deserted or is_lying or any(x.finished for x in host.workers):
         return False
     step = min(x.step for x in host.workers)
     host.fault = Fault(code=1, message="ValueError", signature=f"E{w.t}", step=step)
@@ -201,6 +204,8 @@ def worker_stopped(w: World, host: Host, lasts: float) -> bool:
 
 
 def node_frozen(w: World, host: Host, lasts: float) -> bool:
+    if w.t < w.reliable_until:
+        return False
     host.frozen = True
     host.bad_until = host.froze_until = max(host.bad_until, w.t + lasts)
     for x in host.workers:
@@ -217,6 +222,8 @@ def groups_break(w: World, host: Host, lasts: float) -> bool:
 
 def agent_lies(w: World, host: Host, lasts: float) -> bool:
     """It claims to obey a head of a higher term than any that ever was."""
+    if host.fault is not None or host.dying:
+        return False  # its last words would not be heard
     host.lies_until = w.t + lasts
     host.bad_until = max(host.bad_until, w.t + lasts)
     return True

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from fallow.core.nodes import events as ev
 from fallow.core.nodes.messages import Order, Plan
 from fallow.core.nodes.names import member_name
-from fallow.core.nodes.records import Node, decode
+from fallow.core.nodes.records import Node
+from fallow.core.records import decode
 from world.head import Head
 from world.node import Host, Worker
 
@@ -136,8 +137,8 @@ class Observer:
             w.fail(f"a node that all reach was given up: {text}")
         if ("did not vote" in text or "no progress" in text) and is_working and is_well and w.is_calm:
             w.fail(f"a node that works was given up: {text}")
-        if "in a row broke" in text and w.t > host.breaks_until and is_working and is_well and w.is_calm:
-            w.fail(f"a node on which no group breaks was given up: {text}")
+        if "in a row broke" in text and not any(w.t < other.breaks_until + 10 for other in w.hosts.values()):
+            w.fail(f"a node was given up though groups break on none: {text}")
         if "stopped" in text and not any(x.stopped for x in host.workers) and w.t > host.bad_until + 4:
             w.fail(f"a node that is not stopped was given up: {text}")
 

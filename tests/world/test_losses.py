@@ -263,6 +263,35 @@ def test_the_pause_is_told_in_parts_of_the_node_that_stood_still_the_longest() -
     assert (done.bytes_in_pause, done.bytes_behind) == (20, 10)
 
 
+def test_what_has_changed_is_told_of_generations_that_became_complete() -> None:
+    """A generation that broke before is no news by itself: who came and went with it is told with the next one."""
+    rig = started(2)
+    rig.join("c")
+    rig.vote()
+    for n in (1, 3):
+        rig.arrive(n, 2)
+    assert rig.m.phase is RunPhase.SWITCHING
+    turn = rig.gone(2, signal=9)
+    turn = both(turn, rig.vote())
+    for n in rig.r.members:
+        turn = both(turn, rig.arrive(n, rig.r.root.generation))
+    done = rig.r.history.completed[-1]
+    assert (done.kind, done.joined, done.left) == (ChangeKind.EJECT, [3], [2])
+    (data,) = [i.data for i in turn.then if isinstance(i, ev.Log) and i.kind == "eject" and "joined" in i.data]
+    assert (data["joined"], data["left"]) == ({"n2": "c"}, ["n1"])
+
+
+def test_what_a_ledger_lacks_is_known_of_a_node_that_is_forgotten() -> None:
+    rig = started(2)
+    rig.say(2, unrecorded=8)
+    rig.put(ev.Release(at=0, nodes=(2,), reason="asked"))
+    rig.tick(1, 1, 2)
+    rig.change()
+    rig.gone(2, code=0)
+    assert 2 not in rig.r.nodes
+    assert rig.r.root.unrecorded == {2: 8}
+
+
 def test_healed_weights_and_a_ledger_that_cannot_be_written_are_told_once() -> None:
     rig = started(1)
     turn = both(rig.say(1, healed=7, unrecorded=8), rig.say(1))

@@ -176,6 +176,7 @@ class World:
         self.store.away_until = 0.0
         for host in self.hosts.values():
             host.hears = host.is_heard = True
+            host.breaks_until = host.lies_until = 0.0
             self.thaw_host(host)
         for seconds in (0, 10, 25):
             self.after(seconds, self._top_up)

@@ -35,7 +35,9 @@ def grow(run: str, by: int, as_json: bool) -> None:
 @click.command(short_help="Let a run have fewer members.")
 @click.argument("run")
 @click.option("--by", type=click.IntRange(min=1), help="How many nodes fewer.  [default: 1]")
-@click.option("--member", "members", multiple=True, help="Release this member, e.g. n3; may be repeated. Instead of --by.")
+@click.option(
+    "--member", "members", multiple=True, help="Release this member, e.g. n3; may be repeated. Instead of --by."
+)
 @json_option
 def shrink(run: str, by: int | None, members: tuple[str, ...], as_json: bool) -> None:
     """Release members of RUN at the next step boundary: the youngest, or those that are named."""

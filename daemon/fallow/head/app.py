@@ -269,7 +269,8 @@ class Head:
 
     async def _hear(self) -> None:
         while True:
-            for peer, message in await self._router.recv(HEARD_AT_ONCE):
+            for _ in range(HEARD_AT_ONCE):
+                peer, message = await self._router.recv()
                 self._inbox.put_nowait(Heard(peer, message, steady()))
             # What is there is received without waiting, and then nobody else would ever have a turn.
             await asyncio.sleep(0)
@@ -282,9 +283,9 @@ class Head:
                 self._tick_queued = True
                 self._inbox.put_nowait(Tick())
 
-    def _drain(self) -> None:
+    async def _drain(self) -> None:
         """Take in what lies in the socket."""
-        for peer, message in self._router.received(DRAINED):
+        for peer, message in await self._router.received(DRAINED):
             self._inbox.put_nowait(Heard(peer, message, steady()))
 
     # -- the loop -----------------------------------------------------------------------------------------------
@@ -325,8 +326,6 @@ class Head:
         accounts.note(turn)
         await self._persist(turn)
         self._carry_out(turn)
-        if turn.superseded:
-            await self._look_for_newer_head(turn.superseded)
         if turn.failures or isinstance(items[0], Tick):
             await self._settle(turn, ticked=isinstance(items[0], Tick))
         for item, answer in zip(items, answers, strict=True):
@@ -338,17 +337,6 @@ class Head:
             return []
         whole = [item for number, item in enumerate(items) if number not in bad]
         return [item for item in whole if self._run_of(item) in turn.failed]
-
-    async def _look_for_newer_head(self, term: int) -> None:
-        """A node says that it has heard of a newer head.
-
-        Raises:
-            FallowError: the store says so, too. A node alone could be wrong, or could lie.
-        """
-        newest = await self._durable.newest_term()
-        if newest > self._book.term:
-            raise FallowError(f"another head has taken over {self.paths.state}; this one ends", Exit.CANTCREAT)
-        log.warning("term.unknown", term=term, newest=newest)
 
     def _decide(self, turn: Turn, item: Item) -> Callable[[], None] | None:
         """Take an item. An unexpected error costs the item, and its run, or the runs that it has changed, the turn."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from fallow.core import records
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Asker
 from fallow.core.cancelled import Cancels
@@ -438,11 +439,11 @@ class Book:
         """Take in what an earlier head kept of runs that were pruned.
 
         Raises:
-            msgspec.MsgspecError: it cannot be read.
+            Unreadable: it is damaged, or of a newer Fallow.
         """
         if NOTE not in notes:
             return
-        self.pruned = msgspec.msgpack.decode(notes[NOTE], type=PrunedRuns)
+        self.pruned = records.decode(notes[NOTE], PrunedRuns)
         for project, had in self.pruned.harvested.items():
             self.past.add_use(project, had)
         for lesson in self.pruned.lessons:

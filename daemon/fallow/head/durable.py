@@ -169,7 +169,7 @@ class Durable:
         values = self._values_of(turn)
         writes = [write for run_id in values for write in self._run_writes(turn.book.runs[run_id], values[run_id])]
         if turn.forgotten:
-            turn.notes[NOTE] = msgspec.msgpack.encode(turn.book.pruned)
+            turn.notes[NOTE] = records.encode(turn.book.pruned)
         for key, note in turn.notes.items():
             writes.append(Write(f"note/{key}", self._note_revisions.get(key, 0), note))
         writes += [Write(f"run/{run.id}/{key}", None, None) for run in turn.forgotten for key in _keys_of(run)]
@@ -238,14 +238,6 @@ class Durable:
         new.generations.extend(generations)
         new.stored = {key: hash(value) for key, value in stored.items() if not _is_membership(key)}
         return new
-
-    async def newest_term(self) -> int:
-        """The newest term that any head has taken.
-
-        Raises:
-            FallowError: the store is away for too long.
-        """
-        return await self._patiently(self.store.newest_term)
 
     async def _save(self, writes: list[Write], new: list[NewEvent]) -> list[int]:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,7 +126,7 @@ class Inbox:
         """True if nothing waits."""
         return not self._cells
 
-    async def take(self, drain: Callable[[], None] = lambda: None) -> list[Item]:
+    async def take(self, drain: Callable[[], Awaitable[None]] | None = None) -> list[Item]:
         """One item, or several messages of agents: those that wait together are one turn.
 
         So what follows from them is written down once: all members of a large run vote at the same moment, and a
@@ -138,8 +138,8 @@ class Inbox:
         """
         items = [await self.get()]
         if isinstance(items[0], Tick):
-            if not self._is_tick_last:
-                drain()
+            if drain is not None and not self._is_tick_last:
+                await drain()
             items = [self._after_what_waits(items[0])]
         if isinstance(items[0], Heard):
             while len(items) < TOGETHER and self._cells and isinstance(self._cells[0][0], Heard):

@@ -6,7 +6,7 @@ from itertools import takewhile
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-from fallow.head.book import Book
+from fallow.head.book import Book, Run
 from fallow.model import AllocationState, EventRecord, RunStatus
 
 
@@ -57,9 +57,13 @@ class Metrics:
         for ended in self._seen.keys() - book.current.keys():
             del self._seen[ended]
         for run in runs:
-            seen, newest_first = self._seen.get(run.id, 0), reversed(run.generations)
-            for done in takewhile(lambda done: done.generation > seen, newest_first):
-                if done.pause_s is not None:
-                    self._pause.labels(kind=done.kind.value).observe(done.pause_s)
-            if run.generations:
-                self._seen[run.id] = run.generations[-1].generation
+            self._observe_pauses(run)
+
+    def _observe_pauses(self, run: Run) -> None:
+        """Those of generations that have become complete since the last call."""
+        seen = self._seen.get(run.id, 0)
+        for done in takewhile(lambda done: done.generation > seen, reversed(run.generations)):
+            if done.pause_s is not None:
+                self._pause.labels(kind=done.kind.value).observe(done.pause_s)
+        if run.generations:
+            self._seen[run.id] = run.generations[-1].generation

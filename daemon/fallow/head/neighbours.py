@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from fallow.config import Config
-from fallow.core import polling
+from fallow.core import polling, records
 from fallow.core.allocations import Allocation
 from fallow.core.delays import Delays
 from fallow.core.neighbour import Standing
@@ -16,6 +14,9 @@ from fallow.model import AllocationKind, AllocationState, ClusterConfig, Cluster
 
 DELAYS = "delays"
 """Their key among the notes of the store."""
+
+
+records.SCHEMAS[Delays] = 1
 
 
 class Neighbours(Neighbourhood):
@@ -35,8 +36,12 @@ class Neighbours(Neighbourhood):
         self._config = config
 
     def recall(self, note: bytes) -> None:
-        """Go on from what a head before us noted; what happened in between, nobody has seen."""
-        self.delays = msgspec.msgpack.decode(note, type=Delays)
+        """Go on from what a head before us noted; what happened in between, nobody has seen.
+
+        Raises:
+            Unreadable: it is damaged, or of a newer Fallow.
+        """
+        self.delays = records.decode(note, Delays)
         self.delays.polled_at = None
 
     def polled(self, turn: Turn, cluster: ClusterState, config: ClusterConfig | None) -> Standing:
@@ -55,7 +60,7 @@ class Neighbours(Neighbourhood):
             text = f"job {job.job_id} of {job.user} has waited {job.waited_s:.1f} s for nodes of ours"
             turn.record(None, "delayed", text, job=job.job_id, user=job.user, waited_s=job.waited_s)
         if waited or standing.delayed:
-            turn.notes[DELAYS] = msgspec.msgpack.encode(self.delays)
+            turn.notes[DELAYS] = records.encode(self.delays)
         return standing
 
     def report(self, now: float) -> DelayReport:

@@ -45,9 +45,7 @@ def _members(run: Run) -> list[Member]:
             harvested=run.allocations[node.token].harvested,
             pace_s=run.progress[node.id].pace_s,
             busy_links={
-                host_of[entry]: share
-                for entry, share in run.progress[node.id].busy_links.items()
-                if entry in host_of
+                host_of[entry]: share for entry, share in run.progress[node.id].busy_links.items() if entry in host_of
             },
         )
         for node in nodes

@@ -13,7 +13,6 @@ import structlog
 from fallow.core.allocations import Allocation, forgo
 from fallow.core.nodes import events as ev
 from fallow.core.nodes.names import member_name
-from fallow.core.nodes.records import Completed
 from fallow.core.protocol.agents import Admitted, EndAgent, Introduce, ToAgent
 from fallow.head.book import Book, Run
 from fallow.model import (
@@ -69,8 +68,6 @@ class Turn:
     ended: list[str] = field(default_factory=list)
     notes: dict[str, bytes] = field(default_factory=dict)
     "what the head wants to find again besides its runs, by key"
-    completed: list[tuple[str, GenerationReport]] = field(default_factory=list)
-    "(run, report) of generations that became complete"
     removals: list[str] = field(default_factory=list)
     "folders of checkpoints to delete"
     forgotten: list[Run] = field(default_factory=list)
@@ -79,8 +76,6 @@ class Turn:
     "a run began to train"
     taken: bool = False
     "Slurm takes a node from us"
-    superseded: int = 0
-    "the term of a newer head that a node has heard; 0: none"
     failures: list[Failure] = field(default_factory=list)
     "unexpected errors; what the turn holds of their runs is discarded"
 
@@ -130,7 +125,6 @@ class Turn:
         self.submissions = [one for one in self.submissions if one[0] != run.id]
         self.cancels = [one for one in self.cancels if one[0] != run.id]
         self.ended = [ended for ended in self.ended if ended != run.id]
-        self.completed = [one for one in self.completed if one[0] != run.id]
         self.removals = [path for path in self.removals if not path.startswith(folder)]
         self.dirty.discard(run.id)
 
@@ -161,15 +155,20 @@ class Turn:
 
     def apply(self, run: Run, event: ev.Event) -> None:
         """Put an event into a run's machine and take its instructions as effects."""
+        newest, unsaved = run.roster.checkpoints.saved[-1:], run.root.unsaved
         result = run.machine.handle(event)
         run.pending |= result.writes
         if result.writes:
             self.dirty.add(run.id)
+        if run.root.unsaved != unsaved:
+            run.record.saving.failed(self.now)
+        for saved in run.roster.checkpoints.saved[-1:]:
+            if saved.usable and [saved] != newest:
+                run.record.saving.written(saved.checkpoint.written_at, saved.checkpoint.took_s)
         for instruction in result.then:
             self._take(run, instruction)
         self._open_gathers(run)
-        self._note_complete(run)
-        if not all(isinstance(instruction, ev.Send) for instruction in result.then):
+        if not all(isinstance(instruction, ev.Send | ev.Admitted) for instruction in result.then):
             # Where nodes are only told something, nobody has gone; and in a large run much is told.
             self.let_go_of_empty(run)
 
@@ -189,12 +188,12 @@ class Turn:
                         self.messages.append((agent_peer(allocation, host), Introduce(node=node)))
             case ev.Log(kind, text, data):
                 self.record(run, kind, text, **data)
+            case ev.Completed():
+                self._note_complete(run, instruction)
             case ev.RemoveCheckpoint(path):
                 self.removals.append(path)
             case ev.Barred(host, _):
                 self._let_go_of_host(run, host)
-            case ev.Superseded(term):
-                self.superseded = max(self.superseded, term)
             case ev.RunEnded(status, message):
                 self._end_run(run, status, message)
 
@@ -206,15 +205,10 @@ class Turn:
             run.gathered = voting.change.generation
             run.gathers.open(run.gathered, voting.members)
 
-    def _note_complete(self, run: Run) -> None:
+    def _note_complete(self, run: Run, done: ev.Completed) -> None:
         """Keep the report of a generation that has become complete, as a record of its own."""
-        done = run.roster.history.completed[-1:]
-        known = run.generations[-1].generation if run.generations else 0
-        if not done or done[0].generation <= known:
-            return
-        report = generation_report(run, done[0], self.now)
+        report = generation_report(done, self.now)
         run.generations.append(report)
-        self.completed.append((run.id, report))
         self.dirty.add(run.id)
         if report.kind is ChangeKind.START:
             run.record.saving.began(self.now)
@@ -328,12 +322,13 @@ def agent_peer(allocation: Allocation, host: str) -> str:
     return f"{allocation.public_key} {host}"
 
 
-def generation_report(run: Run, done: Completed, now: float) -> GenerationReport:
+def generation_report(completed: ev.Completed, now: float) -> GenerationReport:
     """What people are told of a generation that has just become complete; `now`: Unix time."""
+    done = completed.record
     return GenerationReport(
         generation=done.generation,
         kind=done.kind,
-        members=[member_name(n) for n in run.roster.members],
+        members=[member_name(n) for n in completed.members],
         first_step=done.first_step,
         pause_s=done.pause_s or None,
         parts=Parts(**msgspec.structs.asdict(done.parts)),

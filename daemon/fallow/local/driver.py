@@ -308,7 +308,7 @@ class Driver:
         await self._head.stop()
 
 
-def _in_phase(view: RunView, phase: WorkerPhase) -> list[MemberView]:
+def _in_phase(view: RunView, phase: MemberPhase) -> list[MemberView]:
     return [m for m in view.members if m.phase is phase]
 
 

@@ -155,10 +155,6 @@ class Store:
         term, clock = await self._call(self._client.mget(self._term_key, self._clock_key))
         return int(term or 0) == self.term and int(clock or 0) >= self._clock
 
-    async def newest_term(self) -> int:
-        """The newest that any head has taken."""
-        return int(await self._call(self._client.get(self._term_key)) or 0)
-
     # -- state ----------------------------------------------------------------------------------------------
 
     async def save(self, writes: list[Write], events: list[NewEvent]) -> list[int]:

@@ -1,7 +1,7 @@
 """The Lua scripts: each is one atomic transition. Redis 6.2 commands only.
 
-Keys, all with one hash tag so that a Redis Cluster keeps them together: term, clock, seq, bytes (counters), op (what the
-last save was, and its event numbers), kv (hash: key -> "REVISION:VALUE") and events (stream, ids SEQ-0).
+Keys, all with one hash tag so that a Redis Cluster keeps them together: term, clock, seq, bytes (counters), op (what
+the last save was, and its event numbers), kv (hash: key -> "REVISION:VALUE") and events (stream, ids SEQ-0).
 `clock` counts transitions; a server whose clock is behind what its client saw has lost some. `bytes` is the length of
 all events together.
 """

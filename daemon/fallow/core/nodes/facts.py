@@ -25,7 +25,8 @@ def recover(m: State, report: Report) -> None:
         if m.voting is not None:
             m.voting.spoiled = "the store has lost what was written last"
     if report.generation > max(root.generation, m.trouble.broken):
-        m.trouble.broken, m.is_changed = report.generation, True
+        m.trouble.broken = m.trouble.recovered = report.generation
+        m.is_changed = True
         m.outbox.log(
             "recover", f"{m.roster.name(report.node)} is in generation {report.generation}, which the store lost"
         )

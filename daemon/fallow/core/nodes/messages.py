@@ -257,6 +257,8 @@ class End(Wire, frozen=True, kw_only=True):
 class Order(Wire, frozen=True, kw_only=True, tag="order"):
     """Where a node has to be. The newest (term, edition) counts; the agent hands it to its workers as it is."""
 
+    node: Count
+    "an agent may have started its workers anew, as another node, since this was sent"
     term: Count
     edition: Count
     committed: Count = 0

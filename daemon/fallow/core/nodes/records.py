@@ -72,7 +72,7 @@ class Change(msgspec.Struct, kw_only=True):
     reason: str
     began_at: float
     left: list[int] = []
-    "members of the generation before that are not in this one; known at the commit"
+    "members of the last complete generation that are not in this one; known at the commit"
     interrupt: bool = False
     "the generation before is broken"
     probe: bool = False
@@ -126,6 +126,8 @@ class Root(msgspec.Struct, kw_only=True):
     unsaved: tuple[int, int] = (0, 0)
     unsaved_reason: str = ""
     "the last checkpoint could not be written; empty: it could"
+    unrecorded: dict[int, int] = {}
+    "nodes that are forgotten -> the step from which on their ledgers lack records"
     diverged: str = ""
     "members' final states differ, in words"
     start_failures: int = 0
@@ -135,7 +137,7 @@ class Root(msgspec.Struct, kw_only=True):
 
 
 class Completed(msgspec.Struct, kw_only=True):
-    """A generation that became complete."""
+    """A generation that became complete, and what it changed since the one that was complete before it."""
 
     generation: int
     kind: ChangeKind

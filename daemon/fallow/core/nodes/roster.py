@@ -95,6 +95,8 @@ class Roster:
         del self.nodes[self.touch(node).id]
         self._by_place[node.host, node.token].remove(node.id)
         self.root.front = max(self.root.front, node.step)
+        if node.unrecorded is not None:
+            self.root.unrecorded[node.id] = node.unrecorded
 
     # -- views ------------------------------------------------------------------------------------------------------
 

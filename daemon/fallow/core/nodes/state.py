@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from fallow.core.nodes import events as ev
 from fallow.core.nodes.messages import End, Order, Plan, Refusal, Report
+from fallow.core.nodes.names import member_name
 from fallow.core.nodes.records import Change, Node
 from fallow.core.nodes.roster import Roster
 from fallow.core.nodes.watch import Timing, Watch
@@ -96,6 +97,8 @@ class Trouble:
     "exit status of the newest of them"
     broken: int = 0
     "this generation and older ones were given up"
+    recovered: int = 0
+    "newest generation that the store had lost: the state of a node that did not compute in it is too old"
     group: Broken | None = None
     breaks: dict[int, tuple[int, int]] = field(default_factory=dict)
     "node -> (step that it had finished, how many groups in a row broke there first)"
@@ -133,8 +136,10 @@ class Outbox:
         self.first_edition = edition + 1
         self.instructions: list[ev.Instruction] = []
 
-    def log(self, kind: str, text: str, **data: Any) -> None:
-        self.instructions.append(ev.Log(kind, text, data))
+    def log(self, kind: str, text: str, *, node: int = 0, **data: Any) -> None:
+        """Append to the run's event log; `node`: which it is about, 0 for none."""
+        about = {"member": member_name(node)} if node else {}
+        self.instructions.append(ev.Log(kind, text, about | data))
 
     def has_heard(self, node: int, report: Report | None) -> bool:
         """Has the node obeyed the newest order that it was sent?"""
@@ -231,9 +236,9 @@ class State:
         if root.rollback_below or not self.is_inside(known):
             return False
         if report is None:
-            return 0 < known.joined <= root.complete
+            return 0 < known.joined <= root.complete and not self.trouble.recovered
         # What it holds counts only if it has computed since it got its seat.
-        return report.has_state and report.generation >= known.joined
+        return report.has_state and report.generation >= max(known.joined, self.trouble.recovered)
 
     def main(self) -> int:
         """The node whose first worker is the main one of the run; 0: there is no node."""
@@ -271,6 +276,7 @@ class State:
     def _order(self, node: Node, main: int) -> Order:
         root, broken = self.roster.root, self.trouble.broken
         return Order(
+            node=node.id,
             term=self.outbox.term,
             edition=self.outbox.edition,
             committed=root.generation,
@@ -302,7 +308,7 @@ class State:
         next_one = ballot.change.generation if ballot is not None else 0
         if 0 < below < next_one or not self.is_inside(node):
             return next_one
-        return node.joined
+        return max(node.joined, self.trouble.recovered)
 
     def _end_of(self, node: Node) -> End | None:
         status = self.roster.root.status
