@@ -33,7 +33,7 @@ from fallow.wire.codec import Decoder, encode
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden.json"
 
-for module in ("fallow.core.nodes.records",):
+for module in ("fallow.core.nodes.records", "fallow.head.durable", "fallow.head.learning", "fallow.head.neighbours"):
     importlib.import_module(module)  # each adds its kinds to `records.SCHEMAS`
 
 DIRECTIONS: dict[str, Any] = {

@@ -1,6 +1,7 @@
 """Stored records: a value in the store is (schema number, record), and is read strictly.
 
 A field that is missing, unknown or of another type makes a record unreadable, also in whatever the record is made of.
+Records hold no sets: these would be written in another order each time.
 It never becomes a default without a word. So whoever renames, adds or removes a field of a kind raises its number in
 `SCHEMAS` and adds a step to `MIGRATIONS`.
 """

@@ -99,7 +99,7 @@ def kind_of(spec: RunSpec, homes: list[NodeInfo], alike: bool = False) -> Kind:
         gpu_type=typed[0] if len(typed) == 1 else "",
         constraint=given.get("constraint", ""),
         reservation=given.get("reservation", ""),
-        alike=frozenset(likeness(node) for node in homes) if alike else frozenset(),
+        alike=tuple(sorted({likeness(node) for node in homes})) if alike else (),
     )
 
 
