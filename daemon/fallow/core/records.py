@@ -29,7 +29,7 @@ _DAMAGES = (msgspec.MsgspecError, ArithmeticError, AttributeError, LookupError, 
 
 
 def encode(record: msgspec.Struct) -> bytes:
-    return msgspec.msgpack.encode((SCHEMAS[type(record)], record), order="deterministic")
+    return msgspec.msgpack.encode((SCHEMAS[type(record)], record))
 
 
 def decode(raw: bytes, kind: type[T]) -> T:
@@ -46,7 +46,7 @@ def decode(raw: bytes, kind: type[T]) -> T:
         for older in range(schema, newest):
             fields = MIGRATIONS[kind, older](fields)
         record = msgspec.convert(fields, kind)
-        written: Fields = msgspec.msgpack.decode(msgspec.msgpack.encode(record, order="deterministic"))
+        written: Fields = msgspec.msgpack.decode(msgspec.msgpack.encode(record))
     except _DAMAGES as error:
         raise Unreadable(f"it is damaged: {type(error).__name__}: {error}; restore the store from a backup") from error
     wrong = sorted(_differences(fields, written))
