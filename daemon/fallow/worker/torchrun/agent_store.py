@@ -1,4 +1,4 @@
-"""The store that torchrun's agents of one generation share: the scripts' own, but every wait ends with the generation."""
+"""The store of torchrun's agents of one generation: that of their scripts, but every wait ends with the generation."""
 
 from __future__ import annotations
 
