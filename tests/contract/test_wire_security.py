@@ -209,6 +209,19 @@ async def test_n4_peer_cannot_speak_as_another(router: Router, dial: Dial) -> No
     assert await first.received() == encode(News(term=1)), "its route was not stolen"
 
 
+async def test_who_takes_the_routing_id_of_one_who_has_gone_does_not_take_its_name(router: Router, dial: Dial) -> None:
+    first = dial(KNOWN, identity=b"me")
+    first.send(encode(hello()))
+    assert (await next_from(router))[0] == named(KNOWN)
+    first.context.destroy(linger=0)
+    async with asyncio.timeout(DEADLINE_S):
+        while not router.refused["no hello yet"]:
+            # While the router still knows the other connection, this one is not let in.
+            dial(OTHER, identity=b"me").send(encode(beat()))
+            await asyncio.sleep(0.05)
+            assert await router.received(10) == []
+
+
 async def test_agents_of_one_allocation_have_their_own_routes(router: Router, dial: Dial) -> None:
     peers = {host: dial(KNOWN) for host in ("h1", "h2")}
     for host, peer in peers.items():

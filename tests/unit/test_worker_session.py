@@ -196,7 +196,7 @@ def test_a_worker_with_infinite_patience_waits_for_a_silent_head_and_another_one
     assert agent.session.await_commit(look).generation == 2
     other = Agent(patience_s=0.2)
     other.silent(1e6)
-    with pytest.raises(HeadSilent, match="worker n0: the head was silent for 0.2 s"):
+    with pytest.raises(HeadSilent, match="worker n0: the head was silent for"):
         other.session.await_commit(never)
 
 
