@@ -29,7 +29,7 @@ from fallow.core.protocol.agents import (
 from fallow.head import again, gauge, saved
 from fallow.head.book import Run
 from fallow.head.hearing import Hearing
-from fallow.head.turn import Turn, agent_peer
+from fallow.head.turn import Turn, agent_peer, why_ended
 from fallow.model import AllocationKind, AllocationState, Exit, MemberPhase
 from fallow.wire.router import agent_of, key_of
 
@@ -70,7 +70,7 @@ class Agents:
             self._see(turn, run, allocation, host, at)
         elif not isinstance(message, Left):
             # The head has given it up. What it was told to end with still holds.
-            self._end(turn, run, allocation, peer, allocation.reason)
+            self._end(turn, run, allocation, peer, why_ended(run, allocation))
         match message:
             case Beat():
                 self._beat(turn, run, allocation, host, message, at)
@@ -114,7 +114,7 @@ class Agents:
     def _hello(self, turn: Turn, run: Run, allocation: Allocation, peer: str, hello: Hello, at: float) -> None:
         if allocation.end_code is not None:
             # The run has let go of all its agents. This one may not have heard so before its link broke.
-            self._end(turn, run, allocation, peer, allocation.reason)
+            self._end(turn, run, allocation, peer, why_ended(run, allocation))
             return
         problem = _problem(run, allocation, hello)
         if problem is not None:
@@ -226,7 +226,7 @@ class Agents:
             peer = agent_peer(allocation, host)
             turn.messages.append((peer, self._news(turn, run, allocation, host)))
             if allocation.end_code is not None:
-                self._end(turn, run, allocation, peer, allocation.reason)
+                self._end(turn, run, allocation, peer, why_ended(run, allocation))
 
     @staticmethod
     def _report(

@@ -266,6 +266,7 @@ class Head:
             start_s=m.start_timeout_s,
             lease_s=m.lease_s,
             progress_s=m.progress_s,
+            release_s=m.release_margin_s,
             bar_after=m.bar_after,
         )
 

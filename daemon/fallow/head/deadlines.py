@@ -45,11 +45,12 @@ class Deadlines:
             self._end_stragglers(turn, run)
             return
         run.look_how_far()
-        turn.apply(run, ev.Ticked(at=turn.at))
         margin_s = self._config.release_margin_s + views.longest_pause(run) + views.longest_save(run)
-        missing.look(turn, run)
         for allocation in run.live_allocations():
             self._watch_walltime(turn, run, allocation, margin_s)
+        turn.apply(run, ev.Ticked(at=turn.at))
+        missing.look(turn, run)
+        for allocation in run.live_allocations():
             neighbours.hurry(turn, run, allocation)
             for host in allocation.hosts:
                 self._watch_agent(turn, run, allocation, host)
