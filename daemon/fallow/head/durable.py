@@ -43,8 +43,6 @@ _PAUSE_S = (0.2, 2.0)
 
 _SHOW_AGAIN_S = 30.0
 
-records.SCHEMAS.update({RunSpec: 1, RunRecord: 1, Allocation: 1, GenerationReport: 1})
-
 MEMBERSHIP = ("root", "history", "checkpoints", "failures")
 """Keys of the membership's records, besides those of nodes."""
 
