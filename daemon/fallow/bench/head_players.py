@@ -35,7 +35,7 @@ PART_BYTES = 64
 _ENTRY = f"10.123.200.17:49152:{'5' * 32}"
 _CONTRACT = Contract(signature="5" * 64, shards=1 << 20, global_batch=1 << 20, layout=("weight float32[1024, 1024]",))
 _PROGRESS = Progress(reached=(0, 100), loss=1.0, samples_per_s=1e5, shards=8, pace_s=0.1)
-_NOTHING = Order(term=0, edition=0)
+_NOTHING = Order(node=0, term=0, edition=0)
 _NOBLOCK = int(zmq.NOBLOCK)
 
 
