@@ -81,6 +81,11 @@ class Talk:
                 self._played[peer].hear(message)
         self.events += [(record.kind, record.text) for record in self.turn.records]
 
+    def forget_played(self) -> None:
+        """Drop agents that have ended."""
+        live = {a.public_key for run in self.book.runs.values() for a in run.live_allocations()}
+        self._played = {peer: played for peer, played in self._played.items() if peer.partition(" ")[0] in live}
+
     def texts(self, kind: str) -> list[str]:
         """Lines of one kind in the event log."""
         return [text for known, text in self.events if known == kind]

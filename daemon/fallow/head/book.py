@@ -99,6 +99,9 @@ class RunRecord(msgspec.Struct, kw_only=True):
         return "paused by hand" if self.paused_by_hand else self.harvest_paused
 
 
+records.SCHEMAS.update({RunSpec: 1, RunRecord: 1, Allocation: 1, GenerationReport: 1})
+
+
 @dataclass(frozen=True, slots=True)
 class Principal:
     """What an authenticated key may speak for: the agents of an allocation."""
