@@ -11,6 +11,7 @@ import functools
 import itertools
 import logging
 import os
+import secrets
 import signal
 import sys
 import time
@@ -100,6 +101,7 @@ class Agent:
         hello = Hello(
             host=place.host,
             token=keys.token,
+            process=secrets.token_hex(8),
             version=__version__,
             job_id=place.job_id,
             boot=1,

@@ -16,7 +16,7 @@ from fallow.core.protocol.workers import FromWorker, Part, Start, Status
 from fallow.files import RunPaths
 from fallow.model import OUTPUT_PIPES
 from fallow.text import clean
-from fallow.wire.frames import ToWorkerChannel
+from fallow.wire.frames import WorkerChannel
 
 log = logging.getLogger("fallow.agent")
 
@@ -89,7 +89,7 @@ class Worker:
             relays=launch.relays,
             drained=drained,
         )
-        self.channel = ToWorkerChannel(ours, self._hear, self._lose_channel)
+        self.channel = WorkerChannel(ours, self._hear, self._lose_channel)
         self.channel.send(start)
         self.has_ended = False
         "and that was noticed"

@@ -39,8 +39,10 @@ MISSING_POLLS = 2
 
 
 class Agent(msgspec.Struct, kw_only=True):
-    """The agent on one node of an allocation."""
+    """The agent on one node of an allocation. There is one at a time."""
 
+    process: str = ""
+    "which process it is; another one has begun anew, and the workers of the one before have ended with that"
     node: int = 0
     "number of its workers in the run's membership; 0: the ones that are wanted have not come yet"
     boot: int = 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import inf
-from pathlib import Path
 
 from fallow.config import Checkpoint as CheckpointConfig
 from fallow.config import Membership as MembershipConfig
@@ -11,27 +10,38 @@ from fallow.core.allocations import Agent, Allocation
 from fallow.core.duds import came
 from fallow.core.nodes import checkpoints
 from fallow.core.nodes import events as ev
-from fallow.core.nodes.messages import Gather
+from fallow.core.nodes.messages import Gather, Report
 from fallow.core.nodes.names import member_name
-from fallow.core.protocol.agents import Beat, EndAgent, Ended, EndNoted, FromAgent, Hello, Left, News, Refused, Setup
-from fallow.head import again, gauge, missing, neighbours, saved, views
+from fallow.core.protocol.agents import (
+    Beat,
+    EndAgent,
+    Ended,
+    EndNoted,
+    FromAgent,
+    Hello,
+    Introduce,
+    Left,
+    News,
+    Progress,
+    Refused,
+    Setup,
+)
+from fallow.head import again, gauge, saved
 from fallow.head.book import Run
-from fallow.head.forgetting import forget
-from fallow.head.turn import Turn, agent_peer
+from fallow.head.hearing import Hearing
+from fallow.head.turn import Turn, agent_peer, why_ended
 from fallow.model import AllocationKind, AllocationState, Exit, MemberPhase
 from fallow.wire.router import agent_of, key_of
 
 STAND_IN_S = 120.0
 """A stand-in head is there so long after the head was given up, at the latest."""
 
-CLOSE_S = 1.0
-"""Ends that differ by less are the same: they are on two clocks."""
-
 
 class Agents:
     """Turns what agents say into events for the machines."""
 
     def __init__(self, config: MembershipConfig, checkpoint: CheckpointConfig) -> None:
+        self.hearing = Hearing()
         self._config = config
         self._checkpoint = checkpoint
 
@@ -47,6 +57,7 @@ class Agents:
         principal = turn.book.principals.get(key_of(peer))
         if principal is None:
             return
+        self.hearing.hear(at)
         run = turn.book.runs[principal.run]
         allocation = run.allocations[principal.token]
         if isinstance(message, Hello):
@@ -55,15 +66,11 @@ class Agents:
         host = agent_of(peer)
         if host not in allocation.agents:
             return
-        if not allocation.live and not isinstance(message, Left):
+        if allocation.live:
+            self._see(turn, run, allocation, host, at)
+        elif not isinstance(message, Left):
             # The head has given it up. What it was told to end with still holds.
-            code = Exit.NO_RESTART if allocation.end_code is None else allocation.end_code
-            if not allocation.told_to_end:
-                allocation.told_to_end = True
-                turn.dirty.add(run.id)
-            turn.messages.append((peer, EndAgent(term=turn.book.term, code=code, reason=allocation.reason)))
-        else:
-            run.agent_seen[allocation.token, host] = at
+            self._end(turn, run, allocation, peer, why_ended(run, allocation))
         match message:
             case Beat():
                 self._beat(turn, run, allocation, host, message, at)
@@ -73,57 +80,99 @@ class Agents:
             case Left():
                 allocation.left_at = turn.now
                 turn.dirty.add(run.id)
-                self.agent_gone(turn, run, allocation, host, _left_with(message.code))
+                agent_gone(turn, run, allocation, host, _left_with(message.code))
             case Gather():
-                if message.node in allocation.members:
-                    answer, nodes = run.gathers.take(message)
-                    for node in nodes if answer is not None else ():
-                        turn.tell(run, node, answer)
+                if message.node == allocation.agents[host].node:
+                    self._gather(turn, run, message)
+
+    @staticmethod
+    def _gather(turn: Turn, run: Run, part: Gather) -> None:
+        answer, nodes = run.gathers.take(part)
+        if answer is not None:
+            for node in nodes:
+                turn.tell(run, node, answer)
+
+    @staticmethod
+    def _see(turn: Turn, run: Run, allocation: Allocation, host: str, at: float) -> None:
+        run.agent_seen[allocation.token, host] = at
+        if allocation.agents[host].gone:
+            # It was only silent.
+            allocation.agents[host].gone = False
+            turn.dirty.add(run.id)
+
+    @staticmethod
+    def _end(turn: Turn, run: Run, allocation: Allocation, peer: str, reason: str) -> None:
+        """Tell an agent to end."""
+        code = Exit.NO_RESTART if allocation.end_code is None else allocation.end_code
+        if not allocation.told_to_end and allocation.end_code is None:
+            allocation.told_to_end = True
+            turn.dirty.add(run.id)
+        turn.messages.append((peer, EndAgent(term=turn.book.term, code=code, reason=reason)))
 
     # -- it comes -----------------------------------------------------------------------------------------------------
 
     def _hello(self, turn: Turn, run: Run, allocation: Allocation, peer: str, hello: Hello, at: float) -> None:
-        if allocation.end_code is not None and hello.host in allocation.agents:
-            # It was told to end, and may not have heard so before its link broke.
-            end = EndAgent(term=turn.book.term, code=allocation.end_code, reason=allocation.reason)
-            turn.messages.append((peer, end))
+        if allocation.end_code is not None:
+            # The run has let go of all its agents. This one may not have heard so before its link broke.
+            self._end(turn, run, allocation, peer, why_ended(run, allocation))
             return
         problem = _problem(run, allocation, hello)
         if problem is not None:
-            allocation.told_to_end = True
-            turn.dirty.add(run.id)
-            turn.record(run, "refuse", f"agent on {hello.host}: {problem}")
-            turn.messages.append((peer, Refused(code=Exit.NO_RESTART, message=problem)))
+            self._turn_away(turn, run, allocation, peer, hello, problem)
             return
         is_new = hello.host not in allocation.agents
         if is_new:
             self._come(turn, run, allocation, hello)
+        self._see(turn, run, allocation, hello.host, at)
         agent = allocation.agents[hello.host]
-        agent.gone = False
-        run.agent_seen[allocation.token, hello.host] = at
+        if hello.process != agent.process:
+            # The one before has ended, and its workers with it: there is one agent on a node.
+            agent.process, agent.again_at = hello.process, None
+            agent.boot, agent.node = (agent.boot + 1, 0) if agent.node else (agent.boot, 0)
+            turn.dirty.add(run.id)
+            turn.record(run, "node", f"{hello.host} has another agent of {allocation.token} now")
         turn.messages.append((peer, self._setup(turn, run, allocation)))
-        number = hello.node or (allocation.reserved if hello.boot == 1 else 0)
-        turn.apply(
-            run,
-            ev.Expected(
-                at=at,
-                host=hello.host,
-                token=allocation.token,
-                boot=hello.boot,
-                slots=hello.slots,
-                entry=hello.entry,
-                node=number,
-            ),
-        )
-        if agent.node in run.roster.nodes:
-            # What it was sent before its connection broke, or its head was another one, it may not have heard.
-            turn.messages.append((peer, run.machine.order(agent.node)))
-        if is_new and allocation.state is AllocationState.RELEASING:
-            # It was to be given back before it came.
-            turn.apply(run, ev.Release(at=at, nodes=tuple(allocation.members), reason=allocation.reason))
-        elif is_new and allocation.asked_at is not None:
+        if hello.boot < agent.boot:
+            # It does not know yet which start of its workers is wanted.
+            turn.messages.append((peer, self._news(turn, run, allocation, hello.host)))
+            return
+        self._expect(turn, run, allocation, hello, at)
+        if is_new and allocation.asked_at is not None and allocation.state is AllocationState.RUNNING:
             # It was to be cancelled as soon as its job showed.
             turn.release_allocation(run, allocation, allocation.reason)
+
+    def _expect(self, turn: Turn, run: Run, allocation: Allocation, hello: Hello, at: float) -> None:
+        """The start of workers that is wanted has come, or is announced again."""
+        agent = allocation.agents[hello.host]
+        before, agent.boot = agent.node, hello.boot
+        expected = ev.Expected(
+            at=at,
+            host=hello.host,
+            token=allocation.token,
+            boot=hello.boot,
+            slots=hello.slots,
+            entry=hello.entry,
+            node=hello.node or (allocation.reserved if hello.boot == 1 else 0),
+        )
+        turn.apply(run, expected)
+        if agent.node == before and before in run.roster.nodes:
+            # It may not have heard the last order before its connection broke, or another head has sent that.
+            turn.tell(run, agent.node, run.machine.order(agent.node))
+        elif allocation.state is AllocationState.RELEASING:
+            # It was to be given back before it came.
+            turn.apply(run, ev.Release(at=at, nodes=(agent.node,), reason=allocation.reason))
+
+    def _turn_away(self, turn: Turn, run: Run, allocation: Allocation, peer: str, hello: Hello, problem: str) -> None:
+        is_known = hello.host in allocation.agents or hello.node > 0
+        if not (is_known and allocation.told_to_end):
+            turn.record(run, "refuse", f"agent on {hello.host}: {problem}")
+        if is_known:
+            # One that was admitted before would train on if it was only refused.
+            self._end(turn, run, allocation, peer, problem)
+            return
+        allocation.told_to_end = True
+        turn.dirty.add(run.id)
+        turn.messages.append((peer, Refused(code=Exit.NO_RESTART, message=problem)))
 
     @staticmethod
     def _come(turn: Turn, run: Run, allocation: Allocation, hello: Hello) -> None:
@@ -132,7 +181,7 @@ class Agents:
         if run.record.slots is None:
             run.record.slots = hello.slots
         came(run.record.fruitless, hello.host)
-        allocation.agents[hello.host] = Agent(boot=hello.boot)
+        allocation.agents[hello.host] = Agent(process=hello.process, boot=hello.boot)
         if allocation.state in (AllocationState.UNKNOWN, AllocationState.PENDING):
             allocation.state = AllocationState.RUNNING
             allocation.start_at = turn.now
@@ -169,45 +218,52 @@ class Agents:
     # -- it is there --------------------------------------------------------------------------------------------------
 
     def _beat(self, turn: Turn, run: Run, allocation: Allocation, host: str, beat: Beat, at: float) -> None:
-        report = beat.report
         if beat.warned:
             self._warned(turn, run, allocation, beat.warned)
-        if report is not None:
-            report = saved.by_this_clock(run, report, turn.now)
-            known, failed = run.roster.nodes.get(report.node), run.root.unsaved
-            before = len(run.roster.checkpoints.saved)
-            turn.apply(run, ev.Reported(at=at, host=host, report=report))
-            if len(run.roster.checkpoints.saved) != before or run.root.unsaved != failed:
-                saved.note(run, report, failed=run.root.unsaved != failed, now=turn.now)
-                turn.dirty.add(run.id)
-            if known is not None and known.host == host and known.alive:
-                run.progress[report.node] = beat.progress
-                if known.seat:
-                    run.reached = max(run.reached, beat.progress.reached)
-                if report.generation and allocation.active_at is None:
-                    allocation.active_at = turn.now
-                    turn.dirty.add(run.id)
-                gauge.heard(turn, run, report.node)
+        if beat.report is not None:
+            self._report(turn, run, allocation, host, beat.report, beat.progress, at)
         if allocation.live:
-            turn.messages.append((agent_peer(allocation, host), self._news(turn, run, allocation, host)))
+            peer = agent_peer(allocation, host)
+            turn.messages.append((peer, self._news(turn, run, allocation, host)))
             if allocation.end_code is not None:
-                end = EndAgent(term=turn.book.term, code=allocation.end_code, reason=allocation.reason)
-                turn.messages.append((agent_peer(allocation, host), end))
+                self._end(turn, run, allocation, peer, why_ended(run, allocation))
+
+    @staticmethod
+    def _report(
+        turn: Turn, run: Run, allocation: Allocation, host: str, report: Report, progress: Progress, at: float
+    ) -> None:
+        known = run.roster.nodes.get(report.node)
+        if known is not None and known.token != allocation.token:
+            # The store has lost it, and its number belongs to a node of another allocation now, maybe on this host.
+            turn.messages.append((agent_peer(allocation, host), Introduce(node=report.node)))
+            return
+        report = saved.by_this_clock(run, report, turn.now)
+        turn.apply(run, ev.Reported(at=at, host=host, report=report))
+        known = run.roster.nodes.get(report.node)
+        if known is None or (known.host, known.boot) != (host, report.boot) or not known.alive:
+            return
+        run.progress[known.id] = progress
+        run.step = max(run.step, known.step)
+        if known.seat:
+            run.reached = max(run.reached, progress.reached)
+        if report.generation and allocation.active_at is None:
+            allocation.active_at = turn.now
+            turn.dirty.add(run.id)
+        gauge.heard(turn, run, known.id)
 
     def _news(self, turn: Turn, run: Run, allocation: Allocation, host: str) -> News:
         agent = allocation.agents[host]
         usable = checkpoints.usable(run.roster)
         epochs = [run.progress[n].epoch for n in run.roster.members[:1] if n in run.progress]
-        due_in_s = saved.due_in_s(run, self._checkpoint.interval_s, turn.now)
         return News(
             term=turn.book.term,
             boot=agent.boot,
             ends_in_s=None if allocation.end_at is None else allocation.end_at - turn.now,
             joins=run.joins(agent.node),
-            step=run.roster.front,
+            step=run.step,
             epoch=epochs[0] if epochs else (usable[0].epoch if usable else 0),
             reached=run.reached,
-            checkpoint_in_s=due_in_s,
+            checkpoint_in_s=saved.due_in_s(run, self._checkpoint.interval_s, turn.now),
             checkpoints_asked=run.record.checkpoints_asked,
         )
 
@@ -232,11 +288,11 @@ class Agents:
 
     @staticmethod
     def _ended(turn: Turn, run: Run, allocation: Allocation, host: str, ended: Ended, at: float) -> None:
+        known = run.roster.nodes.get(ended.node)
+        if known is None or (known.token, known.host, known.boot) != (allocation.token, host, ended.boot):
+            return
         how = f"killed by signal {ended.signal}" if ended.signal is not None else f"exited with {ended.code}"
         last = ended.tail.strip().splitlines()[-1:]
-        known = run.roster.nodes.get(ended.node)
-        if known is None or (known.host, known.boot) != (host, ended.boot):
-            return
         if ended.code not in (0, None) and last:
             how += f" ({last[0][:200]})"
         if known.phase is MemberPhase.GONE and "most recent call first" in ended.tail:
@@ -253,76 +309,32 @@ class Agents:
             code=ended.code,
             signal=ended.signal,
             tail=ended.tail,
-            report=ended.report,
+            report=None if ended.report is None else saved.by_this_clock(run, ended.report, turn.now),
             is_ordered=ended.is_ordered,
         )
         turn.apply(run, gone)
         turn.let_go_of_empty(run)
 
-    @staticmethod
-    def agent_gone(
-        turn: Turn, run: Run, allocation: Allocation, host: str, reason: str, *, node_failed: bool = False
-    ) -> None:
-        """An agent ended or its node is lost: so are its workers."""
-        agent = allocation.agents[host]
-        if not agent.gone:
-            agent.gone = True
-            turn.dirty.add(run.id)
-        known = run.roster.nodes.get(agent.node)
-        if known is not None and not known.exited:
-            turn.apply(run, ev.Gone(at=turn.at, node=known.id, reason=reason, node_failed=node_failed))
-        if not allocation.hosts and allocation.live:
-            turn.record(run, "node", f"{allocation.token} ended: {allocation.reason or reason}")
-            turn.book.end_allocation(run, allocation, reason)
 
-    # -- time ---------------------------------------------------------------------------------------------------------
+def agent_gone(
+    turn: Turn, run: Run, allocation: Allocation, host: str, reason: str, *, node_failed: bool = False
+) -> None:
+    """An agent has ended for certain, or its node is lost: so have its workers."""
+    for node in run.roster.at_place(host, allocation.token):
+        if not node.exited:
+            turn.apply(run, ev.Gone(at=turn.at, node=node.id, reason=reason, node_failed=node_failed))
+    give_up_agent(turn, run, allocation, host, reason)
 
-    def tick(self, turn: Turn) -> None:
-        """Deadlines of everybody: leases, votes, walltimes."""
-        turn.for_each(turn.book.current.values(), "tick", lambda run: self.tick_run(turn, run))
 
-    def tick_run(self, turn: Turn, run: Run) -> None:
-        """Deadlines of one run."""
-        if run.ended:
-            self._end_stragglers(turn, run)
-            return
-        run.look_how_far()
-        turn.apply(run, ev.Ticked(at=turn.at))
-        margin_s = self._config.release_margin_s + views.longest_pause(run) + views.longest_save(run)
-        missing.look(turn, run)
-        for allocation in run.live_allocations():
-            self._watch(turn, run, allocation, margin_s)
-            again.due(turn, run, allocation)
-        forget(turn, run)
-
-    def _watch(self, turn: Turn, run: Run, allocation: Allocation, margin_s: float) -> None:
-        """Tell the membership when nodes go away, and release them so long before."""
-        ends_at = allocation.end_at
-        if ends_at is not None:
-            at = ends_at + turn.at - turn.now
-            for node in [run.roster.nodes[n] for n in allocation.members if n in run.roster.nodes]:
-                if node.alive and (node.ends_at is None or abs(node.ends_at - at) > CLOSE_S):
-                    turn.apply(run, ev.Ends(at=turn.at, node=node.id, ends_at=at))
-            if allocation.state is AllocationState.RUNNING and turn.now >= ends_at - margin_s:
-                turn.release_allocation(run, allocation, allocation.ends_because)
-        neighbours.hurry(turn, run, allocation)
-        for host in allocation.hosts if run.spec.local else ():
-            # No Slurm tells of these nodes, but all of them are on this host.
-            is_silent = self._silent_s(turn, run, allocation, host) > self._config.lease_s
-            if is_silent and _is_killed(run, allocation, host):
-                self.agent_gone(turn, run, allocation, host, f"the processes of {host} are gone")
-
-    @staticmethod
-    def _silent_s(turn: Turn, run: Run, allocation: Allocation, host: str) -> float:
-        return turn.at - run.agent_seen.setdefault((allocation.token, host), turn.at)
-
-    def _end_stragglers(self, turn: Turn, run: Run) -> None:
-        """Forget the agents of an ended run that fell silent."""
-        for allocation in run.live_allocations():
-            neighbours.hurry(turn, run, allocation)
-            for host in allocation.hosts:
-                if self._silent_s(turn, run, allocation, host) > self._config.lease_s:
-                    self.agent_gone(turn, run, allocation, host, "the run is over")
+def give_up_agent(turn: Turn, run: Run, allocation: Allocation, host: str, reason: str) -> None:
+    """Expect no more of an agent. This says nothing about its workers. With its last agent an allocation ends."""
+    agent = allocation.agents[host]
+    if not agent.gone:
+        agent.gone = True
+        turn.dirty.add(run.id)
+    if not allocation.hosts and allocation.live:
+        turn.record(run, "node", f"{allocation.token} ended: {allocation.reason or reason}")
+        turn.book.end_allocation(run, allocation, reason)
 
 
 def _problem(run: Run, allocation: Allocation, hello: Hello) -> str | None:
@@ -339,20 +351,6 @@ def _problem(run: Run, allocation: Allocation, hello: Hello) -> str | None:
         # One token, one job: the first that came has claimed it.
         return f"{allocation.token} belongs to job {allocation.job_id}, this is job {hello.job_id}"
     return None
-
-
-def _is_killed(run: Run, allocation: Allocation, host: str) -> bool:
-    progress = run.progress.get(allocation.agents[host].node)
-    pids = progress.pids if progress is not None else ()
-    return bool(pids) and not any(map(_is_running, pids))
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in ("Z", "X")
 
 
 def _left_with(code: int) -> str:

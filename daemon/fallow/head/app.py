@@ -26,6 +26,7 @@ from fallow.head.agents import Agents
 from fallow.head.asking import ordered
 from fallow.head.book import Book, Run
 from fallow.head.clock import steady
+from fallow.head.deadlines import Deadlines
 from fallow.head.durable import Durable
 from fallow.head.faults import Faults
 from fallow.head.harvest import Harvest
@@ -104,6 +105,7 @@ class Head:
         self._calls = SlurmCalls(paced, paths, self._harvest, self._inbox, self._faults)
         self._switch = Switch(config.site.stop_file, self._inbox)
         self._agents = Agents(config.membership, config.checkpoint)
+        self._deadlines = Deadlines(config.membership, self._agents.hearing)
         self._book: Book
         self._pruning: Pruning
         self._operations: Operations
@@ -227,7 +229,9 @@ class Head:
         await self._control.start()
         if not self._stand_in:
             write_struct(paths.head_config, config)
-        write_head_file(paths, endpoint, keys.public, self._book.term, stand_in=self._stand_in)
+        write_head_file(
+            paths, endpoint, keys.public, self._book.term, network=config.network.data, stand_in=self._stand_in
+        )
         log.info("head.ready", endpoint=endpoint, term=self._book.term, runs=len(self._book.runs), pid=os.getpid())
         self._notifier.ready(f"term {self._book.term}, {len(self._book.runs)} runs")
 
@@ -262,6 +266,7 @@ class Head:
             start_s=m.start_timeout_s,
             lease_s=m.lease_s,
             progress_s=m.progress_s,
+            release_s=m.release_margin_s,
             bar_after=m.bar_after,
         )
 
@@ -430,7 +435,7 @@ class Head:
             case Tick():
                 self._tick_queued = False
                 saved.adopt(turn)
-                self._agents.tick(turn)
+                self._deadlines.tick(turn)
                 with turn.apart("pruning"):
                     self._pruning.tick(turn)
             case Polled(cluster):

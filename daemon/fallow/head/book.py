@@ -99,6 +99,9 @@ class RunRecord(msgspec.Struct, kw_only=True):
         return "paused by hand" if self.paused_by_hand else self.harvest_paused
 
 
+records.SCHEMAS.update({RunSpec: 1, RunRecord: 1, Allocation: 1, GenerationReport: 1})
+
+
 @dataclass(frozen=True, slots=True)
 class Principal:
     """What an authenticated key may speak for: the agents of an allocation."""
@@ -159,8 +162,10 @@ class Run:
         "the newest generation of which parts are taken"
         self.progress: dict[int, Progress] = {}
         "by the number of the node"
+        self.step = 0
+        "finished steps of the foremost node"
         self.reached = 0, 0
-        "where the foremost member is in its data; raised by progress, and found anew with each tick"
+        "where the foremost member is in its data; both are raised by beats, and found anew with each tick"
         self.agent_seen: dict[tuple[str, str], float] = {}
         "(token, host) -> when its agent was heard, on the head's clock"
         self.without_agent: dict[str, str] = {}
@@ -231,7 +236,7 @@ class Run:
         """Do others train, or are about to begin without this node? Then it is absorbed once it is ready."""
         ballot = self.machine.state.ballot
         starting = ballot.members if ballot is not None else []
-        return bool(self.roster.members) or bool(starting and node not in starting)
+        return any(map(self.roster.alive, self.roster.members)) or bool(starting and node not in starting)
 
     def asks_as(self, allocation: Allocation) -> Asker:
         """In whose name a harvest job is asked for: one of normal priority is in the user's own."""
@@ -254,8 +259,10 @@ class Run:
         if agent.gone:
             return False
         known = self.roster.nodes.get(agent.node)
-        if agent.again_at is not None or not agent.node or (known is not None and known.alive):
+        if known is not None and known.alive:
             return True
+        if agent.again_at is not None or not agent.node:
+            return allocation.state is AllocationState.RUNNING and host not in self.barred
         # One that is silent may come back; the processes of one that crashed may not all have ended.
         return known is not None and (
             known.phase is MemberPhase.SILENT or (not known.exited and self.may_restart(allocation, host))
@@ -263,6 +270,7 @@ class Run:
 
     def look_how_far(self) -> None:
         """See where the foremost member is: who said so last may have left, or have gone back to a checkpoint."""
+        self.step = self.roster.front
         found = (self.progress[n].reached for n in self.roster.members if n in self.progress)
         self.reached = max(found, default=(0, 0))
 
@@ -406,11 +414,17 @@ class Book:
         self.current.pop(run.id, None)
 
     def make_anew(
-        self, run: Run, record: RunRecord, roster: Roster, allocations: dict[str, Allocation], at: float
+        self,
+        run: Run,
+        record: RunRecord,
+        roster: Roster,
+        allocations: dict[str, Allocation],
+        revision: int,
+        at: float,
     ) -> Run:
         """Put a run's durable records in the place of what is in memory, as for a head that has just begun."""
         self._forget_keys(run)
-        new = self.add(run.spec, record, roster, allocations, run.revision, at)
+        new = self.add(run.spec, record, roster, allocations, revision, at)
         new.looked_for_checkpoints, new.reached, new.written = True, run.reached, run.written
         return new
 

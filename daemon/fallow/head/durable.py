@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from math import inf
 from typing import TypeVar
 
@@ -21,7 +21,7 @@ import structlog
 from fallow.core import records
 from fallow.core.allocations import Allocation
 from fallow.core.nodes.roster import NODE_KEY, Roster
-from fallow.files import Paths, read_private, write_private
+from fallow.files import Paths, check_id, read_private, write_private
 from fallow.head.book import Book, Run, RunRecord
 from fallow.head.pruned import NOTE
 from fallow.head.salvage import salvage
@@ -43,10 +43,11 @@ _PAUSE_S = (0.2, 2.0)
 
 _SHOW_AGAIN_S = 30.0
 
-records.SCHEMAS.update({RunSpec: 1, RunRecord: 1, Allocation: 1, GenerationReport: 1})
-
 MEMBERSHIP = ("root", "history", "checkpoints", "failures")
 """Keys of the membership's records, besides those of nodes."""
+
+COMPARED = ("spec", "record", "allocation", "generation")
+"""First words of the keys of all other records."""
 
 T = TypeVar("T")
 
@@ -73,6 +74,8 @@ class Durable:
         "runs whose records could not be read, as of `load`: why"
         self._originals: dict[str, list[Write]] = {}
         "of these runs: what keeps their unreadable values, and makes room for new ones"
+        self._kept: dict[str, list[str]] = {}
+        "run -> keys of its unreadable values; they go with the run"
         self._note_revisions: dict[str, int] = {}
         self._paths = paths
         self._redis_url = redis_url
@@ -125,8 +128,13 @@ class Durable:
         """Put every stored run into the book; `at`: now, on the head's clock."""
         found: dict[str, dict[str, tuple[int, bytes]]] = {}
         for key, value in (await self.store.load("run/")).items():
-            _, run_id, kind = key.split("/", 2)
-            found.setdefault(run_id, {})[kind] = value
+            run_id, _, kind = key.removeprefix("run/").partition("/")
+            try:
+                found.setdefault(check_id(run_id), {})[kind] = value
+            except FallowError as error:
+                log.warning("store.key", key=key, error=error.message)
+        for key in await self.store.load("unreadable/"):
+            self._kept.setdefault(key.split("/")[1], []).append(key)
         for run_id, values in found.items():
             stored = {key: value for key, (_, value) in values.items()}
             revision = values.get("root", (0, b""))[0]
@@ -137,13 +145,14 @@ class Durable:
                 self.unreadable[run_id] = error
                 run = book.add(*salvage(self._paths, run_id, stored, time.time()), revision, at)
                 run.pending |= run.roster.take_writes()
-                rewritten = {"spec", "record", "root"}
+                originals = {f"unreadable/{run_id}/{key}": value for key, value in stored.items()}
+                self._kept.setdefault(run_id, []).extend(originals)
                 self._originals[run_id] = [
-                    *(Write(f"unreadable/{run_id}/{key}", None, value) for key, value in stored.items()),
-                    *(Write(f"run/{run_id}/{key}", None, None) for key in stored if key not in rewritten),
+                    *(Write(key, None, value) for key, value in originals.items()),
+                    *(Write(f"run/{run_id}/{key}", None, None) for key in stored if key != "root"),
                 ]
             else:
-                run.stored = {key: hash(value) for key, value in stored.items() if not _is_membership(key)}
+                run.stored = _hashes(stored)
         for key, (revision, note) in (await self.store.load("note/")).items():
             self.notes[key.removeprefix("note/")] = note
             self._note_revisions[key.removeprefix("note/")] = revision
@@ -172,10 +181,14 @@ class Durable:
             turn.notes[NOTE] = records.encode(turn.book.pruned)
         for key, note in turn.notes.items():
             writes.append(Write(f"note/{key}", self._note_revisions.get(key, 0), note))
-        writes += [Write(f"run/{run.id}/{key}", None, None) for run in turn.forgotten for key in _keys_of(run)]
+        for run in turn.forgotten:
+            writes += [Write(f"run/{run.id}/{key}", None, None) for key in _keys_of(run)]
+            writes += [Write(key, None, None) for key in self._kept.get(run.id, ())]
         seqs = await self._save(writes, [NewEvent(r.at, r.run, r.kind, r.text, r.data) for r in turn.records])
         for run_id, changed in values.items():
             self._note_written(turn.book.runs[run_id], changed)
+        for run in turn.forgotten:
+            self._kept.pop(run.id, None)
         for key in turn.notes:
             self._note_revisions[key] = self._note_revisions.get(key, 0) + 1
         lines = [
@@ -221,7 +234,7 @@ class Durable:
         for key, value in values.items():
             if value is None:
                 run.stored.pop(key, None)
-            elif not _is_membership(key):
+            elif key.partition("/")[0] in COMPARED:
                 run.stored[key] = hash(value)
 
     async def make_anew(self, book: Book, run: Run, at: float) -> Run:
@@ -234,9 +247,10 @@ class Durable:
         found = await self._patiently(lambda: self.store.load(f"run/{run.id}/"))
         stored = {key.removeprefix(f"run/{run.id}/"): value for key, (_, value) in found.items()}
         _, record, roster, allocations, generations = _read(run.id, stored)
-        new = book.make_anew(run, record, roster, allocations, at)
+        revision = found[f"run/{run.id}/root"][0]
+        new = book.make_anew(run, record, roster, allocations, revision, at)
         new.generations.extend(generations)
-        new.stored = {key: hash(value) for key, value in stored.items() if not _is_membership(key)}
+        new.stored = _hashes(stored)
         return new
 
     async def _save(self, writes: list[Write], new: list[NewEvent]) -> list[int]:
@@ -352,6 +366,11 @@ def _changed(run: Run) -> dict[str, bytes | None]:
 
 def _is_membership(key: str) -> bool:
     return key in MEMBERSHIP or key.startswith(NODE_KEY)
+
+
+def _hashes(stored: Mapping[str, bytes]) -> dict[str, int]:
+    """Of the values that are compared with those of now, see `_changed`."""
+    return {key: hash(value) for key, value in stored.items() if key.partition("/")[0] in COMPARED}
 
 
 def _keys_of(run: Run) -> set[str]:

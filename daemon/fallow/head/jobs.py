@@ -15,7 +15,7 @@ from fallow.core.allocations import (
     requeued,
 )
 from fallow.core.nodes import events as ev
-from fallow.head.agents import Agents
+from fallow.head.agents import agent_gone
 from fallow.head.book import Run
 from fallow.head.cancelled import base_cancelled
 from fallow.head.submissions import left_word
@@ -32,9 +32,12 @@ def take_in(turn: Turn, cluster: ClusterState, horizon_s: float) -> None:
 
     def observe_run(run: Run) -> None:
         _adopt_requeued(turn, run, jobs)
-        for allocation in run.live_allocations():
-            left_word(turn, run, allocation)
-            _observe(turn, run, allocation, jobs.of(allocation), cluster.at, horizon_s)
+        for allocation in list(run.allocations.values()):
+            if allocation.live:
+                left_word(turn, run, allocation)
+                _observe(turn, run, allocation, jobs.of(allocation), cluster.at, horizon_s)
+            elif allocation.settled:
+                _prove_gone(turn, run, allocation)
 
     kept = [run for run in turn.book.current.values() if not run.spec.local]
     turn.for_each(kept, "jobs of a poll", observe_run)
@@ -48,7 +51,7 @@ def _adopt_requeued(turn: Turn, run: Run, jobs: Shown) -> None:
         if run.ended or run.spec.local or others or not requeued(allocation, jobs.of(allocation)):
             continue
         for host in list(allocation.hosts):
-            Agents.agent_gone(turn, run, allocation, host, "Slurm has requeued its job")
+            agent_gone(turn, run, allocation, host, "Slurm has requeued its job")
         begin_again(allocation, turn.now)
         turn.dirty.add(run.id)
         turn.record(run, "job", f"{allocation.token} (job {allocation.job_id}): Slurm has requeued it")
@@ -82,7 +85,7 @@ def _observe(
 def _ended(turn: Turn, run: Run, allocation: Allocation) -> None:
     reason = f"job {allocation.job_id} ended ({allocation.reason or 'no longer in Slurm'})"
     for host in list(allocation.hosts):
-        Agents.agent_gone(turn, run, allocation, host, reason, node_failed=allocation.reason == "NODE_FAIL")
+        agent_gone(turn, run, allocation, host, reason, node_failed=allocation.reason == "NODE_FAIL")
     vanished = allocation.reason == "" and allocation.start_at is None
     if allocation.kind is AllocationKind.BASE and allocation.state is AllocationState.LOST:
         # Nobody cancelled it: its submission came to nothing. A run that has trained asks again by itself.
@@ -97,6 +100,14 @@ def _ended(turn: Turn, run: Run, allocation: Allocation) -> None:
     elif not (allocation.agents or allocation.told_to_end) and allocation.asked_at is None and allocation.reason in DUD:
         _came_to_nothing(turn, run, allocation)
     turn.book.end_allocation(run, allocation, reason)
+
+
+def _prove_gone(turn: Turn, run: Run, allocation: Allocation) -> None:
+    """The jobs of an allocation that was given up are over, and with them all its processes."""
+    for host in allocation.agents:
+        for node in run.roster.at_place(host, allocation.token):
+            if not node.exited:
+                turn.apply(run, ev.Gone(at=turn.at, node=node.id, reason=f"job {allocation.job_id} has ended"))
 
 
 def _came_to_nothing(turn: Turn, run: Run, allocation: Allocation) -> None:

@@ -32,13 +32,20 @@ def salvage(
         found = records.decode(stored.get("spec", b""), RunSpec)
     except Unreadable:
         found = RunSpec(run=run_id, name=run_id.rpartition("-")[0] or run_id, min_nodes=1, max_nodes=1, created_at=now)
-    allocations = _of_records(stored) or _of_key_files(paths, run_id, now)
+    allocations = _of_records(stored)
+    known = {allocation.token for allocation in allocations}
+    # Each live allocation has a key file.
+    allocations += [a for a in _of_key_files(paths, run_id, now) if a.token not in known]
     for number, allocation in enumerate(allocations):
         # Nothing is known of its workers any more; and one whose job shows is cancelled then.
         allocation.agents = {}
         allocation.sent_by = allocation.sent_by or now + number
     numbers = [allocation.number + 1 for allocation in allocations]
-    record = RunRecord(base_wanted=False, next_allocation=max(numbers, default=0))
+    try:
+        record = records.decode(stored.get("record", b""), RunRecord)
+    except Unreadable:
+        record = RunRecord()
+    record.base_wanted, record.next_allocation = False, max([record.next_allocation, *numbers])
     root = Root(run=run_id, minimum=found.min_nodes, maximum=found.max_nodes, limit=found.max_nodes)
     return found, record, Roster(root), {a.token: a for a in allocations}
 
@@ -62,14 +69,15 @@ def _of_records(stored: Mapping[str, bytes]) -> list[Allocation]:
             try:
                 # As much of it as is understood, whatever wrote it.
                 raw: Any = msgspec.msgpack.decode(value)
-                found.append(msgspec.convert(raw[1], Allocation))
+                allocation = msgspec.convert(raw[1], Allocation)
             except (msgspec.MsgspecError, ValueError, RecursionError, TypeError, LookupError):
                 continue
+            if allocation.token == key.removeprefix("allocation/"):
+                found.append(allocation)
     return sorted(found, key=lambda allocation: allocation.number)
 
 
 def _of_key_files(paths: Paths, run_id: str, now: float) -> list[Allocation]:
-    """Live allocations have a key file each."""
     found: list[Allocation] = []
     for file in sorted(paths.run(run_id).keys.glob("*.json")):
         try:

@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from fallow.core.nodes import checkpoints
 from fallow.core.nodes import events as ev
 from fallow.core.nodes.messages import Checkpoint, Report
 from fallow.head.book import Run
@@ -43,8 +42,6 @@ def _adopt_run(turn: Turn, run: Run) -> None:
             continue
         found = msgspec.structs.replace(found, written_at=min(turn.now, found.written_at))
         turn.apply(run, ev.Found(at=turn.at, checkpoint=found))
-        if found in checkpoints.usable(run.roster):
-            run.record.saving.written(found.written_at, found.took_s)
 
 
 def by_this_clock(run: Run, report: Report, now: float) -> Report:
@@ -58,15 +55,6 @@ def by_this_clock(run: Run, report: Report, now: float) -> Report:
         return report
     new = msgspec.structs.replace(new, written_at=max(0.0, now - new.took_s))
     return msgspec.structs.replace(report, saved=new)
-
-
-def note(run: Run, report: Report, *, failed: bool, now: float) -> None:
-    """The report has told of a checkpoint, or (`failed`) of one that could not be written, and that is news."""
-    new = report.saved
-    if failed:
-        run.record.saving.failed(now)
-    elif new is not None and any(usable.path == new.path for usable in checkpoints.usable(run.roster)):
-        run.record.saving.written(new.written_at, new.took_s)
 
 
 def due_in_s(run: Run, every_s: float, now: float) -> float | None:

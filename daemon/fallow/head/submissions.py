@@ -52,9 +52,7 @@ def job_request(config: Config, state: str, run: Run, allocation: Allocation, lo
         )
         script = harvest_script(spec.script)
     else:
-        options = base_options(
-            spec.sbatch_options, token=allocation.token, exported=exported, barred=run.shunned
-        )
+        options = base_options(spec.sbatch_options, token=allocation.token, exported=exported, barred=run.shunned)
         script = spec.script
     return JobRequest(
         token=allocation.token,

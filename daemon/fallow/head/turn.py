@@ -301,10 +301,7 @@ class Turn:
             if allocation is elected:
                 code = Exit.OK if status is RunStatus.FINISHED else Exit.SOFTWARE
             allocation.state, allocation.asked_at = AllocationState.RELEASING, self.now
-            # `fallow local` shows the traceback by itself.
-            trace = "" if run.spec.local else run.root.traceback.rstrip()
-            reason = "\n".join(part for part in (trace, message or f"the run is {status}") if part)
-            self.end_agents(allocation, code, reason)
+            self.end_agents(allocation, code, why_ended(run, allocation))
 
     @staticmethod
     def _elect(run: Run) -> Allocation | None:
@@ -315,6 +312,15 @@ class Turn:
             return base[0]
         main = [a for a in alive if (run.root.main or run.root.first) in a.members]
         return next(iter(main or alive), None)
+
+
+def why_ended(run: Run, allocation: Allocation) -> str:
+    """What agents of an allocation are told at their end."""
+    if not run.ended:
+        return allocation.reason
+    # `fallow local` shows the traceback by itself.
+    trace = "" if run.spec.local else run.root.traceback.rstrip()
+    return "\n".join(part for part in (trace, run.root.message or f"the run is {run.root.status}") if part)
 
 
 def agent_peer(allocation: Allocation, host: str) -> str:

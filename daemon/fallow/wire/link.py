@@ -228,7 +228,7 @@ class Link:
             self._first = Waiting()
             self._guard(self._on_connect)
             with self._lock:
-                self._first.put_all(self._waiting)
+                self._first.put_behind(self._waiting)
                 self._waiting, self._first = self._first, None
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:

@@ -55,6 +55,12 @@ def agent_of(peer: str) -> str:
     return peer[KEY_LENGTH + 1 :]
 
 
+def gathering_s(peers: int) -> float:
+    """Seconds in which messages of so many peers come together before the next is looked for; 0 for few peers."""
+    wait_s = min(_GATHER_S * peers, _MOST_GATHER_S)
+    return wait_s if wait_s >= _LEAST_GATHER_S else 0.0
+
+
 class RouterDown(FallowError):
     """The router is closed, on purpose or because its authenticator ended."""
 
@@ -192,7 +198,8 @@ class Router:
             socket = self._open()
             frames = socket.receive()
             if frames is None:
-                await self._gather()
+                if wait_s := gathering_s(len(self._routes)):
+                    await asyncio.sleep(wait_s)
                 await socket.readable(_RECHECK_S)
                 continue
             accepted = self._accept(frames)
@@ -212,12 +219,6 @@ class Router:
             if accepted is not None:
                 found.append(accepted)
         return found
-
-    async def _gather(self) -> None:
-        """With many peers, let a few messages come together before the next is looked for."""
-        gather_s = min(_GATHER_S * len(self._routes), _MOST_GATHER_S)
-        if gather_s >= _LEAST_GATHER_S:
-            await asyncio.sleep(gather_s)
 
     def _open(self) -> AsyncSocket:
         if self._down is not None or self._socket is None:

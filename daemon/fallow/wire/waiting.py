@@ -28,13 +28,17 @@ class Waiting:
         Raises:
             Unreadable: it is too large.
         """
-        self._put(_subject(message), encode(message))
+        subject = _subject(message)
+        data = encode(message)
+        self._encoded.pop(subject, None)
+        self._encoded[subject] = data
+        if len(self._encoded) > MOST:
+            del self._encoded[next(iter(self._encoded))]
 
-    def put_all(self, later: Waiting) -> None:
-        """Add those of another one's messages that are not about the same thing as one of these."""
-        for subject, data in later._encoded.items():
-            if subject not in self._encoded:
-                self._put(subject, data)
+    def put_behind(self, later: Waiting) -> None:
+        """Add another one's messages, except those about the same things as these, and the oldest if they are many."""
+        others = [(subject, data) for subject, data in later._encoded.items() if subject not in self._encoded]
+        self._encoded.update(others[max(0, len(others) + len(self) - MOST) :])
 
     def first(self) -> bytes:
         """The next message to send. It stays until it is `sent`, or a newer one takes its place."""
@@ -45,17 +49,13 @@ class Waiting:
         for subject in [subject for subject, waiting in self._encoded.items() if waiting is data]:
             del self._encoded[subject]
 
-    def _put(self, subject: Hashable, data: bytes) -> None:
-        self._encoded.pop(subject, None)
-        self._encoded[subject] = data
-        if len(self._encoded) > MOST:
-            del self._encoded[next(iter(self._encoded))]
-
 
 def _subject(message: Wire) -> Hashable:
     match message:
-        case Gather() | Gathered() | Part():
-            return type(message), message.generation, message.key
+        case Gather() | Part():
+            return type(message), message.generation, message.key, bool(message.part)
+        case Gathered():
+            return Gathered, message.generation, message.key
         case Ended():
             return Ended, message.node, message.boot
         case _:

@@ -11,6 +11,7 @@ from fallow.core.nodes.records import Saved, WentBack
 from fallow.core.nodes.roster import Roster
 from fallow.model import ChangeKind
 
+
 def usable(roster: Roster) -> list[Checkpoint]:
     """Newest step first."""
     good = [saved.checkpoint for saved in roster.checkpoints.saved if saved.usable]

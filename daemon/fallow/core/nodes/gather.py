@@ -40,7 +40,7 @@ class Gathers:
             del self._generations[old]
 
     def take(self, said: Gather) -> tuple[Gathered | None, list[int]]:
-        """Take one part.
+        """Take one part, or the question who is missing.
 
         Returns:
             the answer and the nodes to send it to; None and no nodes while parts are missing.
@@ -53,6 +53,9 @@ class Gathers:
         if said.key not in known.parts and len(known.parts) + len(known.answers) >= MOST_KEYS:
             return None, []
         parts = known.parts.setdefault(said.key, {})
+        if not said.part:
+            missing = tuple(node for node in known.ranks if node not in parts)
+            return Gathered(generation=said.generation, key=said.key, missing=missing), [said.node]
         parts[said.node] = said.part
         if len(parts) < len(known.ranks):
             return None, []

@@ -234,6 +234,8 @@ class Plan(Wire, frozen=True, kw_only=True):
     "CRC-32 of all members' numbers in order; a node that counts another list refuses the plan"
     leave: bool = False
     "this node will not be a member: it goes at the boundary, and needs no list"
+    suspends: bool = False
+    "with `leave`: no node will be a member, so a checkpoint of the boundary's step is written first"
     interrupt: bool = False
     "give up generation `replaces` and all older ones first, then build the group"
     timeout_s: Seconds = 0.0
@@ -290,11 +292,14 @@ class Gather(Wire, frozen=True, kw_only=True, tag="gather"):
     generation: Count
     key: Name
     part: Blob
+    "empty: no part, but the question which nodes have not given theirs; answered at once"
 
 
 class Gathered(Wire, frozen=True, kw_only=True, tag="gathered"):
-    """All parts in the order of ranks, sent once to all when the last part has come."""
+    """All parts in the order of ranks, sent once to all when the last part has come; or the answer to a question."""
 
     generation: Count
     key: Name
-    parts: Annotated[tuple[Blob, ...], MANY]
+    parts: Annotated[tuple[Blob, ...], MANY] = ()
+    missing: Annotated[tuple[Count, ...], MANY] = ()
+    "the answer to a question, while parts are missing: nodes that have not given theirs. Then there are no `parts`"

@@ -203,6 +203,7 @@ def _plans(m: State, change: Change, members: list[int], wait_s: float) -> Plans
         generation=change.generation,
         replaces=change.replaces,
         leave=True,
+        suspends=not members,
         interrupt=change.interrupt,
         timeout_s=wait_s,
         outcome=root.outcome,

@@ -93,7 +93,11 @@ class Roster:
 
     def forget(self, node: Node) -> None:
         del self.nodes[self.touch(node).id]
-        self._by_place[node.host, node.token].remove(node.id)
+        here = self._by_place[node.host, node.token]
+        here.remove(node.id)
+        if not here:
+            del self._by_place[node.host, node.token]
+        self._deserted.discard(node.id)
         self.root.front = max(self.root.front, node.step)
         if node.unrecorded is not None:
             self.root.unrecorded[node.id] = node.unrecorded

@@ -9,6 +9,8 @@ from enum import StrEnum
 from itertools import chain
 from typing import Any, NamedTuple
 
+import msgspec
+
 from fallow.core.nodes import events as ev
 from fallow.core.nodes.messages import End, Order, Plan, Refusal, Report
 from fallow.core.nodes.names import member_name
@@ -181,7 +183,7 @@ class State:
         self.trouble.lost = {n: r.nodes[n].ended for n in r.members if not r.alive(n)}
         if change is not None:
             plan = Plan(generation=change.generation, replaces=change.replaces, base=change.generation)
-            leave = Plan(generation=change.generation, replaces=change.replaces, leave=True, interrupt=change.interrupt)
+            leave = msgspec.structs.replace(plan, base=0, leave=True, suspends=not r.members, interrupt=change.interrupt)
             members, leaving = set(filter(r.alive, r.members)), set(filter(r.alive, change.leavers))
             self.ballot = Ballot(change, r.members, Plans(plan, plan, leave), 0.0, 0.0, members, leaving=leaving)
             known = [r.nodes[n] for n in change.leavers if n in r.nodes and n not in leaving]

@@ -53,6 +53,8 @@ class Hello(Wire, frozen=True, kw_only=True, tag="hello"):
     host: Id
     "SLURMD_NODENAME, else the host's name; unique among the agents of a token"
     token: Id
+    process: Id = ""
+    "made up by the agent when it begins: another agent on this node, after this one, says another"
     version: Name
     "of Fallow, for people: what peers understand is told by the version of their messages"
     job_id: Id

@@ -144,6 +144,14 @@ class Nodes:
             known = self.run.progress.get(n, Progress())
             self.run.progress[n] = msgspec.structs.replace(known, reached=(0, step), **progress)
 
+    def pass_s(self, turn: Turn, seconds: int) -> None:
+        """Time passes. All nodes are heard each second, and the head's clock ticks."""
+        for _ in range(seconds):
+            turn.at, turn.now = turn.at + 1.0, turn.now + 1.0
+            for n in [n for n in self.said if self.run.roster.alive(n)]:
+                self.say(turn, n)
+            turn.apply(self.run, ev.Ticked(at=turn.at))
+
     def end(self, turn: Turn, node: int, code: int | None = 0, **more: Any) -> None:
         """All processes of a node have ended."""
         reason = f"exited with {code}" if code is not None else "killed by signal 9"
