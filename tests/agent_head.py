@@ -56,6 +56,8 @@ while (message := inbox.get()) != "":
         say(term=message.term, edition=message.edition)
     elif isinstance(message, Gathered):
         print(message.key, *[part.decode() for part in message.parts], flush=True)
+    elif isinstance(message, News):
+        news = message
     elif isinstance(message, Heard):
         silent_s = max(silent_s, message.silent_s)
 """

@@ -183,7 +183,9 @@ class State:
         self.trouble.lost = {n: r.nodes[n].ended for n in r.members if not r.alive(n)}
         if change is not None:
             plan = Plan(generation=change.generation, replaces=change.replaces, base=change.generation)
-            leave = msgspec.structs.replace(plan, base=0, leave=True, suspends=not r.members, interrupt=change.interrupt)
+            leave = msgspec.structs.replace(
+                plan, base=0, leave=True, suspends=not r.members, interrupt=change.interrupt
+            )
             members, leaving = set(filter(r.alive, r.members)), set(filter(r.alive, change.leavers))
             self.ballot = Ballot(change, r.members, Plans(plan, plan, leave), 0.0, 0.0, members, leaving=leaving)
             known = [r.nodes[n] for n in change.leavers if n in r.nodes and n not in leaving]
