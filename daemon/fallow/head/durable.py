@@ -21,7 +21,7 @@ import structlog
 from fallow.core import records
 from fallow.core.allocations import Allocation
 from fallow.core.nodes.roster import NODE_KEY, Roster
-from fallow.files import Paths, read_private, write_private
+from fallow.files import Paths, check_id, read_private, write_private
 from fallow.head.book import Book, Run, RunRecord
 from fallow.head.pruned import NOTE
 from fallow.head.salvage import salvage
@@ -129,7 +129,10 @@ class Durable:
         found: dict[str, dict[str, tuple[int, bytes]]] = {}
         for key, value in (await self.store.load("run/")).items():
             run_id, _, kind = key.removeprefix("run/").partition("/")
-            found.setdefault(run_id, {})[kind] = value
+            try:
+                found.setdefault(check_id(run_id), {})[kind] = value
+            except FallowError as error:
+                log.warning("store.key", key=key, error=error.message)
         for key in await self.store.load("unreadable/"):
             self._kept.setdefault(key.split("/")[1], []).append(key)
         for run_id, values in found.items():
