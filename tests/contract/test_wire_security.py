@@ -15,7 +15,6 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fallow import __version__
 from fallow.core.nodes.messages import VERSION, Checkpoint, Contract, Gathered, Report, Unreadable
 from fallow.core.protocol.agents import Beat, Ended, FromAgent, Hello, Left, News, Progress, Refused, ToAgent
 from fallow.model import Exit, FallowError
@@ -379,14 +378,14 @@ async def test_a_peer_whose_first_message_is_not_understood_is_told(router: Rout
     assert not await asyncio.to_thread(peer.socket.poll, 200)
 
 
-async def test_an_agent_of_another_version_is_refused_with_both_versions_of_fallow(router: Router, dial: Dial) -> None:
+async def test_an_agent_of_another_version_is_refused_by_its_name_and_version(router: Router, dial: Dial) -> None:
     peer = dial(KNOWN)
     newer = msgspec.structs.replace(hello("h7"), version="9.9.9")
     peer.send(msgspec.msgpack.encode((VERSION + 1, newer)))
     await counted(router, "not a message", 1)
     refusal = Decoder[ToAgent](ToAgent, always=Refused).decode(await peer.received())
     assert isinstance(refusal, Refused)
-    for word in ("h7", "9.9.9", __version__, f"version {VERSION + 1}", "Update the older side"):
+    for word in ("h7", "9.9.9", f"version {VERSION + 1}", "Update the older side"):
         assert word in refusal.message
     assert router.connected == frozenset()
 

@@ -56,7 +56,7 @@ class Rig:
     def say(self, n: int, **what: Any) -> ev.Turn:
         """The node reports as before, but for `what`; it has obeyed its newest order unless it says otherwise."""
         last = self.said.get(n) or Report(node=n, boot=self.r.nodes[n].boot, seq=0, term=0, edition=0)
-        order = self.orders.get(n) or Order(term=0, edition=0)
+        order = self.orders.get(n) or Order(node=n, term=0, edition=0)
         told = {"term": order.term, "edition": order.edition}
         new = msgspec.structs.replace(last, **{"seq": last.seq + 1, **told, **what})
         self.said[n] = new

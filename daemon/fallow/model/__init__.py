@@ -99,7 +99,6 @@ from fallow.model.runs import (
     HeadFile,
     KeyFile,
     RunSpec,
-    WorkerSecret,
 )
 from fallow.model.simulate import DelayedJobs, PolicyScore, Score, SimReport, TraceRead
 from fallow.model.usage import (
@@ -250,6 +249,5 @@ __all__ = [
     "WorkerKey",
     "WorkerPhase",
     "WorkerReady",
-    "WorkerSecret",
     "WouldAsk",
 ]

@@ -191,6 +191,8 @@ class Report(Wire, frozen=True, kw_only=True, tag="report"):
     "since the worker that got on last did so"
     stopped_s: Finite = 0.0
     "for how long a worker's process has been stopped (SIGSTOP)"
+    computes: bool = False
+    "the device of a worker is at that worker's own work, or hangs in it"
     in_call: bool = False
     "it waits in run.mean or run.barrier"
     deserted: bool = False
@@ -257,6 +259,8 @@ class End(Wire, frozen=True, kw_only=True):
 class Order(Wire, frozen=True, kw_only=True, tag="order"):
     """Where a node has to be. The newest (term, edition) counts; the agent hands it to its workers as it is."""
 
+    node: Count
+    "an agent may have started its workers anew, as another node, since this was sent"
     term: Count
     edition: Count
     committed: Count = 0

@@ -251,6 +251,7 @@ class State:
     def _order(self, node: Node, main: int) -> Order:
         root, broken = self.roster.root, self.trouble.broken
         return Order(
+            node=node.id,
             term=self.outbox.term,
             edition=self.outbox.edition,
             committed=root.generation,
