@@ -148,8 +148,16 @@ class FakeHead:
     def order(self, worker: str, **fields) -> None:
         self.edition += 1
         state_since = self.joined.get(worker, self.generation)
-        known = {"term": 1, "edition": self.edition, "committed": self.committed, "plan": self.plans.get(worker)}
-        self.tell(worker, Order(**{**known, "state_since": state_since, "accepted": True, **fields}))
+        known = {
+            "node": node_of(worker),
+            "term": 1,
+            "edition": self.edition,
+            "committed": self.committed,
+            "plan": self.plans.get(worker),
+            "state_since": state_since,
+            "accepted": True,
+        }
+        self.tell(worker, Order(**{**known, **fields}))
 
     def _on_message(self, worker: str, message: Status | Part) -> None:
         with self.changed:
