@@ -1,5 +1,5 @@
-"""The real head's Slurm side in virtual time: `Harvest`, `SlurmCalls`, `PacedClient` and `Peers` over a simulated
-cluster, with agents and workers that do as they are told."""
+"""The real head's Slurm side in virtual time: `Harvest`, `SlurmCalls`, `PacedClient` and `Agents` over a simulated
+cluster, with nodes that do as they are told."""
 
 from __future__ import annotations
 
@@ -12,38 +12,32 @@ from unittest.mock import patch
 
 from fallow import __version__
 from fallow.config import Config
-from fallow.core import events as ev
 from fallow.core.allocations import Allocation
-from fallow.core.roster import Worker
-from fallow.core.timing import Timing
+from fallow.core.nodes.messages import Contract, Switch
+from fallow.core.nodes.watch import Timing
+from fallow.core.protocol.agents import Beat, Hello, Left
 from fallow.files import Paths
 from fallow.head import views
+from fallow.head.agents import Agents
 from fallow.head.asking import ordered
 from fallow.head.book import Book, Run
+from fallow.head.deadlines import Deadlines
 from fallow.head.harvest import Harvest
 from fallow.head.inbox import Due, Inbox, Polled, Submitted
-from fallow.head.peers import Peers
 from fallow.head.slurm_calls import SlurmCalls
 from fallow.head.turn import Turn, agent_peer
 from fallow.model import (
-    PROTOCOL,
-    AgentHello,
-    AgentLeft,
     AllocationState,
     ChangeKind,
     ClusterConfig,
     ClusterState,
+    Doing,
     Exit,
-    GenerationReport,
     JobInfo,
     JobRequest,
     OwnerView,
-    Parts,
     RunSpec,
-    RunStatus,
-    WorkerPhase,
 )
-from fallow.model import Notice as Warning_
 from fallow.sim.head import ANSWER_S, SBATCH_S
 from fallow.sim.types import (
     POLL_REQUESTS,
@@ -61,6 +55,10 @@ from fallow.sim.types import (
 )
 from fallow.slurm import parse
 from fallow.slurm.paced import PacedClient
+from runs import Nodes
+
+BAR_AFTER = 1 << 30
+"""Failures; what happens to nodes here is never their fault."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -84,29 +82,24 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super()._run_once()  # type: ignore[misc]
 
 
-class Puppet:
-    """In place of the machine of a run: its workers do what they are told."""
+class Puppets(Nodes):
+    """Nodes of a run that take part in each change at once.
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    Args:
+        run: whose nodes they are.
+        shards: of a step.
+        pause_s: for so long all stop at each change but the first.
+    """
 
-    def handle(self, event: ev.Event) -> list[ev.Instruction]:
-        roster = self._run.roster
-        match event:
-            case ev.WorkerExpected():
-                index = roster.next_index
-                roster.next_index += 1
-                roster.workers[event.worker] = Worker(
-                    worker=event.worker, index=index, token=event.token, node=event.node, address=event.node
-                )
-            case ev.WorkerGone():
-                roster.workers[event.worker].phase = WorkerPhase.GONE
-        return []
+    def __init__(self, run: Run, shards: int, pause_s: float) -> None:
+        super().__init__(run, Contract(signature="s", shards=shards, global_batch=shards))
+        self._pause_s = pause_s
 
-    def hear_agent(self, worker: str, at: float) -> None: ...
-
-    def forget(self, worker: str) -> None:
-        del self._run.roster.workers[worker]
+    def arrive(self, turn: Turn, node: int, generation: int, step: int = 0) -> None:
+        change = self.run.root.change
+        pause_s = 0.0 if change is None or change.kind is ChangeKind.START else self._pause_s
+        switch = Switch(generation=generation, first_step=step, pause_s=pause_s)
+        self.say(turn, node, generation=generation, has_state=True, switch=switch, doing=Doing.WORKING)
 
 
 class SimClient:
@@ -182,12 +175,14 @@ class RealHead:
         self._engine, self._runs, self._costs, self._loop = engine, runs, options.costs, loop
         paths = Paths(state=folder / "state", runtime=folder / "run").create()
         names = iter(f"{i:012x}" for i in range(1 << 20))
-        self.book = Book(
-            paths, timing=Timing(), public_key="k" * 40, new_id=lambda: next(names), ordered=ordered(config)
-        )
+        timing = Timing(bar_after=BAR_AFTER)
+        self.book = Book(paths, timing=timing, public_key="k", new_id=lambda: next(names), ordered=ordered(config))
         self.harvest = Harvest(config)
         self._config = config
-        self._peers = Peers(config.membership, config.checkpoint)
+        self._agents = Agents(config.membership, config.checkpoint)
+        self._deadlines = Deadlines(config.membership, self._agents.hearing)
+        self._nodes: dict[str, Puppets] = {}
+        "by run"
         self._inbox = Inbox()
         client = PacedClient(
             SimClient(engine, self),
@@ -217,8 +212,7 @@ class RealHead:
         )
         run = self.book.create(spec, self._loop.time(), self._loop.time())
         run.record.base_wanted, run.record.slots = False, 1
-        run.roster.shards, run.roster.signature = plan.shards, "s"
-        run.machine = Puppet(run)  # type: ignore[assignment]
+        self._nodes[run.id] = Puppets(run, plan.shards, self._costs.absorb[0])
 
     async def play(self, until: float) -> None:
         tasks = [
@@ -299,7 +293,7 @@ class RealHead:
             turn = self._turn()
             for run in self.book.runs.values():
                 run.agent_seen.update(dict.fromkeys(run.agent_seen, now))
-            self._peers.tick(turn)
+            self._deadlines.tick(turn)
             self._carry_out(turn)
         gone = [token for token, at in self._leaving.items() if at <= now]
         for token in gone:
@@ -324,7 +318,7 @@ class RealHead:
         self._jobs[job_id] = token
 
     def _of(self, token: str) -> tuple[Run, Allocation] | None:
-        found = ((run, run.record.allocations.get(token)) for run in self.book.runs.values())
+        found = ((run, run.allocations.get(token)) for run in self.book.runs.values())
         return next(((run, a) for run, a in found if a is not None and a.live), None)
 
     def _told(self, what: Happening | Active | Measured) -> None:
@@ -341,21 +335,22 @@ class RealHead:
             case Started():
                 (node,) = what.nodes
                 self._runs.join(run.spec.name, node, what.job_id, turn.now)
-                hello = AgentHello(
-                    agent=node,
+                hello = Hello(
+                    host=node,
                     token=allocation.token,
-                    protocol=PROTOCOL,
                     version=__version__,
                     job_id=what.job_id,
-                    node=node,
+                    boot=1,
                     slots=1,
-                    pid=1,
+                    entry=f"{node}:1 secret",
                 )
-                self._peers.hear(turn, f"{allocation.public_key} {node}", hello)
+                self._agents.hear(turn, f"{allocation.public_key} {node}", hello, turn.at)
             case Active():
-                self._active(turn, run, allocation)
+                allocation.active_at = turn.now
+                self._nodes[run.id].ready(turn, *allocation.members)
+                self._nodes[run.id].settle(turn)
             case Notice() if allocation.agents:
-                self._peers.hear(turn, self._peer(allocation), Warning_(signal=15))
+                self._agents.hear(turn, self._peer(allocation), Beat(warned=15), turn.at)
             case Ended() if allocation.agents:
                 self._runs.lost(run.spec.name, list(allocation.agents), turn.now)
                 self._gone(turn, run, allocation, 137)
@@ -365,44 +360,12 @@ class RealHead:
     def _peer(allocation: Allocation) -> str:
         return agent_peer(allocation, next(iter(allocation.agents)))
 
-    def _active(self, turn: Turn, run: Run, allocation: Allocation) -> None:
-        roster = run.roster
-        (worker,) = allocation.workers
-        kind = ChangeKind.ABSORB if roster.members else ChangeKind.START
-        allocation.active_at = turn.now
-        roster.members.append(worker)
-        roster.workers[worker].phase, roster.status = WorkerPhase.MEMBER, RunStatus.TRAINING
-        self._note(run, kind, turn.now)
-        turn.began = kind is ChangeKind.START
-
-    def _note(self, run: Run, kind: ChangeKind, now: float) -> None:
-        roster = run.roster
-        roster.generation += 1
-        roster.history.append(
-            GenerationReport(
-                generation=roster.generation,
-                kind=kind,
-                members=list(roster.members),
-                first_step=1,
-                pause_s=None if kind is ChangeKind.START else self._costs.absorb[0],
-                parts=Parts(),
-                at=now,
-            )
-        )
-
     def _leave(self, run: Run, allocation: Allocation) -> None:
         """The members of an allocation leave, as they were told to."""
-        now = self._loop.time()
-        self._leaving[allocation.token] = self._runs.release(run.spec.name, list(allocation.agents), now)
-        self._no_member(run, allocation)
-
-    def _no_member(self, run: Run, allocation: Allocation) -> None:
-        roster = run.roster
-        rest = [worker for worker in roster.members if worker not in allocation.workers]
-        if len(rest) < len(roster.members):
-            roster.members[:] = rest
-            if rest:
-                self._note(run, ChangeKind.RELEASE, self._loop.time())
+        self._leaving[allocation.token] = self._runs.release(run.spec.name, list(allocation.agents), self._loop.time())
+        turn = self._turn()
+        self._nodes[run.id].settle(turn)
+        self._carry_out(turn)
 
     def _left(self, token: str) -> None:
         found = self._of(token)
@@ -415,8 +378,8 @@ class RealHead:
 
     def _gone(self, turn: Turn, run: Run, allocation: Allocation, code: int) -> None:
         self._leaving.pop(allocation.token, None)
-        self._no_member(run, allocation)
-        self._peers.hear(turn, self._peer(allocation), AgentLeft(code=code))
+        self._agents.hear(turn, self._peer(allocation), Left(code=code), turn.at)
+        self._nodes[run.id].settle(turn)
 
 
 def play_real(

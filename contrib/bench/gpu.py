@@ -140,10 +140,11 @@ class Session:
                 command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=errors, text=True
             ) as process,
         ):
+            cut_off = ""
             try:
                 output, _ = process.communicate(timeout=left_s)
             except subprocess.TimeoutExpired:
-                output = end(process)
+                output, cut_off = end(process), f"cut off: its {left_s:.0f} s were over"
             except BaseException:
                 end(process)
                 raise
@@ -151,7 +152,8 @@ class Session:
             said = errors.read()
         sys.stderr.write(said)
         found = {"command": shown, "seconds": round(time.monotonic() - began, 1)}
-        return {**found, "code": process.returncode, "output": output, "errors": said}
+        found |= {"code": process.returncode, "output": output, "errors": said}
+        return {**found, "failed": cut_off} if cut_off else found
 
     def facts(self) -> dict[str, Any]:
         """What this machine is."""
@@ -186,12 +188,14 @@ class Session:
         if bench.gpus > gpus:
             return {"command": f"python {words}", "needs": f"{bench.gpus} GPUs"}
         done = self.run(words, self._environ)
+        found = {"command": done["command"], "seconds": done.get("seconds"), "rows": rows_of(done)}
+        if bench.smaller:
+            found["smaller"] = bench.smaller
         if done.get("code") != 0:
-            return {"command": done["command"], "seconds": done.get("seconds"), "failed": last_lines(done)}
-        rows = json.loads(done["output"])
-        rows = rows if isinstance(rows, list) else [rows]
-        found = {"command": done["command"], "seconds": done["seconds"], "rows": rows}
-        return {**found, "smaller": bench.smaller} if bench.smaller else found
+            found["failed"] = last_lines(done)
+        if found["rows"] and "failed" in found:
+            found["note"] = "these rows were finished before it ended"
+        return found
 
 
 def end(process: subprocess.Popen[str]) -> str:
@@ -213,6 +217,15 @@ def failed(case: ElementTree.Element) -> bool:
 def skipped(case: ElementTree.Element) -> bool:
     """True if a test of the report was skipped."""
     return any(part.tag == "skipped" for part in case)
+
+
+def rows_of(done: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a benchmark has measured, whether it came to its end or not."""
+    try:
+        found = json.loads(done.get("output", ""))
+    except json.JSONDecodeError:
+        return []
+    return list(found) if isinstance(found, list) else [found]
 
 
 def last_lines(done: dict[str, Any]) -> str:

@@ -51,6 +51,24 @@ async def test_save_and_load(store: Store) -> None:
     assert await store.load("run/") == {"run/a": (1, b"again")}
 
 
+async def test_a_write_without_a_revision_is_made_whatever_is_there(store: Store) -> None:
+    for revision in (1, 2):
+        await store.save([Write("node/1", None, b"%d" % revision)], [])
+        assert await store.load("node/") == {"node/1": (revision, b"%d" % revision)}
+    await store.save([Write("node/1", 2, b"x"), Write("node/1", None, None), Write("node/2", None, None)], [])
+    assert await store.load("node/") == {}
+
+
+async def test_one_revision_guards_all_writes_of_a_call(store: Store) -> None:
+    await store.save([Write("root", 0, b"1"), Write("node/1", None, b"1"), Write("node/2", None, b"1")], [])
+    before = await store.load("")
+    with pytest.raises(Fenced, match="root is 1 there"):
+        await store.save([Write("node/1", None, b"2"), Write("node/2", None, None), Write("root", 0, b"2")], [event(1)])
+    assert (await store.load(""), await store.events(0, 10)) == (before, [])
+    await store.save([Write("node/1", None, b"2"), Write("node/2", None, None), Write("root", 1, b"2")], [])
+    assert await store.load("") == {"root": (2, b"2"), "node/1": (2, b"2")}
+
+
 async def test_prefix_is_no_pattern(store: Store) -> None:
     await store.save([Write("a*b", 0, b"1"), Write("axb", 0, b"2"), Write("a[x]", 0, b"3"), Write("a\\", 0, b"4")], [])
     assert list(await store.load("a*")) == ["a*b"]
@@ -80,6 +98,8 @@ async def test_t7_n1_newer_term_fences_the_older(server: RedisServer, store: Sto
         await store.save([Write("a", 0, b"1")], [event(1)])
     assert isinstance(caught.value, FallowError)
     await other.save([Write("a", 0, b"2")], [])
+    with pytest.raises(Fenced):
+        await store.save([Write("a", None, b"3"), Write("b", None, b"3")], [])
     assert await other.load("") == {"a": (1, b"2")}
     assert not await store.check()
     assert await other.check()
@@ -127,11 +147,42 @@ async def test_events_over_pages_and_the_cap(store: Store, monkeypatch: pytest.M
     for start in range(0, 5000, 500):
         await store.save([], [event(n, "odd" if n % 2 else "even") for n in range(start, start + 500)])
     kept = await store.events(0, 10_000)
-    assert 2500 <= len(kept) < 3000
+    assert len(kept) == 2500
     assert [e.seq for e in kept] == list(range(kept[0].seq, 5001))
     assert [e.seq for e in await store.events(3000, 1100, run="odd")][-1] == 5000
     assert await store.last_events(3000, 1100, run="odd") == await store.events(3000, 1100, run="odd")
     assert await store.last_events(0, 10_000) == kept
+
+
+async def test_events_are_bounded_in_bytes_the_oldest_go_first(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "EVENT_LOG_BYTES", 100_000)
+    for number in range(300):
+        long = NewEvent(float(number), None, "test", "x" * (1000 + number), {})
+        await store.save([], [event(number), long])
+    kept = await store.events(0, 1000)
+    assert 90_000 < sum(len(e.text) + len(e.data) + 20 for e in kept) < 100_000
+    assert [e.seq for e in kept] == list(range(kept[0].seq, 601))
+    await store.save([], [event(n) for n in range(1000)])
+    kept = await store.events(0, 2000)
+    assert [e.seq for e in kept] == list(range(kept[0].seq, 1601))
+    assert len(kept) > 1000, "short ones take little of the room"
+
+
+async def test_an_event_of_any_length_is_kept_in_part(store: Store) -> None:
+    await store.save([], [NewEvent(1.0, "r", "fail", "why: " + "x" * 200_000, {"members": ["n0"] * 50_000})])
+    (short,) = await store.events(0, 10)
+    assert (short.run, short.kind, short.text[:6], [*short.data]) == ("r", "fail", "why: x", ["left_out_bytes"])
+    assert len(short.text) < 100_000 < short.data["left_out_bytes"]
+
+
+async def test_an_event_of_another_fallow_hides_no_other_one(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    await store.save([], [event(1)])
+    monkeypatch.setattr(client_module, "EVENT_SCHEMA", 2)
+    await store.save([], [event(2)])
+    monkeypatch.undo()
+    await store.save([], [event(3)])
+    assert [(e.seq, e.kind) for e in await store.events(0, 10)] == [(1, "test"), (2, "unreadable"), (3, "test")]
+    assert "schema is 2" in (await store.events(1, 1))[0].text
 
 
 async def test_repeated_save_takes_effect_once(store: Store) -> None:
@@ -148,9 +199,9 @@ async def test_repeated_save_takes_effect_once(store: Store) -> None:
     await store.save([], [event(0)])
     store._client.evalsha = lose  # type: ignore[method-assign,assignment]
     with pytest.raises(Unavailable):
-        await store.save([Write("a", 0, b"1")], [event(1), event(2)])
-    assert await store.save([Write("a", 0, b"1")], [event(1), event(2)]) == [2, 3]
-    assert await store.load("") == {"a": (1, b"1")}
+        await store.save([Write("a", 0, b"1"), Write("b", None, b"1")], [event(1), event(2)])
+    assert await store.save([Write("a", 0, b"1"), Write("b", None, b"1")], [event(1), event(2)]) == [2, 3]
+    assert await store.load("") == {"a": (1, b"1"), "b": (1, b"1")}
     assert len(await store.events(0, 10)) == 3
     assert await store.check()
 

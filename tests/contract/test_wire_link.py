@@ -8,28 +8,35 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from fallow.core.nodes.messages import VERSION, Gather, Report
+from fallow.core.protocol.agents import Beat, Ended, FromAgent, Hello, Left, News, Refused, ToAgent
 from fallow.files import private_dir, write_private, write_struct
-from fallow.model import PROTOCOL, AgentBeat, AgentHello, AgentLeft, Beat, BeatAck, FallowError, HeadFile, ToWorker
+from fallow.model import Exit, FallowError, HeadFile
+from fallow.wire import codec
 from fallow.wire import link as link_module
 from fallow.wire.address import host_of, local_address_towards, own_address, resolve
 from fallow.wire.keys import KeyPair, new_keypair
-from fallow.wire.link import QUEUE, Link
+from fallow.wire.link import Link
 from fallow.wire.router import Router
+from fallow.wire.waiting import MOST
 
 DEADLINE_S = 60.0
 HEAD, PEER = new_keypair(), new_keypair()
 
 
-def hello(number: int = 0) -> AgentHello:
-    return AgentHello(
-        agent="n", token="t", protocol=PROTOCOL, version="0", job_id="1", node="n", slots=1, pid=number
-    )  # fmt: skip
+def hello(number: int = 0) -> Hello:
+    return Hello(host="n", token="t", version="0", job_id="1", boot=number, slots=1, entry="127.0.0.1:1")
 
 
 def beat(step: int) -> Beat:
-    return Beat(worker="w", generation=0, prepared=0, step=step, held=False)
+    return Beat(report=Report(node=1, boot=1, seq=step, term=1, edition=1, step=step))
+
+
+def ended(node: int) -> Ended:
+    return Ended(node=node, boot=1, code=0)
 
 
 class Setup:
@@ -48,21 +55,18 @@ class Setup:
         self.router = Router(keys.public, keys.secret, lambda key: key in self.allowed)
         endpoint = await self.router.start("127.0.0.1", port)
         head = HeadFile(
-            protocol=PROTOCOL, version="0", host="h", pid=1, term=1, endpoint=endpoint, public_key=keys.public,
+            protocol=1, version="0", host="h", pid=1, term=1, endpoint=endpoint, public_key=keys.public,
             control="", started_at=0.0,
         )  # fmt: skip
         write_struct(self.head_file, head)
         return self.router
 
-    def link(self, router: Router) -> Link[ToWorker]:
-        made: Link[ToWorker] = Link(
-            router.endpoint, HEAD.public, PEER.public, PEER.secret, ToWorker, self._hear, self.head_file,
-            on_connect=self._connected,
-        )  # fmt: skip
-        self.made = made
-        return made
+    def link(self, router: Router) -> Link:
+        keys = HEAD.public, PEER.public, PEER.secret
+        self.made = Link(router.endpoint, *keys, self._hear, self.head_file, on_connect=self._connected)
+        return self.made
 
-    def _hear(self, message: ToWorker) -> None:
+    def _hear(self, message: ToAgent) -> None:
         self.threads.add(threading.get_ident())
         self.loop.call_soon_threadsafe(self.heard.put_nowait, message)
 
@@ -93,10 +97,10 @@ async def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 async def test_hello_goes_first(setup: Setup) -> None:
     link = setup.link(await setup.head())
-    link.send(beat(1))
+    link.send(ended(1))
     link.send(beat(2))
     link.start()
-    assert [await setup.next() for _ in range(3)] == [hello(1), beat(1), beat(2)]
+    assert [await setup.next() for _ in range(3)] == [hello(1), ended(1), beat(2)]
     assert link.connected
 
 
@@ -107,7 +111,7 @@ async def test_answers_arrive_in_order_in_one_thread(setup: Setup) -> None:
     peer, _ = await router.recv()
     before = link.last_heard
     for term in range(50):
-        assert router.send(peer, BeatAck(term=term))
+        assert router.send(peer, News(term=term))
     assert [(await setup.back()).term for _ in range(50)] == list(range(50))
     assert len(setup.threads) == 1
     assert threading.get_ident() not in setup.threads
@@ -118,13 +122,13 @@ async def test_many_threads_send(setup: Setup) -> None:
     link = setup.link(await setup.head())
     link.start()
     assert await setup.next() == hello(1)
-    threads = [threading.Thread(target=lambda n=n: [link.send(beat(n * 50 + i)) for i in range(50)]) for n in range(4)]
+    threads = [threading.Thread(target=lambda n=n: [link.send(ended(n * 50 + i)) for i in range(50)]) for n in range(4)]
     for thread in threads:
         thread.start()
-    steps = [(await setup.next()).step for _ in range(200)]
-    assert sorted(steps) == list(range(200))
+    nodes = [(await setup.next()).node for _ in range(200)]
+    assert sorted(nodes) == list(range(200))
     for n in range(4):
-        mine = [step for step in steps if step // 50 == n]
+        mine = [node for node in nodes if node // 50 == n]
         assert mine == sorted(mine)
 
 
@@ -135,7 +139,7 @@ async def test_same_port_after_a_restart(setup: Setup) -> None:
     port = int(router.endpoint.rsplit(":", 1)[1])
     await router.close()
     await setup.head(port=port)
-    assert (await setup.next()).pid >= 2
+    assert (await setup.next()).boot >= 2
 
 
 async def test_moved_head_with_a_new_key(setup: Setup) -> None:
@@ -146,7 +150,7 @@ async def test_moved_head_with_a_new_key(setup: Setup) -> None:
     await router.close()
     new = new_keypair()
     router = await setup.head(new)
-    assert (await setup.next()).pid == 2
+    assert (await setup.next()).boot == 2
     assert (link.endpoint, link.server_key) == (router.endpoint, new.public)
 
 
@@ -157,7 +161,7 @@ async def test_same_place_with_a_new_key(setup: Setup) -> None:
     port = int(router.endpoint.rsplit(":", 1)[1])
     await router.close()
     await setup.head(new_keypair(), port)
-    assert (await setup.next()).pid == 2
+    assert (await setup.next()).boot == 2
 
 
 async def test_key_that_is_accepted_later(setup: Setup) -> None:
@@ -184,27 +188,69 @@ async def test_damaged_head_file_is_ignored(setup: Setup) -> None:
     assert link.endpoint == endpoint
 
 
-async def test_newest_messages_are_kept_while_the_head_is_away(setup: Setup) -> None:
+async def test_the_newest_of_each_kind_is_kept_while_the_head_is_away(setup: Setup) -> None:
+    """All say how things stand, so who was cut off for an hour does not tell each minute of it."""
     link = setup.link(await setup.head())
-    for step in range(QUEUE + 10):
-        link.send(beat(step))
+    said: list[FromAgent] = [
+        ended(1),
+        *map(beat, range(1000)),
+        Gather(node=1, generation=2, key="a", part=b"1"),
+        Gather(node=1, generation=2, key="b", part=b"1"),
+        Gather(node=1, generation=2, key="a", part=b"2"),
+        Gather(node=1, generation=2, key="a", part=b""),
+        hello(9),
+        ended(2),
+        Left(code=0),
+    ]
+    for message in said:
+        link.send(message)
+    link.start()
+    heard = [await setup.next() for _ in range(8)]
+    assert heard == [hello(1), ended(1), beat(999), *said[-6:-3], ended(2), Left(code=0)]
+
+
+async def test_so_many_wait_at_most_while_the_head_is_away(setup: Setup) -> None:
+    link = setup.link(await setup.head())
+    for node in range(MOST + 10):
+        link.send(ended(node))
     link.start()
     first = [await setup.next() for _ in range(3)]
-    assert isinstance(first[0], AgentHello)
-    assert first[1].step >= 10
+    assert isinstance(first[0], Hello)
+    assert first[1].node >= 10
 
 
 async def test_close_flushes(setup: Setup) -> None:
     link = setup.link(await setup.head())
     link.start()
     assert await setup.next() == hello(1)
-    for step in range(100):
-        link.send(beat(step))
-    link.send(AgentLeft(code=0))
+    for node in range(100):
+        link.send(ended(node))
+    link.send(Left(code=0))
     assert await asyncio.to_thread(link.close, 5.0)
-    assert [await setup.next() for _ in range(101)][-1] == AgentLeft(code=0)
+    assert [await setup.next() for _ in range(101)][-1] == Left(code=0)
     link.send(beat(1))
     assert await asyncio.to_thread(link.close, 0.0), "a second time does nothing"
+
+
+async def test_a_head_of_another_version_counts_as_silent_but_its_refusal_is_heard(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = await setup.head()
+    link = setup.link(router)
+    link.start()
+    peer, _ = await router.recv()
+    assert router.send(peer, News(term=1))
+    assert await setup.back() == News(term=1)
+    before = link.last_heard
+    monkeypatch.setattr(codec, "VERSION", VERSION + 1)
+    assert router.send(peer, News(term=2))
+    refused = Refused(code=Exit.CONFIG, message="no")
+    assert router.send(peer, refused)
+    assert await setup.back() == refused
+    monkeypatch.undo()
+    assert router.send(peer, News(term=3))
+    assert await setup.back() == News(term=3)
+    assert link.last_heard > before
 
 
 async def test_close_gives_up_in_time(setup: Setup) -> None:
@@ -219,18 +265,34 @@ async def test_close_gives_up_in_time(setup: Setup) -> None:
 
 async def test_faults_of_the_owner_do_not_end_the_link(setup: Setup) -> None:
     router = await setup.head()
-    link: Link[ToWorker] = Link(
-        router.endpoint, HEAD.public, PEER.public, PEER.secret, ToWorker, lambda message: 1 // 0, None,
-        on_connect=lambda: 1 // 0,
-    )  # fmt: skip
-    setup.made = link
+
+    def connected() -> None:
+        link.send(hello(1))
+        raise ValueError("from on_connect")
+
+    def hear(message: ToAgent) -> None:
+        raise ValueError("from on_message")
+
+    keys = HEAD.public, PEER.public, PEER.secret
+    link = setup.made = Link(router.endpoint, *keys, hear, setup.head_file, on_connect=connected)
     link.start()
     link.send(beat(1))
-    async with asyncio.timeout(DEADLINE_S):
-        peer, _ = await router.recv()
-    router.send(peer, BeatAck(term=1))
-    link.send(AgentBeat(alive=[]))
-    assert await setup.next() == AgentBeat(alive=[])
+    assert [await setup.next(), await setup.next()] == [hello(1), beat(1)]
+    (peer,) = router.connected
+    router.send(peer, News(term=1))
+    link.send(beat(2))
+    assert await setup.next() == beat(2)
+
+
+async def test_a_newer_fallows_head_file_is_read(setup: Setup) -> None:
+    router = await setup.head()
+    setup.link(router).start()
+    assert await setup.next() == hello(1)
+    await router.close()
+    await setup.head(new_keypair())
+    fields = msgspec.json.decode(setup.head_file.read_bytes())
+    write_private(setup.head_file, msgspec.json.encode(fields | {"colour": "red"}))
+    assert (await setup.next()).boot == 2
 
 
 def test_addresses() -> None:

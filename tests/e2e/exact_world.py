@@ -107,7 +107,7 @@ def train_with(
     data = TensorDataset(x, x.sum(1) % 11)
 
     def begin() -> tuple[Run, Any]:
-        run = Run(None, None, groups())
+        run = Run(None, groups())
         if shares is not None:
             run._member.duties = functools.partial(uneven, run._member, shares)  # type: ignore[method-assign]
         torch.manual_seed(0)

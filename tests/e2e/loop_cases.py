@@ -38,7 +38,7 @@ class Case:
     """A training of four steps; `behind` is called behind each inner loop, `skip` in front of each forward."""
 
     def __init__(self, group: Group) -> None:
-        self.run = Run(None, None, group)
+        self.run = Run(None, group)
         torch.manual_seed(0)
         self.model = nn.Linear(4, 1).double()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)

@@ -43,7 +43,7 @@ def world(size: int, work: Callable[[Run], Any]) -> list[Any]:
 
         def rank_of(rank: int) -> None:
             store = torch.distributed.FileStore(f"{folder}/store", size) if size > 1 else None
-            run = Run(None, None, build_group(1, rank, size, store, "127.0.0.1", 60))
+            run = Run(None, build_group(1, rank, size, store, "127.0.0.1", 60))
             try:
                 found = work(run)
             except FallowError as error:

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
+from fallow.core.nodes.messages import Peer
 from fallow.worker.transport.group import Connections, Group
+from fallow.worker.transport.rank_map import RankMap
 from fallow.worker.transport.waits import Interrupted
 
 HOST = torch.device("cpu")
@@ -51,6 +53,7 @@ class Generation:
             to, because theirs is broken.
         breaks: how it ends; None: as planned, or not at all.
         rollback: its members load the newest checkpoint, as soon as there is one.
+        forgotten: members of an earlier generation that count as newcomers.
         workers_per_node: those whose letters follow each other are on one node: a and b, c and d.
     """
 
@@ -58,11 +61,18 @@ class Generation:
     at_step: int | None = None
     breaks: Break | None = None
     rollback: bool = False
+    forgotten: Collection[str] = ()
     workers_per_node: int = 1
 
     def node(self, name: str) -> str:
         """The members on the node of this one, by rank."""
         return "".join(one for one in self.members if self._node(one) == self._node(name))
+
+    def ranks(self, name: str) -> RankMap:
+        """As a member of that name sees them."""
+        nodes = dict.fromkeys(map(self._node, self.members))
+        peers = [Peer(number + 1, sum(self._node(one) == number for one in self.members), "") for number in nodes]
+        return RankMap(tuple(peers), self._node(name) + 1, self.node(name).index(name))
 
     def _node(self, name: str) -> int:
         return string.ascii_letters.index(name) // self.workers_per_node

@@ -14,12 +14,15 @@ from scripted_group import Board, Generation, Killed, ProcessGroup, ScriptedGrou
 
 from fallow.core.audit import audit
 from fallow.core.failures import Stranger
-from fallow.model import Checkpointed, Dismiss, Finished, OthersFinished, Peer, Prepare, SampleReport, Welcome
+from fallow.core.nodes.messages import Checkpoint, Contract, End, Finish, Plan
+from fallow.core.protocol.agents import Setup
+from fallow.model import SampleReport
 from fallow.worker.api.run import Run
 from fallow.worker.data.ledger import read_ledger
 from fallow.worker.loop.generations import Released
+from fallow.worker.session.ends import Dismissed, OthersEnded
+from fallow.worker.session.news import HeadNews
 from fallow.worker.session.progress import Progress
-from fallow.worker.session.session import Dismissed, OthersEnded
 from fallow.worker.transport.group import Connections, Group
 from fallow.worker.transport.node import Node
 from fallow.worker.transport.stream import Streams
@@ -31,59 +34,55 @@ DEADLINE_S = 60.0
 class ScriptedSession:
     """A member's conversation with a head that does what the test says."""
 
-    def __init__(self, worker: str, world: World) -> None:
-        self.worker, self._world = worker, world
-        self.progress = Progress()
-        self.sent: list[Any] = []
-        self.generation = 0
+    checkpoint_given_up = 0, 0
+    members_reached = 0, 0
+    is_main = False
+
+    def __init__(self, worker: str, world: World, setup: Setup) -> None:
+        self.worker, self.setup, self._world = worker, setup, world
+        self.progress, self.news = Progress(), HeadNews()
+        self.facts: dict[str, list[Any]] = {}
+        "field of a status -> what this member has said of it, one after the other"
+        self.generation = self.computed = 0
         self.group: Group | None = None
         self.run: Run | None = None
-        self.is_main = False
         self.joins = not world.is_first(worker)
-        self.members_reached = 0, 0
-        self.deadline_in_s: float | None = None
-        self.checkpoint_wanted = False
-        self.checkpoint_due_at: float | None = None
-        self.checkpoint_given_up = 0, 0
         self.held: list[int] = []
 
-    def send(self, message: Any) -> None:
-        self.sent.append(message)
+    def say(self, **facts: Any) -> None:
+        for name, value in facts.items():
+            self.facts.setdefault(name, []).append(value)
+        self.computed = facts.get("generation", self.computed)
+        if "finish" in facts:
+            self._world.finished(facts["finish"])
 
-    def deliver(self, message: Any, timeout_s: float) -> None:
-        self.sent.append(message)
-        if isinstance(message, Finished):
-            self._world.finished(message)
+    def said(self, name: str) -> list[Any]:
+        """What this member has said of a field."""
+        return self.facts.get(name, [])
 
-    def announce(self, message: Any, device: torch.device) -> None:
-        self.sent.append(message)
+    def say_saved(self, checkpoint: Checkpoint) -> None:
+        self._world.written(checkpoint)
 
-    def announce_checkpoint(self, message: Checkpointed) -> None:
-        self._world.written(message)
+    def announce(self, contract: Contract, device: torch.device) -> None:
+        self.say(ready=contract)
 
-    def beat(self) -> None: ...
+    def leave(self, last: int, left: int) -> None:
+        self.say(left=left)
+
+    def hold(self, generation: int) -> None:
+        self.held.append(generation)
 
     def close(self) -> None: ...
 
     def reap_retired(self) -> None: ...
 
-    def leaves_alone(self, margin_s: float) -> bool:
-        return False
-
-    def hold(self, generation: int, reason: str) -> None:
-        self.held.append(generation)
-
     @property
     def switch_offered(self) -> int:
         return self._world.offered(self)
 
-    def await_commit(self, meanwhile: Callable[[], bool], answers: Callable[[Prepare], bool]) -> Upcoming:
+    def await_commit(self, meanwhile: Callable[[], bool], answers: Callable[[Upcoming], bool]) -> Upcoming:
         meanwhile()
         return self._world.next_generation(self)
-
-    def told(self, kind: type) -> list[Any]:
-        """Messages of a kind that the head was sent."""
-        return [message for message in self.sent if isinstance(message, kind)]
 
 
 class World:
@@ -101,8 +100,8 @@ class World:
         self._arrived: dict[int, dict[str, ScriptedSession]] = {}
         self._groups: dict[int, dict[str, ScriptedGroup]] = {}
         self._failed = False
-        self._finished: Finished | None = None
-        self.checkpoints: list[Checkpointed] = []
+        self._finished: Finish | None = None
+        self.checkpoints: list[Checkpoint] = []
         self.sessions: dict[str, ScriptedSession] = {}
 
     # ----------------------------------------------------------------------------------------- as a head does
@@ -118,16 +117,16 @@ class World:
         assert session.run is not None
         return number if plan is not None and plan.at_step is not None and session.run.step + 1 >= plan.at_step else 0
 
-    def written(self, message: Checkpointed) -> None:
+    def written(self, checkpoint: Checkpoint) -> None:
         """A checkpoint is complete."""
         with self._changed:
-            self.checkpoints.append(message)
+            self.checkpoints.append(checkpoint)
             self._changed.notify_all()
 
-    def finished(self, message: Finished) -> None:
+    def finished(self, finish: Finish) -> None:
         """A script has ended."""
         with self._changed:
-            self._finished = message
+            self._finished = finish
             self._changed.notify_all()
 
     def next_generation(self, session: ScriptedSession) -> Upcoming:
@@ -137,18 +136,17 @@ class World:
         with self._changed:
             if plan.rollback:
                 assert self._changed.wait_for(lambda: self.checkpoints, DEADLINE_S), "there is no checkpoint"
-        prepare = Prepare(
-            term=1,
+        planned = Plan(
             generation=number,
             replaces=number - 1,
-            members=[Peer(worker=name, address="127.0.0.1") for name in plan.members],
+            leave=session.worker not in plan.members,
+            suspends=not plan.members,
             interrupt=plan.at_step is None,
             timeout_s=DEADLINE_S,
-            checkpoints=[one.path for one in self.checkpoints][-1:],
-            rollback=plan.rollback,
+            checkpoints=tuple(one.path for one in self.checkpoints[-1:]) if plan.rollback else (),
         )
-        if session.worker not in plan.members:
-            return Upcoming(prepare, None, Built(), committed=True)
+        if planned.leave:
+            return Upcoming(planned, None, Built(), committed=True)
         with self._changed:
             self._arrived.setdefault(number, {})[session.worker] = session
             self._break_others(number - 1, session.worker)
@@ -160,18 +158,12 @@ class World:
             )
             if number not in self._groups:
                 if self._finished is not None:
-                    raise OthersEnded(
-                        OthersFinished(
-                            term=1,
-                            steps=self._finished.steps,
-                            agreed=self._finished.agreed,
-                            answer=self._finished.answer,
-                        )
-                    )
-                raise Dismissed(Dismiss(term=1, code=70, reason="another member failed" if there else "nobody came"))
+                    raise OthersEnded(self._finished)
+                raise Dismissed(End(code=70, reason="another member failed" if there else "nobody came"))
             session.generation = number
             session.group = self._groups[number][session.worker]
-        return Upcoming(prepare, plan.members.index(session.worker), Built(session.group), committed=True)
+        state_since = number if plan.rollback or session.worker in plan.forgotten else 0
+        return Upcoming(planned, plan.ranks(session.worker), Built(session.group), True, state_since)
 
     def _number_for(self, session: ScriptedSession) -> int:
         """A newcomer waits for the first generation that it is in."""
@@ -179,7 +171,7 @@ class World:
         while not session.generation and session.worker not in self._plans[number - 1].members:
             number += 1
         if number > len(self._plans):
-            raise Dismissed(Dismiss(term=1, code=70, reason=f"{session.worker} is in no later generation"))
+            raise Dismissed(End(code=70, reason=f"{session.worker} is in no later generation"))
         return number
 
     def _break_others(self, number: int, worker: str) -> None:
@@ -234,19 +226,18 @@ class World:
         return found
 
     def _begin(self, name: str) -> None:
-        session = self.sessions[name] = ScriptedSession(name, self)
-        welcome = Welcome(
-            term=1,
+        setup = Setup(
             run="r",
+            folder=str(self._folder),
             seed=0,
             max_workers=self._max_workers,
             beat_s=1.0,
             lease_s=9.0,
-            head_patience_s=DEADLINE_S,
-            folder=str(self._folder),
-            joins=session.joins,
+            patience_s=DEADLINE_S,
+            checkpoint_folder=str(self._folder / "checkpoints"),
         )
-        session.run = Run(session, welcome, None)  # type: ignore[arg-type]
+        session = self.sessions[name] = ScriptedSession(name, self, setup)
+        session.run = Run(session, None)  # type: ignore[arg-type]
 
     def _member(self, name: str, script: Callable[[Run], Any], found: dict[str, Any]) -> None:
         session = self.sessions[name]

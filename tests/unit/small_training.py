@@ -25,7 +25,7 @@ SAMPLES, GLOBAL_BATCH = 32, 16
 
 def alone() -> Run:
     """A run in a world of one."""
-    return Run(None, None, Group(0, 0, 1, None))
+    return Run(None, Group(0, 0, 1, None))
 
 
 def points(size: int = SAMPLES) -> TensorDataset:
@@ -141,6 +141,7 @@ def part(**fields: Any) -> Part:
         "crc": 7,
         "switch": 0,
         "checkpoint": 0.0,
+        "checkpoints_asked": 0,
         "pace": 0.0,
         "weight_checksum": 5,
         "agreement": 6,

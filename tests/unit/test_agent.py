@@ -1,4 +1,4 @@
-"""The agent against a scripted head: real ZeroMQ, real processes."""
+"""The agent of a node with one worker against a scripted head: real ZeroMQ, real processes."""
 
 from __future__ import annotations
 
@@ -9,128 +9,31 @@ import socket
 import stat
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, TypeVar
 
 import msgspec
 import pytest
 
-from fallow.files import Paths, read_struct, write_struct
-from fallow.model import (
-    HIDDEN,
-    PROTOCOL,
-    SHOWN,
-    AgentBeat,
-    AgentBeatAck,
-    AgentEnd,
-    AgentHello,
-    AgentLeft,
-    AgentPlan,
-    AllocationKind,
-    Exit,
-    ExitNoted,
-    HeadFile,
-    KeyAccepted,
-    KeyFile,
-    Notice,
+from agent_head import DEADLINE_S, PUPPET, WAIT, Head, gone, until
+from fallow.agent.start import read_key_file
+from fallow.core.nodes.messages import End, Fault
+from fallow.core.protocol.agents import (
+    Admitted,
+    Beat,
+    EndAgent,
+    Ended,
+    EndNoted,
+    Hello,
+    Introduce,
+    Left,
+    News,
     Refused,
-    ShowOutput,
-    StopWorker,
-    WorkerExit,
-    WorkerKey,
 )
+from fallow.files import read_struct, write_struct
+from fallow.model import HIDDEN, SHOWN, STACK_SIGNAL, Exit, FallowError, HeadFile
 from fallow.wire.keys import new_keypair
-from fallow.wire.router import Router, agent_of, key_of
-
-DEADLINE_S = 20.0
-M = TypeVar("M")
-
-
-class Head:
-    """Just enough of a head: one allocation, answers written by the test."""
-
-    def __init__(self, tmp_path: Path) -> None:
-        self.paths = Paths(tmp_path / "state", tmp_path / "run").create()
-        self.run = self.paths.run("r1").create()
-        self.keys, self.agent_keys = new_keypair(), new_keypair()
-        self.key_file = self.run.key("t1")
-        self.peer = ""
-        self.heard: list[Any] = []
-        self.worker_keys: dict[str, str] = {}
-        self.port: int | None = None
-        self.agent: asyncio.subprocess.Process | None = None
-
-    async def start(self, term: int = 1) -> None:
-        self.router = Router(self.keys.public, self.keys.secret, lambda key: key == self.agent_keys.public)
-        endpoint = await self.router.start("127.0.0.1", self.port)
-        self.port = int(endpoint.rsplit(":", 1)[1])
-        write_struct(
-            self.paths.head_file,
-            HeadFile(
-                protocol=PROTOCOL, version="0", host="h", pid=1, term=term, endpoint=endpoint,
-                public_key=self.keys.public, control="", started_at=0.0,
-            ),
-        )  # fmt: skip
-
-    def leave_keys(self, workers_per_node: int | None = None) -> None:
-        keys = KeyFile(
-            run="r1", token="t1", kind=AllocationKind.BASE, public_key=self.agent_keys.public,
-            secret_key=self.agent_keys.secret, head_file=str(self.paths.head_file), workers_per_node=workers_per_node,
-        )  # fmt: skip
-        write_struct(self.key_file, keys)
-
-    async def launch(self, code: str, *options: str, **environ: str) -> asyncio.subprocess.Process:
-        if not self.key_file.exists():
-            self.leave_keys()
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "CUDA", "FALLOW"))}
-        self.agent = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "fallow.agent", "--key-file", str(self.key_file), *options),
-            *("--", sys.executable, "-u", "-c", code),
-            env={**clean, "SLURMD_NODENAME": "node1", "SLURM_JOB_ID": "42", **environ},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        return self.agent
-
-    async def hear(self, kind: type[M], where: Callable[[M], bool] = lambda _: True) -> M:
-        """The next such message; others are remembered. Beats are acknowledged."""
-        async with asyncio.timeout(DEADLINE_S):
-            while True:
-                self.peer, message = await self.router.recv()
-                self.heard.append(message)
-                if isinstance(message, AgentBeat):
-                    self.router.send(self.peer, AgentBeatAck(term=1))
-                if isinstance(message, kind) and where(message):
-                    return message
-
-    def send(self, message: Any) -> None:
-        assert self.router.send(self.peer, message)
-
-    def plan(self, *workers: str, beat_s: float = 0.1) -> None:
-        self.send(AgentPlan(term=1, run="r1", workers=list(workers), folder=str(self.run.root), beat_s=beat_s))
-
-    async def begin(self, *workers: str, beat_s: float = 0.1) -> AgentHello:
-        hello = await self.hear(AgentHello)
-        self.plan(*workers, beat_s=beat_s)
-        for worker in workers:
-            key = await self.hear(WorkerKey, lambda m, worker=worker: m.worker == worker)
-            self.worker_keys[worker] = key.public_key
-            self.send(KeyAccepted(worker=worker))
-        return hello
-
-    @property
-    def pid(self) -> int:
-        assert self.agent is not None
-        return self.agent.pid
-
-    async def ended(self) -> tuple[int, str, str]:
-        assert self.agent is not None
-        async with asyncio.timeout(DEADLINE_S):
-            out, err = await self.agent.communicate()
-        assert self.agent.returncode is not None
-        return self.agent.returncode, out.decode(), err.decode()
+from fallow.wire.router import agent_of, key_of
 
 
 @pytest.fixture
@@ -138,43 +41,56 @@ async def head(tmp_path: Path) -> AsyncIterator[Head]:
     made = Head(tmp_path)
     await made.start()
     yield made
-    await made.router.close()
-    if made.agent is not None and made.agent.returncode is None:
-        made.agent.kill()
-        await made.agent.wait()
+    await made.close()
 
 
-async def until(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + DEADLINE_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "condition did not come true"
-        await asyncio.sleep(0.01)
-    return found
-
-
-# It dies with its agent, whatever a test does to that.
-WAIT = "import ctypes, signal; ctypes.CDLL(None).prctl(1, 9); print('up'); signal.pause()"
-
-
-async def test_hello_key_start_exit_end(head: Head) -> None:
+async def test_hello_start_end_and_the_agents_own_end(head: Head) -> None:
     await head.launch("print('hello'); import sys; sys.stderr.write('\\x1b]52;c;eA==\\x07bad\\nworse'); sys.exit(3)")
-    hello = await head.begin("w0")
-    assert (hello.agent, hello.node, hello.job_id, hello.slots, hello.running) == ("node1", "node1", "42", 1, [])
-    assert key_of(head.peer) == head.agent_keys.public
-    assert agent_of(head.peer) == "node1"
-    gone = await head.hear(WorkerExit)
-    assert (gone.worker, gone.code, gone.signal, gone.tail) == ("w0", 3, None, "\\x1b]52;c;eA==\\x07bad\nworse")
-    again = await head.hear(WorkerExit)
-    assert again == gone, "repeated until it is noted"
-    head.send(ExitNoted(worker="w0"))
-    head.send(AgentEnd(term=1, code=93, reason="test"))
-    assert (await head.hear(AgentLeft)).code == 93
+    hello = await head.begin()
+    assert (hello.host, hello.token, hello.job_id, hello.boot, hello.slots) == ("node1", "t1", "42", 1, 1)
+    assert (hello.entry, hello.node) == ("127.0.0.1", 0)
+    assert (key_of(head.peer), agent_of(head.peer)) == (head.agent_keys.public, "node1")
+    ended = await head.hear(Ended)
+    assert (ended.node, ended.boot, ended.code, ended.signal, ended.is_ordered) == (1, 1, 3, None, False)
+    assert ended.tail == "\\x1b]52;c;eA==\\x07bad\nworse"
+    assert await head.hear(Ended) == ended, "repeated until it is noted"
+    assert (await head.hear(Beat)).report is None, "none is there to report of"
+    head.send(EndNoted(node=1, boot=1))
+    head.send(EndAgent(term=1, code=93, reason="test"))
+    assert (await head.hear(Left)).code == 93
     code, out, _ = await head.ended()
     assert code == 93
     assert out == "", "not shown, not copied"
-    log = head.run.log("w0")
+    log = head.run.log("n0")
     assert log.read_bytes().startswith(b"hello\n")
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
+
+
+async def test_an_end_that_is_noted_is_not_said_again(head: Head) -> None:
+    await head.launch("pass")
+    await head.begin()
+    await head.hear(Ended)
+    head.send(EndNoted(node=1, boot=1))
+    await head.beats()
+    heard = len(head.heard)
+    await head.beats(15)  # longer than it takes to say it again
+    assert not [said for said in head.heard[heard:] if isinstance(said, Ended)]
+
+
+async def test_hello_is_repeated_until_the_workers_are_admitted_and_none_runs_before(head: Head) -> None:
+    await head.launch(WAIT)
+    first = await head.hear(Hello)
+    assert await head.hear(Hello) == first
+    assert head.workers() == []
+    head.send(Admitted(node=1, boot=1))
+    assert await head.hear(Hello) == first, "without the setup no worker can be started"
+    head.admit(boot=2)
+    assert await head.hear(Hello) == first, "that was about another start"
+    head.admit()
+    await head.report(lambda report: (report.node, report.boot) == (1, 1), pids=1)
+    head.admit()
+    await head.beats()
+    assert len(head.workers()) == 1, "started only once"
 
 
 async def test_a_head_that_is_not_reached_is_named_in_the_jobs_output(head: Head) -> None:
@@ -194,66 +110,61 @@ async def test_a_head_that_is_not_reached_is_named_in_the_jobs_output(head: Head
         await agent.wait()
 
 
-async def test_signal_is_reported_fast(head: Head) -> None:
+async def test_a_signal_that_ends_a_worker_is_told(head: Head) -> None:
     await head.launch("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    await head.begin("w0")
-    gone = await head.hear(WorkerExit)
-    assert (gone.code, gone.signal) == (None, signal.SIGKILL)
+    await head.begin(beat_s=10 * DEADLINE_S)
+    ended = await head.hear(Ended)
+    assert (ended.code, ended.signal) == (None, signal.SIGKILL)
 
 
 async def test_command_that_cannot_start(head: Head) -> None:
-    head.leave_keys()
+    head.leave_keys(workers_per_node=2)
     head.agent = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "fallow.agent", "--key-file", str(head.key_file), "--", "/no/such/train.py"),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-    await head.begin("w0")
-    gone = await head.hear(WorkerExit)
-    assert gone.code == 127
-    assert "/no/such/train.py: cannot be started (No such file or directory)" in gone.tail
-    assert "for a Python script: python /no/such/train.py" in gone.tail
+    await head.begin()
+    ended = await head.hear(Ended)
+    assert ended.code == 127
+    assert "/no/such/train.py: cannot be started (No such file or directory)" in ended.tail
+    assert "for a Python script: python /no/such/train.py" in ended.tail
 
 
-async def test_worker_gets_its_place(head: Head) -> None:
-    code = (
-        "import os, msgspec; from fallow.model import WorkerSecret\n"
-        "s = msgspec.msgpack.decode(open(int(os.environ['FALLOW_CHANNEL_FD']), 'rb').read(), type=WorkerSecret)\n"
-        "e = os.environ\n"
-        "print(e['FALLOW_WORKER'], e['FALLOW_RUN'], e['LOCAL_RANK'], e['CUDA_VISIBLE_DEVICES'], s.address,"
-        " s.public_key, s.head_file, os.getsid(0) == os.getpid(), os.readlink('/proc/self/fd/0'), flush=True)\n"
+async def test_a_worker_gets_its_place_its_start_and_no_secret(head: Head) -> None:
+    code = PUPPET + (
+        "    e = os.environ\n"
+        "    print(e['FALLOW_WORKER'], e['FALLOW_RUN'], e['LOCAL_RANK'], e['CUDA_VISIBLE_DEVICES'],"
+        " os.getsid(0) == os.getpid(), os.readlink('/proc/self/fd/0'), start.worker, start.node, slot, start.slots,"
+        " start.address, start.setup.run, flush=True)\n"
     )
-    await head.launch(code, CUDA_VISIBLE_DEVICES="GPU-a,GPU-b")
-    hello = await head.begin("w0", "w1")
+    await head.launch(code, CUDA_VISIBLE_DEVICES="GPU-a,GPU-b", FALLOW_WORKER="another's")
+    hello = await head.begin(node=7)
     assert hello.slots == 2
-    for worker in ("w0", "w1"):
-        await head.hear(WorkerExit, lambda m, worker=worker: m.worker == worker and m.code == 0)
-    for worker, device in (("w0", "GPU-a"), ("w1", "GPU-b")):
-        words = head.run.log(worker).read_text().split()
-        assert words == [
-            *(worker, "r1", "0", device, "127.0.0.1", head.worker_keys[worker]),
-            *(str(head.paths.head_file), "True", "/dev/null"),
+    for slot, device in enumerate(("GPU-a", "GPU-b")):
+        name = f"n6.{slot}"
+        text = await head.printed(name, "\n")
+        assert text.splitlines()[0].split() == [
+            *(name, "r1", "0", device, "True", "/dev/null", name, "7", str(slot), "2", "127.0.0.1", "r1"),
         ]
-    assert head.worker_keys["w0"] != head.worker_keys["w1"]
+    for pid in (head.pid, *head.workers()):
+        shown = proc(pid, "cmdline") + proc(pid, "environ")
+        for key in (*head.keys, *head.agent_keys):
+            assert key.encode() not in shown
+    assert b"key-file" in proc(head.pid, "cmdline"), "not vacuous"
 
 
-async def test_output_is_shown_on_demand(head: Head) -> None:
-    code = (
-        "import os, sys, signal\n"
-        "signal.signal(signal.SIGUSR1, lambda *_: (print('shown'), sys.stderr.write('loud\\n'), sys.exit(0)))\n"
-        "print('before')\nwhile True: signal.pause()\n"
-    )
-    await head.launch(code)
-    await head.begin("w0")
-    await until(lambda: head.run.log("w0").exists() and b"before\n" in head.run.log("w0").read_bytes())
-    head.send(ShowOutput(term=1, worker="w0"))
-    head.send(ShowOutput(term=1, worker="w0"))
-    await head.hear(AgentBeat)
-    await head.hear(AgentBeat)
-    os.kill(child_of(head.pid), signal.SIGUSR1)
-    await head.hear(WorkerExit)
-    head.send(AgentEnd(term=1, code=0, reason="test"))
-    code_, out, err = await head.ended()
-    assert (code_, out, err) == (0, "shown\n", "loud\n")
+def proc(pid: int, name: str) -> bytes:
+    return Path(f"/proc/{pid}/{name}").read_bytes()
+
+
+async def test_output_of_the_main_node_is_shown(head: Head) -> None:
+    await head.launch()
+    await head.begin()
+    await head.obeyed(head.order(noted="print('before')"))
+    await head.obeyed(head.order(is_main=True, noted="print('shown'); sys.stderr.write('loud\\n')"))
+    await head.obeyed(head.order(noted="print('after')"))
+    head.send(EndAgent(term=1, code=0, reason="test", kill_after_s=0.0))
+    assert await head.ended() == (0, "shown\n", "loud\n")
 
 
 async def test_what_a_worker_says_of_its_own_output_counts_for_more(head: Head) -> None:
@@ -263,124 +174,222 @@ async def test_what_a_worker_says_of_its_own_output_counts_for_more(head: Head) 
         f"shown, hidden = {SHOWN!r}, {HIDDEN!r}\n"
         "print('before the loop', flush=True)\n"
         "os.write(1, b'start' + hidden[:5])\nos.write(1, hidden[5:] + b'of others' + shown)\n"
-        "print('of all')\nos.write(2, b'loud' + hidden + b'quiet')\n"
-        "os.write(1, hidden)\nprint('of others')\n"
+        "print('of all', flush=True)\nos.write(2, b'loud' + hidden + b'quiet')\n"
+        "os.write(1, hidden)\nprint('of others', flush=True)\nsys.exit()"
     )
-    await head.launch(code)
-    await head.hear(AgentHello)
-    head.plan("w0")
-    head.send(ShowOutput(term=1, worker="w0"))
-    await head.hear(WorkerKey)
-    head.send(KeyAccepted(worker="w0"))
-    await head.hear(WorkerExit)
-    log = head.run.log("w0").read_bytes()
-    head.send(AgentEnd(term=1, code=0, reason="test"))
-    code_, out, err = await head.ended()
-    assert (code_, out, err) == (0, "before the loop\nstart\nof all\n", "loud\n")
+    await head.launch()
+    await head.begin()
+    head.order(is_main=True, noted=code)
+    await head.hear(Ended)
+    log = head.run.log("n0").read_bytes()
+    head.send(EndAgent(term=1, code=0, reason="test"))
+    assert await head.ended() == (0, "before the loop\nstart\nof all\n", "loud\n")
     assert b"fallow output" not in log
     assert b"of othersof all\n" in log
 
 
 async def test_relay_shows_everything(head: Head) -> None:
     await head.launch("print('seen')", "--relay")
-    await head.begin("w0")
-    await head.hear(WorkerExit)
-    head.send(AgentEnd(term=1, code=0, reason="test"))
+    await head.begin()
+    await head.hear(Ended)
+    head.send(EndAgent(term=1, code=0, reason="test"))
     assert (await head.ended())[1] == "seen\n"
 
 
-def child_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
-
-
-def proc(pid: int, name: str) -> bytes:
-    return Path(f"/proc/{pid}/{name}").read_bytes()
-
-
-async def test_sigterm_is_a_notice_and_workers_go_on(head: Head) -> None:
+async def test_sigterm_is_told_with_every_beat_and_workers_go_on(head: Head) -> None:
     agent = await head.launch(WAIT)
-    await head.begin("w0")
-    await until(lambda: head.run.log("w0").exists() and head.run.log("w0").read_bytes())
+    await head.begin(beat_s=10 * DEADLINE_S)
+    await head.report(lambda report: True, pids=1)
     agent.send_signal(signal.SIGTERM)
+    await head.hear(Beat, lambda beat: beat.warned == signal.SIGTERM)  # at once
+    head.admit(beat_s=0.1)
+    agent.send_signal(signal.SIGUSR1)  # ends the long pause, too
     for _ in range(2):
-        assert (await head.hear(Notice)).signal == signal.SIGTERM
-    assert (await head.hear(AgentBeat)).alive == ["w0"]
+        beat = await head.hear(Beat, lambda beat: beat.warned == signal.SIGUSR1)
+        assert len(beat.progress.pids) == 1
 
 
-async def test_agent_end_kills_what_does_not_leave(head: Head) -> None:
+async def test_end_agent_kills_what_does_not_leave(head: Head) -> None:
     code = "import signal, subprocess; p = subprocess.Popen(['sleep', '1000']); print(p.pid)\n" + WAIT
     await head.launch(code)
-    await head.begin("w0")
-    await until(lambda: head.run.log("w0").exists() and b"up" in head.run.log("w0").read_bytes())
-    grandchild = int(head.run.log("w0").read_text().split()[0])
-    worker = child_of(head.pid)
-    head.send(AgentEnd(term=1, code=75, reason="test", kill_after_s=0.2))
-    gone = await head.hear(WorkerExit)
-    assert gone.signal == signal.SIGKILL
-    head.send(ExitNoted(worker="w0"))
+    await head.begin()
+    grandchild = int((await head.printed("n0", "up")).split()[0])
+    (worker,) = head.workers()
+    head.send(EndAgent(term=1, code=75, reason="test", kill_after_s=0.2))
+    ended = await head.hear(Ended)
+    assert (ended.signal, ended.is_ordered) == (signal.SIGKILL, True)
+    head.send(EndNoted(node=1, boot=1))
     assert (await head.ended())[0] == 75
-    await until(lambda: not os.path.exists(f"/proc/{worker}") and not os.path.exists(f"/proc/{grandchild}"))
+    await until(lambda: gone(worker) and gone(grandchild))
 
 
-async def test_stop_worker_kills_a_stopped_process(head: Head) -> None:
+async def test_an_order_to_kill_reaches_a_stopped_process(head: Head) -> None:
     await head.launch(WAIT)
-    await head.begin("w0")
-    await until(lambda: head.run.log("w0").exists() and head.run.log("w0").read_bytes())
-    os.kill(child_of(head.pid), signal.SIGSTOP)
-    head.send(StopWorker(term=1, worker="w0", reason="test"))
-    assert (await head.hear(WorkerExit)).signal == signal.SIGKILL
+    await head.begin()
+    await head.printed("n0", "up")
+    os.kill(head.workers()[0], signal.SIGSTOP)
+    head.order(end=End(code=75, reason="test", kill=True))
+    ended = await head.hear(Ended)
+    assert (ended.signal, ended.is_ordered) == (signal.SIGKILL, True)
 
 
-async def test_a_process_that_is_stopped_is_told_at_once(head: Head) -> None:
+async def test_a_worker_that_hangs_writes_its_stack_before_it_is_killed(head: Head) -> None:
+    code = (
+        "import faulthandler, signal\n"
+        f"def hang():\n    faulthandler.register({STACK_SIGNAL}); print('up')\n    while True: signal.pause()\nhang()"
+    )
+    await head.launch(code)
+    await head.begin()
+    await head.printed("n0", "up")
+    head.order(end=End(code=75, reason="test", kill=True, stack=True))
+    ended = await head.hear(Ended)
+    assert ended.signal == signal.SIGKILL
+    assert "in hang" in ended.tail
+
+
+async def test_a_worker_ends_by_itself_when_an_order_says_so(head: Head) -> None:
+    await head.launch()
+    await head.begin()
+    head.order(end=End(code=4, reason="test"), noted="sys.exit(message.end.code)")
+    ended = await head.hear(Ended)
+    assert (ended.code, ended.signal, ended.is_ordered) == (4, None, True)
+
+
+async def test_a_process_that_is_stopped_is_told_at_once_and_for_how_long(head: Head) -> None:
     await head.launch(WAIT)
-    await head.begin("w0", beat_s=10 * DEADLINE_S)
-    await until(lambda: head.run.log("w0").exists() and head.run.log("w0").read_bytes())
-    worker = child_of(head.pid)
+    await head.begin(beat_s=10 * DEADLINE_S)
+    await head.printed("n0", "up")
+    (worker,) = head.workers()
     os.kill(worker, signal.SIGSTOP)
-    await head.hear(AgentBeat, lambda beat: beat.stopped == ["w0"])
+    first = await head.report(lambda report: report.stopped_s > 0)
+    assert first.stopped_s < 1
+    head.admit(beat_s=0.1)
+    await head.report(lambda report: report.stopped_s > 0.5)
     os.kill(worker, signal.SIGCONT)
-    await head.hear(AgentBeat, lambda beat: beat.stopped == [])
+    await head.report(lambda report: report.stopped_s == 0)
+
+
+async def test_last_words_of_a_worker_go_with_its_end(head: Head) -> None:
+    await head.launch()
+    await head.begin(beat_s=10 * DEADLINE_S)
+    fault = Fault(code=65, message="no", signature="ValueError at x.py:1")
+    head.order(noted=f"say(fault=Fault(**{msgspec.to_builtins(fault)!r})); os._exit(65)")
+    ended = await head.hear(Ended)
+    assert ended.code == 65
+    assert ended.report is not None
+    assert ended.report.fault == fault
+
+
+async def test_the_newest_order_wins(head: Head) -> None:
+    await head.launch()
+    await head.begin()
+    newest = head.order(edition=3, noted="print(3, flush=True)")
+    for stale in ({"edition": 2}, {"edition": 3}, {"node": 2, "edition": 4}, {"term": 0, "edition": 9}):
+        head.order(noted="print('stale', flush=True)", **stale)
+    await head.obeyed(newest)
+    head.term = 2
+    await head.obeyed(head.order(edition=1, noted="print('term 2', flush=True)"))
+    assert head.run.log("n0").read_text() == "3\nterm 2\n"
+
+
+async def test_a_head_of_an_older_term_is_ignored(head: Head) -> None:
+    await head.launch(WAIT)
+    await head.begin()
+    head.send(News(term=5))
+    head.term = 4
+    head.order(edition=9, end=End(code=0, reason="an old head", kill=True))
+    head.send(EndAgent(term=4, code=0, reason="an old head", kill_after_s=0.0))
+    await head.beats(5)
+    assert len(head.workers()) == 1
+
+
+async def test_workers_are_started_anew_when_the_head_wants_it(head: Head) -> None:
+    await head.launch()
+    await head.begin()
+    await head.obeyed(head.order(noted="print('up', flush=True)"))
+    head.boot = 2
+    await head.beats()
+    assert head.heard[-1].report.boot == 1, "not while the former ones run"
+    os.kill(head.workers()[0], signal.SIGKILL)
+    ended = await head.hear(Ended)
+    hello = await head.begin(node=5)
+    assert (hello.boot, hello.node) == (2, 0)
+    head.order(node=1, noted="print('for the former ones', flush=True)")
+    await head.obeyed(head.order(node=5, noted="print('anew', flush=True)"))
+    assert head.run.log("n4").read_text() == "anew\n"
+    assert await head.hear(Ended) == ended, "that end has not been noted"
+    await head.report(lambda report: (report.node, report.boot) == (5, 2), pids=1)
 
 
 async def test_hello_again_after_the_head_came_back_elsewhere(head: Head) -> None:
-    await head.launch(WAIT)
-    await head.begin("w0")
-    await head.hear(AgentBeat, lambda m: m.alive == ["w0"])
+    await head.launch()
+    await head.begin()
+    await head.obeyed(head.order())
+    workers = head.workers()
     await head.router.close()
-    head.port, head.keys = None, new_keypair()
-    await head.start(term=2)
-    hello = await head.hear(AgentHello)
-    assert hello.running == ["w0"]
-    head.plan("w0")
+    head.port, head.keys, head.term = None, new_keypair(), 2
+    await head.start()
+    hello = await head.begin()
+    assert (hello.boot, hello.node) == (1, 1)
     heard = len(head.heard)
-    await head.hear(AgentBeat)
-    await head.hear(AgentBeat)
-    assert not [m for m in head.heard[heard:] if isinstance(m, WorkerKey | WorkerExit)], "not started twice"
+    await head.obeyed(head.order(noted="print('silent for', silent_s)"))
+    assert head.workers() == workers, "not started twice"
+    assert not [said for said in head.heard[heard:] if isinstance(said, Ended)]
+    text = await head.printed("n0", "silent for")
+    assert float(text.split()[-1]) > 1, "workers were told"
 
 
-async def test_refused_ends_the_agent_and_its_workers(head: Head) -> None:
+async def test_workers_that_no_record_knows_are_introduced_again(head: Head) -> None:
+    await head.launch()
+    await head.begin()
+    await head.obeyed(head.order())
+    head.send(Introduce(node=2))
+    head.send(Introduce(node=1))
+    hello = await head.hear(Hello)
+    assert (hello.boot, hello.node) == (1, 1)
+    head.admit()
+    await head.obeyed(head.order())
+
+
+async def test_workers_whose_number_somebody_else_has_are_ended(head: Head) -> None:
+    await head.launch()
+    await head.begin()
+    await head.obeyed(head.order())
+    head.send(Introduce(node=1))
+    await head.hear(Hello)
+    head.admit(node=9)
+    ended = await head.hear(Ended)
+    assert (ended.node, ended.signal, ended.is_ordered) == (9, signal.SIGKILL, False)
+
+
+async def test_a_refused_agent_ends(head: Head) -> None:
     await head.launch(WAIT)
-    await head.begin("w0")
-    await head.hear(AgentBeat, lambda m: m.alive == ["w0"])
-    worker = child_of(head.pid)
+    await head.hear(Hello)
     head.send(Refused(code=93, message="not \x1b[31mwanted"))
     code, _, err = await head.ended()
     assert (code, err) == (93, "fallow agent: not \\x1b[31mwanted\n")
-    await until(lambda: not os.path.exists(f"/proc/{worker}"))
 
 
-async def test_s5_older_term_is_ignored(head: Head) -> None:
-    await head.launch(WAIT)
-    await head.begin("w0")
-    head.send(ShowOutput(term=5, worker=None))
-    head.send(StopWorker(term=4, worker="w0", reason="an old head"))
-    await head.hear(AgentBeat)
-    assert (await head.hear(AgentBeat)).alive == ["w0"]
+async def test_workers_train_on_while_a_head_of_another_version_refuses_their_agent(head: Head) -> None:
+    agent = await head.launch()
+    await head.begin()
+    await head.obeyed(head.order())
+    head.answers = False
+    for times in (8, 2):
+        for _ in range(times):
+            head.send(Refused(code=78, message="update the agent"))
+            await head.beats(1)
+        await head.obeyed(head.order(noted="print('on', silent_s, flush=True)"))
+    assert float(head.run.log("n0").read_text().split()[1]) > 0.3, "workers take it for silence"
+    assert len(head.workers()) == 1
+    agent.send_signal(signal.SIGKILL)
+    _, _, err = await head.ended()
+    assert err.count("update the agent") == 2, "once, and once after it was heard in between"
 
 
 async def test_silent_head_and_nothing_to_do(head: Head) -> None:
     await head.launch(WAIT, "--patience", "0.5")
-    await head.hear(AgentHello)
+    await head.hear(Hello)
     await head.router.close()
     code, _, err = await head.ended()
     assert code == Exit.TEMPFAIL
@@ -388,44 +397,43 @@ async def test_silent_head_and_nothing_to_do(head: Head) -> None:
     await head.start()
 
 
-async def test_agent_ends_with_its_parent(head: Head, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_refused", [False, True])
+async def test_slurm_takes_the_node_while_no_head_is_there(head: Head, is_refused: bool) -> None:
+    """A head that refuses to talk is none. Its workers leave by themselves, in order."""
+    code = "import signal, sys; signal.signal(15, lambda *_: (print('left', flush=True), sys.exit(0)))\n" + WAIT
+    agent = await head.launch(code)
+    await head.begin()
+    await head.printed("n0", "up")
+    if not is_refused:
+        await head.router.close()
+    agent.send_signal(signal.SIGTERM)
+    if is_refused:
+        async with asyncio.timeout(DEADLINE_S):
+            while head.workers():
+                head.peer, _ = await head.router.recv()
+                head.send(Refused(code=78, message="update the agent"))
+    assert (await head.ended())[0] == Exit.NO_RESTART
+    assert "left" in head.run.log("n0").read_text()
+    if not is_refused:
+        await head.start()
+
+
+async def test_agent_ends_with_its_parent(head: Head) -> None:
     head.leave_keys()
     command = [sys.executable, "-m", "fallow.agent", "--key-file", str(head.key_file), "--"]
     command += [sys.executable, "-u", "-c", WAIT]
-    parent = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", f"import subprocess, sys; sys.exit(subprocess.call({command!r}))"
-    )
-    hello = await head.begin("w0")
-    await head.hear(AgentBeat, lambda m: m.alive == ["w0"])
-    worker = child_of(hello.pid)
+    code = f"import subprocess, sys; p = subprocess.Popen({command!r}); print(p.pid, flush=True); sys.exit(p.wait())"
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    agent = int(await parent.stdout.readline())
+    await head.begin()
+    beat = await head.hear(Beat, lambda beat: len(beat.progress.pids) == 1)
     parent.kill()
     await parent.wait()
-    await until(lambda: gone(hello.pid) and gone(worker))
-
-
-def gone(pid: int) -> bool:
-    """Ended; a zombie that nobody waits for counts."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
+    await until(lambda: gone(agent) and gone(beat.progress.pids[0]))
 
 
 async def test_h11_missing_key_file(tmp_path: Path) -> None:
-    from fallow.agent.start import read_key_file
-    from fallow.model import FallowError
-
     with pytest.raises(FallowError, match="still missing") as caught:
         read_key_file(tmp_path / "none.json", within_s=0.0)
     assert caught.value.code is Exit.NOINPUT
-
-
-async def test_no_secret_in_argv_or_environment(head: Head) -> None:
-    await head.launch(WAIT)
-    await head.begin("w0")
-    await head.hear(AgentBeat, lambda m: m.alive == ["w0"])
-    for pid in (head.pid, child_of(head.pid)):
-        shown = proc(pid, "cmdline") + proc(pid, "environ")
-        for key in (*head.keys, *head.agent_keys, *head.worker_keys.values()):
-            assert key.encode() not in shown
-    assert b"key-file" in proc(head.pid, "cmdline"), "not vacuous"

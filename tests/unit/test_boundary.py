@@ -14,7 +14,7 @@ from scripted_world import World
 from small_training import Script, no_watchers
 
 from fallow.core.failures import Apart
-from fallow.model import Aligned, FallowError
+from fallow.model import FallowError
 from fallow.worker.api.run import Run
 from fallow.worker.checkpoint.saver import Saver
 from fallow.worker.data import ledger
@@ -72,9 +72,9 @@ def saves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     found: list[tuple[str, int, int]] = []
     save = Saver.save
 
-    def seen(saver: Saver, group: Any, prepared: Any, plain: Any, step: int, epoch: int) -> None:
-        found.append((saver._session.worker, group.generation, step))
-        save(saver, group, prepared, plain, step, epoch)
+    def seen(saver: Saver, group: Any, *args: Any, **asked: Any) -> None:
+        found.append((saver._session.worker, group.generation, args[2]))
+        save(saver, group, *args, **asked)
 
     monkeypatch.setattr(Saver, "save", seen)
     return found
@@ -132,9 +132,7 @@ def test_weights_that_drift_apart_are_brought_together_and_that_is_told(
     for script in others:
         for a, b in zip(first.model.parameters(), script.model.parameters(), strict=True):
             assert torch.equal(a, b)
-    told = {name: session.told(Aligned) for name, session in world.sessions.items()}
-    assert [len(told[name]) for name in "abc"] == [0, 1, 0]
-    assert told["b"][0].step == 4
+    assert {name: session.said("healed") for name, session in world.sessions.items()} == {"a": [], "b": [4], "c": []}
     assert capfd.readouterr().err.count("this member's weights were not those of the others") == 1
 
 
@@ -150,7 +148,7 @@ def test_a_newcomer_takes_part_in_the_next_alignment(tmp_path: Path) -> None:
     for script in others:
         for a, b in zip(first.model.parameters(), script.model.parameters(), strict=True):
             assert torch.equal(a, b)
-    assert [one.generation for one in world.sessions["b"].told(Aligned)] == [1, 2]
+    assert world.sessions["b"].said("healed") == [4, 10]
 
 
 def test_weights_that_come_apart_end_a_run_in_which_bits_count(tmp_path: Path) -> None:
@@ -207,13 +205,13 @@ def test_training_goes_on_while_the_disk_of_a_ledger_hangs(tmp_path: Path, monke
     world, unrecorded = World(tmp_path, Generation("ab")), []
 
     def behind(run: Run, _: Script, step: int) -> None:
-        unrecorded.append(run._member.session.progress.unrecorded)  # type: ignore[union-attr]
+        unrecorded.extend(run._member.session.said("unrecorded"))  # type: ignore[union-attr]
         if step == 8:
             assert hung.is_set()
             answers.set()
 
     checked(trained(world, behind))
     assert 1 in unrecorded, "from the end of step 1 on"
-    assert world.sessions["a"].progress.unrecorded is None
+    assert world.sessions["a"].said("unrecorded")[-1] is None
     report = world.samples(STEPS, 16)
     assert (report.consumed, report.lost, report.duplicated, report.unknown) == (16 * STEPS, 0, 0, 0)

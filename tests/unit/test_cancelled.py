@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
+from runs import NOW, new_book, new_run
 
-from fallow.config import Config
+from fallow.config import Checkpoint, Config, Membership
 from fallow.config import Harvest as HarvestSection
-from fallow.core.allocations import Allocation
+from fallow.core.allocations import Agent, Allocation
 from fallow.core.backoff import FIRST_S
 from fallow.core.cancelled import CANCELS, WITHIN_S, Cancels, by_others, note
-from fallow.core.failures import BAR_S
+from fallow.core.nodes.failures import BAR_S
+from fallow.core.protocol.agents import Beat
 from fallow.core.spans import Span
-from fallow.core.timing import Timing
-from fallow.files import Paths
-from fallow.head.book import Book, Run
+from fallow.head.agents import Agents
+from fallow.head.book import Run
 from fallow.head.harvest import Harvest
-from fallow.head.peers import Peers
-from fallow.head.turn import Turn
-from fallow.model import AllocationKind, AllocationState, JobInfo, RunSpec
-from fallow.model.messages import Notice
+from fallow.head.turn import Turn, agent_peer
+from fallow.model import AllocationKind, AllocationState, JobInfo
 from fallow.slurm.fake import FakeSlurm
 from fallow.slurm.virtual import FakeJob
-
-NOW = 1_000_000.0
 
 
 @pytest.mark.parametrize(
@@ -34,7 +30,7 @@ NOW = 1_000_000.0
         ({"warned": True, "start_at": NOW, "asked_at": NOW}, False, True),
         ({"warned": True, "start_at": NOW, "asked_at": NOW}, True, False),
         ({"start_at": NOW, "asked_at": NOW}, False, False),  # we asked it to leave
-        ({"start_at": NOW, "agents": {"n1": ["w1"]}}, False, False),  # `fallow run` ended it
+        ({"start_at": NOW, "agents": {"n1": Agent()}}, False, False),  # `fallow run` ended it
         ({"start_at": NOW, "nodes": ["n1"]}, False, True),  # no agent of it ever came
         ({"spans": {"1": Span(nodes={"n1": 0}, start_at=NOW)}, "nodes": ["n1"]}, False, True),
         ({"start_at": NOW, "nodes": ["n1"], "asked_at": NOW}, False, False),
@@ -45,11 +41,11 @@ NOW = 1_000_000.0
         ({"state": AllocationState.LOST}, False, False),  # an orphan, which we cancelled
         ({"told_to_end": True, "start_at": NOW}, False, False),  # its agent was refused
         ({"kind": AllocationKind.BASE}, False, True),
-        ({"kind": AllocationKind.BASE, "start_at": NOW, "agents": {"n1": ["w0"]}}, False, True),  # the head was away
-        ({"kind": AllocationKind.BASE, "warned": True, "asked_at": NOW, "agents": {"n1": ["w0"]}}, False, True),
-        ({"kind": AllocationKind.BASE, "warned": True, "asked_at": NOW, "agents": {"n1": ["w0"]}}, True, False),
-        ({"kind": AllocationKind.BASE, "asked_at": NOW, "agents": {"n1": ["w0"]}}, False, False),  # we ended it
-        ({"kind": AllocationKind.BASE, "told_to_end": True, "agents": {"n1": ["w0"]}}, False, False),
+        ({"kind": AllocationKind.BASE, "start_at": NOW, "agents": {"n1": Agent()}}, False, True),  # the head was away
+        ({"kind": AllocationKind.BASE, "warned": True, "asked_at": NOW, "agents": {"n1": Agent()}}, False, True),
+        ({"kind": AllocationKind.BASE, "warned": True, "asked_at": NOW, "agents": {"n1": Agent()}}, True, False),
+        ({"kind": AllocationKind.BASE, "asked_at": NOW, "agents": {"n1": Agent()}}, False, False),  # we ended it
+        ({"kind": AllocationKind.BASE, "told_to_end": True, "agents": {"n1": Agent()}}, False, False),
         ({"kind": AllocationKind.BASE, "start_at": NOW, "nodes": ["drained"]}, False, False),
         ({"warned": True, "start_at": NOW, "slurm_state": "PREEMPTED"}, False, False),
         ({"warned": True, "start_at": NOW, "slurm_state": "COMPLETED"}, False, False),
@@ -77,14 +73,13 @@ class Desk:
 
     def __init__(self, folder: Path) -> None:
         self.slurm = FakeSlurm(6)
-        paths = Paths(state=folder / "state", runtime=folder / "runtime").create()
-        self.book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: os.urandom(6).hex())
+        self.book = new_book(folder)
         self.harvest = Harvest(Config(harvest=HarvestSection(partitions=["scavenge"])))
         self.told: list[tuple[str | None, str]] = []
 
     def run(self, nodes: int) -> Run:
-        spec = RunSpec(run="", name="r", min_nodes=1, max_nodes=nodes, script="#!/bin/sh\ntrue\n", cwd="/tmp")
-        run = self.book.create(spec, 0.0, self.slurm.now)
+        at, script = self.slurm.now, "#!/bin/sh\ntrue\n"
+        run = new_run(self.book, at=at, now=at, max_nodes=nodes, script=script, cwd="/tmp")
         run.record.base_wanted, run.record.slots = False, 1
         return run
 
@@ -97,7 +92,7 @@ class Desk:
         self.harvest.polled(turn, await self.slurm.poll("fallow-"), await self.slurm.config())
         for run_id, token in turn.submissions:
             run = self.book.runs[run_id]
-            request = self.harvest.request("/state", run, run.record.allocations[token], "/dev/null")
+            request = self.harvest.request("/state", run, run.allocations[token], "/dev/null")
             self.harvest.submitted(turn, run, token, await self.slurm.submit(request))
         await self.slurm.cancel([job for _, _, job in turn.cancels])
         self.told += [(record.run, record.kind) for record in turn.records]
@@ -106,7 +101,8 @@ class Desk:
         """Somebody cancels one that runs: Slurm warns its step, then it is over."""
         victim = next(a for a in run.live_allocations() if a.state is AllocationState.RUNNING)
         (node,) = victim.nodes
-        Peers._notice(self.turn(), run, victim, node, Notice(signal=15))
+        victim.agents.setdefault(node, Agent())
+        Agents(Membership(), Checkpoint()).hear(self.turn(), agent_peer(victim, node), Beat(warned=15), self.slurm.now)
         self.slurm.end(self.slurm.jobs[str(victim.job_id)], "CANCELLED")
         await self.poll()
         return node
@@ -118,9 +114,9 @@ async def test_a_node_is_left_alone_by_all_runs_and_after_three_the_run_pauses(t
     for _ in range(3):
         await desk.poll()
     node = await desk.cancel(run)
-    assert (run.record.shunned, other.record.shunned) == ([node], [node])
-    assert run.roster.bars[node].until == pytest.approx(desk.slurm.now + BAR_S)
-    assert "somebody cancelled job" in run.roster.barred[node]
+    assert (run.shunned, other.shunned) == ([node], [node])
+    assert run.roster.failures.bars[node].until == pytest.approx(desk.slurm.now + BAR_S)
+    assert "somebody cancelled job" in run.barred[node]
     for _ in range(3):
         await desk.poll()
     held = {n for a in run.live_allocations() for n in a.nodes}
@@ -128,19 +124,19 @@ async def test_a_node_is_left_alone_by_all_runs_and_after_three_the_run_pauses(t
     barred = {node, await desk.cancel(run)}
     assert not run.record.paused
     barred.add(await desk.cancel(run))
-    assert set(run.record.shunned) == barred
+    assert set(run.shunned) == barred
     assert "3 of its harvest jobs were cancelled by somebody within a day, the last: job" in run.record.paused
     assert f"fallow resume {run.id}" in run.record.paused
     assert not other.record.paused
-    before = set(run.record.allocations)
+    before = set(run.allocations)
     for _ in range(3):
         await desk.poll()
-    assert set(run.record.allocations) <= before, "nothing more is asked for"
+    assert set(run.allocations) <= before, "nothing more is asked for"
     assert desk.told.count((run.id, "cancelled")) == 3
     desk.harvest.asking.resume(desk.turn(), run)
-    assert (run.record.paused, run.record.shunned, run.record.cancelled) == ("", [], Cancels())
+    assert (run.record.paused, run.shunned, run.record.cancelled) == ("", [], Cancels())
     await desk.poll()
-    assert set(run.record.allocations) - before
+    assert set(run.allocations) - before
 
 
 async def test_one_that_is_cancelled_before_its_agent_came_counts_unless_slurm_drained_its_node(tmp_path: Path) -> None:
@@ -156,7 +152,7 @@ async def test_one_that_is_cancelled_before_its_agent_came_counts_unless_slurm_d
         desk.slurm.end(desk.slurm.jobs[str(young.job_id)], "CANCELLED")
         desk.slurm.set_node(young.nodes[0], flags=["DRAIN"] if drained else [])
         await desk.poll()
-    assert run.record.cancelled.barred == run.record.shunned == nodes[1:]
+    assert run.record.cancelled.barred == run.shunned == nodes[1:]
 
 
 async def test_an_orphan_that_we_cancel_is_not_taken_for_somebody_elses_doing(tmp_path: Path) -> None:
@@ -186,7 +182,7 @@ async def test_where_requests_are_cancelled_the_partition_is_left_alone_for_a_wh
     await desk.poll()
     assert not request.live
     assert backoff.until(run.asker, "scavenge") == pytest.approx(desk.slurm.now + FIRST_S)
-    assert run.record.shunned == []
+    assert run.shunned == []
     # One that we withdraw ourselves says nothing.
     again = desk.book.new_allocation(run, AllocationKind.HARVEST, desk.slurm.now, partition="scavenge", minutes=5)
     made = desk.harvest.request("/state", run, again, "/dev/null")

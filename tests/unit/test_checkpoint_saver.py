@@ -12,12 +12,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from fallow.core.nodes.messages import Checkpoint, Problem  # noqa: E402
+from fallow.core.protocol.agents import News, Setup  # noqa: E402
 from fallow.core.saving import RETRY_S, Saving  # noqa: E402
-from fallow.model import Checkpointed, CheckpointFailed, Welcome  # noqa: E402
 from fallow.worker.checkpoint import writer as writing  # noqa: E402
 from fallow.worker.checkpoint.restore import load  # noqa: E402
 from fallow.worker.checkpoint.saver import Saver  # noqa: E402
 from fallow.worker.prepared.objects import Prepared  # noqa: E402
+from fallow.worker.session.news import HeadNews  # noqa: E402
 from fallow.worker.session.progress import Progress  # noqa: E402
 from fallow.worker.transport.group import Group  # noqa: E402
 
@@ -25,26 +27,24 @@ from fallow.worker.transport.group import Group  # noqa: E402
 class Session:
     """What a saver needs of the conversation with the head."""
 
-    def __init__(self, worker: str) -> None:
-        self.worker = worker
-        self.checkpoint_wanted = False
-        self.checkpoint_due_at: float | None = None
-        self.checkpoint_given_up = 0, 0
-        self.deadline_in_s: float | None = None
-        self.leaves_within_s: float | None = None
-        "this node goes away in so long, and no head is there"
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.news = HeadNews()
         self.progress = Progress()
-        self.written: list[Checkpointed] = []
-        self.sent: list[Any] = []
+        self.checkpoint_given_up = 0, 0
+        self.written: list[Checkpoint] = []
+        self.unsaved: list[Problem] = []
 
-    def leaves_alone(self, margin_s: float) -> bool:
-        return self.leaves_within_s is not None and self.leaves_within_s < margin_s
+    def hear(self, silent_s: float = 0.0, **news: Any) -> None:
+        """The head says how the run stands, and then nothing for `silent_s`."""
+        self.news.take(News(term=1, **news))
+        self.news.hear(silent_s)
 
-    def announce_checkpoint(self, written: Checkpointed) -> None:
+    def say_saved(self, written: Checkpoint) -> None:
         self.written.append(written)
 
-    def send(self, message: Any) -> None:
-        self.sent.append(message)
+    def say(self, unsaved: Problem) -> None:
+        self.unsaved.append(unsaved)
 
 
 class Clock:
@@ -63,26 +63,26 @@ class Member:
     def __init__(
         self, folder: Path, rank: int, size: int, every_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.session = Session(f"w{rank}")
-        self.prepared = Prepared()
-        torch.manual_seed(0)
-        self.prepared.add(torch.nn.Linear(30, 20))
-        self.group = Group(3, rank, size, None)
-        welcome = Welcome(
-            term=1,
+        setup = Setup(
             run="r",
+            folder=str(folder),
             seed=0,
             max_workers=2,
             beat_s=1.0,
             lease_s=9.0,
-            head_patience_s=9.0,
-            folder=str(folder),
+            patience_s=9.0,
+            checkpoint_folder=str(folder / "checkpoints"),
             checkpoint_s=every_s,
         )
-        self.saver = Saver(self.session, welcome, clock)  # type: ignore[arg-type]
+        self.session = Session(setup)
+        self.prepared = Prepared()
+        torch.manual_seed(0)
+        self.prepared.add(torch.nn.Linear(30, 20))
+        self.group = Group(3, rank, size, None)
+        self.saver = Saver(self.session, clock)  # type: ignore[arg-type]
 
-    def save(self, step: int) -> None:
-        self.saver.save(self.group, self.prepared, {"step": step}, step, 0)
+    def save(self, step: int, asked: int = 0) -> None:
+        self.saver.save(self.group, self.prepared, {"step": step}, step, 0, asked=asked)
 
     def suspend(self, step: int) -> None:
         self.saver.suspend(self.group, self.prepared, {"step": step}, step, 0)
@@ -104,37 +104,55 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 def test_a_member_that_leaves_without_a_head_wishes_a_checkpoint_and_then_has_nothing_to_lose(tmp_path: Path) -> None:
     member = Member(tmp_path, 0, 1, every_s=0.0)
-    member.session.leaves_within_s = 60.0
+    member.session.hear(silent_s=60.0, ends_in_s=60.0)
     assert member.saver.wish(2) == 0.0, "there is time"
-    member.session.leaves_within_s = 20.0
+    member.session.hear(silent_s=60.0, ends_in_s=20.0)
     assert member.saver.wish(2) == 1.0
     assert not member.saver.has_nothing_to_lose(member.group, 4)
     member.save(4)
     member.saver.finish()
     assert member.saver.has_nothing_to_lose(member.group, 4)
     assert not member.saver.has_nothing_to_lose(member.group, 5)
-    member.session.leaves_within_s = None
+    member.session.hear()
     assert not member.saver.has_nothing_to_lose(member.group, 4), "the head is back"
 
 
 def test_wishes_and_the_veto_of_the_busy(tmp_path: Path, gate: threading.Event) -> None:
     member = Member(tmp_path, 0, 1, every_s=0.0)
-    assert member.saver.wish(1) == 0.0, "no interval, and nobody asked"
+    member.session.hear(checkpoints_asked=4)
+    assert member.saver.wish(1) == 0.0, "no interval, and nobody asked since this member came"
     member.saver.asked = True
     assert member.saver.wish(4) == 1.0
     member.save(1)
     assert not member.saver.asked
-    member.session.checkpoint_wanted = True
+    member.session.hear(checkpoints_asked=5)
     others = 3.0
     assert member.saver.wish(4) + others < 0, "whatever the others want"
     gate.set()
     member.saver.finish()
     assert member.saver.wish(4) == 1.0, "the wish that was made meanwhile is not forgotten"
-    member.save(2)
+    member.save(2, asked=member.session.news.checkpoints_asked)
+    assert member.saver.wish(4) <= 0.0
     member.saver.finish()
     assert [one.asked for one in member.session.written] == [False, True]
     due = Member(tmp_path, 0, 1, every_s=1e-9)
     assert due.saver.wish(1) == 1.0
+
+
+def test_a_request_that_a_member_hears_of_when_it_was_met_is_met(tmp_path: Path) -> None:
+    """Another one's agent was faster, and all have written the checkpoint."""
+    member = Member(tmp_path, 0, 1, every_s=0.0)
+    member.session.hear(checkpoints_asked=0)
+    member.save(1, asked=1)
+    member.saver.finish()
+    member.session.hear(checkpoints_asked=1)
+    assert member.saver.wish(1) == 0.0
+    member.session.hear(checkpoints_asked=2)
+    assert member.saver.wish(1) == 1.0
+    member.session.hear(checkpoints_asked=1)
+    member.session.hear(checkpoints_asked=0)
+    member.session.hear(checkpoints_asked=1)
+    assert member.saver.wish(1) == 1.0, "the store has lost the count, and somebody has asked since"
 
 
 def test_suspending_in_the_middle_of_a_periodic_one_keeps_both(tmp_path: Path, gate: threading.Event) -> None:
@@ -151,7 +169,7 @@ def test_suspending_in_the_middle_of_a_periodic_one_keeps_both(tmp_path: Path, g
     written = sorted((one for member in members for one in member.session.written), key=lambda one: one.step)
     assert [one.step for one in written] == [10, 12]
     assert [load(Path(one.path))["plain"]["step"] for one in written] == [10, 12]
-    assert not any(member.session.sent for member in members)
+    assert not any(member.session.unsaved for member in members)
 
 
 def test_a_step_that_is_being_written_is_not_written_twice(tmp_path: Path, gate: threading.Event) -> None:
@@ -164,11 +182,11 @@ def test_a_step_that_is_being_written_is_not_written_twice(tmp_path: Path, gate:
 
 def test_nobody_waits_longer_than_the_node_has(tmp_path: Path, gate: threading.Event) -> None:
     member = Member(tmp_path, 0, 1, every_s=600.0)
-    member.session.deadline_in_s = 1.1
+    member.session.hear(ends_in_s=1.1)
     member.suspend(10)
     assert member.session.written == []
     gate.set()
-    member.session.deadline_in_s = None
+    member.session.hear(ends_in_s=600.0)
     member.saver.finish()
     assert len(member.session.written) == 1
 
@@ -188,7 +206,7 @@ def test_the_interval_holds_where_no_member_lives_as_long(tmp_path: Path) -> Non
         here = [member for _, member in members]
         for rank, member in enumerate(here):
             member.group = Group(step // 12, rank, len(here), None)
-            member.session.checkpoint_due_at = clock.now + saving.due_in_s(every_s, clock.now)
+            member.session.news.checkpoint_due_at = clock.now + saving.due_in_s(every_s, clock.now)
         if sum(member.saver.wish(len(here)) for member in here) > 0:
             for member in here:
                 member.save(step)
@@ -208,7 +226,7 @@ def test_one_that_was_broken_off_is_due_again_at_once(tmp_path: Path) -> None:
     clock = Clock()
     member = Member(tmp_path, 1, 2, 600.0, clock)  # rank 0 writes nothing
     clock.now += 600
-    member.session.checkpoint_due_at = clock.now
+    member.session.news.checkpoint_due_at = clock.now
     assert member.saver.wish(2) == 1.0
     member.save(10)
     member.saver.finish()
@@ -217,7 +235,7 @@ def test_one_that_was_broken_off_is_due_again_at_once(tmp_path: Path) -> None:
     assert member.saver.wish(1) == 0.0
     clock.now += RETRY_S
     assert member.saver.wish(1) == 1.0
-    member.session.checkpoint_due_at = clock.now + 595
+    member.session.news.checkpoint_due_at = clock.now + 595
     assert member.saver.wish(1) == 0.0, "it was complete after all"
 
 
@@ -226,7 +244,7 @@ def test_one_that_another_member_gave_up_is_due_when_the_head_says(tmp_path: Pat
     member = Member(tmp_path, 1, 2, 600.0, clock)
     member.save(10)
     member.saver.finish()
-    member.session.checkpoint_due_at = clock.now + 10
+    member.session.news.checkpoint_due_at = clock.now + 10
     clock.now += 11
     assert member.saver.wish(2) == 0.0
     member.session.checkpoint_given_up = 3, 10
@@ -256,18 +274,17 @@ def test_a_file_system_that_does_not_answer_is_told_of_and_vetoes_nothing(
     member.save(10)
     clock.now += writing.STUCK_S - 1
     assert member.saver.wish(4) == -4.0
-    assert member.session.sent == []
+    assert member.session.unsaved == []
     clock.now += 2
     assert member.saver.wish(4) == 0.0
-    (told,) = member.session.sent
-    assert isinstance(told, CheckpointFailed)
+    (told,) = member.session.unsaved
     assert (told.generation, told.step) == (3, 10)
     assert told.reason == (
         f"the checkpoint of step 10 was not written: the file system of {tmp_path / 'checkpoints'} has not answered "
         "for 1200 s"
     )
     member.save(11)
-    assert [one.step for one in member.session.sent] == [10, 11], "nothing else is begun there"
+    assert [one.step for one in member.session.unsaved] == [10, 11], "nothing else is begun there"
     member.suspend(12)
     assert member.saver.wish(4) == 0.0
     gate.set()

@@ -21,7 +21,7 @@ from fallow.core.devices import Devices, visible
 @pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"])
 def test_every_device_of_a_node_has_a_worker(name: str, slots: int, shares: list[str]) -> None:
     devices = visible({name: "0, 1,2,3"}, amd=False)
-    place = Place(node="n1", job_id="1", slots=slots, devices=devices, address="10.0.0.1")
+    place = Place("n1", "1", slots, devices, "10.0.0.1", "10.0.0.1")
     assert devices.count == 4
     assert [place.environment(index)[name] for index in range(slots)] == shares
     assert {place.environment(index)["LOCAL_RANK"] for index in range(slots)} == {"0"}
@@ -30,7 +30,7 @@ def test_every_device_of_a_node_has_a_worker(name: str, slots: int, shares: list
 @pytest.mark.parametrize("text", ["", "NoDevFiles", "-1"])
 def test_without_devices_a_worker_has_its_number(text: str) -> None:
     devices = visible({"CUDA_VISIBLE_DEVICES": text}, amd=True)
-    place = Place(node="n1", job_id="1", slots=2, devices=devices, address="10.0.0.1")
+    place = Place("n1", "1", 2, devices, "10.0.0.1", "10.0.0.1")
     assert devices == Devices({}, amd=True)
     assert place.environment(1) == {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 

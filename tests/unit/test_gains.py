@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -11,20 +12,17 @@ import pytest
 
 from fallow.config import Config
 from fallow.config import Harvest as HarvestSection
-from fallow.core.allocations import Allocation
+from fallow.core.allocations import Agent, Allocation
 from fallow.core.backoff import Asker
 from fallow.core.deadline import deadline_at
 from fallow.core.fairshare import HALF_LIFE_S
 from fallow.core.gain import Curve, pooled
-from fallow.core.roster import Worker
 from fallow.core.script import parse_script
 from fallow.core.spans import Span
-from fallow.core.timing import Timing
 from fallow.core.tokens import names_harvest
 from fallow.core.worth import Gain
-from fallow.files import Paths
 from fallow.head import accounts, gauge
-from fallow.head.book import Book, Run, RunRecord
+from fallow.head.book import Run, RunRecord
 from fallow.head.gains import gains
 from fallow.head.harvest import Harvest
 from fallow.head.metrics import Metrics
@@ -33,7 +31,6 @@ from fallow.head.views import run_view, shown
 from fallow.model import (
     AllocationKind,
     AllocationState,
-    Beat,
     ChangeKind,
     ClusterConfig,
     ClusterState,
@@ -44,13 +41,12 @@ from fallow.model import (
     NodeInfo,
     PartitionInfo,
     Parts,
-    RunSpec,
     RunStatus,
     RunView,
-    WorkerPhase,
 )
 
-NOW = 1_000_000.0
+from runs import CONTRACT, NOW, Nodes, new_book, new_run  # isort: skip
+
 SITE = ClusterConfig(cluster="c", slurm_version="25.11.1", preempt_type="preempt/partition_prio")
 SCRIPT = "#!/bin/sh\nfallow run -- python train.py\n"
 
@@ -59,48 +55,43 @@ class Desk:
     """A book with runs that train by themselves."""
 
     def __init__(self, folder: Path) -> None:
-        paths = Paths(state=folder / "s", runtime=folder / "run").create()
-        numbers = iter(range(10_000))
-        self.book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: f"{next(numbers):06}")
+        self.book = new_book(folder)
         self.at = 0.0
+        self.nodes: dict[str, Nodes] = {}
+        "run -> its nodes"
 
     def turn(self) -> Turn:
         return Turn(self.book, self.at, NOW + self.at)
 
     def run(self, name: str, members: int = 0, script: str = SCRIPT, shards: int = 8, **spec: object) -> Run:
-        wanted = RunSpec(run="", name=name, min_nodes=1, max_nodes=8, script=script, **spec)  # type: ignore[arg-type]
-        run = self.book.create(wanted, self.at, NOW + self.at)
+        run = new_run(self.book, at=self.at, now=NOW + self.at, name=name, script=script, **spec)
+        self.nodes[run.id] = Nodes(run, msgspec.structs.replace(CONTRACT, shards=shards))
         if members:
-            r = run.roster
-            run.record.slots, r.shards, r.global_batch, r.signature = 1, shards, 64, "sig"
-            r.status, r.generation, r.total_steps = RunStatus.TRAINING, 1, 1000
-            self.place(run, members)
+            base = self.book.new_allocation(run, AllocationKind.BASE, NOW)
+            self.place(run, base, [f"n{number}" for number in range(members)])
         return run
 
-    def place(self, run: Run, members: int) -> None:
-        r = run.roster
-        r.members = [f"w{i}" for i in range(members)]
-        base = self.book.new_allocation(run, AllocationKind.BASE, NOW)
-        for i, w in enumerate(r.members):
-            known = Worker(
-                worker=w, index=i, token=base.token, node=f"n{i}", address=f"10.0.0.{i}", phase=WorkerPhase.MEMBER
-            )
-            r.workers[w] = r.workers.get(w, known)
+    def place(self, run: Run, allocation: Allocation, hosts: Sequence[str], step: int = 0, entry: str = "") -> None:
+        """Let the run train on these nodes of an allocation, besides those that it has; `entry` as in `Nodes.come`."""
+        turn, nodes = self.turn(), self.nodes[run.id]
+        nodes.ready(turn, *[nodes.come(turn, allocation, host, entry=entry) for host in hosts])
+        nodes.settle(turn, step)
 
     def train(self, run: Run, seconds: float, step_s: float, begin: int = 0) -> tuple[int, bool]:
-        """Beats twice a second; returns finished steps and whether the run was to be written down."""
+        """Reports twice a second; returns finished steps and whether the run was to be written down."""
         dirty = False
-        pace_s = step_s * len(run.roster.members) / (run.roster.shards or 1)
+        members, contract = run.roster.members, run.root.contract
+        assert contract is not None
+        pace_s = step_s * len(members) / contract.shards
         for beat in range(int(2 * seconds)):
             self.at += 0.5
             turn = self.turn()
-            for w in run.roster.members:
-                step = begin + int((beat + 1) * 0.5 / step_s)
-                run.roster.workers[w].step = step
-                run.beats[w] = Beat(
-                    worker=w, generation=run.roster.generation, prepared=0, step=step, held=False, pace_s=pace_s
-                )
-                gauge.heard(turn, run, run.beats[w])
+            step = begin + int((beat + 1) * 0.5 / step_s)
+            self.nodes[run.id].step(turn, step, pace_s=pace_s)
+            dirty = dirty or run.id in turn.dirty
+            turn = self.turn()
+            for node in members:
+                gauge.heard(turn, run, node)
             dirty = dirty or run.id in turn.dirty
         return step, dirty
 
@@ -126,8 +117,7 @@ def test_steady_training_is_measured_and_written_down(desk: Desk) -> None:
 def test_what_happens_around_a_change_is_not_measured(desk: Desk) -> None:
     run = desk.run("a", members=2)
     step, _ = desk.train(run, 10.0, 0.4)
-    run.roster.generation = 2
-    desk.place(run, 4)
+    desk.place(run, next(iter(run.allocations.values())), ["n2", "n3"], step)
     desk.at += 100.0  # a long pause
     desk.train(run, 40.0, 0.25, begin=step)
     assert list(run.record.curve.seen) == [4]
@@ -136,8 +126,9 @@ def test_what_happens_around_a_change_is_not_measured(desk: Desk) -> None:
 
 def test_nodes_that_share_a_machine_teach_nothing(desk: Desk) -> None:
     """A testbed's nodes are all one: more of them are no faster, which says nothing of a real cluster."""
-    run = desk.run("a", members=2)
-    run.roster.workers["w1"].address = run.roster.workers["w0"].address
+    run = desk.run("a")
+    base = desk.book.new_allocation(run, AllocationKind.BASE, NOW)
+    desk.place(run, base, ["n0", "n1"], entry="10.0.0.1")
     desk.train(run, 60.0, 0.4)
     assert run.record.curve.seen == {}
 
@@ -151,7 +142,7 @@ def test_very_long_steps_are_measured_over_several(desk: Desk) -> None:
 def test_a_new_run_of_the_same_script_begins_with_what_the_last_one_knew(desk: Desk) -> None:
     before = desk.run("a", members=4)
     desk.train(before, 120.0, 0.4)
-    before.roster.status = RunStatus.FINISHED
+    before.root.status = RunStatus.FINISHED
     fresh = desk.run("a2")
     other = desk.run("b", script=SCRIPT + "# another\n")
     found = gains(desk.book.runs.values(), NOW + desk.at, 30.0, 3600.0)
@@ -171,7 +162,7 @@ def test_only_the_newest_runs_alike_are_learnt_from(desk: Desk, monkeypatch: pyt
         one = desk.run(f"a{number}", members=2)
         one.spec = msgspec.structs.replace(one.spec, created_at=NOW + number)
         one.record.curve.observe(2, 1.0 if number < 50 else 0.5, 60.0, NOW)
-        one.roster.status = RunStatus.FINISHED
+        one.root.status = RunStatus.FINISHED
         ended.append(one)
     for one in ended[-2:]:
         one.record.curve.seen.clear()
@@ -218,7 +209,7 @@ def test_a_project_has_had_each_node_of_an_allocation(desk: Desk) -> None:
     before = weights()
     assert before["two"] < 0.8 * before["one"]
     for run in desk.book.runs.values():
-        for allocation in run.record.allocations.values():
+        for allocation in run.allocations.values():
             allocation.nodes = [node for span in allocation.spans.values() for node in span.nodes]
             allocation.spans = {}
     assert weights() == pytest.approx(before), "no poll has shown their jobs yet"
@@ -245,9 +236,9 @@ def test_what_a_project_had_counts_for_days_and_after_its_runs_have_ended(desk: 
     accounts.settle(desk.turn(), NOW + 3600.0)
     assert ratio(NOW + 3600.0) == pytest.approx(before), "what is settled counts no less, and not twice"
     accounts.settle(desk.turn(), NOW + 7300.0)
-    assert len(greedy.record.allocations) == 1, "its jobs are forgotten one by one"
+    assert len(greedy.allocations) == 1, "its jobs are forgotten one by one"
     assert ratio(NOW + 7300.0) == pytest.approx(before, rel=0.02)
-    greedy.roster.status = RunStatus.FINISHED
+    greedy.root.status = RunStatus.FINISHED
     again = desk.run("greedy", members=1, harvest_options=["--account=greedy"])
     assert ratio(NOW + 7300.0) == pytest.approx(before, rel=0.02), "another run of the project"
     kept = msgspec.msgpack.decode(msgspec.msgpack.encode(greedy.record), type=RunRecord)
@@ -273,10 +264,12 @@ def test_a_run_shows_its_curve_and_how_it_stands_to_its_deadline(desk: Desk) -> 
 
 
 def test_a_run_without_nodes_has_done_what_it_has_done(desk: Desk) -> None:
-    """Its workers are gone and forgotten; nodes of normal priority are not bought for steps that are finished."""
+    """Its nodes are gone; nodes of normal priority are not bought for steps that are finished."""
     run = desk.run("a", members=2, deadline_at=NOW + 1000.0)
     step, _ = desk.train(run, 100.0, 0.4)
-    run.roster.forgotten_step, run.roster.workers, run.roster.members = step, {}, []
+    for node in list(run.roster.members):
+        desk.nodes[run.id].end(desk.turn(), node, None)
+    assert not run.roster.present()
     found = gains(desk.book.runs.values(), NOW + desk.at, 30.0, 3600.0)[run.id].schedule
     assert found is not None
     assert found.ahead_s == pytest.approx(1000.0 * step / 1000 - 100.0, abs=1.0)
@@ -292,15 +285,15 @@ def test_the_view_of_a_run_that_ended_a_while_ago_is_made_once(desk: Desk, monke
 
     monkeypatch.setattr("fallow.head.views.run_view", counting)
     going, over = desk.run("going", members=1), desk.run("over", members=1)
-    over.roster.status, over.record.ended_at = RunStatus.FINISHED, NOW
+    over.root.status, over.record.ended_at = RunStatus.FINISHED, NOW
     assert [shown(over, 0.0, NOW + 61.0).status for _ in range(3)] == [RunStatus.FINISHED] * 3
     assert len(made) == 3, "its job has not ended"
-    next(iter(over.record.allocations.values())).state = AllocationState.ENDED
+    next(iter(over.allocations.values())).state = AllocationState.ENDED
     for after in (1.0, 2.0, 61.0, 62.0, 63.0):
         assert shown(going, 0.0, NOW + after).name == "going"
         assert shown(over, 0.0, NOW + after) == run_view(over, 0.0, NOW + after)
     assert (made[3:].count("going"), made[3:].count("over")) == (5, 3)
-    over.roster.message, over.revision = "its checkpoints are gone", over.revision + 1
+    over.root.message, over.written = "its checkpoints are gone", over.written + 1
     assert shown(over, 0.0, NOW + 64.0).message == "its checkpoints are gone"
 
 
@@ -315,21 +308,22 @@ def test_a_status_that_no_run_has_any_more_counts_none(desk: Desk) -> None:
         return {sample.labels["status"]: sample.value for sample in family.samples if sample.value}
 
     assert numbers() == {"waiting": 2}
-    runs[0].roster.status = RunStatus.CANCELLED
+    runs[0].root.status = RunStatus.CANCELLED
     desk.book.rest(runs[0])
     assert numbers() == {"waiting": 1, "cancelled": 1}
-    runs[1].roster.status = RunStatus.TRAINING
+    runs[1].root.status = RunStatus.TRAINING
     assert numbers() == {"training": 1, "cancelled": 1}
 
 
 def test_each_pause_is_counted_once_and_old_ones_are_not_walked_again(desk: Desk) -> None:
-    walks = 0
+    looks = 0
 
-    class History(list[GenerationReport]):
-        def __iter__(self) -> Iterator[GenerationReport]:
-            nonlocal walks
-            walks += 1
-            return super().__iter__()
+    class Reports(deque[GenerationReport]):
+        def __reversed__(self) -> Iterator[GenerationReport]:
+            nonlocal looks
+            for one in super().__reversed__():
+                looks += 1
+                yield one
 
     run, metrics = desk.run("a", members=1), Metrics(None)
     metrics._served = True
@@ -338,15 +332,15 @@ def test_each_pause_is_counted_once_and_old_ones_are_not_walked_again(desk: Desk
         report = GenerationReport(
             generation=generation,
             kind=ChangeKind.ABSORB,
-            members=["w0"],
+            members=["n0"],
             first_step=1,
             pause_s=0.5,
             parts=Parts(),
             at=1.0,
         )
-        run.roster.history.append(report)
+        run.generations.append(report)
 
-    run.roster.history = History()
+    run.generations = Reports()
     for generation in (1, 2, 3):
         changed(generation)
     for _ in range(5):
@@ -355,7 +349,8 @@ def test_each_pause_is_counted_once_and_old_ones_are_not_walked_again(desk: Desk
     for _ in range(5):
         metrics.update(desk.book)
     (found,) = [one for one in metrics._pause.collect()[0].samples if one.name.endswith("_count")]
-    assert (found.value, walks) == (4, 2)
+    assert found.value == 4
+    assert looks <= 4 + 10, "a new one each, and one old one each time"
 
 
 class Slurm:
@@ -403,10 +398,10 @@ class Slurm:
 
 def base(desk: Desk, run: Run, job: str = "1") -> Allocation:
     """Its base allocation runs."""
-    allocation = next(iter(run.record.allocations.values()))
+    allocation = next(iter(run.allocations.values()))
     allocation.state, allocation.job_id, allocation.partition = AllocationState.RUNNING, job, "normal"
     allocation.start_at, allocation.end_at, allocation.nodes = NOW, NOW + 7200.0, [f"b{job}"]
-    allocation.agents = {f"b{job}": list(run.roster.members)}
+    allocation.agents = {f"b{job}": agent for agent in allocation.agents.values()}
     return allocation
 
 
@@ -433,7 +428,7 @@ def test_a_run_behind_its_deadline_gets_nodes_of_normal_priority_and_returns_the
     base(desk, run)
     desk.train(run, 100.0, 4.0)
     turn = slurm.poll()
-    asked = [run.record.allocations[token] for _, token in turn.submissions]
+    asked = [run.allocations[token] for _, token in turn.submissions]
     assert len(asked) == 4, "eight nodes are needed; four requests may wait at once"
     assert all(a.hurried and a.partition == "normal" and a.minutes == 25 for a in asked), "until after the deadline"
     assert not any(names_harvest(a.token) for a in asked), "other heads give way to them as to any job"
@@ -443,12 +438,11 @@ def test_a_run_behind_its_deadline_gets_nodes_of_normal_priority_and_returns_the
     for i, allocation in enumerate(asked):
         allocation.state, allocation.nodes = AllocationState.RUNNING, [f"x{i}"]
         allocation.start_at, allocation.end_at = NOW + desk.at, NOW + 3000.0
-        allocation.agents = {f"x{i}": [f"x{i}w"]}
+        allocation.agents = {f"x{i}": Agent()}
     assert len(slurm.poll().submissions) == 3, "up to the most that it may have"
-    for worker in run.roster.workers.values():
-        worker.step = 990
+    desk.nodes[run.id].step(desk.turn(), 990)
     turn = slurm.poll()
-    released = [a for a in run.record.allocations.values() if a.asked_at is not None]
+    released = [a for a in run.allocations.values() if a.asked_at is not None]
     assert len(released) == 7
     assert all(a.hurried for a in released)
 
@@ -470,7 +464,7 @@ def test_nodes_of_normal_priority_count_under_the_caps(
     run = desk.run("a", members=1, deadline_at=NOW + 1000.0)
     base(desk, run)
     desk.train(run, 100.0, 4.0)
-    found = [run.record.allocations[token] for _, token in slurm.poll().submissions]
+    found = [run.allocations[token] for _, token in slurm.poll().submissions]
     assert [a.partition for a in found] == asked
     assert slurm.poll().submissions == []
     slurm.nodes.append("n9")
@@ -484,12 +478,12 @@ def test_a_run_that_was_shrunk_by_hand_gets_no_more_nodes_of_normal_priority_tha
     run = desk.run("a", members=1, deadline_at=NOW + 1000.0)
     base(desk, run)
     desk.train(run, 100.0, 4.0)
-    run.roster.limit = 3
+    run.root.limit = 3
     asked = [token for _, token in slurm.poll().submissions]
     assert len(asked) == 2
-    run.roster.limit = 2
+    run.root.limit = 2
     assert len(slurm.poll().cancels) == 1, "that is one too many by now"
-    assert [run.record.allocations[token].asked_at is None for token in asked].count(True) == 1
+    assert [run.allocations[token].asked_at is None for token in asked].count(True) == 1
     assert slurm.poll().submissions == []
 
 
@@ -497,11 +491,12 @@ def test_nodes_of_normal_priority_are_asked_for_as_long_as_the_base_job_was_gran
     """Its end may be nearer: it is being preempted, or the budget is used up."""
     slurm = Slurm(desk, 0)
     run = desk.run("a", members=1, deadline_at=NOW + 20_000.0)
-    run.roster.total_steps, held = 10_000, base(desk, run)
+    assert run.root.contract is not None
+    run.root.contract, held = msgspec.structs.replace(run.root.contract, total_steps=10_000), base(desk, run)
     held.limit_s, held.end_at = 7200.0, NOW + 600.0
     desk.train(run, 100.0, 4.0)
     turn = slurm.poll()
-    assert {run.record.allocations[token].minutes for _, token in turn.submissions} == {120}
+    assert {run.allocations[token].minutes for _, token in turn.submissions} == {120}
 
 
 def test_deadlines_are_days_times_and_weekdays() -> None:

@@ -9,18 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fallow.core.nodes.messages import Report
+from fallow.core.protocol.agents import Beat, FromAgent, Left
 from fallow.head.app import HEARD_AT_ONCE, Head
 from fallow.head.inbox import TOGETHER, Heard, Inbox, Item, Tick
-from fallow.model import AgentBeat, Beat, FromPeer, Notice
 
 
 def beat(step: int) -> Beat:
-    return Beat(worker="w", generation=1, prepared=1, step=step, held=False)
+    return Beat(report=Report(node=1, boot=1, seq=step, term=0, edition=0, step=step))
+
+
+def heard(peer: str, message: FromAgent | None = None) -> Heard:
+    return Heard(peer, message or Beat(), 0.0)
 
 
 def test_messages_that_wait_are_taken_together_and_nothing_changes_its_place() -> None:
     inbox = Inbox()
-    messages = [Heard(f"peer {number}", AgentBeat(alive=[])) for number in range(TOGETHER + 3)]
+    messages = [heard(f"peer {number}") for number in range(TOGETHER + 3)]
     first, second = Tick(), Tick()
     for item in (*messages, first, second, messages[0]):
         inbox.put_nowait(item)
@@ -35,7 +40,7 @@ def test_messages_that_wait_are_taken_together_and_nothing_changes_its_place() -
 def test_a_tick_comes_after_all_that_waits_at_its_turn_and_before_all_that_comes_later() -> None:
     """It judges who is silent. However much comes, it is put off once only: deadlines count most in a full inbox."""
     inbox = Inbox()
-    waiting = [Heard(f"peer {number}", AgentBeat(alive=[])) for number in range(2 * TOGETHER)]
+    waiting = [heard(f"peer {number}") for number in range(2 * TOGETHER)]
     inbox.put_nowait(Tick())
     for message in waiting:
         inbox.put_nowait(message)
@@ -44,12 +49,12 @@ def test_a_tick_comes_after_all_that_waits_at_its_turn_and_before_all_that_comes
         taken = []
         for number in range(4):
             taken.append(await inbox.take())
-            inbox.put_nowait(Heard(f"later {number}", AgentBeat(alive=[])))
+            inbox.put_nowait(heard(f"later {number}"))
         return taken
 
     taken = asyncio.run(with_more_after_each())
     assert taken[:3] == [waiting[:TOGETHER], waiting[TOGETHER:], [Tick()]]
-    assert taken[3] == [Heard(f"later {number}", AgentBeat(alive=[])) for number in range(3)]
+    assert taken[3] == [heard(f"later {number}") for number in range(3)]
 
 
 async def test_an_item_is_taken_as_soon_as_it_comes() -> None:
@@ -65,8 +70,8 @@ def test_a_head_that_falls_behind_hears_how_things_stand_and_keeps_one_beat_of_e
     inbox = Inbox()
     for step in range(10_000):
         for peer in ("a", "b"):
-            inbox.put_nowait(Heard(peer, beat(step)))
-    assert [inbox.get_nowait() for _ in range(2)] == [Heard("a", beat(9999)), Heard("b", beat(9999))]
+            inbox.put_nowait(heard(peer, beat(step)))
+    assert [inbox.get_nowait() for _ in range(2)] == [heard("a", beat(9999)), heard("b", beat(9999))]
     assert inbox.empty()
 
 
@@ -76,14 +81,14 @@ def test_of_each_peer_all_is_heard_in_order_but_beats_that_a_later_one_follows(
 ) -> None:
     """None: an item is taken. Every message bears its number."""
     inbox, taken, waiting = Inbox(), list[Heard](), list[Heard]()
-    expected: dict[str, list[FromPeer]] = {"a": [], "b": []}
+    expected: dict[str, list[FromAgent]] = {"a": [], "b": []}
     for number, step in enumerate(steps):
         if step is None:
             if not inbox.empty():
                 taken.append(inbox.get_nowait())  # type: ignore[arg-type]
             continue
         peer, is_beat = step
-        item = Heard(peer, beat(number) if is_beat else Notice(signal=number))
+        item = heard(peer, beat(number) if is_beat else Left(code=number))
         waiting = [one for one in waiting if one not in taken]
         last = next((one for one in reversed(waiting) if one.peer == peer), None)
         if is_beat and last is not None and isinstance(last.message, Beat):
@@ -98,20 +103,37 @@ def test_of_each_peer_all_is_heard_in_order_but_beats_that_a_later_one_follows(
         assert [one.message for one in taken if one.peer == peer] == messages
 
 
-async def test_the_loop_has_its_turns_however_much_is_there_to_be_heard() -> None:
-    heard, inbox = 0, Inbox()
+async def test_what_lies_in_the_socket_is_heard_before_a_tick_judges_who_is_silent() -> None:
+    """Each message is received as soon as there is time, but a head that was stopped had none."""
+    inbox, drained = Inbox(), 0
 
-    async def recv() -> tuple[str, FromPeer]:
-        nonlocal heard
-        heard += 1
-        if heard > 100 * HEARD_AT_ONCE:
+    async def drain() -> None:
+        nonlocal drained
+        drained += 1
+        inbox.put_nowait(heard("late"))
+
+    inbox.put_nowait(Tick())
+    assert [await inbox.take(drain) for _ in range(2)] == [[heard("late")], [Tick()]]
+    assert drained == 1, "it would never be its turn"
+    inbox.put_nowait(heard("another"))
+    assert await inbox.take(drain) == [heard("another")]
+    assert drained == 1
+
+
+async def test_the_loop_has_its_turns_however_much_is_there_to_be_heard() -> None:
+    count, inbox = 0, Inbox()
+
+    async def recv() -> tuple[str, FromAgent]:
+        nonlocal count
+        count += 1
+        if count > 100 * HEARD_AT_ONCE:
             raise ConnectionError
-        return "a", beat(heard)
+        return "a", beat(count)
 
     head = SimpleNamespace(_router=SimpleNamespace(recv=recv), _inbox=inbox)
     hearing = asyncio.create_task(Head._hear(head))  # type: ignore[arg-type]
     taken = [await inbox.take() for _ in range(10)]
-    assert heard <= 20 * HEARD_AT_ONCE
+    assert count <= 20 * HEARD_AT_ONCE
     assert all(len(items) == 1 for items in taken), "the newest beat"
     with pytest.raises(ConnectionError):
         await hearing

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from runs import NOW, Nodes, new_book, new_run
 
 from fallow.config import Config
-from fallow.core import events as ev
-from fallow.core.allocations import Allocation
+from fallow.core.allocations import Agent, Allocation
 from fallow.core.cancelled import VERDICT_S, awaits_verdict
-from fallow.core.timing import Timing
-from fallow.files import Paths
-from fallow.head.book import Book, Run
+from fallow.core.spans import Span
+from fallow.head.agents import agent_gone, give_up_agent
 from fallow.head.harvest import Harvest
-from fallow.head.peers import Peers
 from fallow.head.turn import Turn
 from fallow.model import (
     AllocationKind,
@@ -24,32 +23,25 @@ from fallow.model import (
     ClusterState,
     Exit,
     JobInfo,
+    MemberPhase,
     NodeInfo,
     PartitionInfo,
-    RunSpec,
     RunStatus,
 )
 
-NOW = 1_000_000.0
 NODES = [f"n{i}" for i in range(1, 5)]
 
 
 class Desk:
     """A book with one run, and polls of a cluster of four idle nodes."""
 
-    def __init__(self, folder: Path, **spec: object) -> None:
-        paths = Paths(state=folder / "s", runtime=folder / "run").create()
-        numbers = iter(range(10_000))
-        self.book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: f"{next(numbers):06}")
+    def __init__(self, folder: Path, **spec: Any) -> None:
+        self.book = new_book(folder)
         self.harvest = Harvest(Config())
         self.at = 0.0
-        self.run: Run = self.book.create(
-            RunSpec(run="", name="train", min_nodes=1, max_nodes=4, script="#!/bin/sh\n", **spec),  # type: ignore[arg-type]
-            0.0,
-            NOW,
-        )
+        self.run = new_run(self.book, name="train", max_nodes=4, script="#!/bin/sh\n", **spec)
         # As after the first agent: one worker per node.
-        self.run.record.slots, self.run.roster.max_members, self.run.roster.limit = 1, 4, 4
+        self.run.record.slots = 1
 
     def turn(self) -> Turn:
         return Turn(self.book, self.at, NOW + self.at)
@@ -79,7 +71,7 @@ class Desk:
         if state is not AllocationState.UNKNOWN:
             allocation.job_id = str(100 + self.run.record.next_allocation)
         if state is AllocationState.RUNNING:
-            allocation.start_at, allocation.agents, allocation.nodes = NOW, {"n1": []}, ["n1"]
+            allocation.start_at, allocation.agents, allocation.nodes = NOW, {"n1": Agent()}, ["n1"]
         return allocation
 
     def job(self, allocation: Allocation, state: str = "RUNNING", limit_s: float = 600.0, **more: object) -> JobInfo:
@@ -134,12 +126,11 @@ def test_a_base_job_that_slurm_requeues_is_taken_up_again(desk: Desk) -> None:
     desk.poll(desk.job(base, submit_at=NOW))
     first = dict(base.spans)
     turn = desk.turn()
-    turn.apply(desk.run, ev.WorkerExpected(at=desk.at, worker="w0", token=base.token, node="n1"))
-    base.agents = {"n1": ["w0"]}
+    Nodes(desk.run).come(turn, base, "n1")
     base.warned = True
     turn.release_allocation(desk.run, base, "warned by Slurm with signal 15: preempted or cancelled")
-    Peers.agent_gone(turn, desk.run, base, "n1", "given back as planned")
-    assert base.state is AllocationState.ENDED
+    agent_gone(turn, desk.run, base, "n1", "given back as planned")
+    assert not base.live
     turn = desk.poll(desk.job(base, "COMPLETING", submit_at=NOW + 30.0), after_s=2.0)
     assert (turn.submissions, turn.cancels) == ([], []), "Slurm has not said yet how it ends"
     turn = desk.poll(desk.job(base, "PENDING", submit_at=NOW + 30.0, reason="BeginTime"), after_s=2.0)
@@ -147,11 +138,11 @@ def test_a_base_job_that_slurm_requeues_is_taken_up_again(desk: Desk) -> None:
     assert (base.agents, base.asked_at, base.warned, base.nodes) == ({}, None, False, [])
     assert desk.book.allowed(base.public_key)
     assert turn.cancels == []
-    assert AllocationKind.BASE not in [desk.run.record.allocations[t].kind for _, t in turn.submissions]
+    assert AllocationKind.BASE not in [desk.run.allocations[t].kind for _, t in turn.submissions]
     # What it held before stays booked.
-    assert [(key, span.start_at) for key, span in base.spans.items()] == [
-        (f"{base.job_id}.1", first[base.job_id].start_at)
-    ]
+    assert base.job_id is not None
+    known: dict[str, Span] = base.spans
+    assert [(key, span.start_at) for key, span in known.items()] == [(f"{base.job_id}.1", first[base.job_id].start_at)]
     desk.poll(desk.job(base, submit_at=NOW + 30.0), after_s=2.0)
     assert base.state is AllocationState.RUNNING
     assert set(base.spans) == {f"{base.job_id}.1", base.job_id}
@@ -164,25 +155,25 @@ def test_slurm_says_whether_a_warned_base_job_was_preempted_or_cancelled(desk: D
     turn = desk.turn()
     base.warned = True
     turn.release_allocation(desk.run, base, "warned by Slurm with signal 15: preempted or cancelled")
-    Peers.agent_gone(turn, desk.run, base, "n1", "given back as planned")
+    agent_gone(turn, desk.run, base, "n1", "given back as planned")
     assert desk.poll(desk.job(base, "COMPLETING"), after_s=2.0).submissions == []
     more = {"preempt_at": NOW} if preempted else {}
     turn = desk.poll(desk.job(base, "PREEMPTED" if preempted else "CANCELLED", **more), after_s=2.0)
     if preempted:
-        kinds = [desk.run.record.allocations[token].kind for _, token in turn.submissions]
+        kinds = [desk.run.allocations[token].kind for _, token in turn.submissions]
         assert kinds.count(AllocationKind.BASE) == 1
     else:
         assert turn.submissions == []
-        assert desk.run.roster.status is RunStatus.CANCELLED
-        assert desk.run.roster.message == f"job {base.job_id}, its base job, was cancelled"
+        assert desk.run.root.status is RunStatus.CANCELLED
+        assert desk.run.root.message == f"job {base.job_id}, its base job, was cancelled"
 
 
 def test_a_run_outlives_its_cancelled_base_job_where_the_user_says_so(tmp_path: Path) -> None:
     desk = Desk(tmp_path, outlives_base=True)
     base = desk.hold(AllocationKind.BASE)
     turn = desk.poll(desk.job(base, "CANCELLED"))
-    assert not desk.run.roster.status.ended
-    kinds = {desk.run.record.allocations[token].kind for _, token in turn.submissions}
+    assert not desk.run.ended
+    kinds = {desk.run.allocations[token].kind for _, token in turn.submissions}
     assert kinds == {AllocationKind.HARVEST}
 
 
@@ -217,12 +208,60 @@ def test_a_base_job_that_is_requeued_in_its_first_second_is_taken_up_again(desk:
 def test_a_poll_that_is_older_than_the_first_agent_shows_no_requeued_job(desk: Desk) -> None:
     base = desk.hold(AllocationKind.BASE, submit_at=NOW)
     desk.poll(desk.job(base, "PENDING", submit_at=NOW), after_s=1.0)
-    assert base.agents == {"n1": []}
+    assert base.agents == {"n1": Agent()}
 
 
 def test_another_head_can_still_tell_the_agents_of_an_allocation_that_was_given_up(desk: Desk) -> None:
     base = desk.hold(AllocationKind.BASE)
     desk.book.end_allocation(desk.run, base, "agent on n1 silent for 16 s")
-    other = Book(desk.book.paths, timing=Timing(), public_key="k" * 40, new_id=lambda: "1" * 12)
-    other.add(desk.run.spec, desk.run.record, 0, 0.0)
+    run, other = desk.run, new_book(desk.book.paths.state.parent)
+    other.add(run.spec, run.record, run.roster, run.allocations, 0, 0.0)
     assert other.allowed(base.public_key)
+
+
+@pytest.mark.parametrize("state", ["NODE_FAIL", "FAILED"])
+def test_the_end_of_a_job_proves_that_its_workers_have_ended_and_a_failed_node_is_barred(
+    desk: Desk, state: str
+) -> None:
+    nodes, turn = Nodes(desk.run), desk.turn()
+    held = [desk.hold() for _ in range(2)]
+    numbers = [nodes.come(turn, allocation, host) for allocation, host in zip(held, ("n1", "n2"), strict=True)]
+    nodes.ready(turn, *numbers)
+    nodes.settle(turn)
+    turn = desk.poll(desk.job(held[0], state), desk.job(held[1]))
+    gone, stays = (desk.run.roster.nodes[number] for number in numbers)
+    assert (gone.proved_gone, gone.exited, stays.proved_gone) == (True, True, False)
+    assert ("n1" in desk.run.barred) == (state == "NODE_FAIL")
+    assert desk.run.machine.state.voting is not None, "the other one goes on without it"
+
+
+def test_a_node_whose_agent_was_given_up_is_gone_for_certain_when_its_job_is_over(desk: Desk) -> None:
+    """Silence is no proof. Before there is one, nobody may act in its place."""
+    nodes, turn = Nodes(desk.run), desk.turn()
+    silent, other = desk.hold(), desk.hold()
+    number = nodes.come(turn, silent, "n1")
+    nodes.come(turn, other, "n2")
+    give_up_agent(turn, desk.run, silent, "n1", "agent on n1 silent for 700 s")
+    assert not silent.live and not desk.run.roster.nodes[number].proved_gone
+    turn = desk.poll(desk.job(silent), desk.job(other))
+    assert [token for _, token, _ in turn.cancels] == [silent.token]
+    assert not desk.run.roster.nodes[number].proved_gone
+    desk.poll(desk.job(silent, "CANCELLED"), desk.job(other))
+    assert silent.settled
+    desk.poll(desk.job(other))
+    assert number not in desk.run.roster.nodes
+    assert desk.run.roster.standbys() == [] and len(desk.run.roster.nodes) == 1
+
+
+def test_a_requeued_jobs_former_workers_are_gone_for_certain(desk: Desk) -> None:
+    base = desk.hold(AllocationKind.BASE)
+    desk.poll(desk.job(base, submit_at=NOW))
+    other, nodes, turn = desk.hold(), Nodes(desk.run), desk.turn()
+    number = nodes.come(turn, base, "n1")
+    nodes.come(turn, other, "n2")
+    nodes.ready(turn, *desk.run.roster.nodes)
+    nodes.settle(turn)
+    desk.poll(desk.job(base, "PENDING", submit_at=NOW + 30.0), desk.job(other), after_s=2.0)
+    assert base.state is AllocationState.PENDING
+    assert desk.run.roster.nodes[number].phase is MemberPhase.GONE
+    assert desk.run.roster.nodes[number].proved_gone

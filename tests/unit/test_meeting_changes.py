@@ -15,7 +15,7 @@ from small_training import GLOBAL_BATCH, no_watchers
 from test_meeting import STEPS, Training, check, history, reference
 
 from fallow.core.failures import Apart, Stranger
-from fallow.model import Active, Exit, FallowError, WorkerReady
+from fallow.model import Exit, FallowError
 from fallow.worker.api.run import Run
 from fallow.worker.loop.generations import Released
 
@@ -26,9 +26,9 @@ def test_a_newcomer_rehearses_receives_the_state_and_trains_on_with_the_others()
     world, found = history(Generation("ab"), Generation("abc", at_step=2))
     check(found, {})
     assert found["c"].acted == [2, 3]
-    (ready,) = world.sessions["c"].told(WorkerReady)
+    (ready,) = world.sessions["c"].said("ready")
     assert ready.shards == 4
-    first = {name: [message.first_step for message in world.sessions[name].told(Active)] for name in "abc"}
+    first = {name: [switch.first_step for switch in world.sessions[name].said("switch")] for name in "abc"}
     assert first == {"a": [0, 2], "b": [0, 2], "c": [2]}
 
 

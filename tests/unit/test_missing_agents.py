@@ -6,43 +6,38 @@ from pathlib import Path
 
 import pytest
 
-from fallow.config import Checkpoint, Membership
-from fallow.core.allocations import Allocation
-from fallow.core.timing import Timing
-from fallow.files import Paths
+from fallow.config import Membership
+from fallow.core.allocations import Agent, Allocation
 from fallow.head import views
-from fallow.head.book import Book, Run
-from fallow.head.peers import Peers
+from fallow.head.book import Run
+from fallow.head.deadlines import Deadlines
+from fallow.head.hearing import Hearing
 from fallow.head.turn import Turn
-from fallow.model import AllocationKind, AllocationState, RunSpec
+from fallow.model import AllocationKind, AllocationState
+from runs import hold, new_book, new_run
 
 ENDPOINT = "tcp://10.77.0.3:4711"
 
 
 @pytest.fixture
 def turn(tmp_path: Path) -> Turn:
-    paths = Paths(state=tmp_path / "state", runtime=tmp_path / "runtime").create()
-    timing = Timing(prepare_s=10, start_s=60, lease_s=10)
-    book = Book(paths, timing=timing, public_key="k" * 40, new_id=lambda: "123456abcdef")
+    book = new_book(tmp_path)
     book.endpoint = ENDPOINT
     return Turn(book, at=1.0, now=1000.0)
 
 
 @pytest.fixture
 def run(turn: Turn) -> Run:
-    return turn.book.create(RunSpec(run="", name="r", min_nodes=1, max_nodes=2), turn.at, turn.now)
+    return new_run(turn.book, at=turn.at, now=turn.now)
 
 
 def starts(turn: Turn, run: Run, kind: AllocationKind, *nodes: str) -> Allocation:
-    allocation = turn.book.new_allocation(run, kind, turn.now)
-    allocation.state, allocation.job_id = AllocationState.RUNNING, "12"
-    allocation.start_at, allocation.nodes = turn.now, list(nodes)
-    return allocation
+    return hold(turn, run, *nodes, kind=kind, job_id="12")
 
 
 def tick(turn: Turn, run: Run, later_s: float) -> str:
     turn.at, turn.now = turn.at + later_s, turn.now + later_s
-    Peers(Membership(), Checkpoint()).tick(turn)
+    Deadlines(Membership(), Hearing()).tick(turn)
     return views.run_view(run, turn.at, turn.now).message
 
 
@@ -61,15 +56,14 @@ def test_a_job_whose_agent_does_not_come_is_told_of_in_status_and_once_in_the_ev
     assert [(record.kind, record.text) for record in turn.records if record.kind == "network"] == [
         ("network", expected)
     ]
-    allocation.agents["n3"] = ["w0"]
+    allocation.agents["n3"] = Agent()
     assert "no agent" not in tick(turn, run, 1.0)
     assert views.run_view(run, turn.at, turn.now).without_agent == []
 
 
 def test_of_a_job_of_several_nodes_those_are_named_that_do_not_come(turn: Turn, run: Run) -> None:
     allocation = starts(turn, run, AllocationKind.BASE, "n1", "n2", "n3", "n4", "n5")
-    allocation.agents["n1"] = ["w0"]
-    run.agent_seen[allocation.token, "n1"] = turn.at + 40.0
+    allocation.agents["n1"] = Agent()
     said = tick(turn, run, 40.0)
     assert said.startswith("job 12 runs on n2, n3, n4 and 1 more nodes since 40 s, no agent has come: check that these")
     assert said.endswith("its output: StdOut in: scontrol show job 12")

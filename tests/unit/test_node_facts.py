@@ -12,9 +12,8 @@ pytest.importorskip("torch")
 import torch
 
 from fallow.core.gpu_checks import Link
-from fallow.model import KvOp
 from fallow.nodecheck.facts import look_around
-from fallow.nodecheck.meeting import folder_ask
+from fallow.nodecheck.meeting import FolderGathers
 
 HOST = torch.device("cpu")
 
@@ -70,11 +69,11 @@ def test_of_a_node_without_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_workers_meet_in_a_folder(tmp_path: Path) -> None:
-    ask, other = folder_ask(tmp_path), folder_ask(tmp_path)
-    assert not ask(0, KvOp.GET, ["a"], b"", 0.01).ok
-    assert ask(0, KvOp.CHECK, ["a"], b"", 0.0).number == 0
-    ask(0, KvOp.SET, ["a"], b"one", 1.0)
-    other(0, KvOp.SET, ["b"], b"", 1.0)
-    assert other(0, KvOp.GET, ["a", "b"], b"", 1.0).values == [b"one", b""]
-    assert ask(0, KvOp.CHECK, ["a", "b"], b"", 0.0).number == 1
-    assert not ask(1, KvOp.GET, ["a"], b"", 0.0).ok
+    one, other = FolderGathers(tmp_path, 0, 2), FolderGathers(tmp_path, 1, 2)
+    one.give("a", b"one")
+    assert other.missing("a") == [1]
+    assert one.parts("a", 0.01) is None
+    other.give("a", b"two")
+    assert other.missing("a") == []
+    assert one.parts("a", 1.0) == other.parts("a", 1.0) == [b"one", b"two"]
+    assert one.missing("b") == [0, 1]

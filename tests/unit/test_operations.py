@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from fallow.config import Config, Usage
-from fallow.core.allocations import SUBMIT_S, Allocation
+from fallow.core.allocations import SUBMIT_S, Agent, Allocation
 from fallow.core.backoff import FIRST_S
+from fallow.core.nodes.messages import Checkpoint
+from fallow.core.nodes.watch import Timing
 from fallow.core.restarts import EVERY_S
-from fallow.core.roster import Worker
 from fallow.core.spans import Span
-from fallow.core.timing import Timing
 from fallow.files import Paths
 from fallow.head import accounts, book
 from fallow.head.book import Book, Run, RunRecord
@@ -28,7 +28,6 @@ from fallow.head.views import run_view
 from fallow.model import (
     AllocationKind,
     AllocationState,
-    Beat,
     ChangeKind,
     ClusterConfig,
     ClusterState,
@@ -36,16 +35,17 @@ from fallow.model import (
     FallowError,
     GenerationReport,
     JobInfo,
+    MemberPhase,
     NodeInfo,
     PartitionInfo,
     Parts,
     RunSpec,
     RunStatus,
     Source,
-    WorkerPhase,
 )
 
-NOW = 1_000_000.0
+from runs import CONTRACT, NOW, Nodes  # isort: skip
+
 NODES = [f"n{i}" for i in range(1, 5)]
 
 
@@ -65,7 +65,8 @@ class Desk:
             NOW,
         )
         # As after the first agent: one worker per node.
-        self.run.record.slots, self.run.roster.max_members, self.run.roster.limit = 1, 4, 4
+        self.run.record.slots = 1
+        self.nodes = Nodes(self.run)
 
     def turn(self) -> Turn:
         return Turn(self.book, self.at, NOW + self.at)
@@ -105,8 +106,17 @@ class Desk:
         if state is not AllocationState.UNKNOWN:
             allocation.job_id = str(100 + self.run.record.next_allocation)
         if state is AllocationState.RUNNING:
-            allocation.start_at, allocation.agents, allocation.nodes = NOW, {"n1": []}, ["n1"]
+            allocation.start_at, allocation.agents, allocation.nodes = NOW, {"n1": Agent()}, ["n1"]
         return allocation
+
+    def train(self, *hosts: str, restarts: bool = False) -> list[int]:
+        """Let the run train on these nodes, each an allocation of its own; returns their numbers."""
+        turn = self.turn()
+        self.nodes.contract = msgspec.structs.replace(CONTRACT, restarts=restarts)
+        numbers = [self.nodes.come(turn, self.hold(), host) for host in hosts]
+        self.nodes.ready(turn, *numbers)
+        self.nodes.settle(turn)
+        return numbers
 
     def job(self, allocation: Allocation, state: str = "RUNNING", limit_s: float = 600.0, **more: object) -> JobInfo:
         return JobInfo(
@@ -179,20 +189,18 @@ def test_nothing_is_asked_for_in_the_place_of_a_base_job_that_comes_again(desk: 
 
 def test_a_run_whose_script_is_restarted_wants_holes_in_which_that_pays(desk: Desk) -> None:
     usual = demand(desk.run, {}, NOW, asks=True)
-    desk.run.roster.restarts = True
+    desk.train("n1", restarts=True)
     wanted = demand(desk.run, {}, NOW, asks=True)
     assert wanted.min_minutes > EVERY_S / 60 > usual.min_minutes
     assert wanted.pause_s > usual.pause_s
 
 
 def test_why_a_newcomer_of_such_a_run_waits_is_shown(desk: Desk) -> None:
-    roster = desk.run.roster
-    roster.restarts, roster.status = True, RunStatus.TRAINING
-    for index, phase in enumerate((WorkerPhase.MEMBER, WorkerPhase.READY)):
-        name, token = f"w{index}", desk.hold().token
-        roster.workers[name] = Worker(worker=name, index=index, token=token, node=f"n{index}", phase=phase)
-    roster.members = ["w0"]
-    assert run_view(desk.run, 60.0, NOW).message.startswith("w1 (n1) waits for another 4 min: a newcomer restarts")
+    desk.train("h1", restarts=True)
+    turn = desk.turn()
+    desk.nodes.ready(turn, desk.nodes.come(turn, desk.hold(), "h2"))
+    desk.nodes.pass_s(turn, 60)
+    assert run_view(desk.run, 60.0, NOW).message.startswith("n1 (h2) waits for another 4 min: a newcomer restarts")
     desk.do("pause")
     assert run_view(desk.run, 60.0, NOW).message == "paused by hand"
 
@@ -204,10 +212,10 @@ def test_a_users_own_base_job_is_given_up_only_once_its_sbatch_must_have_ended(d
     run = desk.book.runs[new.run]
     for _ in range(int(SUBMIT_S / 30.0) + 2):
         desk.poll()
-        assert run.roster.status is RunStatus.WAITING
+        assert run.root.status is RunStatus.WAITING
     desk.poll()
     desk.poll()
-    assert (run.roster.status, run.roster.message) == (
+    assert (run.root.status, run.root.message) == (
         RunStatus.FAILED,
         "Slurm never had its job, as its answers show; submit it again",
     )
@@ -218,16 +226,16 @@ def test_a_base_job_that_slurm_took_and_forgot_was_not_cancelled(desk: Desk) -> 
     base = desk.hold(AllocationKind.BASE, AllocationState.PENDING, sent_by=NOW)
     for _ in range(3):
         desk.poll()
-    assert (base.state, desk.run.roster.status) == (AllocationState.LOST, RunStatus.FAILED)
-    assert desk.run.roster.message == f"Slurm took job {base.job_id} and has forgotten it; submit it again"
+    assert (base.state, desk.run.root.status) == (AllocationState.LOST, RunStatus.FAILED)
+    assert desk.run.root.message == f"Slurm took job {base.job_id} and has forgotten it; submit it again"
 
 
 def test_a_run_that_has_trained_asks_again_for_a_base_job_that_slurm_forgot(desk: Desk) -> None:
-    desk.run.roster.next_index = 2
+    desk.run.root.next_id = 3
     base = desk.hold(AllocationKind.BASE, AllocationState.PENDING, sent_by=NOW, renewed=True, limit_s=600.0)
     asked = [again for _ in range(3) for again in desk.poll().submissions]
     assert desk.run.record.base_wanted
-    kinds = [desk.run.record.allocations[token].kind for _, token in asked]
+    kinds = [desk.run.allocations[token].kind for _, token in asked]
     assert (base.state, kinds.count(AllocationKind.BASE)) == (AllocationState.LOST, 1)
 
 
@@ -236,7 +244,7 @@ def test_a_base_job_that_a_poll_has_shown_was_cancelled_when_none_shows_it_any_m
     desk.poll(desk.job(base, "PENDING", submit_at=NOW))
     for _ in range(3):
         desk.poll()
-    assert (base.state, desk.run.roster.status) == (AllocationState.ENDED, RunStatus.CANCELLED)
+    assert (base.state, desk.run.root.status) == (AllocationState.ENDED, RunStatus.CANCELLED)
     assert not desk.run.record.base_wanted
 
 
@@ -265,7 +273,7 @@ def excluded(desk: Desk, turn: Turn) -> list[set[str]]:
     """Nodes that each of a turn's submissions leaves out."""
     found = []
     for run, token in turn.submissions:
-        allocation = desk.book.runs[run].record.allocations[token]
+        allocation = desk.book.runs[run].allocations[token]
         options = desk.harvest.request("/s", desk.book.runs[run], allocation, "/dev/null").options
         lists = [option.partition("=")[2] for option in options if option.startswith("--exclude=")]
         found.append({node for nodes in lists for node in nodes.split(",")})
@@ -290,7 +298,7 @@ def test_a_drained_node_is_not_asked_for_again_until_the_run_is_resumed(desk: De
     turn = desk.poll()
     assert excluded(desk, turn) == [{"n1"}] * 3
     for _, token in turn.submissions:
-        desk.book.end_allocation(desk.run, desk.run.record.allocations[token], "over")
+        desk.book.end_allocation(desk.run, desk.run.allocations[token], "over")
     desk.do("resume")
     assert run_view(desk.run, 0.0, NOW).drained == []
     assert excluded(desk, desk.poll()) == [set()] * 4
@@ -355,6 +363,51 @@ def test_shrink_and_grow_move_how_many_nodes_are_asked_for(desk: Desk) -> None:
         assert refused.value.code is Exit.USAGE
 
 
+def test_released_members_leave_and_nobody_takes_their_place(desk: Desk) -> None:
+    desk.train("h1", "h2", "h3")
+    turn = desk.turn()
+    desk.nodes.ready(turn, desk.nodes.come(turn, desk.hold(), "h4"))
+    desk.nodes.settle(turn)
+    desk.do("release", members=["n1", "n2"])
+    desk.nodes.pass_s(turn, 1)
+    desk.nodes.settle(turn)
+    assert [desk.run.roster.name(n) for n in desk.run.roster.members] == ["n0 (h1)", "n3 (h4)"]
+    assert desk.run.root.limit == 2
+    for member, code in (("n7", Exit.NOINPUT), ("n1", Exit.NOINPUT), ("w0", Exit.USAGE)):
+        with pytest.raises(FallowError) as refused:
+            desk.do("release", members=["n0", member])
+        assert refused.value.code is code
+    assert desk.run.roster.present(MemberPhase.LEAVING) == []
+
+
+def test_a_checkpoint_by_hand_is_asked_for_until_all_have_heard(desk: Desk) -> None:
+    with pytest.raises(FallowError, match="no member that could write one"):
+        desk.do("checkpoint")
+    desk.train("h1")
+    for asked in (1, 2):
+        turn = desk.do("checkpoint")
+        assert (desk.run.record.checkpoints_asked, turn.dirty) == (asked, {desk.run.id})
+
+
+def test_a_script_that_is_restarted_writes_no_checkpoint_by_hand(desk: Desk) -> None:
+    desk.train("h1", restarts=True)
+    with pytest.raises(FallowError, match="the script alone decides"):
+        desk.do("checkpoint")
+
+
+def test_a_run_goes_back_to_a_usable_checkpoint_only(desk: Desk) -> None:
+    (node,) = desk.train("h1")
+    turn = desk.turn()
+    for step in (10, 20):
+        desk.nodes.say(turn, node, step=step, saved=Checkpoint(path=f"/c/{step}", generation=1, step=step))
+    with pytest.raises(FallowError, match="no usable checkpoint of step 15; there are those of 10, 20"):
+        desk.do("rollback", step=15)
+    desk.do("rollback", step=10)
+    desk.nodes.settle(turn)
+    view = run_view(desk.run, 0.0, NOW)
+    assert (view.step, [one.state for one in view.checkpoints]) == (10, ["aside", "usable"])
+
+
 @pytest.mark.parametrize(
     ("before", "method", "run", "code", "words"),
     [
@@ -385,7 +438,7 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing_behind(
     desk.hold()
     monkeypatch.setattr(book, "write_struct", full)
     spec = RunSpec(run="", name="late", min_nodes=1, max_nodes=2)
-    before, allocations = set(desk.book.runs), set(desk.run.record.allocations)
+    before, allocations = set(desk.book.runs), set(desk.run.allocations)
     turn = desk.turn()
     with pytest.raises(FallowError) as caught:
         desk.operations.handle(turn, "create_run", {"spec": msgspec.to_builtins(spec)})
@@ -393,17 +446,17 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing_behind(
     assert "cannot be written (No space left on device); make room on its file system" in caught.value.message
     assert (set(desk.book.runs), set(desk.book.current), turn.dirty) == (before, before, set())
     # Nor does the planner ask for a node without keys.
-    assert desk.poll(desk.job(next(iter(desk.run.record.allocations.values())))).submissions == []
-    assert set(desk.run.record.allocations) == allocations
+    assert desk.poll(desk.job(next(iter(desk.run.allocations.values())))).submissions == []
+    assert set(desk.run.allocations) == allocations
     monkeypatch.undo()
-    assert desk.poll(desk.job(next(iter(desk.run.record.allocations.values())))).submissions
+    assert desk.poll(desk.job(next(iter(desk.run.allocations.values())))).submissions
 
 
 def test_no_more_is_asked_for_than_the_budget_has(tmp_path: Path) -> None:
     # Two hours at most each: the third would not fit.
     desk = Desk(tmp_path, budget_node_hours=4.5)
     turn = desk.poll()
-    asked = [desk.run.record.allocations[token] for _, token in turn.submissions]
+    asked = [desk.run.allocations[token] for _, token in turn.submissions]
     assert sum(a.minutes or 0 for a in asked) == 270
     assert len(asked) == 3
     # Nobody knows what became of them: they stay booked.
@@ -429,7 +482,7 @@ def test_an_extended_job_goes_before_it_exceeds_the_budget(tmp_path: Path) -> No
 
 def test_a_base_job_that_the_budget_does_not_cover_is_not_submitted_again(tmp_path: Path) -> None:
     desk = Desk(tmp_path, budget_node_hours=1.0)
-    desk.run.roster.max_members = desk.run.roster.limit = 0
+    desk.run.root.limit = 0
     base = desk.hold(AllocationKind.BASE)
     base.limit_s = 7200.0
     base.state = AllocationState.ENDED
@@ -441,7 +494,7 @@ def test_a_base_job_that_the_budget_does_not_cover_is_not_submitted_again(tmp_pa
     )
     base.limit_s = 1800.0
     ((_, token),) = desk.poll().submissions
-    renewed = desk.run.record.allocations[token]
+    renewed = desk.run.allocations[token]
     assert renewed.renewed
     # Its own time is booked from now on.
     assert left_s(desk.run, NOW) == 1800.0
@@ -451,26 +504,28 @@ def test_what_was_not_used_can_be_asked_for_again(tmp_path: Path) -> None:
     desk = Desk(tmp_path, budget_node_hours=0.5)
     allocation = desk.hold(minutes=30)
     desk.poll(desk.job(allocation, limit_s=1800.0))
-    allocation.agents_gone = ["n1"]
+    allocation.agents["n1"].gone = True
     desk.book.end_allocation(desk.run, allocation, "drained by hand")
     assert desk.poll().submissions == [], "Slurm has not shown its end yet"
     ended = msgspec.structs.replace(desk.job(allocation), state="CANCELLED", end_at=NOW + 60.0)
     (again,) = desk.poll(ended).submissions
-    assert desk.run.record.allocations[again[1]].minutes == 29
+    assert desk.run.allocations[again[1]].minutes == 29
     assert allocation.spans == {
         allocation.job_id: Span(nodes={"n1": 4}, partition="p", start_at=NOW, end_at=NOW + 60.0)
     }
-    assert desk.run.roster.status is RunStatus.WAITING
+    assert desk.run.root.status is RunStatus.WAITING
 
 
 def test_accounts_of_a_run_are_kept_when_its_jobs_are_forgotten(desk: Desk) -> None:
     allocation = desk.hold(partition="p")
-    desk.run.roster.workers["w0"] = Worker(worker="w0", index=0, token=allocation.token, node="n1")
-    desk.run.roster.members = ["w0"]
     desk.poll(desk.job(allocation), after_s=10.0)
+    turn = desk.turn()
+    node = desk.nodes.come(turn, allocation, "n1")
+    desk.nodes.ready(turn, node)
+    desk.nodes.settle(turn)
     desk.note()
     desk.poll(desk.job(allocation), after_s=40.0)
-    desk.run.roster.workers["w0"].phase = WorkerPhase.GONE
+    desk.nodes.end(desk.turn(), node, None)
     desk.note()
     live, total = accounts.rows([desk.run], "run", None, Usage(), NOW + 60)
     assert live == msgspec.structs.replace(total, key=desk.run.id)
@@ -479,11 +534,11 @@ def test_accounts_of_a_run_are_kept_when_its_jobs_are_forgotten(desk: Desk) -> N
     desk.poll(msgspec.structs.replace(desk.job(allocation), state="CANCELLED", end_at=NOW + 70.0))
     assert allocation.counted
     # The head comes back, and hours later the allocation is gone; its sums are not.
-    desk.run.record.allocations = {allocation.token: allocation}
+    desk.run.allocations = {allocation.token: allocation}
     desk.run.record = msgspec.msgpack.decode(msgspec.msgpack.encode(desk.run.record), type=RunRecord)
     desk.do("pause")
     desk.poll(after_s=10_000.0)
-    assert desk.run.record.allocations == {}
+    assert desk.run.allocations == {}
     for by, key in (("run", desk.run.id), ("project", "-"), ("day", "1970-01-12")):
         row, total = accounts.rows([desk.run], by, None, Usage(node_hour={"*": 36.0}), NOW + 20_000)
         assert (row.key, row.jobs, row.useless_jobs) == (key, 1, 0)
@@ -501,25 +556,26 @@ def test_the_budget_remembers_what_is_no_longer_kept(tmp_path: Path) -> None:
     allocation = desk.hold(minutes=30)
     desk.do("pause")
     desk.poll(desk.job(allocation, limit_s=1800.0))
-    allocation.agents_gone = ["n1"]
+    allocation.agents["n1"].gone = True
     desk.book.end_allocation(desk.run, allocation, "drained by hand")
     desk.poll(msgspec.structs.replace(desk.job(allocation), state="CANCELLED", end_at=NOW + 600.0))
     desk.poll(after_s=5000.0)
-    assert desk.run.record.allocations == {}
+    assert desk.run.allocations == {}
     assert left_s(desk.run, NOW) == 3000.0
 
 
 def test_pauses_and_discarded_steps_are_taken_off_once(desk: Desk) -> None:
     allocation = desk.hold(partition="p")
-    desk.run.roster.workers["w0"] = Worker(worker="w0", index=0, token=allocation.token, node="n1")
-    desk.run.roster.members, desk.run.roster.global_batch = ["w0"], 64
-    desk.run.beats["w0"] = Beat(worker="w0", generation=2, prepared=2, step=7, held=False, samples_per_s=32.0)
+    turn = desk.turn()
+    desk.nodes.ready(turn, desk.nodes.come(turn, allocation, "n1"))
+    desk.nodes.settle(turn)
+    desk.nodes.step(turn, 7, samples_per_s=32.0)
     desk.poll(desk.job(allocation), after_s=0.0)
     desk.note()
-    desk.run.roster.history.append(
-        GenerationReport(generation=2, kind=ChangeKind.EJECT, members=["w0"], first_step=7, pause_s=1.5, parts=Parts())
+    desk.run.generations.append(
+        GenerationReport(generation=2, kind=ChangeKind.EJECT, members=["n0"], first_step=7, pause_s=1.5, parts=Parts())
     )
-    desk.run.roster.steps_discarded = 3
+    desk.run.root.discarded = 3
     desk.note()
     desk.note()
     row, _ = accounts.rows([desk.run], "run", None, Usage(), NOW + 100)

@@ -184,7 +184,7 @@ def test_only_nodes_that_the_run_can_use_and_the_others_by_name_to_slurm() -> No
     for constraint, useful in (("ib", 2), ("rack2|rack3", 2), ("[rack1*2&rack2*4]", 2), ("ib&rack3", 1), ("gone", 0)):
         found = asks(plan(cluster(racks), [Demand("r", 3, kind=Kind(constraint=constraint))], [], RULES, fixed()))
         assert [ask.exclude for ask in found] == [()] * useful, "what sbatch is told needs no names"
-    same_bits = Demand("r", 3, kind=Kind(alike=frozenset({likeness(gpus[1])})))
+    same_bits = Demand("r", 3, kind=Kind(alike=(likeness(gpus[1]),)))
     (one,) = asks(plan(cluster(gpus), [same_bits], [], RULES, fixed()))
     assert one.exclude == ("a", "c")
     assert asks(plan(cluster(gpus), [Demand("r", 3)], [], RULES, fixed()))[0].exclude == ()

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 import fallow
-from fallow.core.roster import Roster
+from fallow.core.nodes.records import Root
+from fallow.core.nodes.roster import Roster
 from fallow.files import Paths, check_dir
 from fallow.head.ledgers import count_samples
 from fallow.model import Exit, FallowError
@@ -121,7 +122,7 @@ def test_a_job_whose_key_cannot_be_read_ends_and_runs_no_line_more(stranger: Str
 
 
 def test_ledgers_that_cannot_be_read_are_no_lost_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    roster = Roster(run="r", min_members=1, max_members=1, limit=1)
+    roster = Roster(Root(run="r", minimum=1, maximum=1, limit=1))
     assert count_samples(tmp_path / "none", roster, []).consumed == 0
 
     def refuse(folder: object) -> None:

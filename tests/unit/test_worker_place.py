@@ -212,7 +212,7 @@ def test_members_that_went_back_and_leave_the_loop_give_way_to_new_processes() -
 
 
 def test_who_ends_without_having_come_to_the_members_has_not_finished_the_training() -> None:
-    run = Run(None, None, Group(0, 0, 1, None))
+    run = Run(None, Group(0, 0, 1, None))
     place = run._place
     place.joined, place.in_sync = True, False
     place.position.call_steps = 1

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from fallow.core.nodes import events as ev
 from fallow.core.nodes.machine import Machine
-from fallow.core.nodes.records import Root, decode, encode
+from fallow.core.nodes.records import Root
 from fallow.core.nodes.roster import Roster
+from fallow.core.records import decode, encode
 
 if TYPE_CHECKING:
     from world.world import World

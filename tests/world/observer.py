@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from fallow.core.nodes import events as ev
 from fallow.core.nodes.messages import Order, Plan
 from fallow.core.nodes.names import member_name
-from fallow.core.nodes.records import Node, decode
+from fallow.core.nodes.records import Node
+from fallow.core.records import decode
 from world.head import Head
 from world.node import Host, Worker
 

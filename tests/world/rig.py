@@ -63,7 +63,7 @@ class Rig:
     def next_report(self, n: int, **what: Any) -> Report:
         """The node reports as before, but for `what`; it has obeyed its newest order unless it says otherwise."""
         last = self.said.get(n) or Report(node=n, boot=self.r.nodes[n].boot, seq=0, term=0, edition=0)
-        order = self.orders.get(n) or Order(term=0, edition=0)
+        order = self.orders.get(n) or Order(node=n, term=0, edition=0)
         told = {"term": order.term, "edition": order.edition}
         self.said[n] = msgspec.structs.replace(last, **{"seq": last.seq + 1, **told, **what})
         return self.said[n]

@@ -17,13 +17,13 @@ from fallow.model import (
     Exit,
     FallowError,
     HeadView,
+    MemberPhase,
     MemberView,
     NodeOwner,
     NodeView,
     RunStatus,
     RunView,
     Snapshot,
-    WorkerPhase,
 )
 
 START_S = 6.0
@@ -42,9 +42,11 @@ class _Node:
     "when the present owner's time ends"
     run: str | None = None
     kind: AllocationKind = AllocationKind.HARVEST
-    phase: WorkerPhase = WorkerPhase.STARTING
+    phase: MemberPhase = MemberPhase.STARTING
     since: float = 0.0
     draining: bool = False
+    number: int = 0
+    "of the run's member there, in order of arrival"
 
 
 @dataclass(slots=True)
@@ -61,6 +63,7 @@ class _Run:
     cancelled: bool = False
     paused: bool = False
     nodes: list[_Node] = field(default_factory=list)
+    arrivals: int = 0
 
 
 class DemoCluster:
@@ -94,7 +97,7 @@ class DemoCluster:
         for node in self._nodes:
             self._move(node, events)
         for run in self._runs:
-            members = [node for node in run.nodes if node.phase is WorkerPhase.MEMBER]
+            members = [node for node in run.nodes if node.phase is MemberPhase.MEMBER]
             run.step = min(run.total, run.step + 0.6 * len(members) ** 0.9)
         return events
 
@@ -171,27 +174,27 @@ class DemoCluster:
             self._offer(node, events)
 
     def _move_ours(self, node: _Node, run: _Run, events: list[EventRecord]) -> None:
-        if node.phase is WorkerPhase.STARTING and node.draining:
+        if node.phase is MemberPhase.STARTING and node.draining:
             self._drop(node, run)
-        elif node.phase is WorkerPhase.STARTING and self.at - node.since >= START_S:
-            node.phase = WorkerPhase.MEMBER
+        elif node.phase is MemberPhase.STARTING and self.at - node.since >= START_S:
+            node.phase = MemberPhase.MEMBER
             run.generation += 1
             kind = "start" if run.generation == 1 else "absorb"
             pause = self._random.uniform(0.09, 0.22)
             events.append(
                 self._event(run, kind, f"+{node.name} joined at step {int(run.step)} after {pause:.2f} s of pause")
             )
-        elif node.phase is WorkerPhase.MEMBER and self._random.random() < 0.0004:
+        elif node.phase is MemberPhase.MEMBER and self._random.random() < 0.0004:
             events.append(self._event(run, "eject", f"-{node.name} stopped answering; one step was done again"))
             self._drop(node, run)
-        elif node.phase is WorkerPhase.MEMBER and (node.draining or self.at >= node.until):
+        elif node.phase is MemberPhase.MEMBER and (node.draining or self.at >= node.until):
             if node.draining:
                 why = "asked for by the operator"
             else:
                 why = f"job {self._random.randint(71_000, 72_000)} of another user needs it"
             events.append(self._event(run, "release", f"-{node.name} leaves at step {int(run.step)}: {why}"))
-            node.phase, node.since = WorkerPhase.LEAVING, self.at
-        elif node.phase is WorkerPhase.LEAVING and self.at - node.since >= LEAVE_S:
+            node.phase, node.since = MemberPhase.LEAVING, self.at
+        elif node.phase is MemberPhase.LEAVING and self.at - node.since >= LEAVE_S:
             self._drop(node, run)
 
     def _drop(self, node: _Node, run: _Run) -> None:
@@ -215,7 +218,8 @@ class DemoCluster:
 
     def _take(self, run: _Run, node: _Node, kind: AllocationKind, seconds: float) -> None:
         node.owner, node.run, node.kind = NodeOwner.OURS, run.run, kind
-        node.phase, node.since, node.until = WorkerPhase.STARTING, self.at, self.at + seconds
+        node.phase, node.since, node.until = MemberPhase.STARTING, self.at, self.at + seconds
+        node.number, run.arrivals = run.arrivals, run.arrivals + 1
         run.nodes.append(node)
 
     def _give_to_others(self, node: _Node) -> None:
@@ -228,21 +232,22 @@ class DemoCluster:
     def _view(self, run: _Run) -> RunView:
         members = [
             MemberView(
-                worker=f"{node.name}.0",
+                member=f"n{node.number}",
                 node=node.name,
                 token=f"{run.run}-{node.name}",
                 allocation=node.kind,
                 phase=node.phase,
-                rank=number if node.phase is WorkerPhase.MEMBER else None,
+                rank=number if node.phase is MemberPhase.MEMBER else None,
+                workers=1,
                 step=int(run.step),
                 ends_in_s=node.until - self.at,
                 last_seen_s=0.4,
-                shards=2 if node.phase is WorkerPhase.MEMBER else 0,
+                shards=2 if node.phase is MemberPhase.MEMBER else 0,
             )
             for number, node in enumerate(run.nodes)
         ]
-        size = sum(member.phase is WorkerPhase.MEMBER for member in members)
-        moving = [member.node for member in members if member.phase is not WorkerPhase.MEMBER]
+        size = sum(member.phase is MemberPhase.MEMBER for member in members)
+        moving = [member.node for member in members if member.phase is not MemberPhase.MEMBER]
         if run.cancelled:
             status = RunStatus.CANCELLED
         elif run.step >= run.total:

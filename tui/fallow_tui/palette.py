@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.style import Style
 from rich.text import Text
 
-from fallow.model import AllocationKind, ChangeKind, NodeOwner, RunStatus, WorkerPhase
+from fallow.model import AllocationKind, ChangeKind, MemberPhase, NodeOwner, RunStatus
 from fallow_tui.view import Cell, Freshness, View
 
 RUN_COLOURS = ("#5fd7af", "#ffaf5f", "#87afff", "#d787ff", "#ffd75f", "#ff87af", "#5fd7ff", "#afd75f")
@@ -36,12 +36,13 @@ STATUSES: dict[RunStatus, tuple[str, Style]] = {
     RunStatus.CANCELLED: ("⊘", MUTED),
 }
 
-PHASES: dict[WorkerPhase, Style] = {
-    WorkerPhase.STARTING: WARN,
-    WorkerPhase.READY: WARN,
-    WorkerPhase.MEMBER: GOOD,
-    WorkerPhase.LEAVING: _LEAVE,
-    WorkerPhase.GONE: MUTED,
+PHASES: dict[MemberPhase, Style] = {
+    MemberPhase.STARTING: WARN,
+    MemberPhase.READY: WARN,
+    MemberPhase.MEMBER: GOOD,
+    MemberPhase.LEAVING: _LEAVE,
+    MemberPhase.SILENT: BAD,
+    MemberPhase.GONE: MUTED,
 }
 
 EVENTS: dict[str, Style] = {
@@ -73,14 +74,19 @@ def run_badge(view: View, run: str) -> Text:
 
 
 def glyph(view: View, cell: Cell) -> tuple[str, Style]:
-    """One character: `A` member on a base node, `a` on a harvested one, `+` coming, `-` leaving; else the owner."""
+    """One character: `A` member on a base node, `a` on a harvested one, `+` coming, `-` leaving, `!` silent.
+
+    Of a node that is not ours, it is its owner's.
+    """
     if cell.owner is not NodeOwner.OURS or cell.run is None:
         return OWNERS[cell.owner]
     colour = run_colour(view, cell.run)
     letter = view.letter(cell.run)
-    if cell.phase is WorkerPhase.LEAVING:
+    if cell.phase is MemberPhase.LEAVING:
         return "-", Style(color=colour, bold=True)
-    if cell.phase is not WorkerPhase.MEMBER:
+    if cell.phase is MemberPhase.SILENT:
+        return "!", Style(color=colour, bold=True)
+    if cell.phase is not MemberPhase.MEMBER:
         return "+", Style(color=colour, bold=True)
     if cell.kind is AllocationKind.BASE:
         return letter, Style(color="#000000", bgcolor=colour, bold=True)

@@ -11,12 +11,12 @@ from fallow.model import (
     AllocationKind,
     ChangeKind,
     EventRecord,
+    MemberPhase,
     NodeOwner,
     NodeView,
     RunStatus,
     RunView,
     Snapshot,
-    WorkerPhase,
 )
 from fallow_tui.text import clean_item
 
@@ -42,14 +42,14 @@ class Freshness(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What one node (or, without Slurm, one worker) is at one moment."""
+    """What one node (or, without Slurm, one member) is at one moment."""
 
     owner: NodeOwner | None
     "None: no data"
     run: str | None = None
     kind: AllocationKind | None = None
-    phase: WorkerPhase | None = None
-    "None: held, but no worker there yet"
+    phase: MemberPhase | None = None
+    "None: held, but its agent has not come yet"
 
 
 NO_DATA = Cell(None)
@@ -217,9 +217,9 @@ def _sample(marks: list[tuple[float, Cell]], ends: list[float]) -> Iterator[Cell
 
 
 def _cells(snapshot: Snapshot) -> dict[str, Cell]:
-    """One cell per node; workers stand for themselves where no Slurm names their nodes."""
+    """One cell per node; members stand for themselves where no Slurm names their nodes."""
     kinds: dict[str, tuple[str, AllocationKind]] = {}
-    phases: dict[str, WorkerPhase] = {}
+    phases: dict[str, MemberPhase] = {}
     known = {node.node for node in snapshot.nodes}
     cells: dict[str, Cell] = {}
     for run in snapshot.runs:
@@ -227,29 +227,30 @@ def _cells(snapshot: Snapshot) -> dict[str, Cell]:
             for name in allocation.nodes:
                 kinds[name] = (run.run, allocation.kind)
         for member in run.members:
-            if member.phase is WorkerPhase.GONE:
+            if member.phase is MemberPhase.GONE:
                 continue
             kinds[member.node] = (run.run, member.allocation)
-            # Of several workers on a node the one that is furthest into the membership speaks for it.
+            # Of several members on a node the one that is furthest into the membership speaks for it.
             if _RANK[member.phase] >= _RANK[phases.get(member.node)]:
                 phases[member.node] = member.phase
             if member.node not in known:
-                cells[member.worker] = Cell(NodeOwner.OURS, run.run, member.allocation, member.phase)
+                cells[member.member] = Cell(NodeOwner.OURS, run.run, member.allocation, member.phase)
     for node in snapshot.nodes:
         if node.owner is not NodeOwner.OURS:
             cells[node.node] = Cell(node.owner)
             continue
         owner, kind = kinds.get(node.node, (node.run, None))
-        phase = phases.get(node.node, WorkerPhase.LEAVING if node.ending else None)
+        phase = phases.get(node.node, MemberPhase.LEAVING if node.ending else None)
         cells[node.node] = Cell(NodeOwner.OURS, node.run or owner, kind, phase)
     return cells
 
 
-_RANK: dict[WorkerPhase | None, int] = {
+_RANK: dict[MemberPhase | None, int] = {
     None: -1,
-    WorkerPhase.GONE: 0,
-    WorkerPhase.STARTING: 1,
-    WorkerPhase.READY: 2,
-    WorkerPhase.LEAVING: 3,
-    WorkerPhase.MEMBER: 4,
+    MemberPhase.GONE: 0,
+    MemberPhase.SILENT: 0,
+    MemberPhase.STARTING: 1,
+    MemberPhase.READY: 2,
+    MemberPhase.LEAVING: 3,
+    MemberPhase.MEMBER: 4,
 }

@@ -8,6 +8,7 @@ import selectors
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 from fallow.model import HIDDEN, SHOWN
@@ -106,15 +107,32 @@ class Pump(threading.Thread):
     """Moves what a worker writes. A thread of its own: a slow log or terminal holds up this worker and no other.
 
     Owns the two read ends. Ends when both are closed by the worker, or at `finish`.
+
+    Args:
+        worker: its name.
+        stdout, stderr: descriptors to read from.
+        log: the file that takes all of it.
+        drained: called at the end, in this thread.
+        shown: copy to our own output, too, as long as the worker itself has not said whether.
+        relays: copy everything, whatever the worker says.
     """
 
-    def __init__(self, worker: str, stdout: int, stderr: int, log: LogFile, *, shown: bool) -> None:
+    def __init__(
+        self,
+        worker: str,
+        stdout: int,
+        stderr: int,
+        log: Path,
+        drained: Callable[[], None],
+        *,
+        shown: bool,
+        relays: bool,
+    ) -> None:
         super().__init__(name=f"output-{worker}", daemon=True)
         self.shown = shown
-        "Copy to our own output, too, as long as the worker itself has not said whether. Set by the agent at any time."
-        self.relays = False
-        "Copy everything, whatever the worker says."
-        self._log = log
+        "Set by the agent at any time."
+        self._relays, self._drained = relays, drained
+        self._log_path = log
         self._sources = {stdout: sys.stdout, stderr: sys.stderr}
         self._marked = {stdout: Marked(), stderr: Marked()}
         self._mid_line = {stdout: False, stderr: False}
@@ -126,6 +144,7 @@ class Pump(threading.Thread):
         self._lock = threading.Lock()
 
     def run(self) -> None:
+        log = LogFile(self._log_path)
         with selectors.DefaultSelector() as selector:
             for source in (*self._sources, self._stop_read):
                 selector.register(source, selectors.EVENT_READ)
@@ -136,7 +155,7 @@ class Pump(threading.Thread):
                     data = os.read(source, _CHUNK)
                     if data:
                         for speaks, piece in self._marked[source].cut(data):
-                            self._move(source, speaks, piece)
+                            self._move(log, source, speaks, piece)
                     else:
                         selector.unregister(source)
                         open_ends.discard(source)
@@ -144,16 +163,17 @@ class Pump(threading.Thread):
                 if ready == [self._stop_read]:
                     break
         for source, marked in self._marked.items():
-            self._move(source, marked.speaks, marked.end())
+            self._move(log, source, marked.speaks, marked.end())
         for descriptor in (*self._sources, self._stop_read):
             os.close(descriptor)
-        self._log.close()
+        log.close()
+        self._drained()
 
-    def _move(self, source: int, speaks: bool | None, data: bytes) -> None:
-        self._log.write(data)
+    def _move(self, log: LogFile, source: int, speaks: bool | None, data: bytes) -> None:
+        log.write(data)
         if source == self._stderr:
             self._keep(data)
-        shown = self.relays or (self.shown if speaks is None else speaks)
+        shown = self._relays or (self.shown if speaks is None else speaks)
         if not shown and self._mid_line[source]:
             data, shown = b"\n", True  # another worker's output follows
         if shown and data:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fallow.core.devices import Devices, visible
-from fallow.model import HeadFile, KeyFile
-from fallow.wire.address import host_of, local_address_towards
+from fallow.core.network import data_address
+from fallow.model import FallowError, HeadFile, KeyFile
+from fallow.wire.address import host_of, interfaces, local_address_towards
 
 _AMD_DRIVER = Path("/dev/kfd")
 
@@ -19,12 +20,15 @@ _AMD_DRIVER = Path("/dev/kfd")
 class Place:
     """One node of an allocation, as its agent sees it."""
 
-    node: str
+    host: str
+    "its name, unique among the agents of an allocation"
     job_id: str
     slots: int
     devices: Devices
     address: str
     "local address from which packets to the head leave"
+    entry: str
+    "address on which its workers listen for those of other nodes"
 
     def environment(self, index: int) -> dict[str, str]:
         """What worker number `index` of this node gets: its rank here and its share of the devices."""
@@ -47,10 +51,19 @@ def look_around(keys: KeyFile, head: HeadFile, environ: Mapping[str, str] = os.e
         job_id = environ.get(name)
         if job_id:
             break
+    address = local_address_towards(host_of(head.endpoint))
     return Place(
-        node=environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        host=environ.get("SLURMD_NODENAME") or socket.gethostname(),
         job_id=job_id or f"local-{os.getpid()}",
         slots=keys.workers_per_node or devices.count or 1,
         devices=devices,
-        address=local_address_towards(host_of(head.endpoint)),
+        address=address,
+        entry=_entry(address, head, environ),
     )
+
+
+def _entry(address: str, head: HeadFile, environ: Mapping[str, str]) -> str:
+    try:
+        return data_address(interfaces(), address, head.network, environ)
+    except FallowError:
+        return address  # the workers find no other one either, and their error is the run's

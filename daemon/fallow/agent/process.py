@@ -1,4 +1,4 @@
-"""One worker's process: started with its secret in an inherited pipe, killed with everything it started."""
+"""One worker's process: started with an inherited socket to its agent, killed with everything it started."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import msgspec
-
-from fallow.agent.output import LogFile, Pump
-from fallow.model import OUTPUT_PIPES, STACK_SIGNAL, WorkerSecret
+from fallow.agent.output import Pump
+from fallow.model import OUTPUT_PIPES, STACK_SIGNAL
 
 EXEC_FAILED = 127
+CHANNEL = "FALLOW_CHANNEL_FD"
+"""Variable with the descriptor of the worker's socket to its agent."""
 
 
 def with_python(program: str) -> str:
@@ -23,34 +23,43 @@ def with_python(program: str) -> str:
 
 
 class WorkerProcess:
-    """A started worker. Made in the main thread: a worker asks the kernel to die with the *thread* that made it."""
+    """A started worker. Made in the main thread: a worker asks the kernel to die with the *thread* that made it.
+
+    Args:
+        worker: its name.
+        command: argv.
+        environment: all of it but what names the descriptors.
+        channel: its end of the socket; closed here.
+        log: the file that takes its output.
+        shown: its output is copied to ours as long as it does not say itself whether.
+        relays: its output is copied to ours whatever it says.
+        drained: called in another thread once all output of the worker that has ended is read.
+    """
 
     def __init__(
         self,
         worker: str,
         command: Sequence[str],
         environment: Mapping[str, str],
-        secret: WorkerSecret,
+        channel: int,
         log: Path,
         *,
         shown: bool,
-        relays: bool = False,
+        relays: bool,
+        drained: Callable[[], None],
     ) -> None:
-        self.worker = worker
         self.code: int | None = None
         self.signal: int | None = None
         self.ended = False
         self._error = ""
-        self._pump: Pump | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        channel = _pipe_with(msgspec.msgpack.encode(secret))
         out_read, out_write = os.pipe()
         error_read, error_write = os.pipe()
         pipes = " ".join(str(os.fstat(end).st_ino) for end in (out_write, error_write))
         try:
             self._process = subprocess.Popen(
                 list(command),
-                env={**environment, "FALLOW_CHANNEL_FD": str(channel), OUTPUT_PIPES: pipes},
+                env={**environment, CHANNEL: str(channel), OUTPUT_PIPES: pipes},
                 pass_fds=(channel,),
                 stdin=subprocess.DEVNULL,
                 stdout=out_write,
@@ -63,13 +72,13 @@ class WorkerProcess:
         finally:
             for descriptor in (channel, out_write, error_write):
                 os.close(descriptor)
-        self._pump = Pump(worker, out_read, error_read, LogFile(log), shown=shown)
-        self._pump.relays = relays
+        self._pump = Pump(worker, out_read, error_read, log, drained, shown=shown, relays=relays)
         self._pump.start()
 
     @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
+    def pid(self) -> int:
+        """0: it has none any more."""
+        return 0 if self._process is None or self.ended else self._process.pid
 
     def poll(self) -> bool:
         """True when it has ended; then what it left behind in its session's group is killed, too."""
@@ -116,25 +125,16 @@ class WorkerProcess:
 
     def show(self, shown: bool) -> None:
         """Copy its output to ours from now on, or no more."""
-        if self._pump is not None:
-            self._pump.shown = shown
+        self._pump.shown = shown
 
-    def drain(self, within_s: float) -> None:
-        """After its end: wait until its output is read."""
-        if self._pump is not None:
-            self._pump.finish()
-            self._pump.join(within_s)
+    def drain(self) -> None:
+        """It has ended: read what is left of its output, then call `drained`."""
+        self._pump.finish()
+
+    @property
+    def is_drained(self) -> bool:
+        return not self._pump.is_alive()
 
     def tail(self) -> str:
         """The last lines of its standard error, or why it could not be started."""
-        return self._error or (self._pump.tail() if self._pump is not None else "")
-
-
-def _pipe_with(data: bytes) -> int:
-    """Read end of a pipe that holds `data` and then its end. Far below a pipe's capacity, so writing never waits."""
-    read_end, write_end = os.pipe()
-    try:
-        os.write(write_end, data)
-    finally:
-        os.close(write_end)
-    return read_end
+        return self._error or self._pump.tail()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from fallow.files import read_struct
-from fallow.model import PROTOCOL, Exit, FallowError, HeadFile, KeyFile
+from fallow.model import Exit, FallowError, HeadFile, KeyFile
 
 T = TypeVar("T")
 
@@ -23,13 +23,7 @@ def read_key_file(path: Path, within_s: float = FILE_S) -> KeyFile:
 
 def wait_for_head(path: Path, within_s: float = FILE_S) -> HeadFile:
     """Where the head is; waits for the file at most `within_s`."""
-    head = _read(path, HeadFile, within_s, "start a head with `fallow daemon`")
-    if head.protocol != PROTOCOL:
-        raise FallowError(
-            f"{path}: the head speaks protocol {head.protocol}, this agent {PROTOCOL}; use one Fallow version",
-            Exit.CONFIG,
-        )
-    return head
+    return _read(path, HeadFile, within_s, "start a head with `fallow daemon`")
 
 
 def _read(path: Path, kind: type[T], within_s: float, advice: str) -> T:

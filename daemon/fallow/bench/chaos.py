@@ -35,9 +35,10 @@ from typing import NamedTuple
 
 from fallow.bench import rows, session, steplog
 from fallow.bench.rows import Peer, Progress, Row, Settings
+from fallow.core.nodes.names import member_number
 from fallow.core.schedule import Action, Item
 from fallow.local.driver import LOOK_S, Driver
-from fallow.model import Exit, FallowError, MemberView, RunView, WorkerPhase
+from fallow.model import Exit, FallowError, MemberPhase, MemberView, RunView
 from fallow.text import counted
 
 PARAMS = 1_000_000
@@ -149,7 +150,7 @@ class Chaos(Driver):
     Args:
         folder: private and empty; holds the head's state.
         command: the training's argv.
-        members: workers it starts with, and goes back to after each fault.
+        members: nodes it starts with, and goes back to after each fault.
         shards: of a step.
         faults: how many.
         log: the training's folder, where it looks for what should make it raise.
@@ -168,7 +169,7 @@ class Chaos(Driver):
     ) -> None:
         super().__init__(folder, command, members, max_members=shards, output=sys.stderr.fileno())
         self.nodes: list[Node] = []
-        "by the number of their worker"
+        "in order of arrival"
         self.hits: list[Hit] = []
         self._faults = faults
         self._log = log
@@ -184,7 +185,7 @@ class Chaos(Driver):
         while not (view := await self._look()).status.ended:
             now = time.monotonic()
             self._note(view, now)
-            members = [member for member in view.members if member.phase is WorkerPhase.MEMBER]
+            members = [member for member in view.members if member.phase is MemberPhase.MEMBER]
             if len(self.hits) < self._faults and now >= due and len(members) > 1:
                 due = now + EVERY_S
                 await self._hit(self._drawn.choice(list(Fault)), self._drawn.choice(members), view)
@@ -194,20 +195,20 @@ class Chaos(Driver):
     def _note(self, view: RunView, now: float) -> None:
         """Who has started up, and whose agent has ended."""
         for member in view.members:
-            if member.phase is not WorkerPhase.STARTING:
-                node = self.nodes[_number(member)]
+            if member.phase is not MemberPhase.STARTING:
+                node = self.nodes[_place(member)]
                 node.ready = min(node.ready, now)
-        for node, agent in zip(self.nodes, self._agents, strict=True):
+        for node, agent in zip(self.nodes, self._agents.values(), strict=True):
             if agent.returncode is not None:
                 node.gone = min(node.gone, now)
 
     async def _hit(self, fault: Fault, member: MemberView, view: RunView) -> None:
         """It happens, and a newcomer starts."""
-        at, number = time.monotonic(), _number(member)
+        at, number = time.monotonic(), _place(member)
         self.hits.append(Hit(fault, at, member.rank == 0))
-        self._progress(f"fault {len(self.hits)}/{self._faults}: {fault} {member.worker} (rank {member.rank})")
+        self._progress(f"fault {len(self.hits)}/{self._faults}: {fault} {member.member} (rank {member.rank})")
         if fault is Fault.RAISE:
-            (self._log / f"{member.worker}.raise").touch()
+            (self._log / f"{member.member}.raise").touch()
         else:
             await self._do(Item(action=_ACTIONS[fault], step=view.step, member=number), view)
         if fault is not Fault.RELEASE:
@@ -217,8 +218,9 @@ class Chaos(Driver):
         await self._call("grow", run=self._run, by=1)
 
 
-def _number(member: MemberView) -> int:
-    return int(member.worker[1:])
+def _place(member: MemberView) -> int:
+    """In the order of arrival, from 0."""
+    return member_number(member.member) - 1
 
 
 def row(

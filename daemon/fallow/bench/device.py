@@ -7,6 +7,7 @@ import os
 import torch
 from torch import distributed as dist
 
+from fallow.core.nodes.names import member_name, member_number
 from fallow.model import Exit, FallowError
 
 _MIXED = "bfloat16 weights, AdamW in float32"
@@ -43,7 +44,7 @@ def take(name: str, workers: int) -> torch.device:
         return torch.device("cpu")
     if shared(name, workers):
         dist.Backend.default_device_backend_map.pop(name, None)
-    number = int(os.environ.get("FALLOW_WORKER", "w0")[1:])
+    number = member_number(os.environ.get("FALLOW_WORKER", member_name(1))) - 1
     torch.accelerator.set_device_index(number % count(name))
     return torch.device(name, number % count(name))
 

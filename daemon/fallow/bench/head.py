@@ -1,13 +1,12 @@
-"""One head and a run of a thousand members: how soon a new generation has reached all, and how much memory it takes.
+"""One head and a run of a thousand nodes with eight workers each: what a change of the membership takes.
 
-The head is a real one in a process of its own, with its store, its encrypted socket and everybody's heartbeats. Agents
-and workers are played (`bench.head_players`), one worker per agent: they answer at once, build no groups and compute
-nothing, so the time is the head's, the network's and their own for opening what they are sent. All share this machine's
-cores.
+The head is a real one in a process of its own, with its store, its encrypted socket and everybody's heartbeats. The
+agents are played (`bench.head_players`): they answer at once for their workers, and exchange addresses through the
+head. All share this machine's cores.
 
-A member is killed: its agent says so, the others are interrupted and prepare a group without it. A little later
-another worker takes its place: all prepare a group with it. Each is timed from the word that sets it off to the moment
-at which the last of those concerned is told to switch.
+A node's workers are killed: the others are interrupted and prepare a group without them. Then workers are started anew
+there, and all prepare a group with them. Each change is timed from the agent's word that sets it off to the moment at
+which the last node concerned is told to switch.
 """
 
 from __future__ import annotations
@@ -15,182 +14,219 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
+from fallow.bench.head_players import Told
 from fallow.bench.rows import Progress, Row, Settings, ours
-from fallow.bench.session import folder
 from fallow.control.client import ControlClient
 from fallow.control.protocol import NewRun
 from fallow.files import Paths
 from fallow.local.headprocess import HeadProcess
-from fallow.model import Exit, FallowError, RunSpec, Snapshot
+from fallow.model import Exit, FallowError, RunSpec, RunStatus, Snapshot
 
-MEMBERS = 1000
+NODES, SLOTS = 1000, 8
 TIMES = 10
-PLAYERS = 2
-"""Processes that play the others."""
+REST_S = 10.0
+ARRIVE_S = 1.0
+"""All nodes have said by then that they compute in the generation that they were told to switch to."""
 
 PATIENCE_S = 120.0
 
 
+class Change(msgspec.Struct, frozen=True):
+    """One generation, from what sets it off until all are told to switch."""
+
+    took_s: float
+    loop_s: float
+    "processor time of the head's loop, until all have said that they compute in it; heartbeats and ticks not counted"
+    sent: dict[str, int]
+    "kind of message -> bytes in both directions"
+    durable_bytes: int
+
+
+class Measured(msgspec.Struct):
+    """Of one head."""
+
+    kills: list[Change] = []
+    absorbs: list[Change] = []
+    rest_cores: float = 0.0
+    "processor time of the head's loop per second while nothing changes: heartbeats and ticks"
+    rss_mb: float = 0.0
+    "of the head, at most"
+
+
 def run(settings: Settings, progress: Progress) -> Iterator[Row]:
-    """A row per sort of change, and one for the head's memory."""
+    """Rows per sort of change, and for the head's memory and its work at rest."""
     times = settings.n or TIMES
-    progress(f"head: {MEMBERS} members, {times} are killed and replaced")
-    with folder() as scratch:
-        found = asyncio.run(measure(scratch, MEMBERS, times))
-    note = f"from its begin until the last of {MEMBERS} members is told to switch, on {os.cpu_count()} cores in all"
-    for name, took in (("generation without one", found.without), ("generation with a newcomer", found.with_one)):
-        yield Row(name=name, members=MEMBERS, params=None, unit="s", ours=ours(took), note=note)
-    memory = ours([found.head_mb])
-    yield Row(name="head's memory", members=MEMBERS, params=None, unit="MB", ours=memory, note="resident, at most")
+    progress(f"head: {NODES} nodes with {SLOTS} workers each, {times} are killed and started anew")
+    yield from rows(asyncio.run(measure(NODES, SLOTS, times)), NODES, SLOTS)
 
 
-class Found(msgspec.Struct):
-    """All of them in seconds."""
+def rows(found: Measured, nodes: int, slots: int) -> list[Row]:
+    """What was measured, as rows; `slots`: workers on each node."""
+    where = f"{slots} workers a node, on {os.cpu_count()} cores in all"
+    told = "until the last node is told to switch"
 
-    without: list[float]
-    with_one: list[float]
-    head_mb: float = 0.0
+    def row(name: str, unit: str, values: Sequence[float], note: str) -> Row:
+        return Row(name=name, members=nodes, params=None, unit=unit, ours=ours(values), note=f"{note}; {where}")
 
-
-class _Players:
-    """The processes that play, and what they have told."""
-
-    def __init__(self) -> None:
-        self.heard: dict[int, dict[int, tuple[int, float]]] = {}
-        "generation -> player -> (workers that were told to switch, when the last was)"
-        self.at: dict[str, float] = {}
-        "`killed` or `ready` -> when that was last"
-        self._processes: list[asyncio.subprocess.Process] = []
-        self._tasks: list[asyncio.Task[None]] = []
-        self._news = asyncio.Event()
-
-    async def start(self, key_file: str, members: int, environ: dict[str, str]) -> None:
-        for number in range(PLAYERS):
-            first, after = (members * place // PLAYERS for place in (number, number + 1))
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "fallow.bench.head_players", key_file, str(first), str(after - first)),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                env=environ,
-            )
-            self._processes.append(process)
-            self._tasks.append(asyncio.create_task(self._listen(number, process)))
-
-    async def _listen(self, number: int, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
-        async for line in process.stdout:
-            match line.decode().split():
-                case ["heard", generation, count, at]:
-                    self.heard.setdefault(int(generation), {})[number] = int(count), float(at)
-                case [what, _, at]:
-                    self.at[what] = float(at)
-            self._news.set()
-
-    def kill(self, node: int, members: int) -> None:
-        """That node's worker dies."""
-        place = next(p for p in range(PLAYERS) if node < members * (p + 1) // PLAYERS)
-        pipe = self._processes[place].stdin
-        assert pipe is not None
-        pipe.write(f"kill n{node}\n".encode())
-
-    async def reached(self, after: int, members: int) -> tuple[int, float]:
-        """The next generation that so many have heard of, and when the last of them has."""
-
-        def found() -> tuple[int, float] | None:
-            for generation, told in sorted(self.heard.items()):
-                if generation > after and sum(count for count, _ in told.values()) >= members:
-                    return generation, max(at for _, at in told.values())
-            return None
-
-        return await self._until(found)
-
-    async def _until(self, found: Callable[[], tuple[int, float] | None]) -> tuple[int, float]:
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                while (answer := found()) is None:
-                    self._news.clear()
-                    await self._news.wait()
-        except TimeoutError:
-            raise FallowError(f"no generation reached all within {PATIENCE_S:g} s", Exit.SOFTWARE) from None
-        return answer
-
-    async def stop(self) -> None:
-        for process in self._processes:
-            if process.stdin is not None:
-                process.stdin.close()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(10.0):
-                    await process.wait()
-            if process.returncode is None:
-                process.send_signal(signal.SIGKILL)
-                await process.wait()
-        await asyncio.gather(*self._tasks)
+    out = []
+    for name, changes in (("absorb", found.absorbs), ("kill", found.kills)):
+        kinds = sorted({kind for change in changes for kind in change.sent})
+        means = (sum(change.sent.get(kind, 0) for change in changes) / len(changes) / 1e6 for kind in kinds)
+        parts = ", ".join(f"{kind} {mean:.2f}" for kind, mean in zip(kinds, means, strict=True))
+        own = [(change.sent.get("orders", 0) + change.sent.get("reports", 0)) / 1e6 for change in changes]
+        out += [
+            row(f"{name}: all told", "s", [change.took_s for change in changes], told),
+            row(f"{name}: head's loop", "s", [change.loop_s for change in changes], "its processor time"),
+            row(f"{name}: messages", "MB", own, f"orders and reports; in all, mean: {parts}"),
+            row(f"{name}: store", "kB", [change.durable_bytes / 1e3 for change in changes], "in its append-only file"),
+        ]
+    out.append(row("head at rest", "cores", [found.rest_cores], "of its one loop: heartbeats and ticks"))
+    out.append(row("head's memory", "MB", [found.rss_mb], "resident, at most"))
+    return out
 
 
-async def measure(scratch: Path, members: int, times: int) -> Found:
-    """Kill and replace so many of the members, one after the other.
+async def measure(nodes: int, slots: int, times: int, *, runs: int = 1, rest_s: float = REST_S) -> Measured:
+    """Play nodes of a head.
 
     Args:
-        scratch: empty folder; takes the head's state.
-        members: workers, each with an agent of its own.
-        times: how many are killed.
+        nodes: of all runs, each with an agent of its own.
+        slots: workers on each.
+        times: so many nodes are killed one after the other; more than 0 only with one run.
+        runs: trainings.
+        rest_s: for so long nothing happens.
 
     Raises:
         FallowError: the head did not start, or a generation did not reach all.
     """
-    empty = scratch / "config.toml"
-    empty.touch()
-    (scratch / "run").mkdir(mode=0o700)
-    environ = {
-        **os.environ,
-        "FALLOW_STATE_DIR": str(scratch / "state"),
-        "XDG_RUNTIME_DIR": str(scratch / "run"),
-        "FALLOW_CONFIG": str(empty),
-        "FALLOW_SLURM__CLIENT": "none",
-        "FALLOW_HEAD__ADDRESS": "127.0.0.1",
-    }
-    head = HeadProcess(Paths.default(environ).create(), environ, scratch / "head.log")
-    players = _Players()
-    control = await head.start()
+    with tempfile.TemporaryDirectory(prefix="fallow-bench-", ignore_cleanup_errors=True) as scratch:
+        return await _measure(_World(Path(scratch)), nodes, slots, times, runs, rest_s)
+
+
+async def _measure(world: _World, nodes: int, slots: int, times: int, runs: int, rest_s: float) -> Measured:
+    control = await world.head.start()
     try:
-        spec = RunSpec(run="", name="bench", min_nodes=members, max_nodes=members, workers_per_node=1)
-        made = msgspec.convert(await control.call("create_run", spec=msgspec.to_builtins(spec)), NewRun)
-        await players.start(made.key_file, members, environ)
-        generation, _ = await players.reached(0, members)
-        found = Found([], [])
+        shares = [nodes // runs + (number < nodes % runs) for number in range(runs)]
+        await world.play(nodes, slots, [await _create(control, f"bench{i}", share) for i, share in enumerate(shares)])
+        await _settle(control)
+        began_s = world.loop_s()
+        await asyncio.sleep(rest_s)
+        found = Measured(rest_cores=(world.loop_s() - began_s) / rest_s)
         for number in range(times):
-            await _complete(control)
-            players.kill(number * members // times, members)
-            generation, at = await players.reached(generation, members - 1)
-            found.without.append(at - players.at["killed"])
-            # Another takes its place by itself, a moment later.
-            generation, at = await players.reached(generation, members)
-            found.with_one.append(at - players.at["ready"])
-        found.head_mb = _peak_mb(head.pid)
+            for changes, word, least in ((found.kills, "kill", nodes - 1), (found.absorbs, "start", nodes)):
+                changes.append(await world.change(word, number * nodes // times, least, found.rest_cores))
+                await _settle(control)
+        found.rss_mb = world.rss_mb()
         return found
     finally:
-        await players.stop()
+        await world.stop_players()
         await control.aclose()
-        await head.stop()
+        await world.head.stop()
 
 
-async def _complete(control: ControlClient) -> None:
-    """Wait until all have switched and have said so."""
+async def _create(control: ControlClient, name: str, nodes: int) -> str:
+    """A run of so many nodes; returns the path of its key file."""
+    spec = RunSpec(run="", name=name, min_nodes=nodes, max_nodes=nodes)
+    return msgspec.convert(await control.call("create_run", spec=msgspec.to_builtins(spec)), NewRun).key_file
+
+
+async def _settle(control: ControlClient) -> None:
+    """Wait until all runs train, and all their nodes have switched and have said so."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            seen = msgspec.convert(await control.call("status"), Snapshot)
-            if seen.runs[0].change is None:
+            runs = msgspec.convert(await control.call("status"), Snapshot).runs
+            if all(run.status is RunStatus.TRAINING and not run.change for run in runs):
                 return
             await asyncio.sleep(0.5)
 
 
-def _peak_mb(pid: int) -> float:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024 / 1e6
+class _World:
+    """The head's process, what the kernel says of it, and the process that plays."""
+
+    def __init__(self, scratch: Path) -> None:
+        (scratch / "config.toml").touch()
+        (scratch / "run").mkdir(mode=0o700)
+        self._environ = {
+            **os.environ,
+            "FALLOW_STATE_DIR": str(scratch / "state"),
+            "XDG_RUNTIME_DIR": str(scratch / "run"),
+            "FALLOW_CONFIG": str(scratch / "config.toml"),
+            "FALLOW_SLURM__CLIENT": "none",
+            "FALLOW_HEAD__ADDRESS": "127.0.0.1",
+        }
+        self.head = HeadProcess(Paths.default(self._environ).create(), self._environ, scratch / "head.log")
+        self.told: dict[int, Told] = {}
+        "generation -> the newest news of it"
+        self.last: dict[str, Told] = {}
+        "`kill` or `start` -> when that was last"
+        self._players: asyncio.subprocess.Process | None = None
+        self._news = asyncio.Event()
+
+    def loop_s(self) -> float:
+        """Processor seconds of the head's main thread so far (`Documentation/scheduler/sched-stats.rst` of Linux)."""
+        return int(Path(f"/proc/{self.head.pid}/schedstat").read_text().split()[0]) / 1e9
+
+    def durable_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.head.paths.redis_dir.rglob("*.aof"))
+
+    def rss_mb(self) -> float:
+        lines = Path(f"/proc/{self.head.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024 / 1e6
+
+    async def play(self, nodes: int, slots: int, key_files: Sequence[str]) -> None:
+        self._players = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "fallow.bench.head_players", str(nodes), str(slots), *key_files),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=self._environ,
+        )
+        self._listener = asyncio.create_task(self._listen(self._players))
+
+    async def _listen(self, players: asyncio.subprocess.Process) -> None:
+        assert players.stdout is not None
+        async for line in players.stdout:
+            told = msgspec.json.decode(line, type=Told)
+            self.last[told.what] = told
+            if told.what == "switch":
+                self.told[told.generation] = told
+            self._news.set()
+
+    async def change(self, word: str, node: int, least: int, rest_cores: float) -> Change:
+        """One generation of at least so many nodes, from the word that sets it off at one node."""
+        before = max(self.told)
+        began, loop_s, durable = time.monotonic(), self.loop_s(), self.durable_bytes()
+        assert self._players is not None
+        assert self._players.stdin is not None
+        self._players.stdin.write(f"{word} {node}\n".encode())
+        generation = await self._all_told(before, least)
+        await asyncio.sleep(ARRIVE_S)
+        loop_s = self.loop_s() - loop_s - rest_cores * (time.monotonic() - began)
+        begin, end = self.last[word], self.told[generation]
+        sent = {kind: count - begin.sent.get(kind, 0) for kind, count in end.sent.items()}
+        return Change(end.at - begin.at, loop_s, sent, self.durable_bytes() - durable)
+
+    async def _all_told(self, after: int, nodes: int) -> int:
+        """Wait until so many nodes have heard of a generation after that one; returns its number."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE_S):
+                while True:
+                    for number, told in self.told.items():
+                        if number > after and told.nodes >= nodes:
+                            return number
+                    self._news.clear()
+                    await self._news.wait()
+        raise FallowError(f"no generation reached {nodes} nodes within {PATIENCE_S:g} s", Exit.SOFTWARE)
+
+    async def stop_players(self) -> None:
+        if self._players is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._players.kill()
+            await self._players.wait()
+            await self._listener

@@ -1,10 +1,9 @@
-"""Plays agents and their workers towards a real head: they say what real ones say, at once, and compute nothing.
+"""Plays the agents of many nodes towards a real head. They say what real ones say, at once, and compute nothing.
 
-    python -m fallow.bench.head_players KEY_FILE FIRST COUNT
+    python -m fallow.bench.head_players NODES SLOTS KEY_FILE...
 
-Reads words from standard input (`kill NODE`: that node's worker dies; end of file: all is over) and writes one line
-per thing that happened, with its time in seconds of CLOCK_MONOTONIC: `heard GENERATION WORKERS TIME` (so many of the
-workers here have been told to switch to it, the last then), `killed`, `ready`.
+Node number i belongs to the run of key file i modulo their number. Words on standard input: `kill I` (the workers of
+node I die), `start I` (others are started there); end of file: all is over. Writes `Told`, one JSON object a line.
 """
 
 from __future__ import annotations
@@ -21,260 +20,233 @@ from typing import Any
 
 import msgspec
 import zmq
+from msgspec.structs import replace
 
 from fallow import __version__
+from fallow.core.nodes.messages import Contract, Gather, Gathered, Order, Report, Switch, Wire
+from fallow.core.protocol.agents import Admitted, Beat, Ended, EndNoted, Hello, News, Progress, Setup, ToAgent
 from fallow.files import read_struct
-from fallow.model import (
-    PROTOCOL,
-    Active,
-    AgentBeat,
-    AgentHello,
-    AgentPlan,
-    Beat,
-    Commit,
-    Dismiss,
-    Doing,
-    ExitNoted,
-    HeadFile,
-    Held,
-    Interrupt,
-    KeyAccepted,
-    KeyFile,
-    Parts,
-    Prepare,
-    StopWorker,
-    ToAgent,
-    ToWorker,
-    Vote,
-    Welcome,
-    WorkerExit,
-    WorkerHello,
-    WorkerKey,
-    WorkerReady,
-)
+from fallow.model import HeadFile, KeyFile
 from fallow.wire.codec import Decoder, encode
-from fallow.wire.keys import KeyPair, new_keypair
 
+PART_BYTES = 8
+"""What each worker tells the others when a group is built. Where it listens they know from its agent's `Hello`."""
+
+_ENTRY = f"10.123.200.17:49152:{'5' * 32}"
+_CONTRACT = Contract(signature="5" * 64, shards=1 << 20, global_batch=1 << 20, layout=("weight float32[1024, 1024]",))
+_PROGRESS = Progress(reached=(0, 100), loss=1.0, samples_per_s=1e5, shards=8, pace_s=0.1)
+_NOTHING = Order(node=0, term=0, edition=0)
 _NOBLOCK = int(zmq.NOBLOCK)
 
 
-class Peer:
-    """One connection: an agent's, or a worker's."""
+class Told(msgspec.Struct):
+    """Something happened here."""
 
-    def __init__(self, stage: Stage, key: KeyPair, kind: Any) -> None:
-        self.stage = stage
-        self.decoder: Decoder[Any] = Decoder(kind)
-        self.socket = stage.connect(key)
-        self.descriptor: int = self.socket.FD
-        stage.add(self)
+    what: str
+    "`kill`: a node's workers; `start`: new ones are ready; `switch`: nodes were told to go over to a generation"
+    at: float
+    "seconds of CLOCK_MONOTONIC"
+    generation: int = 0
+    nodes: int = 0
+    "so many of those here have been told to go over to it by now, the last one `at` that time"
+    sent: dict[str, int] = {}
+    "kind of message -> bytes in both directions so far, before encryption"
 
-    def say(self, message: msgspec.Struct) -> None:
-        """Send; a head that is far behind loses it, as on any network: beats come again."""
-        self.stage.touched.add(self)
+
+class Node:
+    """An agent. Its workers vote for every group, and switch as soon as they are told to."""
+
+    def __init__(self, stage: Stage, file: KeyFile, number: int, slots: int) -> None:
+        self._stage, self._beat_s = stage, 1.0
+        host = f"gpu-node{number:05}"
+        self._hello = Hello(
+            host=host, token=file.token, version=__version__, job_id="1", boot=1, slots=slots, entry=_ENTRY
+        )
+        self._part = msgspec.msgpack.encode([os.urandom(PART_BYTES) for _ in range(slots)])
+        self._begin()
+        self._ended: Ended | None = None
+        self.socket = stage.connect(file)
+
+    def _begin(self) -> None:
+        """Workers start."""
+        self._alive, self._order = True, _NOTHING
+        self._said = Report(node=0, boot=self._hello.boot, seq=0, term=0, edition=0)
+        self._gather: Gather | None = None
+        "that waits for its answer"
+
+    def _say(self, message: Wire, kind: str) -> None:
+        """Send. A head that is far behind loses it, as on any network: it is said again."""
+        data = encode(message)
+        self._stage.touched.add(self)
         try:
-            self.socket.send(encode(message), _NOBLOCK)
+            self.socket.send(data, _NOBLOCK)
         except zmq.Again:
             return
+        self._stage.sent[kind] += len(data)
 
-    def hear(self, message: Any) -> None:
-        raise NotImplementedError
+    def _report(self, kind: str = "reports", **news: Any) -> None:
+        order, seq = self._order, self._said.seq + 1
+        ready = None if order.accepted else _CONTRACT
+        self._said = replace(self._said, seq=seq, term=order.term, edition=order.edition, ready=ready, **news)
+        self._say(Beat(report=self._said, progress=_PROGRESS), kind)
 
-    def beat(self) -> msgspec.Struct:
-        raise NotImplementedError
+    def beat(self) -> float:
+        """Say how things stand; returns the seconds until the next time."""
+        if self._ended is not None:
+            self._say(self._ended, "reports")
+        if not self._alive:
+            self._say(Beat(), "heartbeats")
+        elif not self._said.node:
+            self._say(self._hello, "hellos")
+        else:
+            self._report("heartbeats")
+        if self._gather is not None and time.monotonic() >= self._gather_at:
+            self._send_gather(self._gather)
+        return self._beat_s
 
+    def _send_gather(self, gather: Gather) -> None:
+        self._gather_at = time.monotonic() + 1.0  # said again then, if no answer has come
+        self._say(gather, "gathers")
 
-class Worker(Peer):
-    """Votes for every group, and switches as soon as it is told to."""
-
-    def __init__(self, stage: Stage, key: KeyPair, name: str) -> None:
-        super().__init__(stage, key, ToWorker)
-        self.name = name
-        self._generation = 0
-        self._prepared: dict[int, bool] = {}
-        "generation -> it is one of its members"
-        hello = WorkerHello(worker=name, protocol=PROTOCOL, pid=1, version=__version__, torch="0", address="127.0.0.1")
-        self.say(hello)
-
-    def hear(self, message: Any) -> None:
+    def hear(self, data: bytes) -> None:
+        """Do what a message asks for, at once."""
+        message, kind = self._stage.decode(data), "orders"
         match message:
-            case Welcome():
-                ready = WorkerReady(worker=self.name, signature="s", layout=[], shards=1 << 16, global_batch=1 << 16)
-                self.say(ready)
-                self.stage.tell("ready", self.name, time.monotonic())
-            case Prepare():
-                self._prepared[message.generation] = any(peer.worker == self.name for peer in message.members)
-                self.say(Vote(worker=self.name, generation=message.generation, ok=True))
-            case Commit() if message.generation in self._prepared and message.generation > self._generation:
-                self._generation = message.generation
-                self.stage.heard[message.generation] += 1
-                if self._prepared[message.generation]:
-                    active = Active(
-                        worker=self.name, generation=message.generation, first_step=1, pause_s=0.1, parts=Parts()
-                    )
-                    self.say(active)
-            case Interrupt() if message.generation == self._generation:
-                self.say(Held(worker=self.name, generation=self._generation, step=1, reason="interrupted"))
-            case Dismiss():
-                self.stage.close(self)
+            case Setup():
+                self._beat_s = message.beat_s
+            case Admitted() if self._alive and message.boot == self._hello.boot and not self._said.node:
+                self._report(node=message.node)
+                self._stage.tell("start")
+            case Order() if self._alive and message.node == self._said.node:
+                if (message.term, message.edition) > (self._order.term, self._order.edition):
+                    self._obey(message)
+            case Gathered():
+                kind = "gathers"
+                if self._gather is not None and self._gather.generation == message.generation:
+                    self._gather = None
+                    self._report(prepared=message.generation)
+            case News():
+                kind = "heartbeats"
+            case EndNoted():
+                self._ended = None
+        self._stage.sent[kind] += len(data)
 
-    def beat(self) -> Beat:
-        prepared = max(self._prepared, default=0)
-        return Beat(
-            worker=self.name, generation=self._generation, prepared=prepared, step=1, held=False, doing=Doing.WORKING
-        )
-
-
-class Agent(Peer):
-    """Of a node with one worker."""
-
-    def __init__(self, stage: Stage, file: KeyFile, node: str) -> None:
-        super().__init__(stage, KeyPair(file.public_key, file.secret_key), ToAgent)
-        self.node = node
-        self.worker: Worker | None = None
-        self._keys: dict[str, KeyPair] = {}
-        self.beat_s = 0.0
-        hello = AgentHello(
-            agent=node,
-            token=file.token,
-            protocol=PROTOCOL,
-            version=__version__,
-            job_id="1",
-            node=node,
-            slots=1,
-            pid=1,
-        )
-        self.say(hello)
-
-    def hear(self, message: Any) -> None:
-        match message:
-            case AgentPlan():
-                if not self.beat_s:
-                    self.beat_s = message.beat_s
-                    self.stage.beats(self, self.beat_s)
-                for name in message.workers:
-                    if name not in self._keys:
-                        self._keys[name] = new_keypair()
-                        self.say(WorkerKey(worker=name, public_key=self._keys[name].public))
-            case KeyAccepted():
-                self.worker = Worker(self.stage, self._keys[message.worker], message.worker)
-                self.stage.beats(self.worker, self.beat_s)
-            case StopWorker():
-                self.kill()
-            case ExitNoted():
-                pass
+    def _obey(self, order: Order) -> None:
+        self._order, plan, said = order, order.plan, self._said
+        given_up = max(said.given_up, order.broken)
+        if plan is None:
+            self._gather = None
+        elif plan.generation > said.prepared:
+            given_up = max(given_up, plan.replaces if plan.interrupt else 0)
+            self._gather = Gather(node=said.node, generation=plan.generation, key="control/0", part=self._part)
+            self._send_gather(self._gather)
+        elif order.committed == plan.generation > said.generation:
+            given_up, now = max(given_up, plan.replaces), plan.generation
+            self._said = replace(said, generation=now, step=now, has_state=True, switch=_switch(now))
+            self._stage.told[now] += 1
+        self._report(given_up=given_up)
 
     def kill(self) -> None:
-        """Its worker's process is gone."""
-        if self.worker is not None:
-            self.stage.close(self.worker)
-            self.say(WorkerExit(worker=self.worker.name, code=None, signal=9))
-            self.stage.tell("killed", self.worker.name, time.monotonic())
-            self.worker = None
+        """The workers' processes are gone."""
+        self._alive, self._gather = False, None
+        self._ended = Ended(node=self._said.node, boot=self._hello.boot, code=None, signal=9, report=self._said)
+        self._say(self._ended, "reports")
+        self._stage.tell("kill")
 
-    def beat(self) -> AgentBeat:
-        return AgentBeat(alive=[] if self.worker is None else [self.worker.name])
+    def start(self) -> None:
+        """Others are started, as the head has wanted since those before have ended."""
+        self._hello = replace(self._hello, boot=self._hello.boot + 1)
+        self._begin()
+        self._say(self._hello, "hellos")
 
 
 class Stage:
-    """All that are played by this process, on one thread."""
+    """All nodes that are played, on one thread."""
 
-    def __init__(self, file: KeyFile) -> None:
-        self.touched: set[Peer] = set()
+    def __init__(self) -> None:
+        self._decoder: Decoder[ToAgent] = Decoder(ToAgent)
+        self._last: tuple[bytes, ToAgent] | None = None
+        self.touched: set[Node] = set()
         "they have sent something, which may have used up the signal that something is there for them"
-        self.heard: Counter[int] = Counter()
-        "generation -> workers here that were told to switch to it"
-        self._head = read_struct(Path(file.head_file), HeadFile)
+        self.told: Counter[int] = Counter()
+        "generation -> nodes that were told to switch to it"
+        self.sent: Counter[str] = Counter()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 1 << 15)
-        # ZeroMQ's own poller goes through all sockets each time, and the head has to share its cores with that.
-        self._epoll = select.epoll()
-        self._peers: dict[int, Peer] = {}
-        "by the descriptor of their sockets"
-        self._due: list[tuple[float, int, Peer, float]] = []
-        self._number = 0
 
-    def connect(self, key: KeyPair) -> zmq.Socket[bytes]:
+    def connect(self, file: KeyFile) -> zmq.Socket[bytes]:
+        """A connection of an agent's own."""
+        head = read_struct(Path(file.head_file), HeadFile)
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.CURVE_SERVERKEY, self._head.public_key.encode())
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, key.public.encode())
-        socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret.encode())
-        socket.connect(self._head.endpoint)
+        socket.setsockopt(zmq.CURVE_SERVERKEY, head.public_key.encode())
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, file.public_key.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, file.secret_key.encode())
+        socket.connect(head.endpoint)
         return socket
 
-    def add(self, peer: Peer) -> None:
-        self._peers[peer.descriptor] = peer
-        self._epoll.register(peer.descriptor, select.EPOLLIN)
+    def decode(self, data: bytes) -> ToAgent:
+        """Each node has to open what all are told; here it is opened once, as all share the head's processors."""
+        if self._last is None or self._last[0] != data:
+            self._last = data, self._decoder.decode(data)
+        return self._last[1]
 
-    def close(self, peer: Peer) -> None:
-        if self._here(peer):
-            del self._peers[peer.descriptor]
-            self._epoll.unregister(peer.descriptor)
-            peer.socket.close()
-
-    def _here(self, peer: Peer) -> bool:
-        return self._peers.get(peer.descriptor) is peer
-
-    def beats(self, peer: Peer, every_s: float) -> None:
-        """Its heartbeats begin; those of all are spread over the interval."""
-        self._number += 1
-        first = time.monotonic() + every_s * (self._number % 97) / 97
-        heapq.heappush(self._due, (first, self._number, peer, every_s))
-
-    def tell(self, *words: object) -> None:
-        sys.stdout.write(" ".join(map(str, words)) + "\n")
+    def tell(self, what: str, generation: int = 0) -> None:
+        told = Told(what, time.monotonic(), generation, self.told[generation], dict(self.sent))
+        sys.stdout.write(msgspec.json.encode(told).decode() + "\n")
         sys.stdout.flush()
 
-    def play(self, agents: dict[str, Agent]) -> None:
+    def play(self, nodes: list[Node]) -> None:
         """Until standard input ends."""
-        told: Counter[int] = Counter()
-        words_from = sys.stdin.fileno()
-        self._epoll.register(words_from, select.EPOLLIN)
+        # ZeroMQ's own poller goes through all sockets each time, and the head has to share its cores with that.
+        epoll, words_from = select.epoll(), sys.stdin.fileno()
+        by_descriptor = {node.socket.FD: node for node in nodes}
+        for descriptor in (words_from, *by_descriptor):
+            epoll.register(descriptor, select.EPOLLIN)
+        # Heartbeats are spread over a second.
+        due = [(time.monotonic() + number / len(nodes), number) for number in range(len(nodes))]
+        shown: Counter[int] = Counter()
         while True:
-            wait_s = self._due[0][0] - time.monotonic() if self._due else 0.1
-            wait_s = 0.0 if self.touched else max(0.0, min(0.1, wait_s))
-            ready = [descriptor for descriptor, _ in self._epoll.poll(wait_s)]
+            wait_s = 0.0 if self.touched else max(0.0, due[0][0] - time.monotonic())
+            ready = [descriptor for descriptor, _ in epoll.poll(wait_s)]
             if words_from in ready:
                 words = os.read(words_from, 1 << 16).decode().split()
                 if not words:
-                    self._context.destroy(linger=0)
-                    return
-                for node in words[1::2]:
-                    agents[node].kill()
+                    return self._context.destroy(linger=0)
+                for word, node in zip(words[::2], map(nodes.__getitem__, map(int, words[1::2])), strict=True):
+                    (node.kill if word == "kill" else node.start)()
             touched, self.touched = self.touched, set()
-            for peer in touched.union(self._peers[fd] for fd in ready if fd in self._peers):
-                self._receive(peer)
-            for generation, count in self.heard.items():
-                if told[generation] != count:
-                    told[generation] = count
-                    self.tell("heard", generation, count, time.monotonic())
-            self._beat()
+            for node in touched.union(by_descriptor[fd] for fd in ready if fd != words_from):
+                _receive(node)
+            for generation in [generation for generation, count in self.told.items() if shown[generation] != count]:
+                shown[generation] = self.told[generation]
+                self.tell("switch", generation)
+            while due[0][0] <= time.monotonic():
+                at, number = due[0]
+                heapq.heapreplace(due, (max(time.monotonic(), at + nodes[number].beat()), number))
 
-    def _receive(self, peer: Peer) -> None:
-        while self._here(peer):
-            try:
-                data = peer.socket.recv(_NOBLOCK)
-            except zmq.Again:
-                return
-            peer.hear(peer.decoder.decode(data))
 
-    def _beat(self) -> None:
-        now = time.monotonic()
-        while self._due and self._due[0][0] <= now:
-            at, number, peer, every_s = heapq.heappop(self._due)
-            if self._here(peer):
-                peer.say(peer.beat())
-                heapq.heappush(self._due, (max(now, at + every_s), number, peer, every_s))
+def _switch(generation: int) -> Switch:
+    return Switch(generation=generation, first_step=generation, pause_s=0.1)
+
+
+def _receive(node: Node) -> None:
+    while True:
+        try:
+            data = node.socket.recv(_NOBLOCK)
+        except zmq.Again:
+            return
+        node.hear(data)
 
 
 def main() -> None:
     """See the module."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    file = read_struct(Path(sys.argv[1]), KeyFile)
-    first, count = int(sys.argv[2]), int(sys.argv[3])
-    stage = Stage(file)
-    stage.play({f"n{number}": Agent(stage, file, f"n{number}") for number in range(first, first + count)})
+    count, slots = map(int, sys.argv[1:3])
+    files = [read_struct(Path(name), KeyFile) for name in sys.argv[3:]]
+    stage = Stage()
+    stage.play([Node(stage, files[number % len(files)], number, slots) for number in range(count)])
 
 
 if __name__ == "__main__":

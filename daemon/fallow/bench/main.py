@@ -43,37 +43,47 @@ INTERRUPTED = 130
 def main(names: Sequence[str], settings: Settings, *, json: bool) -> int:
     """Measure one after the other; progress goes to standard error, the figures to standard output.
 
-    Ctrl-C or SIGTERM ends it with the rows that are complete; the code then says that it was interrupted.
+    Ctrl-C or SIGTERM ends it with the rows that are complete; the code then says that it was interrupted. One that
+    fails ends it likewise.
 
     Args:
         names: of `BENCHES`; empty: all of them.
         settings: worlds and models.
         json: print one JSON list instead of a table.
+
+    Raises:
+        FallowError: what could not be measured, after the rows that are complete.
     """
     from rich.console import Console
 
     console = Console(stderr=True)
     found: list[Row] = []
     code: int = Exit.OK
+    problem: Exception | None = None
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     wanted = list(names) or list(BENCHES)
     with console.status("bench") as status, contextlib.suppress(KeyboardInterrupt):
         code = INTERRUPTED
-        for number, name in enumerate(wanted, start=1):
-            head = f"[{number}/{len(wanted)}] "
+        try:
+            for number, name in enumerate(wanted, start=1):
+                head = f"[{number}/{len(wanted)}] "
 
-            def progress(text: str, head: str = head) -> None:
-                status.update(head + text)
-                if not console.is_terminal:
-                    sys.stderr.write(f"bench: {head}{text}\n")
+                def progress(text: str, head: str = head) -> None:
+                    status.update(head + text)
+                    if not console.is_terminal:
+                        sys.stderr.write(f"bench: {head}{text}\n")
 
-            for row in importlib.import_module(f"fallow.bench.{name}").run(settings, progress):
-                found.append(replace(row, device=settings.device))  # noqa: PERF401 - complete rows outlive an interrupt
-        code = Exit.OK
+                for row in importlib.import_module(f"fallow.bench.{name}").run(settings, progress):
+                    found.append(replace(row, device=settings.device))  # noqa: PERF401 - complete rows outlive an end
+            code = Exit.OK
+        except Exception as error:
+            problem = error
     if json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
     else:
         show(found)
+    if problem is not None:
+        raise problem
     return code
 
 

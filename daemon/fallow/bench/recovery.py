@@ -4,7 +4,7 @@ From the signal to the end of the first step of the new generation, on the slowe
 step is a whole one, as long as the survivors' others, which with a large model on few processors is most of the figure;
 so the note tells both parts, the survivors' usual step and the rest: detection, regrouping, what is done again.
 
-Oldest and youngest members are killed in turn, so rank 0 too; each time another worker joins before the next one dies.
+Oldest and youngest members are killed in turn, so rank 0 too; each time another one joins before the next one dies.
 """
 
 from __future__ import annotations

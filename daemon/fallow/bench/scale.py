@@ -1,38 +1,35 @@
 """How the head's work grows with the cluster, up to 10,000 nodes and 1,000 runs: `fallow simulate --scale`.
 
-Everything is the head's own code on made-up data, in processor time of this machine, so that what else runs does not
-count much. One head in one process does all of it but reading polls, for which it has a thread.
+What is decided for a poll is the head's own code on made-up data; heartbeats come to a real head from played agents
+(`bench.head`). All is in processor time of this machine, so that what else runs does not count much. One head in one
+process does all of it but reading polls, for which it has a thread.
 """
 
 from __future__ import annotations
 
+import asyncio
 import gc
-import resource
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from fallow.bench import scale_cluster, scale_head, scale_poll
-from fallow.config import Membership, Slurm
+from fallow.bench import head, scale_cluster, scale_poll
+from fallow.config import Slurm
 from fallow.core.quantile import quantile
 from fallow.model import Struct
 
 SIZES = ((100, 10, 1800.0), (1_000, 100, 1800.0), (3_000, 300, 600.0), (10_000, 1_000, 120.0))
 """(nodes, runs, virtual seconds that are played)."""
 
-SLOTS = 8
-"""Workers on a node: one per GPU."""
-
 FULL = 0.5
 """Of a core, or of the time between two polls: more than that leaves no room for bad moments."""
 
 COLUMNS = (
     "NODES", "RUNS", "POLL P50 S", "P95", "MAX", "DECIDING", "READ S", "POLLS/MIN", "RPCS/MIN", "SUBMITS/MIN", "QUEUE",
-    "FULL AFTER", "WORKERS", "BEAT US", "TICK MS", "CORES", "RECORD KB", "RSS MB",
+    "FULL AFTER", "HELD", "CORES", "RSS MB",
 )  # fmt: skip
 
-TICKS_PER_S = 4
 PACE_TIMES = 3
+REST_S = 10.0
+"""For so long heartbeats are counted."""
 
 
 class Scale(Struct, frozen=True, kw_only=True):
@@ -58,47 +55,36 @@ class Scale(Struct, frozen=True, kw_only=True):
     full_after_s: float | None
     "from the begin until nine in ten of the idle nodes trained; None: never"
     idle_nodes: float
-    workers: int
-    "once all nodes train that others leave idle in the long run"
-    beat_s: float
-    "to hear a heartbeat and to answer it, the socket included"
-    tick_s: float
-    "to look at all deadlines, four times a second"
+    held: int
+    "nodes that train once others leave all of them idle that they do in the long run"
     cores: float
-    "that heartbeats and ticks take; the head has one"
-    record_bytes: int
-    "of one run, written at each of its changes"
+    "that their heartbeats and the ticks take; the head has one"
     rss_mb: float
-    "of this process, so far"
+    "of the head then"
 
 
 def run(tell: Callable[[str], None]) -> list[Scale]:
     """Measure all sizes. Args: tell: told what is measured now."""
-    with tempfile.TemporaryDirectory() as folder:
-        by_socket_s = scale_head.socket_s(Path(folder))
     found = []
     for nodes, runs, lasts_s in SIZES:
         tell(f"{nodes} nodes, {runs} runs")
-        found.append(measure(nodes, runs, lasts_s, by_socket_s))
+        found.append(measure(nodes, runs, lasts_s))
     return found
 
 
-def measure(nodes: int, runs: int, lasts_s: float, by_socket_s: float) -> Scale:
+def measure(nodes: int, runs: int, lasts_s: float, rest_s: float = REST_S) -> Scale:
     """One size.
 
     Args:
         nodes, runs: of the made-up cluster.
         lasts_s: virtual seconds that are played.
-        by_socket_s: what a beat costs by the socket in a small run (`scale_head.socket_s`).
+        rest_s: for so long heartbeats are counted.
     """
     polls = scale_cluster.measure(runs, nodes, lasts_s)
     gc.collect()
     read_s = min(scale_poll.measure(nodes) for _ in range(PACE_TIMES))
     held = max(runs, round((1 - scale_cluster.USED) * nodes))
-    small = scale_head.measure(1, scale_head.SOCKETS, 1)
-    loop = scale_head.measure(runs, held, SLOTS)
-    beat_s = loop.beat_s + max(0.0, by_socket_s - small.beat_s)
-    workers = held * SLOTS
+    loop = asyncio.run(head.measure(held, head.SLOTS, 0, runs=runs, rest_s=rest_s))
     return Scale(
         nodes=nodes,
         runs=runs,
@@ -114,12 +100,9 @@ def measure(nodes: int, runs: int, lasts_s: float, by_socket_s: float) -> Scale:
         longest_queue=polls.longest_queue,
         full_after_s=polls.full_after_s,
         idle_nodes=polls.idle_nodes,
-        workers=workers,
-        beat_s=beat_s,
-        tick_s=loop.tick_s,
-        cores=workers / Membership().beat_s * beat_s + TICKS_PER_S * loop.tick_s,
-        record_bytes=loop.record_bytes,
-        rss_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        held=held,
+        cores=loop.rest_cores,
+        rss_mb=loop.rss_mb,
     )
 
 
@@ -133,8 +116,7 @@ def rows(found: Sequence[Scale]) -> list[list[str]]:
             *(f"{each.polls_per_min:.1f}", f"{each.rpcs_per_min:.1f}", f"{each.submits_per_min:.1f}"),
             str(each.longest_queue),
             "-" if each.full_after_s is None else f"{each.full_after_s / 60:.1f} min",
-            *(str(each.workers), f"{each.beat_s * 1e6:.0f}", f"{each.tick_s * 1e3:.1f}", f"{each.cores:.2f}"),
-            *(f"{each.record_bytes / 1000:.0f}", f"{each.rss_mb:.0f}"),
+            *(str(each.held), f"{each.cores:.2f}", f"{each.rss_mb:.0f}"),
         ]
         for each in found
     ]
@@ -148,8 +130,8 @@ def findings(found: Sequence[Scale]) -> list[str]:
         parts = [
             f"a poll takes {(each.poll_p95_s + each.read_s) / interval_s:.1%} of the {interval_s:g} s between two",
             f"while runs begin, deciding takes {each.busy_share:.2f} cores",
-            f"{each.workers // SLOTS} idle nodes need {each.workers / SLOTS / per_min:.0f} min of submissions",
-            f"heartbeats of {each.workers} workers take {each.cores:.2f} cores",
+            f"{each.held} idle nodes need {each.held / per_min:.0f} min of submissions",
+            f"heartbeats of {each.held} agents take {each.cores:.2f} cores",
         ]
         if max(each.cores, each.busy_share) > FULL:
             parts.append("too much for the one core that a head has")

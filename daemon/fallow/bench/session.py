@@ -56,7 +56,7 @@ def train(
         scratch: empty folder; takes the head's state.
         params: of the model.
         steps: optimizer steps.
-        members: workers at the start.
+        members: nodes at the start, with one worker each.
         schedule: what happens to the membership.
         most: members at most, and shards in a step.
         device: to train on, as torch names its kind.

@@ -35,9 +35,9 @@ def run(settings: Settings, progress: Progress) -> Iterator[Row]:
 def measure(members: int, params: int, steps: int) -> Row:
     """One run with all members, one with a usual member alone, one with the slow one alone."""
     shards = SHARDS_PER_MEMBER * members
-    rates = throughput(members, params, shards, SETTLED + steps, SETTLED, "w1")
+    rates = throughput(members, params, shards, SETTLED + steps, SETTLED, "n1")
     usual = rows.ours(throughput(1, params, shards, ALONE, 1, "none")).p50
-    slow = rows.ours(throughput(1, params, shards, ALONE, 1, "w0")).p50
+    slow = rows.ours(throughput(1, params, shards, ALONE, 1, "n0")).p50
     total = (members - 1) * usual + slow
     ours = rows.ours(rates)
     even = members * slow / total

@@ -22,7 +22,7 @@ CONTEXT_CUDA = 256
 LAYERS = 6
 _SAMPLES = 1 << 20
 HOST = torch.device("cpu")
-_RATE = 1e-4
+_RATE, _BETAS, _EPS, _DECAY = 1e-4, (0.9, 0.999), 1e-8, 0.01
 
 
 class GPT(nn.Module):
@@ -88,7 +88,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> to
 
 def optimizer(model: nn.Module) -> torch.optim.AdamW:
     """AdamW in one pass over the memory; the loop over tensors, its default, takes six times as long on a CPU."""
-    return torch.optim.AdamW(model.parameters(), lr=_RATE, fused=True)
+    return torch.optim.AdamW(model.parameters(), _RATE, _BETAS, _EPS, _DECAY, fused=True)
 
 
 class MixedAdamW(torch.optim.Optimizer):
@@ -118,11 +118,11 @@ class MixedAdamW(torch.optim.Optimizer):
                 [state["step"]],
                 fused=True,
                 amsgrad=False,
-                beta1=0.9,
-                beta2=0.999,
+                beta1=_BETAS[0],
+                beta2=_BETAS[1],
                 lr=_RATE,
-                weight_decay=0.01,
-                eps=1e-8,
+                weight_decay=_DECAY,
+                eps=_EPS,
                 maximize=False,
             )
             weight.copy_(state["weight"])

@@ -69,11 +69,11 @@ def bench(
         return _harvest(seconds, profile, seed, as_json)
     from fallow.bench.main import ALONE, check_names, main
     from fallow.bench.rows import Settings
-    from fallow.core.schedule import MOST_MEMBERS
+    from fallow.core.schedule import MOST_WORKERS
 
     check_names(names, device)
     least = 1 if names and ALONE.issuperset(names) else 2
-    worlds = [int(number) for number in _numbers(members, "--members", least=least, most=MOST_MEMBERS)]
+    worlds = [int(number) for number in _numbers(members, "--members", least=least, most=MOST_WORKERS)]
     sizes = [round(number * 1e6) for number in _numbers(params, "--params", least=0.01, most=100_000)]
     return int(main(names, Settings(members=worlds, params=sizes, n=n, device=device), json=as_json))
 

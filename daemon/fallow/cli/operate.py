@@ -9,7 +9,7 @@ import click
 
 from fallow.cli.common import ask, json_option, print_json
 from fallow.model import Exit, FallowError
-from fallow.text import clean, shown
+from fallow.text import clean, counted, shown
 
 MOST_NODES = 100_000
 """In one node list: every name of a range is made before anybody can look at it."""
@@ -24,31 +24,33 @@ def _done(as_json: bool, text: str, **result: Any) -> None:
 
 @click.command(short_help="Let a run have more members.")
 @click.argument("run")
-@click.option("--by", type=click.IntRange(min=1), default=1, show_default=True, help="How many workers more.")
+@click.option("--by", type=click.IntRange(min=1), default=1, show_default=True, help="How many nodes more.")
 @json_option
 def grow(run: str, by: int, as_json: bool) -> None:
-    """Raise the number of workers that RUN may have, up to its maximum."""
+    """Raise the number of nodes that RUN may have, up to its maximum."""
     limit = ask("grow", run=run, by=by)
-    _done(as_json, f"run {run}: up to {limit} workers", run=run, limit=limit)
+    _done(as_json, f"run {run}: up to {counted(limit, 'node')}", run=run, limit=limit)
 
 
 @click.command(short_help="Let a run have fewer members.")
 @click.argument("run")
-@click.option("--by", type=click.IntRange(min=1), help="How many workers fewer.  [default: 1]")
-@click.option("--worker", "workers", multiple=True, help="Release this worker; may be repeated. Instead of --by.")
+@click.option("--by", type=click.IntRange(min=1), help="How many nodes fewer.  [default: 1]")
+@click.option(
+    "--member", "members", multiple=True, help="Release this member, e.g. n3; may be repeated. Instead of --by."
+)
 @json_option
-def shrink(run: str, by: int | None, workers: tuple[str, ...], as_json: bool) -> None:
-    """Release workers of RUN at the next step boundary: the youngest, or those that are named."""
-    if workers and by is not None:
+def shrink(run: str, by: int | None, members: tuple[str, ...], as_json: bool) -> None:
+    """Release members of RUN at the next step boundary: the youngest, or those that are named."""
+    if members and by is not None:
         raise FallowError(
-            f"run {shown(run)}: --by counts the youngest workers, --worker names them; give one of the two", Exit.USAGE
+            f"run {shown(run)}: --by counts the youngest members, --member names them; give one of the two", Exit.USAGE
         )
-    if workers:
-        ask("release", run=run, workers=list(workers))
-        _done(as_json, f"run {run}: releasing {', '.join(workers)}", run=run, workers=list(workers))
+    if members:
+        ask("release", run=run, members=list(members))
+        _done(as_json, f"run {run}: releasing {', '.join(members)}", run=run, members=list(members))
     else:
         limit = ask("shrink", run=run, by=by or 1)
-        _done(as_json, f"run {run}: up to {limit} workers", run=run, limit=limit)
+        _done(as_json, f"run {run}: up to {counted(limit, 'node')}", run=run, limit=limit)
 
 
 @click.command(short_help="Give nodes back.")

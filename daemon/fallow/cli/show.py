@@ -251,7 +251,7 @@ def show_run(run: RunView, now: float) -> None:
     if run.members:
         click.echo()
         show_table(
-            ["WORKER", "NODE", "KIND", "PHASE", "RANK", "STEP", "SHARDS", "S/SHARD", "LEFT", "SEEN"],
+            ["MEMBER", "NODE", "KIND", "PHASE", "RANK", "STEP", "SHARDS", "S/SHARD", "LEFT", "SEEN"],
             [_member_row(member) for member in run.members],
         )
     if run.allocations:
@@ -316,13 +316,20 @@ def _deadline_line(run: RunView) -> str:
     return f"deadline {moment(run.deadline_at or 0.0)}: {stands}"
 
 
+def ranks(member: MemberView) -> str:
+    """Of all its workers."""
+    if member.rank is None:
+        return "-"
+    return str(member.rank) if member.workers == 1 else f"{member.rank}-{member.rank + member.workers - 1}"
+
+
 def _member_row(member: MemberView) -> list[str]:
     return [
-        member.worker,
-        member.node or "-",
+        member.member,
+        member.node,
         member.allocation.value,
         member.phase.value,
-        "-" if member.rank is None else str(member.rank),
+        ranks(member),
         str(member.step),
         str(member.shards) if member.shards else "-",
         number(member.pace_s) if member.pace_s else "-",

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from fallow.model import Exit, FallowError, RunSpec, Struct
-from fallow.model.bounds import Code, Count, Few, Id, Many, Name, Positive, Prose, Seconds, Slots
+from fallow.model.bounds import Code, Count, Few, Id, Many, Name, Positive, Prose, Seconds
 
 SUBSCRIBE = "subscribe"
 
@@ -61,7 +61,7 @@ class Resize(Struct, frozen=True, kw_only=True):
 
 class Release(Struct, frozen=True, kw_only=True):
     run: Name
-    workers: Few[Id]
+    members: Few[Name]
 
 
 class Drain(Struct, frozen=True, kw_only=True):
@@ -80,11 +80,6 @@ class PruneRuns(Struct, frozen=True, kw_only=True):
     older_than_s: Seconds | None = None
     checkpoints: bool = False
     dry_run: bool = False
-
-
-class NewLocalAllocation(Struct, frozen=True, kw_only=True):
-    run: Name
-    slots: Slots
 
 
 METHODS: dict[str, type[Struct]] = {
@@ -108,7 +103,7 @@ METHODS: dict[str, type[Struct]] = {
     "checkpoint": OfRun,
     "rollback": Rollback,
     "prune": PruneRuns,
-    "local_allocation": NewLocalAllocation,
+    "local_allocation": OfRun,
     "shutdown": Nothing,
     SUBSCRIBE: Nothing,
 }

@@ -82,6 +82,8 @@ class BaseJob(Struct, frozen=True):
 class LocalAllocation(Struct, frozen=True):
     """Result of `local_allocation`."""
 
+    member: str
+    "the name that its node will have"
     token: str
     key_file: str
 

@@ -38,6 +38,22 @@ MISSING_POLLS = 2
 """A job that no poll shows is taken for ended only after this many: one answer may be from before its submission."""
 
 
+class Agent(msgspec.Struct, kw_only=True):
+    """The agent on one node of an allocation. There is one at a time."""
+
+    process: str = ""
+    "which process it is; another one has begun anew, and the workers of the one before have ended with that"
+    node: int = 0
+    "number of its workers in the run's membership; 0: the ones that are wanted have not come yet"
+    boot: int = 1
+    "which start of its workers is wanted"
+    gone: bool = False
+    again_at: float | None = None
+    "Unix time at which workers that crashed are started again"
+    restarts: int = 0
+    "how often they were"
+
+
 class Allocation(msgspec.Struct, kw_only=True):
     """One job (all components of a heterogeneous one) held for a run."""
 
@@ -46,6 +62,8 @@ class Allocation(msgspec.Struct, kw_only=True):
     kind: AllocationKind
     public_key: str
     "of its agents"
+    number: int = 0
+    "in the order in which the run asked for its allocations, from 0"
     state: AllocationState = AllocationState.UNKNOWN
     job_id: str | None = None
     partition: str = ""
@@ -99,15 +117,8 @@ class Allocation(msgspec.Struct, kw_only=True):
     "it is in the sums of its run"
     uses: dict[str, Use] = {}
     "node -> what it was used for; nodes that never had a member are not there"
-    agents: dict[str, list[str]] = {}
-    "node -> worker ids, in the order the agent starts them"
-    agents_gone: list[str] = []
-    exited: list[str] = []
-    "workers whose process has ended, as the agent says"
-    again: dict[str, float] = {}
-    "worker that crashed -> Unix time at which another takes its place"
-    restarts: dict[str, int] = {}
-    "node -> workers that were started in others' places"
+    agents: dict[str, Agent] = {}
+    "by the names of their nodes"
     missing: int = 0
     looked_at: float | None = None
     "last time that it was not there, while nobody knows whether Slurm took it: before sbatch, then each poll"
@@ -128,8 +139,8 @@ class Allocation(msgspec.Struct, kw_only=True):
     "Unix time at which an agent said that it ends; `fallow run` ends the job then"
     told_to_end: bool = False
     "the head refused an agent of it, or has given it up and told an agent so: `fallow run` ends the job"
-    reserved: list[str] = []
-    "worker ids handed out before the agent came (`fallow local`)"
+    reserved: int = 0
+    "the number that its node gets (`fallow local`); 0: the next that is free"
 
     @property
     def live(self) -> bool:
@@ -162,8 +173,14 @@ class Allocation(msgspec.Struct, kw_only=True):
         return self.kind is AllocationKind.HARVEST and not self.hurried
 
     @property
-    def workers(self) -> list[str]:
-        return [w for names in self.agents.values() for w in names]
+    def hosts(self) -> list[str]:
+        """Nodes on which an agent of it is."""
+        return [host for host, agent in self.agents.items() if not agent.gone]
+
+    @property
+    def members(self) -> list[int]:
+        """Numbers that its nodes have in the run's membership, whether they are alive or not."""
+        return [agent.node for agent in self.agents.values() if agent.node]
 
 
 def jobs_of(allocation: Allocation, jobs: Iterable[JobInfo]) -> list[JobInfo]:
@@ -255,7 +272,7 @@ def observe(allocation: Allocation, jobs: Iterable[JobInfo], now: float, horizon
             if now - allocation.waits_since > horizon_s and allocation.missing >= MISSING_POLLS:
                 allocation.state = AllocationState.LOST
                 return "never appeared in Slurm"
-        elif allocation.missing >= MISSING_POLLS and not set(allocation.agents) - set(allocation.agents_gone):
+        elif allocation.missing >= MISSING_POLLS and not allocation.hosts:
             if allocation.state is AllocationState.PENDING:
                 # Why it waited says nothing about how it ended.
                 allocation.reason = ""
@@ -341,8 +358,7 @@ def begin_again(allocation: Allocation, at: float) -> None:
         span.end_at = at if span.end_at is None else span.end_at
     allocation.state, allocation.reason = AllocationState.PENDING, ""
     allocation.submit_at = allocation.start_at = allocation.end_at = allocation.active_at = None
-    allocation.nodes, allocation.agents, allocation.agents_gone = [], {}, []
-    allocation.exited, allocation.again, allocation.restarts = [], {}, {}
+    allocation.nodes, allocation.agents = [], {}
     allocation.asked_at = allocation.wanted_at = allocation.gone_by = allocation.end_code = None
     allocation.left_at = None
     allocation.warned, allocation.told_to_end, allocation.missing, allocation.unseen_at = False, False, 0, None

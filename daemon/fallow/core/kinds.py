@@ -33,8 +33,8 @@ class Kind(msgspec.Struct, frozen=True):
     memory_mb: int = 0
     reservation: str = ""
     "that the run names, or several with commas; empty: none"
-    alike: frozenset[Likeness] = frozenset()
-    "of a reproducible run: nodes like its members'; empty: any"
+    alike: tuple[Likeness, ...] = ()
+    "of a reproducible run: nodes like its members', each likeness once and in order; empty: any"
 
     def suits(self, node: NodeInfo, part: Part | None = None) -> bool:
         """Can the run use this node, or this part of it?"""

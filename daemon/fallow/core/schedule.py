@@ -13,7 +13,7 @@ import msgspec
 
 from fallow.model import Exit, FallowError
 
-MOST_MEMBERS = 512
+MOST_WORKERS = 512
 """Of one training on one machine, each a process that imports torch."""
 
 
@@ -56,10 +56,15 @@ DIGITS = 18
 GRAMMAR = "+K@STEP, -K@STEP, -mI@STEP, kill:I@STEP, stop:I@STEP, cont:I@STEP, head-kill@STEP or store-kill@STEP"
 
 
-def parse_schedule(text: str, members: int) -> tuple[Item, ...]:
+def parse_schedule(text: str, members: int, workers_per_node: int = 1) -> tuple[Item, ...]:
     """Items in order of step (in the order given within a step), checked against what there will be.
 
-    `members` is how many members the run starts with.
+    Args:
+        members: nodes that the run starts with.
+        workers_per_node: of each.
+
+    Raises:
+        FallowError: an item cannot be read, is about a member that is not there, or there would be too many workers.
     """
     items: list[Item] = []
     for number, word in enumerate(text.split(","), 1):
@@ -69,9 +74,10 @@ def parse_schedule(text: str, members: int) -> tuple[Item, ...]:
             continue
         items.append(_item(number, word.strip()))
     total = members + sum(item.count for item in items if item.action is Action.ADD)
-    if total > MOST_MEMBERS:
+    if total * workers_per_node > MOST_WORKERS:
         raise FallowError(
-            f"{total} members in all are more than one machine can start; at most {MOST_MEMBERS}", Exit.USAGE
+            f"{total * workers_per_node} workers in all are more than one machine can start; at most {MOST_WORKERS}",
+            Exit.USAGE,
         )
     items.sort(key=lambda item: item.step)
     _check(items, members)

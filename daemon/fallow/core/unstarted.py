@@ -8,8 +8,6 @@ it, each time for twice as long, until the node is used or looks otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import msgspec
 
 from fallow.core.backoff import Asker
@@ -44,6 +42,12 @@ class Declined(msgspec.Struct, frozen=True):
     "sort of run, partition, times, until when"
 
 
+class AllDeclined(msgspec.Struct, frozen=True):
+    """What is written down of all nodes that are left alone."""
+
+    nodes: list[Declined] = []
+
+
 class Unstarted:
     """Follows the polls of one head."""
 
@@ -75,17 +79,19 @@ class Unstarted:
         if until <= at:
             self._declined[node][sort, partition] = times + 1, at + min(LONGEST_S, FIRST_S * 2.0 ** min(times, 20))
 
-    def remembered(self) -> list[Declined]:
+    def remembered(self) -> AllDeclined:
         """What the next head needs to know."""
-        return [
-            Declined(node, *self._looks[node], [(*key, *spell) for key, spell in to.items()])
-            for node, to in self._declined.items()
-            if node in self._looks
-        ]
+        return AllDeclined(
+            [
+                Declined(node, *self._looks[node], [(*key, *spell) for key, spell in to.items()])
+                for node, to in self._declined.items()
+                if node in self._looks
+            ]
+        )
 
-    def recall(self, known: Iterable[Declined]) -> None:
+    def recall(self, known: AllDeclined) -> None:
         """Go on from what an earlier head knew. A node that looks otherwise at the next poll was used since."""
-        for each in known:
+        for each in known.nodes:
             self._looks[each.node] = each.look, each.since
             self._declined[each.node] = {(sort, partition): (times, until) for sort, partition, times, until in each.to}
 

@@ -81,7 +81,7 @@ class Figures(Struct, frozen=True, kw_only=True):
     "median, from our job's start to the node's membership"
     start_ups: int
     start_ups_cut_off: int
-    "not in the median: the node was gone before its worker was a member"
+    "not in the median: the node was gone before it was a member"
     hole_to_step_s: Quantiles
     "of the holes that others left, and that were filled"
     hole_to_step_or_never_s: Quantiles

@@ -91,7 +91,7 @@ class Hole:
     wanted_s: float = 0.0
     "in which it was nobody's while jobs of others waited"
     member_at: float | None = None
-    "when its worker was a member for the first time"
+    "when it was a member for the first time"
     held: list[tuple[float, float]] = field(default_factory=list)
     "by a job of ours, from when to when"
     lost: dict[str, float] = field(default_factory=dict)
@@ -109,13 +109,16 @@ class Hole:
 
 
 def memberships(events: Iterable[EventRecord], run: str | None = None) -> Memberships:
-    """From a head's event log: the changes of a run's membership, its suspensions included."""
-    found = [
-        (event.at, frozenset(event.data["nodes"]))
-        for event in events
-        if "generation" in event.data and "nodes" in event.data and run in (None, event.run)
-    ]
-    return sorted(found, key=lambda change: change[0])
+    """From a head's event log, in order: the changes of a run's membership, its suspensions included."""
+    hosts: dict[str, str] = {}
+    found: list[tuple[float, frozenset[str]]] = []
+    for event in events:
+        if "joined" in event.data and run in (None, event.run):
+            for member in event.data["left"]:
+                hosts.pop(member, None)
+            hosts |= event.data["joined"]
+            found.append((event.at, frozenset(hosts.values())))
+    return found
 
 
 def find_holes(
@@ -245,7 +248,7 @@ def where_lost(holes: Iterable[Hole], start_up_s: float) -> list[Lost]:
 
 
 def hole_to_step(holes: Iterable[Hole]) -> Quantiles:
-    """From a hole's begin until its node's worker is a member, of the holes in which that came about."""
+    """From a hole's begin until its node is a member, of the holes in which that came about."""
     return _quantiles([hole.member_at - hole.begin for hole in holes if hole.member_at is not None])
 
 
@@ -293,7 +296,7 @@ def _why(hole: Hole, usual_s: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StartUps:
-    """From a job of ours getting a node until the node's worker is a member."""
+    """From a job of ours getting a node until the node is a member."""
 
     seconds: list[float]
     "of each time that this came about"
@@ -310,7 +313,7 @@ def start_ups(samples: Sequence[Sample], members: Memberships) -> StartUps:
     done: list[float] = []
     cut_off = 0
     since: dict[str, float] = {}
-    "node -> when it was first seen as ours; -1: its worker has been a member since"
+    "node -> when it was first seen as ours; -1: it has been a member since"
     changes = list(members)
     on: frozenset[str] = frozenset()
     for sample in samples:

@@ -28,7 +28,7 @@ class DemoReport(Struct, frozen=True):
     others_delayed: DelayReport
     slurmctld_rpcs_per_min: float
     released_late: int
-    "nodes whose job ended before its worker had left"
+    "nodes whose job ended before they had left the training"
     seconds: float
 
     @property

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from itertools import takewhile
 
 from fallow.config import Usage
 from fallow.core import budget
+from fallow.core.nodes.names import member_number
 from fallow.core.prices import Prices
 from fallow.core.spans import held
 from fallow.core.usage import Tallies, by_month, is_since, merge, note_members, note_pause, tally
@@ -21,6 +23,7 @@ from fallow.model import (
     AllocationState,
     Amount,
     ChangeKind,
+    MemberPhase,
     Source,
     UsageRow,
 )
@@ -41,33 +44,31 @@ def note(turn: Turn) -> None:
 
 def _note_run(run: Run, now: float) -> None:
     r, record = run.roster, run.record
-    allocations = record.allocations.values()
-    here = set() if r.status.ended else _places(run, (worker for worker in r.members if r.alive(worker)))
+    allocations = run.allocations.values()
+    here = set() if run.ended else _places(run, filter(r.alive, r.members))
     note_members(allocations, here, now)
-    for done in reversed(r.history):
-        if done.generation <= record.accounted_generation:
-            break
+    for done in takewhile(lambda done: done.generation > record.accounted_generation, reversed(run.generations)):
         if done.pause_s is not None and done.kind is not ChangeKind.START:
-            note_pause(allocations, _places(run, done.members), done.pause_s, 0.0)
-    if r.history:
-        record.accounted_generation = max(record.accounted_generation, r.history[-1].generation)
-    discarded = r.steps_discarded - record.accounted_discarded
+            note_pause(allocations, _places(run, map(member_number, done.members)), done.pause_s, 0.0)
+    if run.generations:
+        record.accounted_generation = max(record.accounted_generation, run.generations[-1].generation)
+    discarded = run.root.discarded - record.accounted_discarded
     if discarded:
         note_pause(allocations, here, 0.0, discarded * _step_s(run))
-        record.accounted_discarded = r.steps_discarded
+        record.accounted_discarded = run.root.discarded
 
 
-def _places(run: Run, workers: Iterable[str]) -> set[tuple[str, str]]:
-    """(token, node) of those that are still known."""
-    known = (run.roster.workers.get(worker) for worker in workers)
-    return {(worker.token, worker.node) for worker in known if worker is not None}
+def _places(run: Run, members: Iterable[int]) -> set[tuple[str, str]]:
+    """(token, host) of those that are still known."""
+    known = (run.roster.nodes.get(n) for n in members)
+    return {(node.token, node.host) for node in known if node is not None}
 
 
 def _step_s(run: Run) -> float:
     """Seconds that a step takes at the present rate; 0 where nobody has said yet."""
-    rates = [run.beats[w].samples_per_s for w in run.roster.members if w in run.beats]
-    rate = max(rates, default=0.0)
-    return (run.roster.global_batch or 0) / rate if rate > 0 else 0.0
+    rate = max((run.progress[n].samples_per_s for n in run.roster.members if n in run.progress), default=0.0)
+    contract = run.root.contract
+    return contract.global_batch / rate if contract is not None and rate > 0 else 0.0
 
 
 def settle(turn: Turn, at: float) -> None:
@@ -82,9 +83,9 @@ def settle(turn: Turn, at: float) -> None:
 
 
 def _settle_run(turn: Turn, run: Run, at: float) -> None:
-    record, rests = run.record, run.roster.status.ended
-    alive = {worker.token for worker in run.roster.workers.values() if run.roster.alive(worker.worker)}
-    for token, allocation in list(record.allocations.items()):
+    record, rests = run.record, run.ended
+    alive = {node.token for node in run.roster.nodes.values() if node.phase is not MemberPhase.GONE}
+    for token, allocation in list(run.allocations.items()):
         lost = allocation.state is AllocationState.LOST and not allocation.spans
         old = at - _over_at(allocation.requested_at, (s.end_at for s in allocation.spans.values())) > KEEP_S
         if (allocation.settled or (lost and old)) and not allocation.counted:
@@ -95,7 +96,7 @@ def _settle_run(turn: Turn, run: Run, at: float) -> None:
             turn.dirty.add(run.id)
         if allocation.counted and old and allocation.kind is AllocationKind.HARVEST and token not in alive:
             record.spent_node_s += budget.booked(allocation, at)
-            del record.allocations[token]
+            del run.allocations[token]
             turn.dirty.add(run.id)
         rests = rests and allocation.counted and old
     if rests:
@@ -112,7 +113,7 @@ def _over_at(requested_at: float, ends: Iterable[float | None]) -> float:
 def tallies(run: Run, now: float) -> Tallies:
     """The run's sums, with what its live jobs have held so far."""
     sums = copy.deepcopy(run.record.usage)
-    for allocation in run.record.allocations.values():
+    for allocation in run.allocations.values():
         if not allocation.counted:
             tally(sums, allocation, now)
     return sums

@@ -1,12 +1,13 @@
-"""Another worker in the place of one that crashed, on an allocation that lives on."""
+"""Workers that crashed are started again, on an allocation that lives on."""
 
 from __future__ import annotations
 
-from fallow.core import events as ev
 from fallow.core.allocations import Allocation
+from fallow.core.nodes.names import member_name
+from fallow.core.protocol.agents import Ended
 from fallow.head.book import Run
-from fallow.head.turn import Turn, agent_peer
-from fallow.model import AgentPlan, AllocationState, Exit, WorkerExit
+from fallow.head.turn import Turn
+from fallow.model import AllocationState, Exit
 
 FINAL = frozenset((Exit.OK, Exit.USAGE, Exit.DATA, Exit.NOINPUT, Exit.CONFIG, Exit.NOPERM, Exit.NO_RESTART))
 """Exit codes of a worker that another one in its place would end with, too."""
@@ -16,47 +17,27 @@ LONGEST_S = 64.0
 start costs everybody a change of the membership."""
 
 
-def ended(turn: Turn, run: Run, allocation: Allocation, node: str, exit_: WorkerExit) -> None:
-    """A worker's process has ended: note when another takes its place, if one does."""
-    if exit_.worker in allocation.exited:
+def ended(turn: Turn, run: Run, allocation: Allocation, host: str, end: Ended) -> None:
+    """A node's workers have ended: note when others take their place, if any do."""
+    agent = allocation.agents[host]
+    known = run.roster.nodes.get(end.node)
+    if agent.again_at is not None or agent.node != end.node or known is None or known.exited:
         return
-    restart = run.may_restart(allocation, node, exit_.worker) and exit_.code not in FINAL
-    allocation.exited.append(exit_.worker)
+    if not run.may_restart(allocation, host) or end.code in FINAL:
+        return
+    wait_s = min(LONGEST_S, 2.0 ** min(agent.restarts, 20)) if agent.restarts else 0.0
+    agent.restarts, agent.again_at = agent.restarts + 1, turn.now + wait_s
     turn.dirty.add(run.id)
-    if not restart:
-        return
-    tries = allocation.restarts.get(node, 0)
-    allocation.restarts[node] = tries + 1
-    wait_s = min(LONGEST_S, 2.0 ** min(tries, 20)) if tries else 0.0
-    allocation.again[exit_.worker] = turn.now + wait_s
     when = f"in {wait_s:g} s" if wait_s else "now"
-    turn.record(run, "restart", f"another worker takes the place of {exit_.worker} on {node} {when}")
+    turn.record(run, "restart", f"other workers take the place of {member_name(end.node)} on {host} {when}")
 
 
-def due(turn: Turn, run: Run, allocation: Allocation, beat_s: float) -> None:
-    """Give the places whose time has come to new workers, and their agents new plans."""
-    for worker in [w for w, at in allocation.again.items() if turn.now >= at]:
-        del allocation.again[worker]
-        turn.dirty.add(run.id)
-        node = next((n for n, names in allocation.agents.items() if worker in names), None)
-        if node is None or allocation.state is not AllocationState.RUNNING or node in run.roster.barred:
+def due(turn: Turn, run: Run, allocation: Allocation) -> None:
+    """Want the next start where its time has come; the answer to an agent's next heartbeat says so."""
+    for host, agent in allocation.agents.items():
+        if agent.again_at is None or turn.now < agent.again_at:
             continue
-        names, name = allocation.agents[node], f"w{run.roster.next_index}"
-        # The same place in the list is the same share of the node.
-        names[names.index(worker)] = name
-        allocation.exited.remove(worker)
-        turn.apply(run, ev.WorkerExpected(at=turn.at, worker=name, token=allocation.token, node=node))
-        turn.messages.append((agent_peer(allocation, node), plan_of(turn, run, allocation, node, beat_s)))
-        turn.show_output(run, allocation, node)
-
-
-def plan_of(turn: Turn, run: Run, allocation: Allocation, node: str, beat_s: float) -> AgentPlan:
-    """What the agent of that node is to start."""
-    return AgentPlan(
-        term=turn.book.term,
-        run=run.id,
-        workers=list(allocation.agents[node]),
-        folder=str(turn.book.paths.run(run.id).root),
-        beat_s=beat_s,
-        network=turn.book.network,
-    )
+        agent.again_at = None
+        turn.dirty.add(run.id)
+        if allocation.state is AllocationState.RUNNING and host not in run.barred and not agent.gone:
+            agent.boot, agent.node = agent.boot + 1, 0

@@ -17,13 +17,16 @@ import structlog
 
 from fallow.config import Config
 from fallow.control.server import ControlServer
-from fallow.core import events as ev
 from fallow.core.network import port_range
-from fallow.core.timing import Timing
+from fallow.core.nodes import events as ev
+from fallow.core.nodes.watch import Timing
 from fallow.files import Paths, write_struct
 from fallow.head import accounts, saved
+from fallow.head.agents import Agents
 from fallow.head.asking import ordered
 from fallow.head.book import Book, Run
+from fallow.head.clock import steady
+from fallow.head.deadlines import Deadlines
 from fallow.head.durable import Durable
 from fallow.head.faults import Faults
 from fallow.head.harvest import Harvest
@@ -32,7 +35,6 @@ from fallow.head.lease import Lease
 from fallow.head.metrics import Metrics
 from fallow.head.notify import Notifier
 from fallow.head.operations import Operations
-from fallow.head.peers import Peers
 from fallow.head.pruned import NOTE
 from fallow.head.pruning import Pruning
 from fallow.head.salvage import end_now
@@ -54,7 +56,10 @@ log = structlog.get_logger("fallow.head")
 TICK_S = 0.25
 
 HEARD_AT_ONCE = 256
-"""So many messages of peers are received before the loop has a turn."""
+"""So many messages of agents are received before the loop has a turn."""
+
+DRAINED = 20_000
+"""Most messages of agents that are received before a tick, which must not judge ahead of what has come."""
 
 REMEMBER_S = 3.0
 """The head's end waits no longer than this for what was learned to be written down."""
@@ -99,7 +104,8 @@ class Head:
         self._slurm = paced
         self._calls = SlurmCalls(paced, paths, self._harvest, self._inbox, self._faults)
         self._switch = Switch(config.site.stop_file, self._inbox)
-        self._peers = Peers(config.membership, config.checkpoint)
+        self._agents = Agents(config.membership, config.checkpoint)
+        self._deadlines = Deadlines(config.membership, self._agents.hearing)
         self._book: Book
         self._pruning: Pruning
         self._operations: Operations
@@ -155,9 +161,7 @@ class Head:
     def agents_leave(self) -> bool:
         """Agents that were told to end have not all done so."""
         runs = self._book.current.values() if hasattr(self, "_book") else ()
-        return any(
-            a.end_code is not None and set(a.agents) - set(a.agents_gone) for r in runs for a in r.live_allocations()
-        )
+        return any(a.end_code is not None and a.hosts for r in runs for a in r.live_allocations())
 
     async def _open(self) -> None:
         paths, config = self.paths, self.config
@@ -166,6 +170,7 @@ class Head:
         self._book = Book(
             paths,
             timing=self._timing(),
+            kept_checkpoints=config.checkpoint.keep,
             public_key=keys.public,
             new_id=lambda: os.urandom(6).hex(),
             ordered=ordered(config),
@@ -187,7 +192,7 @@ class Head:
             stand_in=self._stand_in,
         )
         self._book.term = await self._durable.begin_term()
-        await self._durable.load(self._book, time.monotonic())
+        await self._durable.load(self._book, steady())
         for run_id, error in self._durable.unreadable.items():
             words = self._faults.note("store", error, run_id)
             await self._end(self._book.runs[run_id], f"its record in the store cannot be read ({words})")
@@ -196,7 +201,7 @@ class Head:
         except Exception as error:
             # What is missing is learned again.
             self._faults.note("notes", error)
-        given_up = Turn(self._book, time.monotonic(), time.time())
+        given_up = Turn(self._book, steady(), time.time())
         try:
             self._book.recall(self._durable.notes)
         except Exception as error:
@@ -224,13 +229,15 @@ class Head:
         await self._control.start()
         if not self._stand_in:
             write_struct(paths.head_config, config)
-        write_head_file(paths, endpoint, keys.public, self._book.term, stand_in=self._stand_in)
+        write_head_file(
+            paths, endpoint, keys.public, self._book.term, network=config.network.data, stand_in=self._stand_in
+        )
         log.info("head.ready", endpoint=endpoint, term=self._book.term, runs=len(self._book.runs), pid=os.getpid())
         self._notifier.ready(f"term {self._book.term}, {len(self._book.runs)} runs")
 
     async def _remember(self) -> None:
         """Write down what the next head should know. It is no more than useful, so nothing waits for long for it."""
-        turn = Turn(self._book, time.monotonic(), time.time())
+        turn = Turn(self._book, steady(), time.time())
         self._harvest.note(turn)
         try:
             async with asyncio.timeout(REMEMBER_S):
@@ -259,6 +266,7 @@ class Head:
             start_s=m.start_timeout_s,
             lease_s=m.lease_s,
             progress_s=m.progress_s,
+            release_s=m.release_margin_s,
             bar_after=m.bar_after,
         )
 
@@ -268,7 +276,7 @@ class Head:
         while True:
             for _ in range(HEARD_AT_ONCE):
                 peer, message = await self._router.recv()
-                self._inbox.put_nowait(Heard(peer, message))
+                self._inbox.put_nowait(Heard(peer, message, steady()))
             # What is there is received without waiting, and then nobody else would ever have a turn.
             await asyncio.sleep(0)
 
@@ -280,12 +288,17 @@ class Head:
                 self._tick_queued = True
                 self._inbox.put_nowait(Tick())
 
+    async def _drain(self) -> None:
+        """Take in what lies in the socket."""
+        for peer, message in await self._router.received(DRAINED):
+            self._inbox.put_nowait(Heard(peer, message, steady()))
+
     # -- the loop -----------------------------------------------------------------------------------------------
 
     async def _loop(self) -> None:
         # Not `while True`: a cancellation in the middle of a turn can get lost in a library's own clean-up.
         while not self._stop.is_set():
-            items = await self._inbox.take()
+            items = await self._inbox.take(self._drain)
             for item in await self._turn(items):
                 await self._turn([item])
             if isinstance(items[0], Tick):
@@ -301,7 +314,7 @@ class Head:
         Returns:
             Items that are to be taken again, each by itself: what they led to was discarded with an item that failed.
         """
-        turn = Turn(self._book, time.monotonic(), time.time())
+        turn = Turn(self._book, steady(), time.time())
         answers: list[Callable[[], None] | None] = []
         bad: set[int] = set()
         for number, item in enumerate(items):
@@ -346,7 +359,7 @@ class Head:
     def _run_of(self, item: Item) -> str | None:
         """The one run that an item concerns, if it is one."""
         match item:
-            case Heard(peer):
+            case Heard(peer=peer):
                 principal = self._book.principals.get(key_of(peer))
                 return None if principal is None else principal.run
             case Due(run) | Submitted(run) | TrialRefused(run):
@@ -375,15 +388,14 @@ class Head:
 
     async def _make_anew(self, run: Run, why: str) -> None:
         try:
-            record = await self._durable.record(run.id)
-            new = self._book.make_anew(run, record, time.monotonic())
+            new = await self._durable.make_anew(self._book, run, steady())
         except FallowError:
             raise
         except Exception as error:
             words = self._faults.note("store", error, run.id)
             await self._end(run, f"it could not be made anew from its record ({words})")
             return
-        turn = Turn(self._book, time.monotonic(), time.time())
+        turn = Turn(self._book, steady(), time.time())
         turn.record(new, "fault", f"an error of the head's own, {why}: the run goes on from what was written down")
         turn.for_each([new], "withdraw", lambda run: withdraw_queued(turn, run, "the head has begun anew with the run"))
         await self._persist(turn)
@@ -391,12 +403,12 @@ class Head:
 
     async def _end(self, run: Run, why: str) -> None:
         """Stop a run that the head cannot look after."""
-        if run.roster.status.ended:
+        if run.ended:
             self._book.current.pop(run.id, None)
             return
-        turn = Turn(self._book, time.monotonic(), time.time())
+        turn = Turn(self._book, steady(), time.time())
         try:
-            turn.apply(run, ev.Cancelled(at=turn.at, reason=why, status=RunStatus.FAILED))
+            turn.apply(run, ev.Cancel(at=turn.at, reason=why, status=RunStatus.FAILED))
             turn.dirty.add(run.id)
             await self._persist(turn)
             if not turn.failures:
@@ -408,7 +420,7 @@ class Head:
             turn.fail("end", error, run.id)
         for failure in turn.failures:
             self._faults.note(failure.source, failure.error, failure.run)
-        end_now(run.record, why, turn.now)
+        end_now(run, why, turn.now)
         turn = Turn(self._book, turn.at, turn.now, dirty={run.id})
         turn.record(run, RunStatus.FAILED.value, f"run {run.id} is failed: {why}")
         turn.cancels = [(run.id, a.token, a.job_id) for a in run.live_allocations() if a.job_id is not None]
@@ -418,12 +430,12 @@ class Head:
     def _take(self, turn: Turn, item: Item) -> Callable[[], None] | None:
         """Let the machines have an item; returns what tells its sender, once the turn is durable."""
         match item:
-            case Heard(peer, message):
-                self._peers.hear(turn, peer, message)
+            case Heard(peer, message, at):
+                self._agents.hear(turn, peer, message, at)
             case Tick():
                 self._tick_queued = False
-                saved.adopt(turn, self.config.checkpoint.keep)
-                self._peers.tick(turn)
+                saved.adopt(turn)
+                self._deadlines.tick(turn)
                 with turn.apart("pruning"):
                     self._pruning.tick(turn)
             case Polled(cluster):
@@ -499,7 +511,7 @@ class Head:
 def _label(item: Item) -> str:
     """What an item is, in words that tell kinds of errors apart."""
     match item:
-        case Heard(_, message):
+        case Heard(message=message):
             return f"message {type(message).__name__}"
         case Asked(method):
             return f"request {method}"

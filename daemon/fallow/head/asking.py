@@ -15,10 +15,10 @@ from fallow.core.allowance import FEW, Limits
 from fallow.core.backoff import Asker
 from fallow.core.cancelled import Cancels, awaits_verdict
 from fallow.core.duds import DUDS, Duds, put_off_s
-from fallow.core.failures import unbar
 from fallow.core.kinds import Kind
 from fallow.core.learner import withdrawn
 from fallow.core.neighbour import GiveBack, Standing
+from fallow.core.nodes import events as ev
 from fallow.core.planner import Withdraw, plan
 from fallow.core.prices import Prices, WakePrice
 from fallow.core.requests import Ask, outdated
@@ -90,7 +90,7 @@ class Asking:
             # A submission of unknown outcome may have come to something after all.
             for run in runs.values():
                 _give_all_back(turn, run, self.stopped)
-        put_off = {run.id for run in runs.values() if not run.roster.status.ended and self._put_off(turn, run)}
+        put_off = {run.id for run in runs.values() if not run.ended and self._put_off(turn, run)}
         # Whether its base job was preempted or its owner has cancelled the run, Slurm has to say first.
         put_off |= {
             run.id for run in runs.values() if any(a.warned and awaits_verdict(a, turn.now) for a in _bases(run))
@@ -143,7 +143,7 @@ class Asking:
         for run in runs.values():
             run.gain, run.target = known.get(run.id), aims.get(run.id)
             if run.id not in put_off and not again and not self.stopped:
-                most = 1 if run.record.failures >= DUDS else min(FEW, rules.max_pending)
+                most = 1 if run.failures >= DUDS else min(FEW, rules.max_pending)
                 keep_pace(turn, run, cluster, left_s(run, cluster.at), most, self._known.backoff, rules)
 
     def _within_limits(
@@ -213,7 +213,7 @@ class Asking:
     def resume(self, turn: Turn, run: Run) -> None:
         """Ask for nodes again from the next poll on, whoever or whatever stopped it."""
         run.record.paused_by_hand, run.record.harvest_paused, run.record.drained = False, "", []
-        unbar(run.roster, [*run.record.fruitless.barred, *run.record.cancelled.barred])
+        turn.apply(run, ev.Unbar(at=turn.at, hosts=(*run.record.fruitless.barred, *run.record.cancelled.barred)))
         run.record.refusals, run.record.fruitless, run.record.cancelled = {}, Duds(), Cancels()
         self._not_before.pop(run.id, None)
         self._known.backoff.forget(run.asker)
@@ -222,11 +222,11 @@ class Asking:
 
     def waits_after_failures(self, turn: Turn, run: Run) -> bool:
         """Are its requests put off, or all but one, because the last jobs came to nothing?"""
-        return run.record.failures >= DUDS or turn.at < self._not_before.get(run.id, turn.at)
+        return run.failures >= DUDS or turn.at < self._not_before.get(run.id, turn.at)
 
     def _put_off(self, turn: Turn, run: Run) -> bool:
         """Is it too early to ask for more, because the last jobs came to nothing?"""
-        duds, failures = run.record.fruitless, run.record.failures
+        duds, failures = run.record.fruitless, run.failures
         waits = turn.at < self._not_before.get(run.id, turn.at)
         if not failures:
             self._not_before.pop(run.id, None)
@@ -241,7 +241,7 @@ class Asking:
             what = f"{failures} jobs in a row came to nothing"
             if wait_s is None:
                 why = f"{what}, with longer and longer waits in between; to try again: fallow resume {run.id}"
-                turn.stop_asking(run, f"{why}; the last: {duds.last or run.roster.message}")
+                turn.stop_asking(run, f"{why}; the last: {duds.last or run.root.message}")
             elif wait_s:
                 self._not_before[run.id] = turn.at + wait_s
                 turn.record(run, "pause", f"{what}; the next one is tried in {wait_s:.0f} s")
@@ -251,7 +251,7 @@ class Asking:
 
 def _tried(run: Run, wanted: Demand) -> Demand:
     """After jobs that came to nothing, one alone is tried until its node trains or it has come to nothing, too."""
-    if run.record.failures < DUDS:
+    if run.failures < DUDS:
         return wanted
     on_its_way = (a for a in run.live_allocations() if a.asked_at is None and a.active_at is None and not a.ahead)
     most = 0 if any(a.kind is AllocationKind.HARVEST for a in on_its_way) else 1
@@ -259,7 +259,7 @@ def _tried(run: Run, wanted: Demand) -> Demand:
 
 
 def _bases(run: Run) -> list[Allocation]:
-    return [a for a in run.record.allocations.values() if a.kind is AllocationKind.BASE]
+    return [a for a in run.allocations.values() if a.kind is AllocationKind.BASE]
 
 
 def _give_all_back(turn: Turn, run: Run, reason: str) -> None:
@@ -327,8 +327,8 @@ def _unfolded(text: str) -> frozenset[str]:
 
 def _find(runs: dict[str, Run], token: str) -> tuple[Run, Allocation]:
     for run in runs.values():
-        if token in run.record.allocations:
-            return run, run.record.allocations[token]
+        if token in run.allocations:
+            return run, run.allocations[token]
     raise KeyError(token)
 
 

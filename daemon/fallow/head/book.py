@@ -6,53 +6,56 @@ Plain memory; `Turn` says which runs changed and the app makes them durable.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from fallow.core import records
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Asker
 from fallow.core.cancelled import Cancels
 from fallow.core.duds import Duds
 from fallow.core.fairshare import PastUse
 from fallow.core.gain import Curve
-from fallow.core.lease_clock import LeaseClock
-from fallow.core.membership import Membership
-from fallow.core.roster import Roster
+from fallow.core.nodes.gather import Gathers
+from fallow.core.nodes.machine import Machine
+from fallow.core.nodes.records import Root
+from fallow.core.nodes.roster import Roster
+from fallow.core.nodes.watch import Timing
+from fallow.core.protocol.agents import Progress
 from fallow.core.saving import Saving
 from fallow.core.slow_links import SlowLinks
-from fallow.core.timing import Timing
 from fallow.core.tokens import new_token
 from fallow.core.usage import Tally
 from fallow.core.worth import Gain
 from fallow.files import Paths, private_dir, unwritable, write_private, write_struct
 from fallow.head.past import Past, lesson_of
 from fallow.head.pruned import NOTE, PrunedRuns
-from fallow.head.rendezvous import Rendezvous
 from fallow.model import (
     AllocationKind,
     AllocationState,
-    Beat,
     DataNetwork,
     Exit,
     FallowError,
+    GenerationReport,
     KeyFile,
+    MemberPhase,
     RunSpec,
     RunView,
 )
 from fallow.text import shown
 from fallow.wire.keys import new_keypair
 
+KEPT_GENERATIONS = 1000
+"""Of so many generations, the newest, a run's report tells."""
+
 
 class RunRecord(msgspec.Struct, kw_only=True):
-    """What Redis holds of a run besides its spec."""
+    """What Redis holds of a run besides its spec, its membership and its allocations."""
 
-    roster: Roster
-    allocations: dict[str, Allocation] = {}
-    worker_keys: dict[str, str] = {}
-    "worker id -> public key"
     slots: int | None = None
     "workers per node, as the first agent said"
     next_allocation: int = 0
@@ -72,7 +75,7 @@ class RunRecord(msgspec.Struct, kw_only=True):
     spent_node_s: float = 0.0
     "of the budget, by allocations that are no longer kept"
     curve: Curve = msgspec.field(default_factory=Curve)
-    "how fast it was with how many members"
+    "how fast it was with how many workers"
     usage: dict[str, Tally] = {}
     "sums over its jobs that are over (`core.usage`)"
     harvested: PastUse = msgspec.field(default_factory=PastUse)
@@ -80,8 +83,10 @@ class RunRecord(msgspec.Struct, kw_only=True):
     accounted_generation: int = 0
     "the newest whose pause is in the allocations' uses"
     accounted_discarded: int = 0
-    "steps of `roster.steps_discarded` that are"
+    "steps of `Root.discarded` that are"
     saving: Saving = msgspec.field(default_factory=Saving)
+    checkpoints_asked: int = 0
+    "how many somebody has asked for by hand"
     pruned: bool = False
     "its logs and ledgers are removed; its report is in its folder"
     checkpoint_folder: str = ""
@@ -89,29 +94,20 @@ class RunRecord(msgspec.Struct, kw_only=True):
     ended_at: float | None = None
 
     @property
-    def failures(self) -> int:
-        """Jobs in a row that came to nothing: no agent, or no worker that got ready."""
-        return self.fruitless.in_a_row + self.roster.start_failures
-
-    @property
     def paused(self) -> str:
         """Why nothing is asked for; empty: it is."""
         return "paused by hand" if self.paused_by_hand else self.harvest_paused
 
-    @property
-    def shunned(self) -> list[str]:
-        """Nodes that the run does without, barred or drained."""
-        return sorted({*self.roster.barred, *self.drained})
+
+records.SCHEMAS.update({RunSpec: 1, RunRecord: 1, Allocation: 1, GenerationReport: 1})
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """What an authenticated key may speak for."""
+    """What an authenticated key may speak for: the agents of an allocation."""
 
     run: str
     token: str
-    worker: str | None
-    "None: the agents of the allocation"
 
 
 @dataclass(slots=True)
@@ -127,32 +123,51 @@ class Stretch:
 
 
 class Run:
-    """A run in memory: durable record, machine, and what beats say."""
+    """A run in memory: durable records, membership, and what its nodes say besides.
+
+    Args:
+        spec, record, allocations: as they are stored.
+        machine: its membership.
+        revision: of the root record in the store; 0: nothing of the run was ever written.
+        ordered: account and QOS of harvest jobs, where the configuration says so.
+    """
 
     def __init__(
         self,
         spec: RunSpec,
         record: RunRecord,
-        machine: Membership,
+        allocations: dict[str, Allocation],
+        machine: Machine,
         revision: int,
-        clock: LeaseClock,
         ordered: Asker | None = None,
     ) -> None:
         self.spec = spec
         self.asker = Asker.of(spec, ordered)
         "in whose name its harvest jobs are asked for"
         self.record = record
+        self.allocations = allocations
+        "by token"
         self.machine = machine
-        self.clock = clock
-        "on which the machine's events and `agent_seen` are dated"
         self.revision = revision
-        self.rendezvous = Rendezvous()
-        self.past: list[bytes] = []
-        "reports of old generations, encoded, as they are in the store (`head.forgetting`)"
-        self.beats: dict[str, Beat] = {}
+        self.pending: dict[str, bytes | None] = {}
+        "records of its membership that the next turn has to write, by key; None: to be deleted"
+        self.stored: dict[str, int] = {}
+        "key -> hash of what is in the store, but for the membership's records (`head.durable`)"
+        self.written = 0
+        "how often something of it was"
+        self.generations: deque[GenerationReport] = deque(maxlen=KEPT_GENERATIONS)
+        "those that became complete, the oldest first; each is a record of its own in the store"
+        self.gathers = Gathers()
+        self.gathered = 0
+        "the newest generation of which parts are taken"
+        self.progress: dict[int, Progress] = {}
+        "by the number of the node"
+        self.step = 0
+        "finished steps of the foremost node"
         self.reached = 0, 0
-        "where the foremost member is in its data; raised by beats, and found anew with each tick"
+        "where the foremost member is in its data; both are raised by beats, and found anew with each tick"
         self.agent_seen: dict[tuple[str, str], float] = {}
+        "(token, host) -> when its agent was heard, on the head's clock"
         self.without_agent: dict[str, str] = {}
         "token -> what is said of a job that runs and whose agents do not come, as of the last tick"
         self.stretch: Stretch | None = None
@@ -168,11 +183,7 @@ class Run:
         self.target: int | None = None
         "harvested nodes that it should have, as of the last plan"
         self.shown: tuple[int, RunView] | None = None
-        "revision and view (`head.views`), once it has ended"
-        self.speaker: str | None = None
-        "the worker that agents have been told to show (`Roster.speaker`)"
-        self.unwritten = False
-        "the record has changed since it was written down, in what can wait for the next tick"
+        "`written` and view (`head.views`), once it has ended"
         self.held_back = ""
         "why its base job is not submitted again"
         self.looked_for_checkpoints = False
@@ -184,39 +195,87 @@ class Run:
 
     @property
     def roster(self) -> Roster:
-        return self.record.roster
+        return self.machine.roster
+
+    @property
+    def root(self) -> Root:
+        return self.roster.root
+
+    @property
+    def ended(self) -> bool:
+        return self.root.status.ended
+
+    @property
+    def barred(self) -> dict[str, str]:
+        """Nodes that the run does without because too much has failed there, and why."""
+        return {host: bar.reason for host, bar in self.roster.failures.bars.items() if bar.reason}
+
+    @property
+    def shunned(self) -> list[str]:
+        """Nodes that the run does without, barred or drained."""
+        return sorted({*self.barred, *self.record.drained})
+
+    @property
+    def failures(self) -> int:
+        """Jobs in a row that came to nothing: no agent, or no node that got ready."""
+        return self.record.fruitless.in_a_row + self.root.start_failures
+
+    @property
+    def workers_per_node(self) -> int:
+        return self.record.slots or self.spec.workers_per_node or 1
+
+    @property
+    def useful_members(self) -> int:
+        """Most members that can do something: the limit, or as many as there are shards for their workers."""
+        contract = self.root.contract
+        if contract is None:
+            return self.root.limit
+        return min(self.root.limit, max(1, contract.shards // self.workers_per_node))
+
+    def joins(self, node: int) -> bool:
+        """Do others train, or are about to begin without this node? Then it is absorbed once it is ready."""
+        ballot = self.machine.state.ballot
+        starting = ballot.members if ballot is not None else []
+        return any(map(self.roster.alive, self.roster.members)) or bool(starting and node not in starting)
 
     def asks_as(self, allocation: Allocation) -> Asker:
         """In whose name a harvest job is asked for: one of normal priority is in the user's own."""
         return Asker.of(self.spec) if allocation.hurried else self.asker
 
-    def allocation_of(self, worker: str) -> Allocation:
-        return self.record.allocations[self.roster.workers[worker].token]
+    def may_restart(self, allocation: Allocation, host: str) -> bool:
+        """Would this agent's workers be started again if they crashed?
 
-    def may_restart(self, allocation: Allocation, node: str, worker: str) -> bool:
-        """Would another worker take this one's place if it crashed?
-
-        Not where the schedule of `fallow local` alone decides, where it was to leave, and on a barred node.
+        Not where the schedule of `fallow local` alone decides, where they were to leave, and on a barred node.
         """
-        known, r = self.roster.workers.get(worker), self.roster
-        if known is None or known.leaving_because or known.finished or self.spec.local:
+        agent, known = allocation.agents[host], self.roster.nodes.get(allocation.agents[host].node)
+        if agent.gone or known is None or known.leaving or known.finished or self.spec.local:
             return False
-        here = allocation.state is AllocationState.RUNNING and node not in allocation.agents_gone
-        return here and not r.status.ended and not r.finishing and node not in r.barred
+        here = allocation.state is AllocationState.RUNNING
+        return here and not self.ended and not self.roster.finishing and host not in self.barred
 
-    def restarts(self, allocation: Allocation, node: str, worker: str) -> bool:
-        """Another worker will take the place of this one, which is gone, or may do so once its process has ended."""
-        if not self.may_restart(allocation, node, worker):
+    def is_coming(self, allocation: Allocation, host: str) -> bool:
+        """Are workers of this agent alive, or will there be some?"""
+        agent = allocation.agents[host]
+        if agent.gone:
             return False
-        return worker in allocation.again or worker not in allocation.exited
+        known = self.roster.nodes.get(agent.node)
+        if known is not None and known.alive:
+            return True
+        if agent.again_at is not None or not agent.node:
+            return allocation.state is AllocationState.RUNNING and host not in self.barred
+        # One that is silent may come back; the processes of one that crashed may not all have ended.
+        return known is not None and (
+            known.phase is MemberPhase.SILENT or (not known.exited and self.may_restart(allocation, host))
+        )
 
     def look_how_far(self) -> None:
         """See where the foremost member is: who said so last may have left, or have gone back to a checkpoint."""
-        members = (self.beats[worker].reached for worker in self.roster.members if worker in self.beats)
-        self.reached = max(members, default=(0, 0))
+        self.step = self.roster.front
+        found = (self.progress[n].reached for n in self.roster.members if n in self.progress)
+        self.reached = max(found, default=(0, 0))
 
     def live_allocations(self) -> list[Allocation]:
-        return [a for a in self.record.allocations.values() if a.live]
+        return [a for a in self.allocations.values() if a.live]
 
 
 class Book:
@@ -227,6 +286,7 @@ class Book:
         paths: Paths,
         *,
         timing: Timing,
+        kept_checkpoints: int = 2,
         public_key: str,
         new_id: Callable[[], str],
         ordered: Asker | None = None,
@@ -238,6 +298,7 @@ class Book:
         """Make an empty book.
 
         Args:
+            kept_checkpoints: so many usable ones of a run stay, see `core.nodes.checkpoints.take_spare`.
             ordered: account and QOS of harvest jobs, where the configuration says so.
             checkpoint_path: below which new runs keep their checkpoints; None: in their own folders.
             network: the members' interface and ports.
@@ -256,6 +317,7 @@ class Book:
         self.network = network
         self._revoked: list[str] = []
         self._timing = timing
+        self._kept_checkpoints = kept_checkpoints
         self._public_key = public_key
         self._new_id = new_id
         self._ordered = ordered
@@ -272,7 +334,7 @@ class Book:
         if run in self.runs:
             return self.runs[run]
         named = [r for r in self.runs.values() if r.spec.name == run]
-        going = [r for r in named if not r.roster.status.ended]
+        going = [r for r in named if not r.ended]
         if len(named) == 1 or len(going) == 1:
             return (going or named)[0]
         if named:
@@ -280,19 +342,36 @@ class Book:
             raise FallowError(f"run {shown(run)}: {len(named)} runs have that name; say which: {ids}", Exit.USAGE)
         raise FallowError(f"run {shown(run)}: no such run; `fallow status` lists them", Exit.NOINPUT)
 
-    def add(self, spec: RunSpec, record: RunRecord, revision: int, at: float) -> Run:
-        machine = Membership(
-            record.roster, term=self.term, timing=self._timing, at=at, validate=self._validate or spec.local
+    def add(
+        self,
+        spec: RunSpec,
+        record: RunRecord,
+        roster: Roster,
+        allocations: dict[str, Allocation],
+        revision: int,
+        at: float,
+    ) -> Run:
+        """Take in a run; `at`: now, on the head's clock."""
+        machine = Machine(
+            roster,
+            term=self.term,
+            timing=self._timing,
+            at=at,
+            edition=self._edition(spec.run),
+            keep=self._kept_checkpoints,
+            validate=self._validate or spec.local,
         )
-        run = Run(spec, record, machine, revision, LeaseClock(at), self._ordered)
+        run = Run(spec, record, allocations, machine, revision, self._ordered)
         self.runs[spec.run] = self.current[spec.run] = run
-        for allocation in record.allocations.values():
+        for allocation in allocations.values():
             if allocation.live or _may_still_come(spec, allocation):
-                self.principals[allocation.public_key] = Principal(spec.run, allocation.token, None)
-        for worker, key in record.worker_keys.items():
-            if record.roster.alive(worker):
-                self.principals[key] = Principal(spec.run, record.roster.workers[worker].token, worker)
+                self.principals[allocation.public_key] = Principal(spec.run, allocation.token)
         return run
+
+    def _edition(self, run: str) -> int:
+        """Of the newest order that this head has sent for the run. A machine in another's place goes on there."""
+        known = self.runs.get(run)
+        return 0 if known is None else known.machine.state.outbox.edition
 
     def create(self, spec: RunSpec, at: float, now: float) -> Run:
         """Give a new run its id and folder.
@@ -307,11 +386,12 @@ class Book:
         if spec.script:
             with unwritable():
                 write_private(folder.script, spec.script.encode())
-        roster = Roster(run=run_id, min_members=spec.min_nodes, max_members=spec.max_nodes, limit=spec.max_nodes)
-        if spec.local:
-            # Members are let in by the schedule alone.
-            roster.limit, roster.scripted = 0, True
-        return self.add(spec, RunRecord(roster=roster, checkpoint_folder=checkpoints), 0, at)
+        # Under `fallow local` members are let in by the schedule alone.
+        limit = 0 if spec.local else spec.max_nodes
+        root = Root(run=run_id, minimum=spec.min_nodes, maximum=spec.max_nodes, limit=limit, scripted=spec.local)
+        run = self.add(spec, RunRecord(checkpoint_folder=checkpoints), Roster(root), {}, 0, at)
+        run.pending |= run.roster.take_writes()
+        return run
 
     def _make_checkpoint_folder(self, run_id: str) -> str:
         """Make a private folder for a run's checkpoints where the configuration says so; empty: it does not."""
@@ -333,11 +413,19 @@ class Book:
         self.runs.pop(run.id, None)
         self.current.pop(run.id, None)
 
-    def make_anew(self, run: Run, record: RunRecord, at: float) -> Run:
-        """Put a run's durable record in the place of what is in memory, as for a head that has just begun."""
+    def make_anew(
+        self,
+        run: Run,
+        record: RunRecord,
+        roster: Roster,
+        allocations: dict[str, Allocation],
+        revision: int,
+        at: float,
+    ) -> Run:
+        """Put a run's durable records in the place of what is in memory, as for a head that has just begun."""
         self._forget_keys(run)
-        new = self.add(run.spec, record, run.revision, at)
-        new.past, new.looked_for_checkpoints, new.reached = run.past, True, run.reached
+        new = self.add(run.spec, record, roster, allocations, revision, at)
+        new.looked_for_checkpoints, new.reached, new.written = True, run.reached, run.written
         return new
 
     def _forget_keys(self, run: Run) -> None:
@@ -346,7 +434,7 @@ class Book:
 
     def rest(self, run: Run) -> None:
         """It has ended, and nothing of its jobs is left to see: polls and ticks pass it by from now on."""
-        for allocation in run.record.allocations.values():
+        for allocation in run.allocations.values():
             self.close(run, allocation)
         del self.current[run.id]
         self.past.add(run)
@@ -365,11 +453,11 @@ class Book:
         """Take in what an earlier head kept of runs that were pruned.
 
         Raises:
-            msgspec.MsgspecError: it cannot be read.
+            Unreadable: it is damaged, or of a newer Fallow.
         """
         if NOTE not in notes:
             return
-        self.pruned = msgspec.msgpack.decode(notes[NOTE], type=PrunedRuns)
+        self.pruned = records.decode(notes[NOTE], PrunedRuns)
         for project, had in self.pruned.harvested.items():
             self.past.add_use(project, had)
         for lesson in self.pruned.lessons:
@@ -390,6 +478,7 @@ class Book:
             run=run.id,
             kind=kind,
             public_key=keys.public,
+            number=number,
             requested_at=now,
             **known,  # type: ignore[arg-type]
         )
@@ -407,8 +496,8 @@ class Book:
         with unwritable():
             write_struct(self.paths.run(run.id).key(token), key_file)
         # Only now: without its keys nobody can use it.
-        run.record.allocations[token] = allocation
-        self.principals[keys.public] = Principal(run.id, token, None)
+        run.allocations[token] = allocation
+        self.principals[keys.public] = Principal(run.id, token)
         return allocation
 
     def end_allocation(self, run: Run, allocation: Allocation, reason: str) -> None:

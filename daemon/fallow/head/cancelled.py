@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fallow.core import cancelled, failures
-from fallow.core import events as ev
+from fallow.core import cancelled
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Backoff
 from fallow.core.cancelled import CANCELS
 from fallow.core.holes import CLOSED
+from fallow.core.nodes import events as ev
 from fallow.head.book import Run
 from fallow.head.spending import Settled
 from fallow.head.turn import Turn
@@ -32,13 +32,13 @@ def base_cancelled(turn: Turn, run: Run, allocation: Allocation) -> None:
     """End the run whose base job was cancelled, unless the user wants it to go on without one."""
     run.record.base_wanted = False
     turn.dirty.add(run.id)
-    if run.roster.status.ended:
+    if run.ended:
         return
     what = f"job {allocation.job_id}, its base job, was cancelled"
     if run.spec.outlives_base:
         turn.record(run, "cancelled", f"{what}; the run outlives it", job=allocation.job_id)
     else:
-        turn.apply(run, ev.Cancelled(at=turn.at, reason=what))
+        turn.apply(run, ev.Cancel(at=turn.at, reason=what))
 
 
 def _cancelled(turn: Turn, run: Run, allocation: Allocation, backoff: Backoff) -> None:
@@ -53,7 +53,7 @@ def _cancelled(turn: Turn, run: Run, allocation: Allocation, backoff: Backoff) -
     else:
         backoff.strike(text, run.asks_as(allocation), allocation.partition, None, turn.now)
     enough = cancelled.note(run.record.cancelled, turn.now, node)
-    if enough and not run.record.harvest_paused and not run.roster.status.ended:
+    if enough and not run.record.harvest_paused and not run.ended:
         turn.stop_asking(
             run,
             f"{CANCELS} of its harvest jobs were cancelled by somebody within a day, the last: {what}; "
@@ -67,7 +67,5 @@ def _cancelled(turn: Turn, run: Run, allocation: Allocation, backoff: Backoff) -
 def _bar(turn: Turn, node: str, text: str) -> None:
     """No run of ours asks for the node for a while, each time for longer."""
     for run in turn.book.current.values():
-        if not run.spec.local and not run.roster.status.ended and node not in run.roster.barred:
-            failures.bar(run.roster, node, text, turn.at)
-            turn.dirty.add(run.id)
-            turn.record(run, "bar", f"node {node} is barred from this run: {text}", node=node)
+        if not run.spec.local and not run.ended and node not in run.barred:
+            turn.apply(run, ev.Bar(at=turn.at, host=node, reason=text))

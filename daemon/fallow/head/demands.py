@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from statistics import median
 
 from fallow.core.allocations import Allocation
@@ -30,39 +31,36 @@ def demand(run: Run, nodes: Mapping[str, NodeInfo], now: float, *, asks: bool) -
     """
     asks = asks and not run.record.paused and not run.roster.finishing
     wanted = _missing(run)
-    members = run.roster.members
-    homes = [run.roster.workers[w].node for w in members if w in run.roster.workers]
-    pauses = [change.pause_s for change in run.roster.history[-PAUSES:] if change.pause_s is not None]
-    usual_s = PAUSE_S if run.roster.restarts else 0.5
+    homes = [run.roster.nodes[n].host for n in run.roster.present()]
+    pauses = [done.pause_s for done in islice(reversed(run.generations), PAUSES) if done.pause_s is not None]
+    contract = run.root.contract
+    restarts, is_alike = (False, False) if contract is None else (contract.restarts, bool(contract.arithmetic))
     return Demand(
         run=run.id,
         nodes=wanted if asks else min(wanted, 0),
         partitions=tuple(run.spec.harvest_partitions),
-        min_minutes=max(run.spec.min_harvest_minutes, LEAST_MINUTES if run.roster.restarts else 0),
-        barred=frozenset((*run.record.shunned, *unfolded(run.spec.harvest_given.get("exclude", "")))),
+        min_minutes=max(run.spec.min_harvest_minutes, LEAST_MINUTES if restarts else 0),
+        barred=frozenset((*run.shunned, *unfolded(run.spec.harvest_given.get("exclude", "")))),
         budget_node_s=left_s(run, now),
-        kind=kind_of(
-            run.spec, [nodes[home] for home in dict.fromkeys(homes) if home in nodes], alike=bool(run.roster.arithmetic)
-        ),
+        kind=kind_of(run.spec, [nodes[home] for home in dict.fromkeys(homes) if home in nodes], alike=is_alike),
         asker=run.asker,
         members=len(set(homes)),
-        pause_s=median(pauses) if pauses else usual_s,
+        pause_s=median(pauses) if pauses else PAUSE_S if restarts else 0.5,
         renew=asks,
     )
 
 
 def _missing(run: Run) -> int:
     """Nodes that the run could use and neither holds nor has asked for; negative: so many too many."""
-    slots = run.record.slots or 1
-    useful = run.roster.useful_members
-    if run.roster.generation == 0 and run.roster.status is RunStatus.WAITING and run.record.slots is None:
+    useful = run.useful_members
+    if run.root.generation == 0 and run.root.status is RunStatus.WAITING and run.record.slots is None:
         # Nothing of it has run yet: the base allocation shows first that the script works.
         useful = 0 if run.record.base_wanted else useful
     live = [a for a in run.live_allocations() if a.state is not AllocationState.RELEASING or _comes_again(run, a)]
     replaced = {a.replaces for a in live}
     # While its successor starts, a node is counted once.
     staying = [a for a in live if a.token not in replaced]
-    return -(-useful // slots) - sum(_nodes(a) for a in staying)
+    return useful - sum(_nodes(a) for a in staying)
 
 
 def _comes_again(run: Run, allocation: Allocation) -> bool:
@@ -101,7 +99,7 @@ def kind_of(spec: RunSpec, homes: list[NodeInfo], alike: bool = False) -> Kind:
         gpu_type=typed[0] if len(typed) == 1 else "",
         constraint=given.get("constraint", ""),
         reservation=given.get("reservation", ""),
-        alike=frozenset(likeness(node) for node in homes) if alike else frozenset(),
+        alike=tuple(sorted({likeness(node) for node in homes})) if alike else (),
     )
 
 

@@ -1,4 +1,9 @@
-"""What survives the head: terms, runs and the event log, in its store."""
+"""What survives the head: terms, runs and the event log, in its store.
+
+Of a run: `run/ID/spec`, `record`, `allocation/TOKEN`, `generation/N`, and its membership (`core.nodes.roster`): `root`,
+`node/N`, `history`, `checkpoints` and `failures`. A turn writes those that have changed. The root alone has a revision
+that is compared.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +11,22 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from math import inf
 from typing import TypeVar
 
 import msgspec
 import structlog
 
-from fallow.files import Paths, read_private, write_private
+from fallow.core import records
+from fallow.core.allocations import Allocation
+from fallow.core.nodes.roster import NODE_KEY, Roster
+from fallow.files import Paths, check_id, read_private, write_private
 from fallow.head.book import Book, Run, RunRecord
-from fallow.head.forgetting import old_reports
 from fallow.head.pruned import NOTE
-from fallow.head.salvage import decode_record, decode_spec, salvage
+from fallow.head.salvage import salvage
 from fallow.head.turn import Turn
-from fallow.model import EventRecord, Exit, FallowError
+from fallow.model import EventRecord, Exit, FallowError, GenerationReport, RunSpec
 from fallow.store.client import Fenced, NewEvent, Store, Unavailable, Write
 from fallow.store.server import RedisServer
 
@@ -35,6 +42,12 @@ _PAUSE_S = (0.2, 2.0)
 """Before the first attempt to have the store back, and at most."""
 
 _SHOW_AGAIN_S = 30.0
+
+MEMBERSHIP = ("root", "history", "checkpoints", "failures")
+"""Keys of the membership's records, besides those of nodes."""
+
+COMPARED = ("spec", "record", "allocation", "generation")
+"""First words of the keys of all other records."""
 
 T = TypeVar("T")
 
@@ -61,8 +74,8 @@ class Durable:
         "runs whose records could not be read, as of `load`: why"
         self._originals: dict[str, list[Write]] = {}
         "of these runs: what keeps their unreadable values, and makes room for new ones"
-        self._spec_revisions: dict[str, int] = {}
-        "of runs whose specs were written more than once"
+        self._kept: dict[str, list[str]] = {}
+        "run -> keys of its unreadable values; they go with the run"
         self._note_revisions: dict[str, int] = {}
         self._paths = paths
         self._redis_url = redis_url
@@ -112,32 +125,36 @@ class Durable:
         return term
 
     async def load(self, book: Book, at: float) -> None:
-        """Put every stored run into the book; `at` is the time of the monotonic clock."""
-        specs = await self.store.load("spec/")
-        for key, (revision, value) in (await self.store.load("run/")).items():
-            run_id = key.removeprefix("run/")
-            spec_revision, spec = specs.get(f"spec/{run_id}", (0, b""))
-            if spec_revision > 1:
-                self._spec_revisions[run_id] = spec_revision
+        """Put every stored run into the book; `at`: now, on the head's clock."""
+        found: dict[str, dict[str, tuple[int, bytes]]] = {}
+        for key, value in (await self.store.load("run/")).items():
+            run_id, _, kind = key.removeprefix("run/").partition("/")
             try:
-                book.add(decode_spec(spec), decode_record(value), revision, at)
+                found.setdefault(check_id(run_id), {})[kind] = value
+            except FallowError as error:
+                log.warning("store.key", key=key, error=error.message)
+        for key in await self.store.load("unreadable/"):
+            self._kept.setdefault(key.split("/")[1], []).append(key)
+        for run_id, values in found.items():
+            stored = {key: value for key, (_, value) in values.items()}
+            revision = values.get("root", (0, b""))[0]
+            try:
+                run = _add(book, run_id, stored, revision, at)
             except Exception as error:
                 # Whatever it is, it is this run's alone.
                 self.unreadable[run_id] = error
-                known, record = salvage(self._paths, run_id, spec, value, time.time())
-                book.add(known, record, revision, at)
-                self._spec_revisions[run_id] = spec_revision + 1
+                run = book.add(*salvage(self._paths, run_id, stored, time.time()), revision, at)
+                run.pending |= run.roster.take_writes()
+                originals = {f"unreadable/{run_id}/{key}": value for key, value in stored.items()}
+                self._kept.setdefault(run_id, []).extend(originals)
                 self._originals[run_id] = [
-                    Write(f"unreadable/{run_id}/{revision}", 0, value),
-                    Write(f"unreadable/{run_id}/{revision}/spec", 0, spec),
-                    Write(f"spec/{run_id}", spec_revision, msgspec.msgpack.encode(known)),
+                    *(Write(key, None, value) for key, value in originals.items()),
+                    *(Write(f"run/{run_id}/{key}", None, None) for key in stored if key != "root"),
                 ]
-        for key, (_, value) in (await self.store.load("past/")).items():
-            run = book.runs.get(key.split("/")[1])
-            if run is not None:
-                run.past.append(value)
-        for key, (revision, value) in (await self.store.load("note/")).items():
-            self.notes[key.removeprefix("note/")] = value
+            else:
+                run.stored = _hashes(stored)
+        for key, (revision, note) in (await self.store.load("note/")).items():
+            self.notes[key.removeprefix("note/")] = note
             self._note_revisions[key.removeprefix("note/")] = revision
         self.last_event = await self.store.last_event()
 
@@ -158,21 +175,20 @@ class Durable:
                 self._note_back(self._idle_away)
                 self._idle_away = None
             return []
-        writes = self._runs_of(turn)
+        values = self._values_of(turn)
+        writes = [write for run_id in values for write in self._run_writes(turn.book.runs[run_id], values[run_id])]
         if turn.forgotten:
-            turn.notes[NOTE] = msgspec.msgpack.encode(turn.book.pruned)
+            turn.notes[NOTE] = records.encode(turn.book.pruned)
         for key, note in turn.notes.items():
             writes.append(Write(f"note/{key}", self._note_revisions.get(key, 0), note))
         for run in turn.forgotten:
-            writes.append(Write(f"run/{run.id}", run.revision, None))
-            writes.append(Write(f"spec/{run.id}", self._spec_revisions.get(run.id, 1), None))
-            writes += [Write(f"past/{run.id}/{number:06d}", 1, None) for number in range(1, len(run.past) + 1)]
+            writes += [Write(f"run/{run.id}/{key}", None, None) for key in _keys_of(run)]
+            writes += [Write(key, None, None) for key in self._kept.get(run.id, ())]
         seqs = await self._save(writes, [NewEvent(r.at, r.run, r.kind, r.text, r.data) for r in turn.records])
-        for run_id in turn.dirty:
-            turn.book.runs[run_id].revision += 1
-            self._originals.pop(run_id, None)
+        for run_id, changed in values.items():
+            self._note_written(turn.book.runs[run_id], changed)
         for run in turn.forgotten:
-            self._spec_revisions.pop(run.id, None)
+            self._kept.pop(run.id, None)
         for key in turn.notes:
             self._note_revisions[key] = self._note_revisions.get(key, 0) + 1
         lines = [
@@ -183,8 +199,8 @@ class Durable:
             self.last_event = lines[-1].seq
         return lines
 
-    def _runs_of(self, turn: Turn) -> list[Write]:
-        """Encode the runs and events of a turn. One that cannot be encoded costs its run its part of the turn."""
+    def _values_of(self, turn: Turn) -> dict[str, dict[str, bytes | None]]:
+        """What is to be written of each run. One that cannot be encoded costs its run its part of the turn."""
         encoder = msgspec.msgpack.Encoder()
         for record in list(turn.records):
             try:
@@ -192,42 +208,50 @@ class Durable:
             except Exception as error:
                 turn.fail("event", error, record.run)
                 turn.records.remove(record)
-        encoded: dict[str, list[Write]] = {}
+        found: dict[str, dict[str, bytes | None]] = {}
         for run_id in sorted(turn.dirty):
-            run = turn.book.runs[run_id]
-            history, past = run.roster.history, len(run.past)
             try:
-                encoded[run_id] = self._run_writes(run)
+                found[run_id] = _changed(turn.book.runs[run_id])
             except Exception as error:
-                run.roster.history = history
-                del run.past[past:]
                 turn.fail("store", error, run_id)
         for run_id in turn.failed:
-            encoded.pop(run_id, None)
+            found.pop(run_id, None)
             if run_id in turn.book.runs:
                 turn.discard(turn.book.runs[run_id])
-        return [write for writes in encoded.values() for write in writes]
+        return found
 
-    def _run_writes(self, run: Run) -> list[Write]:
-        writes: list[Write] = []
-        if run.revision == 0:
-            writes.append(Write(f"spec/{run.id}", 0, msgspec.msgpack.encode(run.spec)))
-        writes += self._originals.get(run.id, [])
-        chunk = old_reports(run)
-        if chunk is not None:
-            writes.append(Write(f"past/{run.id}/{len(run.past):06d}", 0, chunk))
-        writes.append(Write(f"run/{run.id}", run.revision, msgspec.msgpack.encode(run.record)))
+    def _run_writes(self, run: Run, values: dict[str, bytes | None]) -> list[Write]:
+        writes = list(self._originals.get(run.id, []))
+        for key, value in values.items():
+            writes.append(Write(f"run/{run.id}/{key}", run.revision if key == "root" else None, value))
         return writes
 
-    async def record(self, run_id: str) -> RunRecord:
-        """A run's record as it was written last.
+    def _note_written(self, run: Run, values: dict[str, bytes | None]) -> None:
+        self._originals.pop(run.id, None)
+        run.written += 1
+        run.revision += "root" in values
+        run.pending.clear()
+        for key, value in values.items():
+            if value is None:
+                run.stored.pop(key, None)
+            elif key.partition("/")[0] in COMPARED:
+                run.stored[key] = hash(value)
+
+    async def make_anew(self, book: Book, run: Run, at: float) -> Run:
+        """Put a run's records, as they were written last, in the place of what is in memory.
 
         Raises:
             FallowError: the store is away for too long.
-            Exception: it cannot be read.
+            Exception: they cannot be read.
         """
-        found = await self._patiently(lambda: self.store.load(f"run/{run_id}"))
-        return decode_record(found[f"run/{run_id}"][1])
+        found = await self._patiently(lambda: self.store.load(f"run/{run.id}/"))
+        stored = {key.removeprefix(f"run/{run.id}/"): value for key, (_, value) in found.items()}
+        _, record, roster, allocations, generations = read_run(run.id, stored)
+        revision = found[f"run/{run.id}/root"][0]
+        new = book.make_anew(run, record, roster, allocations, revision, at)
+        new.generations.extend(generations)
+        new.stored = _hashes(stored)
+        return new
 
     async def _save(self, writes: list[Write], new: list[NewEvent]) -> list[int]:
         try:
@@ -298,6 +322,70 @@ class Durable:
         self.problem = ""
         if away is not None:
             log.info("store.back", away_s=round(away.passed_s, 1))
+
+
+def _add(book: Book, run_id: str, stored: dict[str, bytes], revision: int, at: float) -> Run:
+    spec, record, roster, allocations, generations = read_run(run_id, stored)
+    run = book.add(spec, record, roster, allocations, revision, at)
+    run.generations.extend(generations)
+    return run
+
+
+def read_run(
+    run_id: str, stored: dict[str, bytes]
+) -> tuple[RunSpec, RunRecord, Roster, dict[str, Allocation], list[GenerationReport]]:
+    """A run's spec, record, membership, allocations and reports of generations.
+
+    Args:
+        run_id: of the run.
+        stored: its values, by what comes behind `run/ID/` in their keys.
+
+    Raises:
+        Unreadable: one of them is.
+        LookupError: one is missing.
+    """
+    roster = Roster.load(run_id, {key: value for key, value in stored.items() if _is_membership(key)})
+    allocations = [records.decode(value, Allocation) for key, value in stored.items() if key.startswith("allocation/")]
+    generations = [
+        records.decode(value, GenerationReport) for key, value in stored.items() if key.startswith("generation/")
+    ]
+    return (
+        records.decode(stored["spec"], RunSpec),
+        records.decode(stored["record"], RunRecord),
+        roster,
+        {a.token: a for a in sorted(allocations, key=lambda a: a.number)},
+        sorted(generations, key=lambda report: report.generation),
+    )
+
+
+def _changed(run: Run) -> dict[str, bytes | None]:
+    """Records of a run that differ from what is stored; None: to be deleted."""
+    values: dict[str, bytes | None] = dict(run.pending)
+    now: dict[str, RunRecord | Allocation] = {f"allocation/{token}": a for token, a in run.allocations.items()}
+    now["record"] = run.record
+    for key, record in now.items():
+        value = records.encode(record)
+        if run.stored.get(key) != hash(value):
+            values[key] = value
+    # These never change once they are there.
+    lasting: dict[str, RunSpec | GenerationReport] = {f"generation/{g.generation}": g for g in run.generations}
+    lasting["spec"] = run.spec
+    values |= {key: records.encode(value) for key, value in lasting.items() if key not in run.stored}
+    return values | {key: None for key in run.stored if key not in now and key not in lasting}
+
+
+def _is_membership(key: str) -> bool:
+    return key in MEMBERSHIP or key.startswith(NODE_KEY)
+
+
+def _hashes(stored: Mapping[str, bytes]) -> dict[str, int]:
+    """Of the values that are compared with those of now, see `_changed`."""
+    return {key: hash(value) for key, value in stored.items() if key.partition("/")[0] in COMPARED}
+
+
+def _keys_of(run: Run) -> set[str]:
+    """All keys under which something of a run may be stored."""
+    return {*MEMBERSHIP, *run.stored, *run.pending, *(f"{NODE_KEY}{n}" for n in run.roster.nodes)}
 
 
 class _Away:

@@ -37,7 +37,7 @@ def gains(
         if lesson.signature is not None:
             alike.setdefault(lesson.model, []).append(lesson)
             newest.setdefault(lesson.script, []).append(lesson)
-    live = [run for run in runs if not run.roster.status.ended]
+    live = [run for run in runs if not run.ended]
     known: list[Facts] = []
     ordered: dict[Model, list[Lesson]] = {}
     "runs that learn from each other, the newest first"
@@ -64,7 +64,7 @@ def _use(live: list[Run], runs: list[Run], past: Past, at: float) -> dict[str, f
     use = {project: past.faded(project, at) for project in map(project_of, live)}
     for run in runs:
         if project_of(run) in use:
-            now = [a for a in run.record.allocations.values() if a.harvested and not a.counted]
+            now = [a for a in run.allocations.values() if a.harvested and not a.counted]
             spans = chain.from_iterable(held(allocation, at) for allocation in now)
             use[project_of(run)] += run.record.harvested.faded(at) + fairshare.faded_use(spans, at)
     return use
@@ -72,9 +72,10 @@ def _use(live: list[Run], runs: list[Run], past: Past, at: float) -> dict[str, f
 
 def _facts(run: Run, others: list[Lesson], at: float) -> Facts:
     """What there is to know of a run that has not ended. Args: others: that it learns from; at: Unix time."""
-    r, spec = run.roster, run.spec
+    spec, contract = run.spec, run.root.contract
     slots = run.record.slots or spec.workers_per_node or (others[0].slots if others else None) or 1
-    shards = r.shards or (others[0].shards if others else None) or spec.max_nodes * slots
+    shards = None if contract is None else contract.shards
+    shards = shards or (others[0].shards if others else None) or spec.max_nodes * slots
     running = [a for a in run.live_allocations() if a.state is AllocationState.RUNNING]
     return Facts(
         run=run.id,
@@ -84,7 +85,7 @@ def _facts(run: Run, others: list[Lesson], at: float) -> Facts:
         min_nodes=spec.min_nodes,
         max_nodes=spec.max_nodes,
         base=sum(len(a.nodes) or a.nodes_wanted for a in running if not a.harvested),
-        going=r.generation > 0,
+        going=run.root.generation > 0,
         pause_s=longest_pause(run),
         weight=spec.weight,
         project=project_of(run),
@@ -92,12 +93,13 @@ def _facts(run: Run, others: list[Lesson], at: float) -> Facts:
         created_at=spec.created_at,
         deadline_at=spec.deadline_at,
         total_steps=0 if spec.deadline_at is None else _total_steps(run),
-        front=0 if spec.deadline_at is None else r.front,
+        front=0 if spec.deadline_at is None else run.roster.front,
     )
 
 
 def _total_steps(run: Run) -> int:
-    return run.roster.total_steps or max((b.total_steps or 0 for b in run.beats.values()), default=0)
+    said = None if run.root.contract is None else run.root.contract.total_steps
+    return said or max((progress.total_steps or 0 for progress in run.progress.values()), default=0)
 
 
 def _teachers(run: Run, alike: list[Lesson]) -> list[Lesson]:

@@ -1,19 +1,20 @@
-"""How fast runs train, as beats tell it: steps per second in stretches during which nothing changes."""
+"""How fast runs train, as reports tell it: steps per second in stretches during which nothing changes."""
 
 from __future__ import annotations
 
 from statistics import median
 
+from fallow.core.nodes.messages import Report
 from fallow.head import slow_links
 from fallow.head.book import Run, Stretch
 from fallow.head.turn import Turn
-from fallow.model import Beat, RunStatus
+from fallow.model import RunStatus
 
 LONG_ENOUGH_S = 15.0
 """A stretch is measured once it is so long ..."""
 
 STEPS = 3
-"""... and has so many steps. Beats come twice a second, so the ends of a stretch are known to that."""
+"""... and has so many steps. Reports come twice a second, so the ends of a stretch are known to that."""
 
 WARM = 2
 """Steps after a change that do not count: the state's last part arrives behind them, and caches are cold."""
@@ -22,47 +23,56 @@ WRITE_EVERY_S = 60.0
 """Measurements since then are lost when the head is killed."""
 
 
-def heard(turn: Turn, run: Run, beat: Beat) -> None:
-    """Take in a member's beat. Rank 0's are enough: all members take the same steps."""
-    r = run.roster
-    if not r.members or beat.worker != r.members[0]:
+def heard(turn: Turn, run: Run, node: int) -> None:
+    """A node's report was taken in. The first member's are enough: all members take the same steps."""
+    r, root = run.roster, run.root
+    if not r.members or node != r.members[0]:
         return
-    steady = r.status is RunStatus.TRAINING and r.change is None and not beat.held and not r.finishing
-    if not steady or beat.generation != r.generation or _one_machine(run):
+    report = run.machine.state.watch.reports.get(node)
+    if report is None or not _is_steady(run, report) or _is_one_machine(run):
         run.stretch = None
         return
     stretch = run.stretch
-    if stretch is None or stretch.generation != beat.generation or beat.step < stretch.step:
-        run.stretch = Stretch(beat.generation, beat.step)
+    if stretch is None or stretch.generation != root.generation or report.step < stretch.step:
+        run.stretch = Stretch(root.generation, report.step)
         return
-    if beat.step == stretch.step:
+    if report.step == stretch.step:
         return
-    stretch.warm += beat.step - stretch.step
-    stretch.step = beat.step
+    stretch.warm += report.step - stretch.step
+    stretch.step = report.step
     if stretch.begin is None:
         if stretch.warm > WARM:
-            stretch.begin = turn.at, beat.step
+            stretch.begin = turn.at, report.step
         return
     began_at, first = stretch.begin
-    lasted_s, steps = turn.at - began_at, beat.step - first
+    lasted_s, steps = turn.at - began_at, report.step - first
     if lasted_s >= LONG_ENOUGH_S and steps >= STEPS:
         _measured(turn, run, lasted_s / steps, lasted_s)
-        stretch.begin = turn.at, beat.step
+        stretch.begin = turn.at, report.step
         slow_links.look(turn, run, lasted_s / steps, lasted_s)
 
 
-def _one_machine(run: Run) -> bool:
+def _is_steady(run: Run, report: Report) -> bool:
+    """The member computes in the committed generation, and no change is under way."""
+    root = run.root
+    computes = report.generation == root.generation > report.given_up
+    calm = run.machine.state.ballot is None and not run.roster.finishing
+    return root.status is RunStatus.TRAINING and computes and calm
+
+
+def _is_one_machine(run: Run) -> bool:
     """Do several of its nodes share a machine, as on a testbed? They slow each other down: nothing can be learned."""
-    members = [run.roster.workers[w] for w in run.roster.members if w in run.roster.workers]
-    machines = {member.node: member.address for member in members}
+    members = [run.roster.nodes[n] for n in run.roster.members]
+    machines = {member.host: member.entry for member in members}
     return len(set(machines.values())) < len(machines)
 
 
 def _measured(turn: Turn, run: Run, step_s: float, lasted_s: float) -> None:
-    curve, members = run.record.curve, run.roster.members
-    curve.observe(len(members), step_s, lasted_s, turn.now)
-    paces = [run.beats[w].pace_s for w in members if w in run.beats and run.beats[w].pace_s > 0]
-    if paces:
+    curve, nodes = run.record.curve, [run.roster.nodes[n] for n in run.roster.members]
+    curve.observe(sum(node.slots for node in nodes), step_s, lasted_s, turn.now)
+    known = [(node.slots, run.progress[node.id].pace_s) for node in nodes if node.id in run.progress]
+    # A node's workers compute shards side by side.
+    if paces := [slots * pace_s for slots, pace_s in known if pace_s > 0]:
         curve.shard_s = median(paces)
     if turn.at - run.curve_written >= WRITE_EVERY_S:
         run.curve_written = turn.at

@@ -129,7 +129,7 @@ class Harvest:
 
     def send(self, turn: Turn, run: Run, token: str) -> bool:
         """An allocation's turn at sbatch has come; False: it is not wanted any more."""
-        allocation = run.record.allocations.get(token)
+        allocation = run.allocations.get(token)
         if allocation is None:
             return False
         alone = self._learning.known.backoff.words(run.asks_as(allocation), allocation.partition, turn.now)
@@ -144,7 +144,7 @@ class Harvest:
 
     def refused(self, turn: Turn, run: Run, token: str, reason: str) -> None:
         """Slurm said no to a submission."""
-        allocation = run.record.allocations[token]
+        allocation = run.allocations[token]
         news = True
         if allocation.kind is AllocationKind.HARVEST:
             asker = run.asks_as(allocation)

@@ -56,7 +56,7 @@ def keep_pace(
     held = training + sum(a.nodes_wanted for a in [*waiting, *coming])
     asked = [a for a in live if a not in running and a not in waiting and a not in coming]
     # As few as an operator has shrunk it to.
-    most = min(run.spec.max_nodes, ceil(run.roster.useful_members / (run.record.slots or 1)))
+    most = min(run.spec.max_nodes, run.useful_members)
     for allocation in sorted(waiting, key=lambda a: -a.requested_at)[: max(0, held - most)]:
         turn.release_allocation(run, allocation, "the run may have no more nodes")
     missing = extra_nodes(standing, speeds, held, most - len(asked))
@@ -80,7 +80,7 @@ def _ask(
     rules: HarvestRules,
 ) -> int:
     """Minutes asked for; 0: nothing was."""
-    bases = [a for a in run.record.allocations.values() if a.kind is AllocationKind.BASE]
+    bases = [a for a in run.allocations.values() if a.kind is AllocationKind.BASE]
     # Not from when it ends: a budget or a preemption may have it end sooner.
     limits = [a.limit_s for a in bases if a.limit_s is not None]
     minutes = round(limits[-1] / 60) if limits else UNKNOWN_MINUTES

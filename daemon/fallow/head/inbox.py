@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fallow.model import AgentBeat, Beat, ClusterState, FallowError, FromPeer
+from fallow.core.protocol.agents import Beat, FromAgent
+from fallow.model import ClusterState, FallowError
 from fallow.slurm.client import SubmitRejected, SubmitUnknown
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
     peer: str
-    message: FromPeer
+    message: FromAgent
+    at: float
+    "when it was received, on the head's clock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,7 @@ class Inbox:
         """Never waits: besides beats, what peers send is limited by what they are told."""
         cell = [item]
         match item:
-            case Heard(peer, Beat() | AgentBeat()):
+            case Heard(peer, Beat()):
                 if peer in self._beats:
                     self._beats[peer][0] = item
                     return
@@ -122,15 +126,20 @@ class Inbox:
         """True if nothing waits."""
         return not self._cells
 
-    async def take(self) -> list[Item]:
-        """One item, or several messages of peers: those that wait together are one turn.
+    async def take(self, drain: Callable[[], Awaitable[None]] | None = None) -> list[Item]:
+        """One item, or several messages of agents: those that wait together are one turn.
 
         So what follows from them is written down once: all members of a large run vote at the same moment, and a
         thousand agents may come at the same moment. A tick judges who is silent, so it comes after all that waits when
         its turn comes, and after nothing that comes later: it is put off once.
+
+        Args:
+            drain: puts in what was received and not yet put in; called when a tick's turn comes.
         """
         items = [await self.get()]
         if isinstance(items[0], Tick):
+            if drain is not None and not self._is_tick_last:
+                await drain()
             items = [self._after_what_waits(items[0])]
         if isinstance(items[0], Heard):
             while len(items) < TOGETHER and self._cells and isinstance(self._cells[0][0], Heard):

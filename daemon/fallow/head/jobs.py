@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fallow.core import duds, failures
-from fallow.core import events as ev
+from fallow.core import duds
 from fallow.core.allocations import (
     CANCEL_AGAIN_S,
     Allocation,
@@ -15,6 +14,8 @@ from fallow.core.allocations import (
     preempted_until,
     requeued,
 )
+from fallow.core.nodes import events as ev
+from fallow.head.agents import agent_gone
 from fallow.head.book import Run
 from fallow.head.cancelled import base_cancelled
 from fallow.head.submissions import left_word
@@ -31,9 +32,12 @@ def take_in(turn: Turn, cluster: ClusterState, horizon_s: float) -> None:
 
     def observe_run(run: Run) -> None:
         _adopt_requeued(turn, run, jobs)
-        for allocation in run.live_allocations():
-            left_word(turn, run, allocation)
-            _observe(turn, run, allocation, jobs.of(allocation), cluster.at, horizon_s)
+        for allocation in list(run.allocations.values()):
+            if allocation.live:
+                left_word(turn, run, allocation)
+                _observe(turn, run, allocation, jobs.of(allocation), cluster.at, horizon_s)
+            elif allocation.settled:
+                _prove_gone(turn, run, allocation)
 
     kept = [run for run in turn.book.current.values() if not run.spec.local]
     turn.for_each(kept, "jobs of a poll", observe_run)
@@ -41,14 +45,13 @@ def take_in(turn: Turn, cluster: ClusterState, horizon_s: float) -> None:
 
 def _adopt_requeued(turn: Turn, run: Run, jobs: Shown) -> None:
     """Take up a base job again that Slurm has requeued. Of an ended run the job is an orphan (`head.orphans`)."""
-    bases = [a for a in run.record.allocations.values() if a.kind is AllocationKind.BASE and not a.settled]
+    bases = [a for a in run.allocations.values() if a.kind is AllocationKind.BASE and not a.settled]
     for allocation in bases:
         others = any(a.live for a in bases if a is not allocation)
-        if run.roster.status.ended or run.spec.local or others or not requeued(allocation, jobs.of(allocation)):
+        if run.ended or run.spec.local or others or not requeued(allocation, jobs.of(allocation)):
             continue
-        for worker in allocation.workers:
-            if run.roster.alive(worker):
-                turn.apply(run, ev.WorkerGone(at=turn.at, worker=worker, reason="Slurm has requeued its job"))
+        for host in list(allocation.hosts):
+            agent_gone(turn, run, allocation, host, "Slurm has requeued its job")
         begin_again(allocation, turn.now)
         turn.dirty.add(run.id)
         turn.record(run, "job", f"{allocation.token} (job {allocation.job_id}): Slurm has requeued it")
@@ -81,23 +84,30 @@ def _observe(
 
 def _ended(turn: Turn, run: Run, allocation: Allocation) -> None:
     reason = f"job {allocation.job_id} ended ({allocation.reason or 'no longer in Slurm'})"
-    for worker in allocation.workers:
-        if run.roster.alive(worker):
-            turn.apply(run, ev.WorkerGone(at=turn.at, worker=worker, reason=reason))
+    for host in list(allocation.hosts):
+        agent_gone(turn, run, allocation, host, reason, node_failed=allocation.reason == "NODE_FAIL")
     vanished = allocation.reason == "" and allocation.start_at is None
     if allocation.kind is AllocationKind.BASE and allocation.state is AllocationState.LOST:
         # Nobody cancelled it: its submission came to nothing. A run that has trained asks again by itself.
-        if run.roster.generation == 0 and not run.roster.next_index and allocation.asked_at is None:
+        if is_new(run) and allocation.asked_at is None:
             text = "Slurm never had its job, as its answers show; submit it again"
             if allocation.job_id is not None:
                 text = f"Slurm took job {allocation.job_id} and has forgotten it; submit it again"
-            turn.apply(run, ev.Cancelled(at=turn.at, reason=text, status=RunStatus.FAILED))
+            turn.apply(run, ev.Cancel(at=turn.at, reason=text, status=RunStatus.FAILED))
     elif allocation.kind is AllocationKind.BASE and vanished and allocation.asked_at is None:
         # It waited, and Slurm has forgotten how it ended. While Slurm remembers, `head.cancelled` looks at the state.
         base_cancelled(turn, run, allocation)
     elif not (allocation.agents or allocation.told_to_end) and allocation.asked_at is None and allocation.reason in DUD:
         _came_to_nothing(turn, run, allocation)
     turn.book.end_allocation(run, allocation, reason)
+
+
+def _prove_gone(turn: Turn, run: Run, allocation: Allocation) -> None:
+    """The jobs of an allocation that was given up are over, and with them all its processes."""
+    for host in allocation.agents:
+        for node in run.roster.at_place(host, allocation.token):
+            if not node.exited:
+                turn.apply(run, ev.Gone(at=turn.at, node=node.id, reason=f"job {allocation.job_id} has ended"))
 
 
 def _came_to_nothing(turn: Turn, run: Run, allocation: Allocation) -> None:
@@ -108,12 +118,16 @@ def _came_to_nothing(turn: Turn, run: Run, allocation: Allocation) -> None:
     how = f"job {allocation.job_id} ended ({allocation.reason})"
     text = f"{how} before an agent of it had come to the head; see {where}"
     turn.record(run, "failed", text)
-    r = run.roster
     node = allocation.nodes[0] if allocation.kind is AllocationKind.HARVEST and len(allocation.nodes) == 1 else ""
     there = f"{text} (on {node}, in {allocation.partition})" if node else text
-    unfit = duds.ended(run.record.fruitless, node, there, trains=bool(r.members), suspect=node in r.bars)
-    if unfit and node not in r.barred:
-        failures.bar(r, node, unfit, turn.at)
-        turn.record(run, "bar", f"node {node} is barred from this run: {unfit}", node=node)
-    if allocation.kind is AllocationKind.BASE and run.roster.generation == 0 and not run.roster.next_index:
-        turn.apply(run, ev.Cancelled(at=turn.at, reason=text, status=RunStatus.FAILED))
+    suspect = node in run.roster.failures.bars
+    unfit = duds.ended(run.record.fruitless, node, there, trains=bool(run.roster.present()), suspect=suspect)
+    if unfit and node not in run.barred:
+        turn.apply(run, ev.Bar(at=turn.at, host=node, reason=unfit))
+    if allocation.kind is AllocationKind.BASE and is_new(run):
+        turn.apply(run, ev.Cancel(at=turn.at, reason=text, status=RunStatus.FAILED))
+
+
+def is_new(run: Run) -> bool:
+    """No node has ever come to it."""
+    return run.root.generation == 0 and run.root.next_id == 1

@@ -6,23 +6,31 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
+import structlog
 
+from fallow.core import records
 from fallow.core.backoff import Asker, LeftAlone, Scope, scope_of
 from fallow.core.experience import Experience
 from fallow.core.learner import Learner
+from fallow.core.nodes.messages import Unreadable
 from fallow.core.rules import HarvestRules
-from fallow.core.unstarted import Declined
+from fallow.core.unstarted import AllDeclined
 from fallow.head.book import Run
 from fallow.head.turn import Turn
 from fallow.model import ClusterState
 
-T = TypeVar("T")
+log = structlog.get_logger("fallow.head")
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 NOTE, BACKOFF, UNSTARTED = "experience", "backoff", "unstarted"
 """Their keys among the notes of the store."""
 
 WRITE_EVERY_S = 300.0
 """And when the head ends. What was learned since is lost when it is killed; it is a statistic."""
+
+
+records.SCHEMAS.update({Experience: 1, LeftAlone: 1, AllDeclined: 1})
 
 
 class Learning(Learner):
@@ -36,14 +44,14 @@ class Learning(Learner):
         """Go on with what an earlier head wrote down. What cannot be read is forgotten: it is a statistic."""
         self.known.experience = _read(notes.get(NOTE), Experience)
         self.known.backoff.recall(_read(notes.get(BACKOFF), LeftAlone))
-        self.known.unstarted.recall(_read(notes.get(UNSTARTED), list[Declined]))
+        self.known.unstarted.recall(_read(notes.get(UNSTARTED), AllDeclined))
 
     def note(self, turn: Turn) -> None:
         """Have it written down with this turn."""
         self._written_at = turn.at
-        turn.notes[NOTE] = msgspec.msgpack.encode(self.known.experience)
-        turn.notes[BACKOFF] = msgspec.msgpack.encode(self.known.backoff.remembered())
-        turn.notes[UNSTARTED] = msgspec.msgpack.encode(self.known.unstarted.remembered())
+        turn.notes[NOTE] = records.encode(self.known.experience)
+        turn.notes[BACKOFF] = records.encode(self.known.backoff.remembered())
+        turn.notes[UNSTARTED] = records.encode(self.known.unstarted.remembered())
 
     def polled(self, turn: Turn, cluster: ClusterState, rules: HarvestRules) -> None:
         """Take in a poll, after the allocations have been brought up to date."""
@@ -52,7 +60,7 @@ class Learning(Learner):
             (a, run.asks_as(a))
             for run in book.current.values()
             if not run.spec.local
-            for a in run.record.allocations.values()
+            for a in run.allocations.values()
             if a.harvested
         ]
         for run_id, text in self.take_in(cluster, harvest, rules, turn.now):
@@ -72,8 +80,9 @@ class Learning(Learner):
         return scope_of(reason) is Scope.NOTHING
 
 
-def _read(note: bytes | None, type_: type[T]) -> T:
+def _read(note: bytes | None, kind: type[T]) -> T:
     try:
-        return type_() if note is None else msgspec.msgpack.decode(note, type=type_)
-    except msgspec.MsgspecError:
-        return type_()
+        return kind() if note is None else records.decode(note, kind)
+    except Unreadable as error:
+        log.warning("note.unreadable", kind=kind.__name__, error=error.message)
+        return kind()

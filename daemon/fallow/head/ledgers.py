@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fallow.core.audit import Gap, audit
-from fallow.core.roster import Roster
+from fallow.core.nodes.names import member_name
+from fallow.core.nodes.roster import Roster
 from fallow.files import unreadable
 from fallow.model import GenerationReport, SampleReport
 from fallow.worker.data.ledger import Record, read_ledger
@@ -25,10 +26,16 @@ def count_samples(folder: Path, roster: Roster, history: Sequence[GenerationRepo
         FallowError: a ledger cannot be read.
     """
     first_steps = {g.generation: g.first_step for g in history if g.first_step is not None}
-    steps = roster.final.steps if roster.final is not None else roster.front
+    root = roster.root
+    steps = root.final.steps if root.final is not None else roster.front
     records = (record for path in _ledgers(folder) for record in _read(path))
-    gaps = [Gap(first_step=first, last_step=_last_step(history, name)) for name, first in roster.unrecorded.items()]
-    return audit(records, first_steps, steps, roster.global_batch or 0, gaps)
+    incomplete = root.unrecorded | {n: node.unrecorded for n, node in roster.nodes.items()}
+    gaps = [
+        Gap(first_step=first, last_step=_last_step(history, member_name(n)))
+        for n, first in incomplete.items()
+        if first is not None
+    ]
+    return audit(records, first_steps, steps, 0 if root.contract is None else root.contract.global_batch, gaps)
 
 
 def _ledgers(folder: Path) -> list[Path]:
@@ -49,7 +56,7 @@ def _read(path: Path) -> list[Record]:
 
 
 def _last_step(history: Sequence[GenerationReport], name: str) -> int:
-    """The last of which that worker's records can count: another generation took over from there."""
+    """The last of which that member's records can count: another generation took over from there."""
     last = max((g.generation for g in history if name in g.members), default=0)
     after = (g.first_step for g in history if g.generation > last and g.first_step is not None)
     return next(after, sys.maxsize) - 1

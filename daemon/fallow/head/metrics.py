@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-from fallow.head.book import Book
+from fallow.head.book import Book, Run
 from fallow.model import AllocationState, EventRecord, RunStatus
 
 
@@ -14,7 +16,7 @@ class Metrics:
     def __init__(self, port: int | None) -> None:
         registry = CollectorRegistry()
         self._events = Counter("fallow_events", "Lines of the event log", ["kind"], registry=registry)
-        self._members = Gauge("fallow_members", "Members of all runs", registry=registry)
+        self._members = Gauge("fallow_members", "Members (nodes) of all runs", registry=registry)
         self._runs = Gauge("fallow_runs", "Runs by status", ["status"], registry=registry)
         self._allocations = Gauge("fallow_allocations", "Allocations by state", ["state"], registry=registry)
         self._pause = Histogram(
@@ -45,8 +47,8 @@ class Metrics:
         if not self._served:
             return
         runs = list(book.current.values())
-        self._members.set(sum(len(r.roster.members) for r in runs if not r.roster.status.ended))
-        statuses = [r.roster.status for r in book.runs.values()]
+        self._members.set(sum(len(r.roster.present()) for r in runs if not r.ended))
+        statuses = [r.root.status for r in book.runs.values()]
         for status in RunStatus:
             self._runs.labels(status=status.value).set(statuses.count(status))
         live = [a for r in runs for a in r.live_allocations()]
@@ -55,12 +57,13 @@ class Metrics:
         for ended in self._seen.keys() - book.current.keys():
             del self._seen[ended]
         for run in runs:
-            seen, history = self._seen.get(run.id, 0), run.roster.history
-            if not history or history[-1].generation <= seen:
-                # As with those that have ended, four times a second.
-                continue
-            for generation in history:
-                if generation.generation > seen and generation.pause_s is not None:
-                    self._pause.labels(kind=generation.kind.value).observe(generation.pause_s)
-                seen = max(seen, generation.generation)
-            self._seen[run.id] = seen
+            self._observe_pauses(run)
+
+    def _observe_pauses(self, run: Run) -> None:
+        """Those of generations that have become complete since the last call."""
+        seen = self._seen.get(run.id, 0)
+        for done in takewhile(lambda done: done.generation > seen, reversed(run.generations)):
+            if done.pause_s is not None:
+                self._pause.labels(kind=done.kind.value).observe(done.pause_s)
+        if run.generations:
+            self._seen[run.id] = run.generations[-1].generation

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from fallow.config import Config
-from fallow.core import polling
+from fallow.core import polling, records
 from fallow.core.allocations import Allocation
 from fallow.core.delays import Delays
 from fallow.core.neighbour import Standing
@@ -16,6 +14,9 @@ from fallow.model import AllocationKind, AllocationState, ClusterConfig, Cluster
 
 DELAYS = "delays"
 """Their key among the notes of the store."""
+
+
+records.SCHEMAS[Delays] = 1
 
 
 class Neighbours(Neighbourhood):
@@ -35,15 +36,19 @@ class Neighbours(Neighbourhood):
         self._config = config
 
     def recall(self, note: bytes) -> None:
-        """Go on from what a head before us noted; what happened in between, nobody has seen."""
-        self.delays = msgspec.msgpack.decode(note, type=Delays)
+        """Go on from what a head before us noted; what happened in between, nobody has seen.
+
+        Raises:
+            Unreadable: it is damaged, or of a newer Fallow.
+        """
+        self.delays = records.decode(note, Delays)
         self.delays.polled_at = None
 
     def polled(self, turn: Turn, cluster: ClusterState, config: ClusterConfig | None) -> Standing:
         """Take in a poll; what follows for our nodes is the planner's."""
         runs = [run for run in turn.book.current.values() if not run.spec.local]
         live = [a for run in runs for a in run.live_allocations()]
-        over = [a for run in runs for a in run.record.allocations.values() if not a.live]
+        over = [a for run in runs for a in run.allocations.values() if not a.live]
         # The end of a user's batch script may run on in a base job. Of those that were lost, the head's own are
         # cancelled when they appear (`orphans`).
         lost = AllocationState.LOST
@@ -55,7 +60,7 @@ class Neighbours(Neighbourhood):
             text = f"job {job.job_id} of {job.user} has waited {job.waited_s:.1f} s for nodes of ours"
             turn.record(None, "delayed", text, job=job.job_id, user=job.user, waited_s=job.waited_s)
         if waited or standing.delayed:
-            turn.notes[DELAYS] = msgspec.msgpack.encode(self.delays)
+            turn.notes[DELAYS] = records.encode(self.delays)
         return standing
 
     def report(self, now: float) -> DelayReport:
@@ -102,7 +107,7 @@ def hurry(turn: Turn, run: Run, allocation: Allocation) -> None:
         return
     turn.dirty.add(run.id)
     last_at = (allocation.wanted_at or 0.0) + LEAVE_S + END_S
-    if set(allocation.agents) - set(allocation.agents_gone) and turn.now < last_at:
+    if allocation.hosts and turn.now < last_at:
         turn.record(run, "release", f"{allocation.token} has not left in time and is ended: {allocation.reason}")
         turn.end_agents(allocation, Exit.NO_RESTART, allocation.reason, kill_after_s=0.0)
         allocation.gone_by = last_at

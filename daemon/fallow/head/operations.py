@@ -8,14 +8,16 @@ from typing import Any
 import msgspec
 
 from fallow.control.protocol import LocalAllocation, NewRun
-from fallow.core import events as ev
 from fallow.core.allocations import SUBMIT_S, Allocation
 from fallow.core.joining import check_limits
+from fallow.core.nodes import checkpoints
+from fallow.core.nodes import events as ev
+from fallow.core.nodes.names import member_name, member_number
 from fallow.head.book import Book, Run
 from fallow.head.harvest import Harvest
 from fallow.head.pruning import Pruning
 from fallow.head.turn import Turn
-from fallow.model import AllocationKind, AllocationState, Exit, FallowError, RunSpec, SaveCheckpoint
+from fallow.model import AllocationKind, AllocationState, Exit, FallowError, MemberPhase, RunSpec
 from fallow.text import counted, shown
 
 
@@ -74,8 +76,8 @@ class Operations:
             run=run.id, token=allocation.token, folder=str(folder.root), key_file=str(folder.key(allocation.token))
         )
 
-    def local_allocation(self, turn: Turn, run: str, slots: int) -> LocalAllocation:
-        """A node of `fallow local`: its worker numbers are fixed now, in the order in which nodes are asked for."""
+    def local_allocation(self, turn: Turn, run: str) -> LocalAllocation:
+        """A node of `fallow local`. Nodes get their numbers now: the first that is asked for is n0, the next n1."""
         found = self._active(run)
         if not found.spec.local:
             raise FallowError(f"run {shown(run)}: only `fallow local` starts agents by hand", Exit.USAGE)
@@ -85,13 +87,13 @@ class Operations:
             if unused
             else self._book.new_allocation(found, AllocationKind.HARVEST, turn.now, sent_by=turn.now)
         )
-        for _ in range(slots):
-            name = f"w{found.roster.next_index}"
-            allocation.reserved.append(name)
-            turn.apply(found, ev.WorkerExpected(at=turn.at, worker=name, token=allocation.token, node=""))
+        # Each allocation is one node.
+        allocation.reserved = allocation.number + 1
         turn.dirty.add(found.id)
         return LocalAllocation(
-            token=allocation.token, key_file=str(self._book.paths.run(found.id).key(allocation.token))
+            member=member_name(allocation.reserved),
+            token=allocation.token,
+            key_file=str(self._book.paths.run(found.id).key(allocation.token)),
         )
 
     def base_submitted(self, turn: Turn, run: str, token: str, job_id: str) -> None:
@@ -105,23 +107,23 @@ class Operations:
             self._harvest.unknown(turn, found, token, reason)
             return
         self._book.end_allocation(found, allocation, reason)
-        turn.apply(found, ev.Cancelled(at=turn.at, reason=f"sbatch refused the base job: {reason}"))
+        turn.apply(found, ev.Cancel(at=turn.at, reason=f"sbatch refused the base job: {reason}"))
 
     def grow(self, turn: Turn, run: str, by: int = 1) -> int:
-        """Raise the limit by so many workers; returns the new limit."""
+        """Raise the limit by so many nodes; returns the new limit."""
         found = self._active(run)
-        most = found.roster.max_members
-        if by < 1 or (found.roster.limit + by > most and found.roster.limit >= most):
+        most = found.root.maximum
+        if by < 1 or (found.root.limit + by > most and found.root.limit >= most):
             raise FallowError(
-                f"run {found.id}: its limit is {found.roster.limit} of at most {most} workers", Exit.USAGE
+                f"run {found.id}: its limit is {found.root.limit} of at most {counted(most, 'node')}", Exit.USAGE
             )
-        return self._set_limit(turn, found, min(most, found.roster.limit + by), "grown by hand")
+        return self._set_limit(turn, found, min(most, found.root.limit + by), "grown by hand")
 
     def shrink(self, turn: Turn, run: str, by: int = 1) -> int:
-        """Lower the limit by so many workers, releasing the youngest; returns the new limit."""
+        """Lower the limit by so many nodes, releasing the youngest; returns the new limit."""
         found = self._active(run)
-        members = len(found.roster.staying())
-        limit = min(found.roster.limit, members or found.roster.limit) - by
+        members = len(found.roster.present(MemberPhase.MEMBER))
+        limit = min(found.root.limit, members or found.root.limit) - by
         if by < 1 or limit < 1:
             raise FallowError(
                 f"run {found.id}: has {counted(members, 'member')}; to end it: fallow cancel {found.id}", Exit.USAGE
@@ -129,19 +131,23 @@ class Operations:
         return self._set_limit(turn, found, limit, "shrunk by hand")
 
     def _set_limit(self, turn: Turn, run: Run, limit: int, reason: str) -> int:
-        turn.apply(run, ev.LimitChanged(at=turn.at, limit=limit, reason=reason))
+        turn.apply(run, ev.Limit(at=turn.at, limit=limit, reason=reason))
         return limit
 
-    def release(self, turn: Turn, run: str, workers: list[str]) -> None:
-        """Release these workers and keep the limit as low, so that they are not replaced at once."""
+    def release(self, turn: Turn, run: str, members: list[str]) -> None:
+        """Release these members and keep the limit as low, so that they are not replaced at once."""
         found = self._active(run)
-        unknown = [w for w in workers if not found.roster.alive(w)]
+        numbers = {member_number(member): member for member in members}
+        unknown = [member for n, member in numbers.items() if not found.roster.alive(n)]
         if unknown:
-            raise FallowError(f"run {found.id}: no such worker: {', '.join(unknown)}", Exit.NOINPUT)
-        members = [w for w in workers if w in found.roster.members]
-        limit = max(0, found.roster.limit - len(members)) if members else None
+            raise FallowError(
+                f"run {found.id}: has no member {', '.join(unknown)}; `fallow status {found.id}` lists them",
+                Exit.NOINPUT,
+            )
+        seated = [n for n in numbers if n in found.roster.members]
+        limit = max(0, found.root.limit - len(seated)) if seated else None
         # One event: between two of them a standby would take the released one's place.
-        turn.apply(found, ev.ReleaseWanted(at=turn.at, workers=workers, reason="released by hand", limit=limit))
+        turn.apply(found, ev.Release(at=turn.at, nodes=tuple(numbers), reason="released by hand", limit=limit))
 
     def drain(self, turn: Turn, run: str, nodes: list[str]) -> None:
         """Give these nodes of the run back; it does without them until it is resumed."""
@@ -178,43 +184,44 @@ class Operations:
 
     def cancel(self, turn: Turn, run: str) -> None:
         found = self._book.get(run)
-        if found.roster.status.ended:
-            raise FallowError(f"run {found.id}: it is {found.roster.status} already", Exit.USAGE)
+        if found.ended:
+            raise FallowError(f"run {found.id}: it is {found.root.status} already", Exit.USAGE)
         found.record.base_wanted = False
-        turn.apply(found, ev.Cancelled(at=turn.at, reason="cancelled by hand"))
+        turn.apply(found, ev.Cancel(at=turn.at, reason="cancelled by hand"))
 
     def checkpoint(self, turn: Turn, run: str) -> None:
         found = self._active(run)
-        if not found.roster.members:
+        if not found.roster.present():
             raise FallowError(f"run {found.id}: has no member that could write one", Exit.TEMPFAIL)
-        if found.roster.restarts:
+        if found.root.contract is not None and found.root.contract.restarts:
             raise FallowError(f"run {found.id}: what its script saves, and when, the script alone decides", Exit.USAGE)
-        for worker in found.roster.members:
-            turn.tell(found, worker, SaveCheckpoint(term=self._book.term))
+        # The answers to the members' next beats say so.
+        found.record.checkpoints_asked += 1
+        turn.dirty.add(found.id)
 
     def rollback(self, turn: Turn, run: str, step: int) -> None:
         """Go back to the checkpoint of that step."""
         found = self._active(run)
         r = found.roster
-        there = sorted({written.step for written in r.usable_checkpoints()})
+        there = sorted({checkpoint.step for checkpoint in checkpoints.usable(r)})
         if step not in there:
             have = f"there are those of {', '.join(map(str, there))}" if there else "there is none at all"
             raise FallowError(f"run {found.id}: no usable checkpoint of step {step}; {have}", Exit.NOINPUT)
         if r.finishing:
             raise FallowError(f"run {found.id}: its script has just ended; there is nothing to go back for", Exit.USAGE)
-        if r.members and not r.staying():
+        if r.present() and not r.present(MemberPhase.MEMBER):
             raise FallowError(f"run {found.id}: its last members are leaving; ask again in a moment", Exit.TEMPFAIL)
-        turn.apply(found, ev.RollbackWanted(at=turn.at, step=step))
+        turn.apply(found, ev.Rollback(at=turn.at, step=step))
 
     def _active(self, run: str) -> Run:
         found = self._book.get(run)
-        if found.roster.status.ended:
-            raise FallowError(f"run {found.id}: it is {found.roster.status}", Exit.USAGE)
+        if found.ended:
+            raise FallowError(f"run {found.id}: it is {found.root.status}", Exit.USAGE)
         return found
 
     @staticmethod
     def _allocation(run: Run, token: str) -> Allocation:
-        allocation = run.record.allocations.get(token)
+        allocation = run.allocations.get(token)
         if allocation is None or allocation.state is AllocationState.LOST:
             raise FallowError(f"run {run.id}: no allocation {token}", Exit.NOINPUT)
         return allocation

@@ -20,7 +20,7 @@ def sweep(turn: Turn, cluster: ClusterState, wanted: Collection[str] = ()) -> No
     """
     shown = Shown(cluster.jobs)
     for run in turn.book.current.values():
-        for allocation in run.record.allocations.values():
+        for allocation in run.allocations.values():
             if allocation.live or run.spec.local or _ends_by_itself(turn, allocation, allocation.token in wanted):
                 continue
             alive = (job for job in jobs_of(allocation, shown.of(allocation)) if _is_orphan(job, cluster.at))

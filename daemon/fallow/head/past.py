@@ -47,16 +47,16 @@ class Lesson(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def lesson_of(run: Run) -> Lesson:
-    r, record = run.roster, run.record
+    contract = run.root.contract
     return Lesson(
         run=run.id,
         script=script_of(run),
-        signature=r.signature,
-        shards=r.shards,
-        global_batch=r.global_batch,
-        slots=record.slots,
+        signature=None if contract is None else contract.signature,
+        shards=None if contract is None else contract.shards,
+        global_batch=None if contract is None else contract.global_batch,
+        slots=run.record.slots,
         created_at=run.spec.created_at,
-        curve=record.curve,
+        curve=run.record.curve,
     )
 
 
@@ -90,7 +90,7 @@ class Past:
 
     def add(self, run: Run) -> None:
         self.add_use(project_of(run), run.record.harvested)
-        if run.roster.signature is not None:
+        if run.root.contract is not None:
             self.learn(lesson_of(run))
 
     def add_use(self, project: str, had: PastUse) -> None:

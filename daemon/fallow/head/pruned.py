@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from fallow.core import records
 from fallow.core.fairshare import PastUse
 from fallow.core.usage import Tallies, by_month, merge
 from fallow.head.past import Lesson, account_of, project_of
@@ -53,3 +54,6 @@ class PrunedRuns(msgspec.Struct, kw_only=True):
         newest_first = sorted([*self.lessons, lesson], key=lambda each: -each.created_at)
         self.lessons = newest_first[:LESSONS]
         return newest_first[LESSONS:]
+
+
+records.SCHEMAS[PrunedRuns] = 1

@@ -79,9 +79,9 @@ class Pruning:
     @staticmethod
     def _over(book: Book, name: str, checkpoints: bool) -> Run:
         run = book.get(name)
-        if not run.roster.status.ended:
+        if not run.ended:
             raise FallowError(
-                f"run {shown(run.id)} is {run.roster.status}; only a run that has ended is pruned: "
+                f"run {shown(run.id)} is {run.root.status}; only a run that has ended is pruned: "
                 f"fallow cancel {run.id} ends it",
                 Exit.USAGE,
             )
@@ -142,7 +142,7 @@ def _ended(book: Book) -> dict[str, float]:
 
 def _is_over(run: Run) -> bool:
     """It has ended, and what its jobs held is in its sums."""
-    return run.roster.status.ended and all(one.counted for one in run.record.allocations.values())
+    return run.ended and all(one.counted for one in run.allocations.values())
 
 
 def _count_checkpoints(book: Book, run: Run) -> int | None:

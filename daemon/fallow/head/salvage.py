@@ -2,74 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from fallow.core import records
 from fallow.core.allocations import Allocation
-from fallow.core.roster import Roster
+from fallow.core.nodes.messages import Unreadable
+from fallow.core.nodes.records import Root
+from fallow.core.nodes.roster import Roster
 from fallow.files import Paths, read_struct
-from fallow.head.book import RunRecord
+from fallow.head.book import Run, RunRecord
 from fallow.model import AllocationKind, AllocationState, Exit, FallowError, KeyFile, RunSpec, RunStatus
 
 
-def decode_spec(value: bytes) -> RunSpec:
-    return msgspec.msgpack.decode(value, type=RunSpec)
-
-
-def decode_record(value: bytes) -> RunRecord:
-    return msgspec.msgpack.decode(value, type=RunRecord)
-
-
-def salvage(paths: Paths, run_id: str, spec: bytes | None, record: bytes, now: float) -> tuple[RunSpec, RunRecord]:
+def salvage(
+    paths: Paths, run_id: str, stored: Mapping[str, bytes], now: float
+) -> tuple[RunSpec, RunRecord, Roster, dict[str, Allocation]]:
     """What can still be read, in a run that waits to be ended.
 
     Args:
         paths: where the head's files are.
         run_id: of the run.
-        spec, record: its values in the store; None: missing.
+        stored: its values in the store, by key.
         now: Unix time.
     """
     try:
-        found = decode_spec(spec or b"")
-    except (msgspec.MsgspecError, ValueError, RecursionError):
+        found = records.decode(stored.get("spec", b""), RunSpec)
+    except Unreadable:
         found = RunSpec(run=run_id, name=run_id.rpartition("-")[0] or run_id, min_nodes=1, max_nodes=1, created_at=now)
-    roster = Roster(run=run_id, min_members=found.min_nodes, max_members=found.max_nodes, limit=found.max_nodes)
-    allocations = _of_record(record) or _of_key_files(paths, run_id, now)
+    allocations = _of_records(stored)
+    known = {allocation.token for allocation in allocations}
+    # Each live allocation has a key file.
+    allocations += [a for a in _of_key_files(paths, run_id, now) if a.token not in known]
     for number, allocation in enumerate(allocations):
         # Nothing is known of its workers any more; and one whose job shows is cancelled then.
-        allocation.agents, allocation.agents_gone = {}, []
+        allocation.agents = {}
         allocation.sent_by = allocation.sent_by or now + number
-    return found, RunRecord(roster=roster, allocations={a.token: a for a in allocations}, base_wanted=False)
-
-
-def end_now(record: RunRecord, why: str, now: float) -> None:
-    """The last resort, where the membership machine itself fails: the run is over, whatever its roster says."""
-    record.roster.status, record.roster.message = RunStatus.FAILED, why
-    record.roster.change, record.ended_at = None, now
-    for allocation in record.allocations.values():
-        if allocation.live:
-            # Its agents are told so at their next beats.
-            allocation.state, allocation.asked_at = AllocationState.RELEASING, now
-            allocation.end_code, allocation.reason = int(Exit.NO_RESTART), why
-
-
-def _of_record(value: bytes) -> list[Allocation]:
+    numbers = [allocation.number + 1 for allocation in allocations]
     try:
-        raw: Any = msgspec.msgpack.decode(value)
-        found: list[Allocation] = []
-        for one in raw["allocations"].values():
+        record = records.decode(stored.get("record", b""), RunRecord)
+    except Unreadable:
+        record = RunRecord()
+    record.base_wanted, record.next_allocation = False, max([record.next_allocation, *numbers])
+    root = Root(run=run_id, minimum=found.min_nodes, maximum=found.max_nodes, limit=found.max_nodes)
+    return found, record, Roster(root), {a.token: a for a in allocations}
+
+
+def end_now(run: Run, why: str, now: float) -> None:
+    """The last resort, where the membership machine itself fails: the run is over, whatever its roster says."""
+    root = run.root
+    root.status, root.message, root.change, run.record.ended_at = RunStatus.FAILED, why, None, now
+    run.roster.mark("root")
+    run.pending |= run.roster.take_writes()
+    for allocation in run.live_allocations():
+        # Its agents are told so at their next beats.
+        allocation.state, allocation.asked_at = AllocationState.RELEASING, now
+        allocation.end_code, allocation.reason = int(Exit.NO_RESTART), why
+
+
+def _of_records(stored: Mapping[str, bytes]) -> list[Allocation]:
+    found: list[Allocation] = []
+    for key, value in stored.items():
+        if key.startswith("allocation/"):
             try:
-                found.append(msgspec.convert(one, Allocation))
-            except (msgspec.ValidationError, ValueError):
+                # As much of it as is understood, whatever wrote it.
+                raw: Any = msgspec.msgpack.decode(value)
+                allocation = msgspec.convert(raw[1], Allocation)
+            except (msgspec.MsgspecError, ValueError, RecursionError, TypeError, LookupError):
                 continue
-        return found
-    except (msgspec.MsgspecError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
-        return []
+            if allocation.token == key.removeprefix("allocation/"):
+                found.append(allocation)
+    return sorted(found, key=lambda allocation: allocation.number)
 
 
 def _of_key_files(paths: Paths, run_id: str, now: float) -> list[Allocation]:
-    """Live allocations have a key file each."""
     found: list[Allocation] = []
     for file in sorted(paths.run(run_id).keys.glob("*.json")):
         try:

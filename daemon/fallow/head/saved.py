@@ -9,64 +9,60 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from fallow.core import events as ev
+from fallow.core.nodes import events as ev
+from fallow.core.nodes.messages import Checkpoint, Report
 from fallow.head.book import Run
 from fallow.head.turn import Turn
-from fallow.model import ChangeKind, Checkpointed, CheckpointFailed, FallowError
+from fallow.model import ChangeKind, FallowError
 from fallow.worker.checkpoint.manifest import REMOVED, announcement, complete_ones, read_manifest
 
 log = structlog.get_logger("fallow.head")
 
 
-def adopt(turn: Turn, keep: int) -> None:
+def adopt(turn: Turn) -> None:
     """Once per run and head: learn of checkpoints that were finished while no head was there."""
     unseen = [run for run in turn.book.current.values() if not run.looked_for_checkpoints]
-    turn.for_each(unseen, "checkpoints on disk", lambda run: _adopt_run(turn, run, keep))
+    turn.for_each(unseen, "checkpoints on disk", lambda run: _adopt_run(turn, run))
 
 
-def _adopt_run(turn: Turn, run: Run, keep: int) -> None:
+def _adopt_run(turn: Turn, run: Run) -> None:
     run.looked_for_checkpoints = True
-    if run.roster.status.ended:
+    if run.ended:
         return
-    known = {saved.written.path for saved in run.roster.checkpoints}
+    known = {saved.checkpoint.path for saved in run.roster.checkpoints.saved}
     for folder in complete_ones(turn.book.checkpoint_folder(run)):
         if str(folder) in known:
             continue
         try:
             manifest, digest = read_manifest(folder)
             # What is out of bounds could be written to the store, and not be read from there.
-            written = msgspec.convert(msgspec.to_builtins(announcement("", folder, manifest, digest)), Checkpointed)
+            found = msgspec.convert(msgspec.to_builtins(announcement(folder, manifest, digest)), Checkpoint)
         except (FallowError, msgspec.ValidationError) as error:
             turn.record(run, "damaged", str(error), path=str(folder))
             continue
-        take(turn, run, written, min(turn.now, written.written_at), keep)
+        found = msgspec.structs.replace(found, written_at=min(turn.now, found.written_at))
+        turn.apply(run, ev.Found(at=turn.at, checkpoint=found))
 
 
-def take(turn: Turn, run: Run, written: Checkpointed, taken_at: float, keep: int) -> None:
-    """Note a checkpoint that is complete on disk; `taken_at`: Unix time of its snapshot by this host's clock.
+def by_this_clock(run: Run, report: Report, now: float) -> Report:
+    """The report, with the time of its newest checkpoint's snapshot by this host's clock (`now`: Unix time).
 
-    The worker's own time is not kept: nodes' clocks differ, and all that is shown is by the head's.
+    Nodes' clocks differ, and all that is shown is by the head's. It is told at once, but for one that was finished
+    while no head was there.
     """
-    written = msgspec.structs.replace(written, written_at=taken_at)
-    known = {saved.written.path for saved in run.roster.checkpoints}
-    turn.apply(run, ev.CheckpointWritten(at=turn.at, written=written, keep=keep))
-    if written.path not in known and written in run.roster.usable_checkpoints():
-        run.record.saving.written(taken_at, written.took_s)
-
-
-def give_up(turn: Turn, run: Run, failed: CheckpointFailed) -> None:
-    """Note one that could not be written; several members may say so."""
-    if run.roster.checkpoint_given_up != (failed.generation, failed.step):
-        run.record.saving.failed(turn.now)
-    turn.apply(run, ev.Said(at=turn.at, message=failed))
+    new = report.saved
+    if new is None or any(saved.checkpoint.path == new.path for saved in run.roster.checkpoints.saved):
+        return report
+    new = msgspec.structs.replace(new, written_at=max(0.0, now - new.took_s))
+    return msgspec.structs.replace(report, saved=new)
 
 
 def due_in_s(run: Run, every_s: float, now: float) -> float | None:
     """Seconds until the members have to begin the next periodic checkpoint; None: there are none."""
     if not every_s:
         return None
-    r = run.roster
-    if not r.members or (r.change is not None and r.change.kind is ChangeKind.START):
+    change = run.root.change
+    if not run.roster.present() or (change is not None and change.kind is ChangeKind.START):
         return every_s  # it is about to begin, with nothing to lose
     return run.record.saving.due_in_s(every_s, now)
 

@@ -50,7 +50,7 @@ class SlurmCalls:
         self.error: str | None = None
         "why Slurm does not answer"
         self.polled_at: float | None = None
-        "monotonic time of the last good poll"
+        "when the last good poll was taken in, on the head's clock"
         self.polls = 0
         self.backend = ""
         "what answers, and why that"
@@ -154,7 +154,7 @@ class SlurmCalls:
             await slurm.may_submit()
             run_id, token = await self._next_due()
             run = book.runs[run_id]
-            allocation = run.record.allocations[token]
+            allocation = run.allocations[token]
             log_file = str(self._paths.run(run_id).logs / f"{token}.out")
             outcome: str | SubmitRejected | SubmitUnknown
             try:
@@ -191,7 +191,7 @@ class SlurmCalls:
     async def test(self, run: Run) -> str:
         """Why harvest jobs of this run would be refused; empty: nothing is known against them."""
         now = time.monotonic()
-        if self._slurm is None or run.roster.status.ended or now - self._tested_at < TEST_EVERY_S:
+        if self._slurm is None or run.ended or now - self._tested_at < TEST_EVERY_S:
             return ""
         example = self._harvest.example(run)
         if not isinstance(example, Allocation):
@@ -213,7 +213,7 @@ class SlurmCalls:
         match item.outcome:
             case str(job_id):
                 self._harvest.submitted(turn, run, item.token, job_id)
-                if run.record.allocations[item.token].asked_at is not None:
+                if run.allocations[item.token].asked_at is not None:
                     turn.cancels.append((run.id, item.token, job_id))
             case SubmitRejected() as refusal:
                 self._harvest.refused(turn, run, item.token, refusal.reason)

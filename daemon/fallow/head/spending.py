@@ -27,7 +27,7 @@ def follow_jobs(turn: Turn, cluster: ClusterState) -> list[Settled]:
     jobs = Shown(cluster.jobs)
     gpus = {node.node: node.gpus for node in cluster.nodes}
     for run in turn.book.current.values():
-        for allocation in run.record.allocations.values():
+        for allocation in run.allocations.values():
             mine = jobs.of(allocation)
             if not run.spec.local and follow(allocation, mine, cluster.at, gpus, ENDED_STATES):
                 turn.dirty.add(run.id)
@@ -41,15 +41,15 @@ def left_s(run: Run, at: float) -> float | None:
     hours = run.spec.budget_node_hours
     if hours is None:
         return None
-    return budget.left(hours * 3600.0, run.record.spent_node_s, run.record.allocations.values(), at)
+    return budget.left(hours * 3600.0, run.record.spent_node_s, run.allocations.values(), at)
 
 
 def keep_within_budget(turn: Turn, run: Run, at: float) -> None:
     """Jobs whose granted time is more than the budget has left go in time; what watches walltimes releases them."""
     hours, room = run.spec.budget_node_hours, left_s(run, at)
-    if hours is None or room is None or run.roster.status.ended:
+    if hours is None or room is None or run.ended:
         return
-    allocations = list(run.record.allocations.values())
+    allocations = list(run.allocations.values())
     waiting = [a for a in allocations if a.live and budget.charged(a) and not a.spans and not a.agents]
     for allocation in sorted(waiting, key=lambda a: -a.requested_at):
         if room >= 0:
@@ -68,9 +68,9 @@ def keep_within_budget(turn: Turn, run: Run, at: float) -> None:
 def renew_base(turn: Turn, run: Run, at: float) -> None:
     """Submit the base job again when the last one is over and the script is not finished."""
     record = run.record
-    if run.roster.status.ended or not record.base_wanted or run.roster.finishing or record.paused:
+    if run.ended or not record.base_wanted or run.roster.finishing or record.paused:
         return
-    bases = [a for a in record.allocations.values() if a.kind is AllocationKind.BASE]
+    bases = [a for a in run.allocations.values() if a.kind is AllocationKind.BASE]
     if not bases or any(a.live or awaits_verdict(a, turn.now) for a in bases):
         return
     # It will be granted what the last one was granted.

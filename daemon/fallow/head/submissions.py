@@ -44,7 +44,7 @@ def job_request(config: Config, state: str, run: Run, allocation: Allocation, lo
             # Those are jobs of normal priority, in the user's own name.
             qos="" if allocation.hurried else run.asker.qos,
             account="" if allocation.hurried else run.asker.account,
-            barred=[*run.record.shunned, *filter(None, [allocation.exclude])],
+            barred=[*run.shunned, *filter(None, [allocation.exclude])],
             least_minutes=allocation.least_minutes,
             node=allocation.pinned,
             part=allocation.part,
@@ -52,9 +52,7 @@ def job_request(config: Config, state: str, run: Run, allocation: Allocation, lo
         )
         script = harvest_script(spec.script)
     else:
-        options = base_options(
-            spec.sbatch_options, token=allocation.token, exported=exported, barred=run.record.shunned
-        )
+        options = base_options(spec.sbatch_options, token=allocation.token, exported=exported, barred=run.shunned)
         script = spec.script
     return JobRequest(
         token=allocation.token,
@@ -81,7 +79,7 @@ def withdraw_queued(turn: Turn, run: Run, why: str) -> None:
 
 
 def submitted(turn: Turn, run: Run, token: str, job_id: str) -> None:
-    allocation = run.record.allocations[token]
+    allocation = run.allocations[token]
     allocation.job_id = job_id
     sent(allocation, turn.now)
     if allocation.state is AllocationState.UNKNOWN:
@@ -117,7 +115,7 @@ def refused(turn: Turn, run: Run, token: str, reason: str, usable: Collection[st
         usable: partitions in which the run may harvest.
         news: False for one of several that were on their way together.
     """
-    allocation = run.record.allocations[token]
+    allocation = run.allocations[token]
     turn.book.end_allocation(run, allocation, reason)
     refusals = run.record.refusals
     if news and scope_of(reason) not in (Scope.OWNER, Scope.LENGTH):
@@ -142,6 +140,6 @@ def _everywhere(refusals: Mapping[str, int], usable: Collection[str]) -> bool:
 
 def unknown(turn: Turn, run: Run, token: str, reason: str) -> None:
     """sbatch failed without a clear answer: the job may exist, so it is looked for and never sent again."""
-    sent(run.record.allocations[token], turn.now)
+    sent(run.allocations[token], turn.now)
     turn.dirty.add(run.id)
     turn.record(run, "unknown", f"{token}: nobody knows whether Slurm has it ({reason}); it is looked for")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,26 +10,20 @@ from typing import Any
 import msgspec
 import structlog
 
-from fallow.core import events as ev
 from fallow.core.allocations import Allocation, forgo
+from fallow.core.nodes import events as ev
+from fallow.core.nodes.names import member_name
+from fallow.core.protocol.agents import Admitted, EndAgent, Introduce, ToAgent
 from fallow.head.book import Book, Run
 from fallow.model import (
-    Active,
-    AgentEnd,
     AllocationKind,
     AllocationState,
-    Beat,
     ChangeKind,
     Exit,
     FallowError,
-    Held,
-    KvReply,
+    GenerationReport,
+    Parts,
     RunStatus,
-    ShowOutput,
-    StopWorker,
-    ToAgent,
-    ToWorker,
-    Vote,
 )
 
 log = structlog.get_logger("fallow.head")
@@ -59,12 +52,12 @@ class Failure:
 
 @dataclass
 class Turn:
-    """Effects of one turn, in order. `at` is monotonic, `now` Unix time."""
+    """Effects of one turn, in order. `at` is the head's own clock (`head.clock`), `now` Unix time."""
 
     book: Book
     at: float
     now: float
-    messages: list[tuple[str, ToAgent | ToWorker]] = field(default_factory=list)
+    messages: list[tuple[str, ToAgent]] = field(default_factory=list)
     "(peer, message)"
     records: list[NewRecord] = field(default_factory=list)
     dirty: set[str] = field(default_factory=set)
@@ -125,7 +118,7 @@ class Turn:
 
     def discard(self, run: Run) -> None:
         """Drop all effects on one run."""
-        keys = {a.public_key for a in run.record.allocations.values()} | set(run.record.worker_keys.values())
+        keys = {a.public_key for a in run.allocations.values()}
         folder = f"{self.book.checkpoint_folder(run)}/"
         self.messages = [told for told in self.messages if told[0].partition(" ")[0] not in keys]
         self.records = [record for record in self.records if record.run != run.id]
@@ -161,92 +154,76 @@ class Turn:
         self.forgotten.append(run)
 
     def apply(self, run: Run, event: ev.Event) -> None:
-        """Put an event into a run's machine and take its instructions as effects.
-
-        The event is dated on the head's clock. The machine sees it on the run's own, which does not count the time for
-        which the head was away.
-        """
-        instructions = run.machine.handle(dataclasses.replace(event, at=run.clock.read(event.at)))
-        self._date_newest(run)
-        if instructions or self._to_be_written(run, event):
+        """Put an event into a run's machine and take its instructions as effects."""
+        newest, unsaved = run.roster.checkpoints.saved[-1:], run.root.unsaved
+        result = run.machine.handle(event)
+        run.pending |= result.writes
+        if result.writes:
             self.dirty.add(run.id)
-            run.unwritten = False
-        for instruction in instructions:
-            match instruction:
-                case ev.Tell(worker, message):
-                    self.tell(run, worker, message)
-                case ev.Kill(worker, reason, stack):
-                    self.stop_worker(run, worker, reason, stack)
-                case ev.NodeBarred(node, reason):
-                    self._let_go_of_node(run, node, reason)
-                case ev.Record(kind, text, data):
-                    self.record(run, kind, text, **data)
-                case ev.RemoveCheckpoint(path):
-                    self.removals.append(path)
-                case ev.RunEnded(status, message):
-                    self._end_run(run, status, message)
-        self.choose_speaker(run)
-        if not all(isinstance(instruction, ev.Tell) for instruction in instructions):
-            # Where workers are only told something, nobody has gone; and in a large run much is told.
+        if run.root.unsaved != unsaved:
+            run.record.saving.failed(self.now)
+        for saved in run.roster.checkpoints.saved[-1:]:
+            if saved.usable and [saved] != newest:
+                run.record.saving.written(saved.checkpoint.written_at, saved.checkpoint.took_s)
+        for instruction in result.then:
+            self._take(run, instruction)
+        self._open_gathers(run)
+        if not all(isinstance(instruction, ev.Send | ev.Admitted) for instruction in result.then):
+            # Where nodes are only told something, nobody has gone; and in a large run much is told.
             self.let_go_of_empty(run)
 
+    def _take(self, run: Run, instruction: ev.Instruction) -> None:
+        match instruction:
+            case ev.Send(node, order):
+                self.tell(run, node, order)
+            case ev.Admitted(node, host, token, boot):
+                agent = run.allocations[token].agents[host]
+                if agent.boot == boot and agent.node != node:
+                    agent.node, agent.again_at = node, None
+                    self.dirty.add(run.id)
+                self.tell(run, node, Admitted(node=node, boot=boot))
+            case ev.Unknown(node, host):
+                for allocation in run.live_allocations():
+                    if host in allocation.agents:
+                        self.messages.append((agent_peer(allocation, host), Introduce(node=node)))
+            case ev.Log(kind, text, data):
+                self.record(run, kind, text, **data)
+            case ev.Completed():
+                self._note_complete(run, instruction)
+            case ev.RemoveCheckpoint(path):
+                self.removals.append(path)
+            case ev.Barred(host, _):
+                self._let_go_of_host(run, host)
+            case ev.RunEnded(status, message):
+                self._end_run(run, status, message)
+
     @staticmethod
-    def _to_be_written(run: Run, event: ev.Event) -> bool:
-        """Has an event from which nothing follows changed what has to be known of the run?"""
-        match event:
-            case ev.Said(message=Beat() | Held() | Vote()):
-                return False
-            case ev.Said(message=Active()):
-                # All members switch at the same moment, and their beats say so again: the next tick will do, for all.
-                run.unwritten = True
-                return False
-            case ev.Ticked():
-                return run.unwritten
-        return True
+    def _open_gathers(run: Run) -> None:
+        """Take parts of a generation that is voted on from now."""
+        voting = run.machine.state.voting
+        if voting is not None and voting.change.generation > run.gathered:
+            run.gathered = voting.change.generation
+            run.gathers.open(run.gathered, voting.members)
 
-    def _date_newest(self, run: Run) -> None:
-        """The machine has no clock of its own, so a finished change gets its date here."""
-        history = run.roster.history
-        if history and not history[-1].at:
-            history[-1] = msgspec.structs.replace(history[-1], at=self.now)
-            if history[-1].kind is ChangeKind.START:
-                run.record.saving.began(self.now)
-                self.began = True
+    def _note_complete(self, run: Run, done: ev.Completed) -> None:
+        """Keep the report of a generation that has become complete, as a record of its own."""
+        report = generation_report(done, self.now)
+        run.generations.append(report)
+        self.dirty.add(run.id)
+        if report.kind is ChangeKind.START:
+            run.record.saving.began(self.now)
+            self.began = True
 
-    def tell(self, run: Run, worker: str, message: ToWorker) -> None:
-        key = run.record.worker_keys.get(worker)
-        if key is not None:
-            self.messages.append((key, message))
-
-    def reply(self, run: Run, replies: list[tuple[str, KvReply]]) -> None:
-        for worker, reply in replies:
-            self.tell(run, worker, reply)
+    def tell(self, run: Run, node: int, message: ToAgent) -> None:
+        """Send to the agent of a node, if its record is still there."""
+        known = run.roster.nodes.get(node)
+        allocation = None if known is None else run.allocations.get(known.token)
+        if known is not None and allocation is not None:
+            self.messages.append((agent_peer(allocation, known.host), message))
 
     def tell_agents(self, allocation: Allocation, message: ToAgent) -> None:
-        for node in allocation.agents:
-            self.messages.append((agent_peer(allocation, node), message))
-
-    def stop_worker(self, run: Run, worker: str, reason: str, stack: bool = False) -> None:
-        allocation = run.allocation_of(worker)
-        node = next((n for n, workers in allocation.agents.items() if worker in workers), None)
-        if node is not None:
-            stop = StopWorker(term=self.book.term, worker=worker, reason=reason, stack=stack)
-            self.messages.append((agent_peer(allocation, node), stop))
-
-    def choose_speaker(self, run: Run) -> None:
-        """Have one worker's output copied into its job's, from its first line on. Workers that have become members say
-        by themselves, in their output, from where on it is shown."""
-        speaker = run.roster.speaker(run.speaker)
-        if speaker != run.speaker:
-            run.speaker = speaker
-            for allocation in run.live_allocations():
-                for node in allocation.agents:
-                    self.show_output(run, allocation, node)
-
-    def show_output(self, run: Run, allocation: Allocation, node: str) -> None:
-        """Tell one agent which of its workers is shown, if any."""
-        shown = run.speaker if run.speaker in allocation.agents[node] else None
-        self.messages.append((agent_peer(allocation, node), ShowOutput(term=self.book.term, worker=shown)))
+        for host in allocation.agents:
+            self.messages.append((agent_peer(allocation, host), message))
 
     def release_allocation(self, run: Run, allocation: Allocation, reason: str) -> None:
         """Get every worker of an allocation out at the next boundary; its job ends when they are gone."""
@@ -258,17 +235,16 @@ class Turn:
             return
         allocation.state, allocation.asked_at, allocation.reason = AllocationState.RELEASING, self.now, reason
         self.dirty.add(run.id)
-        self.apply(run, ev.ReleaseWanted(at=self.at, workers=allocation.workers, reason=reason))
+        self.apply(run, ev.Release(at=self.at, nodes=tuple(allocation.members), reason=reason))
         self.let_go_of_empty(run)
 
-    def _let_go_of_node(self, run: Run, node: str, reason: str) -> None:
-        """Release what else of a barred node the run has; an allocation of this node alone ends with it."""
+    def _let_go_of_host(self, run: Run, host: str) -> None:
+        """Release what else of a barred host the run has; an allocation of this host alone ends with it."""
         for allocation in run.live_allocations():
-            if node in allocation.agents and not set(allocation.agents) - {node}:
+            if host in allocation.agents and not set(allocation.agents) - {host}:
                 self.release_allocation(run, allocation, "its node is barred")
-            elif node in allocation.agents:
-                workers = allocation.agents[node]
-                self.apply(run, ev.ReleaseWanted(at=self.at, workers=list(workers), reason=f"{node} is barred"))
+            elif host in allocation.agents and (node := allocation.agents[host].node):
+                self.apply(run, ev.Release(at=self.at, nodes=(node,), reason=f"{host} is barred"))
 
     def cancel(self, run: Run, allocation: Allocation, reason: str) -> None:
         """Cancel an allocation's job. A submission of unknown outcome is cancelled once a poll shows it, one that Slurm
@@ -290,17 +266,14 @@ class Turn:
 
     def let_go_of_empty(self, run: Run) -> None:
         """End allocations all of whose workers are gone, because they left or because they cannot go on."""
-        if run.roster.status.ended:
+        if run.ended:
             return
         # At the end, the one that will run the rest of the batch script stays.
         kept = self._elect(run) if run.roster.finishing else None
         for allocation in run.live_allocations():
-            if allocation is kept:
+            if allocation is kept or not allocation.agents or allocation.end_code is not None:
                 continue
-            workers = allocation.workers
-            places = [(node, w) for node, names in allocation.agents.items() for w in names]
-            coming = any(run.roster.alive(w) or run.restarts(allocation, node, w) for node, w in places)
-            if workers and allocation.end_code is None and not coming:
+            if not any(run.is_coming(allocation, host) for host in allocation.agents):
                 self.dirty.add(run.id)
                 if allocation.asked_at is None:
                     allocation.asked_at = self.now
@@ -311,7 +284,7 @@ class Turn:
     def end_agents(self, allocation: Allocation, code: int, reason: str, kill_after_s: float = 5.0) -> None:
         """End an allocation's agents; workers that have not exited after `kill_after_s` are killed."""
         allocation.end_code = code
-        end = AgentEnd(term=self.book.term, code=code, reason=reason, kill_after_s=kill_after_s)
+        end = EndAgent(term=self.book.term, code=code, reason=reason, kill_after_s=kill_after_s)
         self.tell_agents(allocation, end)
 
     def _end_run(self, run: Run, status: RunStatus, message: str) -> None:
@@ -328,22 +301,46 @@ class Turn:
             if allocation is elected:
                 code = Exit.OK if status is RunStatus.FINISHED else Exit.SOFTWARE
             allocation.state, allocation.asked_at = AllocationState.RELEASING, self.now
-            # `fallow local` shows the traceback by itself.
-            trace = "" if run.spec.local else run.roster.traceback.rstrip()
-            reason = "\n".join(part for part in (trace, message or f"the run is {status}") if part)
-            self.end_agents(allocation, code, reason)
+            self.end_agents(allocation, code, why_ended(run, allocation))
 
     @staticmethod
     def _elect(run: Run) -> Allocation | None:
         """A living base allocation, else the one of the main member."""
-        alive = [a for a in run.live_allocations() if set(a.agents) - set(a.agents_gone)]
+        alive = [a for a in run.live_allocations() if a.hosts]
         base = [a for a in alive if a.kind is AllocationKind.BASE]
         if base:
             return base[0]
-        main = [a for a in alive if run.roster.members and run.roster.members[0] in a.workers]
+        main = [a for a in alive if (run.root.main or run.root.first) in a.members]
         return next(iter(main or alive), None)
 
 
-def agent_peer(allocation: Allocation, node: str) -> str:
+def why_ended(run: Run, allocation: Allocation) -> str:
+    """What agents of an allocation are told at their end."""
+    if not run.ended:
+        return allocation.reason
+    # `fallow local` shows the traceback by itself.
+    trace = "" if run.spec.local else run.root.traceback.rstrip()
+    return "\n".join(part for part in (trace, run.root.message or f"the run is {run.root.status}") if part)
+
+
+def agent_peer(allocation: Allocation, host: str) -> str:
     """The router's name for an agent: its allocation's key and its own name."""
-    return f"{allocation.public_key} {node}"
+    return f"{allocation.public_key} {host}"
+
+
+def generation_report(completed: ev.Completed, now: float) -> GenerationReport:
+    """What people are told of a generation that has just become complete; `now`: Unix time."""
+    done = completed.record
+    return GenerationReport(
+        generation=done.generation,
+        kind=done.kind,
+        members=[member_name(n) for n in completed.members],
+        first_step=done.first_step,
+        pause_s=done.pause_s or None,
+        parts=Parts(**msgspec.structs.asdict(done.parts)),
+        bytes_in_pause=done.bytes_in_pause,
+        bytes_behind=done.bytes_behind,
+        reason=done.reason,
+        at=now,
+        took_s=done.took_s,
+    )

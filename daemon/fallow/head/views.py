@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
 
 from fallow.core.allocations import Allocation, jobs_of
 from fallow.core.holes import is_idle
+from fallow.core.nodes.names import member_name
+from fallow.core.nodes.records import Saved
+from fallow.core.protocol.agents import Progress
 from fallow.core.quantile import quantile
-from fallow.core.roster import Saved
 from fallow.core.states import ENDED_STATES
 from fallow.head.book import Run
 from fallow.model import (
@@ -18,18 +21,19 @@ from fallow.model import (
     CheckpointView,
     ClusterState,
     GenerationReport,
+    MemberPhase,
     MemberView,
     NodeInfo,
     NodeOwner,
     NodeView,
     PauseReport,
     Quantiles,
+    RollbackReport,
     RunReport,
     RunStatus,
     RunView,
     SampleReport,
     SpeedView,
-    WorkerPhase,
 )
 
 RECENT_PAUSES = 50
@@ -40,94 +44,105 @@ LATE_S = 60.0
 
 
 def longest_pause(run: Run) -> float:
-    pauses = [g.pause_s for g in run.roster.history[-RECENT_PAUSES:] if g.pause_s is not None]
-    return max(pauses, default=0.0)
+    recent = islice(reversed(run.generations), RECENT_PAUSES)
+    return max((done.pause_s for done in recent if done.pause_s is not None), default=0.0)
 
 
 def longest_save(run: Run) -> float:
     """Seconds that a durable checkpoint took: the last members write one before they leave."""
-    return max((saved.written.took_s for saved in run.roster.checkpoints), default=0.0)
+    return max((saved.checkpoint.took_s for saved in run.roster.checkpoints.saved), default=0.0)
 
 
 def shown(run: Run, at: float, now: float) -> RunView:
     """As `run_view`. That of a run which ended a while ago is kept: there may be thousands, shown twice a second."""
     ended_at = run.record.ended_at
-    over = ended_at is not None and now - ended_at > LATE_S and not run.roster.barred and not run.live_allocations()
+    over = ended_at is not None and now - ended_at > LATE_S and not run.barred and not run.live_allocations()
     if not over:
         return run_view(run, at, now)
-    if run.shown is None or run.shown[0] != run.revision:
-        run.shown = run.revision, run_view(run, at, now)
+    if run.shown is None or run.shown[0] != run.written:
+        run.shown = run.written, run_view(run, at, now)
     return run.shown[1]
 
 
 def run_view(run: Run, at: float, now: float) -> RunView:
-    r = run.roster
-    beats = [run.beats[w] for w in r.members if w in run.beats]
-    front = max(beats, key=lambda beat: beat.step, default=None)
-    step = max((beat.step for beat in beats), default=r.front)
+    """What is shown of a run; `at`: now on the head's clock, `now`: Unix time."""
+    r, root = run.roster, run.root
+    front = _front(run)
+    total_steps = root.contract.total_steps if root.contract is not None else None
     return RunView(
         run=run.id,
         name=run.spec.name,
-        status=r.status,
+        status=root.status,
         min_nodes=run.spec.min_nodes,
         max_nodes=run.spec.max_nodes,
-        limit=r.limit,
-        useful=r.useful_members,
-        barred={node: _why_barred(run, node, at) for node in r.barred},
+        limit=root.limit,
+        useful=run.useful_members,
+        barred={host: _why_barred(run, host, at) for host in run.barred},
         drained=run.record.drained,
-        generation=r.generation,
-        step=r.final.steps if r.final is not None else step,
-        total_steps=r.total_steps or (front.total_steps if front is not None else None),
-        epoch=front.epoch if front is not None else 0,
-        loss=front.loss if front is not None else None,
-        samples_per_s=front.samples_per_s if front is not None and r.members and not r.status.ended else 0.0,
-        members=_member_views(run, at, now),
+        generation=root.generation,
+        step=root.final.steps if root.final is not None else r.front,
+        total_steps=total_steps or front.total_steps,
+        epoch=front.epoch,
+        loss=front.loss,
+        samples_per_s=front.samples_per_s if r.present() and not run.ended else 0.0,
+        members=_member_views(run, now),
         allocations=[_allocation_view(a, now) for a in run.live_allocations()],
-        change=None if r.change is None else f"generation {r.change.generation}: {r.change.reason}",
-        scalars={**front.scalars} if front is not None else {},
-        message=_waits_for(run, at) or r.checkpoint_problem,
+        change=_change(run),
+        scalars={**front.scalars},
+        message=_waits_for(run, at) or root.unsaved_reason,
         without_agent=list(run.without_agent.values()),
         paused=run.record.paused,
         checkpoints=checkpoint_views(run),
         created_at=run.spec.created_at,
         speeds=_speed_views(run),
-        target=None if r.status.ended else run.target,
+        target=None if run.ended else run.target,
         weight=run.spec.weight,
         deadline_at=run.spec.deadline_at,
         ahead_s=None if run.gain is None or run.gain.schedule is None else run.gain.schedule.ahead_s,
     )
 
 
+def _front(run: Run) -> Progress:
+    """What the member says that is furthest."""
+    known = [n for n in run.roster.members if n in run.progress]
+    return run.progress[max(known, key=lambda n: run.roster.nodes[n].step)] if known else Progress()
+
+
+def _change(run: Run) -> str | None:
+    """The change of the membership that is under way, in words."""
+    ballot = run.machine.state.ballot
+    return None if ballot is None else f"generation {ballot.change.generation}: {ballot.change.reason}"
+
+
 def _waits_for(run: Run, at: float) -> str:
     """What somebody must know or do, the most pressing thing."""
     record = run.record
     absent = "; ".join(run.without_agent.values())
-    needed = record.harvest_paused or _only_barred(run, at) or absent or run.roster.message
-    slow_link = run.slow_link if run.roster.status is RunStatus.TRAINING else ""
-    return needed or record.paused or run.held_back or run.machine.put_off(at) or slow_link
+    needed = record.harvest_paused or _only_barred(run, at) or absent or run.root.message
+    slow_link = run.slow_link if run.root.status is RunStatus.TRAINING else ""
+    return needed or record.paused or run.held_back or run.machine.waiting() or slow_link
 
 
-def _why_barred(run: Run, node: str, at: float) -> str:
-    left_s = max(0.0, run.roster.bars[node].until - at) if node in run.roster.bars else 0.0
-    return f"for another {left_s / 60:.0f} min: {run.roster.barred[node]}"
+def _why_barred(run: Run, host: str, at: float) -> str:
+    bar = run.roster.failures.bars[host]
+    return f"for another {max(0.0, bar.until - at) / 60:.0f} min: {bar.reason}"
 
 
 def _only_barred(run: Run, at: float) -> str:
     """What a run without members waits for if nodes that it had are barred."""
-    r = run.roster
-    if r.members or r.status.ended or not r.barred:
+    barred, bars = list(run.barred), run.roster.failures.bars
+    if run.roster.present() or run.ended or not barred:
         return ""
-    first = min(r.barred, key=lambda node: r.bars[node].until if node in r.bars else 0.0)
-    many = f"{len(r.barred)} nodes are barred, the first" if len(r.barred) > 1 else "a node is barred"
+    first = min(barred, key=lambda host: bars[host].until)
+    many = f"{len(barred)} nodes are barred, the first" if len(barred) > 1 else "a node is barred"
     return f"waits for nodes; {many}: {first} {_why_barred(run, first, at)}"
 
 
 def _speed_views(run: Run) -> list[SpeedView]:
     if run.gain is None or not run.gain.known:
         return []
-    slots = run.record.slots or 1
     return [
-        SpeedView(nodes=nodes, steps_per_s=speed, measured=nodes * slots in run.gain.measured)
+        SpeedView(nodes=nodes, steps_per_s=speed, measured=nodes * run.workers_per_node in run.gain.measured)
         for nodes, speed in run.gain.speeds
     ]
 
@@ -136,17 +151,17 @@ def checkpoint_views(run: Run) -> list[CheckpointView]:
     """All checkpoints of a run that are on disk, newest first."""
     found = [
         CheckpointView(
-            step=saved.written.step,
-            generation=saved.written.generation,
-            epoch=saved.written.epoch,
-            written_at=saved.written.written_at,
-            nbytes=saved.written.nbytes,
-            path=saved.written.path,
+            step=saved.checkpoint.step,
+            generation=saved.checkpoint.generation,
+            epoch=saved.checkpoint.epoch,
+            written_at=saved.checkpoint.written_at,
+            nbytes=saved.checkpoint.nbytes,
+            path=saved.checkpoint.path,
             state=_state(saved),
-            asked=saved.written.asked,
+            asked=saved.checkpoint.asked,
             problem=saved.problem,
         )
-        for saved in run.roster.checkpoints
+        for saved in run.roster.checkpoints.saved
     ]
     return sorted(found, key=lambda view: (view.step, view.generation), reverse=True)
 
@@ -157,35 +172,34 @@ def _state(saved: Saved) -> CheckpointState:
     return CheckpointState.ASIDE if saved.aside else CheckpointState.USABLE
 
 
-def _shown_workers(run: Run) -> list[str]:
-    if run.roster.status.ended:
+def _member_views(run: Run, now: float) -> list[MemberView]:
+    """All nodes that are there, whether or not they compute yet."""
+    if run.ended:
         return []
-    return [w.worker for w in run.roster.workers.values() if w.phase is not WorkerPhase.GONE]
+    ranks, rank = {}, 0
+    for n in run.roster.members:
+        ranks[n], rank = rank, rank + run.roster.nodes[n].slots
+    there = [n for n, node in run.roster.nodes.items() if node.phase is not MemberPhase.GONE]
+    return [_member_view(run, n, ranks.get(n), now) for n in there]
 
 
-def _member_views(run: Run, at: float, now: float) -> list[MemberView]:
-    ranks = {worker: rank for rank, worker in enumerate(run.roster.members)}
-    return [_member_view(run, worker, ranks.get(worker), at, now) for worker in _shown_workers(run)]
-
-
-def _member_view(run: Run, worker: str, rank: int | None, at: float, now: float) -> MemberView:
-    known = run.roster.workers[worker]
-    allocation = run.allocation_of(worker)
-    shows = run.clock.read(at)
-    beat = None if rank is None else run.beats.get(worker)
+def _member_view(run: Run, number: int, rank: int | None, now: float) -> MemberView:
+    node, progress = run.roster.nodes[number], run.progress.get(number, Progress())
+    allocation = run.allocations[node.token]
     return MemberView(
-        worker=worker,
-        node=known.node,
-        token=known.token,
+        member=member_name(number),
+        node=node.host,
+        token=node.token,
         allocation=allocation.kind,
-        phase=known.phase,
+        phase=node.phase,
         rank=rank,
-        step=known.step,
+        workers=node.slots,
+        step=node.step,
         ends_in_s=None if allocation.end_at is None else allocation.end_at - now,
-        last_seen_s=max(0.0, shows - (run.machine.seen(worker) or shows)),
-        pid=known.pid,
-        shards=0 if beat is None else beat.shards,
-        pace_s=0.0 if beat is None else beat.pace_s,
+        last_seen_s=run.machine.state.watch.unheard_s(number),
+        pids=list(progress.pids),
+        shards=0 if rank is None else progress.shards,
+        pace_s=0.0 if rank is None else progress.pace_s,
     )
 
 
@@ -228,7 +242,7 @@ def _going(cluster: ClusterState, runs: Collection[Run]) -> Iterator[tuple[str, 
     over = {
         allocation.job_id: (run, allocation)
         for run in runs
-        for allocation in run.record.allocations.values()
+        for allocation in run.allocations.values()
         if not allocation.live and not allocation.settled and allocation.job_id is not None
     }
     if over:
@@ -265,29 +279,32 @@ def _node_view(node: NodeInfo, ours: tuple[Run, Allocation] | None, planned: boo
     )
 
 
-def run_report(run: Run, history: list[GenerationReport], samples: SampleReport) -> RunReport:
+def run_report(run: Run, history: Sequence[GenerationReport], samples: SampleReport) -> RunReport:
     """The JSON report of DESIGN section 6 for one run, ended or not; `history`: of all its generations."""
-    r = run.roster
+    root, final = run.root, run.root.final
     return RunReport(
         run=run.id,
-        status=r.status,
-        steps=r.final.steps if r.final is not None else r.front,
+        status=root.status,
+        steps=final.steps if final is not None else run.roster.front,
         samples=samples,
-        final_digest=None if r.final is None else r.final.digest,
-        final_loss=None if r.final is None else r.final.loss,
-        generations=history,
+        final_digest=None if final is None else final.digest,
+        final_loss=None if final is None else final.loss,
+        generations=list(history),
         pause_s=PauseReport(planned=_pauses(history, False), unplanned=_pauses(history, True)),
-        steps_discarded=r.steps_discarded,
-        rolled_back=list(r.rollbacks),
-        message=r.message,
-        traceback=r.traceback,
-        rest_in=next((a.token for a in run.record.allocations.values() if a.elected), ""),
-        reproducible=bool(r.arithmetic),
-        steps_repeated=0 if r.final is None else r.final.repeated,
+        steps_discarded=root.discarded,
+        rolled_back=[
+            RollbackReport(generation=back.generation, from_step=back.from_step, to_step=back.to_step)
+            for back in run.roster.history.rollbacks
+        ],
+        message=root.message,
+        traceback=root.traceback,
+        rest_in=next((a.token for a in run.allocations.values() if a.elected), ""),
+        reproducible=root.contract is not None and bool(root.contract.arithmetic),
+        steps_repeated=0 if final is None else final.repeated,
     )
 
 
-def _pauses(history: list[GenerationReport], unplanned: bool) -> Quantiles:
+def _pauses(history: Sequence[GenerationReport], unplanned: bool) -> Quantiles:
     values = [
         g.pause_s
         for g in history

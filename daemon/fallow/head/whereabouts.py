@@ -14,7 +14,7 @@ import structlog
 from fallow import __version__
 from fallow.core.network import head_address, is_loopback
 from fallow.files import Paths, read_private, write_private, write_struct
-from fallow.model import PROTOCOL, Exit, FallowError, HeadFile
+from fallow.model import PROTOCOL, DataNetwork, Exit, FallowError, HeadFile
 from fallow.slurm.paced import PacedClient
 from fallow.wire.address import interfaces, local_address_towards, own_address
 from fallow.wire.keys import KeyPair, new_keypair, public_of
@@ -46,8 +46,10 @@ def former_port(paths: Paths) -> int | None:
     return None
 
 
-def write_head_file(paths: Paths, endpoint: str, public_key: str, term: int, *, stand_in: bool = False) -> None:
-    """Tell agents, workers and commands where this head is."""
+def write_head_file(
+    paths: Paths, endpoint: str, public_key: str, term: int, *, network: DataNetwork, stand_in: bool = False
+) -> None:
+    """Tell agents and commands where this head is."""
     head = HeadFile(
         protocol=PROTOCOL,
         version=__version__,
@@ -58,6 +60,7 @@ def write_head_file(paths: Paths, endpoint: str, public_key: str, term: int, *, 
         public_key=public_key,
         control=str(paths.control),
         started_at=time.time(),
+        network=network,
         stand_in=stand_in,
     )
     write_struct(paths.head_file, head)

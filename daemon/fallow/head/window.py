@@ -15,9 +15,9 @@ from fallow.control.methods import check
 from fallow.control.protocol import LastPoll
 from fallow.head import accounts, views
 from fallow.head.book import Book, Run
+from fallow.head.clock import steady
 from fallow.head.durable import Durable
 from fallow.head.faults import Faults
-from fallow.head.forgetting import reports
 from fallow.head.harvest import Harvest
 from fallow.head.inbox import Asked, Inbox
 from fallow.head.ledgers import count_samples
@@ -65,7 +65,7 @@ class Window:
         self._stop = stop
         self._stand_in = stand_in
         self._broadcast = Broadcast()
-        self._started = time.monotonic()
+        self._started = steady()
 
     async def handle(self, method: str, params: dict[str, Any]) -> Any:
         """Answer one control request."""
@@ -90,7 +90,7 @@ class Window:
                     config=self._calls.config,
                     cluster=self._harvest.cluster,
                     backend=self._calls.backend,
-                    age_s=None if self._calls.polled_at is None else time.monotonic() - self._calls.polled_at,
+                    age_s=None if self._calls.polled_at is None else steady() - self._calls.polled_at,
                 )
             case "report":
                 return self.report(self._book.get(params["run"]))
@@ -164,12 +164,12 @@ class Window:
     def report(self, run: Run) -> RunReport:
         if (kept := kept_report(self._book, run)) is not None:
             return kept
-        history = reports(run)
+        history = list(run.generations)
         return views.run_report(run, history, count_samples(self._book.paths.run(run.id).ledger, run.roster, history))
 
     def snapshot(self, run: str | None = None) -> Snapshot:
         """The head and its runs, or one of them, as they are now."""
-        at, now = time.monotonic(), time.time()
+        at, now = steady(), time.time()
         runs = list(self._book.runs.values()) if run is None else [self._book.get(run)]
         calls, config = self._calls, self._calls.config
         live = [a for r in runs for a in r.live_allocations()]
@@ -192,8 +192,8 @@ class Window:
             stand_in=self._stand_in,
             not_harvested=self._harvest.neighbours.refused,
             internal_errors=self._faults.view(),
-            agents=sum(len(set(a.agents) - set(a.agents_gone)) for a in live),
-            workers=sum(len(r.members) for r in (x.roster for x in runs) if not r.status.ended),
+            agents=sum(len(a.hosts) for a in live),
+            workers=sum(r.roster.nodes[n].slots for r in runs if not r.ended for n in r.roster.present()),
         )
         return Snapshot(
             at=now,

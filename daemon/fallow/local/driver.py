@@ -17,10 +17,21 @@ import msgspec
 
 from fallow.control.client import ControlClient
 from fallow.control.protocol import LocalAllocation, NewRun
+from fallow.core.nodes.names import member_name, member_number
 from fallow.core.schedule import Action, Item
 from fallow.files import Paths
 from fallow.local.headprocess import HeadProcess
-from fallow.model import Exit, FallowError, MemberView, RunReport, RunSpec, RunView, Snapshot, WorkerPhase
+from fallow.model import (
+    AllocationState,
+    Exit,
+    FallowError,
+    MemberPhase,
+    MemberView,
+    RunReport,
+    RunSpec,
+    RunView,
+    Snapshot,
+)
 
 LOOK_S = 0.02
 """How often the driver looks at the run's step."""
@@ -36,9 +47,10 @@ class Driver:
     Args:
         folder: private and empty; holds the head's state.
         command: the training's argv.
-        members: workers it starts with.
+        members: nodes that it starts with.
         schedule: what happens then.
-        max_members: most workers at any time (the default number of shards); None: the peak of the schedule.
+        workers_per_node: workers of each member.
+        max_members: most members at any time; None: the peak of the schedule.
         output: takes the main member's output.
         on_view: called with each look at the run.
         environ: environment of everything that is started.
@@ -53,6 +65,7 @@ class Driver:
         members: int,
         schedule: Sequence[Item] = (),
         *,
+        workers_per_node: int = 1,
         max_members: int | None = None,
         output: IO[bytes] | int | None = None,
         on_view: Callable[[RunView], None] | None = None,
@@ -63,6 +76,7 @@ class Driver:
         self.name = name or name_of(command)
         self.command = list(command)
         self.members = members
+        self.workers_per_node = workers_per_node
         self.schedule = list(schedule)
         self.max_members = max_members or peak(members, schedule)
         self.total = members + sum(i.count for i in schedule if i.action is Action.ADD)
@@ -72,7 +86,7 @@ class Driver:
         empty = folder / "config.toml"
         empty.touch()
         self._environ = {
-            # As many workers as there are members share this machine's cores, so one thread each, as torchrun does.
+            # All workers share this machine's cores, so one thread each, as torchrun does.
             "OMP_NUM_THREADS": "1",
             **environ,
             "FALLOW_STATE_DIR": str(self.paths.state),
@@ -84,19 +98,21 @@ class Driver:
         }
         self.paths = Paths.default(self._environ).create()
         self._head = HeadProcess(self.paths, self._environ, folder / "head.log")
-        self._agents: list[asyncio.subprocess.Process] = []
+        self._agents: dict[str, asyncio.subprocess.Process] = {}
+        "by the token of their allocation: one on each node"
         self._run = ""
         self._control: ControlClient
         self._due = list(self.schedule)
         self._by_seconds = by_seconds
         self._began: float | None = None
-        self._pids: dict[str, int] = {}
+        self._pids: dict[str, list[int]] = {}
+        "of each member's workers"
         self._killed: set[str] = set()
         self.happened: list[tuple[Item, float]] = []
         "items that were carried out, and when they began (time.monotonic)"
         self._settle_until = 0.0
         self.absent = 0
-        "workers that ended or were refused before they could become members"
+        "nodes that ended or were refused before they could become members"
         self.absent_because = ""
 
     async def train(self) -> RunReport:
@@ -126,25 +142,25 @@ class Driver:
             name=self.name,
             min_nodes=self.members,
             max_nodes=self.max_members,
-            workers_per_node=1,
+            workers_per_node=self.workers_per_node,
             local=True,
         )
         made = msgspec.convert(await self._call("create_run", spec=msgspec.to_builtins(spec)), NewRun)
         self._run = made.run
 
     async def _start_agents(self) -> bool:
-        """Start all workers and wait until none is starting up any more; False if the run has ended by then.
+        """Start all nodes and wait until none is starting up any more; False if the run has ended by then.
 
         Newcomers come after the first members: those who are ready first decide what a member's state looks like.
         """
         for count, needed in ((self.members, True), (self.total - self.members, False)):
             for _ in range(count):
                 await self._start_agent()
-            await self._until(lambda view: view.status.ended or not _in_phase(view, WorkerPhase.STARTING))
+            await self._until(lambda view: view.status.ended or not self._are_coming(view))
             view = await self._look()
             if view.status.ended:
                 return False
-            self.absent = len(self._agents) - len(_in_phase(view, WorkerPhase.READY))
+            self.absent = len(self._agents) - len(_in_phase(view, MemberPhase.READY))
             self.absent_because = view.message
             if self.absent and needed:
                 raise FallowError(
@@ -154,14 +170,13 @@ class Driver:
         return True
 
     async def _start_agent(self) -> None:
-        place = await self._call("local_allocation", run=self._run, slots=1)
-        key_file = msgspec.convert(place, LocalAllocation).key_file
-        agent = await asyncio.create_subprocess_exec(
+        place = msgspec.convert(await self._call("local_allocation", run=self._run), LocalAllocation)
+        self._agents[place.token] = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "fallow.agent",
             "--key-file",
-            key_file,
+            place.key_file,
             "--",
             *self.command,
             stdin=asyncio.subprocess.DEVNULL,
@@ -169,7 +184,13 @@ class Driver:
             env=self._environ,
             start_new_session=True,
         )
-        self._agents.append(agent)
+
+    def _are_coming(self, view: RunView) -> bool:
+        """Is any node still on its way? One that has ended is not: its agent has, or its allocation is given up."""
+        ready = {m.token for m in view.members if m.phase is not MemberPhase.STARTING}
+        kept = {a.token for a in view.allocations if a.state is not AllocationState.RELEASING}
+        living = {token for token, agent in self._agents.items() if agent.returncode is None}
+        return bool(living & kept - ready)
 
     async def _until(self, condition: Callable[[RunView], bool]) -> None:
         while not condition(await self._look()):
@@ -177,8 +198,9 @@ class Driver:
             await asyncio.sleep(LOOK_S)
 
     def _check_agents(self) -> None:
-        if self._agents and all(agent.returncode is not None for agent in self._agents):
-            codes = sorted({str(agent.returncode) for agent in self._agents})
+        agents = self._agents.values()
+        if agents and all(agent.returncode is not None for agent in agents):
+            codes = sorted({str(agent.returncode) for agent in agents})
             raise FallowError(f"every agent ended (exit {', '.join(codes)}) while the run went on", Exit.SOFTWARE)
 
     async def _follow(self) -> None:
@@ -206,9 +228,9 @@ class Driver:
     def _settled(self, view: RunView) -> bool:
         """No change is under way or about to begin. Given up after `SETTLE_S`: a stopped member may never settle."""
         members = [m for m in view.members if m.rank is not None]
-        calm = view.change is None and not any(m.phase is WorkerPhase.LEAVING for m in members)
-        full = not _in_phase(view, WorkerPhase.READY) or len(members) >= view.useful
-        alive = not self._killed.intersection(m.worker for m in members)
+        calm = view.change is None and not any(m.phase is MemberPhase.LEAVING for m in members)
+        full = not _in_phase(view, MemberPhase.READY) or len(members) >= view.useful
+        alive = not self._killed.intersection(m.member for m in members)
         return (calm and full and alive) or time.monotonic() > self._settle_until
 
     async def _do(self, item: Item, view: RunView) -> None:
@@ -219,15 +241,15 @@ class Driver:
                 if view.limit < view.max_nodes:
                     await self._call("grow", run=self._run, by=item.count)
             case Action.RELEASE:
-                youngest = [m.worker for m in _by_arrival(view) if m.rank is not None][-item.count :]
-                await self._call("release", run=self._run, workers=youngest)
+                youngest = [m.member for m in _by_arrival(view) if m.rank is not None][-item.count :]
+                await self._call("release", run=self._run, members=youngest)
             case Action.RELEASE_MEMBER:
-                await self._call("release", run=self._run, workers=[f"w{item.member}"])
+                await self._call("release", run=self._run, members=[_name(item)])
             case Action.KILL | Action.STOP | Action.CONT:
                 number = {Action.KILL: signal.SIGKILL, Action.STOP: signal.SIGSTOP, Action.CONT: signal.SIGCONT}
-                await self._signal(f"w{item.member}", number[item.action])
+                self._signal(_name(item), number[item.action])
                 if item.action is Action.KILL:
-                    self._killed.add(f"w{item.member}")
+                    self._killed.add(_name(item))
             case Action.HEAD_KILL:
                 self._head.kill()
                 await self._control.aclose()
@@ -236,16 +258,16 @@ class Driver:
                 with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # the one before is not back yet
                     os.kill(store_pid(self.paths), signal.SIGKILL)
 
-    async def _signal(self, worker: str, number: signal.Signals) -> None:
-        pid = self._pids.get(worker)
-        if pid:
+    def _signal(self, member: str, number: signal.Signals) -> None:
+        """Send it to all workers of the member."""
+        for pid in self._pids.get(member, ()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     async def _look(self) -> RunView:
         snapshot = msgspec.convert(await self._call("status", run=self._run), Snapshot)
         view = snapshot.runs[0]
-        self._pids.update({m.worker: m.pid for m in view.members if m.pid})
+        self._pids.update({m.member: m.pids for m in view.members if m.pids})
         if self._on_view is not None:
             self._on_view(view)
         return view
@@ -272,12 +294,12 @@ class Driver:
                 if not view.status.ended:
                     await self._call("cancel", run=self._run)
         # Stopped workers cannot end by themselves.
-        for worker in self._pids:
-            await self._signal(worker, signal.SIGCONT)
+        for member in self._pids:
+            self._signal(member, signal.SIGCONT)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_S):
-                await asyncio.gather(*(agent.wait() for agent in self._agents))
-        for agent in self._agents:
+                await asyncio.gather(*(agent.wait() for agent in self._agents.values()))
+        for agent in self._agents.values():
             if agent.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     agent.kill()
@@ -286,12 +308,18 @@ class Driver:
         await self._head.stop()
 
 
-def _in_phase(view: RunView, phase: WorkerPhase) -> list[MemberView]:
+def _in_phase(view: RunView, phase: MemberPhase) -> list[MemberView]:
     return [m for m in view.members if m.phase is phase]
 
 
 def _by_arrival(view: RunView) -> list[MemberView]:
-    return sorted(view.members, key=lambda m: int(m.worker[1:]))
+    return sorted(view.members, key=lambda m: member_number(m.member))
+
+
+def _name(item: Item) -> str:
+    """Of the member that an item is about."""
+    assert item.member is not None
+    return member_name(item.member + 1)
 
 
 def name_of(command: Sequence[str]) -> str:

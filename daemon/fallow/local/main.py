@@ -27,6 +27,7 @@ _LONGEST = 1 << 20
 def main(
     command: Sequence[str],
     members: int,
+    workers_per_node: int = 1,
     schedule: str = "",
     report: Path | None = None,
     json: bool = False,
@@ -37,7 +38,8 @@ def main(
 
     Args:
         command: argv of the training.
-        members: workers at the start, at least 1.
+        members: nodes at the start, at least 1.
+        workers_per_node: workers of each, at least 1.
         schedule: see `fallow.core.schedule`.
         report: file that takes the report as JSON.
         json: print the report, and nothing else, on standard output.
@@ -49,16 +51,28 @@ def main(
     """
     if members < 1:
         raise FallowError(f"--members {members}: at least 1", Exit.USAGE)
+    if workers_per_node < 1:
+        raise FallowError(f"--workers-per-node {workers_per_node}: at least 1", Exit.USAGE)
     if not command or (not restart and shutil.which(command[0]) is None):
         what = command[0] if command else ""
         raise FallowError(f"command {what!r}: not found or not executable{with_python(what)}", Exit.NOINPUT)
     name = name_of(as_program(command) if restart else command)
     argv = under_torchrun(command) if restart else list(command)
-    items = parse_schedule(schedule, members)
+    items = parse_schedule(schedule, members, workers_per_node)
     folder = Path(tempfile.mkdtemp(prefix="fallow-local-"))
     environ = {**os.environ, "FALLOW_REPRODUCIBLE": "1"} if reproducible else os.environ
     output = sys.stderr.fileno() if json else None
-    driver = Driver(folder, argv, members, items, name=name, output=output, environ=environ, by_seconds=restart)
+    driver = Driver(
+        folder,
+        argv,
+        members,
+        items,
+        workers_per_node=workers_per_node,
+        name=name,
+        output=output,
+        environ=environ,
+        by_seconds=restart,
+    )
     try:
         result = asyncio.run(_train(driver))
     except asyncio.CancelledError:

@@ -20,8 +20,19 @@ from fallow.model.bounds import (
 )
 
 
-class HeadFile(Struct, frozen=True, kw_only=True):
-    """`STATE/head.json`: where the head is. Rewritten at every start."""
+class DataNetwork(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """Where members listen for each other, as the head's configuration has it (`[network]`). Part of messages."""
+
+    interface: Name = ""
+    "in the words of NCCL_SOCKET_IFNAME; empty: any"
+    subnet: Name = ""
+    "CIDR; empty: any"
+    member_ports: Name = ""
+    "FIRST-LAST; empty: the kernel chooses"
+
+
+class HeadFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """`STATE/head.json`: where the head is. Rewritten at every start. Agents of an earlier Fallow read it, too."""
 
     protocol: int
     version: str
@@ -34,12 +45,14 @@ class HeadFile(Struct, frozen=True, kw_only=True):
     control: str
     "path of the control socket on `host`"
     started_at: float
+    network: DataNetwork = DataNetwork()
+    "an agent says in its first message on which address its workers will listen"
     stand_in: bool = False
     "an agent has started this head; it gives way to one that is started by hand"
 
 
-class KeyFile(Struct, frozen=True, kw_only=True):
-    """`STATE/runs/RUN/keys/TOKEN.json`: what an allocation's agents need to reach the head."""
+class KeyFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """`STATE/runs/RUN/keys/TOKEN.json`: what an allocation's agents need to reach the head, also if it is a newer one."""
 
     run: str
     token: str
@@ -52,36 +65,6 @@ class KeyFile(Struct, frozen=True, kw_only=True):
     "the agent starts a head itself when it has heard none for so long; None: never"
     workers_per_node: int | None = None
     "None: one per visible GPU, else one"
-
-
-class DataNetwork(Struct, frozen=True, kw_only=True):
-    """Where members listen for each other, as the head's configuration has it (`[network]`)."""
-
-    interface: str = ""
-    "in the words of NCCL_SOCKET_IFNAME; empty: any"
-    subnet: str = ""
-    "CIDR; empty: any"
-    member_ports: str = ""
-    "FIRST-LAST; empty: the kernel chooses"
-
-
-class WorkerSecret(Struct, frozen=True, kw_only=True):
-    """What an agent writes, once, into the pipe whose descriptor FALLOW_CHANNEL_FD names; then it closes the pipe.
-
-    A worker's key exists in this message and in the two processes' memory only.
-    """
-
-    endpoint: str
-    "ZeroMQ endpoint of the head, tcp://ADDRESS:PORT"
-    server_key: str
-    "the head's public key (Z85)"
-    public_key: str
-    secret_key: str
-    head_file: str | None
-    "path of head.json, read again when the head does not answer"
-    address: str
-    "local address from which packets to the head leave"
-    network: DataNetwork = DataNetwork()
 
 
 class RunSpec(Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
-from fallow.model.base import AllocationKind, AllocationState, ChangeKind, Parts, RunStatus, Struct, WorkerPhase
+from fallow.model.base import AllocationKind, AllocationState, ChangeKind, MemberPhase, Parts, RunStatus, Struct
 from fallow.model.usage import DelayReport
 
 
@@ -32,6 +32,7 @@ class GenerationReport(Struct, frozen=True, kw_only=True):
     generation: int
     kind: ChangeKind
     members: list[str]
+    "names of its nodes in rank order"
     first_step: int | None
     pause_s: float | None
     parts: Parts
@@ -92,16 +93,23 @@ class EventRecord(Struct, frozen=True, kw_only=True):
 
 
 class MemberView(Struct, frozen=True, kw_only=True):
-    worker: str
+    """A node of a run, from the time at which its agent comes."""
+
+    member: str
+    "n0, n1 ... in order of arrival"
     node: str
+    "its host"
     token: str
     allocation: AllocationKind
-    phase: WorkerPhase
+    phase: MemberPhase
     rank: int | None
+    "of its first worker; None: it does not compute"
+    workers: int
     step: int
     ends_in_s: float | None
     last_seen_s: float
-    pid: int = 0
+    pids: list[int] = []
+    "of its workers"
     shards: int = 0
     "of a full step that it computes"
     pace_s: float = 0.0
@@ -149,7 +157,7 @@ class SpeedView(Struct, frozen=True, kw_only=True):
     "of all allocations together"
     steps_per_s: float
     measured: bool
-    "with that many workers, by this run or an earlier one of the same script and model; else foretold"
+    "with so many nodes, by this run or an earlier one of the same script and model; else foretold"
 
 
 class RunView(Struct, frozen=True, kw_only=True):
@@ -159,7 +167,7 @@ class RunView(Struct, frozen=True, kw_only=True):
     min_nodes: int
     max_nodes: int
     limit: int
-    "members wanted at most now (grow/shrink move it)"
+    "nodes wanted at most now (grow/shrink move it)"
     generation: int
     step: int
     total_steps: int | None
@@ -179,7 +187,7 @@ class RunView(Struct, frozen=True, kw_only=True):
     "why no nodes are asked for; empty: they are"
     created_at: float = 0.0
     useful: int = 0
-    "members that would have something to do: the limit, or the shards in a step if they are fewer"
+    "nodes that would have something to do: the limit, or as many as the shards of a step keep busy if they are fewer"
     barred: dict[str, str] = {}
     "node -> why the run does without it"
     drained: list[str] = []
@@ -249,9 +257,10 @@ class HeadView(Struct, frozen=True, kw_only=True):
     poll_interval_s: float
     polls: int
     endpoint: str = ""
-    "where agents and workers find it: tcp://ADDRESS:PORT"
+    "where agents find it: tcp://ADDRESS:PORT"
     agents: int
     workers: int
+    "of all members"
     others_delayed: DelayReport = DelayReport()
     stopped: str = ""
     "why nothing is harvested at all; empty: it is"

@@ -11,8 +11,7 @@ from pathlib import Path
 import msgspec
 
 from fallow.agent.place import devices_here
-from fallow.model import KvOp
-from fallow.nodecheck.meeting import folder_ask
+from fallow.nodecheck.meeting import FolderGathers
 
 MEETING_S = 60.0
 
@@ -35,13 +34,13 @@ def main() -> int:
     devices = devices_here()
     node, count = os.environ.get("SLURMD_NODENAME", socket.gethostname()), devices.count or 1
     index, nodes = int(os.environ.get("SLURM_PROCID", "0")), int(os.environ.get("SLURM_NTASKS", "1"))
-    ask = folder_ask(folder)
-    ask(0, KvOp.SET, [f"workers/{index}"], str(count).encode(), MEETING_S)
-    counts = ask(0, KvOp.GET, [f"workers/{n}" for n in range(nodes)], b"", MEETING_S)
-    if not counts.ok:
+    gathers = FolderGathers(folder, index, nodes)
+    gathers.give("workers", str(count).encode())
+    counts = gathers.parts("workers", MEETING_S)
+    if counts is None:
         sys.stderr.write(f"{node}: not all nodes came within {MEETING_S:g} s; do they all see {folder}?\n")
         return 1
-    before = [int(text) for text in counts.values]
+    before = [int(text) for text in counts]
     workers = []
     for number in range(count):
         place = Place(node, sum(before[:index]) + number, sum(before))

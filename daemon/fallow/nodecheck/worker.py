@@ -15,11 +15,11 @@ from fallow.core.gpu_checks import Found, Measured, NodeFacts
 from fallow.model import FallowError
 from fallow.nodecheck.__main__ import MEETING_S, Place
 from fallow.nodecheck.facts import look_around
-from fallow.nodecheck.meeting import folder_ask
+from fallow.nodecheck.meeting import FolderGathers
 from fallow.wire.address import local_address_towards, own_address
 from fallow.worker.transport.build import build_group
 from fallow.worker.transport.group import Group
-from fallow.worker.transport.rendezvous import HeadStore
+from fallow.worker.transport.rendezvous import GatherStore
 from fallow.worker.transport.waits import Interrupted
 
 _BATCH = 5
@@ -36,7 +36,7 @@ def work(folder: Path, measured_s: float, place: Place) -> None:
         place: this worker's.
     """
     device = _device()
-    store = HeadStore(0, place.size, folder_ask(folder), MEETING_S)
+    store = GatherStore(FolderGathers(folder, place.rank, place.size), range(place.size), MEETING_S)
     try:
         group = build_group(0, place.rank, place.size, store, _address(), MEETING_S, device=device, holds=True)
         facts = msgspec.json.encode(look_around(place.node, [device]))

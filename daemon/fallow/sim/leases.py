@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from heapq import heappop, heappush
 
-from fallow.core.allocations import CANCEL_AGAIN_S, Allocation, forgo, observe, preempted_until, send, sent
+from fallow.core.allocations import CANCEL_AGAIN_S, Agent, Allocation, forgo, observe, preempted_until, send, sent
 from fallow.core.allowance import Limits, horizon_s
 from fallow.core.backoff import Asker
 from fallow.core.learner import Learner
@@ -151,7 +151,7 @@ class Leases:
         return False
 
     def _came(self, allocation: Allocation, node: str, at: float) -> None:
-        allocation.agents[node] = [allocation.token]
+        allocation.agents[node] = Agent()
         if allocation.state in (AllocationState.UNKNOWN, AllocationState.PENDING):
             allocation.state, allocation.start_at = AllocationState.RUNNING, at
             if allocation.end_at is None and allocation.minutes is not None:

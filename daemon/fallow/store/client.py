@@ -1,7 +1,7 @@
 """The only way to the durable state. Every call has a deadline; every write is fenced.
 
-A head takes a *term* with `begin_term`; `save` then succeeds only while that term is the newest and every key has the
-revision that the caller knows. A head that was stopped and comes back can therefore change nothing.
+A head takes a *term* with `begin_term`; `save` then succeeds only while that term is the newest and keys have the
+revisions that the caller knows. A head that was stopped and comes back can therefore change nothing.
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ from fallow.store import scripts
 T = TypeVar("T")
 
 DEADLINE_S = 5.0
-EVENT_CAP = 100_000
-"Events kept; older ones are dropped a few at a time."
+EVENT_CAP, EVENT_LOG_BYTES = 100_000, 64 * 1024 * 1024
+"Events that are kept, and their bytes together; older ones are dropped."
+EVENT_BYTES = 64 * 1024
+"Of one event; a longer one loses its data and the end of its text."
+EVENT_SCHEMA = 1
+_CUT_TEXT = 10_000
 _PAGE = 1000
 
 
@@ -57,11 +61,13 @@ class Fenced(FallowError):
 
 
 class Write(NamedTuple):
-    """Set `key` (to revision + 1) if it has `revision` (0: absent); `value` None deletes it."""
+    """Set `key`, or delete it. Each write of a key counts its revision up from 0, which it has while it is absent."""
 
     key: str
-    revision: int
+    revision: int | None
+    "that the key must have, else nothing of the whole call is written; None: whatever it has"
     value: bytes | None
+    "None: delete the key"
 
 
 class NewEvent(NamedTuple):
@@ -81,10 +87,9 @@ class Store:
         self._client = client
         self._where = where
         self._deadline_s = deadline_s
-        names = ("term", "clock", "seq", "op", "kv", "events")
-        self._term_key, self._clock_key, self._seq_key, self._op_key, self._kv_key, self._events_key = (
-            f"{{{namespace}}}:{name}" for name in names
-        )
+        keys = [f"{{{namespace}}}:{name}" for name in ("term", "clock", "seq", "op", "kv", "events", "bytes")]
+        self._save_keys = keys
+        self._term_key, self._clock_key, self._seq_key, _, self._kv_key, self._events_key, _ = keys
         self._shas: dict[str, str] = {}
         self._clock = 0
         self._saves = 0
@@ -157,17 +162,16 @@ class Store:
 
         After `Unavailable` the same call may be made again: it takes effect once, even if the first did.
         """
-        args: list[str | bytes] = [str(self.term), "", str(EVENT_CAP), str(len(writes))]
+        args: list[str | bytes] = [str(self.term), "", str(EVENT_CAP), str(EVENT_LOG_BYTES), str(len(writes))]
         for write in writes:
-            args += [write.key, str(write.revision), b"-" if write.value is None else b"=" + write.value]
-        encoder = msgspec.msgpack.Encoder()
-        args += [encoder.encode(tuple(event)) for event in events]
-        keys = [self._term_key, self._clock_key, self._seq_key, self._op_key, self._kv_key, self._events_key]
+            revision = "" if write.revision is None else str(write.revision)
+            args += [write.key, revision, b"-" if write.value is None else b"=" + write.value]
+        args += map(_encoded, events)
         async with self._lock:
             # Only a call that got an answer moves the counter: a repetition has the same number and content.
             content = hashlib.sha256(msgspec.msgpack.encode(args)).hexdigest()
             args[1] = f"{self.term}.{self._saves}.{content}"
-            answer = await self._script(scripts.SAVE, keys, args)
+            answer = await self._script(scripts.SAVE, self._save_keys, args)
             self._saves += 1
             if answer[0] == b"fenced":
                 raise Fenced(self._where, _text(answer[1]), _text(answer[2]))
@@ -265,6 +269,22 @@ def _text(value: Any) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
+_stored_event = msgspec.msgpack.Decoder(tuple[int, NewEvent])
+
+
+def _encoded(event: NewEvent) -> bytes:
+    data = msgspec.msgpack.encode((EVENT_SCHEMA, event))
+    if len(data) > EVENT_BYTES:
+        short = event._replace(text=event.text[:_CUT_TEXT], data={"left_out_bytes": len(data)})
+        data = msgspec.msgpack.encode((EVENT_SCHEMA, short))
+    return data
+
+
 def _event(number: bytes, fields: dict[bytes, bytes]) -> EventRecord:
-    at, run, kind, text, data = msgspec.msgpack.decode(fields[b"e"])
-    return EventRecord(seq=int(number.split(b"-")[0]), at=at, run=run, kind=kind, text=text, data=data)
+    try:
+        schema, event = _stored_event.decode(fields[b"e"])
+        if schema != EVENT_SCHEMA:
+            raise ValueError(f"its schema is {schema}, this Fallow reads {EVENT_SCHEMA}")
+    except (msgspec.MsgspecError, ValueError) as error:
+        event = NewEvent(0.0, None, "unreadable", f"event cannot be read: {error}", {})
+    return EventRecord(seq=int(number.split(b"-")[0]), **event._asdict())

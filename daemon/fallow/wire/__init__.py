@@ -1,1 +1,1 @@
-"""ZeroMQ with CURVE between the head (`router`) and its agents and workers (`link`)."""
+"""How messages travel: ZeroMQ with CURVE between head (`router`) and agents (`link`), sockets to workers (`frames`)."""

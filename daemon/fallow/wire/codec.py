@@ -1,7 +1,8 @@
-"""Messages to bytes and back: one MessagePack struct per frame, strict and bounded.
+"""Messages to bytes and back, the one way for all of them: between head and agents, and between agents and workers.
 
-Large ones are compressed: all members of a generation are told the names of all, which are much alike, and each copy is
-encrypted by itself.
+A message is the MessagePack of (version, message). Large ones are compressed: what all nodes are told names all nodes,
+which are much alike, and each copy is encrypted by itself. The frame (version, message), its compression and the
+messages that are read behind every version (`Hello`, `Refused`) stay as they are in all versions to come.
 """
 
 from __future__ import annotations
@@ -11,10 +12,15 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from fallow.core.nodes.messages import READABLE, VERSION, Unreadable, Wire
+
 T = TypeVar("T")
 
 MAX_MESSAGE = 1024 * 1024
-"Bytes in one message, before it is compressed. Enforced by ZeroMQ on the way in and here on the way out."
+"Bytes of one message as it travels. Enforced by ZeroMQ on the way in, and here on the way out."
+
+MAX_EXPANDED = 8 * MAX_MESSAGE
+"Bytes of one message before it is compressed."
 
 LARGE = 8 * 1024
 "Bytes from which on a message is compressed."
@@ -22,47 +28,73 @@ LARGE = 8 * 1024
 _COMPRESSED = b"\xc1"
 "What a compressed one begins with: in MessagePack this byte is never used."
 
-
-class BadMessage(ValueError):
-    """Bytes that are no message of the expected kind."""
-
+_DAMAGES = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
 
 _encoder = msgspec.msgpack.Encoder()
+_frames = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
 
 
-def encode(message: msgspec.Struct) -> bytes:
-    """Bytes of one message. Raises `BadMessage` when it is too large for any peer to take it."""
-    data = _encoder.encode(message)
-    if len(data) > MAX_MESSAGE:
-        raise BadMessage(f"{type(message).__name__} is {len(data)} bytes; the limit is {MAX_MESSAGE}")
-    return data if len(data) < LARGE else _COMPRESSED + zlib.compress(data, 1)
+def encode(message: Wire) -> bytes:
+    """Bytes of one message.
+
+    Raises:
+        Unreadable: it is too large for any peer to take it.
+    """
+    data = _encoder.encode((VERSION, message))
+    if len(data) <= MAX_EXPANDED:
+        travelling = data if len(data) < LARGE else _COMPRESSED + zlib.compress(data, 1)
+        if len(travelling) <= MAX_MESSAGE:
+            return travelling
+    limits = f"the limit is {MAX_MESSAGE} bytes when compressed, and {MAX_EXPANDED} before"
+    raise Unreadable(f"{type(message).__name__} of {len(data)} bytes cannot be sent: {limits}")
 
 
 class Decoder(Generic[T]):
-    """Decodes messages of one union type; unknown tags, unknown fields and wrong types are refused."""
+    """Reads messages of one union type. Unknown fields are ignored; unknown tags and wrong types are refused.
 
-    def __init__(self, kind: Any) -> None:
-        # `Any`: a union is no `type[T]` to a type checker.
+    Args:
+        kind: the union. (`Any`: to a type checker it is no `type[T]`.)
+        always: one of its messages that is read behind every version; None: none is.
+    """
+
+    def __init__(self, kind: Any, always: type[Wire] | None = None) -> None:
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+        self._always: msgspec.msgpack.Decoder[Any] | None = None if always is None else msgspec.msgpack.Decoder(always)
 
     def decode(self, data: bytes | memoryview) -> T:
-        """The message in `data`, or `BadMessage`."""
+        """The message in `data`.
+
+        Raises:
+            Unreadable: it is damaged, too large or of another version, or a field is missing or wrong.
+        """
         if len(data) > MAX_MESSAGE:
-            raise BadMessage(f"{len(data)} bytes; the limit is {MAX_MESSAGE}")
+            raise Unreadable(f"message of {len(data)} bytes cannot be read: the limit is {MAX_MESSAGE}")
         if data[:1] == _COMPRESSED:
             data = _expanded(data[1:])
         try:
-            return self._decoder.decode(data)
-        except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as error:
-            raise BadMessage(str(error)[:200]) from error
+            version, body = _frames.decode(data)
+            if version in READABLE:
+                return self._decoder.decode(body)
+        except _DAMAGES as error:
+            text = f"message of {len(data)} bytes cannot be read: {str(error)[:200]}. Update the older side."
+            raise Unreadable(text) from error
+        try:
+            if self._always is not None:
+                message: T = self._always.decode(body)
+                return message
+        except _DAMAGES:
+            pass
+        known = ", ".join(map(str, sorted(READABLE)))
+        text = f"message of version {version} cannot be read: this Fallow knows {known}. Update the older side."
+        raise Unreadable(text)
 
 
 def _expanded(data: bytes | memoryview) -> bytes:
     stream = zlib.decompressobj()
     try:
-        expanded = stream.decompress(data, MAX_MESSAGE)
+        expanded = stream.decompress(data, MAX_EXPANDED)
     except zlib.error as error:
-        raise BadMessage(f"compressed, and damaged: {error}") from None
+        raise Unreadable(f"message cannot be read: it is compressed and damaged: {error}") from None
     if not stream.eof or stream.unused_data:
-        raise BadMessage(f"compressed, and no message of at most {MAX_MESSAGE} bytes")
+        raise Unreadable(f"message cannot be read: it is compressed, and no message of at most {MAX_EXPANDED} bytes")
     return expanded

@@ -11,7 +11,7 @@ KEY_LENGTH = 40
 
 
 class KeyPair(NamedTuple):
-    """`public` may be told to anybody; `secret` travels only in private files and inherited pipes."""
+    """`public` may be told to anybody; `secret` is in private files only."""
 
     public: str
     secret: str

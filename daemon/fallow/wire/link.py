@@ -1,8 +1,8 @@
-"""An agent's or worker's end: a thread that owns one DEALER socket and finds the head again when it moves.
+"""The agent's end: a thread that owns one DEALER socket and finds the head again when it moves.
 
-Conversations are level-triggered (see `docs/architecture.md`), so a link promises little: what is sent while the
-head is away waits in a short queue, and after every new connection `on_connect` runs first, so that the owner's hello
-goes before everything else.
+Conversations are level-triggered (see `core.protocol`), so a link promises little: what is sent while the head is away
+waits in a short queue, and after every new connection `on_connect` runs first, so that the agent's hello goes before
+everything else. A head whose messages cannot be read counts as silent.
 """
 
 from __future__ import annotations
@@ -11,26 +11,25 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Generic, TypeVar
 
-import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from fallow.core.nodes.messages import Unreadable
+from fallow.core.protocol.agents import FromAgent, Refused, ToAgent
 from fallow.files import read_struct
-from fallow.model import PROTOCOL, FallowError, HeadFile
-from fallow.wire.codec import MAX_MESSAGE, BadMessage, Decoder, encode
+from fallow.model import FallowError, HeadFile
+from fallow.wire.codec import MAX_MESSAGE, Decoder
+from fallow.wire.waiting import Waiting
 
 log = logging.getLogger("fallow.wire")
-
-T = TypeVar("T")
 
 SILENCE_S = 3.0
 "After this long without a word from the head its file is read again."
 QUEUE = 256
+"Messages that ZeroMQ holds on their way, in each direction."
 _HANDSHAKE_MS = 5000
 _CONNECT_MS = 4000
 _HEARTBEAT_MS = 2000
@@ -42,8 +41,17 @@ _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _FAILURES
 _READABLE, _BOTH = int(zmq.POLLIN), int(zmq.POLLIN | zmq.POLLOUT)
 
 
-class Link(Generic[T]):
-    """Connection to the head. `on_message` and `on_connect` run in the link's thread; `send` works from any."""
+class Link:
+    """Connection to the head. `send` works from any thread.
+
+    Args:
+        endpoint: of the head, tcp://ADDRESS:PORT.
+        server_key: the head's public key (Z85).
+        public_key: of the allocation (Z85), with `secret_key`.
+        on_message: called in the link's thread with each message from the head.
+        head_file: read when the head is silent, for the place and key that it has now.
+        on_connect: called in the link's thread after every new connection. What it sends goes before everything else.
+    """
 
     def __init__(
         self,
@@ -51,30 +59,30 @@ class Link(Generic[T]):
         server_key: str,
         public_key: str,
         secret_key: str,
-        decode_type: Any,
-        on_message: Callable[[T], None],
-        head_file: Path | None = None,
+        on_message: Callable[[ToAgent], None],
+        head_file: Path,
         *,
-        on_connect: Callable[[], None] | None = None,
-        name: str = "fallow-link",
+        on_connect: Callable[[], None],
     ) -> None:
         self._endpoint, self._server_key = endpoint, server_key
         self._public_key, self._secret_key = public_key, secret_key
-        self._decoder: Decoder[T] = Decoder(decode_type)
+        self._decoder: Decoder[ToAgent] = Decoder(ToAgent, always=Refused)
         self._on_message, self._on_connect = on_message, on_connect
         self._head_file = head_file
         self._lock = threading.Lock()
-        self._queue: deque[bytes] = deque(maxlen=QUEUE)
-        self._first: deque[bytes] | None = None
+        self._waiting = Waiting()
+        self._first: Waiting | None = None
+        "what `on_connect` sends, while it runs"
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing_at: float | None = None
         self._up = False
         self._redial_at: float | None = None
         self._redial_s = _REDIAL_S[0]
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="fallow-link", daemon=True)
+        self._complaint = ""
         self.last_heard = time.monotonic()
-        "Monotonic time of the last message from the head (at first: of the start)."
+        "Monotonic time of the last message from the head that could be read (at first: of the start)."
 
     @property
     def connected(self) -> bool:
@@ -96,27 +104,28 @@ class Link(Generic[T]):
         self.last_heard = time.monotonic()
         self._thread.start()
 
-    def send(self, message: msgspec.Struct) -> None:
-        """Queue a message. While the head is away the oldest are dropped beyond `QUEUE`."""
-        data = encode(message)
+    def send(self, message: FromAgent) -> None:
+        """Send a message as soon as the head is connected. Until then a newer one about the same takes its place.
+
+        Raises:
+            Unreadable: it is too large.
+        """
         with self._lock:
             if self._first is not None and threading.current_thread() is self._thread:
-                self._first.append(data)
-                return
-            if self._closing_at is not None:
-                return
-            self._queue.append(data)
-            os.eventfd_write(self._wake, 1)
+                self._first.put(message)
+            elif self._closing_at is None:
+                self._waiting.put(message)
+                os.eventfd_write(self._wake, 1)
 
     def close(self, flush_s: float = 1.0) -> bool:
-        """Send what is queued within `flush_s`, then close. True when everything was handed to the network."""
+        """Send what waits within `flush_s`, then close. True when everything was handed to the network."""
         with self._lock:
             if self._closing_at is None:
                 self._closing_at = time.monotonic() + flush_s
                 os.eventfd_write(self._wake, 1)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(flush_s + 5.0)
-        return not self._queue
+        return not self._waiting
 
     # -- the thread -----------------------------------------------------------------------------------------
 
@@ -170,8 +179,7 @@ class Link(Generic[T]):
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
 
     def _serve(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> bool:
-        # Every turn takes the interpreter from the training thread, and keeps it while the processor is taken away:
-        # nothing is asked of ZeroMQ that it has not announced.
+        # Nothing is asked of ZeroMQ that it has not announced: the agent shares its processors with the training.
         poller = zmq.Poller()
         poller.register(monitor, _READABLE)
         poller.register(self._wake, _READABLE)
@@ -179,7 +187,7 @@ class Link(Generic[T]):
         was_blocked = False
         look_again = time.monotonic() + SILENCE_S
         while True:
-            blocked = self._up and bool(self._queue)
+            blocked = self._up and bool(self._waiting)
             if blocked != was_blocked:
                 poller.register(socket, _BOTH if blocked else _READABLE)
                 was_blocked = blocked
@@ -196,7 +204,7 @@ class Link(Generic[T]):
             self._flush(socket)
             now = time.monotonic()
             if self._closing_at is not None:
-                if not self._queue or now >= self._closing_at:
+                if not self._waiting or now >= self._closing_at:
                     return False
             elif self._redial_at is not None and now >= self._redial_at:
                 self._moved()
@@ -217,24 +225,24 @@ class Link(Generic[T]):
             if not self._up:
                 continue
             self._redial_s = _REDIAL_S[0]
-            if self._on_connect is not None:
-                self._first = deque()
-                self._guard(self._on_connect)
-                with self._lock:
-                    self._queue.extendleft(reversed(self._first))
-                    self._first = None
+            self._first = Waiting()
+            self._guard(self._on_connect)
+            with self._lock:
+                self._first.put_behind(self._waiting)
+                self._waiting, self._first = self._first, None
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         # A bounded number, so that a flood cannot keep our own messages back.
         for _ in range(QUEUE):
             if not int(socket.getsockopt(zmq.EVENTS)) & _READABLE:
                 return
-            frames = socket.recv_multipart(zmq.NOBLOCK)
+            *_, data = socket.recv_multipart(zmq.NOBLOCK)
             try:
-                (data,) = frames
                 message = self._decoder.decode(data)
-            except (BadMessage, ValueError) as error:
-                log.warning("dropped a message from the head: %s", error)
+            except Unreadable as error:
+                if error.message != self._complaint:  # a head of another version says more of the same
+                    self._complaint = error.message
+                    log.warning("dropped a message from the head: %s", error)
                 continue
             self.last_heard = time.monotonic()
             self._guard(lambda message=message: self._on_message(message))  # type: ignore[misc]
@@ -242,16 +250,15 @@ class Link(Generic[T]):
     def _flush(self, socket: zmq.Socket[bytes]) -> None:
         while self._up:
             with self._lock:
-                if not self._queue:
+                if not self._waiting:
                     return
-                data = self._queue.popleft()
+                data = self._waiting.first()
             try:
                 socket.send(data, zmq.NOBLOCK)
             except zmq.Again:
-                with self._lock:
-                    if len(self._queue) < QUEUE:
-                        self._queue.appendleft(data)
                 return
+            with self._lock:
+                self._waiting.sent(data)
 
     @staticmethod
     def _guard(call: Callable[[], None]) -> None:
@@ -262,15 +269,13 @@ class Link(Generic[T]):
             log.exception("a message from the head could not be handled")
 
     def _moved(self) -> bool:
-        if self._head_file is None:
-            return False
         try:
             head = read_struct(self._head_file, HeadFile)
         except (FallowError, OSError) as error:
             log.info("head file: %s", error)
             return False
         found = (head.endpoint, head.public_key)
-        if head.protocol != PROTOCOL or found == (self._endpoint, self._server_key):
+        if found == (self._endpoint, self._server_key):
             return False
         self._endpoint, self._server_key = found
         log.info("the head is at %s now", self._endpoint)

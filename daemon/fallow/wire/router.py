@@ -1,14 +1,15 @@
-"""The head's end: one ROUTER socket with CURVE, for all agents and workers.
+"""The head's end: one ROUTER socket with CURVE, for all agents.
 
-Who a peer is comes from its authenticated key alone. `recv` names it by a *peer* string: a worker's is its public
-key; the agents of one allocation share a key, so theirs is the key, a space and the agent's name as `AgentHello`
-gave it on this connection (a holder of the key may speak as any agent of its own allocation, and as nobody else).
-`key_of` and `agent_of` take it apart. Routing ids that clients choose mean nothing here.
+Who a peer is comes from its authenticated key alone. The agents of one allocation share a key, so a *peer* is the key,
+a space and the host that the agent named in its `Hello` on this connection. A holder of the key may speak as any agent
+of its own allocation, and as nobody else. `key_of` and `agent_of` take the name apart. Until an agent has said hello on
+a connection, nothing else that it says there is heard. Routing ids that clients choose mean nothing here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import time
@@ -18,8 +19,10 @@ from typing import Any
 
 import zmq
 
-from fallow.model import AgentHello, Exit, FallowError, FromPeer, Refused, ToAgent, ToWorker
-from fallow.wire.codec import MAX_MESSAGE, BadMessage, Decoder, encode
+from fallow.core.nodes.messages import Unreadable
+from fallow.core.protocol.agents import FromAgent, Hello, Refused, ToAgent
+from fallow.model import Exit, FallowError
+from fallow.wire.codec import MAX_MESSAGE, Decoder, encode
 from fallow.wire.keys import KEY_LENGTH, new_keypair
 from fallow.wire.probe import Outcome, probe
 from fallow.wire.sockets import AsyncSocket
@@ -32,12 +35,11 @@ HEARTBEAT_MS = 2000
 HEARTBEAT_TIMEOUT_MS = 8000
 HIGH_WATER = 1000
 MAX_AGENTS_PER_KEY = 8192
-MAX_AGENT_NAME = 255
 _PROBE_S = 5.0
 _RECHECK_S = 1.0
 _LOG_EVERY_S = 10.0
 _GATHER_S = 2.5e-6
-"for each peer; 2,000 of them send 4,000 beats a second, and waking up for one costs three times what it takes itself"
+"for each peer: waking up for a beat costs three times what it takes itself"
 _LEAST_GATHER_S, _MOST_GATHER_S = 0.001, 0.01
 "the loop's clock knows no shorter time, and what is decided is not held up for longer"
 
@@ -48,8 +50,14 @@ def key_of(peer: str) -> str:
 
 
 def agent_of(peer: str) -> str:
-    """The agent's name; empty for a worker, and for an agent that has not said hello on this connection."""
+    """The agent's host, as its `Hello` named it."""
     return peer[KEY_LENGTH + 1 :]
+
+
+def gathering_s(peers: int) -> float:
+    """Seconds in which messages of so many peers come together before the next is looked for; 0 for few peers."""
+    wait_s = min(_GATHER_S * peers, _MOST_GATHER_S)
+    return wait_s if wait_s >= _LEAST_GATHER_S else 0.0
 
 
 class RouterDown(FallowError):
@@ -71,14 +79,15 @@ class Router:
         self._zap: Authenticator | None = None
         self._socket: AsyncSocket | None = None
         self._down: str | None = None
-        self._decoder: Decoder[FromPeer] = Decoder(FromPeer)
+        self._decoder: Decoder[FromAgent] = Decoder(FromAgent)
+        self._hellos: Decoder[Hello] = Decoder(Hello, always=Hello)
         self._routes: dict[str, bytes] = {}
         self._peers: dict[bytes, str] = {}
         self._unreachable: set[str] = set()
         self._agents: Counter[str] = Counter()
         self._quiet_until = 0.0
         self._encoded: tuple[Any, bytes] = None, b""
-        "the message that was sent last"
+        "the message that was sent last: what all nodes are told is the same object"
         self.endpoint = ""
         self.refused: Counter[str] = Counter()
         "What was refused or dropped, by reason; for metrics and tests."
@@ -182,62 +191,77 @@ class Router:
 
     # -- messages -------------------------------------------------------------------------------------------
 
-    async def recv(self) -> tuple[str, FromPeer]:
+    async def recv(self) -> tuple[str, FromAgent]:
         """The next valid message and who sent it. Raises `RouterDown` when the router is closed."""
         while True:
             socket = self._open()
             frames = socket.receive()
             if frames is None:
-                await self._gather()
+                if wait_s := gathering_s(len(self._routes)):
+                    await asyncio.sleep(wait_s)
                 await socket.readable(_RECHECK_S)
                 continue
             accepted = self._accept(frames)
             if accepted is not None:
                 return accepted
 
-    async def _gather(self) -> None:
-        """With many peers, let a few messages come together before the next is looked for."""
-        gather_s = min(_GATHER_S * len(self._routes), _MOST_GATHER_S)
-        if gather_s >= _LEAST_GATHER_S:
-            await asyncio.sleep(gather_s)
+    async def received(self, most: int) -> list[tuple[str, FromAgent]]:
+        """What lies there now, at most so many messages. It does not wait: the list may be empty.
+
+        Raises:
+            RouterDown: the router is closed.
+        """
+        found: list[tuple[str, FromAgent]] = []
+        socket = self._open()
+        while len(found) < most and (frames := socket.receive()) is not None:
+            accepted = self._accept(frames)
+            if accepted is not None:
+                found.append(accepted)
+        return found
 
     def _open(self) -> AsyncSocket:
         if self._down is not None or self._socket is None:
             raise RouterDown(self._down or "not started")
         return self._socket
 
-    def _accept(self, frames: list[zmq.Frame]) -> tuple[str, FromPeer] | None:
+    def _accept(self, frames: list[zmq.Frame]) -> tuple[str, FromAgent] | None:
         if len(frames) != 2:
             return self._reject("not one frame", frames[-1])
-        key = _user_id(frames[1])
+        route, frame = frames[0].bytes, frames[1]
+        key = _user_id(frame)
         if key is None or not self._allowed(key):
-            return self._reject("revoked key", frames[1])
-        try:
-            message = self._decoder.decode(frames[1].buffer)
-        except BadMessage as error:
-            if frames[0].bytes not in self._peers:
-                self._answer_unknown(frames[0].bytes, error)
-            return self._reject("not a message", frames[1])
-        route = frames[0].bytes
+            return self._reject("revoked key", frame)
         peer = self._peers.get(route)
-        if isinstance(message, AgentHello):
-            if not 0 < len(message.agent) <= MAX_AGENT_NAME or not message.agent.isprintable():
-                return self._reject("bad agent name", frames[1])
-            peer = f"{key} {message.agent}"
+        if peer is not None and key_of(peer) != key:
+            peer = None
+        try:
+            message = self._decoder.decode(frame.buffer)
+        except Unreadable as error:
+            if peer is None:
+                self._refuse(route, frame, error)
+            return self._reject("not a message", frame)
+        if isinstance(message, Hello):
+            if not message.host or not message.host.isprintable():
+                return self._reject("bad host name", frame)
+            peer = f"{key} {message.host}"
             if peer not in self._routes and self._agents[key] >= MAX_AGENTS_PER_KEY:
-                return self._reject("too many agents", frames[1])
-        elif peer is None or key_of(peer) != key:
-            peer = key
-        self._learn(peer, route)
+                return self._reject("too many agents", frame)
+            self._learn(peer, route)
+        elif peer is None:
+            return self._reject("no hello yet", frame)
+        self._unreachable.discard(peer)
         return peer, message
 
-    def _answer_unknown(self, route: bytes, error: BadMessage) -> None:
-        """Tell a peer whose first message is not understood, and who would wait for an answer for ever."""
-        words = f"the head does not understand the first message of this process ({error}); use one Fallow version"
+    def _refuse(self, route: bytes, frame: zmq.Frame, error: Unreadable) -> None:
+        """Tell an agent whose first message is not understood, and that would wait for an answer for ever."""
+        who = "this agent"
+        with contextlib.suppress(Unreadable):
+            hello = self._hellos.decode(frame.buffer)
+            who = f"the agent on {hello.host} (Fallow {hello.version})"
+        words = f"the head does not understand the first message of {who}: {error}"
         self._open().send([route, encode(Refused(code=Exit.CONFIG, message=words))])
 
     def _learn(self, peer: str, route: bytes) -> None:
-        self._unreachable.discard(peer)
         if self._peers.get(route) == peer:
             return
         self._forget(peer)
@@ -258,15 +282,21 @@ class Router:
             if not self._agents[key]:
                 del self._agents[key]
 
-    def send(self, peer: str, message: ToWorker | ToAgent) -> bool:
-        """Send without waiting. False: it has no connection now or is far behind; it will beat again."""
+    def send(self, peer: str, message: ToAgent) -> bool:
+        """Send without waiting. False: it was not sent.
+
+        The peer has no connection now or is far behind, and will beat again; or the message is too large for any peer.
+        """
         socket = self._open()
         route = self._routes.get(peer)
         if route is None:
             return False
         if message is not self._encoded[0]:
-            # What all members are told is the same object, and names all of them.
-            self._encoded = message, encode(message)
+            try:
+                self._encoded = message, encode(message)
+            except Unreadable as error:
+                log.error("not sent to %s: %s", agent_of(peer), error)
+                return False
         sent = socket.send([route, self._encoded[1]])
         if not sent:
             # The name stays: its last messages may still be waiting to be read.
@@ -295,7 +325,7 @@ class Router:
         if self._own_key is None:
             self._note("unknown key", key)
 
-    def _reject(self, reason: str, frame: zmq.Frame) -> tuple[str, FromPeer] | None:
+    def _reject(self, reason: str, frame: zmq.Frame) -> tuple[str, FromAgent] | None:
         self._note(reason, _user_id(frame) or "no key")
         return None
 

@@ -99,8 +99,9 @@ class Help(ModalScreen[None]):
 _LEGEND = (
     ("A B C", "member of that run, on a base node"),
     ("a b c", "member of that run, on a harvested node"),
-    ("+", "ours, its worker is starting or warm"),
-    ("-", "ours, its worker is leaving"),
+    ("+", "ours, it is starting or ready"),
+    ("-", "ours, it is leaving"),
+    ("!", "ours, it is not heard any more"),
     ("▒", "held by others"),
     ("·", "idle"),
     ("◇", "idle, set aside for a planned job"),

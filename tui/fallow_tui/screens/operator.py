@@ -38,8 +38,8 @@ ACTIONS = {
             "g",
             "Grow",
             "run",
-            "The run may have so many members more, as nodes become idle.",
-            countable="worker",
+            "The run may have so many nodes more, as nodes become idle.",
+            countable="node",
         ),
         Action(
             "shrink",
@@ -47,15 +47,14 @@ ACTIONS = {
             "Shrink",
             "run",
             "The youngest leave at the next step boundary and their nodes are handed back; no work is lost.",
-            countable="worker",
+            countable="node",
         ),
         Action(
             "drain",
             "d",
             "Drain",
             "node",
-            "Its workers leave at the next step boundary; no work is lost. It is not used again until the run is "
-            "resumed.",
+            "It leaves at the next step boundary; no work is lost. It is not used again until the run is resumed.",
         ),
         Action(
             "pause",

@@ -17,11 +17,11 @@ from fallow_tui.view import View
 from fallow_tui.widgets.events import EventLog
 from fallow_tui.widgets.header import HeaderBar
 
-COLUMNS = ("RANK", "WORKER", "NODE", "ALLOCATION", "PHASE", "STEP", "SHARDS", "GOES IN", "SEEN")
+COLUMNS = ("RANK", "MEMBER", "NODE", "ALLOCATION", "PHASE", "STEP", "SHARDS", "GOES IN", "SEEN")
 
 
 class MemberTable(DataTable[Text]):
-    """Workers of a run, members first, by rank."""
+    """Nodes of a run, those that compute first, by rank."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("j", "cursor_down", "Down", show=False, id="member.down"),
@@ -36,26 +36,26 @@ class MemberTable(DataTable[Text]):
 
     @property
     def selected(self) -> str | None:
-        """The worker under the cursor."""
+        """The member under the cursor."""
         if not self.row_count:
             return None
         return self.coordinate_to_cell_key(self.cursor_coordinate).row_key.value
 
     def show(self, members: list[MemberView], since: float) -> None:
-        """Draws the members as they were `since` seconds ago; the cursor stays on its worker."""
-        members = sorted(members, key=lambda member: (member.rank is None, member.rank or 0, member.worker))
-        if [row.value for row in self.rows] != [member.worker for member in members]:
+        """Draws the members as they were `since` seconds ago; the cursor stays on its member."""
+        members = sorted(members, key=lambda member: (member.rank is None, member.rank or 0, member.member))
+        if [row.value for row in self.rows] != [member.member for member in members]:
             kept = self.selected
             self.clear()
             for member in members:
-                self.add_row(*[Text("")] * len(COLUMNS), key=member.worker)
+                self.add_row(*[Text("")] * len(COLUMNS), key=member.member)
             if kept in (row.value for row in self.rows):
                 self.move_cursor(row=self.get_row_index(kept or ""))
         for member in members:
             left = None if member.ends_in_s is None else member.ends_in_s - since
             row = (
                 Text("-" if member.rank is None else str(member.rank)),
-                Text(member.worker),
+                Text(member.member),
                 Text(member.node),
                 Text(str(member.allocation)),
                 Text(str(member.phase), PHASES[member.phase]),
@@ -65,8 +65,8 @@ class MemberTable(DataTable[Text]):
                 Text(duration(member.last_seen_s + since), MUTED),
             )
             for label, value in zip(COLUMNS, row, strict=True):
-                if self.get_cell(member.worker, label) != value:
-                    self.update_cell(member.worker, label, value, update_width=True)
+                if self.get_cell(member.member, label) != value:
+                    self.update_cell(member.member, label, value, update_width=True)
 
 
 class RunScreen(OperatorScreen):
@@ -111,10 +111,10 @@ class RunScreen(OperatorScreen):
         return self.top.view.run(self._run)
 
     def selected_node(self) -> tuple[str, RunView] | None:
-        run, worker = self.selected_run(), self.query_one(MemberTable).selected
-        if run is None or worker is None:
+        run, selected = self.selected_run(), self.query_one(MemberTable).selected
+        if run is None or selected is None:
             return None
-        node = next((member.node for member in run.members if member.worker == worker), None)
+        node = next((member.node for member in run.members if member.member == selected), None)
         return (node, run) if node is not None else None
 
     def action_back(self) -> None:
@@ -145,11 +145,10 @@ class RunScreen(OperatorScreen):
             text.append(f"  {run.change}", WARN)
         if run.message:
             text.append(f"  {run.message}")
-        workers = sum(member.rank is not None for member in run.members)
-        nodes = len({member.node for member in run.members if member.rank is not None})
+        members = [member for member in run.members if member.rank is not None]
         facts = {
-            "nodes": f"{nodes} of {run.min_nodes}-{run.max_nodes}",
-            "workers": f"{workers} of at most {run.limit}",
+            "nodes": f"{len(members)} of {run.min_nodes}-{run.max_nodes}, at most {run.limit} now",
+            "workers": str(sum(member.workers for member in members)),
             "generation": str(run.generation),
             "step": f"{run.step}{f' of {run.total_steps}' if run.total_steps is not None else ''}",
             "epoch": str(run.epoch),

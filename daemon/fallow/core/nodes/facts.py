@@ -207,6 +207,13 @@ def note_left(m: State, node: Node, report: Report) -> None:
         m.going.leaving.discard(node.id)
 
 
+def note_left_alone(m: State, node: Node, report: Report) -> None:
+    """Its node goes away, and it heard no head that could have released it."""
+    m.roster.touch(node).proved_gone = True
+    node.leaving = node.leaving or "its node goes away"
+    losses.lose(m, node, "its node goes away, and it heard no head")
+
+
 def note_refusal(m: State, node: Node, report: Report) -> None:
     ballot, refusal, name = m.ballot, report.refusal, m.roster.name(node.id)
     assert ballot is not None

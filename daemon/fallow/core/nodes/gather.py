@@ -1,54 +1,65 @@
 """Rendezvous of a generation as one gather: each participant gives its part, and all get all parts at once.
 
-A part costs the same however many others wait, and the answer is made once. In memory only: a generation that was being
-built when the head died is burned anyway.
+A node's part holds those of all its workers. It costs the same however many others wait, and the answer is made once.
+In memory only: a generation that was being built when the head died is burned anyway.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from fallow.core.nodes.messages import Gather, Gathered, encode
+from fallow.core.nodes.messages import Gather, Gathered
 
 KEPT = 4
 """Generations whose gathers are kept, the newest."""
 
-MOST_BYTES = 1 << 16
-"""Of one part; a longer one is refused."""
+MOST_KEYS = 256
+"""Gathers of one generation; more are not taken."""
+
+
+@dataclass(slots=True)
+class _Generation:
+    ranks: dict[int, int]
+    "node -> its place in the order of ranks, in that order"
+    parts: dict[str, dict[int, bytes]] = field(default_factory=dict)
+    answers: dict[str, Gathered] = field(default_factory=dict)
 
 
 class Gathers:
     """The gathers of one run."""
 
     def __init__(self) -> None:
-        self._participants: dict[int, list[int]] = {}
-        self._parts: dict[tuple[int, str], dict[int, bytes]] = {}
-        self._answers: dict[tuple[int, str], bytes] = {}
+        self._generations: dict[int, _Generation] = {}
 
     def open(self, generation: int, participants: Sequence[int]) -> None:
-        """A plan was sent: these nodes take part, in rank order."""
-        self._participants[generation] = list(participants)
-        for old in sorted(self._participants)[:-KEPT]:
-            del self._participants[old]
-            self._parts = {key: parts for key, parts in self._parts.items() if key[0] != old}
-            self._answers = {key: answer for key, answer in self._answers.items() if key[0] != old}
+        """A plan was sent: these nodes take part, in rank order. Saying it again changes nothing."""
+        ranks = {node: rank for rank, node in enumerate(participants)}
+        self._generations.setdefault(generation, _Generation(ranks))
+        for old in sorted(self._generations)[:-KEPT]:
+            del self._generations[old]
 
-    def take(self, said: Gather) -> tuple[bytes, list[int]]:
-        """Take one part.
+    def take(self, said: Gather) -> tuple[Gathered | None, list[int]]:
+        """Take one part, or the question who is missing.
 
         Returns:
-            the encoded answer, and the nodes to send it to; no nodes while parts are missing.
+            the answer and the nodes to send it to; None and no nodes while parts are missing.
         """
-        wanted, key = self._participants.get(said.generation, []), (said.generation, said.key)
-        if said.node not in wanted or len(said.part) > MOST_BYTES:
-            return b"", []
-        if key in self._answers:
-            return self._answers[key], [said.node]  # the answer was lost, so the node asks again
-        parts = self._parts.setdefault(key, {})
+        known = self._generations.get(said.generation)
+        if known is None or said.node not in known.ranks:
+            return None, []
+        if said.key in known.answers:
+            return known.answers[said.key], [said.node]  # the answer was lost, so the node asks again
+        if said.key not in known.parts and len(known.parts) + len(known.answers) >= MOST_KEYS:
+            return None, []
+        parts = known.parts.setdefault(said.key, {})
+        if not said.part:
+            missing = tuple(node for node in known.ranks if node not in parts)
+            return Gathered(generation=said.generation, key=said.key, missing=missing), [said.node]
         parts[said.node] = said.part
-        if len(parts) < len(wanted):
-            return b"", []
-        del self._parts[key]
-        answer = Gathered(generation=said.generation, key=said.key, parts=tuple(parts[n] for n in wanted))
-        self._answers[key] = encode(answer)
-        return self._answers[key], wanted
+        if len(parts) < len(known.ranks):
+            return None, []
+        del known.parts[said.key]
+        ordered = tuple(parts[node] for node in known.ranks)
+        answer = known.answers[said.key] = Gathered(generation=said.generation, key=said.key, parts=ordered)
+        return answer, list(known.ranks)

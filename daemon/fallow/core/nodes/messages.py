@@ -4,16 +4,21 @@ Two messages carry the protocol: a `Report` says where a node is, an `Order` say
 condition, never an event. So the newest one by number replaces all older ones, and a message that is lost, repeated or
 overtaken does no harm. An agent reports for its workers together: a node has done something once all its workers have.
 
-Each message travels behind the number of its version. A field with a default may be added without a new version: older
-peers ignore it. A field that is renamed, removed or means something else needs a new version.
+Each message travels behind the number of its version (`wire.codec`). A field with a default may be added without a new
+version: older peers ignore it. A field that is renamed, removed or means something else needs a new version, and so
+does a new value of an enum. All fields are bounded: they come from the network, and go to the store.
 Progress and metrics (loss, samples per second, busy links) are not here: they decide nothing about the membership.
 """
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from fallow.model import Doing, Exit, FallowError
+from fallow.model.bounds import Blob, Code, Count, Finite, Moment, Name, Prose, Seconds, Shards, Slots
 
 VERSION = 1
 """Version of the messages that are written here."""
@@ -33,18 +38,25 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Base of everything that travels. Unknown fields are ignored, a missing one without a default is an error."""
 
 
-class Contract(Wire, frozen=True, kw_only=True):
+class Recorded(Wire, frozen=True, kw_only=True, omit_defaults=False):
+    """What is in records, too. All its fields are written, so that none is ever missing there (`core.records`)."""
+
+
+FEW, MANY = Meta(max_length=1024), Meta(max_length=100_000)
+
+
+class Contract(Recorded, frozen=True, kw_only=True):
     """What a node that has rehearsed says about its script. All members must say the same."""
 
-    signature: str
+    signature: Name
     "SHA-256 over names, shapes and dtypes of the prepared state"
-    shards: int
+    shards: Shards
     "the most workers that can do something useful"
-    global_batch: int
-    total_steps: int | None = None
-    layout: tuple[str, ...] = ()
+    global_batch: Shards
+    total_steps: Count | None = None
+    layout: Annotated[tuple[Prose, ...], MANY] = ()
     "one line per tensor; tells what differs"
-    arithmetic: tuple[str, ...] = ()
+    arithmetic: Annotated[tuple[Name, ...], FEW] = ()
     "reproducible mode: what the bits depend on, one fact a line; empty in the fast mode"
     restarts: bool = False
     "the script knows nothing of Fallow: each change of the membership restarts it"
@@ -53,19 +65,19 @@ class Contract(Wire, frozen=True, kw_only=True):
 class Refusal(Wire, frozen=True, kw_only=True):
     """The process group of a generation could not be built on this node."""
 
-    generation: int
-    reason: str
-    unreachable: tuple[int, ...] = ()
+    generation: Count
+    reason: Prose
+    unreachable: Annotated[tuple[Count, ...], MANY] = ()
     "nodes to which no connection could be made"
-    tried: tuple[str, ...] = ()
+    tried: Annotated[tuple[Name, ...], MANY] = ()
     "ADDRESS:PORT of each of these connections"
 
 
-class Outcome(Wire, frozen=True, kw_only=True):
+class Outcome(Recorded, frozen=True, kw_only=True):
     """What a node knows of the exchanges outside of bodies: ends of loops, means and barriers."""
 
-    generation: int
-    agreed: int
+    generation: Count
+    agreed: Count
     "how many of them are complete"
     answer: float
     "result of the last one"
@@ -74,65 +86,65 @@ class Outcome(Wire, frozen=True, kw_only=True):
 class Fault(Wire, frozen=True, kw_only=True):
     """The script failed on one of the node's workers, whose process ends after this."""
 
-    code: int
-    message: str
-    signature: str = ""
+    code: Code
+    message: Prose
+    signature: Prose = ""
     "exception and line of the script: the same wherever the same thing fails"
-    traceback: str = ""
-    step: int = 0
+    traceback: Prose = ""
+    step: Count = 0
     outcome: Outcome | None = None
 
 
-class Pause(Wire, frozen=True, kw_only=True):
+class Pause(Recorded, frozen=True, kw_only=True):
     """Where a pause went, in seconds."""
 
-    drain: float = 0.0
-    group: float = 0.0
-    state: float = 0.0
-    data: float = 0.0
+    drain: Seconds = 0.0
+    group: Seconds = 0.0
+    state: Seconds = 0.0
+    data: Seconds = 0.0
 
 
 class Switch(Wire, frozen=True, kw_only=True):
     """How the node went over to the generation in which it computes."""
 
-    generation: int
-    first_step: int
-    pause_s: float = 0.0
+    generation: Count
+    first_step: Count
+    pause_s: Seconds = 0.0
     "of the worker that stood still the longest"
     parts: Pause = Pause()
-    bytes_in_pause: int = 0
-    bytes_behind: int = 0
-    discarded: int = 0
+    bytes_in_pause: Count = 0
+    bytes_behind: Count = 0
+    discarded: Count = 0
     "steps that were computed and did not count"
 
 
-class Finish(Wire, frozen=True, kw_only=True):
+class Finish(Recorded, frozen=True, kw_only=True):
     """The script has come to its end on all of the node's workers."""
 
-    generation: int
-    steps: int
-    digest: str
+    generation: Count
+    steps: Count
+    digest: Name
     loss: float | None = None
-    samples: int = 0
-    repeated: int = 0
-    agreed: int = 0
+    samples: Count = 0
+    repeated: Count = 0
+    agreed: Count = 0
     answer: float = 0.0
     "see `Outcome`"
 
 
-class Checkpoint(Wire, frozen=True, kw_only=True):
+class Checkpoint(Recorded, frozen=True, kw_only=True):
     """A durable checkpoint that is complete on disk."""
 
-    path: str
-    generation: int
-    step: int
-    epoch: int = 0
-    digest: str = ""
+    path: Name
+    generation: Count
+    step: Count
+    epoch: Count = 0
+    digest: Name = ""
     "SHA-256 of its manifest"
-    nbytes: int = 0
-    written_at: float = 0.0
+    nbytes: Count = 0
+    written_at: Moment = 0.0
     "Unix time"
-    took_s: float = 0.0
+    took_s: Seconds = 0.0
     asked: bool = False
     "somebody asked for it by hand"
 
@@ -140,44 +152,44 @@ class Checkpoint(Wire, frozen=True, kw_only=True):
 class Problem(Wire, frozen=True, kw_only=True):
     """A checkpoint that could not be written (`generation` and `step` say which) or loaded (`path` says which)."""
 
-    reason: str
-    path: str = ""
-    generation: int = 0
-    step: int = 0
+    reason: Prose
+    path: Name = ""
+    generation: Count = 0
+    step: Count = 0
 
 
 class Report(Wire, frozen=True, kw_only=True, tag="report"):
     """Where a node is. Its agent sends one with each heartbeat, and one at once when anything but the step changes."""
 
-    node: int
-    boot: int
+    node: Count
+    boot: Count
     "which start of its workers by the agent: a number that a store forgot may belong to another node by now"
-    seq: int
+    seq: Count
     "counts up; a report that arrives after a newer one is dropped"
-    term: int
-    edition: int
+    term: Count
+    edition: Count
     "of the newest order that all workers have obeyed; 0, 0: none yet"
     ready: Contract | None = None
     "rehearsed; repeated until an order says `accepted`"
-    generation: int = 0
+    generation: Count = 0
     "all workers compute in it; 0: in none"
-    prepared: int = 0
+    prepared: Count = 0
     "newest generation whose group stands on all workers: a vote for it"
     refusal: Refusal | None = None
-    given_up: int = 0
+    given_up: Count = 0
     "no worker will finish a step in this generation or an older one any more"
-    left: int = 0
+    left: Count = 0
     "newest generation that was told to be without this node, and whose boundary the node has passed"
-    step: int = 0
+    step: Count = 0
     "finished by all workers"
     has_state: bool = False
     "all workers have the whole state"
     switch: Switch | None = None
     doing: Doing = Doing.WORKING
     "WAITING and OUTSIDE only if all workers are"
-    stalled_s: float = 0.0
+    stalled_s: Finite = 0.0
     "since the worker that got on last did so"
-    stopped_s: float = 0.0
+    stopped_s: Finite = 0.0
     "for how long a worker's process has been stopped (SIGSTOP)"
     computes: bool = False
     "a worker's device is at that worker's own work, or hangs in it; False for processors"
@@ -193,39 +205,41 @@ class Report(Wire, frozen=True, kw_only=True, tag="report"):
     "the newest checkpoint that could not be written"
     damaged: Problem | None = None
     "the newest checkpoint that could not be loaded"
-    healed: int = 0
+    healed: Count = 0
     "the step at which its weights were not those of most members, and it received theirs; 0: never"
-    unrecorded: int | None = None
+    unrecorded: Count | None = None
     "step from which on the ledger lacks records, because its file cannot be written; None: nothing is missing"
 
 
 class Peer(Wire, frozen=True, array_like=True):
     """One node of a generation. Ranks go to workers in the order of nodes."""
 
-    node: int
-    slots: int
+    node: Count
+    slots: Slots
     "number of its workers"
-    entry: str
+    entry: Name
     "where its workers listen, and the secret to say there; the same for as long as they live"
 
 
 class Plan(Wire, frozen=True, kw_only=True):
     """A generation to build. Its members: those of generation `base` except `without`, then `more`."""
 
-    generation: int
-    replaces: int
-    base: int = 0
+    generation: Count
+    replaces: Count
+    base: Count = 0
     "0: `more` are all members"
-    without: tuple[int, ...] = ()
-    more: tuple[Peer, ...] = ()
-    check: int = 0
+    without: Annotated[tuple[Count, ...], MANY] = ()
+    more: Annotated[tuple[Peer, ...], MANY] = ()
+    check: Count = 0
     "CRC-32 of all members' numbers in order; a node that counts another list refuses the plan"
     leave: bool = False
     "this node will not be a member: it goes at the boundary, and needs no list"
+    suspends: bool = False
+    "with `leave`: no node will be a member, so a checkpoint of the boundary's step is written first"
     interrupt: bool = False
     "give up generation `replaces` and all older ones first, then build the group"
-    timeout_s: float = 0.0
-    checkpoints: tuple[str, ...] = ()
+    timeout_s: Seconds = 0.0
+    checkpoints: Annotated[tuple[Name, ...], MANY] = ()
     "usable ones, newest first, to be loaded if no member has the state"
     outcome: Outcome | None = None
     "known to a member that has failed since; who still waits for that exchange takes the answer"
@@ -234,8 +248,8 @@ class Plan(Wire, frozen=True, kw_only=True):
 class End(Wire, frozen=True, kw_only=True):
     """End the workers, and say so when their processes are gone."""
 
-    code: int
-    reason: str
+    code: Code
+    reason: Prose
     kill: bool = False
     "at once"
     stack: bool = False
@@ -245,24 +259,26 @@ class End(Wire, frozen=True, kw_only=True):
 class Order(Wire, frozen=True, kw_only=True, tag="order"):
     """Where a node has to be. The newest (term, edition) counts; the agent hands it to its workers as it is."""
 
-    term: int
-    edition: int
-    committed: int = 0
+    node: Count
+    "an agent may have started its workers anew, as another node, since this was sent"
+    term: Count
+    edition: Count
+    committed: Count = 0
     "newest durable generation: if the plan is for it, go over to it"
-    broken: int = 0
+    broken: Count = 0
     "give up this generation and all older ones"
     plan: Plan | None = None
     "None: drop every group that was built for a generation that is not committed"
-    state_since: int = 0
+    state_since: Count = 0
     """What the node holds when it enters the plan's generation counts if it has computed in this generation or a later
     one. Otherwise it drops its state first: it is new, it was away, or all go back to a checkpoint."""
     accepted: bool = False
     "the contract was"
     is_main: bool = False
     "the node's first worker is the main one of the run: its output is shown"
-    noted: str = ""
+    noted: Name = ""
     "path of this node's newest checkpoint that is on record"
-    unsaved: tuple[int, int] = (0, 0)
+    unsaved: tuple[Count, Count] = (0, 0)
     "(generation, step) of the last checkpoint of the run that could not be written"
     finish: Finish | None = None
     "others' scripts have ended: a worker that waits for them in vain ends, too"
@@ -272,42 +288,18 @@ class Order(Wire, frozen=True, kw_only=True, tag="order"):
 class Gather(Wire, frozen=True, kw_only=True, tag="gather"):
     """One node's part of what all participants of a generation must know of each other."""
 
-    node: int
-    generation: int
-    key: str
-    part: bytes
+    node: Count
+    generation: Count
+    key: Name
+    part: Blob
+    "empty: no part, but the question which nodes have not given theirs; answered at once"
 
 
 class Gathered(Wire, frozen=True, kw_only=True, tag="gathered"):
-    """All parts in the order of ranks, sent once to all when the last part has come."""
+    """All parts in the order of ranks, sent once to all when the last part has come; or the answer to a question."""
 
-    generation: int
-    key: str
-    parts: tuple[bytes, ...]
-
-
-Message = Report | Order | Gather | Gathered
-
-_ENVELOPE = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
-_MESSAGE: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-
-
-def encode(message: Message) -> bytes:
-    """The bytes of a message, behind its version."""
-    return msgspec.msgpack.encode((VERSION, message))
-
-
-def decode(raw: bytes) -> Message:
-    """Read a message of any version that is understood.
-
-    Raises:
-        Unreadable: another version, or a field that is missing or of another type.
-    """
-    try:
-        version, body = _ENVELOPE.decode(raw)
-        if version in READABLE:
-            return _MESSAGE.decode(body)
-    except msgspec.MsgspecError as error:
-        raise Unreadable(f"message of {len(raw)} bytes cannot be read: {error}. Update the older side.") from error
-    known = ", ".join(map(str, sorted(READABLE)))
-    raise Unreadable(f"message of version {version} cannot be read: this Fallow knows {known}. Update the older side.")
+    generation: Count
+    key: Name
+    parts: Annotated[tuple[Blob, ...], MANY] = ()
+    missing: Annotated[tuple[Count, ...], MANY] = ()
+    "the answer to a question, while parts are missing: nodes that have not given theirs. Then there are no `parts`"

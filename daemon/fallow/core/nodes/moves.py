@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from fallow.core.links import to_drop
@@ -201,6 +203,7 @@ def _plans(m: State, change: Change, members: list[int], wait_s: float) -> Plans
         generation=change.generation,
         replaces=change.replaces,
         leave=True,
+        suspends=not members,
         interrupt=change.interrupt,
         timeout_s=wait_s,
         outcome=root.outcome,
@@ -307,8 +310,11 @@ def commit(m: State) -> None:
     """The generation is the run's from now on. It is stored before anybody hears of it."""
     r, root, ballot = m.roster, m.roster.root, m.ballot
     assert ballot is not None
-    change, chosen = ballot.change, set(ballot.members)
-    change.left = [n for n in r.members if n not in chosen]
+    change, chosen, since = ballot.change, set(ballot.members), _last_complete(m)
+    gone = [n for n in r.members if n not in chosen]
+    # The generation before may never have become complete: what it changed is told with this one.
+    change.left = root.change.left if root.change is not None else []
+    change.left += [n for n in gone if r.nodes[n].joined <= since]
     root.old_may_step, root.entered = bool(r.present()) and not change.interrupt, False
     root.generation, root.change = change.generation, change
     root.first_before, root.first = root.first, ballot.members[0] if ballot.members else 0
@@ -318,7 +324,7 @@ def commit(m: State) -> None:
     ballot.awaited = set(ballot.members)
     ballot.leaving = {n for n in change.leavers if r.alive(n)}
     m.tell(ballot.participants)
-    for node in [r.nodes[n] for n in change.left if r.alive(n) and n not in change.leavers]:
+    for node in [r.nodes[n] for n in gone if r.alive(n) and n not in change.leavers]:
         m.tell([node.id])
         if node.leaving:  # it was asked while others went on without it
             losses.dismiss(m, node, Exit.OK, node.leaving)
@@ -333,11 +339,17 @@ def complete(m: State) -> None:
     change, m.ballot = ballot.change, None
     root.change, root.old_may_step, m.is_changed = None, False, True
     root.discarded += change.discarded
+    since = _last_complete(m)
+    change.joined = [n for n in r.members if r.nodes[n].joined > since]
     if not change.interrupt:  # else newcomers may be about to repeat a first exchange that did not end
         m.trouble.probe_s = m.timing.probe_s
     pause = f", pause {change.pause_s:.3f} s" if change.pause_s else ""
     text = f"generation {change.generation}: {change.reason}; {counted(len(r.members), 'node')}{pause}"
-    data = {"generation": change.generation, "joined": change.joined, "left": change.left}
+    data: dict[str, Any] = {
+        "generation": change.generation,
+        "joined": {member_name(n): r.nodes[n].host for n in change.joined},
+        "left": [member_name(n) for n in change.left],
+    }
     if r.members:
         root.status, root.complete, root.rollback_below = RunStatus.TRAINING, change.generation, 0
         _remember(m, change)
@@ -350,6 +362,12 @@ def complete(m: State) -> None:
     for n in change.leavers:
         if n in r.nodes:
             losses.forget_if_unneeded(m, r.nodes[n])
+
+
+def _last_complete(m: State) -> int:
+    """The newest generation that became complete."""
+    completed = m.roster.history.completed
+    return completed[-1].generation if completed else 0
 
 
 def _remember(m: State, change: Change) -> None:

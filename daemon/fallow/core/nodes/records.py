@@ -1,20 +1,17 @@
 """What a head that comes back must know about a run, as values to store: a root, a record per node, three lists.
 
-Each record is stored under a key of its own, behind the number of its schema. A turn writes the root and the records
-that it changed, in one compare-and-set on the root: when one of a thousand nodes joins, three records are written.
-A record is read strictly. A field that is missing, unknown or of another type makes the record unreadable, never a
-default. So whoever renames, adds or removes a field raises the number in `SCHEMAS` and writes a step in `MIGRATIONS`.
+Each record is stored under a key of its own (`core.records`). A turn writes the root and the records that it changed,
+in one compare-and-set on the root: when one of a thousand nodes joins, three records are written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import StrEnum
-from typing import Any, TypeVar
 
 import msgspec
 
-from fallow.core.nodes.messages import Checkpoint, Contract, Finish, Outcome, Pause, Unreadable
+from fallow.core.nodes.messages import Checkpoint, Contract, Finish, Outcome, Pause
+from fallow.core.records import SCHEMAS
 from fallow.model import ChangeKind, MemberPhase, RunStatus
 
 
@@ -75,7 +72,7 @@ class Change(msgspec.Struct, kw_only=True):
     reason: str
     began_at: float
     left: list[int] = []
-    "members of the generation before that are not in this one; known at the commit"
+    "members of the last complete generation that are not in this one; known at the commit"
     interrupt: bool = False
     "the generation before is broken"
     probe: bool = False
@@ -129,6 +126,8 @@ class Root(msgspec.Struct, kw_only=True):
     unsaved: tuple[int, int] = (0, 0)
     unsaved_reason: str = ""
     "the last checkpoint could not be written; empty: it could"
+    unrecorded: dict[int, int] = {}
+    "nodes that are forgotten -> the step from which on their ledgers lack records"
     diverged: str = ""
     "members' final states differ, in words"
     start_failures: int = 0
@@ -138,7 +137,7 @@ class Root(msgspec.Struct, kw_only=True):
 
 
 class Completed(msgspec.Struct, kw_only=True):
-    """A generation that became complete."""
+    """A generation that became complete, and what it changed since the one that was complete before it."""
 
     generation: int
     kind: ChangeKind
@@ -223,43 +222,4 @@ class Failures(msgspec.Struct, kw_only=True):
     "host -> its bar"
 
 
-Record = Root | Node | History | Checkpoints | Failures
-R = TypeVar("R", Root, Node, History, Checkpoints, Failures)
-
-SCHEMAS: dict[type[Record], int] = {Root: 1, Node: 1, History: 1, Checkpoints: 1, Failures: 1}
-
-Fields = dict[str, Any]
-
-MIGRATIONS: dict[tuple[type[Record], int], Callable[[Fields], Fields]] = {}
-"""(kind, schema) -> makes fields of that schema fields of the next one."""
-
-
-_ENVELOPE: msgspec.msgpack.Decoder[tuple[int, Fields]] = msgspec.msgpack.Decoder(tuple[int, Fields])
-
-
-def encode(record: Record) -> bytes:
-    return msgspec.msgpack.encode((SCHEMAS[type(record)], record))
-
-
-def decode(raw: bytes, kind: type[R]) -> R:
-    """Read a record of this or an older schema.
-
-    Raises:
-        Unreadable: it is damaged, or of a newer Fallow.
-    """
-    newest = SCHEMAS[kind]
-    fields: Fields
-    try:
-        schema, fields = _ENVELOPE.decode(raw)
-        for older in range(schema, newest):
-            fields = MIGRATIONS[kind, older](fields)
-        if schema > newest:
-            raise Unreadable(f"schema {schema} is newer than this Fallow knows ({newest}); start the newer Fallow")
-        record = msgspec.convert(fields, kind)
-        written: Fields = msgspec.msgpack.decode(msgspec.msgpack.encode(record))
-    except (msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
-        raise Unreadable(f"it is damaged: {type(error).__name__}: {error}; restore the store from a backup") from error
-    if written != fields:
-        wrong = ", ".join(sorted(name for name in {*written, *fields} if written.get(name) != fields.get(name)))
-        raise Unreadable(f"fields differ from those of schema {newest}: {wrong}; start the Fallow that wrote it")
-    return record
+SCHEMAS.update({Root: 1, Node: 1, History: 1, Checkpoints: 1, Failures: 1})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from zlib import crc32
 
-from fallow.core.nodes import records
+from fallow.core import records
 from fallow.core.nodes.messages import Unreadable
 from fallow.core.nodes.names import member_name
 from fallow.core.nodes.records import Checkpoints, Failures, History, Node, Root
@@ -93,8 +93,14 @@ class Roster:
 
     def forget(self, node: Node) -> None:
         del self.nodes[self.touch(node).id]
-        self._by_place[node.host, node.token].remove(node.id)
+        here = self._by_place[node.host, node.token]
+        here.remove(node.id)
+        if not here:
+            del self._by_place[node.host, node.token]
+        self._deserted.discard(node.id)
         self.root.front = max(self.root.front, node.step)
+        if node.unrecorded is not None:
+            self.root.unrecorded[node.id] = node.unrecorded
 
     # -- views ------------------------------------------------------------------------------------------------------
 
@@ -126,7 +132,7 @@ class Roster:
 
     def standbys(self) -> list[int]:
         """Ready nodes, oldest first."""
-        return [n for n, node in self.nodes.items() if node.phase is MemberPhase.READY]
+        return sorted(n for n, node in self.nodes.items() if node.phase is MemberPhase.READY)
 
     def fitting(self, taken: Iterable[int], candidates: Iterable[int]) -> list[int]:
         """The first candidates that have a place beside `taken`: by the limit, and by the number of shards."""

@@ -9,8 +9,11 @@ from enum import StrEnum
 from itertools import chain
 from typing import Any, NamedTuple
 
+import msgspec
+
 from fallow.core.nodes import events as ev
 from fallow.core.nodes.messages import End, Order, Plan, Refusal, Report
+from fallow.core.nodes.names import member_name
 from fallow.core.nodes.records import Change, Node
 from fallow.core.nodes.roster import Roster
 from fallow.core.nodes.watch import Timing, Watch
@@ -135,8 +138,10 @@ class Outbox:
         self.first_edition = edition + 1
         self.instructions: list[ev.Instruction] = []
 
-    def log(self, kind: str, text: str, **data: Any) -> None:
-        self.instructions.append(ev.Log(kind, text, data))
+    def log(self, kind: str, text: str, *, node: int = 0, **data: Any) -> None:
+        """Append to the run's event log; `node`: which it is about, 0 for none."""
+        about = {"member": member_name(node)} if node else {}
+        self.instructions.append(ev.Log(kind, text, about | data))
 
     def has_heard(self, node: int, report: Report | None) -> bool:
         """Has the node obeyed the newest order that it was sent?"""
@@ -178,7 +183,9 @@ class State:
         self.trouble.lost = {n: r.nodes[n].ended for n in r.members if not r.alive(n)}
         if change is not None:
             plan = Plan(generation=change.generation, replaces=change.replaces, base=change.generation)
-            leave = Plan(generation=change.generation, replaces=change.replaces, leave=True, interrupt=change.interrupt)
+            leave = msgspec.structs.replace(
+                plan, base=0, leave=True, suspends=not r.members, interrupt=change.interrupt
+            )
             members, leaving = set(filter(r.alive, r.members)), set(filter(r.alive, change.leavers))
             self.ballot = Ballot(change, r.members, Plans(plan, plan, leave), 0.0, 0.0, members, leaving=leaving)
             known = [r.nodes[n] for n in change.leavers if n in r.nodes and n not in leaving]
@@ -243,7 +250,8 @@ class State:
         if members:
             return members[0]
         starting = (MemberPhase.STARTING, MemberPhase.READY)
-        return next((n for n, node in self.roster.nodes.items() if node.phase in starting and not node.leaving), 0)
+        known = self.roster.nodes.items()
+        return min((n for n, node in known if node.phase in starting and not node.leaving), default=0)
 
     # -- what is said -----------------------------------------------------------------------------------------------
 
@@ -273,6 +281,7 @@ class State:
     def _order(self, node: Node, main: int) -> Order:
         root, broken = self.roster.root, self.trouble.broken
         return Order(
+            node=node.id,
             term=self.outbox.term,
             edition=self.outbox.edition,
             committed=root.generation,

@@ -57,6 +57,7 @@ NODE: tuple[Fact, ...] = (
     Fact("has deserted", _MEMBERS, when.has_deserted, facts.note_deserted),
     Fact("has finished", _SEATED, when.has_finished, facts.note_finished),
     Fact("has left", _LEAVERS, when.has_left, facts.note_left),
+    Fact("has left unasked", frozenset((MemberPhase.MEMBER,)), when.has_left, facts.note_left_alone),
     Fact("refuses", _VOTERS, when.refuses, facts.note_refusal),
     Fact("votes", _VOTERS, when.votes, facts.note_vote),
     Fact("has arrived", _MEMBERS, when.has_arrived, facts.note_arrival),

@@ -1,4 +1,4 @@
-"""Messages between the head and the agent of a node. Each travels behind the number of its version.
+"""Messages between the head and the agent of a node.
 
 An agent says `Hello` after every new connection and for each start of its workers, until it is `Admitted`. From then on
 it sends a `Beat`, at the beat's pace and at once when anything but progress has changed, and each is answered by
@@ -44,11 +44,17 @@ class Progress(Wire, frozen=True, kw_only=True):
 
 
 class Hello(Wire, frozen=True, kw_only=True, tag="hello"):
-    """An agent introduces its workers; answered by `Setup` and `Admitted`, or by `Refused`."""
+    """An agent introduces its workers; answered by `Setup` and `Admitted`, or by `Refused`.
+
+    Its form stays: no field is added without a default, renamed or removed, in no version. So a head reads the `Hello`
+    of any version, and can say whom it refuses.
+    """
 
     host: Id
     "SLURMD_NODENAME, else the host's name; unique among the agents of a token"
     token: Id
+    process: Id = ""
+    "made up by the agent when it begins: another agent on this node, after this one, says another"
     version: Name
     "of Fallow, for people: what peers understand is told by the version of their messages"
     job_id: Id
@@ -173,7 +179,10 @@ class EndAgent(Wire, frozen=True, kw_only=True, tag="end-agent"):
 
 
 class Refused(Wire, frozen=True, kw_only=True, tag="refused"):
-    """The head will not talk to this agent; it prints `message` and ends with `code`."""
+    """The head will not talk to this agent. An agent that was never admitted prints `message` and ends with `code`.
+
+    Its form stays, as that of `Hello` does: an agent reads the `Refused` of a head of any version.
+    """
 
     code: Code
     message: Prose

@@ -87,6 +87,7 @@ class Part(Wire, frozen=True, kw_only=True, tag="part"):
     generation: Count
     key: Name
     part: Blob
+    "empty: the question which nodes have not given their part; the agent passes it on at once"
     within_node: bool = False
     "only the workers of this node take part: their agent answers by itself"
 

@@ -1,4 +1,4 @@
-"""What makes a process a worker: its secret, its signals and its end."""
+"""What makes a process a worker: its channel to the agent, its signals and its end."""
 
 from __future__ import annotations
 
@@ -15,24 +15,20 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
-import msgspec
-
 import fallow
 from fallow.core.failures import APART, STRANGER, Apart, Stranger
-from fallow.core.network import data_address, port_range
-from fallow.model import STACK_SIGNAL, Exit, FallowError, WorkerSecret
-from fallow.wire.address import interfaces
+from fallow.model import STACK_SIGNAL, Exit, FallowError
 
 if TYPE_CHECKING:
     from fallow.worker.api.run import Run
     from fallow.worker.session.session import Session
 
 _PR_SET_PDEATHSIG = 1
-_LONGEST_SECRET = 65536
 _NATIVE = ("build-", "reaper-")
 "Beginnings of the names of threads that build and destroy groups."
 _NATIVE_S = 3.0
@@ -40,27 +36,23 @@ _NOT_THE_SCRIPTS = (str(Path(fallow.__file__).parent) + os.sep, *sysconfig.get_p
 "Beginnings of file names that are not part of a user's script."
 
 
-def session_with_head(worker: str, descriptor: str, *, grouped: bool = True) -> Session:
-    """The conversation for which the agent has left a secret in the inherited pipe `descriptor`; it is not open yet.
+def session_with_agent(descriptor: str, *, grouped: bool = True) -> Session:
+    """The conversation over the socket that this process has inherited as `descriptor`; it is not open yet.
 
     Raises:
-        FallowError: the pipe is closed or holds something else, or no interface is the one that the job's variables or
-            `[network]` ask for.
+        FallowError: there is no such socket.
     """
-    from fallow.worker.session.session import Session, connection
+    from fallow.wire.frames import AgentChannel
+    from fallow.worker.session.session import Session
 
     try:
-        with open(int(descriptor), "rb") as pipe:
-            secret = msgspec.msgpack.decode(pipe.read(_LONGEST_SECRET), type=WorkerSecret)
-    except (OSError, ValueError, msgspec.DecodeError) as error:
+        return Session(partial(AgentChannel, int(descriptor)), grouped=grouped)
+    except (OSError, ValueError) as error:
         raise FallowError(
-            f"FALLOW_CHANNEL_FD={descriptor} gives no worker secret ({error}); "
+            f"FALLOW_CHANNEL_FD={descriptor} is no socket to an agent ({error}); "
             "unset FALLOW_WORKER to run the script by itself",
             Exit.USAGE,
         ) from None
-    address = data_address(interfaces(), secret.address, secret.network, os.environ)
-    ports = port_range(secret.network.member_ports) if secret.network.member_ports else None
-    return Session(worker, address, connection(secret), grouped=grouped, ports=ports)
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from fallow.model import Deserted, Exit, Failed, FallowError, Finished, Outcome, Welcome
+from fallow.core.nodes.messages import Fault, Finish, Outcome
+from fallow.model import Exit, FallowError
 from fallow.worker.api import fixed, process, short
 from fallow.worker.data.ledger import LAST_S
 from fallow.worker.data.loader import ElasticLoader, check_loader
@@ -30,8 +31,8 @@ from fallow.worker.session.session import Session
 from fallow.worker.session.voice import IsMain
 from fallow.worker.transport.group import Group
 
-_DELIVERY_S = 5.0
-"""How long the end of a process waits for the head to have heard of it."""
+_LONGEST_TEXT, _LONGEST_SIGNATURE = 100_000, 1_000
+"""Characters of what is told of an error."""
 
 _NO_GROUP = ("env:// rendezvous", "Default process group has not been initialized")
 """In what torch.distributed says where nobody has told it of a fixed world."""
@@ -40,16 +41,15 @@ _NO_GROUP = ("env:// rendezvous", "Default process group has not been initialize
 class Run:
     """One elastic training, seen from a script. Made by `fallow.init`.
 
-    Under a head it has a `session` and a `welcome`, in a fixed world a `group`.
+    Under a head it has a `session`, which is open; in a fixed world a `group`.
     """
 
-    def __init__(self, session: Session | None, welcome: Welcome | None, group: Group | None) -> None:
+    def __init__(self, session: Session | None, group: Group | None) -> None:
         self._session = session
-        self._welcome = welcome
         self._prepared = Prepared()
         self._gate = short.Gate()
-        self._member = Member(self._prepared, 0 if welcome is None else welcome.seed, session, welcome, group)
-        self._max_workers = self._member.group.size if welcome is None else welcome.max_workers
+        self._member = Member(self._prepared, session, group)
+        self._max_workers = session.setup.max_workers if session is not None else self._member.group.size
         self._place = self._member.place
         self._on_resize: list[Callable[[], None]] = []
         self._loop = Loop(self._member, self._on_resize)
@@ -164,8 +164,11 @@ class Run:
 
     def epochs(self, n: int) -> Iterator[int]:
         """`for epoch in run.epochs(n)`: as `range(n)`, but a newcomer starts at the epoch that the members are in."""
-        hint = 0 if self._welcome is None else self._welcome.epoch
-        return self._place.epochs(n, lambda: hint, self._loop.end_call)
+        return self._place.epochs(n, self._members_epoch, self._loop.end_call)
+
+    def _members_epoch(self) -> int:
+        news = self._session.news.newest if self._session is not None else None
+        return 0 if news is None else news.epoch
 
     # ------------------------------------------------------------------------------------------------ facts
 
@@ -197,7 +200,7 @@ class Run:
     @property
     def deadline(self) -> float | None:
         """Seconds until this node goes away; None: unknown or never."""
-        return self._session.deadline_in_s if self._session is not None else None
+        return self._session.news.ends_in_s if self._session is not None else None
 
     @property
     def is_main(self) -> IsMain:
@@ -267,6 +270,14 @@ class Run:
     def _finished(self) -> int | None:
         """The script has ended; returns the exit code of who has left the run, None: the script's own."""
         session = self._session
+        try:
+            return self._end_script()
+        finally:
+            if session is not None:
+                session.close()
+
+    def _end_script(self) -> int | None:
+        session = self._session
         if self._generations.released:
             return 0
         # In which the script did what comes after the loop. The end of a loop that it left by break may need another.
@@ -282,10 +293,7 @@ class Run:
         except EndedAlone:
             # Whether it wanted to is told by its exit code.
             if session is not None:
-                step = self._place.position.step
-                deserted = Deserted(worker=session.worker, generation=self.generation, step=step)
-                session.deliver(deserted, _DELIVERY_S)
-                session.close()
+                session.say(deserted=True)
             return None
         self._member.ledger.flush(LAST_S)
         if session is None or not self._place.joined:
@@ -293,46 +301,37 @@ class Run:
         if self._member.saver is not None:
             self._member.saver.end()
         at = self._place.position
-        session.deliver(
-            Finished(
-                worker=session.worker,
-                generation=generation,
-                steps=at.step,
-                digest=state.digest([module.state_dict() for module in self._prepared.modules]),
-                loss=at.loss,
-                samples=at.samples,
-                repeated=self._prepared.arithmetic.repeated,
-                agreed=at.op,
-                answer=self._loop.meeting.answer,
-            ),
-            self._last_word_s(),
+        finish = Finish(
+            generation=generation,
+            steps=at.step,
+            digest=state.digest([module.state_dict() for module in self._prepared.modules]),
+            loss=at.loss,
+            samples=at.samples,
+            repeated=self._prepared.arithmetic.repeated,
+            agreed=at.op,
+            answer=self._loop.meeting.answer,
         )
-        session.close()
+        session.say(finish=finish)
         return None
-
-    def _last_word_s(self) -> float:
-        """Nobody else has the result: a head that is away is waited for, as it would be in a broken generation."""
-        return self._welcome.head_patience_s if self._welcome is not None else _DELIVERY_S
 
     def _failed(self, code: int, message: str, trace: str, signature: str) -> None:
         session, place = self._session, self._place
         if session is None or self._generations.released:
             return
-        update = self._loop.update
-        decides = place.joined and (update is None or update.open is None) and bool(self.is_main)
         self._generations.released = True
-        failed = Failed(
-            worker=session.worker,
+        answer = self._loop.meeting.answer
+        fault = Fault(
             code=code,
-            message=message,
-            traceback=trace[-100_000:],
-            signature=signature,
+            message=message[:_LONGEST_TEXT],
+            traceback=trace[-_LONGEST_TEXT:],
+            signature=signature[:_LONGEST_SIGNATURE],
             step=session.progress.step,
-            outcome=Outcome(generation=self.generation, agreed=place.position.op, answer=self._loop.meeting.answer)
+            outcome=Outcome(generation=self.generation, agreed=place.position.op, answer=answer)
             if place.joined
             else None,
         )
-        session.deliver(failed, self._last_word_s() if decides else _DELIVERY_S)
+        session.say(fault=fault)
+        session.close()
 
     def _advice(self, error: BaseException) -> str:
         """What to tell of an exception in a script that was written for another runtime; empty: nothing."""
@@ -369,28 +368,28 @@ def init() -> Run:
     Raises:
         FallowError: the head refused this worker or does not answer; the environment is contradictory.
     """
-    worker = os.environ.get("FALLOW_WORKER")
     if "FALLOW_RESTART" in os.environ:
         raise FallowError(
             "the script calls fallow.init, so it follows the membership by itself: leave --restart (or torchrun) out, "
             "fallow run -- python SCRIPT",
             Exit.USAGE,
         )
-    if worker is None:
-        run = Run(None, None, fixed.build_world(fixed.world_from_environment()))
+    if "FALLOW_WORKER" not in os.environ:
+        run = Run(None, fixed.build_world(fixed.world_from_environment()))
         process.Ending(run)
         return run
     process.die_with_parent()
     process.tell_stacks()
     process.leave_sigterm_to_the_head()
-    session = process.session_with_head(worker, os.environ.get("FALLOW_CHANNEL_FD", "-1"))
-    process.leave_sigterm_to_the_head(session.warn)
+    session = process.session_with_agent(os.environ.get("FALLOW_CHANNEL_FD", "-1"))
+    process.leave_sigterm_to_the_head(session.news.warn)
     return attach(session)
 
 
 def attach(session: Session) -> Run:
-    """A run over an open conversation; `init` for tests and tools that bring their own channel."""
-    run = Run(session, session.open(), None)
+    """A run over a session that is not open yet; `init` for tests and tools that bring their own channel."""
+    session.open()
+    run = Run(session, None)
     process.Ending(run)
     return run
 

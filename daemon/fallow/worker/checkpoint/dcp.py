@@ -7,8 +7,10 @@ the parts by its own manifest and never opens torch's index, which is a pickle.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import io
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,19 @@ from fallow.files import write_private
 from fallow.worker.checkpoint.manifest import EXTRA, METADATA, Chunk, Extra, FileInfo, Manifest, PartInfo
 from fallow.worker.checkpoint.parts import PartSnapshot, extra_parts
 from fallow.worker.prepared.state import dtype_named
+
+_FILE_SYSTEM = "torch.distributed.checkpoint.filesystem"
+
+
+def import_ahead() -> None:
+    """Import, on a thread of its own, what the first `write_index` needs.
+
+    That is 700 modules, torch's compiler among them: seconds of work, for which neither a newcomer's start nor the
+    first checkpoint should wait.
+    """
+    threading.Thread(
+        target=importlib.import_module, args=(_FILE_SYSTEM,), name="checkpoint-imports", daemon=True
+    ).start()
 
 
 def write_part(folder: Path, snapshot: PartSnapshot) -> PartInfo:
@@ -50,7 +65,6 @@ def write_part(folder: Path, snapshot: PartSnapshot) -> PartInfo:
 
 def write_index(folder: Path, manifest: Manifest) -> FileInfo:
     """Write `.metadata`: torch's index of all parts. A tied tensor is in it under each of its names."""
-    # These take most of a second to import: no newcomer should wait for that.
     from torch.distributed.checkpoint import metadata as dcp
     from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
     from torch.distributed.checkpoint.storage import WriteResult

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import msgspec
 
+from fallow.core.nodes.messages import Checkpoint
 from fallow.files import check_dir, read_private, write_private
-from fallow.model import Checkpointed, Exit, FallowError
+from fallow.model import Exit, FallowError
 
 MANIFEST = "manifest"
 METADATA = ".metadata"
@@ -151,10 +152,9 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
     return manifest, digest.decode()
 
 
-def announcement(worker: str, folder: Path, manifest: Manifest, digest: str) -> Checkpointed:
+def announcement(folder: Path, manifest: Manifest, digest: str) -> Checkpoint:
     """What the head should hear of a complete checkpoint."""
-    return Checkpointed(
-        worker=worker,
+    return Checkpoint(
         generation=manifest.generation,
         step=manifest.step,
         epoch=manifest.epoch,

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fallow.core.nodes.messages import Checkpoint, Problem
 from fallow.core.saving import RETRY_S
-from fallow.files import RunPaths
-from fallow.model import Checkpointed, CheckpointFailed, Welcome
+from fallow.worker.checkpoint.dcp import import_ahead
 from fallow.worker.checkpoint.manifest import folder_name
 from fallow.worker.checkpoint.parts import take
 from fallow.worker.checkpoint.writer import PATIENCE_S, STUCK_S, Writing, failure
@@ -18,6 +18,9 @@ from fallow.worker.prepared import extra_state
 from fallow.worker.prepared.objects import Prepared
 from fallow.worker.session.session import Session
 from fallow.worker.transport.group import Group
+
+_AHEAD_S = 60.0
+"""So long before the first checkpoint is due, or the node goes away, everything that writing needs is imported."""
 
 _SIGN_S = 1.0
 """Signs of life while writing holds the training thread up: it does not hang."""
@@ -35,12 +38,12 @@ class Saver:
     When the next periodic one is due is the head's to know: members may all be younger than the interval.
     """
 
-    def __init__(self, session: Session, welcome: Welcome, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, session: Session, clock: Callable[[], float] = time.monotonic) -> None:
         self._session = session
-        self._every_s = welcome.checkpoint_s
+        self._every_s = session.setup.checkpoint_s
         self._clock = clock
         self._began_at = clock()
-        self._folder = Path(welcome.checkpoint_folder or RunPaths(Path(welcome.folder)).checkpoints)
+        self._folder = Path(session.setup.checkpoint_folder)
         self._writing: Writing | None = None
         self._abandoned: Writing | None = None
         "its file system did not answer: until this thread ends, nothing else can be written"
@@ -52,6 +55,7 @@ class Saver:
         "this member wishes no periodic one before then: what became of the last one is not known"
         self._known_given_up: tuple[int, int] | None = None
         "(generation, step) of the last one of which it is known that it was given up"
+        self._has_imported = False
         self.asked = False
         "the script called run.checkpoint()"
 
@@ -66,16 +70,29 @@ class Saver:
             self._give_up(*self._newest, f"has not answered for {STUCK_S:.0f} s")
         if self._is_busy:
             return -float(size)
-        return float(self._due() or self.asked or self._session.checkpoint_wanted or self.leaves_alone)
+        self.import_ahead()
+        is_asked = self.asked or self._session.news.checkpoints_asked > 0
+        return float(is_asked or self._due() or self.leaves_alone)
 
     @property
     def leaves_alone(self) -> bool:
         """This node goes away, and this member has to leave without the head, behind a checkpoint."""
-        return self._session.leaves_alone(_LEAVE_S + 2.0 * self._took_s)
+        return self._session.news.leaves_alone(_LEAVE_S + 2.0 * self._took_s)
 
     @property
     def _is_busy(self) -> bool:
         return self._writing is not None and self._writing.is_alive()
+
+    def import_ahead(self) -> None:
+        """Import in the background what writing needs, if the first checkpoint or the node's end is near."""
+        if self._has_imported:
+            return
+        left_s = [self._due_at() - self._clock()] if self._every_s else []
+        if self._session.news.ends_in_s is not None:
+            left_s.append(self._session.news.ends_in_s)
+        if left_s and min(left_s) < _AHEAD_S:
+            self._has_imported = True
+            import_ahead()
 
     def _due(self) -> bool:
         if not self._every_s:
@@ -83,24 +100,27 @@ class Saver:
         given_up = self._session.checkpoint_given_up
         if given_up == self._newest != self._known_given_up:
             self._known_given_up, self._held_until = given_up, 0.0  # by another member; the head says when to try again
-        due_at = self._session.checkpoint_due_at
-        if due_at is None:
-            due_at = self._began_at + self._every_s
-        return self._clock() >= max(due_at, self._held_until)
+        return self._clock() >= self._due_at()
+
+    def _due_at(self) -> float:
+        told_at = self._session.news.checkpoint_due_at
+        return max(self._began_at + self._every_s if told_at is None else told_at, self._held_until)
 
     def has_nothing_to_lose(self, group: Group, step: int) -> bool:
         """This member has to leave without the head, and a checkpoint of the step where it stands is complete."""
         return self.leaves_alone and (self._folder / folder_name(group.generation, step)).exists()
 
-    def save(self, group: Group, prepared: Prepared, plain: dict[str, Any], step: int, epoch: int) -> None:
+    def save(
+        self, group: Group, prepared: Prepared, plain: dict[str, Any], step: int, epoch: int, *, asked: int = 0
+    ) -> None:
         """Copy this member's part of the state after `step` now; it is written in the background.
 
         Args:
             plain: the loop's plain values that belong to the state, the same on all members.
             epoch: for people.
+            asked: see `exchange.Outcome.checkpoints_asked`.
         """
-        by_hand = self._session.checkpoint_wanted
-        self._session.checkpoint_wanted = False
+        self._session.news.note_checkpoint(asked)
         self.asked = False
         # Without a word from the head, as early as to be complete when the interval is over.
         self._held_until = self._clock() + self._every_s - min(self._took_s, self._every_s / 2)
@@ -118,11 +138,11 @@ class Saver:
             step=step,
             epoch=epoch,
             modes=prepared.modes.export(),
-            asked=by_hand,
+            asked=asked > 0,
             written_at=time.time(),
         )
         assert not self._is_busy
-        self._writing = Writing(self._session.worker, self._folder, snapshot, self._report, self._clock)
+        self._writing = Writing(self._folder, snapshot, self._report, self._clock)
         self._writing.start()
 
     def suspend(self, group: Group, prepared: Prepared, plain: dict[str, Any], step: int, epoch: int) -> None:
@@ -134,7 +154,7 @@ class Saver:
 
     def finish(self) -> None:
         """Let what is being written be complete, as long as this node has."""
-        left, progress = self._session.deadline_in_s, self._session.progress
+        left, progress = self._session.news.ends_in_s, self._session.progress
         until = time.monotonic() + (PATIENCE_S if left is None else min(PATIENCE_S, left - _RESERVE_S))
         while self._writing is not None and self._writing.is_alive():
             self._writing.join(max(0.0, min(_SIGN_S, until - time.monotonic())))
@@ -157,12 +177,12 @@ class Saver:
             self._writing.hurry.set()
 
     def _give_up(self, generation: int, step: int, why: str) -> None:
-        self._report(failure(self._session.worker, generation, step, f"the file system of {self._folder} {why}"))
+        self._report(failure(generation, step, f"the file system of {self._folder} {why}"))
 
-    def _report(self, message: Checkpointed | CheckpointFailed) -> None:
-        if isinstance(message, Checkpointed):
-            self._took_s = message.took_s
-            self._session.announce_checkpoint(message)
+    def _report(self, came_of_it: Checkpoint | Problem) -> None:
+        if isinstance(came_of_it, Checkpoint):
+            self._took_s = came_of_it.took_s
+            self._session.say_saved(came_of_it)
         else:
             self._held_until = self._clock() + RETRY_S  # until the head says more
-            self._session.send(message)
+            self._session.say(unsaved=came_of_it)

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import msgspec
 
+from fallow.core.nodes.messages import Checkpoint, Problem
 from fallow.files import check_dir, read_private, sync_dir, write_private
-from fallow.model import Checkpointed, CheckpointFailed, FallowError
+from fallow.model import FallowError
 from fallow.worker.checkpoint.dcp import write_index, write_part
 from fallow.worker.checkpoint.manifest import (
     LARGEST_MANIFEST,
@@ -51,14 +52,12 @@ class Writing(threading.Thread):
 
     def __init__(
         self,
-        worker: str,
         folder: Path,
         snapshot: PartSnapshot,
-        report: Callable[[Checkpointed | CheckpointFailed], None],
+        report: Callable[[Checkpoint | Problem], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(target=self._write, args=(snapshot, time.monotonic()), name="checkpoint", daemon=True)
-        self._worker = worker
         self._folder = folder
         self._report = report
         self._clock = clock
@@ -92,7 +91,7 @@ class Writing(threading.Thread):
             if is_made and not temporary.exists():
                 return  # another member has given this checkpoint up, or finished it
             shutil.rmtree(temporary, ignore_errors=True)
-            self._report(failure(self._worker, generation, step, _explain(error, self._folder)))
+            self._report(failure(generation, step, _explain(error, self._folder)))
 
     def _write_part(self, snapshot: PartSnapshot, temporary: Path) -> None:
         if snapshot.rank == 0:
@@ -127,7 +126,7 @@ class Writing(threading.Thread):
             time.sleep(LOOK_S)
         return False
 
-    def _finish(self, snapshot: PartSnapshot, temporary: Path, final: Path) -> Checkpointed:
+    def _finish(self, snapshot: PartSnapshot, temporary: Path, final: Path) -> Checkpoint:
         notes = [temporary / _part_name(rank) for rank in range(snapshot.manifest.world)]
         parts = [msgspec.json.decode(read_private(note, LARGEST_MANIFEST), type=PartInfo) for note in notes]
         if any(part.outline != parts[0].outline for part in parts):
@@ -148,7 +147,7 @@ class Writing(threading.Thread):
         # Not before: somebody who found all parts there a moment ago may only now come to claim it.
         (final / _CLAIM).unlink()
         sync_dir(self._folder)
-        return announcement(self._worker, final, manifest, digest)
+        return announcement(final, manifest, digest)
 
     def _sweep(self, upto: int) -> None:
         """Remove what was given up: nothing older than a complete checkpoint is worth finishing."""
@@ -159,10 +158,10 @@ class Writing(threading.Thread):
                     shutil.rmtree(path, ignore_errors=True)
 
 
-def failure(worker: str, generation: int, step: int, why: str) -> CheckpointFailed:
+def failure(generation: int, step: int, why: str) -> Problem:
     """What the head should hear of a checkpoint that was given up."""
     reason = f"the checkpoint of step {step} was not written: {why}"
-    return CheckpointFailed(worker=worker, generation=generation, step=step, reason=reason)
+    return Problem(generation=generation, step=step, reason=reason)
 
 
 def _part_name(rank: int) -> str:

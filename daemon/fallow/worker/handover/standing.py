@@ -7,7 +7,7 @@ from fallow.worker.handover.supply import Supply
 from fallow.worker.transport.waits import Interrupted
 
 FRESH, HOLDS, TORN = 0, 1, 2
-"""As the script made it; the run's, complete; partly overwritten by a transfer, so that it can only receive."""
+"""As the script made it; the run's, complete; no state that counts, so that it can only receive."""
 
 
 class Standing:
@@ -53,6 +53,15 @@ class Standing:
                 return False
             self.supply = None
         return self.complete()
+
+    def drop(self, *, is_first: bool) -> None:
+        """The run does not count what this member holds.
+
+        Args:
+            is_first: it is the run's first state still, which serves as one that the script has just made.
+        """
+        if self.holds:
+            self.value = FRESH if is_first else TORN
 
     def give_up(self) -> None:
         """Prepare for another exchange: what is complete by now counts, what is not ends."""

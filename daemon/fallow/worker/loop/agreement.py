@@ -133,20 +133,21 @@ class Ranks(NamedTuple):
     "the others trained without them"
 
 
-def ranked(openings: Sequence[Opening], *, rollback: bool) -> Ranks:
-    """Tell how far the members are; all tell the same. In a rollback nobody has the run's state."""
-    holders = [rank for rank, one in enumerate(openings) if one.standing == HOLDS and not rollback]
+def ranked(openings: Sequence[Opening]) -> Ranks:
+    """Tell how far the members are; all tell the same."""
+    holders = [rank for rank, one in enumerate(openings) if one.standing == HOLDS]
     if not holders:
         return Ranks([], [], [], [])
     op = max(openings[rank].op for rank in holders)
     newest = [rank for rank in holders if openings[rank].op == op]
-    concluded = openings[newest[0]].concluded
+    foremost = openings[newest[0]]
     found = Ranks(newest, [], [], [])
     for rank, one in enumerate(openings):
-        if not one.since or one.op >= op:
+        is_there = one.op == op and one.kind in (foremost.kind, Kind.COMING)
+        if not one.since or rank in newest or is_there:
             continue
         joint = one.op == op - 1 and one.kind in JOINT
-        if one.standing == HOLDS and (joint or (one.op == op - 1 and one.sums_of == concluded)):
+        if one.standing == HOLDS and (joint or (one.op == op - 1 and one.sums_of == foremost.concluded)):
             found.behind.append(rank)
         elif joint:
             found.late.append(rank)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 
-from fallow.model import Aligned
 from fallow.worker.data.ledger import Done
 from fallow.worker.handover.align import EVERY, align
 from fallow.worker.loop.exchange import Outcome
@@ -52,7 +51,8 @@ class Boundary:
             return
         if outcome.checkpoint and member.saver is not None:
             at = member.place.position
-            member.saver.save(member.group, member.prepared, member.plain(), at.step, at.loop_epoch)
+            asked = outcome.checkpoints_asked
+            member.saver.save(member.group, member.prepared, member.plain(), at.step, at.loop_epoch, asked=asked)
             if member.saver.leaves_alone:
                 member.saver.finish()
                 generations.depart()
@@ -91,5 +91,5 @@ class Boundary:
         if was_replaced and not has_warned:
             sys.stderr.write(_DRIFTED.format(generation=generation, step=step))
             if member.session is not None:
-                member.session.send(Aligned(worker=member.session.worker, generation=generation, step=step))
+                member.session.say(healed=step)
         return True

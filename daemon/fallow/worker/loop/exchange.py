@@ -127,6 +127,8 @@ class Part(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     "planned generation to which it can change over; 0: none"
     checkpoint: float
     "its wish for one; a sum above 0 over the members means yes"
+    checkpoints_asked: int
+    "how many somebody has asked for, as far as it has heard, if one of them was not made; else 0"
     pace: float
     "its seconds per shard; 0: not measured"
     weight_checksum: int
@@ -148,6 +150,8 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     switch: int
     "planned generation that all enter behind this step; 0: none"
     checkpoint: bool
+    checkpoints_asked: int
+    "for so many requests by hand; 0: for none"
     paces: list[float]
     "by rank"
     weight_checksums: list[int]
@@ -162,6 +166,7 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
             means=_means(part.notes for part in parts),
             switch=first if all(part.switch == first for part in parts) else 0,
             checkpoint=sum(part.checkpoint for part in parts) > 0,
+            checkpoints_asked=max(part.checkpoints_asked for part in parts),
             paces=[part.pace for part in parts],
             weight_checksums=[part.weight_checksum for part in parts],
         )

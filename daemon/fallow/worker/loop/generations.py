@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import msgspec
 from msgspec.structs import replace
 
+from fallow.core.nodes.messages import Pause, Plan, Problem, Switch
 from fallow.core.shares import Division
-from fallow.model import Active, CheckpointDamaged, FallowError, Left, Parts, Prepare
+from fallow.model import FallowError
 from fallow.worker.checkpoint.restore import load_newest
 from fallow.worker.data.ledger import LEAVING_S, Start
 from fallow.worker.loop.member import Member
-from fallow.worker.session.session import Dismissed, exit_code
+from fallow.worker.session.ends import Dismissed, exit_code
 from fallow.worker.session.voice import Voice
 from fallow.worker.transport.upcoming import Upcoming
 from fallow.worker.transport.waits import Interrupted
 
-_ALONE = Prepare(term=0, generation=0, replaces=0, members=[], interrupt=False, timeout_s=0.0)
+_ALONE = Plan(generation=0, replaces=0)
 "A fixed world's only generation."
 
 _decode_parts = msgspec.msgpack.Decoder(list[bytes]).decode
@@ -39,20 +41,20 @@ class Generations:
         self._member = member
         self._on_resize = on_resize
         self._voice = Voice()
-        self.prepare = _ALONE
+        self.plan = _ALONE
         "of the generation at work"
         self.fresh = True
         "its members have not come together yet"
         self.due = 0
         "generation that all members enter behind the last step; 0: none"
-        self.asking = False
-        "this member waits in a joint call"
         self.released = False
         "this worker has left the run, or was told to"
-        self._unreported: Active | None = None
+        self._is_asking = False
+        "this member waits in a joint call"
+        self._unreported: Switch | None = None
         "that this member computes in the generation, as far as it was known on entering"
         self._entered_at = 0.0
-        self._parts = Parts()
+        self._parts = Pause()
         "of the pause, until the members of the next generation come together"
 
     @property
@@ -77,7 +79,8 @@ class Generations:
                 "start it again, or run it under `fallow run`"
             )
         reached = time.monotonic()
-        self._report_break()
+        if not self.due:  # else it has passed the boundary, and nobody cares for the old group
+            self._report_break()
         group.node.leave()
         if group.broken is not None and group.generation and member.saver is not None:
             member.saver.lost()
@@ -92,9 +95,12 @@ class Generations:
         if upcoming.group is None:
             self._leave(upcoming)
         member.group.retire()
-        self._parts = Parts(drain=reached - member.boundary, group=time.monotonic() - reached)
-        member.group, self.prepare, self.fresh = upcoming.group, upcoming.prepare, True
+        self._parts = Pause(drain=reached - member.boundary, group=time.monotonic() - reached)
+        member.group, self.plan, self.fresh = upcoming.group, upcoming.plan, True
         member.standing.give_up()
+        if not upcoming.counts(session.computed):
+            member.standing.drop(is_first=not member.place.position.op)
+            session.say(has_state=False)
 
     def hear(self, wait: Callable[[], list[bytes]]) -> list[bytes]:
         """What the members decide by: if one worker of this node has heard it, all of them have.
@@ -123,43 +129,66 @@ class Generations:
     def _report_break(self) -> None:
         group, session = self._member.group, self._member.session
         if session is not None and group.broken is not None and group.generation:
-            session.hold(group.generation, group.broken)
+            session.hold(group.generation)
 
     def _wait(self) -> bool:
         """What there is to do while no generation is committed; True: there is more."""
         member = self._member
-        saver = member.saver if member.place.joined else None
-        if saver is not None and saver.has_nothing_to_lose(member.group, member.place.position.step):
-            self.depart()
+        if member.saver is not None:
+            member.saver.import_ahead()
+            if member.place.joined and member.saver.has_nothing_to_lose(member.group, member.place.position.step):
+                self.depart()
         return member.follow()
 
-    def _answers(self, prepare: Prepare) -> bool:
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        """Inside, this member waits in a joint call."""
+        session = self._member.session
+        self._is_asking = True
+        if session is not None:
+            session.say(in_call=True)
+        try:
+            yield
+        finally:
+            self._is_asking = False
+            if session is not None:
+                session.say(in_call=False)
+
+    def _answers(self, upcoming: Upcoming) -> bool:
         """This member waits in a joint call for what a member had heard that has failed since.
 
         It goes on with that answer as what it was, in the broken generation. In the next one it might be the main
         member, and would do once more what the other one has begun to do.
         """
-        member, outcome = self._member, prepare.outcome
-        if outcome is None or prepare.rollback or not self.asking or not member.standing.holds:
+        member, outcome, session = self._member, upcoming.plan.outcome, self._member.session
+        if outcome is None or session is None or not self._is_asking or not member.standing.holds:
             return False
-        return outcome.generation == member.group.generation and outcome.agreed > member.place.position.op
+        is_answer = outcome.generation == member.group.generation and outcome.agreed > member.place.position.op
+        return is_answer and upcoming.counts(session.computed)
 
     def restore(self) -> dict[str, object] | None:
         """The state in the newest checkpoint that can be read; None: there is no checkpoint."""
-        state: dict[str, object] | None = load_newest(self.prepare.checkpoints, self._report_damage, self._member.move)
+        state: dict[str, object] | None = load_newest(self.plan.checkpoints, self._report_damage, self._member.move)
         return state
 
     def _report_damage(self, path: str, reason: str) -> None:
         session = self._member.session
         if session is not None:
-            session.send(CheckpointDamaged(worker=session.worker, path=path, reason=reason))
+            session.say(damaged=Problem(path=path, reason=reason))
 
-    def entered(self, paces: list[float], parts: Parts, *, healed: bool) -> None:
-        """All members are there, and have the run's state: from here on this one computes in the generation."""
+    def entered(self, paces: list[float], parts: Pause, *, healed: bool, went_back: bool) -> None:
+        """All members are there, and have the run's state: from here on this one computes in the generation.
+
+        Args:
+            paces: of all members, by rank.
+            parts: of the pause, since the members have come together.
+            healed: this member was as far as the others with other weights than most of them, and received theirs.
+            went_back: no member had the run's state: it is that of a checkpoint.
+        """
         member, place = self._member, self._member.place
         newcomer, generation = not place.joined, member.group.generation
         self.fresh, self._entered_at = False, time.monotonic()
-        place.went_back = self.prepare.rollback and not newcomer
+        place.went_back = went_back and not newcomer
         member.division = Division(tuple(paces))
         if newcomer:
             place.joined, place.since = True, generation
@@ -176,59 +205,60 @@ class Generations:
         session = member.session
         if session is not None:
             session.reap_retired()
-            self._unreported = Active(
-                worker=session.worker,
+            if healed:
+                session.say(healed=at.step)
+            self._unreported = Switch(
                 generation=generation,
                 first_step=first_step,
-                pause_s=0.0,
                 parts=replace(parts, drain=self._parts.drain + parts.drain, group=self._parts.group + parts.group),
-                healed=healed,
             )
         for callback in self._on_resize:
             callback()
 
     def report_arrival(self) -> None:
-        """Tell the head that this worker computes in the new generation, once its first batch is here."""
+        """Say that this worker computes in the new generation, once its first batch is here."""
         arrival, self._unreported = self._unreported, None
         if arrival is None:
             return
         member, now = self._member, time.monotonic()
         intake = member.standing.latest
         newcomer = member.place.since == arrival.generation
-        message = replace(
+        switch = replace(
             arrival,
             pause_s=0.0 if newcomer else now - member.boundary,
             parts=replace(arrival.parts, data=now - self._entered_at),
-            bytes_received=intake.bytes_in_pause if intake is not None else 0,
-            steps_discarded=member.discarded,
+            bytes_in_pause=intake.bytes_in_pause if intake is not None else 0,
+            discarded=member.discarded,
         )
         member.discarded = 0
         if intake is None:
-            self._tell(message)
+            self._tell(switch)
         else:
             # Until all of the state is here this member cannot give it to others.
-            intake.when_complete(lambda: self._tell(replace(message, bytes_behind=intake.bytes_behind)))
+            intake.when_complete(lambda: self._tell(replace(switch, bytes_behind=intake.bytes_behind)))
 
-    def _tell(self, message: Active) -> None:
+    def _tell(self, switch: Switch) -> None:
         session = self._member.session
         assert session is not None
-        if message.generation == self._member.group.generation:
-            session.send(message)
-            self._member.progress.generation = message.generation
+        if switch.generation == self._member.group.generation:
+            session.say(generation=switch.generation, has_state=True, switch=switch)
 
     def _leave(self, upcoming: Upcoming) -> NoReturn:
         member = self._member
         self._voice.speak(speaks=False)
         if member.saver is not None and member.place.joined:
-            if upcoming.prepare.members:
+            if not upcoming.plan.suspends:
                 member.saver.finish()
             elif member.standing.holds:
                 at = member.place.position
                 member.saver.suspend(member.group, member.prepared, member.plain(), at.step, at.loop_epoch)
-        self.depart()
+        self.depart(upcoming.generation)
 
-    def depart(self) -> NoReturn:
+    def depart(self, left: int = 0) -> NoReturn:
         """Leave the run between two updates.
+
+        Args:
+            left: the generation that was told to be without this worker; 0: nobody told it.
 
         Raises:
             Released: always.
@@ -236,7 +266,6 @@ class Generations:
         member, session = self._member, self._member.session
         assert session is not None
         member.ledger.flush(LEAVING_S)
-        step = member.place.position.step
-        session.deliver(Left(worker=session.worker, generation=member.group.generation, step=step), 2.0)
+        session.leave(member.group.generation, left or member.group.generation)
         self.released = True
         raise Released

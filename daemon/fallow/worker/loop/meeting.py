@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from fallow.model import Exit, FallowError, Parts
+from fallow.core.nodes.messages import Pause
+from fallow.model import Exit, FallowError
+from fallow.worker.handover.restored import load_restored
 from fallow.worker.handover.standing import FRESH, TORN
-from fallow.worker.handover.transfer import Roles, load_state, transfer
+from fallow.worker.handover.transfer import Roles, transfer
 from fallow.worker.loop import agreement
 from fallow.worker.loop.agreement import Ranks
 from fallow.worker.loop.exchange import JOINT, Call, Kind, Opening, exact_sum, pack, unpack
@@ -23,7 +25,7 @@ from fallow.worker.loop.generations import Generations
 from fallow.worker.loop.member import Member
 from fallow.worker.loop.place import Position
 from fallow.worker.prepared.checksum import fingerprint, majority_and_others
-from fallow.worker.session.session import Answered, OthersEnded
+from fallow.worker.session.ends import Answered, OthersEnded
 from fallow.worker.transport.group import ControlExchange
 from fallow.worker.transport.waits import Interrupted
 
@@ -163,7 +165,7 @@ class Meeting:
                 openings = self.hear()
                 if not generations.fresh:
                     return Met(kind, openings)
-                ranks = agreement.ranked(openings, rollback=generations.prepare.rollback)
+                ranks = agreement.ranked(openings)
                 if ranks.behind:
                     # Those who are one operation behind learn what the others have concluded.
                     group, source = member.group, ranks.newest[0]
@@ -192,10 +194,8 @@ class Meeting:
                 self.forget()
 
     def _where(self, openings: Sequence[Opening], ranks: Ranks) -> Kind:
-        """What the members are at."""
-        if self._generations.prepare.rollback:
-            return Kind.STEP
-        present = [openings[rank] for rank in ranks.newest] or openings
+        """What the members are at. A state that nobody has is that of a checkpoint, which is in front of a step."""
+        present = [openings[rank] for rank in ranks.newest]
         return next((Kind(one.kind) for one in present if one.kind != Kind.COMING), Kind.STEP)
 
     def _hand_over(self, openings: Sequence[Opening], ranks: Ranks, waited_s: float) -> None:
@@ -211,12 +211,9 @@ class Meeting:
         someone_joins = bool(ranks.stale) or any(not one.since for one in openings)
         if someone_joins and any(openings[rank].mid_update for rank in holders):
             self._interrupt("the members are amid an update: who is to take part waits for its end")
-        rollback = self._generations.prepare.rollback
-        if rollback:
-            standing.value = FRESH
         began = time.monotonic()
         donors, healed = self._donors(openings, holders)
-        usable = bool(holders) or rollback
+        usable = bool(holders or self._generations.plan.checkpoints)
         able = [rank for rank, one in enumerate(openings) if usable or one.standing != TORN]
         standing.whole = any(one.whole for one in openings)
         roles = Roles(
@@ -237,8 +234,9 @@ class Meeting:
             self._take_plain(given)
         self._generations.entered(
             [one.pace for one in openings],
-            Parts(drain=waited_s, state=time.monotonic() - began),
+            Pause(drain=waited_s, state=time.monotonic() - began),
             healed=group.rank in healed,
+            went_back=not holders,
         )
 
     def _donors(self, openings: Sequence[Opening], holders: list[int]) -> tuple[list[int], list[int]]:
@@ -247,6 +245,8 @@ class Meeting:
         More than half of those that have the state must agree; where unlike kernels may be the reason that they do
         not, the largest side counts, of equal ones that with the first rank.
         """
+        if not holders and self._generations.plan.checkpoints:
+            return [0], []
         if not holders:
             if self._member.standing.value == TORN:
                 raise FallowError(
@@ -254,8 +254,7 @@ class Meeting:
                     "the run goes on from its newest checkpoint",
                     Exit.TEMPFAIL,
                 )
-            rollback = self._generations.prepare.rollback
-            return [next(rank for rank, one in enumerate(openings) if rollback or one.standing == FRESH)], []
+            return [next(rank for rank, one in enumerate(openings) if one.standing == FRESH)], []
         most, others = majority_and_others([openings[rank].fingerprint for rank in holders])
         if len(most) <= len(others) and self._member.prepared.reproducible:
             sums = ", ".join(f"rank {rank}: {openings[rank].fingerprint:x}" for rank in holders)
@@ -274,7 +273,7 @@ class Meeting:
 
     def load(self, tree: dict[str, object]) -> None:
         """Take the state that a checkpoint holds."""
-        self._take_plain(load_state(self._member.prepared, tree))
+        self._take_plain(load_restored(self._member.prepared, tree))
 
     # -------------------------------------------------------------------------------------------------- joint calls
 
@@ -296,17 +295,15 @@ class Meeting:
         """
         place = self._member.place
         begun = place.position.op
-        self._generations.asking = True
         try:
-            met = self.come_together(kind, value=value, mid_update=mid_update, ended=ended)
+            with self._generations.asking():
+                met = self.come_together(kind, value=value, mid_update=mid_update, ended=ended)
         except Answered as answered:
             met = Met(kind, [], _ANSWER.pack(answered.answer))
         except OthersEnded as others:
             if others.agreed <= begun or not self._member.standing.holds:
                 raise
             met = Met(kind, [], _ANSWER.pack(others.answer))
-        finally:
-            self._generations.asking = False
         self._generations.report_arrival()
         if place.went_back:
             self.forget()

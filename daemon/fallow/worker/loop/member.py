@@ -11,7 +11,6 @@ import msgspec
 
 from fallow.core.shards import Duty, duties, mix
 from fallow.core.shares import Division
-from fallow.model import Welcome
 from fallow.worker.checkpoint.saver import Saver
 from fallow.worker.data import rng
 from fallow.worker.data.ledger import Ledger
@@ -29,13 +28,11 @@ from fallow.worker.transport.group import Group
 
 
 class Member:
-    """One worker's share of a run: either `session` and `welcome` are there, or the `group` of a fixed world."""
+    """One worker's share of a run: either the `session` is there, and open, or the `group` of a fixed world."""
 
-    def __init__(
-        self, prepared: Prepared, seed: int, session: Session | None, welcome: Welcome | None, group: Group | None
-    ) -> None:
+    def __init__(self, prepared: Prepared, session: Session | None, group: Group | None) -> None:
         self.prepared = prepared
-        self.seed = seed
+        self.seed = session.setup.seed if session is not None else 0
         self.session = session
         self.progress = session.progress if session is not None else Progress()
         self.group = group or Group(0, 0, 1, None)
@@ -45,17 +42,15 @@ class Member:
         self.standing = Standing()
         self.source: Source | None = None
         "of the run.updates call at work"
-        self.saver = Saver(session, welcome) if session and welcome else None
+        self.saver = Saver(session) if session is not None else None
         "None in a fixed world, which has no folder"
-        self.first_step = welcome.step if welcome is not None else 0
-        "where the members are, as this worker has heard of it when it came"
         self.boundary = time.monotonic()
         "when the last step ended"
         self.recorded_step = -1
         "the step at work, if one of its inner loops is whole: a generation's ledgers have all its shards"
         self.discarded = 0
         "attempts that were begun and thrown away since the last change of the membership was reported"
-        path = Path(welcome.folder) / "ledger" / f"{session.worker}.ledger" if session and welcome else None
+        path = Path(session.setup.folder) / "ledger" / f"{session.worker}.ledger" if session is not None else None
         self.ledger = Ledger(path, self._unrecorded)
 
     # Made at first use, when everything is prepared.
@@ -84,9 +79,8 @@ class Member:
 
     def _unrecorded(self, step: int | None) -> None:
         """Tell the head, before it may have to count, that the ledger lacks records from this step on (None: none)."""
-        self.progress.unrecorded = step
         if self.session is not None:
-            self.session.beat()
+            self.session.say(unrecorded=step)
 
     def move(self, *, in_loop: bool = True) -> None:
         """The script gets on: what the head takes for progress."""

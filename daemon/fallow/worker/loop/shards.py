@@ -284,6 +284,7 @@ class Shards(InnerLoop):
             crc=self._crc,
             switch=member.session.switch_offered if member.session is not None else 0,
             checkpoint=member.saver.wish(member.group.size) if member.saver is not None else 0.0,
+            checkpoints_asked=member.session.news.checkpoints_asked if member.session is not None else 0,
             pace=member.pace.value,
             weight_checksum=self._loop.watch.weight_checksum(self._weight_sample),
             agreement=self._loop.watch.agreement(self._steering),

@@ -10,7 +10,8 @@ from math import inf
 
 from fallow.core.failures import Apart
 from fallow.core.joining import other_bits
-from fallow.model import Exit, FallowError, WorkerReady
+from fallow.core.nodes.messages import Contract
+from fallow.model import Exit, FallowError
 from fallow.model.bounds import MOST
 from fallow.worker.data import rng
 from fallow.worker.data.source import Source
@@ -55,6 +56,8 @@ class Loop:
         self._call: int | None = None
         "number of the call whose end the members have not agreed on"
         self.rehearsing = False
+        self._rehearsed_step = 0
+        "where the members were when the rehearsal began, as far as this worker had heard"
         self.short = False
         "updates are driven by the short loop, whose gate tells what may act"
 
@@ -87,7 +90,7 @@ class Loop:
                 if not place.joined:
                     if session is not None:
                         if session.joins:
-                            yield from self._rehearse()
+                            yield from self._rehearse(session)
                         self._announce(session, source, epochs, max_steps)
                     else:
                         _check_fixed_world(member.group, member.prepared)
@@ -179,13 +182,14 @@ class Loop:
     @property
     def step(self) -> int:
         """Number of the update at work, or finished ones."""
-        return self.member.first_step if self.rehearsing else self.member.place.position.step
+        return self._rehearsed_step if self.rehearsing else self.member.place.position.step
 
     # -------------------------------------------------------------------------------------------------- newcomers
 
-    def _rehearse(self) -> Generator[Update, None, None]:
+    def _rehearse(self, session: Session) -> Generator[Update, None, None]:
         """A newcomer's first update. All that was prepared is afterwards as before, also if the script leaves it."""
-        member = self.member
+        member, news = self.member, session.news.newest
+        self._rehearsed_step = news.step if news is not None else 0
         self.rehearsing = True
         self.update = update = Update(self, rehearsal=True)
         try:
@@ -211,11 +215,10 @@ class Loop:
         total_steps = self.member.progress.total_steps = int(total) if total <= MOST else None
         layout = prepared.layout()
         session.announce(
-            WorkerReady(
-                worker=session.worker,
+            Contract(
                 signature=signature_of(layout),
-                layout=layout,
-                arithmetic=signature(prepared.devices()) if prepared.reproducible else [],
+                layout=tuple(layout),
+                arithmetic=tuple(signature(prepared.devices())) if prepared.reproducible else (),
                 shards=source.shards,
                 global_batch=source.global_batch,
                 total_steps=total_steps,

@@ -1,20 +1,19 @@
-"""What a worker tells of its training with every beat."""
+"""How the training gets on: what a worker tells of it with every heartbeat."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
-from fallow.model import Beat, Doing
+from fallow.core.protocol import agents as protocol
+from fallow.model import Doing
 from fallow.worker.transport.group import Group
 
 
 @dataclass(slots=True)
 class Progress:
-    """What the beats tell, under `Beat`'s names; written by the training thread, plain assignments only."""
+    """Written by the training thread, plain assignments only."""
 
-    generation: int = 0
     step: int = 0
     epoch: int = 0
     reached: tuple[int, int] = (0, 0)
@@ -24,9 +23,10 @@ class Progress:
     pace_s: float = 0.0
     total_steps: int | None = None
     scalars: dict[str, float] = field(default_factory=dict)
-    unrecorded: int | None = None
     busy_links: dict[str, float] = field(default_factory=dict)
     in_loop: bool = False
+    awaiting_since: float | None = None
+    "when it began to wait for a new generation, on the monotonic clock; None: it does not wait for one"
     moved_at: float = field(default_factory=time.monotonic)
     "when the training thread last began or ended a body"
 
@@ -35,14 +35,13 @@ class Progress:
         self.in_loop = self.in_loop if in_loop is None else in_loop
         self.moved_at = time.monotonic()
 
-    def doing(self, group: Group | None, awaiting_since: float | None) -> tuple[Doing, float]:
+    def doing(self, group: Group | None) -> tuple[Doing, float]:
         """What the training thread is at, and for how many seconds without getting on.
 
         Args:
             group: the current one.
-            awaiting_since: when it began to wait for a new generation; None: it does not.
         """
-        now = time.monotonic()
+        now, awaiting_since = time.monotonic(), self.awaiting_since
         if awaiting_since is not None:
             return Doing.WAITING, now - awaiting_since
         if group is not None and group.waiting:
@@ -52,9 +51,16 @@ class Progress:
             doing = Doing.WAITING
         return doing, now - max(self.moved_at, group.turned_at if group is not None else 0.0)
 
-    def told(self) -> dict[str, Any]:
-        """The fields of a `Beat` that are kept here, by name."""
-        return {name: getattr(self, name) for name in _TOLD}
-
-
-_TOLD = [field.name for field in fields(Progress) if field.name in Beat.__struct_fields__]
+    def told(self) -> protocol.Progress:
+        """As the agent is told."""
+        return protocol.Progress(
+            epoch=self.epoch,
+            reached=self.reached,
+            loss=self.loss,
+            samples_per_s=self.samples_per_s,
+            shards=self.shards,
+            pace_s=self.pace_s,
+            total_steps=self.total_steps,
+            scalars=self.scalars,
+            busy_links=self.busy_links,
+        )

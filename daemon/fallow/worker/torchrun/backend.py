@@ -3,8 +3,9 @@
 What the head takes for a worker is torchrun's agent. It votes for a generation at once, since there is no group of ours
 to build, and stops its script only when the generation is committed or the old one has lost a member.
 
-The scripts meet in a TCPStore, as under any torchrun. It is torch's own and has no authentication, so it listens on the
-first member's cluster address alone, for as long as its generation lives; the agents themselves meet through the head.
+The scripts meet in a TCPStore, as under any torchrun, and so do torchrun's agents. It is torch's own and has no
+authentication, so it listens on the first member's cluster address alone, for as long as its generation lives. Where
+that is, the agents learn through the head.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NoReturn
 
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistStoreError
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -26,12 +27,15 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
+from fallow.core.nodes.messages import Contract, Fault, Finish, Switch
+from fallow.core.nodes.names import member_name
 from fallow.core.restarts import ATTEMPTS, Attempts
-from fallow.model import Active, Exit, Failed, FallowError, Finished, Left, Parts, WorkerReady
+from fallow.model import Exit, FallowError
 from fallow.wire.address import listen
 from fallow.worker.api import process
-from fallow.worker.session.session import Dismissed, OthersEnded, Session
-from fallow.worker.transport.rendezvous import HeadStore
+from fallow.worker.session.ends import Dismissed, OthersEnded
+from fallow.worker.session.session import Session
+from fallow.worker.torchrun.agent_store import AgentStore
 from fallow.worker.transport.upcoming import Upcoming
 
 RESTART = "FALLOW_RESTART"
@@ -40,13 +44,17 @@ RESTART = "FALLOW_RESTART"
 MEET_S = 60.0
 """The members of a generation have stopped their old scripts by then, which torchrun lets them have 30 s for."""
 
-_LOOK_S = 1.0
-"""A question to the head waits this long, so that the end of its generation is noticed meanwhile."""
+_LOOK_S = 0.2
+"""A wait looks so often whether its generation is over."""
 
-_TELL_S = 5.0
+_CONNECT_S = 10.0
+"""The first member listens already when the others hear of it."""
+
+_MEETING = "at"
+"""The gather of all members' addresses."""
+
 _DONE = b"done"
-_SCRIPT_ENDED = "torchelastic/agent/terminal_state"
-"""Beginning of what torchrun's agent writes into its store when its script has ended well, and then alone."""
+"""In the place of an address: this member's script has ended, the others do without it."""
 
 _LAYOUT = "a script that torchrun restarts"
 
@@ -54,55 +62,12 @@ _SHARDS = 16
 """For each worker of the run: the script divides its data by itself, so what a newcomer gains has no stairs."""
 
 
-class AgentStore(HeadStore):
-    """What the torchrun agents of one generation share, in the head's memory; waits end with the generation."""
-
-    def __init__(self, handler: Handler, taken: Upcoming) -> None:
-        super().__init__(taken.prepare.generation, len(taken.prepare.members), handler.session.ask, 2 * _LOOK_S)
-        self._handler, self._taken = handler, taken
-        self._patience_s = 300.0
-        self._own_parts: dict[str, int] = {}
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a number, of which every member keeps its own part: a question may be asked twice.
-
-        Two who add at the same time may get the same sum, but who is the last gets the whole.
-        """
-        if key.startswith(_SCRIPT_ENDED):
-            self._handler.script_ended()
-        self._own_parts[key] = self._own_parts.get(key, 0) + amount
-        self.set(f"{key}/{self._taken.rank}", str(self._own_parts[key]))
-        parts = (self.read([f"{key}/{rank}"], 0.0) for rank in range(self._size))
-        return sum(int(part[0]) for part in parts if part)
-
-    def get(self, key: str) -> bytes:
-        return self.multi_get([key])[0]
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self._all(keys, self._patience_s)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._all(keys, timeout.total_seconds() if timeout else self._patience_s)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._patience_s = timeout.total_seconds()
-
-    def _all(self, keys: list[str], patience_s: float) -> list[bytes]:
-        end = time.monotonic() + patience_s
-        while (found := self.read(keys, _LOOK_S)) is None:
-            self._handler.raise_if_over(self._taken)
-            if time.monotonic() > end:
-                raise DistStoreError(f"{', '.join(keys)} did not come within {patience_s:g} s")
-        return found
-
-
 class Handler(RendezvousHandler):
     """What torchrun's agent asks. All calls come from its main thread."""
 
-    def __init__(self, session: Session, run: str, max_workers: int) -> None:
+    def __init__(self, session: Session) -> None:
         self.session = session
-        self._run = run
-        self._shards = max_workers * _SHARDS
+        self._shards = session.setup.max_workers * _SHARDS
         self._taken: Upcoming | None = None
         self._attempts = Attempts()
         self._scripts_store: Store | None = None
@@ -113,7 +78,7 @@ class Handler(RendezvousHandler):
         return "fallow"
 
     def get_run_id(self) -> str:
-        return self._run
+        return self.session.setup.run
 
     @property
     def use_agent_store(self) -> bool:
@@ -145,16 +110,9 @@ class Handler(RendezvousHandler):
         session = self.session
         self._scripts_store = None
         if self._taken is None:
-            session.announce(
-                WorkerReady(
-                    worker=session.worker,
-                    signature=_LAYOUT,
-                    layout=[_LAYOUT],
-                    shards=self._shards,
-                    global_batch=self._shards,
-                    restarts=True,
-                )
-            )
+            shards = self._shards
+            contract = Contract(signature=_LAYOUT, layout=(_LAYOUT,), shards=shards, global_batch=shards, restarts=True)
+            session.announce(contract)
         elif not session.superseded:
             self._begin_again("its script has failed")
         while True:
@@ -170,9 +128,9 @@ class Handler(RendezvousHandler):
         assert self._taken is not None
         if self._attempts.spent(time.monotonic()):
             text = f"{reason}, {ATTEMPTS + 1} times in a row with the same members; its log says why"
-            self.session.deliver(Failed(worker=self.session.worker, code=1, message=text, signature=reason), _TELL_S)
+            self.session.say(fault=Fault(code=1, message=text, signature=reason))
             self._leave(1, text)
-        self.session.hold(self._taken.prepare.generation, reason)
+        self.session.hold(self._taken.generation)
 
     def _await_generation(self) -> Upcoming:
         session = self.session
@@ -184,11 +142,10 @@ class Handler(RendezvousHandler):
             self._leave(1, "the script failed here when others' scripts had ended well: none of them begins again")
         except FallowError as error:
             self._leave(int(error.code), error.message)
-        generation = taken.prepare.generation
-        if taken.rank is None:
-            session.deliver(Left(worker=session.worker, generation=generation, step=0), _TELL_S)
+        if taken.ranks is None:
+            session.leave(self._taken.generation if self._taken is not None else 0, taken.generation)
             self._leave(0, "")
-        self._attempts.began([peer.worker for peer in taken.prepare.members], time.monotonic())
+        self._attempts.began([*map(member_name, taken.ranks.nodes)], time.monotonic())
         return taken
 
     def _leave(self, code: int, reason: str) -> NoReturn:
@@ -198,13 +155,13 @@ class Handler(RendezvousHandler):
 
     def _meet(self, taken: Upcoming) -> RendezvousInfo | None:
         """Wait for the others of a generation; None: they did not come, or another one is due."""
-        session, rank = self.session, taken.rank
-        assert rank is not None
-        store = AgentStore(self, taken)
-        # Bound now and kept, so that nobody can take the port; it is needed if the store of the scripts goes here.
+        session = self.session
+        assert taken.ranks is not None
+        rank = taken.ranks.rank
+        # Bound now and kept, so that nobody can take the port; it is needed if the store goes here.
         with listen(session.address, session.ports) as listening:
             port = listening.getsockname()[1]
-            addresses = self._exchange(store, taken, f"{session.address} {port}".encode())
+            addresses = self._exchange(taken.generation, f"{session.address} {port}".encode())
             if addresses is None:
                 return None
             # A script may have ended just before its agent could hear of this generation: the others do without it.
@@ -214,36 +171,38 @@ class Handler(RendezvousHandler):
                 self._scripts_store = TCPStore(
                     address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
                 )
-        generation = session.progress.generation = taken.prepare.generation
-        session.send(Active(worker=session.worker, generation=generation, first_step=0, pause_s=0.0, parts=Parts()))
+        try:
+            found = self._scripts_store or TCPStore(
+                address, int(number), is_master=False, timeout=timedelta(seconds=_CONNECT_S)
+            )
+        except RuntimeError:
+            return None  # the first one is gone
+        store = AgentStore(PrefixStore("agents", found), lambda: self._raise_if_over(taken), self._script_ended)
+        switch = Switch(generation=taken.generation, first_step=0)
+        session.say(generation=taken.generation, has_state=True, switch=switch)
         return RendezvousInfo(store, ranks.index(rank), len(ranks), RendezvousStoreInfo(address, int(number)))
 
-    def _exchange(self, store: HeadStore, taken: Upcoming, own: bytes) -> list[bytes] | None:
-        """The values that all members have set, by rank; None: one did not, or another generation is due."""
-        keys = [f"at/{rank}" for rank in range(len(taken.prepare.members))]
+    def _exchange(self, generation: int, own: bytes) -> Sequence[bytes] | None:
+        """What all members have given, by rank; None: one did not, or another generation is due."""
+        gathers = self.session.gathering.of(generation)
         end = time.monotonic() + MEET_S
-        while not self.session.superseded and time.monotonic() < end:
-            try:
-                # Set again each time: a head that comes back knows none of them.
-                store.set(f"at/{taken.rank}", own)
-                told = store.read(keys, _LOOK_S)
-            except RuntimeError:
-                continue  # the head is away; that took as long as the question may
-            if told is not None:
-                return told
+        try:
+            gathers.give(_MEETING, own)
+            while not self.session.superseded and time.monotonic() < end:
+                told = gathers.parts(_MEETING, _LOOK_S)
+                if told is not None:
+                    return told
+        except RuntimeError:
+            return None  # nothing comes of that generation
         return None
 
-    def script_ended(self) -> None:
+    def _script_ended(self) -> None:
         """Tell the head, which freezes the membership from here on."""
         assert self._taken is not None
         self._ended = True
-        generation = self._taken.prepare.generation
-        self.session.deliver(
-            Finished(worker=self.session.worker, generation=generation, steps=0, digest="", loss=None, samples=0),
-            self.session.patience_s,
-        )
+        self.session.say(finish=Finish(generation=self._taken.generation, steps=0, digest=""))
 
-    def raise_if_over(self, generation: Upcoming) -> None:
+    def _raise_if_over(self, generation: Upcoming) -> None:
         """Called again and again in a wait.
 
         Raises:
@@ -253,37 +212,33 @@ class Handler(RendezvousHandler):
         if self._taken is generation and not session.superseded:
             return
         if self._ended and session.switch_offered:
-            taken = self._await_generation()
-            HeadStore(taken.prepare.generation, len(taken.prepare.members), session.ask, _TELL_S).set(
-                f"at/{taken.rank}", _DONE
-            )
+            session.gathering.of(self._await_generation().generation).give(_MEETING, _DONE)
         raise DistStoreError("this generation is over")
 
 
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Speak to the head, as what an agent started.
+    """Speak to the head, as what Fallow's agent started.
 
     Raises:
         SystemExit: no agent has started this torchrun, or the head does not want it. torchrun would show a traceback of
             any other error.
     """
     try:
-        worker = os.environ.pop("FALLOW_WORKER", None)
-        if worker is None:
+        if os.environ.pop("FALLOW_WORKER", None) is None:
             raise FallowError(
                 "torchrun --rdzv-backend=fallow meets through Fallow's head: in a batch script of `fallow submit`, "
                 "write fallow run -- torchrun --rdzv-backend=fallow SCRIPT; elsewhere choose another backend",
                 Exit.USAGE,
             )
-        session = process.session_with_head(worker, os.environ.pop("FALLOW_CHANNEL_FD", "-1"), grouped=False)
+        session = process.session_with_agent(os.environ.pop("FALLOW_CHANNEL_FD", "-1"), grouped=False)
         if RESTART not in os.environ:
             process.die_with_parent(signal.SIGTERM)  # then it ends its scripts, which have sessions of their own
             os.environ[RESTART] = "1"
-        welcome = session.open()
+        session.open()
     except FallowError as error:
         sys.stderr.write(f"fallow: {error.message}\n")
         raise SystemExit(int(error.code)) from None
-    return Handler(session, welcome.run, welcome.max_workers)
+    return Handler(session)
 
 
 def entry() -> Callable[[RendezvousParameters], RendezvousHandler]:

@@ -1,79 +1,115 @@
-"""The rendezvous store of one generation: torch's `Store`, answered by the head."""
+"""The rendezvous store of one generation: torch's `Store`, over gathers of all its ranks.
+
+What ranks set under one family of keys (gloo's addresses, cards of lines) is one gather: each rank gives what it has
+set, and all get everything at once. So a group costs each member a handful of messages, whatever its size.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import Protocol
 
+import msgspec
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
-from fallow.model import KvOp, KvReply
+_FAMILY = re.compile(r"(card|(?:control|sums|node-\d+)/\d+)/\d+")
+"""Keys that each rank sets with its own number at the end: of `Streams`, and of gloo's addresses (`gloo/context.cc`,
+`connectFullMesh`). Any other key is a family of its own, as NCCL's id is that rank 0 sets."""
 
-Ask = Callable[[int, KvOp, list[str], bytes, float], KvReply]
-"""(generation, operation, keys, value, timeout in seconds) -> the head's answer; raises TimeoutError."""
+_WITHIN_NODE = "node-"
+"""Beginning of the families of a group of one node's workers."""
+
+_encode = msgspec.msgpack.encode
+_decode = msgspec.msgpack.Decoder(dict[str, bytes]).decode
 
 
-_OF_RANK = re.compile(r"(?:control|sums)/\d+/(?=\d+$)")
-"""Beginning of the key under which gloo keeps the address of a rank (`gloo/context.cc`, `connectFullMesh`)."""
+class Gathers(Protocol):
+    """Gathers of one generation. Each raises RuntimeError once nothing comes of the generation any more."""
+
+    def give(self, key: str, part: bytes, *, within_node: bool = False) -> None:
+        """This rank's part, once; does not wait. `within_node`: only the ranks of this node take part."""
+
+    def parts(self, key: str, timeout_s: float) -> Sequence[bytes] | None:
+        """All parts by rank, once this rank has given its own; None: not all have come in time."""
+
+    def missing(self, key: str) -> Sequence[int]:
+        """Nodes whose part has not come."""
 
 
-class HeadStore(Store):
-    """Key-value store of `generation` in the head's memory, through which its members meet. No key is written twice.
+class GatherStore(Store):
+    """Key-value store through which the members of a generation meet. No key is set twice.
 
-    gloo asks for the address of each rank by itself, twice, though it needs them all. Here the first question brings
-    them all: so the head has as many questions as members, and not as many as pairs of them.
+    Every rank must set or get a key of each family that any rank gets. A lost head shows as an error of the operation,
+    which fails the vote and nothing else.
 
-    A lost head shows as an error of the operation, which fails the vote and nothing else.
+    Args:
+        gathers: of the generation.
+        nodes: by rank, the number of its node.
+        timeout_s: upper end of each wait.
     """
 
-    def __init__(self, generation: int, size: int, ask: Ask, timeout_s: float) -> None:
+    def __init__(self, gathers: Gathers, nodes: Sequence[int], timeout_s: float) -> None:
         super().__init__()
-        self._generation = generation
-        self._size = size
-        self._ask = ask
+        self._gathers = gathers
+        self._nodes = nodes
         self._timeout_s = timeout_s
         self._known: dict[str, bytes] = {}
+        self._given: set[str] = set()
+        "families to which this rank has given its part"
+        self._missing: dict[str, Sequence[int]] = {}
+        "family -> nodes that had not come when this store asked"
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Store a value."""
-        data = value.encode() if isinstance(value, str) else bytes(value)
-        self._do(KvOp.SET, [key], data, self._timeout_s)
+        """Give a value to all; does not wait."""
+        self._known[key] = value.encode() if isinstance(value, str) else bytes(value)
+        self._give(_family(key), {key: self._known[key]})
 
     def get(self, key: str) -> bytes:
-        """The value; waits until it exists or the store's timeout has passed."""
+        """The value; waits until it is there or the store's timeout has passed."""
         self._learn([key], self._timeout_s)
         return self._known[key]
 
-    def read(self, keys: list[str], timeout_s: float) -> list[bytes] | None:
-        """All values; None if they were not all there in time."""
-        reply = self._ask(self._generation, KvOp.GET, keys, b"", timeout_s)
-        return reply.values if reply.ok else None
-
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys exist."""
+        """Wait until all keys are there."""
         self._learn(keys, timeout.total_seconds() if timeout else self._timeout_s)
 
     def check(self, keys: list[str]) -> bool:
-        """True if all keys exist now."""
-        return bool(self._ask(self._generation, KvOp.CHECK, keys, b"", self._timeout_s).number)
+        """True if all keys are there, or if of families with ranks, the ranks at the end of the keys have come."""
+        return all(key in self._known or self._has_come(key) for key in keys)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Upper end of every later wait."""
         self._timeout_s = timeout.total_seconds()
 
     def _learn(self, keys: list[str], timeout_s: float) -> None:
-        wanted = [one for key in keys if key not in self._known for one in self._with(key)]
-        if wanted:
-            self._known |= zip(wanted, self._do(KvOp.GET, wanted, b"", timeout_s).values, strict=True)
+        for family in dict.fromkeys(_family(key) for key in keys if key not in self._known):
+            self._give(family, {})
+            parts = self._gathers.parts(family, timeout_s)
+            if parts is None:
+                raise DistStoreError(f"not all members have given their part of {family} within {timeout_s:g} s")
+            for part in parts:
+                self._known |= _decode(part)
+        absent = [key for key in keys if key not in self._known]
+        if absent:
+            raise DistStoreError(f"no member has set {', '.join(absent)}")
 
-    def _with(self, key: str) -> list[str]:
-        of_rank = _OF_RANK.match(key)
-        return [f"{of_rank[0]}{rank}" for rank in range(self._size)] if of_rank else [key]
+    def _give(self, family: str, values: dict[str, bytes]) -> None:
+        if family not in self._given:
+            self._given.add(family)
+            self._gathers.give(family, _encode(values), within_node=family.startswith(_WITHIN_NODE))
 
-    def _do(self, op: KvOp, keys: list[str], value: bytes, timeout_s: float) -> KvReply:
-        reply = self._ask(self._generation, op, keys, value, timeout_s)
-        if not reply.ok:
-            raise DistStoreError(f"rendezvous of generation {self._generation}: {op} {keys} was not answered in time")
-        return reply
+    def _has_come(self, key: str) -> bool:
+        family = _family(key)
+        if family == key:
+            return False
+        if family not in self._missing:
+            self._missing[family] = self._gathers.missing(family)
+        return self._nodes[int(key.rpartition("/")[2])] not in self._missing[family]
+
+
+def _family(key: str) -> str:
+    of_rank = _FAMILY.fullmatch(key)
+    return of_rank[1] if of_rank else key

@@ -125,17 +125,35 @@ class Streams:
         """
         end = time.monotonic() + timeout_s
         store.set(f"card/{self._rank}", msgspec.json.encode(self.card).decode())
-        self.cards = _cards(store, self._size, max(timeout_s / 2, timeout_s - EXCHANGE_S))
+        absent = self._await_cards(store, max(timeout_s / 2, timeout_s - EXCHANGE_S))
+        if absent:
+            return {other: self._endpoint_for(other) for other in absent if other != self._rank}
+        cards = (store.get(f"card/{rank}") for rank in range(self._size))
+        self.cards = {rank: msgspec.json.decode(card, type=Card) for rank, card in enumerate(cards)}
         left_s = min(EXCHANGE_S, max(0.0, end - time.monotonic()))
-        # The lower rank of two listens.
         for other in range(self._rank):
-            if other in self.cards:
-                self._run(self._reach, other, left_s)
+            self._run(self._reach, other, left_s)
         with self._changed:
-            self._changed.wait_for(lambda: self.cards.keys() <= self._reached, left_s)
-            reached = self.cards.keys() & self._reached
-        tried = {other: self.cards.get(min(self._rank, other)) for other in range(self._size) if other not in reached}
-        return {other: card.endpoint if card is not None else "" for other, card in tried.items()}
+            self._changed.wait_for(lambda: len(self._reached) == self._size, left_s)
+            unreached = self.cards.keys() - self._reached
+        return {other: self._endpoint_for(other) for other in sorted(unreached)}
+
+    def _await_cards(self, store: Store, timeout_s: float) -> list[int]:
+        """Wait for all members' cards; returns the ranks whose cards did not come. Raises RuntimeError."""
+        keys = [f"card/{rank}" for rank in range(self._size)]
+        try:
+            store.wait(keys, timedelta(seconds=timeout_s))
+        except DistStoreError:
+            absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            if absent == [self._rank]:
+                raise  # nobody else can be blamed
+            return absent
+        return []
+
+    def _endpoint_for(self, other: int) -> str:
+        """Where the line to another member leads: the lower rank of two listens."""
+        card = self.card if other > self._rank else self.cards.get(other)
+        return "" if card is None else card.endpoint
 
     def _reach(self, other: int, timeout_s: float) -> None:
         with contextlib.suppress(OSError):
@@ -248,16 +266,6 @@ class Streams:
                 line.shutdown(socket.SHUT_RDWR)  # wakes threads that are in a call on it; they close it
             if line is self._listener or line in self._lines.values():
                 line.close()
-
-
-def _cards(store: Store, size: int, timeout_s: float) -> dict[int, Card]:
-    """The cards of all who came in time, by rank. One question to the store if all did. Raises RuntimeError."""
-    keys = {rank: f"card/{rank}" for rank in range(size)}
-    try:
-        store.wait(list(keys.values()), timedelta(seconds=timeout_s))
-    except DistStoreError:
-        keys = {rank: key for rank, key in keys.items() if store.check([key])}
-    return {rank: msgspec.json.decode(store.get(key), type=Card) for rank, key in keys.items()}
 
 
 def _packet_size(line: socket.socket) -> int:

@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fallow.model import FallowError, Prepare, Vote
+from fallow.core.nodes.messages import Plan, Refusal
+from fallow.core.nodes.names import member_name
+from fallow.model import FallowError
 from fallow.worker.transport import device as devices
 from fallow.worker.transport.build import CutOff, build_group, reap
 from fallow.worker.transport.group import Group
-from fallow.worker.transport.rendezvous import Ask, HeadStore
+from fallow.worker.transport.rank_map import RankMap
+from fallow.worker.transport.rendezvous import Gathers, GatherStore
 
 _SETTLE_S = 1.0
 """An agent tells of a worker's death much sooner than this."""
@@ -25,8 +28,8 @@ class Built:
     "None for one who leaves, and where it could not be built"
     reason: str = ""
     "why it could not be built"
-    tried: dict[str, str] = field(default_factory=dict)
-    "members to whom there is no connection, which is why -> ADDRESS:PORT to which it was to lead; empty: not known"
+    tried: dict[int, str] = field(default_factory=dict)
+    "nodes to which there is no connection, which is why -> ADDRESS:PORT to which it was to lead; empty: not known"
 
     def drop(self, reason: str) -> None:
         """It is not needed."""
@@ -37,16 +40,22 @@ class Built:
 
 @dataclass(slots=True)
 class Upcoming:
-    """A generation that was announced."""
+    """A generation that was planned."""
 
-    prepare: Prepare
-    rank: int | None
-    "None for one who leaves"
+    plan: Plan
+    ranks: RankMap | None
+    "None for one who leaves, and where it is not known"
     built: Built | None = None
     "None: still at it"
     committed: bool = False
+    state_since: int = 0
+    "see `Order.state_since`"
     dropped: bool = False
     "nobody wants it any more"
+
+    @property
+    def generation(self) -> int:
+        return self.plan.generation
 
     @property
     def group(self) -> Group | None:
@@ -57,11 +66,26 @@ class Upcoming:
         """The group is there (or need not be: one who leaves has none)."""
         return self.built is not None and not self.built.reason
 
+    @property
+    def refusal(self) -> Refusal | None:
+        """Why it cannot be built here; None: it is being built, or stands."""
+        if self.built is None or not self.built.reason:
+            return None
+        return Refusal(
+            generation=self.generation,
+            reason=self.built.reason,
+            unreachable=tuple(self.built.tried),
+            tried=tuple(self.built.tried.values()),
+        )
+
+    def counts(self, computed: int) -> bool:
+        """Does the state of a worker that has computed last in generation `computed` count in this generation?"""
+        return computed >= self.state_since
+
     def build(
         self,
-        worker: str,
         address: str,
-        ask: Ask,
+        gathers: Gathers,
         *,
         holds: bool,
         device: torch.device = devices.HOST,
@@ -69,36 +93,37 @@ class Upcoming:
     ) -> Built:
         """Make the group, as `build_group` does; blocks until it stands or could not be made.
 
-        `device` becomes the calling thread's current one. `worker` is this one's name, `ask` puts a rendezvous question
-        to the head.
+        `device` becomes the calling thread's current one.
         """
-        built, prepare = Built(), self.prepare
-        if self.rank is None:
-            return built
+        built, ranks = Built(), self.ranks
+        assert ranks is not None
         devices.enter(device)
-        size = len(prepare.members)
         # The head must have the votes, which say whom it is better to do without, before its own patience ends.
-        patience_s = 0.8 * prepare.timeout_s
+        patience_s = 0.8 * self.plan.timeout_s
         end = time.monotonic() + patience_s
-        store = HeadStore(prepare.generation, size, ask, patience_s)
         try:
             built.group = build_group(
-                prepare.generation,
-                self.rank,
-                size,
-                store,
+                self.generation,
+                ranks.rank,
+                ranks.size,
+                GatherStore(gathers, ranks.nodes, patience_s),
                 address,
                 patience_s,
                 device=device,
-                siblings=self.siblings,
+                siblings=ranks.siblings,
                 holds=holds,
                 ports=ports,
                 dropped=lambda: self.dropped,
             )
         except CutOff as error:
-            built.tried = {prepare.members[rank].worker: at for rank, at in error.tried.items()}
-            others = (f"{other} (tried {at})" if at else other for other, at in built.tried.items())
-            built.reason = f"{worker} at {address} has no connection to {', '.join(others)}"
+            for rank, at in error.tried.items():
+                if ranks.nodes[rank] != ranks.node:
+                    built.tried.setdefault(ranks.nodes[rank], at)
+            others = [
+                f"{member_name(node)} (tried {at})" if at else member_name(node) for node, at in built.tried.items()
+            ]
+            whom = ", ".join(others) or "another worker of its own node"
+            built.reason = f"{member_name(ranks.node)} at {address} has no connection to {whom}"
         except FallowError as error:
             built.reason = error.message
             # Who has died is known to the head by then, and it does not blame who tells of a lost connection.
@@ -110,26 +135,3 @@ class Upcoming:
         self.dropped = True
         if self.built is not None:
             self.built.drop(reason)
-
-    @property
-    def siblings(self) -> list[int]:
-        """Ranks on this member's node, with its own."""
-        if self.rank is None:
-            return []
-        members = self.prepare.members
-        node = members[self.rank].node
-        return [rank for rank, peer in enumerate(members) if rank == self.rank or peer.node == node >= 0]
-
-    def vote(self, worker: str) -> Vote | None:
-        """What the head is told of it; None as long as it is not known."""
-        built = self.built
-        if built is None:
-            return None
-        return Vote(
-            worker=worker,
-            generation=self.prepare.generation,
-            ok=not built.reason,
-            reason=built.reason,
-            unreachable=list(built.tried),
-            tried=list(built.tried.values()),
-        )

@@ -1,0 +1,272 @@
+"""One start of a node's workers, from the first process to the end of the last.
+
+The workers of a node belong together, and the first of them that ends decides. If it has not come to the end of its
+script, was not asked to leave and was not told to end, the others are killed at once. Otherwise they have some time to
+end, too. How the node has ended is how that first worker has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections.abc import Callable
+
+from fallow.agent.gathers import Answer, NodeGathers
+from fallow.agent.merge import Facts
+from fallow.agent.worker import Launch, Worker
+from fallow.core.nodes.messages import Gather, Gathered, Order, Report, Unreadable
+from fallow.core.nodes.names import worker_name
+from fallow.core.protocol.agents import Ended, News, Setup
+from fallow.core.protocol.workers import Heard, Part, Start, Status
+
+log = logging.getLogger("fallow.agent")
+
+GRACE_S = 30.0
+"Once a worker has ended in order, the others of its node have so long to end, too."
+KILL_AFTER_S = 5.0
+"A worker that is ordered to end has so long to do it by itself."
+STACK_S = 0.3
+"A worker that hangs has so long to write its stack before it is killed."
+TAIL_S = 0.3
+"The last output of workers that have ended is waited for at most so long."
+
+
+class Crew:
+    """One start of workers. All methods are called in the main thread, in the agent's loop.
+
+    Args:
+        node: number that the head has given to them.
+        setup: from the head.
+        launch: how workers are started.
+        on_change: called when something changes in the `facts`.
+        on_gather: called with what the head has to gather.
+        on_end: called once, when all have ended.
+    """
+
+    def __init__(
+        self,
+        node: int,
+        setup: Setup,
+        launch: Launch,
+        *,
+        on_change: Callable[[], None],
+        on_gather: Callable[[Gather], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._node = node
+        self._setup, self._launch = setup, launch
+        self._on_change, self._on_gather, self._on_end = on_change, on_gather, on_end
+        self._loop = asyncio.get_running_loop()
+        self._workers: list[Worker] = []
+        "those that were started, by slot"
+        self._news: News | None = None
+        self._order: Order | None = None
+        self._gathers = NodeGathers(node, launch.place.slots)
+        self._ending = _Ending()
+        self._killing: asyncio.TimerHandle | None = None
+
+    def start(self, news: News | None) -> None:
+        """Start the workers, one in each turn of the loop, so that nothing else waits for all of them."""
+        self._news = news
+        self._start_next()
+
+    def _start_next(self) -> None:
+        if self._ending.is_wanted:
+            return
+        slot, slots = len(self._workers), self._launch.place.slots
+        start = Start(
+            worker=worker_name(self._node, slot, slots),
+            node=self._node,
+            slot=slot,
+            slots=slots,
+            address=self._launch.place.address,
+            setup=self._setup,
+        )
+        worker = Worker(
+            self._launch,
+            start,
+            shown=self._is_shown(slot),
+            on_change=self._on_change,
+            on_part=functools.partial(self._take_part, slot),
+            drained=self._drained,
+        )
+        self._workers.append(worker)
+        for message in (self._news, self._order):
+            if message is not None:
+                worker.channel.send(message)
+        if slot + 1 < slots:
+            self._loop.call_soon(self._start_next)
+        self.look()  # it may not even have begun
+        self._on_change()
+
+    # -- what workers are told ----------------------------------------------------------------------------------------
+
+    def tell(self, message: News | Heard) -> None:
+        """Tell it to all of them."""
+        if isinstance(message, News):
+            self._news = message
+        for worker in self._workers:
+            worker.channel.send(message)
+
+    def obey(self, order: Order) -> None:
+        """Hand an order to all workers, unless it came before or a newer one did, and do the agent's part of it."""
+        before = self._order
+        if before is not None and (order.term, order.edition) <= (before.term, before.edition):
+            return
+        self._order = order
+        for slot, worker in enumerate(self._workers):
+            worker.process.show(self._is_shown(slot))
+            worker.channel.send(order)
+        if order.end is not None:
+            kill_after_s = KILL_AFTER_S
+            if order.end.kill:
+                kill_after_s = STACK_S if order.end.stack else 0.0
+            if order.end.stack and not self._ending.is_ordered:
+                for worker in self._workers:
+                    worker.process.tell_stack()
+            self.end(kill_after_s)
+
+    def _is_shown(self, slot: int) -> bool:
+        return slot == 0 and self._order is not None and self._order.is_main
+
+    # -- gathers ------------------------------------------------------------------------------------------------------
+
+    def gather_again(self) -> None:
+        """Say again what waits for the head's answer."""
+        for gather in self._gathers.unanswered():
+            self._on_gather(gather)
+
+    def take_answer(self, gathered: Gathered) -> None:
+        """The head has gathered the parts of all nodes."""
+        try:
+            answer = self._gathers.hear(gathered)
+        except Unreadable as error:
+            log.error("%s", error.message)
+            return
+        if answer is not None:
+            self._tell_answer(answer)
+
+    def _take_part(self, slot: int, part: Part) -> None:
+        match self._gathers.take(slot, part):
+            case Answer() as answer:
+                self._tell_answer(answer)
+            case Gather() as gather:
+                self._on_gather(gather)
+
+    def _tell_answer(self, answer: Answer) -> None:
+        for slot in answer.slots:
+            self._workers[slot].channel.send(answer.gathered)
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Notice workers that have ended, were stopped or go on. To be called at SIGCHLD."""
+        for worker in self._workers:
+            if worker.look():
+                self._note_end(worker)
+
+    def _note_end(self, worker: Worker) -> None:
+        self._kill_after(GRACE_S if self._ending.note(worker) else 0.0)
+        self._on_change()
+        if not self.is_alive:
+            self._loop.call_later(TAIL_S, self._end)
+            self._end_if_drained()
+
+    def _drained(self) -> None:
+        """In the thread of a worker's output."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._end_if_drained)
+
+    def _end_if_drained(self) -> None:
+        if not self.is_alive and all(worker.process.is_drained for worker in self._workers):
+            self._end()
+
+    def _end(self) -> None:
+        on_end, self._on_end = self._on_end, lambda: None
+        if self._killing is not None:
+            self._killing.cancel()
+        on_end()
+
+    def warn(self) -> None:
+        """SIGTERM: Slurm takes this node, and no head is there to release the workers."""
+        self._ending.is_wanted = True
+        for worker in self._workers:
+            worker.process.warn()
+
+    def end(self, kill_after_s: float) -> None:
+        """They are told to end: kill those that have not by then."""
+        self._ending.is_wanted = self._ending.is_ordered = True
+        self._kill_after(kill_after_s)
+
+    def kill(self) -> None:
+        """SIGKILL to all of them."""
+        self._ending.is_wanted = self._ending.is_forced = True
+        for worker in self._workers:
+            worker.process.kill()
+
+    def _kill_after(self, seconds: float) -> None:
+        if seconds <= 0.0:
+            self.kill()
+        elif self._killing is None or self._killing.when() > self._loop.time() + seconds:
+            if self._killing is not None:
+                self._killing.cancel()
+            self._killing = self._loop.call_later(seconds, self.kill)
+
+    # -- how things stand ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_alive(self) -> bool:
+        """One of the workers has not ended."""
+        return not all(worker.has_ended for worker in self._workers)
+
+    @property
+    def is_stopped(self) -> bool:
+        """The process of one of the workers is stopped."""
+        return any(worker.is_stopped for worker in self._workers)
+
+    def facts(self) -> list[Facts]:
+        """What is known of each worker, by slot; also of those that have ended, or that never began."""
+        missing = self._launch.place.slots - len(self._workers)
+        return [worker.facts() for worker in self._workers] + missing * [Facts(Status())]
+
+    def ended(self, report: Report) -> Ended:
+        """What the head is told when all have ended; `report` is the last one."""
+        first = self._ending.decisive
+        return Ended(
+            node=report.node,
+            boot=report.boot,
+            code=first.process.code,
+            signal=first.process.signal,
+            tail=first.tail(),
+            report=report,
+            is_ordered=self._ending.was_ordered,
+        )
+
+
+class _Ending:
+    """Which worker's end counts as the node's, and whether it was to be expected."""
+
+    def __init__(self) -> None:
+        self.is_wanted = self.is_ordered = self.is_forced = False
+        "no worker should go on; an order says so; they were killed"
+        self.was_ordered = False
+        "an order had said so before the first of them ended"
+        self._decisive: Worker | None = None
+
+    @property
+    def decisive(self) -> Worker:
+        """The worker whose end counts."""
+        assert self._decisive is not None
+        return self._decisive
+
+    def note(self, worker: Worker) -> bool:
+        """A worker has ended. True: the others may end by themselves."""
+        is_expected = self.is_wanted or worker.is_orderly
+        if self._decisive is None:
+            self._decisive, self.was_ordered = worker, self.is_ordered
+        elif self._decisive.is_clean and not worker.is_clean and not (self.is_ordered or self.is_forced):
+            self._decisive = worker  # a failure after the training says more than the success of another one
+        self.is_wanted = True
+        return is_expected

@@ -1,0 +1,101 @@
+"""How the head comes to know the workers of this node, from the first hello until their end is noted. Pure.
+
+What is said here is said again, until the head has answered it (`unanswered`).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from fallow.core.protocol.agents import Admitted, Ended, EndNoted, Hello
+
+
+class Admission(StrEnum):
+    """What an `Admitted` means for the workers."""
+
+    STALE = "stale"
+    "it is about an earlier start of workers"
+    START = "start"
+    "they are to be started"
+    KNOWN = "known"
+    "the head knows them on this connection, too, or knows that they have ended"
+    RENUMBERED = "renumbered"
+    "the head has lost the number that they were started with, and somebody else has it now"
+
+
+class Enrolment:
+    """The start of workers that goes on, or is wanted, and the ends of those before.
+
+    Args:
+        hello: for the first start.
+    """
+
+    def __init__(self, hello: Hello) -> None:
+        self.hello = hello
+        self.was_admitted = False
+        "the head has admitted workers of this node, ever"
+        self._is_greeted = False
+        "the head has answered the hello"
+        self._has_started = False
+        self._end: Ended | None = None
+        "how the workers of this start have ended"
+        self._unnoted: dict[tuple[int, int], Ended] = {}
+
+    @property
+    def node(self) -> int:
+        """Number of the workers; 0: they have none yet."""
+        return self.hello.node
+
+    @property
+    def boot(self) -> int:
+        """Which start of workers it is, or is to be."""
+        return self.hello.boot
+
+    def unanswered(self) -> list[Hello | Ended]:
+        """What the head has not answered."""
+        greeting = [] if self._is_greeted else [self.hello]
+        return [*greeting, *self._unnoted.values()]
+
+    def unnoted(self) -> list[Ended]:
+        """Ends that the head has not noted."""
+        return list(self._unnoted.values())
+
+    def greet_again(self) -> None:
+        """The head does not know this agent's workers: a connection is new, or it has forgotten them."""
+        self._is_greeted = False
+
+    def admit(self, admitted: Admitted) -> Admission:
+        """The head has numbered the workers of a start."""
+        if admitted.boot != self.boot:
+            return Admission.STALE
+        is_same, self.hello = admitted.node == self.node, msgspec.structs.replace(self.hello, node=admitted.node)
+        self._is_greeted = self.was_admitted = True
+        if not self._has_started:
+            self._has_started = True
+            return Admission.START
+        if self._end is None:
+            return Admission.KNOWN if is_same else Admission.RENUMBERED
+        if (self._end.node, self._end.boot) not in self._unnoted:
+            # It has forgotten them since it noted their end, which must not count twice.
+            self.end(msgspec.structs.replace(self._end, node=admitted.node, report=None, is_ordered=True))
+        return Admission.KNOWN
+
+    def end(self, ended: Ended) -> None:
+        """All workers of this start have ended."""
+        self._end = ended
+        self._unnoted[ended.node, ended.boot] = ended
+
+    def note_end(self, noted: EndNoted) -> None:
+        """The head has noted the end of a start of workers."""
+        self._unnoted.pop((noted.node, noted.boot), None)
+
+    def want(self, boot: int) -> bool:
+        """The head wants that start of workers. True: no earlier one runs, so it is that one from now on."""
+        if boot <= self.boot or (self._has_started and self._end is None):
+            return False
+        self.hello = msgspec.structs.replace(self.hello, boot=boot, node=0)
+        self._is_greeted = self._has_started = False
+        self._end = None
+        return True

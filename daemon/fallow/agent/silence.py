@@ -1,0 +1,68 @@
+"""For how long an agent has heard no head, and what it says about that in the job's output."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from fallow.text import clean
+
+log = logging.getLogger("fallow.agent")
+
+SAY_S = 3.0
+"Without a first connection to the head for so long the agent says so; then after three times as long each time."
+SAY_LATER_S = 30.0
+"The same once it has been connected: a head that is started again is back sooner."
+
+
+class HeadSilence:
+    """A head that cannot be reached, and one that refuses to talk, are silent alike: the workers train on.
+
+    Args:
+        host: this node's name.
+        address: local address from which packets to the head leave.
+    """
+
+    def __init__(self, host: str, address: str) -> None:
+        self._from = f"{host} ({address})"
+        self._heard_at = time.monotonic()
+        self._away_since: float | None = None
+        "None: the head is connected"
+        self._say_at_s = SAY_S
+        self._is_refused = False
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the head last said something that counts; at first, since the agent began."""
+        return time.monotonic() - self._heard_at
+
+    def hear(self) -> None:
+        """The head has said something that counts."""
+        self._heard_at, self._is_refused = time.monotonic(), False
+
+    def hear_refusal(self, words: str) -> None:
+        """The head will not talk to this agent, whose workers train. Said once."""
+        if not self._is_refused:
+            log.error("%s; the workers of this node train on as without a head", clean(words))
+        self._is_refused = True
+
+    def connected(self) -> None:
+        """The head is connected."""
+        self._away_since, self._say_at_s = None, SAY_LATER_S
+
+    def away(self, endpoint: str) -> None:
+        """The head is not connected: say so, ever less often. It may be all that tells why a job does nothing."""
+        now = time.monotonic()
+        if self._away_since is None:
+            self._away_since = now
+        away_s = now - self._away_since
+        if away_s < self._say_at_s:
+            return
+        self._say_at_s *= 3
+        log.warning(
+            "no connection from %s to the head at %s for %.0f s; trying on. If it stays so: [head] address, [head] "
+            "port and [network] head_ports in the head's configuration, and firewalls between the two",
+            self._from,
+            endpoint,
+            away_s,
+        )

@@ -1,0 +1,156 @@
+"""A worker as its agent has it: a process, a channel to it, and what it has said last."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fallow.agent.merge import Facts
+from fallow.agent.place import Place
+from fallow.agent.process import CHANNEL, WorkerProcess
+from fallow.core.protocol.workers import FromWorker, Part, Start, Status
+from fallow.files import RunPaths
+from fallow.model import OUTPUT_PIPES
+from fallow.text import clean
+from fallow.wire.frames import WorkerChannel
+
+log = logging.getLogger("fallow.agent")
+
+_OWN_VARIABLES = (CHANNEL, "FALLOW_WORKER", OUTPUT_PIPES)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What is the same for all workers that an agent starts.
+
+    Args:
+        run: the run's id.
+        place: the node.
+        command: argv.
+        environ: the agent's environment.
+        relays: the output of all workers is copied to the agent's own.
+    """
+
+    run: str
+    place: Place
+    command: Sequence[str]
+    environ: Mapping[str, str]
+    relays: bool
+
+    def environment(self, start: Start) -> dict[str, str]:
+        """Of the worker that is told this."""
+        inherited = {key: value for key, value in self.environ.items() if key not in _OWN_VARIABLES}
+        return {
+            # Lines of the main worker should be seen when they are printed.
+            "PYTHONUNBUFFERED": "1",
+            **inherited,
+            **self.place.environment(start.slot),
+            "FALLOW_WORKER": start.worker,
+            "FALLOW_RUN": self.run,
+        }
+
+
+class Worker:
+    """A worker that is started. To be made in the main thread, in the agent's loop.
+
+    Args:
+        launch: how.
+        start: the first message to it.
+        shown: its output is copied to the agent's own as long as it does not say itself whether.
+        on_change: called when something changes in its `facts`.
+        on_part: called with its part of a gather.
+        drained: called in another thread once all output of the worker that has ended is read.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        start: Start,
+        *,
+        shown: bool,
+        on_change: Callable[[], None],
+        on_part: Callable[[Part], None],
+        drained: Callable[[], None],
+    ) -> None:
+        self._name = start.worker
+        self._on_change, self._on_part = on_change, on_part
+        ours, theirs = socket.socketpair()
+        self.process = WorkerProcess(
+            self._name,
+            launch.command,
+            launch.environment(start),
+            theirs.detach(),
+            RunPaths(Path(start.setup.folder)).log(self._name),
+            shown=shown,
+            relays=launch.relays,
+            drained=drained,
+        )
+        self.channel = WorkerChannel(ours, self._hear, self._lose_channel)
+        self.channel.send(start)
+        self.has_ended = False
+        "and that was noticed"
+        self._status, self._status_at = Status(), time.monotonic()
+        self._stopped_at: float | None = None
+        "since when its process is seen stopped; monotonic time"
+        self._problem = ""
+        "why nothing that it says is understood"
+
+    def look(self) -> bool:
+        """Notice if it was stopped or goes on. True: its process has ended, and this is noticed for the first time."""
+        if self.process.stopped is not self.is_stopped:
+            self._stopped_at = None if self.is_stopped else time.monotonic()
+            self._on_change()
+        if self.has_ended or not self.process.poll():
+            return False
+        self.has_ended = True
+        self.channel.drain()
+        self.channel.close()
+        self.process.drain()
+        return True
+
+    def _hear(self, message: FromWorker) -> None:
+        match message:
+            case Status():
+                self._status, self._status_at = message, time.monotonic()
+                self._on_change()
+            case Part():
+                self._on_part(message)
+
+    def _lose_channel(self, reason: str) -> None:
+        """A worker that closes its end is about to end; one that is not understood cannot be told to."""
+        if reason:
+            self._problem = f"worker {self._name}: {clean(reason)}"
+            log.error("%s; it is killed", self._problem)
+            self.process.kill()
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopped_at is not None
+
+    @property
+    def is_orderly(self) -> bool:
+        """It has come to the end of its script, or to the boundary at which it had to leave."""
+        return self._status.finish is not None or self._status.left > 0
+
+    @property
+    def is_clean(self) -> bool:
+        """It has ended with code 0."""
+        return self.process.code == 0
+
+    def tail(self) -> str:
+        """Its last words, or why they are not known."""
+        return self._problem or self.process.tail()
+
+    def facts(self) -> Facts:
+        """What is known of it, also after its end."""
+        now = time.monotonic()
+        return Facts(
+            self._status,
+            age_s=now - self._status_at,
+            stopped_s=0.0 if self._stopped_at is None else now - self._stopped_at,
+            pid=self.process.pid,
+        )

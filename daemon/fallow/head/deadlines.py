@@ -1,0 +1,118 @@
+"""What a tick brings for each run: walltimes, starts of workers that are due, and agents that are silent for too long.
+
+Nodes are judged by the membership machine. What it does not see is an agent on whose node no worker is alive.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from pathlib import Path
+
+from fallow.config import Membership as MembershipConfig
+from fallow.core.allocations import Allocation
+from fallow.core.nodes import events as ev
+from fallow.head import again, missing, neighbours, views
+from fallow.head.agents import agent_gone, give_up_agent
+from fallow.head.book import Run
+from fallow.head.forgetting import forget
+from fallow.head.hearing import Hearing
+from fallow.head.turn import Turn
+from fallow.model import AllocationState, MemberPhase
+
+CLOSE_S = 1.0
+"""Ends that differ by less are the same: they are on two clocks."""
+
+
+class Deadlines:
+    """Watches the time of all runs.
+
+    Args:
+        config: of memberships.
+        hearing: when agents were heard.
+    """
+
+    def __init__(self, config: MembershipConfig, hearing: Hearing) -> None:
+        self._config = config
+        self._hearing = hearing
+
+    def tick(self, turn: Turn) -> None:
+        """Look at every run. All that was received until `turn.at` must have been handled."""
+        turn.for_each(turn.book.current.values(), "tick", lambda run: self.tick_run(turn, run))
+
+    def tick_run(self, turn: Turn, run: Run) -> None:
+        """Look at one run."""
+        if run.ended:
+            self._end_stragglers(turn, run)
+            return
+        run.look_how_far()
+        margin_s = self._config.release_margin_s + views.longest_pause(run) + views.longest_save(run)
+        for allocation in run.live_allocations():
+            self._watch_walltime(turn, run, allocation, margin_s)
+        turn.apply(run, ev.Ticked(at=turn.at))
+        missing.look(turn, run)
+        for allocation in run.live_allocations():
+            neighbours.hurry(turn, run, allocation)
+            for host in allocation.hosts:
+                self._watch_agent(turn, run, allocation, host)
+            again.due(turn, run, allocation)
+        forget(turn, run)
+
+    @staticmethod
+    def _watch_walltime(turn: Turn, run: Run, allocation: Allocation, margin_s: float) -> None:
+        """Tell the membership when nodes go away, and release them so long before."""
+        if allocation.end_at is None:
+            return
+        ends_at = allocation.end_at + turn.at - turn.now
+        for node in [run.roster.nodes[n] for n in allocation.members if n in run.roster.nodes]:
+            if node.alive and (node.ends_at is None or abs(node.ends_at - ends_at) > CLOSE_S):
+                turn.apply(run, ev.Ends(at=turn.at, node=node.id, ends_at=ends_at))
+        if allocation.state is AllocationState.RUNNING and turn.now >= allocation.end_at - margin_s:
+            turn.release_allocation(run, allocation, allocation.ends_because)
+
+    def _watch_agent(self, turn: Turn, run: Run, allocation: Allocation, host: str) -> None:
+        """Give up a silent agent on whose node nothing is left, or of which all processes are known to have ended."""
+        seen_at = run.agent_seen.setdefault((allocation.token, host), turn.at)
+        if run.spec.local:
+            # No Slurm tells of this node, but it is on this host.
+            if turn.at - seen_at > self._config.lease_s and _is_killed(run, allocation, host):
+                agent_gone(turn, run, allocation, host, f"the processes of {host} are gone")
+            return
+        silent_s = self._hearing.silent_s(seen_at, turn.at)
+        if silent_s > self._patience_s(run, allocation, host):
+            give_up_agent(turn, run, allocation, host, f"agent on {host} silent for {silent_s:.0f} s")
+            turn.let_go_of_empty(run)
+
+    def _patience_s(self, run: Run, allocation: Allocation, host: str) -> float:
+        """How long a silent agent is waited for: without end while one of its nodes may be a member."""
+        nodes = [node for node in run.roster.at_place(host, allocation.token) if node.phase is not MemberPhase.GONE]
+        if any(node.alive or node.seat for node in nodes):
+            return inf
+        # A standby that is not heard may come back; it waits no longer for us.
+        return self._config.head_patience_s if nodes else self._config.lease_s
+
+    def _end_stragglers(self, turn: Turn, run: Run) -> None:
+        """Forget the agents of an ended run that fell silent."""
+        for allocation in run.live_allocations():
+            neighbours.hurry(turn, run, allocation)
+            for host in allocation.hosts:
+                seen_at = run.agent_seen.setdefault((allocation.token, host), turn.at)
+                if turn.at - seen_at > self._config.lease_s:
+                    give_up_agent(turn, run, allocation, host, "the run is over")
+
+
+def _is_killed(run: Run, allocation: Allocation, host: str) -> bool:
+    """Have an agent of `fallow local` and its workers ended? Outside of Slurm the id of its job names its process."""
+    progress = run.progress.get(allocation.agents[host].node)
+    pids = [pid for pid in (progress.pids if progress is not None else ()) if pid]
+    kind, _, number = (allocation.job_id or "").partition("-")
+    if kind == "local" and number.isdecimal():
+        pids.append(int(number))
+    return bool(pids) and not any(map(_is_running, pids))
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in ("Z", "X")

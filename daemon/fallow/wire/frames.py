@@ -1,0 +1,254 @@
+"""The channel between an agent and one of its workers: a pair of Unix sockets, of which the worker inherits one.
+
+A message travels as its length (4 bytes, network order) and its bytes (`wire.codec`). Neither end ever waits for the
+other one: what the socket does not take now waits in `Waiting`, where a newer state takes the place of an older one. So
+a worker that is stopped finds the newest order when it goes on, and a stopped agent stops no training. The end of a
+process is the end of its side; what it had written before is read first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+from fallow.core.nodes.messages import Unreadable, Wire
+from fallow.core.protocol.workers import FromWorker, ToWorker
+from fallow.wire.codec import MAX_MESSAGE, Decoder
+from fallow.wire.waiting import Waiting
+
+log = logging.getLogger("fallow.wire")
+
+T = TypeVar("T")
+
+_LENGTH = struct.Struct("!I")
+_READ_BYTES = 1 << 18
+
+
+class WorkerChannel:
+    """The agent's end, in its asyncio loop. All methods are called there.
+
+    Args:
+        end: its socket of the pair; this object's own from now on. The worker's one must be closed in this process.
+        on_message: called with each message.
+        on_end: called once, when nothing more will come, with the reason in words. Empty: the worker's side was closed.
+    """
+
+    def __init__(
+        self, end: socket.socket, on_message: Callable[[FromWorker], None], on_end: Callable[[str], None]
+    ) -> None:
+        self._stream: _Stream[FromWorker] = _Stream(end, FromWorker, on_message)
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(end, self._read)
+
+    def send(self, message: ToWorker) -> None:
+        """Send at once, or as soon as the worker reads. Nothing is sent to a worker that has ended.
+
+        Raises:
+            Unreadable: the message is too large.
+        """
+        if not self._stream.is_closed:
+            self._stream.put(message)
+            self._write()
+
+    def drain(self) -> None:
+        """Hand over all that was received. To be called when the worker's process has ended, before its end is told.
+
+        Its children may still have the socket, so the end of the channel may not come yet.
+        """
+        while not self._stream.is_closed and self._read():
+            pass
+
+    def close(self) -> None:
+        """Stop at once; nothing is called any more. Closing twice does no harm."""
+        if not self._stream.is_closed:
+            self._loop.remove_reader(self._stream.socket)
+            self._loop.remove_writer(self._stream.socket)
+            self._stream.close()
+
+    def _read(self) -> bool:
+        try:
+            return self._stream.read()
+        except _Ended as end:
+            self.close()
+            self._on_end(end.reason)
+            return False
+
+    def _write(self) -> None:
+        if self._stream.write():
+            self._loop.remove_writer(self._stream.socket)
+        else:
+            self._loop.add_writer(self._stream.socket, self._write)
+
+
+class AgentChannel:
+    """The worker's end: a thread that reads, and `send` for any thread.
+
+    Args:
+        descriptor: of the socket that this process has inherited.
+        on_message: called in the channel's thread with each message.
+        on_end: called there once, when nothing more will come, with the reason in words. Empty: the agent has ended.
+    """
+
+    def __init__(self, descriptor: int, on_message: Callable[[ToWorker], None], on_end: Callable[[str], None]) -> None:
+        end = socket.socket(fileno=descriptor)
+        end.set_inheritable(False)
+        self._stream: _Stream[ToWorker] = _Stream(end, ToWorker, on_message)
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing_at: float | None = None
+        self._thread = threading.Thread(target=self._run, name="fallow-agent", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def send(self, message: FromWorker) -> None:
+        """Write at once, so that the message outlives this process; or as soon as the agent reads. Never waits.
+
+        Raises:
+            Unreadable: the message is too large.
+        """
+        with self._lock:
+            if self._closing_at is None and not self._stream.is_closed:
+                self._stream.put(message)
+                if not self._stream.write():
+                    os.eventfd_write(self._wake, 1)
+
+    def close(self, flush_s: float = 1.0) -> None:
+        """Write what waits, for `flush_s` at most, then close. Closing twice does no harm."""
+        with self._lock:
+            if self._closing_at is None:
+                self._closing_at = time.monotonic() + flush_s
+                if not self._stream.is_closed:
+                    os.eventfd_write(self._wake, 1)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(flush_s + 5.0)
+
+    def _run(self) -> None:
+        reason: str | None = None
+        try:
+            self._serve()
+        except _Ended as end:
+            reason = end.reason
+        finally:
+            with self._lock:
+                self._stream.close()
+                os.close(self._wake)
+        if reason is not None:
+            _guard(self._on_end, reason)
+
+    def _serve(self) -> None:
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        while True:
+            with self._lock:
+                is_written, closing_at = self._stream.write(), self._closing_at
+            left_s = None if closing_at is None else closing_at - time.monotonic()
+            if left_s is not None and (is_written or left_s <= 0):
+                return
+            poll.register(self._stream.socket, select.POLLIN if is_written else select.POLLIN | select.POLLOUT)
+            ready = dict(poll.poll(None if left_s is None else int(left_s * 1000) + 1))
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            if ready.get(self._stream.socket.fileno(), 0) & ~select.POLLOUT:
+                self._stream.read()
+
+
+class _Ended(Exception):
+    """Nothing more will come from the other side."""
+
+    def __init__(self, reason: str = "") -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class _Stream(Generic[T]):
+    """Frames over one socket that never blocks."""
+
+    def __init__(self, end: socket.socket, kind: Any, on_message: Callable[[T], None]) -> None:
+        end.setblocking(False)
+        self.socket = end
+        self.is_closed = False
+        self._decoder: Decoder[T] = Decoder(kind)
+        self._on_message = on_message
+        self._received = bytearray()
+        self._waiting = Waiting()
+        self._begun = memoryview(b"")
+        "what is left of the frame that is written in part"
+
+    def put(self, message: Wire) -> None:
+        self._waiting.put(message)
+
+    def write(self) -> bool:
+        """Write what the socket takes. True: nothing waits."""
+        while self._begun or self._waiting:
+            if not self._begun:
+                data = self._waiting.first()
+                self._waiting.sent(data)
+                self._begun = memoryview(_LENGTH.pack(len(data)) + data)
+            try:
+                self._begun = self._begun[self.socket.send(self._begun, socket.MSG_NOSIGNAL) :]
+            except BlockingIOError:
+                return False
+            except OSError:
+                # The other side has ended: reading tells, once all that it had written is read.
+                self._begun, self._waiting = memoryview(b""), Waiting()
+        return True
+
+    def read(self) -> bool:
+        """Read what is there, up to a limit, and hand over the messages in it. False: nothing was there.
+
+        Raises:
+            _Ended: nothing more will come.
+        """
+        try:
+            data = self.socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""  # it has ended, and had not read all that was sent to it
+        self._received += data
+        try:
+            for message in self._messages():
+                _guard(self._on_message, message)
+        except Unreadable as error:
+            raise _Ended(error.message) from error
+        if not data:
+            raise _Ended
+        return True
+
+    def _messages(self) -> Iterator[T]:
+        while not self.is_closed and len(self._received) >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(self._received)
+            if size > MAX_MESSAGE:
+                raise Unreadable(f"message of {size} bytes cannot be read: the limit is {MAX_MESSAGE}")
+            end = _LENGTH.size + size
+            if len(self._received) < end:
+                return
+            data = bytes(self._received[_LENGTH.size : end])
+            del self._received[:end]
+            yield self._decoder.decode(data)
+
+    def close(self) -> None:
+        self.is_closed = True
+        with contextlib.suppress(OSError):
+            self.socket.close()
+
+
+def _guard(call: Callable[[Any], None], argument: Any) -> None:
+    # A fault in the owner's code must not end the channel.
+    try:
+        call(argument)
+    except Exception:
+        log.exception("a message of the channel could not be handled")

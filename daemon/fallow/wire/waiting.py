@@ -1,0 +1,62 @@
+"""Messages that wait until they can be sent. All of them say how things stand, so only the newest of each is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from fallow.core.nodes.messages import Gather, Gathered, Wire
+from fallow.core.protocol.agents import Ended
+from fallow.core.protocol.workers import Part
+from fallow.wire.codec import encode
+
+MOST = 256
+"""Messages that wait at most; beyond that, the oldest are dropped."""
+
+
+class Waiting:
+    """Encoded messages, oldest first. A message takes the place of an older one about the same thing."""
+
+    def __init__(self) -> None:
+        self._encoded: dict[Hashable, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._encoded)
+
+    def put(self, message: Wire) -> None:
+        """Add a message.
+
+        Raises:
+            Unreadable: it is too large.
+        """
+        subject = _subject(message)
+        data = encode(message)
+        self._encoded.pop(subject, None)
+        self._encoded[subject] = data
+        if len(self._encoded) > MOST:
+            del self._encoded[next(iter(self._encoded))]
+
+    def put_behind(self, later: Waiting) -> None:
+        """Add another one's messages, except those about the same things as these, and the oldest if they are many."""
+        others = [(subject, data) for subject, data in later._encoded.items() if subject not in self._encoded]
+        self._encoded.update(others[max(0, len(others) + len(self) - MOST) :])
+
+    def first(self) -> bytes:
+        """The next message to send. It stays until it is `sent`, or a newer one takes its place."""
+        return next(iter(self._encoded.values()))
+
+    def sent(self, data: bytes) -> None:
+        """`data` was the first message, and need not be sent again."""
+        for subject in [subject for subject, waiting in self._encoded.items() if waiting is data]:
+            del self._encoded[subject]
+
+
+def _subject(message: Wire) -> Hashable:
+    match message:
+        case Gather() | Part():
+            return type(message), message.generation, message.key, bool(message.part)
+        case Gathered():
+            return Gathered, message.generation, message.key
+        case Ended():
+            return Ended, message.node, message.boot
+        case _:
+            return type(message)

@@ -1,0 +1,89 @@
+"""The process groups of one worker: the one in use, the next one while it is built, and those that are taken down."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from fallow.worker.session.gathering import Gathering
+from fallow.worker.transport import device as devices
+from fallow.worker.transport.build import reap
+from fallow.worker.transport.group import Group
+from fallow.worker.transport.link_load import LinkLoad
+from fallow.worker.transport.upcoming import Built, Upcoming
+
+
+class Groups:
+    """Groups of one worker.
+
+    Args:
+        gathering: through which the members of a generation meet.
+        address: local address for process groups.
+        ports: on which they listen; None: the kernel chooses.
+        grouped: False: generations have no process group of ours, they are votes and commits alone.
+    """
+
+    def __init__(self, gathering: Gathering, address: str, ports: range | None, *, grouped: bool) -> None:
+        self.address, self.ports = address, ports
+        self.device = devices.HOST
+        "of the parameters; groups are made for it"
+        self.current: Group | None = None
+        self._gathering = gathering
+        self._grouped = grouped
+        self._retired: list[Group] = []
+        self._peers: frozenset[str] = frozenset()
+        "addresses of the other nodes of the current generation"
+        self._link_load = LinkLoad()
+
+    def build(self, upcoming: Upcoming, done: Callable[[Built], None], *, holds: bool) -> None:
+        """Make the group of a generation beside the current one, on a thread of its own.
+
+        Args:
+            upcoming: the generation.
+            done: called there, with what came of it.
+            holds: this worker has the run's state.
+        """
+
+        def run() -> None:
+            built = Built()
+            if self._grouped:
+                gathers = self._gathering.of(upcoming.generation)
+                built = upcoming.build(self.address, gathers, holds=holds, device=self.device, ports=self.ports)
+            done(built)
+
+        threading.Thread(target=run, name=f"build-{upcoming.generation}", daemon=True).start()
+
+    def drop(self, upcoming: Upcoming, reason: str) -> None:
+        """A generation that was planned is not wanted any more."""
+        self._gathering.drop(upcoming.generation)
+        upcoming.drop(reason)
+
+    def interrupt(self, generation: int, reason: str) -> None:
+        """End whatever goes on in this generation and older ones."""
+        if self.current is not None and self.current.generation <= generation:
+            self.current.interrupt(reason)
+
+    def enter(self, taken: Upcoming) -> Group | None:
+        """Make the group of a generation the current one; returns the one before, which is to be retired."""
+        self._gathering.drop_before(taken.generation)
+        self._peers = frozenset() if taken.ranks is None else taken.ranks.addresses - {self.address}
+        old, self.current = self.current, taken.group
+        return old
+
+    def retire(self, old: Group) -> None:
+        """Free the device of a group. It is taken down by `reap_retired`.
+
+        Raises:
+            FallowError: see `Group.retire`.
+        """
+        old.retire()
+        self._retired.append(old)
+
+    def reap_retired(self) -> None:
+        """Take down the groups of earlier generations, which costs time that the pause need not wait for."""
+        while self._retired:
+            reap(self._retired.pop())
+
+    def busy_links(self) -> dict[str, float]:
+        """See `protocol.Progress.busy_links`."""
+        return self._link_load.measure(self._peers)

@@ -1,0 +1,114 @@
+"""Obeying the newest order: which group to build, to drop, to give up, and when to go over. No I/O, no clock.
+
+An order states how things have to be, so whatever was said before it counts no more: obeying it twice does nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fallow.core.nodes.messages import Order, Peer, Plan
+from fallow.core.nodes.roster import check_of
+from fallow.worker.transport.rank_map import RankMap
+from fallow.worker.transport.upcoming import Built, Upcoming
+
+
+class Moves(NamedTuple):
+    """What has to be done to obey."""
+
+    build: Upcoming | None = None
+    drop: Upcoming | None = None
+    interrupt: int = 0
+    "end whatever goes on in this generation and older ones"
+
+
+class Orders:
+    """What one worker has been ordered, and how far it has come with that.
+
+    Args:
+        node: number of its node.
+        slot: its place among the workers of its node.
+    """
+
+    def __init__(self, node: int, slot: int) -> None:
+        self._node, self._slot = node, slot
+        self.newest = Order(node=node, term=0, edition=0)
+        self.upcoming: Upcoming | None = None
+        "the generation to go over to; None: there is none"
+        self.taken = 0
+        "the generation that the worker has gone over to last"
+        self.given_up = 0
+        "the worker finishes no step in this generation or an older one any more"
+        self._highest = 0
+        "of all planned ones"
+        self._lists: dict[int, tuple[Peer, ...]] = {}
+        "generation -> its nodes in order; of the committed one and the planned one"
+
+    def obey(self, order: Order) -> Moves:
+        """Take a newer order; one that is not newer changes nothing."""
+        if (order.term, order.edition) <= (self.newest.term, self.newest.edition):
+            return Moves()
+        self.newest, plan = order, order.plan
+        broken = order.broken
+        if plan is not None and plan.interrupt:
+            broken = max(broken, plan.replaces)
+        if order.end is not None:
+            broken = max(broken, self._highest)
+        self.given_up = max(self.given_up, broken)
+        known, build = self.upcoming, None
+        if plan is not None and plan.generation > self._highest and order.end is None:
+            self._highest = plan.generation
+            build = self.upcoming = self._planned(plan)
+        elif known is not None and (plan is None or plan.generation != known.generation):
+            # A plan that is over by now says nothing of one that is committed.
+            self.upcoming = known if plan is None and order.committed == known.generation else None
+        if self.upcoming is not None:
+            self.upcoming.committed = order.committed == self.upcoming.generation
+            self.upcoming.state_since = order.state_since
+        needed = {order.committed, plan.generation if plan is not None else 0}
+        self._lists = {generation: peers for generation, peers in self._lists.items() if generation in needed}
+        return Moves(
+            build=build if build is not None and build.built is None else None,
+            drop=known if known is not self.upcoming else None,
+            interrupt=broken,
+        )
+
+    def _planned(self, plan: Plan) -> Upcoming:
+        if plan.leave:
+            return Upcoming(plan, None, Built())
+        if plan.base and plan.base not in self._lists:
+            return Upcoming(plan, None, Built(reason=f"the members of generation {plan.base} are not known here"))
+        without = set(plan.without)
+        stay = (peer for peer in self._lists.get(plan.base, ()) if peer.node not in without)
+        peers = (*stay, *plan.more)
+        if check_of(peer.node for peer in peers) != plan.check or all(peer.node != self._node for peer in peers):
+            return Upcoming(plan, None, Built(reason=f"the members of generation {plan.generation} are others here"))
+        self._lists[plan.generation] = peers
+        return Upcoming(plan, RankMap(peers, self._node, self._slot))
+
+    @property
+    def switch_offered(self) -> int:
+        """Number of the next generation once it is committed and its group stands here; 0: there is none."""
+        upcoming = self.upcoming
+        return upcoming.generation if upcoming and upcoming.committed and upcoming.standing else 0
+
+    @property
+    def prepared(self) -> int:
+        """Newest generation whose group stands."""
+        return self.upcoming.generation if self.upcoming is not None and self.upcoming.standing else self.taken
+
+    @property
+    def superseded(self) -> bool:
+        """The generation that was taken is over: a newer one is committed, or it was given up, or this worker ends."""
+        return self.switch_offered > 0 or self.given_up >= self.taken or self.newest.end is not None
+
+    def give_up(self, generation: int) -> None:
+        """The worker finishes no step of this generation any more, by itself."""
+        self.given_up = max(self.given_up, generation)
+
+    def take(self) -> Upcoming:
+        """Go over to the generation that is offered."""
+        taken, self.upcoming = self.upcoming, None
+        assert taken is not None
+        self.taken = taken.generation
+        return taken

@@ -1,0 +1,329 @@
+"""Messages and records in the bytes in which they were once written: they are read for good.
+
+`tests/data/golden.json` has each message and each kind of record, once with all fields and once with as few as may be.
+Run as a script, this module adds what is new of today's. Nothing there is ever changed or removed:
+
+    PYTHONPATH=daemon:tests python tests/contract/test_golden.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import inspect as types
+
+from fallow.core import records
+from fallow.core.nodes.messages import VERSION, Finish, Unreadable, Wire
+from fallow.core.nodes.records import Node, Root
+from fallow.core.protocol.agents import FromAgent, Hello, Refused, ToAgent
+from fallow.core.protocol.workers import FromWorker, ToWorker
+from fallow.wire.codec import Decoder, encode
+
+GOLDEN = Path(__file__).parents[1] / "data" / "golden.json"
+
+for module in ("fallow.core.nodes.records", "fallow.head.durable", "fallow.head.learning", "fallow.head.neighbours"):
+    importlib.import_module(module)  # each adds its kinds to `records.SCHEMAS`
+
+DIRECTIONS: dict[str, Any] = {
+    "agent to head": FromAgent,
+    "head to agent": ToAgent,
+    "worker to agent": FromWorker,
+    "agent to worker": ToWorker,
+}
+MESSAGES = [(way, kind) for way, union in DIRECTIONS.items() for kind in get_args(union)]
+
+
+# -- examples of any struct ------------------------------------------------------------------------------------------
+
+
+def full(kind: type[Any]) -> Any:
+    """An instance of which no field has its default, and hardly any two the same value."""
+    return _value(types.type_info(kind), itertools.count(1))
+
+
+def least(kind: type[Any]) -> Any:
+    """An instance with those fields only that must be there."""
+    given = {f.name: _value(f.type, itertools.count(1)) for f in _fields(types.type_info(kind)) if f.required}
+    return kind(**given)
+
+
+def _fields(info: types.Type) -> tuple[types.Field, ...]:
+    assert isinstance(info, types.StructType | types.DataclassType | types.NamedTupleType)
+    return info.fields
+
+
+def _value(info: types.Type, numbers: Iterator[int]) -> Any:
+    match info:
+        case types.StructType() | types.DataclassType() | types.NamedTupleType():
+            values = {field.name: _other(field, numbers) for field in info.fields}
+            return info.cls(**values)
+        case types.Metadata():
+            return _value(info.type, numbers)
+        case types.UnionType():
+            return _value(next(one for one in info.types if not isinstance(one, types.NoneType)), numbers)
+        case types.IntType():
+            return max(next(numbers), info.ge or 0)
+        case types.FloatType():
+            return next(numbers) / (8 if info.le is None or info.le > 1 else 1024)
+        case types.StrType():
+            return f"text{next(numbers):0{info.min_length or 1}}"[: info.max_length]
+        case types.BytesType():
+            return b"%d" % next(numbers)
+        case types.BoolType():
+            return True
+        case types.EnumType():
+            return list(info.cls)[-1]
+        case types.ListType():
+            return [_value(info.item_type, numbers) for _ in range(2)]
+        case types.VarTupleType():
+            return tuple(_value(info.item_type, numbers) for _ in range(2))
+        case types.TupleType():
+            return tuple(_value(one, numbers) for one in info.item_types)
+        case types.DictType():
+            return {_value(info.key_type, numbers): _value(info.value_type, numbers)}
+        case types.AnyType():
+            return f"any{next(numbers)}"
+    raise AssertionError(f"no example of {info}")  # a set is written in another order each time
+
+
+def _other(field: types.Field, numbers: Iterator[int]) -> Any:
+    value = _value(field.type, numbers)
+    if value != field.default:
+        return value
+    if isinstance(value, bool):
+        return not value
+    others = list(type(value))
+    return others[0]
+
+
+def fields_of(value: Any) -> Any:
+    """All fields of a struct as JSON has them, those with their defaults, too."""
+    if isinstance(value, msgspec.Struct):
+        return {name: fields_of(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, dict):
+        return {str(key): fields_of(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [fields_of(one) for one in value]
+    return msgspec.to_builtins(value)
+
+
+# -- the file --------------------------------------------------------------------------------------------------------
+
+
+def of_today() -> Iterator[tuple[str, bytes, Any]]:
+    """(name, bytes, object) of all that is written now."""
+    for way, kind in MESSAGES:
+        for shape in (full, least):
+            message = shape(kind)
+            yield f"{way}: {kind.__name__} ({shape.__name__})", encode(message), message
+    for kind in sorted(records.SCHEMAS, key=lambda kind: kind.__name__):
+        for shape in (full, least):
+            record = shape(kind)
+            yield f"record: {kind.__name__} ({shape.__name__})", records.encode(record), record
+
+
+def golden() -> dict[str, list[dict[str, Any]]]:
+    """Name -> what was written since the first version, oldest first: `raw` (hex) and `fields`."""
+    return json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+
+
+def add_what_is_new() -> None:
+    known = golden()
+    for name, raw, value in of_today():
+        written = known.setdefault(name, [])
+        if raw.hex() not in [one["raw"] for one in written]:
+            written.append({"raw": raw.hex(), "fields": fields_of(value)})
+    GOLDEN.write_text(json.dumps(known, indent=1) + "\n")
+
+
+def contains(now: Any, before: Any) -> bool:
+    """All that was known before is known now, and has the same value."""
+    if isinstance(before, dict):
+        return all(key in now and contains(now[key], before[key]) for key in before)
+    if isinstance(before, list):
+        return len(now) == len(before) and all(map(contains, now, before))
+    return bool(now == before)
+
+
+ENTRIES = [(name, one["raw"], one["fields"]) for name, several in golden().items() for one in several]
+
+
+@pytest.mark.parametrize(("name", "raw", "fields"), ENTRIES, ids=[name for name, *_ in ENTRIES])
+def test_what_was_written_once_is_read_for_good(name: str, raw: str, fields: Any) -> None:
+    group, kind, _ = name.replace(": ", " (").split(" (")
+    if group == "record":
+        (stored,) = [one for one in records.SCHEMAS if one.__name__ == kind]
+        schema, _ = msgspec.msgpack.decode(bytes.fromhex(raw))
+        read = fields_of(records.decode(bytes.fromhex(raw), stored))
+        assert read == fields or schema < records.SCHEMAS[stored], "it is what it was, or went through a migration"
+    else:
+        assert contains(fields_of(Decoder[Any](DIRECTIONS[group]).decode(bytes.fromhex(raw))), fields)
+
+
+def test_all_that_is_written_today_is_in_the_file() -> None:
+    """If this fails, you have changed what is written. See the top of this module and of `core.nodes.messages`."""
+    known = {name: [one["raw"] for one in several] for name, several in golden().items()}
+    assert [name for name, raw, _ in of_today() if raw.hex() not in known.get(name, [])] == []
+
+
+# -- what is refused, what is ignored --------------------------------------------------------------------------------
+
+
+def field_paths(value: Any, *above: Any) -> Iterator[tuple[Any, ...]]:
+    """The way to each field inside of an encoded object."""
+    if isinstance(value, msgspec.Struct) and not value.__struct_config__.array_like:
+        for name in value.__struct_fields__:
+            yield (*above, name)
+            yield from field_paths(getattr(value, name), *above, name)
+    elif isinstance(value, dict | list | tuple):
+        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from field_paths(one, *above, key)
+
+
+def without(fields: Any, path: tuple[Any, ...], **beside: Any) -> Any:
+    """A copy that lacks what is at the end of the path, and has others in its place."""
+    copied = copy.deepcopy(fields)
+    del _at(copied, path[:-1])[path[-1]]
+    _at(copied, path[:-1]).update(beside)
+    return copied
+
+
+def _at(fields: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        fields = fields[key]
+    return fields
+
+
+KINDS = sorted(records.SCHEMAS, key=lambda kind: kind.__name__)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [full, least])
+def test_a_record_is_refused_if_a_field_is_missing_unknown_renamed_or_mistyped(
+    kind: type[msgspec.Struct], shape: Callable[[type[Any]], Any]
+) -> None:
+    record = shape(kind)
+    schema, fields = msgspec.msgpack.decode(records.encode(record))
+    assert records.decode(records.encode(record), kind) == record
+    wrong = [without(fields, path) for path in field_paths(record)]
+    wrong += [without(fields, path, colour=1) for path in field_paths(record)]
+    wrong += [fields | {name: msgspec.msgpack.Ext(1, b"")} for name in fields]
+    wrong += [fields | {"colour": "red"}]
+    for one in wrong:
+        with pytest.raises(Unreadable):
+            records.decode(msgspec.msgpack.encode((schema, one)), kind)
+
+
+def test_a_number_that_is_none_is_read_back() -> None:
+    """A loss may be NaN, which does not equal itself."""
+    root = msgspec.structs.replace(full(Root), final=Finish(generation=1, steps=1, digest="", loss=math.nan))
+    again = records.decode(records.encode(root), Root)
+    assert again.final is not None
+    assert again.final.loss is not None
+    assert math.isnan(again.final.loss)
+
+
+def test_older_schemas_go_through_every_migration_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = records.encode(full(Node))
+    monkeypatch.setitem(records.SCHEMAS, Node, 3)
+    monkeypatch.setitem(records.MIGRATIONS, (Node, 1), lambda fields: fields | {"step": fields["step"] * 10})
+    monkeypatch.setitem(records.MIGRATIONS, (Node, 2), lambda fields: fields | {"step": fields["step"] + 1})
+    assert records.decode(written, Node).step == 10 * full(Node).step + 1
+    assert records.decode(records.encode(full(Node)), Node) == full(Node)
+    monkeypatch.delitem(records.MIGRATIONS, (Node, 2))
+    with pytest.raises(Unreadable):
+        records.decode(written, Node)
+
+
+@pytest.mark.parametrize("schema", [0, -1, 2, 2**70])
+def test_another_schema_is_refused_with_its_number(schema: int) -> None:
+    _, fields = msgspec.msgpack.decode(records.encode(full(Node)))
+    if schema < 2**64:
+        with pytest.raises(Unreadable, match=f"schema is {schema}, this Fallow reads 1 to 1"):
+            records.decode(msgspec.msgpack.encode((schema, fields)), Node)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.binary(max_size=200), st.integers(0, 200))
+def test_no_bytes_break_the_reader_of_records(noise: bytes, at: int) -> None:
+    good = records.encode(full(Node))
+    for raw in (noise, good[:at] + noise, good[:at] + noise + good[at + len(noise) :]):
+        with contextlib.suppress(Unreadable):
+            assert records.encode(records.decode(raw, Node))
+
+
+@pytest.mark.parametrize(("way", "kind"), MESSAGES)
+def test_a_message_may_have_more_fields_and_may_not_lack_one(way: str, kind: type[Wire]) -> None:
+    decoder, message = Decoder[Any](DIRECTIONS[way]), full(kind)
+    _, fields = msgspec.msgpack.decode(msgspec.msgpack.encode((VERSION, message)))
+    assert decoder.decode(encode(message)) == message
+    more = copy.deepcopy(fields)
+    for path in field_paths(message):
+        _at(more, path[:-1])["colour"] = {"red": [1]}
+    assert decoder.decode(msgspec.msgpack.encode((VERSION, more))) == message
+    required = [field.name for field in _fields(types.type_info(kind)) if field.required]
+    for wrong in (
+        *[without(fields, (name,)) for name in required],
+        *[fields | {name: msgspec.msgpack.Ext(1, b"")} for name in kind.__struct_fields__],
+        fields | {"type": "nonsense"},
+        without(fields, ("type",)),
+    ):
+        with pytest.raises(Unreadable, match="Update the older side"):
+            decoder.decode(msgspec.msgpack.encode((VERSION, wrong)))
+
+
+@pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1, 2**60])
+def test_another_version_is_refused_in_words_except_for_what_all_versions_share(version: int) -> None:
+    """An agent has to learn that it is refused, and the head whom it refuses."""
+    refused, hello = (msgspec.msgpack.encode((version, full(kind))) for kind in (Refused, Hello))
+    assert Decoder[Any](ToAgent, always=Refused).decode(refused) == full(Refused)
+    assert Decoder[Any](Hello, always=Hello).decode(hello) == full(Hello)
+    for decoder in (Decoder[Any](FromAgent), Decoder[Any](ToAgent, always=Refused)):
+        with pytest.raises(Unreadable, match=f"version {version} cannot be read: this Fallow knows {VERSION}. Update"):
+            decoder.decode(hello)
+
+
+@pytest.mark.parametrize(("way", "kind"), MESSAGES)
+def test_every_field_of_a_message_has_bounds(way: str, kind: type[Wire]) -> None:
+    """What comes from the network goes to memory and the store."""
+    unbounded = [path for path, info in _leaves(types.type_info(kind), kind.__name__) if not _is_bounded(info)]
+    assert not unbounded, way
+
+
+def _leaves(info: types.Type, path: str) -> Iterator[tuple[str, types.Type]]:
+    match info:
+        case types.StructType():
+            for field in info.fields:
+                yield from _leaves(field.type, f"{path}.{field.name}")
+        case types.UnionType() | types.TupleType():
+            for one in info.types if isinstance(info, types.UnionType) else info.item_types:
+                yield from _leaves(one, path)
+        case types.Metadata():
+            yield from _leaves(info.type, path)
+        case _:
+            yield path, info
+            for part in ("item_type", "key_type", "value_type"):
+                if hasattr(info, part):
+                    yield from _leaves(getattr(info, part), path)
+
+
+def _is_bounded(info: types.Type) -> bool:
+    if isinstance(info, types.IntType):
+        return info.ge is not None and info.le is not None
+    return not hasattr(info, "max_length") or info.max_length is not None
+
+
+if __name__ == "__main__":
+    add_what_is_new()

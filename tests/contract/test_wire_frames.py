@@ -1,0 +1,434 @@
+"""The channel between an agent and its worker: nothing that was written is lost, and neither waits for the other."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fallow.core.nodes.messages import VERSION, Gathered, Order, Unreadable, Wire
+from fallow.core.protocol.agents import News, Setup
+from fallow.core.protocol.workers import FromWorker, Heard, Part, Start, Status, ToWorker
+from fallow.wire.codec import MAX_MESSAGE, Decoder, encode
+from fallow.wire.frames import AgentChannel, WorkerChannel
+from fallow.wire.waiting import MOST
+
+DEADLINE_S = 60.0
+SCRIPT = Path(__file__).parent / "frames_worker.py"
+SETUP = Setup(
+    run="r", folder="/f", seed=1, max_workers=2, beat_s=1.0, lease_s=5.0, patience_s=9.0, checkpoint_folder="/c"
+)
+START = Start(worker="n0", node=1, slot=0, slots=1, address="127.0.0.1", setup=SETUP)
+
+
+def frame(data: bytes) -> bytes:
+    return struct.pack("!I", len(data)) + data
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+class Ours:
+    """The agent's end, and what it has heard."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.heard: list[FromWorker] = []
+        self.ends: list[str] = []
+        self.channel = WorkerChannel(end, self.heard.append, self.ends.append)
+
+    @property
+    def statuses(self) -> list[Status]:
+        return [message for message in self.heard if isinstance(message, Status)]
+
+
+class Theirs:
+    """The worker's end in this process, and what it has heard."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.heard: list[ToWorker] = []
+        self.ends: list[str] = []
+        self.channel = AgentChannel(end.detach(), self.heard.append, self.ends.append)
+
+
+class Raw:
+    """An end made by hand, that can do what a channel never would."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.settimeout(DEADLINE_S)
+        self.socket = end
+        self.rest = b""
+
+    def read(self, kind: Any, is_all: Callable[[list[Any]], bool] = lambda found: False) -> list[Any]:
+        """Messages until these are all that are waited for, or the other side has ended."""
+        decoder, found = Decoder[Any](kind), []
+        while not is_all(found) and (data := self.socket.recv(1 << 20)):
+            self.rest += data
+            while len(self.rest) >= 4 and len(self.rest) >= 4 + int.from_bytes(self.rest[:4]):
+                size = int.from_bytes(self.rest[:4])
+                found.append(decoder.decode(self.rest[4 : 4 + size]))
+                self.rest = self.rest[4 + size :]
+        return found
+
+
+def ends_with(last: Wire) -> Callable[[list[Any]], bool]:
+    return lambda found: found[-1:] == [last]
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[tuple[socket.socket, socket.socket]]:
+    one, other = socket.socketpair()
+    yield one, other
+    one.close()
+    other.close()
+
+
+@pytest.fixture
+def worker() -> Iterator[Callable[..., tuple[Ours, subprocess.Popen[str]]]]:
+    """Starts worker processes, as an agent does."""
+    started: list[tuple[Ours, subprocess.Popen[str]]] = []
+
+    def start(how: str, number: int = 0) -> tuple[Ours, subprocess.Popen[str]]:
+        end, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, str(SCRIPT), how, str(number)],
+                env={**os.environ, "FALLOW_CHANNEL_FD": str(theirs.fileno())},
+                pass_fds=[theirs.fileno()],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        started.append((Ours(end), process))
+        return started[-1]
+
+    yield start
+    for ours, process in started:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+        ours.channel.close()
+
+
+Worker = Callable[..., tuple[Ours, "subprocess.Popen[str]"]]
+
+
+# -- processes -------------------------------------------------------------------------------------------------------
+
+
+async def test_orders_and_statuses_in_their_order(worker: Worker) -> None:
+    ours, process = worker("repeat", 7)
+    ours.channel.send(START)
+    await until(lambda: ours.heard)
+    assert ours.heard == [Status(generation=7)]
+    for edition in range(1, 4):
+        ours.channel.send(Order(node=1, term=1, edition=edition))
+        await until(lambda edition=edition: len(ours.heard) > edition)
+    assert ours.heard[1:] == [Status(term=1, edition=n, step=n + 1) for n in (1, 2, 3)]
+    ours.channel.send(Heard(silent_s=0.0))
+    await until(lambda: ours.ends)
+    assert (ours.ends, await asyncio.to_thread(process.wait)) == ([""], 0)
+
+
+async def test_a_worker_learns_that_its_agent_has_ended_behind_all_that_it_had_written(worker: Worker) -> None:
+    ours, process = worker("repeat")
+    ours.channel.send(START)
+    ours.channel.send(Order(node=1, term=1, edition=1))
+    ours.channel.send(News(term=1))
+    ours.channel.close()
+    output, _ = await asyncio.to_thread(process.communicate)
+    assert output == "end without words Start Order News\n"
+    assert not ours.ends, "nothing is called after close"
+
+
+async def test_what_a_process_wrote_before_its_death_is_read(worker: Worker) -> None:
+    """Even if it had not read what was sent to it, and if that is found out only when more is sent."""
+    ours, process = worker("deaf", 200)
+    for edition in range(100):
+        ours.channel.send(Order(node=1, term=1, edition=edition))
+    await asyncio.to_thread(process.wait)
+    ours.channel.send(News(term=1))
+    await until(lambda: ours.ends)
+    assert [status.step for status in ours.statuses] == list(range(200))
+    assert ours.ends == [""]
+    ours.channel.send(News(term=2))
+
+
+async def test_what_a_process_wrote_is_read_though_a_child_of_it_has_the_socket(worker: Worker) -> None:
+    ours, process = worker("parent", 100_000)
+    assert process.stdout is not None
+    child = int(await asyncio.to_thread(process.stdout.readline))
+    try:
+        ours.channel.send(Heard(silent_s=0.0))
+        await asyncio.to_thread(process.wait)
+        ours.channel.drain()
+        fault = ours.statuses[-1].fault
+        assert fault is not None
+        assert len(fault.message) == 100_000
+        assert ours.ends == []
+    finally:
+        os.kill(child, signal.SIGKILL)
+    await until(lambda: ours.ends)
+
+
+async def test_last_words_that_the_socket_does_not_take_at_once_are_written_before_the_end(worker: Worker) -> None:
+    ours, process = worker("last words", 150_000)
+    await until(lambda: ours.heard)
+    ours.channel.send(Heard(silent_s=0.0))
+    assert await asyncio.to_thread(process.wait) == 0
+    await until(lambda: ours.ends)
+    fault = ours.statuses[-1].fault
+    assert fault is not None
+    assert len(fault.message) == 150_000
+
+
+async def test_a_stopped_worker_holds_nobody_up_and_finds_the_newest_of_each_kind(worker: Worker) -> None:
+    ours, process = worker("repeat")
+    ours.channel.send(START)
+    await until(lambda: ours.heard)
+    process.send_signal(signal.SIGSTOP)
+    await asyncio.to_thread(os.waitid, os.P_PID, process.pid, os.WSTOPPED)
+    noted = "".join(map(chr, range(300, 1000)))
+    begun = time.monotonic()
+    for edition in range(20_000):
+        ours.channel.send(Order(node=1, term=1, edition=edition, noted=noted))
+        ours.channel.send(News(term=1, step=edition))
+    assert time.monotonic() - begun < DEADLINE_S
+    process.send_signal(signal.SIGCONT)
+    await until(lambda: ours.statuses[-1].edition == 19_999)
+    assert len(ours.statuses) < 2000, "far fewer than were sent"
+    ours.channel.close()
+    output, _ = await asyncio.to_thread(process.communicate)
+    assert output.split()[-2:] == ["Order", "News"]
+
+
+# -- the agent's end -------------------------------------------------------------------------------------------------
+
+
+async def test_large_messages_arrive_whole(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = Ours(pair[0]), Theirs(pair[1])
+    theirs.channel.start()
+    parts = tuple(os.urandom(1 << 18) for _ in range(3))
+    for key in "abc":
+        ours.channel.send(Gathered(generation=1, key=key, parts=parts))
+    theirs.channel.send(Part(generation=1, key="k", part=os.urandom(1 << 18)))
+    await until(lambda: len(theirs.heard) == 3 and ours.heard)
+    assert theirs.heard == [Gathered(generation=1, key=key, parts=parts) for key in "abc"]
+    with pytest.raises(Unreadable, match="limit"):
+        ours.channel.send(Gathered(generation=1, key="d", parts=parts * 3))
+    ours.channel.send(News(term=1))
+    await until(lambda: len(theirs.heard) == 4)
+    ours.channel.close()
+    await until(lambda: theirs.ends)
+    assert theirs.ends == [""]
+
+
+async def test_answers_of_gathers_do_not_replace_each_other_and_are_bounded(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    ours, theirs = Ours(pair[0]), Raw(pair[1])
+    fill = Gathered(generation=1, key="fill", parts=(os.urandom(1 << 18),) * 3)
+    ours.channel.send(fill)
+    for number in range(2 * MOST):
+        ours.channel.send(Gathered(generation=1, key=str(number), parts=(b"x",)))
+    ours.channel.send(News(term=1))
+    reading = asyncio.create_task(asyncio.to_thread(theirs.read, ToWorker, ends_with(News(term=1))))
+    await until(reading.done)
+    found = await reading
+    assert (found[0], found[-1], len(found)) == (fill, News(term=1), MOST + 1)
+    assert [message.key for message in found[1:-1]] == [str(number) for number in range(MOST + 1, 2 * MOST)]
+
+
+NEWER = msgspec.msgpack.encode((VERSION + 1, Status()))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (frame(b"garbage"), "cannot be read"),
+        (frame(b""), "cannot be read"),
+        (frame(encode(News(term=1))), "cannot be read"),
+        (frame(NEWER), f"version {VERSION + 1} cannot be read"),
+        (struct.pack("!I", MAX_MESSAGE + 1), "the limit is"),
+        (b"\xff" * 100, "the limit is"),
+    ],
+    ids=["garbage", "empty", "other direction", "other version", "too long", "noise"],
+)
+async def test_damage_ends_the_channel_with_words_behind_what_was_good(
+    pair: tuple[socket.socket, socket.socket], damage: bytes, words: str
+) -> None:
+    ours = Ours(pair[0])
+    pair[1].sendall(frame(encode(Status(step=1))) + damage + frame(encode(Status(step=2))))
+    await until(lambda: ours.ends)
+    assert ours.heard == [Status(step=1)]
+    assert len(ours.ends) == 1
+    assert words in ours.ends[0]
+    ours.channel.send(News(term=1))
+    ours.channel.drain()
+    ours.channel.close()
+    assert pair[1].recv(100) == b"", "the worker's side is told by the end"
+
+
+async def test_half_a_message_is_no_damage(pair: tuple[socket.socket, socket.socket]) -> None:
+    """It was killed while it wrote."""
+    ours = Ours(pair[0])
+    pair[1].sendall(frame(encode(Status(step=1))) + frame(encode(Status(step=2)))[:-1])
+    pair[1].close()
+    await until(lambda: ours.ends)
+    assert (ours.heard, ours.ends) == ([Status(step=1)], [""])
+
+
+async def test_messages_may_come_byte_by_byte(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours = Ours(pair[0])
+    for byte in frame(encode(Status(step=1))) + frame(encode(Status(step=2))):
+        pair[1].sendall(bytes([byte]))
+        ours.channel.drain()
+    assert ours.heard == [Status(step=1), Status(step=2)]
+
+
+async def test_nothing_is_called_after_close(pair: tuple[socket.socket, socket.socket]) -> None:
+    heard: list[FromWorker] = []
+
+    def hear(message: FromWorker) -> None:
+        heard.append(message)
+        channel.close()
+
+    channel = WorkerChannel(pair[0], hear, lambda reason: heard.clear())
+    pair[1].sendall(frame(encode(Status(step=1))) * 3)
+    pair[1].close()
+    await until(lambda: heard)
+    channel.drain()
+    assert heard == [Status(step=1)]
+
+
+async def test_faults_of_the_owner_do_not_end_the_channel(pair: tuple[socket.socket, socket.socket]) -> None:
+    heard: list[Wire] = []
+
+    def hear(message: Wire) -> None:
+        heard.append(message)
+        raise ValueError("from on_message")
+
+    agent = WorkerChannel(pair[0], hear, lambda reason: None)
+    worker = AgentChannel(pair[1].detach(), hear, lambda reason: None)
+    worker.start()
+    for number in range(3):
+        worker.send(Status(step=number))
+        await until(lambda number=number: len(heard) == 2 * number + 1)
+        agent.send(News(term=number))
+        await until(lambda number=number: len(heard) == 2 * number + 2)
+    worker.close()
+    agent.close()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.binary(max_size=60), max_size=20), st.booleans())
+def test_no_bytes_break_the_agent(chunks: list[bytes], in_frames: bool) -> None:
+    async def play() -> None:
+        one, other = socket.socketpair()
+        ours = Ours(one)
+        for chunk in chunks:
+            other.sendall(frame(chunk) if in_frames else chunk)
+        other.close()
+        await until(lambda: ours.ends)
+        assert all(isinstance(message, Status | Part) for message in ours.heard)
+
+    asyncio.run(play())
+
+
+# -- the worker's end ------------------------------------------------------------------------------------------------
+
+
+def test_an_agent_that_does_not_read_stops_no_training() -> None:
+    one, other = socket.socketpair()
+    theirs, raw = Theirs(other), Raw(one)
+    theirs.channel.start()
+    begun = time.monotonic()
+    for step in range(20_000):
+        theirs.channel.send(Status(step=step))
+    parts = [Part(generation=1, key=str(number), part=b"x" * 100) for number in range(5)]
+    for part in parts:
+        theirs.channel.send(part)
+    theirs.channel.send(Status(step=20_000))
+    assert time.monotonic() - begun < DEADLINE_S
+    found = raw.read(FromWorker, ends_with(Status(step=20_000)))
+    assert found[-6:] == [*parts, Status(step=20_000)]
+    assert len(found) < 15_000, "what the socket took, and then the newest"
+    theirs.channel.close()
+    assert raw.read(FromWorker) == []
+    one.close()
+
+
+def test_many_threads_send() -> None:
+    one, other = socket.socketpair()
+    theirs, raw = Theirs(other), Raw(one)
+    theirs.channel.start()
+
+    def send(first: int) -> None:
+        for number in range(first, first + 50):
+            theirs.channel.send(Part(generation=1, key=str(number), part=b"x" * 3000))
+
+    threads = [threading.Thread(target=send, args=(first,)) for first in range(0, 200, 50)]
+    for thread in threads:
+        thread.start()
+    found = raw.read(FromWorker, lambda found: len(found) == 200)
+    for thread in threads:
+        thread.join()
+    assert sorted(int(part.key) for part in found) == list(range(200))
+    theirs.channel.close()
+    one.close()
+
+
+def test_close_writes_what_waits_and_gives_up_in_time() -> None:
+    one, other = socket.socketpair()
+    theirs, raw = Theirs(other), Raw(one)
+    theirs.channel.start()
+    large = [Part(generation=1, key=key, part=os.urandom(1 << 18)) for key in "abc"]
+    for part in large:
+        theirs.channel.send(part)
+    closing = threading.Thread(target=theirs.channel.close, args=(DEADLINE_S,))
+    closing.start()
+    assert raw.read(FromWorker) == large
+    closing.join()
+    one.close()
+    one, other = socket.socketpair()
+    theirs = Theirs(other)
+    theirs.channel.start()
+    for part in large:
+        theirs.channel.send(part)
+    begun = time.monotonic()
+    theirs.channel.close(0.1)
+    assert time.monotonic() - begun < DEADLINE_S / 2
+    theirs.channel.send(Status())
+    theirs.channel.close(0.1)
+    assert theirs.ends == []
+    one.close()
+
+
+def test_damage_from_the_agent_ends_the_channel_with_words() -> None:
+    one, other = socket.socketpair()
+    theirs = Theirs(other)
+    one.sendall(frame(encode(News(term=1))) + frame(NEWER))
+    theirs.channel.start()
+    one.settimeout(DEADLINE_S)
+    assert one.recv(1) == b""
+    theirs.channel.close()
+    assert theirs.heard == [News(term=1)]
+    assert f"version {VERSION + 1} cannot be read" in theirs.ends[0]
+    theirs.channel.send(Status())
+    one.close()

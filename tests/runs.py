@@ -1,0 +1,175 @@
+"""Runs of a head without its processes: a book in a folder, and runs whose nodes a test plays.
+
+The machines are the real ones. A played node keeps its newest report and has obeyed its newest order, unless the test
+says otherwise. So a test brings a run into a state as nodes would, and looks at what the head makes of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fallow.core.allocations import Agent, Allocation
+from fallow.core.nodes import events as ev
+from fallow.core.nodes.messages import Contract, Report, Switch
+from fallow.core.nodes.watch import Timing
+from fallow.core.protocol.agents import Progress
+from fallow.files import Paths
+from fallow.head.book import Book, Run
+from fallow.head.turn import Turn
+from fallow.model import AllocationKind, AllocationState, Doing, MemberPhase, RunSpec, RunStatus
+
+NOW = 1_000_000.0
+"""Unix time at which tests begin."""
+
+CONTRACT = Contract(signature="sig", shards=8, global_batch=64, total_steps=1000, layout=("w float32[2]",))
+
+
+def new_book(folder: Path, *, timing: Timing = Timing(), **more: Any) -> Book:
+    """An empty book whose files are below `folder`."""
+    paths = Paths(state=folder / "s", runtime=folder / "r").create()
+    numbers = itertools.count()
+    return Book(paths, timing=timing, public_key="k" * 40, new_id=lambda: f"{next(numbers):06}", **more)
+
+
+def new_run(book: Book, *, at: float = 0.0, now: float = NOW, **spec: Any) -> Run:
+    """A run of one to eight nodes, unless `spec` says otherwise. Nothing of it has begun."""
+    wanted = {"run": "", "name": "r", "min_nodes": 1, "max_nodes": 8, **spec}
+    return book.create(RunSpec(**wanted), at, now)
+
+
+def hold(
+    turn: Turn,
+    run: Run,
+    *hosts: str,
+    kind: AllocationKind = AllocationKind.HARVEST,
+    state: AllocationState = AllocationState.RUNNING,
+    **known: Any,
+) -> Allocation:
+    """An allocation that Slurm has given these hosts. No agent has come yet."""
+    allocation = turn.book.new_allocation(run, kind, turn.now, **known)
+    allocation.state, allocation.nodes = state, list(hosts)
+    allocation.job_id = allocation.job_id or str(100 + run.record.next_allocation)
+    if state is AllocationState.RUNNING:
+        allocation.start_at = turn.now if allocation.start_at is None else allocation.start_at
+    return allocation
+
+
+class Nodes:
+    """The nodes of one run.
+
+    Args:
+        run: whose nodes they are.
+        contract: what their scripts have prepared.
+    """
+
+    def __init__(self, run: Run, contract: Contract = CONTRACT) -> None:
+        self.run = run
+        self.contract = contract
+        self.said: dict[int, Report] = {}
+        "the newest report of each"
+
+    def come(self, turn: Turn, allocation: Allocation, host: str, *, slots: int = 1, entry: str = "") -> int:
+        """An agent introduces its workers; returns the node's number. Their scripts have just been started.
+
+        Args:
+            entry: where its workers listen; by default an address that no other host has.
+        """
+        run = self.run
+        run.record.slots = run.record.slots or slots
+        agent = allocation.agents.setdefault(host, Agent())
+        known = run.roster.nodes.get(agent.node)
+        boot = 1 if known is None else known.boot + 1
+        node = allocation.reserved if boot == 1 else 0
+        event = ev.Expected(
+            at=turn.at,
+            host=host,
+            token=allocation.token,
+            boot=boot,
+            slots=slots,
+            entry=entry or f"address of {host}",
+            node=node,
+        )
+        turn.apply(run, event)
+        return agent.node
+
+    def ready(self, turn: Turn, *nodes: int) -> None:
+        """They have rehearsed."""
+        for n in nodes:
+            self.say(turn, n, ready=self.contract)
+
+    def say(self, turn: Turn, node: int, **what: Any) -> Report:
+        """A node reports as before, but for `what`."""
+        known = self.run.roster.nodes[node]
+        order = self.run.machine.order(node)
+        last = self.said.get(node) or Report(node=node, boot=known.boot, seq=0, term=0, edition=0)
+        told = {"seq": last.seq + 1, "term": order.term, "edition": order.edition}
+        report = self.said[node] = msgspec.structs.replace(last, **{**told, **what})
+        turn.apply(self.run, ev.Reported(at=turn.at, host=known.host, report=report))
+        return report
+
+    def settle(self, turn: Turn, step: int = 0) -> None:
+        """Vote on what is proposed, and go over, until no change is under way. A first step is `step`."""
+        for _ in range(20):
+            ballot = self.run.machine.state.ballot
+            if ballot is None:
+                return
+            generation = ballot.change.generation
+            if self.run.machine.state.voting is not None:
+                for n in ballot.participants:
+                    given_up = max(self.said[n].given_up, self.run.machine.order(n).broken)
+                    self.say(turn, n, prepared=generation, given_up=given_up)
+                continue
+            for n in [n for n in ballot.change.leavers if self.run.roster.alive(n)]:
+                self.say(turn, n, left=generation, given_up=generation)
+            for n in list(ballot.members):
+                if self.run.machine.state.going is not None:
+                    self.arrive(turn, n, generation, step)
+        raise AssertionError(f"the membership does not settle: {self.run.machine.state.ballot}")
+
+    def arrive(self, turn: Turn, node: int, generation: int, step: int = 0) -> None:
+        """A node computes in this generation, with the state."""
+        switch = Switch(generation=generation, first_step=step)
+        what: dict[str, Any] = {"generation": generation, "has_state": True, "step": step, "switch": switch}
+        self.say(turn, node, doing=Doing.WORKING, stalled_s=0.0, **what)
+
+    def step(self, turn: Turn, step: int, **progress: Any) -> None:
+        """All members have finished so many steps; `progress`: what else their beats say."""
+        for n in self.run.roster.present():
+            self.say(turn, n, step=step)
+            self.progress(n, reached=(0, step), **progress)
+
+    def progress(self, node: int, **what: Any) -> None:
+        """What a node's beats say besides its report."""
+        known = self.run.progress.get(node, Progress())
+        self.run.progress[node] = msgspec.structs.replace(known, **what)
+
+    def pass_s(self, turn: Turn, seconds: int) -> None:
+        """Time passes. All nodes are heard each second, and the head's clock ticks."""
+        for _ in range(seconds):
+            turn.at, turn.now = turn.at + 1.0, turn.now + 1.0
+            for n in [n for n in self.said if self.run.roster.alive(n)]:
+                self.say(turn, n)
+            turn.apply(self.run, ev.Ticked(at=turn.at))
+
+    def end(self, turn: Turn, node: int, code: int | None = 0, **more: Any) -> None:
+        """All processes of a node have ended."""
+        reason = f"exited with {code}" if code is not None else "killed by signal 9"
+        turn.apply(self.run, ev.Gone(at=turn.at, node=node, code=code, **{"reason": reason, **more}))
+
+
+def train(turn: Turn, run: Run, hosts: Sequence[str], *, slots: int = 1, contract: Contract = CONTRACT) -> Nodes:
+    """Let a run train on these hosts: the first is the base job's, the others are harvested."""
+    nodes = Nodes(run, contract)
+    for host in hosts:
+        kind = AllocationKind.HARVEST if run.roster.nodes else AllocationKind.BASE
+        nodes.come(turn, hold(turn, run, host, kind=kind), host, slots=slots)
+    nodes.ready(turn, *run.roster.nodes)
+    nodes.settle(turn)
+    assert run.root.status is RunStatus.TRAINING
+    assert len(run.roster.present(MemberPhase.MEMBER)) == len(hosts)
+    return nodes

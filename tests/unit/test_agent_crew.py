@@ -1,0 +1,174 @@
+"""Workers that are started and watched, without a head."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from agent_head import DEADLINE_S, PUPPET, WAIT, gone, until
+from fallow.agent import crew as crew_module
+from fallow.agent.crew import Crew
+from fallow.agent.merge import merge_report
+from fallow.agent.place import Place
+from fallow.agent.reporter import Reporter
+from fallow.agent.worker import Launch
+from fallow.core.devices import Devices
+from fallow.core.nodes.messages import End, Gather, Order
+from fallow.core.protocol.agents import Beat, Ended, News, Setup
+from fallow.files import RunPaths
+
+Start = Callable[..., Crew]
+FINISH = "say(finish=Finish(generation=1, steps=1, digest='d'));"
+
+
+class Rig:
+    """A crew whose agent does nothing but look after it."""
+
+    def __init__(self, folder: Path, code: str, slots: int) -> None:
+        self.paths = RunPaths(folder / "run").create()
+        self.changes, self.gathers, self.has_ended = 0, list[Gather](), False
+        launch = Launch(
+            run="r1",
+            place=Place("h", "1", slots, Devices({}, amd=False), "127.0.0.1", "127.0.0.1"),
+            command=[sys.executable, "-u", "-c", code],
+            environ=os.environ,
+            relays=False,
+        )
+        setup = Setup(
+            run="r1", folder=str(self.paths.root), seed=0, max_workers=8, beat_s=1.0, lease_s=10.0, patience_s=600.0,
+            checkpoint_folder="/",
+        )  # fmt: skip
+        self.crew = Crew(3, setup, launch, on_change=self._change, on_gather=self.gathers.append, on_end=self._note_end)
+        self.crew.start(News(term=1, step=7))
+        self.editions = 0
+
+    def _change(self) -> None:
+        self.changes += 1
+
+    def _note_end(self) -> None:
+        assert not self.has_ended, "told once"
+        self.has_ended = True
+
+    def order(self, code: str = "", end: End | None = None) -> None:
+        self.editions += 1
+        self.crew.obey(Order(node=3, term=1, edition=self.editions, noted=code, end=end))
+
+    def pids(self) -> list[int]:
+        return [facts.pid for facts in self.crew.facts()]
+
+    async def ended(self) -> Ended:
+        await self.until(lambda: self.has_ended)
+        return self.crew.ended(merge_report(self.crew.facts(), node=3, boot=1, seq=1))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        def look() -> bool:
+            self.crew.look()
+            return condition()
+
+        await until(look)
+
+
+@contextlib.asynccontextmanager
+async def working(folder: Path, code: str = PUPPET, slots: int = 2) -> AsyncIterator[Rig]:
+    rig = Rig(folder, code, slots)
+    await rig.until(lambda: len(rig.pids()) == slots and all(rig.pids()))
+    yield rig
+    rig.crew.kill()
+    await rig.until(lambda: not rig.crew.is_alive)
+
+
+async def test_a_worker_that_starts_is_told_the_newest_of_all(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, PUPPET, slots=2)
+    assert len([pid for pid in rig.pids() if pid]) == 1, "one in each turn of the loop"
+    rig.order("print('old', flush=True)")
+    rig.order(f"print('step', news.step, flush=True); {FINISH} sys.exit(0)")
+    await rig.ended()
+    assert rig.paths.log("n2.0").read_text() == "old\nstep 7\n"
+    assert rig.paths.log("n2.1").read_text() == "step 7\n"
+
+
+async def test_a_sibling_that_does_not_end_in_time_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew_module, "GRACE_S", 0.2)
+    async with working(tmp_path) as rig:
+        rig.order(f"if slot == 1: {FINISH} sys.exit(0)")
+        ended = await rig.ended()
+        assert (ended.code, ended.signal, ended.is_ordered) == (0, None, False), "the one that ended first"
+
+
+async def test_an_order_to_end_is_enforced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew_module, "KILL_AFTER_S", 0.2)
+    async with working(tmp_path, WAIT) as rig:
+        rig.order(end=End(code=75, reason="test"))
+        ended = await rig.ended()
+        assert (ended.code, ended.signal, ended.is_ordered) == (None, 9, True)
+
+
+async def test_a_crash_before_the_order_is_no_ordered_end(tmp_path: Path) -> None:
+    async with working(tmp_path) as rig:
+        _, second = rig.pids()
+        rig.order("if slot == 0: os.kill(os.getpid(), signal.SIGSEGV)")
+        await rig.until(lambda: rig.pids()[0] == 0)
+        rig.order(end=End(code=75, reason="test", kill=True))
+        ended = await rig.ended()
+        assert (ended.signal, ended.is_ordered) == (11, False)
+        assert gone(second)
+
+
+async def test_what_a_worker_said_before_its_end_is_heard_before_it_is_judged(tmp_path: Path) -> None:
+    async with working(tmp_path) as rig:
+        first, second = rig.pids()
+        rig.order(f"if slot == 0: {FINISH} sys.exit(0)")
+        # Nothing is read meanwhile.
+        os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222
+        rig.crew.look()
+        assert rig.crew.facts()[0].status.finish is not None
+        rig.order("say(step=9)")
+        await rig.until(lambda: rig.crew.facts()[1].status.step == 9)
+        assert not gone(second)
+
+
+async def test_a_worker_that_cannot_be_understood_is_killed(tmp_path: Path) -> None:
+    code = "import os, signal\nos.write(int(os.environ['FALLOW_CHANNEL_FD']), b'\\0\\0\\0\\2\\x92\\1')\n" + WAIT
+    async with working(tmp_path, code) as rig:
+        ended = await rig.ended()
+        assert ended.signal == 9
+        assert ended.tail.startswith("worker n2.")
+        assert "cannot be read" in ended.tail
+
+
+async def test_output_that_nobody_takes_holds_up_neither_siblings_nor_the_loop(tmp_path: Path) -> None:
+    """The log of the first worker is a pipe that nobody reads: it takes no more, and its end does not show."""
+    paths = RunPaths(tmp_path / "run").create()
+    os.mkfifo(paths.log("n2.0"))
+    async with working(tmp_path) as rig:
+        rig.order("print('output', flush=True)")
+        await rig.until((log := paths.log("n2.1")).exists)
+        await rig.until(lambda: "output" in log.read_text())
+        rig.order("sys.exit(4)")
+        assert (await rig.ended()).code == 4
+        async with asyncio.timeout(DEADLINE_S):
+            assert await asyncio.to_thread(paths.log("n2.0").read_text) == "output\n"
+
+
+async def test_many_changes_make_few_beats() -> None:
+    sent = list[Beat]()
+    warnings = [0]
+    reporter = Reporter(lambda: Beat(warned=warnings[-1]), sent.append)
+    reporter.note_change()
+    for number in range(1, 200):
+        warnings.append(number)
+        reporter.note_change()
+    await until(lambda: sent)
+    assert [beat.warned for beat in sent] == [199]
+    reporter.note_change()
+    done = asyncio.get_running_loop().time() + 0.05
+    await until(lambda: asyncio.get_running_loop().time() > done)
+    assert len(sent) == 1, "nothing has changed"
+    reporter.tell()
+    assert len(sent) == 2

@@ -1,0 +1,67 @@
+"""How the head comes to know the workers of a node, and hears of their end."""
+
+from __future__ import annotations
+
+import pytest
+
+from fallow.agent.enrolment import Admission, Enrolment
+from fallow.core.protocol.agents import Admitted, Ended, EndNoted, Hello
+
+HELLO = Hello(host="h", token="t", version="1", job_id="7", boot=1, slots=1, entry="10.0.0.1")
+CRASH = Ended(node=3, boot=1, code=None, signal=9, tail="last words")
+
+
+@pytest.fixture
+def running() -> Enrolment:
+    enrolment = Enrolment(HELLO)
+    assert enrolment.admit(Admitted(node=3, boot=1)) is Admission.START
+    return enrolment
+
+
+def test_workers_are_started_once_and_say_their_number_from_then_on(running: Enrolment) -> None:
+    assert running.admit(Admitted(node=3, boot=1)) is Admission.KNOWN
+    assert running.unanswered() == []
+    running.greet_again()
+    (hello,) = running.unanswered()
+    assert isinstance(hello, Hello)
+    assert (hello.node, hello.boot) == (3, 1)
+    assert running.admit(Admitted(node=5, boot=1)) is Admission.RENUMBERED
+    assert running.node == 5
+
+
+def test_an_admission_of_another_start_is_stale(running: Enrolment) -> None:
+    running.greet_again()
+    assert running.admit(Admitted(node=9, boot=2)) is Admission.STALE
+    assert running.node == 3
+    assert running.unanswered()
+
+
+def test_an_end_is_said_until_it_is_noted_also_while_others_run(running: Enrolment) -> None:
+    running.end(CRASH)
+    assert running.want(2)
+    assert running.admit(Admitted(node=4, boot=2)) is Admission.START
+    running.note_end(EndNoted(node=3, boot=2))
+    assert running.unanswered() == running.unnoted() == [CRASH]
+    running.note_end(EndNoted(node=3, boot=1))
+    assert running.unanswered() == []
+
+
+def test_workers_are_wanted_anew_only_once_the_former_ones_have_ended(running: Enrolment) -> None:
+    assert not running.want(2)
+    running.end(CRASH)
+    assert not running.want(1)
+    assert running.want(3)
+    (hello, _) = running.unanswered()
+    assert isinstance(hello, Hello)
+    assert (hello.node, hello.boot) == (0, 3)
+    assert running.want(4), "none has been admitted for the third start"
+
+
+def test_a_head_that_has_forgotten_an_end_hears_of_it_again_but_does_not_count_it_twice(running: Enrolment) -> None:
+    running.end(CRASH)
+    assert running.admit(Admitted(node=3, boot=1)) is Admission.KNOWN
+    assert running.unnoted() == [CRASH], "it is on its way anyhow"
+    running.note_end(EndNoted(node=3, boot=1))
+    assert running.admit(Admitted(node=6, boot=1)) is Admission.KNOWN
+    (again,) = running.unnoted()
+    assert (again.node, again.boot, again.signal, again.is_ordered) == (6, 1, 9, True)

@@ -1,0 +1,236 @@
+"""How L workers stand becomes how their node stands."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fallow.agent.merge import Facts, merge_progress, merge_report, needs_no_beat
+from fallow.core.nodes.messages import (
+    Checkpoint,
+    Contract,
+    Fault,
+    Finish,
+    Pause,
+    Problem,
+    Refusal,
+    Report,
+    Switch,
+)
+from fallow.core.protocol.agents import Beat, Progress
+from fallow.core.protocol.workers import Status
+from fallow.model import Doing
+
+COUNT = st.integers(0, 5)
+SECONDS = st.floats(0, 100)
+CONTRACT = st.builds(Contract, signature=st.sampled_from("ab"), shards=st.just(8), global_batch=st.just(64))
+STATUS = st.builds(
+    Status,
+    term=COUNT,
+    edition=COUNT,
+    ready=st.none() | CONTRACT,
+    generation=COUNT,
+    prepared=COUNT,
+    refusal=st.none()
+    | st.builds(
+        Refusal,
+        generation=COUNT,
+        reason=st.just("no"),
+        unreachable=st.lists(COUNT, max_size=2, unique=True).map(tuple),
+        tried=st.just(()),
+    ),
+    given_up=COUNT,
+    left=COUNT,
+    step=COUNT,
+    has_state=st.booleans(),
+    switch=st.none()
+    | st.builds(
+        Switch, generation=COUNT, first_step=COUNT, pause_s=SECONDS, bytes_in_pause=COUNT, bytes_behind=COUNT,
+        parts=st.just(Pause()), discarded=COUNT,
+    ),
+    doing=st.sampled_from(Doing),
+    stalled_s=SECONDS,
+    computes=st.booleans(),
+    in_call=st.booleans(),
+    deserted=st.booleans(),
+    finish=st.none() | st.builds(Finish, generation=COUNT, steps=COUNT, digest=st.sampled_from("de")),
+    fault=st.none() | st.builds(Fault, code=COUNT, message=st.just("m")),
+    saved=st.none() | st.builds(Checkpoint, path=st.just("/c"), generation=COUNT, step=COUNT),
+    unsaved=st.none() | st.builds(Problem, reason=st.just("r"), generation=COUNT, step=COUNT),
+    damaged=st.none() | st.builds(Problem, reason=st.just("r"), generation=COUNT, step=COUNT),
+    healed=COUNT,
+    unrecorded=st.none() | COUNT,
+)  # fmt: skip
+FACTS = st.builds(Facts, status=STATUS, age_s=SECONDS, stopped_s=SECONDS, pid=COUNT)
+NODE = st.lists(FACTS, min_size=1, max_size=4)
+
+
+def merged(workers: list[Facts], seq: int = 1) -> Report:
+    return merge_report(workers, node=1, boot=1, seq=seq)
+
+
+def of(*statuses: dict[str, Any]) -> Report:
+    return merged([Facts(Status(**status)) for status in statuses])
+
+
+@given(FACTS)
+def test_a_node_with_one_worker_stands_as_that_one_does(worker: Facts) -> None:
+    report, status = merged([worker]), worker.status
+    for name in set(Report.__struct_fields__) & set(Status.__struct_fields__) - {"switch", "stalled_s"}:
+        assert getattr(report, name) == getattr(status, name), name
+    is_current = status.switch is not None and status.switch.generation == status.generation
+    assert report.switch == (status.switch if is_current else None)
+    assert (report.stalled_s, report.stopped_s) == (status.stalled_s + worker.age_s, worker.stopped_s)
+
+
+@given(NODE)
+def test_a_node_has_done_what_all_of_its_workers_have(workers: list[Facts]) -> None:
+    report, all_of = merged(workers), [worker.status for worker in workers]
+    assert all((report.term, report.edition) <= (status.term, status.edition) for status in all_of)
+    for name in ("generation", "prepared", "given_up", "left", "step"):
+        assert getattr(report, name) == min(getattr(status, name) for status in all_of)
+    for name in ("ready", "finish"):
+        assert (getattr(report, name) is not None) is all(getattr(status, name) is not None for status in all_of)
+    for name in ("has_state", "in_call"):
+        assert getattr(report, name) is all(getattr(status, name) for status in all_of)
+    for doing in (Doing.WAITING, Doing.OUTSIDE):
+        assert (report.doing is doing) is all(status.doing is doing for status in all_of)
+
+
+@given(NODE)
+def test_what_one_worker_alone_knows_is_told(workers: list[Facts]) -> None:
+    report, all_of = merged(workers), [worker.status for worker in workers]
+    for name in ("refusal", "fault", "saved", "unsaved", "damaged", "unrecorded"):
+        assert (getattr(report, name) is not None) is any(getattr(status, name) is not None for status in all_of)
+    for name in ("deserted", "computes"):
+        assert getattr(report, name) is any(getattr(status, name) for status in all_of)
+    assert report.healed == max(status.healed for status in all_of)
+    for name in ("saved", "unsaved", "damaged"):
+        known = [found for status in all_of if (found := getattr(status, name)) is not None]
+        if known:
+            newest = getattr(report, name)
+            assert (newest.generation, newest.step) == max((found.generation, found.step) for found in known)
+
+
+@given(NODE)
+def test_a_node_gets_on_when_one_of_its_workers_does_and_is_stopped_when_one_is(workers: list[Facts]) -> None:
+    report = merged(workers)
+    assert report.stalled_s == min(worker.status.stalled_s + worker.age_s for worker in workers)
+    assert report.stopped_s == max(worker.stopped_s for worker in workers)
+
+
+def test_an_older_order_of_a_newer_head_is_newer() -> None:
+    report = of({"term": 2, "edition": 1}, {"term": 1, "edition": 7})
+    assert (report.term, report.edition) == (1, 7)
+
+
+def test_workers_that_differ_do_not_pass_for_alike() -> None:
+    one, other = (Contract(signature=signature, shards=8, global_batch=8) for signature in "ab")
+    assert of({"ready": one}, {"ready": other}, {"ready": one}).ready == other
+    ends = [Finish(generation=1, steps=1, digest=digest) for digest in "xyx"]
+    finish = of(*({"finish": end} for end in ends)).finish
+    assert finish is not None
+    assert finish.digest not in ("x", "y")
+
+
+def test_refusals_of_the_newest_generation_are_told_together() -> None:
+    refusals = [
+        Refusal(generation=3, reason="old", unreachable=(9,)),
+        Refusal(generation=4, reason="first", unreachable=(1, 2), tried=("a:1",)),
+        Refusal(generation=4, reason="second", unreachable=(2, 3), tried=("b:1",)),
+    ]
+    refusal = of(*({"refusal": refusal} for refusal in refusals)).refusal
+    assert refusal == Refusal(generation=4, reason="first", unreachable=(1, 2, 3), tried=("a:1", "b:1"))
+
+
+def test_a_switch_is_told_once_all_have_gone_over_and_as_long_as_the_longest_took() -> None:
+    def switch(generation: int, pause_s: float) -> Switch:
+        return Switch(generation=generation, first_step=5, pause_s=pause_s, bytes_in_pause=2, bytes_behind=3)
+
+    first, second = switch(2, 0.1), switch(2, 0.3)
+    told = of({"generation": 2, "switch": first}, {"generation": 2, "switch": second}).switch
+    assert told == msgspec.structs.replace(second, bytes_in_pause=4, bytes_behind=6)
+    assert of({"generation": 2, "switch": first}, {"generation": 1}).switch is None
+    assert of({"generation": 2, "switch": first}, {"generation": 2, "switch": switch(1, 0.3)}).switch is None
+
+
+PROGRESS = st.builds(
+    Progress,
+    epoch=COUNT,
+    reached=st.tuples(COUNT, COUNT),
+    loss=st.none() | SECONDS,
+    samples_per_s=SECONDS,
+    shards=COUNT,
+    pace_s=st.just(0.0) | st.floats(0.001, 100),
+    total_steps=st.none() | COUNT,
+    scalars=st.dictionaries(st.sampled_from("ab"), SECONDS),
+    busy_links=st.dictionaries(st.sampled_from(["10.0.0.1", "10.0.0.2"]), st.floats(0, 1)),
+)
+
+
+@given(st.lists(PROGRESS, min_size=1, max_size=4), st.lists(COUNT, min_size=4, max_size=4))
+def test_progress_of_a_node(all_of: list[Progress], pids: list[int]) -> None:
+    workers = [Facts(Status(progress=progress), pid=pid) for progress, pid in zip(all_of, pids, strict=False)]
+    node = merge_progress(workers)
+    for name in ("loss", "samples_per_s", "scalars", "total_steps"):
+        assert getattr(node, name) == getattr(all_of[0], name), "the same everywhere"
+    assert node.shards == sum(progress.shards for progress in all_of)
+    assert node.epoch == max(progress.epoch for progress in all_of)
+    assert node.reached == max(progress.reached for progress in all_of)
+    assert node.pids == tuple(worker.pid for worker in workers if worker.pid)
+    for address in {address for progress in all_of for address in progress.busy_links}:
+        assert node.busy_links[address] == max(progress.busy_links.get(address, 0.0) for progress in all_of)
+    if min(progress.pace_s for progress in all_of) > 0:
+        assert math.isclose(1 / node.pace_s, sum(1 / progress.pace_s for progress in all_of))
+        assert node.pace_s <= min(progress.pace_s for progress in all_of), "together they are faster"
+    else:
+        assert node.pace_s == 0, "not known yet"
+
+
+@given(NODE, FACTS)
+def test_a_step_and_time_that_passes_can_wait_for_the_next_beat(workers: list[Facts], worker: Facts) -> None:
+    passing = {"step": 77, "doing": Doing.OUTSIDE, "stalled_s": 5.0, "in_call": True, "computes": True}
+    later = [
+        Facts(msgspec.structs.replace(one.status, **passing), age_s=9.0, stopped_s=2 * one.stopped_s) for one in workers
+    ]
+    progress = Progress(shards=3)
+    assert needs_no_beat(Beat(report=merged(workers))) == needs_no_beat(
+        Beat(report=merged(later, seq=9), progress=progress)
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"edition": 1},
+        {"ready": Contract(signature="s", shards=1, global_batch=1)},
+        {"generation": 1},
+        {"prepared": 1},
+        {"refusal": Refusal(generation=1, reason="")},
+        {"given_up": 1},
+        {"left": 1},
+        {"has_state": True},
+        {"deserted": True},
+        {"finish": Finish(generation=1, steps=1, digest="")},
+        {"fault": Fault(code=1, message="")},
+        {"saved": Checkpoint(path="/c", generation=1, step=1)},
+        {"unsaved": Problem(reason="")},
+        {"damaged": Problem(reason="")},
+        {"healed": 1},
+        {"unrecorded": 0},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_the_head_acts_on_cannot_wait(change: dict[str, Any]) -> None:
+    assert needs_no_beat(Beat(report=of({}))) != needs_no_beat(Beat(report=of(change)))
+
+
+def test_a_stop_and_a_warning_cannot_wait() -> None:
+    running, stopped = (Beat(report=merged([Facts(Status(), stopped_s=seconds)])) for seconds in (0.0, 0.01))
+    assert needs_no_beat(running) != needs_no_beat(stopped)
+    assert needs_no_beat(Beat()) != needs_no_beat(Beat(warned=15))
