@@ -1,4 +1,4 @@
-"""torchrun's rendezvous backend against the real membership machine and its gathers, agents as threads."""
+"""torchrun's rendezvous backend against the real membership machine and rendezvous store, agents as threads."""
 
 from __future__ import annotations
 
@@ -9,26 +9,33 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 psutil = pytest.importorskip("psutil")
 
+from fallow.head.rendezvous import Rendezvous  # noqa: E402
 from torch.distributed import DistStoreError, TCPStore  # noqa: E402
 from torch.distributed.elastic.rendezvous import RendezvousInfo  # noqa: E402
 from torch.distributed.elastic.utils import store as store_util  # noqa: E402
 
-from fallow.core.nodes import events as ev  # noqa: E402
-from fallow.core.nodes.gather import Gathers  # noqa: E402
-from fallow.core.nodes.machine import Machine  # noqa: E402
-from fallow.core.nodes.messages import Gather, Report  # noqa: E402
-from fallow.core.nodes.records import Root  # noqa: E402
-from fallow.core.nodes.roster import Roster  # noqa: E402
-from fallow.core.nodes.watch import Timing  # noqa: E402
-from fallow.core.protocol.agents import News, Setup  # noqa: E402
-from fallow.core.protocol.workers import FromWorker, Heard, Part, Start, Status, ToWorker  # noqa: E402
-from fallow.model import RunStatus  # noqa: E402
+from fallow.core import events as ev  # noqa: E402
+from fallow.core.membership import Membership  # noqa: E402
+from fallow.core.roster import Roster  # noqa: E402
+from fallow.core.timing import Timing  # noqa: E402
+from fallow.model import (  # noqa: E402
+    Beat,
+    BeatAck,
+    Finished,
+    FromWorker,
+    KvRequest,
+    RunStatus,
+    ToWorker,
+    Welcome,
+    WorkerHello,
+)
 from fallow.worker.session.session import Session  # noqa: E402
 from fallow.worker.torchrun.backend import Handler  # noqa: E402
 
@@ -43,47 +50,34 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 class Head:
-    """One run's machine and gathers on a thread; every message goes through its queue, as in the real one."""
+    """One run's machine and store on a thread; every message goes through its queue, as in the real one."""
 
     def __init__(self) -> None:
-        roster = Roster(Root(run="r", minimum=2, maximum=4, limit=4, scripted=True))
-        self.machine = Machine(roster, term=1, timing=Timing(held_grace_s=0.05), at=time.monotonic(), validate=True)
-        self.gathers = Gathers()
-        self.say: dict[int, Callable[[ToWorker], None]] = {}
-        "by node"
+        roster = Roster(run="r", min_members=2, max_members=4, limit=4, scripted=True)
+        self.machine = Membership(roster, term=1, timing=Timing(held_grace_s=0.05), at=time.monotonic(), validate=True)
+        self.rendezvous = Rendezvous()
+        self.say: dict[str, Callable[[ToWorker], None]] = {}
         self.late: Callable[[], bool] | None = None
-        "statuses that tell that a script has ended wait until this is true"
+        "messages that a script has ended wait until this is true"
         self.agents: list[Agent] = []
-        self._late: list[Report] = []
+        self._late: list[FromWorker] = []
         self._inbox: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
     @property
-    def status(self) -> RunStatus:
-        return self.machine.roster.root.status
-
-    @property
-    def members(self) -> list[int]:
-        return self.machine.roster.members
-
-    @property
-    def changes(self) -> bool:
-        """A generation is on its way."""
-        return self.machine.roster.root.change is not None
+    def roster(self) -> Roster:
+        return self.machine.roster
 
     def apply(self, event: ev.Event) -> None:
         self._inbox.put(lambda: self._apply(event))
 
-    def take(self, report: Report) -> None:
-        self._inbox.put(lambda: self._take(report))
-
-    def gather(self, said: Gather) -> None:
-        self._inbox.put(lambda: self._gather(said))
+    def take(self, message: FromWorker) -> None:
+        self._inbox.put(lambda: self._take(message))
 
     def close(self) -> None:
         for agent in self.agents:
-            if not agent.cut:
+            if not agent.link.cut:
                 agent.thread.join(WITHIN_S)
         self._inbox.put(None)
         self._thread.join(WITHIN_S)
@@ -97,37 +91,66 @@ class Head:
             if act is None:
                 return
             act()
+            self._answer(self.rendezvous.tick(time.monotonic()))
             while self._late and self.late is not None and self.late():
-                self._report(self._late.pop(0))
+                self._apply(ev.Said(at=time.monotonic(), message=self._late.pop()))
 
-    def _take(self, report: Report) -> None:
-        if report.finish is not None and self.late is not None and not self.late():
-            self._late.append(report)
-        else:
-            self._report(report)
-        self.say[report.node](Heard(silent_s=0.0))
+    def _take(self, message: FromWorker) -> None:
+        at, worker = time.monotonic(), message.worker if not isinstance(message, KvRequest) else ""
+        match message:
+            case KvRequest():
+                raise AssertionError
+            case Finished() if self.late is not None and not self.late():
+                self._late.append(message)
+                return
+            case WorkerHello():
+                self.say[worker](
+                    Welcome(
+                        term=1, run="r", seed=0, max_workers=4, beat_s=0.05, lease_s=9, head_patience_s=9, folder="f"
+                    )
+                )
+        self._apply(ev.Said(at=at, message=message))
+        if isinstance(message, Beat):
+            self.say[worker](BeatAck(term=1, ready=True))
 
-    def _report(self, report: Report) -> None:
-        self._apply(ev.Reported(at=time.monotonic(), host=f"h{report.node}", report=report))
+    def ask(self, worker: str, request: KvRequest) -> None:
+        self._inbox.put(lambda: self._answer(self.rendezvous.handle(worker, request, time.monotonic())))
 
-    def _gather(self, said: Gather) -> None:
-        answer, nodes = self.gathers.take(said)
-        for node in nodes:
-            assert answer is not None
-            self.say[node](answer)
+    def _answer(self, replies: list[tuple[str, Any]]) -> None:
+        for worker, reply in replies:
+            self.say[worker](reply)
 
     def _apply(self, event: ev.Event) -> None:
-        for instruction in self.machine.handle(event).then:
-            if isinstance(instruction, ev.Send) and instruction.node in self.say:
-                plan, ballot = instruction.order.plan, self.machine.state.ballot
-                if plan is not None and ballot is not None:
-                    self.gathers.open(plan.generation, ballot.members)
-                self.say[instruction.node](instruction.order)
+        for instruction in self.machine.handle(event):
+            if isinstance(instruction, ev.Tell) and instruction.worker in self.say:
+                self.say[instruction.worker](instruction.message)
+
+
+@dataclass
+class Link:
+    """A worker's end of the wire."""
+
+    head: Head
+    worker: str
+    cut: bool = False
+    last_heard: float = float("inf")
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def send(self, message: FromWorker) -> None:
+        if self.cut:
+            return
+        if isinstance(message, KvRequest):
+            self.head.ask(self.worker, message)
+        else:
+            self.head.take(message)
 
 
 @dataclass
 class Agent:
-    """A node with one worker, which is torchrun's agent; its script runs until it is told how to end."""
+    """What torchrun's agent does, with a script that runs until it is told how to end."""
 
     head: Head
     number: int
@@ -135,65 +158,21 @@ class Agent:
     exit: BaseException | None = None
     fails: bool = False
     "its script does, as soon as it is started"
-    cut: bool = False
-    "nothing of it reaches the head"
 
     def __post_init__(self) -> None:
-        self.node = self.number + 1
+        self.name = f"w{self.number}"
         self.head.agents.append(self)
-        self._seq = 0
-        self._status: Status | None = None
+        self.link = Link(self.head, self.name)
         self._ends = threading.Event()
-        self.session = Session(self._connect, grouped=False)
-        self.session.open()
-        host, token = f"h{self.node}", f"t{self.number}"
-        self.head.apply(
-            ev.Expected(at=time.monotonic(), host=host, token=token, boot=1, slots=1, entry="127.0.0.1", node=self.node)
-        )
+
+        def connect(on_message: Callable[[ToWorker], None], on_connect: Callable[[], None]) -> Link:
+            self.head.say[self.name] = on_message
+            return self.link
+
+        self.head.apply(ev.WorkerExpected(at=time.monotonic(), worker=self.name, token=f"t{self.number}", node="n"))
+        self.session = Session(self.name, "127.0.0.1", connect, grouped=False)
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
-
-    # -- as the channel to Fallow's agent
-
-    def _connect(self, on_message: Callable[[ToWorker], None], on_end: Callable[[str], None]) -> Agent:
-        self.head.say[self.node] = on_message
-        return self
-
-    def start(self) -> None:
-        setup = Setup(
-            run="r",
-            folder="f",
-            seed=0,
-            max_workers=4,
-            beat_s=0.05,
-            lease_s=9.0,
-            patience_s=9.0,
-            checkpoint_folder="f",
-        )
-        say = self.head.say[self.node]
-        say(Start(worker=f"n{self.number}", node=self.node, slot=0, slots=1, address="127.0.0.1", setup=setup))
-        say(News(term=1))
-
-    def send(self, message: FromWorker) -> None:
-        if self.cut:
-            return
-        if isinstance(message, Part):
-            said = Gather(node=self.node, generation=message.generation, key=message.key, part=message.part)
-            self.head.gather(said)
-        else:
-            self._seq += 1
-            self._status = message
-            self.head.take(self._report())
-
-    def _report(self) -> Report:
-        assert self._status is not None
-        names = {*Status.__struct_fields__} & {*Report.__struct_fields__}
-        fields = {name: getattr(self._status, name) for name in names}
-        return Report(node=self.node, boot=1, seq=self._seq, **fields)
-
-    def close(self, flush_s: float = 0.0) -> None: ...
-
-    # -- as torchrun
 
     @property
     def world(self) -> tuple[int, int] | None:
@@ -206,17 +185,18 @@ class Agent:
 
     def die(self) -> None:
         """The node is lost."""
-        self.cut = True
-        self.head.apply(ev.Gone(at=time.monotonic(), node=self.node, reason="killed", signal=9))
+        self.link.cut = True
+        self.head.apply(ev.WorkerGone(at=time.monotonic(), worker=self.name, reason="killed", signal=9))
 
     def _run(self) -> None:
         try:
-            handler = Handler(self.session)
-            while not self.cut:
+            welcome = self.session.open()
+            handler = Handler(self.session, welcome.run, welcome.max_workers)
+            while not self.link.cut:
                 info = handler.next_rendezvous()
                 self.met.append(info)
                 while not self.fails and not self._ends.is_set() and not handler.num_nodes_waiting():
-                    if self.cut:
+                    if self.link.cut:
                         return
                     time.sleep(0.005)
                 if self._ends.is_set():
@@ -225,10 +205,8 @@ class Agent:
                     raise SystemExit(0)
         except SystemExit as ended:
             self.exit = ended
-            if not self.cut:
-                self.session.close()
-                code, report = int(str(ended.code)), self._report()
-                gone = ev.Gone(at=time.monotonic(), node=self.node, reason="ended", code=code, report=report)
+            if not self.link.cut:
+                gone = ev.WorkerGone(at=time.monotonic(), worker=self.name, reason="ended", code=int(str(ended.code)))
                 self.head.apply(gone)
         finally:
             self.session.close()
@@ -250,8 +228,8 @@ def test_e1_members_meet_anew_when_one_comes_leaves_or_is_lost(head: Head) -> No
     until(lambda: worlds(first, second) == [(0, 2), (1, 2)])
     third = Agent(head, 2)
     until(lambda: worlds(first, second, third) == [(0, 3), (1, 3), (2, 3)])
-    until(lambda: not head.changes)
-    head.apply(ev.Release(at=time.monotonic(), nodes=(1,), reason="asked", limit=2))
+    until(lambda: head.roster.change is None)
+    head.apply(ev.ReleaseWanted(at=time.monotonic(), workers=["w0"], reason="asked", limit=2))
     until(lambda: worlds(second, third) == [(0, 2), (1, 2)])
     first.thread.join(WITHIN_S)
     assert isinstance(first.exit, SystemExit)
@@ -259,7 +237,7 @@ def test_e1_members_meet_anew_when_one_comes_leaves_or_is_lost(head: Head) -> No
     third.die()
     until(lambda: worlds(second) == [(0, 1)])
     second.end()
-    until(lambda: head.status is RunStatus.FINISHED)
+    until(lambda: head.roster.status is RunStatus.FINISHED)
 
 
 def test_e1_agents_share_a_store_and_scripts_one_that_listens_on_the_nodes_address_alone(head: Head) -> None:
@@ -286,13 +264,13 @@ def test_e1_agents_share_a_store_and_scripts_one_that_listens_on_the_nodes_addre
     with pytest.raises(DistStoreError, match="over"):
         mine.wait(["never"])
     first.end()
-    until(lambda: head.status is RunStatus.FINISHED)
+    until(lambda: head.roster.status is RunStatus.FINISHED)
 
 
 def test_e1_a_script_that_fails_again_and_again_ends_the_run(head: Head) -> None:
     agents = [Agent(head, 0, fails=True), Agent(head, 1, fails=True)]
-    until(lambda: head.status is RunStatus.FAILED)
-    assert "4 times in a row with the same members" in head.machine.roster.root.message
+    until(lambda: head.roster.status is RunStatus.FAILED)
+    assert "4 times in a row with the same members" in head.roster.message
     for agent in agents:
         agent.thread.join(WITHIN_S)
         assert [info.world_size for info in agent.met[:5]].count(2) == 4
@@ -302,15 +280,15 @@ def test_e1_e10_a_script_that_ends_while_a_change_is_on_its_way_is_not_waited_fo
     """Its end is told just after the head has committed a generation with it: the others go on in that one alone."""
     first, second = Agent(head, 0), Agent(head, 1)
     until(lambda: worlds(first, second) == [(0, 2), (1, 2)])
-    until(lambda: not head.changes)
-    head.late = lambda: head.machine.roster.root.generation == 2
+    until(lambda: head.roster.change is None)
+    head.late = lambda: head.roster.generation == 2
     first.end()
     third = Agent(head, 2)
     until(lambda: worlds(second, third) == [(0, 2), (1, 2)])
-    assert head.members == [1, 2, 3]
+    assert head.roster.members == ["w0", "w1", "w2"]
     second.end()
     third.end()
-    until(lambda: head.status is RunStatus.FINISHED)
+    until(lambda: head.roster.status is RunStatus.FINISHED)
     first.thread.join(WITHIN_S)
     assert first.exit is not None
 
@@ -321,9 +299,9 @@ def test_e1_e10_a_script_that_fails_when_another_has_ended_well_is_not_started_a
     first, second = Agent(head, 0), Agent(head, 1)
     until(lambda: worlds(first, second) == [(0, 2), (1, 2)])
     first.end()
-    until(lambda: head.machine.roster.finishing)
+    until(lambda: head.roster.finishing)
     second.fails = True
-    until(lambda: head.status is RunStatus.FINISHED)
+    until(lambda: head.roster.status is RunStatus.FINISHED)
     assert isinstance(second.exit, SystemExit)
     assert second.exit.code == 1
     assert "when others' scripts had ended well" in capsys.readouterr().err
