@@ -24,7 +24,7 @@ BENCHES: dict[str, str] = {
     "checkpoint": "training held up by durable checkpoints, against torch.save",
     "shares": "one member slower than the others, against the sum of the speeds",
     "planner": "one plan for a large cluster and many runs",
-    "head": "a generation of a thousand members under one head, and its memory",
+    "head": "a change among a thousand nodes with eight workers each, under one head, and its memory",
     "torchrun": "absorb, release and kill, against torchrun's elastic agent",
     "torchft": "absorb and kill, against torchft, where it is installed",
 }
