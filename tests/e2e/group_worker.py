@@ -5,58 +5,20 @@ usage: group_worker.py CONFIG.json
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from fallow.model import FromWorker, ToWorker
-from fallow.worker.api import run as run_module
-from fallow.worker.api.lazy_imports import put_off_compiler
+import fallow
 from fallow.worker.handover import supply
-from fallow.worker.session.session import Session
-
-put_off_compiler()  # as `import fallow` does in a worker
-
-
-class SocketChannel:
-    """Length-prefixed messages over an inherited socket."""
-
-    def __init__(self, descriptor: int, on_message: Callable, on_connect: Callable) -> None:
-        self._socket = socket.socket(fileno=descriptor)
-        self._on_message, self._on_connect = on_message, on_connect
-        self._lock = threading.Lock()
-        self.last_heard = time.monotonic()
-
-    def start(self) -> None:
-        threading.Thread(target=self._read, daemon=True).start()
-        self._on_connect()
-
-    def send(self, message: FromWorker) -> None:
-        data = msgspec.msgpack.encode(message)
-        with self._lock, contextlib.suppress(OSError):
-            self._socket.sendall(len(data).to_bytes(4, "little") + data)
-
-    def close(self) -> None:
-        self._socket.shutdown(socket.SHUT_RDWR)
-
-    def _read(self) -> None:
-        decoder = msgspec.msgpack.Decoder(ToWorker)
-        stream = self._socket.makefile("rb")
-        while head := stream.read(4):
-            message = decoder.decode(stream.read(int.from_bytes(head, "little")))
-            self.last_heard = time.monotonic()
-            self._on_message(message)
 
 
 class Points(Dataset):
@@ -103,9 +65,9 @@ def stall_late_part(folder: Path, generation: int) -> None:
 def main() -> None:
     config = json.loads(Path(sys.argv[1]).read_text())
     folder = Path(config["folder"])
-    worker = os.environ.get("TEST_WORKER", "single")
+    worker = os.environ["FALLOW_WORKER"]
     torch.set_num_threads(1)
-    torch.manual_seed(0 if worker in ("single", "w0") else 99)  # newcomers must not rely on their own weights
+    torch.manual_seed(0 if worker == "n0" else 99)  # newcomers must not rely on their own weights
 
     width = config.get("width", 16)
     model = nn.Sequential(
@@ -134,13 +96,7 @@ def main() -> None:
         shuffle=True,
         num_workers=config.get("num_workers", 0),
     )
-    if worker == "single":
-        os.environ.pop("FALLOW_WORKER", None)
-        run = run_module.init()
-    else:
-        descriptor = int(os.environ["TEST_FD"])
-        session = Session(worker, "127.0.0.1", lambda m, c: SocketChannel(descriptor, m, c))
-        run = run_module.attach(session)
+    run = fallow.init()
     model, optimizer, schedule, loader = run.prepare(
         model, optimizer, schedule, loader, global_batch=config["global_batch"]
     )
@@ -149,7 +105,7 @@ def main() -> None:
     epochs_seen: list[int] = []
 
     def pause(step: int) -> None:
-        if stops.get(step) in ("all", worker) and worker != "single" and not run.rehearsing:
+        if stops.get(step) in ("all", worker) and not run.rehearsing:
             (folder / f"at-{step}-{worker}").touch()
             wait_for(folder / f"go-{step}")
 

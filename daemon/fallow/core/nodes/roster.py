@@ -131,8 +131,8 @@ class Roster:
         return [n for n in self.members if self.nodes[n].phase in wanted]
 
     def standbys(self) -> list[int]:
-        """Ready nodes, oldest first."""
-        return [n for n, node in self.nodes.items() if node.phase is MemberPhase.READY]
+        """Ready nodes, oldest first. (Agents of `fallow local` bring their numbers, and come in any order.)"""
+        return sorted(n for n, node in self.nodes.items() if node.phase is MemberPhase.READY)
 
     def fitting(self, taken: Iterable[int], candidates: Iterable[int]) -> list[int]:
         """The first candidates that have a place beside `taken`: by the limit, and by the number of shards."""
