@@ -11,14 +11,20 @@ import socket
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-import fallow
+from fallow.wire.frames import AgentChannel
+from fallow.worker.api import run as run_module
+from fallow.worker.api.lazy_imports import put_off_compiler
 from fallow.worker.handover import supply
+from fallow.worker.session.session import Session
+
+put_off_compiler()  # as `import fallow` does in a worker
 
 
 class Points(Dataset):
@@ -65,9 +71,9 @@ def stall_late_part(folder: Path, generation: int) -> None:
 def main() -> None:
     config = json.loads(Path(sys.argv[1]).read_text())
     folder = Path(config["folder"])
-    worker = os.environ["FALLOW_WORKER"]
+    worker = os.environ.get("TEST_WORKER", "single")
     torch.set_num_threads(1)
-    torch.manual_seed(0 if worker == "n0" else 99)  # newcomers must not rely on their own weights
+    torch.manual_seed(0 if worker in ("single", "w0") else 99)  # newcomers must not rely on their own weights
 
     width = config.get("width", 16)
     model = nn.Sequential(
@@ -96,7 +102,12 @@ def main() -> None:
         shuffle=True,
         num_workers=config.get("num_workers", 0),
     )
-    run = fallow.init()
+    if worker == "single":
+        os.environ.pop("FALLOW_WORKER", None)
+        run = run_module.init()
+    else:
+        descriptor = int(os.environ["TEST_FD"])
+        run = run_module.attach(Session(partial(AgentChannel, descriptor)))
     model, optimizer, schedule, loader = run.prepare(
         model, optimizer, schedule, loader, global_batch=config["global_batch"]
     )
@@ -105,7 +116,7 @@ def main() -> None:
     epochs_seen: list[int] = []
 
     def pause(step: int) -> None:
-        if stops.get(step) in ("all", worker) and not run.rehearsing:
+        if stops.get(step) in ("all", worker) and worker != "single" and not run.rehearsing:
             (folder / f"at-{step}-{worker}").touch()
             wait_for(folder / f"go-{step}")
 

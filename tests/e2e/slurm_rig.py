@@ -34,12 +34,12 @@ from fallow.model import (
     EventRecord,
     FallowError,
     HeadView,
+    MemberPhase,
     MemberView,
     RunReport,
     RunStatus,
     RunView,
     Snapshot,
-    WorkerPhase,
 )
 from fallow.testbed.cluster import Testbed
 
@@ -175,7 +175,7 @@ class Training:
         def settled() -> list[MemberView]:
             view = self.view()
             members = [m for m in view.members if m.rank is not None]
-            calm = view.change is None and all(m.phase is WorkerPhase.MEMBER for m in members)
+            calm = view.change is None and all(m.phase is MemberPhase.MEMBER for m in members)
             return self.members() if calm and len(members) == count else []
 
         return self.wait_for(f"{count} members", settled, seconds)

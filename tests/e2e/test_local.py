@@ -124,9 +124,12 @@ class Box:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("FALLOW_", "SLURM_"))}
         return {**kept, "TMPDIR": str(self.folder), MARK: OWN_MARK, "OMP_NUM_THREADS": "1"}
 
-    def local(self, *command: str, members: int = 2, schedule: str = "", **environ: str) -> Fork:
+    def local(
+        self, *command: str, members: int = 2, workers_per_node: int = 1, schedule: str = "", **environ: str
+    ) -> Fork:
         """Start `fallow local --json` as a fork, and so its agents and workers: torch need not be imported."""
         words = self._words(*command, members=members, schedule=schedule)
+        words[1:1] = ["--workers-per-node", str(workers_per_node)]
         self.started.append(Fork(self.nursery, words, self.environ | environ, self.folder))
         return self.started[-1]
 
@@ -173,10 +176,9 @@ class Box:
         stderr = "".join(done.stderr for done in ended)
         return Done(max(done.code for done in ended), ended[0].stdout, stderr, ended[0].result)
 
-    def tiny(self, *options: str, steps: int = 90, members: int = 2, schedule: str = "", **environ: str) -> Done:
-        """The tiny training under `fallow local`, to its end."""
-        process = self.local(*self.tiny_words(*options, steps=steps), members=members, schedule=schedule, **environ)
-        return self.finish(process)
+    def tiny(self, *options: str, steps: int = 90, **how: Any) -> Done:
+        """The tiny training under `fallow local`, to its end; `how`: as for `local`."""
+        return self.finish(self.local(*self.tiny_words(*options, steps=steps), **how))
 
     def tiny_words(self, *options: str, steps: int = 90) -> list[str]:
         return [TINY, "--steps", str(steps), "--result", str(self.folder / "result.json"), *options]
@@ -417,6 +419,14 @@ def test_a_kill_while_somebody_is_being_absorbed(box: Box, tiny: Callable[..., A
     done = box.tiny(schedule="+1@20,kill:1@20").trained(90, expected_samples(90))
     assert done.members[0] == ["n0", "n1"]
     assert done.members[-1] == ["n0", "n2"]
+    same(done, tiny())
+
+
+def test_nodes_of_several_workers_come_and_go_as_a_whole(box: Box, tiny: Callable[..., Any]) -> None:
+    schedule = "+1@20,kill:1@40,-m0@60"
+    done = box.tiny(workers_per_node=2, schedule=schedule).trained(90, expected_samples(90))
+    assert done.members == [["n0", "n1"], ["n0", "n1", "n2"], ["n0", "n2"], ["n2"]]
+    assert done.kinds == ["start", "absorb", "eject", "release"]
     same(done, tiny())
 
 

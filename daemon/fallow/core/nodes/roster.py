@@ -131,7 +131,7 @@ class Roster:
         return [n for n in self.members if self.nodes[n].phase in wanted]
 
     def standbys(self) -> list[int]:
-        """Ready nodes, oldest first. (Agents of `fallow local` bring their numbers, and come in any order.)"""
+        """Ready nodes, oldest first."""
         return sorted(n for n, node in self.nodes.items() if node.phase is MemberPhase.READY)
 
     def fitting(self, taken: Iterable[int], candidates: Iterable[int]) -> list[int]:
