@@ -15,19 +15,21 @@ import pytest
 
 from fallow.config import Config
 from fallow.core.backoff import Asker
+from fallow.core.nodes import events as ev
+from fallow.core.nodes.watch import Timing
 from fallow.core.survival import Spell
-from fallow.core.timing import Timing
 from fallow.files import Paths
 from fallow.head import durable as durable_module
 from fallow.head.app import Head
 from fallow.head.book import Book
 from fallow.head.durable import Durable
-from fallow.head.forgetting import KEPT_REPORTS, reports
 from fallow.head.turn import Turn
 from fallow.local.driver import store_pid
-from fallow.model import ChangeKind, Exit, FallowError, GenerationReport, Parts, RunSpec
+from fallow.model import AllocationKind, ChangeKind, Exit, FallowError, GenerationReport, Parts, RunSpec
 from fallow.store import server as server_module
+from fallow.store.client import Write
 from fallow.store.server import find_server
+from runs import Nodes
 
 
 @contextlib.asynccontextmanager
@@ -59,39 +61,95 @@ async def test_notes_are_found_again_by_the_next_head(tmp_path: Path) -> None:
         await durable.close()
 
 
-async def test_reports_of_old_generations_are_written_once_and_found_again(tmp_path: Path) -> None:
-    paths = Paths(tmp_path / "state", tmp_path / "run").create()
+def report(number: int) -> GenerationReport:
+    return GenerationReport(
+        generation=number,
+        kind=ChangeKind.ABSORB,
+        members=["n0"],
+        first_step=number,
+        pause_s=None,
+        parts=Parts(drain=0, group=0, state=0, data=0),
+        at=1.0,
+    )
+
+
+async def test_reports_of_generations_are_written_once_and_found_again_and_the_oldest_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = 100
+    monkeypatch.setattr("fallow.head.book.KEPT_GENERATIONS", kept)
     count = 0
     for number in range(3):
-        durable = Durable(paths, None)
-        await durable.open()
-        await durable.begin_term()
-        book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: "id")
-        await durable.load(book, 0.0)
-        if not number:
-            book.create(RunSpec(run="", name="r", min_nodes=1, max_nodes=2), 0.0, 0.0)
-        (run,) = book.runs.values()
-        assert [report.generation for report in reports(run)] == list(range(count))
-        for _ in range(47):
-            report = GenerationReport(
-                generation=count,
-                kind=ChangeKind.ABSORB,
-                members=["w0"],
-                first_step=count,
-                pause_s=None,
-                parts=Parts(),
-                at=1.0,
-            )
-            run.roster.history.append(report)
-            count += 1
-            turn = Turn(book, 0.0, 0.0, dirty={run.id})
-            await durable.write(turn)
-        assert len(run.roster.history) < KEPT_REPORTS + 10
-        assert [report.generation for report in reports(run)] == list(range(count))
-        kept = await durable.store.load("past/")
-        assert {revision for revision, _ in kept.values()} <= {1}, "written once"
-        await durable.close()
-    assert len(kept) == (3 * 47 - KEPT_REPORTS) // 10
+        async with begun(tmp_path) as (durable, book, _):
+            await durable.load(book, 0.0)
+            if not number:
+                book.create(RunSpec(run="", name="r", min_nodes=1, max_nodes=2), 0.0, 0.0)
+            (run,) = book.runs.values()
+            assert [one.generation for one in run.generations] == list(range(max(0, count - kept), count))
+            for _ in range(47):
+                run.generations.append(report(count))
+                count += 1
+                await durable.write(Turn(book, 0.0, 0.0, dirty={run.id}))
+            stored = await durable.store.load(f"run/{run.id}/generation/")
+            assert {revision for revision, _ in stored.values()} == {1}, "written once"
+            assert len(stored) == min(kept, count)
+
+
+async def test_a_turn_writes_what_it_has_changed_and_nothing_else(tmp_path: Path) -> None:
+    async with begun(tmp_path) as (durable, book, _):
+        run = book.create(RunSpec(run="", name="r", min_nodes=1, max_nodes=2), 0.0, 0.0)
+        held = [book.new_allocation(run, AllocationKind.HARVEST, 0.0) for _ in range(3)]
+
+        async def changed() -> set[str]:
+            before = await durable.store.load("run/")
+            await durable.write(Turn(book, 0.0, 0.0, dirty={run.id}))
+            after = await durable.store.load("run/")
+            return {key.removeprefix(f"run/{run.id}/") for key in before | after if before.get(key) != after.get(key)}
+
+        allocations = [f"allocation/{one.token}" for one in held]
+        assert await changed() == {"spec", "record", "root", *allocations}
+        assert await changed() == set()
+        held[1].reason = "it waits"
+        assert await changed() == {allocations[1]}
+        run.record.spent_node_s = 5.0
+        assert await changed() == {"record"}
+        Turn(book, 0.0, 0.0).apply(run, ev.Limit(at=0.0, limit=1, reason="shrunk"))
+        assert await changed() == {"root"}
+        del run.allocations[held[0].token]
+        assert await changed() == {allocations[0]}
+
+
+async def test_a_run_that_is_made_anew_is_what_was_written_down(tmp_path: Path) -> None:
+    """What a turn has changed and not written is gone, and orders go on above those that were sent."""
+    async with begun(tmp_path) as (durable, book, _):
+        run = book.create(RunSpec(run="", name="r", min_nodes=1, max_nodes=2), 0.0, 0.0)
+        kept = book.new_allocation(run, AllocationKind.BASE, 0.0)
+        turn = Turn(book, 0.0, 0.0, dirty={run.id})
+        nodes = Nodes(run)
+        nodes.come(turn, kept, "h1")
+        run.generations.append(report(1))
+        await durable.write(turn)
+        sent = run.machine.order(1).edition
+        lost = book.new_allocation(run, AllocationKind.HARVEST, 0.0)
+        kept.reason, run.record.spent_node_s = "half done", 1e9
+        turn = Turn(book, 0.0, 0.0)
+        nodes.come(turn, lost, "h2")
+        nodes.ready(turn, 1)
+        assert run.pending
+        new = await durable.make_anew(book, run, 0.0)
+        assert book.runs[run.id] is book.current[run.id] is new
+        assert (new.record.spent_node_s, new.pending, list(new.allocations)) == (0.0, {}, [kept.token])
+        assert new.allocations[kept.token].reason == ""
+        assert list(new.roster.nodes) == [1] and new.root.contract is None
+        assert [one.generation for one in new.generations] == [1]
+        assert (book.allowed(kept.public_key), book.allowed(lost.public_key)) == (True, False)
+        # It goes on.
+        turn, nodes = Turn(book, 0.0, 0.0), Nodes(new)
+        nodes.ready(turn, 1)
+        assert nodes.said[1].edition > sent
+        await durable.write(turn)
+        again = await durable.make_anew(book, new, 0.0)
+        assert again.root.contract is not None
 
 
 async def test_a_store_that_is_killed_again_and_again_is_started_again(
@@ -201,31 +259,36 @@ async def test_the_store_comes_back_when_its_folder_can_be_written_again(
     await durable.close()
 
 
-def dated(number: int) -> GenerationReport:
-    kind = ChangeKind.ABSORB
-    return GenerationReport(
-        generation=number,
-        kind=kind,
-        members=[],
-        first_step=0,
-        pause_s=None,
-        parts=Parts(drain=0, group=0, state=0, data=0),
-    )
-
-
 async def test_a_forgotten_run_is_gone_for_the_next_head(tmp_path: Path) -> None:
     async with begun(tmp_path) as (durable, book, paths):
         kept, gone = (book.create(RunSpec(run="", name=name, min_nodes=1, max_nodes=1), 0.0, 0.0) for name in "kg")
         first = Turn(book, 0.0, 0.0)
         first.dirty |= {kept.id, gone.id}
-        gone.roster.history = [dated(number) for number in range(2 * KEPT_REPORTS)]
+        Nodes(gone).come(first, book.new_allocation(gone, AllocationKind.BASE, 0.0), "h1")
+        gone.generations += [report(number) for number in range(5)]
         await durable.write(first)
-        assert gone.past
+        left = await durable.store.load(f"run/{gone.id}/")
+        assert len(left) == len(("spec", "record", "root", "node/1", "allocation/...")) + 5
         second = Turn(book, 0.0, 0.0)
         second.forget(gone)
         await durable.write(second)
         again = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: "id")
         await durable.load(again, 0.0)
         assert list(again.runs) == [kept.id]
-        assert await durable.store.load("spec/") == {f"spec/{kept.id}": (1, msgspec.msgpack.encode(kept.spec))}
-        assert await durable.store.load("past/") == {}
+        assert list(await durable.store.load("run/")) == [f"run/{kept.id}/{key}" for key in ("record", "root", "spec")]
+
+
+@pytest.mark.parametrize("key", ["run/", "run/x", "run/x/", "run/x/root/y", "run/x/other"])
+async def test_a_key_that_nobody_knows_stops_no_head(tmp_path: Path, key: str) -> None:
+    async with begun(tmp_path) as (durable, book, _):
+        good = book.create(RunSpec(run="", name="good", min_nodes=1, max_nodes=1), 0.0, 0.0)
+        await durable.write(Turn(book, 0.0, 0.0, dirty={good.id}))
+        await durable.store.save([Write(key, None, b"\xc1")], [])
+        again = Book(durable_paths(tmp_path), timing=Timing(), public_key="k" * 40, new_id=lambda: "id")
+        await durable.load(again, 0.0)
+        assert not again.runs[good.id].ended
+        assert good.id not in durable.unreadable
+
+
+def durable_paths(folder: Path) -> Paths:
+    return Paths(folder / "state", folder / "run")
