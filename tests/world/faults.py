@@ -82,6 +82,8 @@ def store_goes_back(w: World, host: Host, lasts: float) -> bool:
 
 
 def _cut_off(w: World, hosts: list[Host], lasts: float, *, hears: bool = False, is_heard: bool = False) -> bool:
+    if w.t < w.reliable_until:
+        return False
     for host in hosts:
         host.hears, host.is_heard = host.hears and hears, host.is_heard and is_heard
         host.bad_until = max(host.bad_until, w.t + lasts)
@@ -153,7 +155,8 @@ def worker_killed(w: World, host: Host, lasts: float) -> bool:
 
 def script_fails(w: World, host: Host, lasts: float) -> bool:
     """On this node alone: an exception that comes nowhere else."""
-    if not host.workers or host.dying or host.deserted or any(x.finished for x in host.workers):
+    is_lying = w.t < host.lies_until
+    if not host.workers or host.dying or host.deserted or is_lying or any(x.finished for x in host.workers):
         return False
     step = min(x.step for x in host.workers)
     host.fault = Fault(code=1, message="ValueError", signature=f"E{w.t}", step=step)
@@ -201,11 +204,28 @@ def worker_stopped(w: World, host: Host, lasts: float) -> bool:
 
 
 def node_frozen(w: World, host: Host, lasts: float) -> bool:
+    if w.t < w.reliable_until:
+        return False
     host.frozen = True
     host.bad_until = host.froze_until = max(host.bad_until, w.t + lasts)
     for x in host.workers:
         x.stopped = True
     w.after(lasts, lambda: w.thaw_host(host))
+    return True
+
+
+def groups_break(w: World, host: Host, lasts: float) -> bool:
+    """Launches fail on this node, in each group anew."""
+    host.breaks_until = w.t + lasts
+    return True
+
+
+def agent_lies(w: World, host: Host, lasts: float) -> bool:
+    """It claims to obey a head of a higher term than any that ever was."""
+    if host.fault is not None or host.dying:
+        return False  # its last words would not be heard
+    host.lies_until = w.t + lasts
+    host.bad_until = max(host.bad_until, w.t + lasts)
     return True
 
 
@@ -216,6 +236,14 @@ def release(w: World, host: Host, lasts: float) -> bool:
     by, node = w.t + w.rng.choice((4, 10, 20)), host.node
     w.head.receive(("event", lambda at: ev.Release(at=at, nodes=(node,), reason="asked", by=by)))
     return node > 0
+
+
+def two_released(w: World, host: Host, lasts: float) -> bool:
+    """Both are wanted at the same moment, each for itself."""
+    nodes = {host.node, w.rng.choice(w.running()).node} - {0}
+    for node in sorted(nodes):
+        w.head.receive(("event", lambda at, n=node: ev.Release(at=at, nodes=(n,), reason="asked", by=at + 20)))
+    return len(nodes) == 2
 
 
 def walltime(w: World, host: Host, lasts: float) -> bool:
@@ -272,7 +300,10 @@ FAULTS: dict[str, tuple[int, Strike]] = {
     "power lost": (1, power_lost),
     "worker stopped": (1, worker_stopped),
     "node frozen": (1, node_frozen),
+    "groups break": (1, groups_break),
+    "agent lies": (1, agent_lies),
     "release": (2, release),
+    "two released": (1, two_released),
     "walltime": (1, walltime),
     "limit": (1, limit),
     "rollback": (1, rollback),

@@ -162,9 +162,6 @@ class Head:
         turn = self.machine.handle(event)
         self._writes.update(turn.writes)
         for instruction in turn.then:
-            if isinstance(instruction, ev.Superseded):
-                self.die()
-                return
             if isinstance(instruction, ev.Log):
                 self.w.observer.read_log(instruction, self)
         self._then += turn.then

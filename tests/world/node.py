@@ -48,6 +48,8 @@ class Host:
         self.hears = self.is_heard = True
         "can orders come in, can reports get out?"
         self.bad_until = self.cut_until = self.froze_until = 0.0
+        self.breaks_until = self.lies_until = 0.0
+        "until then every group breaks on it; until then it claims to obey a head that never was"
         self.ends_at: float | None = None
         self.boot = 0
         self.unsaid: list[tuple[Any, ...]] = []
@@ -70,6 +72,11 @@ class Host:
         self.workers = [Worker(self, number) for number in range(SLOTS)]
         for worker in self.workers:
             self.w.after(self.w.rng.uniform(0.5, 4), lambda x=worker: self._rehearsed(x))
+
+    @property
+    def script_ended(self) -> bool:
+        """On one of its workers at least: no step is finished with this node any more."""
+        return self.deserted or self.fault is not None
 
     def _rehearsed(self, worker: Worker) -> None:
         if worker.alive and worker in self.workers:
@@ -114,7 +121,7 @@ class Host:
             node=self.node,
             boot=self.boot,
             seq=self.seq,
-            term=self.obeyed[0],
+            term=self.obeyed[0] + (1000 if t < self.lies_until else 0),
             edition=self.obeyed[1],
             ready=CONTRACT if all(x.ready for x in ws) and not accepted else None,
             generation=min(x.generation for x in ws),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from fallow.core.nodes import events as ev
 from fallow.core.nodes.messages import Order, Plan
+from fallow.core.nodes.names import member_name
 from fallow.core.nodes.records import Node
 from fallow.core.records import decode
 from world.head import Head
@@ -114,7 +115,7 @@ class Observer:
         if entry.kind != "eject" or w.loss >= 0.1:
             return
         for host in w.hosts.values():
-            if host.node and entry.text.startswith(f"n{host.node} ({host.name}) is gone"):
+            if host.node and entry.text.startswith(f"{member_name(host.node)} ({host.name}) is gone"):
                 self._judge(host, entry.text)
 
     def _judge(self, host: Host, text: str) -> None:
@@ -136,6 +137,8 @@ class Observer:
             w.fail(f"a node that all reach was given up: {text}")
         if ("did not vote" in text or "no progress" in text) and is_working and is_well and w.is_calm:
             w.fail(f"a node that works was given up: {text}")
+        if "in a row broke" in text and w.t > w.broke_at + 40:
+            w.fail(f"a node was given up though groups break on none: {text}")
         if "stopped" in text and not any(x.stopped for x in host.workers) and w.t > host.bad_until + 4:
             w.fail(f"a node that is not stopped was given up: {text}")
 
@@ -147,4 +150,4 @@ class Observer:
             return
         known, root = decode(raw, Node), w.store.root
         if known.alive and known.ends_at is not None and root.final is None and not root.status.ended:
-            w.fail(f"n{host.node} ({host.name}) was still in the run at its walltime: {known}")
+            w.fail(f"{member_name(host.node)} ({host.name}) was still in the run at its walltime: {known}")

@@ -11,10 +11,6 @@ from fallow.core.nodes.records import Saved, WentBack
 from fallow.core.nodes.roster import Roster
 from fallow.model import ChangeKind
 
-KEEP = 2
-"""Usable ones that stay, besides those that were asked for by hand."""
-
-
 def usable(roster: Roster) -> list[Checkpoint]:
     """Newest step first."""
     good = [saved.checkpoint for saved in roster.checkpoints.saved if saved.usable]
@@ -43,17 +39,20 @@ def _is_superseded(roster: Roster, new: Checkpoint) -> bool:
     return any(generation > new.generation and first < new.step for generation, first in begun)
 
 
-def take_spare(roster: Roster) -> list[str]:
+def take_spare(roster: Roster, keep: int) -> list[str]:
     """Take out what is not needed any more, and return the paths. Call it only while a node has the state.
 
-    A checkpoint that was set aside or is damaged stays until `KEEP` usable ones have come after it.
+    Args:
+        roster: of the run.
+        keep: so many of the newest usable ones stay, besides those that were asked for by hand. One that was set aside
+            or is damaged stays until so many usable ones have come after it.
     """
     known = roster.checkpoints.saved
     ordinary = [saved for saved in known if not saved.checkpoint.asked]
     good = sorted((saved for saved in ordinary if saved.usable), key=lambda saved: saved.checkpoint.step)
-    spare = good[: max(0, len(good) - KEEP)]
+    spare = good[: max(0, len(good) - keep)]
     for number, saved in enumerate(known):
-        if saved in ordinary and not saved.usable and sum(later.usable for later in known[number:]) >= KEEP:
+        if saved in ordinary and not saved.usable and sum(later.usable for later in known[number:]) >= keep:
             spare.append(saved)
     for saved in spare:
         known.remove(saved)

@@ -102,7 +102,7 @@ def has_lost_members(m: State) -> bool:
 def group_broke(m: State) -> bool:
     """A group broke, and no news of a death came to explain it."""
     group = m.trouble.group
-    return group is not None and m.watch.now - group[0] >= m.timing.held_grace_s and not m.roster.deserters()
+    return group is not None and m.watch.now >= group.rebuild_at and not m.roster.deserters()
 
 
 def generation_is_broken(m: State) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from fallow.core.nodes.messages import Order, Report
+from fallow.core.nodes import records
+from fallow.core.nodes.messages import Checkpoint, Order, Report
 from fallow.model import RunStatus
 
 
@@ -74,7 +75,10 @@ class Ends(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release(Event):
-    """These nodes have to leave at the next boundary. A node that is still there at `by` is ejected."""
+    """These nodes have to leave at the next boundary. A node that is still there at `by` is ejected.
+
+    The generation without them is begun with the next tick. Whoever is released until then goes in it, too.
+    """
 
     nodes: tuple[int, ...]
     reason: str
@@ -111,6 +115,13 @@ class Rollback(Event):
     """Go back to the usable checkpoint of `step`, which exists."""
 
     step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found(Event):
+    """A checkpoint that no report has told of is complete on disk: it was finished while no head was there."""
+
+    checkpoint: Checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +174,14 @@ class Log:
 
 
 @dataclass(frozen=True, slots=True)
+class Completed:
+    """A generation became complete: all of its members compute in it. `members` are in rank order."""
+
+    record: records.Completed
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RemoveCheckpoint:
     path: str
 
@@ -176,19 +195,12 @@ class Barred:
 
 
 @dataclass(frozen=True, slots=True)
-class Superseded:
-    """A node has heard of a newer head: this one ends."""
-
-    term: int
-
-
-@dataclass(frozen=True, slots=True)
 class RunEnded:
     status: RunStatus
     message: str
 
 
-Instruction = Send | Admitted | Unknown | Log | RemoveCheckpoint | Barred | Superseded | RunEnded
+Instruction = Send | Admitted | Unknown | Log | Completed | RemoveCheckpoint | Barred | RunEnded
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fallow.core.nodes import checkpoints, losses
 from fallow.core.nodes import events as ev
-from fallow.core.nodes.messages import Report
+from fallow.core.nodes.messages import Checkpoint, Report
 from fallow.core.nodes.moves import burn
 from fallow.core.nodes.proposals import difference
 from fallow.core.nodes.records import FailureKind, Node
@@ -25,7 +25,8 @@ def recover(m: State, report: Report) -> None:
         if m.voting is not None:
             m.voting.spoiled = "the store has lost what was written last"
     if report.generation > max(root.generation, m.trouble.broken):
-        m.trouble.broken, m.is_changed = report.generation, True
+        m.trouble.broken = m.trouble.recovered = report.generation
+        m.is_changed = True
         m.outbox.log(
             "recover", f"{m.roster.name(report.node)} is in generation {report.generation}, which the store lost"
         )
@@ -84,13 +85,19 @@ def note_saved(m: State, node: Node, report: Report) -> None:
     assert new is not None
     r.touch(node).noted = new.path
     m.tell([node.id])
+    keep_checkpoint(m, new)
+
+
+def keep_checkpoint(m: State, new: Checkpoint) -> None:
+    """A checkpoint is complete on disk; older ones may not be needed any more."""
+    r = m.roster
     saved = checkpoints.add(r, new)
     if saved is None:
         return
     text = f"checkpoint of step {new.step}" + (": set aside, the run went on from an earlier step" * saved.aside)
     m.outbox.log("checkpoint", text, path=new.path, nbytes=new.nbytes, took_s=new.took_s)
     if any(map(m.has_state, r.present())):  # else one of the checkpoints may be being loaded
-        m.outbox.instructions += [ev.RemoveCheckpoint(path) for path in checkpoints.take_spare(r)]
+        m.outbox.instructions += [ev.RemoveCheckpoint(path) for path in checkpoints.take_spare(r, m.keep)]
 
 
 def note_unsaved(m: State, node: Node, report: Report) -> None:
@@ -213,6 +220,10 @@ def note_refusal(m: State, node: Node, report: Report) -> None:
         ballot.refusals[node.id] = refusal
         if ballot.refused_at is None:
             ballot.refused_at = m.watch.now
+    elif ballot.change.interrupt:
+        m.trouble.lists_differ = True
+        text = f"{name} could not: {refusal.reason}"
+        m.trouble.note_broken(node.id, report.step, text, m.watch.now, m.timing.held_grace_s)
     elif not ballot.spoiled:
         ballot.spoiled, ballot.patience_s = f"{name} could not: {refusal.reason}", m.timing.retry_s
         m.trouble.lists_differ = node.seat > 0
@@ -245,5 +256,5 @@ def note_arrival(m: State, node: Node, report: Report) -> None:
 
 
 def note_broken_group(m: State, node: Node, report: Report) -> None:
-    if m.trouble.group is None:
-        m.trouble.group = m.watch.now, f"{m.roster.name(node.id)} has lost its group"
+    text = f"{m.roster.name(node.id)} has lost its group"
+    m.trouble.note_broken(node.id, report.step, text, m.watch.now, m.timing.held_grace_s)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from fallow.core.failures import APART, STRANGER
+from fallow.core.nodes.names import member_name
 from fallow.core.nodes.records import Failure, FailureKind, HostBar
 from fallow.core.nodes.roster import Roster
 
@@ -103,7 +104,7 @@ def _is_alike(one: Failure, other: Failure) -> bool:
 
 
 def _where(failure: Failure) -> str:
-    return f"n{failure.node} ({failure.host})"
+    return f"{member_name(failure.node)} ({failure.host})"
 
 
 def _length_s(times: int) -> float:

@@ -22,7 +22,7 @@ from typing import Any
 from fallow.core.nodes import checkpoints, failures, losses, tables
 from fallow.core.nodes import events as ev
 from fallow.core.nodes.conditions import waiting
-from fallow.core.nodes.facts import recover, resend
+from fallow.core.nodes.facts import keep_checkpoint, recover, resend
 from fallow.core.nodes.messages import Order, Report
 from fallow.core.nodes.records import Node
 from fallow.core.nodes.roster import Roster
@@ -48,13 +48,22 @@ class Machine:
         timing: deadlines.
         at: now, on the clock of the events.
         edition: of the newest order of this term, if this machine replaces another one of the same head.
+        keep: usable checkpoints that stay, besides those that were asked for by hand.
         validate: check the invariants after each event.
     """
 
     def __init__(
-        self, roster: Roster, *, term: int, timing: Timing, at: float, edition: int = 0, validate: bool = False
+        self,
+        roster: Roster,
+        *,
+        term: int,
+        timing: Timing,
+        at: float,
+        edition: int = 0,
+        keep: int = 2,
+        validate: bool = False,
     ) -> None:
-        self.state = State(roster, term=term, timing=timing, at=at, edition=edition)
+        self.state = State(roster, term=term, timing=timing, at=at, edition=edition, keep=keep)
         self.carried_out: Counter[str] = Counter()
         "how often each row of the tables was"
         self._validate = validate
@@ -141,7 +150,7 @@ class Machine:
     def _report(self, event: ev.Reported) -> None:
         m, report = self.state, event.report
         if report.term > m.outbox.term:
-            m.outbox.instructions.append(ev.Superseded(report.term))
+            # It obeys a newer head, or it lies. Whether there is a newer head the store says, at the next write.
             return
         recover(m, report)
         node, last = m.roster.nodes.get(report.node), m.watch.reports.get(report.node)
@@ -189,6 +198,8 @@ class Machine:
 
     # -- what people and Slurm want -----------------------------------------------------------------------------------
 
+    # Nodes leave with the next tick: those that have to go for one reason, in several events, go together.
+
     def _release(self, event: ev.Release) -> None:
         if event.limit is not None:
             self._set_limit(event.limit, event.reason)
@@ -203,7 +214,6 @@ class Machine:
         m.roster.touch(node).leaving = node.leaving or reason
         if by is not None:
             node.leave_by = by if node.leave_by is None else min(by, node.leave_by)
-        m.is_changed = True
         if node.phase is MemberPhase.MEMBER:
             node.phase = MemberPhase.LEAVING
         elif node.phase in (MemberPhase.STARTING, MemberPhase.READY):
@@ -220,7 +230,7 @@ class Machine:
 
     def _set_limit(self, limit: int, reason: str) -> None:
         m = self.state
-        m.roster.root.limit, m.is_changed = limit, True
+        m.roster.root.limit = limit
         m.roster.mark("root")
         m.outbox.log("limit", f"at most {counted(limit, 'node')}: {reason}")
 
@@ -250,6 +260,9 @@ class Machine:
         r.mark("root")
         if m.voting is not None:
             m.voting.spoiled = text
+
+    def _find(self, event: ev.Found) -> None:
+        keep_checkpoint(self.state, event.checkpoint)
 
     def _cancel(self, event: ev.Cancel) -> None:
         losses.end_run(self.state, event.status, event.reason)
@@ -288,6 +301,7 @@ _HANDLERS: dict[type[ev.Event], Callable[[Machine, Any], None]] = {
     ev.Bar: Machine._bar,
     ev.Unbar: Machine._unbar,
     ev.Rollback: Machine._roll_back,
+    ev.Found: Machine._find,
     ev.Cancel: Machine._cancel,
     ev.Ticked: Machine._tick,
 }

@@ -6,6 +6,7 @@ import msgspec
 
 from fallow.core.links import to_drop
 from fallow.core.nodes import checkpoints, losses
+from fallow.core.nodes import events as ev
 from fallow.core.nodes.conditions import all_wait_s
 from fallow.core.nodes.messages import Peer, Plan
 from fallow.core.nodes.names import member_name
@@ -13,12 +14,12 @@ from fallow.core.nodes.proposals import Proposal, after_loss, planned
 from fallow.core.nodes.records import Change, Completed, FailureKind, Node
 from fallow.core.nodes.roster import check_of
 from fallow.core.nodes.state import Ballot, Plans, State
-from fallow.core.nodes.watch import Overdue
+from fallow.core.nodes.watch import DEAF_S, Overdue
 from fallow.model import ChangeKind, Exit, RunStatus
 from fallow.text import counted
 
 ATTEMPTS = 3
-"""Generations in which the same step may come to nothing though nobody is to blame."""
+"""Generations in which the same step may come to nothing."""
 KEPT = 50
 """Generations in the history."""
 
@@ -52,8 +53,22 @@ def rebuild_lost(m: State) -> None:
 
 
 def rebuild_group(m: State) -> None:
-    assert m.trouble.group is not None
-    rebuild(m, f"the group broke ({m.trouble.group[1]})")
+    """A group broke, and nobody is gone: rebuild it as it was.
+
+    Where launches always fail on one node, every group breaks there first, as soon as it is used. So a node on which
+    `ATTEMPTS` groups in a row broke first, all at the same step of its own, is ejected, and the others go on. It may
+    come back with new processes. If that does not help, its host is barred, as after other failures.
+    """
+    r, broken = m.roster, m.trouble.group
+    assert broken is not None
+    times = m.trouble.times_broken(broken.node, broken.step) + 1
+    m.trouble.breaks[broken.node] = broken.step, times
+    if times < ATTEMPTS or not r.alive(broken.node):
+        rebuild(m, f"the group broke ({broken.text})")
+        return
+    m.trouble.group = None
+    reason = f"{times} groups in a row broke at its step {broken.step}, the last because {broken.text}"
+    losses.eject(m, [Overdue(r.nodes[broken.node], reason, FailureKind.UNREACHABLE)])
 
 
 def rebuild_broken(m: State) -> None:
@@ -212,7 +227,8 @@ def burn_late(m: State) -> None:
     assert m.ballot is not None
     late = [m.roster.nodes[n] for n in sorted(m.ballot.awaited)]
     burn(m, f"no vote from {m.roster.names(node.id for node in late)}", m.timing.retry_s)
-    losses.eject(m, [_late(m, node) for node in late if not node.seat and node.alive])
+    newcomers = [node for node in late if not node.seat and node.alive]
+    losses.eject(m, [_late(m, node) for node in newcomers if not m.watch.may_reconnect(node.id)])
 
 
 def burn_reachable(m: State) -> None:
@@ -256,8 +272,9 @@ def eject_late(m: State) -> None:
 
 
 def _late(m: State, node: Node) -> Overdue:
-    """Against a node that does not hear its orders only its silence speaks."""
-    return Overdue(node, "did not vote in time", unheard=not m.outbox.has_heard(node.id, m.watch.reports.get(node.id)))
+    """Against a node that does not hear its orders, or is not heard itself, only silence speaks."""
+    hears = m.outbox.has_heard(node.id, m.watch.reports.get(node.id))
+    return Overdue(node, "did not vote in time", unheard=not hears or m.watch.unheard_s(node.id) > DEAF_S)
 
 
 def _cut_off(m: State, ballot: Ballot, last: frozenset[int]) -> list[int]:
@@ -353,6 +370,7 @@ def _remember(m: State, change: Change) -> None:
     )
     m.roster.history.completed = [*m.roster.history.completed, done][-KEPT:]
     m.roster.mark("history")
+    m.outbox.instructions.append(ev.Completed(done, tuple(m.roster.members)))
 
 
 def _kept(m: State) -> str:

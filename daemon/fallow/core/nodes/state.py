@@ -76,6 +76,18 @@ class Ballot:
         return self.members + self.change.leavers
 
 
+class Broken(NamedTuple):
+    """A group that broke, or that could not be built in the place of a broken one."""
+
+    node: int
+    "the first one that said so"
+    step: int
+    "that it had finished"
+    text: str
+    rebuild_at: float
+    "unless the news of a death explains it first; on the clock of `Watch.now`"
+
+
 @dataclass
 class Trouble:
     """What speaks against the present generation."""
@@ -86,8 +98,11 @@ class Trouble:
     "exit status of the newest of them"
     broken: int = 0
     "this generation and older ones were given up"
-    group: tuple[float, str] | None = None
-    "when a group was found broken, and by whom"
+    recovered: int = 0
+    "newest generation that the store had lost: the state of a node that did not compute in it is too old"
+    group: Broken | None = None
+    breaks: dict[int, tuple[int, int]] = field(default_factory=dict)
+    "node -> (step that it had finished, how many groups in a row broke there first)"
     lists_differ: bool = False
     "a member refused a plan, maybe because it counted another list: all get the whole list next"
     retry_at: float = 0.0
@@ -97,6 +112,16 @@ class Trouble:
     stuck: int = 0
     stuck_at: int = -1
     "so many generations came to nothing at this step"
+
+    def note_broken(self, node: int, step: int, text: str, now: float, grace_s: float) -> None:
+        """A group broke on this node. Each further time at the same step is waited for twice as long."""
+        if self.group is None:
+            self.group = Broken(node, step, text, now + grace_s * 2 ** self.times_broken(node, step))
+
+    def times_broken(self, node: int, step: int) -> int:
+        """How many groups in a row broke on this node first, none of which brought it beyond this step."""
+        known_step, times = self.breaks.get(node, (step, 0))
+        return times if known_step == step else 0
 
 
 class Outbox:
@@ -130,10 +155,11 @@ class State:
         timing: deadlines.
         at: now.
         edition: of the newest order of this term so far.
+        keep: usable checkpoints that stay, see `checkpoints.take_spare`.
     """
 
-    def __init__(self, roster: Roster, *, term: int, timing: Timing, at: float, edition: int = 0) -> None:
-        self.roster, self.timing, self.at = roster, timing, at
+    def __init__(self, roster: Roster, *, term: int, timing: Timing, at: float, edition: int, keep: int) -> None:
+        self.roster, self.timing, self.at, self.keep = roster, timing, at, keep
         self.watch = Watch(roster, timing, at)
         self.outbox = Outbox(term, edition)
         self.ballot: Ballot | None = None
@@ -211,9 +237,9 @@ class State:
         if root.rollback_below or not self.is_inside(known):
             return False
         if report is None:
-            return 0 < known.joined <= root.complete
+            return 0 < known.joined <= root.complete and not self.trouble.recovered
         # What it holds counts only if it has computed since it got its seat.
-        return report.has_state and report.generation >= known.joined
+        return report.has_state and report.generation >= max(known.joined, self.trouble.recovered)
 
     def main(self) -> int:
         """The node whose first worker is the main one of the run; 0: there is no node."""
@@ -283,7 +309,7 @@ class State:
         next_one = ballot.change.generation if ballot is not None else 0
         if 0 < below < next_one or not self.is_inside(node):
             return next_one
-        return node.joined
+        return max(node.joined, self.trouble.recovered)
 
     def _end_of(self, node: Node) -> End | None:
         status = self.roster.root.status

@@ -102,6 +102,7 @@ RUN: dict[RunPhase, tuple[Rule, ...]] = {
         Rule("a member has deserted", when.has_a_deserter, moves.await_deserter),
         Rule("it is spoiled", when.is_spoiled, moves.rebuild_again),
         Rule("links are cut", when.is_explained, moves.drop_cut_off),
+        Rule("a group could not be built", when.group_broke, moves.rebuild_group),
         Rule("not all have the state", when.is_mixed, moves.rebuild_mixed),
         Rule("all have voted, and what was before is over", when.may_commit, moves.commit),
         Rule("votes are late", when.is_late_and_heard, moves.eject_late),

@@ -98,6 +98,8 @@ class Watch:
         self._came_at: dict[int, float] = dict.fromkeys(roster.nodes, 0.0)
         self._steps: dict[int, tuple[int, float]] = {}
         "generation -> its newest finished step, and when that was heard"
+        self._spared_at = -math.inf
+        "when nodes without progress were last kept, because another one was to blame"
 
     # -- what is learned --------------------------------------------------------------------------------------------
 
@@ -142,9 +144,9 @@ class Watch:
 
     def overdue(self) -> list[Overdue]:
         """Nodes that must be given up now."""
-        members = self._roster.members
-        others_wait = any(r.doing is Doing.WAITING for n in members if (r := self.reports.get(n)) is not None)
-        found = (self._look(node, others_wait) for node in self._roster.nodes.values() if node.alive)
+        stalled = {} if self._roster.finishing else self._stalled()
+        nodes = [node for node in self._roster.nodes.values() if node.alive and not node.finished]
+        found = (self._look(node, stalled.get(node.id)) for node in nodes)
         return [overdue for overdue in found if overdue is not None]
 
     def waited_s(self, node: int) -> float:
@@ -155,10 +157,8 @@ class Watch:
         waits_s = self._unchanged_s(node, report) if report.doing is Doing.WAITING else 0.0
         return min(waits_s, self.now - self.committed_at)
 
-    def _look(self, node: Node, others_wait: bool) -> Overdue | None:
+    def _look(self, node: Node, stalled_s: float | None) -> Overdue | None:
         timing, report, silent_s = self._timing, self.reports.get(node.id), self._silent_s(node)
-        if node.finished:
-            return None
         is_fresh = self._at - self._sent_after.get(node.id, -math.inf) <= DEAF_S
         if report is not None and report.stopped_s >= timing.stopped_s and is_fresh:
             return Overdue(node, f"one of its processes is stopped (for {report.stopped_s:.1f} s)")
@@ -169,8 +169,7 @@ class Watch:
             and self.now - self._came_at.setdefault(node.id, self.now) > timing.start_s
         ):
             return Overdue(node, f"did not reach run.updates() within {timing.start_s:.0f} s", FailureKind.HANG)
-        stalled_s = 0.0 if self._roster.finishing else self._stalled_s(node.id, others_wait)
-        if node.seat and not node.deserted and stalled_s > timing.progress_s:
+        if stalled_s is not None:
             return Overdue(node, f"no progress for {stalled_s:.1f} s, alive", FailureKind.HANG)
         return None
 
@@ -192,8 +191,8 @@ class Watch:
         if not (node.seat or leaves) or self._roster.finishing:
             return not late
         needed_s = timing.lease_s if late else min(timing.lease_s, timing.probe_s)
-        others = [*self._roster.members, *(root.change.leavers if root.change is not None else ())]
-        return any(self._waits_s(n) >= needed_s for n in others if n != node.id and self._roster.alive(n))
+        others = [n for n in self._needed() if n != node.id and self._roster.alive(n)]
+        return any(self._waits_s(n) >= needed_s for n in others)
 
     def _waits_s(self, node: int) -> float:
         """For how long a node that is heard has waited for others; infinity: it has given its generation up."""
@@ -204,12 +203,29 @@ class Watch:
             return math.inf
         return self._unchanged_s(node, report) if report.doing is Doing.WAITING else 0.0
 
-    def _stalled_s(self, node: int, others_wait: bool) -> float:
-        """For how long it has kept the run from making progress."""
-        report = self.reports.get(node)
-        if report is None or report.doing is Doing.WAITING or (report.doing is Doing.OUTSIDE and not others_wait):
-            return 0.0
-        return self._unchanged_s(node, report)
+    def _stalled(self) -> dict[int, float]:
+        """Who has to go because it makes no progress -> for how many seconds it has made none.
+
+        Where a kernel hangs, the other nodes' processes may be stuck, too: in the driver, behind sums that do not come.
+        Then only the node whose device computes is to blame, and the others have the whole deadline once more.
+        """
+        spared_s = self.now - self._spared_at
+        nodes = [self._roster.nodes[n] for n in self._needed() if self._roster.alive(n)]
+        reports = [self.reports[node.id] for node in nodes if node.id in self.reports and not node.deserted]
+        others_wait = any(report.doing is Doing.WAITING for report in reports)
+        # Code outside of the loop may take any time, as long as nobody waits.
+        blamed = (Doing.WORKING, Doing.OUTSIDE) if others_wait else (Doing.WORKING,)
+        late = {r.node: self._unchanged_s(r.node, r) for r in reports if r.doing in blamed}
+        late = {n: stalled_s for n, stalled_s in late.items() if min(stalled_s, spared_s) > self._timing.progress_s}
+        computing = {n: stalled_s for n, stalled_s in late.items() if self.reports[n].computes}
+        if computing and len(computing) < len(late):
+            self._spared_at = self.now
+        return computing or late
+
+    def _needed(self) -> list[int]:
+        """Nodes without which no step is finished: members, and those that are leaving the generation before."""
+        change = self._roster.root.change
+        return self._roster.members + (change.leavers if change is not None else [])
 
     def _unchanged_s(self, node: int, report: Report) -> float:
         """For how long it has done the same. A step that was finished since is something else.
