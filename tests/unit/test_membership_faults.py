@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fallow.core import events as ev
-from fallow.core.failures import STRANGER
-from fallow.core.links import to_drop
+from fallow.core.apart import STRANGER
+from fallow.core.nodes.links import to_drop
 from fallow.core.membership import Membership
 from fallow.core.roster import Roster
 from fallow.core.timing import Timing

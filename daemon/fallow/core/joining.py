@@ -1,27 +1,11 @@
-"""Who may join: sizes that make sense, and newcomers whose model is the members'."""
+"""Who may join: sizes that make sense, and newcomers that compute the same bits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from fallow.core.roster import Roster
-from fallow.model import Exit, FallowError, WorkerReady
-
-
-def difference(roster: Roster, newcomer: WorkerReady) -> str | None:
-    """Why a newcomer cannot join: in words, naming the first difference."""
-    if newcomer.global_batch != roster.global_batch or newcomer.shards != roster.shards:
-        return (
-            f"its global batch is {newcomer.global_batch} in {newcomer.shards} shards, the members' is "
-            f"{roster.global_batch} in {roster.shards}; start it with the same arguments"
-        )
-    if newcomer.signature == roster.signature:
-        return other_bits(roster.arithmetic, newcomer.arithmetic)
-    for mine, theirs in zip(newcomer.layout, roster.layout, strict=False):
-        if mine != theirs:
-            return f"its model differs from the members': it has {mine}, they have {theirs}"
-    return f"its prepared state has {len(newcomer.layout)} tensors, the members' has {len(roster.layout)}"
+from fallow.model import Exit, FallowError
 
 
 def other_bits(members: Sequence[str], newcomer: Sequence[str]) -> str | None:
