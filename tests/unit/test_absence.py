@@ -90,7 +90,6 @@ class World:
         hello = AgentHello(
             agent="a",
             token=allocation.token,
-            protocol=PROTOCOL,
             version="0.0",
             job_id=str(number),
             node=f"n{number}",
@@ -104,7 +103,7 @@ class World:
         self.book.principals[key] = Principal(self.run.id, allocation.token, name)
         self.say(
             number,
-            WorkerHello(worker=name, protocol=PROTOCOL, pid=5, version="0.0", torch="2", address="127.0.0.1"),
+            WorkerHello(worker=name, pid=5, version="0.0", torch="2", address="127.0.0.1"),
         )
         self.say(number, WorkerReady(worker=name, signature="s", layout=[], shards=8, global_batch=8))
 

@@ -67,7 +67,7 @@ def join(m: Membership, worker: str, at: float = 0.0) -> list[ev.Instruction]:
     m.handle(
         ev.Said(
             at=at,
-            message=WorkerHello(worker=worker, pid=1, address="127.0.0.1", protocol=PROTOCOL, version="0", torch="0"),
+            message=WorkerHello(worker=worker, pid=1, address="127.0.0.1", version="0", torch="0"),
         )
     )
     return m.handle(ready(worker, at))
