@@ -33,7 +33,6 @@ from fallow.model.base import (
     Parts,
     RunStatus,
     Struct,
-    WorkerPhase,
 )
 from fallow.model.cluster import (
     ClusterConfig,
@@ -248,7 +247,6 @@ __all__ = [
     "WorkerExit",
     "WorkerHello",
     "WorkerKey",
-    "WorkerPhase",
     "WorkerReady",
     "WouldAsk",
 ]

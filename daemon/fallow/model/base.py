@@ -105,17 +105,6 @@ class RunStatus(StrEnum):
         return self in (RunStatus.FINISHED, RunStatus.FAILED, RunStatus.CANCELLED)
 
 
-class WorkerPhase(StrEnum):
-    STARTING = "starting"
-    "its process runs, READY has not come"
-    READY = "ready"
-    "rehearsed; a warm standby until a generation takes it in"
-    MEMBER = "member"
-    LEAVING = "leaving"
-    "a member that will not be in the next generation"
-    GONE = "gone"
-
-
 class ChangeKind(StrEnum):
     START = "start"
     ABSORB = "absorb"
