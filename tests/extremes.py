@@ -41,7 +41,7 @@ def example(kind: mi.Type) -> Any:
             return b"x"
         case mi.EnumType():
             return next(iter(kind.cls)).value
-        case mi.ListType():
+        case mi.ListType() | mi.VarTupleType():
             return [example(kind.item_type)]
         case mi.TupleType():
             return [example(item) for item in kind.item_types]
@@ -71,7 +71,7 @@ def ends(kind: mi.Type) -> Iterator[Any]:
         case mi.UnionType():
             for one in kind.types:
                 yield from ends(one)
-        case mi.ListType():
+        case mi.ListType() | mi.VarTupleType():
             yield from ([value] for value in ends(kind.item_type))
         case mi.DictType():
             yield from ({key: example(kind.value_type)} for key in ends(kind.key_type))
@@ -80,13 +80,20 @@ def ends(kind: mi.Type) -> Iterator[Any]:
 
 def cases(type_: Any, usual: dict[str, Any], others: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
     """Objects of a struct type, each with one thing wrong or at its end: fields missing, unknown or extreme."""
-    info = mi.type_info(type_)
-    assert isinstance(info, mi.StructType)
     yield {**usual, "unknown": 1}
-    for field in info.fields:
-        yield {name: value for name, value in usual.items() if name != field.encode_name}
+    for field in struct_info(type_).fields:
+        name = field.encode_name
+        yield {known: value for known, value in usual.items() if known != name}
         for value in (*ends(field.type), *others, deep()):
-            yield {**usual, field.encode_name: value}
+            yield {**usual, name: value}
+        for inner in _structs_in(field.type):
+            there = usual[name] if isinstance(usual.get(name), dict) else example(inner)
+            yield from ({**usual, name: value} for value in cases(inner.cls, there, others))
+
+
+def _structs_in(kind: mi.Type) -> list[mi.StructType]:
+    kinds = kind.types if isinstance(kind, mi.UnionType) else (kind,)
+    return [one for one in kinds if isinstance(one, mi.StructType) and not one.array_like]
 
 
 def within(kind: mi.Type, words: typing.Sequence[str]) -> st.SearchStrategy[Any]:
@@ -113,7 +120,7 @@ def within(kind: mi.Type, words: typing.Sequence[str]) -> st.SearchStrategy[Any]
             return st.binary(max_size=8)
         case mi.EnumType():
             return st.sampled_from([member.value if isinstance(member, enum.Enum) else member for member in kind.cls])
-        case mi.ListType():
+        case mi.ListType() | mi.VarTupleType():
             return st.lists(within(kind.item_type, words), max_size=3)
         case mi.TupleType():
             return st.tuples(*(within(item, words) for item in kind.item_types)).map(list)

@@ -4,38 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from fallow.cli.show import internal_errors
+from fallow.core import records
 from fallow.core.allocations import Allocation
-from fallow.head.book import Run
+from fallow.core.nodes import events as ev
+from fallow.core.nodes.machine import InvalidMembership, Machine
+from fallow.core.nodes.messages import Report
+from fallow.core.protocol.agents import Beat, EndNoted, Setup
+from fallow.head.agents import Agents
+from fallow.head.book import Run, RunRecord
 from fallow.head.faults import MAX_KINDS, TEXT, Faults
 from fallow.head.inbox import Due, Heard
-from fallow.head.peers import Peers
 from fallow.head.turn import Turn, agent_peer
 from fallow.model import (
-    PROTOCOL,
-    AgentHello,
-    AgentPlan,
     AllocationKind,
     AllocationState,
     ClusterConfig,
     ClusterState,
     Exit,
-    ExitNoted,
     FallowError,
-    Notice,
+    JobInfo,
     OwnerView,
     RunSpec,
     RunStatus,
 )
 from fallow.store.client import Write
-from fallow.wire.codec import MAX_MESSAGE
-
-from head_in_process import serving  # isort: skip
+from head_in_process import Serving, serving
+from talk import CONTRACT
+from talk import hello as hello_of
 
 
 class FaultySlurm:
@@ -47,6 +50,8 @@ class FaultySlurm:
         self.poll_requests = 1
         self.poll_errors: list[Exception] = []
         self.cancel_error: Exception | None = None
+        self.cancelled: list[str] = []
+        self.jobs: list[JobInfo] = []
 
     async def config(self) -> ClusterConfig:
         return ClusterConfig(cluster="c", slurm_version="25.11.1")
@@ -54,7 +59,7 @@ class FaultySlurm:
     async def poll(self, names_prefix: str) -> ClusterState:
         if self.poll_errors:
             raise self.poll_errors.pop(0)
-        return ClusterState(at=0.0, nodes=[], jobs=[], partitions=[])
+        return ClusterState(at=time.time(), nodes=[], jobs=self.jobs, partitions=[])
 
     async def submit(self, request: object) -> str:
         return "1"
@@ -62,9 +67,10 @@ class FaultySlurm:
     async def find(self, token: str) -> list[object]:
         return []
 
-    async def cancel(self, job_ids: object, signal: str | None = None) -> None:
+    async def cancel(self, job_ids: list[str], signal: str | None = None) -> None:
         if self.cancel_error is not None:
             raise self.cancel_error
+        self.cancelled += job_ids
 
     async def owner(self) -> OwnerView:
         raise ZeroDivisionError("an accounting adapter that fails")
@@ -109,7 +115,7 @@ async def test_an_error_in_the_ticks_of_one_run_leaves_the_others_theirs(
                 raise RecursionError("a run of its own kind")
             ticked.add(run.id)
 
-        monkeypatch.setattr("fallow.head.peers.forget", fails)
+        monkeypatch.setattr("fallow.head.deadlines.forget", fails)
         found = await head.until(
             lambda seen: {view.run: view.status for view in seen.runs}[bad.run] is RunStatus.FAILED, "the run failed"
         )
@@ -122,22 +128,64 @@ async def test_an_error_in_the_ticks_of_one_run_leaves_the_others_theirs(
         assert head.log.getvalue().count("Traceback (most recent call last)") == 1
 
 
-async def test_a_record_that_cannot_be_read_stops_its_run_alone(tmp_path: Path) -> None:
+UNREADABLE = [
+    *((kind, damage) for kind in ("root", "spec", "record") for damage in ("cut", "newer", "renamed", "missing")),
+    *((kind, damage) for kind in ("node/1", "allocation/") for damage in ("cut", "newer", "renamed")),
+]
+
+
+@pytest.mark.parametrize(("kind", "damage"), UNREADABLE)
+async def test_a_record_that_cannot_be_read_ends_the_jobs_of_its_run_and_nothing_else(
+    tmp_path: Path, kind: str, damage: str
+) -> None:
     async with serving(tmp_path) as head:
-        bad, good = await head.create("bad"), await head.create("good")
-        durable = head.head._durable
-        revision, value = (await durable.store.load(f"run/{bad.run}"))[f"run/{bad.run}"]
-        await durable.store.save([Write(f"run/{bad.run}", revision, value[: len(value) // 2])], [])
-        head.head._book.runs[bad.run].revision += 1
-    for _ in range(2):
-        async with serving(tmp_path) as head:
+        bad, good = [await head.create(name, local=False) for name in ("bad", "good")]
+        for new, job in ((bad, "7"), (good, "8")):
+            await take(head, hello(head, new.run, job_id=job))
+        store = head.head._durable.store
+        prefix = f"run/{bad.run}/{kind}"
+        (key, (revision, value)), *_ = (await store.load(prefix)).items()
+        await store.save([Write(key, revision, damaged(value, damage))], [])
+    slurm = FaultySlurm()
+    for new, job in ((bad, "7"), (good, "8")):
+        slurm.jobs.append(
+            JobInfo(job_id=job, name="mine", user="me", state="RUNNING", partition="p", comment=new.token, nodes=["h1"])
+        )
+    for number in range(2):
+        async with serving(tmp_path, slurm, **FAST) as head:  # type: ignore[arg-type]
             views = {view.run: view for view in (await head.snapshot()).runs}
             assert views[bad.run].status is RunStatus.FAILED
             assert "cannot be read" in views[bad.run].message
             assert views[good.run].status is RunStatus.WAITING
+            run = head.head._book.runs[good.run]
+            assert list(run.roster.nodes) == [1] and [a.live for a in run.allocations.values()] == [True]
             assert not [event for event in await head.call("events", run=good.run) if event["kind"] == "failed"]
             failed = [event for event in await head.call("events", run=bad.run) if event["kind"] == "failed"]
             assert len(failed) == 1, "and not again at the next start"
+            if number == 0:
+                await head.until(lambda _: slurm.cancelled, "its job is cancelled")
+                assert set(slurm.cancelled) == {"7"}
+            assert list(await head.head._durable.store.load("unreadable/")), "somebody may still repair it"
+            (allocation,) = head.head._book.runs[bad.run].allocations.values()
+            assert not allocation.live or allocation.asked_at is not None
+
+
+def damaged(value: bytes, how: str) -> bytes | None:
+    if how == "missing":
+        return None
+    if how == "cut":
+        return value[: len(value) // 2]
+    schema, fields = msgspec.msgpack.decode(value)
+    if how == "newer":
+        return msgspec.msgpack.encode((schema + 1, fields))
+    first = next(iter(fields))
+    return msgspec.msgpack.encode((schema, {f"{first}_": fields.pop(first), **fields}))
+
+
+async def take(head: Serving, *items: Heard) -> None:
+    """Let the head take these in one turn, and again what it is asked to take again."""
+    for item in await head.take(*items):
+        await head.take(item)
 
 
 async def test_a_task_that_fails_is_noticed(tmp_path: Path) -> None:
@@ -152,12 +200,9 @@ async def test_a_task_that_fails_is_noticed(tmp_path: Path) -> None:
         await asyncio.sleep(0)
 
 
-def hello(run: Run, agent: str = "n1") -> Heard:
-    allocation = next(iter(run.record.allocations.values()))
-    said = AgentHello(
-        agent=agent, token=allocation.token, protocol=PROTOCOL, version="0", job_id="7", node=agent, slots=1, pid=1
-    )
-    return Heard(agent_peer(allocation, agent), said)
+def hello(head: Serving, run: str, **more: Any) -> Heard:
+    (allocation,) = head.head._book.runs[run].allocations.values()
+    return Heard(agent_peer(allocation, "h1"), hello_of(allocation, **more), 0.0)
 
 
 async def test_what_a_failed_message_half_did_is_undone_and_the_others_count(
@@ -170,25 +215,26 @@ async def test_what_a_failed_message_half_did_is_undone_and_the_others_count(
         sent: list[tuple[str, object]] = []
         monkeypatch.setattr(head.head._router, "send", lambda peer, message: sent.append((peer, message)))
 
-        def half(turn: Turn, run: Run, allocation: Allocation, node: str, notice: Notice) -> None:
+        def half(turn: Turn, run: Run, allocation: Allocation, number: int) -> None:
             turn.release_allocation(run, allocation, "half done")
             run.record.spent_node_s = 1e9
             raise ZeroDivisionError("in the middle")
 
-        monkeypatch.setattr(Peers, "_notice", staticmethod(half))
-        items = [hello(bad), Heard(hello(bad).peer, Notice(signal=15)), hello(good)]
-        for item in await head.head._turn(items):
-            await head.head._turn([item])
+        monkeypatch.setattr(Agents, "_warned", staticmethod(half))
+        first, other = hello(head, bad.id), hello(head, good.id)
+        await take(head, first, Heard(first.peer, Beat(warned=15), 0.0), other)
         bad, good = (book.runs[new.run] for new in made)
         for run in (bad, good):
-            (allocation,) = run.record.allocations.values()
-            assert (allocation.state, list(allocation.agents)) == (AllocationState.RUNNING, ["n1"])
-            plans = [to for to, message in sent if isinstance(message, AgentPlan)]
-            assert plans.count(hello(run).peer) == 1
+            (allocation,) = run.allocations.values()
+            assert (allocation.state, list(allocation.agents)) == (AllocationState.RUNNING, ["h1"])
+            assert list(run.roster.nodes) == [1]
+            setups = [to for to, message in sent if isinstance(message, Setup)]
+            assert setups.count(agent_peer(allocation, "h1")) == 1
         assert bad.record.spent_node_s == 0.0
-        assert await head.head._durable.record(bad.id) == bad.record
+        stored = await head.head._durable.store.load(f"run/{bad.id}/record")
+        assert records.decode(stored[f"run/{bad.id}/record"][1], RunRecord) == bad.record
         (error,) = (await head.snapshot()).head.internal_errors
-        assert (error.source, error.run, error.count) == ("message Notice", bad.id, 1)
+        assert (error.source, error.run, error.count) == ("message Beat", bad.id, 1)
         assert head.log.getvalue().count("Traceback (most recent call last)") == 1
 
 
@@ -202,13 +248,13 @@ async def test_a_record_that_cannot_be_written_costs_its_run_what_it_was_about_t
         monkeypatch.setattr(head.head._router, "send", lambda peer, message: sent.append(peer))
         bad, good = (book.runs[new.run] for new in made)
         bad.record.next_allocation = 2**64
-        items = [hello(bad), hello(good)]
-        again = await head.head._turn(items)
-        assert again == [hello(bad)]
-        assert set(sent) == {hello(good).peer}
+        first, other = hello(head, bad.id), hello(head, good.id)
+        again = await head.take(first, other)
+        assert again == [first]
+        assert set(sent) == {other.peer}
         assert book.runs[bad.id].record.next_allocation == 1, "as it was written down"
-        await head.head._turn(again)
-        assert hello(bad).peer in sent
+        await head.take(*again)
+        assert first.peer in sent
         (error,) = (await head.snapshot()).head.internal_errors
         assert (error.source, error.run) == ("store", bad.id)
 
@@ -226,7 +272,7 @@ async def test_an_error_while_a_job_is_due_lets_the_next_one_be_submitted(
         assert await asyncio.wait_for(wanted, 60) is False
         await head.until(lambda seen: seen.head.internal_errors, "the error is shown")
         run = head.head._book.runs[run.id]
-        assert not run.record.allocations[queued.token].live, "a new plan asks anew"
+        assert not run.allocations[queued.token].live, "a new plan asks anew"
 
 
 async def test_a_request_that_fails_is_answered_and_changes_nothing(
@@ -252,14 +298,60 @@ async def test_a_request_that_fails_is_answered_and_changes_nothing(
         assert (error.source, error.count) == ("request resume", 2)
 
 
-async def test_a_message_that_cannot_be_sent_costs_that_message(tmp_path: Path) -> None:
+async def test_a_message_that_cannot_be_sent_costs_that_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with serving(tmp_path) as head:
-        turn = Turn(head.head._book, 0.0, 0.0)
-        head.head._router._routes["peer"] = b"route"
-        turn.messages = [("peer", ExitNoted(worker="w" * MAX_MESSAGE))]
+        turn, sent = Turn(head.head._book, 0.0, 0.0), list[str]()
+
+        def send(peer: str, message: object) -> None:
+            if peer == "bad":
+                raise ZeroDivisionError("in the middle")
+            sent.append(peer)
+
+        monkeypatch.setattr(head.head._router, "send", send)
+        turn.messages = [(peer, EndNoted(node=1, boot=1)) for peer in ("one", "bad", "other")]
         head.head._carry_out(turn)
+        assert sent == ["one", "other"]
         (error,) = (await head.snapshot()).head.internal_errors
-        assert error.source == "send ExitNoted"
+        assert error.source == "send EndNoted"
+
+
+async def test_what_the_machine_itself_fails_at_costs_its_run_that_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes on from its records: an event that fails each time is no crash loop."""
+    async with serving(tmp_path) as head:
+        made = [await head.create(name, local=False) for name in ("bad", "good")]
+        book = head.head._book
+        for new in made:
+            await take(head, hello(head, new.run))
+        poison = Heard(hello(head, made[0].run).peer, Beat(report=report(seq=1, step=2)), 0.0)
+        harmless = Heard(hello(head, made[1].run).peer, Beat(report=report(seq=1, ready=CONTRACT)), 0.0)
+        handle = Machine.handle
+
+        def fail(machine: Machine, event: ev.Event) -> ev.Turn:
+            done = handle(machine, event)
+            if isinstance(event, ev.Reported) and event.report.step == 2:
+                machine.roster.root.limit = 77
+                raise InvalidMembership("the rules do not come to rest")
+            return done
+
+        monkeypatch.setattr(Machine, "handle", fail)
+        for _ in range(5):
+            before = {new.run: book.runs[new.run].machine for new in made}
+            await take(head, poison, harmless)
+            assert book.runs[made[0].run].machine is not before[made[0].run]
+            assert book.runs[made[1].run].machine is before[made[1].run]
+        bad, good = (book.runs[new.run] for new in made)
+        assert (bad.ended, bad.root.limit, list(bad.roster.nodes)) == (False, 4, [1])
+        assert good.root.contract is not None
+        (error,) = (await head.snapshot()).head.internal_errors
+        assert (error.source, error.run, error.count) == ("message Beat", bad.id, 5)
+
+
+def report(**what: Any) -> Report:
+    return Report(node=1, boot=1, term=0, edition=0, **what)
 
 
 async def test_a_task_beside_the_loop_that_fails_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:

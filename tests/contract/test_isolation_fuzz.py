@@ -18,28 +18,21 @@ from hypothesis import strategies as st
 from extremes import ON_THE_WIRE, WRONG, cases, deep, struct_info, within
 from fallow.control.client import ControlClient
 from fallow.control.methods import METHODS, SUBSCRIBE
-from fallow.core.timing import Timing
+from fallow.core import records
+from fallow.core.nodes.messages import VERSION, Unreadable
+from fallow.core.protocol.agents import FromAgent
 from fallow.files import Paths
-from fallow.head.app import Head
-from fallow.head.book import Book, Principal, Run, RunRecord
+from fallow.head.book import Run
+from fallow.head.durable import read_run
 from fallow.head.inbox import Heard
-from fallow.head.salvage import decode_record, salvage
-from fallow.head.turn import agent_peer
-from fallow.model import (
-    PROTOCOL,
-    AgentHello,
-    AllocationKind,
-    Exit,
-    FallowError,
-    KvRequest,
-    RunSpec,
-    RunStatus,
-    WorkerHello,
-)
-from fallow.model.messages import FromAgent, FromWorker
+from fallow.head.salvage import salvage
+from fallow.head.turn import Turn, agent_peer
+from fallow.model import AllocationKind, Exit, FallowError, MemberPhase, RunSpec, RunStatus
 from fallow.store.client import Write
-from fallow.wire.codec import BadMessage, Decoder
+from fallow.wire.codec import Decoder
 from head_in_process import Serving, serving
+from runs import Nodes, new_book, new_run
+from talk import hello
 
 HARMLESS = sorted(set(METHODS) - {"shutdown", SUBSCRIBE})
 SPEC = msgspec.to_builtins(RunSpec(run="", name="n", min_nodes=1, max_nodes=2))
@@ -50,7 +43,7 @@ USUAL: dict[str, Any] = {
     "reason": "r",
     "unknown": False,
     "by": 1,
-    "workers": ["w0"],
+    "members": ["n0"],
     "nodes": ["n1"],
     "step": 1,
     "slots": 1,
@@ -116,39 +109,44 @@ async def test_lines_that_are_no_requests_are_answered(tmp_path: Path) -> None:
 
 # -- wire -----------------------------------------------------------------------------------------------------------
 
-FROM_WORKER, FROM_AGENT = typing.get_args(FromWorker), typing.get_args(FromAgent)
-WORDS = ("w0", "w1", "w9", "n1", "", "key", "other-1", "../x", "\u202e")
+FROM_AGENT = typing.get_args(FromAgent)
+WORDS = ("h1", "h9", "n1", "", "key", "other-1", "../x", "\u202e")
 
 
 class Scene:
-    """A head whose loop is driven by hand, with a run of one worker each for the fuzz and for its witness."""
+    """A head whose loop is driven by hand, with a run of one node each for the fuzz and for its witness."""
 
-    def __init__(self, head: Head, target: Run, witness: Run) -> None:
+    def __init__(self, head: Serving, target: Run, witness: Run) -> None:
         self.head = head
         self.target = target
         self.witness = witness
-        self.decoder: Decoder[Any] = Decoder(FromWorker | FromAgent)
+        self.decoder: Decoder[Any] = Decoder(FromAgent)
+        self.said = 0
 
     async def hear(self, peer: str, message: Any) -> None:
-        for item in await self.head._turn([Heard(peer, message)]):
-            await self.head._turn([item])
+        for item in await self.head.take(Heard(peer, message, 0.0)):
+            await self.head.take(item)
 
-    async def join(self, run: Run, key: str) -> str:
-        """Let an agent and its worker come; returns the agent's name for the router."""
-        book = self.head._book
-        allocation = next(iter(run.record.allocations.values()))
-        peer = agent_peer(allocation, "n1")
-        hello = AgentHello(
-            agent="n1", token=allocation.token, protocol=PROTOCOL, version="0", job_id="7", node="n1", slots=1, pid=1
-        )
-        await self.hear(peer, hello)
-        run = book.runs[run.id]
-        worker = next(iter(run.roster.workers))
-        run.record.worker_keys[worker] = key
-        book.principals[key] = Principal(run.id, allocation.token, worker)
-        said = WorkerHello(worker=worker, protocol=PROTOCOL, pid=5, version="0", torch="2", address="127.0.0.1")
-        await self.hear(key, said)
+    async def join(self, run: Run) -> str:
+        """Let an agent come; returns its name for the router."""
+        (allocation,) = run.allocations.values()
+        peer = agent_peer(allocation, "h1")
+        await self.hear(peer, hello(allocation))
         return peer
+
+    def is_whole(self, run: Run) -> bool:
+        """The run is as it was: its node is there, and it goes on."""
+        known = self.head.head._book.runs[run.id]
+        return not known.ended and known.roster.alive(1)
+
+    def plausible(self, one: dict[str, Any]) -> dict[str, Any]:
+        """The message, of the node that is there, and newer than all before."""
+        self.said += 1
+        for part in (one, one.get("report")):
+            if isinstance(part, dict):
+                known = {"node": 1, "boot": 1, "seq": self.said, "term": self.head.head._book.term}
+                part |= {name: value for name, value in known.items() if name in part}
+        return one
 
 
 @contextlib.asynccontextmanager
@@ -156,16 +154,20 @@ async def scene(folder: Path) -> AsyncIterator[tuple[Serving, Scene]]:
     async with serving(folder) as head:
         runs = [await head.create(name, local=False) for name in ("target", "other")]
         book = head.head._book
-        yield head, Scene(head.head, book.runs[runs[0].run], book.runs[runs[1].run])
+        yield head, Scene(head, book.runs[runs[0].run], book.runs[runs[1].run])
 
 
-@pytest.mark.parametrize("kind", [*FROM_WORKER, *FROM_AGENT], ids=lambda kind: kind.__name__)
-async def test_messages_of_a_legitimate_peer_cost_at_worst_its_own_run(tmp_path: Path, kind: Any) -> None:
+def encoded(one: Any) -> bytes:
+    return msgspec.msgpack.encode((VERSION, one))
+
+
+@pytest.mark.parametrize("kind", FROM_AGENT, ids=lambda kind: kind.__name__)
+async def test_messages_of_a_legitimate_agent_cost_at_worst_its_own_run(tmp_path: Path, kind: Any) -> None:
     """Of any content within the bounds, in any order: the head lives, and nothing of it is an error of its own."""
     draws: list[dict[str, Any]] = []
     info = struct_info(kind)
 
-    @settings(max_examples=50, deadline=None, database=None, derandomize=True,
+    @settings(max_examples=200, deadline=None, database=None, derandomize=True,
               suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(within(info, WORDS))
     def draw(one: dict[str, Any]) -> None:
@@ -173,116 +175,122 @@ async def test_messages_of_a_legitimate_peer_cost_at_worst_its_own_run(tmp_path:
 
     draw()
     async with scene(tmp_path) as (head, fuzzed):
-        key = "k" * 40
-        agent = await fuzzed.join(fuzzed.target, key)
-        await fuzzed.join(fuzzed.witness, "v" * 40)
-        sender = key if kind in FROM_WORKER else agent
+        agent = await fuzzed.join(fuzzed.target)
+        await fuzzed.join(fuzzed.witness)
         refused = 0
         for one in draws:
-            with contextlib.suppress(BadMessage):
-                if "worker" in one:
-                    one["worker"] = "w0"
-                if kind is KvRequest:
-                    one["keys"], one["generation"] = ["w0"], 1
-                await fuzzed.hear(sender, fuzzed.decoder.decode(msgspec.msgpack.encode(one)))
-        for one in cases(kind, {"t": kind.__name__, **draws[0]}, ON_THE_WIRE):
+            with contextlib.suppress(Unreadable):
+                await fuzzed.hear(agent, fuzzed.decoder.decode(encoded(fuzzed.plausible(one))))
+        for one in cases(kind, {"type": info.tag, **draws[0]}, ON_THE_WIRE):
             with contextlib.suppress(OverflowError):
-                data = msgspec.msgpack.encode(one)
+                data = encoded(one)
                 try:
                     message = fuzzed.decoder.decode(data)
-                except BadMessage:
+                except Unreadable:
                     refused += 1
                 else:
-                    await fuzzed.hear(sender, message)
+                    await fuzzed.hear(agent, message)
         assert refused > 5
         found = await head.snapshot()
         assert found.head.internal_errors == []
-        witness = head.head._book.runs[fuzzed.witness.id]
-        assert not witness.roster.status.ended
-        assert witness.roster.alive("w0")
-        encoded = msgspec.msgpack.encode(head.head._book.runs[fuzzed.target.id].record)
-        assert decode_record(encoded).roster.run == fuzzed.target.id, "the next head can read it"
+        assert fuzzed.is_whole(fuzzed.witness)
+        stored = await head.head._durable.store.load(f"run/{fuzzed.target.id}/")
+        values = {key.removeprefix(f"run/{fuzzed.target.id}/"): value for key, (_, value) in stored.items()}
+        assert read_run(fuzzed.target.id, values)[0] == fuzzed.target.spec, "the next head can read it"
 
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_messages_of_all_kinds_in_any_order_cost_at_worst_their_own_run(tmp_path: Path, seed: int) -> None:
     draws: list[dict[str, Any]] = []
-    anything = st.one_of(*(within(struct_info(kind), WORDS) for kind in (*FROM_WORKER, *FROM_AGENT)))
+    anything = st.one_of(*(within(struct_info(kind), WORDS) for kind in FROM_AGENT))
 
     @hypothesis.seed(seed)
-    @settings(max_examples=200, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(anything)
     def draw(one: dict[str, Any]) -> None:
         draws.append(one)
 
     draw()
     async with scene(tmp_path) as (head, fuzzed):
-        keys = "k" * 40, "v" * 40
-        agent = await fuzzed.join(fuzzed.target, keys[0])
-        await fuzzed.join(fuzzed.witness, keys[1])
-        from_worker = {kind.__name__ for kind in FROM_WORKER}
+        agent = await fuzzed.join(fuzzed.target)
+        await fuzzed.join(fuzzed.witness)
         for one in draws:
             # One that ends it would leave the rest unheard.
-            if one["t"] not in ("Failed", "AgentLeft", "WorkerExit", "Notice"):
-                one |= {"worker": "w0"} if "worker" in one else {}
-                with contextlib.suppress(BadMessage):
-                    message = fuzzed.decoder.decode(msgspec.msgpack.encode(one))
-                    await fuzzed.hear(keys[0] if one["t"] in from_worker else agent, message)
+            if one["type"] not in ("left", "ended") and not one.get("warned"):
+                one.setdefault("report", None)
+                if isinstance(one["report"], dict):
+                    one["report"] |= {"fault": None, "deserted": False}
+                with contextlib.suppress(Unreadable):
+                    await fuzzed.hear(agent, fuzzed.decoder.decode(encoded(fuzzed.plausible(one))))
         assert (await head.snapshot()).head.internal_errors == []
-        assert head.head._book.runs[fuzzed.witness.id].roster.alive("w0")
+        assert fuzzed.is_whole(fuzzed.witness)
 
 
 @settings(max_examples=150, deadline=None, database=None)
 @given(st.binary(max_size=64))
 def test_bytes_of_a_peer_are_a_message_or_refused(data: bytes) -> None:
-    decoder: Decoder[Any] = Decoder(FromWorker | FromAgent)
-    with contextlib.suppress(BadMessage):
+    decoder: Decoder[Any] = Decoder(FromAgent)
+    with contextlib.suppress(Unreadable):
         decoder.decode(data)
-    with pytest.raises(BadMessage):
-        decoder.decode(msgspec.msgpack.encode({"t": "Beat", "worker": deep(500)}))
+    with pytest.raises(Unreadable):
+        decoder.decode(encoded({"type": "beat", "report": deep(500)}))
 
 
 # -- store ----------------------------------------------------------------------------------------------------------
 
 
+Stored = tuple[Paths, str, dict[str, bytes]]
+"""Files, a run, and its values in the store."""
+
+
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Paths, str, bytes, bytes]:
-    folder = tmp_path_factory.mktemp("stored")
-    paths = Paths(folder / "state", folder / "run").create()
-    book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: "abcdef012345")
-    run = book.create(RunSpec(run="", name="n", min_nodes=1, max_nodes=2), 0.0, 0.0)
-    book.new_allocation(run, AllocationKind.BASE, 0.0, sent_by=1.0)
-    return paths, run.id, msgspec.msgpack.encode(run.spec), msgspec.msgpack.encode(run.record)
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
+    book = new_book(tmp_path_factory.mktemp("stored"))
+    run = new_run(book, name="n")
+    allocation = book.new_allocation(run, AllocationKind.BASE, 0.0, sent_by=1.0)
+    turn, nodes = Turn(book, 0.0, 0.0), Nodes(run)
+    nodes.come(turn, allocation, "h1")
+    nodes.ready(turn, 1)
+    nodes.settle(turn)
+    assert run.roster.nodes[1].phase is MemberPhase.MEMBER
+    values = {
+        "spec": records.encode(run.spec),
+        "record": records.encode(run.record),
+        f"allocation/{allocation.token}": records.encode(allocation),
+        **{key: value for key, value in run.pending.items() if value is not None},
+    }
+    return book.paths, run.id, values
 
 
-@settings(max_examples=300, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-@given(where=st.integers(0, 10_000), bits=st.integers(1, 255), cut=st.booleans())
-def test_a_damaged_record_is_read_or_salvaged(
-    stored: tuple[Paths, str, bytes, bytes], where: int, bits: int, cut: bool
-) -> None:
+@settings(max_examples=500, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(which=st.integers(0, 100), where=st.integers(0, 10_000), bits=st.integers(1, 255), cut=st.booleans())
+def test_a_damaged_record_is_read_or_salvaged(stored: Stored, which: int, where: int, bits: int, cut: bool) -> None:
     """Bits that flipped, bytes that are missing: there is a run with its allocation, which can be ended."""
-    paths, run_id, spec, record = stored
-    at = where % len(record)
-    damaged = record[:at] if cut else record[:at] + bytes([record[at] ^ bits]) + record[at + 1 :]
-    try:
-        found = decode_record(damaged)
-    except Exception:
-        known, found = salvage(paths, run_id, spec, damaged, 0.0)
-        assert known.name == "n"
-        assert found.allocations, "its jobs can be ended"
-    assert isinstance(found, RunRecord)
-    salvage(paths, run_id, damaged, spec, 0.0)
+    paths, run_id, values = stored
+    key = sorted(values)[which % len(values)]
+    value = values[key]
+    at = where % len(value)
+    damaged = value[:at] if cut else value[:at] + bytes([value[at] ^ bits]) + value[at + 1 :]
+    with contextlib.suppress(Unreadable):
+        read_run(run_id, {**values, key: damaged})
+        return
+    spec, record, roster, allocations = salvage(paths, run_id, {**values, key: damaged}, 0.0)
+    assert (spec.run, roster.root.run) == (run_id, run_id)
+    assert list(allocations) == [f.removeprefix("allocation/") for f in values if f.startswith("allocation/")]
+    assert not record.base_wanted, "its jobs can be ended"
 
 
-@pytest.mark.parametrize("field", ["roster", "allocations", "slots", "worker_keys", "spent_node_s"])
-async def test_wrong_types_in_a_record_stop_its_run_alone(tmp_path: Path, field: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "field"),
+    [("record", "slots"), ("record", "spent_node_s"), ("root", "generation"), ("root", "contract"), ("spec", "name")],
+)
+async def test_wrong_types_in_a_record_stop_its_run_alone(tmp_path: Path, key: str, field: str) -> None:
     async with serving(tmp_path) as head:
         bad, good = await head.create("bad"), await head.create("good")
-        run = head.head._book.runs[bad.run]
-        raw = msgspec.msgpack.decode(msgspec.msgpack.encode(run.record))
-        raw[field] = ["wrong"] if not isinstance(raw[field], list) else "wrong"
-        await head.head._durable.store.save([Write(f"run/{bad.run}", run.revision, msgspec.msgpack.encode(raw))], [])
-        run.revision += 1
+        store, name = head.head._durable.store, f"run/{bad.run}/{key}"
+        schema, fields = msgspec.msgpack.decode((await store.load(name))[name][1])
+        fields[field] = ["wrong"]
+        await store.save([Write(name, None, msgspec.msgpack.encode((schema, fields)))], [])
     async with serving(tmp_path) as head:
         views = {view.run: view for view in (await head.snapshot()).runs}
         assert (views[bad.run].status, views[good.run].status) == (RunStatus.FAILED, RunStatus.WAITING)

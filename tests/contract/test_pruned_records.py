@@ -9,8 +9,9 @@ import pytest
 
 from fallow.config import Prune, Usage
 from fallow.core.allocations import Allocation
-from fallow.core.spans import Span, Use
+from fallow.core.nodes import events as ev
 from fallow.core.nodes.watch import Timing
+from fallow.core.spans import Span, Use
 from fallow.files import Paths
 from fallow.head import accounts
 from fallow.head.book import Book, Run
@@ -23,8 +24,7 @@ from fallow.head.turn import Turn
 from fallow.head.views import run_report
 from fallow.model import AllocationKind, AllocationState, RunSpec, RunStatus, SampleReport, UsageRow
 from fallow.store.client import Write
-
-from head_in_process import serving  # isort: skip
+from head_in_process import serving
 
 KEEP, OLD_DAYS = 5, 3.0
 PRICES = Usage(node_hour={"*": 3600.0})
@@ -76,9 +76,8 @@ class Desk:
             spans={"7": span},
             uses={"n1": use},
         )
-        run.root.status, run.record.ended_at = RunStatus.FINISHED, self.now
         turn = self.turn()
-        turn.dirty.add(run.id)
+        turn.apply(run, ev.Cancel(at=self.at, reason="it is over", status=RunStatus.FINISHED))
         accounts.settle(turn, self.now)
         await self.durable.write(turn)
         return run
@@ -112,7 +111,7 @@ async def test_memory_and_store_stay_flat_over_hundreds_of_ended_runs_and_the_su
                 lengths.append(len(stored[f"note/{NOTE}"][1]))
         most = 4 * OLD_DAYS + KEEP
         assert max(runs) <= most
-        assert max(keys) <= 4 * most + 1, "spec, record, root and an allocation of each"
+        assert max(keys) <= len(("spec", "record", "root", "allocation")) * most + 1
         assert lengths[-1] < 1000 * len(lengths) * 25, "sums grow with days, and not with runs"
         assert not list(desk.book.past.lessons) and len(desk.book.current) <= most
         *by_run, total = desk.usage("run")
@@ -177,22 +176,21 @@ async def test_a_head_that_is_refused_the_write_leaves_record_and_sums_as_they_w
 async def test_a_run_whose_record_could_not_be_read_is_pruned_like_others(tmp_path: Path) -> None:
     desk = await Desk(tmp_path).open()
     run = await desk.end_a_run("a", 64.0)
-    store = desk.durable.store
-    await store.save([Write(f"run/{run.id}/record", None, b"\xc1")], [])
+    await desk.durable.store.save([Write(f"run/{run.id}/root", None, b"\xc1")], [])
     await desk.durable.close()
     await desk.open()
     try:
         (run,) = desk.book.runs.values()
-        run.root.status, run.record.ended_at = RunStatus.FAILED, desk.now
         turn = desk.turn()
-        turn.dirty.add(run.id)
+        turn.apply(run, ev.Cancel(at=desk.at, reason="it cannot be read", status=RunStatus.FAILED))
+        accounts.settle(turn, desk.now)
         await desk.durable.write(turn)
+        assert f"unreadable/{run.id}/root" in await desk.keys()
         for _ in range(2):
             turn = desk.turn()
             desk.pruning.prune(turn, keep=0, older_than_s=0.0)
             await desk.durable.write(turn)
-        left = [key for key in await desk.keys() if not key.startswith("unreadable/")]
-        assert left == [f"note/{NOTE}"]
+        assert await desk.keys() == [f"note/{NOTE}"], "what could not be read goes with its run"
     finally:
         await desk.durable.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fallow.model import EventRecord, FallowError, NodeOwner, RunStatus, MemberPhase
+from fallow.model import EventRecord, FallowError, MemberPhase, NodeOwner, RunStatus
 from fallow_tui.demo import DemoCluster, DemoSource
 from fallow_tui.view import View
 

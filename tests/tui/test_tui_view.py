@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tui_rig import START, event, member, node_view, run_view, snapshot
 
-from fallow.model import AllocationKind, NodeOwner, MemberPhase
+from fallow.model import AllocationKind, MemberPhase, NodeOwner
 from fallow_tui.palette import glyph
 from fallow_tui.view import KEEP_S, NO_DATA, RED_S, YELLOW_S, Cell, Freshness, View
 

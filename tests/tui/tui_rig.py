@@ -15,13 +15,13 @@ from fallow.model import (
     AllocationView,
     EventRecord,
     HeadView,
+    MemberPhase,
     MemberView,
     NodeOwner,
     NodeView,
     RunStatus,
     RunView,
     Snapshot,
-    MemberPhase,
 )
 from fallow_tui.app import TopApp
 

@@ -93,7 +93,7 @@ class Agent:
     def order(self, planned: Plan | None = None, **fields: Any) -> Order:
         """Send a newer order."""
         self._edition += 1
-        order = Order(**{"term": 1, "edition": self._edition, "plan": planned, **fields})
+        order = Order(**{"node": self._node, "term": 1, "edition": self._edition, "plan": planned, **fields})
         self.say(order)
         return order
 

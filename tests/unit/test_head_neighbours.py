@@ -17,8 +17,8 @@ from fallow.files import write_private
 from fallow.head import submissions
 from fallow.head.book import Book, Run
 from fallow.head.deadlines import Deadlines
-from fallow.head.hearing import Hearing
 from fallow.head.harvest import Harvest
+from fallow.head.hearing import Hearing
 from fallow.head.jobs import take_in
 from fallow.head.neighbours import DELAYS, END_S, LEAVE_S, Neighbours, give_back, hurry
 from fallow.head.orphans import sweep

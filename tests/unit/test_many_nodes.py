@@ -19,7 +19,7 @@ from fallow.core.nodes import events as ev
 from fallow.core.protocol.agents import Beat
 from fallow.head.agents import Agents
 from fallow.head.turn import Turn, agent_peer
-from unit.runs import CONTRACT, NOW, Nodes, hold, new_book, new_run
+from runs import CONTRACT, NOW, Nodes, hold, new_book, new_run
 
 FEW, MANY = 30, 300
 

@@ -14,8 +14,8 @@ from fallow.head import saved
 from fallow.head.accounts import KEEP_S
 from fallow.head.book import Run
 from fallow.head.deadlines import Deadlines
-from fallow.head.hearing import Hearing
 from fallow.head.gains import gains
+from fallow.head.hearing import Hearing
 from fallow.head.past import Past
 from fallow.head.pruned import LESSONS, NOTE
 from fallow.head.turn import Turn

@@ -28,7 +28,7 @@ class Worker:
 
     def obey(self, planned: Plan | None = None, **fields: Any) -> Moves:
         self._edition += 1
-        return self.orders.obey(Order(**{"term": 1, "edition": self._edition, "plan": planned, **fields}))
+        return self.orders.obey(Order(**{"node": 1, "term": 1, "edition": self._edition, "plan": planned, **fields}))
 
     def go(self, planned: Plan, **fields: Any) -> Upcoming:
         """All the way into a generation."""
@@ -114,9 +114,9 @@ def test_a_list_that_is_another_one_here_is_refused(planned: Plan) -> None:
 
 def test_an_older_order_changes_nothing() -> None:
     orders = Orders(1, 0)
-    assert orders.obey(Order(term=2, edition=1, plan=plan(5, 1))).build is not None
+    assert orders.obey(Order(node=1, term=2, edition=1, plan=plan(5, 1))).build is not None
     for term, edition in ((1, 9), (2, 1), (2, 0)):
-        assert orders.obey(Order(term=term, edition=edition, broken=9, end=End(code=1, reason="r"))) == Moves()
+        assert orders.obey(Order(node=1, term=term, edition=edition, broken=9, end=End(code=1, reason="r"))) == Moves()
     assert (orders.newest.term, orders.newest.edition, orders.given_up) == (2, 1, 0)
 
 
@@ -159,10 +159,10 @@ def test_a_head_that_came_back_names_a_committed_generation_by_its_number_alone(
     assert built is not None
     built.built = Built()
     restored = Plan(generation=2, replaces=1, base=2)
-    assert worker.orders.obey(Order(term=2, edition=1, plan=restored, committed=2)) == Moves()
+    assert worker.orders.obey(Order(node=1, term=2, edition=1, plan=restored, committed=2)) == Moves()
     assert worker.orders.switch_offered == 2
     assert nodes(worker.orders.take()) == [1, 2]
-    assert worker.orders.obey(Order(term=2, edition=2, plan=restored, committed=2)) == Moves()
+    assert worker.orders.obey(Order(node=1, term=2, edition=2, plan=restored, committed=2)) == Moves()
 
 
 # -------------------------------------------------------------------------------------------------- what is given up

@@ -30,7 +30,7 @@ class DataPlane:
 
     def obey(self, x: Worker, order: Order) -> None:
         host = x.host
-        if not x.alive or host.deserted or x not in host.workers or host.order is not order:
+        if not x.alive or host.script_ended or x not in host.workers or host.order is not order:
             return  # it is gone, or a newer order is on its way
         if x.stopped or host.frozen:
             self.w.after(0.3, lambda: self.obey(x, order))
@@ -52,7 +52,7 @@ class DataPlane:
         if x.alive and x.stopped:
             self.w.after(0.5, lambda: self._build(x, plan))
         host = x.host
-        if not x.alive or host.deserted or x.plan is not plan or x.stopped:
+        if not x.alive or host.script_ended or x.plan is not plan or x.stopped:
             return
         if plan.base == plan.generation:
             return  # a head that came back knows that it was built
@@ -210,12 +210,13 @@ class DataPlane:
             return
         generation, step = x.generation, x.step
         if self.w.t < x.host.breaks_until:
+            self.w.broke_at = self.w.t
             self.w.after(0.05, lambda: self.give_up(x, generation))
             return
         self.w.after(self.w.rng.uniform(0.2, 0.6), lambda: self._worked(x, generation, step))
 
     def _is_at(self, x: Worker, generation: int, step: int) -> bool:
-        is_in_it = x.alive and not x.host.deserted and x.generation == generation and x.given_up < generation
+        is_in_it = x.alive and not x.host.script_ended and x.generation == generation and x.given_up < generation
         return is_in_it and x.step == step
 
     def _worked(self, x: Worker, generation: int, step: int) -> None:

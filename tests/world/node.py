@@ -73,6 +73,11 @@ class Host:
         for worker in self.workers:
             self.w.after(self.w.rng.uniform(0.5, 4), lambda x=worker: self._rehearsed(x))
 
+    @property
+    def script_ended(self) -> bool:
+        """On one of its workers at least: no step is finished with this node any more."""
+        return self.deserted or self.fault is not None
+
     def _rehearsed(self, worker: Worker) -> None:
         if worker.alive and worker in self.workers:
             worker.ready = True

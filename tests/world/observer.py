@@ -137,7 +137,7 @@ class Observer:
             w.fail(f"a node that all reach was given up: {text}")
         if ("did not vote" in text or "no progress" in text) and is_working and is_well and w.is_calm:
             w.fail(f"a node that works was given up: {text}")
-        if "in a row broke" in text and not any(w.t < other.breaks_until + 10 for other in w.hosts.values()):
+        if "in a row broke" in text and w.t > w.broke_at + 40:
             w.fail(f"a node was given up though groups break on none: {text}")
         if "stopped" in text and not any(x.stopped for x in host.workers) and w.t > host.bad_until + 4:
             w.fail(f"a node that is not stopped was given up: {text}")

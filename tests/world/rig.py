@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
 
 from fallow.core.nodes import events as ev
 from fallow.core.nodes.machine import Machine
-from fallow.core.nodes.messages import Contract, Fault, Order, Report, Switch
+from fallow.core.nodes.messages import Contract, Fault, Finish, Order, Report, Switch
 from fallow.core.nodes.records import Root
 from fallow.core.nodes.roster import Roster
 from fallow.core.nodes.state import Ballot
@@ -17,6 +18,7 @@ from fallow.model import Doing, RunStatus
 
 TIMING = Timing(prepare_s=10, rebuild_s=10, start_s=60, lease_s=10, progress_s=40)
 CONTRACT = Contract(signature="s", shards=64, global_batch=64, layout=("w float32[2]",))
+WAITS: dict[str, Any] = {"doing": Doing.WAITING, "stalled_s": 20.0}
 
 
 class Rig:
@@ -30,6 +32,7 @@ class Rig:
         self.said: dict[int, Report] = {}
         self.orders: dict[int, Order] = {}
         "the newest of each node"
+        self.completed: list[ev.Completed] = []
         self.contract = msgspec.structs.replace(CONTRACT, shards=shards)
 
     @property
@@ -51,16 +54,21 @@ class Rig:
         for instruction in turn.then:
             if isinstance(instruction, ev.Send):
                 self.orders[instruction.node] = instruction.order
+            elif isinstance(instruction, ev.Completed):
+                self.completed.append(instruction)
         return turn
 
-    def say(self, n: int, **what: Any) -> ev.Turn:
+    def next_report(self, n: int, **what: Any) -> Report:
         """The node reports as before, but for `what`; it has obeyed its newest order unless it says otherwise."""
         last = self.said.get(n) or Report(node=n, boot=self.r.nodes[n].boot, seq=0, term=0, edition=0)
         order = self.orders.get(n) or Order(node=n, term=0, edition=0)
         told = {"term": order.term, "edition": order.edition}
-        new = msgspec.structs.replace(last, **{"seq": last.seq + 1, **told, **what})
-        self.said[n] = new
-        return self.put(ev.Reported(at=self.at, host=self.r.nodes[n].host, report=new))
+        self.said[n] = msgspec.structs.replace(last, **{"seq": last.seq + 1, **told, **what})
+        return self.said[n]
+
+    def say(self, n: int, **what: Any) -> ev.Turn:
+        """The head hears the node's next report."""
+        return self.put(ev.Reported(at=self.at, host=self.r.nodes[n].host, report=self.next_report(n, **what)))
 
     def expect(self, host: str, token: str = "", boot: int = 0, slots: int = 1, node: int = 0) -> int:
         boot = boot or self.r.root.next_id
@@ -110,6 +118,13 @@ class Rig:
             turn = both(turn, self.put(ev.Ticked(at=self.at)))
         return turn
 
+    def stand(self, at: float, how: dict[int, tuple[Doing, float]], computing: Collection[int] = ()) -> ev.Turn:
+        """It is that late, and nodes say what they do for how long; some of them compute on their devices."""
+        turn, self.at = ev.Turn({}, []), at
+        for n, (doing, stalled_s) in how.items():
+            turn = both(turn, self.say(n, doing=doing, stalled_s=float(stalled_s), computes=n in computing))
+        return both(turn, self.put(ev.Ticked(at=at)))
+
     def wait(self, until: float) -> ev.Turn:
         """All members wait for each other until then."""
         turn = ev.Turn({}, [])
@@ -127,6 +142,10 @@ class Rig:
     def fails(self, n: int, step: int = 5, signature: str = "ValueError at t.py:7", **more: Any) -> ev.Turn:
         fault = Fault(code=1, message="ValueError: bad", signature=signature, traceback="Traceback", step=step, **more)
         return self.say(n, fault=fault)
+
+    def finish(self, n: int, digest: str = "d", generation: int = 1) -> ev.Turn:
+        finish = Finish(generation=generation, steps=9, digest=digest, agreed=3, answer=0.5)
+        return self.say(n, finish=finish)
 
     def want(self, kind: type[ev.Event], **what: Any) -> ev.Turn:
         """Something that people or Slurm want, and a tick at the same moment."""

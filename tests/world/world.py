@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -70,6 +71,8 @@ class World:
         self.loss = self.repeats = self.poison = 0.0
         self.slow_s = rng.choice((0.02, 0.05, 0.5, 2.0))
         self.cut: set[frozenset[str]] = set()
+        self.broke_at = -math.inf
+        "when a group broke for no other reason than a bad node"
         self.unwell_until = self.reliable_until = 0.0
         "until then the head or its store was not well; until then no message is lost"
         count = rng.randint(2, 6)

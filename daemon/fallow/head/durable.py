@@ -246,7 +246,7 @@ class Durable:
         """
         found = await self._patiently(lambda: self.store.load(f"run/{run.id}/"))
         stored = {key.removeprefix(f"run/{run.id}/"): value for key, (_, value) in found.items()}
-        _, record, roster, allocations, generations = _read(run.id, stored)
+        _, record, roster, allocations, generations = read_run(run.id, stored)
         revision = found[f"run/{run.id}/root"][0]
         new = book.make_anew(run, record, roster, allocations, revision, at)
         new.generations.extend(generations)
@@ -325,15 +325,25 @@ class Durable:
 
 
 def _add(book: Book, run_id: str, stored: dict[str, bytes], revision: int, at: float) -> Run:
-    spec, record, roster, allocations, generations = _read(run_id, stored)
+    spec, record, roster, allocations, generations = read_run(run_id, stored)
     run = book.add(spec, record, roster, allocations, revision, at)
     run.generations.extend(generations)
     return run
 
 
-def _read(
+def read_run(
     run_id: str, stored: dict[str, bytes]
 ) -> tuple[RunSpec, RunRecord, Roster, dict[str, Allocation], list[GenerationReport]]:
+    """A run's spec, record, membership, allocations and reports of generations.
+
+    Args:
+        run_id: of the run.
+        stored: its values, by what comes behind `run/ID/` in their keys.
+
+    Raises:
+        Unreadable: one of them is.
+        LookupError: one is missing.
+    """
     roster = Roster.load(run_id, {key: value for key, value in stored.items() if _is_membership(key)})
     allocations = [records.decode(value, Allocation) for key, value in stored.items() if key.startswith("allocation/")]
     generations = [

@@ -120,8 +120,7 @@ def is_the_scripts(m: State, node: Node, kind: FailureKind, signature: str, text
         return False
     m.outbox.log("eject", f"{m.roster.name(node.id)} is gone: {text}", node=node.id)
     dismiss(m, node, Exit.SOFTWARE, text)
-    m.roster.root.traceback = node.traceback
-    end_run(m, RunStatus.FAILED, verdict)
+    end_run(m, RunStatus.FAILED, verdict, node.traceback)
     return True
 
 
@@ -136,24 +135,23 @@ def tell_barred(m: State, host: str, reason: str) -> None:
     m.outbox.instructions.append(ev.Barred(host, reason))
 
 
-def count_start_failure(m: State, what: str) -> None:
+def count_start_failure(m: State, what: str, traceback: str = "") -> None:
     """A node could not even begin. If no node ever could, the run has failed."""
     r = m.roster
     r.root.start_failures += 1
-    r.root.message = r.root.message or what
+    r.root.message, r.root.traceback = r.root.message or what, r.root.traceback or traceback
     r.mark("root")
     if r.root.generation == 0 and not any(
         n.phase in (MemberPhase.STARTING, MemberPhase.READY) for n in r.nodes.values()
     ):
-        r.root.traceback = next((n.traceback for n in r.nodes.values() if n.traceback), "")
-        end_run(m, RunStatus.FAILED, r.root.message)
+        end_run(m, RunStatus.FAILED, r.root.message, r.root.traceback)
 
 
-def end_run(m: State, status: RunStatus, message: str) -> None:
+def end_run(m: State, status: RunStatus, message: str, traceback: str = "") -> None:
     """The run is over. Every node that has not finished its script is told to end."""
     root = m.roster.root
     m.tell([n for n, node in m.roster.nodes.items() if node.alive and not node.finished])
-    root.status, root.message, root.change, m.ballot = status, message, None, None
+    root.status, root.message, root.traceback, root.change, m.ballot = status, message, traceback, None, None
     m.roster.mark("root")
     m.trouble.lost.clear()
     m.outbox.instructions.append(ev.RunEnded(status, message))
@@ -161,9 +159,8 @@ def end_run(m: State, status: RunStatus, message: str) -> None:
 
 def end_without_main(m: State) -> None:
     main = m.roster.nodes[m.roster.root.main]
-    m.roster.root.traceback = main.traceback
     text = f"the main member {m.roster.name(main.id)} ended after the training, before its script had"
-    end_run(m, RunStatus.FAILED, f"{text}: {main.ended or 'it is gone'}")
+    end_run(m, RunStatus.FAILED, f"{text}: {main.ended or 'it is gone'}", main.traceback)
 
 
 def end_well(m: State) -> None:
@@ -201,7 +198,7 @@ def _note_early_end(m: State, node: Node, reason: str) -> None:
             "could follow the membership"
         )
     m.outbox.log("failed", what, node=node.id)
-    count_start_failure(m, what)
+    count_start_failure(m, what, node.traceback)
 
 
 def _deserts(m: State, node: Node) -> bool:

@@ -16,7 +16,7 @@ from fallow.core.nodes.proposals import Proposal, after_loss, planned
 from fallow.core.nodes.records import Change, Completed, FailureKind, Node
 from fallow.core.nodes.roster import check_of
 from fallow.core.nodes.state import Ballot, Plans, State
-from fallow.core.nodes.watch import Overdue
+from fallow.core.nodes.watch import DEAF_S, Overdue
 from fallow.model import ChangeKind, Exit, RunStatus
 from fallow.text import counted
 
@@ -229,7 +229,8 @@ def burn_late(m: State) -> None:
     assert m.ballot is not None
     late = [m.roster.nodes[n] for n in sorted(m.ballot.awaited)]
     burn(m, f"no vote from {m.roster.names(node.id for node in late)}", m.timing.retry_s)
-    losses.eject(m, [_late(m, node) for node in late if not node.seat and node.alive])
+    newcomers = [node for node in late if not node.seat and node.alive]
+    losses.eject(m, [_late(m, node) for node in newcomers if not m.watch.may_reconnect(node.id)])
 
 
 def burn_reachable(m: State) -> None:
@@ -273,8 +274,9 @@ def eject_late(m: State) -> None:
 
 
 def _late(m: State, node: Node) -> Overdue:
-    """Against a node that does not hear its orders only its silence speaks."""
-    return Overdue(node, "did not vote in time", unheard=not m.outbox.has_heard(node.id, m.watch.reports.get(node.id)))
+    """Against a node that does not hear its orders, or is not heard itself, only silence speaks."""
+    hears = m.outbox.has_heard(node.id, m.watch.reports.get(node.id))
+    return Overdue(node, "did not vote in time", unheard=not hears or m.watch.unheard_s(node.id) > DEAF_S)
 
 
 def _cut_off(m: State, ballot: Ballot, last: frozenset[int]) -> list[int]:

@@ -250,7 +250,8 @@ class State:
         if members:
             return members[0]
         starting = (MemberPhase.STARTING, MemberPhase.READY)
-        return next((n for n, node in self.roster.nodes.items() if node.phase in starting and not node.leaving), 0)
+        known = self.roster.nodes.items()
+        return min((n for n, node in known if node.phase in starting and not node.leaving), default=0)
 
     # -- what is said -----------------------------------------------------------------------------------------------
 

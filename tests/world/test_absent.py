@@ -1,0 +1,524 @@
+"""Nodes and heads that are silent, stopped, stuck or away, played by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from fallow.core.nodes import events as ev
+from fallow.core.nodes.messages import Fault
+from fallow.core.nodes.state import RunPhase
+from fallow.model import ChangeKind, Doing, Exit, MemberPhase
+from world.live import BEAT_S, Live
+from world.rig import CONTRACT, TIMING, WAITS, Rig, both, logs, orders, started
+
+
+def test_a_silent_member_is_given_up_only_when_a_member_that_is_heard_waits_for_it() -> None:
+    rig = started(3)
+    rig.tick(30, 1, 3)
+    assert rig.r.nodes[2].phase is MemberPhase.MEMBER, "it may be in a long step"
+    rig.tick(34, 1, 3, **WAITS)
+    assert rig.r.nodes[2].phase is MemberPhase.SILENT
+
+
+def test_no_planned_change_is_begun_while_a_member_is_not_heard() -> None:
+    rig = started(2)
+    rig.tick(12, 1)
+    rig.join("c")
+    assert rig.m.phase is RunPhase.STEADY
+    assert rig.m.waiting() == "n2 (c) cannot begin before n1 (h2) is heard, or is certain to have ended"
+    rig.say(2)
+    rig.tick(13, 1, 3)
+    assert rig.m.phase is RunPhase.PREPARING
+
+
+def test_where_no_member_is_heard_no_standby_begins_before_their_end_is_certain() -> None:
+    rig = started(2)
+    rig.r.root.limit = 2
+    rig.join("c")
+    rig.gone(1, signal=9)
+    rig.tick(40, 3)
+    assert (rig.m.phase, rig.ballot.members, rig.r.root.generation) == (RunPhase.REBUILDING, [2], 1)
+    assert rig.m.waiting() == "n2 (c) cannot begin before n1 (h2) is heard, or is certain to have ended"
+    rig.gone(2, reason="its job is over")
+    assert (rig.m.phase, rig.ballot.members) == (RunPhase.PREPARING, [3])
+
+
+def test_steps_of_the_others_are_a_sign_of_life() -> None:
+    """Though they wait for node 2, and it is not heard: no step is finished without it."""
+    rig = started(3)
+    rig.tick(1, 1, 2, 3)
+    for at in range(2, 60):
+        rig.tick(at, 1, 3, step=at // 5, **WAITS)
+    assert len(rig.r.present()) == 3
+    rig.tick(80, 1, 3, **WAITS)
+    assert rig.r.nodes[2].phase is MemberPhase.SILENT
+
+
+def test_if_nobody_is_heard_the_head_is_cut_off_and_nobody_is_silent() -> None:
+    rig = started(3)
+    rig.tick(200)
+    assert len(rig.r.present()) == 3
+    assert rig.m.phase is RunPhase.STEADY
+
+
+def test_a_head_that_was_stopped_for_any_time_ejects_nobody() -> None:
+    rig = started(3)
+    rig.tick(3, 1, 2, 3)
+    for stop in (20.0, 600.0, 86400.0):
+        rig.at += stop
+        turn = rig.put(ev.Ticked(at=rig.at))
+        for n in (1, 2, 3):
+            turn = both(turn, rig.say(n))
+        turn = both(turn, rig.put(ev.Ticked(at=rig.at + 0.2)))
+        assert not logs(turn, "eject")
+    assert len(rig.r.present()) == 3
+
+
+def test_after_an_absence_of_the_head_connections_have_time_to_come_back() -> None:
+    rig = started(3)
+    rig.tick(20)
+    waits = {"doing": Doing.WAITING, "stalled_s": 6.0}
+    rig.tick(45, 1, 3, **waits)
+    assert rig.r.nodes[2].phase is MemberPhase.MEMBER
+    rig.tick(55, 1, 3, **waits)
+    assert rig.r.nodes[2].phase is MemberPhase.SILENT
+
+
+def test_old_news_of_a_stopped_process_counts_for_nothing() -> None:
+    rig = started(2)
+    rig.say(2, stopped_s=1.6)
+    rig.at = 20.0
+    rig.put(ev.Ticked(at=20.0))
+    assert rig.r.nodes[2].phase is MemberPhase.MEMBER
+
+
+def test_a_report_that_lay_unread_while_the_head_stood_still_is_old_news() -> None:
+    rig = started(2)
+    rig.tick(1, 1)
+    rig.at = 20.0
+    rig.say(2, stopped_s=9.1)
+    rig.put(ev.Ticked(at=20.0))
+    assert rig.r.nodes[2].phase is MemberPhase.MEMBER
+
+
+def test_a_stopped_process_is_ejected_long_before_its_lease() -> None:
+    rig = started(2)
+    rig.tick(1, 1)
+    rig.say(2, stopped_s=0.6)
+    rig.put(ev.Ticked(at=1.25))
+    assert rig.r.nodes[2].phase is MemberPhase.GONE
+
+
+def test_a_hang_is_ejected_and_its_stack_is_asked_for() -> None:
+    rig = started(3)
+    for at in range(1, 41):
+        rig.at = at
+        rig.say(1, doing=Doing.WAITING, stalled_s=at - 0.1)
+        rig.say(2, doing=Doing.WORKING, stalled_s=float(at))
+        turn = rig.say(3, doing=Doing.WAITING, stalled_s=at - 0.1)
+        turn = both(turn, rig.put(ev.Ticked(at=at)))
+    end = orders(turn)[2].end
+    assert end is not None
+    assert end.kill
+    assert end.stack
+    rig.change()
+    assert rig.r.members == [1, 3]
+
+
+def test_members_that_wait_in_different_places_of_the_script_end_the_run() -> None:
+    rig = started(2)
+    while not rig.r.root.status.ended:
+        rig.at += 1
+        assert rig.at < 100
+        rig.say(1, doing=Doing.WAITING, stalled_s=rig.at, in_call=True)
+        rig.say(2, doing=Doing.WAITING, stalled_s=rig.at)
+        rig.put(ev.Ticked(at=rig.at))
+        if rig.m.phase is RunPhase.PROBING:
+            rig.vote()
+    assert rig.r.root.message == (
+        "step 0: the members have waited for each other for 41 s in different places of the script: n0 (h1) in "
+        "run.mean or run.barrier, the others not"
+    )
+
+
+def test_a_member_that_is_heard_again_is_taken_back() -> None:
+    rig = started(3)
+    rig.tick(13, 1, 3, **WAITS)
+    assert rig.r.nodes[2].phase is MemberPhase.SILENT
+    assert rig.m.phase is RunPhase.REBUILDING
+    turn = rig.say(2)
+    turn = both(turn, rig.tick(16, 1, 2, 3))
+    assert rig.r.nodes[2].phase is MemberPhase.MEMBER
+    assert all(o.end is None for o in orders(turn).values())
+    rig.change()
+    assert rig.r.members == [1, 2, 3]
+
+
+def test_one_that_is_heard_again_after_the_others_have_gone_on_waits_for_a_seat() -> None:
+    rig = started(3)
+    rig.tick(13, 1, 3, **WAITS)
+    rig.change()
+    assert rig.r.members == [1, 3]
+    rig.tick(16, 1, 2, 3)
+    assert rig.m.phase is RunPhase.PREPARING
+    rig.change()
+    assert rig.r.members == [1, 3, 2]
+    assert rig.r.nodes[2].seat > rig.r.nodes[3].seat
+
+
+def test_a_head_that_comes_back_decides_nothing_before_it_has_heard_all_or_time_is_up() -> None:
+    rig = started(2)
+    rig.join("c")
+    rig.restart(1, 3)
+    assert rig.m.phase is RunPhase.LISTENING
+    rig.tick(rig.at + 3, 1, 3)
+    assert rig.m.phase is not RunPhase.LISTENING
+
+
+def test_a_head_that_comes_back_burns_what_was_prepared_and_keeps_what_was_committed() -> None:
+    rig = started(1)
+    rig.join("b")
+    rig.restart(1)
+    assert (rig.m.phase, rig.r.root.generation) == (RunPhase.LISTENING, 1)
+    rig.say(2)
+    rig.tick(rig.at + 0.25)
+    assert rig.r.root.highest == 3, "the number is never used again"
+    rig.vote()
+    rig.restart(1, 2)
+    assert rig.m.phase is RunPhase.SWITCHING
+    rig.say(2, generation=3, has_state=True)
+    rig.say(1, generation=3, has_state=True)
+    assert rig.m.phase is RunPhase.STEADY
+
+
+def test_a_node_that_claims_to_obey_a_newer_head_is_not_heard_and_ends_nobody() -> None:
+    rig = started(2)
+    turn = rig.say(2, term=5, fault=Fault(code=1, message="bad"))
+    assert (turn.writes, turn.then) == ({}, [])
+    for at in range(1, 14):
+        rig.tick(at, 1, **WAITS)
+        rig.say(2, term=5)
+    assert rig.r.nodes[2].phase is MemberPhase.SILENT
+
+
+def test_a_store_that_went_back_in_time() -> None:
+    """It has lost a committed generation, and the node that this one had taken in."""
+    rig = started(2)
+    past = dict(rig.store)
+    rig.join("c")
+    rig.change()
+    lost, rig.store = rig.said[3], past
+    rig.restart(1, 2)
+    assert (rig.r.root.highest, rig.m.order(1).broken) == (3, 2)
+    assert rig.m.phase is RunPhase.REBUILDING
+    assert rig.ballot.change.generation == 3
+    turn = rig.put(ev.Reported(at=rig.at, host="c", report=lost))
+    assert turn.then == [ev.Unknown(3, "c")]
+    assert rig.expect("c", boot=3, node=3) == 3, "it keeps its number"
+    rig.change()
+    assert rig.r.members == [1, 2]
+    rig.say(3, ready=CONTRACT, given_up=3)
+    rig.change()
+    assert rig.r.members == [1, 2, 3]
+
+
+def test_news_of_the_end_of_workers_whose_number_another_node_has_now_prove_nothing() -> None:
+    """A store had forgotten the number."""
+    rig = started(1)
+    rig.gone(1, signal=9, host="other", boot=1)
+    rig.gone(1, signal=9, host="h1", boot=7)
+    assert rig.r.nodes[1].phase is MemberPhase.MEMBER
+    rig.gone(1, signal=9, host="h1", boot=1)
+    assert not rig.r.alive(1)
+
+
+def test_a_number_that_was_given_to_another_node_since_is_not_given_back() -> None:
+    rig = started(1)
+    assert rig.expect("c", boot=7, node=1) == 2
+
+
+# -- the head is away, or some nodes are -------------------------------------------------------------------------------
+
+LEASE_S = TIMING.lease_s
+
+
+@pytest.mark.parametrize("seconds", [5.0, 20.0, 60.0, 600.0])
+@pytest.mark.parametrize("how", [Live.stall, Live.freeze])
+def test_a_head_that_stood_still_gives_nobody_up(how: Callable[[Live, float], None], seconds: float) -> None:
+    run = Live(4)
+    run.live(20)
+    how(run, seconds)
+    run.live(60)
+    run.nobody_is_lost()
+
+
+@pytest.mark.parametrize("seconds", [20.0, 60.0, 600.0])
+@pytest.mark.parametrize("step_s", [BEAT_S, 100.0])
+def test_a_head_that_was_cut_off_gives_nobody_up_however_late_the_last_is_heard_again(
+    seconds: float, step_s: float
+) -> None:
+    """Connections come back one by one, 30 s apart where the last retransmission was just missed."""
+    run = Live(3, standbys=1, step_s=step_s)
+    run.live(20)
+    run.cut = {1, 2, 3, 4}
+    run.live(seconds)
+    for n, wait_s in ((3, 10.0), (1, 18.0), (4, 2.0), (2, 60.0)):
+        run.cut.discard(n)
+        run.live(wait_s)
+    run.nobody_is_lost()
+
+
+@pytest.mark.parametrize("step_s", [BEAT_S, 200.0])
+def test_a_member_that_only_the_head_cannot_hear_stays_while_the_others_go_on(step_s: float) -> None:
+    """In a long step they do not wait for it yet, so nothing says that it is gone."""
+    run = Live(3, step_s=step_s)
+    run.live(10)
+    run.cut = {2}
+    run.live(150)
+    run.nobody_is_lost()
+    run.cut = set()
+    run.live(5)
+    run.nobody_is_lost()
+
+
+@pytest.mark.parametrize("stalled_s", [0.0, 20.0])
+def test_a_node_that_died_is_given_up_after_its_lease(stalled_s: float) -> None:
+    """The same after an absence of the head in which it died: the others have waited for it by then."""
+    run = Live(3)
+    run.live(10)
+    run.die(2)
+    if stalled_s:
+        run.stall(stalled_s)
+    took_s = run.live(60, until=lambda: run.rig.m.phase is RunPhase.REBUILDING)
+    assert LEASE_S - 2 <= took_s <= LEASE_S + 1
+    assert run.rig.ballot.members == [1, 3]
+
+
+def test_where_all_members_are_silent_no_standby_begins_alone() -> None:
+    """They train on: the link of the head to their network is down, not that to the standby."""
+    run = Live(2, standbys=1)
+    run.live(10)
+    run.cut = {1, 2}
+    run.live(600)
+    run.nobody_is_lost()
+    run.cut = set()
+    run.live(5)
+    run.nobody_is_lost()
+
+
+def test_a_standby_that_fell_silent_is_given_up_after_its_lease_and_is_one_again_when_it_is_heard() -> None:
+    run = Live(2, standbys=1)
+    run.live(10)
+    run.cut = {3}
+    took_s = run.live(60, until=lambda: not run.rig.r.alive(3))
+    assert LEASE_S <= took_s <= LEASE_S + 1
+    assert run.rig.r.root.highest == 1
+    run.cut = set()
+    run.live(3)
+    assert run.rig.r.nodes[3].phase is MemberPhase.READY
+
+
+def test_votes_that_lie_unread_count_however_late_the_head_reads_them() -> None:
+    rig = started(2)
+    rig.join("c")
+    voted_at, rig.at = rig.at, 120.0
+    for n in (1, 2, 3):
+        rig.put(ev.Reported(at=voted_at, host=rig.r.nodes[n].host, report=rig.next_report(n, prepared=2)))
+    rig.put(ev.Ticked(at=rig.at))
+    assert rig.r.root.generation == 2
+
+
+def test_a_leaver_whose_node_went_with_it_holds_up_nobody() -> None:
+    """It passed the boundary, as the new generation's members show, and nobody waits for it any more."""
+    run = Live(2)
+    rig = run.rig
+    run.live(10)
+    rig.release(2, reason="walltime")
+    rig.vote()
+    rig.arrive(1, 2, 20)
+    run.cut = {2}
+    took_s = run.live(60, until=lambda: rig.m.phase is RunPhase.STEADY)
+    assert LEASE_S <= took_s <= LEASE_S + 1
+    assert [done.record.kind for done in rig.completed] == [ChangeKind.START, ChangeKind.RELEASE]
+
+
+def test_a_newcomer_that_does_not_hear_of_its_change_after_an_absence_is_asked_again() -> None:
+    """The change is given up, for the members need not wait, but not the newcomer."""
+    run = Live(2)
+    rig = run.rig
+    run.live(5)
+    rig.limit(3)
+    rig.join("c")
+    for n in (1, 2):
+        rig.say(n, prepared=2)
+    run.live(5)
+    run.cut = {1, 2, 3}
+    run.live(20)
+    run.cut = {3}
+    run.live(20)
+    assert (rig.m.phase, rig.r.root.highest) == (RunPhase.STEADY, 2), "it cannot hear of another one"
+    run.cut = set()
+    run.live(3)
+    assert (rig.m.phase, rig.ballot.members) == (RunPhase.PREPARING, [1, 2, 3])
+    assert not logs(ev.Turn({}, run.told), "eject")
+
+
+@pytest.mark.parametrize("how", [Live.stall, Live.freeze])
+@pytest.mark.parametrize("away_s", [2.0, 60.0])
+def test_a_head_that_was_away_takes_up_the_rebuild_that_was_under_way(
+    how: Callable[[Live, float], None], away_s: float
+) -> None:
+    """Its members' votes lie unread: the generation is neither given up nor begun without them."""
+    run = Live(3)
+    rig = run.rig
+    run.live(1)
+    run.die(2)
+    rig.gone(2, signal=9)
+    rig.say(1, prepared=2, given_up=1)
+    run.live(TIMING.rebuild_s - 1.3)
+    voted_at = rig.at
+    how(run, away_s)
+    rig.put(ev.Reported(at=voted_at, host="h3", report=rig.next_report(3, prepared=2, given_up=1)))
+    assert (rig.r.root.generation, rig.r.members) == (2, [1, 3])
+
+
+# -- a node that was frozen or cut off is heard again ------------------------------------------------------------------
+
+
+def freeze(rig: Rig, n: int, *others: int) -> None:
+    """The node stands still, the others wait for it, and it is given up."""
+    rig.tick(rig.at + 13, *others, **WAITS)
+    assert rig.r.nodes[n].phase is MemberPhase.SILENT
+
+
+def test_one_that_thaws_while_the_others_vote_is_with_them_again_in_another_generation() -> None:
+    rig = started(3)
+    freeze(rig, 2, 1, 3)
+    burned = rig.ballot.change.generation
+    for n in (1, 3):
+        rig.say(n, given_up=1)
+    turn = rig.say(2)
+    assert rig.ballot.change.generation == burned + 1
+    assert rig.ballot.members == [1, 2, 3]
+    order = orders(turn)[2]
+    assert (order.broken, order.committed) == (1, 1)
+    assert order.plan is not None
+    assert (order.plan.generation, order.plan.interrupt, order.end) == (burned + 1, True, None)
+    rig.say(2, prepared=burned, given_up=1)
+    for n in (1, 3):
+        rig.say(n, prepared=burned)
+    assert rig.r.root.generation == 1, "votes for what was burned count for nothing"
+    rig.change()
+    assert rig.completed[-1].members == (1, 2, 3)
+
+
+def test_one_that_thaws_behind_a_commit_without_it_gives_up_what_it_had_and_begins_as_a_newcomer_does() -> None:
+    rig = started(3)
+    freeze(rig, 2, 1, 3)
+    rig.change()
+    rig.tick(rig.at + 0.25, 1, 3)
+    turn = rig.say(2)
+    order, g = orders(turn)[2], rig.ballot.change.generation
+    assert (order.broken, order.committed, order.end) == (2, 2, None)
+    assert order.plan is not None
+    assert (order.plan.base, [peer.node for peer in order.plan.more], order.state_since) == (0, [1, 3, 2], g)
+    for n in (1, 3):
+        rig.say(n, prepared=g)
+    rig.say(2, prepared=g)
+    assert rig.r.root.generation == 2, "its vote counts when it has given up the generation that it was in"
+    rig.say(2, prepared=g, given_up=2)
+    assert rig.r.root.generation == g
+    rig.switch()
+    assert rig.completed[-1].members == (1, 3, 2)
+
+
+def test_one_that_thaws_and_was_to_leave_is_let_go() -> None:
+    rig = started(3)
+    freeze(rig, 2, 1, 3)
+    rig.change()
+    rig.release(2)
+    end = orders(rig.say(2))[2].end
+    assert end is not None
+    assert (rig.r.nodes[2].phase, end.code) == (MemberPhase.GONE, Exit.OK)
+
+
+# -- nodes without progress --------------------------------------------------------------------------------------------
+
+WAITING, WORKING, OUTSIDE = Doing.WAITING, Doing.WORKING, Doing.OUTSIDE
+
+
+@pytest.mark.parametrize("doing", [WORKING, OUTSIDE])
+def test_a_member_that_keeps_the_others_waiting_is_ejected_at_the_progress_deadline(doing: Doing) -> None:
+    rig = started(3)
+    for at in range(1, 40):
+        rig.stand(at, {1: (WAITING, at - 0.1), 2: (doing, at), 3: (WAITING, at - 0.1)})
+        assert len(rig.r.present()) == 3, at
+    turn = rig.stand(41, {1: (WAITING, 40.9), 2: (doing, 41), 3: (WAITING, 40.9)})
+    end = orders(turn)[2].end
+    assert end is not None
+    assert (end.kill, end.stack, rig.ballot.members) == (True, True, [1, 3])
+
+
+def test_of_nodes_that_are_all_stuck_the_one_whose_device_computes_is_to_blame() -> None:
+    rig = started(3)
+    for at in range(1, 41):
+        rig.stand(at, dict.fromkeys((1, 2, 3), (WORKING, at)), computing=[2])
+    assert rig.ballot.members == [1, 3]
+    rig.vote()
+    for at in range(41, 81):
+        rig.stand(at, dict.fromkeys((1, 3), (WORKING, at)))
+        assert rig.r.alive(1), "they have the deadline once more"
+    rig.stand(81, dict.fromkeys((1, 3), (WORKING, 81)))
+    assert not rig.r.present(), "it was not for that one alone"
+
+
+@pytest.mark.parametrize("computing", [[], [1, 2]])
+def test_where_all_are_stuck_alike_nobody_is_spared(computing: list[int]) -> None:
+    rig = started(2)
+    for at in range(1, 42):
+        rig.stand(at, dict.fromkeys((1, 2), (WORKING, at)), computing)
+    assert not rig.r.present()
+
+
+def test_a_newcomer_whose_rehearsal_takes_long_spares_no_member() -> None:
+    rig = started(2)
+    rig.expect("c")
+    for at in range(1, 42):
+        rig.stand(at, {1: (WORKING, at), 2: (WAITING, at - 0.1), 3: (WORKING, at)}, computing=[3])
+    assert (rig.r.alive(1), rig.r.alive(3)) == (False, True)
+
+
+def test_a_long_body_that_makes_progress_and_code_behind_the_loop_are_no_hangs() -> None:
+    rig = started(2)
+    for at in range(1, 100):
+        rig.stand(at, {1: (WORKING, at % 39), 2: (WAITING, 1.0)})
+    for at in range(100, 300):
+        rig.stand(at, {1: (OUTSIDE, at), 2: (OUTSIDE, at)})
+    assert rig.r.root.highest == 1
+
+
+@pytest.mark.parametrize("is_leaver", [False, True])
+def test_a_node_that_hangs_is_ejected_from_a_generation_in_which_nobody_computes_yet(is_leaver: bool) -> None:
+    rig = started(3)
+    if is_leaver:
+        rig.release(2)
+    else:
+        rig.join("d")
+    rig.vote()
+    for at in range(1, 43):
+        others = [n for n in rig.r.nodes if n != 2]
+        rig.stand(at, {2: (WORKING, at), **dict.fromkeys(others, (WAITING, at - 1))})
+    assert (rig.r.alive(2), rig.ballot.members) == (False, [1, 3])
+
+
+def test_a_member_that_is_not_heard_is_not_taken_for_one_that_waits() -> None:
+    """Its node stands still in a moment in which it waited: the links to it would be found cut, and others blamed."""
+    rig = started(2)
+    rig.stand(1, {1: (WAITING, 0), 2: (WAITING, 0)})
+    for at in range(2, 11):
+        rig.stand(at, {2: (WAITING, at - 1)})
+        assert rig.m.phase is RunPhase.STEADY
+    rig.tick(13, 2, **WAITS)
+    assert (rig.r.nodes[1].phase, rig.ballot.members) == (MemberPhase.SILENT, [2])

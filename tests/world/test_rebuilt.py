@@ -1,0 +1,470 @@
+"""Broken generations, played by hand: members that are lost, groups that break, links that are cut, who goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from fallow.core.nodes import events as ev
+from fallow.core.nodes.messages import Checkpoint, Refusal
+from fallow.core.nodes.state import RunPhase
+from fallow.model import ChangeKind, Doing, Exit, MemberPhase, RunStatus
+from world.rig import WAITS, Rig, both, logs, orders, started
+
+
+def test_a_killed_member_interrupts_the_others_at_once() -> None:
+    rig = started(3)
+    turn = rig.gone(2, signal=9)
+    told = orders(turn)
+    assert set(told) == {1, 3}
+    assert all(o.broken == 1 and o.plan is not None and o.plan.interrupt for o in told.values())
+    rig.change(7)
+    assert (rig.r.members, rig.r.history.completed[-1].kind) == ([1, 3], ChangeKind.EJECT)
+
+
+def test_a_vote_on_an_interrupting_plan_counts_only_from_one_that_has_given_the_old_generation_up() -> None:
+    rig = started(2)
+    rig.gone(2, signal=9)
+    rig.say(1, prepared=2)
+    assert rig.r.root.generation == 1
+    rig.say(1, prepared=2, given_up=1)
+    assert rig.r.root.generation == 2
+
+
+def test_a_rebuild_has_a_deadline_of_its_own() -> None:
+    rig = started(3)
+    rig.gone(3, signal=9)
+    rig.say(1, prepared=2, given_up=1)
+    rig.tick(9, 1, 2)
+    assert rig.ballot is not None
+    assert rig.ballot.members == [1, 2]
+    rig.tick(11, 1, 2)
+    assert rig.ballot.members == [1], "the other hears and does not vote"
+    assert rig.m.order(2).end is not None
+
+
+def test_death_after_the_commit_interrupts_both_generations() -> None:
+    rig = started(2)
+    rig.join("c")
+    rig.vote()
+    told = orders(rig.gone(2, signal=9))
+    assert {n: o.broken for n, o in told.items() if o.end is None} == {1: 2, 3: 2}
+
+
+def test_nothing_is_committed_while_an_old_generation_may_still_act() -> None:
+    """Node 1 alone has the state, is not heard any more, and may compute on; node 2 has voted, but cannot know."""
+    rig = started(1)
+    rig.join("b")
+    rig.vote()
+    rig.tick(13, 2, **WAITS)
+    assert rig.r.nodes[1].phase is MemberPhase.SILENT
+    rig.say(2, prepared=3, given_up=2)
+    assert rig.r.root.generation == 2, "nothing tells that generation 1 is over"
+    rig.tick(30, 2)
+    assert rig.r.root.generation == 2
+    rig.gone(1)
+    assert rig.r.root.generation == 3, "now Slurm says so"
+
+
+def test_a_leaver_that_the_others_have_left_behind_does_not_become_the_state() -> None:
+    rig = started(2)
+    rig.release(2)
+    rig.vote()
+    rig.say(1, generation=2, has_state=True, step=5)
+    rig.say(1, step=50, saved=Checkpoint(path="/c", generation=2, step=45))
+    rig.gone(1, signal=9)
+    assert rig.r.root.status is RunStatus.SUSPENDED
+    assert rig.r.nodes[2].phase is MemberPhase.GONE
+
+
+def test_a_generation_is_over_when_a_leaver_has_given_it_up() -> None:
+    rig = started(2)
+    rig.join("c")
+    rig.release(1)
+    rig.vote()
+    rig.gone(2, signal=9)
+    assert rig.ballot is not None
+    for n in rig.ballot.members + rig.ballot.change.leavers:
+        rig.say(n, prepared=rig.r.root.highest, given_up=2)
+    assert rig.r.root.generation == rig.r.root.highest
+
+
+def test_a_newcomer_whose_state_was_on_its_way_is_absorbed_again_when_the_survivors_train() -> None:
+    """Survivors may stand inside a step, where nobody can receive their state."""
+    rig = started(2)
+    rig.join("c")
+    rig.vote()
+    for n in (1, 2):
+        rig.arrive(n, 2, 4)
+    told = orders(rig.gone(2, signal=9))
+    assert (told[1].broken, told[3].broken, told[3].plan) == (2, 2, None)
+    assert rig.ballot.members == [1]
+    rig.change(5)
+    assert rig.r.nodes[3].phase is MemberPhase.READY
+    assert (rig.m.phase, rig.ballot.members, rig.ballot.change.interrupt) == (RunPhase.PREPARING, [1, 3], False)
+    rig.change(6)
+    assert rig.r.members == [1, 3]
+
+
+def test_where_votes_show_that_some_have_lost_the_state_those_who_have_it_go_on() -> None:
+    rig = started(3)
+    rig.gone(3, signal=9)
+    rig.say(1, prepared=2, given_up=1)
+    rig.say(2, prepared=2, given_up=1, has_state=False)
+    assert (rig.r.root.generation, rig.ballot.change.generation, rig.ballot.members) == (1, 3, [1])
+
+
+def test_where_nobody_has_the_state_all_begin_together_from_the_checkpoint() -> None:
+    rig = Rig(minimum=3)
+    for host in "abc":
+        rig.join(host)
+    rig.vote()
+    rig.gone(1, signal=9)
+    assert (rig.ballot.members, rig.ballot.change.interrupt) == ([2, 3], True)
+
+
+def test_a_survivor_that_is_asked_to_leave_while_others_go_on_without_it_is_let_go() -> None:
+    rig = started(2)
+    rig.join("c")
+    rig.vote()
+    rig.arrive(1, 2)
+    rig.arrive(2, 2)
+    rig.gone(2, signal=9)
+    rig.release(3, reason="walltime")
+    rig.vote()
+    assert (rig.r.nodes[3].phase, rig.m.order(3).end) == (MemberPhase.GONE, rig.orders[3].end)
+    assert rig.m.order(3).end is not None and rig.m.order(3).end.code == Exit.OK
+
+
+def test_the_group_that_broke_without_a_death_is_rebuilt_as_it_was() -> None:
+    rig = started(2)
+    rig.say(1, given_up=1)
+    assert rig.m.phase is RunPhase.STEADY, "the news of a death may still come"
+    rig.tick(1, 1, 2)
+    assert rig.m.phase is RunPhase.REBUILDING
+    rig.change()
+    rig.tick(5, 1, 2)
+    assert rig.r.members == [1, 2]
+    assert rig.r.root.generation == rig.r.root.highest == 2
+
+
+def test_a_first_exchange_that_does_not_end_or_whose_group_breaks_is_done_again() -> None:
+    rig = started(2)
+    rig.join("c")
+    rig.vote()
+    assert rig.m.phase is RunPhase.SWITCHING
+    rig.wait(7)
+    assert (rig.m.phase, rig.m.order(1).broken) == (RunPhase.REBUILDING, 2)
+    rig = started(2)
+    rig.join("c")
+    rig.vote()
+    rig.say(3, given_up=2)
+    rig.say(1, given_up=2)
+    rig.tick(1, 1, 2, 3)
+    assert rig.m.phase is RunPhase.REBUILDING
+
+
+def test_a_first_exchange_of_survivors_that_does_not_end_is_done_again() -> None:
+    """They have given up the generation before, and report it until they have arrived."""
+    rig = started(3)
+    rig.gone(3, signal=9)
+    rig.vote()
+    assert rig.m.phase is RunPhase.SWITCHING
+    rig.wait(7)
+    assert (rig.m.phase, rig.ballot.change.generation) == (RunPhase.REBUILDING, 3)
+
+
+def test_slow_links_are_looked_at_and_eject_nobody_a_cut_one_drops_the_younger() -> None:
+    rig = started(3)
+    rig.wait(6)
+    assert rig.m.phase is RunPhase.PROBING
+    rig.vote()
+    assert (rig.m.phase, rig.r.root.generation) == (RunPhase.STEADY, 1)
+    rig.wait(9)
+    assert rig.m.phase is RunPhase.STEADY, "not again at once"
+    rig.wait(12)
+    assert rig.m.phase is RunPhase.PROBING
+    g = rig.r.root.highest
+    rig.say(1, refusal=Refusal(generation=g, reason="cut", unreachable=(3,)))
+    rig.say(2, prepared=g)
+    rig.say(3, refusal=Refusal(generation=g, reason="cut", unreachable=(1,)))
+    assert rig.r.nodes[3].phase is MemberPhase.GONE
+    assert rig.ballot is not None
+    assert (rig.m.phase, rig.ballot.members) == (RunPhase.REBUILDING, [1, 2])
+
+
+def test_a_newcomer_that_is_cut_off_is_left_out_and_members_that_are_train_on() -> None:
+    rig = started(2)
+    rig.join("c")
+    rig.say(1, refusal=Refusal(generation=2, reason="cut", unreachable=(3,)))
+    rig.say(2, prepared=2)
+    assert (rig.r.nodes[3].phase, rig.m.phase) == (MemberPhase.GONE, RunPhase.STEADY)
+    rig = started(2)
+    rig.join("c")
+    rig.say(1, refusal=Refusal(generation=2, reason="cut", unreachable=(2,)))
+    rig.say(3, prepared=2)
+    rig.say(2, refusal=Refusal(generation=2, reason="cut", unreachable=(1,)))
+    assert (rig.r.nodes[3].phase, rig.m.phase, rig.r.members) == (MemberPhase.READY, RunPhase.STEADY, [1, 2])
+
+
+def test_who_is_cut_off_is_told_with_the_address_that_was_tried() -> None:
+    rig = started(2)
+    rig.join("c")
+    turn = rig.say(1, refusal=Refusal(generation=2, reason="cut", unreachable=(3,), tried=("10.0.0.3:7001",)))
+    turn = both(turn, rig.say(2, prepared=2))
+    assert logs(turn, "eject") == ["n2 (c) is gone: no connection between it and n0 (h1), tried 10.0.0.3:7001"]
+
+
+# -- survivors, leavers and newcomers ----------------------------------------------------------------------------------
+
+
+def test_survivors_that_report_the_group_they_were_taken_from_cause_no_further_change() -> None:
+    rig = started(3)
+    rig.gone(2, signal=9)
+    rig.vote()
+    for n in (1, 3):
+        rig.say(n, given_up=1)
+    rig.tick(2, 1, 3)
+    rig.switch()
+    rig.say(1, given_up=1)
+    rig.tick(4, 1, 3)
+    assert (rig.r.root.generation, rig.r.root.highest, rig.m.phase) == (2, 2, RunPhase.STEADY)
+
+
+def test_a_leaver_that_alone_has_the_state_is_kept_when_the_group_breaks() -> None:
+    rig = started(1)
+    rig.join("b")
+    rig.release(1, reason="walltime")
+    rig.vote()
+    rig.say(1, given_up=1)
+    rig.tick(1, 1, 2)
+    assert (rig.ballot.members, rig.ballot.change.interrupt) == ([1], True), "node 2 has no state yet"
+    while rig.m.state.ballot is not None:
+        rig.change()
+    assert [done.members for done in rig.completed[1:]] == [(1,), (1, 2), (2,)]
+
+
+def test_a_leaver_that_was_kept_for_its_state_is_not_forgotten_at_the_next_loss() -> None:
+    """Nor by another head."""
+    rig = started(3)
+    rig.release(1, reason="walltime")
+    rig.vote()
+    for n in (2, 3):
+        rig.gone(n, signal=9)
+    assert rig.ballot.members == [1]
+    rig.join("d")
+    rig.say(1, given_up=2, refusal=Refusal(generation=rig.r.root.highest, reason="cut"))
+    rig.tick(1, 1, 4)
+    assert (rig.ballot.members, rig.ballot.change.interrupt) == ([1], True)
+    rig.restart(1, 4)
+    assert (rig.ballot.members, rig.ballot.change.interrupt) == ([1], True)
+    while rig.m.state.ballot is not None:
+        rig.change()
+    assert [done.members for done in rig.completed[1:]] == [(1,), (1, 4), (4,)]
+
+
+def test_a_head_that_comes_back_knows_that_the_generation_is_broken() -> None:
+    """Members that stand inside of a step are not asked to take somebody in."""
+    rig = started(3)
+    rig.join("d")
+    rig.gone(2, signal=9)
+    burned = rig.r.root.highest
+    rig.restart(1, 3, 4)
+    assert (rig.ballot.members, rig.ballot.change.interrupt) == ([1, 3], True)
+    assert rig.ballot.change.generation > burned, "its rendezvous was lost with the head"
+    rig.change()
+    assert (rig.ballot.members, rig.ballot.change.interrupt) == ([1, 3, 4], False)
+
+
+def test_who_goes_before_the_generation_without_another_is_complete_is_told_of_with_it() -> None:
+    rig = started(3)
+    rig.fails(2)
+    rig.gone(3, signal=9)
+    rig.change()
+    assert rig.completed[-1].record.reason == "n1 (h2) is gone: ValueError: bad; n2 (h3) is gone: killed by signal 9"
+
+
+def test_a_standby_that_dies_concerns_no_member() -> None:
+    rig = started(1)
+    rig.limit(1)
+    rig.join("b")
+    assert not orders(rig.gone(2, signal=9))
+    assert rig.r.root.highest == 1
+
+
+# -- groups that break -------------------------------------------------------------------------------------------------
+
+
+def breaks(rig: Rig, n: int, *others: int) -> float:
+    """The group breaks on a node, and then on others. Returns the seconds until something is done about it."""
+    began, generation = rig.at, rig.r.root.generation
+    for one in (n, *others):
+        rig.say(one, given_up=generation)
+    while rig.m.phase is RunPhase.STEADY:
+        rig.at += 0.1
+        assert rig.at < began + 9
+        rig.put(ev.Ticked(at=rig.at))
+    return rig.at - began
+
+
+def test_a_node_on_which_every_group_breaks_is_ejected_and_the_others_go_on() -> None:
+    """They break for the others as well, but later."""
+    rig = started(3)
+    waits = []
+    for _ in range(2):
+        waits.append(breaks(rig, 2, 1, 3))
+        assert rig.ballot.members == [1, 2, 3]
+        rig.change()
+    assert waits == [pytest.approx(0.3, abs=0.11), pytest.approx(0.6, abs=0.11)]
+    breaks(rig, 2, 1, 3)
+    assert (rig.r.nodes[2].phase, rig.ballot.members) == (MemberPhase.GONE, [1, 3])
+    end = rig.orders[2].end
+    assert end is not None
+    assert end.reason == "3 groups in a row broke at its step 0, the last because n1 (h2) has lost its group"
+
+
+def test_groups_that_break_at_different_steps_or_on_different_nodes_or_for_a_death_eject_nobody() -> None:
+    rig = started(4)
+    for step in range(6):
+        for n in (1, 2, 3):
+            rig.say(n, step=step)
+        breaks(rig, 2)
+        rig.change()
+    for _ in range(2):
+        for n in (1, 3):
+            breaks(rig, n)
+            rig.change()
+    rig.say(2, given_up=rig.r.root.generation)
+    rig.gone(4, signal=9)
+    rig.change()
+    breaks(rig, 2)
+    rig.change()
+    assert rig.r.members == [1, 2, 3]
+
+
+@pytest.mark.parametrize("is_scripted", [False, True])
+def test_where_every_group_of_the_only_member_breaks_it_begins_again_with_new_processes(is_scripted: bool) -> None:
+    rig = started(1, scripted=is_scripted)
+    for _ in range(2):
+        breaks(rig, 1)
+        rig.change()
+    breaks(rig, 1)
+    assert (rig.r.nodes[1].phase, rig.r.root.status) == (MemberPhase.GONE, RunStatus.SUSPENDED)
+
+
+def test_a_node_that_can_never_build_the_group_in_place_of_a_broken_one_is_ejected() -> None:
+    rig = started(3)
+    rig.gone(3, signal=9)
+    for _ in range(3):
+        assert rig.ballot.members == [1, 2]
+        refusal = Refusal(generation=rig.r.root.highest, reason="no port is free")
+        rig.say(2, given_up=1, refusal=refusal)
+        rig.tick(rig.at + 2, 1, 2)
+    assert rig.ballot.members == [1]
+    assert "n1 (h2) could not: no port is free" in rig.r.nodes[2].ended
+
+
+# -- links and waits ---------------------------------------------------------------------------------------------------
+
+
+def test_a_first_exchange_that_seems_to_end_never_is_left_more_time_with_each_attempt() -> None:
+    rig = started(2)
+    rig.join("c")
+    rig.vote()
+    attempts = []
+    while rig.at < 40:
+        rig.wait(rig.at + 1)
+        if rig.m.phase is RunPhase.REBUILDING:
+            attempts.append(rig.at)
+            rig.vote()
+    assert [later - earlier for earlier, later in zip([0, *attempts], attempts, strict=False)] == [6, 11, 21]
+
+
+def test_a_first_exchange_in_which_somebody_still_receives_goes_on() -> None:
+    rig = started(2)
+    rig.join("c")
+    rig.vote()
+    for at in range(1, 30):
+        rig.at = at
+        for n, stalled_s in ((1, at), (2, at), (3, 0.5)):
+            rig.say(n, doing=Doing.WAITING, stalled_s=float(stalled_s))
+        rig.put(ev.Ticked(at=at))
+        assert rig.m.phase is RunPhase.SWITCHING
+
+
+def test_a_leaver_in_a_long_body_breaks_nothing() -> None:
+    rig = started(3)
+    rig.release(3)
+    rig.vote()
+    for at in range(1, 40):
+        rig.stand(at, {1: (Doing.WAITING, at), 2: (Doing.WAITING, at), 3: (Doing.WORKING, at)})
+    assert rig.m.phase is RunPhase.SWITCHING
+    assert rig.r.root.highest == 2
+
+
+def test_the_wait_for_one_that_was_ejected_is_not_held_against_those_who_are_left() -> None:
+    rig = started(3)
+    for at in range(1, 42):
+        rig.stand(at, {1: (Doing.WAITING, at - 0.1), 2: (Doing.WORKING, at), 3: (Doing.WAITING, at - 0.1)})
+    assert rig.ballot.members == [1, 3]
+    rig.vote()
+    rig.stand(41.2, {1: (Doing.WAITING, 41.1), 3: (Doing.WAITING, 41.1)})
+    assert (rig.m.phase, rig.r.root.highest) == (RunPhase.SWITCHING, 2)
+
+
+def test_a_newcomer_is_not_kept_out_by_a_look_at_the_links() -> None:
+    rig = started(2)
+    rig.wait(6)
+    rig.join("c")
+    assert rig.m.phase is RunPhase.PROBING
+    rig.vote()
+    assert (rig.m.phase, rig.ballot.members) == (RunPhase.PREPARING, [1, 2, 3])
+
+
+def cannot_reach(rig: Rig, n: int, *others: int) -> ev.Turn:
+    refusal = Refusal(generation=rig.r.root.highest, reason="cut", unreachable=others)
+    return rig.say(n, given_up=rig.orders[n].broken, refusal=refusal)
+
+
+def test_a_rebuild_waits_a_moment_for_the_votes_that_tell_who_is_cut_off() -> None:
+    """Node 2 never votes, and the first to notice is younger than it."""
+    rig = started(4)
+    rig.gone(4, signal=9)
+    cannot_reach(rig, 3, 2)
+    assert rig.r.alive(2)
+    cannot_reach(rig, 1, 2)
+    assert (rig.r.alive(2), rig.ballot.members) == (False, [1, 3])
+
+
+def test_without_further_votes_it_is_decided_after_a_second_who_is_cut_off() -> None:
+    rig = started(4)
+    rig.gone(4, signal=9)
+    cannot_reach(rig, 3, 2)
+    rig.tick(0.9, 1, 2, 3)
+    assert rig.r.alive(2)
+    rig.tick(1.1, 1, 2, 3)
+    assert not rig.r.alive(3), "of the two the younger"
+
+
+def test_members_that_do_not_reach_each_other_in_a_planned_change_are_left_alone_for_a_while() -> None:
+    rig = started(2)
+    rig.join("c")
+    cannot_reach(rig, 1, 2)
+    cannot_reach(rig, 2, 1)
+    rig.say(3, prepared=2)
+    attempts = [at for at in range(1, 20) if orders(rig.tick(at, 1, 2, 3)) and rig.m.phase is RunPhase.PREPARING]
+    assert attempts[0] == 10, "as long as a planned change may take"
+
+
+@pytest.mark.parametrize("makes_progress", [False, True])
+def test_waiting_to_no_end_three_times_at_one_step_ends_the_run(makes_progress: bool) -> None:
+    rig = started(2)
+    for number in range(4):
+        generation = rig.r.root.generation
+        while rig.r.root.generation == generation and not rig.r.root.status.ended:
+            rig.wait(rig.at + 1)
+            if rig.m.phase is RunPhase.PROBING:
+                rig.vote()
+            elif rig.m.state.ballot is not None:
+                rig.change(step=3 + number * makes_progress)
+    assert rig.r.root.status is (RunStatus.TRAINING if makes_progress else RunStatus.FAILED)
+    assert makes_progress or rig.r.root.message.startswith("step 3: in 3 generations one after the other all members")
