@@ -29,13 +29,13 @@ from fallow.local.driver import store_pid
 from fallow.local.headprocess import HeadProcess
 from fallow.model import (
     EventRecord,
+    MemberPhase,
     MemberView,
     RunReport,
     RunSpec,
     RunStatus,
     RunView,
     Snapshot,
-    MemberPhase,
 )
 from fallow.store.client import Store
 from nursery_client import NurseryClient

@@ -15,6 +15,7 @@ import pytest
 from elastic_rig import LOOK_S, send, until
 
 from conftest import MakeRig, Undisturbed
+from fallow.core.nodes.names import member_name
 from fallow.model import RunStatus
 from lacking import lacks
 
@@ -147,7 +148,7 @@ async def test_s14_a_full_disk_costs_records_and_checkpoints_and_no_training(
             await rig.call("checkpoint", run=run.id)
 
             async def told(words: str) -> set[str]:
-                return {event.data["worker"] for event in await run.events("ledger") if words in event.text}
+                return {member_name(event.data["node"]) for event in await run.events("ledger") if words in event.text}
 
             view = await run.view()
             while await told("cannot write down") != {"n0", "n1", "n2"}:

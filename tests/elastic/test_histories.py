@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from conftest import Undisturbed
-from fallow.model import CheckpointState, RunReport, RunStatus, MemberPhase
+from fallow.model import CheckpointState, MemberPhase, RunReport, RunStatus
 from gpu.device import DEVICES, require
 from nursery_client import NurseryClient
 

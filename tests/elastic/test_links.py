@@ -74,7 +74,7 @@ def meet(network: Network, store: HashStore, rank: int, timeout_s: float) -> dic
 
 
 async def begin(rig: Rig, network: Network, members: int, *options: object) -> Elastic:
-    """A run whose member `wN` is on node N."""
+    """A run whose member `nN` is on node N of the network."""
     run = await rig.run(*options)
     for number in range(members):
         await run.arrive(namespace=network.node(number))
@@ -106,7 +106,7 @@ async def test_members_meet_on_the_network_that_the_configuration_names(
     with network.at_the_hub():
         async with make_rig(head__address=HUB, network__subnet=FAST) as rig:
             run = await begin(rig, network, 2, "--steps", 40)
-            addresses = [worker.address for worker in (await run.roster()).workers.values()]
+            addresses = [node.entry for node in (await run.roster()).nodes.values()]
             report = await run.ends()
     judge(report, await undisturbed("--steps", 40))
     assert addresses == [fast_address(0), fast_address(1)]
@@ -234,7 +234,7 @@ async def test_s13_a_node_whose_link_holds_all_up_is_named_and_let_go(
         async with make_rig(head__address=HUB) as rig:
             run = await rig.run(*options)
             for number in range(4):
-                await run.arrive(namespace=network.node(number), SLURMD_NODENAME=f"n{number}")
+                await run.arrive(namespace=network.node(number), SLURMD_NODENAME=f"node{number}")
             await run.grow(4)
             await run.becomes(["n0", "n1", "n2", "n3"])
             await run.goes_on(5)
@@ -247,9 +247,9 @@ async def test_s13_a_node_whose_link_holds_all_up_is_named_and_let_go(
             times = sorted(map(float, (run.gates / "times").read_text().split()))
             bars = [event.text for event in await run.events("bar")]
     judge(report, await undisturbed(*options))
-    assert list(view.barred) == ["n2"]
-    assert "n2's link holds the run up: " in view.barred["n2"]
-    assert [text.partition(": ")[0] for text in bars] == ["node n2 is barred from this run"]
+    assert list(view.barred) == ["node2"]
+    assert "node2's link holds the run up: " in view.barred["node2"]
+    assert [text.partition(": ")[0] for text in bars] == ["node node2 is barred from this run"]
     assert [(g.kind, g.members) for g in report.generations[1:]] == [("release", ["n0", "n1", "n3"])]
     assert report.steps_discarded == 0
     with_it = (times[slow_to - 1] - times[slow_from]) / (slow_to - 1 - slow_from)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from elastic_rig import alive, judge, phase, send, until
+from elastic_rig import alive, judge, member, phase, send, until
 
 from conftest import MakeRig, Undisturbed
-from fallow.model import Exit, RunStatus, MemberPhase
+from fallow.model import Exit, MemberPhase, RunStatus
 from gpu.device import DEVICES, require
 
 
@@ -149,11 +149,10 @@ async def test_h3_all_raise_on_one_node(make_rig: MakeRig) -> None:
     """The only node there is: nobody elsewhere could tell that it is not the node's fault, which is not held to be."""
     async with make_rig() as rig:
         run = await rig.run(members=1, most=1, scripted=False, workers_per_node=4)
-        workers = await run.arrive(workers=4)
-        await run.becomes(workers)
+        await run.becomes(await run.arrive(workers=4))
         step = run.coming_step()
-        for worker in workers:
-            run.plan("fail", worker, step)
+        for slot in range(4):
+            run.plan("fail", f"n0.{slot}", step)
         await run.until_ended(RunStatus.FAILED)
         report = await run.report()
         told = {event.kind for event in await run.events()}
@@ -181,7 +180,7 @@ async def test_h9_t5_t7_n2_a_newcomer_that_does_not_come_costs_nobody_a_step(
         # The deadline is the head's and the members', who cannot build the group; whoever looks first burns it.
         aborts = [event.text for event in await run.events("abort")]
         assert aborts
-        assert (await run.roster()).generation == 1
+        assert (await run.roster()).root.generation == 1
 
         await run.arrive()
         await run.becomes(["n0", "n1", "n3"])
@@ -262,7 +261,7 @@ async def test_s5_e5_t7_n9_the_coordinator_dies_during_a_change(
         run.freeze("n2")
         await run.grow()
         await run.until(lambda view: view.change is not None, "nothing is begun")
-        prepared = (await run.roster()).high
+        prepared = (await run.roster()).root.highest
         step = (await run.view()).step
         if what == "head":
             await rig.kill_head()
@@ -296,7 +295,7 @@ async def test_s5_the_coordinator_dies_between_a_commit_and_the_switch(
         await run.grow()
         for worker in ("n0", "n1"):
             await run.held(worker, 10)
-        assert (await run.roster()).generation == 2
+        assert (await run.roster()).root.generation == 2
         await (rig.kill_head() if what == "head" else rig.kill_store())
         for gate in gates:
             gate.unlink()
@@ -418,24 +417,24 @@ async def test_n7_a_node_that_keeps_failing_is_barred_and_may_not_come_back(
         run.plan_newcomer("fail", "n2")
         step = run.coming_step()
         run.plan("fail", "n1", step)
-        await run.until(lambda view: "n1" in view.barred, "it is not barred")
+        await run.until(lambda view: "node1" in view.barred, "it is not barred")
         await run.becomes(["n0"])
         told = [event.text for event in await run.events("eject") if not event.text.startswith("generation")]
         raised = {"n1": step, "n2": "load"}
         assert told == [
-            f"{worker} on n1 is gone: ValueError: fail-{place}-{worker}: a sample is broken"
+            f"{worker} (node1) is gone: ValueError: fail-{place}-{worker}: a sample is broken"
             for worker, place in raised.items()
         ]
         (barred,) = await run.events("bar")
-        assert barred.text.startswith("node n1 is barred from this run: 2 failures on it (exception)")
-        agent = await run.knock(SLURMD_NODENAME="n1")
+        assert barred.text.startswith("node node1 is barred from this run: 2 failures on it (exception)")
+        agent = await run.knock(SLURMD_NODENAME="node1")
         assert await rig.agent_ends(agent) == Exit.NO_RESTART
         refused = (rig.folder / "agents.log").read_text()
-        assert f"node n1 is barred from run {run.id}: 2 failures on it (exception)" in refused
+        assert f"node node1 is barred from run {run.id}: 2 failures on it (exception)" in refused
         assert "a sample is broken" in refused
         view = await run.view()
-        assert {member.worker for member in view.members} <= {"n0", "n1", "n2"}, "a worker was planned on it"
-        assert list(view.barred) == ["n1"]
+        assert {member.member for member in view.members} <= {"n0", "n1", "n2"}, "a worker was planned on it"
+        assert list(view.barred) == ["node1"]
         report = await run.ends()
     judge(report, await undisturbed("--steps", 60), losses=2)
 
@@ -456,7 +455,7 @@ async def test_p2_a_minority_that_drifted_is_healed_at_the_next_change_and_told_
         (healed,) = await run.events("healed")
         report = await run.ends()
     judge(report, await undisturbed("--steps", 60))
-    assert healed.text.startswith("n1 on ")
+    assert healed.text.startswith("n1 (")
     assert "its weights were not those of most members at step 11; it has received theirs" in healed.text
 
 
@@ -465,31 +464,36 @@ async def test_t3_e4_e7_a_node_is_lost_with_all_its_workers_and_comes_back(
 ) -> None:
     """The agent is killed, and its two workers die with it. Its successor's workers are newcomers, not the old ones."""
     async with make_rig(membership__lease_s=1.5) as rig:
-        run = await rig.run(members=4, most=4, scripted=False, workers_per_node=2, min_nodes=2, max_nodes=3)
+        run = await rig.run(members=2, most=3, scripted=False, workers_per_node=2)
         await run.arrive(2, workers=2)
-        await run.becomes(["n0", "n1", "n2", "n3"])
+        await run.becomes(["n0", "n1"])
+        workers = member(await run.view(), "n0")
+        assert workers is not None
         send(run.agent_of["n0"], signal.SIGKILL)
-        await run.becomes(["n2", "n3"])
-        assert not alive(run.pids["n0"])
-        assert not alive(run.pids["n1"])
+        await run.becomes(["n1"])
+        assert len(workers.pids) == 2
+        assert not any(map(alive, workers.pids))
         await run.arrive(workers=2)
-        await run.becomes(["n2", "n3", "n4", "n5"])
+        await run.becomes(["n1", "n2"])
         report = await run.ends()
     judge(report, await undisturbed())
 
 
 async def test_t3_one_of_two_workers_of_a_node_is_lost(make_rig: MakeRig, undisturbed: Undisturbed) -> None:
-    """Amid a step; the others, on its node and elsewhere, do it once again and go on."""
+    """Amid a step. Its sibling goes with it; the other node does the step once again, and is joined by a new start."""
     async with make_rig() as rig:
-        run = await rig.run(members=4, most=4, scripted=False, workers_per_node=2, min_nodes=2, max_nodes=2)
+        run = await rig.run(members=2, most=2, scripted=False, workers_per_node=2)
         await run.arrive(2, workers=2)
-        await run.becomes(["n0", "n1", "n2", "n3"])
+        view = await run.becomes(["n0", "n1"])
         step = run.coming_step()
-        gate = run.hold("n1", step)
-        await run.held("n1", step)
-        run.kill("n1")
-        await run.becomes(["n0", "n2", "n3"])
-        gate.unlink()
+        gate = run.hold("n0.1", step)
+        await run.held("n0.1", step)
+        lost = member(view, "n0")
+        assert lost is not None
+        send(lost.pids[1], signal.SIGKILL)
+        await run.becomes(["n1", "n2"])
+        assert not any(map(alive, lost.pids))
+        gate.unlink(missing_ok=True)
         report = await run.ends()
     judge(report, await undisturbed())
     assert report.steps_discarded == 1
@@ -520,7 +524,7 @@ async def test_p2_where_bits_may_differ_a_member_that_drifted_is_brought_back_an
     assert (report.status, report.steps) == (RunStatus.FINISHED, 40)
     assert report.message == "", "the members end with unlike weights"
     assert [g.kind for g in report.generations] == ["start"]
-    assert healed.text.startswith("n1 on ")
+    assert healed.text.startswith("n1 (")
     assert "its weights were not those of most members at step 13; it has received theirs" in healed.text
 
 
