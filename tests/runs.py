@@ -77,7 +77,7 @@ class Nodes:
         """An agent introduces its workers; returns the node's number. Their scripts have just been started.
 
         Args:
-            entry: where its workers listen; by default a place that no other host has.
+            entry: where its workers listen; by default an address that no other host has.
         """
         run = self.run
         run.record.slots = run.record.slots or slots
@@ -91,7 +91,7 @@ class Nodes:
             token=allocation.token,
             boot=boot,
             slots=slots,
-            entry=entry or f"{host}:1 secret",
+            entry=entry or f"address of {host}",
             node=node,
         )
         turn.apply(run, event)
@@ -141,8 +141,12 @@ class Nodes:
         """All members have finished so many steps; `progress`: what else their beats say."""
         for n in self.run.roster.present():
             self.say(turn, n, step=step)
-            known = self.run.progress.get(n, Progress())
-            self.run.progress[n] = msgspec.structs.replace(known, reached=(0, step), **progress)
+            self.progress(n, reached=(0, step), **progress)
+
+    def progress(self, node: int, **what: Any) -> None:
+        """What a node's beats say besides its report."""
+        known = self.run.progress.get(node, Progress())
+        self.run.progress[node] = msgspec.structs.replace(known, **what)
 
     def pass_s(self, turn: Turn, seconds: int) -> None:
         """Time passes. All nodes are heard each second, and the head's clock ticks."""

@@ -21,6 +21,7 @@ from fallow.head import views
 from fallow.head.agents import Agents
 from fallow.head.asking import ordered
 from fallow.head.book import Book, Run
+from fallow.head.deadlines import Deadlines
 from fallow.head.harvest import Harvest
 from fallow.head.inbox import Due, Inbox, Polled, Submitted
 from fallow.head.slurm_calls import SlurmCalls
@@ -54,7 +55,7 @@ from fallow.sim.types import (
 )
 from fallow.slurm import parse
 from fallow.slurm.paced import PacedClient
-from unit.runs import Nodes
+from runs import Nodes
 
 BAR_AFTER = 1 << 30
 """Failures; what happens to nodes here is never their fault."""
@@ -179,6 +180,7 @@ class RealHead:
         self.harvest = Harvest(config)
         self._config = config
         self._agents = Agents(config.membership, config.checkpoint)
+        self._deadlines = Deadlines(config.membership, self._agents.hearing)
         self._nodes: dict[str, Puppets] = {}
         "by run"
         self._inbox = Inbox()
@@ -291,7 +293,7 @@ class RealHead:
             turn = self._turn()
             for run in self.book.runs.values():
                 run.agent_seen.update(dict.fromkeys(run.agent_seen, now))
-            self._agents.tick(turn)
+            self._deadlines.tick(turn)
             self._carry_out(turn)
         gone = [token for token, at in self._leaving.items() if at <= now]
         for token in gone:

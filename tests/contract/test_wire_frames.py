@@ -138,7 +138,7 @@ async def test_orders_and_statuses_in_their_order(worker: Worker) -> None:
     await until(lambda: ours.heard)
     assert ours.heard == [Status(generation=7)]
     for edition in range(1, 4):
-        ours.channel.send(Order(term=1, edition=edition))
+        ours.channel.send(Order(node=1, term=1, edition=edition))
         await until(lambda edition=edition: len(ours.heard) > edition)
     assert ours.heard[1:] == [Status(term=1, edition=n, step=n + 1) for n in (1, 2, 3)]
     ours.channel.send(Heard(silent_s=0.0))
@@ -149,7 +149,7 @@ async def test_orders_and_statuses_in_their_order(worker: Worker) -> None:
 async def test_a_worker_learns_that_its_agent_has_ended_behind_all_that_it_had_written(worker: Worker) -> None:
     ours, process = worker("repeat")
     ours.channel.send(START)
-    ours.channel.send(Order(term=1, edition=1))
+    ours.channel.send(Order(node=1, term=1, edition=1))
     ours.channel.send(News(term=1))
     ours.channel.close()
     output, _ = await asyncio.to_thread(process.communicate)
@@ -161,7 +161,7 @@ async def test_what_a_process_wrote_before_its_death_is_read(worker: Worker) -> 
     """Even if it had not read what was sent to it, and if that is found out only when more is sent."""
     ours, process = worker("deaf", 200)
     for edition in range(100):
-        ours.channel.send(Order(term=1, edition=edition))
+        ours.channel.send(Order(node=1, term=1, edition=edition))
     await asyncio.to_thread(process.wait)
     ours.channel.send(News(term=1))
     await until(lambda: ours.ends)
@@ -207,7 +207,7 @@ async def test_a_stopped_worker_holds_nobody_up_and_finds_the_newest_of_each_kin
     noted = "".join(map(chr, range(300, 1000)))
     begun = time.monotonic()
     for edition in range(20_000):
-        ours.channel.send(Order(term=1, edition=edition, noted=noted))
+        ours.channel.send(Order(node=1, term=1, edition=edition, noted=noted))
         ours.channel.send(News(term=1, step=edition))
     assert time.monotonic() - begun < DEADLINE_S
     process.send_signal(signal.SIGCONT)

@@ -2,17 +2,17 @@
 
 usage: ending_training.py --folder FOLDER [--harm NAME]
 
-HARM `links`: at each of them w1's group breaks just when the others have the result (as if somebody else had died in
-that moment), and w2 dies in one. `break`: the main member alone leaves the loop, behind a step after which the shards
-are divided anew. `late`: it raises after the loop. `late alone`: likewise, while w1 has not heard yet that the loop is
+HARM `links`: at each of them n1's group breaks just when the others have the result (as if somebody else had died in
+that moment), and n2 dies in one. `break`: the main member alone leaves the loop, behind a step after which the shards
+are divided anew. `late`: it raises after the loop. `late alone`: likewise, while n1 has not heard yet that the loop is
 over. `late break`: likewise, and all have left the loop by break.
-`between`: the main member raises between the loops, while w1 has not heard yet that the first one is over.
+`between`: the main member raises between the loops, while n1 has not heard yet that the first one is over.
 `exit0`: all leave the second loop at step 9 by `sys.exit(0)`. `exit3`: the main member ends by SystemExit(3) after the
-loop, w1 by SystemExit(4). `mean alone`: the main member alone asks for one behind a step. `barrier alone`: it waits for
+loop, n1 by SystemExit(4). `mean alone`: the main member alone asks for one behind a step. `barrier alone`: it waits for
 the others in one.
-`hang`: the main member's process does not end. `desert`: w1's script ends in the loop. `linger`: so it does, and its
-process takes its time to end. `last`: w2 dies in the step in which the others leave the loop for good.
-`behind`: all leave the loop by break behind a step whose outcome w1 learns from the others, since its group breaks just
+`hang`: the main member's process does not end. `desert`: n1's script ends in the loop. `linger`: so it does, and its
+process takes its time to end. `last`: n2 dies in the step in which the others leave the loop for good.
+`behind`: all leave the loop by break behind a step whose outcome n1 learns from the others, since its group breaks just
 when they have it.
 """
 
@@ -44,9 +44,9 @@ LINGERS_S = 12.0
 
 def harm(run: Any) -> None:
     """Set the traps: in two steps, and in each thing that the members do together."""
-    if WORKER == "w2":
+    if WORKER == "n2":
         place("certain", once(die, lambda: run.step == 3))
-    if WORKER != "w1":
+    if WORKER != "n1":
         return
     for step in (5, 9):
         place("told", once(lambda: cut_off(run), lambda step=step: run.step == step))
@@ -55,7 +55,7 @@ def harm(run: Any) -> None:
 
 
 def fall_behind(run: Any, past: Path) -> None:
-    """w1 does not hear of the others' sums in step 3, once w0 has acted on them."""
+    """n1 does not hear of the others' sums in step 3, once n0 has acted on them."""
 
     def wait_and_break() -> None:
         deadline = time.monotonic() + 30
@@ -63,14 +63,14 @@ def fall_behind(run: Any, past: Path) -> None:
             time.sleep(0.001)
         cut_off(run)
 
-    if WORKER == "w0":
+    if WORKER == "n0":
         place("told", once(past.touch, lambda: run.step == 3))
     else:
         place("told", once(wait_and_break, lambda: run.step == 3))
 
 
 def hear_late(run: Any, answer: int) -> None:
-    """w1 loses its group in the moment in which it would hear that answer of a joint call; w0 has heard it."""
+    """n1 loses its group in the moment in which it would hear that answer of a joint call; n0 has heard it."""
 
     def wait_and_break() -> None:
         deadline = time.monotonic() + 60
@@ -82,7 +82,7 @@ def hear_late(run: Any, answer: int) -> None:
 
 
 def divide_anew(after: int) -> None:
-    """After so many steps w1 is found to be slow, as it may be by itself on a busy machine."""
+    """After so many steps n1 is found to be slow, as it may be by itself on a busy machine."""
     plain = Division.revised
 
     def revised(old: Division, shards: int, paces: Sequence[float], step: int) -> Division:
@@ -99,12 +99,12 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    if args.harm == "linger" and WORKER == "w1":
+    if args.harm == "linger" and WORKER == "n1":
         atexit.register(time.sleep, LINGERS_S)  # runs behind what Fallow has registered
     run = fallow.init()
     if args.harm == "links":
         harm(run)
-    if args.harm in ("late alone", "between") and WORKER == "w1":
+    if args.harm in ("late alone", "between") and WORKER == "n1":
         hear_late(run, 1 if args.harm == "between" else 3)  # the first, or the second loop's end
     if args.harm == "break":
         divide_anew(after=4)
@@ -136,14 +136,14 @@ def main() -> None:
         if args.harm == "behind" and update.step == 3:
             break
     if args.harm == "behind":
-        schedule.step(1e9)  # acts once, on w1 too
+        schedule.step(1e9)  # acts once, on n1 too
     if args.harm == "between" and run.is_main:
         (args.folder / f"between-{WORKER}").touch()
         raise ValueError("the disk is full, say")
     told.append(run.mean(0.25 * (1 + run.rank)))
     for update in run.updates(loader):
         for (x,) in update:
-            if args.harm == "last" and update.step == 9 and WORKER == "w2":
+            if args.harm == "last" and update.step == 9 and WORKER == "n2":
                 die()
             loss = model(x).square().mean()
             loss.backward()
@@ -153,7 +153,7 @@ def main() -> None:
         if args.harm in ("last", "late break") and update.step == 9:
             break
         schedule.step(update.mean("loss"))
-        if (args.harm == "exit0" and update.step == 9) or (args.harm in ("desert", "linger") and WORKER == "w1"):
+        if (args.harm == "exit0" and update.step == 9) or (args.harm in ("desert", "linger") and WORKER == "n1"):
             sys.exit(0)
     if args.harm == "exit3":
         raise SystemExit(3 if run.is_main else 4)

@@ -1,4 +1,4 @@
-"""A scripted coordinator: the head's messages without the head, over socket pairs."""
+"""A scripted coordinator: what agents and the head say, without either, over the sockets that workers inherit."""
 
 from __future__ import annotations
 
@@ -15,54 +15,58 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
 from fallow.core.audit import Record, audit
-from fallow.model import (
-    Abort,
-    Active,
-    Beat,
-    BeatAck,
-    Checkpointed,
-    Commit,
-    Dismiss,
-    Failed,
-    Finished,
-    FromWorker,
-    Interrupt,
-    KvOp,
-    KvReply,
-    KvRequest,
-    Left,
-    Message,
+from fallow.core.nodes.gather import Gathers
+from fallow.core.nodes.messages import (
+    Checkpoint,
+    End,
+    Fault,
+    Finish,
+    Gather,
+    Gathered,
+    Order,
     Peer,
-    Prepare,
-    SampleReport,
-    Vote,
-    Welcome,
-    WorkerHello,
-    WorkerReady,
+    Plan,
+    Switch,
+    Wire,
 )
+from fallow.core.nodes.roster import check_of
+from fallow.core.protocol.agents import News, Setup
+from fallow.core.protocol.workers import FromWorker, Heard, Part, Start, Status
+from fallow.model import Doing, SampleReport
+from fallow.wire.codec import Decoder, encode
 from fallow.worker.data.ledger import read_ledger
 
 SCRIPT = Path(__file__).with_name("group_worker.py")
 DEADLINE_S = 180.0
 
 
+def node_of(worker: str) -> int:
+    """`w0` is on node 1."""
+    return int(worker[1:]) + 1
+
+
 class FakeHead:
+    """Each worker is the only one of its node."""
+
     def __init__(self, folder: Path, **config) -> None:
         self.folder = folder
         self.config = {"folder": str(folder), **config}
         self.path = folder / "config.json"
         self.path.write_text(json.dumps(self.config))
         self.changed = threading.Condition()
-        self.got: dict[str, list[Message]] = defaultdict(list)
+        self.said: dict[str, list[Status]] = defaultdict(list)
         self.processes: dict[str, subprocess.Popen] = {}
         self.sockets: dict[str, socket.socket] = {}
-        self.kv: dict[tuple[int, str], bytes] = {}
-        self.waiting: list[tuple[str, KvRequest]] = []
+        self.gathers = Gathers()
         self.generation = 0
+        "the newest"
+        self.edition = 0
+        self.plans: dict[str, Plan | None] = {}
         self.members: list[str] = []
+        self.committed = 0
+        self.joined: dict[str, int] = {}
+        "generation in which a worker became a member"
         self.checkpoint: str | None = None
         self.silent = False
         self.patience_s = 30.0
@@ -86,6 +90,7 @@ class FakeHead:
             theirs.close()
             self.sockets[worker] = ours
             threading.Thread(target=self._read, args=(worker, ours), daemon=True).start()
+            self._introduce(worker)
 
     def kill(self, worker: str) -> None:
         self.processes[worker].send_signal(signal.SIGKILL)
@@ -113,69 +118,75 @@ class FakeHead:
 
     # -- messages
 
+    def _introduce(self, worker: str) -> None:
+        setup = Setup(
+            run="test",
+            folder=str(self.folder),
+            seed=5,
+            max_workers=4,
+            beat_s=0.05,
+            lease_s=10,
+            patience_s=self.patience_s,
+            checkpoint_folder=str(self.folder / "checkpoints"),
+        )
+        node = node_of(worker)
+        self.tell(worker, Start(worker=worker, node=node, slot=0, slots=1, address="127.0.0.1", setup=setup))
+        self.tell(worker, News(term=1, joins=bool(self.members)))
+
     def _read(self, worker: str, sock: socket.socket) -> None:
         stream = sock.makefile("rb")
-        decoder = msgspec.msgpack.Decoder(FromWorker)
-        try:
-            while head := stream.read(4):
-                self._on_message(worker, decoder.decode(stream.read(int.from_bytes(head, "little"))))
-        except (OSError, msgspec.DecodeError):
-            return
-
-    def tell(self, worker: str, message: Message) -> None:
-        data = msgspec.msgpack.encode(message)
+        decoder: Decoder = Decoder(FromWorker)
         with contextlib.suppress(OSError):
-            self.sockets[worker].sendall(len(data).to_bytes(4, "little") + data)
+            while head := stream.read(4):
+                self._on_message(worker, decoder.decode(stream.read(int.from_bytes(head, "big"))))
 
-    def _on_message(self, worker: str, message: Message) -> None:
+    def tell(self, worker: str, message: Wire) -> None:
+        data = encode(message)
+        with contextlib.suppress(OSError):
+            self.sockets[worker].sendall(len(data).to_bytes(4, "big") + data)
+
+    def order(self, worker: str, **fields) -> None:
+        self.edition += 1
+        state_since = self.joined.get(worker, self.generation)
+        known = {
+            "node": node_of(worker),
+            "term": 1,
+            "edition": self.edition,
+            "committed": self.committed,
+            "plan": self.plans.get(worker),
+            "state_since": state_since,
+            "accepted": True,
+        }
+        self.tell(worker, Order(**{**known, **fields}))
+
+    def _on_message(self, worker: str, message: Status | Part) -> None:
         with self.changed:
             if self.silent:
                 return
-            self.got[worker].append(message)
-            match message:
-                case WorkerHello():
-                    self.tell(
-                        worker,
-                        Welcome(
-                            term=1,
-                            run="test",
-                            seed=5,
-                            max_workers=4,
-                            beat_s=0.05,
-                            lease_s=10,
-                            head_patience_s=self.patience_s,
-                            folder=str(self.folder),
-                            joins=bool(self.members),
-                        ),
-                    )
-                case Beat():
-                    self.tell(worker, BeatAck(term=1, ready=bool(self.find(worker, WorkerReady))))
-                case KvRequest():
-                    self.waiting.append((worker, message))
-            self._answer_kv()
+            if isinstance(message, Status):
+                self.said[worker].append(message)
+                self.tell(worker, Heard(silent_s=0.0))
+            else:
+                self._gather(worker, message)
             self.changed.notify_all()
 
-    def _answer_kv(self) -> None:
-        left = []
-        for worker, ask in self.waiting:
-            keys = [(ask.generation, key) for key in ask.keys]
-            if ask.op is KvOp.SET:
-                self.kv[keys[0]] = ask.value
-                self.tell(worker, KvReply(id=ask.id, ok=True))
-            elif ask.op is KvOp.CHECK:
-                self.tell(worker, KvReply(id=ask.id, ok=True, number=int(all(key in self.kv for key in keys))))
-            elif ask.op is KvOp.GET and all(key in self.kv for key in keys):
-                self.tell(worker, KvReply(id=ask.id, ok=True, values=[self.kv[key] for key in keys]))
-            else:
-                left.append((worker, ask))
-        # SETs may have answered older GETs.
-        answered = len(left) < len(self.waiting)
-        self.waiting = left
-        if answered and left:
-            self._answer_kv()
+    def _gather(self, worker: str, part: Part) -> None:
+        if part.within_node:
+            self.tell(worker, Gathered(generation=part.generation, key=part.key, parts=(part.part,)))
+            return
+        said = Gather(node=node_of(worker), generation=part.generation, key=part.key, part=part.part)
+        answer, nodes = self.gathers.take(said)
+        for node in nodes:
+            assert answer is not None
+            self.tell(f"w{node - 1}", answer)
 
-    def find(self, worker: str, kind: type) -> list:
-        return [message for message in self.got[worker] if isinstance(message, kind)]
+    def status(self, worker: str) -> Status:
+        """The newest."""
+        return self.said[worker][-1] if self.said[worker] else Status()
+
+    def ever(self, worker: str, condition: Callable[[Status], object]) -> bool:
+        """Has the worker ever said so?"""
+        return any(map(condition, self.said[worker]))
 
     def wait(self, what: str, condition: Callable[[], object]) -> None:
         end = time.monotonic() + DEADLINE_S
@@ -195,35 +206,51 @@ class FakeHead:
     # -- what tests say
 
     def ready(self, *workers: str) -> None:
-        self.wait(f"{workers} ready", lambda: all(self.find(w, WorkerReady) for w in workers))
+        self.wait(f"{workers} ready", lambda: all(self.ever(w, lambda said: said.ready) for w in workers))
 
     def prepare(self, members: list[str], interrupt: bool = False) -> set[str]:
         """Announce the next generation; returns everybody who must vote."""
-        old, self.generation = self.generation, self.generation + 1
-        prepare = Prepare(
-            term=1,
-            generation=self.generation,
-            replaces=old,
-            members=[Peer(worker=w, address="127.0.0.1") for w in members],
-            interrupt=interrupt,
-            timeout_s=20,
-            checkpoints=[] if self.checkpoint is None else [self.checkpoint],
+        self.generation += 1
+        nodes = [node_of(worker) for worker in members]
+        checkpoints = () if self.checkpoint is None else (self.checkpoint,)
+        known = {
+            "generation": self.generation,
+            "replaces": self.committed,
+            "interrupt": interrupt,
+            "timeout_s": 20.0,
+            "checkpoints": checkpoints,
+        }
+        stay = [worker for worker in self.members if worker in members]
+        peers = {worker: Peer(node_of(worker), 1, "127.0.0.1") for worker in members}
+        whole = Plan(**known, more=tuple(peers.values()), check=check_of(nodes))
+        delta = Plan(
+            **known,
+            base=self.committed,
+            without=tuple(node_of(worker) for worker in self.members if worker not in members),
+            more=tuple(peer for worker, peer in peers.items() if worker not in stay),
+            check=check_of(nodes),
         )
+        leave = Plan(**known, leave=True, suspends=not members)
+        follows = [*stay, *(worker for worker in members if worker not in stay)] == members
         takers = set(members) if interrupt else set(members) | set(self.members)
+        self.gathers.open(self.generation, nodes)
         for worker in takers:
-            self.tell(worker, prepare)
+            self.plans[worker] = leave if worker not in members else delta if worker in stay and follows else whole
+            self.order(worker)
         return takers
 
     def votes(self, takers: set[str]) -> None:
         self.wait(
             f"votes for {self.generation}",
-            lambda: all(any(v.generation == self.generation and v.ok for v in self.find(w, Vote)) for w in takers),
+            lambda: all(self.status(w).prepared == self.generation for w in takers),
         )
 
     def commit(self, members: list[str], takers: set[str]) -> None:
-        self.members = list(members)
+        self.members, self.committed = list(members), self.generation
+        for worker in members:
+            self.joined.setdefault(worker, self.generation)
         for worker in takers:
-            self.tell(worker, Commit(term=1, generation=self.generation))
+            self.order(worker)
 
     def change(self, members: list[str], interrupt: bool = False) -> None:
         takers = self.prepare(members, interrupt)
@@ -232,14 +259,15 @@ class FakeHead:
 
     def abort(self, takers: set[str]) -> None:
         for worker in takers:
-            self.tell(worker, Abort(term=1, generation=self.generation, reason="test"))
+            self.plans[worker] = None
+            self.order(worker)
 
     def interrupt(self) -> None:
         for worker in self.members:
-            self.tell(worker, Interrupt(term=1, generation=self.generation, reason="test"))
+            self.order(worker, broken=self.committed)
 
     def dismiss(self, worker: str, code: int) -> None:
-        self.tell(worker, Dismiss(term=1, code=code, reason="test"))
+        self.order(worker, end=End(code=code, reason="test"))
 
     def at(self, step: int, *workers: str) -> None:
         self.wait(f"{workers} at {step}", lambda: all((self.folder / f"at-{step}-{w}").exists() for w in workers))
@@ -250,37 +278,40 @@ class FakeHead:
     def go(self, step: int | str) -> None:
         (self.folder / f"go-{step}").touch()
 
-    def active(self, *workers: str) -> None:
-        self.wait(
-            f"{workers} active",
-            lambda: all(any(a.generation == self.generation for a in self.find(w, Active)) for w in workers),
-        )
+    def switches(self, worker: str) -> list[Switch]:
+        """How the worker went over to its generations, one after the other."""
+        return list(dict.fromkeys(said.switch for said in self.said[worker] if said.switch is not None))
 
-    def finished(self, *workers: str) -> dict[str, Finished]:
-        self.wait(f"{workers} finished", lambda: all(self.find(w, Finished) for w in workers))
-        return {w: self.find(w, Finished)[0] for w in workers}
+    def active(self, *workers: str) -> None:
+        self.wait(f"{workers} active", lambda: all(self.status(w).generation == self.generation for w in workers))
+
+    def finished(self, *workers: str) -> dict[str, Finish]:
+        self.wait(f"{workers} finished", lambda: all(self.status(w).finish for w in workers))
+        return {w: finish for w in workers if (finish := self.status(w).finish) is not None}
 
     def held(self, *workers: str) -> None:
         self.wait(
             f"{workers} held",
-            lambda: all(any(b.held and b.generation == self.generation for b in self.find(w, Beat)) for w in workers),
+            lambda: all(
+                self.status(w).given_up >= self.committed and self.status(w).doing is Doing.WAITING for w in workers
+            ),
         )
 
     def left(self, *workers: str) -> None:
-        self.wait(f"{workers} left", lambda: all(self.find(w, Left) for w in workers))
+        self.wait(f"{workers} left", lambda: all(self.status(w).left == self.generation for w in workers))
 
-    def failure(self, worker: str) -> Failed:
+    def failure(self, worker: str) -> Fault:
         end = time.monotonic() + DEADLINE_S
-        while not self.find(worker, Failed):
+        while (fault := self.status(worker).fault) is None:
             assert time.monotonic() < end, self.log(worker)
             self.processes[worker].wait(DEADLINE_S)
-        return self.find(worker, Failed)[0]
+        return fault
 
-    def checkpointed(self, *workers: str) -> Checkpointed:
+    def checkpointed(self, *workers: str) -> Checkpoint:
         """The newest checkpoint, which one of them has put together."""
 
-        def all_of_them() -> list[Checkpointed]:
-            return [message for worker in workers for message in self.find(worker, Checkpointed)]
+        def all_of_them() -> list[Checkpoint]:
+            return [said.saved for worker in workers for said in self.said[worker] if said.saved is not None]
 
         self.wait(f"{workers} checkpointed", all_of_them)
         return max(all_of_them(), key=lambda written: written.step)
@@ -289,5 +320,5 @@ class FakeHead:
         records: list[Record] = []
         for path in (self.folder / "ledger").iterdir():
             records += read_ledger(path)
-        first = {a.generation: a.first_step for w in self.got for a in self.find(w, Active)}
+        first = {switch.generation: switch.first_step for worker in self.said for switch in self.switches(worker)}
         return audit(records, first, steps, per_step)

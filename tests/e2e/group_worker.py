@@ -5,58 +5,26 @@ usage: group_worker.py CONFIG.json
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-import msgspec
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from fallow.model import FromWorker, ToWorker
+from fallow.wire.frames import AgentChannel
 from fallow.worker.api import run as run_module
 from fallow.worker.api.lazy_imports import put_off_compiler
 from fallow.worker.handover import supply
 from fallow.worker.session.session import Session
 
 put_off_compiler()  # as `import fallow` does in a worker
-
-
-class SocketChannel:
-    """Length-prefixed messages over an inherited socket."""
-
-    def __init__(self, descriptor: int, on_message: Callable, on_connect: Callable) -> None:
-        self._socket = socket.socket(fileno=descriptor)
-        self._on_message, self._on_connect = on_message, on_connect
-        self._lock = threading.Lock()
-        self.last_heard = time.monotonic()
-
-    def start(self) -> None:
-        threading.Thread(target=self._read, daemon=True).start()
-        self._on_connect()
-
-    def send(self, message: FromWorker) -> None:
-        data = msgspec.msgpack.encode(message)
-        with self._lock, contextlib.suppress(OSError):
-            self._socket.sendall(len(data).to_bytes(4, "little") + data)
-
-    def close(self) -> None:
-        self._socket.shutdown(socket.SHUT_RDWR)
-
-    def _read(self) -> None:
-        decoder = msgspec.msgpack.Decoder(ToWorker)
-        stream = self._socket.makefile("rb")
-        while head := stream.read(4):
-            message = decoder.decode(stream.read(int.from_bytes(head, "little")))
-            self.last_heard = time.monotonic()
-            self._on_message(message)
 
 
 class Points(Dataset):
@@ -139,8 +107,7 @@ def main() -> None:
         run = run_module.init()
     else:
         descriptor = int(os.environ["TEST_FD"])
-        session = Session(worker, "127.0.0.1", lambda m, c: SocketChannel(descriptor, m, c))
-        run = run_module.attach(session)
+        run = run_module.attach(Session(partial(AgentChannel, descriptor)))
     model, optimizer, schedule, loader = run.prepare(
         model, optimizer, schedule, loader, global_batch=config["global_batch"]
     )

@@ -2,7 +2,7 @@
 
 usage: talking_training.py [--fail import|init] [--pace SECONDS] [--kill WORKER] [--save FILE]
 
-`--kill w1`: w1 is killed as soon as it has become the main member, in the middle of a step.
+`--kill n1`: n1 is killed as soon as it has become the main member, in the middle of a step.
 
 Every line that it prints begins with `TALK`. Lines with `all` are printed by every member.
 """

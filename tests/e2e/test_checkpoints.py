@@ -120,6 +120,6 @@ def test_every_member_is_lost_and_the_newest_checkpoint_is_damaged(box: Box, pla
     done = box.finish(process)
     assert (done.code, done.report["status"], done.report["steps"]) == (0, "finished", 200), done.stderr
     assert done.report["samples"] == {"consumed": expected_samples(200), "lost": 0, "duplicated": 0}
-    assert done.members[-1] == ["w2", "w3"]
+    assert done.members[-1] == ["n2", "n3"]
     assert done.report["generations"][-1]["first_step"] == older.step
     same(done, plain(*[word if word != words[-1] else "RESULT" for word in words]))

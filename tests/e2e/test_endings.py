@@ -31,7 +31,7 @@ def test_what_is_done_together_has_one_result_though_members_are_lost_in_the_mid
     subprocess.run(words, check=True, timeout=RUN_S, capture_output=True, env=box.environ | PLAIN)
     done = train(box, "links", members=3).trained(12, 192)
     assert done.result == json.loads((alone / "result.json").read_text()), "one rate, one model, to the last bit"
-    zero, one = (json.loads((box.folder / f"told-w{number}").read_text()) for number in (0, 1))
+    zero, one = (json.loads((box.folder / f"told-n{number}").read_text()) for number in (0, 1))
     assert zero["told"] == one["told"] == [0.375], "the mean outside of the loop"
     assert (zero["main"], one["main"]) == (True, False)
     assert zero["rate"] == one["rate"]
@@ -44,7 +44,7 @@ def test_a_member_that_alone_leaves_the_loop_is_found_at_once(box: Box) -> None:
     done = train(box, "break", members=2)
     assert (done.code, done.report["status"]) == (70, "failed")
     assert "step 4: 1 of 2 members left the run.updates loop" in done.report["message"]
-    assert done.report["generations"][0]["members"] == ["w0", "w1"]
+    assert done.report["generations"][0]["members"] == ["n0", "n1"]
 
 
 def test_who_is_a_step_behind_when_the_others_leave_the_loop_does_once_what_comes_after_it(box: Box) -> None:
@@ -63,19 +63,19 @@ def test_who_is_a_step_behind_when_the_others_leave_the_loop_does_once_what_come
 def test_an_exception_of_the_main_member_after_the_loop_fails_the_run(box: Box, harm: str, steps: int) -> None:
     done = train(box, harm, members=2)
     assert (done.code, done.report["status"], done.report["steps"]) == (70, "failed", steps)
-    assert "the main member w0" in done.report["message"]
+    assert "the main member n0" in done.report["message"]
     assert "ValueError: the disk is full, say" in done.report["message"]
     assert "raise ValueError" in done.report["traceback"]
-    told = json.loads((box.folder / "told-w1").read_text())
+    told = json.loads((box.folder / "told-n1").read_text())
     assert not told["main"], "what the main member had to do after the loop is done by nobody else"
 
 
 @pytest.mark.soak
 def test_after_an_exception_of_the_main_member_between_two_loops_nobody_does_again_what_it_did_there(box: Box) -> None:
     done = train(box, "between", members=2).trained(12, 192)
-    assert [path.name for path in box.folder.glob("between-*")] == ["between-w0"]
+    assert [path.name for path in box.folder.glob("between-*")] == ["between-n0"]
     assert "the disk is full, say" in done.report["generations"][1]["reason"]
-    assert json.loads((box.folder / "told-w1").read_text())["main"], "in the second loop it is the main member"
+    assert json.loads((box.folder / "told-n1").read_text())["main"], "in the second loop it is the main member"
 
 
 @pytest.mark.parametrize(("harm", "code"), [("exit0", 0), pytest.param("exit3", 70, marks=pytest.mark.soak)])
@@ -87,7 +87,7 @@ def test_the_main_members_exit_value_is_the_runs(box: Box, harm: str, code: int)
         assert done.report["samples"] == {"consumed": 160, "lost": 0, "duplicated": 0}
     else:
         assert (done.report["status"], done.report["steps"]) == ("failed", 12)
-        assert "the main member w0" in done.report["message"]
+        assert "the main member n0" in done.report["message"]
         assert "failed after the training: exited with 3" in done.report["message"]
 
 
@@ -101,7 +101,7 @@ def test_a_process_that_does_not_end_after_its_script_holds_the_run_up_for_its_l
 def test_a_member_whose_script_ends_inside_of_the_loop_is_refused(box: Box) -> None:
     done = train(box, "desert", members=2)
     assert (done.code, done.report["status"]) == (70, "failed")
-    assert "w1" in done.report["message"]
+    assert "n1" in done.report["message"]
     assert "inside of the run.updates loop while the others go on" in done.report["message"]
 
 
@@ -111,7 +111,7 @@ def test_a_member_that_deserts_is_refused_however_long_its_process_takes_to_end(
     words = [SCRIPT, "--folder", str(box.folder), "--harm", "linger"]
     done = box.finish(box.local(*words, members=2, FALLOW_MEMBERSHIP__LEASE_S="60"))
     assert (done.code, done.report["status"]) == (70, "failed")
-    assert "w1" in done.report["message"]
+    assert "n1" in done.report["message"]
     assert "inside of the run.updates loop while the others go on" in done.report["message"]
 
 
@@ -124,7 +124,7 @@ def test_members_that_leave_for_good_in_the_step_in_which_another_dies_finish_th
 def test_a_mean_that_one_member_alone_asks_for_is_refused_at_once(box: Box, harm: str) -> None:
     done = train(box, harm, members=2)
     assert (done.code, done.report["status"], done.report["steps"]) == (70, "failed", 4)
-    assert done.report["generations"][0]["members"] == ["w0", "w1"]
+    assert done.report["generations"][0]["members"] == ["n0", "n1"]
     assert len(done.report["generations"]) == 1, "nobody was to blame, and nothing was built anew"
     assert "the members are in different places of the script" in done.report["message"]
     assert f"1 in run.{harm.split()[0]}, 1 in the next step" in done.report["message"]

@@ -77,11 +77,11 @@ def held_up_s(box: Box, harm: str, survivor: str) -> float:
 def test_kills_inside_the_optimizer_of_a_donor_of_a_newcomer_and_of_two_at_once(
     box: Box, undisturbed: dict[str, Any]
 ) -> None:
-    harms = ["kill:w0:opt10", "kill:w1:donate", "kill:w5:load", "kill:w2:60", "kill:w3:60"]
+    harms = ["kill:n0:opt10", "kill:n1:donate", "kill:n5:load", "kill:n2:60", "kill:n3:60"]
     done = train(box, *harms, members=4, schedule="+1@20,+1@40")
     same(done, undisturbed)
-    assert {path.name for path in box.folder.glob("kill-*")} == {f"kill-w{i}" for i in (0, 1, 5, 2, 3)}
-    assert done.members[-1] == ["w4"]
+    assert {path.name for path in box.folder.glob("kill-*")} == {f"kill-n{i}" for i in (0, 1, 5, 2, 3)}
+    assert done.members[-1] == ["n4"]
     for generation in done.report["generations"][1:]:
         assert generation["pause_s"] is None or generation["pause_s"] < 20
     assert done.report["steps_discarded"] <= 5, "at most one step for each"
@@ -89,14 +89,14 @@ def test_kills_inside_the_optimizer_of_a_donor_of_a_newcomer_and_of_two_at_once(
 
 def test_s23_exceptions_and_crashes_anywhere_cost_one_member_each(box: Box, undisturbed: dict[str, Any]) -> None:
     """Inside the optimizer's step, in a donor (rank 0), in a newcomer; and a newcomer that is stopped."""
-    harms = ["raise:w1:opt10", "segfault:w2:opt20", "raise:w0:donate", "raise:w4:load", "stop:w5:load"]
+    harms = ["raise:n1:opt10", "segfault:n2:opt20", "raise:n0:donate", "raise:n4:load", "stop:n5:load"]
     done = train(box, *harms, members=4, schedule="+1@30,+1@50")
     same(done, undisturbed)
-    for worker in ("w0", "w1", "w4"):
+    for worker in ("n0", "n1", "n4"):
         assert gone(done, worker, f"ValueError: {worker} raises on purpose"), worker
-    assert gone(done, "w2", "killed by signal 11")
-    assert gone(done, "w5", "its process is stopped")
-    assert done.members[-1] == ["w3"]
+    assert gone(done, "n2", "killed by signal 11")
+    assert gone(done, "n5", "one of its processes is stopped")
+    assert done.members[-1] == ["n3"]
     assert done.report["steps_discarded"] <= len(harms), "at most one step for each"
 
 
@@ -106,41 +106,41 @@ def test_s23_hangs_anywhere_hold_the_others_up_for_no_longer_than_the_deadline(
 ) -> None:
     """Inside the optimizer's step of rank 0, in a donor, in a newcomer; with and without the GIL."""
     hangs = {
-        "hang:w0:opt10": (PROGRESS_S, "no progress"),
-        "spin:w1:donate": (LEASE_S, "silent"),
-        "hang:w4:load": (PROGRESS_S, "no progress"),
+        "hang:n0:opt10": (PROGRESS_S, "no progress"),
+        "spin:n1:donate": (LEASE_S, "silent"),
+        "hang:n4:load": (PROGRESS_S, "no progress"),
     }
     done = train(box, *hangs, members=3, schedule="+1@20,+1@40", FALLOW_REPRODUCIBLE="1", **DEADLINES)
     done.trained(STEPS, STEPS * BATCH)
     assert done.result == undisturbed, "not the same bits"
-    assert done.members[-1] == ["w2", "w3"]
+    assert done.members[-1] == ["n2", "n3"]
     assert done.report["steps_discarded"] <= len(hangs), "at most one step for each"
     for hang, (deadline_s, words) in hangs.items():
         kind, worker, _ = hang.split(":")
         assert gone(done, worker, words), worker
-        assert held_up_s(box, f"{kind}-{worker}", "w2") < deadline_s + REDONE_S, worker
+        assert held_up_s(box, f"{kind}-{worker}", "n2") < deadline_s + REDONE_S, worker
 
 
 def test_hangs_are_ended_at_their_deadlines_and_an_exception_on_every_member_ends_the_run(box: Box) -> None:
     done = train(
         box,
-        *("hang:w1:10", "spin:w2:20", "raise:all:40"),
+        *("hang:n1:10", "spin:n2:20", "raise:all:40"),
         members=4,
         **DEADLINES,
     )
     assert done.code == 70
     assert (done.report["status"], done.report["steps"]) == ("failed", 40)
     reasons = [generation["reason"] for generation in done.report["generations"]]
-    assert any("w1" in reason and "no progress" in reason for reason in reasons)
-    assert any("w2" in reason and "silent" in reason for reason in reasons)
+    assert any("n1" in reason and "no progress" in reason for reason in reasons)
+    assert any("n2" in reason and "silent" in reason for reason in reasons)
     # Who raises first may be gone before the other one comes to that step, but not the other way round.
     raised_at = {path.name.removeprefix("raise-"): float(path.read_text()) for path in box.folder.glob("raise-*")}
-    assert raised_at.keys() == {"w0", "w3"}
-    assert done.members[-1] in (["w0", "w3"], [max(raised_at, key=raised_at.__getitem__)])
+    assert raised_at.keys() == {"n0", "n3"}
+    assert done.members[-1] in (["n0", "n3"], [max(raised_at, key=raised_at.__getitem__)])
     assert "raises on purpose (step 40, on w" in done.report["message"]
     assert 'raise ValueError(f"{WORKER} raises on purpose")' in done.report["traceback"]
     assert done.stderr.splitlines()[-1].startswith("fallow local: run is failed: ValueError: w")
-    log = next(box.folder.glob("fallow-local-*/state/runs/*/logs/w1.log")).read_text()
+    log = next(box.folder.glob("fallow-local-*/state/runs/*/logs/n1.log")).read_text()
     assert "most recent call first" in log, "where it hung is in its log"
     assert "threading.py" in log
     assert box.logs.count("raises on purpose\n") == 2, "each member tried the step once"

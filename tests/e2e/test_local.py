@@ -124,9 +124,12 @@ class Box:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("FALLOW_", "SLURM_"))}
         return {**kept, "TMPDIR": str(self.folder), MARK: OWN_MARK, "OMP_NUM_THREADS": "1"}
 
-    def local(self, *command: str, members: int = 2, schedule: str = "", **environ: str) -> Fork:
+    def local(
+        self, *command: str, members: int = 2, workers_per_node: int = 1, schedule: str = "", **environ: str
+    ) -> Fork:
         """Start `fallow local --json` as a fork, and so its agents and workers: torch need not be imported."""
         words = self._words(*command, members=members, schedule=schedule)
+        words[1:1] = ["--workers-per-node", str(workers_per_node)]
         self.started.append(Fork(self.nursery, words, self.environ | environ, self.folder))
         return self.started[-1]
 
@@ -173,10 +176,9 @@ class Box:
         stderr = "".join(done.stderr for done in ended)
         return Done(max(done.code for done in ended), ended[0].stdout, stderr, ended[0].result)
 
-    def tiny(self, *options: str, steps: int = 90, members: int = 2, schedule: str = "", **environ: str) -> Done:
-        """The tiny training under `fallow local`, to its end."""
-        process = self.local(*self.tiny_words(*options, steps=steps), members=members, schedule=schedule, **environ)
-        return self.finish(process)
+    def tiny(self, *options: str, steps: int = 90, **how: Any) -> Done:
+        """The tiny training under `fallow local`, to its end; `how`: as for `local`."""
+        return self.finish(self.local(*self.tiny_words(*options, steps=steps), **how))
 
     def tiny_words(self, *options: str, steps: int = 90) -> list[str]:
         return [TINY, "--steps", str(steps), "--result", str(self.folder / "result.json"), *options]
@@ -285,7 +287,7 @@ def same(done: Done, reference: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------- the two examples
 
 SCHEDULE = "+2@20,-1@40,-m0@60"
-EXPECTED = [["w0", "w1"], ["w0", "w1", "w2", "w3"], ["w0", "w1", "w2"], ["w1", "w2"]]
+EXPECTED = [["n0", "n1"], ["n0", "n1", "n2", "n3"], ["n0", "n1", "n2"], ["n1", "n2"]]
 
 CASES = [
     pytest.param(["gpt_stdlib.py", *GPT], 90 * 32, 1e-5, id="gpt"),
@@ -353,7 +355,7 @@ def test_members_that_do_not_act_alike_are_told_so(box: Box, plain: Callable[...
 @pytest.mark.soak
 def test_killed_members_the_first_one_too(box: Box, tiny: Callable[..., Any]) -> None:
     done = box.tiny(members=3, schedule="kill:1@20,kill:0@45").trained(90, expected_samples(90))
-    assert done.members == [["w0", "w1", "w2"], ["w0", "w2"], ["w2"]]
+    assert done.members == [["n0", "n1", "n2"], ["n0", "n2"], ["n2"]]
     assert done.kinds == ["start", "eject", "eject"]
     assert done.report["steps_discarded"] <= 2
     assert done.report["pause_s"]["unplanned"]["max"] < 20
@@ -385,10 +387,10 @@ def test_what_scripts_do_beside_the_training(box: Box, tiny: Callable[..., Any])
     box.until(lambda view: view.scalars.get("evaluated", 0) >= 1)
     done = box.finish(process).trained(90, expected_samples(90))
     assert done.kinds == ["start", "absorb", "eject", "release"]
-    generations = [generation for generation in done.report["generations"] if "w2" in generation["members"]]
+    generations = [generation for generation in done.report["generations"] if "n2" in generation["members"]]
     # The main member at the end came with the second generation.
     sizes, steps = [told[:2] for told in done.result["resized"]], [told[2] for told in done.result["resized"]]
-    assert sizes == [[len(g["members"]), g["members"].index("w2")] for g in generations]
+    assert sizes == [[len(g["members"]), g["members"].index("n2")] for g in generations]
     joined, after_kill, left = (generation["first_step"] for generation in generations)
     # Behind a kill it may be in the step whose sums only another one has: it goes on by those.
     assert steps in ([joined, after_kill, left], [joined, after_kill - 1, left])
@@ -415,16 +417,24 @@ def test_settings_between_loops_count_once_for_newcomers(
 @pytest.mark.soak
 def test_a_kill_while_somebody_is_being_absorbed(box: Box, tiny: Callable[..., Any]) -> None:
     done = box.tiny(schedule="+1@20,kill:1@20").trained(90, expected_samples(90))
-    assert done.members[0] == ["w0", "w1"]
-    assert done.members[-1] == ["w0", "w2"]
+    assert done.members[0] == ["n0", "n1"]
+    assert done.members[-1] == ["n0", "n2"]
+    same(done, tiny())
+
+
+def test_nodes_of_several_workers_come_and_go_as_a_whole(box: Box, tiny: Callable[..., Any]) -> None:
+    schedule = "+1@20,kill:1@40,-m0@60"
+    done = box.tiny(workers_per_node=2, schedule=schedule).trained(90, expected_samples(90))
+    assert done.members == [["n0", "n1"], ["n0", "n1", "n2"], ["n0", "n2"], ["n2"]]
+    assert done.kinds == ["start", "absorb", "eject", "release"]
     same(done, tiny())
 
 
 @pytest.mark.soak
 def test_a_stopped_member_is_ejected_and_wakes_up_to_nothing(box: Box, tiny: Callable[..., Any]) -> None:
     done = box.tiny(members=3, schedule="stop:1@20,cont:1@50").trained(90, expected_samples(90))
-    assert done.members == [["w0", "w1", "w2"], ["w0", "w2"]]
-    assert "its process is stopped" in done.report["generations"][1]["reason"]
+    assert done.members == [["n0", "n1", "n2"], ["n0", "n2"]]
+    assert "one of its processes is stopped" in done.report["generations"][1]["reason"]
     same(done, tiny())
 
 
@@ -433,17 +443,17 @@ def test_a_node_that_was_frozen_as_a_whole_does_no_harm_when_it_thaws(box: Box, 
     """Agent and worker are stopped, so nobody can kill the zombie while it sleeps; woken, both end by themselves."""
     process = box.exec_local(*box.tiny_words(steps=400), members=3, FALLOW_MEMBERSHIP__LEASE_S="1.5")
     box.until(lambda view: view.step >= 20)
-    zombie = box.worker("w1")
+    zombie = box.worker("n1")
     node = [zombie, zombie.parent()]
     for part in node:
         part.suspend()
-    box.until(lambda view: [m.worker for m in view.members if m.rank is not None] == ["w0", "w2"])
+    box.until(lambda view: [m.member for m in view.members if m.rank is not None] == ["n0", "n2"])
     for part in node:
         part.resume()
     psutil.wait_procs(node, timeout=180)
     assert not any(part.is_running() and part.status() != psutil.STATUS_ZOMBIE for part in node)
     done = box.finish(process).trained(400, expected_samples(400))
-    assert done.members == [["w0", "w1", "w2"], ["w0", "w2"]]
+    assert done.members == [["n0", "n1", "n2"], ["n0", "n2"]]
     same(done, tiny(400))
 
 
@@ -451,7 +461,7 @@ def test_a_node_that_was_frozen_as_a_whole_does_no_harm_when_it_thaws(box: Box, 
 @pytest.mark.parametrize("what", ["head-kill", "store-kill"])
 def test_training_goes_on_without_head_or_store(what: str, box: Box, tiny: Callable[..., Any]) -> None:
     done = box.tiny(steps=300, schedule=f"{what}@20,+1@40,-m0@60").trained(300, expected_samples(300))
-    assert done.members == [["w0", "w1"], ["w0", "w1", "w2"], ["w1", "w2"]]
+    assert done.members == [["n0", "n1"], ["n0", "n1", "n2"], ["n1", "n2"]]
     assert done.report["steps_discarded"] == 0
     same(done, tiny(300))
 
@@ -460,7 +470,7 @@ def test_training_goes_on_without_head_or_store(what: str, box: Box, tiny: Calla
 def test_a_schedule_goes_on_where_a_newcomer_is_killed_and_a_store_twice(box: Box, tiny: Callable[..., Any]) -> None:
     schedule = "+1@11,kill:2@12,+1@13,store-kill@40,store-kill@41,-m0@60"
     done = box.tiny(steps=300, schedule=schedule).trained(300, expected_samples(300))
-    assert done.members[-2:] == [["w0", "w1", "w3"], ["w1", "w3"]]
+    assert done.members[-2:] == [["n0", "n1", "n3"], ["n1", "n3"]]
     same(done, tiny(300))
 
 
@@ -468,14 +478,14 @@ def test_a_schedule_goes_on_where_a_newcomer_is_killed_and_a_store_twice(box: Bo
 def test_members_beyond_the_shards_are_standbys_that_take_over(box: Box) -> None:
     began = time.monotonic()
     done = box.tiny("--global-batch", "8", members=4, schedule="kill:0@20,kill:1@50").trained(90, 708)
-    assert done.members == [["w0", "w1"], ["w1"], ["w1", "w2"], ["w2"], ["w2", "w3"]]
+    assert done.members == [["n0", "n1"], ["n1"], ["n1", "n2"], ["n2"], ["n2", "n3"]]
     assert time.monotonic() - began < 40, "the schedule waited for standbys to become members"
 
 
 @pytest.mark.soak
 def test_loader_processes(box: Box, tiny: Callable[..., Any]) -> None:
     done = box.tiny("--num-workers", "2", schedule="+1@20,-m0@40").trained(90, expected_samples(90))
-    assert done.members == [["w0", "w1"], ["w0", "w1", "w2"], ["w1", "w2"]]
+    assert done.members == [["n0", "n1"], ["n0", "n1", "n2"], ["n1", "n2"]]
     same(done, tiny())
 
 
@@ -487,7 +497,7 @@ def test_a_stream_comes_out_the_same_whoever_computes_it(
     words = ["--stream", "--num-workers", processes, "--samples", str(samples), "--float32", "--reproducible"]
     done = box.tiny(*words, schedule="+1@20,kill:1@40,-m0@60").trained(90, 11 * samples + 2 * BATCH)
     assert done.kinds == ["start", "absorb", "eject", "release"]
-    assert done.members[-1] == ["w2"]
+    assert done.members[-1] == ["n2"]
     assert done.result == plain(TINY, *words, "--pace", "0", "--result", "RESULT")
 
 
@@ -527,10 +537,10 @@ def test_a_script_that_never_reaches_the_loop(early: str, message: str, box: Box
 
 
 def test_a_newcomer_with_another_model_is_refused_and_the_others_finish(box: Box, tiny: Callable[..., Any]) -> None:
-    done = box.tiny("--odd", "w2", schedule="+1@20").trained(90, expected_samples(90))
-    assert done.members == [["w0", "w1"]]
+    done = box.tiny("--odd", "n2", schedule="+1@20").trained(90, expected_samples(90))
+    assert done.members == [["n0", "n1"]]
     (line,) = [line for line in done.stderr.splitlines() if "did not take part" in line]
-    assert "w2" in line
+    assert "n2" in line
     assert "it has model.0.4.weight float64[4, 16], they have model.0.4.weight float64[3, 16]" in line
     same(done, tiny())
 
@@ -543,7 +553,7 @@ model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model, optimizer = run.prepare(model, optimizer)
 data = TensorDataset(torch.ones(64, 4))
-sizes = (4, 2 if os.environ["FALLOW_WORKER"] in ("w2", "w3") else 4)
+sizes = (4, 2 if os.environ["FALLOW_WORKER"] in ("n2", "n3") else 4)
 loaders = [run.prepare(DataLoader(data, size), global_batch=16) for size in sizes]
 for loader, steps in zip(loaders, (12, 40)):
     for update in run.updates(loader, epochs=10, max_steps=steps):
@@ -562,7 +572,7 @@ def test_newcomers_with_another_loader_in_a_later_loop_are_refused_and_the_other
     assert (done.report["status"], done.report["steps"]) == ("finished", 52)
     assert done.report["samples"] == {"consumed": 52 * 16, "lost": 0, "duplicated": 0}
     assert done.kinds == ["start", "absorb", "eject", "absorb", "eject"]
-    assert done.members[-1] == ["w0", "w1"]
+    assert done.members[-1] == ["n0", "n1"]
     assert done.report["generations"][2]["first_step"] == 12
     for generation in done.report["generations"][2::2]:
         reason = generation["reason"]
@@ -570,7 +580,7 @@ def test_newcomers_with_another_loader_in_a_later_loop_are_refused_and_the_other
 
 
 def test_first_members_that_differ_do_not_start(box: Box) -> None:
-    done = box.tiny("--odd", "w1")
+    done = box.tiny("--odd", "n1")
     assert done.code == Exit.SOFTWARE
     message = json.loads(done.stdout)["error"]["message"]
     assert "1 of the first 2 members did not come to run.updates()" in message
@@ -599,7 +609,7 @@ def test_drop_last_and_partial_steps(box: Box) -> None:
     """The arithmetic is tested without processes; these add a kill."""
     done = box.tiny("--samples", "40", "--drop-last", "--pace", "0.1", steps=30, members=2, schedule="kill:1@10")
     done.trained(30, 30 * BATCH)
-    assert done.members == [["w0", "w1"], ["w0"]]
+    assert done.members == [["n0", "n1"], ["n0"]]
 
 
 # ------------------------------------------------------------------------------------- what is left, shown and open
@@ -622,7 +632,7 @@ def test_ctrl_c_leaves_nothing_and_a_run_shows_and_opens_nothing(box: Box) -> No
     for one in seen:
         shown = "\0".join([*one.cmdline(), *(f"{name}={value}" for name, value in one.environ().items())])
         assert not [secret for secret in secrets if secret in shown], one.cmdline()
-    worker = box.worker("w0")
+    worker = box.worker("n0")
     ours = {name for name in worker.environ() if name.startswith("FALLOW_")} - {MARK}
     assert ours == {
         *("FALLOW_WORKER", "FALLOW_RUN", "FALLOW_CHANNEL_FD", "FALLOW_STATE_DIR", "FALLOW_CONFIG"),
@@ -679,7 +689,7 @@ class Halves(torch.nn.Module):
         super().__init__()
         self.halves = torch.nn.ModuleList(torch.nn.Linear(600, 600) for _ in range(2))
     def forward(self, x):
-        first = os.environ.get("FALLOW_WORKER", "w0") != "w0" or os.environ.get("RANK", "0") != "0"
+        first = os.environ.get("FALLOW_WORKER", "n0") != "n0" or os.environ.get("RANK", "0") != "0"
         y = {number: self.halves[number](x) for number in (first, not first)}
         return y[0] + 2 * y[1]
 run = fallow.init()
@@ -703,7 +713,7 @@ def test_members_whose_gradients_come_in_another_order(box: Box, plain: Callable
     """Buckets are laid out as the gradients came on one of the first members; here the others' come the other way."""
     done = box.finish(box.local("-c", TURNED, str(box.folder / "result.json"), schedule="+1@10,kill:0@20"))
     done.trained(40, 640)
-    assert done.members == [["w0", "w1"], ["w0", "w1", "w2"], ["w1", "w2"]]
+    assert done.members == [["n0", "n1"], ["n0", "n1", "n2"], ["n1", "n2"]]
     assert done.result == plain("-c", TURNED, "RESULT")
 
 
@@ -719,7 +729,7 @@ def test_ranks_of_a_fixed_world_whose_gradients_come_in_another_order(
 def test_an_odd_member_of_a_reproducible_run_is_refused(box: Box) -> None:
     words = ["local", "--members", "1", "--schedule", "+1@10", "--reproducible", "--json", "--", sys.executable]
     command = box.start(
-        sys.executable, "-m", "fallow.cli.main", *words, *box.tiny_words("--many-threads", "w1", steps=20)
+        sys.executable, "-m", "fallow.cli.main", *words, *box.tiny_words("--many-threads", "n1", steps=20)
     )
     done = box.finish(command)
     assert done.code == 0, done.stderr

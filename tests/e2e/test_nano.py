@@ -84,7 +84,7 @@ def test_each_line_once_and_one_result_through_absorb_release_and_kill(
     reproducible = {"FALLOW_REPRODUCIBLE": "1"} if kind == "reproducible" else {}
     process = box.local(*words, members=2, schedule="+1@6,-m0@16", **reproducible)
     done = box.finish(process).trained(40, 240)
-    assert done.members == [["w0", "w1"], ["w0", "w1", "w2"], ["w1", "w2"], ["w2"]]
+    assert done.members == [["n0", "n1"], ["n0", "n1", "n2"], ["n1", "n2"], ["n2"]]
     ours, wanted = trained(done.stderr, file), alone(kind)
     assert len(wanted.log) == 15
     assert ours.saved["state"]["tokens"] == wanted.saved["state"]["tokens"]

@@ -49,7 +49,7 @@ def test_e1_a_plain_script_goes_on_from_what_it_saved_in_every_membership(
     report = json.loads(done.stdout)
     assert [generation["kind"] for generation in report["generations"]] == ["start", "absorb", "release", "eject"]
     members = [generation["members"] for generation in report["generations"]]
-    assert members == [["w0", "w1"], ["w0", "w1", "w2"], ["w0", "w2"], ["w2"]]
+    assert members == [["n0", "n1"], ["n0", "n1", "n2"], ["n0", "n2"], ["n2"]]
     starts = [tuple(map(int, line.split())) for line in (tmp_path / "starts").read_text().splitlines()]
     assert {(0, 2), (1, 2), (0, 1)} <= {start[:2] for start in starts}
     begun = [step for rank, _, step in starts if rank == 0]

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.slurm
 
 @pytest.fixture(scope="module")
 def with_grace(slurm_installed: None) -> Iterator[Rig]:
-    """Preempted jobs get SIGTERM 10 s before their end."""
-    with Rig("preempt", nodes=4) as rig:
+    """Preempted jobs get SIGTERM 10 s before their end. An agent that falls silent is given up after 20 s."""
+    with Rig("preempt", nodes=4, FALLOW_MEMBERSHIP__HEAD_PATIENCE_S="20") as rig:
         yield rig
 
 
@@ -84,7 +84,7 @@ def test_a_run_outlives_its_base_job_where_the_user_says_so(rig: Rig) -> None:
     training = rig.submit("--nodes=1:3", "--fallow=outlive-base")
     training.wait_members(3)
     rig.scancel(training.job)
-    training.wait_for("w0 left", lambda: "w0" not in {m.worker for m in training.members()})
+    training.wait_for("n0 left", lambda: "n0" not in {m.member for m in training.members()})
     training.wait_steps()
     training.finish()
     # The base job is not requested again. The script ends in a job that is left.

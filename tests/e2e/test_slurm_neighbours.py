@@ -42,7 +42,7 @@ def test_who_waits_gets_our_newest_node_and_keeps_it(rig: Rig) -> None:
     training = rig.submit("--nodes=1:3")
     older = training.wait_members(2)[1]
     rig.scancel(second)
-    newer = next(m for m in training.wait_members(3) if m.rank and m.worker != older.worker)
+    newer = next(m for m in training.wait_members(3) if m.rank and m.member != older.member)
     before = len(training.events("submit"))
 
     other = rig.others(1)
@@ -52,7 +52,7 @@ def test_who_waits_gets_our_newest_node_and_keeps_it(rig: Rig) -> None:
     assert _waited_s(shown) <= POLL_S + IDLE_S + CYCLE_S
     seen = next(e for e in training.events("release") if f"job {other} of " in e.text)
     assert _at(shown, "StartTime") - seen.at <= IDLE_S + CYCLE_S, "whenever the poll was"
-    assert {m.worker for m in training.wait_members(2)} == {"w0", older.worker}
+    assert {m.member for m in training.wait_members(2)} == {"n0", older.member}
     training.wait_steps()
     # Nothing was asked for in between, and nothing waits that could take the next node from others.
     assert len(training.events("submit")) == before
@@ -124,7 +124,7 @@ def _held(training: Training) -> set[str]:
 
 def _started(rig: Rig) -> tuple[Training, list[tuple[str, int]]]:
     training = rig.submit("--nodes=1:2", "--time=10", steps=800)
-    return training, [(m.worker, m.pid) for m in training.wait_members(2)]
+    return training, [(m.member, m.pids[0]) for m in training.wait_members(2)]
 
 
 def _away(rig: Rig, training: Training) -> None:
@@ -138,6 +138,6 @@ def _back(rig: Rig, training: Training, members: list[tuple[str, int]]) -> None:
     polls = rig.head_view().polls
     wait_for("three polls more", lambda: rig.head_view().polls >= polls + 3, START_S, rig.story)
     assert len(_held(training)) == 2
-    assert [(m.worker, m.pid) for m in training.members()] == members
+    assert [(m.member, m.pids[0]) for m in training.members()] == members
     assert not training.events("eject", "failed", "lost", "orphan")
     training.finish()

@@ -63,8 +63,8 @@ def test_a_run_grows_onto_idle_nodes_without_a_restart(rig: Rig) -> None:
     assert set(kinds_of(report)[1:]) == {"absorb"}
     assert not training.events("eject", "refuse", "failed", "abort", "lost", "orphan")
     # One process from the first step to the last.
-    trace = training.trace(base.worker)
-    assert trace.pid == base.pid
+    trace = training.trace(base.member)
+    assert trace.pid == base.pids[0]
     assert [step for _, step, _ in trace.steps] == list(range(training.steps))
     # The rest of the batch script, once; what comes before it, the same everywhere.
     assert training.lines_after() == [training.job]
@@ -116,7 +116,7 @@ def minutes(shared: Rig) -> Iterator[Minutes]:
             training.wait_for("a node left before its walltime", partial(training.changes, *kinds), 100.0)
         alone.wait_for("the run goes on", lambda: alone.changes("start")[1:], START_S)
         harvested.wait_for("another harvest node", lambda: len(harvested.changes("absorb", "mixed")) > 1, START_S)
-        ending.wait_for("the base worker left", lambda: "w0" not in {m.worker for m in ending.members()})
+        ending.wait_for("the base worker left", lambda: "n0" not in {m.member for m in ending.members()})
         for training in everybody:
             training.wait_steps()
         after = shared.head_view()
@@ -143,7 +143,7 @@ def test_s1_harvest_nodes_are_left_before_their_walltime_and_asked_for_again(min
     assert minutes.states[second] == "COMPLETED"
     assert minutes.states[training.job] == "COMPLETED"
     # The base worker computed all the while.
-    assert [step for _, step, _ in training.trace("w0").steps] == list(range(training.steps))
+    assert [step for _, step, _ in training.trace("n0").steps] == list(range(training.steps))
     assert training.lines_after() == [training.job]
 
 
@@ -258,12 +258,12 @@ def test_a_script_that_knows_nothing_of_fallow_is_restarted_on_the_nodes_that_ar
     training.wait_for("why the newcomer waits", lambda: "waits for another" in training.view().message, START_S)
     # Of three that start at about the same time, whichever was last: on a busy machine it may be a base node's.
     newcomer = next(m for m in training.view().members if m.rank is None)
-    assert f"{newcomer.worker} ({newcomer.node}) waits for another" in training.view().message
+    assert f"{newcomer.member} ({newcomer.node}) waits for another" in training.view().message
     kept, lost = training.members()
     # All scripts begin again in any case, so it need not wait any longer.
-    os.kill(lost.pid, signal.SIGKILL)
+    os.kill(lost.pids[0], signal.SIGKILL)
     training.wait_for("both have started it again", lambda: len(starts()) == 4, START_S)
-    assert {m.worker for m in training.members()} == {kept.worker, newcomer.worker}
+    assert {m.member for m in training.members()} == {kept.member, newcomer.member}
     assert sorted(start[:2] for start in starts()[2:]) == [[0, 2], [1, 2]]
     assert all(start[2] > 0 for start in starts()[2:]), "not from what it had saved"
     (training.folder / "hurry").touch()
@@ -279,13 +279,13 @@ def _play_preemption(rig: Rig, take: Callable[[], list[str]]) -> Training:
     others = take()
     for other in others:
         rig.wait_job(other, "RUNNING")
-    assert [m.worker for m in training.wait_members(1)] == [base.worker]
+    assert [m.member for m in training.wait_members(1)] == [base.member]
     training.wait_steps()
     rig.scancel(*others)
     # What they leave is harvested again.
     training.wait_members(3)
     training.finish()
-    assert training.trace(base.worker).pid == base.pid
+    assert training.trace(base.member).pid == base.pids[0]
     assert "TIMEOUT" not in {rig.job_states()[job] for job in training.jobs()}
     assert not training.events("cancelled")
     return training
@@ -296,11 +296,11 @@ def test_jobs_that_are_cancelled_from_outside_leave_in_order(rig: Rig) -> None:
     members = training.wait_members(3)
     harvested = members[1]
     rig.scancel(next(job for job, token in training.jobs().items() if token == harvested.token))
-    training.wait_for("it left", lambda: harvested.worker not in {m.worker for m in training.members()})
+    training.wait_for("it left", lambda: harvested.member not in {m.member for m in training.members()})
     training.wait_members(3)
     training.wait_for("it is known whose doing it was", lambda: training.events("cancelled"))
     rig.scancel(training.job)
-    training.wait_for("w0 left", lambda: "w0" not in {m.worker for m in training.members()})
+    training.wait_for("n0 left", lambda: "n0" not in {m.member for m in training.members()})
     training.wait_steps()
     report = training.finish()
 
@@ -324,7 +324,7 @@ def test_a_cancelled_run_ends_all_its_jobs(rig: Rig) -> None:
     rig.command("fallow", "cancel", training.run)
     training.wait_for("cancelled", lambda: training.view().status is RunStatus.CANCELLED)
     training.wait_jobs_gone()
-    wait_for("its workers are gone", lambda: not any(psutil.pid_exists(m.pid) for m in members), REACT_S)
+    wait_for("its workers are gone", lambda: not any(psutil.pid_exists(m.pids[0]) for m in members), REACT_S)
     assert training.lines_after() == []
     assert not training.events("eject", "failed", "lost")
     # A run whose base job is cancelled before it began is not wanted.
@@ -355,14 +355,15 @@ def test_jobs_that_come_to_nothing_are_not_asked_for_without_end(rig: Rig) -> No
     assert training.lines_after() == [training.job]
 
 
-def test_training_goes_on_while_the_head_is_away(rig: Rig) -> None:
+def test_training_goes_on_while_the_head_is_away(lasting: Rig) -> None:
+    rig = lasting  # a harvest node whose end is near would leave by itself
     training = rig.submit("--nodes=1:2")
     members = training.wait_members(2)
     rig.kill_head()
     training.wait_steps(20)
     rig.start_head()
     assert rig.head_view().term > 1
-    assert [(m.worker, m.pid) for m in training.wait_members(2)] == [(m.worker, m.pid) for m in members]
+    assert [(m.member, m.pids[0]) for m in training.wait_members(2)] == [(m.member, m.pids[0]) for m in members]
     training.wait_steps()
     # And the new head can do what the old one could: let a node go, take another one in.
     rig.command("fallow", "drain", training.run, members[1].node)
@@ -373,7 +374,7 @@ def test_training_goes_on_while_the_head_is_away(rig: Rig) -> None:
     assert training.view().drained == [members[1].node]
     training.finish()
     assert not training.events("eject", "failed", "lost", "orphan")
-    trace = training.trace("w0")
+    trace = training.trace("n0")
     assert [step for _, step, _ in trace.steps] == list(range(training.steps))
     assert training.lines_after() == [training.job]
 
@@ -395,9 +396,9 @@ def test_a_base_job_that_loses_its_head_and_a_harvest_node_finishes_the_training
     rig.scancel(job)
     # Slurm gives it no time, as where a node dies: nobody may wait for its last words.
     with contextlib.suppress(ProcessLookupError):
-        os.kill(harvested.pid, signal.SIGKILL)
+        os.kill(harvested.pids[0], signal.SIGKILL)
     training.wait_steps(5, START_S)
-    assert training.trace(base.worker).pid == base.pid
+    assert training.trace(base.member).pid == base.pids[0]
     (training.folder / "hurry").touch()
     rig.wait_job(training.job, "COMPLETED", 2 * START_S)
     rig.start_head()
@@ -405,7 +406,7 @@ def test_a_base_job_that_loses_its_head_and_a_harvest_node_finishes_the_training
     report = rig.ask("report", RunReport, run=training.run)
     assert (report.status, report.steps) == (RunStatus.FINISHED, training.steps)
     assert (report.samples.lost, report.samples.duplicated) == (0, 0)
-    steps = [step for _, step, _ in training.trace(base.worker).steps]
+    steps = [step for _, step, _ in training.trace(base.member).steps]
     # The step that the loss interrupted may have been begun again.
     assert sorted(set(steps)) == list(range(training.steps))
     assert len(steps) <= training.steps + 1
@@ -458,12 +459,12 @@ def test_s9_a_component_of_a_heterogeneous_job_that_starts_in_part(rig: Rig) -> 
 def test_killed_workers_cost_no_sample(rig: Rig) -> None:
     training = rig.submit("--nodes=1:3")
     members = training.wait_members(3)
-    os.kill(members[1].pid, signal.SIGKILL)
+    os.kill(members[1].pids[0], signal.SIGKILL)
     training.wait_for("ejected", lambda: len(training.changes("eject")) == 1)
     training.wait_members(3)
     # The base worker, too: its job has nothing left to do, and the base is asked for again.
-    base = next(m for m in training.members() if m.worker == "w0")
-    os.kill(base.pid, signal.SIGKILL)
+    base = next(m for m in training.members() if m.member == "n0")
+    os.kill(base.pids[0], signal.SIGKILL)
     training.wait_for("ejected", lambda: len(training.changes("eject")) == 2)
     training.wait_members(3)
     training.wait_steps()

@@ -36,9 +36,9 @@ WHOLE = [
 
 def test_each_line_is_shown_once_whoever_is_main(box: Box) -> None:
     """Absorbed, rank 0 released, the next rank 0 killed; and an absorb again."""
-    words = [SCRIPT, "--kill", "w1", "--pace", "0.05"]
+    words = [SCRIPT, "--kill", "n1", "--pace", "0.05"]
     done = box.finish(box.local(*words, members=2, schedule="+1@4,-m0@10,+1@30")).trained(STEPS, 480)
-    assert done.members == [["w0", "w1"], ["w0", "w1", "w2"], ["w1", "w2"], ["w2"], ["w2", "w3"]]
+    assert done.members == [["n0", "n1"], ["n0", "n1", "n2"], ["n1", "n2"], ["n2"], ["n2", "n3"]]
     # Two agents write to one output: the order of their lines may change where one takes over from the other.
     assert sorted(talk(done.stderr)) == sorted(WHOLE)
     assert talk(done.stderr)[:4] == WHOLE[:4]
@@ -73,7 +73,7 @@ def test_what_the_main_member_saves_loads_strictly_without_fallow(box: Box) -> N
     file = box.folder / "saved.pt"
     words = [SCRIPT, "--save", str(file), "--pace", "0.05"]
     done = box.finish(box.local(*words, members=1, schedule="+1@4,-m0@10")).trained(STEPS, 480)
-    assert done.members[-1] == ["w1"]
+    assert done.members[-1] == ["n1"]
     saved: Any = torch.load(file, weights_only=True)
     model = Net()
     model.load_state_dict(saved["model"], strict=True)

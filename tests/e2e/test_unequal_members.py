@@ -61,22 +61,22 @@ def train(folder: Path, steps: int, members: int, *options: str, schedule: str =
 
 def test_shares_follow_the_speeds(tmp_path: Path) -> None:
     """One of four is three times slower for a while; loader processes follow every division."""
-    done = train(tmp_path / "run", 67, 4, "--num-workers", "2", "--told-s", "1000", "--slow", "w1:3:8:39")
+    done = train(tmp_path / "run", 67, 4, "--num-workers", "2", "--told-s", "1000", "--slow", "n1:3:8:39")
     shares = done.shares(done.report.generations[0].generation)
     assert len(shares) == 67 - 8
-    alike = dict.fromkeys(("w0", "w1", "w2", "w3"), 5)
+    alike = dict.fromkeys(("n0", "n1", "n2", "n3"), 5)
     told = [shares[step] for step in (0, 24, 38, 66)]
-    assert told == [alike, {**dict.fromkeys(alike, 6), "w1": 2}, {**dict.fromkeys(alike, 6), "w1": 2}, alike], shares
+    assert told == [alike, {**dict.fromkeys(alike, 6), "n1": 2}, {**dict.fromkeys(alike, 6), "n1": 2}, alike], shares
     assert sum(one != two for one, two in itertools.pairwise(shares.values())) == 2, "no flapping"
 
 
 @pytest.mark.soak
 def test_a_slow_newcomer_is_found_out_and_survivors_remember(tmp_path: Path) -> None:
-    done = train(tmp_path / "run", 60, 3, "--shard-s", "0.02", "--slow", "w3:3:0:60", schedule="+1@8,kill:0@30")
+    done = train(tmp_path / "run", 60, 3, "--shard-s", "0.02", "--slow", "n3:3:0:60", schedule="+1@8,kill:0@30")
     joined, survived = (done.shares(one.generation) for one in done.report.generations[1:])
     assert set(next(iter(joined.values())).values()) == {5}, "it is taken for one like the others"
     last = list(joined.values())[-2]
-    assert last["w3"] in (1, 2, 3), joined
+    assert last["n3"] in (1, 2, 3), joined
     first = next(iter(survived.values()))
-    assert set(first) == {"w1", "w2", "w3"}
-    assert first["w3"] in (2, 3, 4), survived
+    assert set(first) == {"n1", "n2", "n3"}
+    assert first["n3"] in (2, 3, 4), survived

@@ -21,8 +21,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from fake_head import FakeHead
 
-from fallow.model import Active
-
 BASE = {"samples": 200, "batch_size": 8, "global_batch": 32, "epochs": 4}
 STEPS = 28  # ceil(200 / 32) = 7 an epoch; the last step of each has 8 samples, one shard
 SAMPLES = 800
@@ -234,7 +232,7 @@ def test_a_kill_in_a_newcomers_first_step(make, reference) -> None:
     stood = time.monotonic() - asked
     head.go(10)
     check(head, reference, "w0", "w2")
-    assert all(active.pause_s < stood for active in head.find("w2", Active))
+    assert all(switch.pause_s < stood for switch in head.switches("w2"))
 
 
 @pytest.mark.soak
@@ -274,8 +272,8 @@ def test_kills_while_the_optimizer_state_is_on_its_way(make) -> None:
         torch.testing.assert_close(torch.tensor(value), wanted, rtol=1e-4, atol=1e-5, msg=name)
     report = head.audit(21, 32)
     assert (report.consumed, report.lost, report.duplicated) == (600, 0, 0)
-    assert not head.find("w2", Active), "it never had the whole state"
-    assert [active.generation for active in head.find("w3", Active)] == [5]
+    assert not head.switches("w2"), "it never had the whole state"
+    assert [switch.generation for switch in head.switches("w3")] == [5]
 
 
 @pytest.mark.parametrize("style", ["range", "passes"])

@@ -278,7 +278,7 @@ async def test_details_of_a_run_and_back(make_rig: Make) -> None:
         await pilot.press("enter")
         await pilot.pause()
         text = rig.text()
-        for word in ("absorbing n3", "lr 0.125", "norm -", "generation 7", "n1.0", "base", "2h00m", "of this one"):
+        for word in ("absorbing n3", "lr 0.125", "norm -", "generation 7", "m-n1", "base", "2h00m", "of this one"):
             assert word in text
         assert "of another" not in text
         await rig.source.send(pilot, snapshot(runs=[other]))

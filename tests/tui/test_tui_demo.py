@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fallow.model import EventRecord, FallowError, NodeOwner, RunStatus, WorkerPhase
+from fallow.model import EventRecord, FallowError, MemberPhase, NodeOwner, RunStatus
 from fallow_tui.demo import DemoCluster, DemoSource
 from fallow_tui.view import View
 
@@ -36,7 +36,7 @@ def test_operator_requests_are_carried_out() -> None:
     run = cluster.snapshot().runs[0]
     cluster.act("drain", {"run": run.run, "nodes": [run.members[0].node]})
     cluster.advance()
-    assert cluster.snapshot().runs[0].members[0].phase is WorkerPhase.LEAVING
+    assert cluster.snapshot().runs[0].members[0].phase is MemberPhase.LEAVING
     cluster.act("cancel", {"run": run.run})
     for _ in range(5):
         cluster.advance()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tui_rig import START, event, member, node_view, run_view, snapshot
 
-from fallow.model import AllocationKind, NodeOwner, WorkerPhase
+from fallow.model import AllocationKind, MemberPhase, NodeOwner
 from fallow_tui.palette import glyph
 from fallow_tui.view import KEEP_S, NO_DATA, RED_S, YELLOW_S, Cell, Freshness, View
 
@@ -14,30 +14,32 @@ def test_cells_tell_base_harvest_starting_and_others_apart() -> None:
     members = [
         member("n1", allocation=AllocationKind.BASE),
         member("n2", 1),
-        member("n3", None, WorkerPhase.STARTING),
-        member("n4", 2, WorkerPhase.LEAVING),
-        member("n5", None, WorkerPhase.GONE),
+        member("n3", None, MemberPhase.STARTING),
+        member("n4", 2, MemberPhase.LEAVING),
+        member("n5", None, MemberPhase.GONE),
+        member("x2", None, MemberPhase.SILENT),
     ]
     nodes = [node_view(f"n{number}", NodeOwner.OURS, "digits-1") for number in range(1, 5)]
     nodes += [node_view("n5"), node_view("n6", NodeOwner.OTHERS), node_view("n7", NodeOwner.DOWN)]
     nodes += [node_view("n8", NodeOwner.OURS, "digits-1"), node_view("n9", NodeOwner.PLANNED)]
     nodes.append(node_view("x1", NodeOwner.OURS, "digits-1", ending=True))
+    nodes.append(node_view("x2", NodeOwner.OURS, "digits-1"))
     view.apply(snapshot(nodes=nodes, runs=[run_view(members=members)]), 0.0)
-    assert "".join(glyph(view, cell)[0] for cell in view.cells.values()) == "Aa+-·▒×+◇-"
+    assert "".join(glyph(view, cell)[0] for cell in view.cells.values()) == "Aa+-·▒×+◇-!"
 
 
-def test_workers_stand_for_themselves_without_slurm() -> None:
+def test_members_stand_for_themselves_without_slurm() -> None:
     view = View()
-    workers = [member("here", number, worker=f"w{number}") for number in range(3)]
-    view.apply(snapshot(nodes=[], runs=[run_view(members=workers)]), 0.0)
-    assert list(view.cells) == ["w0", "w1", "w2"]
+    members = [member("here", number, member=f"n{number}") for number in range(3)]
+    view.apply(snapshot(nodes=[], runs=[run_view(members=members)]), 0.0)
+    assert list(view.cells) == ["n0", "n1", "n2"]
 
 
-def test_the_worker_furthest_into_the_membership_speaks_for_its_node() -> None:
+def test_the_member_furthest_into_the_membership_speaks_for_its_node() -> None:
     view = View()
-    workers = [member("n1", 0, worker="a"), member("n1", None, WorkerPhase.STARTING, worker="b")]
-    view.apply(snapshot(runs=[run_view(members=workers)]), 0.0)
-    assert view.cells["n1"].phase is WorkerPhase.MEMBER
+    members = [member("n1", 0, member="n7"), member("n1", None, MemberPhase.STARTING, member="n8")]
+    view.apply(snapshot(runs=[run_view(members=members)]), 0.0)
+    assert view.cells["n1"].phase is MemberPhase.MEMBER
 
 
 def test_timeline_shows_when_a_node_was_ours_and_the_gap_of_an_outage() -> None:
@@ -125,4 +127,4 @@ def test_letters_are_by_first_appearance_and_stay() -> None:
     view.apply(snapshot(runs=[run_view("b-1"), run_view("a-1")]), 0.0)
     view.apply(snapshot(START + 1, runs=[run_view("a-1")]), 1.0)
     assert [view.letter(run) for run in ("b-1", "a-1")] == ["A", "B"]
-    assert glyph(view, Cell(NodeOwner.OURS, "a-1", AllocationKind.BASE, WorkerPhase.MEMBER))[0] == "B"
+    assert glyph(view, Cell(NodeOwner.OURS, "a-1", AllocationKind.BASE, MemberPhase.MEMBER))[0] == "B"

@@ -15,13 +15,13 @@ from fallow.model import (
     AllocationView,
     EventRecord,
     HeadView,
+    MemberPhase,
     MemberView,
     NodeOwner,
     NodeView,
     RunStatus,
     RunView,
     Snapshot,
-    WorkerPhase,
 )
 from fallow_tui.app import TopApp
 
@@ -29,14 +29,15 @@ DEADLINE_S = 60.0
 START = 1_790_000_000.0
 
 
-def member(node: str, rank: int | None = 0, phase: WorkerPhase = WorkerPhase.MEMBER, **more: Any) -> MemberView:
+def member(node: str, rank: int | None = 0, phase: MemberPhase = MemberPhase.MEMBER, **more: Any) -> MemberView:
     values: dict[str, Any] = {
-        "worker": f"{node}.0",
+        "member": f"m-{node}",
         "node": node,
         "token": f"t-{node}",
         "allocation": AllocationKind.HARVEST,
         "phase": phase,
         "rank": rank,
+        "workers": 1,
         "step": 120,
         "ends_in_s": 300.0,
         "last_seen_s": 0.5,

@@ -20,7 +20,7 @@ from fallow.agent.reporter import Reporter
 from fallow.agent.worker import Launch
 from fallow.core.devices import Devices
 from fallow.core.nodes.messages import End, Gather, Order
-from fallow.core.protocol.agents import Beat, Ended, Setup
+from fallow.core.protocol.agents import Beat, Ended, News, Setup
 from fallow.files import RunPaths
 
 Start = Callable[..., Crew]
@@ -45,7 +45,7 @@ class Rig:
             checkpoint_folder="/",
         )  # fmt: skip
         self.crew = Crew(3, setup, launch, on_change=self._change, on_gather=self.gathers.append, on_end=self._note_end)
-        self.crew.start(None)
+        self.crew.start(News(term=1, step=7))
         self.editions = 0
 
     def _change(self) -> None:
@@ -83,6 +83,16 @@ async def working(folder: Path, code: str = PUPPET, slots: int = 2) -> AsyncIter
     await rig.until(lambda: not rig.crew.is_alive)
 
 
+async def test_a_worker_that_starts_is_told_the_newest_of_all(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, PUPPET, slots=2)
+    assert len([pid for pid in rig.pids() if pid]) == 1, "one in each turn of the loop"
+    rig.order("print('old', flush=True)")
+    rig.order(f"print('step', news.step, flush=True); {FINISH} sys.exit(0)")
+    await rig.ended()
+    assert rig.paths.log("n2.0").read_text() == "old\nstep 7\n"
+    assert rig.paths.log("n2.1").read_text() == "step 7\n"
+
+
 async def test_a_sibling_that_does_not_end_in_time_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crew_module, "GRACE_S", 0.2)
     async with working(tmp_path) as rig:
@@ -101,14 +111,26 @@ async def test_an_order_to_end_is_enforced(tmp_path: Path, monkeypatch: pytest.M
 
 async def test_a_crash_before_the_order_is_no_ordered_end(tmp_path: Path) -> None:
     async with working(tmp_path) as rig:
-        first, second = rig.pids()
+        _, second = rig.pids()
         rig.order("if slot == 0: os.kill(os.getpid(), signal.SIGSEGV)")
-        await until(lambda: gone(first))
-        rig.crew.look()
+        await rig.until(lambda: rig.pids()[0] == 0)
         rig.order(end=End(code=75, reason="test", kill=True))
         ended = await rig.ended()
         assert (ended.signal, ended.is_ordered) == (11, False)
         assert gone(second)
+
+
+async def test_what_a_worker_said_before_its_end_is_heard_before_it_is_judged(tmp_path: Path) -> None:
+    async with working(tmp_path) as rig:
+        first, second = rig.pids()
+        rig.order(f"if slot == 0: {FINISH} sys.exit(0)")
+        # Nothing is read meanwhile.
+        os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222
+        rig.crew.look()
+        assert rig.crew.facts()[0].status.finish is not None
+        rig.order("say(step=9)")
+        await rig.until(lambda: rig.crew.facts()[1].status.step == 9)
+        assert not gone(second)
 
 
 async def test_a_worker_that_cannot_be_understood_is_killed(tmp_path: Path) -> None:

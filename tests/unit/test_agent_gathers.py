@@ -13,7 +13,7 @@ from fallow.core.nodes.messages import Gather, Gathered, Unreadable
 from fallow.core.protocol.workers import Part
 
 
-def part(generation: int = 1, key: str = "k", value: bytes = b"", *, within_node: bool = False) -> Part:
+def part(generation: int = 1, key: str = "k", value: bytes = b"v", *, within_node: bool = False) -> Part:
     return Part(generation=generation, key=key, part=value, within_node=within_node)
 
 
@@ -89,3 +89,22 @@ def test_the_newest_generations_are_remembered_and_no_others(generations: list[i
         found = gathers.take(0, part(generation))
         assert found is None or generation in newest
         assert sorted(gather.generation for gather in gathers.unanswered()) == newest
+
+
+def test_a_question_goes_to_the_head_at_once_and_its_answer_to_all_workers() -> None:
+    """Also while a sibling has not given its part: then this node is among those that are missing."""
+    head, agents = Gathers(), {node: NodeGathers(node, 2) for node in (1, 2)}
+    head.open(1, [1, 2])
+    assert agents[1].take(0, part()) is None
+    for missing in ((1, 2), (2,)):
+        asked = agents[1].take(0, part(value=b""))
+        assert asked == Gather(node=1, generation=1, key="k", part=b"")
+        gathered, nodes = head.take(asked)
+        assert gathered is not None
+        assert nodes == [1]
+        assert agents[1].hear(gathered) == Answer(Gathered(generation=1, key="k", missing=missing), range(2))
+        whole = agents[1].take(1, part())
+        if whole is not None:
+            assert isinstance(whole, Gather)
+            assert head.take(whole) == (None, [])
+    assert agents[1].unanswered() == [Gather(node=1, generation=1, key="k", part=msgspec.msgpack.encode([b"v", b"v"]))]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_training import part
 
-from fallow.core.failures import Apart, Stranger
+from fallow.core.apart import Apart, Stranger
 from fallow.core.shards import Cut
 from fallow.model import FallowError
 from fallow.worker.handover.standing import FRESH, HOLDS, TORN
@@ -111,10 +111,18 @@ def test_how_far_members_are() -> None:
         opening(op=0, since=0, standing=FRESH, kind=Kind.COMING),
         opening(op=4, concluded=8, kind=Kind.COMING),
     ]
-    found = ranked(at, rollback=False)
+    found = ranked(at)
     assert (found.newest, found.behind, found.late, found.stale) == ([0, 7], [1, 3], [4], [2, 5])
-    assert not any(ranked(at, rollback=True)), "nobody's state counts"
-    assert not any(ranked([opening(standing=FRESH), opening(standing=TORN)], rollback=False))
+    assert not any(ranked([opening(standing=FRESH), opening(standing=TORN)])), "nobody's state counts"
+
+
+def test_a_member_whose_state_does_not_count_is_elsewhere_unless_it_waits_where_the_others_are() -> None:
+    """It was away, or the others went back to a checkpoint without it."""
+    there = opening(op=4)
+    torn = [opening(op=op, kind=kind, standing=TORN) for op in (3, 4, 5) for kind in (Kind.STEP, Kind.MEAN)]
+    elsewhere = [ranked([there, one]).stale == [1] for one in torn]
+    assert elsewhere == [True, False, False, True, True, True]
+    assert ranked([there, torn[1]]).late == [1]
 
 
 # -------------------------------------------------------------------------------------------------------- parts

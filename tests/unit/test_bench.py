@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import runpy
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,8 @@ from msgspec.structs import replace
 from torch import nn
 
 from fallow.bench import chaos, checkpoint, device, pause, planner, recovery, steady, steplog, workload
-from fallow.bench.main import BENCHES, check_names
+from fallow.bench.main import BENCHES, INTERRUPTED, check_names, main
+from fallow.bench.rows import Progress, Row, Settings, ours
 from fallow.bench.steplog import Finished
 from fallow.cli.main import invoke
 from fallow.core.neighbour import GiveBack
@@ -21,7 +26,9 @@ from fallow.core.planner import plan
 from fallow.core.requests import Ask
 from fallow.core.rules import HarvestRules
 from fallow.core.schedule import Action
-from fallow.model import ChangeKind, FallowError, GenerationReport, Parts
+from fallow.model import ChangeKind, Exit, FallowError, GenerationReport, Parts
+
+GPU = Path(__file__).parents[2] / "contrib/bench/gpu.py"
 
 
 def done(process: str, step: int, generation: int, at: float) -> Finished:
@@ -29,12 +36,12 @@ def done(process: str, step: int, generation: int, at: float) -> Finished:
 
 
 def test_recovery_is_until_the_slowest_survivor_has_finished_a_step_of_the_new_generation() -> None:
-    finished = [done(w, s, 1, s + 0.1) for s in range(3) for w in ("w0", "w1")]
+    finished = [done(w, s, 1, s + 0.1) for s in range(3) for w in ("n0", "n1")]
     # Killed at 2.5; w1 still ends step 3 of the old generation, which is no recovery.
-    finished += [done("w1", 3, 1, 2.6), done("w0", 3, 2, 2.8), done("w1", 4, 2, 2.9), done("w0", 4, 2, 3.0)]
+    finished += [done("n1", 3, 1, 2.6), done("n0", 3, 2, 2.8), done("n1", 4, 2, 2.9), done("n0", 4, 2, 3.0)]
     # The others of that generation tell how long a step takes; a newcomer's generation does not.
-    finished += [done(w, 5 + s, 2, 3.25 + 0.25 * s) for s in range(4) for w in ("w0", "w1")]
-    finished += [done(w, 9 + s, 3, 6.0 + s) for s in range(20) for w in ("w0", "w1", "w2")]
+    finished += [done(w, 5 + s, 2, 3.25 + 0.25 * s) for s in range(4) for w in ("n0", "n1")]
+    finished += [done(w, 9 + s, 3, 6.0 + s) for s in range(20) for w in ("n0", "n1", "n2")]
     (found,) = recovery.recoveries(finished, [2.5])
     assert found == pytest.approx((0.4, 0.25))
     assert recovery.recoveries(finished, [100.0]) == []
@@ -78,10 +85,10 @@ def test_standstill_is_what_progress_fell_behind() -> None:
 
 
 def test_a_first_step_is_longer_by_what_is_neither_pause_nor_a_usual_step() -> None:
-    finished = [done(w, s, 1, s) for s in range(4) for w in ("w0", "w1")]
-    for worker, late in (("w0", 0.0), ("w1", 0.2)):
+    finished = [done(w, s, 1, s) for s in range(4) for w in ("n0", "n1")]
+    for worker, late in (("n0", 0.0), ("n1", 0.2)):
         finished += [done(worker, 4 + s, 2, 5.5 + late + 1.1 * s) for s in range(3)]
-    finished.append(done("w2", 4, 2, 9.0))  # a newcomer
+    finished.append(done("n2", 4, 2, 9.0))  # a newcomer
     change = GenerationReport(
         generation=2, kind=ChangeKind.ABSORB, members=[], first_step=4, pause_s=0.9, parts=Parts()
     )
@@ -90,12 +97,12 @@ def test_a_first_step_is_longer_by_what_is_neither_pause_nor_a_usual_step() -> N
 
 
 def test_a_step_log_is_read_back_without_its_torn_end(tmp_path: Path) -> None:
-    log = steplog.StepLog(tmp_path, "w0")
+    log = steplog.StepLog(tmp_path, "n0")
     log.finished(0, 1)
     log.finished(1, 1)
-    path = tmp_path / "w0.steps"
+    path = tmp_path / "n0.steps"
     path.write_bytes(path.read_bytes() + b"2 1")
-    assert [(one.process, one.step, one.generation) for one in steplog.read(tmp_path)] == [("w0", 0, 1), ("w0", 1, 1)]
+    assert [(one.process, one.step, one.generation) for one in steplog.read(tmp_path)] == [("n0", 0, 1), ("n0", 1, 1)]
 
 
 def test_arms_are_compared_round_by_round() -> None:
@@ -168,7 +175,7 @@ def test_workers_share_devices_where_there_are_fewer(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     used: list[int] = []
     monkeypatch.setattr(torch.accelerator, "set_device_index", used.append)
-    monkeypatch.setenv("FALLOW_WORKER", "w3")
+    monkeypatch.setenv("FALLOW_WORKER", "n3")
     assert device.describe("cuda", 2).startswith("each worker has a cuda: sums on the device;")
     assert device.take("cuda", 2) == torch.device("cuda:1")
     assert known["cuda"] == "nccl"
@@ -200,7 +207,7 @@ def test_a_checkpoints_hold_up_is_what_its_block_took_longer_than_those_beside_i
     at, finished = 0.0, []
     for step in range(9 * checkpoint.BLOCK):
         at += 0.1 + 0.5 * (step == 5 * checkpoint.BLOCK + 2)
-        finished.append(done("w0", step, 1, at))
+        finished.append(done("n0", step, 1, at))
     assert checkpoint.holdups(finished, 1) == [pytest.approx(0.5)]
     assert checkpoint.holdups(finished, 3) == [pytest.approx(0.0), pytest.approx(-0.0)]
 
@@ -229,7 +236,50 @@ def test_mixed_training_is_adamw_on_float32_weights_that_are_rounded_at_the_end(
     [(79.0, 1000, ""), (46.7, 1000, ""), (39.5, 825, "39.5 GiB are free"), (0.1, 25, "0.1")],
 )
 def test_the_large_model_fits_into_the_memory_that_is_free(free_gib: float, millions: int, smaller: str) -> None:
-    found = runpy.run_path(str(Path(__file__).parents[2] / "contrib/bench/gpu.py"))["large"](free_gib)
+    found = runpy.run_path(str(GPU))["large"](free_gib)
     assert f"--params {millions} " in found.command
     assert smaller in found.smaller
     assert bool(smaller) == bool(found.smaller)
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        (KeyboardInterrupt(), INTERRUPTED),
+        (FallowError("no peer", Exit.UNAVAILABLE), Exit.UNAVAILABLE),
+        (ValueError("broken"), Exit.SOFTWARE),
+    ],
+)
+def test_rows_outlive_a_benchmark_that_does_not_come_to_its_end(
+    end: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(settings: Settings, progress: Progress) -> Iterator[Row]:
+        yield from [Row(name="planned pause", members=2, params=None, unit="s", ours=ours([0.5]))][: settings.n]
+        raise end
+
+    monkeypatch.setattr(pause, "run", run)
+    before, settings = signal.getsignal(signal.SIGTERM), Settings(members=[2], params=[1], n=2)
+    try:
+        assert main(["pause"], settings, json=True) == code
+        told = capsys.readouterr()
+        assert [row["name"] for row in json.loads(told.out)] == ["planned pause"]
+        assert str(end) in told.err
+        if isinstance(end, Exception):
+            with pytest.raises(type(end)):
+                main(["pause"], replace(settings, n=0), json=True)
+            assert not capsys.readouterr().out, "the command line prints the error, and nothing else"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_rows_of_a_benchmark_that_was_cut_off_are_in_the_report_of_the_gpu(tmp_path: Path) -> None:
+    found = runpy.run_path(str(GPU))
+    session = found["Session"]("fake", dict(os.environ))
+    rows = """-c 'import sys; print("[{\\"name\\": \\"pause\\"}]"); sys.exit(130)'"""
+    told = session.bench(found["Bench"](rows), 1)
+    assert told["rows"] == [{"name": "pause"}]
+    assert told["failed"].startswith("exit code 130")
+    assert told["note"]
+    told = session.bench(found["Bench"]("-c 'import sys; sys.exit(1)'"), 1)
+    assert told["rows"] == []
+    assert "note" not in told

@@ -204,7 +204,7 @@ def test_operator_commands_ask_the_head(monkeypatch: pytest.MonkeyPatch, capsys:
     for words in (
         ["grow", "r", "--by", "2"],
         ["shrink", "r"],
-        ["shrink", "r", "--worker", "w1", "--worker", "w2"],
+        ["shrink", "r", "--member", "n1", "--member", "n2"],
         ["drain", "r", "n[01-02]", "x7"],
         ["pause", "r"],
         ["resume", "r"],
@@ -217,7 +217,7 @@ def test_operator_commands_ask_the_head(monkeypatch: pytest.MonkeyPatch, capsys:
     assert asked == [
         ("grow", {"run": "r", "by": 2}),
         ("shrink", {"run": "r", "by": 1}),
-        ("release", {"run": "r", "workers": ["w1", "w2"]}),
+        ("release", {"run": "r", "members": ["n1", "n2"]}),
         ("drain", {"run": "r", "nodes": ["n01", "n02", "x7"]}),
         ("pause", {"run": "r"}),
         ("resume", {"run": "r"}),
@@ -227,11 +227,11 @@ def test_operator_commands_ask_the_head(monkeypatch: pytest.MonkeyPatch, capsys:
     ]
 
 
-def test_the_youngest_and_named_workers_are_not_asked_for_together(
+def test_the_youngest_and_named_members_are_not_asked_for_together(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("fallow.cli.operate.ask", lambda *_, **__: pytest.fail("the head was asked"))
-    assert invoke(["shrink", "r", "--worker", "w0", "--by", "1"]) == Exit.USAGE
+    assert invoke(["shrink", "r", "--member", "n0", "--by", "1"]) == Exit.USAGE
     assert "give one of the two" in capsys.readouterr().err
 
 

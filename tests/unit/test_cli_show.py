@@ -25,6 +25,7 @@ from fallow.model import (
     Exit,
     GenerationReport,
     HeadView,
+    MemberPhase,
     MemberView,
     NodeOwner,
     NodeView,
@@ -37,7 +38,6 @@ from fallow.model import (
     SampleReport,
     Snapshot,
     SpeedView,
-    WorkerPhase,
 )
 
 HEAD = HeadView(
@@ -56,12 +56,13 @@ HEAD = HeadView(
     workers=1,
 )
 MEMBER = MemberView(
-    worker="r1.w0",
+    member="n3",
     node="n1",
     token="r1.0",
     allocation=AllocationKind.BASE,
-    phase=WorkerPhase.MEMBER,
+    phase=MemberPhase.MEMBER,
     rank=0,
+    workers=4,
     step=5,
     ends_in_s=3661.0,
     last_seen_s=0.25,
@@ -132,7 +133,7 @@ REPORT = RunReport(
         GenerationReport(
             generation=1,
             kind=ChangeKind.START,
-            members=["w0"],
+            members=["n3"],
             first_step=0,
             pause_s=None,
             parts=Parts(),
@@ -190,7 +191,7 @@ def test_why_idle_nodes_are_not_used(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_one_run(capsys: pytest.CaptureFixture[str], head: list[tuple[str, dict[str, Any]]]) -> None:
     assert invoke(["status", "r1"]) == 0
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert shlex.split("r1.w0 n1 base member 0 5 6 0.01234 01:01:01 0.2s") in shown
+    assert shlex.split("n3 n1 base member 0-3 5 6 0.01234 01:01:01 0.2s") in shown
     assert ["accuracy", "0.9877", "lr", "1e-05", "norm", "-"] in shown
     assert shlex.split("r1.0 base running 77 gpu n1 01:01:01") in shown
     assert ["1", "0.5", "measured"] in shown

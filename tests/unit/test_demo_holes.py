@@ -126,18 +126,19 @@ def test_a_node_that_goes_down_ends_its_hole_and_nobody_left_the_next_one() -> N
 
 
 def test_a_stale_membership_is_no_training_on_a_node_that_is_not_ours() -> None:
-    # The worker on x was killed with its job; the head noticed after others had come and gone.
+    # What ran on x was killed with its job; the head noticed after others had come and gone.
     samples = [look(0, ours="x"), look(2, others="x"), look(4, idle="x"), look(8, idle="x"), look(10, others="x")]
     _, hole = find_holes(samples, on((0.0, "x"), (5.0, "b")))
     assert (hole.used_s, hole.member_at) == (0.0, None)
 
 
 def test_a_suspended_run_trains_nowhere() -> None:
-    def event(seq: int, at: float, run: str, nodes: list[str] | None) -> EventRecord:
-        data = {} if nodes is None else {"generation": seq, "members": ["w"] * len(nodes), "nodes": nodes}
-        return EventRecord(seq=seq, at=at, run=run, kind="absorb", text="", data=data)
+    def event(at: float, run: str, joined: dict[str, str], *left: str) -> EventRecord:
+        data = {"joined": joined, "left": list(left)}
+        return EventRecord(seq=int(at), at=at, run=run, kind="absorb", text="", data=data)
 
-    events = [event(1, 1.0, "r", ["x"]), event(2, 2.0, "q", ["y"]), event(3, 3.0, "r", None), event(4, 4.0, "r", [])]
+    step = EventRecord(seq=3, at=3.0, run="r", kind="checkpoint", text="")
+    events = [event(1.0, "r", {"n0": "x"}), event(2.0, "q", {"n0": "y"}), step, event(4.0, "r", {}, "n0")]
     assert memberships(events, "r") == on((1.0, "x"), (4.0, ""))
     (hole,) = find_holes([look(0, ours="x"), look(9, ours="x")], memberships(events, "r"))
     assert hole.used_s == 3.0

@@ -9,17 +9,20 @@ import pytest
 
 from fallow.config import Checkpoint, Membership
 from fallow.core.duds import BACKOFF_S, DUDS, ROUNDS, Duds, came, ended, put_off_s
-from fallow.core.failures import BAR_S
-from fallow.core.roster import Worker
-from fallow.head.book import Run, RunRecord
-from fallow.head.peers import Peers
-from fallow.head.turn import Turn
+from fallow.core.nodes.failures import BAR_S
+from fallow.core.protocol.agents import Hello
+from fallow.head.agents import Agents
+from fallow.head.book import RunRecord
+from fallow.head.turn import Turn, agent_peer
 from fallow.head.views import run_view
-from fallow.model import PROTOCOL, AgentHello, AllocationState, WorkerPhase
+from fallow.model import AllocationState
 from fallow.slurm.fake import FakeSlurm
 from fallow.slurm.virtual import FakeJob
 
+from runs import CONTRACT, Nodes  # isort: skip
 from test_harvest import POLL_S, Site, config  # isort: skip
+
+CONTRACT_OF_MANY = msgspec.structs.replace(CONTRACT, shards=64)
 
 
 class Holes(FakeSlurm):
@@ -42,28 +45,19 @@ def site(tmp_path: Path) -> Site:
     return Site(tmp_path, slurm)
 
 
-async def poll(site: Site, run: Run) -> None:
-    """One poll; agents come from jobs that live."""
+async def poll(site: Site, nodes: Nodes) -> None:
+    """One poll; agents come from jobs that live, and their nodes train."""
     await site.poll()
-    turn = Turn(site.book, site.slurm.now, site.slurm.now)
-    for a in site.live(run):
+    turn, agents = Turn(site.book, site.slurm.now, site.slurm.now), Agents(Membership(), Checkpoint())
+    for a in site.live(nodes.run):
         if a.state is AllocationState.RUNNING and not a.agents and a.nodes and a.nodes[0] not in _black(site):
-            hello = AgentHello(
-                agent=a.nodes[0],
-                token=a.token,
-                protocol=PROTOCOL,
-                version="0",
-                job_id=a.job_id or "",
-                node=a.nodes[0],
-                slots=0,  # its workers are none of this test
-                pid=1,
-            )
-            Peers(Membership(), Checkpoint())._agent_hello(turn, run, a, "peer", hello)
+            host = a.nodes[0]
+            hello = Hello(host=host, token=a.token, version="0", job_id=a.job_id or "", boot=1, slots=1, entry=host)
+            agents.hear(turn, agent_peer(a, host), hello, turn.at)
             a.active_at = site.slurm.now
-            run.roster.members.append(f"m-{a.token}")
-            run.roster.workers[f"m-{a.token}"] = Worker(
-                worker=f"m-{a.token}", token=a.token, node=a.nodes[0], phase=WorkerPhase.MEMBER, index=0
-            )
+            nodes.ready(turn, a.agents[host].node)
+    nodes.pass_s(turn, 1)
+    nodes.settle(turn)
 
 
 def _black(site: Site) -> frozenset[str]:
@@ -81,24 +75,26 @@ async def test_a_node_that_swallows_jobs_is_barred_though_others_work(site: Site
     """Up to 2,880 jobs a day died there, for the agents of other nodes had the head forget."""
     site.slurm.black = frozenset({"n13"})  # type: ignore[attr-defined]
     run = site.run(nodes=20)
+    nodes = Nodes(run, CONTRACT_OF_MANY)
     for each in range(100):
-        await poll(site, run)
+        await poll(site, nodes)
         good = [a for a in site.live(run) if a.agents]
         if others_come and each % 2 and good:
             site.slurm.end(site.slurm.jobs[good[0].job_id or ""], "PREEMPTED")
     assert _died(site) == ["n13", "n13"], "within 50 minutes"
-    assert "2 jobs in a row came to nothing there" in run.roster.barred["n13"]
+    assert "2 jobs in a row came to nothing there" in run.barred["n13"]
     assert not run.record.paused and len(site.live(run)) >= 18
-    assert run.roster.bars["n13"].until <= site.slurm.now + BAR_S
+    assert run.roster.failures.bars["n13"].until <= site.slurm.now + BAR_S
 
 
 async def test_a_script_that_works_nowhere_is_tried_alone_and_then_paused(site: Site) -> None:
     """20 jobs died at once every 10 minutes, for ever."""
     site.slurm.black = frozenset(f"n{i}" for i in range(1, 21))  # type: ignore[attr-defined]
     run, per_poll = site.run(nodes=20), []
+    nodes = Nodes(run, CONTRACT_OF_MANY)
     for _ in range(400):
         before = len(_died(site))
-        await poll(site, run)
+        await poll(site, nodes)
         per_poll.append(len(_died(site)) - before)
     assert len(_died(site)) == 20 + ROUNDS, "all that were idle, and then one at a time"
     assert max(per_poll[per_poll.index(20) + 1 :] if 20 in per_poll else per_poll[5:]) == 1
@@ -106,23 +102,24 @@ async def test_a_script_that_works_nowhere_is_tried_alone_and_then_paused(site: 
     assert f"fallow resume {run.id}" in message and "before an agent of it had come to the head" in message
     assert "jobs in a row came to nothing" in message and run.record.paused
     run.record = msgspec.msgpack.decode(msgspec.msgpack.encode(run.record), type=RunRecord)
-    await poll(site, run)
+    await poll(site, nodes)
     assert not site.live(run), "also with another head"
     site.slurm.black = frozenset()  # type: ignore[attr-defined]
     site.harvest.asking.resume(Turn(site.book, site.slurm.now, site.slurm.now), run)
     for _ in range(4):
-        await poll(site, run)
-    assert len([a for a in site.live(run) if a.agents]) == 20 and not run.roster.barred
+        await poll(site, nodes)
+    assert len([a for a in site.live(run) if a.agents]) == 20 and not run.barred
 
 
 async def test_one_that_works_again_gets_all_its_nodes(site: Site) -> None:
     site.slurm.black = frozenset(f"n{i}" for i in range(1, 21))  # type: ignore[attr-defined]
     run = site.run(nodes=20)
+    nodes = Nodes(run, CONTRACT_OF_MANY)
     while run.record.fruitless.rounds < 2:
-        await poll(site, run)
+        await poll(site, nodes)
     site.slurm.black = frozenset()  # type: ignore[attr-defined]
     for _ in range(int(BACKOFF_S / POLL_S) + 8):
-        await poll(site, run)
+        await poll(site, nodes)
     assert len([a for a in site.live(run) if a.agents]) >= 19
     assert (run.record.fruitless.in_a_row, run.record.fruitless.rounds) == (0, 0)
 

@@ -14,17 +14,14 @@ import pytest
 
 from fallow.config import Config
 from fallow.config import Harvest as HarvestSection
-from fallow.core import events as ev
-from fallow.core.allocations import SUBMIT_S, Allocation
+from fallow.core.allocations import SUBMIT_S, Agent, Allocation
 from fallow.core.allowance import AHEAD
 from fallow.core.backoff import Asker
 from fallow.core.planner import plan
 from fallow.core.requests import Ask
 from fallow.core.rules import Demand, HarvestRules, Known
-from fallow.core.timing import Timing
-from fallow.files import Paths
 from fallow.head.asking import Asking, ordered
-from fallow.head.book import Book, Run
+from fallow.head.book import Run
 from fallow.head.harvest import Harvest
 from fallow.head.inbox import Due, Inbox, Item, Polled, Submitted, TrialRefused
 from fallow.head.jobs import take_in
@@ -35,18 +32,15 @@ from fallow.head.views import node_views
 from fallow.model import (
     AllocationKind,
     AllocationState,
-    ChangeKind,
     ClusterConfig,
     ClusterState,
     FallowError,
-    GenerationReport,
     JobRequest,
     LimitView,
     NodeInfo,
     NodeOwner,
     OwnerView,
     PartitionInfo,
-    Parts,
     ReservationInfo,
     RunSpec,
     ShareView,
@@ -55,6 +49,8 @@ from fallow.slurm.client import SubmitRejected
 from fallow.slurm.fake import FakeSlurm
 from fallow.slurm.paced import PacedClient
 from fallow.slurm.virtual import FakeJob
+
+from runs import Nodes, new_book  # isort: skip
 
 POLL_S = 30.0
 
@@ -65,11 +61,7 @@ class Site:
     def __init__(self, folder: Path, slurm: FakeSlurm, section: HarvestSection | None = None) -> None:
         self.slurm = slurm
         self.config = Config(harvest=section or HarvestSection(partitions=["scavenge"]))
-        paths = Paths(state=folder / "state", runtime=folder / "run").create()
-        names = iter(f"{i:012x}" for i in range(1 << 20))
-        self.book = Book(
-            paths, timing=Timing(), public_key="k" * 40, new_id=lambda: next(names), ordered=ordered(self.config)
-        )
+        self.book = new_book(folder, ordered=ordered(self.config))
         self.harvest = Harvest(self.config)
         self.events: list[tuple[str, str]] = []
         self.notes: dict[str, bytes] = {}
@@ -96,7 +88,7 @@ class Site:
         self.harvest.polled(turn, await self.slurm.poll("fallow-"), site)
         for run_id, token in turn.submissions:
             run = self.book.runs[run_id]
-            request = self.harvest.request("/state", run, run.record.allocations[token], "/dev/null")
+            request = self.harvest.request("/state", run, run.allocations[token], "/dev/null")
             try:
                 self.harvest.submitted(turn, run, token, await self.slurm.submit(request))
             except SubmitRejected as refusal:
@@ -172,20 +164,16 @@ async def test_a_run_that_begins_to_train_asks_at_once_for_what_the_last_poll_sh
         return len(turn.submissions)
 
     base = site.book.new_allocation(run, AllocationKind.BASE, site.slurm.now)
-    base.state, base.agents, run.record.slots = AllocationState.RUNNING, {"n1": ["w0"]}, 1
-    turn = Turn(site.book, site.slurm.now, site.slurm.now)
-    turn.apply(run, ev.WorkerExpected(at=turn.at, worker="w0", token=base.token, node="n1"))
+    base.state = AllocationState.RUNNING
+    turn, nodes = Turn(site.book, site.slurm.now, site.slurm.now), Nodes(run)
+    nodes.ready(turn, nodes.come(turn, base, "n1"))
     assert not turn.began
-    start = GenerationReport(
-        generation=1, kind=ChangeKind.START, members=["w0"], first_step=0, pause_s=None, parts=Parts(), reason=""
-    )
-    run.roster.history.append(start)
-    turn.apply(run, ev.Ticked(at=turn.at))
+    nodes.settle(turn)
     assert turn.began
     assert begins(POLL_S + 1) == 0, "too long ago"
     early = site.book.new_allocation(run, AllocationKind.HARVEST, site.slurm.now, partition="scavenge")
-    early.state, early.agents = AllocationState.RUNNING, {"n2": ["w9"]}
-    assert begins(POLL_S - 1) == 0, "an agent has come on n2, and none of its workers is known any more"
+    early.state, early.agents = AllocationState.RUNNING, {"n2": Agent()}
+    assert begins(POLL_S - 1) == 0, "an agent has come on n2, and none of its nodes is known"
     assert site.harvest.asking.unused == {}, "so it is not idle"
     site.book.end_allocation(run, early, "gone")
     assert begins(POLL_S - 1) == 1, "n1 is the base job's, though the last poll showed it idle"
@@ -197,7 +185,7 @@ async def test_on_an_old_poll_nothing_is_taken_back(site: Site) -> None:
     run = site.run(nodes=2)
     await site.poll()
     assert len(site.live(run)) == 2
-    run.roster.limit = 1
+    run.root.limit = 1
     turn = Turn(site.book, site.slurm.now, site.slurm.now)
     site.harvest.plan_again(turn)
     assert (turn.cancels, turn.records) == ([], [])
@@ -589,7 +577,7 @@ async def test_nothing_is_submitted_to_a_slurm_that_does_not_answer_and_the_next
     loop = Loop(site, queries_per_min=60_000, submits_per_min=60_000)
     loop.calls.config = await slurm.config()
     first, second = asked_for(loop.take(Polled(await slurm.poll("fallow-"))))
-    unknown = run.record.allocations[first]
+    unknown = run.allocations[first]
     if how == "a poll":
         loop.take(Polled(FallowError("Slurm does not answer")))
     slurm.unknown_submits = [False] if how == "a submission" else []
@@ -601,15 +589,15 @@ async def test_nothing_is_submitted_to_a_slurm_that_does_not_answer_and_the_next
         for _ in range(100):
             await asyncio.sleep(0)
         assert loop.inbox.empty(), "nobody's turn comes"
-        assert run.record.allocations[second].queued
+        assert run.allocations[second].queued
         # Meanwhile somebody has drained all nodes but one.
         for name in list(slurm.node_flags)[1:]:
             slurm.node_flags[name] = {"DRAIN"}
         slurm.advance(POLL_S)
         asked = asked_for(loop.take(Polled(await slurm.poll("fallow-"))))
-        assert not run.record.allocations[second].live
+        assert not run.allocations[second].live
         assert (len(asked), slurm.jobs) == (0 if unknown.live else 1, {})
-        while any(run.record.allocations[token].job_id is None for token in asked):
+        while any(run.allocations[token].job_id is None for token in asked):
             await loop.next()
         assert [job.info().name for job in slurm.jobs.values()] == asked
 

@@ -7,25 +7,25 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fallow.config import Checkpoint, Config, Membership, Slurm
+from fallow.config import Config, Membership, Slurm
 from fallow.config import Harvest as HarvestSection
-from fallow.core import events as ev
-from fallow.core.allocations import Allocation
+from fallow.core.allocations import Agent, Allocation
+from fallow.core.nodes import events as ev
+from fallow.core.protocol.agents import EndAgent
 from fallow.core.room import whole_nodes
-from fallow.core.timing import Timing
-from fallow.files import Paths, write_private
+from fallow.files import write_private
 from fallow.head import submissions
 from fallow.head.book import Book, Run
+from fallow.head.deadlines import Deadlines
 from fallow.head.harvest import Harvest
+from fallow.head.hearing import Hearing
 from fallow.head.jobs import take_in
 from fallow.head.neighbours import DELAYS, END_S, LEAVE_S, Neighbours, give_back, hurry
 from fallow.head.orphans import sweep
-from fallow.head.peers import Peers
 from fallow.head.slurm_calls import poll_interval_s
 from fallow.head.spending import follow_jobs
 from fallow.head.turn import Turn
 from fallow.model import (
-    AgentEnd,
     AllocationKind,
     AllocationState,
     ClusterConfig,
@@ -37,16 +37,15 @@ from fallow.model import (
     RunStatus,
 )
 
-NOW = 1_000_000.0
+from runs import NOW, new_book  # isort: skip
+
 CONFIG = Config(slurm=Slurm(poll_interval_s=30.0), harvest=HarvestSection(allow_without_preemption=True))
 SITE = ClusterConfig(cluster="c", slurm_version="22.05.8", priority_type="priority/basic")
 
 
 @pytest.fixture
 def book(tmp_path: Path) -> Book:
-    numbers = iter(f"{number:012x}" for number in range(1, 1000))
-    paths = Paths(state=tmp_path / "state", runtime=tmp_path / "runtime").create()
-    return Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: next(numbers))
+    return new_book(tmp_path)
 
 
 @pytest.fixture
@@ -57,7 +56,7 @@ def run(book: Book) -> Run:
 def held(book: Book, run: Run, *, agents: bool = True) -> Allocation:
     found = book.new_allocation(run, AllocationKind.HARVEST, NOW - 60, partition="p")
     found.state, found.job_id, found.nodes, found.start_at = AllocationState.RUNNING, "7", ["n1"], NOW - 50
-    found.agents = {"n1": ["w1"]} if agents else {}
+    found.agents = {"n1": Agent()} if agents else {}
     return found
 
 
@@ -144,7 +143,7 @@ def test_what_has_not_left_in_time_is_ended(book: Book, run: Run) -> None:
     late = turn(book, NOW + LEAVE_S)
     hurry(late, run, allocation)
     ((_, message),) = late.messages
-    assert isinstance(message, AgentEnd)
+    assert isinstance(message, EndAgent)
     assert message.kill_after_s == 0.0
     last = turn(book, NOW + LEAVE_S + END_S)
     hurry(last, run, allocation)
@@ -164,7 +163,7 @@ def test_a_node_that_was_being_left_anyway_has_to_hurry_once_somebody_waits(book
     assert (allocation.wanted_at, allocation.gone_by) == (NOW, NOW + LEAVE_S), "from when somebody was first seen"
     ended, last = turn(book, NOW + LEAVE_S), turn(book, NOW + LEAVE_S + END_S)
     hurry(ended, run, allocation)
-    assert [message.kill_after_s for _, message in ended.messages if isinstance(message, AgentEnd)] == [0.0]
+    assert [message.kill_after_s for _, message in ended.messages if isinstance(message, EndAgent)] == [0.0]
     assert not ended.cancels
     hurry(last, run, allocation)
     assert last.cancels == [(run.id, allocation.token, "7")]
@@ -173,12 +172,12 @@ def test_a_node_that_was_being_left_anyway_has_to_hurry_once_somebody_waits(book
 def test_the_nodes_of_a_run_that_is_over_have_to_hurry_too(book: Book, run: Run) -> None:
     allocation = held(book, run)
     over = turn(book, NOW + 1)
-    over.apply(run, ev.Cancelled(at=over.at, reason="by hand"))
-    assert (run.roster.status, allocation.state) == (RunStatus.CANCELLED, AllocationState.RELEASING)
+    over.apply(run, ev.Cancel(at=over.at, reason="by hand"))
+    assert (run.root.status, allocation.state) == (RunStatus.CANCELLED, AllocationState.RELEASING)
     give_back(turn(book, NOW + 2), run, allocation, "somebody waits")
     early, last = turn(book, NOW + 2), turn(book, NOW + 2 + LEAVE_S + END_S)
     for each in (early, last):
-        Peers(Membership(), Checkpoint()).tick(each)
+        Deadlines(Membership(), Hearing()).tick(each)
     assert (early.cancels, last.cancels) == ([], [(run.id, allocation.token, "7")])
 
 
@@ -270,7 +269,7 @@ def test_a_base_job_whose_comment_is_another_by_now_is_found_by_its_number(book:
     for at in (60.0, 65.0, 70.0):
         poll(NOW + at, "RUNNING", NOW + 1.0, nodes=["n1"], start_at=NOW + 50.0)
     assert (base.state, base.nodes, base.spans["8"].start_at) == (AllocationState.RUNNING, ["n1"], NOW + 50.0)
-    assert not run.roster.status.ended
+    assert not run.ended
 
 
 @pytest.mark.parametrize("word", ['{"job_id": "8"}', "", None])
@@ -284,7 +283,7 @@ def test_a_base_job_that_a_head_was_not_told_of_is_found_by_the_number_that_was_
     for at in (120.0, 125.0, 130.0):
         job = JobInfo(job_id="8", name="mine", user="me", state="PENDING", partition="p", submit_at=NOW + 1.0)
         take_in(turn(book, NOW + at), ClusterState(at=NOW + at, nodes=[], jobs=[job], partitions=[]), 30.0)
-    known = (base.job_id, base.state, base.submit_at, run.roster.status.ended)
+    known = (base.job_id, base.state, base.submit_at, run.ended)
     if word:
         assert known == ("8", AllocationState.PENDING, NOW + 1.0, False)
     else:
@@ -305,7 +304,7 @@ def test_delays_are_told_and_kept(book: Book, run: Run) -> None:
     neighbours.polled(quiet, cluster(run, False, NOW + 10), SITE)
     assert quiet.notes == {}, "nothing new to write down"
     restored = Neighbours(CONFIG)
-    restored.recall(msgspec.msgpack.encode(neighbours.delays))
+    restored.recall(after.notes[DELAYS])
     assert restored.report(NOW + 9).max_s == 5.0
 
 
@@ -315,19 +314,19 @@ def test_a_submission_that_never_came_to_slurm_fails_the_run_and_is_asked_for_ag
     empty = cluster(run, False, NOW + 60)
     book.new_allocation(run, AllocationKind.BASE, NOW)
     take_in(turn(book, NOW + 60), empty, 30.0)
-    assert run.roster.status is RunStatus.WAITING, "it may be Slurm's first answer"
+    assert run.root.status is RunStatus.WAITING, "it may be Slurm's first answer"
     take_in(turn(book, NOW + 65), empty, 30.0)
-    assert (run.roster.status, run.roster.message) == (
+    assert (run.root.status, run.root.message) == (
         RunStatus.FAILED,
         "Slurm never had its job, as its answers show; submit it again",
     )
     trained = book.create(RunSpec(run="", name="r", min_nodes=1, max_nodes=4), 0.0, NOW)
     book.new_allocation(trained, AllocationKind.BASE, NOW)
-    trained.roster.generation = 3
+    trained.root.generation = 3
     for _ in range(2):
         take_in(turn(book, NOW + 60), empty, 30.0)
     assert trained.record.base_wanted
-    assert not trained.roster.status.ended
+    assert not trained.ended
 
 
 @pytest.mark.parametrize("marked", [True, False])
@@ -342,7 +341,7 @@ def test_a_base_job_that_slurm_shows_after_it_was_lost_is_cancelled(
         take_in(turn(book, NOW + at), cluster(run, True, NOW + at), 30.0)
     assert base.state is AllocationState.LOST
     if whose == "theirs, given up":
-        run.roster.status = RunStatus.CANCELLED
+        run.root.status = RunStatus.CANCELLED
     own = {"name": base.token} if base.renewed else {"name": "mine", "comment": base.token if marked else "x"}
     job = JobInfo(job_id="8", user="me", state="RUNNING", partition="p", nodes=["n1"], submit_at=NOW, **own)  # type: ignore[arg-type]
     seen = []

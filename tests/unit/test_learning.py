@@ -7,21 +7,17 @@ from pathlib import Path
 import pytest
 
 from fallow.core.rules import HarvestRules
-from fallow.core.timing import Timing
-from fallow.files import Paths
 from fallow.head.book import Book
 from fallow.head.learning import Learning
 from fallow.head.turn import Turn
 from fallow.model import AllocationKind, AllocationState, ClusterState, RunSpec
 
-NOW = 1_000_000.0
+from runs import NOW, new_book  # isort: skip
 
 
 @pytest.fixture
 def book(tmp_path: Path) -> Book:
-    numbers = iter(f"{number:012x}" for number in range(1, 1000))
-    paths = Paths(state=tmp_path / "state", runtime=tmp_path / "runtime").create()
-    return Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: next(numbers))
+    return new_book(tmp_path)
 
 
 def look(learning: Learning, book: Book, at: float) -> None:
@@ -36,6 +32,6 @@ def test_a_job_that_the_run_has_forgotten_is_forgotten_here_too(book: Book) -> N
         job.state, job.start_at, job.active_at = AllocationState.RUNNING, NOW + number, NOW + number + 9
         look(learning, book, NOW + 30 * number)
         if number < 4:
-            del run.record.allocations[job.token]
+            del run.allocations[job.token]
     assert (learning._begun, learning._trained) == ({job.token}, {job.token})
     assert len(learning.known.experience.starts["p"]) == 5, "each was taken note of once"

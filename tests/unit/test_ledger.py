@@ -18,7 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.core.audit import audit
-from fallow.core.roster import Roster, Worker
+from fallow.core.nodes.messages import Contract
+from fallow.core.nodes.records import Node, Root
+from fallow.core.nodes.roster import Roster
 from fallow.head.ledgers import count_samples
 from fallow.model import ChangeKind, GenerationReport, Parts
 from fallow.worker.data import ledger as ledgers
@@ -64,7 +66,7 @@ def test_every_record_is_in_the_file_as_soon_as_there_is_room(
     takes: list[int | None], steps: int, threaded: bool
 ) -> None:
     with TemporaryDirectory() as folder:
-        path = Path(folder) / "w0.ledger"
+        path = Path(folder) / "n0.ledger"
         disk = Disk(list(takes))
         told = keep(path, steps, disk, threaded=threaded)
         written = read_ledger(path)
@@ -80,7 +82,7 @@ def test_every_record_is_in_the_file_as_soon_as_there_is_room(
 
 
 def test_memory_is_bounded_and_what_was_lost_is_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "w0.ledger"
+    path = tmp_path / "n0.ledger"
     told = keep(path, 50, Disk([None] * 49), kept=500)
     assert told == [0, None]
     records = read_ledger(path)
@@ -97,7 +99,7 @@ def test_memory_is_bounded_and_what_was_lost_is_in_the_file(tmp_path: Path, caps
 
 
 def test_a_file_that_cannot_be_made_for_want_of_room_is_made_later(tmp_path: Path) -> None:
-    path, told = tmp_path / "w0.ledger", list[int | None]()
+    path, told = tmp_path / "n0.ledger", list[int | None]()
     with mock.patch("fallow.worker.data.ledger.os.open", side_effect=OSError(errno.EDQUOT, "Disk quota exceeded")):
         ledger = Ledger(path, told.append)
         ledger.add(fed(3))
@@ -109,24 +111,31 @@ def test_a_file_that_cannot_be_made_for_want_of_room_is_made_later(tmp_path: Pat
     assert read_ledger(path) == [fed(3), Done(generation=1, step=3)]
 
 
-def test_what_a_lost_worker_could_not_write_is_unknown_as_long_as_it_was_a_member(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_what_a_lost_node_could_not_write_is_unknown_as_long_as_it_was_a_member(
+    tmp_path: Path, is_forgotten: bool
+) -> None:
     def generation(number: int, members: list[str], first: int) -> GenerationReport:
         kind = ChangeKind.START if number == 1 else ChangeKind.EJECT
         return GenerationReport(
             generation=number, kind=kind, members=members, first_step=first, pause_s=None, parts=Parts()
         )
 
-    ledger = Ledger(tmp_path / "w0.ledger")
-    for number, steps in ((1, [0, 1, 2]), (2, [7, 8])):  # w1 had the shards of steps 3 to 6, and of step 9 nobody
+    ledger = Ledger(tmp_path / "n0.ledger")
+    for number, steps in ((1, [0, 1, 2]), (2, [7, 8])):  # n1 had the shards of steps 3 to 6, and of step 9 nobody
         ledger.add(Start(generation=number, first_step=steps[0]))
         for step in steps:
             ledger.add(fed(step, number))
     ledger.flush()
-    roster = Roster(run="r", min_members=1, max_members=2, limit=2, global_batch=4)
-    roster.history = [generation(1, ["w0", "w1"], 0), generation(2, ["w0"], 7)]
-    roster.unrecorded = {"w1": 3}
-    roster.workers["w0"] = Worker(worker="w0", index=0, token="t", node="n0", step=10)
-    report = count_samples(tmp_path, roster, roster.history)
+    contract = Contract(signature="s", shards=1, global_batch=4)
+    roster = Roster(Root(run="r", minimum=1, maximum=2, limit=2, contract=contract))
+    for number in (1, 2):
+        roster.add(Node(id=number, host=f"h{number}", token="t", boot=1, slots=1, entry=""))
+    roster.nodes[1].step = 10
+    roster.nodes[2].unrecorded = 3
+    if is_forgotten:
+        roster.forget(roster.nodes[2])
+    report = count_samples(tmp_path, roster, [generation(1, ["n0", "n1"], 0), generation(2, ["n0"], 7)])
     assert (report.consumed, report.unknown, report.lost, report.duplicated) == (20, 16, 4, 0)
 
 
@@ -134,7 +143,7 @@ class Hanging:
     """A file whose writes block, from a page of content on, until it is read: a FIFO."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / "w0.ledger"
+        self.path = folder / "n0.ledger"
         os.mkfifo(self.path, 0o600)
         self._end = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
         fcntl.fcntl(self._end, fcntl.F_SETPIPE_SZ, 4096)
@@ -224,7 +233,7 @@ def test_a_disk_that_hangs_is_waited_for_once_and_gets_every_record_in_order(
 
 @pytest.mark.usefixtures("shared_file_system")
 def test_a_disk_that_hangs_from_the_start_ends_nothing(tmp_path: Path) -> None:
-    path, told = tmp_path / "w0.ledger", list[int | None]()
+    path, told = tmp_path / "n0.ledger", list[int | None]()
     os.mkfifo(path, 0o600)  # opened, it blocks until somebody reads
     with mock.patch("fallow.worker.data.ledger._OPENING_S", 0.05):
         ledger = Ledger(path, told.append)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runs import hold, new_book, new_run
 
 from fallow.config import Membership
 from fallow.core.allocations import Agent, Allocation
@@ -15,6 +14,7 @@ from fallow.head.deadlines import Deadlines
 from fallow.head.hearing import Hearing
 from fallow.head.turn import Turn
 from fallow.model import AllocationKind, AllocationState
+from runs import hold, new_book, new_run
 
 ENDPOINT = "tcp://10.77.0.3:4711"
 

@@ -15,11 +15,9 @@ pytest.importorskip("torch")
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from fallow.model import Peer, Prepare
 from fallow.worker.transport import node as node_module
 from fallow.worker.transport.build import build_group
 from fallow.worker.transport.group import Group
-from fallow.worker.transport.upcoming import Upcoming
 
 NODES = [[0, 2, 3], [1]]
 SIZE = 4
@@ -100,9 +98,3 @@ def test_a_worker_that_is_gone_is_found_at_once(groups: list[Group]) -> None:
     began = time.monotonic()
     assert groups[0].node.share(b"heard") == b"heard"
     assert time.monotonic() - began < node_module.PATIENCE_S
-
-
-def test_who_shares_a_node_is_in_the_list_of_members() -> None:
-    members = [Peer(worker=f"w{n}", address="127.0.0.1", node=node) for n, node in enumerate([5, -1, 5, -1])]
-    prepare = Prepare(term=1, generation=1, replaces=0, members=members, interrupt=False, timeout_s=30.0)
-    assert [Upcoming(prepare, rank).siblings for rank in range(SIZE)] == [[0, 2], [1], [0, 2], [3]]

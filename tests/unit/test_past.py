@@ -5,17 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
-import msgspec
 import pytest
 
-from fallow.config import Checkpoint, Membership
+from fallow.config import Membership
+from fallow.core import records
 from fallow.core.gain import Seen
 from fallow.head import saved
 from fallow.head.accounts import KEEP_S
 from fallow.head.book import Run
+from fallow.head.deadlines import Deadlines
 from fallow.head.gains import gains
+from fallow.head.hearing import Hearing
 from fallow.head.past import Past
-from fallow.head.peers import Peers
 from fallow.head.pruned import LESSONS, NOTE
 from fallow.head.turn import Turn
 from fallow.model import AllocationKind, AllocationState, Exit, RunStatus
@@ -38,7 +39,7 @@ async def test_what_the_head_does_at_each_poll_and_tick_does_not_grow_with_runs_
     numbers = iter(range(1_000_000))
     site.book._new_id = lambda: f"{next(numbers):06}"
     ended, never, other = site.run(nodes=2), site.run(), site.run(nodes=1)
-    never.roster.status = RunStatus.CANCELLED
+    never.root.status = RunStatus.CANCELLED
     while not site.live(ended) or any(a.state is not AllocationState.RUNNING for a in site.live(ended)):
         await site.poll()
     assert never.id not in site.book.current, "it had no job"
@@ -46,7 +47,7 @@ async def test_what_the_head_does_at_each_poll_and_tick_does_not_grow_with_runs_
     given = {"partition": "normal", "num_nodes": 1, "limit_s": None, "submit_at": site.slurm.now}
     script = FakeJob(job_id="", name=base.token, user=site.slurm.user, **given)  # type: ignore[arg-type]
     base.job_id = site.slurm.add(script)
-    ended.roster.status = RunStatus.FINISHED
+    ended.root.status = RunStatus.FINISHED
     base.end_code = Exit.OK
     site.book.end_allocation(ended, base, "its agents are gone")
     for _ in range(4):
@@ -59,11 +60,11 @@ async def test_what_the_head_does_at_each_poll_and_tick_does_not_grow_with_runs_
         await site.poll(KEEP_S)
     assert set(site.book.current) == {other.id} and len(site.book.runs) == 3
     ended.record = ended.spec = ended.machine = Untouchable()  # type: ignore[assignment]
-    other.roster.status = RunStatus.WAITING
+    other.root.status = RunStatus.WAITING
     await site.poll()
     turn = Turn(site.book, site.slurm.now, site.slurm.now)
-    saved.adopt(turn, 2)
-    Peers(Membership(), Checkpoint()).tick(turn)
+    saved.adopt(turn)
+    Deadlines(Membership(), Hearing()).tick(turn)
     site.harvest.plan_again(turn)
     assert site.harvest.interval_s(site.book) and site.live(other)
 
@@ -77,11 +78,11 @@ def test_what_runs_learn_from_those_that_rest_is_what_they_learn_from_all(seed: 
         script, account = f"#!/bin/sh\nfallow run -- {rng.choice('abc')}\n", rng.choice(["x", "y"])
         sizes = rng.choice([0, 2]), script, rng.choice([4, 8])
         run = desk.run(f"r{number}", *sizes, harvest_options=[f"--account={account}"])
-        if rng.random() < 0.7 and run.roster.signature:
+        if rng.random() < 0.7 and run.root.contract:
             run.record.curve.seen[2] = Seen(step_s=rng.uniform(0.1, 1.0), weight_s=60.0, at=NOW + desk.at)
         run.record.harvested.add([(NOW + desk.at - 9000.0, NOW + desk.at)], NOW + desk.at)
         if rng.random() < 0.9:
-            run.roster.status = RunStatus.FINISHED
+            run.root.status = RunStatus.FINISHED
             gone.append(run)
     everybody, at = list(desk.book.runs.values()), NOW + 201 * 3600.0
     for run in rng.sample(gone, len(gone)):
@@ -102,8 +103,8 @@ def test_what_runs_learn_from_those_that_were_pruned_is_the_same_for_the_next_he
         desk.at = 3600.0 * number
         run = desk.run(f"r{number}", 2, f"#!/bin/sh\nfallow run -- {number % 3}\n", 4 + number % 2)
         run.record.curve.seen[2] = Seen(step_s=1.0 + number, weight_s=60.0, at=NOW + desk.at)
-        run.roster.status = RunStatus.FINISHED
-        run.record.allocations.clear()
+        run.root.status = RunStatus.FINISHED
+        run.allocations.clear()
         desk.book.rest(run)
     fresh = [desk.run(f"f{kind}", 0, f"#!/bin/sh\nfallow run -- {kind}\n") for kind in range(3)]
     at = NOW + 31 * 3600.0
@@ -111,7 +112,7 @@ def test_what_runs_learn_from_those_that_were_pruned_is_the_same_for_the_next_he
     turn = desk.turn()
     for run in [run for run in desk.book.runs.values() if run not in fresh]:
         turn.forget(run)
-    note = msgspec.msgpack.encode(desk.book.pruned)
+    note = records.encode(desk.book.pruned)
     again = Desk(tmp_path / "again").book
     again.recall({NOTE: note})
     for past in (desk.book.past, again.past):
@@ -125,8 +126,8 @@ def test_lessons_of_pruned_runs_are_bounded_and_the_newest_stay(tmp_path: Path) 
     for number in range(3 * LESSONS):
         desk.at = float(number)
         run = desk.run(f"r{number}", 2, f"#!/bin/sh\nfallow run -- {number}\n")
-        run.roster.status = RunStatus.FINISHED
-        run.record.allocations.clear()
+        run.root.status = RunStatus.FINISHED
+        run.allocations.clear()
         desk.turn().forget(run)
     newest = [lesson.created_at for lesson in desk.book.pruned.lessons]
     assert newest == [NOW + number for number in reversed(range(2 * LESSONS, 3 * LESSONS))]

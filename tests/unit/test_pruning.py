@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,13 @@ from fallow.cli.main import invoke
 from fallow.config import Config, Prune
 from fallow.control.protocol import Pruned
 from fallow.core.pruning import outdated
-from fallow.core.timing import Timing
-from fallow.files import Paths
-from fallow.head.book import Book, Run
+from fallow.head.book import Run
 from fallow.head.pruning import DAY_S, EVERY_S, Pruning, kept_report
 from fallow.head.turn import Turn
 from fallow.head.views import run_report
 from fallow.model import AllocationKind, Exit, FallowError, RunReport, RunSpec, RunStatus, SampleReport
+
+from runs import new_book  # isort: skip
 
 NOW = 100 * DAY_S
 
@@ -36,9 +35,7 @@ class Desk:
     """A book with runs, and what a head would do with them."""
 
     def __init__(self, folder: Path, keep: int = 1, days: float = 30.0) -> None:
-        numbers = itertools.count()
-        paths = Paths(state=folder / "s", runtime=folder / "r").create()
-        self.book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: f"{next(numbers):06}")
+        self.book = new_book(folder)
         self.pruning = Pruning(Prune(keep=keep, older_than_days=days), self.report)
         self.at = 0.0
 
@@ -52,12 +49,12 @@ class Desk:
     def run(self, ended_days_ago: float | None, checkpoint: bool = False) -> Run:
         run = self.book.create(RunSpec(run="", name="r", min_nodes=1, max_nodes=2, script="#!/bin/sh"), 0.0, 0.0)
         paths = self.book.paths.run(run.id)
-        paths.log("w0").write_text("log")
-        (paths.ledger / "w0.ledger").write_text("ledger")
+        paths.log("n0").write_text("log")
+        (paths.ledger / "n0.ledger").write_text("ledger")
         if checkpoint:
             (paths.checkpoints / "step-1").mkdir()
         if ended_days_ago is not None:
-            run.roster.status, run.record.ended_at = RunStatus.FINISHED, NOW - ended_days_ago * DAY_S
+            run.root.status, run.record.ended_at = RunStatus.FINISHED, NOW - ended_days_ago * DAY_S
         return run
 
     def tick(self) -> Turn:
@@ -141,7 +138,7 @@ def test_the_audit_outlives_the_ledgers(desk: Desk) -> None:
     desk.run(1.0)
     before = desk.report(run)
     desk.tick()
-    (desk.book.paths.run(run.id).ledger / "w0.ledger").unlink()
+    (desk.book.paths.run(run.id).ledger / "n0.ledger").unlink()
     assert run.record.pruned
     assert desk.report(run) == before
     assert before.samples.consumed == 64

@@ -1,4 +1,4 @@
-"""Level 0: scripts that are restarted at every change. When that may be, how torchrun finds us, and what is refused."""
+"""Level 0: scripts that are restarted at every change. How often, how torchrun finds us, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,114 +11,22 @@ from pathlib import Path
 import pytest
 
 from fallow.agent.restart import under_torchrun
-from fallow.core import events as ev
-from fallow.core.membership import Membership
-from fallow.core.restarts import ATTEMPTS, EVERY_S, WELL_S, Attempts, wait_s
-from fallow.core.roster import Roster
-from fallow.core.timing import Timing
+from fallow.core.restarts import ATTEMPTS, WELL_S, Attempts
 from fallow.local import main as local
-from fallow.model import (
-    Active,
-    AllocationKind,
-    ChangeKind,
-    Commit,
-    Exit,
-    FallowError,
-    Left,
-    Parts,
-    Prepare,
-    Vote,
-    WorkerReady,
-)
+from fallow.model import AllocationKind, Exit, FallowError
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_newcomers_wait_until_the_scripts_have_run_for_a_while_and_nobody_else_does() -> None:
-    roster = Roster(run="r", min_members=1, max_members=4, limit=4, restarts=True)
-    assert wait_s(roster, ChangeKind.ABSORB, 10.0) == EVERY_S - 10.0
-    assert wait_s(roster, ChangeKind.ABSORB, EVERY_S) == 0.0
-    for kind in (ChangeKind.START, ChangeKind.RELEASE, ChangeKind.MIXED, ChangeKind.EJECT):
-        assert wait_s(roster, kind, 0.0) == 0.0
-    roster.scripted = True
-    assert wait_s(roster, ChangeKind.ABSORB, 0.0) == 0.0
 
 
 def test_attempts_count_generations_of_the_same_members_that_do_not_last() -> None:
     attempts = Attempts()
     for at in range(ATTEMPTS + 1):
         assert not attempts.spent(float(at))
-        attempts.began(["w0", "w1"], float(at))
+        attempts.began(["n0", "n1"], float(at))
     assert attempts.spent(9.0)
     assert not attempts.spent(ATTEMPTS + WELL_S)
-    attempts.began(["w1"], 10.0)
+    attempts.began(["n1"], 10.0)
     assert not attempts.spent(10.0)
-
-
-class Run:
-    """A machine whose workers do at once what they are told."""
-
-    def __init__(self) -> None:
-        roster = Roster(run="r", min_members=1, max_members=4, limit=4)
-        self.machine = Membership(roster, term=1, timing=Timing(lease_s=1e9), at=0.0, validate=True)
-
-    def handle(self, event: ev.Event) -> None:
-        due = [event]
-        while due:
-            for told in self.machine.handle(due.pop(0)):
-                if not isinstance(told, ev.Tell):
-                    continue
-                worker, answer = told.worker, None
-                match told.message:
-                    case Prepare(generation=number):
-                        answer = Vote(worker=worker, generation=number, ok=True)
-                    case Commit(generation=number) if worker in self.members:
-                        answer = Active(worker=worker, generation=number, first_step=0, pause_s=0.0, parts=Parts())
-                    case Commit(generation=number):
-                        answer = Left(worker=worker, generation=number, step=0)
-                if answer is not None:
-                    due.append(ev.Said(at=event.at, message=answer))
-
-    def come(self, worker: str, at: float) -> None:
-        self.handle(ev.WorkerExpected(at=at, worker=worker, token=worker, node=worker))
-        ready = WorkerReady(worker=worker, signature="s", layout=["s"], shards=4, global_batch=4, restarts=True)
-        self.handle(ev.Said(at=at, message=ready))
-
-    @property
-    def members(self) -> list[str]:
-        return self.machine.roster.members
-
-
-def test_a_newcomer_is_let_in_after_a_while_or_with_the_next_restart() -> None:
-    run = Run()
-    run.come("w0", 0.0)
-    run.come("w1", 10.0)
-    run.handle(ev.Ticked(at=EVERY_S - 1.0))
-    assert run.members == ["w0"]
-    run.handle(ev.Ticked(at=EVERY_S + 0.1))
-    assert run.members == ["w0", "w1"]
-    run.come("w2", EVERY_S + 20.0)
-    assert run.members == ["w0", "w1"]
-    run.handle(ev.WorkerGone(at=EVERY_S + 30.0, worker="w0", reason="killed", signal=9))
-    assert run.members == ["w1", "w2"]
-    run.come("w3", EVERY_S + 40.0)
-    run.handle(ev.ReleaseWanted(at=EVERY_S + 50.0, workers=["w1"], reason="asked"))
-    assert run.members == ["w2", "w3"]
-
-
-def test_who_is_put_off_for_how_long_and_why_is_said() -> None:
-    run = Run()
-    run.come("w0", 0.0)
-    assert run.machine.put_off(10.0) == ""
-    run.come("w1", 30.0)
-    run.come("w2", 40.0)
-    why = "a newcomer restarts the script everywhere, which has to run for 5 min from one such restart to the next"
-    assert run.machine.put_off(60.0) == f"w1 (w1), w2 (w2) wait for another 4 min: {why}"
-    run.handle(ev.LimitChanged(at=61.0, limit=2, reason="asked"))
-    assert run.machine.put_off(120.0) == f"w1 (w1) waits for another 3 min: {why}"
-    run.handle(ev.Ticked(at=EVERY_S + 0.1))
-    assert run.members == ["w0", "w1"]
-    assert run.machine.put_off(EVERY_S + 1.0) == "", "nobody is wanted"
 
 
 def test_e2_torchrun_finds_the_backend_and_says_where_it_works(

@@ -9,11 +9,8 @@ import pytest
 import torch
 
 from fallow.core.joining import difference
-from fallow.core.roster import Roster
-from fallow.model import (
-    FallowError,
-    WorkerReady,
-)
+from fallow.core.nodes.messages import Contract
+from fallow.model import FallowError
 from fallow.worker.prepared import signature as sg
 
 CPU = [torch.device("cpu")]
@@ -30,12 +27,11 @@ def settings() -> Iterator[None]:
 
 
 def refusal(members: list[str], newcomer: list[str]) -> str | None:
-    roster = Roster(run="r", min_members=1, max_members=2, limit=2, signature="s", shards=2, global_batch=4)
-    roster.arithmetic = members
-    ready = WorkerReady(
-        worker="w1", signature="s", layout=[], shards=2, global_batch=4, total_steps=1, arithmetic=newcomer
+    one, other = (
+        Contract(signature="s", shards=2, global_batch=4, total_steps=1, arithmetic=tuple(lines))
+        for lines in (members, newcomer)
     )
-    return difference(roster, ready)
+    return difference(one, other)
 
 
 def test_equal_processes_have_equal_signatures_and_leave_the_generator_alone() -> None:

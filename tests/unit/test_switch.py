@@ -10,7 +10,8 @@ import pytest
 
 from fallow.config import Config, load_config
 from fallow.config import Harvest as HarvestSection
-from fallow.core.timing import Timing
+from fallow.core.allocations import Agent
+from fallow.core.nodes.watch import Timing
 from fallow.files import Paths
 from fallow.head.app import Head
 from fallow.head.book import Book, Run
@@ -59,7 +60,7 @@ async def test_all_that_is_harvested_goes_and_nothing_is_asked_for_until_the_swi
     queued, pending, trains, *_ = (a for a in run.live_allocations() if a.kind is AllocationKind.HARVEST)
     pending.state, pending.job_id, pending.sent_by = AllocationState.PENDING, "2", slurm.now
     trains.state, trains.job_id, trains.sent_by = AllocationState.RUNNING, "3", slurm.now
-    trains.agents = {"n1": ["w1"]}
+    trains.agents = {"n1": Agent()}
     turn = Turn(book, slurm.now, slurm.now)
     harvest.asking.switch(turn, WHY)
     assert not queued.live

@@ -12,7 +12,7 @@ from fallow.core.kinds import Kind
 from fallow.core.planner import Withdraw, plan
 from fallow.core.requests import Ask
 from fallow.core.rules import Demand, HarvestRules, Known
-from fallow.core.unstarted import FIRST_S, LONGEST_S, Declined, Unstarted
+from fallow.core.unstarted import FIRST_S, LONGEST_S, AllDeclined, Unstarted
 from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo, NodeInfo, PartitionInfo
 
 NOW = 1_000_000.0
@@ -165,7 +165,7 @@ def test_a_head_that_comes_back_leaves_a_node_alone_that_looks_as_it_did() -> No
         former.decline(name, sort, "s", NOW + 100.0)
     note = msgspec.msgpack.encode(former.remembered())
     head = Unstarted()
-    head.recall(msgspec.msgpack.decode(note, type=list[Declined]))
+    head.recall(msgspec.msgpack.decode(note, type=AllDeclined))
     head.look(cluster(NOW + 130.0, [bad, mixed("used")]))
     assert head.declined_s("bad", sort, "s", NOW + 130.0) == FIRST_S - 30.0
     assert head.idle_s("bad", NOW + 130.0) == 130.0

@@ -15,7 +15,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from fallow import __version__
@@ -244,13 +244,17 @@ class Agent:
     def _begin_connection(self) -> None:
         self._enrolment.greet_again()
         self._reporter.tell()
-        self._repeat()
+        # Not the hello, which was sent first: a newer one would go behind what waits, and nothing is heard before it.
+        self._say_again(self._enrolment.unnoted())
 
     def _repeat(self) -> None:
-        """Say again what the head has not answered."""
+        self._say_again(self._enrolment.unanswered())
+
+    def _say_again(self, unanswered: Iterable[FromAgent]) -> None:
+        """Say what the head has not answered, and what it has to gather."""
         self._repeat_at = time.monotonic() + REPEAT_S
-        for said in self._enrolment.unanswered():
-            self._send(said)
+        for message in unanswered:
+            self._send(message)
         if self._crew is not None:
             self._crew.gather_again()
 

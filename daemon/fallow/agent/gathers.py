@@ -48,7 +48,7 @@ class NodeGathers:
         "generation -> (key, is it within the node?) -> gather"
 
     def take(self, slot: int, part: Part) -> Answer | Gather | None:
-        """Take a worker's part.
+        """Take a worker's part, or its question which nodes are missing: the head answers that at once.
 
         Returns:
             an answer for workers, or what to send to the head; None: others' parts, or the head's answer, are missing.
@@ -58,6 +58,8 @@ class NodeGathers:
             return None
         if gather.answer is not None:
             return Answer(gather.answer, (slot,))
+        if not part.part:
+            return Gather(node=self._node, generation=part.generation, key=part.key, part=b"")
         was_complete = len(gather.parts) == len(self._slots)
         gather.parts.setdefault(slot, part.part)
         if was_complete or len(gather.parts) < len(self._slots):
@@ -74,6 +76,8 @@ class NodeGathers:
         Raises:
             Unreadable: a node's part does not hold the parts of its workers.
         """
+        if gathered.missing:
+            return Answer(gathered, self._slots)
         gather = self._gathers.get(gathered.generation, {}).get((gathered.key, False))
         if gather is None or gather.answer is not None or len(gather.parts) < len(self._slots):
             return None

@@ -29,13 +29,13 @@ from fallow.files import read_struct
 from fallow.model import HeadFile, KeyFile
 from fallow.wire.codec import Decoder, encode
 
-PART_BYTES = 64
-"""What each worker tells the others of itself when a group is built."""
+PART_BYTES = 8
+"""What each worker tells the others when a group is built. Where it listens they know from its agent's `Hello`."""
 
 _ENTRY = f"10.123.200.17:49152:{'5' * 32}"
 _CONTRACT = Contract(signature="5" * 64, shards=1 << 20, global_batch=1 << 20, layout=("weight float32[1024, 1024]",))
 _PROGRESS = Progress(reached=(0, 100), loss=1.0, samples_per_s=1e5, shards=8, pace_s=0.1)
-_NOTHING = Order(term=0, edition=0)
+_NOTHING = Order(node=0, term=0, edition=0)
 _NOBLOCK = int(zmq.NOBLOCK)
 
 
@@ -62,6 +62,7 @@ class Node:
         self._hello = Hello(
             host=host, token=file.token, version=__version__, job_id="1", boot=1, slots=slots, entry=_ENTRY
         )
+        self._part = msgspec.msgpack.encode([os.urandom(PART_BYTES) for _ in range(slots)])
         self._begin()
         self._ended: Ended | None = None
         self.socket = stage.connect(file)
@@ -99,21 +100,26 @@ class Node:
             self._say(self._hello, "hellos")
         else:
             self._report("heartbeats")
-        if self._gather is not None:
-            self._say(self._gather, "gathers")
+        if self._gather is not None and time.monotonic() >= self._gather_at:
+            self._send_gather(self._gather)
         return self._beat_s
+
+    def _send_gather(self, gather: Gather) -> None:
+        self._gather_at = time.monotonic() + 1.0  # said again then, if no answer has come
+        self._say(gather, "gathers")
 
     def hear(self, data: bytes) -> None:
         """Do what a message asks for, at once."""
-        message, kind = self._stage.decoder.decode(data), "orders"
+        message, kind = self._stage.decode(data), "orders"
         match message:
             case Setup():
                 self._beat_s = message.beat_s
             case Admitted() if self._alive and message.boot == self._hello.boot and not self._said.node:
                 self._report(node=message.node)
                 self._stage.tell("start")
-            case Order() if self._alive and (message.term, message.edition) > (self._order.term, self._order.edition):
-                self._obey(message)
+            case Order() if self._alive and message.node == self._said.node:
+                if (message.term, message.edition) > (self._order.term, self._order.edition):
+                    self._obey(message)
             case Gathered():
                 kind = "gathers"
                 if self._gather is not None and self._gather.generation == message.generation:
@@ -132,9 +138,8 @@ class Node:
             self._gather = None
         elif plan.generation > said.prepared:
             given_up = max(given_up, plan.replaces if plan.interrupt else 0)
-            part = msgspec.msgpack.encode([bytes(PART_BYTES)] * self._hello.slots)
-            self._gather = Gather(node=said.node, generation=plan.generation, key="control/0", part=part)
-            self._say(self._gather, "gathers")
+            self._gather = Gather(node=said.node, generation=plan.generation, key="control/0", part=self._part)
+            self._send_gather(self._gather)
         elif order.committed == plan.generation > said.generation:
             given_up, now = max(given_up, plan.replaces), plan.generation
             self._said = replace(said, generation=now, step=now, has_state=True, switch=_switch(now))
@@ -159,7 +164,8 @@ class Stage:
     """All nodes that are played, on one thread."""
 
     def __init__(self) -> None:
-        self.decoder: Decoder[ToAgent] = Decoder(ToAgent)
+        self._decoder: Decoder[ToAgent] = Decoder(ToAgent)
+        self._last: tuple[bytes, ToAgent] | None = None
         self.touched: set[Node] = set()
         "they have sent something, which may have used up the signal that something is there for them"
         self.told: Counter[int] = Counter()
@@ -178,6 +184,12 @@ class Stage:
         socket.setsockopt(zmq.CURVE_SECRETKEY, file.secret_key.encode())
         socket.connect(head.endpoint)
         return socket
+
+    def decode(self, data: bytes) -> ToAgent:
+        """Each node has to open what all are told; here it is opened once, as all share the head's processors."""
+        if self._last is None or self._last[0] != data:
+            self._last = data, self._decoder.decode(data)
+        return self._last[1]
 
     def tell(self, what: str, generation: int = 0) -> None:
         told = Told(what, time.monotonic(), generation, self.told[generation], dict(self.sent))

@@ -29,7 +29,7 @@ def daemon() -> int:
     metavar="S",
     help="What happens to the membership when STEP steps are finished, e.g. '+2@10,-1@20,kill:0@30'. +K@STEP: K "
     "nodes come. -K@STEP: the K youngest leave. -mI@STEP: node I leaves; nodes are numbered from 0 as they come. "
-    "kill:I@STEP, stop:I@STEP, cont:I@STEP: SIGKILL, SIGSTOP, SIGCONT to the workers of node I. head-kill@STEP, "
+    "kill:I@STEP, stop:I@STEP, cont:I@STEP: SIGKILL, SIGSTOP, SIGCONT to node I's workers. head-kill@STEP, "
     "store-kill@STEP: the head or its store is killed, and comes back.",
 )
 @click.option("--report", type=click.Path(dir_okay=False, path_type=Path), help="Write the report to this file.")

@@ -1,17 +1,17 @@
-"""Gain: how fast a run trains with so many members, learned while it trains. Pure.
+"""Gain: how fast a run trains with so many workers, learned while it trains. Pure.
 
-A step of S shards takes m members
+A step of S shards takes m workers
 
     t(m) = shard · ceil(S/m) + rest + talk · log2(m)      seconds:
 
-whole shards one after the other, what no member can divide (the optimizer's step, the loop), and what grows with the
+whole shards one after the other, what no worker can divide (the optimizer's step, the loop), and what grows with the
 world (the reduction). The three are fitted to all sizes seen so far by least squares of relative errors, pulled towards
 a prior, never below 0. What is left between fit and measurement is taken over as a factor that never falls with m
 (isotonic regression), so each further size is at most as good as the ones before promise: the curve is monotone and,
 but for the stairs that whole shards make, concave.
 
 The prior is the optimism that makes a run try sizes it has not seen: rest = 0.2 shard, talk = 0.02 shard, which is an
-efficiency of 0.76 with 64 members of 64 shards. Published curves of training on idle nodes have 0.44 to 0.92 there
+efficiency of 0.76 with 64 workers of 64 shards. Published curves of training on idle nodes have 0.44 to 0.92 there
 (BFTrainer, arXiv 2106.12091), so it is believed until measured.
 """
 
@@ -36,7 +36,7 @@ NOISE_S = 60.0
 
 NOISE = 0.03
 KNOWN, GUESSED = 0.05, 0.5
-"""How far a shard's time may be from the prior, as a part of it: measured by the members themselves, or not."""
+"""How far a shard's time may be from the prior, as a part of it: measured by the workers themselves, or not."""
 
 LOOSE = 5.0
 """The same for `rest` and `talk`: models differ much in them."""
@@ -72,26 +72,26 @@ class Curve(msgspec.Struct, kw_only=True):
     """Measurements of one run; part of its durable record."""
 
     seen: dict[int, Seen] = {}
-    "members -> what was measured"
+    "workers -> what was measured"
     shard_s: float | None = None
-    "seconds per shard, as members measured it (the median of them)"
+    "seconds per shard, as workers measured it (the median of them)"
 
-    def observe(self, members: int, step_s: float, lasted_s: float, at: float) -> None:
+    def observe(self, workers: int, step_s: float, lasted_s: float, at: float) -> None:
         """Take in a stretch of undisturbed training.
 
         Args:
-            members: all through it.
+            workers: all through it.
             step_s: mean seconds per step in it.
             lasted_s: its length.
             at: Unix time.
         """
-        old = self.seen.get(members)
+        old = self.seen.get(workers)
         kept_s = 0.0 if old is None else min(_faded(old, at), MEMORY_S)
         was = step_s if old is None else old.step_s
         mean = (kept_s * was + lasted_s * step_s) / (kept_s + lasted_s)
-        self.seen[members] = Seen(mean, min(kept_s + lasted_s, MEMORY_S), at)
+        self.seen[workers] = Seen(mean, min(kept_s + lasted_s, MEMORY_S), at)
         if len(self.seen) > SIZES:
-            others = [m for m in self.seen if m != members]
+            others = [m for m in self.seen if m != workers]
             del self.seen[min(others, key=lambda m: _faded(self.seen[m], at))]
 
 
@@ -100,12 +100,12 @@ class Evidence(NamedTuple):
 
     shard_s: float | None
     seen: list[tuple[int, float, float]]
-    "(members, seconds behind it that have not faded, mean step)"
+    "(workers, seconds behind it that have not faded, mean step)"
 
 
 def evidence(curve: Curve, at: float) -> Evidence:
     """Args: at: Unix time."""
-    return Evidence(curve.shard_s, [(members, _faded(seen, at), seen.step_s) for members, seen in curve.seen.items()])
+    return Evidence(curve.shard_s, [(workers, _faded(seen, at), seen.step_s) for workers, seen in curve.seen.items()])
 
 
 def pooled(own: Curve, others: Iterable[Curve], at: float) -> Curve:
@@ -120,10 +120,10 @@ def pool(own: Evidence, others: Iterable[Evidence], at: float) -> Curve:
     for share, curve in [(1.0, own), *((0.5, other) for other in others)]:
         if not paces and curve.shard_s is not None:
             paces.append(curve.shard_s)
-        for members, weight_s, step_s in curve.seen:
+        for workers, weight_s, step_s in curve.seen:
             weight = share * weight_s
-            total, times = sums.get(members, (0.0, 0.0))
-            sums[members] = (total + weight, times + weight * step_s)
+            total, times = sums.get(workers, (0.0, 0.0))
+            sums[workers] = (total + weight, times + weight * step_s)
     merged = {m: Seen(times / weight, min(weight, MEMORY_S), at) for m, (weight, times) in sums.items() if weight > 0}
     return Curve(seen=merged, shard_s=paces[0] if paces else None)
 
@@ -134,7 +134,7 @@ def _faded(seen: Seen, at: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A curve as a function of the number of members.
+    """A curve as a function of the number of workers.
 
     Attributes:
         shards: in a step.
@@ -150,52 +150,52 @@ class Fit:
     sizes: tuple[int, ...] = ()
     factors: tuple[float, ...] = ()
 
-    def step_s(self, members: int) -> float:
-        """Seconds per step; members beyond the number of shards have nothing to do."""
-        m = min(members, self.shards)
+    def step_s(self, workers: int) -> float:
+        """Seconds per step; workers beyond the number of shards have nothing to do."""
+        m = min(workers, self.shards)
         return _plain_s(self.shards, self.shard_s, self.rest_s, self.talk_s, m) * self._factor(m)
 
-    def _factor(self, members: int) -> float:
+    def _factor(self, workers: int) -> float:
         if not self.sizes:
             return 1.0
-        right = bisect_right(self.sizes, members)
+        right = bisect_right(self.sizes, workers)
         if right == 0:
             return self.factors[0]
         if right == len(self.sizes):
             return self.factors[-1]
         low, high = self.sizes[right - 1], self.sizes[right]
-        part = math.log(members / low) / math.log(high / low)
+        part = math.log(workers / low) / math.log(high / low)
         return self.factors[right - 1] + part * (self.factors[right] - self.factors[right - 1])
 
     def speeds(self, slots: int, most: int) -> list[tuple[int, float]]:
         """Numbers of nodes that are worth having, ascending, with steps per second; each is faster than those before.
 
         Args:
-            slots: members per node.
+            slots: workers per node.
             most: nodes.
         """
         found: list[tuple[int, float]] = []
         best = 0.0
-        for nodes, members, each, talks in _stairs(self.shards, slots, most):
+        for nodes, workers, each, talks in _stairs(self.shards, slots, most):
             # As `step_s`.
             plain = self.shard_s * each + self.rest_s + self.talk_s * talks
-            speed = 1.0 / (plain * self._factor(members))
+            speed = 1.0 / (plain * self._factor(workers))
             if not found or speed > best:
                 found.append((nodes, speed))
                 best = speed
         return found
 
 
-def _plain_s(shards: int, shard_s: float, rest_s: float, talk_s: float, members: int) -> float:
-    """The formula, without factors; each member has something to do."""
-    return shard_s * -(-shards // members) + rest_s + talk_s * math.log2(members)
+def _plain_s(shards: int, shard_s: float, rest_s: float, talk_s: float, workers: int) -> float:
+    """The formula, without factors; each worker has something to do."""
+    return shard_s * -(-shards // workers) + rest_s + talk_s * math.log2(workers)
 
 
 @lru_cache(maxsize=1024)
 def _stairs(shards: int, slots: int, most: int) -> list[tuple[int, int, int, float]]:
-    """Numbers of nodes at which a member has fewer shards than with one node less: about 2·√shards of them. Kept.
+    """Numbers of nodes at which a worker has fewer shards than with one node less: about 2·√shards of them. Kept.
 
-    Each with its members that have something to do, the shards of one of them, and the binary logarithm of their
+    Each with its workers that have something to do, the shards of one of them, and the binary logarithm of their
     number.
     """
     nodes = 1
@@ -206,8 +206,8 @@ def _stairs(shards: int, slots: int, most: int) -> list[tuple[int, int, int, flo
         found.append((nodes, busy, each, math.log2(busy)))
         if each == 1:
             break
-        members = -(-shards // (each - 1))
-        nodes = max(nodes + 1, -(-members // slots))
+        workers = -(-shards // (each - 1))
+        nodes = max(nodes + 1, -(-workers // slots))
     return found
 
 

@@ -107,7 +107,7 @@ class Gain:
     Attributes:
         worth: of nodes to it.
         speeds: (nodes, steps per second) as long as no node is lost.
-        measured: numbers of members at which it, or an earlier run like it, was measured.
+        measured: numbers of workers at which it, or an earlier run like it, was measured.
         schedule: how it stands to its deadline; None: it has none, or it is not known how long it takes.
         known: the speeds are in steps per second; else only their ratios mean something.
     """

@@ -75,7 +75,7 @@ class RunRecord(msgspec.Struct, kw_only=True):
     spent_node_s: float = 0.0
     "of the budget, by allocations that are no longer kept"
     curve: Curve = msgspec.field(default_factory=Curve)
-    "how fast it was with how many members"
+    "how fast it was with how many workers"
     usage: dict[str, Tally] = {}
     "sums over its jobs that are over (`core.usage`)"
     harvested: PastUse = msgspec.field(default_factory=PastUse)

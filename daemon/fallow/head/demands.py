@@ -31,7 +31,7 @@ def demand(run: Run, nodes: Mapping[str, NodeInfo], now: float, *, asks: bool) -
     """
     asks = asks and not run.record.paused and not run.roster.finishing
     wanted = _missing(run)
-    homes = [run.roster.nodes[n].host for n in run.roster.members]
+    homes = [run.roster.nodes[n].host for n in run.roster.present()]
     pauses = [done.pause_s for done in islice(reversed(run.generations), PAUSES) if done.pause_s is not None]
     contract = run.root.contract
     restarts, is_alike = (False, False) if contract is None else (contract.restarts, bool(contract.arithmetic))

@@ -121,7 +121,7 @@ def _came_to_nothing(turn: Turn, run: Run, allocation: Allocation) -> None:
     node = allocation.nodes[0] if allocation.kind is AllocationKind.HARVEST and len(allocation.nodes) == 1 else ""
     there = f"{text} (on {node}, in {allocation.partition})" if node else text
     suspect = node in run.roster.failures.bars
-    unfit = duds.ended(run.record.fruitless, node, there, trains=bool(run.roster.members), suspect=suspect)
+    unfit = duds.ended(run.record.fruitless, node, there, trains=bool(run.roster.present()), suspect=suspect)
     if unfit and node not in run.barred:
         turn.apply(run, ev.Bar(at=turn.at, host=node, reason=unfit))
     if allocation.kind is AllocationKind.BASE and is_new(run):

@@ -47,7 +47,7 @@ class Metrics:
         if not self._served:
             return
         runs = list(book.current.values())
-        self._members.set(sum(len(r.roster.members) for r in runs if not r.ended))
+        self._members.set(sum(len(r.roster.present()) for r in runs if not r.ended))
         statuses = [r.root.status for r in book.runs.values()]
         for status in RunStatus:
             self._runs.labels(status=status.value).set(statuses.count(status))

@@ -191,7 +191,7 @@ class Operations:
 
     def checkpoint(self, turn: Turn, run: str) -> None:
         found = self._active(run)
-        if not found.roster.members:
+        if not found.roster.present():
             raise FallowError(f"run {found.id}: has no member that could write one", Exit.TEMPFAIL)
         if found.root.contract is not None and found.root.contract.restarts:
             raise FallowError(f"run {found.id}: what its script saves, and when, the script alone decides", Exit.USAGE)
@@ -209,7 +209,7 @@ class Operations:
             raise FallowError(f"run {found.id}: no usable checkpoint of step {step}; {have}", Exit.NOINPUT)
         if r.finishing:
             raise FallowError(f"run {found.id}: its script has just ended; there is nothing to go back for", Exit.USAGE)
-        if r.members and not r.present(MemberPhase.MEMBER):
+        if r.present() and not r.present(MemberPhase.MEMBER):
             raise FallowError(f"run {found.id}: its last members are leaving; ask again in a moment", Exit.TEMPFAIL)
         turn.apply(found, ev.Rollback(at=turn.at, step=step))
 

@@ -62,7 +62,7 @@ def due_in_s(run: Run, every_s: float, now: float) -> float | None:
     if not every_s:
         return None
     change = run.root.change
-    if not run.roster.members or (change is not None and change.kind is ChangeKind.START):
+    if not run.roster.present() or (change is not None and change.kind is ChangeKind.START):
         return every_s  # it is about to begin, with nothing to lose
     return run.record.saving.due_in_s(every_s, now)
 

@@ -84,7 +84,7 @@ def run_view(run: Run, at: float, now: float) -> RunView:
         total_steps=total_steps or front.total_steps,
         epoch=front.epoch,
         loss=front.loss,
-        samples_per_s=front.samples_per_s if r.members and not run.ended else 0.0,
+        samples_per_s=front.samples_per_s if r.present() and not run.ended else 0.0,
         members=_member_views(run, now),
         allocations=[_allocation_view(a, now) for a in run.live_allocations()],
         change=_change(run),
@@ -131,7 +131,7 @@ def _why_barred(run: Run, host: str, at: float) -> str:
 def _only_barred(run: Run, at: float) -> str:
     """What a run without members waits for if nodes that it had are barred."""
     barred, bars = list(run.barred), run.roster.failures.bars
-    if run.roster.members or run.ended or not barred:
+    if run.roster.present() or run.ended or not barred:
         return ""
     first = min(barred, key=lambda host: bars[host].until)
     many = f"{len(barred)} nodes are barred, the first" if len(barred) > 1 else "a node is barred"

@@ -193,7 +193,7 @@ class Window:
             not_harvested=self._harvest.neighbours.refused,
             internal_errors=self._faults.view(),
             agents=sum(len(a.hosts) for a in live),
-            workers=sum(r.roster.nodes[n].slots for r in runs if not r.ended for n in r.roster.members),
+            workers=sum(r.roster.nodes[n].slots for r in runs if not r.ended for n in r.roster.present()),
         )
         return Snapshot(
             at=now,

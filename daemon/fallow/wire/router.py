@@ -19,7 +19,6 @@ from typing import Any
 
 import zmq
 
-from fallow import __version__
 from fallow.core.nodes.messages import Unreadable
 from fallow.core.protocol.agents import FromAgent, Hello, Refused, ToAgent
 from fallow.model import Exit, FallowError
@@ -255,11 +254,11 @@ class Router:
 
     def _refuse(self, route: bytes, frame: zmq.Frame, error: Unreadable) -> None:
         """Tell an agent whose first message is not understood, and that would wait for an answer for ever."""
-        words = f"the head (Fallow {__version__}) does not understand the first message of this agent: {error}"
+        who = "this agent"
         with contextlib.suppress(Unreadable):
             hello = self._hellos.decode(frame.buffer)
-            agent = f"the agent on {hello.host} (Fallow {hello.version})"
-            words = f"the head (Fallow {__version__}) and {agent} do not understand each other: {error}"
+            who = f"the agent on {hello.host} (Fallow {hello.version})"
+        words = f"the head does not understand the first message of {who}: {error}"
         self._open().send([route, encode(Refused(code=Exit.CONFIG, message=words))])
 
     def _learn(self, peer: str, route: bytes) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fallow.core.failures import APART
+from fallow.core.apart import APART
 from fallow.core.nodes import events as ev
 from fallow.core.nodes import failures
 from fallow.core.nodes.messages import End

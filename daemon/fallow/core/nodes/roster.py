@@ -132,7 +132,7 @@ class Roster:
 
     def standbys(self) -> list[int]:
         """Ready nodes, oldest first."""
-        return [n for n, node in self.nodes.items() if node.phase is MemberPhase.READY]
+        return sorted(n for n, node in self.nodes.items() if node.phase is MemberPhase.READY)
 
     def fitting(self, taken: Iterable[int], candidates: Iterable[int]) -> list[int]:
         """The first candidates that have a place beside `taken`: by the limit, and by the number of shards."""

@@ -183,7 +183,9 @@ class State:
         self.trouble.lost = {n: r.nodes[n].ended for n in r.members if not r.alive(n)}
         if change is not None:
             plan = Plan(generation=change.generation, replaces=change.replaces, base=change.generation)
-            leave = msgspec.structs.replace(plan, base=0, leave=True, suspends=not r.members, interrupt=change.interrupt)
+            leave = msgspec.structs.replace(
+                plan, base=0, leave=True, suspends=not r.members, interrupt=change.interrupt
+            )
             members, leaving = set(filter(r.alive, r.members)), set(filter(r.alive, change.leavers))
             self.ballot = Ballot(change, r.members, Plans(plan, plan, leave), 0.0, 0.0, members, leaving=leaving)
             known = [r.nodes[n] for n in change.leavers if n in r.nodes and n not in leaving]
@@ -244,11 +246,14 @@ class State:
 
     def main(self) -> int:
         """The node whose first worker is the main one of the run; 0: there is no node."""
+        nodes = self.roster.nodes
         members = self.roster.members or (self.ballot.members if self.ballot is not None else [])
         if members:
             return members[0]
         starting = (MemberPhase.STARTING, MemberPhase.READY)
-        return next((n for n, node in self.roster.nodes.items() if node.phase in starting and not node.leaving), 0)
+        if self._main in nodes and nodes[self._main].phase in starting and not nodes[self._main].leaving:
+            return self._main  # what it printed has been shown: an older node that comes later would repeat it
+        return min((n for n, node in nodes.items() if node.phase in starting and not node.leaving), default=0)
 
     # -- what is said -----------------------------------------------------------------------------------------------
 

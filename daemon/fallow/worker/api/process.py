@@ -21,7 +21,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 import fallow
-from fallow.core.failures import APART, STRANGER, Apart, Stranger
+from fallow.core.apart import APART, STRANGER, Apart, Stranger
 from fallow.model import STACK_SIGNAL, Exit, FallowError
 
 if TYPE_CHECKING:
@@ -42,11 +42,11 @@ def session_with_agent(descriptor: str, *, grouped: bool = True) -> Session:
     Raises:
         FallowError: there is no such socket.
     """
-    from fallow.wire.frames import ToAgentChannel
+    from fallow.wire.frames import AgentChannel
     from fallow.worker.session.session import Session
 
     try:
-        return Session(partial(ToAgentChannel, int(descriptor)), grouped=grouped)
+        return Session(partial(AgentChannel, int(descriptor)), grouped=grouped)
     except (OSError, ValueError) as error:
         raise FallowError(
             f"FALLOW_CHANNEL_FD={descriptor} is no socket to an agent ({error}); "

@@ -31,7 +31,9 @@ def import_ahead() -> None:
     That is 700 modules, torch's compiler among them: seconds of work, for which neither a newcomer's start nor the
     first checkpoint should wait.
     """
-    threading.Thread(target=importlib.import_module, args=(_FILE_SYSTEM,), name="checkpoint-imports", daemon=True).start()
+    threading.Thread(
+        target=importlib.import_module, args=(_FILE_SYSTEM,), name="checkpoint-imports", daemon=True
+    ).start()
 
 
 def write_part(folder: Path, snapshot: PartSnapshot) -> PartInfo:

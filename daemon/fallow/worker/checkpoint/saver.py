@@ -70,7 +70,7 @@ class Saver:
             self._give_up(*self._newest, f"has not answered for {STUCK_S:.0f} s")
         if self._is_busy:
             return -float(size)
-        self._import_ahead()
+        self.import_ahead()
         is_asked = self.asked or self._session.news.checkpoints_asked > 0
         return float(is_asked or self._due() or self.leaves_alone)
 
@@ -83,7 +83,8 @@ class Saver:
     def _is_busy(self) -> bool:
         return self._writing is not None and self._writing.is_alive()
 
-    def _import_ahead(self) -> None:
+    def import_ahead(self) -> None:
+        """Import in the background what writing needs, if the first checkpoint or the node's end is near."""
         if self._has_imported:
             return
         left_s = [self._due_at() - self._clock()] if self._every_s else []

@@ -1,7 +1,8 @@
 """A state that was read into plain memory goes into the live objects, without a copy for which the host waits.
 
-A copy from plain memory to a device makes the host wait for all that the device has to do, and pinned memory for a whole
-state would stay with the process. So tensors of a device pass a ring, as in a hand-over, before the objects take them.
+A copy from plain memory to a device makes the host wait for all that the device has to do, and pinned memory for a
+whole state would stay with the process. So tensors of a device pass a ring, as in a hand-over, before the objects take
+them.
 """
 
 from __future__ import annotations

@@ -134,9 +134,10 @@ class Generations:
     def _wait(self) -> bool:
         """What there is to do while no generation is committed; True: there is more."""
         member = self._member
-        saver = member.saver if member.place.joined else None
-        if saver is not None and saver.has_nothing_to_lose(member.group, member.place.position.step):
-            self.depart()
+        if member.saver is not None:
+            member.saver.import_ahead()
+            if member.place.joined and member.saver.has_nothing_to_lose(member.group, member.place.position.step):
+                self.depart()
         return member.follow()
 
     @contextlib.contextmanager

@@ -32,7 +32,7 @@ class Orders:
 
     def __init__(self, node: int, slot: int) -> None:
         self._node, self._slot = node, slot
-        self.newest = Order(term=0, edition=0)
+        self.newest = Order(node=node, term=0, edition=0)
         self.upcoming: Upcoming | None = None
         "the generation to go over to; None: there is none"
         self.taken = 0

@@ -42,7 +42,7 @@ _LAST_WORDS_S = 5.0
 
 
 class Channel(Protocol):
-    """What the session needs of `wire.frames.ToAgentChannel`."""
+    """What the session needs of `wire.frames.AgentChannel`."""
 
     def start(self) -> None: ...
     def send(self, message: FromWorker) -> None: ...
@@ -205,7 +205,9 @@ class Session:
     def _on_end(self, reason: str) -> None:
         """The agent has ended, or cannot be understood: from now on the head is silent."""
         with self._changed:
-            self._failure = FallowError(f"no more messages from the node's agent: {reason or 'it has ended'}", Exit.TEMPFAIL)
+            self._failure = FallowError(
+                f"no more messages from the node's agent: {reason or 'it has ended'}", Exit.TEMPFAIL
+            )
             self._changed.notify_all()
 
     def _begin(self, start: Start) -> None:

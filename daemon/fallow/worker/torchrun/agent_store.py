@@ -1,4 +1,4 @@
-"""The store that torchrun's agents of one generation share: the scripts' own, in which every wait ends with the generation."""
+"""The store of torchrun's agents of one generation: that of their scripts, but every wait ends with the generation."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class AgentStore(Store):
         return self._store.multi_get(keys)
 
     def multi_set(self, keys: list[str], values: Sequence[str]) -> None:
-        self._store.multi_set(keys, list(values))
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self._await(keys, timeout.total_seconds() if timeout else self._patience_s)

@@ -111,9 +111,7 @@ class Handler(RendezvousHandler):
         self._scripts_store = None
         if self._taken is None:
             shards = self._shards
-            contract = Contract(
-                signature=_LAYOUT, layout=(_LAYOUT,), shards=shards, global_batch=shards, restarts=True
-            )
+            contract = Contract(signature=_LAYOUT, layout=(_LAYOUT,), shards=shards, global_batch=shards, restarts=True)
             session.announce(contract)
         elif not session.superseded:
             self._begin_again("its script has failed")

@@ -119,7 +119,9 @@ class Upcoming:
             for rank, at in error.tried.items():
                 if ranks.nodes[rank] != ranks.node:
                     built.tried.setdefault(ranks.nodes[rank], at)
-            others = [f"{member_name(node)} (tried {at})" if at else member_name(node) for node, at in built.tried.items()]
+            others = [
+                f"{member_name(node)} (tried {at})" if at else member_name(node) for node, at in built.tried.items()
+            ]
             whom = ", ".join(others) or "another worker of its own node"
             built.reason = f"{member_name(ranks.node)} at {address} has no connection to {whom}"
         except FallowError as error:
