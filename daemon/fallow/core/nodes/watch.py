@@ -137,6 +137,13 @@ class Watch:
         """For how long nothing came from the node itself, whatever others show."""
         return self.now - self._heard_at.setdefault(node, self.now)
 
+    def is_past(self, deadline: float) -> bool:
+        """The deadline is over, and somebody was heard since. So what had come until then was read.
+
+        A head that stood still knows the time before it knows what has come meanwhile.
+        """
+        return self._head.heard_at >= deadline
+
     def may_reconnect(self, node: int) -> bool:
         """It was not heard since the head's last absence, and its connection may still come back."""
         back_at = self._head.back_at
