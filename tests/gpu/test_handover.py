@@ -22,7 +22,7 @@ from fallow.worker.handover.align import align
 from fallow.worker.handover.restored import load_restored
 from fallow.worker.handover.snapshot import Snapshot
 from fallow.worker.handover.standing import HOLDS, Standing
-from fallow.worker.handover.transfer import Roles, export_state, load_state, transfer
+from fallow.worker.handover.transfer import Roles, export_state, transfer
 from fallow.worker.prepared import checksum, extra_state, state
 from fallow.worker.prepared.objects import Prepared
 from fallow.worker.transport import device as devices
