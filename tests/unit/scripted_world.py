@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from scripted_group import Board, Generation, Killed, ProcessGroup, ScriptedGroup
 
-from fallow.core.audit import audit
 from fallow.core.apart import Stranger
+from fallow.core.audit import audit
 from fallow.core.nodes.messages import Checkpoint, Contract, End, Finish, Plan
 from fallow.core.protocol.agents import Setup
 from fallow.model import SampleReport

@@ -11,10 +11,7 @@ from hypothesis import strategies as st
 
 from fallow.core.apart import APART, STRANGER
 from fallow.core.nodes import events as ev
-from fallow.core.nodes import failures
 from fallow.core.nodes.messages import Finish, Outcome
-from fallow.core.nodes.records import Failure, FailureKind, Root
-from fallow.core.nodes.roster import Roster
 from fallow.core.nodes.state import RunPhase
 from fallow.model import Exit, RunStatus
 from world.rig import Rig, both, logs, orders, started
@@ -373,61 +370,3 @@ def test_what_happens_behind_the_end_of_a_run_changes_nothing_and_all_hear_of_it
     rig.gone(1, signal=9)
     rig.fails(2)
     assert (rig.r.root.status, rig.r.root.message) == (RunStatus.CANCELLED, "asked")
-
-
-# -- hosts that are barred ---------------------------------------------------------------------------------------------
-
-HOUR = 3600.0
-
-
-def hangs(r: Roster, at: float, host: str = "h", bar_after: int = 3) -> bool:
-    """A node hangs. True: its host is barred for it."""
-    kind = FailureKind.HANG
-    failure = Failure(node=1, host=host, token="t", kind=kind, signature="hang", step=1, text="it hung", at=at)
-    return failures.note(r, failure, bar_after) is not None
-
-
-def roster() -> Roster:
-    return Roster(Root(run="r", minimum=1, maximum=4, limit=4))
-
-
-def test_trouble_that_comes_now_and_then_bars_nobody() -> None:
-    r, week = roster(), 7 * 24 * HOUR
-    assert not any(hangs(r, at) for at in (1.0, week, 2 * week, 2 * week + HOUR / 2, 3 * week, 3 * week + HOUR / 2))
-    assert hangs(r, 3 * week + HOUR - 1), "the third within an hour"
-    assert r.failures.bars["h"].reason == "3 failures on it (hang), the last: it hung"
-
-
-def test_a_barred_host_is_tried_again_after_a_longer_time_for_each_bar() -> None:
-    r, at, lengths = roster(), 0.0, []
-    for _ in range(7):
-        assert [hangs(r, at), hangs(r, at + 1), hangs(r, at + 2)] == [False, False, True]
-        assert not hangs(r, at + 3), "it is barred already"
-        until = r.failures.bars["h"].until
-        assert (failures.expire(r, until - 1), failures.expire(r, until)) == ([], ["h"])
-        assert not failures.is_barred(r, "h")
-        lengths.append(until - at - 2)
-        at = until
-    assert lengths == [HOUR, 2 * HOUR, 4 * HOUR, 8 * HOUR, 16 * HOUR, 24 * HOUR, 24 * HOUR]
-    assert failures.expire(r, at + 24 * HOUR) == []
-    at += 24 * HOUR
-    hangs(r, at, bar_after=1)
-    assert r.failures.bars["h"].until == at + HOUR, "it was all right for a day"
-
-
-@given(
-    history=st.lists(st.tuples(st.floats(0, 1e6), st.sampled_from("abc")), max_size=30),
-    began=st.floats(0, 1e6),
-    bar_after=st.integers(1, 3),
-)
-def test_whatever_the_clock_of_the_next_head_no_host_is_barred_for_longer_than_a_day(
-    history: list[tuple[float, str]], began: float, bar_after: int
-) -> None:
-    r = roster()
-    for at, host in sorted(history):
-        failures.expire(r, at)
-        hangs(r, at, host, bar_after)
-    failures.begin_clock(r, began)
-    assert all(failure.at <= began for failure in r.failures.failures)
-    failures.expire(r, began + 24 * HOUR)
-    assert not any(failures.is_barred(r, host) for host in "abc")

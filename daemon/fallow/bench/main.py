@@ -43,8 +43,7 @@ INTERRUPTED = 130
 def main(names: Sequence[str], settings: Settings, *, json: bool) -> int:
     """Measure one after the other; progress goes to standard error, the figures to standard output.
 
-    Ctrl-C or SIGTERM ends it with the rows that are complete; the code then says that it was interrupted. One that
-    fails ends it likewise.
+    Ctrl-C or SIGTERM ends it with the rows that are complete, and so does a benchmark that fails; the code says which.
 
     Args:
         names: of `BENCHES`; empty: all of them.
@@ -52,7 +51,7 @@ def main(names: Sequence[str], settings: Settings, *, json: bool) -> int:
         json: print one JSON list instead of a table.
 
     Raises:
-        FallowError: what could not be measured, after the rows that are complete.
+        FallowError: nothing could be measured.
     """
     from rich.console import Console
 
@@ -78,12 +77,15 @@ def main(names: Sequence[str], settings: Settings, *, json: bool) -> int:
             code = Exit.OK
         except Exception as error:
             problem = error
+    if problem is not None and not found:
+        raise problem
     if json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
     else:
         show(found)
     if problem is not None:
-        raise problem
+        sys.stderr.write(f"bench: the rows are of what was finished; then: {problem}\n")
+        code = problem.code if isinstance(problem, FallowError) else Exit.SOFTWARE
     return code
 
 

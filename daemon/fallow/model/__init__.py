@@ -19,7 +19,6 @@ from fallow.model.base import (
     HIDDEN,
     ID_PATTERN,
     OUTPUT_PIPES,
-    PROTOCOL,
     SHOWN,
     STACK_SIGNAL,
     AllocationKind,
@@ -29,11 +28,9 @@ from fallow.model.base import (
     Exit,
     FallowError,
     MemberPhase,
-    Message,
     Parts,
     RunStatus,
     Struct,
-    WorkerPhase,
 )
 from fallow.model.cluster import (
     ClusterConfig,
@@ -90,7 +87,6 @@ __all__ = [
     "HIDDEN",
     "ID_PATTERN",
     "OUTPUT_PIPES",
-    "PROTOCOL",
     "PRUNED",
     "SHOWN",
     "STACK_SIGNAL",
@@ -122,7 +118,6 @@ __all__ = [
     "LimitView",
     "MemberPhase",
     "MemberView",
-    "Message",
     "NodeInfo",
     "NodeOwner",
     "NodeView",
@@ -151,6 +146,5 @@ __all__ = [
     "TraceRead",
     "UsageReport",
     "UsageRow",
-    "WorkerPhase",
     "WouldAsk",
 ]
