@@ -49,6 +49,8 @@ class Generations:
         "generation that all members enter behind the last step; 0: none"
         self.released = False
         "this worker has left the run, or was told to"
+        self._is_forgotten = False
+        "what this member held did not count any more when it entered the generation at work"
         self._is_asking = False
         "this member waits in a joint call"
         self._unreported: Switch | None = None
@@ -98,7 +100,8 @@ class Generations:
         self._parts = Pause(drain=reached - member.boundary, group=time.monotonic() - reached)
         member.group, self.plan, self.fresh = upcoming.group, upcoming.plan, True
         member.standing.give_up()
-        if not upcoming.counts(session.computed):
+        self._is_forgotten = not upcoming.counts(session.computed)
+        if self._is_forgotten:
             member.standing.drop(is_first=not member.place.position.op)
             session.say(has_state=False)
 
@@ -190,7 +193,7 @@ class Generations:
         self.fresh, self._entered_at = False, time.monotonic()
         place.went_back = went_back and not newcomer
         member.division = Division(tuple(paces))
-        if newcomer:
+        if newcomer or (self._is_forgotten and not went_back):
             place.joined, place.since = True, generation
             member.boundary = self._entered_at  # it was waiting before, and stands still from here on
         self._voice.speak(speaks=member.group.rank == 0)
