@@ -140,6 +140,13 @@ class Watch:
         report = self.reports.get(node)
         return self.now - self._heard_at.setdefault(node, self.now) + (report.mute_s if report is not None else 0.0)
 
+    def is_past(self, deadline: float) -> bool:
+        """The deadline is over, and somebody was heard since. So what had come until then was read.
+
+        A head that stood still knows the time before it knows what has come meanwhile.
+        """
+        return self._head.heard_at >= deadline
+
     def may_reconnect(self, node: int) -> bool:
         """It was not heard since the head's last absence, and its connection may still come back."""
         back_at = self._head.back_at
