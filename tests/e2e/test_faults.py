@@ -64,7 +64,7 @@ def same(done: Done, undisturbed: dict[str, Any]) -> None:
 def gone(done: Done, worker: str, words: str) -> bool:
     """A generation without this worker says so, and why."""
     reasons = [generation["reason"] for generation in done.report["generations"]]
-    return any(f"{worker} on " in reason and words in reason for reason in reasons)
+    return any(f"{worker} (" in reason and words in reason for reason in reasons)
 
 
 def held_up_s(box: Box, harm: str, survivor: str) -> float:
