@@ -258,5 +258,5 @@ def note_arrival(m: State, node: Node, report: Report) -> None:
 
 
 def note_broken_group(m: State, node: Node, report: Report) -> None:
-    text = f"{m.roster.name(node.id)} has lost its group"
+    text = f"{m.roster.name(node.id)} has lost its group" + f": {report.break_reason}" * bool(report.break_reason)
     m.trouble.note_broken(node.id, report.step, text, m.watch.now, m.timing.held_grace_s)
