@@ -13,13 +13,13 @@ from fallow.core.learner import Learner
 from fallow.core.planner import plan
 from fallow.core.requests import Ask
 from fallow.core.rules import Demand, HarvestRules, Known
-from fallow.core.timing import Timing
-from fallow.files import Paths
 from fallow.head.book import Book
 from fallow.head.learning import Learning
 from fallow.head.turn import Turn
 from fallow.model import AllocationKind, AllocationState, ClusterState, NodeInfo, PartitionInfo
 from fallow.slurm import parse
+
+from runs import new_book  # isort: skip
 
 NOW = 1_000_000.0
 BIO, CHEM = Asker("bio"), Asker("chem")
@@ -31,8 +31,7 @@ DENIED = (
 
 @pytest.fixture
 def book(tmp_path: Path) -> Book:
-    paths = Paths(state=tmp_path / "state", runtime=tmp_path / "runtime").create()
-    return Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: "a" * 12)
+    return new_book(tmp_path)
 
 
 def test_a_limit_of_one_account_shortens_nobody_elses_requests() -> None:

@@ -9,16 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fallow.config import Checkpoint, Membership
+from fallow.config import Membership
 from fallow.core.holes import Hole
 from fallow.core.neighbour import Standing
 from fallow.core.planner import withdraw
 from fallow.core.rules import HarvestRules
-from fallow.core.timing import Timing
-from fallow.files import Paths
-from fallow.head.book import Book
 from fallow.head.jobs import take_in
-from fallow.head.peers import Peers
 from fallow.head.turn import Turn
 from fallow.model import (
     AllocationKind,
@@ -28,7 +24,6 @@ from fallow.model import (
     JobInfo,
     NodeInfo,
     ReservationInfo,
-    RunSpec,
 )
 from fallow.slurm.cli import CliClient
 from fallow.slurm.fake import FakeSlurm
@@ -37,6 +32,9 @@ from fallow.slurm.process import Done
 from fallow.slurm.pyslurm_child import Polled
 from fallow.slurm.pyslurm_client import PyslurmClient
 from fallow.slurm.state import on_our_clock
+
+from runs import new_book, new_run  # isort: skip
+from talk import Talk  # isort: skip
 
 NOW = 1_795_000_000.0
 OFFSETS = st.floats(-120, 120) | st.sampled_from([-120.0, -40.0, 0.0, 40.0, 120.0])
@@ -70,30 +68,26 @@ def test_every_time_of_a_poll_is_ours(offset_s: float) -> None:
 def test_s5_no_node_is_held_into_the_margin_before_its_end_whatever_slurms_clock_says(
     tmp_path: Path, offset_s: float
 ) -> None:
-    names = iter(range(1000))
-    paths = Paths(state=tmp_path / "state", runtime=tmp_path / "runtime").create()
-    book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: f"{next(names):06}")
-    run = book.create(RunSpec(run="", name="r", min_nodes=1, max_nodes=2), 0.0, NOW)
+    book, membership = new_book(tmp_path), Membership()
+    run, talk = new_run(book, now=NOW), Talk(book, membership=membership)
     held = book.new_allocation(run, AllocationKind.HARVEST, NOW, sent_by=NOW)
-    held.agents = {"n1": []}
-    membership = Membership()
-    peers = Peers(membership, Checkpoint())
-    released_at = NOW + LIMIT_S - membership.release_margin_s
-    for now, state in ((released_at - 1.0, AllocationState.RUNNING), (released_at + 0.01, AllocationState.RELEASING)):
-        turn = Turn(book, now - NOW, now)
-        take_in(turn, by_slurm(offset_s, now, held.token, "RUNNING"), 75.0)
-        run.agent_seen[held.token, "n1"] = turn.at
-        peers.tick(turn)
+    talk.pass_s(NOW - talk.now)
+    talk.play(run, held, "n1").greet()
+    for later_s, state in (
+        (LIMIT_S - membership.release_margin_s - 1.0, AllocationState.RUNNING),
+        (1.01, AllocationState.RELEASING),
+    ):
+        talk.pass_s(later_s)
+        take_in(Turn(book, talk.at, talk.now), by_slurm(offset_s, talk.now, held.token, "RUNNING"), 75.0)
+        talk.tick()
         assert held.state is state
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(offset_s=OFFSETS)
 def test_s5_no_request_is_withdrawn_early_whatever_slurms_clock_says(tmp_path: Path, offset_s: float) -> None:
-    names = iter(range(1000))
-    paths = Paths(state=tmp_path / "state", runtime=tmp_path / "runtime").create()
-    book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: f"{next(names):06}")
-    run = book.create(RunSpec(run="", name="r", min_nodes=1, max_nodes=2), 0.0, NOW)
+    book = new_book(tmp_path)
+    run = new_run(book, now=NOW)
     asked = book.new_allocation(run, AllocationKind.HARVEST, NOW, sent_by=NOW, partition="p", minutes=10)
     rules = HarvestRules()
     unsure = [Hole("n2", "p", None, sure=False)]

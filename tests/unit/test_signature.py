@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fallow.core.joining import difference
 from fallow.core.nodes.messages import Contract
-from fallow.core.nodes.proposals import difference
 from fallow.model import FallowError
 from fallow.worker.prepared import signature as sg
 

@@ -11,10 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.agent.output import Marked
-from fallow.core import events as ev
-from fallow.core.membership import Membership
-from fallow.core.roster import Roster
-from fallow.core.timing import Timing
 from fallow.model import HIDDEN, OUTPUT_PIPES, SHOWN
 from fallow.worker.session.voice import IsMain, Voice
 
@@ -76,25 +72,3 @@ def test_a_worker_marks_its_own_pipes_and_no_file(
     out, error = capfd.readouterr()
     assert out.encode() == HIDDEN + b"of others\n" + SHOWN + b"of all\n"
     assert error == ""
-
-
-def machine(*workers: str) -> Membership:
-    roster = Roster(run="r", min_members=2, max_members=8, limit=8)
-    made = Membership(roster, term=1, timing=Timing(), at=0.0, validate=True)
-    for worker in workers:
-        made.handle(ev.WorkerExpected(at=0.0, worker=worker, token="t" + worker, node="n" + worker))
-    return made
-
-
-def test_before_the_first_generation_the_first_that_came_speaks_as_long_as_it_lives() -> None:
-    run = machine()
-    assert run.roster.speaker(None) is None
-    run = machine("w0", "w1", "w2")
-    assert run.roster.speaker(None) == "w0"
-    run.handle(ev.WorkerGone(at=1.0, worker="w0", reason="killed by signal 9", signal=9))
-    assert run.roster.speaker("w0") == "w1"
-    run.handle(ev.WorkerExpected(at=1.0, worker="w3", token="t3", node="n3"))
-    assert run.roster.speaker("w1") == "w1"
-    assert run.roster.speaker("w2") == "w2", "nothing changes without need"
-    run.handle(ev.ReleaseWanted(at=2.0, workers=["w1"], reason="walltime"))
-    assert run.roster.speaker("w1") == "w2", "who has to leave will not be rank 0"

@@ -24,11 +24,13 @@ WAITS: dict[str, Any] = {"doing": Doing.WAITING, "stalled_s": 20.0}
 class Rig:
     """Args: minimum: of nodes. timing, shards: of the run. root: further fields of the root record."""
 
-    def __init__(self, minimum: int = 1, timing: Timing = TIMING, shards: int = 64, **root: Any) -> None:
+    def __init__(
+        self, minimum: int = 1, timing: Timing = TIMING, shards: int = 64, *, validate: bool = True, **root: Any
+    ) -> None:
         self.store: dict[str, bytes] = {}
-        roster = Roster(Root(run="r", minimum=minimum, maximum=8, limit=8, **root))
+        roster = Roster(Root(run="r", minimum=minimum, **{"maximum": 8, "limit": 8, **root}))
         self.timing, self.at = timing, 0.0
-        self.m = Machine(roster, term=1, timing=timing, at=0.0, validate=True)
+        self.m = Machine(roster, term=1, timing=timing, at=0.0, validate=validate)
         self.said: dict[int, Report] = {}
         self.orders: dict[int, Order] = {}
         "the newest of each node"
@@ -158,11 +160,11 @@ class Rig:
     def limit(self, limit: int) -> ev.Turn:
         return self.want(ev.Limit, limit=limit, reason="asked")
 
-    def restart(self, *heard: int) -> None:
-        """Another head takes over and hears these nodes."""
+    def restart(self, *heard: int, keep: int = 2) -> None:
+        """Another head takes over and hears these nodes. Args: keep: checkpoints."""
         term = self.m.state.outbox.term + 1
         roster = Roster.load("r", self.store)
-        self.m = Machine(roster, term=term, timing=self.timing, at=self.at, validate=True)
+        self.m = Machine(roster, term=term, timing=self.timing, at=self.at, keep=keep, validate=True)
         for n in heard:
             self.say(n)
         self.tick(self.at + 0.25)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from fallow.core.apart import APART, STRANGER
 from fallow.core.nodes import events as ev
 from fallow.core.nodes.messages import Finish, Outcome
 from fallow.core.nodes.state import RunPhase
-from fallow.model import RunStatus
+from fallow.model import Exit, RunStatus
 from world.rig import Rig, both, logs, orders, started
 
 
@@ -195,3 +200,173 @@ def test_healed_weights_and_a_ledger_that_cannot_be_written_are_told_once() -> N
     assert len(logs(turn, "healed")) == len(logs(turn, "ledger")) == 1
     assert rig.r.nodes[1].unrecorded == 8
     assert "writes down again" in logs(rig.say(1, unrecorded=None), "ledger")[0]
+
+
+# -- whose failure it is -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", [{"step": 6}, {"signature": "KeyError at t.py:9"}])
+def test_another_exception_or_another_step_is_the_nodes_own(other: dict[str, Any]) -> None:
+    rig = started(3)
+    rig.fails(2)
+    rig.change(5)
+    rig.fails(3, **other)
+    assert not rig.r.root.status.ended
+    rig.change(5)
+    assert rig.r.members == [1]
+
+
+def test_the_same_exception_in_one_place_again_and_again_ends_no_run_in_which_others_go_on() -> None:
+    """An agent starts its workers anew, and they fail as those before."""
+    rig = Rig(minimum=2)
+    for host in "ab":
+        rig.join(host)
+    rig.change(5)
+    for _ in range(2):
+        rig.fails(rig.r.members[1], step=6)
+        rig.change(5)
+        assert not rig.r.root.status.ended
+        rig.join("b")
+        rig.change(5)
+    rig.fails(1, step=6)
+    assert rig.r.root.message == "ValueError: bad (step 6, on n1 (b) and again on n0 (a))"
+    assert rig.r.root.traceback == "Traceback"
+
+
+@pytest.mark.parametrize("hosts", ["aa", "bc"])
+def test_newcomers_that_raise_do_not_end_the_run_of_those_who_compute(hosts: str) -> None:
+    """On the only host there is, or on one after the other: their files may have changed since the others began."""
+    rig = Rig()
+    rig.join("a")
+    rig.change(7)
+    for number, host in enumerate(hosts):
+        n = rig.join(host, token=f"t{number}")
+        rig.vote()
+        rig.fails(n, step=0)
+        assert not rig.r.root.status.ended
+        rig.change(7)
+    assert rig.r.members == [1]
+
+
+def test_newcomers_that_do_not_follow_the_members_do_not_end_the_run() -> None:
+    """Two at once, on two nodes, in a step that is the members' next one, too."""
+    rig = started(3)
+    for n in (2, 3):
+        rig.fails(n, signature=f"{STRANGER}rank 1 cuts a step into 4 shards")
+    assert not rig.r.root.status.ended
+    rig.change(5)
+    assert rig.r.members == [1]
+
+
+def test_members_that_do_not_follow_the_script_together_end_the_run_at_once() -> None:
+    rig = started(3)
+    rig.fails(2, signature=f"{APART}1 of 3 members left the loop")
+    assert rig.r.root.message == "ValueError: bad (step 5, found by n1 (h2))"
+
+
+@pytest.mark.parametrize("is_scripted", [False, True])
+def test_a_host_with_three_failures_is_barred_except_where_a_schedule_decides(is_scripted: bool) -> None:
+    rig = started(1, scripted=is_scripted)
+    turn = ev.Turn({}, [])
+    for number in range(3):
+        assert not rig.r.failures.bars
+        rig.limit(2)
+        n = rig.join("bad", token=f"t{number}")
+        rig.change(number)
+        turn = rig.fails(n, step=number, signature=f"E{number}")
+        rig.change(number)
+    barred = [i.host for i in turn.then if isinstance(i, ev.Barred)]
+    assert (barred, list(rig.r.failures.bars)) == (([], []) if is_scripted else (["bad"], ["bad"]))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3), st.sampled_from(["x", "y"])), max_size=12))
+def test_only_what_happened_alike_on_two_nodes_or_to_the_last_member_fails_a_run(
+    history: list[tuple[int, int, str]],
+) -> None:
+    rig = started(5)
+    seen: dict[tuple[int, str], set[int]] = {}
+    for n, least, signature in history:
+        if not rig.r.alive(n):
+            continue
+        step, is_last = max(least, rig.r.nodes[n].step), rig.r.present() == [n]
+        rig.fails(n, step, signature)
+        expected = is_last or bool(seen.get((step, signature)))
+        assert (rig.r.root.status is RunStatus.FAILED) is expected
+        if expected:
+            return
+        seen.setdefault((step, signature), set()).add(n)
+        rig.change(0)
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_ends_when_all_members_have_finished_and_lets_the_others_go() -> None:
+    rig = started(2)
+    rig.limit(2)
+    rig.join("c")
+    rig.finish(1)
+    rig.finish(2)
+    assert not rig.r.root.status.ended
+    turn = rig.gone(1, code=0)
+    assert ev.RunEnded(RunStatus.FINISHED, "") in turn.then
+    end = orders(turn)[3].end
+    assert end is not None
+    assert (end.code, list(orders(turn))) == (Exit.OK, [3])
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_failure_behind_the_loop_does_not_undo_what_the_others_have_finished(first: bool) -> None:
+    rig = started(2)
+    if first:
+        rig.fails(2, step=9)
+    rig.finish(1)
+    if not first:
+        rig.fails(2, step=9)
+    rig.gone(1, code=0)
+    assert rig.r.root.status is RunStatus.FINISHED
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("killed", [True, False])
+def test_what_the_main_member_had_to_do_behind_the_loop_is_done_by_nobody_else(first: bool, killed: bool) -> None:
+    rig = started(3)
+    if not first:
+        rig.finish(2)
+    if killed:
+        rig.gone(1, signal=9)
+    else:
+        rig.fails(1, step=9)
+    if first:
+        assert not rig.r.root.status.ended, "it might be between two loops"
+        rig.finish(2)
+    why = "killed by signal 9" if killed else "ValueError: bad"
+    text = f"the main member n0 (h1) ended after the training, before its script had: {why}"
+    assert (rig.r.root.status, rig.r.root.message) == (RunStatus.FAILED, text)
+    assert rig.r.root.traceback == ("" if killed else "Traceback")
+
+
+def test_another_head_waits_as_long_for_the_main_members_exit_code() -> None:
+    rig = started(2)
+    rig.finish(1)
+    rig.finish(2)
+    rig.tick(9, 1, 2)
+    rig.restart(1, 2)
+    rig.tick(18, 1, 2)
+    assert not rig.r.root.status.ended, "its agent may be about to say"
+    rig.tick(21, 1, 2)
+    assert rig.r.root.status is RunStatus.FINISHED
+
+
+def test_what_happens_behind_the_end_of_a_run_changes_nothing_and_all_hear_of_it() -> None:
+    rig = started(2)
+    rig.put(ev.Cancel(at=rig.at, reason="asked"))
+    assert [order.end is not None for order in rig.orders.values()] == [True, True]
+    turn = rig.say(1, edition=0)
+    rig.tick(3, 2)
+    turn = both(turn, rig.say(1, edition=0))
+    assert orders(turn)[1].end is not None, "it missed that"
+    rig.gone(1, signal=9)
+    rig.fails(2)
+    assert (rig.r.root.status, rig.r.root.message) == (RunStatus.CANCELLED, "asked")

@@ -401,3 +401,13 @@ def test_a_run_that_is_suspended_says_from_where_it_goes_on(is_saved: bool) -> N
         rig.say(1, saved=Checkpoint(path="/c", generation=1, step=5))
     (told,) = logs(rig.say(1, left=2, given_up=2), "suspend")
     assert told.endswith(f"; the run goes on from {'the checkpoint of step 5' if is_saved else 'its beginning'}")
+
+
+def test_what_a_ledger_lacks_is_known_of_a_node_that_is_forgotten() -> None:
+    rig = started(2)
+    rig.say(2, unrecorded=8)
+    rig.release(2)
+    rig.change()
+    rig.gone(2, code=0)
+    assert 2 not in rig.r.nodes
+    assert rig.r.root.unrecorded == {2: 8}

@@ -283,6 +283,23 @@ def test_who_goes_before_the_generation_without_another_is_complete_is_told_of_w
     assert rig.completed[-1].record.reason == "n1 (h2) is gone: ValueError: bad; n2 (h3) is gone: killed by signal 9"
 
 
+def test_what_has_changed_is_told_of_generations_that_became_complete() -> None:
+    """A generation that broke before is no news by itself: who came and went with it is told with the next one."""
+    rig = started(2)
+    rig.join("c")
+    rig.vote()
+    for n in (1, 3):
+        rig.arrive(n, 2)
+    turn = rig.gone(2, signal=9)
+    turn = both(turn, rig.vote())
+    for n in rig.r.members:
+        turn = both(turn, rig.arrive(n, rig.r.root.generation))
+    done = rig.completed[-1].record
+    assert (done.kind, done.joined, done.left) == (ChangeKind.EJECT, [3], [2])
+    (data,) = [i.data for i in turn.then if isinstance(i, ev.Log) and i.kind == "eject" and "joined" in i.data]
+    assert (data["joined"], data["left"]) == ({"n2": "c"}, ["n1"])
+
+
 def test_a_standby_that_dies_concerns_no_member() -> None:
     rig = started(1)
     rig.limit(1)
@@ -442,6 +459,8 @@ def test_without_further_votes_it_is_decided_after_a_second_who_is_cut_off() -> 
     rig.tick(0.9, 1, 2, 3)
     assert rig.r.alive(2)
     rig.tick(1.1, 1, 2, 3)
+    assert rig.r.alive(3), "what has come since may not have been read"
+    rig.tick(1.2, 1, 2, 3)
     assert not rig.r.alive(3), "of the two the younger"
 
 

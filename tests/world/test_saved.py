@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
+from fallow.core.nodes import checkpoints
 from fallow.core.nodes import events as ev
 from fallow.core.nodes.messages import Checkpoint, Problem
-from fallow.model import RunStatus
-from world.rig import both, logs, orders, started
+from fallow.core.nodes.state import RunPhase
+from fallow.model import ChangeKind, RunStatus
+from world.rig import Rig, both, logs, orders, started
 
 
 def test_a_checkpoint_is_noted_once_and_its_node_hears_of_it() -> None:
@@ -75,3 +78,166 @@ def test_a_rollback_takes_all_back_even_where_the_next_generation_comes_after_a_
     rig.change(4)
     assert rig.r.root.rollback_below == 0
     assert [(back.from_step, back.to_step) for back in rig.r.history.rollbacks] == [(8, 4)]
+
+
+def save(rig: Rig, step: int, generation: int = 1, n: int = 1, *, asked: bool = False) -> list[str]:
+    """A checkpoint is complete. Returns those that are removed."""
+    saved = Checkpoint(path=f"/{generation}-{step}", generation=generation, step=step, asked=asked)
+    return [i.path for i in rig.say(n, saved=saved, step=step).then if isinstance(i, ev.RemoveCheckpoint)]
+
+
+def usable(rig: Rig) -> list[int]:
+    return [checkpoint.step for checkpoint in checkpoints.usable(rig.r)]
+
+
+def test_the_newest_stay_and_those_that_were_asked_for() -> None:
+    rig = started(1)
+    assert save(rig, 10) == []
+    assert save(rig, 20, asked=True) == []
+    assert save(rig, 30) == []
+    assert save(rig, 40) == ["/1-10"]
+    assert save(rig, 40) == [], "said twice, noted once"
+    rig = started(1)
+    rig.restart(1, keep=1)
+    save(rig, 30)
+    assert save(rig, 40) == ["/1-30"]
+
+
+def test_none_is_removed_while_one_of_them_may_be_loaded() -> None:
+    rig = started(1)
+    rig.gone(1, signal=9)
+    n = rig.join("b")
+    for step in (10, 20, 30):
+        turn = rig.put(ev.Found(at=rig.at, checkpoint=Checkpoint(path=f"/1-{step}", generation=1, step=step)))
+        assert not [i for i in turn.then if isinstance(i, ev.RemoveCheckpoint)]
+    rig.tick(1, n)
+    rig.change(30)
+    assert save(rig, 40, rig.r.root.generation, n) == ["/1-10", "/1-20"]
+
+
+def test_one_that_was_written_while_no_head_was_there_counts() -> None:
+    rig = started(1)
+    save(rig, 10)
+    save(rig, 20)
+    found = Checkpoint(path="/found", generation=1, step=15)
+    turn = rig.put(ev.Found(at=rig.at, checkpoint=found))
+    assert [i.path for i in turn.then if isinstance(i, ev.RemoveCheckpoint)] == ["/1-10"]
+    assert usable(rig) == [20, 15]
+
+
+def test_a_damaged_one_goes_when_enough_came_after_it() -> None:
+    rig = started(1)
+    save(rig, 10)
+    save(rig, 20)
+    turn = rig.say(1, damaged=Problem(reason="20 is torn", path="/1-20"))
+    assert logs(turn, "damaged") == ["20 is torn; that of step 10 is used"]
+    assert usable(rig) == [10]
+    assert save(rig, 30) == []
+    assert sorted(save(rig, 40)) == ["/1-10", "/1-20"]
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_the_newest_usable_ones_are_never_spare(keep: int) -> None:
+    rig = started(1)
+    rig.restart(1, keep=9)
+    for step in range(5):
+        save(rig, step)
+    saved = list(rig.r.checkpoints.saved)
+    saved[4].problem, saved[3].aside = "torn", True
+    spare = checkpoints.take_spare(rig.r, keep)
+    assert spare == [one.checkpoint.path for one in saved[: max(0, 3 - keep)]]
+
+
+def test_one_that_turns_up_after_the_run_went_on_from_before_it_is_set_aside() -> None:
+    rig = started(1)
+    save(rig, 10)
+    rig.gone(1, signal=9)
+    n = rig.join("b")
+    rig.put(ev.Found(at=rig.at, checkpoint=Checkpoint(path="/1-20", generation=1, step=20)))
+    rig.tick(1, n)
+    assert rig.ballot.plans.whole.checkpoints == ("/1-20", "/1-10"), "just in time"
+    rig.vote()
+    save(rig, 30, n=n)
+    rig.switch(20)
+    save(rig, 40, n=n)
+    assert usable(rig) == [20, 10]
+    save(rig, 22, generation=rig.r.root.generation, n=n)
+    assert usable(rig) == [22, 20]
+
+
+# -- going back --------------------------------------------------------------------------------------------------------
+
+
+def test_going_back_drops_what_members_hold_and_what_was_saved_since() -> None:
+    rig = started(2)
+    for step in (10, 20):
+        save(rig, step)
+    rig.say(1, step=25)
+    rig.put(ev.Rollback(at=rig.at, step=10))
+    plan = rig.orders[1].plan
+    assert plan is not None
+    assert (plan.checkpoints, rig.orders[1].state_since) == (("/1-10",), 2)
+    assert rig.ballot.change.kind is ChangeKind.START
+    save(rig, 26)
+    assert (usable(rig), rig.r.front) == ([10], 10), "what is said meanwhile is of what is dropped"
+    rig.change(10)
+    save(rig, 27)
+    save(rig, 15, generation=2)
+    assert usable(rig) == [15, 10]
+    assert [(back.generation, back.from_step, back.to_step) for back in rig.r.history.rollbacks] == [(2, 25, 10)]
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_a_member_that_dies_on_the_way_back_does_not_undo_it(is_committed: bool) -> None:
+    rig = started(2)
+    save(rig, 10)
+    rig.put(ev.Rollback(at=rig.at, step=10))
+    if is_committed:
+        rig.vote()
+    rig.gone(2, signal=9)
+    assert (rig.ballot.members, rig.orders[1].state_since) == ([1], rig.ballot.change.generation)
+    rig.change(10)
+    n = rig.join("c")
+    assert rig.orders[1].state_since < rig.ballot.change.generation, "later changes are ordinary ones"
+    rig.change(11)
+    assert rig.completed[-1].members == (1, n)
+
+
+def test_going_back_while_newcomers_load_another_checkpoint() -> None:
+    rig = started(1)
+    for step in (10, 20):
+        save(rig, step)
+    rig.gone(1, signal=9)
+    n = rig.join("b")
+    assert rig.ballot.plans.whole.checkpoints == ("/1-20", "/1-10")
+    rig.put(ev.Rollback(at=rig.at, step=10))
+    rig.tick(rig.at + 1, n)
+    assert rig.ballot.plans.whole.checkpoints == ("/1-10",)
+    rig.change(10)
+    assert rig.completed[-1].record.first_step == 10
+
+
+def test_who_comes_and_goes_meanwhile_is_not_mixed_up_with_it() -> None:
+    """A state that is to be dropped is handed over to nobody."""
+    rig = started(2)
+    save(rig, 10)
+    rig.join("c")
+    rig.release(1, reason="walltime")
+    rig.put(ev.Rollback(at=rig.at, step=10))
+    assert (rig.ballot.members, rig.ballot.change.leavers) == ([2], [1])
+    while rig.m.state.ballot is not None:
+        rig.change(10)
+    assert rig.completed[-1].members == (2, 3)
+
+
+def test_going_back_further_while_all_go_back_already() -> None:
+    rig = started(1)
+    for step in (10, 20):
+        save(rig, step)
+    rig.put(ev.Rollback(at=rig.at, step=20))
+    rig.vote()
+    rig.put(ev.Rollback(at=rig.at, step=10))
+    assert (rig.ballot.change.generation, rig.ballot.plans.delta.checkpoints) == (3, ("/1-10",))
+    rig.change(10)
+    assert [back.to_step for back in rig.r.history.rollbacks] == [20, 10]
+    assert (rig.m.phase, rig.r.root.rollback_below) == (RunPhase.STEADY, 0)

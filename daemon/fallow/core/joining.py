@@ -5,23 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from fallow.core.roster import Roster
-from fallow.model import Exit, FallowError, WorkerReady
+from fallow.core.nodes.messages import Contract
+from fallow.model import Exit, FallowError
 
 
-def difference(roster: Roster, newcomer: WorkerReady) -> str | None:
-    """Why a newcomer cannot join: in words, naming the first difference."""
-    if newcomer.global_batch != roster.global_batch or newcomer.shards != roster.shards:
+def difference(members: Contract, newcomer: Contract) -> str | None:
+    """Why a newcomer cannot join: the first thing in which its contract differs; None: it can."""
+    if (newcomer.global_batch, newcomer.shards) != (members.global_batch, members.shards):
         return (
             f"its global batch is {newcomer.global_batch} in {newcomer.shards} shards, the members' is "
-            f"{roster.global_batch} in {roster.shards}; start it with the same arguments"
+            f"{members.global_batch} in {members.shards}; start it with the same arguments"
         )
-    if newcomer.signature == roster.signature:
-        return other_bits(roster.arithmetic, newcomer.arithmetic)
-    for mine, theirs in zip(newcomer.layout, roster.layout, strict=False):
+    if newcomer.restarts != members.restarts:
+        return "it is started with other arguments than the members: --restart must be given to all or to none"
+    if newcomer.signature == members.signature:
+        return other_bits(members.arithmetic, newcomer.arithmetic)
+    for mine, theirs in zip(newcomer.layout, members.layout, strict=False):
         if mine != theirs:
             return f"its model differs from the members': it has {mine}, they have {theirs}"
-    return f"its prepared state has {len(newcomer.layout)} tensors, the members' has {len(roster.layout)}"
+    return f"its prepared state has {len(newcomer.layout)} tensors, the members' has {len(members.layout)}"
 
 
 def other_bits(members: Sequence[str], newcomer: Sequence[str]) -> str | None:

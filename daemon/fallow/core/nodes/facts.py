@@ -5,14 +5,14 @@ They only note facts. Which generation follows from a fact is for the rules of `
 
 from __future__ import annotations
 
+from fallow.core.joining import difference
 from fallow.core.nodes import checkpoints, losses
 from fallow.core.nodes import events as ev
 from fallow.core.nodes.messages import Checkpoint, Report
 from fallow.core.nodes.moves import burn
-from fallow.core.nodes.proposals import difference
 from fallow.core.nodes.records import FailureKind, Node
 from fallow.core.nodes.state import State
-from fallow.model import Exit, MemberPhase, RunStatus
+from fallow.model import ChangeKind, Exit, MemberPhase, RunStatus
 
 
 def recover(m: State, report: Report) -> None:
@@ -94,6 +94,8 @@ def keep_checkpoint(m: State, new: Checkpoint) -> None:
     saved = checkpoints.add(r, new)
     if saved is None:
         return
+    if m.voting is not None and m.voting.change.kind is ChangeKind.START and saved.usable:
+        m.voting.spoiled = f"the checkpoint of step {new.step} has turned up"
     text = f"checkpoint of step {new.step}" + (": set aside, the run went on from an earlier step" * saved.aside)
     m.outbox.log("checkpoint", text, path=new.path, nbytes=new.nbytes, took_s=new.took_s)
     if any(map(m.has_state, r.present())):  # else one of the checkpoints may be being loaded

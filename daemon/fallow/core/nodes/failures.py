@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from fallow.core.failures import APART, STRANGER
+from fallow.core.apart import APART, STRANGER
 from fallow.core.nodes.names import member_name
 from fallow.core.nodes.records import Failure, FailureKind, HostBar
 from fallow.core.nodes.roster import Roster
@@ -38,10 +38,6 @@ def verdict(roster: Roster, failure: Failure) -> str | None:
     # Members are at most one step apart. Others who are further go on without trouble, so this was a newcomer's.
     is_behind = any(node.step > failure.step + 1 for node in others)
     earlier = None if is_behind else next((f for f in same if f.place != failure.place), None)
-    if earlier is None and failure.kind is FailureKind.EXCEPTION:
-        # Where all members are on one host, no other host can tell whose fault it is.
-        passed = any((node.token, node.host) != failure.place or node.step > failure.step for node in others)
-        earlier = None if passed else next((f for f in same if f.node != failure.node), None)
     if earlier is not None:
         return f"{earlier.text} (step {failure.step}, on {_where(earlier)} and again on {_where(failure)})"
     if not others and failure.node in roster.members and (failure.kind is FailureKind.EXCEPTION or same):

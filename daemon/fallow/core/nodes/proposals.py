@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fallow.core.joining import other_bits
-from fallow.core.nodes.messages import Contract
 from fallow.core.nodes.roster import Roster
 from fallow.core.restarts import EVERY_S
 from fallow.model import ChangeKind, MemberPhase, RunStatus
@@ -100,20 +98,3 @@ def put_off_s(roster: Roster, proposal: Proposal, lasted_s: float) -> float:
     if contract is None or not contract.restarts or roster.root.scripted or proposal.kind is not ChangeKind.ABSORB:
         return 0.0
     return max(0.0, EVERY_S - lasted_s)
-
-
-def difference(members: Contract, newcomer: Contract) -> str | None:
-    """Why a newcomer cannot join: the first thing in which its contract differs; None: it can."""
-    if (newcomer.global_batch, newcomer.shards) != (members.global_batch, members.shards):
-        return (
-            f"its global batch is {newcomer.global_batch} in {newcomer.shards} shards, the members' is "
-            f"{members.global_batch} in {members.shards}; start it with the same arguments"
-        )
-    if newcomer.restarts != members.restarts:
-        return "it is started with other arguments than the members: --restart must be given to all or to none"
-    if newcomer.signature == members.signature:
-        return other_bits(members.arithmetic, newcomer.arithmetic)
-    for mine, theirs in zip(newcomer.layout, members.layout, strict=False):
-        if mine != theirs:
-            return f"its model differs from the members': it has {mine}, they have {theirs}"
-    return f"its prepared state has {len(newcomer.layout)} tensors, the members' has {len(members.layout)}"
