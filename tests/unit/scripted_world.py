@@ -56,6 +56,8 @@ class ScriptedSession:
         if "finish" in facts:
             self._world.finished(facts["finish"])
 
+    note = say
+
     def said(self, name: str) -> list[Any]:
         """What this member has said of a field."""
         return self.facts.get(name, [])

@@ -146,13 +146,13 @@ class Generations:
         session = self._member.session
         self._is_asking = True
         if session is not None:
-            session.say(in_call=True)
+            session.note(in_call=True)
         try:
             yield
         finally:
             self._is_asking = False
             if session is not None:
-                session.say(in_call=False)
+                session.note(in_call=False)
 
     def _answers(self, upcoming: Upcoming) -> bool:
         """This member waits in a joint call for what a member had heard that has failed since.

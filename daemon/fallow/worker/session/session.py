@@ -138,6 +138,11 @@ class Session:
             self._statement.say(**facts)
             self._speak()
 
+    def note(self, **facts: Any) -> None:
+        """The same, but said with the next beat: it changes often. For the training thread."""
+        with self._changed:
+            self._statement.say(**facts)
+
     def say_saved(self, checkpoint: Checkpoint) -> None:
         """A checkpoint is complete; said until the head has noted it."""
         with self._changed:
