@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from fallow.core.nodes.messages import Order, Report
 from fallow.core.protocol.agents import Admitted, Beat, Hello, News, Setup
 from fallow.files import Paths, write_struct
-from fallow.model import PROTOCOL, AllocationKind, HeadFile, KeyFile
+from fallow.model import AllocationKind, HeadFile, KeyFile
 from fallow.wire.keys import new_keypair
 from fallow.wire.router import Router
 
@@ -87,8 +87,7 @@ class Head:
         self.port = int(endpoint.rsplit(":", 1)[1])
         write_struct(
             self.paths.head_file,
-            HeadFile(
-                protocol=PROTOCOL, version="0", host="h", pid=1, term=self.term, endpoint=endpoint,
+            HeadFile( version="0", host="h", pid=1, term=self.term, endpoint=endpoint,
                 public_key=self.keys.public, control="", started_at=0.0,
             ),
         )  # fmt: skip

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from accelerator import collectives, nccl
 from accelerator.crew import Member, on_both
-from fallow.model import FallowError, Peer, Prepare
+from fallow.core.nodes.messages import Plan
+from fallow.model import FallowError
 from fallow.worker.transport import communicators
 from fallow.worker.transport.build import build_group
 from fallow.worker.transport.upcoming import Upcoming
@@ -67,9 +68,7 @@ def test_a_generation_that_is_given_up_meanwhile_ends_the_attempt_at_once(member
     os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = "0.5"
     nccl.stalled.set()
     before = len(collectives.communicators())
-    members = [Peer(worker=f"w{rank}", address="127.0.0.1") for rank in range(member.size)]
-    prepare = Prepare(term=1, generation=1, replaces=0, members=members, interrupt=False, timeout_s=10 * PATIENCE_S)
-    upcoming = Upcoming(prepare, member.rank)
+    upcoming = Upcoming(Plan(generation=1, replaces=0), None)
     failed: list[str] = []
 
     def build() -> None:

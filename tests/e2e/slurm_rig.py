@@ -363,7 +363,10 @@ class Rig:
         text = (_HETEROGENEOUS if heterogeneous else _SCRIPT).format(command=words or train, before=before)
         script.write_text(text if exclusive else text.replace("#SBATCH --exclusive\n", ""))
         job = self.command(str(_WRAPPER), "--parsable", *options, str(script), "an argument", cwd=folder).strip()
-        (run,) = (v.run for v in self.status().runs if any(a.job_id == job for a in v.allocations))
+        # Of a job that is over already only the events tell.
+        submissions = [e for e in self.ask("events", list[EventRecord], limit=10_000) if e.kind == "submit"]
+        run = next(e.run for e in submissions if (match := _SUBMITTED.match(e.text)) and match[2] == job)
+        assert run is not None
         self.trainings.append(Training(self, folder, run, job, steps))
         return self.trainings[-1]
 

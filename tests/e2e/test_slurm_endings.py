@@ -27,8 +27,8 @@ pytestmark = pytest.mark.slurm
 
 @pytest.fixture(scope="module")
 def with_grace(slurm_installed: None) -> Iterator[Rig]:
-    """Preempted jobs get SIGTERM 10 s before their end."""
-    with Rig("preempt", nodes=4) as rig:
+    """Preempted jobs get SIGTERM 10 s before their end. An agent that falls silent is given up after 20 s."""
+    with Rig("preempt", nodes=4, FALLOW_MEMBERSHIP__HEAD_PATIENCE_S="20") as rig:
         yield rig
 
 

@@ -355,7 +355,8 @@ def test_jobs_that_come_to_nothing_are_not_asked_for_without_end(rig: Rig) -> No
     assert training.lines_after() == [training.job]
 
 
-def test_training_goes_on_while_the_head_is_away(rig: Rig) -> None:
+def test_training_goes_on_while_the_head_is_away(lasting: Rig) -> None:
+    rig = lasting  # a harvest node whose end is near would leave by itself
     training = rig.submit("--nodes=1:2")
     members = training.wait_members(2)
     rig.kill_head()

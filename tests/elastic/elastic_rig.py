@@ -23,20 +23,19 @@ import psutil
 
 from fallow.control.client import ControlClient
 from fallow.control.protocol import LocalAllocation, NewRun
-from fallow.core.roster import Roster
+from fallow.core.nodes.roster import Roster
 from fallow.files import Paths
-from fallow.head.book import RunRecord
 from fallow.local.driver import store_pid
 from fallow.local.headprocess import HeadProcess
 from fallow.model import (
     EventRecord,
+    MemberPhase,
     MemberView,
     RunReport,
     RunSpec,
     RunStatus,
     RunView,
     Snapshot,
-    WorkerPhase,
 )
 from fallow.store.client import Store
 from nursery_client import NurseryClient
@@ -160,10 +159,11 @@ class Rig:
             found = await store.load("run/")
         finally:
             await store.close()
-        return {
-            key.removeprefix("run/"): msgspec.msgpack.decode(value, type=RunRecord).roster
-            for key, (_, value) in found.items()
-        }
+        stored: dict[str, dict[str, bytes]] = {}
+        for key, (_, value) in found.items():
+            _, run, kind = key.split("/", 2)
+            stored.setdefault(run, {})[kind] = value
+        return {run: Roster.load(run, values) for run, values in stored.items()}
 
 
 class Elastic:
@@ -176,7 +176,7 @@ class Elastic:
         self.gates = gates
         self.folder = Path(made.folder)
         self.agent_of: dict[str, int] = {}
-        "process id of the agent that was started for a worker"
+        "process id of the agent of a member"
         self._key_file = made.key_file
         self._scripted = scripted
         self.pids: dict[str, int] = {}
@@ -188,11 +188,11 @@ class Elastic:
     async def arrive(
         self, count: int = 1, *, ready: bool = True, workers: int = 1, namespace: str | None = None, **environ: str
     ) -> list[str]:
-        """Start that many agents with so many workers each; returns the workers' names.
+        """Start that many agents with so many workers each; returns the members' names.
 
         Args:
             count: agents to start.
-            ready: wait until all workers are standbys (or members).
+            ready: wait until all are standbys (or members).
             workers: of each agent; their number is up to the run's `workers_per_node` and the environment.
             namespace: the agents' network namespace, see `network.py`.
             environ: added to the agents' environment.
@@ -200,15 +200,15 @@ class Elastic:
         names = []
         for _ in range(count):
             pid = await self.knock(workers=workers, namespace=namespace, **environ)
-            came = [f"w{len(self.agent_of) + i}" for i in range(workers)]
-            self.agent_of.update(dict.fromkeys(came, pid))
-            names += came
+            came = f"n{len(self.agent_of)}"
+            self.agent_of[came] = pid
+            names.append(came)
             if not self._scripted:
                 # Names are given in the order of the agents' hellos.
-                await self.until(lambda view, came=came: phase(view, came[-1]) is not None, f"no agent for {came}")
+                await self.until(lambda view, came=came: phase(view, came) is not None, f"no agent for {came}")
         if ready:
             await self.until(
-                lambda view: all(phase(view, name) not in (None, WorkerPhase.STARTING) for name in names),
+                lambda view: all(phase(view, name) not in (None, MemberPhase.STARTING) for name in names),
                 f"{names} are not ready",
             )
         return names
@@ -216,14 +216,14 @@ class Elastic:
     async def knock(self, *, workers: int = 1, namespace: str | None = None, **environ: str) -> int:
         """Start an agent, whatever the head makes of it; returns its process id."""
         if self._scripted:
-            place = await self.rig.call("local_allocation", run=self.id, slots=1)
+            place = await self.rig.call("local_allocation", run=self.id)
             self._key_file = msgspec.convert(place, LocalAllocation).key_file
         node = (
             {}
             if self._scripted
             else {
                 "SLURM_JOB_ID": "7",
-                "SLURMD_NODENAME": f"n{len(self.agent_of)}",
+                "SLURMD_NODENAME": f"node{len(self.agent_of)}",
                 "SLURM_PROCID": str(len(self.agent_of)),
             }
         )
@@ -242,7 +242,7 @@ class Elastic:
         await self.arrive(members)
         if self._scripted:
             await self.grow(members)
-        await self.becomes([f"w{i}" for i in range(members)])
+        await self.becomes([f"n{i}" for i in range(members)])
         return self
 
     async def grow(self, by: int = 1) -> None:
@@ -251,8 +251,8 @@ class Elastic:
     async def shrink(self, by: int = 1) -> None:
         await self.rig.call("shrink", run=self.id, by=by)
 
-    async def release(self, *workers: str) -> None:
-        await self.rig.call("release", run=self.id, workers=list(workers))
+    async def release(self, *members: str) -> None:
+        await self.rig.call("release", run=self.id, members=list(members))
 
     def signal(self, worker: str, number: signal.Signals) -> None:
         """To the worker's process."""
@@ -323,9 +323,9 @@ class Elastic:
         snapshot = msgspec.convert(await self.rig.call("status", run=self.id), Snapshot)
         view = snapshot.runs[0]
         for member in view.members:
-            if member.pid:
-                self.pids[member.worker] = member.pid
-                self.rig.workers.add(member.pid)
+            if member.pids:
+                self.pids[member.member] = member.pids[0]
+                self.rig.workers.update(member.pids)
         return view
 
     async def until(self, condition: Callable[[RunView], bool], why: str, within_s: float = WAIT_S) -> RunView:
@@ -413,16 +413,16 @@ class Elastic:
 
 def ranked(view: RunView) -> list[str]:
     """The members in rank order."""
-    members = [m for m in view.members if m.rank is not None and m.phase is not WorkerPhase.GONE]
-    return [m.worker for m in sorted(members, key=lambda m: m.rank or 0)]
+    members = [m for m in view.members if m.rank is not None and m.phase is not MemberPhase.GONE]
+    return [m.member for m in sorted(members, key=lambda m: m.rank or 0)]
 
 
-def member(view: RunView, worker: str) -> MemberView | None:
-    return next((m for m in view.members if m.worker == worker), None)
+def member(view: RunView, name: str) -> MemberView | None:
+    return next((m for m in view.members if m.member == name), None)
 
 
-def phase(view: RunView, worker: str) -> WorkerPhase | None:
-    found = member(view, worker)
+def phase(view: RunView, name: str) -> MemberPhase | None:
+    found = member(view, name)
     return None if found is None else found.phase
 
 

@@ -48,7 +48,7 @@ async def test_d1_a_head_or_store_that_stood_still_ejects_nobody_and_costs_no_st
             growing = asyncio.create_task(run.grow())
             await stand_still(run, store_pid(rig.paths), seconds)
             await growing
-        await run.becomes(["w0", "w1", "w2", "w3"])
+        await run.becomes(["n0", "n1", "n2", "n3"])
         await asyncio.sleep(LEASE_S + 1.0)
         report = await run.ends()
         assert await run.events("eject") == await run.events("abort") == []

@@ -15,6 +15,7 @@ import pytest
 from elastic_rig import LOOK_S, send, until
 
 from conftest import MakeRig, Undisturbed
+from fallow.core.nodes.names import member_name
 from fallow.model import RunStatus
 from lacking import lacks
 
@@ -73,7 +74,7 @@ async def test_s14_a_run_that_is_suspended_on_a_full_disk_keeps_what_was_saved_b
             (saved,) = view.checkpoints
             await run.reaches(saved.step + 3)
             filler = fill(run.folder)
-            for worker in ("w0", "w1"):
+            for worker in ("n0", "n1"):
                 send(run.agent_of[worker], signal.SIGTERM)
             view = await run.until(lambda view: view.status is RunStatus.SUSPENDED, "it goes on")
             assert view.checkpoints == [saved]
@@ -84,7 +85,7 @@ async def test_s14_a_run_that_is_suspended_on_a_full_disk_keeps_what_was_saved_b
             filler.unlink()
             await run.arrive()
             await run.grow()
-            await run.becomes(["w2"])
+            await run.becomes(["n2"])
             report = await run.ends()
     whole = await undisturbed("--steps", 60)
     assert (report.status, report.message) == (RunStatus.FINISHED, "")
@@ -120,7 +121,7 @@ async def test_d8_a_full_state_folder_costs_no_training_and_not_the_head(
             assert not asked.done()
             filler.unlink()
             await asked
-            await run.becomes(["w0", "w1", "w2"])
+            await run.becomes(["n0", "n1", "n2"])
             assert await problem() == ""
             report = await run.ends()
             log = rig.head.log.read_text()
@@ -147,22 +148,22 @@ async def test_s14_a_full_disk_costs_records_and_checkpoints_and_no_training(
             await rig.call("checkpoint", run=run.id)
 
             async def told(words: str) -> set[str]:
-                return {event.data["worker"] for event in await run.events("ledger") if words in event.text}
+                return {member_name(event.data["node"]) for event in await run.events("ledger") if words in event.text}
 
             view = await run.view()
-            while await told("cannot write down") != {"w0", "w1", "w2"}:
+            while await told("cannot write down") != {"n0", "n1", "n2"}:
                 view = await run.reaches(view.step + 1)
                 assert view.step < 100, "nobody misses room"
             (failed,) = await run.events("checkpoint")
             assert failed.data["failed"]
             assert "No space left on device; make room on the file system of" in failed.text
             await run.goes_on(2)
-            run.kill("w2")
-            await run.becomes(["w0", "w1"])
+            run.kill("n2")
+            await run.becomes(["n0", "n1"])
             await run.goes_on(2)
             assert {event.kind for event in await run.events()}.isdisjoint({"failed", "lost"})
             filler.unlink()
-            while await told("writes down again") != {"w0", "w1"}:
+            while await told("writes down again") != {"n0", "n1"}:
                 view = await run.reaches(view.step + 1)
             await rig.call("checkpoint", run=run.id)
             await run.until(lambda view: bool(view.checkpoints), "with room there is no checkpoint either")

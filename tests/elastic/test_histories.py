@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from conftest import Undisturbed
-from fallow.model import CheckpointState, RunReport, RunStatus, WorkerPhase
+from fallow.model import CheckpointState, MemberPhase, RunReport, RunStatus
 from gpu.device import DEVICES, require
 from nursery_client import NurseryClient
 
@@ -75,7 +75,7 @@ class Story:
 
     async def begin(self, start: int) -> None:
         self.run = await (await self.rig.run(*self.options, most=MOST)).begin(start)
-        self.members = [f"w{i}" for i in range(start)]
+        self.members = [f"n{i}" for i in range(start)]
         self.settled = list(self.members)
 
     async def turn(self, kind: str, place: int, *, wait: bool = True) -> bool:
@@ -95,7 +95,7 @@ class Story:
     async def settle(self) -> None:
         """Wait until everything has taken effect."""
         run = self.run
-        over = None, WorkerPhase.GONE
+        over = None, MemberPhase.GONE
         await run.until(
             lambda view: all(phase(view, name) in over for name in self.gone), f"{self.gone} are not missed"
         )

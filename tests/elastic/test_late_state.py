@@ -23,7 +23,7 @@ async def switching(rig: Rig, members: int, *options: object) -> Elastic:
     """A run that goes over to its next generation after that step, and a standby."""
     run = await rig.run("--steps", 60, *options)
     for i in range(members):
-        run.plan("switch", f"w{i}", SWITCH)
+        run.plan("switch", f"n{i}", SWITCH)
     await run.begin(members)
     await run.reaches(SWITCH)
     await run.arrive()
@@ -37,16 +37,16 @@ async def test_s16_t8_donors_compute_but_no_optimizer_acts_before_a_newcomer_has
     """Donors send from live memory: held up there, they would send what the first step has changed."""
     async with make_rig() as rig:
         run = await switching(rig, 2)
-        computing = run.hold("w0", SWITCH + 1)
-        gate = run.hold_part("give", part, "w1")
+        computing = run.hold("n0", SWITCH + 1)
+        gate = run.hold_part("give", part, "n1")
         await run.grow()
-        await run.held_part("give", part, "w1")
-        await run.held("w0", SWITCH + 1)  # behind its forward
+        await run.held_part("give", part, "n1")
+        await run.held("n0", SWITCH + 1)  # behind its forward
         computing.unlink()
         await asyncio.sleep(1.0)  # a step takes 0.02 s
         assert (await run.view()).step == SWITCH + 1, "a step was finished without the newcomer's state"
         gate.unlink()
-        await run.becomes(["w0", "w1", "w2"])
+        await run.becomes(["n0", "n1", "n2"])
         report = await run.ends()
     judge(report, await undisturbed("--steps", 60))
     assert [(g.kind, g.first_step) for g in report.generations] == [("start", 0), ("absorb", SWITCH + 1)]
@@ -60,17 +60,17 @@ async def test_s17_newcomer_and_donor_die_while_a_part_is_on_its_way(
     """First the newcomer; then one of the next one's donors, which leaves it with a part that no one else sends."""
     async with make_rig() as rig:
         run = await switching(rig, 2)
-        run.hold_part("take", part, "w2")
+        run.hold_part("take", part, "n2")
         await run.grow()
-        await run.held_part("take", part, "w2")
-        run.kill("w2")
-        await run.becomes(["w0", "w1"])
+        await run.held_part("take", part, "n2")
+        run.kill("n2")
+        await run.becomes(["n0", "n1"])
         await run.arrive()
-        run.hold_part("give", part, "w0")
+        run.hold_part("give", part, "n0")
         await run.grow()
-        await run.held_part("give", part, "w0")
-        run.kill("w0")
-        await run.becomes(["w1", "w3"])
+        await run.held_part("give", part, "n0")
+        run.kill("n0")
+        await run.becomes(["n1", "n3"])
         report = await run.ends()
     judge(report, await undisturbed("--steps", 60))
     assert [g.kind for g in report.generations] == ["start", "eject", "eject", "absorb"]
@@ -84,19 +84,19 @@ async def test_s22_a_donor_that_is_stopped_while_it_hands_over_is_not_waited_for
     """In the pause, and while all compute. Woken up, it sends the rest to nobody."""
     async with make_rig(membership__lease_s=1.5) as rig:
         run = await switching(rig, 2)
-        gate = run.hold_part("give", part, "w0")
+        gate = run.hold_part("give", part, "n0")
         await run.grow()
-        await run.held_part("give", part, "w0")
-        run.signal("w0", signal.SIGSTOP)
+        await run.held_part("give", part, "n0")
+        run.signal("n0", signal.SIGSTOP)
         gate.unlink()
-        await run.becomes(["w1", "w2"])
-        await run.wakes_to_end("w0")
+        await run.becomes(["n1", "n2"])
+        await run.wakes_to_end("n0")
         report = await run.ends()
     judge(report, await undisturbed("--steps", 60))
     kinds = [g.kind for g in report.generations]
     # While all compute, the newcomer may have all of the state before the donor is missed, or not.
     assert kinds in (["start", "eject", "absorb"], ["start", "absorb", "eject"][: 3 * (part == "late")])
-    assert "w0" in report.generations[kinds.index("eject")].reason
+    assert "n0" in report.generations[kinds.index("eject")].reason
 
 
 async def test_s18_weights_that_a_script_changes_while_they_are_sent(
@@ -106,17 +106,17 @@ async def test_s18_weights_that_a_script_changes_while_they_are_sent(
     options = ("--clip", 0.1)
     async with make_rig() as rig:
         run = await switching(rig, 2, *options)
-        computing = run.hold("w1", SWITCH + 1)
-        gate = run.hold_part("give", "middle", "w1")
+        computing = run.hold("n1", SWITCH + 1)
+        gate = run.hold_part("give", "middle", "n1")
         await run.grow()
-        await run.held("w1", SWITCH + 1)  # its weights are cut off now
+        await run.held("n1", SWITCH + 1)  # its weights are cut off now
         gate.unlink()
         await run.until(lambda view: view.generation == 3, "the group is not built again")
         computing.unlink()
-        await run.becomes(["w0", "w1", "w2"])
+        await run.becomes(["n0", "n1", "n2"])
         await run.arrive()
         await run.grow()
-        await run.becomes(["w0", "w1", "w2", "w3"])
+        await run.becomes(["n0", "n1", "n2", "n3"])
         report = await run.ends()
     judge(report, await undisturbed("--steps", 60, *options), losses=1)
     _, again, *after = report.generations
@@ -135,21 +135,21 @@ async def test_s19_what_is_frozen_or_rests_is_so_for_newcomers_and_in_a_step_tha
     options = ("--thaw", "--steps", 80)
     async with make_rig() as rig:
         run = await rig.run(*options)
-        frozen, thawed = run.hold("w0", FROZEN + 5), run.hold("w1", RESTS_NO_MORE)
+        frozen, thawed = run.hold("n0", FROZEN + 5), run.hold("n1", RESTS_NO_MORE)
         await run.begin(2)
-        await run.held("w0", FROZEN + 5)
+        await run.held("n0", FROZEN + 5)
         await run.arrive()
         await run.grow()
         await run.until(lambda view: view.generation == 2, "the change is not committed")
         frozen.unlink()
-        await run.becomes(["w0", "w1", "w2"])
-        await run.held("w1", RESTS_NO_MORE)
-        run.kill("w1")
+        await run.becomes(["n0", "n1", "n2"])
+        await run.held("n1", RESTS_NO_MORE)
+        run.kill("n1")
         thawed.unlink()
-        await run.becomes(["w0", "w2"])
+        await run.becomes(["n0", "n2"])
         await run.arrive()
         await run.grow()
-        await run.becomes(["w0", "w2", "w3"])
+        await run.becomes(["n0", "n2", "n3"])
         report = await run.ends()
     judge(report, await undisturbed(*options), losses=1)
     assert [g.first_step for g in report.generations][2] == RESTS_NO_MORE

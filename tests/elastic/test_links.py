@@ -74,12 +74,12 @@ def meet(network: Network, store: HashStore, rank: int, timeout_s: float) -> dic
 
 
 async def begin(rig: Rig, network: Network, members: int, *options: object) -> Elastic:
-    """A run whose member `wN` is on node N."""
+    """A run whose member `nN` is on node N of the network."""
     run = await rig.run(*options)
     for number in range(members):
         await run.arrive(namespace=network.node(number))
     await run.grow(members)
-    await run.becomes([f"w{number}" for number in range(members)])
+    await run.becomes([f"n{number}" for number in range(members)])
     return run
 
 
@@ -94,7 +94,7 @@ async def test_members_train_through_a_firewall_that_lets_their_ports_through(
             run = await begin(rig, network, 3, "--steps", 40)
             report = await run.ends()
     judge(report, await undisturbed("--steps", 40))
-    assert report.generations[-1].members == ["w0", "w1", "w2"]
+    assert report.generations[-1].members == ["n0", "n1", "n2"]
 
 
 async def test_members_meet_on_the_network_that_the_configuration_names(
@@ -106,7 +106,7 @@ async def test_members_meet_on_the_network_that_the_configuration_names(
     with network.at_the_hub():
         async with make_rig(head__address=HUB, network__subnet=FAST) as rig:
             run = await begin(rig, network, 2, "--steps", 40)
-            addresses = [worker.address for worker in (await run.roster()).workers.values()]
+            addresses = [node.entry for node in (await run.roster()).nodes.values()]
             report = await run.ends()
     judge(report, await undisturbed("--steps", 40))
     assert addresses == [fast_address(0), fast_address(1)]
@@ -129,11 +129,11 @@ async def test_s13_a_link_that_is_cut_while_they_train_costs_one_of_the_two(
         async with make_rig(head__address=HUB) as rig:
             run = await begin(rig, network, 3, "--steps", 60, *options)
             how(network, 0, 1)
-            await run.becomes(["w0", "w2"], within_s=FOUND_S)
+            await run.becomes(["n0", "n2"], within_s=FOUND_S)
             report = await run.ends()
     judge(report, await undisturbed("--steps", 60, *options))
     assert [g.kind for g in report.generations] == ["start", "eject"]
-    assert "no connection between it and w0" in report.generations[1].reason
+    assert "no connection between it and n0" in report.generations[1].reason
 
 
 @pytest.mark.soak
@@ -147,7 +147,7 @@ async def test_s13_of_several_cut_links_the_one_node_that_explains_them_goes(
             run = await begin(rig, network, 4, "--steps", 60)
             network.cut(0, 1)
             network.cut(0, 3)
-            await run.becomes(["w1", "w2", "w3"], within_s=FOUND_S)
+            await run.becomes(["n1", "n2", "n3"], within_s=FOUND_S)
             report = await run.ends()
     judge(report, await undisturbed("--steps", 60))
     assert [g.kind for g in report.generations] == ["start", "eject"]
@@ -166,11 +166,11 @@ async def test_s13_a_newcomer_with_a_cut_link_is_left_out_while_the_others_train
             await run.grow()
             await run.until(lambda view: view.change is not None, "nothing is begun")
             await run.goes_on(5)
-            await run.until(lambda view: phase(view, "w2") is None and view.change is None, "it is not left out")
+            await run.until(lambda view: phase(view, "n2") is None and view.change is None, "it is not left out")
             told = " ".join(event.text for event in await run.events())
             report = await run.ends()
     judge(report, await undisturbed("--steps", 60))
-    assert "no connection between it and w1" in told
+    assert "no connection between it and n1" in told
     assert [g.kind for g in report.generations] == ["start"]
     assert report.steps_discarded == 0
 
@@ -186,17 +186,17 @@ async def test_s13_a_link_that_is_cut_in_the_first_exchange_of_a_generation(
             run = await begin(rig, network, 2, "--steps", 60)
             await run.arrive(namespace=network.node(2))
             step = run.coming_step()
-            gate = run.hold("w1", step)
-            await run.held("w1", step)
+            gate = run.hold("n1", step)
+            await run.held("n1", step)
             await run.grow()
             await run.until(lambda view: view.generation == 2, "the change is not committed")
             network.cut(0, 2)
             gate.unlink()
-            await run.becomes(["w0", "w1"], within_s=FOUND_S)
-            (told,) = [event.text for event in await run.events("eject") if event.text.startswith("w2 ")]
+            await run.becomes(["n0", "n1"], within_s=FOUND_S)
+            (told,) = [event.text for event in await run.events("eject") if event.text.startswith("n2 ")]
             report = await run.ends()
     judge(report, await undisturbed("--steps", 60))
-    assert "no connection between it and w0" in told
+    assert "no connection between it and n0" in told
     assert report.steps_discarded <= 1
 
 
@@ -234,23 +234,23 @@ async def test_s13_a_node_whose_link_holds_all_up_is_named_and_let_go(
         async with make_rig(head__address=HUB) as rig:
             run = await rig.run(*options)
             for number in range(4):
-                await run.arrive(namespace=network.node(number), SLURMD_NODENAME=f"n{number}")
+                await run.arrive(namespace=network.node(number), SLURMD_NODENAME=f"node{number}")
             await run.grow(4)
-            await run.becomes(["w0", "w1", "w2", "w3"])
+            await run.becomes(["n0", "n1", "n2", "n3"])
             await run.goes_on(5)
             network.slow_down_node(2, bits_per_s=1_000_000)
             await run.goes_on(5)
             slow_from = run.steps_seen()
-            view = await run.becomes(["w0", "w1", "w3"], within_s=180.0)
+            view = await run.becomes(["n0", "n1", "n3"], within_s=180.0)
             slow_to = run.steps_seen()
             report = await run.ends()
             times = sorted(map(float, (run.gates / "times").read_text().split()))
             bars = [event.text for event in await run.events("bar")]
     judge(report, await undisturbed(*options))
-    assert list(view.barred) == ["n2"]
-    assert "n2's link holds the run up: " in view.barred["n2"]
-    assert [text.partition(": ")[0] for text in bars] == ["node n2 is barred from this run"]
-    assert [(g.kind, g.members) for g in report.generations[1:]] == [("release", ["w0", "w1", "w3"])]
+    assert list(view.barred) == ["node2"]
+    assert "node2's link holds the run up: " in view.barred["node2"]
+    assert [text.partition(": ")[0] for text in bars] == ["node node2 is barred from this run"]
+    assert [(g.kind, g.members) for g in report.generations[1:]] == [("release", ["n0", "n1", "n3"])]
     assert report.steps_discarded == 0
     with_it = (times[slow_to - 1] - times[slow_from]) / (slow_to - 1 - slow_from)
     without = (times[-1] - times[slow_to + 1]) / (len(times) - slow_to - 2)

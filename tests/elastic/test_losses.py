@@ -10,10 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from elastic_rig import alive, judge, phase, send, until
+from elastic_rig import alive, judge, member, phase, send, until
 
 from conftest import MakeRig, Undisturbed
-from fallow.model import Exit, RunStatus, WorkerPhase
+from fallow.model import Exit, MemberPhase, RunStatus
 from gpu.device import DEVICES, require
 
 
@@ -25,12 +25,12 @@ async def test_h2_t9_n10_a_first_member_that_ends_in_any_way_costs_one_step(
     async with make_rig() as rig:
         run = await (await rig.run("--rich", most=6)).begin(6)
         for number, action in enumerate(actions):
-            worker, step = f"w{number}", run.coming_step()
+            worker, step = f"n{number}", run.coming_step()
             gate = run.plan("hold" if action == "kill" else action, worker, step)
             if action == "kill":
                 await run.held(worker, step)
                 run.kill(worker)
-            await run.becomes([f"w{i}" for i in range(number + 1, 6)])
+            await run.becomes([f"n{i}" for i in range(number + 1, 6)])
             gate.unlink()
         report = await run.ends()
         failed = [event.text for event in await run.events("failed")]
@@ -51,10 +51,10 @@ async def test_t6_o2_a_step_that_is_interrupted_is_discarded_by_everybody(
     """All others are inside the reduction; they hold the state, and only this step is done again."""
     async with make_rig() as rig:
         run = await (await rig.run("--steps", 40)).begin(3)
-        gate = run.hold("w1", 12)
-        await run.held("w1", 12)
-        run.kill("w1")
-        await run.becomes(["w0", "w2"])
+        gate = run.hold("n1", 12)
+        await run.held("n1", 12)
+        run.kill("n1")
+        await run.becomes(["n0", "n2"])
         gate.unlink()
         report = await run.ends()
     judge(report, await undisturbed("--steps", 40))
@@ -70,14 +70,14 @@ async def test_t6_a_launch_that_fails_before_the_error_state_tells_of_a_lost_pee
     options = "--steps", 40, "--device", "fake"
     async with make_rig() as rig:
         run = await (await rig.run(*options)).begin(3)
-        run.plan("launch", "w0", 12)
-        run.plan("vanish", "w1", 12)
+        run.plan("launch", "n0", 12)
+        run.plan("vanish", "n1", 12)
         report = await run.ends()
     judge(report, await undisturbed(*options))
     assert report.steps_discarded == 1
     assert [(one.members, one.first_step) for one in report.generations] == [
-        (["w0", "w1", "w2"], 0),
-        (["w0", "w2"], 12),
+        (["n0", "n1", "n2"], 0),
+        (["n0", "n2"], 12),
     ]
 
 
@@ -89,20 +89,20 @@ async def test_s21_batches_that_loader_processes_have_ready_are_neither_lost_nor
         run = await (await rig.run("--steps", 60, "--loaders", 2)).begin(2)
         await run.arrive()
         await run.grow()
-        await run.becomes(["w0", "w1", "w2"])
-        loaders = [child for name in ("w0", "w1") for child in psutil.Process(run.pids[name]).children()]
+        await run.becomes(["n0", "n1", "n2"])
+        loaders = [child for name in ("n0", "n1") for child in psutil.Process(run.pids[name]).children()]
         assert len(loaders) == 4
-        await run.release("w0")
-        await run.becomes(["w1", "w2"])
+        await run.release("n0")
+        await run.becomes(["n1", "n2"])
         step = run.coming_step()
-        run.hold("w1", step)
-        await run.held("w1", step)
-        run.kill("w1")
-        await run.becomes(["w2"])
+        run.hold("n1", step)
+        await run.held("n1", step)
+        run.kill("n1")
+        await run.becomes(["n2"])
         await until(lambda: not any(map(alive, (child.pid for child in loaders))), "loader processes are left")
         await run.arrive()
         await run.grow()
-        await run.becomes(["w2", "w3"])
+        await run.becomes(["n2", "n3"])
         report = await run.ends()
     judge(report, await undisturbed("--steps", 60, "--loaders", 0))
     assert [g.kind for g in report.generations] == ["start", "absorb", "release", "eject", "absorb"]
@@ -114,7 +114,7 @@ async def test_h3_r1_all_are_lost_and_many_come(make_rig: MakeRig, undisturbed: 
     async with make_rig() as rig:
         run = await (await rig.run()).begin(2)
         await run.reaches(5)
-        for worker in ("w0", "w1"):
+        for worker in ("n0", "n1"):
             run.kill(worker)
         await run.until(lambda view: view.status is RunStatus.SUSPENDED, "losing all does not suspend it")
         (lost,) = await run.events("lost")
@@ -122,8 +122,8 @@ async def test_h3_r1_all_are_lost_and_many_come(make_rig: MakeRig, undisturbed: 
         assert "goes on from its beginning" in lost.text
         await run.arrive(4)
         await run.grow(3)
-        view = await run.becomes(["w2", "w3", "w4"])
-        assert phase(view, "w5") is WorkerPhase.READY, "the surplus one is not kept as a standby"
+        view = await run.becomes(["n2", "n3", "n4"])
+        assert phase(view, "n5") is MemberPhase.READY, "the surplus one is not kept as a standby"
         report = await run.ends()
     numbers = [g.generation for g in report.generations]
     assert numbers == sorted(set(numbers))
@@ -137,7 +137,7 @@ async def test_h3_all_raise(make_rig: MakeRig) -> None:
     async with make_rig() as rig:
         run = await (await rig.run()).begin(2)
         step = run.coming_step()
-        for worker in ("w0", "w1"):
+        for worker in ("n0", "n1"):
             run.plan("fail", worker, step)
         await run.until_ended(RunStatus.FAILED)
         report = await run.report()
@@ -149,11 +149,10 @@ async def test_h3_all_raise_on_one_node(make_rig: MakeRig) -> None:
     """The only node there is: nobody elsewhere could tell that it is not the node's fault, which is not held to be."""
     async with make_rig() as rig:
         run = await rig.run(members=1, most=1, scripted=False, workers_per_node=4)
-        workers = await run.arrive(workers=4)
-        await run.becomes(workers)
+        await run.becomes(await run.arrive(workers=4))
         step = run.coming_step()
-        for worker in workers:
-            run.plan("fail", worker, step)
+        for slot in range(4):
+            run.plan("fail", f"n0.{slot}", step)
         await run.until_ended(RunStatus.FAILED)
         report = await run.report()
         told = {event.kind for event in await run.events()}
@@ -172,19 +171,19 @@ async def test_h9_t5_t7_n2_a_newcomer_that_does_not_come_costs_nobody_a_step(
     async with make_rig(membership__prepare_timeout_s=1, membership__lease_s=3) as rig:
         run = await (await rig.run("--pace", 0.1)).begin(2)
         await run.arrive()
-        run.freeze("w2")
+        run.freeze("n2")
         await run.grow()
         await run.until(lambda view: view.change is not None, "nothing is begun")
         await run.goes_on(5)
-        await run.until(lambda view: view.change is None and phase(view, "w2") is None, "it is waited for")
-        run.thaw("w2")
+        await run.until(lambda view: view.change is None and phase(view, "n2") is None, "it is waited for")
+        run.thaw("n2")
         # The deadline is the head's and the members', who cannot build the group; whoever looks first burns it.
         aborts = [event.text for event in await run.events("abort")]
         assert aborts
-        assert (await run.roster()).generation == 1
+        assert (await run.roster()).root.generation == 1
 
         await run.arrive()
-        await run.becomes(["w0", "w1", "w3"])
+        await run.becomes(["n0", "n1", "n3"])
         report = await run.ends()
     judge(report, await undisturbed())
     assert [g.kind for g in report.generations] == ["start", "absorb"]
@@ -199,11 +198,11 @@ async def test_h9_s4_a_newcomer_that_dies_before_it_could_vote_is_not_waited_for
     async with make_rig() as rig:
         run = await (await rig.run("--steps", 100)).begin(2)
         await run.arrive()
-        run.signal("w2", signal.SIGSTOP)
+        run.signal("n2", signal.SIGSTOP)
         await run.grow()
         await run.until(lambda view: view.change is not None, "nothing is begun")
-        run.kill("w2")
-        await run.until(lambda view: view.change is None and phase(view, "w2") is None, "it is waited for", 15)
+        run.kill("n2")
+        await run.until(lambda view: view.change is None and phase(view, "n2") is None, "it is waited for", 15)
         assert await run.events("abort") == []
         await run.goes_on()
         report = await run.ends()
@@ -237,14 +236,14 @@ async def test_h10_n2_s4_those_who_come_and_go_during_a_change_are_in_the_next(
     async with make_rig() as rig:
         run = await (await rig.run()).begin(2)
         await run.arrive(2)
-        run.freeze("w2")
+        run.freeze("n2")
         await run.grow()
         await run.until(lambda view: view.change is not None, "nothing is begun")
         await run.grow()
-        await run.release("w0")
+        await run.release("n0")
         await run.goes_on()
-        run.thaw("w2")
-        await run.becomes(["w1", "w2", "w3"])
+        run.thaw("n2")
+        await run.becomes(["n1", "n2", "n3"])
         report = await run.ends()
     judge(report, await undisturbed())
     assert [g.kind for g in report.generations] == ["start", "absorb", "mixed"]
@@ -259,18 +258,18 @@ async def test_s5_e5_t7_n9_the_coordinator_dies_during_a_change(
     async with make_rig() as rig:
         run = await (await rig.run()).begin(2)
         await run.arrive()
-        run.freeze("w2")
+        run.freeze("n2")
         await run.grow()
         await run.until(lambda view: view.change is not None, "nothing is begun")
-        prepared = (await run.roster()).high
+        prepared = (await run.roster()).root.highest
         step = (await run.view()).step
         if what == "head":
             await rig.kill_head()
             await rig.start_head()
         else:
             await rig.kill_store()
-        run.thaw("w2")
-        await run.becomes(["w0", "w1", "w2"])
+        run.thaw("n2")
+        await run.becomes(["n0", "n1", "n2"])
         assert (await run.view()).step > step
         report = await run.ends()
     judge(report, await undisturbed())
@@ -287,22 +286,22 @@ async def test_s5_the_coordinator_dies_between_a_commit_and_the_switch(
     async with make_rig() as rig:
         run = await rig.run("--steps", 60)
         gates = []
-        for worker in ("w0", "w1"):
+        for worker in ("n0", "n1"):
             run.plan("switch", worker, 10)
             gates.append(run.hold(worker, 10))
         await run.begin(2)
         await run.reaches(10)
         await run.arrive()
         await run.grow()
-        for worker in ("w0", "w1"):
+        for worker in ("n0", "n1"):
             await run.held(worker, 10)
-        assert (await run.roster()).generation == 2
+        assert (await run.roster()).root.generation == 2
         await (rig.kill_head() if what == "head" else rig.kill_store())
         for gate in gates:
             gate.unlink()
         if what == "head":
             await rig.start_head()
-        await run.becomes(["w0", "w1", "w2"])
+        await run.becomes(["n0", "n1", "n2"])
         report = await run.ends()
     judge(report, await undisturbed("--steps", 60))
     assert [(g.generation, g.kind, g.first_step) for g in report.generations] == [(1, "start", 0), (2, "absorb", 11)]
@@ -314,10 +313,10 @@ async def test_e5_a_member_dies_while_the_head_is_away(make_rig: MakeRig, undist
     async with make_rig(membership__lease_s=1.5) as rig:
         run = await (await rig.run()).begin(3)
         await rig.kill_head()
-        run.kill("w0")
-        await until(lambda: not alive(run.pids["w0"]), "w0 lives")
+        run.kill("n0")
+        await until(lambda: not alive(run.pids["n0"]), "n0 lives")
         await rig.start_head()
-        await run.becomes(["w1", "w2"])
+        await run.becomes(["n1", "n2"])
         report = await run.ends()
     judge(report, await undisturbed())
 
@@ -326,14 +325,14 @@ async def test_e10_members_may_end_at_different_times(make_rig: MakeRig, undistu
     """One works on after its loop, one dies there: neither is an accident of the training."""
     async with make_rig(membership__lease_s=1.5) as rig:
         run = await (await rig.run("--steps", 40)).begin(3)
-        for worker in ("w0", "w1"):
+        for worker in ("n0", "n1"):
             (run.gates / f"late-{worker}").touch()
         run.hurry()
-        await until((run.gates / "place-w0").exists, "w0 does not end its loop")
-        await run.until(lambda view: phase(view, "w2") is None or view.step == 40, "w2 does not end")
+        await until((run.gates / "place-n0").exists, "n0 does not end its loop")
+        await run.until(lambda view: phase(view, "n2") is None or view.step == 40, "n2 does not end")
         await asyncio.sleep(2.0)  # longer than the lease
-        run.kill("w1")
-        (run.gates / "late-w0").unlink()
+        run.kill("n1")
+        (run.gates / "late-n0").unlink()
         report = await run.ends()
     judge(report, await undisturbed("--steps", 40))
     assert [g.kind for g in report.generations] == ["start"]
@@ -345,12 +344,12 @@ async def test_e9_s6_n8_silent_members_are_fenced_and_never_write_again(
     """One is stopped, one holds the interpreter's lock: alive, but not heard. The first wakes up too late."""
     async with make_rig(membership__lease_s=1.5) as rig:
         run = await (await rig.run()).begin(4)
-        run.signal("w0", signal.SIGSTOP)
-        await run.becomes(["w1", "w2", "w3"])
-        await run.wakes_to_end("w0")
-        run.plan("freeze", "w2", run.coming_step())
-        await run.becomes(["w1", "w3"])
-        await until(lambda: not alive(run.pids["w2"]), "the frozen one lives")
+        run.signal("n0", signal.SIGSTOP)
+        await run.becomes(["n1", "n2", "n3"])
+        await run.wakes_to_end("n0")
+        run.plan("freeze", "n2", run.coming_step())
+        await run.becomes(["n1", "n3"])
+        await until(lambda: not alive(run.pids["n2"]), "the frozen one lives")
         report = await run.ends()
     judge(report, await undisturbed())
     assert [g.kind for g in report.generations] == ["start", "eject", "eject"]
@@ -361,18 +360,18 @@ async def test_s6_a_leaver_that_is_stopped_before_it_has_left(make_rig: MakeRig,
     async with make_rig() as rig:
         run = await (await rig.run("--steps", 60)).begin(3)
         step = run.coming_step()
-        gate = run.hold("w1", step)
-        await run.held("w1", step)
-        await run.release("w0")
+        gate = run.hold("n1", step)
+        await run.held("n1", step)
+        await run.release("n0")
         await run.until(lambda view: view.generation == 2, "the change is not committed")
-        run.signal("w0", signal.SIGSTOP)
+        run.signal("n0", signal.SIGSTOP)
         gate.unlink()
-        await run.becomes(["w1", "w2"])
-        await run.wakes_to_end("w0")
+        await run.becomes(["n1", "n2"])
+        await run.wakes_to_end("n0")
         report = await run.ends()
     judge(report, await undisturbed("--steps", 60))
     assert [g.kind for g in report.generations] == ["start", "eject"], [g.reason for g in report.generations]
-    assert "w0" in report.generations[1].reason
+    assert "n0" in report.generations[1].reason
     assert "its process is stopped" in report.generations[1].reason
     assert report.steps_discarded == 1
 
@@ -384,14 +383,14 @@ async def test_s6_a_newcomer_that_is_frozen_while_it_takes_over_the_state_does_n
     async with make_rig(membership__lease_s=1.5) as rig:
         run = await (await rig.run("--steps", 60)).begin(2)
         await run.arrive()
-        gate = run.hold_newcomer("w2")
+        gate = run.hold_newcomer("n2")
         await run.grow()
-        await run.taking_over("w2")
-        frozen = run.pids["w2"], run.agent_of["w2"]
+        await run.taking_over("n2")
+        frozen = run.pids["n2"], run.agent_of["n2"]
         for pid in frozen:
             send(pid, signal.SIGSTOP)
         gate.unlink()
-        await run.becomes(["w0", "w1"])
+        await run.becomes(["n0", "n1"])
         assert alive(frozen[0]), "it was not there to wake up"
         send(frozen[0], signal.SIGCONT)
         await until(lambda: not alive(frozen[0]), "the zombie lives")
@@ -401,7 +400,7 @@ async def test_s6_a_newcomer_that_is_frozen_while_it_takes_over_the_state_does_n
         report = await run.ends()
     judge(report, await undisturbed("--steps", 60))
     assert [g.kind for g in report.generations] == ["start", "eject"]
-    assert "w2" in report.generations[1].reason
+    assert "n2" in report.generations[1].reason
 
 
 async def test_n7_a_node_that_keeps_failing_is_barred_and_may_not_come_back(
@@ -414,28 +413,28 @@ async def test_n7_a_node_that_keeps_failing_is_barred_and_may_not_come_back(
     async with make_rig(membership__bar_after=2) as rig:
         run = await rig.run("--steps", 60, members=2, scripted=False)
         await run.arrive(2)
-        await run.becomes(["w0", "w1"])
-        run.plan_newcomer("fail", "w2")
+        await run.becomes(["n0", "n1"])
+        run.plan_newcomer("fail", "n2")
         step = run.coming_step()
-        run.plan("fail", "w1", step)
-        await run.until(lambda view: "n1" in view.barred, "it is not barred")
-        await run.becomes(["w0"])
+        run.plan("fail", "n1", step)
+        await run.until(lambda view: "node1" in view.barred, "it is not barred")
+        await run.becomes(["n0"])
         told = [event.text for event in await run.events("eject") if not event.text.startswith("generation")]
-        raised = {"w1": step, "w2": "load"}
+        raised = {"n1": step, "n2": "load"}
         assert told == [
-            f"{worker} on n1 is gone: ValueError: fail-{place}-{worker}: a sample is broken"
+            f"{worker} (node1) is gone: ValueError: fail-{place}-{worker}: a sample is broken"
             for worker, place in raised.items()
         ]
         (barred,) = await run.events("bar")
-        assert barred.text.startswith("node n1 is barred from this run: 2 failures on it (exception)")
-        agent = await run.knock(SLURMD_NODENAME="n1")
+        assert barred.text.startswith("node node1 is barred from this run: 2 failures on it (exception)")
+        agent = await run.knock(SLURMD_NODENAME="node1")
         assert await rig.agent_ends(agent) == Exit.NO_RESTART
         refused = (rig.folder / "agents.log").read_text()
-        assert f"node n1 is barred from run {run.id}: 2 failures on it (exception)" in refused
+        assert f"node node1 is barred from run {run.id}: 2 failures on it (exception)" in refused
         assert "a sample is broken" in refused
         view = await run.view()
-        assert {member.worker for member in view.members} <= {"w0", "w1", "w2"}, "a worker was planned on it"
-        assert list(view.barred) == ["n1"]
+        assert {member.member for member in view.members} <= {"n0", "n1", "n2"}, "a worker was planned on it"
+        assert list(view.barred) == ["node1"]
         report = await run.ends()
     judge(report, await undisturbed("--steps", 60), losses=2)
 
@@ -445,18 +444,18 @@ async def test_p2_a_minority_that_drifted_is_healed_at_the_next_change_and_told_
 ) -> None:
     """In the last step before it, so nothing was computed with those weights: the others' replace them."""
     async with make_rig() as rig:
-        run = await rig.run("--steps", 60, "--drift", "10-w1")
-        for worker in ("w0", "w1", "w2"):
+        run = await rig.run("--steps", 60, "--drift", "10-n1")
+        for worker in ("n0", "n1", "n2"):
             run.plan("switch", worker, 10)
         await run.begin(3)
         await run.arrive()
         await run.reaches(10)
         await run.grow()
-        await run.becomes(["w0", "w1", "w2", "w3"])
+        await run.becomes(["n0", "n1", "n2", "n3"])
         (healed,) = await run.events("healed")
         report = await run.ends()
     judge(report, await undisturbed("--steps", 60))
-    assert healed.text.startswith("w1 on ")
+    assert healed.text.startswith("n1 (")
     assert "its weights were not those of most members at step 11; it has received theirs" in healed.text
 
 
@@ -465,31 +464,36 @@ async def test_t3_e4_e7_a_node_is_lost_with_all_its_workers_and_comes_back(
 ) -> None:
     """The agent is killed, and its two workers die with it. Its successor's workers are newcomers, not the old ones."""
     async with make_rig(membership__lease_s=1.5) as rig:
-        run = await rig.run(members=4, most=4, scripted=False, workers_per_node=2, min_nodes=2, max_nodes=3)
+        run = await rig.run(members=2, most=3, scripted=False, workers_per_node=2)
         await run.arrive(2, workers=2)
-        await run.becomes(["w0", "w1", "w2", "w3"])
-        send(run.agent_of["w0"], signal.SIGKILL)
-        await run.becomes(["w2", "w3"])
-        assert not alive(run.pids["w0"])
-        assert not alive(run.pids["w1"])
+        await run.becomes(["n0", "n1"])
+        workers = member(await run.view(), "n0")
+        assert workers is not None
+        send(run.agent_of["n0"], signal.SIGKILL)
+        await run.becomes(["n1"])
+        assert len(workers.pids) == 2
+        assert not any(map(alive, workers.pids))
         await run.arrive(workers=2)
-        await run.becomes(["w2", "w3", "w4", "w5"])
+        await run.becomes(["n1", "n2"])
         report = await run.ends()
     judge(report, await undisturbed())
 
 
 async def test_t3_one_of_two_workers_of_a_node_is_lost(make_rig: MakeRig, undisturbed: Undisturbed) -> None:
-    """Amid a step; the others, on its node and elsewhere, do it once again and go on."""
+    """Amid a step. Its sibling goes with it; the other node does the step once again, and is joined by a new start."""
     async with make_rig() as rig:
-        run = await rig.run(members=4, most=4, scripted=False, workers_per_node=2, min_nodes=2, max_nodes=2)
+        run = await rig.run(members=2, most=2, scripted=False, workers_per_node=2)
         await run.arrive(2, workers=2)
-        await run.becomes(["w0", "w1", "w2", "w3"])
+        view = await run.becomes(["n0", "n1"])
         step = run.coming_step()
-        gate = run.hold("w1", step)
-        await run.held("w1", step)
-        run.kill("w1")
-        await run.becomes(["w0", "w2", "w3"])
-        gate.unlink()
+        gate = run.hold("n0.1", step)
+        await run.held("n0.1", step)
+        lost = member(view, "n0")
+        assert lost is not None
+        send(lost.pids[1], signal.SIGKILL)
+        await run.becomes(["n1", "n2"])
+        assert not any(map(alive, lost.pids))
+        gate.unlink(missing_ok=True)
         report = await run.ends()
     judge(report, await undisturbed())
     assert report.steps_discarded == 1
@@ -498,29 +502,29 @@ async def test_t3_one_of_two_workers_of_a_node_is_lost(make_rig: MakeRig, undist
 async def test_p2_a_member_whose_weights_drifted_is_found_within_a_few_steps_and_named(make_rig: MakeRig) -> None:
     """Its gradients are in everybody's weights by then, so the run ends, with what to look for."""
     async with make_rig() as rig:
-        run = await (await rig.run("--drift", "10-w1")).begin(3)
+        run = await (await rig.run("--drift", "10-n1")).begin(3)
         await run.until_ended(RunStatus.FAILED)
         report = await run.report()
-        codes = [await rig.agent_ends(run.agent_of[worker]) for worker in ("w0", "w1", "w2")]
+        codes = [await rig.agent_ends(run.agent_of[worker]) for worker in ("n0", "n1", "n2")]
         shown = (rig.folder / "agents.log").read_text()
     assert "the members' weights" in report.message
     assert "differ (the weights of rank 1 of 3 are not those of most members" in report.message
     assert 10 <= report.steps <= 14
     assert [g.kind for g in report.generations] == ["start"], "somebody was ejected for it"
-    assert codes == [Exit.SOFTWARE, Exit.NO_RESTART, Exit.NO_RESTART], "w0's batch script is told"
+    assert codes == [Exit.SOFTWARE, Exit.NO_RESTART, Exit.NO_RESTART], "n0's batch script is told"
     assert "the weights of rank 1 of 3 are not those of most members" in shown
 
 
 async def test_p2_where_bits_may_differ_a_member_that_drifted_is_brought_back_and_told_of(make_rig: MakeRig) -> None:
     """Without reproducible=True unlike processors may be the reason, and the run goes on."""
     async with make_rig() as rig:
-        run = await (await rig.run("--floating", "--steps", 40, "--drift", "10-w1")).begin(2)
+        run = await (await rig.run("--floating", "--steps", 40, "--drift", "10-n1")).begin(2)
         report = await run.ends()
         (healed,) = await run.events("healed")
     assert (report.status, report.steps) == (RunStatus.FINISHED, 40)
     assert report.message == "", "the members end with unlike weights"
     assert [g.kind for g in report.generations] == ["start"]
-    assert healed.text.startswith("w1 on ")
+    assert healed.text.startswith("n1 (")
     assert "its weights were not those of most members at step 13; it has received theirs" in healed.text
 
 
@@ -546,11 +550,11 @@ async def test_o1_nothing_is_left_when_the_head_never_comes_back(make_rig: MakeR
         rig.agent_patience_s = 4
         run = await (await rig.run("--steps", 60)).begin(2)
         await run.arrive()
-        workers, agents = [run.pids[name] for name in ("w0", "w1", "w2")], list(rig.agents)
+        workers, agents = [run.pids[name] for name in ("n0", "n1", "n2")], list(rig.agents)
         await rig.kill_head()
         run.hurry()
         await until(lambda: not any(map(alive, workers)), "workers are left")
         places = sorted(path.name for path in run.gates.glob("place-*"))
-        assert places == ["place-w0", "place-w1"], "the members did not finish the training"
+        assert places == ["place-n0", "place-n1"], "the members did not finish the training"
         await until(lambda: not any(map(alive, agents)), "agents are left", 60)
         await rig.start_head()

@@ -55,7 +55,7 @@ async def begin_in_a_base_job(rig: Rig, *options: object, members: int) -> Elast
     """A run whose members are the nodes of one base job."""
     run = await rig.run(*options, members=members, scripted=False)
     await run.arrive(members)
-    await run.becomes([f"w{i}" for i in range(members)])
+    await run.becomes([f"n{i}" for i in range(members)])
     return run
 
 
@@ -84,10 +84,10 @@ async def test_o2_survivors_of_a_loss_go_on_under_a_stand_in_head(make_rig: Make
         await run.reaches(3)
         old = read_struct(rig.paths.head_file, HeadFile)
         await rig.kill_head()
-        for pid in (run.agent_of["w2"], run.pids["w2"]):
+        for pid in (run.agent_of["n2"], run.pids["n2"]):
             send(pid, signal.SIGKILL)
         await stand_in(rig, old)
-        await run.becomes(["w0", "w1"], within_s=COMES_S)
+        await run.becomes(["n0", "n1"], within_s=COMES_S)
         report = await ends_with_its_stand_in(rig, run)
     judge(report, await undisturbed("--steps", 60), losses=1, unheard=True)
     assert [generation.kind for generation in report.generations] == ["start", "eject"]
@@ -105,7 +105,7 @@ async def test_o2_a_stand_in_head_gives_way_to_one_that_is_started_by_hand(
         assert not alive(head.pid)
         now = read_struct(rig.paths.head_file, HeadFile)
         assert (now.stand_in, now.term > head.term, now.pid) == (False, True, rig.head.pid)
-        await run.becomes(["w0", "w1"])
+        await run.becomes(["n0", "n1"])
         report = await run.ends()
     judge(report, await undisturbed("--steps", 60), unheard=True)
     assert [generation.kind for generation in report.generations] == ["start"]
@@ -125,13 +125,13 @@ async def test_o2_a_node_that_is_taken_while_no_head_is_there_is_left_behind_a_c
         await run.goes_on(2)
         before = complete_checkpoints(run)
         await rig.kill_head()
-        send(run.agent_of["w1"], signal.SIGTERM)
-        assert await rig.agent_ends(run.agent_of["w1"]) == 93
-        assert not alive(run.pids["w1"])
+        send(run.agent_of["n1"], signal.SIGTERM)
+        assert await rig.agent_ends(run.agent_of["n1"]) == 93
+        assert not alive(run.pids["n1"])
         assert len(complete_checkpoints(run) - before) == 1
-        assert alive(run.pids["w0"])
+        assert alive(run.pids["n0"])
         await rig.start_head()
-        await run.becomes(["w0"])
+        await run.becomes(["n0"])
         report = await run.ends()
     judge(report, await undisturbed("--steps", 200), losses=1, unheard=True)
 
@@ -142,9 +142,9 @@ async def test_o2_a_whole_run_that_is_taken_while_no_head_is_there_leaves_its_la
         await run.goes_on(2)
         await rig.kill_head()
         steps = run.steps_seen()
-        for worker in ("w0", "w1"):
+        for worker in ("n0", "n1"):
             send(run.agent_of[worker], signal.SIGTERM)
-        assert [await rig.agent_ends(run.agent_of[worker]) for worker in ("w0", "w1")] == [93, 93]
+        assert [await rig.agent_ends(run.agent_of[worker]) for worker in ("n0", "n1")] == [93, 93]
         await rig.start_head()
         view = await run.until(lambda view: bool(view.checkpoints), "the head does not find the checkpoint")
         assert view.checkpoints[-1].step >= steps

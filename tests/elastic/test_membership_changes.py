@@ -10,7 +10,7 @@ import pytest
 from elastic_rig import expected_samples, judge, phase, ranked, send
 
 from conftest import MakeRig, Undisturbed
-from fallow.model import RunStatus, WorkerPhase
+from fallow.model import MemberPhase, RunStatus
 
 
 async def test_h1_h13_t2_d4_survivors_keep_their_order_when_the_first_members_leave(
@@ -21,14 +21,14 @@ async def test_h1_h13_t2_d4_survivors_keep_their_order_when_the_first_members_le
         run = await (await rig.run("--rich")).begin(2)
         await run.arrive(2)
         await run.grow(2)
-        await run.becomes(["w0", "w1", "w2", "w3"])
-        await run.release("w0", "w1")
-        await run.becomes(["w2", "w3"])
-        await run.release("w2")
-        await run.becomes(["w3"])
+        await run.becomes(["n0", "n1", "n2", "n3"])
+        await run.release("n0", "n1")
+        await run.becomes(["n2", "n3"])
+        await run.release("n2")
+        await run.becomes(["n3"])
         await run.arrive(2)
         await run.grow(2)
-        await run.becomes(["w3", "w4", "w5"])
+        await run.becomes(["n3", "n4", "n5"])
         report = await run.ends()
     judge(report, await undisturbed("--rich"))
     assert report.samples.consumed == expected_samples(120)
@@ -49,11 +49,11 @@ async def test_d1_d2_t10_the_global_batch_stays_when_the_members_do_not_divide_i
     async with make_rig() as rig:
         run = await rig.run(*options, "--pace", 0.05, most=24)
         for i in range(sizes[0]):
-            run.plan("switch", f"w{i}", 9)
+            run.plan("switch", f"n{i}", 9)
         await run.begin(sizes[0])
         await run.reaches(9)
-        await run.release("w0", "w3")
-        view = await run.becomes([f"w{i}" for i in range(sizes[0]) if i not in (0, 3)])
+        await run.release("n0", "n3")
+        view = await run.becomes([f"n{i}" for i in range(sizes[0]) if i not in (0, 3)])
         assert len(ranked(view)) == sizes[1]
         report = await run.ends()
     judge(report, await undisturbed(*options))
@@ -71,26 +71,26 @@ async def test_h5_h8_e3_n5_r1_from_nothing_to_too_many_and_below_the_minimum(
         await run.arrive()
         assert (await run.view()).status is RunStatus.WAITING, "H5: it began with less than the minimum"
         await run.arrive()
-        await run.becomes(["w0", "w1"])
+        await run.becomes(["n0", "n1"])
         await run.arrive()
-        await run.becomes(["w0", "w1", "w2"])
+        await run.becomes(["n0", "n1", "n2"])
 
         await run.arrive(2)
         view = await run.goes_on()
-        assert ranked(view) == ["w0", "w1", "w2"], "N5: more members than allowed"
-        assert [phase(view, name) for name in ("w3", "w4")] == [WorkerPhase.READY] * 2
-        run.kill("w1")
-        await run.becomes(["w0", "w2", "w3"])
-        run.agent_of["w5"] = run.agent_of["w1"]
-        await run.until(lambda view: phase(view, "w5") is WorkerPhase.READY, "nothing is started in its place")
+        assert ranked(view) == ["n0", "n1", "n2"], "N5: more members than allowed"
+        assert [phase(view, name) for name in ("n3", "n4")] == [MemberPhase.READY] * 2
+        run.kill("n1")
+        await run.becomes(["n0", "n2", "n3"])
+        run.agent_of["n5"] = run.agent_of["n1"]
+        await run.until(lambda view: phase(view, "n5") is MemberPhase.READY, "nothing is started in its place")
 
-        await run.release("w4", "w5")
-        await run.release("w0", "w2")
-        await run.becomes(["w3"])
+        await run.release("n4", "n5")
+        await run.release("n0", "n2")
+        await run.becomes(["n3"])
         await run.goes_on()
         await run.grow(2)
         await run.arrive()
-        await run.becomes(["w3", "w6"])
+        await run.becomes(["n3", "n6"])
 
         report = await run.ends()
     judge(report, await undisturbed())
@@ -106,7 +106,7 @@ async def test_r3_r4_newcomers_that_are_ready_join_at_once_and_together(
         before = time.monotonic()
         await run.grow(3)
         await run.grow(3)
-        await run.becomes([f"w{i}" for i in range(8)])
+        await run.becomes([f"n{i}" for i in range(8)])
         assert time.monotonic() - before < 20, "R3: peers wait 30 s for a last call"
         report = await run.ends()
     judge(report, await undisturbed())
@@ -118,22 +118,22 @@ async def test_s3_s4_e6_leavers_that_are_warned_hand_over_first(make_rig: MakeRi
     """Slurm's SIGTERM and a Ctrl-C at two nodes at once, rank 0 among them; then at the only one that has the state."""
     async with make_rig() as rig:
         run = await (await rig.run()).begin(3)
-        send(run.agent_of["w0"], signal.SIGTERM)
-        send(run.agent_of["w1"], signal.SIGINT)
-        await run.becomes(["w2"])
-        assert [await rig.agent_ends(run.agent_of[worker]) for worker in ("w0", "w1")] == [93, 93]
+        send(run.agent_of["n0"], signal.SIGTERM)
+        send(run.agent_of["n1"], signal.SIGINT)
+        await run.becomes(["n2"])
+        assert [await rig.agent_ends(run.agent_of[worker]) for worker in ("n0", "n1")] == [93, 93]
         await run.goes_on()
 
         await run.arrive()
         step = run.coming_step()
-        gate = run.hold("w2", step)
-        await run.held("w2", step)
-        # Both while w2 cannot switch: it is to leave before the newcomer has anything.
-        send(run.agent_of["w2"], signal.SIGTERM)
-        await run.until(lambda view: phase(view, "w2") is WorkerPhase.LEAVING, "w2 was not warned")
+        gate = run.hold("n2", step)
+        await run.held("n2", step)
+        # Both while n2 cannot switch: it is to leave before the newcomer has anything.
+        send(run.agent_of["n2"], signal.SIGTERM)
+        await run.until(lambda view: phase(view, "n2") is MemberPhase.LEAVING, "n2 was not warned")
         await run.grow(2)
         gate.unlink()
-        await run.becomes(["w3"])
+        await run.becomes(["n3"])
         report = await run.ends()
     judge(report, await undisturbed())
     assert report.steps_discarded == 0
@@ -146,20 +146,20 @@ async def test_s4_a_standby_takes_the_only_members_place(make_rig: MakeRig, undi
         run = await (await rig.run()).begin(2)
         await run.arrive()
         step = run.coming_step()
-        gate = run.hold("w0", step)
-        await run.held("w0", step)
-        await run.release("w1")
+        gate = run.hold("n0", step)
+        await run.held("n0", step)
+        await run.release("n1")
         await run.until(lambda view: view.generation == 2, "the change is not committed")
-        # Both become due together, when the change that w0 holds up is complete.
-        send(run.agent_of["w0"], signal.SIGTERM)
-        await run.until(lambda view: phase(view, "w0") is WorkerPhase.LEAVING, "w0 was not warned")
+        # Both become due together, when the change that n0 holds up is complete.
+        send(run.agent_of["n0"], signal.SIGTERM)
+        await run.until(lambda view: phase(view, "n0") is MemberPhase.LEAVING, "n0 was not warned")
         await run.grow()
         gate.unlink()
-        await run.becomes(["w2"])
+        await run.becomes(["n2"])
         report = await run.ends()
     judge(report, await undisturbed())
     assert report.steps_discarded == 0
-    assert [g.members for g in report.generations] == [["w0", "w1"], ["w0"], ["w0", "w2"], ["w2"]]
+    assert [g.members for g in report.generations] == [["n0", "n1"], ["n0"], ["n0", "n2"], ["n2"]]
 
 
 async def test_h12_the_last_member_is_told_to_leave_and_leaves_a_checkpoint(
@@ -169,12 +169,12 @@ async def test_h12_the_last_member_is_told_to_leave_and_leaves_a_checkpoint(
     async with make_rig() as rig:
         run = await (await rig.run()).begin(1)
         await run.reaches(10)
-        await run.release("w0")
+        await run.release("n0")
         await run.until(lambda view: view.status is RunStatus.SUSPENDED, "it goes on")
         (written,) = await run.events("checkpoint")
         await run.arrive()
         await run.grow()
-        await run.becomes(["w1"])
+        await run.becomes(["n1"])
         report = await run.ends()
     judge(report, await undisturbed())
     assert report.generations[1].first_step is not None
@@ -194,16 +194,17 @@ async def test_t1_t4_the_first_members_need_not_begin_alike(make_rig: MakeRig, u
 async def test_e8_n6_nodes_of_several_sizes_with_gaps_in_their_names(
     make_rig: MakeRig, undisturbed: Undisturbed
 ) -> None:
-    """One, two and three workers on the nodes n1, n4 and n30."""
+    """One, two and three workers on the nodes node1, node4 and node30."""
     async with make_rig() as rig:
-        run = await rig.run("--steps", 40, members=6, most=8, scripted=False, workers_per_node=None)
-        for node, slots in (("n1", 1), ("n4", 2), ("n30", 3)):
+        run = await rig.run("--steps", 40, members=3, most=8, scripted=False, workers_per_node=None)
+        for node, slots in (("node1", 1), ("node4", 2), ("node30", 3)):
             devices = ",".join(map(str, range(slots)))
             await run.arrive(workers=slots, SLURMD_NODENAME=node, CUDA_VISIBLE_DEVICES=devices)
-        view = await run.becomes([f"w{i}" for i in range(6)])
-        assert [member.node for member in view.members] == ["n1", "n4", "n4", "n30", "n30", "n30"]
+        view = await run.becomes(["n0", "n1", "n2"])
+        assert [member.node for member in view.members] == ["node1", "node4", "node30"]
         report = await run.ends()
-        places = [json.loads((run.gates / f"place-w{i}").read_text()) for i in range(6)]
+        names = ["n0", "n1.0", "n1.1", "n2.0", "n2.1", "n2.2"]
+        places = [json.loads((run.gates / f"place-{name}").read_text()) for name in names]
     judge(report, await undisturbed("--steps", 40))
     assert [(place["rank"], place["size"]) for place in places] == [(i, 6) for i in range(6)]
     assert [place["LOCAL_WORLD_SIZE"] for place in places] == ["1", "2", "2", "3", "3", "3"]
@@ -212,12 +213,12 @@ async def test_e8_n6_nodes_of_several_sizes_with_gaps_in_their_names(
 async def test_n11_a_drained_node_is_left(make_rig: MakeRig, undisturbed: Undisturbed) -> None:
     async with make_rig() as rig:
         run = await rig.run()
-        for node in ("n0", "n1", "n2"):
-            await run.arrive(SLURMD_NODENAME=node)
+        for number in range(3):
+            await run.arrive(SLURMD_NODENAME=f"node{number}")
         await run.grow(3)
-        await run.becomes(["w0", "w1", "w2"])
-        await rig.call("drain", run=run.id, nodes=["n1"])
-        await run.becomes(["w0", "w2"])
+        await run.becomes(["n0", "n1", "n2"])
+        await rig.call("drain", run=run.id, nodes=["node1"])
+        await run.becomes(["n0", "n2"])
         report = await run.ends()
     judge(report, await undisturbed())
     assert report.generations[-1].kind == "release"

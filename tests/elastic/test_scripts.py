@@ -12,19 +12,19 @@ async def test_s24_a_compiled_model_is_reproducible(make_rig: MakeRig) -> None:
     options = ("--compiled", "--steps", 30)
     async with make_rig() as rig:
         run, alone = await rig.run(*options), await rig.run(*options, "--pace", 0)
-        gate = run.hold("w0", 10)
+        gate = run.hold("n0", 10)
         await alone.arrive(ready=False)
         await run.begin(1)
         await run.arrive()
-        await run.held("w0", 10)
-        run.hold("w0", 15)
+        await run.held("n0", 10)
+        run.hold("n0", 15)
         await run.grow()
         await run.until(lambda view: view.generation == 2, "the change is not committed")
         gate.unlink()
-        await run.becomes(["w0", "w1"])
-        await run.held("w0", 15)
-        run.kill("w0")
-        await run.becomes(["w1"])
+        await run.becomes(["n0", "n1"])
+        await run.held("n0", 15)
+        run.kill("n0")
+        await run.becomes(["n1"])
         await alone.grow()
         report, whole = await run.ends(), await alone.ends()
     judge(report, whole)
@@ -47,8 +47,8 @@ async def test_s25_members_die_while_the_main_one_evaluates(make_rig: MakeRig) -
     Both run once in each step, so the values of main members that die there are the only ones that are missing.
     """
     options = ("--evaluate", "--steps", 50)
-    deaths = ((9, "before", "w1"), (19, "after", "w2"), (29, "before", "w0"), (39, "after", "w3"))
-    left = [f"w{i}" for i in range(5)]
+    deaths = ((9, "before", "n1"), (19, "after", "n2"), (29, "before", "n0"), (39, "after", "n3"))
+    left = [f"n{i}" for i in range(5)]
     async with make_rig() as rig:
         run = await rig.run(*options, most=5)
         gates = [run.gates / f"hold-evaluation-{place}-{step}" for step, place, _ in deaths]

@@ -17,20 +17,20 @@ async def test_s11_a_stream_goes_on_from_its_checkpoint_when_all_were_lost(
     options = ("--stream", "--steps", 60)
     async with make_rig() as rig:
         run = await (await rig.run(*options)).begin(2)
-        gate = run.hold("w0", 12)
-        await run.held("w0", 12)
+        gate = run.hold("n0", 12)
+        await run.held("n0", 12)
         await rig.call("checkpoint", run=run.id)
         gate.unlink()
         view = await run.until(lambda view: bool(view.checkpoints), "no checkpoint is written")
         saved = view.checkpoints[0].step
         assert saved % 8, "it is at the end of an epoch, which proves less"
         await run.reaches(saved + 3)
-        for worker in ("w0", "w1"):
+        for worker in ("n0", "n1"):
             run.kill(worker)
         await run.until(lambda view: view.status is RunStatus.SUSPENDED, "losing all does not suspend it")
         await run.arrive(3)
         await run.grow(3)
-        await run.becomes(["w2", "w3", "w4"])
+        await run.becomes(["n2", "n3", "n4"])
         report = await run.ends()
     judge(report, await undisturbed(*options))
     assert [g.first_step for g in report.generations] == [0, saved]
@@ -55,7 +55,7 @@ async def test_s26_all_nodes_and_the_head_are_lost_at_once(make_rig: MakeRig, un
         await run.until(lambda view: view.status is RunStatus.SUSPENDED, "nobody is missed")
         await run.arrive(2)
         await run.grow(2)
-        await run.becomes(["w2", "w3"])
+        await run.becomes(["n2", "n3"])
         report = await run.ends()
     judge(report, await undisturbed())
     _, again = report.generations
@@ -82,7 +82,7 @@ async def test_s12_a_suspended_run_is_rolled_back_and_goes_on_from_there(
         view = await run.until(lambda view: bool(view.checkpoints), "no checkpoint is written")
         older = view.checkpoints[0].step
         await run.reaches(older + 5)
-        await run.release("w0", "w1")
+        await run.release("n0", "n1")
         view = await run.until(lambda view: view.status is RunStatus.SUSPENDED, "it goes on")
         newest = max(one.step for one in view.checkpoints)
         assert newest > older
@@ -91,7 +91,7 @@ async def test_s12_a_suspended_run_is_rolled_back_and_goes_on_from_there(
         assert (view.status, view.change) == (RunStatus.SUSPENDED, None)
         await run.arrive()
         await run.grow()
-        await run.becomes(["w2"])
+        await run.becomes(["n2"])
         report = await run.ends()
     judge(report, await undisturbed("--steps", 60))
     assert [g.first_step for g in report.generations] == [0, older]
@@ -105,17 +105,17 @@ async def test_s10_a_signal_to_every_process_at_once_suspends_the_run_in_order(
     async with make_rig() as rig:
         run = await (await rig.run("--steps", 60)).begin(3)
         await run.reaches(5)
-        for worker in ("w0", "w1", "w2"):
+        for worker in ("n0", "n1", "n2"):
             send(run.pids[worker], signal.SIGTERM)
             send(run.agent_of[worker], signal.SIGTERM)
         view = await run.until(lambda view: view.status is RunStatus.SUSPENDED, "it goes on")
         assert {await rig.agent_ends(agent) for agent in run.agent_of.values()} == {Exit.NO_RESTART}
         await until(lambda: not any(map(alive, run.pids.values())), "a worker is left")
         (left,) = view.checkpoints
-        assert "Traceback" not in "".join(run.log(worker) for worker in ("w0", "w1", "w2"))
+        assert "Traceback" not in "".join(run.log(worker) for worker in ("n0", "n1", "n2"))
         await run.arrive()
         await run.grow()
-        await run.becomes(["w3"])
+        await run.becomes(["n3"])
         report = await run.ends()
     judge(report, await undisturbed("--steps", 60))
     # One may have been warned a step before the others.

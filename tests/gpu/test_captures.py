@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fallow.model import WorkerReady
+from fallow.core.nodes.messages import Contract
 from fallow.worker.checkpoint import parts
 from fallow.worker.transport import communicators
 from fallow.worker.transport import device as devices
@@ -71,7 +71,7 @@ def test_threads_of_the_engine_heed_no_capture_and_the_training_thread_does(tmp_
     mode_of, here = load_driver(tmp_path), DEVICE.here()
 
     wire = Wire()
-    wire.session.announce(WorkerReady(worker="w0", signature="s", layout=[], shards=1, global_batch=1), here)
+    wire.session.announce(Contract(signature="s", shards=1, global_batch=1), here)
     looks = thread_named("fallow-device")
     assert comes_true(lambda: mode_of(looks) == THREAD_LOCAL)
     wire.session.close()

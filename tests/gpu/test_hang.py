@@ -14,24 +14,15 @@ import msgspec
 import pytest
 import torch
 
-from fallow.core import events as ev
-from fallow.core.membership import Membership
-from fallow.core.roster import Roster
-from fallow.core.timing import Timing
-from fallow.model import (
-    Active,
-    Beat,
-    Commit,
-    Doing,
-    FromWorker,
-    Parts,
-    Peer,
-    Prepare,
-    ToWorker,
-    Vote,
-    Welcome,
-    WorkerReady,
-)
+from fallow.core.nodes import events as ev
+from fallow.core.nodes.machine import Machine
+from fallow.core.nodes.messages import Contract, Order, Peer, Plan, Report, Switch
+from fallow.core.nodes.records import Root
+from fallow.core.nodes.roster import Roster, check_of
+from fallow.core.nodes.watch import Timing
+from fallow.core.protocol.agents import News, Setup
+from fallow.core.protocol.workers import FromWorker, Start, Status, ToWorker
+from fallow.model import Doing
 from fallow.worker.session.progress import Progress
 from fallow.worker.session.session import Session
 from fallow.worker.transport import device as devices
@@ -54,59 +45,72 @@ def comes_true(condition: Callable[[], bool]) -> bool:
     return True
 
 
-def head(members: list[str]) -> Membership:
-    """The head's membership machine, in the first generation of these."""
-    roster = Roster(run="r", min_members=len(members), max_members=len(members), limit=len(members))
-    machine = Membership(roster, term=1, timing=TIMING, at=0.0, validate=True)
-    for name in members:
-        machine.handle(ev.WorkerExpected(at=0.0, worker=name, token=f"t-{name}", node=f"n-{name}"))
-    said: list[Any] = [WorkerReady(worker=one, signature="s", layout=[], shards=2, global_batch=2) for one in members]
-    said += [Vote(worker=one, generation=1, ok=True) for one in members]
-    said += [Active(worker=one, generation=1, first_step=0, pause_s=0.0, parts=Parts()) for one in members]
-    for message in said:
-        machine.handle(ev.Said(at=0.0, message=message))
-    assert roster.members == members
-    return machine
+class Head:
+    """The head's membership machine, with the first generation of so many nodes of one worker each."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self._seq = size, 0
+        roster = Roster(Root(run="r", minimum=size, maximum=size, limit=size))
+        self.machine = Machine(roster, term=1, timing=TIMING, at=0.0, validate=True)
+        for node in range(1, size + 1):
+            self.handle(ev.Expected(at=0.0, host=f"h{node}", token=f"t{node}", boot=1, slots=1, entry="e"))
+        self.report(ready=Contract(signature="s", shards=2, global_batch=2))
+        self.report(prepared=1)
+        self.report(generation=1, has_state=True, switch=Switch(generation=1, first_step=0))
+        assert roster.members == list(range(1, size + 1))
+
+    def handle(self, event: ev.Event) -> list[int]:
+        """Nodes that have to be killed."""
+        then = self.machine.handle(event).then
+        ends = {one.node: one.order.end for one in then if isinstance(one, ev.Send)}
+        return [node for node, end in ends.items() if end is not None and end.kill]
+
+    def report(self, *, at: float = 0.0, **said: Any) -> list[int]:
+        """All nodes say so."""
+        return [killed for node in range(1, self.size + 1) for killed in self.hear(at, node, said)]
+
+    def hear(self, at: float, node: int, said: dict[str, Any]) -> list[int]:
+        self._seq += 1
+        edition = self.machine.state.outbox.edition
+        report = Report(node=node, boot=1, seq=self._seq, term=1, edition=edition, **said)
+        return self.handle(ev.Reported(at=at, host=f"h{node}", report=report))
 
 
-def ejected(beats: list[Beat]) -> list[str]:
-    """Whom the head has killed if these go on to be the last news until the deadline."""
-    machine = head([beat.worker for beat in beats])
-    found = [machine.handle(ev.Said(at=1.0, message=beat)) for beat in beats]
-    found.append(machine.handle(ev.Ticked(at=TIMING.progress_s)))
-    assert not any(isinstance(one, ev.Kill) for out in found for one in out), "it is not late yet"
-    return [one.worker for one in machine.handle(ev.Ticked(at=TIMING.progress_s + 2)) if isinstance(one, ev.Kill)]
+def ejected(beats: list[Status]) -> list[int]:
+    """Ranks that the head has killed if these beats go on to be the last news until the deadline."""
+    head = Head(len(beats))
+    killed: list[int] = []
+    for at in range(1, int(TIMING.progress_s) + 3):
+        for rank, beat in enumerate(beats):
+            said = {"doing": beat.doing, "computes": beat.computes, "stalled_s": float(at)}
+            killed += head.hear(at, rank + 1, {"generation": 1, "has_state": True, "prepared": 1, **said})
+        killed += head.handle(ev.Ticked(at=at))
+        assert not killed or at >= TIMING.progress_s, "it is not late yet"
+    return [node - 1 for node in killed]
 
 
 def beats_of_a_hang(
     member: Member, script: Script, work: Callable[[], object], wanted: tuple[Doing, bool]
-) -> list[Beat]:
+) -> list[Status]:
     """All members' beats while all of them `work`, and the device of one does not go on.
 
     `wanted`: what this one's beat comes to tell of its training thread and its device.
     """
-    progress, device = Progress(generation=1, in_loop=True), script.group.device_progress
+    progress, device = Progress(in_loop=True), script.group.device_progress
     thread = threading.Thread(target=work)
 
     def tells() -> tuple[Doing, bool]:
         device.look(DEVICE.here())
-        return progress.doing(script.group, None)[0], device.computes
+        return progress.doing(script.group)[0], device.computes
 
     with ExitStack() as stack:
         if member.rank == HANGS:
             stack.enter_context(DEVICE.held(torch.accelerator.current_stream()))
         thread.start()
         found = comes_true(lambda: tells() == wanted)
-        beat = Beat(
-            worker=f"w{member.rank}",
-            prepared=1,
-            held=False,
-            doing=progress.doing(script.group, None)[0],
-            computes=device.computes,
-            **progress.told(),
-        )
+        beat = Status(doing=progress.doing(script.group)[0], computes=device.computes)
         member.store.set(f"beat-{member.rank}", msgspec.json.encode(beat).decode())
-        beats = [msgspec.json.decode(member.store.get(f"beat-{rank}"), type=Beat) for rank in range(member.size)]
+        beats = [msgspec.json.decode(member.store.get(f"beat-{rank}"), type=Status) for rank in range(member.size)]
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
     assert found, beats
@@ -121,7 +125,7 @@ def hang_in_sums(member: Member, kind: str) -> None:
         hangs = member.rank == HANGS
         wanted = (Doing.WORKING, True) if hangs else (Doing.WAITING, False)
         beats = beats_of_a_hang(member, script, lambda: script.step(1), wanted)
-        assert ejected(beats) == [f"w{HANGS}"]
+        assert ejected(beats) == [HANGS]
 
 
 @on_two_devices
@@ -154,45 +158,62 @@ def test_where_all_processes_are_stuck_in_the_driver_only_the_one_whose_kernel_h
 
         beats = beats_of_a_hang(member, script, work, (Doing.WORKING, member.rank == HANGS))
         assert [beat.doing for beat in beats] == [Doing.WORKING] * 2
-        assert ejected(beats) == [f"w{HANGS}"]
+        assert ejected(beats) == [HANGS]
 
 
 class Wire:
-    """The head's end of a session."""
-
-    last_heard = float("inf")
+    """The agent's end of a session."""
 
     def __init__(self) -> None:
         self.sent: list[FromWorker] = []
-        self.session = Session("w0", "127.0.0.1", self._connect)
-        self.say(Welcome(term=1, run="r", seed=0, max_workers=1, beat_s=0.01, lease_s=9, head_patience_s=30, folder=""))
+        self.session = Session(self._connect)
+        setup = Setup(
+            run="r",
+            folder="",
+            seed=0,
+            max_workers=1,
+            beat_s=0.01,
+            lease_s=9.0,
+            patience_s=30.0,
+            checkpoint_folder="",
+        )
+        self.say(Start(worker="n0", node=1, slot=0, slots=1, address="127.0.0.1", setup=setup))
+        self.say(News(term=1))
+        self.session.open()
 
-    def _connect(self, on_message: Callable[[ToWorker], None], on_connect: Callable[[], None]) -> Any:
+    def _connect(self, on_message: Callable[[ToWorker], None], on_end: Callable[[str], None]) -> Any:
         self.say = on_message
         return self
 
     def start(self) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, flush_s: float) -> None: ...
 
     def send(self, message: FromWorker) -> None:
         self.sent.append(message)
-        if isinstance(message, Vote):
-            self.say(Commit(term=1, generation=message.generation))
+
+    def status(self) -> Status:
+        return next(message for message in reversed(self.sent) if isinstance(message, Status))
 
     def computes(self) -> bool:
         """What a beat tells of the device."""
-        self.session.beat()
-        return next(message for message in reversed(self.sent) if isinstance(message, Beat)).computes
+        return self.status().computes
+
+
+def order(edition: int, committed: int = 0) -> Order:
+    """To go over to the first generation, of one worker."""
+    plan = Plan(generation=1, replaces=0, more=(Peer(1, 1, "127.0.0.1"),), check=check_of([1]), timeout_s=9.0)
+    return Order(node=1, term=1, edition=edition, plan=plan, committed=committed)
 
 
 @contextlib.contextmanager
 def trained() -> Iterator[Wire]:
-    """The head's end of a session that has a device and is alone in its generation."""
+    """The agent's end of a session that has a device and is alone in its generation."""
     wire = Wire()
-    wire.session.announce(WorkerReady(worker="w0", signature="s", layout=[], shards=1, global_batch=1), DEVICE.here())
-    members = [Peer(worker="w0", address="127.0.0.1")]
-    wire.say(Prepare(term=1, generation=1, replaces=0, members=members, interrupt=False, timeout_s=9))
+    wire.session.announce(Contract(signature="s", shards=1, global_batch=1), DEVICE.here())
+    wire.say(order(1))
+    assert comes_true(lambda: wire.status().prepared == 1)
+    wire.say(order(2, committed=1))
     wire.session.await_commit(lambda: False)
     try:
         yield wire
@@ -235,7 +256,7 @@ def test_a_device_that_does_not_tell_is_reported_once_and_looked_at_again() -> N
         torch.ones(8, device=DEVICE.here()).add_(1)
         patch.setattr(devices, "idle", silent.idle)
         assert comes_true(lambda: not silent.left and wire.computes())
-    assert said.getvalue().count(f"worker w0: {DEVICE.here()} does not tell how far it is: CUDA error: not now") == 1
+    assert said.getvalue().count(f"worker n0: {DEVICE.here()} does not tell how far it is: CUDA error: not now") == 1
 
 
 @on_device

@@ -13,7 +13,7 @@ from tui_rig import START, event, snapshot
 
 from fallow.control.server import ControlServer
 from fallow.files import Paths, write_struct
-from fallow.model import PROTOCOL, EventRecord, Exit, FallowError, HeadFile, Snapshot
+from fallow.model import EventRecord, Exit, FallowError, HeadFile, Snapshot
 from fallow_tui.source import HeadSource
 
 
@@ -40,7 +40,6 @@ async def test_stream_and_calls_through_the_control_socket(tmp_path: Path) -> No
     await server.start()
     try:
         head = HeadFile(
-            protocol=PROTOCOL,
             version="0.1.0",
             host=socket.gethostname(),
             pid=os.getpid(),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_training import part
 
-from fallow.core.failures import Apart, Stranger
+from fallow.core.apart import Apart, Stranger
 from fallow.core.shards import Cut
 from fallow.model import FallowError
 from fallow.worker.handover.standing import FRESH, HOLDS, TORN

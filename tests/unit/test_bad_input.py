@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from fallow.files import Paths, write_struct
-from fallow.model import PROTOCOL, Exit, HeadFile
+from fallow.model import Exit, HeadFile
 
 SCRIPT = "#!/bin/sh\n#SBATCH -A acc\n#FALLOW nodes=1:4\nfallow run -- python t.py\n"
 DEADLINE_S = 60.0
@@ -204,7 +204,6 @@ def test_a_head_that_is_gone(prompt: Prompt) -> None:
     dead.wait(timeout=180)
     paths = prompt.paths.create()
     known = HeadFile(
-        protocol=PROTOCOL,
         version="0",
         host=socket.gethostname(),
         pid=dead.pid,

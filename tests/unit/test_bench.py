@@ -242,25 +242,34 @@ def test_the_large_model_fits_into_the_memory_that_is_free(free_gib: float, mill
     assert bool(smaller) == bool(found.smaller)
 
 
-@pytest.mark.parametrize("end", [KeyboardInterrupt, FallowError("no peer", Exit.UNAVAILABLE), ValueError])
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        (KeyboardInterrupt(), INTERRUPTED),
+        (FallowError("no peer", Exit.UNAVAILABLE), Exit.UNAVAILABLE),
+        (ValueError("broken"), Exit.SOFTWARE),
+    ],
+)
 def test_rows_outlive_a_benchmark_that_does_not_come_to_its_end(
-    end: BaseException | type[BaseException], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    end: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(settings: Settings, progress: Progress) -> Iterator[Row]:
-        yield Row(name="planned pause", members=2, params=None, unit="s", ours=ours([0.5]))
+        yield from [Row(name="planned pause", members=2, params=None, unit="s", ours=ours([0.5]))][: settings.n]
         raise end
 
     monkeypatch.setattr(pause, "run", run)
     before, settings = signal.getsignal(signal.SIGTERM), Settings(members=[2], params=[1], n=2)
     try:
-        if end is KeyboardInterrupt:
-            assert main(["pause"], settings, json=True) == INTERRUPTED
-        else:
-            with pytest.raises((FallowError, ValueError)):
-                main(["pause"], settings, json=True)
+        assert main(["pause"], settings, json=True) == code
+        told = capsys.readouterr()
+        assert [row["name"] for row in json.loads(told.out)] == ["planned pause"]
+        assert str(end) in told.err
+        if isinstance(end, Exception):
+            with pytest.raises(type(end)):
+                main(["pause"], replace(settings, n=0), json=True)
+            assert not capsys.readouterr().out, "the command line prints the error, and nothing else"
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert [row["name"] for row in json.loads(capsys.readouterr().out)] == ["planned pause"]
 
 
 def test_rows_of_a_benchmark_that_was_cut_off_are_in_the_report_of_the_gpu(tmp_path: Path) -> None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-from pathlib import Path
-
-import pytest
 
 from fallow.bench import head, scale, scale_cluster, scale_poll
 from fallow.bench.head import Change, Measured
@@ -26,17 +22,6 @@ def test_one_size() -> None:
     assert found.submits_per_min <= 120.0
     assert {len(row) for row in scale.rows([found])} == {len(scale.COLUMNS)}
     assert scale.findings([found])[0].startswith("40 nodes: a poll takes ")
-
-
-def test_a_real_head_and_played_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    found = asyncio.run(head.measure(3, 2, 2, rest_s=0.1))
-    assert len(found.kills) == len(found.absorbs) == 2
-    for change in found.kills + found.absorbs:
-        assert 0.0 < change.took_s < head.PATIENCE_S
-        assert min(change.sent[kind] for kind in ("orders", "reports", "gathers")) > 0
-        assert 0 < change.durable_bytes < 1_000_000
-    assert not list(tmp_path.iterdir())
 
 
 def test_rows_tell_orders_and_reports_apart_from_the_rest() -> None:

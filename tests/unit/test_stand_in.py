@@ -17,7 +17,7 @@ from fallow.config import Config, HeadSection, Membership
 from fallow.files import Paths, private_dir, write_struct
 from fallow.head.main import main, serving_alone
 from fallow.head.stand_in import former_config
-from fallow.model import PROTOCOL, Exit, FallowError, HeadFile
+from fallow.model import Exit, FallowError, HeadFile
 
 WAITS = "import sys; open(sys.argv[1], 'w').write('up'); sys.stdin.read()"
 FAILS = "import sys; sys.exit('another head serves it')"
@@ -105,9 +105,7 @@ def test_a_stand_in_head_has_the_configuration_of_the_head_before_it(tmp_path: P
 
 def head_file(*, stand_in: bool) -> HeadFile:
     where = {"host": "n1", "pid": 1, "endpoint": "tcp://10.0.0.7:1", "control": "/c"}
-    return HeadFile(
-        protocol=PROTOCOL, version="1", term=1, public_key="k" * 40, started_at=0.0, stand_in=stand_in, **where
-    )
+    return HeadFile(version="1", term=1, public_key="k" * 40, started_at=0.0, stand_in=stand_in, **where)
 
 
 def test_a_head_that_starts_asks_a_stand_in_head_to_give_way_and_no_other(tmp_path: Path) -> None:

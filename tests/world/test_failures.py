@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fallow.core.failures import APART, STRANGER
+from fallow.core.apart import APART, STRANGER
 from fallow.core.nodes import events as ev
 from fallow.core.nodes.messages import Finish, Outcome
 from fallow.core.nodes.state import RunPhase

@@ -24,7 +24,7 @@ BENCHES: dict[str, str] = {
     "checkpoint": "training held up by durable checkpoints, against torch.save",
     "shares": "one member slower than the others, against the sum of the speeds",
     "planner": "one plan for a large cluster and many runs",
-    "head": "a generation of a thousand members under one head, and its memory",
+    "head": "a change among a thousand nodes with eight workers each, under one head, and its memory",
     "torchrun": "absorb, release and kill, against torchrun's elastic agent",
     "torchft": "absorb and kill, against torchft, where it is installed",
 }
@@ -43,8 +43,7 @@ INTERRUPTED = 130
 def main(names: Sequence[str], settings: Settings, *, json: bool) -> int:
     """Measure one after the other; progress goes to standard error, the figures to standard output.
 
-    Ctrl-C or SIGTERM ends it with the rows that are complete; the code then says that it was interrupted. One that
-    fails ends it likewise.
+    Ctrl-C or SIGTERM ends it with the rows that are complete, and so does a benchmark that fails; the code says which.
 
     Args:
         names: of `BENCHES`; empty: all of them.
@@ -52,7 +51,7 @@ def main(names: Sequence[str], settings: Settings, *, json: bool) -> int:
         json: print one JSON list instead of a table.
 
     Raises:
-        FallowError: what could not be measured, after the rows that are complete.
+        FallowError: nothing could be measured.
     """
     from rich.console import Console
 
@@ -78,12 +77,15 @@ def main(names: Sequence[str], settings: Settings, *, json: bool) -> int:
             code = Exit.OK
         except Exception as error:
             problem = error
+    if problem is not None and not found:
+        raise problem
     if json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
     else:
         show(found)
     if problem is not None:
-        raise problem
+        sys.stderr.write(f"bench: the rows are of what was finished; then: {problem}\n")
+        code = problem.code if isinstance(problem, FallowError) else Exit.SOFTWARE
     return code
 
 

@@ -49,7 +49,7 @@ def bench(
     checkpoint    training with durable checkpoints, against training without
     shares        members of unequal speed
     planner       one plan of the harvester, for large clusters
-    head          a generation of a thousand members under one head
+    head          a change among a thousand nodes with eight workers each, under one head
     torchrun      absorb, release and kill under torchrun's elastic agent
     torchft       join and kill under torchft, where it is installed
     harvest       by itself: idle nodes used and others' jobs delayed, with and without Fallow, on private Slurms

@@ -9,17 +9,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from fallow.model import Message, SampleReport
+import msgspec
+
+from fallow.model import SampleReport
 
 
-class Start(Message, frozen=True):
+class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", tag=True):
+    """Base of the records of a ledger, tagged by the names of their classes."""
+
+
+class Start(Line, frozen=True):
     """This worker begins to compute in `generation`, at the 0-based step `first_step` of the run."""
 
     generation: int
     first_step: int
 
 
-class Fed(Message, frozen=True):
+class Fed(Line, frozen=True):
     """A shard's gradients went into the sums of `step`. Written before its member tells its part."""
 
     generation: int
@@ -34,14 +40,14 @@ class Fed(Message, frozen=True):
     crc: int
 
 
-class Done(Message, frozen=True):
+class Done(Line, frozen=True):
     """`step` (global, 0-based) is finished on this worker."""
 
     generation: int
     step: int
 
 
-class Gap(Message, frozen=True, kw_only=True):
+class Gap(Line, frozen=True, kw_only=True):
     """Records of these steps (global, 0-based, both included) are missing: they could not be written."""
 
     first_step: int

@@ -14,7 +14,7 @@ import structlog
 from fallow import __version__
 from fallow.core.network import head_address, is_loopback
 from fallow.files import Paths, read_private, write_private, write_struct
-from fallow.model import PROTOCOL, DataNetwork, Exit, FallowError, HeadFile
+from fallow.model import DataNetwork, Exit, FallowError, HeadFile
 from fallow.slurm.paced import PacedClient
 from fallow.wire.address import interfaces, local_address_towards, own_address
 from fallow.wire.keys import KeyPair, new_keypair, public_of
@@ -51,7 +51,6 @@ def write_head_file(
 ) -> None:
     """Tell agents and commands where this head is."""
     head = HeadFile(
-        protocol=PROTOCOL,
         version=__version__,
         host=os.uname().nodename,
         pid=os.getpid(),

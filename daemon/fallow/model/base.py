@@ -9,9 +9,6 @@ import msgspec
 
 from fallow.model.bounds import Seconds
 
-PROTOCOL = 5
-"""Version of the messages below; a peer that says another one is refused."""
-
 STACK_SIGNAL = int(signal.SIGRTMAX) - 2
 """Has a worker write its training thread's stack to its log. A real-time signal: scripts and Slurm use the others."""
 
@@ -30,10 +27,6 @@ ID_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
 
 class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all plain data: immutable, keyword-only, unknown fields refused."""
-
-
-class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="t", tag=True):
-    """Base of everything that travels over ZeroMQ, tagged by its class name."""
 
 
 class Exit(IntEnum):

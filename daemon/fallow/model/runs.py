@@ -34,7 +34,6 @@ class DataNetwork(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False
 class HeadFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
     """`STATE/head.json`: where the head is. Rewritten at every start. Agents of an earlier Fallow read it, too."""
 
-    protocol: int
     version: str
     host: str
     pid: int
@@ -52,7 +51,7 @@ class HeadFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
 
 
 class KeyFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """`STATE/runs/RUN/keys/TOKEN.json`: what an allocation's agents need to reach the head, also if it is a newer one."""
+    """`STATE/runs/RUN/keys/TOKEN.json`: what an allocation's agents need to reach the head, and newer ones."""
 
     run: str
     token: str

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from fallow.core.failures import APART, STRANGER
+from fallow.core.apart import APART, STRANGER
 from fallow.core.nodes.names import member_name
 from fallow.core.nodes.records import Failure, FailureKind, HostBar
 from fallow.core.nodes.roster import Roster

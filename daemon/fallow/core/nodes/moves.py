@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from fallow.core.links import to_drop
 from fallow.core.nodes import checkpoints, losses
 from fallow.core.nodes import events as ev
 from fallow.core.nodes.conditions import all_wait_s
+from fallow.core.nodes.links import to_drop
 from fallow.core.nodes.messages import Peer, Plan
 from fallow.core.nodes.names import member_name
 from fallow.core.nodes.proposals import Proposal, after_loss, planned

@@ -246,12 +246,14 @@ class State:
 
     def main(self) -> int:
         """The node whose first worker is the main one of the run; 0: there is no node."""
+        nodes = self.roster.nodes
         members = self.roster.members or (self.ballot.members if self.ballot is not None else [])
         if members:
             return members[0]
         starting = (MemberPhase.STARTING, MemberPhase.READY)
-        known = self.roster.nodes.items()
-        return min((n for n, node in known if node.phase in starting and not node.leaving), default=0)
+        if self._main in nodes and nodes[self._main].phase in starting and not nodes[self._main].leaving:
+            return self._main  # what it printed has been shown: an older node that comes later would repeat it
+        return min((n for n, node in nodes.items() if node.phase in starting and not node.leaving), default=0)
 
     # -- what is said -----------------------------------------------------------------------------------------------
 

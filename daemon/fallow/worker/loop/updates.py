@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from math import inf
 
-from fallow.core.failures import Apart
+from fallow.core.apart import Apart
 from fallow.core.joining import other_bits
 from fallow.core.nodes.messages import Contract
 from fallow.model import Exit, FallowError

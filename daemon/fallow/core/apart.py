@@ -1,4 +1,4 @@
-"""Errors of a script that say whose they are: they concern all members, or a newcomer alone."""
+"""Errors of members that do not go the same way: none of them is a node's own failure."""
 
 from __future__ import annotations
 
