@@ -388,6 +388,7 @@ async def test_a_run_that_fails_and_whose_records_cannot_be_read_any_more_ends_a
 async def test_a_run_that_cannot_even_be_ended_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(tmp_path) as head:
         bad, good = [await head.create(name, local=False) for name in ("bad", "good")]
+        await take(head, hello(head, good.run))
         run = head.head._book.runs[bad.run]
         monkeypatch.setattr(run.machine, "handle", lambda _: 1 // 0)
         run.root.highest = 2**64  # no record can hold it
