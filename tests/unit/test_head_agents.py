@@ -310,6 +310,14 @@ def test_a_node_that_the_store_lost_gets_its_number_back(talk: Talk, run: Run) -
     assert other.node == 2
 
 
+def test_an_agent_that_was_forgotten_is_asked_who_it_is(talk: Talk, run: Run) -> None:
+    one = training(talk, run, "h1")[0]
+    run.allocations[one.hello.token].agents.clear()
+    assert one.beat().heard == [Introduce(node=one.node)]
+    assert one.greet().only(Admitted) == Admitted(node=one.node, boot=1)
+    assert one.beat().all(News)
+
+
 def test_an_end_of_workers_that_are_not_on_record_is_noted_and_forgotten(talk: Talk, run: Run) -> None:
     one = training(talk, run, "h1")[0]
     other = talk.play(run, hold(talk.turn, run, "h1", job_id="8"), "h1", job_id="8").greet()
