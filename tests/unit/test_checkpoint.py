@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from fallow.model import Checkpointed, CheckpointFailed, FallowError  # noqa: E402
+from fallow.core.nodes.messages import Checkpoint, Problem  # noqa: E402
+from fallow.model import FallowError  # noqa: E402
 from fallow.worker.checkpoint import writer  # noqa: E402
 from fallow.worker.checkpoint.manifest import complete_ones, read_manifest  # noqa: E402
 from fallow.worker.checkpoint.parts import Slice, cut, take  # noqa: E402
@@ -27,7 +28,7 @@ from fallow.worker.prepared import extra_state  # noqa: E402
 from fallow.worker.prepared.objects import Prepared  # noqa: E402
 from fallow.worker.prepared.state import TensorSpec  # noqa: E402
 
-Report = Checkpointed | CheckpointFailed
+Report = Checkpoint | Problem
 
 
 def state() -> dict[str, Any]:
@@ -61,7 +62,7 @@ def write(folder: Path, step: int, world: int, *, only: set[int] | None = None, 
     tree = known.pop("tree", None) or state()
     for rank in sorted(range(world) if only is None else only):
         about = {"generation": 2, "epoch": 1, "asked": False, "written_at": 5.0, "modes": []} | known
-        member = Writing(f"w{rank}", folder, take(tree, rank, world, step=step, **about), reports.append)
+        member = Writing(folder, take(tree, rank, world, step=step, **about), reports.append)
         member.start()
         members.append(member)
     for member in members:
@@ -100,9 +101,9 @@ def test_parts_are_equally_large() -> None:
 @pytest.mark.parametrize("world", [1, 3, 8])
 def test_what_several_members_wrote_comes_back_whole(tmp_path: Path, world: int) -> None:
     reports = write(tmp_path, 7, world, modes=["frozen model.0.weight"])
-    assert [type(report) for report in reports] == [Checkpointed], "one member finishes, nobody complains"
+    assert [type(report) for report in reports] == [Checkpoint], "one member finishes, nobody complains"
     done = reports[0]
-    assert isinstance(done, Checkpointed)
+    assert isinstance(done, Checkpoint)
     folder = Path(done.path)
     assert list(tmp_path.iterdir()) == [folder] == complete_ones(tmp_path)
     assert folder.name == "g00000002-s000000000007"
@@ -123,12 +124,12 @@ def test_what_members_have_switched_is_kept_if_they_agree(tmp_path: Path) -> Non
         for rank, modes in enumerate((["resting model.0"], second)):
             known: dict[str, Any] = {"generation": 2, "step": 7, "epoch": 1, "asked": False, "written_at": 5.0}
             snapshot = take(state(), rank, 2, modes=modes, **known)
-            members.append(Writing(f"w{rank}", folder, snapshot, reports.append))
+            members.append(Writing(folder, snapshot, reports.append))
             members[-1].start()
         for member in members:
             member.join(30)
         (done,) = reports
-        assert isinstance(done, Checkpointed)
+        assert isinstance(done, Checkpoint)
         assert load(Path(done.path))["modes"] == (second or None)
 
 
@@ -145,7 +146,7 @@ def test_one_that_comes_late_to_claim_does_no_harm(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(writer, "sync_dir", sync_dir)
     (done,) = write(tmp_path, 7, 2)
     assert late == [False]
-    assert isinstance(done, Checkpointed)
+    assert isinstance(done, Checkpoint)
     assert same(load(Path(done.path)), state() | {"modes": [], "extra": {}})
 
 
@@ -154,7 +155,7 @@ def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     (done,) = write(tmp_path, 7, 3)
-    assert isinstance(done, Checkpointed)
+    assert isinstance(done, Checkpoint)
     dcp_to_torch_save(done.path, tmp_path / "whole.pt")
     whole = torch.load(tmp_path / "whole.pt", weights_only=True)
     wanted = state()["objects"]
@@ -213,7 +214,7 @@ def test_what_torchs_own_tools_read_loads_strictly_into_the_users_model(
     tree = export_state(prepared, {"step": 7})
     extra = extra_state.read(prepared.modules)
     (done,) = write(tmp_path, 7, world, tree=tree, names=prepared.names(), extra=extra)
-    assert isinstance(done, Checkpointed)
+    assert isinstance(done, Checkpoint)
     dcp_to_torch_save(done.path, tmp_path / "whole.pt")
     plain = Tied()
     found = torch.load(tmp_path / "whole.pt", weights_only=True)["models"][0]
@@ -285,7 +286,7 @@ def test_plain_torch_trains_on_from_a_checkpoint(tmp_path: Path, name: str) -> N
     script.train(3)
     prepared = script.prepared()
     (done,) = write(tmp_path, 3, 2, tree=export_state(prepared, {"step": 3}, modes=False), names=prepared.names())
-    assert isinstance(done, Checkpointed)
+    assert isinstance(done, Checkpoint)
     dcp_to_torch_save(done.path, tmp_path / "whole.pt")
     whole = torch.load(tmp_path / "whole.pt", weights_only=False)
     plain.model.load_state_dict(whole["models"][0], strict=False)  # extra state was not given
@@ -308,7 +309,7 @@ def test_plain_torch_trains_on_from_a_checkpoint(tmp_path: Path, name: str) -> N
 @pytest.mark.parametrize("harm", ["flip", "tear", "remove"])
 def test_damage_is_found_and_named(tmp_path: Path, file: str, harm: str) -> None:
     (done,) = write(tmp_path, 7, 2)
-    assert isinstance(done, Checkpointed)
+    assert isinstance(done, Checkpoint)
     path = Path(done.path) / file
     data = bytearray(path.read_bytes())
     if harm == "flip":
@@ -324,7 +325,7 @@ def test_damage_is_found_and_named(tmp_path: Path, file: str, harm: str) -> None
 
 def test_a_checkpoint_that_others_could_have_written_is_refused(tmp_path: Path) -> None:
     (done,) = write(tmp_path, 7, 1)
-    assert isinstance(done, Checkpointed)
+    assert isinstance(done, Checkpoint)
     part = Path(done.path) / "__0_0.distcp"
     part.chmod(0o666)
     with pytest.raises(FallowError, match="open to others"):
@@ -341,7 +342,7 @@ def test_a_member_that_never_writes_its_part(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("fallow.worker.checkpoint.writer.HURRY_S", 0.2)
     write(tmp_path, 6, 3)
     (failed,) = write(tmp_path, 7, 3, only={0, 2})
-    assert isinstance(failed, CheckpointFailed)
+    assert isinstance(failed, Problem)
     assert "rank" in failed.reason
     assert "1 did not come" in failed.reason
     assert [path.name[-3:] for path in tmp_path.iterdir()] == ["006"], "the older one alone is left"
@@ -354,7 +355,7 @@ def test_a_member_that_never_writes_its_part(tmp_path: Path, monkeypatch: pytest
 
 def test_a_folder_that_went_away_is_said_once_and_by_name(tmp_path: Path) -> None:
     (failed,) = write(tmp_path / "gone" / "checkpoints", 7, 1)
-    assert isinstance(failed, CheckpointFailed)
+    assert isinstance(failed, Problem)
     assert "No such file" in failed.reason
 
 
@@ -389,7 +390,7 @@ def test_a_full_disk_is_said_and_harms_nothing(tmp_path: Path, how: str) -> None
             pytest.skip("no user namespaces here")
     done = subprocess.run(script, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
-    assert "CheckpointFailed the checkpoint of step 8 was not written: " in done.stdout
+    assert "Problem the checkpoint of step 8 was not written: " in done.stdout
     wanted = {
         "limit": "File too large; the limit on file sizes (ulimit -f)",
         "full": "No space left on device; make room",
