@@ -16,15 +16,15 @@ import pytest
 pytest.importorskip("torch")
 psutil = pytest.importorskip("psutil")
 
+from fallow.core.membership import Membership  # noqa: E402
+from fallow.core.roster import Roster  # noqa: E402
+from fallow.core.timing import Timing  # noqa: E402
 from fallow.head.rendezvous import Rendezvous  # noqa: E402
 from torch.distributed import DistStoreError, TCPStore  # noqa: E402
 from torch.distributed.elastic.rendezvous import RendezvousInfo  # noqa: E402
 from torch.distributed.elastic.utils import store as store_util  # noqa: E402
 
 from fallow.core import events as ev  # noqa: E402
-from fallow.core.membership import Membership  # noqa: E402
-from fallow.core.roster import Roster  # noqa: E402
-from fallow.core.timing import Timing  # noqa: E402
 from fallow.model import (  # noqa: E402
     Beat,
     BeatAck,

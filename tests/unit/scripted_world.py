@@ -71,7 +71,7 @@ class ScriptedSession:
     def leave(self, last: int, left: int) -> None:
         self.say(left=left)
 
-    def hold(self, generation: int) -> None:
+    def hold(self, generation: int, reason: str) -> None:
         self.held.append(generation)
 
     def close(self) -> None: ...

@@ -45,6 +45,7 @@ STATUS = st.builds(
         tried=st.just(()),
     ),
     given_up=COUNT,
+    break_reason=st.sampled_from(("", "reset")),
     left=COUNT,
     step=COUNT,
     has_state=st.booleans(),

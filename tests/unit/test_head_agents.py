@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from runs import hold, new_book, new_run
 
 from fallow.config import Checkpoint as CheckpointSection
 from fallow.config import Membership
@@ -29,6 +28,7 @@ from fallow.core.protocol.agents import (
 from fallow.head.agents import agent_gone
 from fallow.head.book import Run
 from fallow.model import AllocationKind, AllocationState, ChangeKind, Exit, MemberPhase, RunStatus
+from runs import hold, new_book, new_run
 from talk import CONTRACT, NOW, Played, Talk, settle
 
 MEMBERSHIP = Membership(lease_s=10.0, head_patience_s=100.0)
@@ -308,6 +308,14 @@ def test_a_node_that_the_store_lost_gets_its_number_back(talk: Talk, run: Run) -
     assert one.greet().only(Admitted) == Admitted(node=1, boot=1)
     assert sorted(run.roster.nodes) == [1, 2]
     assert other.node == 2
+
+
+def test_an_agent_that_was_forgotten_is_asked_who_it_is(talk: Talk, run: Run) -> None:
+    one = training(talk, run, "h1")[0]
+    run.allocations[one.hello.token].agents.clear()
+    assert one.beat().heard == [Introduce(node=one.node)]
+    assert one.greet().only(Admitted) == Admitted(node=one.node, boot=1)
+    assert one.beat().all(News)
 
 
 def test_an_end_of_workers_that_are_not_on_record_is_noted_and_forgotten(talk: Talk, run: Run) -> None:

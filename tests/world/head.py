@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fallow.core.nodes import events as ev
@@ -9,6 +10,7 @@ from fallow.core.nodes.machine import Machine
 from fallow.core.nodes.records import Root
 from fallow.core.nodes.roster import Roster
 from fallow.core.records import decode, encode
+from fallow.model import EventRecord
 
 if TYPE_CHECKING:
     from world.world import World
@@ -31,17 +33,24 @@ class Store:
         self.term = self.revision = 0
         self.away_until = 0.0
         self.is_fenced = True
+        self.events: list[EventRecord] = []
         self._past: list[tuple[float, dict[str, bytes]]] = []
 
     def begin_term(self) -> int:
         self.term += 1
         return self.term
 
-    def save(self, at: float, term: int, revision: int, writes: dict[str, bytes | None]) -> bool:
+    def save(
+        self, at: float, term: int, revision: int, writes: dict[str, bytes | None], logs: Sequence[ev.Log] = ()
+    ) -> bool:
+        """Write records, and lines of the event log with them."""
         if self.is_fenced and (term, revision) != (self.term, self.revision):
             return False
         self._past = [*self._past[-20:], (at, dict(self.records))]
         self.revision += 1
+        for line in logs:
+            number = len(self.events) + 1
+            self.events.append(EventRecord(seq=number, at=at, run="r", kind=line.kind, text=line.text, data=line.data))
         for key, raw in writes.items():
             if raw is None:
                 self.records.pop(key, None)
@@ -57,6 +66,11 @@ class Store:
             self.records, self.root = dict(older[0]), decode(older[0]["root"], Root)
         self._past.clear()
         self.revision += 1
+
+
+def _line(told: ev.Log | ev.RunEnded) -> ev.Log:
+    """For the event log."""
+    return ev.Log(told.status.value, told.message) if isinstance(told, ev.RunEnded) else told
 
 
 class Head:
@@ -180,26 +194,27 @@ class Head:
         if self.w.mutant == "orders go out before the write":
             self._carry_out(then)
             then = []
-        self._write(writes, then)
+        self._write(writes, then, [_line(told) for told in then if isinstance(told, ev.Log | ev.RunEnded)])
 
-    def _write(self, writes: dict[str, bytes | None], then: list[Any]) -> None:
+    def _write(self, writes: dict[str, bytes | None], then: list[Any], logs: list[ev.Log]) -> None:
         w = self.w
         if not self.alive:
             return
         if w.t < w.store.away_until:  # no answer: the head asks again
-            w.after(0.3, lambda: self._write(writes, then))
+            w.after(0.3, lambda: self._write(writes, then, logs))
             return
-        if writes and self.crash_at_write:
+        changes = bool(writes or logs)
+        if changes and self.crash_at_write:
             self.crash_at_write = False
             w.fired["head crash at a write"] += 1
             if w.rng.random() < 0.5:
-                self._save(writes)  # it is written, and nobody knows
+                self._save(writes, logs)  # it is written, and nobody knows
             self.die()
             return
-        if writes and not self._save(writes):
+        if changes and not self._save(writes, logs):
             self.die()
             return
-        if writes and self.usurped_at_write_s and w.head is self:
+        if changes and self.usurped_at_write_s and w.head is self:
             w.fired["second head at a write"] += 1
             self.freeze(self.usurped_at_write_s)
             self.usurped_at_write_s = 0.0
@@ -214,8 +229,8 @@ class Head:
             self._carry_out(then)
             self._step()
 
-    def _save(self, writes: dict[str, bytes | None]) -> bool:
-        if not self.w.store.save(self.w.t, self.term, self._revision, writes):
+    def _save(self, writes: dict[str, bytes | None], logs: list[ev.Log]) -> bool:
+        if not self.w.store.save(self.w.t, self.term, self._revision, writes, logs):
             return False
         self._revision = self.w.store.revision
         self.w.observer.read_store(any(key.startswith("node/") for key in writes))

@@ -315,7 +315,7 @@ def breaks(rig: Rig, n: int, *others: int) -> float:
     """The group breaks on a node, and then on others. Returns the seconds until something is done about it."""
     began, generation = rig.at, rig.r.root.generation
     for one in (n, *others):
-        rig.say(one, given_up=generation)
+        rig.say(one, given_up=generation, break_reason=f"connection reset on h{one}")
     while rig.m.phase is RunPhase.STEADY:
         rig.at += 0.1
         assert rig.at < began + 9
@@ -336,7 +336,8 @@ def test_a_node_on_which_every_group_breaks_is_ejected_and_the_others_go_on() ->
     assert (rig.r.nodes[2].phase, rig.ballot.members) == (MemberPhase.GONE, [1, 3])
     end = rig.orders[2].end
     assert end is not None
-    assert end.reason == "3 groups in a row broke at its step 0, the last because n1 (h2) has lost its group"
+    assert end.reason.startswith("3 groups in a row broke at its step 0, the last because n1 (h2) has lost its group: ")
+    assert end.reason.endswith(": connection reset on h2")
 
 
 def test_groups_that_break_at_different_steps_or_on_different_nodes_or_for_a_death_eject_nobody() -> None:

@@ -13,6 +13,7 @@ from fallow.core.nodes import events as ev
 from fallow.core.nodes.records import Root
 from fallow.core.nodes.watch import Timing
 from fallow.model import RunStatus
+from history import check_history
 from world.data_plane import DataPlane
 from world.faults import choose_kinds, strike
 from world.head import Head, Store
@@ -228,5 +229,8 @@ def play(seed: int, *, mutant: str = "", settle_s: float = 80.0) -> World:
         problem = w.what_is_missing(steps)
     if problem:
         w.fail(problem)
+    problems = check_history(w.store.events) if not w.fired["store goes back"] else []
+    if problems:
+        w.fail("; ".join(problems))
     w.note_rules(w.head)
     return w

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -310,11 +311,8 @@ def commit(m: State) -> None:
     """The generation is the run's from now on. It is stored before anybody hears of it."""
     r, root, ballot = m.roster, m.roster.root, m.ballot
     assert ballot is not None
-    change, chosen, since = ballot.change, set(ballot.members), _last_complete(m)
+    change, chosen = ballot.change, set(ballot.members)
     gone = [n for n in r.members if n not in chosen]
-    # The generation before may never have become complete: what it changed is told with this one.
-    change.left = root.change.left if root.change is not None else []
-    change.left += [n for n in gone if r.nodes[n].joined <= since]
     root.old_may_step, root.entered = bool(r.present()) and not change.interrupt, False
     root.generation, root.change = change.generation, change
     root.first_before, root.first = root.first, ballot.members[0] if ballot.members else 0
@@ -339,20 +337,22 @@ def complete(m: State) -> None:
     change, m.ballot = ballot.change, None
     root.change, root.old_may_step, m.is_changed = None, False, True
     root.discarded += change.discarded
-    since = _last_complete(m)
-    change.joined = [n for n in r.members if r.nodes[n].joined > since]
+    # Generations in between may never have become complete: what they changed is told with this one.
+    before, r.history.members = r.history.members, list(r.members)
+    joined, left = _without(r.members, before), _without(before, r.members)
+    r.mark("history")
     if not change.interrupt:  # else newcomers may be about to repeat a first exchange that did not end
         m.trouble.probe_s = m.timing.probe_s
     pause = f", pause {change.pause_s:.3f} s" if change.pause_s else ""
     text = f"generation {change.generation}: {change.reason}; {counted(len(r.members), 'node')}{pause}"
     data: dict[str, Any] = {
         "generation": change.generation,
-        "joined": {member_name(n): r.nodes[n].host for n in change.joined},
-        "left": [member_name(n) for n in change.left],
+        "joined": {member_name(n): r.nodes[n].host for n in joined},
+        "left": [member_name(n) for n in left],
     }
     if r.members:
         root.status, root.complete, root.rollback_below = RunStatus.TRAINING, change.generation, 0
-        _remember(m, change)
+        _remember(m, change, joined, left)
         first_step, pause_s = change.first_step, change.pause_s
         m.outbox.log(change.kind.value, text, members=len(r.members), first_step=first_step, pause_s=pause_s, **data)
     else:
@@ -364,19 +364,18 @@ def complete(m: State) -> None:
             losses.forget_if_unneeded(m, r.nodes[n])
 
 
-def _last_complete(m: State) -> int:
-    """The newest generation that became complete."""
-    completed = m.roster.history.completed
-    return completed[-1].generation if completed else 0
+def _without(nodes: list[int], others: Iterable[int]) -> list[int]:
+    known = set(others)
+    return [n for n in nodes if n not in known]
 
 
-def _remember(m: State, change: Change) -> None:
+def _remember(m: State, change: Change, joined: list[int], left: list[int]) -> None:
     done = Completed(
         generation=change.generation,
         kind=change.kind,
         members=len(m.roster.members),
-        joined=change.joined,
-        left=change.left,
+        joined=joined,
+        left=left,
         reason=change.reason,
         first_step=change.first_step,
         pause_s=change.pause_s,
@@ -386,7 +385,6 @@ def _remember(m: State, change: Change) -> None:
         took_s=m.at - change.began_at,
     )
     m.roster.history.completed = [*m.roster.history.completed, done][-KEPT:]
-    m.roster.mark("history")
     m.outbox.instructions.append(ev.Completed(done, tuple(m.roster.members)))
 
 

@@ -71,8 +71,6 @@ class Change(msgspec.Struct, kw_only=True):
     joined: list[int]
     reason: str
     began_at: float
-    left: list[int] = []
-    "members of the last complete generation that are not in this one; known at the commit"
     interrupt: bool = False
     "the generation before is broken"
     probe: bool = False
@@ -163,6 +161,8 @@ class WentBack(msgspec.Struct, kw_only=True):
 
 
 class History(msgspec.Struct, kw_only=True):
+    members: list[int] = []
+    "of the newest generation that became complete, in rank order"
     completed: list[Completed] = []
     rollbacks: list[WentBack] = []
 

@@ -132,7 +132,7 @@ class Generations:
     def _report_break(self) -> None:
         group, session = self._member.group, self._member.session
         if session is not None and group.broken is not None and group.generation:
-            session.hold(group.generation)
+            session.hold(group.generation, group.broken)
 
     def _wait(self) -> bool:
         """What there is to do while no generation is committed; True: there is more."""

@@ -37,6 +37,9 @@ _LOST_S, _LATE_S = 0.3, 5.0
 """Others' scripts have ended: for so long a worker waits for a new generation, and for them, before it ends, too. What
 is on its way already takes less."""
 
+_LONGEST_REASON = 1000
+"""Characters."""
+
 _LAST_WORDS_S = 5.0
 """The agent gets what was said last within this, or it is stopped."""
 
@@ -158,9 +161,16 @@ class Session:
         self._groups.device = device
         self.say(ready=contract)
 
-    def hold(self, generation: int) -> None:
-        """The group of `generation` is broken, and this worker has stopped."""
+    def hold(self, generation: int, reason: str) -> None:
+        """The group of `generation` is broken, and this worker has stopped.
+
+        Args:
+            generation: the one at work.
+            reason: why it broke; of no interest if the head has given the generation up.
+        """
         with self._changed:
+            if generation > self._orders.given_up:
+                self._statement.say(break_reason=reason[:_LONGEST_REASON])
             self._orders.give_up(generation)
             self._speak()
 

@@ -1,0 +1,130 @@
+"""What must hold of every run's history, told from its event log alone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from fallow.model import ChangeKind, EventRecord, RunStatus
+
+CHANGES = frozenset(kind.value for kind in ChangeKind)
+ENDS = frozenset((RunStatus.FINISHED.value, RunStatus.FAILED.value, RunStatus.CANCELLED.value))
+
+
+def check_history(events: Iterable[EventRecord]) -> list[str]:
+    """Look for what must not be in the event log of a head. It may hold several runs, each from its beginning.
+
+    - numbers of events and of generations grow, and no generation is told twice;
+    - members are those before without those who left, and with those who joined; nobody joins twice or leaves twice,
+      and a member's host stays the same;
+    - a kind of change is what it says: an absorb loses nobody, a release takes nobody in, and only a start needs no
+      members, or an eject behind a start that never became complete;
+    - the first step of a generation never goes back, but at a start behind the loss of all members (to a checkpoint or
+      the beginning), and behind a rollback (to its step). While a member has the state, at most one step is lost;
+    - a run ends once, and nothing changes then.
+
+    Returns:
+        What is wrong, one line for each; empty: nothing is.
+    """
+    runs: dict[str, list[EventRecord]] = defaultdict(list)
+    problems, last = [], -1
+    for event in events:
+        if event.seq <= last:
+            problems.append(f"event {event.seq} comes behind event {last}")
+        last = event.seq
+        if event.run is not None:
+            runs[event.run].append(event)
+    for run, story in runs.items():
+        checked = _Run()
+        for event in story:
+            problems += [f"run {run}, event {event.seq} ({event.kind}): {wrong}" for wrong in checked.take(event)]
+    return problems
+
+
+class _Run:
+    """What is known of one run up to an event."""
+
+    def __init__(self) -> None:
+        self._members: set[str] = set()
+        self._hosts: dict[str, str] = {}
+        self._generation = self._first_step = 0
+        self._saved: set[int] = {0}
+        "steps of checkpoints, and the beginning"
+        self._reached: dict[int, int] = {}
+        "generation -> finished steps that a checkpoint of it shows"
+        self._back_to: int | None = None
+        "of a rollback that has not been done yet"
+        self._is_empty = True
+        self._end = ""
+
+    def take(self, event: EventRecord) -> list[str]:
+        """One event more. Returns what is wrong with it."""
+        # A member's failure is told by the same word as a run's, with the member.
+        is_end = event.kind in ENDS and "member" not in event.data
+        if self._end and (is_end or (event.kind in CHANGES and "generation" in event.data)):
+            return [f"the run is over: it was {self._end}"]
+        if "generation" in event.data and event.kind in CHANGES | {"suspend"}:
+            return list(self._change(event))
+        match event.kind:
+            case "lost":
+                self._is_empty = True
+            case "back":
+                self._is_empty = self._is_empty and event.data["member"] not in self._members
+            case "rollback":
+                self._back_to = event.data["step"]
+            case "checkpoint" if "step" in event.data and "set aside" not in event.text:
+                generation, step = event.data["generation"], event.data["step"]
+                self._saved.add(step)
+                self._reached[generation] = max(self._reached.get(generation, 0), step)
+            case kind if is_end:
+                self._end = kind
+        return []
+
+    def _change(self, event: EventRecord) -> Iterable[str]:
+        kind, data = event.kind, event.data
+        joined, left = dict(data["joined"]), set(data["left"])
+        if data["generation"] <= self._generation:
+            yield f"generation {data['generation']} comes behind {self._generation}"
+        if left - self._members:
+            yield f"{_names(left - self._members)} left and was no member"
+        if joined.keys() & (self._members - left):
+            yield f"{_names(joined.keys() & self._members)} joined and was a member"
+        for name, host in joined.items():
+            if self._hosts.setdefault(name, host) != host:
+                yield f"{name} was on {self._hosts[name]} and is on {host}"
+        if kind == ChangeKind.ABSORB and left:
+            yield f"it takes nobody out, and {_names(left)} left"
+        if kind == ChangeKind.RELEASE and joined:
+            yield f"it takes nobody in, and {_names(joined)} joined"
+        if kind not in (ChangeKind.START, ChangeKind.EJECT, "suspend") and self._is_empty:
+            yield "no member was there"
+        self._generation = max(self._generation, data["generation"])
+        self._members = (self._members - left) | joined.keys()
+        count = 0 if kind == "suspend" else data["members"]
+        if len(self._members) != count:
+            yield f"{count} members are told of, and there are {len(self._members)}: {_names(self._members)}"
+        if kind != "suspend":
+            yield from self._begin(kind, data["generation"], data["first_step"])
+        self._is_empty = kind == "suspend"
+
+    def _begin(self, kind: str, generation: int, first_step: int | None) -> Iterable[str]:
+        """A generation begins to compute."""
+        if first_step is None:
+            return
+        earlier = [step for other, step in self._reached.items() if other < generation]
+        reached = max([self._first_step + 1, *earlier])
+        if self._back_to is not None:
+            if first_step > self._back_to:
+                yield f"step {first_step} comes behind a rollback to step {self._back_to}"
+            self._reached, self._back_to = {}, None
+        elif self._is_empty:
+            if kind == ChangeKind.START and first_step not in self._saved:
+                yield f"step {first_step} is neither the beginning nor that of a checkpoint"
+            self._reached = {}
+        elif first_step < reached - 1:
+            yield f"it begins at step {first_step}, though a member had the state of step {reached - 1}"
+        self._first_step = first_step
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))

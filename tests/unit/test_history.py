@@ -1,0 +1,103 @@
+"""The checker of histories finds what is wrong in broken logs, and nothing in whole ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from fallow.model import EventRecord
+from history import check_history
+
+
+def log(*told: tuple[str, dict[str, Any]]) -> list[EventRecord]:
+    return [
+        EventRecord(seq=number, at=float(number), run="r", kind=kind, text="", data=data)
+        for number, (kind, data) in enumerate(told, 1)
+    ]
+
+
+def change(
+    kind: str, generation: int, members: int, step: int | None, joined: str = "", left: str = ""
+) -> tuple[str, dict[str, Any]]:
+    """`joined`, `left`: a digit for each member."""
+    data = {"generation": generation, "members": members, "first_step": step}
+    return kind, data | {"joined": {f"n{n}": f"h{n}" for n in joined}, "left": [f"n{n}" for n in left]}
+
+
+START = change("start", 1, 2, 0, "01")
+SAVED = "checkpoint", {"step": 9, "generation": 1}
+WHOLE = log(
+    ("node", {}),
+    START,
+    change("absorb", 3, 3, 4, "2"),
+    ("eject", {"member": "n1"}),
+    change("eject", 4, 2, 6, "", "1"),
+    SAVED,
+    change("mixed", 5, 2, 9, "3", "0"),
+    ("rollback", {"step": 4, "from_step": 12}),
+    change("start", 6, 2, 4),
+    change("release", 8, 1, 6, "", "2"),
+    ("lost", {}),
+    change("start", 9, 1, 9, "4", "3"),
+    change("suspend", 10, 0, None, "", "4"),
+    change("start", 11, 2, 9, "14"),
+    ("failed", {"member": "n1"}),
+    ("lost", {}),
+    ("back", {"member": "n1"}),
+    change("eject", 12, 1, 9, "", "4"),
+    ("finished", {}),
+    ("node", {}),
+)
+
+
+def test_nothing_is_wrong_in_a_whole_log() -> None:
+    assert check_history(WHOLE) == []
+    assert check_history([]) == []
+    others = [msgspec.structs.replace(event, seq=event.seq + 100, run="other") for event in WHOLE]
+    assert check_history([*WHOLE, *others]) == []
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ([START, change("absorb", 1, 3, 4, "2")], "generation 1 comes behind 1"),
+        ([START, change("release", 2, 2, 4, "", "5")], "n5 left and was no member"),
+        ([START, change("absorb", 2, 2, 4, "1")], "n1 joined and was a member"),
+        ([START, change("absorb", 2, 4, 4, "2")], "4 members are told of, and there are 3: n0, n1, n2"),
+        ([START, change("absorb", 2, 2, 4, "2", "1")], "it takes nobody out, and n1 left"),
+        ([START, change("release", 2, 2, 4, "2", "1")], "it takes nobody in, and n2 joined"),
+        ([change("absorb", 1, 1, 0, "0")], "no member was there"),
+        ([START, ("lost", {}), change("absorb", 2, 3, 0, "2")], "no member was there"),
+        (
+            [START, change("absorb", 2, 3, 7, "2"), change("eject", 3, 2, 6, "", "2")],
+            "though a member had the state of step 7",
+        ),
+        (
+            [START, SAVED, change("eject", 2, 1, 7, "", "1")],
+            "it begins at step 7, though a member had the state of step 8",
+        ),
+        ([START, ("lost", {}), change("start", 2, 1, 5, "2", "01")], "step 5 is neither the beginning"),
+        ([START, ("rollback", {"step": 4}), change("start", 2, 2, 5)], "step 5 comes behind a rollback to step 4"),
+        ([START, change("suspend", 2, 0, None, "", "0")], "0 members are told of, and there are 1: n1"),
+        ([START, ("finished", {}), change("release", 2, 1, 4, "", "1")], "the run is over: it was finished"),
+        ([START, ("finished", {}), ("cancelled", {})], "the run is over: it was finished"),
+    ],
+)
+def test_what_is_wrong_is_told(told: list[tuple[str, dict[str, Any]]], words: str) -> None:
+    (problem,) = check_history(log(*told))
+    assert problem.startswith(f"run r, event {len(told)} ({told[-1][0]}): ")
+    assert words in problem
+
+
+def test_a_member_that_moves_to_another_host_is_told_and_events_in_disorder_are() -> None:
+    moved = change("absorb", 3, 2, 6, "1")
+    moved[1]["joined"] = {"n1": "elsewhere"}
+    problems = check_history(log(START, change("release", 2, 1, 4, "", "1"), moved))
+    assert problems == ["run r, event 3 (absorb): n1 was on h1 and is on elsewhere"]
+    assert check_history(WHOLE[1::-1])[0] == "event 1 comes behind event 2"
+
+
+def test_one_step_behind_a_checkpoint_may_be_done_again_when_a_member_is_lost() -> None:
+    assert check_history(log(START, SAVED, change("eject", 2, 1, 8, "", "1"))) == []
