@@ -201,33 +201,27 @@ class Agent:
         self.session.open()
         handler = Handler(self.session)
         try:
-            while not self.cut:
-                info = handler.next_rendezvous()
-                self.met.append(info)
-                while not self.fails and not self._ends.is_set() and not handler.num_nodes_waiting():
-                    if self.cut:
-                        return
-                    time.sleep(0.005)
-                if self._ends.is_set():
-                    with contextlib.suppress(DistStoreError):
-                        store_util.barrier(info.store, info.world_size, "torchelastic/agent/terminal_state", 2.0)
-                    raise SystemExit(0)
+            self._serve(handler)
         except SystemExit as ended:
             self.exit = ended
-            code = int(str(ended.code))
-            gone = ev.Gone(
-                at=time.monotonic(),
-                node=self.node,
-                host=self.host,
-                boot=1,
-                reason="ended",
-                code=code,
-                report=self._report(),
-            )
-        finally:
-            handler.shutdown()
-        if not self.cut:
-            self.head.apply(gone)
+        handler.shutdown()
+        if self.exit is not None and not self.cut:
+            code, report = int(str(self.exit.code)), self._report()
+            end = {"node": self.node, "host": self.host, "boot": 1, "reason": "ended", "code": code, "report": report}
+            self.head.apply(ev.Gone(at=time.monotonic(), **end))
+
+    def _serve(self, handler: Handler) -> None:
+        while not self.cut:
+            info = handler.next_rendezvous()
+            self.met.append(info)
+            while not self.fails and not self._ends.is_set() and not handler.num_nodes_waiting():
+                if self.cut:
+                    return
+                time.sleep(0.005)
+            if self._ends.is_set():
+                with contextlib.suppress(DistStoreError):
+                    store_util.barrier(info.store, info.world_size, "torchelastic/agent/terminal_state", 5.0)
+                raise SystemExit(0)
 
 
 @pytest.fixture
