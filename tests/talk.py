@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -48,6 +49,8 @@ class Talk:
         "the newest"
         self.events: list[tuple[str, str]] = []
         "(kind, text) of all lines for the event log"
+        self.unreachable: set[str] = set()
+        "peers that nothing reaches"
         self._played: dict[str, Played] = {}
 
     def play(self, run: Run, allocation: Allocation, host: str = "h1", **more: Any) -> Played:
@@ -58,8 +61,13 @@ class Talk:
 
     def hear(self, peer: str, message: FromAgent) -> None:
         """One message, in a turn of its own."""
+        self.take([(peer, message, self.at)])
+
+    def take(self, received: Sequence[tuple[str, FromAgent, float]]) -> None:
+        """Messages that wait together, in one turn. The last part of each says when it was received."""
         self._begin()
-        self.agents.hear(self.turn, peer, message, self.at)
+        for peer, message, at in received:
+            self.agents.hear(self.turn, peer, message, at)
         self.deliver()
 
     def tick(self, later_s: float = 0.0) -> None:
@@ -77,7 +85,7 @@ class Talk:
     def deliver(self) -> None:
         """Let the played agents have what the newest turn says to them."""
         for peer, message in self.turn.messages:
-            if peer in self._played:
+            if peer in self._played and peer not in self.unreachable:
                 self._played[peer].hear(message)
         self.events += [(record.kind, record.text) for record in self.turn.records]
 
@@ -154,13 +162,17 @@ class Played:
 
     def beat(self, *, warned: int = 0, progress: Progress = Progress(), **what: Any) -> Played:
         """Report as before, but for `what`."""
+        return self.say(self.next_beat(warned=warned, progress=progress, **what))
+
+    def next_beat(self, *, warned: int = 0, progress: Progress = Progress(), **what: Any) -> Beat:
+        """The heartbeat that is due, for the test to send."""
         if self.report is None:
-            return self.say(Beat(warned=warned))
+            return Beat(warned=warned)
         told = {"seq": self.report.seq + 1}
         if self.order is not None:
             told |= {"term": self.order.term, "edition": self.order.edition}
         self.report = msgspec.structs.replace(self.report, **{**told, **what})
-        return self.say(Beat(report=self.report, progress=progress, warned=warned))
+        return Beat(report=self.report, progress=progress, warned=warned)
 
     def idle(self) -> Played:
         """A heartbeat without workers."""

@@ -166,9 +166,10 @@ class World:
         return Upcoming(planned, plan.ranks(session.worker), Built(session.group), True, state_since)
 
     def _number_for(self, session: ScriptedSession) -> int:
-        """A newcomer waits for the first generation that it is in."""
+        """A newcomer waits for the first generation that it is in, and so does a member that is forgotten."""
         number = session.generation + 1
-        while not session.generation and session.worker not in self._plans[number - 1].members:
+        is_awaited = not session.generation or any(session.worker in plan.forgotten for plan in self._plans[number:])
+        while is_awaited and session.worker not in self._plans[number - 1].members:
             number += 1
         if number > len(self._plans):
             raise Dismissed(End(code=70, reason=f"{session.worker} is in no later generation"))

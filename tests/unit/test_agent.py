@@ -269,6 +269,16 @@ async def test_a_process_that_is_stopped_is_told_at_once_and_for_how_long(head: 
     await head.report(lambda report: report.stopped_s == 0)
 
 
+async def test_for_how_long_a_worker_has_said_nothing_is_told_until_it_has_said_its_last_words(head: Head) -> None:
+    await head.launch()
+    await head.begin()
+    mute = await head.report(lambda report: report.mute_s > 0.3)
+    order = head.order()
+    await head.report(lambda report: report.edition == order.edition and report.mute_s < mute.mute_s)
+    head.order(noted="channel.close(5.0); signal.pause()")
+    await head.report(lambda report: report.mute_s == 0)
+
+
 async def test_last_words_of_a_worker_go_with_its_end(head: Head) -> None:
     await head.launch()
     await head.begin(beat_s=10 * DEADLINE_S)

@@ -66,7 +66,7 @@ STATUS = st.builds(
     healed=COUNT,
     unrecorded=st.none() | COUNT,
 )  # fmt: skip
-FACTS = st.builds(Facts, status=STATUS, age_s=SECONDS, stopped_s=SECONDS, pid=COUNT)
+FACTS = st.builds(Facts, status=STATUS, age_s=SECONDS, stopped_s=SECONDS, mute_s=SECONDS, pid=COUNT)
 NODE = st.lists(FACTS, min_size=1, max_size=4)
 
 
@@ -122,6 +122,7 @@ def test_a_node_gets_on_when_one_of_its_workers_does_and_is_stopped_when_one_is(
     report = merged(workers)
     assert report.stalled_s == min(worker.status.stalled_s + worker.age_s for worker in workers)
     assert report.stopped_s == max(worker.stopped_s for worker in workers)
+    assert report.mute_s == max(worker.mute_s for worker in workers)
 
 
 def test_an_older_order_of_a_newer_head_is_newer() -> None:

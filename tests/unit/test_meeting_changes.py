@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from scripted_group import Break, Generation
+from scripted_group import Break, Generation, Killed
 from scripted_world import World
 from small_training import GLOBAL_BATCH, no_watchers
 from test_meeting import STEPS, Training, check, history, reference
@@ -155,6 +155,55 @@ def test_members_behind_a_loop_go_back_through_its_epochs_as_a_newcomer_comes(wh
         assert one.run._place.position.samples == 6 * GLOBAL_BATCH
     for a, b in zip(found["a"].model.parameters(), found["b"].model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+# ------------------------------------------------------------------------- members that count as newcomers again
+
+
+@pytest.mark.parametrize("went_back", [False, True])
+def test_a_member_that_the_others_trained_without_gets_their_state_and_never_gives_its_own(went_back: bool) -> None:
+    """It was not heard for a while. If the others went back meanwhile, it is further than they are."""
+    returns_at = 3 if went_back else 6
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(
+            Path(folder),
+            Generation("ab", breaks=Break(1 + 4 * 5)),
+            Generation("b", rollback=went_back),
+            Generation("ab", at_step=returns_at, forgotten="a"),
+        )
+
+        def train(run: Run) -> Training:
+            training = Training(run)
+            for update in run.updates(training.loader, epochs=4):
+                training.inner(update)
+                saved(run, training, update)
+            return training
+
+        found = world.train(train)
+    for one in found.values():
+        assert isinstance(one, Training), one
+    assert found["a"].acted == [0, 1, 2, 3, *range(returns_at, 8)]
+    assert found["b"].acted == [0, 1, 2, 3, *range(2 if went_back else 4, 8)]
+    assert False in world.sessions["a"].said("has_state"), "it says that its state does not count"
+    assert found["a"].state["steps"] == found["b"].state["steps"] == 8
+    for a, b in zip(found["a"].model.parameters(), found["b"].model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_members_of_which_nobody_has_finished_anything_begin_together_with_the_first_state() -> None:
+    """Their first generation broke before the head could hear that they compute in it."""
+    _, found = history(Generation("abc", breaks=Break(2, "", "c")), Generation("ab", forgotten="ab"))
+    check(found, {"c": Killed})
+    assert all(found[name].acted == list(range(STEPS)) for name in "ab")
+
+
+def test_members_of_which_nobody_counts_and_that_have_no_checkpoint_give_way_to_new_processes() -> None:
+    """They cannot go back to the beginning."""
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(Path(folder), Generation("ab", breaks=Break(1 + 4 * 2)), Generation("ab", forgotten="ab"))
+        found = world.train(lambda run: Training(run).run_through())
+    assert all(isinstance(one, FallowError) for one in found.values()), found
+    assert any(isinstance(one, FallowError) and one.code == Exit.TEMPFAIL for one in found.values())
 
 
 # ------------------------------------------------------------------------------------------- members that go apart

@@ -58,6 +58,10 @@ class DataPlane:
             return  # a head that came back knows that it was built
         if plan.leave:
             x.stands = True
+        elif self.w.t < host.breaks_until and self.w.rng.random() < 0.5:
+            self.w.broke_at = self.w.t
+            self._refuse(x, plan, ())
+            return
         else:
             members = self._count(host, plan)
             if check_of(members) != plan.check:

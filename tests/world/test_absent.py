@@ -111,6 +111,46 @@ def test_a_stopped_process_is_ejected_long_before_its_lease() -> None:
     assert rig.r.nodes[2].phase is MemberPhase.GONE
 
 
+def muted(rig: Rig, until: float, *, steps: bool = False) -> ev.Turn:
+    """Time passes in which a process of the second of two nodes says nothing to its agent; the first one waits."""
+    turn = ev.Turn({}, [])
+    while rig.at < until:
+        rig.at += 0.5
+        silent_s = rig.at - 0.1
+        doing = {"doing": Doing.WAITING, "stalled_s": silent_s}
+        turn = both(turn, rig.say(1, step=int(rig.at), generation=1) if steps else rig.say(1, generation=1, **doing))
+        turn = both(turn, rig.say(2, generation=1, mute_s=silent_s, **doing))
+        turn = both(turn, rig.put(ev.Ticked(at=rig.at)))
+    return turn
+
+
+def test_a_process_that_says_nothing_to_its_agent_is_ended_after_its_lease_and_tells_its_stack() -> None:
+    rig = started(2)
+    lease_s = rig.m.state.timing.lease_s
+    turn = muted(rig, lease_s)
+    assert not logs(turn, "probe") + logs(turn, "eject"), "they do not all wait, for all that is known"
+    end = orders(muted(rig, lease_s + 2))[2].end
+    assert end is not None
+    assert (end.kill, end.stack) == (True, True)
+    assert rig.r.nodes[2].phase is MemberPhase.GONE
+
+
+def test_a_process_that_says_nothing_and_finishes_steps_stays() -> None:
+    rig = started(2)
+    assert not logs(muted(rig, 3 * rig.m.state.timing.lease_s, steps=True), "eject")
+
+
+def test_a_script_may_say_nothing_until_it_is_ready() -> None:
+    rig = started(1)
+    n = rig.expect("late")
+    for at in range(1, 60):
+        rig.at = float(at)
+        rig.say(1, step=at)
+        rig.say(n, mute_s=rig.at)
+        rig.put(ev.Ticked(at=rig.at))
+    assert rig.r.nodes[n].phase is MemberPhase.STARTING
+
+
 def test_a_hang_is_ejected_and_its_stack_is_asked_for() -> None:
     rig = started(3)
     for at in range(1, 41):

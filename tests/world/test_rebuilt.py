@@ -459,6 +459,8 @@ def test_without_further_votes_it_is_decided_after_a_second_who_is_cut_off() -> 
     rig.tick(0.9, 1, 2, 3)
     assert rig.r.alive(2)
     rig.tick(1.1, 1, 2, 3)
+    assert rig.r.alive(3), "what has come since may not have been read"
+    rig.tick(1.2, 1, 2, 3)
     assert not rig.r.alive(3), "of the two the younger"
 
 

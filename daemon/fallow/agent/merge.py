@@ -32,6 +32,8 @@ class Facts:
     "since that status came"
     stopped_s: float = 0.0
     "for how long its process has been stopped (SIGSTOP)"
+    mute_s: float = 0.0
+    "for how long it has said nothing; 0: it has come to its end"
     pid: int = 0
     "0: it has no process"
 
@@ -66,6 +68,7 @@ def merge_report(workers: Sequence[Facts], *, node: int, boot: int, seq: int) ->
         doing=_doing({status.doing for status in all_of}),
         stalled_s=min(worker.status.stalled_s + worker.age_s for worker in workers),
         stopped_s=max(worker.stopped_s for worker in workers),
+        mute_s=max(worker.mute_s for worker in workers),
         computes=any(status.computes for status in all_of),
         in_call=all(status.in_call for status in all_of),
         deserted=any(status.deserted for status in all_of),
@@ -110,6 +113,7 @@ def needs_no_beat(beat: Beat) -> Beat:
             doing=Doing.WORKING,
             stalled_s=0.0,
             stopped_s=float(report.stopped_s > 0.0),
+            mute_s=0.0,
             computes=False,
             in_call=False,
         )

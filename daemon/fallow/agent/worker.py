@@ -93,6 +93,8 @@ class Worker:
         self.channel.send(start)
         self.has_ended = False
         "and that was noticed"
+        self._has_closed = False
+        "it has said its last words"
         self._status, self._status_at = Status(), time.monotonic()
         self._stopped_at: float | None = None
         "since when its process is seen stopped; monotonic time"
@@ -122,6 +124,7 @@ class Worker:
 
     def _lose_channel(self, reason: str) -> None:
         """A worker that closes its end is about to end; one that is not understood cannot be told to."""
+        self._has_closed = True
         if reason:
             self._problem = f"worker {self._name}: {clean(reason)}"
             log.error("%s; it is killed", self._problem)
@@ -148,9 +151,11 @@ class Worker:
     def facts(self) -> Facts:
         """What is known of it, also after its end."""
         now = time.monotonic()
+        age_s = now - self._status_at
         return Facts(
             self._status,
-            age_s=now - self._status_at,
+            age_s=age_s,
             stopped_s=0.0 if self._stopped_at is None else now - self._stopped_at,
+            mute_s=0.0 if self.has_ended or self._has_closed else age_s,
             pid=self.process.pid,
         )

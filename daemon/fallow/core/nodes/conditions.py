@@ -128,7 +128,7 @@ def is_explained(m: State) -> bool:
         return False
     accused = {n for refusal in ballot.refusals.values() for n in refusal.unreachable}
     decided_at = min(ballot.refused_at + m.timing.accuse_s, ballot.deadline)
-    return m.watch.now >= decided_at or not ballot.awaited - ballot.refusals.keys() - accused
+    return (m.is_tick and m.watch.is_past(decided_at)) or not ballot.awaited - ballot.refusals.keys() - accused
 
 
 def is_unanimous(m: State) -> bool:
@@ -163,7 +163,8 @@ def _has_ended(m: State, node: int, generation: int) -> bool:
 
 
 def is_late(m: State) -> bool:
-    return m.voting is not None and bool(m.voting.awaited) and m.watch.now >= m.voting.deadline
+    """Looked at with ticks only: before one, all that has come is read."""
+    return m.is_tick and m.voting is not None and bool(m.voting.awaited) and m.watch.is_past(m.voting.deadline)
 
 
 def is_late_and_heard(m: State) -> bool:

@@ -85,6 +85,9 @@ def end_early(m: State, node: Node, event: ev.Gone) -> None:
         reason = _DESERTED.format(how="exit code 0")
     if kind is not None and not node.leaving:
         node.traceback = node.traceback or event.tail
+        if kind is FailureKind.EXCEPTION and node.phase is not MemberPhase.STARTING:
+            text = f"{m.roster.name(node.id)}: the script ended with exit code {event.code}"
+            m.outbox.log("failed", text, node=node.id, code=event.code, step=node.step)
         if node.phase is MemberPhase.STARTING:
             note_failure(m, node, kind, signature, reason)
         elif is_the_scripts(m, node, kind, signature, reason):

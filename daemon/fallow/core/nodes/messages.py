@@ -191,6 +191,8 @@ class Report(Wire, frozen=True, kw_only=True, tag="report"):
     "since the worker that got on last did so"
     stopped_s: Finite = 0.0
     "for how long a worker's process has been stopped (SIGSTOP)"
+    mute_s: Finite = 0.0
+    "for how long a worker that runs has said nothing to its agent: its process comes to nothing, or hangs in one call"
     computes: bool = False
     "a worker's device is at that worker's own work, or hangs in it; False for processors"
     in_call: bool = False

@@ -8,6 +8,8 @@ Silence proves nothing, and a head must not take its own absence for the death o
 - a step that others finish in its generation is a sign of life of a node, because a step needs all members;
 - a silent member is given up only when a member that is heard waits for it;
 - after an absence of the head, connections have `reconnect_s` to come back.
+
+A worker that says nothing to its own agent, which is heard, is another matter: its process hangs.
 """
 
 from __future__ import annotations
@@ -134,8 +136,16 @@ class Watch:
         return all(n in self.reports for n, node in self._roster.nodes.items() if node.alive)
 
     def unheard_s(self, node: int) -> float:
-        """For how long nothing came from the node itself, whatever others show."""
-        return self.now - self._heard_at.setdefault(node, self.now)
+        """For how long nothing came from the node itself, or from one of its workers, whatever others show."""
+        report = self.reports.get(node)
+        return self.now - self._heard_at.setdefault(node, self.now) + (report.mute_s if report is not None else 0.0)
+
+    def is_past(self, deadline: float) -> bool:
+        """The deadline is over, and somebody was heard since. So what had come until then was read.
+
+        A head that stood still knows the time before it knows what has come meanwhile.
+        """
+        return self._head.heard_at >= deadline
 
     def may_reconnect(self, node: int) -> bool:
         """It was not heard since the head's last absence, and its connection may still come back."""
@@ -164,6 +174,10 @@ class Watch:
             return Overdue(node, f"one of its processes is stopped (for {report.stopped_s:.1f} s)")
         if silent_s > timing.lease_s and self._counts(node):
             return Overdue(node, f"silent for {silent_s:.1f} s", unheard=True)
+        if report is not None and is_fresh and node.phase is not MemberPhase.STARTING:
+            mute_s = min(report.mute_s, self.now - self._step_at(node))
+            if mute_s > timing.lease_s and self._counts(node):
+                return Overdue(node, f"its process is silent for {mute_s:.1f} s, alive", FailureKind.HANG)
         if (
             node.phase is MemberPhase.STARTING
             and self.now - self._came_at.setdefault(node.id, self.now) > timing.start_s
@@ -175,14 +189,17 @@ class Watch:
 
     def _silent_s(self, node: Node) -> float:
         """For how long there was no sign of life of it while somebody else was heard."""
+        return self._head.heard_at - max(self._heard_at.setdefault(node.id, self.now), self._step_at(node))
+
+    def _step_at(self, node: Node) -> float:
+        """When the newest step was finished that needed it; minus infinity: none is known."""
         root, report = self._roster.root, self.reports.get(node.id)
         generations = [report.generation] if report is not None else []
         if node.seat:
             generations.append(root.generation)
             if root.old_may_step and root.change is not None:
                 generations.append(root.change.replaces)
-        signs = [self._steps[g][1] for g in generations if g in self._steps]
-        return self._head.heard_at - max(self._heard_at.setdefault(node.id, self.now), *signs, -math.inf)
+        return max((self._steps[g][1] for g in generations if g in self._steps), default=-math.inf)
 
     def _counts(self, node: Node) -> bool:
         """Does a silence that exceeds the lease speak against the node?"""
@@ -233,7 +250,8 @@ class Watch:
         What it did while it was not heard, nobody knows: that is silence, not a lack of progress.
         """
         _, step_at = self._steps.get(report.generation, (0, -math.inf))
-        return min(report.stalled_s + min(self.unheard_s(node), self._timing.lease_s), self.now - step_at)
+        known_s = max(0.0, report.stalled_s - report.mute_s)
+        return min(known_s + min(self.unheard_s(node), self._timing.lease_s), self.now - step_at)
 
 
 class _Hearing:
