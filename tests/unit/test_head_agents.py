@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from runs import hold, new_book, new_run
 
 from fallow.config import Checkpoint as CheckpointSection
 from fallow.config import Membership
@@ -29,6 +28,7 @@ from fallow.core.protocol.agents import (
 from fallow.head.agents import agent_gone
 from fallow.head.book import Run
 from fallow.model import AllocationKind, AllocationState, ChangeKind, Exit, MemberPhase, RunStatus
+from runs import hold, new_book, new_run
 from talk import CONTRACT, NOW, Played, Talk, settle
 
 MEMBERSHIP = Membership(lease_s=10.0, head_patience_s=100.0)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from runs import NOW, Nodes, new_book, new_run
 
 from fallow.config import Config
 from fallow.core.allocations import Agent, Allocation
@@ -28,6 +27,7 @@ from fallow.model import (
     PartitionInfo,
     RunStatus,
 )
+from runs import NOW, Nodes, new_book, new_run
 
 NODES = [f"n{i}" for i in range(1, 5)]
 
