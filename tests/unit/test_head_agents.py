@@ -392,21 +392,41 @@ def test_a_warning_of_a_base_job_does_not_say_that_its_owner_has_cancelled_it(
     assert allocation.warned
 
 
-def test_parts_of_all_nodes_are_answered_together_and_each_node_speaks_for_itself(talk: Talk, run: Run) -> None:
+def absorbing(talk: Talk, run: Run) -> tuple[Played, Played, int]:
+    """One that trains, one with which it is to go on, and the number of that generation, on which they vote."""
     one, two = (harvested(talk, run, host) for host in ("h1", "h2"))
     for what in ({"ready": CONTRACT}, {"prepared": 1}, {"generation": 1, "has_state": True}):
         one.beat(**what)
     two.beat(ready=CONTRACT)
     assert run.machine.state.voting is not None
-    generation = run.machine.state.voting.change.generation
+    return one, two, run.machine.state.voting.change.generation
 
-    def part(agent: Played, node: int) -> Gather:
-        return Gather(node=node, generation=generation, key="k", part=agent.hello.host.encode())
 
-    two.say(part(two, two.node))
-    two.say(part(two, one.node))
+def part(agent: Played, generation: int, node: int = 0) -> Gather:
+    """What an agent says, of itself or of another node."""
+    return Gather(node=node or agent.node, generation=generation, key="k", part=agent.hello.host.encode())
+
+
+def test_parts_of_all_nodes_are_answered_together_and_each_node_speaks_for_itself(talk: Talk, run: Run) -> None:
+    one, two, generation = absorbing(talk, run)
+    two.say(part(two, generation))
+    two.say(part(two, generation, node=one.node))
     assert not two.all(Gathered)
-    one.say(part(one, one.node))
+    one.say(part(one, generation))
+    answer = Gathered(generation=generation, key="k", parts=(b"h1", b"h2"))
+    assert one.only(Gathered) == two.only(Gathered) == answer
+
+
+def test_members_of_a_committed_generation_can_meet_through_a_head_that_comes_back(talk: Talk, run: Run) -> None:
+    """Scripts that are restarted meet only after the commit."""
+    one, two, generation = absorbing(talk, run)
+    for agent in (one, two):
+        agent.beat(prepared=generation)
+    assert run.root.generation == generation
+    two.say(part(two, generation))
+    talk.book.add(run.spec, run.record, run.roster, run.allocations, run.revision, talk.at)
+    for agent in (one, two):
+        agent.beat().say(part(agent, generation))
     answer = Gathered(generation=generation, key="k", parts=(b"h1", b"h2"))
     assert one.only(Gathered) == two.only(Gathered) == answer
 

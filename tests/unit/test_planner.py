@@ -301,7 +301,7 @@ def test_a_reused_job_id_with_another_name_is_not_ours() -> None:
 
 
 def test_one_poll_that_does_not_show_a_job_does_not_end_it() -> None:
-    allocation = held("tok", AllocationState.RUNNING, job_id="7", agents={"n1": Agent()})
+    allocation = held("tok", AllocationState.RUNNING, job_id="7", agents={"n1": Agent(node=1)})
     for _ in range(5):
         assert observe(allocation, [], NOW, 30) is None
     assert allocation.state is AllocationState.RUNNING, "its agent still answers"
