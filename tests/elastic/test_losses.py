@@ -374,7 +374,7 @@ async def test_s6_a_leaver_that_is_stopped_before_it_has_left(make_rig: MakeRig,
     judge(report, await undisturbed("--steps", 60))
     assert [g.kind for g in report.generations] == ["start", "eject"], [g.reason for g in report.generations]
     assert "n0" in report.generations[1].reason
-    assert "its process is stopped" in report.generations[1].reason
+    assert "one of its processes is stopped" in report.generations[1].reason
     assert report.steps_discarded == 1
 
 
