@@ -114,9 +114,9 @@ def rebuild_stuck(m: State) -> None:
 
 def rebuild(m: State, reason: str) -> None:
     """The present generation is broken: go on with whoever is left of it, and of those who were leaving it."""
-    r, root, voting = m.roster, m.roster.root, m.voting
-    if voting is not None and voting.change.interrupt:
-        reason = f"{voting.change.reason}; {reason}"  # it never became complete, so nothing else would say why
+    r, root = m.roster, m.roster.root
+    if m.ballot is not None and m.ballot.change.interrupt:
+        reason = f"{m.ballot.change.reason}; {reason}"  # it never became complete, so nothing else would say why
     if root.entered and root.change is not None:
         for n in filter(r.alive, root.change.leavers):
             losses.dismiss(m, r.nodes[n], Exit.OK, r.nodes[n].leaving)
