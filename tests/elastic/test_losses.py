@@ -383,7 +383,7 @@ async def test_s6_a_newcomer_that_is_frozen_while_it_takes_over_the_state_does_n
 ) -> None:
     """With its agent, so that only its silence speaks against it: it wakes up in a generation that has been given up."""
     async with make_rig(membership__lease_s=1.5) as rig:
-        run = await (await rig.run("--steps", 60)).begin(2)
+        run = await (await rig.run("--steps", 150)).begin(2)
         await run.arrive()
         gate = run.hold_newcomer("n2")
         await run.grow()
@@ -399,7 +399,7 @@ async def test_s6_a_newcomer_that_is_frozen_while_it_takes_over_the_state_does_n
         send(frozen[1], signal.SIGCONT)
         await run.becomes(["n0", "n1", "n2"])
         report = await run.ends()
-    judge(report, await undisturbed("--steps", 60))
+    judge(report, await undisturbed("--steps", 150))
     assert [g.kind for g in report.generations] == ["start", "eject", "absorb"]
     assert "n2" in report.generations[1].reason
 
