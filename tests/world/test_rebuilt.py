@@ -283,6 +283,18 @@ def test_who_goes_before_the_generation_without_another_is_complete_is_told_of_w
     assert rig.completed[-1].record.reason == "n1 (h2) is gone: ValueError: bad; n2 (h3) is gone: killed by signal 9"
 
 
+def test_why_a_generation_was_begun_that_never_became_complete_is_told_with_the_next() -> None:
+    rig = started(3)
+    rig.gone(3, signal=9)
+    rig.vote()
+    assert rig.m.phase is RunPhase.SWITCHING
+    rig.gone(2, signal=7)
+    rig.change()
+    told = rig.completed[-1].record.reason
+    assert "n2 (h3) is gone: killed by signal 9" in told
+    assert "n1 (h2) is gone: killed by signal 7" in told
+
+
 def test_what_has_changed_is_told_of_generations_that_became_complete() -> None:
     """A generation that broke before is no news by itself: who came and went with it is told with the next one."""
     rig = started(2)

@@ -50,9 +50,13 @@ def probe(m: State) -> None:
 
 
 def rebuild_lost(m: State) -> None:
+    rebuild(m, _who_is_lost(m))
+
+
+def _who_is_lost(m: State) -> str:
     lost = m.trouble.lost
     by_reason = {reason: [n for n in lost if lost[n] == reason and n in m.roster.nodes] for reason in lost.values()}
-    rebuild(m, "; ".join(f"{m.roster.names(nodes)} is gone: {reason}" for reason, nodes in by_reason.items()))
+    return "; ".join(f"{m.roster.names(nodes)} is gone: {reason}" for reason, nodes in by_reason.items())
 
 
 def rebuild_group(m: State) -> None:
@@ -262,7 +266,7 @@ def drop_cut_off(m: State) -> None:
     ballot = m.ballot
     assert ballot is not None
     _give_up(m, _cut_off(m, ballot, last=frozenset()), ballot)
-    rebuild(m, "links are cut")
+    rebuild(m, _who_is_lost(m) or "links are cut")
 
 
 def eject_late(m: State) -> None:
@@ -271,7 +275,7 @@ def eject_late(m: State) -> None:
     late = [m.roster.nodes[n] for n in sorted(m.ballot.awaited)]
     losses.eject(m, [_late(m, node) for node in late if node.alive])
     if not m.roster.root.status.ended:
-        rebuild(m, "votes are missing")
+        rebuild(m, _who_is_lost(m) or "votes are missing")
 
 
 def _late(m: State, node: Node) -> Overdue:
