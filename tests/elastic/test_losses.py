@@ -381,7 +381,7 @@ async def test_s6_a_leaver_that_is_stopped_before_it_has_left(make_rig: MakeRig,
 async def test_s6_a_newcomer_that_is_frozen_while_it_takes_over_the_state_does_no_harm_when_it_thaws(
     make_rig: MakeRig, undisturbed: Undisturbed
 ) -> None:
-    """With its agent, so that only its silence speaks against it: it wakes up in a generation that has been given up."""
+    """With its agent, so that only silence speaks against it: it wakes up in a generation that has been given up."""
     async with make_rig(membership__lease_s=1.5) as rig:
         run = await (await rig.run("--steps", 150)).begin(2)
         await run.arrive()
