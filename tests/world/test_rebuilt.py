@@ -371,6 +371,18 @@ def test_groups_that_break_at_different_steps_or_on_different_nodes_or_for_a_dea
     assert rig.r.members == [1, 2, 3]
 
 
+def test_scripts_that_fail_and_are_restarted_eject_nobody() -> None:
+    """No steps of theirs are known, and how often they have failed is counted by those who restart them."""
+    rig = Rig(minimum=2)
+    for host in ("h1", "h2"):
+        rig.join(host, restarts=True)
+    rig.change()
+    for _ in range(5):
+        assert breaks(rig, 2, 1) == pytest.approx(0.3, abs=0.11)
+        rig.change()
+    assert rig.r.members == [1, 2]
+
+
 @pytest.mark.parametrize("is_scripted", [False, True])
 def test_where_every_group_of_the_only_member_breaks_it_begins_again_with_new_processes(is_scripted: bool) -> None:
     rig = started(1, scripted=is_scripted)

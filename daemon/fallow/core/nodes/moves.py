@@ -65,9 +65,14 @@ def rebuild_group(m: State) -> None:
     Where launches always fail on one node, every group breaks there first, as soon as it is used. So a node on which
     `ATTEMPTS` groups in a row broke first, all at the same step of its own, is ejected, and the others go on. It may
     come back with new processes. If that does not help, its host is barred, as after other failures.
+
+    Where scripts are restarted, it is a script that failed: those who restart it count how often (`core.restarts`).
     """
-    r, broken = m.roster, m.trouble.group
+    r, broken, contract = m.roster, m.trouble.group, m.roster.root.contract
     assert broken is not None
+    if contract is not None and contract.restarts:
+        rebuild(m, broken.text)
+        return
     times = m.trouble.times_broken(broken.node, broken.step) + 1
     m.trouble.breaks[broken.node] = broken.step, times
     if times < ATTEMPTS or not r.alive(broken.node):
