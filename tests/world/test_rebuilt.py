@@ -283,6 +283,18 @@ def test_who_goes_before_the_generation_without_another_is_complete_is_told_of_w
     assert rig.completed[-1].record.reason == "n1 (h2) is gone: ValueError: bad; n2 (h3) is gone: killed by signal 9"
 
 
+def test_why_a_generation_was_begun_that_never_became_complete_is_told_with_the_next() -> None:
+    rig = started(3)
+    rig.gone(3, signal=9)
+    rig.vote()
+    assert rig.m.phase is RunPhase.SWITCHING
+    rig.gone(2, signal=7)
+    rig.change()
+    told = rig.completed[-1].record.reason
+    assert "n2 (h3) is gone: killed by signal 9" in told
+    assert "n1 (h2) is gone: killed by signal 7" in told
+
+
 def test_what_has_changed_is_told_of_generations_that_became_complete() -> None:
     """A generation that broke before is no news by itself: who came and went with it is told with the next one."""
     rig = started(2)
@@ -357,6 +369,18 @@ def test_groups_that_break_at_different_steps_or_on_different_nodes_or_for_a_dea
     breaks(rig, 2)
     rig.change()
     assert rig.r.members == [1, 2, 3]
+
+
+def test_scripts_that_fail_and_are_restarted_eject_nobody() -> None:
+    """No steps of theirs are known, and how often they have failed is counted by those who restart them."""
+    rig = Rig(minimum=2)
+    for host in ("h1", "h2"):
+        rig.join(host, restarts=True)
+    rig.change()
+    for _ in range(5):
+        assert breaks(rig, 2, 1) == pytest.approx(0.3, abs=0.11)
+        rig.change()
+    assert rig.r.members == [1, 2]
 
 
 @pytest.mark.parametrize("is_scripted", [False, True])

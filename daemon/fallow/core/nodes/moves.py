@@ -50,9 +50,13 @@ def probe(m: State) -> None:
 
 
 def rebuild_lost(m: State) -> None:
+    rebuild(m, _who_is_lost(m))
+
+
+def _who_is_lost(m: State) -> str:
     lost = m.trouble.lost
     by_reason = {reason: [n for n in lost if lost[n] == reason and n in m.roster.nodes] for reason in lost.values()}
-    rebuild(m, "; ".join(f"{m.roster.names(nodes)} is gone: {reason}" for reason, nodes in by_reason.items()))
+    return "; ".join(f"{m.roster.names(nodes)} is gone: {reason}" for reason, nodes in by_reason.items())
 
 
 def rebuild_group(m: State) -> None:
@@ -61,9 +65,14 @@ def rebuild_group(m: State) -> None:
     Where launches always fail on one node, every group breaks there first, as soon as it is used. So a node on which
     `ATTEMPTS` groups in a row broke first, all at the same step of its own, is ejected, and the others go on. It may
     come back with new processes. If that does not help, its host is barred, as after other failures.
+
+    Where scripts are restarted, it is a script that failed: those who restart it count how often (`core.restarts`).
     """
-    r, broken = m.roster, m.trouble.group
+    r, broken, contract = m.roster, m.trouble.group, m.roster.root.contract
     assert broken is not None
+    if contract is not None and contract.restarts:
+        rebuild(m, broken.text)
+        return
     times = m.trouble.times_broken(broken.node, broken.step) + 1
     m.trouble.breaks[broken.node] = broken.step, times
     if times < ATTEMPTS or not r.alive(broken.node):
@@ -262,7 +271,7 @@ def drop_cut_off(m: State) -> None:
     ballot = m.ballot
     assert ballot is not None
     _give_up(m, _cut_off(m, ballot, last=frozenset()), ballot)
-    rebuild(m, "links are cut")
+    rebuild(m, _who_is_lost(m) or "links are cut")
 
 
 def eject_late(m: State) -> None:
@@ -271,7 +280,7 @@ def eject_late(m: State) -> None:
     late = [m.roster.nodes[n] for n in sorted(m.ballot.awaited)]
     losses.eject(m, [_late(m, node) for node in late if node.alive])
     if not m.roster.root.status.ended:
-        rebuild(m, "votes are missing")
+        rebuild(m, _who_is_lost(m) or "votes are missing")
 
 
 def _late(m: State, node: Node) -> Overdue:
