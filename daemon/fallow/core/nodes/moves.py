@@ -50,9 +50,7 @@ def probe(m: State) -> None:
 
 
 def rebuild_lost(m: State) -> None:
-    lost = m.trouble.lost
-    by_reason = {reason: [n for n in lost if lost[n] == reason and n in m.roster.nodes] for reason in lost.values()}
-    rebuild(m, "; ".join(f"{m.roster.names(nodes)} is gone: {reason}" for reason, nodes in by_reason.items()))
+    rebuild(m, "members are lost")
 
 
 def rebuild_group(m: State) -> None:
@@ -113,8 +111,13 @@ def rebuild_stuck(m: State) -> None:
 
 
 def rebuild(m: State, reason: str) -> None:
-    """The present generation is broken: go on with whoever is left of it, and of those who were leaving it."""
-    r, root, voting = m.roster, m.roster.root, m.voting
+    """The present generation is broken: go on with whoever is left of it, and of those who were leaving it.
+
+    Where members are lost, the reason is why they are.
+    """
+    r, root, voting, lost = m.roster, m.roster.root, m.voting, m.trouble.lost
+    by_reason = {why: [n for n in lost if lost[n] == why and n in r.nodes] for why in lost.values()}
+    reason = "; ".join(f"{r.names(nodes)} is gone: {why}" for why, nodes in by_reason.items()) or reason
     if voting is not None and voting.change.interrupt:
         reason = f"{voting.change.reason}; {reason}"  # it never became complete, so nothing else would say why
     if root.entered and root.change is not None:
