@@ -475,6 +475,8 @@ def test_a_rebuild_waits_a_moment_for_the_votes_that_tell_who_is_cut_off() -> No
     assert rig.r.alive(2)
     cannot_reach(rig, 1, 2)
     assert (rig.r.alive(2), rig.ballot.members) == (False, [1, 3])
+    rig.change()
+    assert "n1 (h2) is gone: no connection between it and n2 (h3)" in rig.completed[-1].change.reason
 
 
 def test_without_further_votes_it_is_decided_after_a_second_who_is_cut_off() -> None:

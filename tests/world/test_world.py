@@ -104,16 +104,16 @@ def test_without_faults_all_train_and_nothing_is_given_up() -> None:
     assert not [line for line in w.logs if "eject" in line]
 
 
-def test_a_node_on_which_every_group_breaks_for_good_is_barred_and_the_others_train() -> None:
-    """It comes back with new processes until its host is barred."""
+def test_a_node_on_which_every_group_breaks_for_good_costs_the_others_little() -> None:
+    """It comes back with new processes, again and again."""
     w = undisturbed()
     steps, bad = w.counts["steps"], w.hosts["h1"]
     bad.breaks_until = w.t + 1000
-    w.run_until(w.t + 45)
-    assert w.counts["steps"] > steps + 20
+    w.run_until(w.t + 60)
+    assert w.counts["steps"] > steps + 60
     roster = w.head.machine.roster
-    assert [host for host, bar in roster.failures.bars.items() if bar.reason] == [bad.name]
-    assert roster.root.highest < 20
+    assert {failure.host for failure in roster.failures.failures} == {bad.name}
+    assert roster.root.highest < 30
 
 
 def test_an_agent_that_lies_about_the_head_ends_neither_it_nor_the_training() -> None:
