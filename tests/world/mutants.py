@@ -143,6 +143,38 @@ def _forget_unproved(m: State, node: Node) -> None:
         m.roster.forget(node)
 
 
+def _recover_numbers(m: State, report: Report) -> None:
+    _RECOVER(m, report)
+    m.trouble.recovered = 0
+
+
+def _hear_all(self: Machine, event: ev.Reported) -> None:
+    if event.report.term > self.state.outbox.term:
+        event = dataclasses.replace(event, report=msgspec.structs.replace(event.report, term=self.state.outbox.term))
+    _REPORT(self, event)
+
+
+def _release_at_once(self: Machine, event: ev.Release) -> None:
+    Machine._release(self, event)
+    self.state.may_be_due = True
+
+
+def _blame_all(self: Watch) -> dict[int, float]:
+    reports = {n: msgspec.structs.replace(report, computes=False) for n, report in self.reports.items()}
+    with patch.object(self, "reports", reports):
+        return _STALLED(self)
+
+
+def _keep_checkpoint_quietly(m: State, new: Any) -> None:
+    voting = m.voting
+    spoiled = voting.spoiled if voting is not None else ""
+    _KEEP_CHECKPOINT(m, new)
+    if voting is not None:
+        voting.spoiled = spoiled
+
+
+_RECOVER, _REPORT, _STALLED = machine.recover, Machine._report, Watch._stalled
+_KEEP_CHECKPOINT = machine.keep_checkpoint
 _BEGIN, _PLANS, _SEAT, _AFTER_LOSS = moves._begin, moves._plans, Roster.seat, proposals.after_loss
 _HAS_ENDED = conditions._has_ended
 
@@ -166,6 +198,7 @@ MUTANTS: dict[str, Take] = {
         moves, "_plans", _plans_without(delta=lambda p: msgspec.structs.replace(p.delta, without=()))
     ),
     "numbers that a store lost are not heard of": _object(machine, "recover", lambda m, report: None),
+    "what a node held before a generation that the store lost counts": _object(machine, "recover", _recover_numbers),
     "a new head does not listen": _object(watch.Watch, "heard_all", lambda self: True),
     # absence
     "a tick comes ahead of what lies in the inbox": _object(watch._Hearing, "advance", _plain_clock),
@@ -175,6 +208,8 @@ MUTANTS: dict[str, Take] = {
     "overtaken reports count": _handler(ev.Reported, _any_seq),
     "a node that is heard again is ended": _fact("is heard again", action=_end_silent),
     "nothing is said twice": _fact("missed an order"),
+    "claims to obey a newer head are believed": _handler(ev.Reported, _hear_all),
+    "no connection may come back": _object(Watch, "may_reconnect", lambda self, node: False),
     # progress
     "votes have no deadline (rebuilding)": _rule(RunPhase.REBUILDING, "votes are late"),
     "votes have no deadline (planned)": _rule(RunPhase.PREPARING, "votes are late"),
@@ -190,6 +225,11 @@ MUTANTS: dict[str, Take] = {
     "a checkpoint of a history that was left is loaded": _object(
         checkpoints, "_is_superseded", lambda roster, new: False
     ),
+    "groups that always break on one node are rebuilt for ever": _object(moves, "ATTEMPTS", 1000),
+    "a leaver that hangs is waited for": _object(Watch, "_needed", lambda self: self._roster.members),
+    "of nodes that are stuck all are to blame": _object(Watch, "_stalled", _blame_all),
+    "each release is a generation": _handler(ev.Release, _release_at_once),
+    "a checkpoint that turns up does not stop a start": _object(machine, "keep_checkpoint", _keep_checkpoint_quietly),
     "finished nodes are not counted": _fact("has finished"),
     "a failed script is not noticed": _fact("has failed"),
     "nodes are forgotten though their end is not proved": _object(losses, "forget_if_unneeded", _forget_unproved),

@@ -381,7 +381,7 @@ def test_a_leaver_whose_node_went_with_it_holds_up_nobody() -> None:
     run.cut = {2}
     took_s = run.live(60, until=lambda: rig.m.phase is RunPhase.STEADY)
     assert LEASE_S <= took_s <= LEASE_S + 1
-    assert [done.record.kind for done in rig.completed] == [ChangeKind.START, ChangeKind.RELEASE]
+    assert [done.change.kind for done in rig.completed] == [ChangeKind.START, ChangeKind.RELEASE]
 
 
 def test_a_newcomer_that_does_not_hear_of_its_change_after_an_absence_is_asked_again() -> None:
@@ -472,6 +472,21 @@ def test_one_that_thaws_behind_a_commit_without_it_gives_up_what_it_had_and_begi
     assert rig.r.root.generation == g
     rig.switch()
     assert rig.completed[-1].members == (1, 3, 2)
+
+
+def test_what_a_node_holds_from_before_a_generation_that_the_store_lost_does_not_count() -> None:
+    """Node 1 was away when the others went on without it, and the store forgot that they did."""
+    rig = started(3)
+    past = dict(rig.store)
+    freeze(rig, 1, 2, 3)
+    rig.change(9)
+    rig.store = past
+    rig.restart(1, 2, 3)
+    assert (rig.r.members, rig.ballot.members) == ([1, 2, 3], [2, 3])
+    rig.change(9)
+    assert rig.orders[1].state_since == rig.ballot.change.generation
+    rig.change(10)
+    assert rig.completed[-1].members == (2, 3, 1)
 
 
 def test_one_that_thaws_and_was_to_leave_is_let_go() -> None:

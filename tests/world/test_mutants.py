@@ -87,6 +87,30 @@ BY_HAND: dict[str, Callable[[], None]] = {
     "a checkpoint of a history that was left is loaded": (
         saved.test_rollback_and_a_head_that_comes_back_in_the_middle_of_it
     ),
+    "what a node held before a generation that the store lost counts": (
+        absent.test_what_a_node_holds_from_before_a_generation_that_the_store_lost_does_not_count
+    ),
+    "claims to obey a newer head are believed": (
+        absent.test_a_node_that_claims_to_obey_a_newer_head_is_not_heard_and_ends_nobody
+    ),
+    "no connection may come back": (
+        absent.test_a_newcomer_that_does_not_hear_of_its_change_after_an_absence_is_asked_again
+    ),
+    "groups that always break on one node are rebuilt for ever": (
+        rebuilt.test_a_node_on_which_every_group_breaks_is_ejected_and_the_others_go_on
+    ),
+    "a leaver that hangs is waited for": partial(
+        absent.test_a_node_that_hangs_is_ejected_from_a_generation_in_which_nobody_computes_yet, True
+    ),
+    "of nodes that are stuck all are to blame": (
+        absent.test_of_nodes_that_are_all_stuck_the_one_whose_device_computes_is_to_blame
+    ),
+    "each release is a generation": partial(
+        planned.test_nodes_that_are_released_in_one_turn_leave_in_one_generation, 2
+    ),
+    "a checkpoint that turns up does not stop a start": (
+        saved.test_one_that_turns_up_after_the_run_went_on_from_before_it_is_set_aside
+    ),
     "finished nodes are not counted": failures.test_the_end_the_main_members_exit_code_decides,
     "a failed script is not noticed": (
         failures.test_the_same_exception_on_two_nodes_ends_the_run_another_one_is_the_nodes_own

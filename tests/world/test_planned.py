@@ -47,8 +47,8 @@ def test_joins_and_leaves_that_are_known_together_are_one_generation() -> None:
     rig.change()
     rig.change()
     assert rig.r.members == [2, 3, 4]
-    assert rig.r.history.completed[-1].kind is ChangeKind.MIXED
-    assert "walltime" in rig.r.history.completed[-1].reason
+    assert rig.completed[-1].change.kind is ChangeKind.MIXED
+    assert "walltime" in rig.completed[-1].change.reason
 
 
 def test_a_newcomer_that_does_not_vote_is_given_up_and_one_that_hears_nothing_waits() -> None:
@@ -100,7 +100,7 @@ def test_a_leaver_that_alone_has_the_state_hands_it_over_first() -> None:
     rig.change()
     rig.change()
     assert rig.r.members == [2]
-    assert [d.kind for d in rig.r.history.completed] == [ChangeKind.START, ChangeKind.ABSORB, ChangeKind.RELEASE]
+    assert [done.change.kind for done in rig.completed] == [ChangeKind.START, ChangeKind.ABSORB, ChangeKind.RELEASE]
 
 
 def test_last_member_leaving_suspends_with_a_checkpoint_and_it_goes_on_from_there() -> None:
@@ -248,8 +248,8 @@ def test_the_pause_is_told_in_parts_of_the_node_that_stood_still_the_longest() -
         parts = Pause(drain=pause_s / 2, state=pause_s / 2)
         switch = Switch(generation=2, first_step=3, pause_s=pause_s, parts=parts, bytes_in_pause=10, bytes_behind=5)
         rig.arrive(n, 2, 3, switch=switch)
-    done = rig.r.history.completed[-1]
-    assert (done.kind, done.members, done.joined, done.left) == (ChangeKind.ABSORB, 2, [2], [])
+    told, done = rig.completed[-1], rig.completed[-1].change
+    assert (done.kind, told.members, told.joined, told.left) == (ChangeKind.ABSORB, (1, 2), (2,), ())
     assert (done.first_step, done.pause_s, done.parts) == (3, 0.5, Pause(drain=0.25, state=0.25))
     assert (done.bytes_in_pause, done.bytes_behind) == (20, 10)
 
@@ -282,7 +282,7 @@ def test_who_is_released_with_a_lower_limit_is_not_replaced_by_a_standby() -> No
     rig.release(1, limit=2)
     rig.change()
     assert (rig.r.members, rig.r.standbys()) == ([2, 3], [4])
-    assert rig.r.history.completed[-1].kind is ChangeKind.RELEASE
+    assert rig.completed[-1].change.kind is ChangeKind.RELEASE
     rig.limit(3)
     rig.change()
     assert rig.r.members == [2, 3, 4]
@@ -319,7 +319,7 @@ def test_a_leaver_that_missed_the_generation_after_a_loss_breaks_nothing_and_hea
     assert rig.r.root.highest == 3
     rig.say(1, left=3, given_up=1)
     rig.arrive(2, 3)
-    assert [done.record.generation for done in rig.completed] == [1, 3]
+    assert [done.change.generation for done in rig.completed] == [1, 3]
 
 
 def test_when_all_leave_at_once_one_hands_the_state_over_first() -> None:
@@ -342,7 +342,7 @@ def test_who_goes_at_the_same_time_as_a_newcomer_comes_is_told_with_all_members_
     rig.change()
     done = rig.completed[-1]
     assert done.members == (2, 3)
-    assert (done.record.kind, done.record.joined, done.record.left) == (ChangeKind.MIXED, [3], [1])
+    assert (done.change.kind, done.joined, done.left) == (ChangeKind.MIXED, (3,), (1,))
 
 
 def test_a_newcomer_whose_generation_was_overtaken_by_the_end_is_not_waited_for() -> None:

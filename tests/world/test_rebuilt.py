@@ -18,7 +18,7 @@ def test_a_killed_member_interrupts_the_others_at_once() -> None:
     assert set(told) == {1, 3}
     assert all(o.broken == 1 and o.plan is not None and o.plan.interrupt for o in told.values())
     rig.change(7)
-    assert (rig.r.members, rig.r.history.completed[-1].kind) == ([1, 3], ChangeKind.EJECT)
+    assert (rig.r.members, rig.completed[-1].change.kind) == ([1, 3], ChangeKind.EJECT)
 
 
 def test_a_vote_on_an_interrupting_plan_counts_only_from_one_that_has_given_the_old_generation_up() -> None:
@@ -280,7 +280,7 @@ def test_who_goes_before_the_generation_without_another_is_complete_is_told_of_w
     rig.fails(2)
     rig.gone(3, signal=9)
     rig.change()
-    assert rig.completed[-1].record.reason == "n1 (h2) is gone: ValueError: bad; n2 (h3) is gone: killed by signal 9"
+    assert rig.completed[-1].change.reason == "n1 (h2) is gone: ValueError: bad; n2 (h3) is gone: killed by signal 9"
 
 
 def test_why_a_generation_was_begun_that_never_became_complete_is_told_with_the_next() -> None:
@@ -306,8 +306,8 @@ def test_what_has_changed_is_told_of_generations_that_became_complete() -> None:
     turn = both(turn, rig.vote())
     for n in rig.r.members:
         turn = both(turn, rig.arrive(n, rig.r.root.generation))
-    done = rig.completed[-1].record
-    assert (done.kind, done.joined, done.left) == (ChangeKind.EJECT, [3], [2])
+    done = rig.completed[-1]
+    assert (done.change.kind, done.joined, done.left) == (ChangeKind.EJECT, (3,), (2,))
     (data,) = [i.data for i in turn.then if isinstance(i, ev.Log) and i.kind == "eject" and "joined" in i.data]
     assert (data["joined"], data["left"]) == ({"n2": "c"}, ["n1"])
 

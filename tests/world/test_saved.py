@@ -214,7 +214,7 @@ def test_going_back_while_newcomers_load_another_checkpoint() -> None:
     rig.tick(rig.at + 1, n)
     assert rig.ballot.plans.whole.checkpoints == ("/1-10",)
     rig.change(10)
-    assert rig.completed[-1].record.first_step == 10
+    assert rig.completed[-1].change.first_step == 10
 
 
 def test_who_comes_and_goes_meanwhile_is_not_mixed_up_with_it() -> None:

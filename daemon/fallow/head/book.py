@@ -236,7 +236,12 @@ class Run:
         """Do others train, or are about to begin without this node? Then it is absorbed once it is ready."""
         ballot = self.machine.state.ballot
         starting = ballot.members if ballot is not None else []
-        return any(map(self.roster.alive, self.roster.members)) or bool(starting and node not in starting)
+        return self.has_members or bool(starting and node not in starting)
+
+    @property
+    def has_members(self) -> bool:
+        """Is a member there? Asked at each heartbeat, so it does not look at all of them."""
+        return any(map(self.roster.alive, self.roster.members))
 
     def asks_as(self, allocation: Allocation) -> Asker:
         """In whose name a harvest job is asked for: one of normal priority is in the user's own."""

@@ -330,7 +330,7 @@ def agent_peer(allocation: Allocation, host: str) -> str:
 
 def generation_report(completed: ev.Completed, now: float) -> GenerationReport:
     """What people are told of a generation that has just become complete; `now`: Unix time."""
-    done = completed.record
+    done = completed.change
     return GenerationReport(
         generation=done.generation,
         kind=done.kind,
@@ -342,5 +342,5 @@ def generation_report(completed: ev.Completed, now: float) -> GenerationReport:
         bytes_behind=done.bytes_behind,
         reason=done.reason,
         at=now,
-        took_s=done.took_s,
+        took_s=completed.took_s,
     )

@@ -35,8 +35,7 @@ def _is_superseded(roster: Roster, new: Checkpoint) -> bool:
     change = roster.root.change
     if change is not None and change.kind is ChangeKind.START and change.generation > new.generation:
         return True
-    begun = [(done.generation, done.first_step) for done in roster.history.completed if done.first_step is not None]
-    begun += [(back.generation, back.to_step) for back in roster.history.rollbacks]
+    begun = roster.history.first_steps + [(back.generation, back.to_step) for back in roster.history.rollbacks]
     return any(generation > new.generation and first < new.step for generation, first in begun)
 
 

@@ -96,25 +96,24 @@ def has_lost_its_group(m: State, node: Node, report: Report) -> bool:
 
 
 def has_lost_members(m: State) -> bool:
-    return bool(m.trouble.lost) and not m.roster.deserters()
+    return bool(m.trouble.lost)
 
 
 def group_broke(m: State) -> bool:
     """A group broke, and no news of a death came to explain it."""
     group = m.trouble.group
-    return group is not None and m.watch.now >= group.rebuild_at and not m.roster.deserters()
+    return group is not None and m.watch.now >= group.rebuild_at
 
 
 def generation_is_broken(m: State) -> bool:
     """The members' generation was given up when none of them was left, or a rollback is wanted."""
     root = m.roster.root
     is_broken = 0 < root.generation <= max(m.trouble.broken, root.rollback_below)
-    return is_broken and bool(m.roster.present()) and not m.roster.deserters()
+    return is_broken and bool(m.roster.present())
 
 
-def has_a_deserter(m: State) -> bool:
-    """A group with a member whose script has ended would be taken for one with a node that is cut off."""
-    return m.voting is not None and any(node.id in m.voting.members for node in m.roster.deserters())
+def is_voting(m: State) -> bool:
+    return m.voting is not None
 
 
 def is_spoiled(m: State) -> bool:
@@ -181,8 +180,8 @@ def is_late_and_heard(m: State) -> bool:
 
 
 def all_wait_s(m: State) -> float:
-    """For how long all members have waited for each other. Looked at with ticks only; a deserter explains a wait."""
-    if not m.is_tick or m.roster.deserters():
+    """For how long all members have waited for each other. Looked at with ticks only."""
+    if not m.is_tick:
         return 0.0
     return min((m.watch.waited_s(n) for n in m.inside() if m.roster.alive(n)), default=0.0)
 
@@ -197,7 +196,7 @@ def all_wait_in_vain(m: State) -> bool:
 
 def change_is_due(m: State) -> bool:
     """A planned change needs every vote, so none is begun while a participant is not heard."""
-    if not m.is_changed or m.watch.now < m.trouble.retry_at or m.roster.deserters():
+    if not m.may_be_due or m.watch.now < m.trouble.retry_at:
         return False
     proposal = planned(m.roster, m.has_state)
     if proposal is None or put_off_s(m.roster, proposal, m.watch.now - m.watch.committed_at):

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from fallow.core.nodes import records
 from fallow.core.nodes.messages import Checkpoint, Order, Report
+from fallow.core.nodes.records import Change
 from fallow.model import RunStatus
 
 
@@ -175,10 +175,15 @@ class Log:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """A generation became complete: all of its members compute in it. `members` are in rank order."""
+    """A generation became complete: all of its members compute in it."""
 
-    record: records.Completed
+    change: Change
     members: tuple[int, ...]
+    "in rank order"
+    joined: tuple[int, ...]
+    left: tuple[int, ...]
+    "since the last generation that became complete"
+    took_s: float
 
 
 @dataclass(frozen=True, slots=True)

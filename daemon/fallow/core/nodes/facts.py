@@ -26,7 +26,6 @@ def recover(m: State, report: Report) -> None:
             m.voting.spoiled = "the store has lost what was written last"
     if report.generation > max(root.generation, m.trouble.broken):
         m.trouble.broken = m.trouble.recovered = report.generation
-        m.is_changed = True
         m.outbox.log(
             "recover", f"{m.roster.name(report.node)} is in generation {report.generation}, which the store lost"
         )
@@ -42,7 +41,7 @@ def resend(m: State, node: Node, report: Report) -> None:
 def take_back(m: State, node: Node, report: Report) -> None:
     """The node was only not heard. If nothing was committed without it, it is a member as before."""
     r, voting, text = m.roster, m.voting, f"{m.roster.name(node.id)} is heard again"
-    r.touch(node).ended, m.is_changed = "", True
+    r.touch(node).ended = ""
     if node.seat:
         node.phase = MemberPhase.LEAVING if node.leaving else MemberPhase.MEMBER
         m.trouble.lost.pop(node.id, None)
@@ -147,7 +146,6 @@ def note_ready(m: State, node: Node, report: Report) -> None:
         return
     r.touch(node).phase, node.accepted, r.root.start_failures = MemberPhase.READY, True, 0
     m.tell([node.id])
-    m.is_changed = True
 
 
 def note_fault(m: State, node: Node, report: Report) -> None:
@@ -190,7 +188,7 @@ def note_finished(m: State, node: Node, report: Report) -> None:
     assert new is not None
     r.touch(node).finished, node.step = True, new.steps
     r.mark("root")
-    m.finished_at[node.id], m.is_changed = m.watch.now, True
+    m.finished_at[node.id] = m.watch.now
     if root.final is None:
         root.final = new
         root.main = root.first if new.generation == root.generation else root.first_before

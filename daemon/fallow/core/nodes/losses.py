@@ -27,7 +27,6 @@ _ENV = "env:// rendezvous"
 def lose(m: State, node: Node, reason: str, phase: MemberPhase = MemberPhase.GONE) -> None:
     """The node is gone, or (SILENT) given up."""
     r, name, before = m.roster, m.roster.name(node.id), node.phase
-    m.is_changed = True
     r.touch(node).phase = phase
     node.ended = reason if before is MemberPhase.SILENT else node.ended or reason
     if phase is MemberPhase.GONE and node.seat and r.root.scripted and not r.finishing:
@@ -70,7 +69,6 @@ def dismiss(m: State, node: Node, code: Exit, reason: str, *, kill: bool = False
     node.ended = node.ended or reason
     m.outbox.ends[node.id] = End(code=code, reason=reason, kill=kill, stack=stack)
     m.tell([node.id])
-    m.is_changed = True
 
 
 def end_early(m: State, node: Node, event: ev.Gone) -> None:

@@ -89,9 +89,9 @@ class Machine:
         """
         m, is_tick = self.state, isinstance(event, ev.Ticked)
         m.at, m.is_tick = event.at, is_tick
+        m.may_be_due = m.may_be_due or isinstance(event, ev.Ticked | ev.Gone | ev.Rollback)
         if is_tick:
             m.watch.advance(event.at)
-            m.is_changed = True
             m.is_listening = m.is_listening and m.watch.now < m.timing.listen_s and not m.watch.heard_all()
         elif not isinstance(event, ev.Reported):
             m.story.append(str(event))
@@ -112,12 +112,13 @@ class Machine:
             phase = m.phase
             rule = next((rule for rule in tables.RUN[phase] if rule.condition(m)), None)
             if rule is None:
-                m.is_changed = False
+                m.may_be_due = False
                 return
             name = f"{phase}: {rule.name}"
             self.carried_out[name] += 1
             m.story.append(f"{m.at:.2f} {name}")
             rule.action(m)
+            m.may_be_due = True
         raise InvalidMembership(f"run {m.roster.root.run} does not come to rest:\n" + "\n".join(m.story))
 
     # -- nodes --------------------------------------------------------------------------------------------------------
@@ -161,7 +162,7 @@ class Machine:
             self._take_facts(node, report)
 
     def _take_facts(self, node: Node, report: Report) -> None:
-        m = self.state
+        m, before = self.state, node.phase
         if m.roster.root.status.ended:
             if not m.outbox.has_heard(node.id, report):
                 resend(m, node, report)
@@ -172,6 +173,7 @@ class Machine:
                 fact.action(m, node, report)
                 if m.roster.root.status.ended:
                     return
+        m.may_be_due = m.may_be_due or node.phase is not before
 
     def _lose(self, event: ev.Gone) -> None:
         m, node = self.state, self.roster.nodes.get(event.node)
@@ -194,7 +196,6 @@ class Machine:
         elif node.phase is not MemberPhase.GONE:
             losses.end_early(m, node, event)
         losses.forget_if_unneeded(m, node)
-        m.is_changed = True
 
     # -- what people and Slurm want -----------------------------------------------------------------------------------
 
@@ -256,7 +257,7 @@ class Machine:
         from_step = checkpoints.roll_back(r, event.step)
         text = f"rolled back to step {event.step}"
         m.outbox.log("rollback", f"{text}, from step {from_step}", step=event.step, from_step=from_step)
-        r.root.complete, r.root.rollback_below, m.is_changed = 0, r.root.highest, True
+        r.root.complete, r.root.rollback_below = 0, r.root.highest
         r.mark("root")
         if m.voting is not None:
             m.voting.spoiled = text

@@ -14,7 +14,7 @@ from fallow.core.nodes.links import to_drop
 from fallow.core.nodes.messages import Peer, Plan
 from fallow.core.nodes.names import member_name
 from fallow.core.nodes.proposals import Proposal, after_loss, planned
-from fallow.core.nodes.records import Change, Completed, FailureKind, Node
+from fallow.core.nodes.records import Change, FailureKind, Node
 from fallow.core.nodes.roster import check_of
 from fallow.core.nodes.state import Ballot, Plans, State
 from fallow.core.nodes.watch import DEAF_S, Overdue
@@ -24,7 +24,7 @@ from fallow.text import counted
 ATTEMPTS = 3
 """Generations in which the same step may come to nothing."""
 KEPT = 50
-"""Generations in the history."""
+"""Generations whose first step is remembered."""
 
 _STUCK = (
     "step {step}: in {times} generations one after the other all members have waited for each other, for {s:.0f} s in "
@@ -144,7 +144,7 @@ def _suspend(m: State, leavers: list[int], reason: str) -> None:
     """Nobody is left to go on."""
     r, root, code = m.roster, m.roster.root, m.trouble.code
     m.tell(m.participants())
-    m.ballot, m.is_changed = None, True
+    m.ballot = None
     m.trouble.code = m.trouble.group = None
     m.trouble.lost.clear()
     root.change = root.change if root.old_may_step else None
@@ -209,15 +209,7 @@ def _plans(m: State, change: Change, members: list[int], wait_s: float) -> Plans
     if follows and [n for n in old if n in chosen] + [peer.node for peer in more] == members:
         without = tuple(n for n in old if n not in chosen)
         delta = msgspec.structs.replace(whole, base=root.generation, without=without, more=more)
-    leaver = Plan(
-        generation=change.generation,
-        replaces=change.replaces,
-        leave=True,
-        suspends=not members,
-        interrupt=change.interrupt,
-        timeout_s=wait_s,
-        outcome=root.outcome,
-    )
+    leaver = msgspec.structs.replace(whole, more=(), check=0, checkpoints=(), leave=True, suspends=not members)
     return Plans(delta, whole, leaver)
 
 
@@ -231,7 +223,7 @@ def burn(m: State, reason: str = "", patience_s: float | None = None) -> None:
     m.outbox.log("abort", f"generation {ballot.change.generation}: {reason or ballot.spoiled}")
     m.trouble.retry_at = m.watch.now + (ballot.patience_s if patience_s is None else patience_s)
     m.tell(ballot.participants)
-    m.ballot, m.is_changed = None, True
+    m.ballot = None
 
 
 def burn_late(m: State) -> None:
@@ -344,7 +336,7 @@ def complete(m: State) -> None:
     r, root, ballot = m.roster, m.roster.root, m.ballot
     assert ballot is not None
     change, m.ballot = ballot.change, None
-    root.change, root.old_may_step, m.is_changed = None, False, True
+    root.change, root.old_may_step = None, False
     root.discarded += change.discarded
     # Generations in between may never have become complete: what they changed is told with this one.
     before, r.history.members = r.history.members, list(r.members)
@@ -361,9 +353,12 @@ def complete(m: State) -> None:
     }
     if r.members:
         root.status, root.complete, root.rollback_below = RunStatus.TRAINING, change.generation, 0
-        _remember(m, change, joined, left)
-        first_step, pause_s = change.first_step, change.pause_s
+        first_step, pause_s, took_s = change.first_step, change.pause_s, m.at - change.began_at
+        if first_step is not None:
+            r.history.first_steps = [*r.history.first_steps, (change.generation, first_step)][-KEPT:]
         m.outbox.log(change.kind.value, text, members=len(r.members), first_step=first_step, pause_s=pause_s, **data)
+        done = ev.Completed(change, tuple(r.members), tuple(joined), tuple(left), took_s)
+        m.outbox.instructions.append(done)
     else:
         root.status = RunStatus.SUSPENDED
         m.outbox.log("suspend", f"{text}; the run goes on from {_kept(m)}", **data)
@@ -376,25 +371,6 @@ def complete(m: State) -> None:
 def _without(nodes: list[int], others: Iterable[int]) -> list[int]:
     known = set(others)
     return [n for n in nodes if n not in known]
-
-
-def _remember(m: State, change: Change, joined: list[int], left: list[int]) -> None:
-    done = Completed(
-        generation=change.generation,
-        kind=change.kind,
-        members=len(m.roster.members),
-        joined=joined,
-        left=left,
-        reason=change.reason,
-        first_step=change.first_step,
-        pause_s=change.pause_s,
-        parts=change.parts,
-        bytes_in_pause=change.bytes_in_pause,
-        bytes_behind=change.bytes_behind,
-        took_s=m.at - change.began_at,
-    )
-    m.roster.history.completed = [*m.roster.history.completed, done][-KEPT:]
-    m.outbox.instructions.append(ev.Completed(done, tuple(m.roster.members)))
 
 
 def _kept(m: State) -> str:

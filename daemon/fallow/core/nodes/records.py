@@ -134,23 +134,6 @@ class Root(msgspec.Struct, kw_only=True):
     traceback: str = ""
 
 
-class Completed(msgspec.Struct, kw_only=True):
-    """A generation that became complete, and what it changed since the one that was complete before it."""
-
-    generation: int
-    kind: ChangeKind
-    members: int
-    joined: list[int]
-    left: list[int]
-    reason: str
-    first_step: int | None
-    pause_s: float
-    parts: Pause
-    bytes_in_pause: int
-    bytes_behind: int
-    took_s: float
-
-
 class WentBack(msgspec.Struct, kw_only=True):
     """A rollback by hand: steps after `to_step` that were done before are done again."""
 
@@ -163,7 +146,8 @@ class WentBack(msgspec.Struct, kw_only=True):
 class History(msgspec.Struct, kw_only=True):
     members: list[int] = []
     "of the newest generation that became complete, in rank order"
-    completed: list[Completed] = []
+    first_steps: list[tuple[int, int]] = []
+    "(generation, first step) of those that became complete, the newest"
     rollbacks: list[WentBack] = []
 
 

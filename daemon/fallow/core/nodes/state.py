@@ -23,6 +23,8 @@ from fallow.model import Exit, MemberPhase, RunStatus
 class RunPhase(StrEnum):
     LISTENING = "listening"
     "a head has come back: it decides nothing before it has heard the nodes"
+    DESERTED = "deserted"
+    "a member's script has ended in the middle of the training: its exit code tells what follows"
     EMPTY = "empty"
     "no member is there"
     STEADY = "steady"
@@ -173,8 +175,8 @@ class State:
         self.story: deque[str] = deque(maxlen=200)
         "the newest events and rules, for error messages"
         self.is_listening = any(node.alive for node in roster.nodes.values())
-        self.is_tick = self.is_changed = True
-        "is this a tick? may a planned change have become due?"
+        self.is_tick = self.may_be_due = True
+        "is this a tick? may a planned change have become due? Most reports change nothing, and nodes are many"
         self._main = 0
         "the node that was told so"
         self._restore()
@@ -204,6 +206,8 @@ class State:
             return RunPhase.LISTENING
         if self.roster.finishing:
             return RunPhase.FINISHING
+        if self.roster.deserters():
+            return RunPhase.DESERTED
         if voting is not None:
             if voting.change.probe:
                 return RunPhase.PROBING

@@ -67,6 +67,7 @@ NODE: tuple[Fact, ...] = (
 
 RUN: dict[RunPhase, tuple[Rule, ...]] = {
     RunPhase.LISTENING: (),
+    RunPhase.DESERTED: (Rule("a generation is voted on", when.is_voting, moves.await_deserter),),
     RunPhase.EMPTY: (
         Rule("the last member is lost", when.has_lost_members, moves.rebuild_lost),
         Rule("enough nodes are ready", when.change_is_due, moves.prepare),
@@ -82,7 +83,6 @@ RUN: dict[RunPhase, tuple[Rule, ...]] = {
     RunPhase.PREPARING: (
         Rule("a member is lost", when.has_lost_members, moves.rebuild_lost),
         Rule("the group broke", when.group_broke, moves.rebuild_group),
-        Rule("a member has deserted", when.has_a_deserter, moves.await_deserter),
         Rule("it is spoiled", when.is_spoiled, moves.burn),
         Rule("links are cut", when.is_explained, moves.drop_newcomers),
         Rule("all have voted, and what was before is over", when.may_commit, moves.commit),
@@ -91,7 +91,6 @@ RUN: dict[RunPhase, tuple[Rule, ...]] = {
     RunPhase.PROBING: (
         Rule("a member is lost", when.has_lost_members, moves.rebuild_lost),
         Rule("the group broke", when.group_broke, moves.rebuild_group),
-        Rule("a member has deserted", when.has_a_deserter, moves.await_deserter),
         Rule("it is spoiled", when.is_spoiled, moves.burn),
         Rule("links are cut", when.is_explained, moves.drop_cut_off),
         Rule("all have voted", when.is_unanimous, moves.burn_reachable),
@@ -99,7 +98,6 @@ RUN: dict[RunPhase, tuple[Rule, ...]] = {
     ),
     RunPhase.REBUILDING: (
         Rule("another member is lost", when.has_lost_members, moves.rebuild_lost),
-        Rule("a member has deserted", when.has_a_deserter, moves.await_deserter),
         Rule("it is spoiled", when.is_spoiled, moves.rebuild_again),
         Rule("links are cut", when.is_explained, moves.drop_cut_off),
         Rule("a group could not be built", when.group_broke, moves.rebuild_group),
