@@ -397,7 +397,7 @@ async def test_a_run_that_cannot_even_be_ended_is_left_alone(tmp_path: Path, mon
         assert bad.run not in head.head._book.current
         assert await head.call("shrink", run=good.run, by=1) == 3
         sources = [error.source for error in (await head.snapshot()).head.internal_errors]
-        assert sources == ["end", "store"]
+        assert sources == ["end", "end"]
 
 
 def test_a_peer_at_whose_messages_the_head_fails_is_heard_ever_later() -> None:
