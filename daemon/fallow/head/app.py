@@ -19,6 +19,7 @@ from fallow.config import Config
 from fallow.control.server import ControlServer
 from fallow.core.network import port_range
 from fallow.core.nodes.watch import Timing
+from fallow.core.protocol.agents import FromAgent
 from fallow.files import Paths, write_struct
 from fallow.head import accounts, saved
 from fallow.head.agents import Agents
@@ -277,8 +278,7 @@ class Head:
     async def _hear(self) -> None:
         while True:
             for _ in range(HEARD_AT_ONCE):
-                peer, message = await self._router.recv()
-                self._inbox.put_nowait(Heard(peer, message, steady()))
+                self._receive(*await self._router.recv())
             # What is there is received without waiting, and then nobody else would ever have a turn.
             await asyncio.sleep(0)
 
@@ -292,8 +292,13 @@ class Head:
 
     async def _drain(self) -> None:
         """Take in what lies in the socket."""
-        for peer, message in await self._router.received(DRAINED):
-            self._inbox.put_nowait(Heard(peer, message, steady()))
+        for received in await self._router.received(DRAINED):
+            self._receive(*received)
+
+    def _receive(self, peer: str, message: FromAgent) -> None:
+        at = steady()
+        if not self._quarantine.holds(peer, at):
+            self._inbox.put_nowait(Heard(peer, message, at))
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
@@ -377,8 +382,7 @@ class Head:
         """Let the machines have an item; returns what tells its sender, once the turn is durable."""
         match item:
             case Heard(peer, message, at):
-                if not self._quarantine.holds(peer, turn.at):
-                    self._agents.hear(turn, peer, message, at)
+                self._agents.hear(turn, peer, message, at)
             case Tick():
                 self._tick_queued = False
                 saved.adopt(turn)
