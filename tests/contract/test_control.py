@@ -74,7 +74,6 @@ class Head:
 
 def head_file(folder: Path, **changes: Any) -> Path:
     values = {
-        "protocol": 1,
         "version": "1",
         "host": socket.gethostname(),
         "pid": os.getpid(),

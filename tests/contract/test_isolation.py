@@ -20,7 +20,7 @@ from fallow.core.nodes.messages import Report
 from fallow.core.protocol.agents import Beat, EndNoted, Setup
 from fallow.head.agents import Agents
 from fallow.head.book import Run, RunRecord
-from fallow.head.faults import MAX_KINDS, TEXT, Faults
+from fallow.head.faults import MAX_KINDS, MENDED_S, TEXT, Faults, Quarantine
 from fallow.head.inbox import Due, Heard
 from fallow.head.turn import Turn, agent_peer
 from fallow.model import (
@@ -208,6 +208,7 @@ def hello(head: Serving, run: str, **more: Any) -> Heard:
 async def test_what_a_failed_message_half_did_is_undone_and_the_others_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("fallow.head.faults.FIRST_PAUSE_S", 0.0)
     async with serving(tmp_path) as head:
         made = [await head.create(name, local=False) for name in ("bad", "good")]
         book = head.head._book
@@ -321,6 +322,7 @@ async def test_what_the_machine_itself_fails_at_costs_its_run_that_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run goes on from its records: an event that fails each time is no crash loop."""
+    monkeypatch.setattr("fallow.head.faults.FIRST_PAUSE_S", 0.0)
     async with serving(tmp_path) as head:
         made = [await head.create(name, local=False) for name in ("bad", "good")]
         book = head.head._book
@@ -348,6 +350,69 @@ async def test_what_the_machine_itself_fails_at_costs_its_run_that_turn(
         assert good.root.contract is not None
         (error,) = (await head.snapshot()).head.internal_errors
         assert (error.source, error.run, error.count) == ("message Beat", bad.id, 5)
+
+
+async def test_a_node_whose_every_message_fails_does_not_keep_its_run_from_going_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path) as head:
+        new = await head.create(local=False)
+        await take(head, hello(head, new.run))
+        peer, fails = hello(head, new.run).peer, 0
+
+        def fail(*_: object) -> None:
+            nonlocal fails
+            fails += 1
+            raise ZeroDivisionError("each time")
+
+        monkeypatch.setattr(Agents, "_beat", fail)
+        for _ in range(10):
+            await take(head, Heard(peer, Beat(), 0.0))
+        assert fails == 1, "what comes right behind is not heard"
+        assert not head.head._book.runs[new.run].ended
+
+
+async def test_a_run_that_fails_and_whose_records_cannot_be_read_any_more_ends_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path) as head:
+        bad, good = [await head.create(name, local=False) for name in ("bad", "good")]
+        await take(head, hello(head, bad.run))
+        await head.head._durable.store.save([Write(f"run/{bad.run}/record", None, b"\xc1")], [])
+        monkeypatch.setattr(Agents, "_beat", lambda *_: 1 // 0)
+        await take(head, Heard(hello(head, bad.run).peer, Beat(), 0.0))
+        views = {view.run: view for view in (await head.snapshot()).runs}
+        assert (views[bad.run].status, views[good.run].status) == (RunStatus.FAILED, RunStatus.WAITING)
+        assert "it could not be made anew from its record" in views[bad.run].message
+
+
+async def test_a_run_that_cannot_even_be_ended_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(tmp_path) as head:
+        bad, good = [await head.create(name, local=False) for name in ("bad", "good")]
+        await take(head, hello(head, good.run))
+        run = head.head._book.runs[bad.run]
+        monkeypatch.setattr(run.machine, "handle", lambda _: 1 // 0)
+        run.root.highest = 2**64  # no record can hold it
+        await head.head._recovery.end(run, "of a test")
+        assert bad.run not in head.head._book.current
+        assert await head.call("shrink", run=good.run, by=1) == 3
+        sources = [error.source for error in (await head.snapshot()).head.internal_errors]
+        assert sources == ["end", "store"]
+
+
+def test_a_peer_at_whose_messages_the_head_fails_is_heard_ever_later() -> None:
+    quarantine, now, waits = Quarantine(), 100.0, []
+    for _ in range(9):
+        quarantine.add("peer", now)
+        began = now
+        while quarantine.holds("peer", now):
+            now += 0.5
+        waits.append(now - began)
+    assert waits == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
+    assert not quarantine.holds("other", now)
+    now += MENDED_S + 60.0
+    quarantine.add("peer", now)
+    assert not quarantine.holds("peer", now + 1.0)
 
 
 def report(**what: Any) -> Report:

@@ -1,4 +1,4 @@
-"""torchrun's rendezvous backend against the real membership machine and rendezvous store, agents as threads."""
+"""torchrun's rendezvous backend against the real membership machine and gathers, torchrun's agents as threads."""
 
 from __future__ import annotations
 
@@ -7,39 +7,44 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("torch")
 psutil = pytest.importorskip("psutil")
 
-from fallow.head.rendezvous import Rendezvous  # noqa: E402
 from torch.distributed import DistStoreError, TCPStore  # noqa: E402
 from torch.distributed.elastic.rendezvous import RendezvousInfo  # noqa: E402
 from torch.distributed.elastic.utils import store as store_util  # noqa: E402
 
-from fallow.core import events as ev  # noqa: E402
-from fallow.core.membership import Membership  # noqa: E402
-from fallow.core.roster import Roster  # noqa: E402
-from fallow.core.timing import Timing  # noqa: E402
-from fallow.model import (  # noqa: E402
-    Beat,
-    BeatAck,
-    Finished,
-    FromWorker,
-    KvRequest,
-    RunStatus,
-    ToWorker,
-    Welcome,
-    WorkerHello,
-)
+from fallow.agent.merge import Facts, merge_report  # noqa: E402
+from fallow.core.nodes import events as ev  # noqa: E402
+from fallow.core.nodes.gather import Gathers  # noqa: E402
+from fallow.core.nodes.machine import Machine  # noqa: E402
+from fallow.core.nodes.messages import Gather, Report  # noqa: E402
+from fallow.core.nodes.names import member_name  # noqa: E402
+from fallow.core.nodes.records import Root  # noqa: E402
+from fallow.core.nodes.roster import Roster  # noqa: E402
+from fallow.core.nodes.watch import Timing  # noqa: E402
+from fallow.core.protocol.agents import News, Setup  # noqa: E402
+from fallow.core.protocol.workers import FromWorker, Heard, Part, Start, Status, ToWorker  # noqa: E402
+from fallow.model import RunStatus  # noqa: E402
 from fallow.worker.session.session import Session  # noqa: E402
 from fallow.worker.torchrun.backend import Handler  # noqa: E402
 
 WITHIN_S = 90.0
+SETUP = Setup(
+    run="r",
+    folder="f",
+    seed=0,
+    max_workers=4,
+    beat_s=0.05,
+    lease_s=9.0,
+    patience_s=9.0,
+    checkpoint_folder="c",
+)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -50,17 +55,16 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 class Head:
-    """One run's machine and store on a thread; every message goes through its queue, as in the real one."""
+    """One run's machine and gathers on a thread; every message goes through its queue, as in the real one."""
 
     def __init__(self) -> None:
-        roster = Roster(run="r", min_members=2, max_members=4, limit=4, scripted=True)
-        self.machine = Membership(roster, term=1, timing=Timing(held_grace_s=0.05), at=time.monotonic(), validate=True)
-        self.rendezvous = Rendezvous()
-        self.say: dict[str, Callable[[ToWorker], None]] = {}
+        roster = Roster(Root(run="r", minimum=2, maximum=4, limit=4, scripted=True))
+        self.machine = Machine(roster, term=1, timing=Timing(held_grace_s=0.05), at=time.monotonic(), validate=True)
+        self.gathers = Gathers()
+        self.agents: dict[str, Agent] = {}
+        "by host"
         self.late: Callable[[], bool] | None = None
-        "messages that a script has ended wait until this is true"
-        self.agents: list[Agent] = []
-        self._late: list[FromWorker] = []
+        "what is said of a script's end is kept back until this is true"
         self._inbox: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -72,12 +76,12 @@ class Head:
     def apply(self, event: ev.Event) -> None:
         self._inbox.put(lambda: self._apply(event))
 
-    def take(self, message: FromWorker) -> None:
-        self._inbox.put(lambda: self._take(message))
+    def take(self, agent: Agent, said: Report | Gather) -> None:
+        self._inbox.put(lambda: self._take(agent, said))
 
     def close(self) -> None:
-        for agent in self.agents:
-            if not agent.link.cut:
+        for agent in self.agents.values():
+            if not agent.cut:
                 agent.thread.join(WITHIN_S)
         self._inbox.put(None)
         self._thread.join(WITHIN_S)
@@ -91,86 +95,54 @@ class Head:
             if act is None:
                 return
             act()
-            self._answer(self.rendezvous.tick(time.monotonic()))
-            while self._late and self.late is not None and self.late():
-                self._apply(ev.Said(at=time.monotonic(), message=self._late.pop()))
-
-    def _take(self, message: FromWorker) -> None:
-        at, worker = time.monotonic(), message.worker if not isinstance(message, KvRequest) else ""
-        match message:
-            case KvRequest():
-                raise AssertionError
-            case Finished() if self.late is not None and not self.late():
-                self._late.append(message)
-                return
-            case WorkerHello():
-                self.say[worker](
-                    Welcome(
-                        term=1, run="r", seed=0, max_workers=4, beat_s=0.05, lease_s=9, head_patience_s=9, folder="f"
-                    )
-                )
-        self._apply(ev.Said(at=at, message=message))
-        if isinstance(message, Beat):
-            self.say[worker](BeatAck(term=1, ready=True))
-
-    def ask(self, worker: str, request: KvRequest) -> None:
-        self._inbox.put(lambda: self._answer(self.rendezvous.handle(worker, request, time.monotonic())))
-
-    def _answer(self, replies: list[tuple[str, Any]]) -> None:
-        for worker, reply in replies:
-            self.say[worker](reply)
 
     def _apply(self, event: ev.Event) -> None:
-        for instruction in self.machine.handle(event):
-            if isinstance(instruction, ev.Tell) and instruction.worker in self.say:
-                self.say[instruction.worker](instruction.message)
+        for instruction in self.machine.handle(event).then:
+            if isinstance(instruction, ev.Admitted):
+                self.agents[instruction.host].begin(instruction.node)
+            elif isinstance(instruction, ev.Send):
+                self._tell(instruction.node, instruction.order)
+        voting = self.machine.state.voting
+        if voting is not None:
+            self.gathers.open(voting.change.generation, voting.members)
 
-
-@dataclass
-class Link:
-    """A worker's end of the wire."""
-
-    head: Head
-    worker: str
-    cut: bool = False
-    last_heard: float = float("inf")
-
-    def start(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def send(self, message: FromWorker) -> None:
-        if self.cut:
+    def _take(self, agent: Agent, said: Report | Gather) -> None:
+        if isinstance(said, Report):
+            self._apply(ev.Reported(at=time.monotonic(), host=agent.host, report=said))
+            agent.hear(Heard(silent_s=0.0))
             return
-        if isinstance(message, KvRequest):
-            self.head.ask(self.worker, message)
-        else:
-            self.head.take(message)
+        answer, nodes = self.gathers.take(said)
+        for node in nodes:
+            assert answer is not None
+            self._tell(node, answer)
+
+    def _tell(self, node: int, message: ToWorker) -> None:
+        if node in self.roster.nodes:
+            self.agents[self.roster.nodes[node].host].hear(message)
 
 
-@dataclass
 class Agent:
-    """What torchrun's agent does, with a script that runs until it is told how to end."""
+    """A node: Fallow's agent and torchrun's, which is its worker, with a script that runs until it is told to end.
 
-    head: Head
-    number: int
-    met: list[RendezvousInfo] = field(default_factory=list)
-    exit: BaseException | None = None
-    fails: bool = False
-    "its script does, as soon as it is started"
+    Args:
+        head: of the run.
+        number: of the node, from 0.
+        fails: its script does, as soon as it is started.
+    """
 
-    def __post_init__(self) -> None:
-        self.name = f"w{self.number}"
-        self.head.agents.append(self)
-        self.link = Link(self.head, self.name)
+    def __init__(self, head: Head, number: int, *, fails: bool = False) -> None:
+        self.head, self.node, self.host, self.fails = head, number + 1, f"h{number}", fails
+        self.met: list[RendezvousInfo] = []
+        self.exit: SystemExit | None = None
+        self.cut = False
+        "the node is lost"
         self._ends = threading.Event()
-
-        def connect(on_message: Callable[[ToWorker], None], on_connect: Callable[[], None]) -> Link:
-            self.head.say[self.name] = on_message
-            return self.link
-
-        self.head.apply(ev.WorkerExpected(at=time.monotonic(), worker=self.name, token=f"t{self.number}", node="n"))
-        self.session = Session(self.name, "127.0.0.1", connect, grouped=False)
+        self._status, self._seq = Status(), 0
+        self.session = Session(self._connect, grouped=False)
+        head.agents[self.host] = self
+        head.apply(
+            ev.Expected(at=time.monotonic(), host=self.host, token=f"t{number}", boot=1, slots=1, entry="127.0.0.1")
+        )
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
@@ -185,31 +157,71 @@ class Agent:
 
     def die(self) -> None:
         """The node is lost."""
-        self.link.cut = True
-        self.head.apply(ev.WorkerGone(at=time.monotonic(), worker=self.name, reason="killed", signal=9))
+        self.cut = True
+        self.head.apply(ev.Gone(at=time.monotonic(), node=self.node, reason="killed", signal=9))
+
+    # -- the agent, and its channel to the worker
+
+    def begin(self, node: int) -> None:
+        """The head has admitted it."""
+        assert node == self.node
+        self.hear(Start(worker=member_name(node), node=node, slot=0, slots=1, address="127.0.0.1", setup=SETUP))
+        self.hear(News(term=1))
+
+    def hear(self, message: ToWorker) -> None:
+        if not self.cut:
+            self._on_message(message)
+
+    def _connect(self, on_message: Callable[[ToWorker], None], on_end: Callable[[str], None]) -> Agent:
+        self._on_message = on_message
+        return self
+
+    def start(self) -> None: ...
+
+    def close(self, flush_s: float) -> None: ...
+
+    def send(self, message: FromWorker) -> None:
+        if self.cut:
+            return
+        if isinstance(message, Part):
+            part = Gather(node=self.node, generation=message.generation, key=message.key, part=message.part)
+            self.head.take(self, part)
+            return
+        is_late = self.head.late is not None and not self.head.late()
+        self._status = msgspec.structs.replace(message, finish=None) if is_late else message
+        self.head.take(self, self._report())
+
+    def _report(self) -> Report:
+        self._seq += 1
+        return merge_report([Facts(self._status)], node=self.node, boot=1, seq=self._seq)
+
+    # -- torchrun's agent
 
     def _run(self) -> None:
+        self.session.open()
+        handler = Handler(self.session)
         try:
-            welcome = self.session.open()
-            handler = Handler(self.session, welcome.run, welcome.max_workers)
-            while not self.link.cut:
-                info = handler.next_rendezvous()
-                self.met.append(info)
-                while not self.fails and not self._ends.is_set() and not handler.num_nodes_waiting():
-                    if self.link.cut:
-                        return
-                    time.sleep(0.005)
-                if self._ends.is_set():
-                    with contextlib.suppress(DistStoreError):
-                        store_util.barrier(info.store, info.world_size, "torchelastic/agent/terminal_state", 2.0)
-                    raise SystemExit(0)
+            self._serve(handler)
         except SystemExit as ended:
             self.exit = ended
-            if not self.link.cut:
-                gone = ev.WorkerGone(at=time.monotonic(), worker=self.name, reason="ended", code=int(str(ended.code)))
-                self.head.apply(gone)
-        finally:
-            self.session.close()
+        handler.shutdown()
+        if self.exit is not None and not self.cut:
+            code, report = int(str(self.exit.code)), self._report()
+            end = {"node": self.node, "host": self.host, "boot": 1, "reason": "ended", "code": code, "report": report}
+            self.head.apply(ev.Gone(at=time.monotonic(), **end))
+
+    def _serve(self, handler: Handler) -> None:
+        while not self.cut:
+            info = handler.next_rendezvous()
+            self.met.append(info)
+            while not self.fails and not self._ends.is_set() and not handler.num_nodes_waiting():
+                if self.cut:
+                    return
+                time.sleep(0.005)
+            if self._ends.is_set():
+                with contextlib.suppress(DistStoreError):
+                    store_util.barrier(info.store, info.world_size, "torchelastic/agent/terminal_state", 5.0)
+                raise SystemExit(0)
 
 
 @pytest.fixture
@@ -228,8 +240,8 @@ def test_e1_members_meet_anew_when_one_comes_leaves_or_is_lost(head: Head) -> No
     until(lambda: worlds(first, second) == [(0, 2), (1, 2)])
     third = Agent(head, 2)
     until(lambda: worlds(first, second, third) == [(0, 3), (1, 3), (2, 3)])
-    until(lambda: head.roster.change is None)
-    head.apply(ev.ReleaseWanted(at=time.monotonic(), workers=["w0"], reason="asked", limit=2))
+    until(lambda: head.roster.root.change is None)
+    head.apply(ev.Release(at=time.monotonic(), nodes=(1,), reason="asked", limit=2))
     until(lambda: worlds(second, third) == [(0, 2), (1, 2)])
     first.thread.join(WITHIN_S)
     assert isinstance(first.exit, SystemExit)
@@ -237,7 +249,7 @@ def test_e1_members_meet_anew_when_one_comes_leaves_or_is_lost(head: Head) -> No
     third.die()
     until(lambda: worlds(second) == [(0, 1)])
     second.end()
-    until(lambda: head.roster.status is RunStatus.FINISHED)
+    until(lambda: head.roster.root.status is RunStatus.FINISHED)
 
 
 def test_e1_agents_share_a_store_and_scripts_one_that_listens_on_the_nodes_address_alone(head: Head) -> None:
@@ -264,13 +276,13 @@ def test_e1_agents_share_a_store_and_scripts_one_that_listens_on_the_nodes_addre
     with pytest.raises(DistStoreError, match="over"):
         mine.wait(["never"])
     first.end()
-    until(lambda: head.roster.status is RunStatus.FINISHED)
+    until(lambda: head.roster.root.status is RunStatus.FINISHED)
 
 
 def test_e1_a_script_that_fails_again_and_again_ends_the_run(head: Head) -> None:
     agents = [Agent(head, 0, fails=True), Agent(head, 1, fails=True)]
-    until(lambda: head.roster.status is RunStatus.FAILED)
-    assert "4 times in a row with the same members" in head.roster.message
+    until(lambda: head.roster.root.status is RunStatus.FAILED)
+    assert "4 times in a row with the same members" in head.roster.root.message
     for agent in agents:
         agent.thread.join(WITHIN_S)
         assert [info.world_size for info in agent.met[:5]].count(2) == 4
@@ -280,15 +292,15 @@ def test_e1_e10_a_script_that_ends_while_a_change_is_on_its_way_is_not_waited_fo
     """Its end is told just after the head has committed a generation with it: the others go on in that one alone."""
     first, second = Agent(head, 0), Agent(head, 1)
     until(lambda: worlds(first, second) == [(0, 2), (1, 2)])
-    until(lambda: head.roster.change is None)
-    head.late = lambda: head.roster.generation == 2
+    until(lambda: head.roster.root.change is None)
+    head.late = lambda: head.roster.root.generation == 2
     first.end()
     third = Agent(head, 2)
     until(lambda: worlds(second, third) == [(0, 2), (1, 2)])
-    assert head.roster.members == ["w0", "w1", "w2"]
+    assert head.roster.members == [1, 2, 3]
     second.end()
     third.end()
-    until(lambda: head.roster.status is RunStatus.FINISHED)
+    until(lambda: head.roster.root.status is RunStatus.FINISHED)
     first.thread.join(WITHIN_S)
     assert first.exit is not None
 
@@ -301,7 +313,7 @@ def test_e1_e10_a_script_that_fails_when_another_has_ended_well_is_not_started_a
     first.end()
     until(lambda: head.roster.finishing)
     second.fails = True
-    until(lambda: head.roster.status is RunStatus.FINISHED)
+    until(lambda: head.roster.root.status is RunStatus.FINISHED)
     assert isinstance(second.exit, SystemExit)
     assert second.exit.code == 1
     assert "when others' scripts had ended well" in capsys.readouterr().err

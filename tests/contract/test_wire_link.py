@@ -55,7 +55,7 @@ class Setup:
         self.router = Router(keys.public, keys.secret, lambda key: key in self.allowed)
         endpoint = await self.router.start("127.0.0.1", port)
         head = HeadFile(
-            protocol=1, version="0", host="h", pid=1, term=1, endpoint=endpoint, public_key=keys.public,
+            version="0", host="h", pid=1, term=1, endpoint=endpoint, public_key=keys.public,
             control="", started_at=0.0,
         )  # fmt: skip
         write_struct(self.head_file, head)

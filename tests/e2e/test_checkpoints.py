@@ -59,7 +59,7 @@ class Head:
 
 def test_back_to_a_checkpoint_of_an_earlier_epoch_and_on(box: Box, plain: Callable[..., Any]) -> None:  # noqa: F811
     """Periodic ones come and go, one asked for by hand stays; the same processes go back to it, and on."""
-    words = [TINY, "--steps", "200", "--by-epoch", "--pace", "0.02", "--result", str(box.folder / "result.json")]
+    words = [TINY, "--steps", "400", "--by-epoch", "--pace", "0.02", "--result", str(box.folder / "result.json")]
     process = box.local(*words, schedule="+1@60", FALLOW_CHECKPOINT__INTERVAL_S="0.5")
     box.until(lambda view: view.step >= 20)
     head = Head(box)
@@ -89,8 +89,8 @@ def test_back_to_a_checkpoint_of_an_earlier_epoch_and_on(box: Box, plain: Callab
     assert len(head.events("rollback")) == 1
     done = box.finish(process)
     report = done.report
-    assert (done.code, report["status"], report["steps"]) == (0, "finished", 200), done.stderr
-    assert report["samples"] == {"consumed": expected_samples(200), "lost": 0, "duplicated": 0}
+    assert (done.code, report["status"], report["steps"]) == (0, "finished", 400), done.stderr
+    assert report["samples"] == {"consumed": expected_samples(400), "lost": 0, "duplicated": 0}
     assert [back["to_step"] for back in report["rolled_back"]] == [kept.step]
     assert report["steps_discarded"] == 0, "they went back in the middle of a step"
     for back in report["rolled_back"]:

@@ -64,7 +64,7 @@ def same(done: Done, undisturbed: dict[str, Any]) -> None:
 def gone(done: Done, worker: str, words: str) -> bool:
     """A generation without this worker says so, and why."""
     reasons = [generation["reason"] for generation in done.report["generations"]]
-    return any(f"{worker} on " in reason and words in reason for reason in reasons)
+    return any(f"{worker} (" in reason and words in reason for reason in reasons)
 
 
 def held_up_s(box: Box, harm: str, survivor: str) -> float:
@@ -137,9 +137,9 @@ def test_hangs_are_ended_at_their_deadlines_and_an_exception_on_every_member_end
     raised_at = {path.name.removeprefix("raise-"): float(path.read_text()) for path in box.folder.glob("raise-*")}
     assert raised_at.keys() == {"n0", "n3"}
     assert done.members[-1] in (["n0", "n3"], [max(raised_at, key=raised_at.__getitem__)])
-    assert "raises on purpose (step 40, on w" in done.report["message"]
+    assert "raises on purpose (step 40, on n" in done.report["message"]
     assert 'raise ValueError(f"{WORKER} raises on purpose")' in done.report["traceback"]
-    assert done.stderr.splitlines()[-1].startswith("fallow local: run is failed: ValueError: w")
+    assert done.stderr.splitlines()[-1].startswith("fallow local: run is failed: ValueError: n")
     log = next(box.folder.glob("fallow-local-*/state/runs/*/logs/n1.log")).read_text()
     assert "most recent call first" in log, "where it hung is in its log"
     assert "threading.py" in log

@@ -50,8 +50,8 @@ def lasting(slurm_installed: None) -> Iterator[Rig]:
         yield rig
 
 
-def test_a_run_grows_onto_idle_nodes_without_a_restart(rig: Rig) -> None:
-    training = rig.submit("--nodes=1:3")
+def test_a_run_grows_onto_idle_nodes_without_a_restart(lasting: Rig) -> None:
+    training = lasting.submit("--nodes=1:3")
     members = training.wait_members(3)
     base = members[0]
     assert base.allocation == "base"
@@ -171,8 +171,9 @@ def test_a_run_without_nodes_is_suspended_and_goes_on_by_itself(minutes: Minutes
     assert (first.first_step, first.kind, second.kind) == (0, "start", "start")
     # From the very step at which it stopped.
     assert written.text == f"checkpoint of step {second.first_step}"
-    steps = [step for trace in training.traces() for _, step, _ in trace.steps]
-    assert steps == list(range(training.steps))
+    # A node that leaves and its successor may be members of one generation, for the successor to get the state.
+    done = {(generation, step) for trace in training.traces() for generation, step, _ in trace.steps}
+    assert [step for _, step in sorted(done)] == list(range(training.steps))
     assert len(training.lines_after()) == 1
 
 

@@ -12,10 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from elastic_rig import LOOK_S, send, until
+import redis.asyncio
+from elastic_rig import LOOK_S, Rig, send, until
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
 
 from conftest import MakeRig, Undisturbed
-from fallow.core.nodes.names import member_name
 from fallow.model import RunStatus
 from lacking import lacks
 
@@ -94,6 +97,14 @@ async def test_s14_a_run_that_is_suspended_on_a_full_disk_keeps_what_was_saved_b
     assert [g.first_step for g in report.generations if g.kind == "start"] == [0, saved.step]
 
 
+async def overfill(rig: Rig) -> None:
+    """Use up what is left of the last block of the store's file: the little that a change takes may find room there."""
+    client = redis.asyncio.Redis(unix_socket_path=str(rig.paths.redis_socket), retry=Retry(NoBackoff(), 0))
+    with contextlib.suppress(RedisError):
+        await client.set("filler", b"x" * 8192)
+    await client.aclose()
+
+
 async def test_d8_a_full_state_folder_costs_no_training_and_not_the_head(
     make_rig: MakeRig, undisturbed: Undisturbed
 ) -> None:
@@ -105,6 +116,7 @@ async def test_d8_a_full_state_folder_costs_no_training_and_not_the_head(
             await run.arrive()
             await run.goes_on(3)
             filler = fill(rig.paths.state)
+            await overfill(rig)
             asked = asyncio.create_task(run.grow())
 
             async def problem() -> str:
@@ -148,7 +160,7 @@ async def test_s14_a_full_disk_costs_records_and_checkpoints_and_no_training(
             await rig.call("checkpoint", run=run.id)
 
             async def told(words: str) -> set[str]:
-                return {member_name(event.data["node"]) for event in await run.events("ledger") if words in event.text}
+                return {event.data["member"] for event in await run.events("ledger") if words in event.text}
 
             view = await run.view()
             while await told("cannot write down") != {"n0", "n1", "n2"}:

@@ -118,7 +118,7 @@ async def test_h3_r1_all_are_lost_and_many_come(make_rig: MakeRig, undisturbed: 
             run.kill(worker)
         await run.until(lambda view: view.status is RunStatus.SUSPENDED, "losing all does not suspend it")
         (lost,) = await run.events("lost")
-        assert "every member is gone" in lost.text
+        assert "no member is there" in lost.text
         assert "goes on from its beginning" in lost.text
         await run.arrive(4)
         await run.grow(3)
@@ -157,8 +157,8 @@ async def test_h3_all_raise_on_one_node(make_rig: MakeRig) -> None:
         report = await run.report()
         told = {event.kind for event in await run.events()}
     assert "a sample is broken" in report.message
-    assert f"(step {step}, on w" in report.message
-    assert "node n0 and again on w" in report.message
+    assert f"(step {step}, on n0 (" in report.message
+    assert "the only member" in report.message
     assert "a sample is broken" in report.traceback
     assert len(report.generations) <= 2
     assert told.isdisjoint({"bar", "lost"})
@@ -203,7 +203,9 @@ async def test_h9_s4_a_newcomer_that_dies_before_it_could_vote_is_not_waited_for
         await run.until(lambda view: view.change is not None, "nothing is begun")
         run.kill("n2")
         await run.until(lambda view: view.change is None and phase(view, "n2") is None, "it is waited for", 15)
-        assert await run.events("abort") == []
+        (abort,) = await run.events("abort")
+        assert "n2" in abort.text
+        assert "killed by signal 9" in abort.text
         await run.goes_on()
         report = await run.ends()
     judge(report, await undisturbed("--steps", 100))
@@ -372,16 +374,16 @@ async def test_s6_a_leaver_that_is_stopped_before_it_has_left(make_rig: MakeRig,
     judge(report, await undisturbed("--steps", 60))
     assert [g.kind for g in report.generations] == ["start", "eject"], [g.reason for g in report.generations]
     assert "n0" in report.generations[1].reason
-    assert "its process is stopped" in report.generations[1].reason
+    assert "one of its processes is stopped" in report.generations[1].reason
     assert report.steps_discarded == 1
 
 
 async def test_s6_a_newcomer_that_is_frozen_while_it_takes_over_the_state_does_no_harm_when_it_thaws(
     make_rig: MakeRig, undisturbed: Undisturbed
 ) -> None:
-    """With its agent, so that nobody can kill it: it wakes up in a generation that has been given up."""
+    """With its agent, so that only silence speaks against it: it wakes up in a generation that has been given up."""
     async with make_rig(membership__lease_s=1.5) as rig:
-        run = await (await rig.run("--steps", 60)).begin(2)
+        run = await (await rig.run("--steps", 150)).begin(2)
         await run.arrive()
         gate = run.hold_newcomer("n2")
         await run.grow()
@@ -393,13 +395,12 @@ async def test_s6_a_newcomer_that_is_frozen_while_it_takes_over_the_state_does_n
         await run.becomes(["n0", "n1"])
         assert alive(frozen[0]), "it was not there to wake up"
         send(frozen[0], signal.SIGCONT)
-        await until(lambda: not alive(frozen[0]), "the zombie lives")
         await run.goes_on()
         send(frozen[1], signal.SIGCONT)
-        await until(lambda: not alive(frozen[1]), "its agent lives")
+        await run.becomes(["n0", "n1", "n2"])
         report = await run.ends()
-    judge(report, await undisturbed("--steps", 60))
-    assert [g.kind for g in report.generations] == ["start", "eject"]
+    judge(report, await undisturbed("--steps", 150))
+    assert [g.kind for g in report.generations] == ["start", "eject", "absorb"]
     assert "n2" in report.generations[1].reason
 
 
@@ -426,7 +427,7 @@ async def test_n7_a_node_that_keeps_failing_is_barred_and_may_not_come_back(
             for worker, place in raised.items()
         ]
         (barred,) = await run.events("bar")
-        assert barred.text.startswith("node node1 is barred from this run: 2 failures on it (exception)")
+        assert barred.text.startswith("node1 is barred from this run: 2 failures on it (exception)")
         agent = await run.knock(SLURMD_NODENAME="node1")
         assert await rig.agent_ends(agent) == Exit.NO_RESTART
         refused = (rig.folder / "agents.log").read_text()

@@ -102,7 +102,7 @@ async def test_o2_a_stand_in_head_gives_way_to_one_that_is_started_by_hand(
         await rig.kill_head()
         head = await stand_in(rig, old)
         await rig.start_head()
-        assert not alive(head.pid)
+        await until(lambda: not alive(head.pid), "the stand-in head goes on")
         now = read_struct(rig.paths.head_file, HeadFile)
         assert (now.stand_in, now.term > head.term, now.pid) == (False, True, rig.head.pid)
         await run.becomes(["n0", "n1"])

@@ -56,6 +56,8 @@ class ScriptedSession:
         if "finish" in facts:
             self._world.finished(facts["finish"])
 
+    note = say
+
     def said(self, name: str) -> list[Any]:
         """What this member has said of a field."""
         return self.facts.get(name, [])
@@ -69,7 +71,7 @@ class ScriptedSession:
     def leave(self, last: int, left: int) -> None:
         self.say(left=left)
 
-    def hold(self, generation: int) -> None:
+    def hold(self, generation: int, reason: str) -> None:
         self.held.append(generation)
 
     def close(self) -> None: ...

@@ -302,7 +302,7 @@ async def test_the_newest_order_wins(head: Head) -> None:
     assert head.run.log("n0").read_text() == "3\nterm 2\n"
 
 
-async def test_a_head_of_an_older_term_is_ignored(head: Head) -> None:
+async def test_s5_a_head_of_an_older_term_is_ignored(head: Head) -> None:
     await head.launch(WAIT)
     await head.begin()
     head.send(News(term=5))

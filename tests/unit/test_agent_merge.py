@@ -45,6 +45,7 @@ STATUS = st.builds(
         tried=st.just(()),
     ),
     given_up=COUNT,
+    break_reason=st.sampled_from(("", "reset")),
     left=COUNT,
     step=COUNT,
     has_state=st.booleans(),
@@ -188,7 +189,8 @@ def test_progress_of_a_node(all_of: list[Progress], pids: list[int]) -> None:
         assert node.busy_links[address] == max(progress.busy_links.get(address, 0.0) for progress in all_of)
     if min(progress.pace_s for progress in all_of) > 0:
         assert math.isclose(1 / node.pace_s, sum(1 / progress.pace_s for progress in all_of))
-        assert node.pace_s <= min(progress.pace_s for progress in all_of), "together they are faster"
+        fastest_s = min(progress.pace_s for progress in all_of)
+        assert node.pace_s <= fastest_s * (1 + 1e-9), "together they are faster"
     else:
         assert node.pace_s == 0, "not known yet"
 

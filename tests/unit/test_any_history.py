@@ -24,7 +24,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from fallow.worker.api.run import Run
 from fallow.worker.loop.generations import Released
-from fallow.worker.session.session import OthersEnded
+from fallow.worker.session.ends import OthersEnded
 
 __all__ = ["no_watchers"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runs import NOW, new_book, new_run
 
 from fallow.config import Checkpoint, Config, Membership
 from fallow.config import Harvest as HarvestSection
@@ -22,6 +21,7 @@ from fallow.head.turn import Turn, agent_peer
 from fallow.model import AllocationKind, AllocationState, JobInfo
 from fallow.slurm.fake import FakeSlurm
 from fallow.slurm.virtual import FakeJob
+from runs import NOW, new_book, new_run
 
 
 @pytest.mark.parametrize(

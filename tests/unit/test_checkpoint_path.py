@@ -6,7 +6,6 @@ import stat
 from pathlib import Path
 
 import pytest
-from runs import new_book, new_run
 
 from fallow.config import load_config
 from fallow.core.protocol.agents import Setup
@@ -14,6 +13,7 @@ from fallow.head import saved
 from fallow.head.book import Book, Run
 from fallow.head.turn import Turn
 from fallow.model import AllocationKind, Exit, FallowError
+from runs import new_book, new_run
 from talk import Talk
 
 

@@ -18,7 +18,7 @@ def test_every_scenario_has_a_row() -> None:
 
 def test_the_table_says_how_each_scenario_is_tested() -> None:
     """Real processes, one part against its contract, or pure: by the folder of the tests that are named."""
-    kinds = {"unit": "pure", "contract": "contract"}
+    kinds = {"unit": "pure", "world": "pure", "contract": "contract"}
     known = {
         name: kinds.get(path.relative_to(TESTS).parts[0], "processes")
         for path in TESTS.rglob("test_*.py")

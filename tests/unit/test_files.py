@@ -210,7 +210,7 @@ def test_default_paths(tmp_path: Path) -> None:
     paths.create()
     run = paths.run("r").create()
     assert run.key("tok") == paths.state / "runs" / "r" / "keys" / "tok.json"
-    assert run.log("w0").parent.is_dir()
+    assert run.log("n0").parent.is_dir()
     with pytest.raises(FallowError):
         paths.run("../x")
 

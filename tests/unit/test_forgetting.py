@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import new_book, new_run
 
 from fallow.config import Membership
 from fallow.core import records
@@ -18,6 +17,7 @@ from fallow.core.nodes.watch import Timing
 from fallow.core.protocol.agents import Progress
 from fallow.head import accounts
 from fallow.model import AllocationKind, ChangeKind, MemberPhase
+from runs import new_book, new_run
 from talk import CONTRACT, Played, Talk, settle
 
 

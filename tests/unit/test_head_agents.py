@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from runs import hold, new_book, new_run
 
 from fallow.config import Checkpoint as CheckpointSection
 from fallow.config import Membership
@@ -29,6 +28,7 @@ from fallow.core.protocol.agents import (
 from fallow.head.agents import agent_gone
 from fallow.head.book import Run
 from fallow.model import AllocationKind, AllocationState, ChangeKind, Exit, MemberPhase, RunStatus
+from runs import hold, new_book, new_run
 from talk import CONTRACT, NOW, Played, Talk, settle
 
 MEMBERSHIP = Membership(lease_s=10.0, head_patience_s=100.0)
@@ -310,6 +310,14 @@ def test_a_node_that_the_store_lost_gets_its_number_back(talk: Talk, run: Run) -
     assert other.node == 2
 
 
+def test_an_agent_that_was_forgotten_is_asked_who_it_is(talk: Talk, run: Run) -> None:
+    one = training(talk, run, "h1")[0]
+    run.allocations[one.hello.token].agents.clear()
+    assert one.beat().heard == [Introduce(node=one.node)]
+    assert one.greet().only(Admitted) == Admitted(node=one.node, boot=1)
+    assert one.beat().all(News)
+
+
 def test_an_end_of_workers_that_are_not_on_record_is_noted_and_forgotten(talk: Talk, run: Run) -> None:
     one = training(talk, run, "h1")[0]
     other = talk.play(run, hold(talk.turn, run, "h1", job_id="8"), "h1", job_id="8").greet()
@@ -384,21 +392,41 @@ def test_a_warning_of_a_base_job_does_not_say_that_its_owner_has_cancelled_it(
     assert allocation.warned
 
 
-def test_parts_of_all_nodes_are_answered_together_and_each_node_speaks_for_itself(talk: Talk, run: Run) -> None:
+def absorbing(talk: Talk, run: Run) -> tuple[Played, Played, int]:
+    """One that trains, one with which it is to go on, and the number of that generation, on which they vote."""
     one, two = (harvested(talk, run, host) for host in ("h1", "h2"))
     for what in ({"ready": CONTRACT}, {"prepared": 1}, {"generation": 1, "has_state": True}):
         one.beat(**what)
     two.beat(ready=CONTRACT)
     assert run.machine.state.voting is not None
-    generation = run.machine.state.voting.change.generation
+    return one, two, run.machine.state.voting.change.generation
 
-    def part(agent: Played, node: int) -> Gather:
-        return Gather(node=node, generation=generation, key="k", part=agent.hello.host.encode())
 
-    two.say(part(two, two.node))
-    two.say(part(two, one.node))
+def part(agent: Played, generation: int, node: int = 0) -> Gather:
+    """What an agent says, of itself or of another node."""
+    return Gather(node=node or agent.node, generation=generation, key="k", part=agent.hello.host.encode())
+
+
+def test_parts_of_all_nodes_are_answered_together_and_each_node_speaks_for_itself(talk: Talk, run: Run) -> None:
+    one, two, generation = absorbing(talk, run)
+    two.say(part(two, generation))
+    two.say(part(two, generation, node=one.node))
     assert not two.all(Gathered)
-    one.say(part(one, one.node))
+    one.say(part(one, generation))
+    answer = Gathered(generation=generation, key="k", parts=(b"h1", b"h2"))
+    assert one.only(Gathered) == two.only(Gathered) == answer
+
+
+def test_members_of_a_committed_generation_can_meet_through_a_head_that_comes_back(talk: Talk, run: Run) -> None:
+    """Scripts that are restarted meet only after the commit."""
+    one, two, generation = absorbing(talk, run)
+    for agent in (one, two):
+        agent.beat(prepared=generation)
+    assert run.root.generation == generation
+    two.say(part(two, generation))
+    talk.book.add(run.spec, run.record, run.roster, run.allocations, run.revision, talk.at)
+    for agent in (one, two):
+        agent.beat().say(part(agent, generation))
     answer = Gathered(generation=generation, key="k", parts=(b"h1", b"h2"))
     assert one.only(Gathered) == two.only(Gathered) == answer
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from runs import NOW, Nodes, new_book, new_run
 
 from fallow.config import Config
 from fallow.core.allocations import Agent, Allocation
@@ -28,6 +27,7 @@ from fallow.model import (
     PartitionInfo,
     RunStatus,
 )
+from runs import NOW, Nodes, new_book, new_run
 
 NODES = [f"n{i}" for i in range(1, 5)]
 
@@ -183,7 +183,18 @@ def test_keys_are_kept_until_slurm_shows_that_the_job_is_over(desk: Desk) -> Non
     desk.book.end_allocation(desk.run, base, "agent on n1 silent for 16 s")
     assert desk.book.allowed(base.public_key) and key_file.exists()
     desk.poll(desk.job(base, "FAILED"))
-    assert not desk.book.allowed(base.public_key) and not key_file.exists()
+    assert not desk.book.allowed(base.public_key)
+    assert desk.book.take_revoked() == [base.public_key]
+    assert not key_file.exists()
+
+
+def test_a_run_that_is_made_anew_keeps_the_keys_that_were_about_to_go(desk: Desk) -> None:
+    """The turn that let go of an allocation has failed: its agents still need the file."""
+    run, base = desk.run, desk.hold(AllocationKind.BASE)
+    desk.book.close(run, base)
+    desk.book.make_anew(run, run.record, run.roster, run.allocations, 1, 0.0)
+    assert desk.book.take_revoked() == []
+    assert desk.book.allowed(base.public_key) and desk.book.paths.run(run.id).key(base.token).exists()
 
 
 def test_nothing_waits_for_ever_for_the_word_of_slurm(desk: Desk) -> None:

@@ -29,6 +29,8 @@ def test_layers_point_one_way() -> None:
         ("fallow", ("torch", "zmq", "redis", "textual")),
         ("fallow.model", ("torch", "zmq", "redis", "textual")),
         ("fallow_tui.app", ("torch", "zmq", "redis")),
+        ("fallow.wire.frames", ("torch", "zmq", "redis")),
+        pytest.param("fallow.worker.api.run", ("zmq", "redis"), id="a worker"),
     ],
 )
 def test_importing_does_not_import_what_is_not_needed_yet(module: str, late: tuple[str, ...]) -> None:

@@ -29,7 +29,9 @@ def test_a_newcomer_rehearses_receives_the_state_and_trains_on_with_the_others()
     (ready,) = world.sessions["c"].said("ready")
     assert ready.shards == 4
     first = {name: [switch.first_step for switch in world.sessions[name].said("switch")] for name in "abc"}
-    assert first == {"a": [0, 2], "b": [0, 2], "c": [2]}
+    # Nothing is told of a generation that was over when the thread that received the state found it complete.
+    assert first.pop("b") in ([0, 2], [2])
+    assert first == {"a": [0, 2], "c": [2]}
 
 
 def test_a_member_leaves_between_two_updates_and_another_comes() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fallow.core import allowance
-from fallow.core.allocations import Allocation, observe, preempted_until
+from fallow.core.allocations import Agent, Allocation, observe, preempted_until
 from fallow.core.experience import Experience
 from fallow.core.holes import Hole, find_holes, planned_ends
 from fallow.core.neighbour import GiveBack, Standing
@@ -301,11 +301,11 @@ def test_a_reused_job_id_with_another_name_is_not_ours() -> None:
 
 
 def test_one_poll_that_does_not_show_a_job_does_not_end_it() -> None:
-    allocation = held("tok", AllocationState.RUNNING, job_id="7", agents={"n1": ["w0"]})
+    allocation = held("tok", AllocationState.RUNNING, job_id="7", agents={"n1": Agent(node=1)})
     for _ in range(5):
         assert observe(allocation, [], NOW, 30) is None
     assert allocation.state is AllocationState.RUNNING, "its agent still answers"
-    allocation.agents_gone.append("n1")
+    allocation.agents["n1"].gone = True
     observe(allocation, [], NOW, 30)
     assert allocation.state is AllocationState.ENDED
 

@@ -70,9 +70,9 @@ def test_a_rehearsal_computes_a_whole_update_and_all_is_as_before() -> None:
     before = script.export()
     torch.manual_seed(5)
     random.seed(5)
-    member.source, member.first_step = script.loader, 40
+    member.source = script.loader
     weight = script.model[0].weight.detach().clone()
-    for update in loop._rehearse():
+    for update in loop._rehearse(40):
         script.update(update)
         assert not torch.equal(weight, script.model[0].weight)
     assert script.export() == before
@@ -87,7 +87,7 @@ def test_a_newcomer_that_leaves_its_first_update_has_its_own_state_back() -> Non
     script = Newcomer(Script().run)
     script.run._member.source = script.loader
     weight = script.model[0].weight.detach().clone()
-    loop = script.run._loop._rehearse()
+    loop = script.run._loop._rehearse(0)
     script.update(next(loop))
     loop.close()
     assert torch.equal(weight, script.model[0].weight)
@@ -118,7 +118,7 @@ def test_a_wish_for_a_checkpoint_in_a_rehearsal_is_none(tmp_path: Path) -> None:
 def test_gradients_of_the_rehearsal_go_into_no_sum() -> None:
     script = Newcomer(Script().run)
     script.run._member.source = script.loader
-    for update in script.run._loop._rehearse():
+    for update in script.run._loop._rehearse(0):
         script.update(update)
     reference = Newcomer(Script().run)
     for one in (script, reference):
@@ -132,13 +132,13 @@ def test_an_update_of_a_rehearsal_needs_its_inner_loop_too() -> None:
     script = Newcomer(Script().run)
     script.run._member.source = script.loader
     with pytest.raises(FallowError, match="an update without its inner loop"):
-        list(script.run._loop._rehearse())
+        list(script.run._loop._rehearse(0))
 
 
 def test_an_inner_loop_of_a_rehearsal_that_is_left_is_refused_as_any_other() -> None:
     script = Newcomer(Script().run)
     script.run._member.source = script.loader
-    rehearsal = script.run._loop._rehearse()
+    rehearsal = script.run._loop._rehearse(0)
     for _ in next(rehearsal):
         break
     with pytest.raises(FallowError, match="the inner loop was left before its end"):

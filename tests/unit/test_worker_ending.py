@@ -59,7 +59,7 @@ def test_an_end_is_told_with_its_own_code(form: str, tmp_path: Path) -> None:
     code, told = FORMS[form]
     script = tmp_path / "train.py"
     script.write_text(f"{BEGIN}\n{form}\n")
-    environ = {**os.environ, "FALLOW_WORKER": "w0"}
+    environ = {**os.environ, "FALLOW_WORKER": "n0"}
     done = subprocess.run(
         [sys.executable, script], env=environ, capture_output=True, text=True, timeout=180, check=False
     )

@@ -10,7 +10,7 @@ _BEGIN = """
 import inspect, os, sys, torch
 
 torch.set_num_threads(1)
-os.environ["FALLOW_WORKER"] = "w0"
+os.environ["FALLOW_WORKER"] = "n0"
 import fallow
 from fallow.worker.prepared.signature import enforce
 

@@ -56,12 +56,21 @@ def test_a_member_whose_group_broke_gives_that_generation_up_and_no_other() -> N
     agent = Agent()
     agent.commit(plan(1, 1))
     agent.session.await_commit(never)
-    agent.session.hold(1)
-    assert agent.status.given_up == 1
+    agent.session.hold(1, "connection reset")
+    assert (agent.status.given_up, agent.status.break_reason) == (1, "connection reset")
     agent.commit(plan(2, 1, interrupt=True))
     agent.session.await_commit(never)
     assert agent.status.given_up == 1
     assert not agent.session.superseded
+
+
+def test_why_a_group_ended_that_an_order_has_given_up_is_no_news() -> None:
+    agent = Agent()
+    agent.commit(plan(1, 1))
+    agent.session.await_commit(never)
+    agent.order(None, committed=1, broken=1)
+    agent.session.hold(1, "the head has given it up")
+    assert (agent.status.given_up, agent.status.break_reason) == (1, "")
 
 
 def test_a_plan_that_interrupts_ends_what_goes_on_in_the_generation_before() -> None:
@@ -239,7 +248,7 @@ def test_a_member_whose_others_have_finished_ends_if_it_waits_for_them_and_else_
     beats = len(agent.statuses) + 3
     agent.until(lambda status: len(agent.statuses) >= beats)
     assert agent.status.given_up == 0, "it is busy with something else"
-    agent.session.hold(1)
+    agent.session.hold(1, "they have ended")
     with pytest.raises(OthersEnded) as ended:
         agent.session.await_commit(never)
     assert (ended.value.agreed, ended.value.answer) == (4, 0.5)

@@ -61,7 +61,7 @@ def test_crash_of_the_only_member_is_tried_again_and_ends_the_run_when_it_comes_
     assert rig.r.root.status is RunStatus.FAILED
 
 
-def test_a_script_that_never_reaches_the_loop_or_deserts_it_fails_the_run() -> None:
+def test_h6_a_script_that_never_reaches_the_loop_or_deserts_it_fails_the_run() -> None:
     rig = Rig()
     rig.put(ev.Expected(at=0, host="a", token="a", boot=1, slots=1, entry="a"))
     rig.gone(1, code=0)
@@ -302,7 +302,7 @@ def test_only_what_happened_alike_on_two_nodes_or_to_the_last_member_fails_a_run
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_ends_when_all_members_have_finished_and_lets_the_others_go() -> None:
+def test_n3_a_run_ends_when_all_members_have_finished_and_lets_the_others_go() -> None:
     rig = started(2)
     rig.limit(2)
     rig.join("c")

@@ -28,7 +28,7 @@ def test_waits_for_the_minimum_and_commits_only_with_every_vote() -> None:
     assert "root" in turn.writes
 
 
-def test_a_vote_for_another_generation_a_repeated_or_an_overtaken_report_counts_for_nothing() -> None:
+def test_s5_a_vote_for_another_generation_a_repeated_or_an_overtaken_report_counts_for_nothing() -> None:
     rig = started(1)
     rig.join("b")
     rig.say(1, prepared=99 - 97)
@@ -148,7 +148,7 @@ def test_who_is_asked_to_leave_by_a_time_is_gone_by_then() -> None:
     assert orders(turn)[1].broken == 1
 
 
-def test_limits() -> None:
+def test_t7_limits_keep_standbys_warm_and_release_the_youngest() -> None:
     rig = started(3)
     rig.limit(2)
     rig.change()

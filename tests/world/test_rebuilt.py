@@ -283,6 +283,18 @@ def test_who_goes_before_the_generation_without_another_is_complete_is_told_of_w
     assert rig.completed[-1].change.reason == "n1 (h2) is gone: ValueError: bad; n2 (h3) is gone: killed by signal 9"
 
 
+def test_why_a_generation_was_begun_that_never_became_complete_is_told_with_the_next() -> None:
+    rig = started(3)
+    rig.gone(3, signal=9)
+    rig.vote()
+    assert rig.m.phase is RunPhase.SWITCHING
+    rig.gone(2, signal=7)
+    rig.change()
+    told = rig.completed[-1].change.reason
+    assert "n2 (h3) is gone: killed by signal 9" in told
+    assert "n1 (h2) is gone: killed by signal 7" in told
+
+
 def test_what_has_changed_is_told_of_generations_that_became_complete() -> None:
     """A generation that broke before is no news by itself: who came and went with it is told with the next one."""
     rig = started(2)
@@ -315,7 +327,7 @@ def breaks(rig: Rig, n: int, *others: int) -> float:
     """The group breaks on a node, and then on others. Returns the seconds until something is done about it."""
     began, generation = rig.at, rig.r.root.generation
     for one in (n, *others):
-        rig.say(one, given_up=generation)
+        rig.say(one, given_up=generation, break_reason=f"connection reset on h{one}")
     while rig.m.phase is RunPhase.STEADY:
         rig.at += 0.1
         assert rig.at < began + 9
@@ -336,7 +348,8 @@ def test_a_node_on_which_every_group_breaks_is_ejected_and_the_others_go_on() ->
     assert (rig.r.nodes[2].phase, rig.ballot.members) == (MemberPhase.GONE, [1, 3])
     end = rig.orders[2].end
     assert end is not None
-    assert end.reason == "3 groups in a row broke at its step 0, the last because n1 (h2) has lost its group"
+    assert end.reason.startswith("3 groups in a row broke at its step 0, the last because n1 (h2) has lost its group: ")
+    assert end.reason.endswith(": connection reset on h2")
 
 
 def test_groups_that_break_at_different_steps_or_on_different_nodes_or_for_a_death_eject_nobody() -> None:
@@ -356,6 +369,18 @@ def test_groups_that_break_at_different_steps_or_on_different_nodes_or_for_a_dea
     breaks(rig, 2)
     rig.change()
     assert rig.r.members == [1, 2, 3]
+
+
+def test_scripts_that_fail_and_are_restarted_eject_nobody() -> None:
+    """No steps of theirs are known, and how often they have failed is counted by those who restart them."""
+    rig = Rig(minimum=2)
+    for host in ("h1", "h2"):
+        rig.join(host, restarts=True)
+    rig.change()
+    for _ in range(5):
+        assert breaks(rig, 2, 1) == pytest.approx(0.3, abs=0.11)
+        rig.change()
+    assert rig.r.members == [1, 2]
 
 
 @pytest.mark.parametrize("is_scripted", [False, True])

@@ -98,6 +98,8 @@ class Agent:
         self._term = 0
         self._setup: Setup | None = None
         self._news: News | None = None
+        self._order: Order | None = None
+        "the newest; the first one comes before its node is admitted"
         hello = Hello(
             host=place.host,
             token=keys.token,
@@ -296,6 +298,7 @@ class Agent:
                     self._enrolment.greet_again()
                     self._repeat()
             case Order():
+                self._order = message
                 if self._crew is not None and message.node == self._enrolment.node:
                     self._crew.obey(message)
             case News():
@@ -337,7 +340,8 @@ class Agent:
             on_gather=self._send,
             on_end=self._note_end,
         )
-        self._crew.start(self._news)
+        order = self._order
+        self._crew.start(self._news, order if order is not None and order.node == node else None)
 
     def _learn(self, news: News) -> None:
         self._news = news

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from fallow.agent.gathers import Answer, NodeGathers
 from fallow.agent.merge import Facts
 from fallow.agent.worker import Launch, Worker
-from fallow.core.nodes.messages import Gather, Gathered, Order, Report, Unreadable
+from fallow.core.nodes.messages import End, Gather, Gathered, Order, Report, Unreadable
 from fallow.core.nodes.names import worker_name
 from fallow.core.protocol.agents import Ended, News, Setup
 from fallow.core.protocol.workers import Heard, Part, Start, Status
@@ -67,10 +67,17 @@ class Crew:
         self._ending = _Ending()
         self._killing: asyncio.TimerHandle | None = None
 
-    def start(self, news: News | None) -> None:
-        """Start the workers, one in each turn of the loop, so that nothing else waits for all of them."""
-        self._news = news
+    def start(self, news: News | None, order: Order | None = None) -> None:
+        """Start the workers, one in each turn of the loop, so that nothing else waits for all of them.
+
+        Args:
+            news: the newest.
+            order: the newest for this node.
+        """
+        self._news, self._order = news, order
         self._start_next()
+        if order is not None and order.end is not None:
+            self._obey_end(order.end)
 
     def _start_next(self) -> None:
         if self._ending.is_wanted:
@@ -120,13 +127,16 @@ class Crew:
             worker.process.show(self._is_shown(slot))
             worker.channel.send(order)
         if order.end is not None:
-            kill_after_s = KILL_AFTER_S
-            if order.end.kill:
-                kill_after_s = STACK_S if order.end.stack else 0.0
-            if order.end.stack and not self._ending.is_ordered:
-                for worker in self._workers:
-                    worker.process.tell_stack()
-            self.end(kill_after_s)
+            self._obey_end(order.end)
+
+    def _obey_end(self, end: End) -> None:
+        kill_after_s = KILL_AFTER_S
+        if end.kill:
+            kill_after_s = STACK_S if end.stack else 0.0
+        if end.stack and not self._ending.is_ordered:
+            for worker in self._workers:
+                worker.process.tell_stack()
+        self.end(kill_after_s)
 
     def _is_shown(self, slot: int) -> bool:
         return slot == 0 and self._order is not None and self._order.is_main

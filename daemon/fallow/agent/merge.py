@@ -61,6 +61,7 @@ def merge_report(workers: Sequence[Facts], *, node: int, boot: int, seq: int) ->
         prepared=min(status.prepared for status in all_of),
         refusal=_refusal(_known(status.refusal for status in all_of)),
         given_up=min(status.given_up for status in all_of),
+        break_reason=max(all_of, key=attrgetter("given_up")).break_reason,
         left=min(status.left for status in all_of),
         step=min(status.step for status in all_of),
         has_state=all(status.has_state for status in all_of),

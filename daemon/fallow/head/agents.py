@@ -65,6 +65,9 @@ class Agents:
             return
         host = agent_of(peer)
         if host not in allocation.agents:
+            if isinstance(message, Beat) and message.report is not None:
+                # It was forgotten, as when its job was taken for requeued, and does not know.
+                turn.messages.append((peer, Introduce(node=message.report.node)))
             return
         if allocation.live:
             self._see(turn, run, allocation, host, at)

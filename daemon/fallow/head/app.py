@@ -18,7 +18,6 @@ import structlog
 from fallow.config import Config
 from fallow.control.server import ControlServer
 from fallow.core.network import port_range
-from fallow.core.nodes import events as ev
 from fallow.core.nodes.watch import Timing
 from fallow.files import Paths, write_struct
 from fallow.head import accounts, saved
@@ -28,7 +27,7 @@ from fallow.head.book import Book, Run
 from fallow.head.clock import steady
 from fallow.head.deadlines import Deadlines
 from fallow.head.durable import Durable
-from fallow.head.faults import Faults
+from fallow.head.faults import Faults, Quarantine
 from fallow.head.harvest import Harvest
 from fallow.head.inbox import Asked, Due, Heard, Inbox, Item, Polled, Submitted, Switched, Tick, TrialRefused
 from fallow.head.lease import Lease
@@ -37,14 +36,14 @@ from fallow.head.notify import Notifier
 from fallow.head.operations import Operations
 from fallow.head.pruned import NOTE
 from fallow.head.pruning import Pruning
-from fallow.head.salvage import end_now
+from fallow.head.recovery import Recovery
 from fallow.head.slurm_calls import SlurmCalls
-from fallow.head.submissions import give_up_queued, withdraw_queued
+from fallow.head.submissions import give_up_queued
 from fallow.head.switch import Switch
 from fallow.head.turn import Failure, Turn
 from fallow.head.whereabouts import find_address, former_port, own_keys, write_head_file
 from fallow.head.window import Window
-from fallow.model import Exit, FallowError, RunStatus
+from fallow.model import Exit, FallowError
 from fallow.slurm.client import SlurmClient
 from fallow.slurm.paced import PacedClient
 from fallow.slurm.state import own_groups
@@ -95,6 +94,7 @@ class Head:
         self._metrics = Metrics(config.head.prometheus_port)
         self._tick_queued = False
         self._faults = Faults()
+        self._quarantine = Quarantine()
         self._durable = Durable(paths, config.head.redis_url, self._waits_for_store)
         self._harvest = Harvest(config, own_groups())
         limits = config.slurm
@@ -110,6 +110,7 @@ class Head:
         self._pruning: Pruning
         self._operations: Operations
         self._window: Window
+        self._recovery: Recovery
         self._router: Router
         self._control: ControlServer
 
@@ -191,11 +192,12 @@ class Head:
             self.stop,
             stand_in=self._stand_in,
         )
+        self._recovery = Recovery(self._book, self._durable, self._faults, self._persist, self._carry_out)
         self._book.term = await self._durable.begin_term()
         await self._durable.load(self._book, steady())
         for run_id, error in self._durable.unreadable.items():
             words = self._faults.note("store", error, run_id)
-            await self._end(self._book.runs[run_id], f"its record in the store cannot be read ({words})")
+            await self._recovery.end(self._book.runs[run_id], f"its record in the store cannot be read ({words})")
         try:
             self._harvest.recall(self._durable.notes)
         except Exception as error:
@@ -332,7 +334,7 @@ class Head:
         await self._persist(turn)
         self._carry_out(turn)
         if turn.failures or isinstance(items[0], Tick):
-            await self._settle(turn, ticked=isinstance(items[0], Tick))
+            await self._recovery.settle(turn, ticked=isinstance(items[0], Tick))
         for item, answer in zip(items, answers, strict=True):
             if isinstance(item, Asked | Due) and turn.failures and (answer is None or turn.failed):
                 _refuse(item, turn.failures[0])
@@ -349,6 +351,8 @@ class Head:
         try:
             return self._take(turn, item)
         except Exception as error:
+            if isinstance(item, Heard):
+                self._quarantine.add(item.peer, turn.at)
             changed = {run} if run is not None else turn.dirty - before
             for run_id in changed:
                 turn.fail(_label(item), error, run_id)
@@ -369,69 +373,12 @@ class Head:
                     return self._book.get(name).id
         return None
 
-    async def _settle(self, turn: Turn, *, ticked: bool) -> None:
-        """Count what went wrong, and make the runs that it cost anew from their durable records."""
-        for unborn in [run for run in self._book.runs.values() if run.revision == 0]:
-            # What is durable has a revision: this one's creation has failed.
-            self._book.drop(unborn)
-        reasons: dict[str, str] = {}
-        for failure in turn.failures:
-            words = self._faults.note(failure.source, failure.error, failure.run)
-            if failure.run is not None:
-                reasons[failure.run] = words
-        for run_id, words in reasons.items():
-            if run_id in self._book.runs:
-                await self._make_anew(self._book.runs[run_id], words)
-        for run in list(self._book.current.values()) if ticked else ():
-            if self._faults.ticked(run.id, failed=run.id in reasons):
-                await self._end(run, f"the head failed at it again and again ({reasons[run.id]}); its log says more")
-
-    async def _make_anew(self, run: Run, why: str) -> None:
-        try:
-            new = await self._durable.make_anew(self._book, run, steady())
-        except FallowError:
-            raise
-        except Exception as error:
-            words = self._faults.note("store", error, run.id)
-            await self._end(run, f"it could not be made anew from its record ({words})")
-            return
-        turn = Turn(self._book, steady(), time.time())
-        turn.record(new, "fault", f"an error of the head's own, {why}: the run goes on from what was written down")
-        turn.for_each([new], "withdraw", lambda run: withdraw_queued(turn, run, "the head has begun anew with the run"))
-        await self._persist(turn)
-        self._carry_out(turn)
-
-    async def _end(self, run: Run, why: str) -> None:
-        """Stop a run that the head cannot look after."""
-        if run.ended:
-            self._book.current.pop(run.id, None)
-            return
-        turn = Turn(self._book, steady(), time.time())
-        try:
-            turn.apply(run, ev.Cancel(at=turn.at, reason=why, status=RunStatus.FAILED))
-            turn.dirty.add(run.id)
-            await self._persist(turn)
-            if not turn.failures:
-                self._carry_out(turn)
-                return
-        except FallowError:
-            raise
-        except Exception as error:
-            turn.fail("end", error, run.id)
-        for failure in turn.failures:
-            self._faults.note(failure.source, failure.error, failure.run)
-        end_now(run, why, turn.now)
-        turn = Turn(self._book, turn.at, turn.now, dirty={run.id})
-        turn.record(run, RunStatus.FAILED.value, f"run {run.id} is failed: {why}")
-        turn.cancels = [(run.id, a.token, a.job_id) for a in run.live_allocations() if a.job_id is not None]
-        await self._persist(turn)
-        self._carry_out(turn)
-
     def _take(self, turn: Turn, item: Item) -> Callable[[], None] | None:
         """Let the machines have an item; returns what tells its sender, once the turn is durable."""
         match item:
             case Heard(peer, message, at):
-                self._agents.hear(turn, peer, message, at)
+                if not self._quarantine.holds(peer, turn.at):
+                    self._agents.hear(turn, peer, message, at)
             case Tick():
                 self._tick_queued = False
                 saved.adopt(turn)

@@ -236,7 +236,12 @@ class Run:
         """Do others train, or are about to begin without this node? Then it is absorbed once it is ready."""
         ballot = self.machine.state.ballot
         starting = ballot.members if ballot is not None else []
-        return any(map(self.roster.alive, self.roster.members)) or bool(starting and node not in starting)
+        return self.has_members or bool(starting and node not in starting)
+
+    @property
+    def has_members(self) -> bool:
+        """Is a member there? Asked at each heartbeat, so it does not look at all of them."""
+        return any(map(self.roster.alive, self.roster.members))
 
     def asks_as(self, allocation: Allocation) -> Asker:
         """In whose name a harvest job is asked for: one of normal priority is in the user's own."""
@@ -315,7 +320,8 @@ class Book:
         self.endpoint = ""
         "where peers find this head"
         self.network = network
-        self._revoked: list[str] = []
+        self._revoked: dict[str, Path] = {}
+        "key -> its file"
         self._timing = timing
         self._kept_checkpoints = kept_checkpoints
         self._public_key = public_key
@@ -513,18 +519,22 @@ class Book:
 
     def close(self, run: Run, allocation: Allocation) -> None:
         """Forget the keys of an allocation: no job of it is left."""
-        self.revoke(allocation.public_key)
-        with contextlib.suppress(OSError):  # a file that stays opens nothing: its key is revoked
-            self.paths.run(run.id).key(allocation.token).unlink(missing_ok=True)
-
-    def revoke(self, key: str) -> None:
-        if self.principals.pop(key, None) is not None:
-            self._revoked.append(key)
+        self.principals.pop(allocation.public_key, None)
+        self._revoked[allocation.public_key] = self.paths.run(run.id).key(allocation.token)
 
     def take_revoked(self) -> list[str]:
-        """Keys revoked since the last call; whoever routes messages forgets the way to them."""
-        taken, self._revoked = self._revoked, []
-        return taken
+        """Remove the files of keys that were revoked since the last call. To be called when that is durable.
+
+        Returns:
+            These keys; whoever routes messages forgets the way to them.
+        """
+        taken, self._revoked = self._revoked, {}
+        # A run that was made anew may have them back.
+        gone = {key: file for key, file in taken.items() if key not in self.principals}
+        for file in gone.values():
+            with contextlib.suppress(OSError):  # a file that stays opens nothing: its key is revoked
+                file.unlink(missing_ok=True)
+        return list(gone)
 
     def allowed(self, key: str) -> bool:
         return key in self.principals

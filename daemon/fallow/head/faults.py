@@ -24,7 +24,10 @@ TEXT = 300
 """Characters of an error's own words that are kept."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Before a task that has failed is started again."""
+"""Before a task that has failed is started again, and before a peer at whose message the head failed is heard again."""
+
+MENDED_S = 600.0
+"""A peer of which no message has failed for so long begins anew."""
 
 GIVE_UP_AFTER = 3
 """A run whose ticks fail so often in a row is stopped."""
@@ -97,6 +100,28 @@ class Faults:
                 pause_s = FIRST_PAUSE_S
             await asyncio.sleep(pause_s)
             pause_s = min(2.0 * pause_s, LONGEST_PAUSE_S)
+
+
+class Quarantine:
+    """Peers at whose messages the head has failed. Each further time they are not heard for twice as long.
+
+    What such a message has done to its run is undone. If the same message came with each heartbeat, the run would never
+    get on. While its sender is not heard, the run can go on without it.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[int, float]] = {}
+        "peer -> how often in a row, and until when it is not heard"
+
+    def add(self, peer: str, now: float) -> None:
+        """The head has failed at a message of this peer; `now`: on the head's clock."""
+        self._known = {one: known for one, known in self._known.items() if now < known[1] + MENDED_S}
+        times, _ = self._known.get(peer, (0, now))
+        self._known[peer] = times + 1, now + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(times, 20))
+
+    def holds(self, peer: str, now: float) -> bool:
+        """Return True if the peer is not to be heard now."""
+        return peer in self._known and now < self._known[peer][1]
 
 
 def _words(error: BaseException) -> str:

@@ -62,7 +62,8 @@ def due_in_s(run: Run, every_s: float, now: float) -> float | None:
     if not every_s:
         return None
     change = run.root.change
-    if not run.roster.present() or (change is not None and change.kind is ChangeKind.START):
+    is_empty = not any(map(run.roster.alive, run.roster.members))
+    if is_empty or (change is not None and change.kind is ChangeKind.START):
         return every_s  # it is about to begin, with nothing to lose
     return run.record.saving.due_in_s(every_s, now)
 

@@ -199,11 +199,11 @@ class Turn:
 
     @staticmethod
     def _open_gathers(run: Run) -> None:
-        """Take parts of a generation that is voted on from now."""
-        voting = run.machine.state.voting
-        if voting is not None and voting.change.generation > run.gathered:
-            run.gathered = voting.change.generation
-            run.gathers.open(run.gathered, voting.members)
+        """Take parts of a generation that is voted on from now, or that a head before has committed."""
+        ballot = run.machine.state.ballot
+        if ballot is not None and ballot.change.generation > run.gathered:
+            run.gathered = ballot.change.generation
+            run.gathers.open(run.gathered, ballot.members)
 
     def _note_complete(self, run: Run, done: ev.Completed) -> None:
         """Keep the report of a generation that has become complete, as a record of its own."""

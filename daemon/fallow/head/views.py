@@ -173,13 +173,13 @@ def _state(saved: Saved) -> CheckpointState:
 
 
 def _member_views(run: Run, now: float) -> list[MemberView]:
-    """All nodes that are there, whether or not they compute yet."""
+    """All nodes that are there, whether or not they compute yet, by number: they may have come in another order."""
     if run.ended:
         return []
     ranks, rank = {}, 0
     for n in run.roster.members:
         ranks[n], rank = rank, rank + run.roster.nodes[n].slots
-    there = [n for n, node in run.roster.nodes.items() if node.phase is not MemberPhase.GONE]
+    there = [n for n, node in sorted(run.roster.nodes.items()) if node.phase is not MemberPhase.GONE]
     return [_member_view(run, n, ranks.get(n), now) for n in there]
 
 

@@ -30,9 +30,6 @@ Slots = Annotated[int, Meta(ge=1, le=1024)]
 Shards = Annotated[int, Meta(ge=0, le=2**31)]
 """Shards of one step, and samples of one global batch."""
 
-Amount = Annotated[int, Meta(ge=-MOST, le=MOST)]
-"""What is added to a number of the rendezvous store."""
-
 Minutes = Annotated[int, Meta(ge=1, le=10_000_000)]
 
 Mode = Annotated[int, Meta(ge=0, le=0o7777)]
@@ -73,7 +70,7 @@ Text = Annotated[str, Meta(max_length=1 << 20, pattern=r"^[^\x00]*\Z")]
 """A whole script, or the value of a variable."""
 
 Blob = Annotated[bytes, Meta(max_length=1 << 18)]
-"""A value of the rendezvous store."""
+"""One part of a gather."""
 
 Few = Annotated[list[T], Meta(max_length=1024)]
 """Options, partitions, facts."""

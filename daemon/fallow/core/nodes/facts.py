@@ -96,8 +96,15 @@ def keep_checkpoint(m: State, new: Checkpoint) -> None:
     if m.voting is not None and m.voting.change.kind is ChangeKind.START and saved.usable:
         m.voting.spoiled = f"the checkpoint of step {new.step} has turned up"
     text = f"checkpoint of step {new.step}" + (": set aside, the run went on from an earlier step" * saved.aside)
-    about = {"generation": new.generation, "step": new.step, "path": new.path}
-    m.outbox.log("checkpoint", text, **about, nbytes=new.nbytes, took_s=new.took_s)
+    m.outbox.log(
+        "checkpoint",
+        text,
+        generation=new.generation,
+        step=new.step,
+        path=new.path,
+        nbytes=new.nbytes,
+        took_s=new.took_s,
+    )
     if any(map(m.has_state, r.present())):  # else one of the checkpoints may be being loaded
         m.outbox.instructions += [ev.RemoveCheckpoint(path) for path in checkpoints.take_spare(r, m.keep)]
 
@@ -257,5 +264,5 @@ def note_arrival(m: State, node: Node, report: Report) -> None:
 
 
 def note_broken_group(m: State, node: Node, report: Report) -> None:
-    text = f"{m.roster.name(node.id)} has lost its group"
+    text = f"{m.roster.name(node.id)} has lost its group" + f": {report.break_reason}" * bool(report.break_reason)
     m.trouble.note_broken(node.id, report.step, text, m.watch.now, m.timing.held_grace_s)

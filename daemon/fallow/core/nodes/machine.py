@@ -146,7 +146,7 @@ class Machine:
             m.tell([number])
             for old in [old for old in here if not old.exited]:
                 self._lose(ev.Gone(at=event.at, node=old.id, reason="its agent has started its workers anew"))
-        m.outbox.instructions.append(ev.Admitted(node.id, node.host, node.token, node.boot))
+        m.outbox.admitted.append(ev.Admitted(node.id, node.host, node.token, node.boot))
 
     def _report(self, event: ev.Reported) -> None:
         m, report = self.state, event.report

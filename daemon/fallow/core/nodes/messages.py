@@ -178,6 +178,8 @@ class Report(Wire, frozen=True, kw_only=True, tag="report"):
     refusal: Refusal | None = None
     given_up: Count = 0
     "no worker will finish a step in this generation or an older one any more"
+    break_reason: Prose = ""
+    "why the newest group that broke on one of the workers did; empty: only groups broke that an order had given up"
     left: Count = 0
     "newest generation that was told to be without this node, and whose boundary the node has passed"
     step: Count = 0

@@ -50,7 +50,13 @@ def probe(m: State) -> None:
 
 
 def rebuild_lost(m: State) -> None:
-    rebuild(m, "members are lost")
+    rebuild(m, _who_is_lost(m))
+
+
+def _who_is_lost(m: State) -> str:
+    lost = m.trouble.lost
+    by_reason = {reason: [n for n in lost if lost[n] == reason and n in m.roster.nodes] for reason in lost.values()}
+    return "; ".join(f"{m.roster.names(nodes)} is gone: {reason}" for reason, nodes in by_reason.items())
 
 
 def rebuild_group(m: State) -> None:
@@ -59,9 +65,14 @@ def rebuild_group(m: State) -> None:
     Where launches always fail on one node, every group breaks there first, as soon as it is used. So a node on which
     `ATTEMPTS` groups in a row broke first, all at the same step of its own, is ejected, and the others go on. It may
     come back with new processes. If that does not help, its host is barred, as after other failures.
+
+    Where scripts are restarted, it is a script that failed: those who restart it count how often (`core.restarts`).
     """
-    r, broken = m.roster, m.trouble.group
+    r, broken, contract = m.roster, m.trouble.group, m.roster.root.contract
     assert broken is not None
+    if contract is not None and contract.restarts:
+        rebuild(m, broken.text)
+        return
     times = m.trouble.times_broken(broken.node, broken.step) + 1
     m.trouble.breaks[broken.node] = broken.step, times
     if times < ATTEMPTS or not r.alive(broken.node):
@@ -111,15 +122,10 @@ def rebuild_stuck(m: State) -> None:
 
 
 def rebuild(m: State, reason: str) -> None:
-    """The present generation is broken: go on with whoever is left of it, and of those who were leaving it.
-
-    Where members are lost, the reason is why they are.
-    """
-    r, root, voting, lost = m.roster, m.roster.root, m.voting, m.trouble.lost
-    by_reason = {why: [n for n in lost if lost[n] == why and n in r.nodes] for why in lost.values()}
-    reason = "; ".join(f"{r.names(nodes)} is gone: {why}" for why, nodes in by_reason.items()) or reason
-    if voting is not None and voting.change.interrupt:
-        reason = f"{voting.change.reason}; {reason}"  # it never became complete, so nothing else would say why
+    """The present generation is broken: go on with whoever is left of it, and of those who were leaving it."""
+    r, root = m.roster, m.roster.root
+    if m.ballot is not None and m.ballot.change.interrupt:
+        reason = f"{m.ballot.change.reason}; {reason}"  # it never became complete, so nothing else would say why
     if root.entered and root.change is not None:
         for n in filter(r.alive, root.change.leavers):
             losses.dismiss(m, r.nodes[n], Exit.OK, r.nodes[n].leaving)
@@ -257,7 +263,7 @@ def drop_cut_off(m: State) -> None:
     ballot = m.ballot
     assert ballot is not None
     _give_up(m, _cut_off(m, ballot, last=frozenset()), ballot)
-    rebuild(m, "links are cut")
+    rebuild(m, _who_is_lost(m) or "links are cut")
 
 
 def eject_late(m: State) -> None:
@@ -266,7 +272,7 @@ def eject_late(m: State) -> None:
     late = [m.roster.nodes[n] for n in sorted(m.ballot.awaited)]
     losses.eject(m, [_late(m, node) for node in late if node.alive])
     if not m.roster.root.status.ended:
-        rebuild(m, "votes are missing")
+        rebuild(m, _who_is_lost(m) or "votes are missing")
 
 
 def _late(m: State, node: Node) -> Overdue:

@@ -139,6 +139,8 @@ class Outbox:
         self.ends: dict[int, End] = {}
         self.first_edition = edition + 1
         self.instructions: list[ev.Instruction] = []
+        self.admitted: list[ev.Admitted] = []
+        "said behind the first order, so that an agent knows whose output is shown before it starts its workers"
 
     def log(self, kind: str, text: str, *, node: int = 0, **data: Any) -> None:
         """Append to the run's event log; `node`: which it is about, 0 for none."""
@@ -277,7 +279,8 @@ class State:
                 outbox.told[n] = outbox.edition, self.watch.now
                 outbox.instructions.append(ev.Send(n, self._order(self.roster.nodes[n], main)))
         outbox.nodes.clear()
-        instructions, outbox.instructions = outbox.instructions, []
+        instructions: list[ev.Instruction] = [*outbox.instructions, *outbox.admitted]
+        outbox.instructions, outbox.admitted = [], []
         return ev.Turn(self.roster.take_writes(), instructions)
 
     def order(self, node: int) -> Order:

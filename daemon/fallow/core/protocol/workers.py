@@ -21,7 +21,7 @@ from fallow.core.nodes.messages import (
 )
 from fallow.core.protocol.agents import News, Progress, Setup
 from fallow.model import Doing
-from fallow.model.bounds import Blob, Count, Finite, Id, Name, Seconds, Slots
+from fallow.model.bounds import Blob, Count, Finite, Id, Name, Prose, Seconds, Slots
 
 # -- agent -> worker -------------------------------------------------------------------------------------------------
 
@@ -61,6 +61,7 @@ class Status(Wire, frozen=True, kw_only=True, tag="status"):
     prepared: Count = 0
     refusal: Refusal | None = None
     given_up: Count = 0
+    break_reason: Prose = ""
     left: Count = 0
     step: Count = 0
     has_state: bool = False

@@ -31,6 +31,9 @@ from fallow.worker.session.session import Session
 from fallow.worker.session.voice import IsMain
 from fallow.worker.transport.group import Group
 
+_MOST_SCALARS = 1_000
+"""Figures that are shown, the newest names."""
+
 _LONGEST_TEXT, _LONGEST_SIGNATURE = 100_000, 1_000
 """Characters of what is told of an error."""
 
@@ -233,8 +236,9 @@ class Run:
         """Show figures in `fallow status` and the monitor; those of the main member count."""
         if self._session is None or not self.is_main:
             return
-        known = self._session.progress.scalars
-        self._session.progress.scalars = {**known, **{name: float(value) for name, value in scalars.items()}}
+        known = {**self._session.progress.scalars, **{name: float(value) for name, value in scalars.items()}}
+        # They go with every heartbeat, and a script may have made a name for each step.
+        self._session.progress.scalars = dict(list(known.items())[-_MOST_SCALARS:])
 
     def mean(self, x: float | torch.Tensor) -> float:
         """The plain mean of the members' values: of an evaluation that each does a part of, say.

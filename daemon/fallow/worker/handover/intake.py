@@ -65,6 +65,8 @@ class Intake:
         "pieces that are not here, by part"
         self._received = [0 for _ in PARTS]
         "bytes, by part"
+        self._arrived = 0
+        "pieces that are here as a whole"
         self._error: Exception | None = None
         self._completion = Future[None]()
         self._threads = [
@@ -142,12 +144,14 @@ class Intake:
     def _count(self, part: int, got: int) -> None:
         with self._changed:
             self._received[part] += got
-            self._open[part] -= 1
-            last = part == LATE and self.complete
-            self._changed.notify_all()
+            self._arrived += part == LATE
+            last = self._arrived == len(self._threads)
         if last:
             self._group.end_transfers()
-            self._completion.set_result(None)
+            self._completion.set_result(None)  # before the training thread may go on into another generation
+        with self._changed:
+            self._open[part] -= 1
+            self._changed.notify_all()
 
     def _fail(self, error: Exception, reason: str) -> None:
         with self._changed:

@@ -49,6 +49,8 @@ class Generations:
         "generation that all members enter behind the last step; 0: none"
         self.released = False
         "this worker has left the run, or was told to"
+        self._is_forgotten = False
+        "what this member held did not count any more when it entered the generation at work"
         self._is_asking = False
         "this member waits in a joint call"
         self._unreported: Switch | None = None
@@ -98,7 +100,8 @@ class Generations:
         self._parts = Pause(drain=reached - member.boundary, group=time.monotonic() - reached)
         member.group, self.plan, self.fresh = upcoming.group, upcoming.plan, True
         member.standing.give_up()
-        if not upcoming.counts(session.computed):
+        self._is_forgotten = not upcoming.counts(session.computed)
+        if self._is_forgotten:
             member.standing.drop(is_first=not member.place.position.op)
             session.say(has_state=False)
 
@@ -129,7 +132,7 @@ class Generations:
     def _report_break(self) -> None:
         group, session = self._member.group, self._member.session
         if session is not None and group.broken is not None and group.generation:
-            session.hold(group.generation)
+            session.hold(group.generation, group.broken)
 
     def _wait(self) -> bool:
         """What there is to do while no generation is committed; True: there is more."""
@@ -146,13 +149,13 @@ class Generations:
         session = self._member.session
         self._is_asking = True
         if session is not None:
-            session.say(in_call=True)
+            session.note(in_call=True)
         try:
             yield
         finally:
             self._is_asking = False
             if session is not None:
-                session.say(in_call=False)
+                session.note(in_call=False)
 
     def _answers(self, upcoming: Upcoming) -> bool:
         """This member waits in a joint call for what a member had heard that has failed since.
@@ -190,7 +193,7 @@ class Generations:
         self.fresh, self._entered_at = False, time.monotonic()
         place.went_back = went_back and not newcomer
         member.division = Division(tuple(paces))
-        if newcomer:
+        if newcomer or (self._is_forgotten and not went_back):
             place.joined, place.since = True, generation
             member.boundary = self._entered_at  # it was waiting before, and stands still from here on
         self._voice.speak(speaks=member.group.rank == 0)

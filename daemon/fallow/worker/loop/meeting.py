@@ -194,8 +194,8 @@ class Meeting:
                 self.forget()
 
     def _where(self, openings: Sequence[Opening], ranks: Ranks) -> Kind:
-        """What the members are at. A state that nobody has is that of a checkpoint, which is in front of a step."""
-        present = [openings[rank] for rank in ranks.newest]
+        """What the members are at. Where nobody has the state, those who had it go back to the front of a step."""
+        present = [openings[rank] for rank in ranks.newest] or [one for one in openings if not one.since]
         return next((Kind(one.kind) for one in present if one.kind != Kind.COMING), Kind.STEP)
 
     def _hand_over(self, openings: Sequence[Opening], ranks: Ranks, waited_s: float) -> None:

@@ -90,7 +90,8 @@ class Loop:
                 if not place.joined:
                     if session is not None:
                         if session.joins:
-                            yield from self._rehearse(session)
+                            news = session.news.newest
+                            yield from self._rehearse(news.step if news is not None else 0)
                         self._announce(session, source, epochs, max_steps)
                     else:
                         _check_fixed_world(member.group, member.prepared)
@@ -186,10 +187,14 @@ class Loop:
 
     # -------------------------------------------------------------------------------------------------- newcomers
 
-    def _rehearse(self, session: Session) -> Generator[Update, None, None]:
-        """A newcomer's first update. All that was prepared is afterwards as before, also if the script leaves it."""
-        member, news = self.member, session.news.newest
-        self._rehearsed_step = news.step if news is not None else 0
+    def _rehearse(self, step: int) -> Generator[Update, None, None]:
+        """A newcomer's first update. All that was prepared is afterwards as before, also if the script leaves it.
+
+        Args:
+            step: where the members are, as far as this worker has heard.
+        """
+        member = self.member
+        self._rehearsed_step = step
         self.rehearsing = True
         self.update = update = Update(self, rehearsal=True)
         try:

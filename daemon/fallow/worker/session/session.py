@@ -6,11 +6,9 @@ the turn of the loop. What this worker says is its whole status, with every beat
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -19,23 +17,21 @@ from fallow.core.network import data_address, port_range
 from fallow.core.nodes.messages import Checkpoint, Contract, Gathered, Order
 from fallow.core.protocol.agents import News, Setup
 from fallow.core.protocol.workers import FromWorker, Heard, Start, ToWorker
-from fallow.model import Doing, Exit, FallowError
+from fallow.model import Exit, FallowError
 from fallow.wire.address import interfaces
 from fallow.worker.session.device_watch import watch_device
-from fallow.worker.session.ends import Answered, Dismissed, HeadSilent, OthersEnded
 from fallow.worker.session.gathering import Gathering
 from fallow.worker.session.groups import Groups
 from fallow.worker.session.news import HeadNews
 from fallow.worker.session.orders import Orders
+from fallow.worker.session.passage import Passage
 from fallow.worker.session.progress import Progress
 from fallow.worker.session.statement import Statement
 from fallow.worker.transport import device as devices
-from fallow.worker.transport.group import Group
 from fallow.worker.transport.upcoming import Built, Upcoming
 
-_LOST_S, _LATE_S = 0.3, 5.0
-"""Others' scripts have ended: for so long a worker waits for a new generation, and for them, before it ends, too. What
-is on its way already takes less."""
+_LONGEST_REASON = 1000
+"""Characters."""
 
 _LAST_WORDS_S = 5.0
 """The agent gets what was said last within this, or it is stopped."""
@@ -66,6 +62,7 @@ class Session:
         self._grouped = grouped
         self._changed = threading.Condition()
         self._start: Start | None = None
+        self._passage: Passage | None = None
         self._failure: FallowError | None = None
         "why this worker cannot even begin"
         self._statement = Statement()
@@ -135,6 +132,11 @@ class Session:
             self._statement.say(**facts)
             self._speak()
 
+    def note(self, **facts: Any) -> None:
+        """The same, but said with the next beat: it changes often. For the training thread."""
+        with self._changed:
+            self._statement.say(**facts)
+
     def say_saved(self, checkpoint: Checkpoint) -> None:
         """A checkpoint is complete; said until the head has noted it."""
         with self._changed:
@@ -153,9 +155,16 @@ class Session:
         self._groups.device = device
         self.say(ready=contract)
 
-    def hold(self, generation: int) -> None:
-        """The group of `generation` is broken, and this worker has stopped."""
+    def hold(self, generation: int, reason: str) -> None:
+        """The group of `generation` is broken, and this worker has stopped.
+
+        Args:
+            generation: the one at work.
+            reason: why it broke; of no interest if the head has given the generation up.
+        """
         with self._changed:
+            if generation > self._orders.given_up:
+                self._statement.say(break_reason=reason[:_LONGEST_REASON])
             self._orders.give_up(generation)
             self._speak()
 
@@ -180,7 +189,7 @@ class Session:
             self.progress.busy_links = self._groups.busy_links()
             with self._changed:
                 self._speak()
-                if self._waits_in_vain():
+                if self._passage is not None and self._passage.waits_in_vain():
                     self._groups.interrupt(self._orders.taken, "the others have finished")
                     self._changed.notify_all()
             self.gathering.repeat()
@@ -220,6 +229,7 @@ class Session:
         ports = port_range(network.member_ports) if network.member_ports else None
         self._groups = Groups(self.gathering, address, ports, grouped=self._grouped)
         self._orders = Orders(start.node, start.slot)
+        self._passage = Passage(start, self._changed, self._orders, self._groups, self.news, self.progress, self._speak)
         self._start = start
 
     def _obey(self, order: Order) -> None:
@@ -304,72 +314,9 @@ class Session:
             FallowError: the head was silent for its whole patience, or others' scripts have ended; or the device does
                 not get rid of the group before (`Group.retire`).
         """
-        with self._awaiting():
-            taken, old = self._take_committed(meanwhile, answers)
-        if old is not None:
-            self._groups.retire(old)
-        return taken
+        assert self._passage is not None, "the session is not open"
+        return self._passage.await_commit(meanwhile, answers)
 
     def reap_retired(self) -> None:
         """Take down the groups of earlier generations, which costs time that the pause need not wait for."""
         self._groups.reap_retired()
-
-    @contextlib.contextmanager
-    def _awaiting(self) -> Iterator[None]:
-        self.progress.awaiting_since = time.monotonic()
-        try:
-            yield
-        finally:
-            self.progress.awaiting_since = None
-            self.progress.move()
-
-    def _take_committed(
-        self, meanwhile: Callable[[], bool], answers: Callable[[Upcoming], bool]
-    ) -> tuple[Upcoming, Group | None]:
-        is_busy = True
-        with self._changed:
-            while True:
-                upcoming, is_offered = self._orders.upcoming, self._orders.switch_offered > 0
-                if not is_offered:
-                    self._raise_end()
-                if upcoming is not None and upcoming.plan.outcome is not None and answers(upcoming):
-                    raise Answered(upcoming.plan.outcome)
-                if is_offered:
-                    break
-                left_s = self._patience_left_s()
-                if left_s <= 0:
-                    raise HeadSilent(self.worker, self.setup.patience_s)
-                if not is_busy:
-                    self._changed.wait(min(left_s, _LOST_S))
-                if not self._orders.switch_offered:
-                    self._changed.release()  # messages arrive while something else is done
-                    try:
-                        is_busy = meanwhile()
-                    finally:
-                        self._changed.acquire()
-            taken = self._orders.take()
-            old = self._groups.enter(taken)
-            if taken.generation <= self._orders.given_up:
-                self._groups.interrupt(taken.generation, "the head has given it up")
-            self._speak()
-        return taken, old
-
-    def _patience_left_s(self) -> float:
-        since = self.progress.awaiting_since
-        waited_s = time.monotonic() - since if since is not None else 0.0
-        return self.setup.patience_s - min(self.news.silent_s, waited_s)
-
-    def _raise_end(self) -> None:
-        order = self._orders.newest
-        if order.end is not None:
-            raise Dismissed(order.end)
-        if order.finish is not None and self._waits_in_vain():
-            raise OthersEnded(order.finish)
-
-    def _waits_in_vain(self) -> bool:
-        """Others' scripts have ended, and this worker, a member, waits for them."""
-        if self._orders.newest.finish is None or not self._orders.taken:
-            return False
-        doing, stalled_s = self.progress.doing(self._groups.current)
-        patience_s = _LATE_S if self.progress.awaiting_since is None else _LOST_S
-        return doing is Doing.WAITING and stalled_s > patience_s

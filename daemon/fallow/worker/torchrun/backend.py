@@ -130,7 +130,7 @@ class Handler(RendezvousHandler):
             text = f"{reason}, {ATTEMPTS + 1} times in a row with the same members; its log says why"
             self.session.say(fault=Fault(code=1, message=text, signature=reason))
             self._leave(1, text)
-        self.session.hold(self._taken.generation)
+        self.session.hold(self._taken.generation, reason)
 
     def _await_generation(self) -> Upcoming:
         session = self.session
