@@ -290,7 +290,7 @@ def test_why_a_generation_was_begun_that_never_became_complete_is_told_with_the_
     assert rig.m.phase is RunPhase.SWITCHING
     rig.gone(2, signal=7)
     rig.change()
-    told = rig.completed[-1].record.reason
+    told = rig.completed[-1].change.reason
     assert "n2 (h3) is gone: killed by signal 9" in told
     assert "n1 (h2) is gone: killed by signal 7" in told
 
