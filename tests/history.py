@@ -19,7 +19,7 @@ def check_history(events: Iterable[EventRecord]) -> list[str]:
       and a member's host stays the same;
     - a kind of change is what it says: an absorb loses nobody, a release takes nobody in, and only a start needs no
       members, or an eject behind a start that never became complete;
-    - the first step of a generation never goes back, but at a start behind the loss of all members (to a checkpoint or
+    - the first step of a generation never goes back, but behind the loss of all who had the state (to a checkpoint or
       the beginning), and behind a rollback (to its step). While a member has the state, at most one step is lost;
     - a run ends once, and nothing changes then.
 
@@ -52,8 +52,8 @@ class _Run:
         "steps of checkpoints, and the beginning"
         self._reached: dict[int, int] = {}
         "generation -> finished steps that a checkpoint of it shows"
-        self._back_to: int | None = None
-        "of a rollback that has not been done yet"
+        self._back_to: tuple[int, int] | None = None
+        "of a rollback that has not been done yet: the generation that it ends, and the step"
         self._is_empty = True
         self._end = ""
 
@@ -71,7 +71,7 @@ class _Run:
             case "back":
                 self._is_empty = self._is_empty and event.data["member"] not in self._members
             case "rollback":
-                self._back_to = event.data["step"]
+                self._back_to = event.data["generation"], event.data["step"]
             case "checkpoint" if "step" in event.data and "set aside" not in event.text:
                 generation, step = event.data["generation"], event.data["step"]
                 self._saved.add(step)
@@ -100,6 +100,8 @@ class _Run:
             yield "no member was there"
         self._generation = max(self._generation, data["generation"])
         self._members = (self._members - left) | joined.keys()
+        # Newcomers of generations that never became complete may be all that is left.
+        self._is_empty = self._is_empty or self._members == joined.keys()
         count = 0 if kind == "suspend" else data["members"]
         if len(self._members) != count:
             yield f"{count} members are told of, and there are {len(self._members)}: {_names(self._members)}"
@@ -114,8 +116,10 @@ class _Run:
         earlier = [step for other, step in self._reached.items() if other < generation]
         reached = max([self._first_step + 1, *earlier])
         if self._back_to is not None:
-            if first_step > self._back_to:
-                yield f"step {first_step} comes behind a rollback to step {self._back_to}"
+            ended, step = self._back_to
+            # A later one may follow one that never became complete.
+            if first_step > step and generation == ended + 1:
+                yield f"step {first_step} comes behind a rollback to step {step}"
             self._reached, self._back_to = {}, None
         elif self._is_empty:
             if kind == ChangeKind.START and first_step not in self._saved:

@@ -42,6 +42,12 @@ WORKER = os.environ.get("FALLOW_WORKER", "")
 LINGERS_S = 12.0
 
 
+def await_file(path: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
 def harm(run: Any) -> None:
     """Set the traps: in two steps, and in each thing that the members do together."""
     if WORKER == "n2":
@@ -58,9 +64,7 @@ def fall_behind(run: Any, past: Path) -> None:
     """n1 does not hear of the others' sums in step 3, once n0 has acted on them."""
 
     def wait_and_break() -> None:
-        deadline = time.monotonic() + 30
-        while not past.exists() and time.monotonic() < deadline:
-            time.sleep(0.001)
+        await_file(past)
         cut_off(run)
 
     if WORKER == "n0":
@@ -159,6 +163,8 @@ def main() -> None:
         raise SystemExit(3 if run.is_main else 4)
     if args.harm == "hang" and run.is_main:
         gc.freeze = threading.Event().wait  # what comes after all that the script has registered
+    if args.harm == "late break" and run.is_main:
+        await_file(args.folder / "told-n1")  # else the other may lose the last step with this member, and do it anew
     if args.harm.startswith("late") and run.is_main:
         raise ValueError("the disk is full, say")
     words = {"told": told, "main": bool(run.is_main), "rate": optimizer.param_groups[0]["lr"], "step": run.step}

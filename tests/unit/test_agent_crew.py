@@ -147,9 +147,10 @@ async def test_output_that_nobody_takes_holds_up_neither_siblings_nor_the_loop(t
     paths = RunPaths(tmp_path / "run").create()
     os.mkfifo(paths.log("n2.0"))
     async with working(tmp_path) as rig:
-        rig.order("print('output', flush=True)")
+        rig.order("print('output', flush=True); say(step=9)")
         await rig.until((log := paths.log("n2.1")).exists)
         await rig.until(lambda: "output" in log.read_text())
+        await rig.until(lambda: rig.crew.facts()[0].status.step == 9)
         rig.order("sys.exit(4)")
         assert (await rig.ended()).code == 4
         async with asyncio.timeout(DEADLINE_S):

@@ -39,7 +39,9 @@ class DataPlane:
         broken = max(order.broken, plan.replaces if plan is not None and plan.interrupt else 0)
         self.give_up(x, broken)
         known = x.plan.generation if x.plan is not None else 0
-        if (plan.generation if plan is not None else 0) != known:
+        # An order without a plan says nothing of one that is committed.
+        is_kept = plan is None and order.committed == known
+        if not is_kept and (plan.generation if plan is not None else 0) != known:
             x.plan, x.stands, x.committed, x.refusal = plan, False, False, None
             if plan is not None and plan.generation != x.generation:
                 rng = self.w.rng
@@ -265,8 +267,9 @@ class DataPlane:
         if not target:
             self._work(x)
             return
-        assert x.plan is not None
-        if x.plan.leave:
+        if x.plan is None or x.plan.generation != target:
+            self.give_up(x, generation)  # the head has forgotten the generation that all have agreed on
+        elif x.plan.leave:
             self._leave(x, target)
         else:
             self._enter(x, x.plan)

@@ -170,6 +170,9 @@ class Head:
         if self.w.rng.random() < self.w.poison:
             # A message that raises: this run begins again from what is stored or about to be, the head goes on.
             self.w.fired["poisoned message"] += 1
+            if self.w.store.revision != self._revision and not self._busy:
+                self.die()  # another head has written; the store would refuse the next write
+                return
             self.w.note_rules(self)
             self.machine = self._load(self.machine.state.outbox.edition + 1000)
             return

@@ -36,7 +36,7 @@ class Worker:
 
     @property
     def prepared(self) -> int:
-        return self.plan.generation if self.plan is not None and self.stands else self.generation
+        return self.plan.generation if self.plan is not None and self.stands else self.entering or self.generation
 
 
 class Host:

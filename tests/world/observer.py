@@ -124,7 +124,8 @@ class Observer:
         is_linked = host.hears and host.is_heard and host.up and not host.frozen and w.t > host.bad_until + 4
         is_working = is_linked and w.t > host.bad_until + 12 and all(x.alive and not x.stopped for x in host.workers)
         others = [other for other in w.hosts.values() if other.node in members and other is not host]
-        is_stepping = host.node in members and w.t - plane.stepped_at < 1.5 and w.t > host.froze_until + 3
+        has_seat = host.node in members and host.node in self.committed.get(w.store.root.generation, ())
+        is_stepping = has_seat and w.t - plane.stepped_at < 1.5 and w.t > host.froze_until + 3
         seen = any(other.is_heard and other.up and w.t > other.bad_until + 4 for other in others)
         is_well = w.t > max(host.cut_until + 8, w.unwell_until)
         if "silent for" in text and is_stepping and seen and w.t > w.unwell_until:

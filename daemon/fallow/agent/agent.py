@@ -353,7 +353,7 @@ class Agent:
     def _begin_end(self, end: EndAgent) -> None:
         if self._end is not None:
             return
-        if end.code not in (Exit.OK, Exit.NO_RESTART):
+        if end.code not in (Exit.OK, Exit.NO_RESTART) or not self._enrolment.was_admitted:
             log.error("%s", clean_output(end.reason, _REASON))
         self._end, self._end_at = end, time.monotonic() + end.kill_after_s
         if self._crew is not None:

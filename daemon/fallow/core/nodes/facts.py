@@ -17,15 +17,17 @@ from fallow.model import ChangeKind, Exit, MemberPhase, RunStatus
 
 def recover(m: State, report: Report) -> None:
     """The store has lost a number that a node has heard of, or even a committed generation: go on above it."""
-    root = m.roster.root
+    root, lost_writes = m.roster.root, "the store has lost what was written last"
     newest = max(report.generation, report.prepared, report.given_up)
     if newest > root.highest:
         root.highest = newest
         m.roster.mark("root")
         if m.voting is not None:
-            m.voting.spoiled = "the store has lost what was written last"
+            m.voting.spoiled = lost_writes
     if report.generation > max(root.generation, m.trouble.broken):
         m.trouble.broken = m.trouble.recovered = report.generation
+        if m.voting is not None and m.voting.change.generation <= report.generation:
+            m.voting.spoiled = lost_writes  # its number is that of a generation that was
         m.outbox.log(
             "recover", f"{m.roster.name(report.node)} is in generation {report.generation}, which the store lost"
         )

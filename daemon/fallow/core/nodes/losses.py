@@ -175,7 +175,9 @@ def end_well(m: State) -> None:
 
 def forget_if_unneeded(m: State, node: Node) -> None:
     """Delete the record of a node whose processes have ended and that no generation needs to know."""
-    needed = m.is_inside(node) or node.id in m.participants() or node.id == m.roster.root.main
+    root = m.roster.root
+    mains = (root.main, root.first, root.first_before)  # a run may be found to have ended in the generation before
+    needed = m.is_inside(node) or node.id in m.participants() or node.id in mains
     if node.exited and node.phase is MemberPhase.GONE and not needed:
         m.roster.forget(node)
         m.watch.forget(node.id)

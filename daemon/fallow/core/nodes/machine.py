@@ -256,8 +256,9 @@ class Machine:
         m, r = self.state, self.roster
         from_step = checkpoints.roll_back(r, event.step)
         text = f"rolled back to step {event.step}"
-        m.outbox.log("rollback", f"{text}, from step {from_step}", step=event.step, from_step=from_step)
         r.root.complete, r.root.rollback_below = 0, r.root.highest
+        data = {"step": event.step, "from_step": from_step, "generation": r.root.highest}
+        m.outbox.log("rollback", f"{text}, from step {from_step}", **data)
         r.mark("root")
         if m.voting is not None:
             m.voting.spoiled = text
@@ -279,8 +280,9 @@ class Machine:
             waited_s = m.watch.now - m.finished_at.setdefault(node.id, m.watch.now) if node.deserted else 0.0
             if node.alive and waited_s > m.timing.lease_s:
                 losses.eject(m, [Overdue(node, f"still there {m.timing.lease_s:g} s after its script had ended")])
-        if not self.roster.root.status.ended:
-            losses.eject(m, m.watch.overdue())
+            if m.roster.root.status.ended:
+                return
+        losses.eject(m, m.watch.overdue())
 
     def _look_at_deadline(self, node: Node, at: float) -> None:
         timing = self.state.timing

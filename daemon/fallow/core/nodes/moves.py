@@ -316,8 +316,8 @@ def commit(m: State) -> None:
     gone = [n for n in r.members if n not in chosen]
     root.old_may_step, root.entered = bool(r.present()) and not change.interrupt, False
     root.generation, root.change = change.generation, change
+    lost = [r.nodes[n] for n in {*r.members, root.first_before} if n in r.nodes and not r.alive(n)]
     root.first_before, root.first = root.first, ballot.members[0] if ballot.members else 0
-    lost = [r.nodes[n] for n in r.members if not r.alive(n)]
     r.seat(ballot.members, change.joined)
     m.watch.committed_at, m.trouble.lists_differ = m.watch.now, False
     ballot.awaited = set(ballot.members)
