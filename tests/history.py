@@ -52,8 +52,8 @@ class _Run:
         "steps of checkpoints, and the beginning"
         self._reached: dict[int, int] = {}
         "generation -> finished steps that a checkpoint of it shows"
-        self._back_to: tuple[int, int] | None = None
-        "of a rollback that has not been done yet: the generation that it ends, and the step"
+        self._back_to: list[tuple[int, int]] = []
+        "of rollbacks that have not been done yet: the newest number before each, and the step"
         self._is_empty = True
         self._end = ""
 
@@ -71,7 +71,7 @@ class _Run:
             case "back":
                 self._is_empty = self._is_empty and event.data["member"] not in self._members
             case "rollback":
-                self._back_to = event.data["generation"], event.data["step"]
+                self._back_to.append((event.data["generation"], event.data["step"]))
             case "checkpoint" if "step" in event.data and "set aside" not in event.text:
                 generation, step = event.data["generation"], event.data["step"]
                 self._saved.add(step)
@@ -115,12 +115,13 @@ class _Run:
             return
         earlier = [step for other, step in self._reached.items() if other < generation]
         reached = max([self._first_step + 1, *earlier])
-        if self._back_to is not None:
-            ended, step = self._back_to
+        due = [back for back in self._back_to if generation > back[0]]
+        if due:
+            ended, step = due[-1]
             # A later one may follow one that never became complete.
             if first_step > step and generation == ended + 1:
                 yield f"step {first_step} comes behind a rollback to step {step}"
-            self._reached, self._back_to = {}, None
+            self._reached, self._back_to = {}, [back for back in self._back_to if back not in due]
         elif self._is_empty:
             if kind == ChangeKind.START and first_step not in self._saved:
                 yield f"step {first_step} is neither the beginning nor that of a checkpoint"

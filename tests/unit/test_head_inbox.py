@@ -130,7 +130,10 @@ async def test_the_loop_has_its_turns_however_much_is_there_to_be_heard() -> Non
             raise ConnectionError
         return "a", beat(count)
 
-    head = SimpleNamespace(_router=SimpleNamespace(recv=recv), _inbox=inbox)
+    def receive(peer: str, message: FromAgent) -> None:
+        inbox.put_nowait(heard(peer, message))
+
+    head = SimpleNamespace(_router=SimpleNamespace(recv=recv), _receive=receive)
     hearing = asyncio.create_task(Head._hear(head))  # type: ignore[arg-type]
     taken = [await inbox.take() for _ in range(10)]
     assert count <= 20 * HEARD_AT_ONCE

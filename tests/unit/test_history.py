@@ -79,7 +79,10 @@ def test_nothing_is_wrong_in_a_whole_log() -> None:
             "it begins at step 7, though a member had the state of step 8",
         ),
         ([START, ("lost", {}), change("start", 2, 1, 5, "2", "01")], "step 5 is neither the beginning"),
-        ([START, ("rollback", {"step": 4, "generation": 1}), change("start", 2, 2, 5)], "step 5 comes behind a rollback to step 4"),
+        (
+            [START, ("rollback", {"step": 4, "generation": 1}), change("start", 2, 2, 5)],
+            "step 5 comes behind a rollback to step 4",
+        ),
         ([START, change("suspend", 2, 0, None, "", "0")], "0 members are told of, and there are 1: n1"),
         ([START, ("finished", {}), change("release", 2, 1, 4, "", "1")], "the run is over: it was finished"),
         ([START, ("finished", {}), ("cancelled", {})], "the run is over: it was finished"),

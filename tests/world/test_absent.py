@@ -264,6 +264,22 @@ def test_a_store_that_went_back_in_time() -> None:
     assert rig.r.members == [1, 2, 3]
 
 
+def test_a_number_that_a_store_lost_is_not_committed_again_though_the_witness_comes_late() -> None:
+    rig = Rig()
+    rig.limit(8)
+    past = dict(rig.store)
+    rig.join("a")
+    rig.change()
+    lost, rig.store = rig.said[1], past
+    rig.restart()
+    n = rig.join("b")
+    assert rig.ballot.change.generation == lost.generation
+    rig.put(ev.Reported(at=rig.at, host="a", report=lost))
+    assert rig.ballot.change.generation == lost.generation + 1
+    rig.change()
+    assert (rig.r.members, rig.r.root.generation) == ([n], lost.generation + 1)
+
+
 def test_news_of_the_end_of_workers_whose_number_another_node_has_now_prove_nothing() -> None:
     """A store had forgotten the number."""
     rig = started(1)

@@ -108,6 +108,14 @@ def test_a_deserter_is_waited_for_until_its_exit_code_tells_whether_it_is_to_bla
         assert "inside of the run.updates loop while the others go on" in rig.r.root.message
 
 
+def test_a_run_that_two_deserters_end_ends_once() -> None:
+    rig = started(3)
+    for n in (2, 3):
+        rig.say(n, deserted=True)
+    turn = rig.tick(12, 1, 2, 3)
+    assert len([i for i in turn.then if isinstance(i, ev.RunEnded)]) == 1
+
+
 def test_members_that_go_on_hear_what_a_failed_one_knew_of_their_last_exchange() -> None:
     rig = started(3)
     known = Outcome(generation=1, agreed=3, answer=0.5)
@@ -157,6 +165,13 @@ def test_the_end_the_main_members_exit_code_decides() -> None:
     assert orders(turn)[1].finish is not None, "whoever waits in vain hears of it"
     rig.gone(1, signal=9)
     assert "ended after the training, before its script had" in rig.r.root.message
+    rig = started(2)
+    rig.fails(1)
+    rig.gone(1, code=1)
+    rig.change()
+    rig.finish(2)
+    assert rig.r.root.status is RunStatus.FAILED, "the others have gone on without it, and ended where it had been"
+    assert "the main member n0 (h1)" in rig.r.root.message
     rig = started(2)
     rig.finish(1)
     rig.finish(2)

@@ -106,10 +106,8 @@ def group_broke(m: State) -> bool:
 
 
 def generation_is_broken(m: State) -> bool:
-    """The members' generation was given up when none of them was left, or a rollback is wanted."""
-    root = m.roster.root
-    is_broken = 0 < root.generation <= max(m.trouble.broken, root.rollback_below)
-    return is_broken and bool(m.roster.present())
+    """The members' generation was given up when none of them was left."""
+    return 0 < m.roster.root.generation <= m.trouble.broken and bool(m.roster.present())
 
 
 def is_voting(m: State) -> bool:

@@ -252,7 +252,7 @@ class Machine:
         self.roster.mark("failures")
 
     def _roll_back(self, event: ev.Rollback) -> None:
-        """Members go back at once: what they compute until then would be dropped."""
+        """Members go back with the next planned change, or with a loss before it."""
         m, r = self.state, self.roster
         from_step = checkpoints.roll_back(r, event.step)
         text = f"rolled back to step {event.step}"

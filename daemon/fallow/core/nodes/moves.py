@@ -84,9 +84,7 @@ def rebuild_group(m: State) -> None:
 
 
 def rebuild_broken(m: State) -> None:
-    rollbacks = m.roster.history.rollbacks
-    rolls_back = m.roster.root.rollback_below and rollbacks
-    rebuild(m, f"rolled back to step {rollbacks[-1].to_step}" if rolls_back else "members are heard again")
+    rebuild(m, "members are heard again")
 
 
 def rebuild_again(m: State) -> None:
@@ -126,6 +124,8 @@ def rebuild(m: State, reason: str) -> None:
     r, root = m.roster, m.roster.root
     if m.ballot is not None and m.ballot.change.interrupt:
         reason = f"{m.ballot.change.reason}; {reason}"  # it never became complete, so nothing else would say why
+    elif root.rollback_below:
+        reason = f"{r.rolled_back}; {reason}"
     if root.entered and root.change is not None:
         for n in filter(r.alive, root.change.leavers):
             losses.dismiss(m, r.nodes[n], Exit.OK, r.nodes[n].leaving)
@@ -352,7 +352,9 @@ def complete(m: State) -> None:
         "left": [member_name(n) for n in left],
     }
     if r.members:
-        root.status, root.complete, root.rollback_below = RunStatus.TRAINING, change.generation, 0
+        root.status = RunStatus.TRAINING
+        if change.generation > root.rollback_below:
+            root.complete, root.rollback_below = change.generation, 0
         first_step, pause_s, took_s = change.first_step, change.pause_s, m.at - change.began_at
         if first_step is not None:
             r.history.first_steps = [*r.history.first_steps, (change.generation, first_step)][-KEPT:]

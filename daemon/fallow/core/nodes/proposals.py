@@ -30,6 +30,12 @@ def planned(roster: Roster, has_state: HasState) -> Proposal | None:
     joiners = roster.fitting(staying, roster.standbys())
     if not staying and not leaving:
         return _start(roster, joiners)
+    if 0 < roster.root.generation <= roster.root.rollback_below:
+        # Between two steps: a script that is inside of one may have no way back to another part of itself. Whoever
+        # stays is the proof that this boundary has been reached; where nobody does, newcomers begin after the leave.
+        if staying:
+            return Proposal(ChangeKind.START, staying + joiners, leaving, roster.rolled_back)
+        joiners = []
     if not joiners and not leaving:
         return None
     if joiners and not any(map(has_state, staying)):

@@ -118,6 +118,11 @@ class Roster:
         return self.root.final is not None
 
     @property
+    def rolled_back(self) -> str:
+        """Why a generation begins whose members drop what they have."""
+        return f"rolled back to step {self.history.rollbacks[-1].to_step}"
+
+    @property
     def front(self) -> int:
         """Finished steps of the node that got furthest."""
         return max([self.root.front, *(node.step for node in self.nodes.values())])

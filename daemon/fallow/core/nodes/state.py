@@ -17,7 +17,7 @@ from fallow.core.nodes.names import member_name
 from fallow.core.nodes.records import Change, Node
 from fallow.core.nodes.roster import Roster
 from fallow.core.nodes.watch import Timing, Watch
-from fallow.model import Exit, MemberPhase, RunStatus
+from fallow.model import ChangeKind, Exit, MemberPhase, RunStatus
 
 
 class RunPhase(StrEnum):
@@ -317,11 +317,12 @@ class State:
         return None
 
     def _state_since(self, node: Node) -> int:
-        """What a node holds counts from the generation in which it got its seat, and not across a rollback."""
-        ballot, below = self.ballot, self.roster.root.rollback_below
-        next_one = ballot.change.generation if ballot is not None else 0
-        if 0 < below < next_one or not self.is_inside(node):
-            return next_one
+        """What a node holds counts from the generation in which it got its seat, and not across a start."""
+        ballot = self.ballot
+        if ballot is not None and (ballot.change.kind is ChangeKind.START or not self.is_inside(node)):
+            return ballot.change.generation
+        if not self.is_inside(node):
+            return 0
         return max(node.joined, self.trouble.recovered)
 
     def _end_of(self, node: Node) -> End | None:

@@ -188,13 +188,15 @@ class Generations:
             healed: this member was as far as the others with other weights than most of them, and received theirs.
             went_back: no member had the run's state: it is that of a checkpoint.
         """
-        member, place = self._member, self._member.place
+        member, place, session = self._member, self._member.place, self._member.session
         newcomer, generation = not place.joined, member.group.generation
         self.fresh, self._entered_at = False, time.monotonic()
         place.went_back = went_back and not newcomer
         member.division = Division(tuple(paces))
         if newcomer or (self._is_forgotten and not went_back):
             place.joined, place.since = True, generation
+            if session is not None and session.joins:
+                session.news.note_checkpoint(session.news.checkpoints_asked)  # asked for while it was none of theirs
             member.boundary = self._entered_at  # it was waiting before, and stands still from here on
         self._voice.speak(speaks=member.group.rank == 0)
         member.reduction.attach(member.group)
@@ -205,7 +207,6 @@ class Generations:
         member.ledger.flush()
         member.replan()
         member.progress.step, member.progress.reached = at.step, (at.data_epoch, at.index)
-        session = member.session
         if session is not None:
             session.reap_retired()
             if healed:
