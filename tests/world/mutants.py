@@ -145,7 +145,7 @@ def _forget_unproved(m: State, node: Node) -> None:
 
 def _recover_numbers(m: State, report: Report) -> None:
     _RECOVER(m, report)
-    m.trouble.recovered = 0
+    m.roster.root.recovered = 0
 
 
 def _hear_all(self: Machine, event: ev.Reported) -> None:

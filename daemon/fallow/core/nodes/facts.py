@@ -25,7 +25,8 @@ def recover(m: State, report: Report) -> None:
         if m.voting is not None:
             m.voting.spoiled = lost_writes
     if report.generation > max(root.generation, m.trouble.broken):
-        m.trouble.broken = m.trouble.recovered = report.generation
+        m.trouble.broken = root.recovered = report.generation
+        m.roster.mark("root")
         if m.voting is not None and m.voting.change.generation <= report.generation:
             m.voting.spoiled = lost_writes  # its number is that of a generation that was
         m.outbox.log(

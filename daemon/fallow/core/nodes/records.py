@@ -99,6 +99,8 @@ class Root(msgspec.Struct, kw_only=True):
     "highest number that was ever proposed or heard of; never used again"
     complete: int = 0
     "newest generation of which all members are known to have had the state"
+    recovered: int = 0
+    "newest generation that the store had lost: what a node holds that did not compute in it is too old"
     old_may_step: bool = False
     "members of the generation before may still finish steps in it: nobody is known to have passed the boundary"
     entered: bool = False

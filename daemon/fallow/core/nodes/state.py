@@ -101,8 +101,6 @@ class Trouble:
     "exit status of the newest of them"
     broken: int = 0
     "this generation and older ones were given up"
-    recovered: int = 0
-    "newest generation that the store had lost: the state of a node that did not compute in it is too old"
     group: Broken | None = None
     breaks: dict[int, tuple[int, int]] = field(default_factory=dict)
     "node -> (step that it had finished, how many groups in a row broke there first)"
@@ -185,6 +183,7 @@ class State:
         """Take up what the head before had committed. What it only prepared is given up."""
         r, change = self.roster, self.roster.root.change
         self.trouble.lost = {n: r.nodes[n].ended for n in r.members if not r.alive(n)}
+        self.trouble.broken = r.root.recovered
         if change is not None:
             plan = Plan(generation=change.generation, replaces=change.replaces, base=change.generation)
             leave = msgspec.structs.replace(
@@ -246,9 +245,9 @@ class State:
         if root.rollback_below or not self.is_inside(known):
             return False
         if report is None:
-            return 0 < known.joined <= root.complete and not self.trouble.recovered
+            return 0 < known.joined <= root.complete and root.recovered <= root.complete
         # What it holds counts only if it has computed since it got its seat.
-        return report.has_state and report.generation >= max(known.joined, self.trouble.recovered)
+        return report.has_state and report.generation >= max(known.joined, root.recovered)
 
     def main(self) -> int:
         """The node whose first worker is the main one of the run; 0: there is no node."""
@@ -323,7 +322,7 @@ class State:
             return ballot.change.generation
         if not self.is_inside(node):
             return 0
-        return max(node.joined, self.trouble.recovered)
+        return max(node.joined, self.roster.root.recovered)
 
     def _end_of(self, node: Node) -> End | None:
         status = self.roster.root.status
