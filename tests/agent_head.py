@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fallow.core.nodes.messages import Order, Report
+from fallow.core.membership.messages import Order, Report
 from fallow.core.protocol.agents import Admitted, Beat, Hello, News, Setup
 from fallow.files import Paths, write_struct
 from fallow.model import AllocationKind, HeadFile, KeyFile
@@ -32,7 +32,7 @@ WAIT = "import ctypes, signal; ctypes.CDLL(None).prctl(1, 9); print('up'); signa
 PUPPET = """
 import ctypes, os, queue, signal, sys
 import msgspec
-from fallow.core.nodes.messages import *
+from fallow.core.membership.messages import *
 from fallow.core.protocol.agents import News
 from fallow.core.protocol.workers import *
 from fallow.model import *

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from fallow.core.allocations import Agent, Allocation
-from fallow.core.nodes import events as ev
-from fallow.core.nodes.messages import Contract, Report, Switch
-from fallow.core.nodes.watch import Timing
+from fallow.core.membership import events as ev
+from fallow.core.membership.messages import Contract, Report, Switch
+from fallow.core.membership.watch import Timing
 from fallow.core.protocol.agents import Progress
 from fallow.files import Paths
 from fallow.head.book import Book, Run

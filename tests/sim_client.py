@@ -13,8 +13,8 @@ from unittest.mock import patch
 from fallow import __version__
 from fallow.config import Config
 from fallow.core.allocations import Allocation
-from fallow.core.nodes.messages import Contract, Switch
-from fallow.core.nodes.watch import Timing
+from fallow.core.membership.messages import Contract, Switch
+from fallow.core.membership.watch import Timing
 from fallow.core.protocol.agents import Beat, Hello, Left
 from fallow.files import Paths
 from fallow.head import views

@@ -9,7 +9,7 @@ import msgspec
 
 from fallow.config import Checkpoint, Membership
 from fallow.core.allocations import Allocation
-from fallow.core.nodes.messages import Contract, Order, Report, Switch
+from fallow.core.membership.messages import Contract, Order, Report, Switch
 from fallow.core.protocol.agents import Admitted, Beat, Ended, FromAgent, Hello, Left, News, Progress, ToAgent
 from fallow.head.agents import Agents
 from fallow.head.book import Book, Run

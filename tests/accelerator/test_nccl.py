@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from accelerator import collectives, nccl
 from accelerator.crew import Member, on_both
-from fallow.core.nodes.messages import Plan
+from fallow.core.membership.messages import Plan
 from fallow.model import FallowError
 from fallow.worker.transport import communicators
 from fallow.worker.transport.build import build_group

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-from fallow.core.nodes.messages import Fault, Order
+from fallow.core.membership.messages import Fault, Order
 from fallow.core.protocol.workers import Heard, Status, ToWorker
 from fallow.wire.frames import AgentChannel
 

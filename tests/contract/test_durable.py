@@ -15,8 +15,8 @@ import pytest
 
 from fallow.config import Config
 from fallow.core.backoff import Asker
-from fallow.core.nodes import events as ev
-from fallow.core.nodes.watch import Timing
+from fallow.core.membership import events as ev
+from fallow.core.membership.watch import Timing
 from fallow.core.survival import Spell
 from fallow.files import Paths
 from fallow.head import durable as durable_module

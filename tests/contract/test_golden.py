@@ -25,15 +25,20 @@ from hypothesis import strategies as st
 from msgspec import inspect as types
 
 from fallow.core import records
-from fallow.core.nodes.messages import VERSION, Finish, Unreadable, Wire
-from fallow.core.nodes.records import Node, Root
+from fallow.core.membership.messages import VERSION, Finish, Unreadable, Wire
+from fallow.core.membership.records import Node, Root
 from fallow.core.protocol.agents import FromAgent, Hello, Refused, ToAgent
 from fallow.core.protocol.workers import FromWorker, ToWorker
 from fallow.wire.codec import Decoder, encode
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden.json"
 
-for module in ("fallow.core.nodes.records", "fallow.head.durable", "fallow.head.learning", "fallow.head.neighbours"):
+for module in (
+    "fallow.core.membership.records",
+    "fallow.head.durable",
+    "fallow.head.learning",
+    "fallow.head.neighbours",
+):
     importlib.import_module(module)  # each adds its kinds to `records.SCHEMAS`
 
 DIRECTIONS: dict[str, Any] = {
@@ -173,7 +178,7 @@ def test_what_was_written_once_is_read_for_good(name: str, raw: str, fields: Any
 
 
 def test_all_that_is_written_today_is_in_the_file() -> None:
-    """If this fails, you have changed what is written. See the top of this module and of `core.nodes.messages`."""
+    """If this fails, you have changed what is written. See the top of this module and of `core.membership.messages`."""
     known = {name: [one["raw"] for one in several] for name, several in golden().items()}
     assert [name for name, raw, _ in of_today() if raw.hex() not in known.get(name, [])] == []
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from fallow.control.protocol import LocalAllocation
-from fallow.core.nodes.messages import Finish, Order, Report, Switch
+from fallow.core.membership.messages import Finish, Order, Report, Switch
 from fallow.core.protocol.agents import (
     Admitted,
     Beat,

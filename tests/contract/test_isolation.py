@@ -14,9 +14,9 @@ import pytest
 from fallow.cli.show import internal_errors
 from fallow.core import records
 from fallow.core.allocations import Allocation
-from fallow.core.nodes import events as ev
-from fallow.core.nodes.machine import InvalidMembership, Machine
-from fallow.core.nodes.messages import Report
+from fallow.core.membership import events as ev
+from fallow.core.membership.machine import InvalidMembership, Machine
+from fallow.core.membership.messages import Report
 from fallow.core.protocol.agents import Beat, EndNoted, Setup
 from fallow.head.agents import Agents
 from fallow.head.book import Run, RunRecord

@@ -19,7 +19,7 @@ from extremes import ON_THE_WIRE, WRONG, cases, deep, struct_info, within
 from fallow.control.client import ControlClient
 from fallow.control.methods import METHODS, SUBSCRIBE
 from fallow.core import records
-from fallow.core.nodes.messages import VERSION, Unreadable
+from fallow.core.membership.messages import VERSION, Unreadable
 from fallow.core.protocol.agents import FromAgent
 from fallow.files import Paths
 from fallow.head.book import Run

@@ -9,8 +9,8 @@ import pytest
 
 from fallow.config import Prune, Usage
 from fallow.core.allocations import Allocation
-from fallow.core.nodes import events as ev
-from fallow.core.nodes.watch import Timing
+from fallow.core.membership import events as ev
+from fallow.core.membership.watch import Timing
 from fallow.core.spans import Span, Use
 from fallow.files import Paths
 from fallow.head import accounts

@@ -20,14 +20,14 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo  # noqa: E402
 from torch.distributed.elastic.utils import store as store_util  # noqa: E402
 
 from fallow.agent.merge import Facts, merge_report  # noqa: E402
-from fallow.core.nodes import events as ev  # noqa: E402
-from fallow.core.nodes.gather import Gathers  # noqa: E402
-from fallow.core.nodes.machine import Machine  # noqa: E402
-from fallow.core.nodes.messages import Gather, Report  # noqa: E402
-from fallow.core.nodes.names import member_name  # noqa: E402
-from fallow.core.nodes.records import Root  # noqa: E402
-from fallow.core.nodes.roster import Roster  # noqa: E402
-from fallow.core.nodes.watch import Timing  # noqa: E402
+from fallow.core.membership import events as ev  # noqa: E402
+from fallow.core.membership.gather import Gathers  # noqa: E402
+from fallow.core.membership.machine import Machine  # noqa: E402
+from fallow.core.membership.messages import Gather, Report  # noqa: E402
+from fallow.core.membership.names import member_name  # noqa: E402
+from fallow.core.membership.records import Root  # noqa: E402
+from fallow.core.membership.roster import Roster  # noqa: E402
+from fallow.core.membership.watch import Timing  # noqa: E402
 from fallow.core.protocol.agents import News, Setup  # noqa: E402
 from fallow.core.protocol.workers import FromWorker, Heard, Part, Start, Status, ToWorker  # noqa: E402
 from fallow.model import RunStatus  # noqa: E402

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fallow.core.nodes.messages import VERSION, Gathered, Order, Unreadable, Wire
+from fallow.core.membership.messages import VERSION, Gathered, Order, Unreadable, Wire
 from fallow.core.protocol.agents import News, Setup
 from fallow.core.protocol.workers import FromWorker, Heard, Part, Start, Status, ToWorker
 from fallow.wire.codec import MAX_MESSAGE, Decoder, encode

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fallow.core.nodes.messages import VERSION, Gather, Report
+from fallow.core.membership.messages import VERSION, Gather, Report
 from fallow.core.protocol.agents import Beat, Ended, FromAgent, Hello, Left, News, Refused, ToAgent
 from fallow.files import private_dir, write_private, write_struct
 from fallow.model import Exit, FallowError, HeadFile

@@ -15,7 +15,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fallow.core.nodes.messages import VERSION, Checkpoint, Contract, Gathered, Report, Unreadable
+from fallow.core.membership.messages import VERSION, Checkpoint, Contract, Gathered, Report, Unreadable
 from fallow.core.protocol.agents import Beat, Ended, FromAgent, Hello, Left, News, Progress, Refused, ToAgent
 from fallow.model import Exit, FallowError
 from fallow.wire import router as router_module

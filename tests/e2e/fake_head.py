@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fallow.core.audit import Record, audit
-from fallow.core.nodes.gather import Gathers
-from fallow.core.nodes.messages import (
+from fallow.core.membership.gather import Gathers
+from fallow.core.membership.messages import (
     Checkpoint,
     End,
     Fault,
@@ -30,7 +30,7 @@ from fallow.core.nodes.messages import (
     Switch,
     Wire,
 )
-from fallow.core.nodes.roster import check_of
+from fallow.core.membership.roster import check_of
 from fallow.core.protocol.agents import News, Setup
 from fallow.core.protocol.workers import FromWorker, Heard, Part, Start, Status
 from fallow.model import Doing, SampleReport

@@ -23,7 +23,7 @@ pytest.importorskip("torch")
 import fallow
 from fallow.bench import steplog
 from fallow.bench.session import command
-from fallow.core.nodes import messages
+from fallow.core.membership import messages
 from fallow.local.driver import Driver
 from fallow.local.headprocess import HeadProcess
 from fallow.model import ChangeKind, RunReport, RunStatus, Snapshot

@@ -23,7 +23,7 @@ import psutil
 
 from fallow.control.client import ControlClient
 from fallow.control.protocol import LocalAllocation, NewRun
-from fallow.core.nodes.roster import Roster
+from fallow.core.membership.roster import Roster
 from fallow.files import Paths
 from fallow.local.driver import store_pid
 from fallow.local.headprocess import HeadProcess

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fallow.core.nodes.messages import Contract
+from fallow.core.membership.messages import Contract
 from fallow.worker.checkpoint import parts
 from fallow.worker.transport import communicators
 from fallow.worker.transport import device as devices

@@ -14,12 +14,12 @@ import msgspec
 import pytest
 import torch
 
-from fallow.core.nodes import events as ev
-from fallow.core.nodes.machine import Machine
-from fallow.core.nodes.messages import Contract, Order, Peer, Plan, Report, Switch
-from fallow.core.nodes.records import Root
-from fallow.core.nodes.roster import Roster, check_of
-from fallow.core.nodes.watch import Timing
+from fallow.core.membership import events as ev
+from fallow.core.membership.machine import Machine
+from fallow.core.membership.messages import Contract, Order, Peer, Plan, Report, Switch
+from fallow.core.membership.records import Root
+from fallow.core.membership.roster import Roster, check_of
+from fallow.core.membership.watch import Timing
 from fallow.core.protocol.agents import News, Setup
 from fallow.core.protocol.workers import FromWorker, Start, Status, ToWorker
 from fallow.model import Doing

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fallow.core.nodes.gather import Gathers
-from fallow.core.nodes.messages import End, Gather, Gathered, Order, Peer, Plan
-from fallow.core.nodes.roster import check_of
+from fallow.core.membership.gather import Gathers
+from fallow.core.membership.messages import End, Gather, Gathered, Order, Peer, Plan
+from fallow.core.membership.roster import check_of
 from fallow.core.protocol.agents import News, Setup
 from fallow.core.protocol.workers import FromWorker, Heard, Part, Start, Status, ToWorker
 from fallow.worker.session.session import Session

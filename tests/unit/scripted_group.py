@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fallow.core.nodes.messages import Peer
+from fallow.core.membership.messages import Peer
 from fallow.worker.transport.group import Connections, Group
 from fallow.worker.transport.rank_map import RankMap
 from fallow.worker.transport.waits import Interrupted

@@ -14,7 +14,7 @@ from scripted_group import Board, Generation, Killed, ProcessGroup, ScriptedGrou
 
 from fallow.core.apart import Stranger
 from fallow.core.audit import audit
-from fallow.core.nodes.messages import Checkpoint, Contract, End, Finish, Plan
+from fallow.core.membership.messages import Checkpoint, Contract, End, Finish, Plan
 from fallow.core.protocol.agents import Setup
 from fallow.model import SampleReport
 from fallow.worker.api.run import Run

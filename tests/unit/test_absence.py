@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fallow.config import Membership
-from fallow.core.nodes import events as ev
-from fallow.core.nodes.messages import Switch
-from fallow.core.nodes.state import Ballot
-from fallow.core.nodes.watch import Timing
+from fallow.core.membership import events as ev
+from fallow.core.membership.messages import Switch
+from fallow.core.membership.state import Ballot
+from fallow.core.membership.watch import Timing
 from fallow.core.protocol.agents import FromAgent
 from fallow.head.agents import agent_gone
 from fallow.head.hearing import RECONNECT_S

@@ -17,7 +17,7 @@ import pytest
 
 from agent_head import DEADLINE_S, PUPPET, WAIT, Head, gone, until
 from fallow.agent.start import read_key_file
-from fallow.core.nodes.messages import End, Fault
+from fallow.core.membership.messages import End, Fault
 from fallow.core.protocol.agents import (
     Admitted,
     Beat,

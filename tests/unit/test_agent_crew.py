@@ -19,7 +19,7 @@ from fallow.agent.place import Place
 from fallow.agent.reporter import Reporter
 from fallow.agent.worker import Launch
 from fallow.core.devices import Devices
-from fallow.core.nodes.messages import End, Gather, Order
+from fallow.core.membership.messages import End, Gather, Order
 from fallow.core.protocol.agents import Beat, Ended, News, Setup
 from fallow.files import RunPaths
 

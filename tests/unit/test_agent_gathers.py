@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.agent.gathers import Answer, NodeGathers
-from fallow.core.nodes.gather import KEPT, Gathers
-from fallow.core.nodes.messages import Gather, Gathered, Unreadable
+from fallow.core.membership.gather import KEPT, Gathers
+from fallow.core.membership.messages import Gather, Gathered, Unreadable
 from fallow.core.protocol.workers import Part
 
 

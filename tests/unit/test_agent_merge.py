@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.agent.merge import Facts, merge_progress, merge_report, needs_no_beat
-from fallow.core.nodes.messages import (
+from fallow.core.membership.messages import (
     Checkpoint,
     Contract,
     Fault,

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from agent_head import DEADLINE_S, Head, gone, until
-from fallow.core.nodes.messages import End, Finish, Gather, Gathered
+from fallow.core.membership.messages import End, Finish, Gather, Gathered
 from fallow.core.protocol.agents import Beat, EndAgent, Ended, EndNoted
 
 FINISH = Finish(generation=1, steps=9, digest="d")

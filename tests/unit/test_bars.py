@@ -7,11 +7,11 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fallow.core.nodes.failures import BAR_S, COUNT_S, LONGEST_BAR_S, MENDED_S, begin_clock, expire, note
-from fallow.core.nodes.messages import Fault
-from fallow.core.nodes.records import Failure, FailureKind, Root
-from fallow.core.nodes.roster import Roster
-from fallow.core.nodes.watch import Timing
+from fallow.core.membership.failures import BAR_S, COUNT_S, LONGEST_BAR_S, MENDED_S, begin_clock, expire, note
+from fallow.core.membership.messages import Fault
+from fallow.core.membership.records import Failure, FailureKind, Root
+from fallow.core.membership.roster import Roster
+from fallow.core.membership.watch import Timing
 from fallow.head.turn import Turn
 from fallow.head.views import run_view
 from fallow.model import RunStatus

@@ -11,7 +11,7 @@ from fallow.config import Harvest as HarvestSection
 from fallow.core.allocations import Agent, Allocation
 from fallow.core.backoff import FIRST_S
 from fallow.core.cancelled import CANCELS, WITHIN_S, Cancels, by_others, note
-from fallow.core.nodes.failures import BAR_S
+from fallow.core.membership.failures import BAR_S
 from fallow.core.protocol.agents import Beat
 from fallow.core.spans import Span
 from fallow.head.agents import Agents

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from fallow.core.nodes.messages import Checkpoint, Problem  # noqa: E402
+from fallow.core.membership.messages import Checkpoint, Problem  # noqa: E402
 from fallow.model import FallowError  # noqa: E402
 from fallow.worker.checkpoint import writer  # noqa: E402
 from fallow.worker.checkpoint.manifest import complete_ones, read_manifest  # noqa: E402

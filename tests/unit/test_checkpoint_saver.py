@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fallow.core.nodes.messages import Checkpoint, Problem  # noqa: E402
+from fallow.core.membership.messages import Checkpoint, Problem  # noqa: E402
 from fallow.core.protocol.agents import News, Setup  # noqa: E402
 from fallow.core.saving import RETRY_S, Saving  # noqa: E402
 from fallow.worker.checkpoint import writer as writing  # noqa: E402

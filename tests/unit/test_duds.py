@@ -9,7 +9,7 @@ import pytest
 
 from fallow.config import Checkpoint, Membership
 from fallow.core.duds import BACKOFF_S, DUDS, ROUNDS, Duds, came, ended, put_off_s
-from fallow.core.nodes.failures import BAR_S
+from fallow.core.membership.failures import BAR_S
 from fallow.core.protocol.agents import Hello
 from fallow.head.agents import Agents
 from fallow.head.book import RunRecord

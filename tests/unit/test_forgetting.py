@@ -11,9 +11,9 @@ import pytest
 
 from fallow.config import Membership
 from fallow.core import records
-from fallow.core.nodes import events as ev
-from fallow.core.nodes.names import member_name
-from fallow.core.nodes.watch import Timing
+from fallow.core.membership import events as ev
+from fallow.core.membership.names import member_name
+from fallow.core.membership.watch import Timing
 from fallow.core.protocol.agents import Progress
 from fallow.head import accounts
 from fallow.model import AllocationKind, ChangeKind, MemberPhase

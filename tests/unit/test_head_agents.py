@@ -11,10 +11,10 @@ import pytest
 from fallow.config import Checkpoint as CheckpointSection
 from fallow.config import Membership
 from fallow.core.allocations import Agent, Allocation
-from fallow.core.nodes import events as ev
-from fallow.core.nodes.messages import Checkpoint, Fault, Finish, Gather, Gathered, Order, Problem
-from fallow.core.nodes.records import HostBar
-from fallow.core.nodes.watch import Timing
+from fallow.core.membership import events as ev
+from fallow.core.membership.messages import Checkpoint, Fault, Finish, Gather, Gathered, Order, Problem
+from fallow.core.membership.records import HostBar
+from fallow.core.membership.watch import Timing
 from fallow.core.protocol.agents import (
     Admitted,
     EndAgent,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fallow.core.nodes.messages import Report
+from fallow.core.membership.messages import Report
 from fallow.core.protocol.agents import Beat, FromAgent, Left
 from fallow.head.app import HEARD_AT_ONCE, Head
 from fallow.head.inbox import TOGETHER, Heard, Inbox, Item, Tick

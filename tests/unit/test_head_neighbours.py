@@ -10,7 +10,7 @@ import pytest
 from fallow.config import Config, Membership, Slurm
 from fallow.config import Harvest as HarvestSection
 from fallow.core.allocations import Agent, Allocation
-from fallow.core.nodes import events as ev
+from fallow.core.membership import events as ev
 from fallow.core.protocol.agents import EndAgent
 from fallow.core.room import whole_nodes
 from fallow.files import write_private

@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.core.audit import audit
-from fallow.core.nodes.messages import Contract
-from fallow.core.nodes.records import Node, Root
-from fallow.core.nodes.roster import Roster
+from fallow.core.membership.messages import Contract
+from fallow.core.membership.records import Node, Root
+from fallow.core.membership.roster import Roster
 from fallow.head.ledgers import count_samples
 from fallow.model import ChangeKind, GenerationReport, Parts
 from fallow.worker.data import ledger as ledgers

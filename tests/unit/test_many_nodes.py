@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from fallow.config import Checkpoint, Membership
-from fallow.core.nodes import events as ev
+from fallow.core.membership import events as ev
 from fallow.core.protocol.agents import Beat
 from fallow.head.agents import Agents
 from fallow.head.turn import Turn, agent_peer

@@ -11,8 +11,8 @@ import pytest
 from fallow.config import Config, Usage
 from fallow.core.allocations import SUBMIT_S, Agent, Allocation
 from fallow.core.backoff import FIRST_S
-from fallow.core.nodes.messages import Checkpoint
-from fallow.core.nodes.watch import Timing
+from fallow.core.membership.messages import Checkpoint
+from fallow.core.membership.watch import Timing
 from fallow.core.restarts import EVERY_S
 from fallow.core.spans import Span
 from fallow.files import Paths

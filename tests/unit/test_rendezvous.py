@@ -13,8 +13,8 @@ pytest.importorskip("torch")
 from scripted_agent import plan
 from torch.distributed import DistStoreError
 
-from fallow.core.nodes.gather import Gathers
-from fallow.core.nodes.messages import Gather, Gathered
+from fallow.core.membership.gather import Gathers
+from fallow.core.membership.messages import Gather, Gathered
 from fallow.core.protocol.workers import Part
 from fallow.worker.session.gathering import Gathering, GenerationGathers
 from fallow.worker.transport.build import build_group

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fallow.core.joining import difference
-from fallow.core.nodes.messages import Contract
+from fallow.core.membership.messages import Contract
 from fallow.model import FallowError
 from fallow.worker.prepared import signature as sg
 

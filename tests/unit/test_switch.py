@@ -11,7 +11,7 @@ import pytest
 from fallow.config import Config, load_config
 from fallow.config import Harvest as HarvestSection
 from fallow.core.allocations import Agent
-from fallow.core.nodes.watch import Timing
+from fallow.core.membership.watch import Timing
 from fallow.files import Paths
 from fallow.head.app import Head
 from fallow.head.book import Book, Run

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import fallow
-from fallow.core.nodes.records import Root
-from fallow.core.nodes.roster import Roster
+from fallow.core.membership.records import Root
+from fallow.core.membership.roster import Roster
 from fallow.files import Paths, check_dir
 from fallow.head.ledgers import count_samples
 from fallow.model import Exit, FallowError

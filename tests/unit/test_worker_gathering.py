@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from fallow.core.nodes.messages import Gathered
+from fallow.core.membership.messages import Gathered
 from fallow.core.protocol.workers import Part
 from fallow.worker.session.gathering import Gathering
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_agent import peers, plan
 
-from fallow.core.nodes.messages import End, Order, Plan
-from fallow.core.nodes.roster import check_of
+from fallow.core.membership.messages import End, Order, Plan
+from fallow.core.membership.roster import check_of
 from fallow.worker.session.orders import Moves, Orders
 from fallow.worker.transport.rank_map import RankMap
 from fallow.worker.transport.upcoming import Built, Upcoming

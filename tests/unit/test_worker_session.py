@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 import torch
 from scripted_agent import Agent, plan
 
-from fallow.core.nodes.messages import Checkpoint, Contract, Finish, Outcome
+from fallow.core.membership.messages import Checkpoint, Contract, Finish, Outcome
 from fallow.core.protocol.agents import News
 from fallow.core.protocol.workers import Status
 from fallow.model import Doing, Exit

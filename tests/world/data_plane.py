@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fallow.core.nodes.messages import Checkpoint, Order, Plan, Refusal, Switch
-from fallow.core.nodes.roster import check_of
+from fallow.core.membership.messages import Checkpoint, Order, Plan, Refusal, Switch
+from fallow.core.membership.roster import check_of
 from world.node import Host, Worker
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fallow.core.nodes import checkpoints
-from fallow.core.nodes import events as ev
-from fallow.core.nodes.messages import Fault
+from fallow.core.membership import checkpoints
+from fallow.core.membership import events as ev
+from fallow.core.membership.messages import Fault
 from world.node import Host, Worker
 
 if TYPE_CHECKING:

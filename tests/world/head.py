@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fallow.core.nodes import events as ev
-from fallow.core.nodes.machine import Machine
-from fallow.core.nodes.records import Root
-from fallow.core.nodes.roster import Roster
+from fallow.core.membership import events as ev
+from fallow.core.membership.machine import Machine
+from fallow.core.membership.records import Root
+from fallow.core.membership.roster import Roster
 from fallow.core.records import decode, encode
 from fallow.model import EventRecord
 

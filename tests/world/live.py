@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from fallow.core.nodes import events as ev
+from fallow.core.membership import events as ev
 from fallow.model import Doing, MemberPhase
 from world.rig import TIMING, logs, started
 

@@ -10,14 +10,14 @@ from unittest.mock import patch
 
 import msgspec
 
-from fallow.core.nodes import checkpoints, conditions, losses, machine, moves, proposals, tables, watch
-from fallow.core.nodes import events as ev
-from fallow.core.nodes.machine import Machine
-from fallow.core.nodes.messages import Report
-from fallow.core.nodes.records import Node
-from fallow.core.nodes.roster import Roster
-from fallow.core.nodes.state import Plans, RunPhase, State
-from fallow.core.nodes.watch import Watch
+from fallow.core.membership import checkpoints, conditions, losses, machine, moves, proposals, tables, watch
+from fallow.core.membership import events as ev
+from fallow.core.membership.machine import Machine
+from fallow.core.membership.messages import Report
+from fallow.core.membership.records import Node
+from fallow.core.membership.roster import Roster
+from fallow.core.membership.state import Plans, RunPhase, State
+from fallow.core.membership.watch import Watch
 
 Take = Callable[[], Any]
 """Makes a context manager in which a guard is missing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fallow.core.nodes.messages import Checkpoint, Contract, Fault, Finish, Order, Plan, Refusal, Report, Switch
+from fallow.core.membership.messages import Checkpoint, Contract, Fault, Finish, Order, Plan, Refusal, Report, Switch
 from fallow.model import Doing
 from world.head import SLOTS
 

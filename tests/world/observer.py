@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fallow.core.nodes import events as ev
-from fallow.core.nodes.messages import Order, Plan
-from fallow.core.nodes.names import member_name
-from fallow.core.nodes.records import Node
+from fallow.core.membership import events as ev
+from fallow.core.membership.messages import Order, Plan
+from fallow.core.membership.names import member_name
+from fallow.core.membership.records import Node
 from fallow.core.records import decode
 from world.head import Head
 from world.node import Host, Worker

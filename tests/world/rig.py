@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
-from fallow.core.nodes import events as ev
-from fallow.core.nodes.machine import Machine
-from fallow.core.nodes.messages import Contract, Fault, Finish, Order, Report, Switch
-from fallow.core.nodes.records import Root
-from fallow.core.nodes.roster import Roster
-from fallow.core.nodes.state import Ballot
-from fallow.core.nodes.watch import Timing
+from fallow.core.membership import events as ev
+from fallow.core.membership.machine import Machine
+from fallow.core.membership.messages import Contract, Fault, Finish, Order, Report, Switch
+from fallow.core.membership.records import Root
+from fallow.core.membership.roster import Roster
+from fallow.core.membership.state import Ballot
+from fallow.core.membership.watch import Timing
 from fallow.model import Doing, RunStatus
 
 TIMING = Timing(prepare_s=10, rebuild_s=10, start_s=60, lease_s=10, progress_s=40)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from fallow.core.nodes import events as ev
-from fallow.core.nodes.messages import Fault
-from fallow.core.nodes.state import RunPhase
+from fallow.core.membership import events as ev
+from fallow.core.membership.messages import Fault
+from fallow.core.membership.state import RunPhase
 from fallow.model import ChangeKind, Doing, Exit, MemberPhase
 from world.live import BEAT_S, Live
 from world.rig import CONTRACT, TIMING, WAITS, Rig, both, logs, orders, started

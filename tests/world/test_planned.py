@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from fallow.core.nodes import events as ev
-from fallow.core.nodes.messages import Checkpoint, Pause, Refusal, Switch
-from fallow.core.nodes.state import RunPhase
-from fallow.core.nodes.tables import RUN
+from fallow.core.membership import events as ev
+from fallow.core.membership.messages import Checkpoint, Pause, Refusal, Switch
+from fallow.core.membership.state import RunPhase
+from fallow.core.membership.tables import RUN
 from fallow.model import ChangeKind, MemberPhase, RunStatus
 from world.rig import CONTRACT, Rig, both, logs, orders, started
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fallow.core.nodes import events as ev
-from fallow.core.nodes.messages import Checkpoint, Refusal
-from fallow.core.nodes.state import RunPhase
+from fallow.core.membership import events as ev
+from fallow.core.membership.messages import Checkpoint, Refusal
+from fallow.core.membership.state import RunPhase
 from fallow.model import ChangeKind, Doing, Exit, MemberPhase, RunStatus
 from world.rig import WAITS, Rig, both, logs, orders, started
 

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from fallow.core.nodes.gather import MOST_KEYS, Gathers
-from fallow.core.nodes.messages import Gather, Gathered, Refusal, Unreadable
-from fallow.core.nodes.records import Root
-from fallow.core.nodes.roster import Roster
+from fallow.core.membership.gather import MOST_KEYS, Gathers
+from fallow.core.membership.messages import Gather, Gathered, Refusal, Unreadable
+from fallow.core.membership.records import Root
+from fallow.core.membership.roster import Roster
 from fallow.wire.codec import encode
 from world.rig import CONTRACT, started
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from fallow.core.nodes import checkpoints
-from fallow.core.nodes import events as ev
-from fallow.core.nodes.messages import Checkpoint, Problem
-from fallow.core.nodes.state import RunPhase
+from fallow.core.membership import checkpoints
+from fallow.core.membership import events as ev
+from fallow.core.membership.messages import Checkpoint, Problem
+from fallow.core.membership.state import RunPhase
 from fallow.model import ChangeKind, RunStatus
 from world.rig import Rig, both, logs, orders, started
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from fallow.core.nodes.tables import NODE, RUN
+from fallow.core.membership.tables import NODE, RUN
 from world.faults import FAULTS
 from world.world import World, play
 

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from fallow.core.nodes import events as ev
-from fallow.core.nodes.records import Root
-from fallow.core.nodes.watch import Timing
+from fallow.core.membership import events as ev
+from fallow.core.membership.records import Root
+from fallow.core.membership.watch import Timing
 from fallow.model import RunStatus
 from history import check_history
 from world.data_plane import DataPlane

@@ -27,7 +27,7 @@ from fallow.agent.reporter import Reporter
 from fallow.agent.silence import HeadSilence
 from fallow.agent.stand_in import StandIn
 from fallow.agent.worker import Launch
-from fallow.core.nodes.messages import Gathered, Order, Unreadable
+from fallow.core.membership.messages import Gathered, Order, Unreadable
 from fallow.core.protocol.agents import (
     Admitted,
     Beat,

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from fallow.agent.gathers import Answer, NodeGathers
 from fallow.agent.merge import Facts
 from fallow.agent.worker import Launch, Worker
-from fallow.core.nodes.messages import End, Gather, Gathered, Order, Report, Unreadable
-from fallow.core.nodes.names import worker_name
+from fallow.core.membership.messages import End, Gather, Gathered, Order, Report, Unreadable
+from fallow.core.membership.names import worker_name
 from fallow.core.protocol.agents import Ended, News, Setup
 from fallow.core.protocol.workers import Heard, Part, Start, Status
 

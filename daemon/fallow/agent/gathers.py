@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from fallow.core.nodes.gather import KEPT
-from fallow.core.nodes.messages import Gather, Gathered, Unreadable
+from fallow.core.membership.gather import KEPT
+from fallow.core.membership.messages import Gather, Gathered, Unreadable
 from fallow.core.protocol.workers import Part
 
 _PARTS: msgspec.msgpack.Decoder[tuple[bytes, ...]] = msgspec.msgpack.Decoder(tuple[bytes, ...])

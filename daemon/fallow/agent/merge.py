@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from fallow.core.nodes.messages import Checkpoint, Contract, Finish, Problem, Refusal, Report, Switch
+from fallow.core.membership.messages import Checkpoint, Contract, Finish, Problem, Refusal, Report, Switch
 from fallow.core.protocol.agents import Beat, Progress
 from fallow.core.protocol.workers import Status
 from fallow.model import Doing

@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 from fallow.bench import rows, session, steplog
 from fallow.bench.rows import Peer, Progress, Row, Settings
-from fallow.core.nodes.names import member_number
+from fallow.core.membership.names import member_number
 from fallow.core.schedule import Action, Item
 from fallow.local.driver import LOOK_S, Driver
 from fallow.model import Exit, FallowError, MemberPhase, MemberView, RunView

@@ -7,7 +7,7 @@ import os
 import torch
 from torch import distributed as dist
 
-from fallow.core.nodes.names import member_name, member_number
+from fallow.core.membership.names import member_name, member_number
 from fallow.model import Exit, FallowError
 
 _MIXED = "bfloat16 weights, AdamW in float32"

@@ -23,7 +23,7 @@ import zmq
 from msgspec.structs import replace
 
 from fallow import __version__
-from fallow.core.nodes.messages import Contract, Gather, Gathered, Order, Report, Switch, Wire
+from fallow.core.membership.messages import Contract, Gather, Gathered, Order, Report, Switch, Wire
 from fallow.core.protocol.agents import Admitted, Beat, Ended, EndNoted, Hello, News, Progress, Setup, ToAgent
 from fallow.files import read_struct
 from fallow.model import HeadFile, KeyFile

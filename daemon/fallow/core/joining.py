@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from fallow.core.nodes.messages import Contract
+from fallow.core.membership.messages import Contract
 from fallow.model import Exit, FallowError
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from fallow.core.nodes.messages import Unreadable
+from fallow.core.membership.messages import Unreadable
 
 T = TypeVar("T", bound=msgspec.Struct)
 

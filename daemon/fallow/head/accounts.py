@@ -8,7 +8,7 @@ from itertools import takewhile
 
 from fallow.config import Usage
 from fallow.core import budget
-from fallow.core.nodes.names import member_number
+from fallow.core.membership.names import member_number
 from fallow.core.prices import Prices
 from fallow.core.spans import held
 from fallow.core.usage import Tallies, by_month, is_since, merge, note_members, note_pause, tally

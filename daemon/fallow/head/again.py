@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fallow.core.allocations import Allocation
-from fallow.core.nodes.names import member_name
+from fallow.core.membership.names import member_name
 from fallow.core.protocol.agents import Ended
 from fallow.head.book import Run
 from fallow.head.turn import Turn

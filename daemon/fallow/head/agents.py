@@ -8,10 +8,10 @@ from fallow.config import Checkpoint as CheckpointConfig
 from fallow.config import Membership as MembershipConfig
 from fallow.core.allocations import Agent, Allocation
 from fallow.core.duds import came
-from fallow.core.nodes import checkpoints
-from fallow.core.nodes import events as ev
-from fallow.core.nodes.messages import Gather, Report
-from fallow.core.nodes.names import member_name
+from fallow.core.membership import checkpoints
+from fallow.core.membership import events as ev
+from fallow.core.membership.messages import Gather, Report
+from fallow.core.membership.names import member_name
 from fallow.core.protocol.agents import (
     Beat,
     EndAgent,

@@ -20,11 +20,11 @@ from fallow.core.cancelled import Cancels
 from fallow.core.duds import Duds
 from fallow.core.fairshare import PastUse
 from fallow.core.gain import Curve
-from fallow.core.nodes.gather import Gathers
-from fallow.core.nodes.machine import Machine
-from fallow.core.nodes.records import Root
-from fallow.core.nodes.roster import Roster
-from fallow.core.nodes.watch import Timing
+from fallow.core.membership.gather import Gathers
+from fallow.core.membership.machine import Machine
+from fallow.core.membership.records import Root
+from fallow.core.membership.roster import Roster
+from fallow.core.membership.watch import Timing
 from fallow.core.protocol.agents import Progress
 from fallow.core.saving import Saving
 from fallow.core.slow_links import SlowLinks
@@ -303,7 +303,7 @@ class Book:
         """Make an empty book.
 
         Args:
-            kept_checkpoints: so many usable ones of a run stay, see `core.nodes.checkpoints.take_spare`.
+            kept_checkpoints: so many usable ones of a run stay, see `core.membership.checkpoints.take_spare`.
             ordered: account and QOS of harvest jobs, where the configuration says so.
             checkpoint_path: below which new runs keep their checkpoints; None: in their own folders.
             network: the members' interface and ports.

@@ -9,7 +9,7 @@ from fallow.core.allocations import Allocation
 from fallow.core.backoff import Backoff
 from fallow.core.cancelled import CANCELS
 from fallow.core.holes import CLOSED
-from fallow.core.nodes import events as ev
+from fallow.core.membership import events as ev
 from fallow.head.book import Run
 from fallow.head.spending import Settled
 from fallow.head.turn import Turn

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fallow.config import Membership as MembershipConfig
 from fallow.core.allocations import Allocation
-from fallow.core.nodes import events as ev
+from fallow.core.membership import events as ev
 from fallow.head import again, missing, neighbours, views
 from fallow.head.agents import agent_gone, give_up_agent
 from fallow.head.book import Run

@@ -1,6 +1,6 @@
 """What survives the head: terms, runs and the event log, in its store.
 
-Of a run: `run/ID/spec`, `record`, `allocation/TOKEN`, `generation/N`, and its membership (`core.nodes.roster`): `root`,
+Of a run: `run/ID/spec`, `record`, `allocation/TOKEN`, `generation/N`, and its membership (`core.membership`): `root`,
 `node/N`, `history`, `checkpoints` and `failures`. A turn writes those that have changed. The root alone has a revision
 that is compared.
 """
@@ -20,7 +20,7 @@ import structlog
 
 from fallow.core import records
 from fallow.core.allocations import Allocation
-from fallow.core.nodes.roster import NODE_KEY, Roster
+from fallow.core.membership.roster import NODE_KEY, Roster
 from fallow.files import Paths, check_id, read_private, write_private
 from fallow.head.book import Book, Run, RunRecord
 from fallow.head.pruned import NOTE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from fallow.core.nodes.messages import Report
+from fallow.core.membership.messages import Report
 from fallow.head import slow_links
 from fallow.head.book import Run, Stretch
 from fallow.head.turn import Turn

@@ -14,7 +14,7 @@ from fallow.core.allocations import (
     preempted_until,
     requeued,
 )
-from fallow.core.nodes import events as ev
+from fallow.core.membership import events as ev
 from fallow.head.agents import agent_gone
 from fallow.head.book import Run
 from fallow.head.cancelled import base_cancelled

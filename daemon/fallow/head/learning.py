@@ -12,7 +12,7 @@ from fallow.core import records
 from fallow.core.backoff import Asker, LeftAlone, Scope, scope_of
 from fallow.core.experience import Experience
 from fallow.core.learner import Learner
-from fallow.core.nodes.messages import Unreadable
+from fallow.core.membership.messages import Unreadable
 from fallow.core.rules import HarvestRules
 from fallow.core.unstarted import AllDeclined
 from fallow.head.book import Run

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fallow.core.audit import Gap, audit
-from fallow.core.nodes.names import member_name
-from fallow.core.nodes.roster import Roster
+from fallow.core.membership.names import member_name
+from fallow.core.membership.roster import Roster
 from fallow.files import unreadable
 from fallow.model import GenerationReport, SampleReport
 from fallow.worker.data.ledger import Record, read_ledger

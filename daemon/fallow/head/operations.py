@@ -10,9 +10,9 @@ import msgspec
 from fallow.control.protocol import LocalAllocation, NewRun
 from fallow.core.allocations import SUBMIT_S, Allocation
 from fallow.core.joining import check_limits
-from fallow.core.nodes import checkpoints
-from fallow.core.nodes import events as ev
-from fallow.core.nodes.names import member_name, member_number
+from fallow.core.membership import checkpoints
+from fallow.core.membership import events as ev
+from fallow.core.membership.names import member_name, member_number
 from fallow.head.book import Book, Run
 from fallow.head.harvest import Harvest
 from fallow.head.pruning import Pruning

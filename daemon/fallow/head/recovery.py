@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 
-from fallow.core.nodes import events as ev
-from fallow.core.nodes.messages import Unreadable
+from fallow.core.membership import events as ev
+from fallow.core.membership.messages import Unreadable
 from fallow.head.book import Book, Run
 from fallow.head.clock import steady
 from fallow.head.durable import Durable

@@ -9,9 +9,9 @@ import msgspec
 
 from fallow.core import records
 from fallow.core.allocations import Allocation
-from fallow.core.nodes.messages import Unreadable
-from fallow.core.nodes.records import Root
-from fallow.core.nodes.roster import Roster
+from fallow.core.membership.messages import Unreadable
+from fallow.core.membership.records import Root
+from fallow.core.membership.roster import Roster
 from fallow.files import Paths, read_struct
 from fallow.head.book import Run, RunRecord
 from fallow.model import AllocationKind, AllocationState, Exit, FallowError, KeyFile, RunSpec, RunStatus

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from fallow.core.nodes import events as ev
-from fallow.core.nodes.messages import Checkpoint, Report
+from fallow.core.membership import events as ev
+from fallow.core.membership.messages import Checkpoint, Report
 from fallow.head.book import Run
 from fallow.head.turn import Turn
 from fallow.model import ChangeKind, FallowError

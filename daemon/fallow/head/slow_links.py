@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fallow.core.nodes import events as ev
+from fallow.core.membership import events as ev
 from fallow.core.slow_links import Finding, Member
 from fallow.head.book import Run
 from fallow.head.turn import Turn

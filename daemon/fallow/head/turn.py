@@ -11,8 +11,8 @@ import msgspec
 import structlog
 
 from fallow.core.allocations import Allocation, forgo
-from fallow.core.nodes import events as ev
-from fallow.core.nodes.names import member_name
+from fallow.core.membership import events as ev
+from fallow.core.membership.names import member_name
 from fallow.core.protocol.agents import Admitted, EndAgent, Introduce, ToAgent
 from fallow.head.book import Book, Run
 from fallow.model import (

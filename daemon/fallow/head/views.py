@@ -7,8 +7,8 @@ from itertools import islice
 
 from fallow.core.allocations import Allocation, jobs_of
 from fallow.core.holes import is_idle
-from fallow.core.nodes.names import member_name
-from fallow.core.nodes.records import Saved
+from fallow.core.membership.names import member_name
+from fallow.core.membership.records import Saved
 from fallow.core.protocol.agents import Progress
 from fallow.core.quantile import quantile
 from fallow.core.states import ENDED_STATES

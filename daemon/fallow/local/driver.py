@@ -17,7 +17,7 @@ import msgspec
 
 from fallow.control.client import ControlClient
 from fallow.control.protocol import LocalAllocation, NewRun
-from fallow.core.nodes.names import member_name, member_number
+from fallow.core.membership.names import member_name, member_number
 from fallow.core.schedule import Action, Item
 from fallow.files import Paths
 from fallow.local.headprocess import HeadProcess

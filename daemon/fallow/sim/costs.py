@@ -16,7 +16,7 @@ from statistics import NormalDist
 
 import msgspec
 
-from fallow.core.nodes.watch import Timing
+from fallow.core.membership.watch import Timing
 from fallow.model import Exit, FallowError
 from fallow.sim.types import Costs
 

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from fallow.core.nodes.messages import READABLE, VERSION, Unreadable, Wire
+from fallow.core.membership.messages import READABLE, VERSION, Unreadable, Wire
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from fallow.core.nodes.messages import Unreadable
+from fallow.core.membership.messages import Unreadable
 from fallow.core.protocol.agents import FromAgent, Refused, ToAgent
 from fallow.files import read_struct
 from fallow.model import FallowError, HeadFile

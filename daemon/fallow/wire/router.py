@@ -19,7 +19,7 @@ from typing import Any
 
 import zmq
 
-from fallow.core.nodes.messages import Unreadable
+from fallow.core.membership.messages import Unreadable
 from fallow.core.protocol.agents import FromAgent, Hello, Refused, ToAgent
 from fallow.model import Exit, FallowError
 from fallow.wire.codec import MAX_MESSAGE, Decoder, encode

@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from fallow.core.nodes.messages import Gather, Gathered, Order, Report, Wire
+from fallow.core.membership.messages import Gather, Gathered, Order, Report, Wire
 from fallow.model import DataNetwork
 from fallow.model.bounds import Code, Count, Finite, Fractions, Id, Name, Prose, Rate, Scalars, Seconds, Shards, Slots
 

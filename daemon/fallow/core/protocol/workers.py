@@ -7,7 +7,7 @@ is read behind it.
 
 from __future__ import annotations
 
-from fallow.core.nodes.messages import (
+from fallow.core.membership.messages import (
     Checkpoint,
     Contract,
     Fault,
@@ -52,7 +52,7 @@ ToWorker = Start | Order | News | Heard | Gathered
 
 
 class Status(Wire, frozen=True, kw_only=True, tag="status"):
-    """How one worker stands. Fields that `core.nodes.messages.Report` has, too, mean the same here, of one worker."""
+    """How one worker stands. Fields that `membership.messages.Report` has, too, mean the same here, of one worker."""
 
     term: Count = 0
     edition: Count = 0

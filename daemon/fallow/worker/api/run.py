@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from fallow.core.nodes.messages import Fault, Finish, Outcome
+from fallow.core.membership.messages import Fault, Finish, Outcome
 from fallow.model import Exit, FallowError
 from fallow.worker.api import fixed, process, short
 from fallow.worker.data.ledger import LAST_S

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from fallow.core.nodes.messages import Checkpoint
+from fallow.core.membership.messages import Checkpoint
 from fallow.files import check_dir, read_private, write_private
 from fallow.model import Exit, FallowError
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fallow.core.nodes.messages import Checkpoint, Problem
+from fallow.core.membership.messages import Checkpoint, Problem
 from fallow.core.saving import RETRY_S
 from fallow.worker.checkpoint.dcp import import_ahead
 from fallow.worker.checkpoint.manifest import folder_name

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from fallow.core.nodes.messages import Checkpoint, Problem
+from fallow.core.membership.messages import Checkpoint, Problem
 from fallow.files import check_dir, read_private, sync_dir, write_private
 from fallow.model import FallowError
 from fallow.worker.checkpoint.dcp import write_index, write_part

@@ -10,7 +10,7 @@ from typing import NoReturn
 import msgspec
 from msgspec.structs import replace
 
-from fallow.core.nodes.messages import Pause, Plan, Problem, Switch
+from fallow.core.membership.messages import Pause, Plan, Problem, Switch
 from fallow.core.shares import Division
 from fallow.model import FallowError
 from fallow.worker.checkpoint.restore import load_newest

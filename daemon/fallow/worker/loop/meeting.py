@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from fallow.core.nodes.messages import Pause
+from fallow.core.membership.messages import Pause
 from fallow.model import Exit, FallowError
 from fallow.worker.handover.restored import load_restored
 from fallow.worker.handover.standing import FRESH, TORN

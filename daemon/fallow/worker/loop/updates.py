@@ -10,7 +10,7 @@ from math import inf
 
 from fallow.core.apart import Apart
 from fallow.core.joining import other_bits
-from fallow.core.nodes.messages import Contract
+from fallow.core.membership.messages import Contract
 from fallow.model import Exit, FallowError
 from fallow.model.bounds import MOST
 from fallow.worker.data import rng

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fallow.core.nodes.messages import End, Finish, Outcome
+from fallow.core.membership.messages import End, Finish, Outcome
 from fallow.model import Exit, FallowError
 
 

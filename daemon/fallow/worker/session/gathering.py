@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fallow.core.nodes.messages import Gathered
+from fallow.core.membership.messages import Gathered
 from fallow.core.protocol.workers import Part
 
 _AGAIN_S = 1.0

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fallow.core.nodes.messages import Order, Peer, Plan
-from fallow.core.nodes.roster import check_of
+from fallow.core.membership.messages import Order, Peer, Plan
+from fallow.core.membership.roster import check_of
 from fallow.worker.transport.rank_map import RankMap
 from fallow.worker.transport.upcoming import Built, Upcoming
 

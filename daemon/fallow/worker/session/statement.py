@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from fallow.core.nodes.messages import Checkpoint
+from fallow.core.membership.messages import Checkpoint
 from fallow.core.protocol.workers import Status
 from fallow.worker.session.orders import Orders
 from fallow.worker.session.progress import Progress

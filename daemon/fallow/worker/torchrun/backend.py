@@ -27,8 +27,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from fallow.core.nodes.messages import Contract, Fault, Finish, Switch
-from fallow.core.nodes.names import member_name
+from fallow.core.membership.messages import Contract, Fault, Finish, Switch
+from fallow.core.membership.names import member_name
 from fallow.core.restarts import ATTEMPTS, Attempts
 from fallow.model import Exit, FallowError
 from fallow.wire.address import listen

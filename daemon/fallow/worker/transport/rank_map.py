@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from fallow.core.nodes.messages import Peer
+from fallow.core.membership.messages import Peer
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fallow.core.nodes.messages import Plan, Refusal
-from fallow.core.nodes.names import member_name
+from fallow.core.membership.messages import Plan, Refusal
+from fallow.core.membership.names import member_name
 from fallow.model import FallowError
 from fallow.worker.transport import device as devices
 from fallow.worker.transport.build import CutOff, build_group, reap

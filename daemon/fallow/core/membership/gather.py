@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fallow.core.nodes.messages import Gather, Gathered
+from fallow.core.membership.messages import Gather, Gathered
 
 KEPT = 4
 """Generations whose gathers are kept, the newest."""

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fallow.core.nodes import conditions as when
-from fallow.core.nodes import facts, losses, moves
-from fallow.core.nodes.messages import Report
-from fallow.core.nodes.records import Node
-from fallow.core.nodes.state import RunPhase, State
+from fallow.core.membership import conditions as when
+from fallow.core.membership import facts, losses, moves
+from fallow.core.membership.messages import Report
+from fallow.core.membership.records import Node
+from fallow.core.membership.state import RunPhase, State
 from fallow.model import MemberPhase
 
 

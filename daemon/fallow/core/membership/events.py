@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from fallow.core.nodes.messages import Checkpoint, Order, Report
-from fallow.core.nodes.records import Change
+from fallow.core.membership.messages import Checkpoint, Order, Report
+from fallow.core.membership.records import Change
 from fallow.model import RunStatus
 
 

@@ -19,15 +19,15 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from fallow.core.nodes import checkpoints, failures, losses, tables
-from fallow.core.nodes import events as ev
-from fallow.core.nodes.conditions import waiting
-from fallow.core.nodes.facts import keep_checkpoint, recover, resend
-from fallow.core.nodes.messages import Order, Report
-from fallow.core.nodes.records import Node
-from fallow.core.nodes.roster import Roster
-from fallow.core.nodes.state import RunPhase, State
-from fallow.core.nodes.watch import Overdue, Timing
+from fallow.core.membership import checkpoints, failures, losses, tables
+from fallow.core.membership import events as ev
+from fallow.core.membership.conditions import waiting
+from fallow.core.membership.facts import keep_checkpoint, recover, resend
+from fallow.core.membership.messages import Order, Report
+from fallow.core.membership.records import Node
+from fallow.core.membership.roster import Roster
+from fallow.core.membership.state import RunPhase, State
+from fallow.core.membership.watch import Overdue, Timing
 from fallow.model import Exit, MemberPhase
 from fallow.text import counted
 

@@ -6,12 +6,12 @@ They only note facts. Which generation follows from a fact is for the rules of `
 from __future__ import annotations
 
 from fallow.core.joining import difference
-from fallow.core.nodes import checkpoints, losses
-from fallow.core.nodes import events as ev
-from fallow.core.nodes.messages import Checkpoint, Report
-from fallow.core.nodes.moves import burn
-from fallow.core.nodes.records import FailureKind, Node
-from fallow.core.nodes.state import State
+from fallow.core.membership import checkpoints, losses
+from fallow.core.membership import events as ev
+from fallow.core.membership.messages import Checkpoint, Report
+from fallow.core.membership.moves import burn
+from fallow.core.membership.records import FailureKind, Node
+from fallow.core.membership.state import State
 from fallow.model import ChangeKind, Exit, MemberPhase, RunStatus
 
 

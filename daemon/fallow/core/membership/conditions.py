@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fallow.core.nodes.messages import Report
-from fallow.core.nodes.proposals import planned, put_off_s
-from fallow.core.nodes.records import Node
-from fallow.core.nodes.state import State
+from fallow.core.membership.messages import Report
+from fallow.core.membership.proposals import planned, put_off_s
+from fallow.core.membership.records import Node
+from fallow.core.membership.state import State
 from fallow.core.restarts import EVERY_S
 from fallow.model import MemberPhase
 

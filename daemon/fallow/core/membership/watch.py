@@ -17,9 +17,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fallow.core.nodes.messages import Report
-from fallow.core.nodes.records import FailureKind, Node
-from fallow.core.nodes.roster import Roster
+from fallow.core.membership.messages import Report
+from fallow.core.membership.records import FailureKind, Node
+from fallow.core.membership.roster import Roster
 from fallow.model import Doing, MemberPhase
 
 LONGEST_TICK_S, DEAF_S = 1.0, 3.0

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from fallow.core.nodes import events as ev
-from fallow.core.nodes.messages import End, Order, Plan, Refusal, Report
-from fallow.core.nodes.names import member_name
-from fallow.core.nodes.records import Change, Node
-from fallow.core.nodes.roster import Roster
-from fallow.core.nodes.watch import Timing, Watch
+from fallow.core.membership import events as ev
+from fallow.core.membership.messages import End, Order, Plan, Refusal, Report
+from fallow.core.membership.names import member_name
+from fallow.core.membership.records import Change, Node
+from fallow.core.membership.roster import Roster
+from fallow.core.membership.watch import Timing, Watch
 from fallow.model import ChangeKind, Exit, MemberPhase, RunStatus
 
 

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
-from fallow.core.nodes.messages import Checkpoint, Contract, Finish, Outcome, Pause
+from fallow.core.membership.messages import Checkpoint, Contract, Finish, Outcome, Pause
 from fallow.core.records import SCHEMAS
 from fallow.model import ChangeKind, MemberPhase, RunStatus
 

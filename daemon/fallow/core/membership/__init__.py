@@ -2,5 +2,5 @@
 
 In: events (`events`): what nodes report, what Slurm says of them, what people ask for, and ticks of the head's clock.
 Out: for each event a `Turn`: records to write first, then orders for nodes and entries for the log (`machine`).
-Read `tables` first: the two tables say everything that the machine does. Nobody in the product calls it yet.
+Read `tables` first: the two tables say everything that the machine does.
 """

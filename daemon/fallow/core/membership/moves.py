@@ -7,17 +7,17 @@ from typing import Any
 
 import msgspec
 
-from fallow.core.nodes import checkpoints, losses
-from fallow.core.nodes import events as ev
-from fallow.core.nodes.conditions import all_wait_s
-from fallow.core.nodes.links import to_drop
-from fallow.core.nodes.messages import Peer, Plan
-from fallow.core.nodes.names import member_name
-from fallow.core.nodes.proposals import Proposal, after_loss, planned
-from fallow.core.nodes.records import Change, FailureKind, Node
-from fallow.core.nodes.roster import check_of
-from fallow.core.nodes.state import Ballot, Plans, State
-from fallow.core.nodes.watch import DEAF_S, Overdue
+from fallow.core.membership import checkpoints, losses
+from fallow.core.membership import events as ev
+from fallow.core.membership.conditions import all_wait_s
+from fallow.core.membership.links import to_drop
+from fallow.core.membership.messages import Peer, Plan
+from fallow.core.membership.names import member_name
+from fallow.core.membership.proposals import Proposal, after_loss, planned
+from fallow.core.membership.records import Change, FailureKind, Node
+from fallow.core.membership.roster import check_of
+from fallow.core.membership.state import Ballot, Plans, State
+from fallow.core.membership.watch import DEAF_S, Overdue
 from fallow.model import ChangeKind, Exit, RunStatus
 from fallow.text import counted
 

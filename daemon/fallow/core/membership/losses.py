@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fallow.core.apart import APART
-from fallow.core.nodes import events as ev
-from fallow.core.nodes import failures
-from fallow.core.nodes.messages import End
-from fallow.core.nodes.records import Failure, FailureKind, Node
-from fallow.core.nodes.state import State
-from fallow.core.nodes.watch import Overdue
+from fallow.core.membership import events as ev
+from fallow.core.membership import failures
+from fallow.core.membership.messages import End
+from fallow.core.membership.records import Failure, FailureKind, Node
+from fallow.core.membership.state import State
+from fallow.core.membership.watch import Overdue
 from fallow.model import Exit, MemberPhase, RunStatus
 
 _DESERTED = (

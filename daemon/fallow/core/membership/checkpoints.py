@@ -6,9 +6,9 @@ all members were lost before the checkpoint was known), it is set aside: going o
 
 from __future__ import annotations
 
-from fallow.core.nodes.messages import Checkpoint
-from fallow.core.nodes.records import Saved, WentBack
-from fallow.core.nodes.roster import Roster
+from fallow.core.membership.messages import Checkpoint
+from fallow.core.membership.records import Saved, WentBack
+from fallow.core.membership.roster import Roster
 from fallow.model import ChangeKind
 
 

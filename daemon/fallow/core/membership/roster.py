@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from zlib import crc32
 
 from fallow.core import records
-from fallow.core.nodes.messages import Unreadable
-from fallow.core.nodes.names import member_name
-from fallow.core.nodes.records import Checkpoints, Failures, History, Node, Root
+from fallow.core.membership.messages import Unreadable
+from fallow.core.membership.names import member_name
+from fallow.core.membership.records import Checkpoints, Failures, History, Node, Root
 from fallow.model import MemberPhase
 
 NODE_KEY = "node/"

@@ -10,9 +10,9 @@ from __future__ import annotations
 import msgspec
 
 from fallow.core.apart import APART, STRANGER
-from fallow.core.nodes.names import member_name
-from fallow.core.nodes.records import Failure, FailureKind, HostBar
-from fallow.core.nodes.roster import Roster
+from fallow.core.membership.names import member_name
+from fallow.core.membership.records import Failure, FailureKind, HostBar
+from fallow.core.membership.roster import Roster
 
 KEPT = 100
 COUNT_S = 3600.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fallow.core.nodes.roster import Roster
+from fallow.core.membership.roster import Roster
 from fallow.core.restarts import EVERY_S
 from fallow.model import ChangeKind, MemberPhase, RunStatus
 
