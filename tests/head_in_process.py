@@ -17,7 +17,7 @@ from fallow.control.client import ControlClient
 from fallow.control.protocol import NewRun
 from fallow.files import Paths
 from fallow.head.app import Head
-from fallow.head.inbox import Asked, Item
+from fallow.head.loop.inbox import Asked, Item
 from fallow.head.main import set_up_logging
 from fallow.model import RunSpec, Snapshot
 from fallow.slurm.client import SlurmClient

@@ -19,8 +19,8 @@ from fallow.core.membership.messages import Contract, Report, Switch
 from fallow.core.membership.watch import Timing
 from fallow.core.protocol.agents import Progress
 from fallow.files import Paths
-from fallow.head.book import Book, Run
-from fallow.head.turn import Turn
+from fallow.head.loop.turn import Turn
+from fallow.head.state.book import Book, Run
 from fallow.model import AllocationKind, AllocationState, Doing, MemberPhase, RunSpec, RunStatus
 
 NOW = 1_000_000.0

@@ -17,15 +17,14 @@ from fallow.core.membership.messages import Contract, Switch
 from fallow.core.membership.watch import Timing
 from fallow.core.protocol.agents import Beat, Hello, Left
 from fallow.files import Paths
-from fallow.head import views
-from fallow.head.agents import Agents
-from fallow.head.asking import ordered
-from fallow.head.book import Book, Run
 from fallow.head.deadlines import Deadlines
-from fallow.head.harvest import Harvest
-from fallow.head.inbox import Due, Inbox, Polled, Submitted
-from fallow.head.slurm_calls import SlurmCalls
-from fallow.head.turn import Turn, agent_peer
+from fallow.head.loop.inbox import Due, Inbox, Polled, Submitted
+from fallow.head.loop.turn import Turn, agent_peer
+from fallow.head.peers.agents import Agents
+from fallow.head.slurm.asking import ordered
+from fallow.head.slurm.calls import SlurmCalls
+from fallow.head.slurm.harvest import Harvest
+from fallow.head.state.book import Book, Run
 from fallow.model import (
     AllocationState,
     ChangeKind,
@@ -306,7 +305,7 @@ class RealHead:
         """When a walltime or somebody who waits makes us leave."""
         found = [1e18]
         for run in self.book.runs.values():
-            margin_s = self._config.membership.release_margin_s + views.longest_pause(run) + views.longest_save(run)
+            margin_s = self._config.membership.release_margin_s + run.longest_pause_s() + run.longest_save_s()
             for a in run.live_allocations():
                 if a.state is AllocationState.RUNNING and a.end_at is not None:
                     found.append(a.end_at - margin_s)
@@ -389,7 +388,7 @@ def play_real(
     loop = VirtualLoop(engine.now)
     clock = SimpleNamespace(monotonic=loop.time, time=loop.time)
     try:
-        with patch("fallow.head.slurm_calls.time", clock):
+        with patch("fallow.head.slurm.calls.time", clock):
             return loop.run_until_complete(_play(engine, runs, plans, options, config, folder, until, loop))
     finally:
         loop.close()

@@ -11,10 +11,10 @@ from fallow.config import Checkpoint, Membership
 from fallow.core.allocations import Allocation
 from fallow.core.membership.messages import Contract, Order, Report, Switch
 from fallow.core.protocol.agents import Admitted, Beat, Ended, FromAgent, Hello, Left, News, Progress, ToAgent
-from fallow.head.agents import Agents
-from fallow.head.book import Book, Run
 from fallow.head.deadlines import Deadlines
-from fallow.head.turn import Turn, agent_peer
+from fallow.head.loop.turn import Turn, agent_peer
+from fallow.head.peers.agents import Agents
+from fallow.head.state.book import Book, Run
 
 NOW = 1_000_000.0
 """Unix time at which tests begin."""

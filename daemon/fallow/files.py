@@ -167,7 +167,7 @@ class Paths:
         return self.state / "head-config.json"
 
     def head_lease(self, number: int) -> Path:
-        """The file by which the head of that number shows that it lives (`head.lease`)."""
+        """The file by which the head of that number shows that it lives (`head.state.lease`)."""
         return self.state / f"head.lease.{number}"
 
     @property

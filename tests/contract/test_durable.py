@@ -19,11 +19,11 @@ from fallow.core.membership import events as ev
 from fallow.core.membership.watch import Timing
 from fallow.core.survival import Spell
 from fallow.files import Paths
-from fallow.head import durable as durable_module
 from fallow.head.app import Head
-from fallow.head.book import Book
-from fallow.head.durable import Durable
-from fallow.head.turn import Turn
+from fallow.head.loop import durable as durable_module
+from fallow.head.loop.durable import Durable
+from fallow.head.loop.turn import Turn
+from fallow.head.state.book import Book
 from fallow.local.driver import store_pid
 from fallow.model import AllocationKind, ChangeKind, Exit, FallowError, GenerationReport, Parts, RunSpec
 from fallow.store import server as server_module
@@ -77,7 +77,7 @@ async def test_reports_of_generations_are_written_once_and_found_again_and_the_o
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = 100
-    monkeypatch.setattr("fallow.head.book.KEPT_GENERATIONS", kept)
+    monkeypatch.setattr("fallow.head.state.book.KEPT_GENERATIONS", kept)
     count = 0
     for number in range(3):
         async with begun(tmp_path) as (durable, book, _):

@@ -18,11 +18,11 @@ from fallow.core.membership import events as ev
 from fallow.core.membership.machine import InvalidMembership, Machine
 from fallow.core.membership.messages import Report
 from fallow.core.protocol.agents import Beat, EndNoted, Setup
-from fallow.head.agents import Agents
-from fallow.head.book import Run, RunRecord
-from fallow.head.faults import MAX_KINDS, MENDED_S, TEXT, Faults, Quarantine
-from fallow.head.inbox import Due, Heard
-from fallow.head.turn import Turn, agent_peer
+from fallow.head.loop.faults import MAX_KINDS, MENDED_S, TEXT, Faults, Quarantine
+from fallow.head.loop.inbox import Due, Heard
+from fallow.head.loop.turn import Turn, agent_peer
+from fallow.head.peers.agents import Agents
+from fallow.head.state.book import Run, RunRecord
 from fallow.model import (
     AllocationKind,
     AllocationState,
@@ -418,7 +418,7 @@ def report(**what: Any) -> Report:
 
 
 async def test_a_task_beside_the_loop_that_fails_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fallow.head.faults.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("fallow.head.loop.faults.FIRST_PAUSE_S", 0.01)
     faults, starts = Faults(), iter(range(10))
 
     async def serve() -> None:

@@ -22,11 +22,11 @@ from fallow.core import records
 from fallow.core.membership.messages import VERSION, Unreadable
 from fallow.core.protocol.agents import FromAgent
 from fallow.files import Paths
-from fallow.head.book import Run
-from fallow.head.durable import read_run
-from fallow.head.inbox import Heard
-from fallow.head.salvage import salvage
-from fallow.head.turn import Turn, agent_peer
+from fallow.head.loop.durable import read_run
+from fallow.head.loop.inbox import Heard
+from fallow.head.loop.turn import Turn, agent_peer
+from fallow.head.state.book import Run
+from fallow.head.state.salvage import salvage
 from fallow.model import AllocationKind, Exit, FallowError, MemberPhase, RunSpec, RunStatus
 from fallow.store.client import Write
 from fallow.wire.codec import Decoder

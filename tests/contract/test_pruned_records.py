@@ -13,15 +13,15 @@ from fallow.core.membership import events as ev
 from fallow.core.membership.watch import Timing
 from fallow.core.spans import Span, Use
 from fallow.files import Paths
-from fallow.head import accounts
-from fallow.head.book import Book, Run
+from fallow.head.api.pruning import DAY_S, EVERY_S, Pruning
+from fallow.head.api.views import run_report
 from fallow.head.deadlines import Deadlines
-from fallow.head.durable import Durable
-from fallow.head.faults import GIVE_UP_AFTER
-from fallow.head.pruned import NOTE, PrunedRuns
-from fallow.head.pruning import DAY_S, EVERY_S, Pruning
-from fallow.head.turn import Turn
-from fallow.head.views import run_report
+from fallow.head.loop.durable import Durable
+from fallow.head.loop.faults import GIVE_UP_AFTER
+from fallow.head.loop.turn import Turn
+from fallow.head.slurm import accounts
+from fallow.head.state.book import Book, Run
+from fallow.head.state.pruned import NOTE, PrunedRuns
 from fallow.model import AllocationKind, AllocationState, RunSpec, RunStatus, SampleReport, UsageRow
 from fallow.store.client import Write
 from head_in_process import serving

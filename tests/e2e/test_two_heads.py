@@ -21,7 +21,8 @@ PATIENCE_S = 120.0
 
 HEAD = """
 import errno, fcntl, os, sys
-from fallow.head import lease, main
+from fallow.head.state import lease
+from fallow.head import main
 if sys.argv[2] == "none":
     def flock(*_): raise OSError(errno.ENOTSUP, "Operation not supported")
 else:

@@ -16,9 +16,9 @@ from fallow.core.membership.messages import Switch
 from fallow.core.membership.state import Ballot
 from fallow.core.membership.watch import Timing
 from fallow.core.protocol.agents import FromAgent
-from fallow.head.agents import agent_gone
-from fallow.head.hearing import RECONNECT_S
-from fallow.head.inbox import Heard, Inbox, Tick
+from fallow.head.loop.inbox import Heard, Inbox, Tick
+from fallow.head.peers.agents import agent_gone
+from fallow.head.peers.hearing import RECONNECT_S
 from fallow.model import AllocationKind, ChangeKind, Doing, MemberPhase, RunStatus
 from runs import hold, new_book, new_run
 from talk import CONTRACT, Played, Talk, settle

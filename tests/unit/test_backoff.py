@@ -13,9 +13,9 @@ from fallow.core.learner import Learner
 from fallow.core.planner import plan
 from fallow.core.requests import Ask
 from fallow.core.rules import Demand, HarvestRules, Known
-from fallow.head.book import Book
-from fallow.head.learning import Learning
-from fallow.head.turn import Turn
+from fallow.head.loop.turn import Turn
+from fallow.head.slurm.learning import Learning
+from fallow.head.state.book import Book
 from fallow.model import AllocationKind, AllocationState, ClusterState, NodeInfo, PartitionInfo
 from fallow.slurm import parse
 

@@ -12,8 +12,8 @@ from fallow.core.membership.messages import Fault
 from fallow.core.membership.records import Failure, FailureKind, Root
 from fallow.core.membership.roster import Roster
 from fallow.core.membership.watch import Timing
-from fallow.head.turn import Turn
-from fallow.head.views import run_view
+from fallow.head.api.views import run_view
+from fallow.head.loop.turn import Turn
 from fallow.model import RunStatus
 
 from runs import Nodes, hold, new_book, new_run  # isort: skip

@@ -14,10 +14,10 @@ from fallow.core.cancelled import CANCELS, WITHIN_S, Cancels, by_others, note
 from fallow.core.membership.failures import BAR_S
 from fallow.core.protocol.agents import Beat
 from fallow.core.spans import Span
-from fallow.head.agents import Agents
-from fallow.head.book import Run
-from fallow.head.harvest import Harvest
-from fallow.head.turn import Turn, agent_peer
+from fallow.head.loop.turn import Turn, agent_peer
+from fallow.head.peers.agents import Agents
+from fallow.head.slurm.harvest import Harvest
+from fallow.head.state.book import Run
 from fallow.model import AllocationKind, AllocationState, JobInfo
 from fallow.slurm.fake import FakeSlurm
 from fallow.slurm.virtual import FakeJob

@@ -9,9 +9,9 @@ import pytest
 
 from fallow.config import load_config
 from fallow.core.protocol.agents import Setup
-from fallow.head import saved
-from fallow.head.book import Book, Run
-from fallow.head.turn import Turn
+from fallow.head.loop.turn import Turn
+from fallow.head.peers import saved
+from fallow.head.state.book import Book, Run
 from fallow.model import AllocationKind, Exit, FallowError
 from runs import new_book, new_run
 from talk import Talk

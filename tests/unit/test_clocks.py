@@ -14,8 +14,8 @@ from fallow.core.holes import Hole
 from fallow.core.neighbour import Standing
 from fallow.core.planner import withdraw
 from fallow.core.rules import HarvestRules
-from fallow.head.jobs import take_in
-from fallow.head.turn import Turn
+from fallow.head.loop.turn import Turn
+from fallow.head.slurm.jobs import take_in
 from fallow.model import (
     AllocationKind,
     AllocationState,

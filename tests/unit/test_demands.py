@@ -10,7 +10,7 @@ from fallow.core.planner import leave, plan
 from fallow.core.requests import Ask
 from fallow.core.reserved import within
 from fallow.core.rules import Demand, HarvestRules
-from fallow.head.demands import kind_of
+from fallow.head.slurm.demands import kind_of
 from fallow.model import (
     AllocationKind,
     AllocationState,

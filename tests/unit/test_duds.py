@@ -11,10 +11,10 @@ from fallow.config import Checkpoint, Membership
 from fallow.core.duds import BACKOFF_S, DUDS, ROUNDS, Duds, came, ended, put_off_s
 from fallow.core.membership.failures import BAR_S
 from fallow.core.protocol.agents import Hello
-from fallow.head.agents import Agents
-from fallow.head.book import RunRecord
-from fallow.head.turn import Turn, agent_peer
-from fallow.head.views import run_view
+from fallow.head.api.views import run_view
+from fallow.head.loop.turn import Turn, agent_peer
+from fallow.head.peers.agents import Agents
+from fallow.head.state.book import RunRecord
 from fallow.model import AllocationState
 from fallow.slurm.fake import FakeSlurm
 from fallow.slurm.virtual import FakeJob

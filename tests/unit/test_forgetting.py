@@ -15,7 +15,7 @@ from fallow.core.membership import events as ev
 from fallow.core.membership.names import member_name
 from fallow.core.membership.watch import Timing
 from fallow.core.protocol.agents import Progress
-from fallow.head import accounts
+from fallow.head.slurm import accounts
 from fallow.model import AllocationKind, ChangeKind, MemberPhase
 from runs import new_book, new_run
 from talk import CONTRACT, Played, Talk, settle
@@ -109,7 +109,7 @@ def objects(root: Any) -> int:
 def test_after_hundreds_of_changes_no_more_is_known_and_written_than_after_some(
     tmp_path: Path, local: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fallow.head.book.KEPT_GENERATIONS", 60)
+    monkeypatch.setattr("fallow.head.state.book.KEPT_GENERATIONS", 60)
     life = Life(tmp_path, local=local)
     first = life.come()
     assert life.run.generations[0].kind is ChangeKind.START

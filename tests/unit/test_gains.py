@@ -21,13 +21,14 @@ from fallow.core.script import parse_script
 from fallow.core.spans import Span
 from fallow.core.tokens import names_harvest
 from fallow.core.worth import Gain
-from fallow.head import accounts, gauge
-from fallow.head.book import Run, RunRecord
-from fallow.head.gains import gains
-from fallow.head.harvest import Harvest
-from fallow.head.metrics import Metrics
-from fallow.head.turn import Turn
-from fallow.head.views import run_view, shown
+from fallow.head.api.metrics import Metrics
+from fallow.head.api.views import run_view, shown
+from fallow.head.loop.turn import Turn
+from fallow.head.peers import gauge
+from fallow.head.slurm import accounts
+from fallow.head.slurm.gains import gains
+from fallow.head.slurm.harvest import Harvest
+from fallow.head.state.book import Run, RunRecord
 from fallow.model import (
     AllocationKind,
     AllocationState,
@@ -173,7 +174,7 @@ def test_only_the_newest_runs_alike_are_learnt_from(desk: Desk, monkeypatch: pyt
         asked.append(len(others))
         return pooled(own, others, at)
 
-    monkeypatch.setattr("fallow.head.gains.pooled", counting)
+    monkeypatch.setattr("fallow.head.slurm.gains.pooled", counting)
     worth = gains(desk.book.runs.values(), NOW, 30.0, 3600.0)[fresh.id].worth
     assert asked == [8]
     assert worth.speed(2) == pytest.approx(2.0, rel=0.05)
@@ -283,7 +284,7 @@ def test_the_view_of_a_run_that_ended_a_while_ago_is_made_once(desk: Desk, monke
         made.append(run.spec.name)
         return run_view(run, at, now)
 
-    monkeypatch.setattr("fallow.head.views.run_view", counting)
+    monkeypatch.setattr("fallow.head.api.views.run_view", counting)
     going, over = desk.run("going", members=1), desk.run("over", members=1)
     over.root.status, over.record.ended_at = RunStatus.FINISHED, NOW
     assert [shown(over, 0.0, NOW + 61.0).status for _ in range(3)] == [RunStatus.FINISHED] * 3

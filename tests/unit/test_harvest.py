@@ -20,15 +20,15 @@ from fallow.core.backoff import Asker
 from fallow.core.planner import plan
 from fallow.core.requests import Ask
 from fallow.core.rules import Demand, HarvestRules, Known
-from fallow.head.asking import Asking, ordered
-from fallow.head.book import Run
-from fallow.head.harvest import Harvest
-from fallow.head.inbox import Due, Inbox, Item, Polled, Submitted, TrialRefused
-from fallow.head.jobs import take_in
-from fallow.head.learning import NOTE
-from fallow.head.slurm_calls import SlurmCalls
-from fallow.head.turn import Turn
-from fallow.head.views import node_views
+from fallow.head.api.views import node_views
+from fallow.head.loop.inbox import Due, Inbox, Item, Polled, Submitted, TrialRefused
+from fallow.head.loop.turn import Turn
+from fallow.head.slurm.asking import Asking, ordered
+from fallow.head.slurm.calls import SlurmCalls
+from fallow.head.slurm.harvest import Harvest
+from fallow.head.slurm.jobs import take_in
+from fallow.head.slurm.learning import NOTE
+from fallow.head.state.book import Run
 from fallow.model import (
     AllocationKind,
     AllocationState,

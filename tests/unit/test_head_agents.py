@@ -25,8 +25,8 @@ from fallow.core.protocol.agents import (
     Refused,
     Setup,
 )
-from fallow.head.agents import agent_gone
-from fallow.head.book import Run
+from fallow.head.peers.agents import agent_gone
+from fallow.head.state.book import Run
 from fallow.model import AllocationKind, AllocationState, ChangeKind, Exit, MemberPhase, RunStatus
 from runs import hold, new_book, new_run
 from talk import CONTRACT, NOW, Played, Talk, settle

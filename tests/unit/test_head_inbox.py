@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fallow.core.membership.messages import Report
 from fallow.core.protocol.agents import Beat, FromAgent, Left
 from fallow.head.app import HEARD_AT_ONCE, Head
-from fallow.head.inbox import TOGETHER, Heard, Inbox, Item, Tick
+from fallow.head.loop.inbox import TOGETHER, Heard, Inbox, Item, Tick
 
 
 def beat(step: int) -> Beat:

@@ -14,17 +14,17 @@ from fallow.core.membership import events as ev
 from fallow.core.protocol.agents import EndAgent
 from fallow.core.room import whole_nodes
 from fallow.files import write_private
-from fallow.head import submissions
-from fallow.head.book import Book, Run
 from fallow.head.deadlines import Deadlines
-from fallow.head.harvest import Harvest
-from fallow.head.hearing import Hearing
-from fallow.head.jobs import take_in
-from fallow.head.neighbours import DELAYS, END_S, LEAVE_S, Neighbours, give_back, hurry
-from fallow.head.orphans import sweep
-from fallow.head.slurm_calls import poll_interval_s
-from fallow.head.spending import follow_jobs
-from fallow.head.turn import Turn
+from fallow.head.loop.turn import Turn
+from fallow.head.peers.hearing import Hearing
+from fallow.head.slurm import submissions
+from fallow.head.slurm.calls import poll_interval_s
+from fallow.head.slurm.harvest import Harvest
+from fallow.head.slurm.jobs import take_in
+from fallow.head.slurm.neighbours import DELAYS, END_S, LEAVE_S, Neighbours, give_back, hurry
+from fallow.head.slurm.orphans import sweep
+from fallow.head.slurm.spending import follow_jobs
+from fallow.head.state.book import Book, Run
 from fallow.model import (
     AllocationKind,
     AllocationState,

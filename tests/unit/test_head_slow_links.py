@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fallow.head import gauge
-from fallow.head.turn import Turn
-from fallow.head.views import run_view
+from fallow.head.api.views import run_view
+from fallow.head.loop.turn import Turn
+from fallow.head.peers import gauge
 from fallow.model import MemberPhase
 
 from runs import NOW, Nodes, new_book, new_run, train  # isort: skip

@@ -12,9 +12,9 @@ from fallow.config import Config
 from fallow.core.allocations import Agent, Allocation
 from fallow.core.cancelled import VERDICT_S, awaits_verdict
 from fallow.core.spans import Span
-from fallow.head.agents import agent_gone, give_up_agent
-from fallow.head.harvest import Harvest
-from fallow.head.turn import Turn
+from fallow.head.loop.turn import Turn
+from fallow.head.peers.agents import agent_gone, give_up_agent
+from fallow.head.slurm.harvest import Harvest
 from fallow.model import (
     AllocationKind,
     AllocationState,

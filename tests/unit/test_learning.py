@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from fallow.core.rules import HarvestRules
-from fallow.head.book import Book
-from fallow.head.learning import Learning
-from fallow.head.turn import Turn
+from fallow.head.loop.turn import Turn
+from fallow.head.slurm.learning import Learning
+from fallow.head.state.book import Book
 from fallow.model import AllocationKind, AllocationState, ClusterState, RunSpec
 
 from runs import NOW, new_book  # isort: skip

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fallow.files import Paths
-from fallow.head.lease import BEAT_S, VALID_S, WATCH_S, Lease, own_files
+from fallow.head.state.lease import BEAT_S, VALID_S, WATCH_S, Lease, own_files
 from fallow.model import Exit, FallowError
 
 
@@ -79,7 +79,8 @@ def test_a_head_of_the_same_place_is_refused_at_once_while_its_process_lives(wor
 
 def test_a_head_of_the_same_place_that_was_killed_is_not_waited_for(world: World) -> None:
     code = (
-        "import sys; from pathlib import Path; from fallow.files import Paths; from fallow.head.lease import Lease;"
+        "import sys; from pathlib import Path; from fallow.files import Paths;"
+        "from fallow.head.state.lease import Lease;"
         "Lease(Paths(Path(sys.argv[1]), Path(sys.argv[2])), place='login1').acquire()"
     )
     words = [sys.executable, "-c", code, str(world.paths.state), str(world.paths.runtime)]

@@ -21,7 +21,7 @@ from fallow.core.audit import audit
 from fallow.core.membership.messages import Contract
 from fallow.core.membership.records import Node, Root
 from fallow.core.membership.roster import Roster
-from fallow.head.ledgers import count_samples
+from fallow.head.api.ledgers import count_samples
 from fallow.model import ChangeKind, GenerationReport, Parts
 from fallow.worker.data import ledger as ledgers
 from fallow.worker.data.ledger import Done, Fed, Gap, Ledger, Record, Start, read_ledger

@@ -17,8 +17,8 @@ import pytest
 from fallow.config import Checkpoint, Membership
 from fallow.core.membership import events as ev
 from fallow.core.protocol.agents import Beat
-from fallow.head.agents import Agents
-from fallow.head.turn import Turn, agent_peer
+from fallow.head.loop.turn import Turn, agent_peer
+from fallow.head.peers.agents import Agents
 from runs import CONTRACT, NOW, Nodes, hold, new_book, new_run
 
 FEW, MANY = 30, 300

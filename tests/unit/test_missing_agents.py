@@ -8,11 +8,11 @@ import pytest
 
 from fallow.config import Membership
 from fallow.core.allocations import Agent, Allocation
-from fallow.head import views
-from fallow.head.book import Run
+from fallow.head.api import views
 from fallow.head.deadlines import Deadlines
-from fallow.head.hearing import Hearing
-from fallow.head.turn import Turn
+from fallow.head.loop.turn import Turn
+from fallow.head.peers.hearing import Hearing
+from fallow.head.state.book import Run
 from fallow.model import AllocationKind, AllocationState
 from runs import hold, new_book, new_run
 

@@ -11,7 +11,7 @@ import pytest
 
 from fallow.config import Config, Network, load_config
 from fallow.core.network import Interface, data_address, head_address, is_named, port_range
-from fallow.head.whereabouts import find_address
+from fallow.head.peers.whereabouts import find_address
 from fallow.model import ClusterConfig, DataNetwork, Exit, FallowError
 from fallow.wire.address import interfaces, listen, local_address_towards
 
@@ -59,13 +59,13 @@ async def test_the_host_name_does_not_decide_where_slurmctld_does(
     """Debian's /etc/hosts has `127.0.1.1 login`."""
     leads = {"10.77.0.1": "10.77.0.3", "127.0.0.1": "127.0.0.1", "192.0.2.1": "192.168.7.7"}
     monkeypatch.setattr("fallow.wire.address.resolve", lambda host: "127.0.1.1")
-    monkeypatch.setattr("fallow.head.whereabouts.local_address_towards", leads.__getitem__)
+    monkeypatch.setattr("fallow.head.peers.whereabouts.local_address_towards", leads.__getitem__)
     assert await find_address(slurm) == "10.77.0.3"  # type: ignore[arg-type]
 
 
 async def test_without_slurms_answer_the_default_route_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fallow.wire.address.resolve", lambda host: "127.0.1.1")
-    monkeypatch.setattr("fallow.head.whereabouts.local_address_towards", {"192.0.2.1": "192.168.7.7"}.__getitem__)
+    monkeypatch.setattr("fallow.head.peers.whereabouts.local_address_towards", {"192.0.2.1": "192.168.7.7"}.__getitem__)
     assert await find_address(Slurm(fails=True)) == "192.168.7.7"  # type: ignore[arg-type]
 
 

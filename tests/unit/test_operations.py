@@ -16,15 +16,16 @@ from fallow.core.membership.watch import Timing
 from fallow.core.restarts import EVERY_S
 from fallow.core.spans import Span
 from fallow.files import Paths
-from fallow.head import accounts, book
-from fallow.head.book import Book, Run, RunRecord
-from fallow.head.demands import demand
-from fallow.head.harvest import Harvest
-from fallow.head.operations import Operations
-from fallow.head.spending import left_s
-from fallow.head.submissions import give_up_queued
-from fallow.head.turn import Turn
-from fallow.head.views import run_view
+from fallow.head.api.operations import Operations
+from fallow.head.api.views import run_view
+from fallow.head.loop.turn import Turn
+from fallow.head.slurm import accounts
+from fallow.head.slurm.demands import demand
+from fallow.head.slurm.harvest import Harvest
+from fallow.head.slurm.spending import left_s
+from fallow.head.slurm.submissions import give_up_queued
+from fallow.head.state import book
+from fallow.head.state.book import Book, Run, RunRecord
 from fallow.model import (
     AllocationKind,
     AllocationState,

@@ -10,15 +10,15 @@ import pytest
 from fallow.config import Membership
 from fallow.core import records
 from fallow.core.gain import Seen
-from fallow.head import saved
-from fallow.head.accounts import KEEP_S
-from fallow.head.book import Run
 from fallow.head.deadlines import Deadlines
-from fallow.head.gains import gains
-from fallow.head.hearing import Hearing
-from fallow.head.past import Past
-from fallow.head.pruned import LESSONS, NOTE
-from fallow.head.turn import Turn
+from fallow.head.loop.turn import Turn
+from fallow.head.peers import saved
+from fallow.head.peers.hearing import Hearing
+from fallow.head.slurm.accounts import KEEP_S
+from fallow.head.slurm.gains import gains
+from fallow.head.state.book import Run
+from fallow.head.state.past import Past
+from fallow.head.state.pruned import LESSONS, NOTE
 from fallow.model import AllocationKind, AllocationState, Exit, RunStatus
 from fallow.slurm.fake import FakeSlurm
 from fallow.slurm.virtual import FakeJob

@@ -6,7 +6,7 @@ import sys
 
 from fallow.core.allocations import Allocation
 from fallow.core.rules import HarvestRules, Known
-from fallow.head.prospect import look
+from fallow.head.slurm.prospect import look
 from fallow.model import (
     AllocationKind,
     AllocationState,

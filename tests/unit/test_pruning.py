@@ -11,10 +11,10 @@ from fallow.cli.main import invoke
 from fallow.config import Config, Prune
 from fallow.control.protocol import Pruned
 from fallow.core.pruning import outdated
-from fallow.head.book import Run
-from fallow.head.pruning import DAY_S, EVERY_S, Pruning, kept_report
-from fallow.head.turn import Turn
-from fallow.head.views import run_report
+from fallow.head.api.pruning import DAY_S, EVERY_S, Pruning, kept_report
+from fallow.head.api.views import run_report
+from fallow.head.loop.turn import Turn
+from fallow.head.state.book import Run
 from fallow.model import AllocationKind, Exit, FallowError, RunReport, RunSpec, RunStatus, SampleReport
 
 from runs import new_book  # isort: skip
@@ -151,7 +151,7 @@ def test_without_a_report_ledgers_stay(desk: Desk, monkeypatch: pytest.MonkeyPat
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fallow.head.pruning.write_struct", full)
+    monkeypatch.setattr("fallow.head.api.pruning.write_struct", full)
     assert not desk.tick().removals
     assert not run.record.pruned
 

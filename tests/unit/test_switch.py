@@ -14,11 +14,11 @@ from fallow.core.allocations import Agent
 from fallow.core.membership.watch import Timing
 from fallow.files import Paths
 from fallow.head.app import Head
-from fallow.head.book import Book, Run
-from fallow.head.harvest import Harvest
-from fallow.head.inbox import Inbox, Switched
-from fallow.head.switch import Switch, exists
-from fallow.head.turn import Turn
+from fallow.head.loop.inbox import Inbox, Switched
+from fallow.head.loop.switch import Switch, exists
+from fallow.head.loop.turn import Turn
+from fallow.head.slurm.harvest import Harvest
+from fallow.head.state.book import Book, Run
 from fallow.model import AllocationKind, AllocationState, FallowError, RunSpec
 from fallow.slurm.fake import FakeSlurm
 
@@ -83,7 +83,7 @@ async def test_all_that_is_harvested_goes_and_nothing_is_asked_for_until_the_swi
 async def test_the_head_hears_of_the_file_as_it_comes_and_goes(
     tmp_path: Path, paths: Paths, book: Book, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fallow.head.switch.LOOK_S", 0.01)
+    monkeypatch.setattr("fallow.head.loop.switch.LOOK_S", 0.01)
     file, inbox = tmp_path / "stop", Inbox()
     switch = Switch(str(file), inbox)
     assert await switch.look() == ""
@@ -112,7 +112,7 @@ def test_while_nobody_can_tell_the_switch_stays_as_it_was(tmp_path: Path, monkey
     def stale(path: str) -> None:
         raise OSError(116, "Stale file handle")
 
-    monkeypatch.setattr("fallow.head.switch.os.lstat", stale)
+    monkeypatch.setattr("fallow.head.loop.switch.os.lstat", stale)
     assert (exists("/stop", True), exists("/stop", False)) == (True, False)
 
 

@@ -17,7 +17,7 @@ import fallow
 from fallow.core.membership.records import Root
 from fallow.core.membership.roster import Roster
 from fallow.files import Paths, check_dir
-from fallow.head.ledgers import count_samples
+from fallow.head.api.ledgers import count_samples
 from fallow.model import Exit, FallowError
 
 NOBODY = 65534

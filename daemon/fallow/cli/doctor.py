@@ -303,7 +303,7 @@ def _network(cluster: ClusterState | None, controllers: list[str]) -> list[Check
     from fallow.config import load_config
     from fallow.control.client import call
     from fallow.files import Paths
-    from fallow.head.whereabouts import address_towards
+    from fallow.head.peers.whereabouts import address_towards
     from fallow.model import Snapshot
     from fallow.wire.address import host_of
 

@@ -45,7 +45,7 @@ def dry_run(plan: Submission, source: Path | None) -> DryRun:
     from fallow.core.backoff import Asker
     from fallow.core.sbatch import harvest_options, job_environment
     from fallow.files import Paths
-    from fallow.head.asking import ordered
+    from fallow.head.slurm.asking import ordered
 
     settings = load_config()
     harvest, asker = settings.harvest, Asker.of(plan.spec, ordered(settings))
@@ -126,8 +126,8 @@ async def _own_view(client: CliClient, plan: Submission) -> Prospect:
     from fallow.core.courtesy import at_first_sight
     from fallow.core.preemption import as_for_us
     from fallow.core.rules import Known
-    from fallow.head.asking import Asking, ordered
-    from fallow.head.prospect import look
+    from fallow.head.slurm.asking import Asking, ordered
+    from fallow.head.slurm.prospect import look
     from fallow.slurm.state import own_groups
 
     known = Known()

@@ -21,29 +21,30 @@ from fallow.core.membership.watch import Timing
 from fallow.core.network import port_range
 from fallow.core.protocol.agents import FromAgent
 from fallow.files import Paths, write_struct
-from fallow.head import accounts, saved
-from fallow.head.agents import Agents
-from fallow.head.asking import ordered
-from fallow.head.book import Book, Run
-from fallow.head.clock import steady
+from fallow.head.api.metrics import Metrics
+from fallow.head.api.operations import Operations
+from fallow.head.api.pruning import Pruning
+from fallow.head.api.window import Window
 from fallow.head.deadlines import Deadlines
-from fallow.head.durable import Durable
-from fallow.head.faults import Faults, Quarantine
-from fallow.head.harvest import Harvest
-from fallow.head.inbox import Asked, Due, Heard, Inbox, Item, Polled, Submitted, Switched, Tick, TrialRefused
-from fallow.head.lease import Lease
-from fallow.head.metrics import Metrics
-from fallow.head.notify import Notifier
-from fallow.head.operations import Operations
-from fallow.head.pruned import NOTE
-from fallow.head.pruning import Pruning
+from fallow.head.loop.clock import steady
+from fallow.head.loop.durable import Durable
+from fallow.head.loop.faults import Faults, Quarantine
+from fallow.head.loop.inbox import Asked, Due, Heard, Inbox, Item, Polled, Submitted, Switched, Tick, TrialRefused
+from fallow.head.loop.notify import Notifier
+from fallow.head.loop.switch import Switch
+from fallow.head.loop.turn import Failure, Turn
+from fallow.head.peers import saved
+from fallow.head.peers.agents import Agents
+from fallow.head.peers.whereabouts import find_address, former_port, own_keys, write_head_file
 from fallow.head.recovery import Recovery
-from fallow.head.slurm_calls import SlurmCalls
-from fallow.head.submissions import give_up_queued
-from fallow.head.switch import Switch
-from fallow.head.turn import Failure, Turn
-from fallow.head.whereabouts import find_address, former_port, own_keys, write_head_file
-from fallow.head.window import Window
+from fallow.head.slurm import accounts
+from fallow.head.slurm.asking import ordered
+from fallow.head.slurm.calls import SlurmCalls
+from fallow.head.slurm.harvest import Harvest
+from fallow.head.slurm.submissions import give_up_queued
+from fallow.head.state.book import Book, Run
+from fallow.head.state.lease import Lease
+from fallow.head.state.pruned import NOTE
 from fallow.model import Exit, FallowError
 from fallow.slurm.client import SlurmClient
 from fallow.slurm.paced import PacedClient

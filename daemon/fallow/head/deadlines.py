@@ -11,12 +11,13 @@ from pathlib import Path
 from fallow.config import Membership as MembershipConfig
 from fallow.core.allocations import Allocation
 from fallow.core.membership import events as ev
-from fallow.head import again, missing, neighbours, views
-from fallow.head.agents import agent_gone, give_up_agent
-from fallow.head.book import Run
-from fallow.head.forgetting import forget
-from fallow.head.hearing import Hearing
-from fallow.head.turn import Turn
+from fallow.head.loop.turn import Turn
+from fallow.head.peers import again, missing
+from fallow.head.peers.agents import agent_gone, give_up_agent
+from fallow.head.peers.forgetting import forget
+from fallow.head.peers.hearing import Hearing
+from fallow.head.slurm import neighbours
+from fallow.head.state.book import Run
 from fallow.model import AllocationState, MemberPhase
 
 CLOSE_S = 1.0
@@ -45,7 +46,7 @@ class Deadlines:
             self._end_stragglers(turn, run)
             return
         run.look_how_far()
-        margin_s = self._config.release_margin_s + views.longest_pause(run) + views.longest_save(run)
+        margin_s = self._config.release_margin_s + run.longest_pause_s() + run.longest_save_s()
         for allocation in run.live_allocations():
             self._watch_walltime(turn, run, allocation, margin_s)
         turn.apply(run, ev.Ticked(at=turn.at))

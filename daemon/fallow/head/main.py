@@ -19,8 +19,8 @@ import structlog
 from fallow.config import Config, load_config
 from fallow.files import Paths, read_struct, write_problem
 from fallow.head.app import Head
-from fallow.head.lease import Lease
 from fallow.head.stand_in import GIVE_WAY_S, former_config, watch
+from fallow.head.state.lease import Lease
 from fallow.model import Exit, FallowError, HeadFile
 from fallow.slurm.client import SlurmClient
 from fallow.text import clean

@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable
 
 from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Unreadable
-from fallow.head.book import Book, Run
-from fallow.head.clock import steady
-from fallow.head.durable import Durable
-from fallow.head.faults import Faults
-from fallow.head.salvage import end_now
-from fallow.head.submissions import withdraw_queued
-from fallow.head.turn import Turn
+from fallow.head.loop.clock import steady
+from fallow.head.loop.durable import Durable
+from fallow.head.loop.faults import Faults
+from fallow.head.loop.turn import Turn
+from fallow.head.slurm.submissions import withdraw_queued
+from fallow.head.state.book import Book, Run
+from fallow.head.state.salvage import end_now
 from fallow.model import FallowError, RunStatus
 
 

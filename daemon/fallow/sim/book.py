@@ -25,7 +25,7 @@ STAYING = tuple(state for state in LIVE if state is not AllocationState.RELEASIN
 """States of allocations that are not on their way out."""
 
 PAUSE_S = 0.5
-"""What a change is taken to cost until there has been one, as in `head.demands`."""
+"""What a change is taken to cost until there has been one, as in `head.slurm.demands`."""
 
 VALUED_S = 3600.0
 """Nodes are valued anew so often where measurements only make surer what is known."""
@@ -169,7 +169,7 @@ class Book:
     # -- what the planner asks for ----------------------------------------------------------------------------------
 
     def demand(self, name: str, members: int, archs: Mapping[str, str], worth: Worth) -> Demand:
-        """What a run could use; as `head.demands`, where nobody pauses it, bars a node or sets a budget.
+        """What a run could use; as `head.slurm.demands`, where nobody pauses it, bars a node or sets a budget.
 
         Args:
             name: of the run.

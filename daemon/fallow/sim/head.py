@@ -1,4 +1,4 @@
-"""The head in virtual time: what `head.harvest`, `head.asking` and `head.slurm_calls` do, without their processes.
+"""The head in virtual time: what `harvest`, `asking` and `calls` of `head.slurm` do, without their processes.
 
 All that decides is the head's own, out of `fallow.core`. Here is the order in which it is done, and what happens
 between two decisions: it waits for Slurm's answers and for its turns at sbatch, hears of its nodes and lets them go in

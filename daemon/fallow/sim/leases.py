@@ -26,7 +26,7 @@ END, LEFT, GONE = "end", "left", "gone"
 
 
 class Leases:
-    """What becomes of them: as `head.turn`, `head.submissions`, `head.peers`, `head.jobs` and `head.orphans` have it.
+    """What becomes of them: as `head.loop.turn`, and `submissions`, `jobs` and `orphans` of `head.slurm` have it.
 
     Args:
         engine: the cluster.
@@ -176,7 +176,7 @@ class Leases:
         self._later(left_at, LEFT, allocation)
 
     def give_back(self, allocation: Allocation, reason: str, at: float) -> None:
-        """As `head.neighbours.give_back`: somebody waits."""
+        """As `head.slurm.neighbours.give_back`: somebody waits."""
         if allocation.wanted_at is not None:
             return
         self.release(allocation, reason, at)
@@ -236,7 +236,7 @@ class Leases:
     # -- what polls say ---------------------------------------------------------------------------------------------
 
     def observe(self, jobs: Mapping[str, Sequence[JobInfo]], polled_at: float, at: float) -> None:
-        """As `head.jobs`: bring all up to date.
+        """As `head.slurm.jobs`: bring all up to date.
 
         Args:
             jobs: those of a poll, by the token that they carry.
@@ -272,7 +272,7 @@ class Leases:
     def sweep(
         self, over: Sequence[Allocation], jobs: Mapping[str, Sequence[JobInfo]], wanted: Collection[str], at: float
     ) -> None:
-        """As `head.orphans`: end jobs that have not ended by themselves.
+        """As `head.slurm.orphans`: end jobs that have not ended by themselves.
 
         Args:
             over: allocations that are.

@@ -10,7 +10,7 @@ from fallow.slurm.paced import Bucket
 
 
 class RequestsQueue:
-    """In the order in which `head.slurm_calls` and `slurm.paced` do it: a token first, then the oldest that is still
+    """In the order in which `head.slurm.calls` and `slurm.paced` do it: a token first, then the oldest that is still
     wanted, then sbatch.
 
     Args:

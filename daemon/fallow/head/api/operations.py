@@ -1,0 +1,227 @@
+"""What people ask of the head over the control socket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from fallow.control.protocol import LocalAllocation, NewRun
+from fallow.core.allocations import SUBMIT_S, Allocation
+from fallow.core.joining import check_limits
+from fallow.core.membership import checkpoints
+from fallow.core.membership import events as ev
+from fallow.core.membership.names import member_name, member_number
+from fallow.head.api.pruning import Pruning
+from fallow.head.loop.turn import Turn
+from fallow.head.slurm.harvest import Harvest
+from fallow.head.state.book import Book, Run
+from fallow.model import AllocationKind, AllocationState, Exit, FallowError, MemberPhase, RunSpec
+from fallow.text import counted, shown
+
+
+class Operations:
+    """One method per control method that changes something; each gets its turn of the main loop."""
+
+    def __init__(self, book: Book, harvest: Harvest, pruning: Pruning | None = None) -> None:
+        self._book = book
+        self._harvest = harvest
+        self._methods: dict[str, Callable[..., Any]] = {
+            "create_run": self.create_run,
+            "base_submitted": self.base_submitted,
+            "base_failed": self.base_failed,
+            "grow": self.grow,
+            "shrink": self.shrink,
+            "release": self.release,
+            "drain": self.drain,
+            "pause": self.pause,
+            "resume": self.resume,
+            "cancel": self.cancel,
+            "checkpoint": self.checkpoint,
+            "rollback": self.rollback,
+            "local_allocation": self.local_allocation,
+        }
+        if pruning is not None:
+            self._methods["prune"] = pruning.prune
+
+    def handle(self, turn: Turn, method: str, params: dict[str, Any]) -> Any:
+        """Carry out one request.
+
+        Raises:
+            FallowError: it cannot be done, or its parameters are wrong.
+        """
+        operation = self._methods[method]
+        try:
+            return operation(turn, **params)
+        except (TypeError, msgspec.ValidationError) as error:
+            raise FallowError(f"{method}: wrong parameters: {error}", Exit.USAGE) from error
+
+    def create_run(self, turn: Turn, spec: dict[str, Any]) -> NewRun:
+        wanted = msgspec.convert(spec, RunSpec)
+        check_limits(wanted.min_nodes, wanted.max_nodes)
+        run = self._book.create(wanted, turn.at, turn.now)
+        try:
+            # Whoever asks calls sbatch itself now, and may not live to tell what came of it.
+            allocation = self._book.new_allocation(
+                run, AllocationKind.BASE, turn.now, nodes_wanted=wanted.min_nodes, sent_by=turn.now + SUBMIT_S
+            )
+        except FallowError:
+            self._book.drop(run)
+            raise
+        turn.dirty.add(run.id)
+        turn.record(run, "run", f"run {run.id}: {wanted.min_nodes} to {wanted.max_nodes} nodes")
+        folder = self._book.paths.run(run.id)
+        return NewRun(
+            run=run.id, token=allocation.token, folder=str(folder.root), key_file=str(folder.key(allocation.token))
+        )
+
+    def local_allocation(self, turn: Turn, run: str) -> LocalAllocation:
+        """A node of `fallow local`. Nodes get their numbers now: the first that is asked for is n0, the next n1."""
+        found = self._active(run)
+        if not found.spec.local:
+            raise FallowError(f"run {shown(run)}: only `fallow local` starts agents by hand", Exit.USAGE)
+        unused = [a for a in found.live_allocations() if not a.reserved and not a.agents]
+        allocation = (
+            unused[0]
+            if unused
+            else self._book.new_allocation(found, AllocationKind.HARVEST, turn.now, sent_by=turn.now)
+        )
+        # Each allocation is one node.
+        allocation.reserved = allocation.number + 1
+        turn.dirty.add(found.id)
+        return LocalAllocation(
+            member=member_name(allocation.reserved),
+            token=allocation.token,
+            key_file=str(self._book.paths.run(found.id).key(allocation.token)),
+        )
+
+    def base_submitted(self, turn: Turn, run: str, token: str, job_id: str) -> None:
+        found = self._book.get(run)
+        self._harvest.submitted(turn, found, self._allocation(found, token).token, job_id)
+
+    def base_failed(self, turn: Turn, run: str, token: str, reason: str, unknown: bool) -> None:
+        found = self._book.get(run)
+        allocation = self._allocation(found, token)
+        if unknown:
+            self._harvest.unknown(turn, found, token, reason)
+            return
+        self._book.end_allocation(found, allocation, reason)
+        turn.apply(found, ev.Cancel(at=turn.at, reason=f"sbatch refused the base job: {reason}"))
+
+    def grow(self, turn: Turn, run: str, by: int = 1) -> int:
+        """Raise the limit by so many nodes; returns the new limit."""
+        found = self._active(run)
+        most = found.root.maximum
+        if by < 1 or (found.root.limit + by > most and found.root.limit >= most):
+            raise FallowError(
+                f"run {found.id}: its limit is {found.root.limit} of at most {counted(most, 'node')}", Exit.USAGE
+            )
+        return self._set_limit(turn, found, min(most, found.root.limit + by), "grown by hand")
+
+    def shrink(self, turn: Turn, run: str, by: int = 1) -> int:
+        """Lower the limit by so many nodes, releasing the youngest; returns the new limit."""
+        found = self._active(run)
+        members = len(found.roster.present(MemberPhase.MEMBER))
+        limit = min(found.root.limit, members or found.root.limit) - by
+        if by < 1 or limit < 1:
+            raise FallowError(
+                f"run {found.id}: has {counted(members, 'member')}; to end it: fallow cancel {found.id}", Exit.USAGE
+            )
+        return self._set_limit(turn, found, limit, "shrunk by hand")
+
+    def _set_limit(self, turn: Turn, run: Run, limit: int, reason: str) -> int:
+        turn.apply(run, ev.Limit(at=turn.at, limit=limit, reason=reason))
+        return limit
+
+    def release(self, turn: Turn, run: str, members: list[str]) -> None:
+        """Release these members and keep the limit as low, so that they are not replaced at once."""
+        found = self._active(run)
+        numbers = {member_number(member): member for member in members}
+        unknown = [member for n, member in numbers.items() if not found.roster.alive(n)]
+        if unknown:
+            raise FallowError(
+                f"run {found.id}: has no member {', '.join(unknown)}; `fallow status {found.id}` lists them",
+                Exit.NOINPUT,
+            )
+        seated = [n for n in numbers if n in found.roster.members]
+        limit = max(0, found.root.limit - len(seated)) if seated else None
+        # One event: between two of them a standby would take the released one's place.
+        turn.apply(found, ev.Release(at=turn.at, nodes=tuple(numbers), reason="released by hand", limit=limit))
+
+    def drain(self, turn: Turn, run: str, nodes: list[str]) -> None:
+        """Give these nodes of the run back; it does without them until it is resumed."""
+        found = self._active(run)
+        held = {node: [a for a in found.live_allocations() if node in a.agents or node in a.nodes] for node in nodes}
+        for node, there in held.items():
+            if not there:
+                raise FallowError(
+                    f"run {found.id}: holds no node {node}; `fallow status {found.id}` lists them", Exit.NOINPUT
+                )
+        for there in held.values():
+            for allocation in there:
+                turn.release_allocation(found, allocation, "drained by hand")
+        if not found.spec.local:  # there the schedule says who comes
+            self._harvest.asking.drain(turn, found, nodes)
+
+    def pause(self, turn: Turn, run: str) -> None:
+        """Give the harvest nodes back and ask for none until it is resumed; the base job goes on."""
+        found = self._active(run)
+        if found.spec.local:
+            raise FallowError(f"run {found.id}: under `fallow local` the schedule says who comes and goes", Exit.USAGE)
+        if found.record.paused_by_hand:
+            raise FallowError(f"run {found.id}: it is paused already; to go on: fallow resume {found.id}", Exit.USAGE)
+        self._harvest.asking.pause(turn, found)
+
+    def resume(self, turn: Turn, run: str) -> None:
+        """Ask for nodes again, whether a hand or Slurm's refusals had paused it, and for drained ones too."""
+        found = self._active(run)
+        if not (found.record.paused or found.record.drained) and not self._harvest.asking.waits_after_failures(
+            turn, found
+        ):
+            raise FallowError(f"run {found.id}: it is not paused, and none of its nodes is drained", Exit.USAGE)
+        self._harvest.asking.resume(turn, found)
+
+    def cancel(self, turn: Turn, run: str) -> None:
+        found = self._book.get(run)
+        if found.ended:
+            raise FallowError(f"run {found.id}: it is {found.root.status} already", Exit.USAGE)
+        found.record.base_wanted = False
+        turn.apply(found, ev.Cancel(at=turn.at, reason="cancelled by hand"))
+
+    def checkpoint(self, turn: Turn, run: str) -> None:
+        found = self._active(run)
+        if not found.roster.present():
+            raise FallowError(f"run {found.id}: has no member that could write one", Exit.TEMPFAIL)
+        if found.root.contract is not None and found.root.contract.restarts:
+            raise FallowError(f"run {found.id}: what its script saves, and when, the script alone decides", Exit.USAGE)
+        # The answers to the members' next beats say so.
+        found.record.checkpoints_asked += 1
+        turn.dirty.add(found.id)
+
+    def rollback(self, turn: Turn, run: str, step: int) -> None:
+        """Go back to the checkpoint of that step."""
+        found = self._active(run)
+        r = found.roster
+        there = sorted({checkpoint.step for checkpoint in checkpoints.usable(r)})
+        if step not in there:
+            have = f"there are those of {', '.join(map(str, there))}" if there else "there is none at all"
+            raise FallowError(f"run {found.id}: no usable checkpoint of step {step}; {have}", Exit.NOINPUT)
+        if r.finishing:
+            raise FallowError(f"run {found.id}: its script has just ended; there is nothing to go back for", Exit.USAGE)
+        if r.present() and not r.present(MemberPhase.MEMBER):
+            raise FallowError(f"run {found.id}: its last members are leaving; ask again in a moment", Exit.TEMPFAIL)
+        turn.apply(found, ev.Rollback(at=turn.at, step=step))
+
+    def _active(self, run: str) -> Run:
+        found = self._book.get(run)
+        if found.ended:
+            raise FallowError(f"run {found.id}: it is {found.root.status}", Exit.USAGE)
+        return found
+
+    @staticmethod
+    def _allocation(run: Run, token: str) -> Allocation:
+        allocation = run.allocations.get(token)
+        if allocation is None or allocation.state is AllocationState.LOST:
+            raise FallowError(f"run {run.id}: no allocation {token}", Exit.NOINPUT)
+        return allocation

@@ -1,0 +1,165 @@
+"""What ended runs have left goes by count and age; checkpoints stay until somebody says so.
+
+Where a run has checkpoints, its logs and ledgers go: they are most of the files. Its record, script and report stay
+with the checkpoints. Of a run without checkpoints everything goes. What it used stays in sums (`head.state.pruned`).
+The head does this by itself, and `fallow prune` at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from fallow.config import Prune
+from fallow.control.protocol import Pruned
+from fallow.core.pruning import outdated
+from fallow.files import read_struct, write_struct
+from fallow.head.loop.turn import Turn
+from fallow.head.state.book import Book, Run
+from fallow.model import Exit, FallowError, RunReport
+from fallow.text import shown
+
+log = structlog.get_logger("fallow.head")
+
+EVERY_S = 3600.0
+"""So often the head looks for outdated runs. It takes one a tick: counting a run's samples takes a while."""
+DAY_S = 86_400.0
+
+
+class Pruning:
+    """Removes what ended runs have left.
+
+    Args:
+        settings: of the configuration.
+        report: of a run, counted from its ledgers.
+    """
+
+    def __init__(self, settings: Prune, report: Callable[[Run], RunReport]) -> None:
+        self._settings = settings
+        self._report = report
+        self._look_at = 0.0
+        self._outdated: deque[str] = deque()
+
+    def tick(self, turn: Turn) -> None:
+        """Prune one outdated run, if there is one."""
+        if not self._outdated and turn.at >= self._look_at:
+            self._look_at = turn.at + EVERY_S
+            older_than_s = self._settings.older_than_days * DAY_S
+            self._outdated.extend(outdated(_ended(turn.book), turn.now, self._settings.keep, older_than_s))
+        run = turn.book.runs.get(self._outdated.popleft()) if self._outdated else None
+        if run is not None and _is_over(run):
+            self._prune(turn, run, checkpoints=False, dry_run=False)
+
+    def prune(
+        self,
+        turn: Turn,
+        runs: list[str] | None = None,
+        keep: int | None = None,
+        older_than_s: float | None = None,
+        checkpoints: bool = False,
+        dry_run: bool = False,
+    ) -> list[Pruned]:
+        """Prune runs that somebody names, or those that are outdated; returns what goes of each.
+
+        Raises:
+            FallowError: a named run has not ended, or still has jobs.
+        """
+        if runs:
+            chosen = [self._over(turn.book, name, checkpoints) for name in runs]
+        else:
+            keep = self._settings.keep if keep is None else keep
+            older_than_s = self._settings.older_than_days * DAY_S if older_than_s is None else older_than_s
+            chosen = [turn.book.runs[name] for name in outdated(_ended(turn.book), turn.now, keep, older_than_s)]
+        pruned = [self._prune(turn, run, checkpoints, dry_run) for run in chosen]
+        return [found for found in pruned if found is not None]
+
+    @staticmethod
+    def _over(book: Book, name: str, checkpoints: bool) -> Run:
+        run = book.get(name)
+        if not run.ended:
+            raise FallowError(
+                f"run {shown(run.id)} is {run.root.status}; only a run that has ended is pruned: "
+                f"fallow cancel {run.id} ends it",
+                Exit.USAGE,
+            )
+        if not _is_over(run):
+            raise FallowError(f"run {shown(run.id)} still has jobs; prune it when Slurm has ended them", Exit.TEMPFAIL)
+        if not checkpoints and _count_checkpoints(book, run) is None:
+            raise FallowError(
+                f"run {shown(run.id)}: its checkpoint folder {book.checkpoint_folder(run)} cannot be looked into; make "
+                "it readable, or give the checkpoints up with --checkpoints",
+                Exit.TEMPFAIL,
+            )
+        return run
+
+    def _prune(self, turn: Turn, run: Run, checkpoints: bool, dry_run: bool) -> Pruned | None:
+        kept = 0 if checkpoints else _count_checkpoints(turn.book, run)
+        if kept is None or (run.record.pruned and kept):
+            return None
+        found = Pruned(run=run.id, name=run.spec.name, ended_at=run.record.ended_at or 0.0, checkpoints_kept=kept)
+        if dry_run:
+            return found
+        if kept:
+            return found if self._remove_logs(turn, run) else None
+        turn.removals += [str(turn.book.checkpoint_folder(run)), str(turn.book.paths.run(run.id).root)]
+        turn.forget(run)
+        turn.record(None, "prune", f"run {run.id}: its logs, ledgers and record are removed")
+        return found
+
+    def _remove_logs(self, turn: Turn, run: Run) -> bool:
+        """False: the report cannot be written, and the ledgers are all that is known of the samples."""
+        paths = turn.book.paths.run(run.id)
+        try:
+            if not run.record.pruned and paths.root.exists():
+                write_struct(paths.report, self._report(run))
+        except (OSError, FallowError) as error:
+            log.warning("prune.report", run=run.id, error=str(error))
+            return False
+        run.record.pruned = True
+        turn.dirty.add(run.id)
+        turn.removals += [str(paths.logs), str(paths.ledger)]
+        turn.record(run, "prune", f"run {run.id}: its logs and ledgers are removed; report and checkpoints stay")
+        return True
+
+
+def kept_report(book: Book, run: Run) -> RunReport | None:
+    """The report that was written when a run's ledgers were removed; None: they are there."""
+    if not run.record.pruned:
+        return None
+    try:
+        return read_struct(book.paths.run(run.id).report, RunReport)
+    except FileNotFoundError:
+        return None
+
+
+def _ended(book: Book) -> dict[str, float]:
+    """Of runs whose jobs are gone as well."""
+    return {run.id: run.record.ended_at or 0.0 for run in book.runs.values() if _is_over(run)}
+
+
+def _is_over(run: Run) -> bool:
+    """It has ended, and what its jobs held is in its sums."""
+    return run.ended and all(one.counted for one in run.allocations.values())
+
+
+def _count_checkpoints(book: Book, run: Run) -> int | None:
+    """Return how many checkpoints the run has left; None: nobody can say, for their file system does not answer."""
+    folder = book.checkpoint_folder(run)
+    try:
+        return sum(1 for _ in folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        # A folder elsewhere may be on a file system that is not mounted now.
+        return None if run.record.checkpoint_folder and not _has_entries(folder.parent) else 0
+    except OSError as error:
+        log.warning("prune.checkpoints", run=run.id, folder=str(folder), error=error.strerror)
+        return None
+
+
+def _has_entries(folder: Path) -> bool:
+    try:
+        return next(folder.iterdir(), None) is not None
+    except OSError:
+        return False

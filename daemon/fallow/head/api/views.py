@@ -1,0 +1,299 @@
+"""What people and programs see: snapshots and reports, derived from the book and the last poll."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from fallow.core.allocations import Allocation, jobs_of
+from fallow.core.holes import is_idle
+from fallow.core.membership.names import member_name
+from fallow.core.membership.records import Saved
+from fallow.core.protocol.agents import Progress
+from fallow.core.quantile import quantile
+from fallow.core.states import ENDED_STATES
+from fallow.head.state.book import Run
+from fallow.model import (
+    AllocationState,
+    AllocationView,
+    ChangeKind,
+    CheckpointState,
+    CheckpointView,
+    ClusterState,
+    GenerationReport,
+    MemberPhase,
+    MemberView,
+    NodeInfo,
+    NodeOwner,
+    NodeView,
+    PauseReport,
+    Quantiles,
+    RollbackReport,
+    RunReport,
+    RunStatus,
+    RunView,
+    SampleReport,
+    SpeedView,
+)
+
+LATE_S = 60.0
+"""After the end of a run its last members may still say something."""
+
+
+def shown(run: Run, at: float, now: float) -> RunView:
+    """As `run_view`. That of a run which ended a while ago is kept: there may be thousands, shown twice a second."""
+    ended_at = run.record.ended_at
+    over = ended_at is not None and now - ended_at > LATE_S and not run.barred and not run.live_allocations()
+    if not over:
+        return run_view(run, at, now)
+    if run.shown is None or run.shown[0] != run.written:
+        run.shown = run.written, run_view(run, at, now)
+    return run.shown[1]
+
+
+def run_view(run: Run, at: float, now: float) -> RunView:
+    """What is shown of a run; `at`: now on the head's clock, `now`: Unix time."""
+    r, root = run.roster, run.root
+    front = _front(run)
+    total_steps = root.contract.total_steps if root.contract is not None else None
+    return RunView(
+        run=run.id,
+        name=run.spec.name,
+        status=root.status,
+        min_nodes=run.spec.min_nodes,
+        max_nodes=run.spec.max_nodes,
+        limit=root.limit,
+        useful=run.useful_members,
+        barred={host: _why_barred(run, host, at) for host in run.barred},
+        drained=run.record.drained,
+        generation=root.generation,
+        step=root.final.steps if root.final is not None else r.front,
+        total_steps=total_steps or front.total_steps,
+        epoch=front.epoch,
+        loss=front.loss,
+        samples_per_s=front.samples_per_s if r.present() and not run.ended else 0.0,
+        members=_member_views(run, now),
+        allocations=[_allocation_view(a, now) for a in run.live_allocations()],
+        change=_change(run),
+        scalars={**front.scalars},
+        message=_waits_for(run, at) or root.unsaved_reason,
+        without_agent=list(run.without_agent.values()),
+        paused=run.record.paused,
+        checkpoints=checkpoint_views(run),
+        created_at=run.spec.created_at,
+        speeds=_speed_views(run),
+        target=None if run.ended else run.target,
+        weight=run.spec.weight,
+        deadline_at=run.spec.deadline_at,
+        ahead_s=None if run.gain is None or run.gain.schedule is None else run.gain.schedule.ahead_s,
+    )
+
+
+def _front(run: Run) -> Progress:
+    """What the member says that is furthest."""
+    known = [n for n in run.roster.members if n in run.progress]
+    return run.progress[max(known, key=lambda n: run.roster.nodes[n].step)] if known else Progress()
+
+
+def _change(run: Run) -> str | None:
+    """The change of the membership that is under way, in words."""
+    ballot = run.machine.state.ballot
+    return None if ballot is None else f"generation {ballot.change.generation}: {ballot.change.reason}"
+
+
+def _waits_for(run: Run, at: float) -> str:
+    """What somebody must know or do, the most pressing thing."""
+    record = run.record
+    absent = "; ".join(run.without_agent.values())
+    needed = record.harvest_paused or _only_barred(run, at) or absent or run.root.message
+    slow_link = run.slow_link if run.root.status is RunStatus.TRAINING else ""
+    return needed or record.paused or run.held_back or run.machine.waiting() or slow_link
+
+
+def _why_barred(run: Run, host: str, at: float) -> str:
+    bar = run.roster.failures.bars[host]
+    return f"for another {max(0.0, bar.until - at) / 60:.0f} min: {bar.reason}"
+
+
+def _only_barred(run: Run, at: float) -> str:
+    """What a run without members waits for if nodes that it had are barred."""
+    barred, bars = list(run.barred), run.roster.failures.bars
+    if run.roster.present() or run.ended or not barred:
+        return ""
+    first = min(barred, key=lambda host: bars[host].until)
+    many = f"{len(barred)} nodes are barred, the first" if len(barred) > 1 else "a node is barred"
+    return f"waits for nodes; {many}: {first} {_why_barred(run, first, at)}"
+
+
+def _speed_views(run: Run) -> list[SpeedView]:
+    if run.gain is None or not run.gain.known:
+        return []
+    return [
+        SpeedView(nodes=nodes, steps_per_s=speed, measured=nodes * run.workers_per_node in run.gain.measured)
+        for nodes, speed in run.gain.speeds
+    ]
+
+
+def checkpoint_views(run: Run) -> list[CheckpointView]:
+    """All checkpoints of a run that are on disk, newest first."""
+    found = [
+        CheckpointView(
+            step=saved.checkpoint.step,
+            generation=saved.checkpoint.generation,
+            epoch=saved.checkpoint.epoch,
+            written_at=saved.checkpoint.written_at,
+            nbytes=saved.checkpoint.nbytes,
+            path=saved.checkpoint.path,
+            state=_state(saved),
+            asked=saved.checkpoint.asked,
+            problem=saved.problem,
+        )
+        for saved in run.roster.checkpoints.saved
+    ]
+    return sorted(found, key=lambda view: (view.step, view.generation), reverse=True)
+
+
+def _state(saved: Saved) -> CheckpointState:
+    if saved.problem:
+        return CheckpointState.DAMAGED
+    return CheckpointState.ASIDE if saved.aside else CheckpointState.USABLE
+
+
+def _member_views(run: Run, now: float) -> list[MemberView]:
+    """All nodes that are there, whether or not they compute yet, by number: they may have come in another order."""
+    if run.ended:
+        return []
+    ranks, rank = {}, 0
+    for n in run.roster.members:
+        ranks[n], rank = rank, rank + run.roster.nodes[n].slots
+    there = [n for n, node in sorted(run.roster.nodes.items()) if node.phase is not MemberPhase.GONE]
+    return [_member_view(run, n, ranks.get(n), now) for n in there]
+
+
+def _member_view(run: Run, number: int, rank: int | None, now: float) -> MemberView:
+    node, progress = run.roster.nodes[number], run.progress.get(number, Progress())
+    allocation = run.allocations[node.token]
+    return MemberView(
+        member=member_name(number),
+        node=node.host,
+        token=node.token,
+        allocation=allocation.kind,
+        phase=node.phase,
+        rank=rank,
+        workers=node.slots,
+        step=node.step,
+        ends_in_s=None if allocation.end_at is None else allocation.end_at - now,
+        last_seen_s=run.machine.state.watch.unheard_s(number),
+        pids=list(progress.pids),
+        shards=0 if rank is None else progress.shards,
+        pace_s=0.0 if rank is None else progress.pace_s,
+    )
+
+
+def _allocation_view(allocation: Allocation, now: float) -> AllocationView:
+    return AllocationView(
+        token=allocation.token,
+        kind=allocation.kind,
+        state=allocation.state,
+        job_id=allocation.job_id,
+        partition=allocation.partition,
+        nodes=sorted(allocation.agents) or allocation.nodes,
+        ends_in_s=None if allocation.end_at is None else allocation.end_at - now,
+        reason=allocation.reason,
+    )
+
+
+def node_views(
+    cluster: ClusterState | None, runs: Collection[Run], now: float, unused: Mapping[str, str]
+) -> list[NodeView]:
+    """All nodes of the last poll, each with whose it is; `unused`: node -> why it is not used."""
+    if cluster is None:
+        return []
+    ours: dict[str, tuple[Run, Allocation]] = {}
+    for run in runs:
+        for allocation in run.live_allocations():
+            if allocation.state in (AllocationState.RUNNING, AllocationState.RELEASING):
+                for node in [*allocation.nodes, *allocation.agents]:
+                    ours[node] = (run, allocation)
+    for node, holder in _going(cluster, runs):
+        ours.setdefault(node, holder)
+    planned = {n for job in cluster.jobs if job.state == "PENDING" for n in job.planned_nodes}
+    return [
+        _node_view(node, ours.get(node.node), node.node in planned, now, unused.get(node.node, ""))
+        for node in cluster.nodes
+    ]
+
+
+def _going(cluster: ClusterState, runs: Collection[Run]) -> Iterator[tuple[str, tuple[Run, Allocation]]]:
+    """Nodes of jobs of ours that are over for us, but not for Slurm when it was polled: they are no others'."""
+    over = {
+        allocation.job_id: (run, allocation)
+        for run in runs
+        for allocation in run.allocations.values()
+        if not allocation.live and not allocation.settled and allocation.job_id is not None
+    }
+    if over:
+        for job in cluster.jobs:
+            holder = over.get(job.het_job_id or "") or over.get(job.job_id)
+            if holder is not None and job.state not in ENDED_STATES and jobs_of(holder[1], [job]):
+                for node in job.nodes:
+                    yield node, holder
+
+
+def _node_view(node: NodeInfo, ours: tuple[Run, Allocation] | None, planned: bool, now: float, unused: str) -> NodeView:
+    if ours is not None:
+        owner = NodeOwner.OURS
+    elif node.state in ("DOWN", "UNKNOWN", "ERROR", "FUTURE"):
+        owner = NodeOwner.DOWN
+    elif node.state in ("ALLOCATED", "MIXED") or "COMPLETING" in node.flags:
+        owner = NodeOwner.OTHERS
+    elif not is_idle(node):
+        owner = NodeOwner.DOWN
+    else:
+        owner = NodeOwner.PLANNED if planned else NodeOwner.IDLE
+    ending = ours is not None and not ours[1].live
+    end = None if ours is None or ending else ours[1].end_at
+    return NodeView(
+        node=node.node,
+        partitions=node.partitions,
+        state="+".join([node.state, *node.flags]),
+        owner=owner,
+        run=None if ours is None else ours[0].id,
+        gpus=node.gpus,
+        ends_in_s=None if end is None else end - now,
+        ending=ending,
+        unused=unused if owner in (NodeOwner.IDLE, NodeOwner.PLANNED) else "",
+    )
+
+
+def run_report(run: Run, history: Sequence[GenerationReport], samples: SampleReport) -> RunReport:
+    """The JSON report of DESIGN section 6 for one run, ended or not; `history`: of all its generations."""
+    root, final = run.root, run.root.final
+    return RunReport(
+        run=run.id,
+        status=root.status,
+        steps=final.steps if final is not None else run.roster.front,
+        samples=samples,
+        final_digest=None if final is None else final.digest,
+        final_loss=None if final is None else final.loss,
+        generations=list(history),
+        pause_s=PauseReport(planned=_pauses(history, False), unplanned=_pauses(history, True)),
+        steps_discarded=root.discarded,
+        rolled_back=[
+            RollbackReport(generation=back.generation, from_step=back.from_step, to_step=back.to_step)
+            for back in run.roster.history.rollbacks
+        ],
+        message=root.message,
+        traceback=root.traceback,
+        rest_in=next((a.token for a in run.allocations.values() if a.elected), ""),
+        reproducible=root.contract is not None and bool(root.contract.arithmetic),
+        steps_repeated=0 if final is None else final.repeated,
+    )
+
+
+def _pauses(history: Sequence[GenerationReport], unplanned: bool) -> Quantiles:
+    values = [
+        g.pause_s
+        for g in history
+        if g.pause_s is not None and g.kind is not ChangeKind.START and (g.kind is ChangeKind.EJECT) == unplanned
+    ]
+    return Quantiles(p50=quantile(values, 0.5), p95=quantile(values, 0.95), max=max(values, default=None))

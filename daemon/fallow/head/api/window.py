@@ -1,0 +1,205 @@
+"""What the head shows and is asked: the control socket's handler."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from fallow import __version__
+from fallow.config import Usage
+from fallow.control.broadcast import Broadcast
+from fallow.control.methods import check
+from fallow.control.protocol import LastPoll
+from fallow.head.api import views
+from fallow.head.api.ledgers import count_samples
+from fallow.head.api.pruning import kept_report
+from fallow.head.loop.clock import steady
+from fallow.head.loop.durable import Durable
+from fallow.head.loop.faults import Faults
+from fallow.head.loop.inbox import Asked, Inbox
+from fallow.head.slurm import accounts
+from fallow.head.slurm.calls import SlurmCalls
+from fallow.head.slurm.harvest import Harvest
+from fallow.head.state.book import Book, Run
+from fallow.model import EventRecord, Exit, FallowError, HeadView, Prospect, RunReport, RunSpec, Snapshot, UsageReport
+
+SNAPSHOT_S = 0.5
+RECENT_EVENTS = 200
+"""As many past events a new subscriber is told."""
+
+
+class Window:
+    """Reads the head's state at once; what would change something waits in the inbox for its turn.
+
+    Args:
+        book, durable, harvest, calls: what is shown.
+        inbox: of the head's loop.
+        faults: errors that nobody expected.
+        prices: of node and GPU hours.
+        stop: ends the head.
+        stand_in: an agent has started the head.
+    """
+
+    def __init__(
+        self,
+        book: Book,
+        durable: Durable,
+        harvest: Harvest,
+        calls: SlurmCalls,
+        inbox: Inbox,
+        faults: Faults,
+        prices: Usage,
+        stop: Callable[[], None],
+        *,
+        stand_in: bool = False,
+    ) -> None:
+        self._book = book
+        self._durable = durable
+        self._harvest = harvest
+        self._calls = calls
+        self._inbox = inbox
+        self._faults = faults
+        self._prices = prices
+        self._stop = stop
+        self._stand_in = stand_in
+        self._broadcast = Broadcast()
+        self._started = steady()
+
+    async def handle(self, method: str, params: dict[str, Any]) -> Any:
+        """Answer one control request."""
+        params = check(method, params)
+        try:
+            return await self._answer(method, params)
+        except FallowError:
+            raise
+        except Exception as error:
+            words = self._faults.note(f"request {method}", error)
+            text = f"{method}: the head could not carry this out ({words}); its log says more"
+            raise FallowError(text, Exit.SOFTWARE) from error
+
+    async def _answer(self, method: str, params: dict[str, Any]) -> Any:
+        match method:
+            case "status":
+                return self.snapshot(**params)
+            case "events":
+                return await self._events(**params)
+            case "cluster":
+                return LastPoll(
+                    config=self._calls.config,
+                    cluster=self._harvest.cluster,
+                    backend=self._calls.backend,
+                    age_s=None if self._calls.polled_at is None else steady() - self._calls.polled_at,
+                )
+            case "report":
+                return self.report(self._book.get(params["run"]))
+            case "test_harvest":
+                return await self._calls.test(self._book.get(params["run"]))
+            case "usage":
+                return await self._usage(**params)
+            case "prospect":
+                return self._prospect(**params)
+            case "shutdown":
+                self._stop()
+                return None
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._inbox.put_nowait(Asked(method, params, answer))
+        return await answer
+
+    async def subscribe(self) -> AsyncIterator[Snapshot | EventRecord]:
+        """A snapshot, the last events that led to it, then everything new."""
+        try:
+            first = self.snapshot()
+        except Exception as error:
+            self._faults.note("snapshots", error)
+            raise
+        stream = self._broadcast.subscribe(first)
+        yield await anext(stream)
+        seen = 0
+        for event in await self._durable.store.events(max(0, self._durable.last_event - RECENT_EVENTS), RECENT_EVENTS):
+            seen = event.seq
+            yield event
+        async for item in stream:
+            if not isinstance(item, EventRecord) or item.seq > seen:
+                yield item
+
+    def publish(self, event: EventRecord) -> None:
+        self._broadcast.publish(event)
+
+    async def publish_snapshots(self) -> None:
+        """Again and again, until it is cancelled."""
+        while True:
+            await asyncio.sleep(SNAPSHOT_S)
+            if self._broadcast.subscribers:
+                self._broadcast.publish(self.snapshot())
+
+    def close(self) -> None:
+        """End every subscription."""
+        self._broadcast.close()
+
+    async def _events(self, since: int = 0, limit: int = 1000, run: str | None = None) -> list[EventRecord]:
+        return await self._durable.store.last_events(since, limit, None if run is None else self._book.get(run).id)
+
+    async def _usage(self, by: str = "run", since: str | None = None, run: str | None = None) -> UsageReport:
+        if by not in ("run", "project", "day"):
+            raise FallowError(f"usage by {by[:32]!r}: it is shown by run, project or day", Exit.USAGE)
+        runs = list(self._book.runs.values()) if run is None else [self._book.get(run)]
+        now = time.time()
+        *rows, total = accounts.rows(runs, by, since, self._prices, now, self._book.pruned if run is None else None)
+        return UsageReport(
+            at=now,
+            by=by,
+            since=since,
+            currency=self._prices.currency,
+            rows=rows,
+            total=total,
+            others_delayed=self._harvest.neighbours.report(now),
+            owner=await self._calls.owner(),
+        )
+
+    def _prospect(self, spec: RunSpec) -> Prospect:
+        return self._harvest.prospect(self._book, spec)
+
+    def report(self, run: Run) -> RunReport:
+        if (kept := kept_report(self._book, run)) is not None:
+            return kept
+        history = list(run.generations)
+        return views.run_report(run, history, count_samples(self._book.paths.run(run.id).ledger, run.roster, history))
+
+    def snapshot(self, run: str | None = None) -> Snapshot:
+        """The head and its runs, or one of them, as they are now."""
+        at, now = steady(), time.time()
+        runs = list(self._book.runs.values()) if run is None else [self._book.get(run)]
+        calls, config = self._calls, self._calls.config
+        live = [a for r in runs for a in r.live_allocations()]
+        head = HeadView(
+            version=__version__,
+            host=os.uname().nodename,
+            pid=os.getpid(),
+            term=self._book.term,
+            uptime_s=at - self._started,
+            cluster=None if config is None else config.cluster,
+            slurm_version=None if config is None else config.slurm_version,
+            slurm_error=calls.error,
+            poll_age_s=None if calls.polled_at is None else at - calls.polled_at,
+            poll_interval_s=calls.interval_s,
+            polls=calls.polls,
+            endpoint=self._book.endpoint,
+            others_delayed=self._harvest.neighbours.report(now),
+            stopped=self._harvest.asking.stopped,
+            store_problem=self._durable.problem,
+            stand_in=self._stand_in,
+            not_harvested=self._harvest.neighbours.refused,
+            internal_errors=self._faults.view(),
+            agents=sum(len(a.hosts) for a in live),
+            workers=sum(r.roster.nodes[n].slots for r in runs if not r.ended for n in r.roster.present()),
+        )
+        return Snapshot(
+            at=now,
+            head=head,
+            nodes=views.node_views(self._harvest.cluster, runs, now, self._harvest.asking.unused),
+            runs=[views.shown(r, at, now) for r in runs],
+            last_event=self._durable.last_event,
+        )

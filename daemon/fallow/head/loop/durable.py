@@ -1,0 +1,419 @@
+"""What survives the head: terms, runs and the event log, in its store.
+
+Of a run: `run/ID/spec`, `record`, `allocation/TOKEN`, `generation/N`, and its membership (`core.membership`): `root`,
+`node/N`, `history`, `checkpoints` and `failures`. A turn writes those that have changed. The root alone has a revision
+that is compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from math import inf
+from typing import TypeVar
+
+import msgspec
+import structlog
+
+from fallow.core import records
+from fallow.core.allocations import Allocation
+from fallow.core.membership.roster import NODE_KEY, Roster
+from fallow.files import Paths, check_id, read_private, write_private
+from fallow.head.loop.turn import Turn
+from fallow.head.state.book import Book, Run, RunRecord
+from fallow.head.state.pruned import NOTE
+from fallow.head.state.salvage import salvage
+from fallow.model import EventRecord, Exit, FallowError, GenerationReport, RunSpec
+from fallow.store.client import Fenced, NewEvent, Store, Unavailable, Write
+from fallow.store.server import RedisServer
+
+log = structlog.get_logger("fallow.head")
+
+STORE_PATIENCE_S = 300.0
+"""A store that is away this long ends the head; whoever supervises it starts it again."""
+
+OPEN_PATIENCE_S = 60.0
+"""A head that starts waits so long for its store: so long that systemd's limit on starts is never reached."""
+
+_PAUSE_S = (0.2, 2.0)
+"""Before the first attempt to have the store back, and at most."""
+
+_SHOW_AGAIN_S = 30.0
+
+MEMBERSHIP = ("root", "history", "checkpoints", "failures")
+"""Keys of the membership's records, besides those of nodes."""
+
+COMPARED = ("spec", "record", "allocation", "generation")
+"""First words of the keys of all other records."""
+
+T = TypeVar("T")
+
+
+class Durable:
+    """The head's store; a private server belongs to it where no other is configured.
+
+    Args:
+        paths: where the head's files are.
+        redis_url: the site's Redis, or None.
+        waits: called with the reason, again and again while the store is waited for.
+    """
+
+    def __init__(self, paths: Paths, redis_url: str | None, waits: Callable[[str], None] = lambda reason: None) -> None:
+        self.problem = ""
+        "why nothing can be written down now; empty: it can"
+        self._waits = waits
+        self._idle_away: _Away | None = None
+        self.last_event = 0
+        "number of the newest line of the event log"
+        self.notes: dict[str, bytes] = {}
+        "what an earlier head noted besides its runs, by key"
+        self.unreadable: dict[str, Exception] = {}
+        "runs whose records could not be read, as of `load`: why"
+        self._originals: dict[str, list[Write]] = {}
+        "of these runs: what keeps their unreadable values, and makes room for new ones"
+        self._kept: dict[str, list[str]] = {}
+        "run -> keys of its unreadable values; they go with the run"
+        self._note_revisions: dict[str, int] = {}
+        self._paths = paths
+        self._redis_url = redis_url
+        self._redis = RedisServer(paths) if redis_url is None else None
+        self._store: Store | None = None
+
+    async def open(self) -> None:
+        """Start the private server, if there is one, and connect."""
+        namespace = None
+        if self._redis is not None:
+            await self._start(self._redis)
+        else:
+            # On a shared Redis each state folder is a world of its own.
+            namespace = hashlib.sha256(bytes(self._paths.state)).hexdigest()[:16]
+        self._store = await Store.open(self._redis_url or self._paths.redis_socket, namespace=namespace)
+
+    async def _start(self, redis: RedisServer) -> None:
+        away = _Away(OPEN_PATIENCE_S)
+        while True:
+            try:
+                await redis.start()
+            except Unavailable as error:
+                self._note_away(away, error)
+                await asyncio.sleep(away.next_pause_s())
+            else:
+                return self._note_back(None)
+
+    async def close(self) -> None:
+        if self._store is not None:
+            with contextlib.suppress(FallowError, OSError):
+                await self._store.close()
+        if self._redis is not None:
+            await self._redis.stop()
+
+    @property
+    def store(self) -> Store:
+        assert self._store is not None, "open comes first"
+        return self._store
+
+    async def begin_term(self) -> int:
+        """A term above every one that this folder or the store has seen, remembered in both."""
+        floor = 0
+        if self._paths.term.exists():
+            floor = int(read_private(self._paths.term) or b"0")
+        term = await self.store.begin_term(floor)
+        write_private(self._paths.term, str(term).encode())
+        return term
+
+    async def load(self, book: Book, at: float) -> None:
+        """Put every stored run into the book; `at`: now, on the head's clock."""
+        found: dict[str, dict[str, tuple[int, bytes]]] = {}
+        for key, value in (await self.store.load("run/")).items():
+            run_id, _, kind = key.removeprefix("run/").partition("/")
+            try:
+                found.setdefault(check_id(run_id), {})[kind] = value
+            except FallowError as error:
+                log.warning("store.key", key=key, error=error.message)
+        for key in await self.store.load("unreadable/"):
+            self._kept.setdefault(key.split("/")[1], []).append(key)
+        for run_id, values in found.items():
+            stored = {key: value for key, (_, value) in values.items()}
+            revision = values.get("root", (0, b""))[0]
+            try:
+                run = _add(book, run_id, stored, revision, at)
+            except Exception as error:
+                # Whatever it is, it is this run's alone.
+                self.unreadable[run_id] = error
+                run = book.add(*salvage(self._paths, run_id, stored, time.time()), revision, at)
+                run.pending |= run.roster.take_writes()
+                originals = {f"unreadable/{run_id}/{key}": value for key, value in stored.items()}
+                self._kept.setdefault(run_id, []).extend(originals)
+                self._originals[run_id] = [
+                    *(Write(key, None, value) for key, value in originals.items()),
+                    *(Write(f"run/{run_id}/{key}", None, None) for key in stored if key != "root"),
+                ]
+            else:
+                run.stored = _hashes(stored)
+        for key, (revision, note) in (await self.store.load("note/")).items():
+            self.notes[key.removeprefix("note/")] = note
+            self._note_revisions[key.removeprefix("note/")] = revision
+        self.last_event = await self.store.last_event()
+
+    async def write(self, turn: Turn) -> list[EventRecord]:
+        """Make a turn durable; returns its lines of the event log, numbered.
+
+        Raises:
+            FallowError: it could not be written. A head that cannot write down what it decided must not act on it.
+        """
+        if not turn.changing:
+            if self._redis is not None and not self._redis.alive:
+                # Nobody waits for it now, but whoever asks for the event log would be told that it is away.
+                self._idle_away = self._idle_away or _Away(inf)
+                if self._idle_away.is_news("its server has ended"):
+                    log.warning("store.away", error="its server has ended")
+                await self._revive(self._idle_away)
+            elif self._idle_away is not None:
+                self._note_back(self._idle_away)
+                self._idle_away = None
+            return []
+        values = self._values_of(turn)
+        writes = [write for run_id in values for write in self._run_writes(turn.book.runs[run_id], values[run_id])]
+        if turn.forgotten:
+            turn.notes[NOTE] = records.encode(turn.book.pruned)
+        for key, note in turn.notes.items():
+            writes.append(Write(f"note/{key}", self._note_revisions.get(key, 0), note))
+        for run in turn.forgotten:
+            writes += [Write(f"run/{run.id}/{key}", None, None) for key in _keys_of(run)]
+            writes += [Write(key, None, None) for key in self._kept.get(run.id, ())]
+        seqs = await self._save(writes, [NewEvent(r.at, r.run, r.kind, r.text, r.data) for r in turn.records])
+        for run_id, changed in values.items():
+            self._note_written(turn.book.runs[run_id], changed)
+        for run in turn.forgotten:
+            self._kept.pop(run.id, None)
+        for key in turn.notes:
+            self._note_revisions[key] = self._note_revisions.get(key, 0) + 1
+        lines = [
+            EventRecord(seq=seq, at=r.at, run=r.run, kind=r.kind, text=r.text, data=r.data)
+            for seq, r in zip(seqs, turn.records, strict=True)
+        ]
+        if lines:
+            self.last_event = lines[-1].seq
+        return lines
+
+    def _values_of(self, turn: Turn) -> dict[str, dict[str, bytes | None]]:
+        """What is to be written of each run. One that cannot be encoded costs its run its part of the turn."""
+        encoder = msgspec.msgpack.Encoder()
+        for record in list(turn.records):
+            try:
+                encoder.encode((record.at, record.text, record.data))
+            except Exception as error:
+                turn.fail("event", error, record.run)
+                turn.records.remove(record)
+        found: dict[str, dict[str, bytes | None]] = {}
+        for run_id in sorted(turn.dirty):
+            try:
+                found[run_id] = _changed(turn.book.runs[run_id])
+            except Exception as error:
+                turn.fail("store", error, run_id)
+        for run_id in turn.failed:
+            found.pop(run_id, None)
+            if run_id in turn.book.runs:
+                turn.discard(turn.book.runs[run_id])
+        return found
+
+    def _run_writes(self, run: Run, values: dict[str, bytes | None]) -> list[Write]:
+        writes = list(self._originals.get(run.id, []))
+        for key, value in values.items():
+            writes.append(Write(f"run/{run.id}/{key}", run.revision if key == "root" else None, value))
+        return writes
+
+    def _note_written(self, run: Run, values: dict[str, bytes | None]) -> None:
+        self._originals.pop(run.id, None)
+        run.written += 1
+        run.revision += "root" in values
+        run.pending.clear()
+        for key, value in values.items():
+            if value is None:
+                run.stored.pop(key, None)
+            elif key.partition("/")[0] in COMPARED:
+                run.stored[key] = hash(value)
+
+    async def make_anew(self, book: Book, run: Run, at: float) -> Run:
+        """Put a run's records, as they were written last, in the place of what is in memory.
+
+        Raises:
+            FallowError: the store is away for too long.
+            Exception: they cannot be read.
+        """
+        found = await self._patiently(lambda: self.store.load(f"run/{run.id}/"))
+        stored = {key.removeprefix(f"run/{run.id}/"): value for key, (_, value) in found.items()}
+        _, record, roster, allocations, generations = read_run(run.id, stored)
+        revision = found[f"run/{run.id}/root"][0]
+        new = book.make_anew(run, record, roster, allocations, revision, at)
+        new.generations.extend(generations)
+        new.stored = _hashes(stored)
+        return new
+
+    async def _save(self, writes: list[Write], new: list[NewEvent]) -> list[int]:
+        try:
+            return await self._patiently(lambda: self.store.save(writes, new))
+        except Fenced:
+            raise FallowError(
+                f"another head has taken over {self._paths.state}; this one ends", Exit.CANTCREAT
+            ) from None
+
+    async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Ask the store, once more each time that it is back.
+
+        Raises:
+            FallowError: it is away for too long.
+        """
+        away: _Away | None = None
+        while True:
+            try:
+                answer = await ask()
+            except Unavailable as error:
+                away = away or _Away(STORE_PATIENCE_S)
+                self._note_away(away, error)
+                while not await self._revive(away):
+                    pass
+            else:
+                self._note_back(away)
+                return answer
+
+    async def _revive(self, away: _Away) -> bool:
+        """The private server died or was restarted: start it, and check that it did not go back in time.
+
+        Returns:
+            False: the store is still away.
+        """
+        await asyncio.sleep(away.next_pause_s())
+        try:
+            if self._redis is not None:
+                await self._redis.start()
+            same = await self.store.check()
+        except FallowError as error:
+            self._note_away(away, error)
+            return False
+        if not same:
+            raise FallowError(
+                f"the store of {self._paths.state} went back in time; the head starts again above its last term",
+                Exit.TEMPFAIL,
+            )
+        return True
+
+    def _note_away(self, away: _Away, error: FallowError) -> None:
+        """Say why nothing can be written down.
+
+        Raises:
+            FallowError: that has lasted for too long.
+        """
+        self.problem = error.message
+        if away.is_over:
+            raise FallowError(
+                f"nothing could be written down for {away.patience_s:g} s: {error.message}. This head ends; training "
+                "goes on, start the head again",
+                Exit.TEMPFAIL,
+            ) from error
+        if away.is_news(error.message):
+            log.warning("store.away", error=error.message)
+        self._waits(error.message)
+
+    def _note_back(self, away: _Away | None) -> None:
+        self.problem = ""
+        if away is not None:
+            log.info("store.back", away_s=round(away.passed_s, 1))
+
+
+def _add(book: Book, run_id: str, stored: dict[str, bytes], revision: int, at: float) -> Run:
+    spec, record, roster, allocations, generations = read_run(run_id, stored)
+    run = book.add(spec, record, roster, allocations, revision, at)
+    run.generations.extend(generations)
+    return run
+
+
+def read_run(
+    run_id: str, stored: dict[str, bytes]
+) -> tuple[RunSpec, RunRecord, Roster, dict[str, Allocation], list[GenerationReport]]:
+    """A run's spec, record, membership, allocations and reports of generations.
+
+    Args:
+        run_id: of the run.
+        stored: its values, by what comes behind `run/ID/` in their keys.
+
+    Raises:
+        Unreadable: one of them is.
+        LookupError: one is missing.
+    """
+    roster = Roster.load(run_id, {key: value for key, value in stored.items() if _is_membership(key)})
+    allocations = [records.decode(value, Allocation) for key, value in stored.items() if key.startswith("allocation/")]
+    generations = [
+        records.decode(value, GenerationReport) for key, value in stored.items() if key.startswith("generation/")
+    ]
+    return (
+        records.decode(stored["spec"], RunSpec),
+        records.decode(stored["record"], RunRecord),
+        roster,
+        {a.token: a for a in sorted(allocations, key=lambda a: a.number)},
+        sorted(generations, key=lambda report: report.generation),
+    )
+
+
+def _changed(run: Run) -> dict[str, bytes | None]:
+    """Records of a run that differ from what is stored; None: to be deleted."""
+    values: dict[str, bytes | None] = dict(run.pending)
+    now: dict[str, RunRecord | Allocation] = {f"allocation/{token}": a for token, a in run.allocations.items()}
+    now["record"] = run.record
+    for key, record in now.items():
+        value = records.encode(record)
+        if run.stored.get(key) != hash(value):
+            values[key] = value
+    # These never change once they are there.
+    lasting: dict[str, RunSpec | GenerationReport] = {f"generation/{g.generation}": g for g in run.generations}
+    lasting["spec"] = run.spec
+    values |= {key: records.encode(value) for key, value in lasting.items() if key not in run.stored}
+    return values | {key: None for key in run.stored if key not in now and key not in lasting}
+
+
+def _is_membership(key: str) -> bool:
+    return key in MEMBERSHIP or key.startswith(NODE_KEY)
+
+
+def _hashes(stored: Mapping[str, bytes]) -> dict[str, int]:
+    """Of the values that are compared with those of now, see `_changed`."""
+    return {key: hash(value) for key, value in stored.items() if key.partition("/")[0] in COMPARED}
+
+
+def _keys_of(run: Run) -> set[str]:
+    """All keys under which something of a run may be stored."""
+    return {*MEMBERSHIP, *run.stored, *run.pending, *(f"{NODE_KEY}{n}" for n in run.roster.nodes)}
+
+
+class _Away:
+    """One time for which the store cannot be used."""
+
+    def __init__(self, patience_s: float) -> None:
+        self.patience_s = patience_s
+        self._since = time.monotonic()
+        self._pause_s = _PAUSE_S[0]
+        self._shown = ""
+        self._shown_at = 0.0
+
+    @property
+    def passed_s(self) -> float:
+        return time.monotonic() - self._since
+
+    @property
+    def is_over(self) -> bool:
+        return self.passed_s > self.patience_s
+
+    def next_pause_s(self) -> float:
+        """The wait before the next attempt; it grows."""
+        pause_s, self._pause_s = self._pause_s, min(_PAUSE_S[1], 2 * self._pause_s)
+        return pause_s
+
+    def is_news(self, text: str) -> bool:
+        """True if the text differs from the last one, or was not shown for a while."""
+        news = text != self._shown or time.monotonic() - self._shown_at > _SHOW_AGAIN_S
+        if news:
+            self._shown, self._shown_at = text, time.monotonic()
+        return news

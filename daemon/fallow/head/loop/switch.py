@@ -1,0 +1,52 @@
+"""The administrators' switch: while a file of theirs exists (`[site] stop_file`), nothing is harvested."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from fallow.head.loop.inbox import Inbox, Switched
+
+LOOK_S = 5.0
+"""From one look to the next."""
+
+
+class Switch:
+    """Looks for the file.
+
+    Args:
+        path: of the file; None: there is no switch.
+        inbox: of the head's loop.
+    """
+
+    def __init__(self, path: str | None, inbox: Inbox) -> None:
+        self._path = path
+        self._inbox = inbox
+        self._on = False
+
+    async def look(self) -> str:
+        """Why nothing is to be harvested, in words; empty: it may be."""
+        if self._path is None:
+            return ""
+        self._on = await asyncio.to_thread(exists, self._path, self._on)
+        return f"the site's administrators have stopped it: {self._path} exists" if self._on else ""
+
+    async def watch(self) -> None:
+        """Tell the loop of every change, until it is cancelled."""
+        while self._path is not None:
+            await asyncio.sleep(LOOK_S)
+            before = self._on
+            why = await self.look()
+            if self._on != before:
+                self._inbox.put_nowait(Switched(why))
+
+
+def exists(path: str, before: bool) -> bool:
+    """Is the file there? While nobody can tell, what was so `before` holds."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return before
+    return True

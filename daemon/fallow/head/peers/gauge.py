@@ -1,0 +1,79 @@
+"""How fast runs train, as reports tell it: steps per second in stretches during which nothing changes."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from fallow.core.membership.messages import Report
+from fallow.head.loop.turn import Turn
+from fallow.head.peers import slow_links
+from fallow.head.state.book import Run, Stretch
+from fallow.model import RunStatus
+
+LONG_ENOUGH_S = 15.0
+"""A stretch is measured once it is so long ..."""
+
+STEPS = 3
+"""... and has so many steps. Reports come twice a second, so the ends of a stretch are known to that."""
+
+WARM = 2
+"""Steps after a change that do not count: the state's last part arrives behind them, and caches are cold."""
+
+WRITE_EVERY_S = 60.0
+"""Measurements since then are lost when the head is killed."""
+
+
+def heard(turn: Turn, run: Run, node: int) -> None:
+    """A node's report was taken in. The first member's are enough: all members take the same steps."""
+    r, root = run.roster, run.root
+    if not r.members or node != r.members[0]:
+        return
+    report = run.machine.state.watch.reports.get(node)
+    if report is None or not _is_steady(run, report) or _is_one_machine(run):
+        run.stretch = None
+        return
+    stretch = run.stretch
+    if stretch is None or stretch.generation != root.generation or report.step < stretch.step:
+        run.stretch = Stretch(root.generation, report.step)
+        return
+    if report.step == stretch.step:
+        return
+    stretch.warm += report.step - stretch.step
+    stretch.step = report.step
+    if stretch.begin is None:
+        if stretch.warm > WARM:
+            stretch.begin = turn.at, report.step
+        return
+    began_at, first = stretch.begin
+    lasted_s, steps = turn.at - began_at, report.step - first
+    if lasted_s >= LONG_ENOUGH_S and steps >= STEPS:
+        _measured(turn, run, lasted_s / steps, lasted_s)
+        stretch.begin = turn.at, report.step
+        slow_links.look(turn, run, lasted_s / steps, lasted_s)
+
+
+def _is_steady(run: Run, report: Report) -> bool:
+    """The member computes in the committed generation, and no change is under way."""
+    root = run.root
+    computes = report.generation == root.generation > report.given_up
+    calm = run.machine.state.ballot is None and not run.roster.finishing
+    return root.status is RunStatus.TRAINING and computes and calm
+
+
+def _is_one_machine(run: Run) -> bool:
+    """Do several of its nodes share a machine, as on a testbed? They slow each other down: nothing can be learned."""
+    members = [run.roster.nodes[n] for n in run.roster.members]
+    machines = {member.host: member.entry for member in members}
+    return len(set(machines.values())) < len(machines)
+
+
+def _measured(turn: Turn, run: Run, step_s: float, lasted_s: float) -> None:
+    curve, nodes = run.record.curve, [run.roster.nodes[n] for n in run.roster.members]
+    curve.observe(sum(node.slots for node in nodes), step_s, lasted_s, turn.now)
+    known = [(node.slots, run.progress[node.id].pace_s) for node in nodes if node.id in run.progress]
+    # A node's workers compute shards side by side.
+    if paces := [slots * pace_s for slots, pace_s in known if pace_s > 0]:
+        curve.shard_s = median(paces)
+    if turn.at - run.curve_written >= WRITE_EVERY_S:
+        run.curve_written = turn.at
+        turn.dirty.add(run.id)

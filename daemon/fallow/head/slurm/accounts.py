@@ -1,0 +1,194 @@
+"""The accounts of all runs: what their jobs held and what came of it. Kept with the runs, shown by `fallow usage`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from itertools import takewhile
+
+from fallow.config import Usage
+from fallow.core import budget
+from fallow.core.membership.names import member_number
+from fallow.core.prices import Prices
+from fallow.core.spans import held
+from fallow.core.usage import Tallies, by_month, is_since, merge, note_members, note_pause, tally
+from fallow.head.loop.turn import Turn
+from fallow.head.slurm.spending import left_s
+from fallow.head.state.book import Run
+from fallow.head.state.past import account_of
+from fallow.head.state.pruned import PrunedRuns
+from fallow.model import (
+    PRUNED,
+    AllocationKind,
+    AllocationState,
+    Amount,
+    ChangeKind,
+    MemberPhase,
+    Source,
+    UsageRow,
+)
+
+KEEP_S = 3600.0
+"""Harvest allocations that are over for this long are dropped from the run; what they used stays in its sums."""
+
+
+# -- noting -------------------------------------------------------------------------------------------------------
+
+
+def note(turn: Turn) -> None:
+    """Note who is a member now, for every run that the turn changed."""
+    runs = [turn.book.runs[run_id] for run_id in turn.dirty]
+    changed = [run for run in runs if not run.spec.local]
+    turn.for_each(changed, "accounts", lambda run: _note_run(run, turn.now))
+
+
+def _note_run(run: Run, now: float) -> None:
+    r, record = run.roster, run.record
+    allocations = run.allocations.values()
+    here = set() if run.ended else _places(run, filter(r.alive, r.members))
+    note_members(allocations, here, now)
+    for done in takewhile(lambda done: done.generation > record.accounted_generation, reversed(run.generations)):
+        if done.pause_s is not None and done.kind is not ChangeKind.START:
+            note_pause(allocations, _places(run, map(member_number, done.members)), done.pause_s, 0.0)
+    if run.generations:
+        record.accounted_generation = max(record.accounted_generation, run.generations[-1].generation)
+    discarded = run.root.discarded - record.accounted_discarded
+    if discarded:
+        note_pause(allocations, here, 0.0, discarded * _step_s(run))
+        record.accounted_discarded = run.root.discarded
+
+
+def _places(run: Run, members: Iterable[int]) -> set[tuple[str, str]]:
+    """(token, host) of those that are still known."""
+    known = (run.roster.nodes.get(n) for n in members)
+    return {(node.token, node.host) for node in known if node is not None}
+
+
+def _step_s(run: Run) -> float:
+    """Seconds that a step takes at the present rate; 0 where nobody has said yet."""
+    rate = max((run.progress[n].samples_per_s for n in run.roster.members if n in run.progress), default=0.0)
+    contract = run.root.contract
+    return contract.global_batch / rate if contract is not None and rate > 0 else 0.0
+
+
+def settle(turn: Turn, at: float) -> None:
+    """Add allocations whose jobs are over to the sums of their runs, drop old ones, and let runs rest that have ended.
+
+    Args:
+        turn: takes the effects.
+        at: Unix time of the poll.
+    """
+    kept = [run for run in turn.book.current.values() if not run.spec.local]
+    turn.for_each(kept, "accounts", lambda run: _settle_run(turn, run, at))
+
+
+def _settle_run(turn: Turn, run: Run, at: float) -> None:
+    record, rests = run.record, run.ended
+    alive = {node.token for node in run.roster.nodes.values() if node.phase is not MemberPhase.GONE}
+    for token, allocation in list(run.allocations.items()):
+        lost = allocation.state is AllocationState.LOST and not allocation.spans
+        old = at - _over_at(allocation.requested_at, (s.end_at for s in allocation.spans.values())) > KEEP_S
+        if (allocation.settled or (lost and old)) and not allocation.counted:
+            tally(record.usage, allocation, at)
+            if allocation.harvested:
+                record.harvested.add(held(allocation, at), at)
+            allocation.counted = True
+            turn.dirty.add(run.id)
+        if allocation.counted and old and allocation.kind is AllocationKind.HARVEST and token not in alive:
+            record.spent_node_s += budget.booked(allocation, at)
+            del run.allocations[token]
+            turn.dirty.add(run.id)
+        rests = rests and allocation.counted and old
+    if rests:
+        turn.book.rest(run)
+
+
+def _over_at(requested_at: float, ends: Iterable[float | None]) -> float:
+    return max([requested_at, *(end for end in ends if end is not None)])
+
+
+# -- showing ------------------------------------------------------------------------------------------------------
+
+
+def tallies(run: Run, now: float) -> Tallies:
+    """The run's sums, with what its live jobs have held so far."""
+    sums = copy.deepcopy(run.record.usage)
+    for allocation in run.allocations.values():
+        if not allocation.counted:
+            tally(sums, allocation, now)
+    return sums
+
+
+def rows(
+    runs: Iterable[Run], by: str, since: str | None, prices: Usage, now: float, pruned: PrunedRuns | None = None
+) -> list[UsageRow]:
+    """One row per run, project or day, and the total last. Runs that were pruned have one row together.
+
+    Args:
+        runs: which ones.
+        by: run, project or day.
+        since: UTC day; None: all.
+        prices: what is asked for node and GPU hours.
+        now: Unix time.
+        pruned: sums over runs that are not among `runs` any more.
+    """
+    groups: dict[str, Tallies] = {}
+    budgets: dict[str, tuple[float, float]] = {}
+    for run in runs:
+        if run.spec.local:
+            continue
+        _add_to_groups(groups, by, run.id, account_of(run), since, by_month(tallies(run, now), now))
+        if by == "run" and run.spec.budget_node_hours is not None and run.id in groups:
+            budgets[run.id] = run.spec.budget_node_hours * 3600.0, left_s(run, now) or 0.0
+    for account, sums in ({} if pruned is None else pruned.usage).items():
+        _add_to_groups(groups, by, PRUNED, account, since, by_month(sums, now))
+    whole: Tallies = {}
+    for group in groups.values():
+        merge(whole, group)
+    table = Prices(prices.node_hour, prices.gpu_hour)
+    found = [_row(key, groups[key], table, budgets.get(key)) for key in sorted(groups, key=_place)]
+    return [*found, _row("total", whole, table, None)]
+
+
+def _add_to_groups(
+    groups: dict[str, Tallies], by: str, run: str, account: str, since: str | None, sums: Tallies
+) -> None:
+    for place, one in sums.items():
+        day = place.partition(" ")[0]
+        if is_since(day, since):
+            group = groups.setdefault({"run": run, "project": account, "day": day}[by], {})
+            merge(group, {place: one})
+
+
+def _place(key: str) -> tuple[bool, str]:
+    """Runs that were pruned come last. No run has such an id."""
+    return key == PRUNED, key
+
+
+def _row(key: str, sums: Tallies, prices: Prices, budget_s: tuple[float, float] | None) -> UsageRow:
+    parts: dict[Source, list[float]] = {}
+    for place, one in sums.items():
+        partition = place.partition(" ")[2]
+        for source, node_s in one.node_s.items():
+            gpu_s = one.gpu_s.get(source, 0.0)
+            part = parts.setdefault(source, [0.0, 0.0, 0.0])
+            for index, value in enumerate((node_s, gpu_s, prices.cost(partition, node_s, gpu_s))):
+                part[index] += value
+
+    def amount(sources: Iterable[Source]) -> Amount:
+        columns = [parts[source] for source in sources if source in parts]
+        node_s, gpu_s, cost = (sum(column[index] for column in columns) for index in range(3))
+        return Amount(node_s=node_s, gpu_s=gpu_s, cost=cost if prices else None)
+
+    return UsageRow(
+        key=key,
+        allocated=amount(Source),
+        base=amount([Source.BASE]),
+        harvested=amount([Source.HARVESTED]),
+        wasted=amount(source for source in Source if source.wasted),
+        causes={source: amount([source]) for source in Source if source.wasted and source in parts},
+        jobs=sum(one.jobs for one in sums.values()),
+        useless_jobs=sum(one.useless for one in sums.values()),
+        budget_node_s=None if budget_s is None else budget_s[0],
+        budget_left_s=None if budget_s is None else budget_s[1],
+    )

@@ -1,0 +1,347 @@
+"""The planner's wishes become submissions, withdrawals and releases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
+
+import msgspec
+from msgspec.structs import replace
+
+from fallow.config import Config
+from fallow.core import allowance
+from fallow.core.allocations import WAITING, Allocation
+from fallow.core.allowance import FEW, Limits
+from fallow.core.backoff import Asker
+from fallow.core.cancelled import Cancels, awaits_verdict
+from fallow.core.duds import DUDS, Duds, put_off_s
+from fallow.core.kinds import Kind
+from fallow.core.learner import withdrawn
+from fallow.core.membership import events as ev
+from fallow.core.neighbour import GiveBack, Standing
+from fallow.core.planner import Withdraw, plan
+from fallow.core.prices import Prices, WakePrice
+from fallow.core.requests import Ask, outdated
+from fallow.core.reserved import within
+from fallow.core.rules import Demand, HarvestRules, Known
+from fallow.core.sbatch import takes_whole_nodes
+from fallow.core.shared_limits import Reserve, capped, named, yielded
+from fallow.core.sharing import stay_s
+from fallow.head.loop.turn import Turn
+from fallow.head.slurm.demands import demand
+from fallow.head.slurm.gains import gains
+from fallow.head.slurm.hurry import keep_pace
+from fallow.head.slurm.neighbours import give_back
+from fallow.head.slurm.spending import left_s, renew_base
+from fallow.head.state.book import Run
+from fallow.model import AllocationKind, ClusterConfig, ClusterState, OwnerView
+from fallow.slurm.parse import folded, nodes
+
+
+class Asking:
+    """Asks for nodes on behalf of all runs; `known` is what has been learned, kept up to date by others."""
+
+    def __init__(self, config: Config, known: Known, groups: frozenset[str] | None = None) -> None:
+        """Args: groups: of the owner; None: not known."""
+        self._config = config
+        self._limits = _limits(config)
+        self._known = known
+        self._groups = groups
+        self._failures: dict[str, int] = {}
+        self._not_before: dict[str, float] = {}
+        "run -> time on the turns' clock before which nothing is asked for"
+        self.interval_s = config.slurm.poll_interval_s
+        "from one poll to the next, as things are"
+        self.stopped = ""
+        "why nothing is harvested at all; empty: it is"
+        self.owner: OwnerView | None = None
+        "what Slurm has told of the limits of accounts and QOS; None: nothing"
+        self._reserve = Reserve(config.harvest.limit_reserve)
+        self._limited: dict[str, str] = {}
+        "run -> the job that waits for a limit, because of which nothing is asked for"
+        self.unused: dict[str, str] = {}
+        "idle node -> why it is not used, as of the last plan"
+
+    def rules(self, now: float, site: ClusterConfig | None, refused: Mapping[str, str]) -> HarvestRules:
+        """What may be asked for now, at Unix time `now`; nothing in the partitions that are `refused`."""
+        experience = self._known.experience
+        found = allowance.rules(
+            self._limits, site, refused, experience, now, self.interval_s, self._groups, self.owner is not None
+        )
+        return replace(found, stopped=self.stopped)
+
+    def plan(
+        self, turn: Turn, cluster: ClusterState, rules: HarvestRules, standing: Standing, *, again: bool = False
+    ) -> None:
+        """Carry out what the planner wants for the next interval.
+
+        Args:
+            turn: takes the effects.
+            cluster: the last poll.
+            rules: what is allowed.
+            standing: what others' jobs need of us.
+            again: on a poll that was planned on before: nodes are asked for, and nothing is taken back.
+        """
+        runs = {run.id: run for run in turn.book.current.values() if not run.spec.local}
+        cluster = within(cluster, {run.spec.harvest_given.get("reservation", "") for run in runs.values()})
+        self._failures = {run: number for run, number in self._failures.items() if run in runs}
+        self._not_before = {run: at for run, at in self._not_before.items() if run in runs}
+        if self.stopped:
+            # A submission of unknown outcome may have come to something after all.
+            for run in runs.values():
+                _give_all_back(turn, run, self.stopped)
+        put_off = {run.id for run in runs.values() if not run.ended and self._put_off(turn, run)}
+        # Whether its base job was preempted or its owner has cancelled the run, Slurm has to say first.
+        put_off |= {
+            run.id for run in runs.values() if any(a.warned and awaits_verdict(a, turn.now) for a in _bases(run))
+        }
+        if not again:
+            # First, for the nodes of a base job need not be harvested.
+            wanting = [run for run in runs.values() if run.id not in put_off]
+            turn.for_each(wanting, "base job", lambda run: renew_base(turn, run, cluster.at))
+        known_nodes = {node.node: node for node in cluster.nodes}
+        experience = self._known.experience
+        start_s = experience.wait_s("", cluster.at) + experience.start_s("", cluster.at)
+        known = gains(runs.values(), cluster.at, start_s, stay_s(rules), turn.book.past)
+        demands = [
+            replace(
+                _tried(runs[name], demand(runs[name], known_nodes, cluster.at, asks=name not in put_off)),
+                worth=gain.worth,
+            )
+            for name, gain in known.items()
+        ]
+        if not again:
+            _make_anew(turn, runs, demands, cluster, rules)
+        live = [a for run in runs.values() for a in run.live_allocations()]
+        demands, standing = self._within_limits(turn, runs, cluster, demands, rules, standing, again=again)
+        live = [a for run in runs.values() for a in run.live_allocations()]
+        sorts = {demand.run: demand.sort for demand in demands}
+        if not again:
+            self._known.unstarted.look(cluster)
+        aims: dict[str, int] = {}
+        unused: dict[str, str] = {}
+        # Nodes of normal priority count under the caps, too.
+        left = allowance.beside(rules, allowance.held_or_asked(a for a in live if a.hurried))
+        for wish in plan(cluster, demands, live, left, self._known, aims, standing, unused, again):
+            match wish:
+                case Ask() as ask:
+                    turn.for_each([runs[ask.run]], "request", partial(_submit, turn, ask))
+                case Withdraw(token, reason):
+                    run, allocation = _find(runs, token)
+                    if allocation.asked_at is not None:
+                        continue
+                    withdrawn(self._known, wish, allocation, sorts, cluster.at)
+                    turn.record(run, "withdraw", f"{token} (job {allocation.job_id}): {reason}")
+                    turn.cancel(run, allocation, reason)
+                case GiveBack(token, reason, urgent):
+                    run, allocation = _find(runs, token)
+                    if urgent:
+                        give_back(turn, run, allocation, reason)
+                    else:
+                        turn.release_allocation(run, allocation, reason)
+        self.unused = unused
+        for run in runs.values():
+            run.gain, run.target = known.get(run.id), aims.get(run.id)
+            if run.id not in put_off and not again and not self.stopped:
+                most = 1 if run.failures >= DUDS else min(FEW, rules.max_pending)
+                keep_pace(turn, run, cluster, left_s(run, cluster.at), most, self._known.backoff, rules)
+
+    def _within_limits(
+        self,
+        turn: Turn,
+        runs: Mapping[str, Run],
+        cluster: ClusterState,
+        demands: Sequence[Demand],
+        rules: HarvestRules,
+        standing: Standing,
+        *,
+        again: bool,
+    ) -> tuple[list[Demand], Standing]:
+        """Leave to others what they need of the limits of accounts and QOS.
+
+        Returns:
+            The demands that are left, and what others need with what is given back for such a limit.
+        """
+        live = [a for run in runs.values() for a in run.live_allocations()]
+        askers = named(cluster, live, {run.id: run.asker for run in runs.values()})
+        qos = {p.qos for p in self._known.open.of(cluster, rules)} - {""}
+        whole = {run.id for run in runs.values() if takes_whole_nodes(run.spec)}
+        waits = yielded(cluster, live, askers)
+        kept = self._reserve.room(self.owner, cluster, live, demands, askers, whole, qos)
+        for run_id, why in waits.because.items():
+            if self._limited.get(run_id) != why:
+                turn.record(runs[run_id], "limit", f"nothing is asked for: {why}")
+        self._limited = dict(waits.because)
+        for token, why in () if again else waits.withdraw.items():
+            run, allocation = _find(dict(runs), token)
+            turn.record(run, "withdraw", f"{token} (job {allocation.job_id}): {why}")
+            turn.cancel(run, allocation, why)
+        given = {wish.token for wish in standing.give_back}
+        more = {wish.token: wish for wish in (*kept.give_back, *waits.give_back) if wish.token not in given}
+        both = (*standing.give_back, *more.values())
+        return capped(demands, (waits, kept)), msgspec.structs.replace(standing, give_back=both)
+
+    def pause(self, turn: Turn, run: Run) -> None:
+        """Ask for nothing more for this run, and give its harvest nodes back. Its base job stays."""
+        run.record.paused_by_hand = True
+        turn.dirty.add(run.id)
+        turn.record(run, "pause", "paused by hand: harvest nodes are given back, and none is asked for")
+        _give_all_back(turn, run, "the run is paused")
+
+    def switch(self, turn: Turn, why: str) -> None:
+        """Harvest nothing from now on, and give back what was, for this reason; empty: go on with the next poll."""
+        before, self.stopped = self.stopped, why
+        if why:
+            turn.record(None, "stop", f"nothing is harvested: {why}")
+        elif before:
+            turn.record(None, "stop", "nodes are harvested again: what had stopped it is over")
+        for run in turn.book.current.values() if why else ():
+            if not run.spec.local:
+                _give_all_back(turn, run, why)
+
+    def drain(self, turn: Turn, run: Run, nodes: list[str]) -> None:
+        """Do without these nodes from now on. Requests that could still get one of them are made anew without."""
+        run.record.drained = sorted({*run.record.drained, *nodes})
+        turn.dirty.add(run.id)
+        for allocation in run.live_allocations():
+            where = allocation.part.node if allocation.part is not None else allocation.pinned
+            waits = allocation.state in WAITING and not allocation.agents
+            waits = waits and allocation.kind is AllocationKind.HARVEST and allocation.asked_at is None
+            if waits and (not where or where in nodes):
+                turn.cancel(run, allocation, f"{', '.join(nodes)} drained by hand")
+
+    def resume(self, turn: Turn, run: Run) -> None:
+        """Ask for nodes again from the next poll on, whoever or whatever stopped it."""
+        run.record.paused_by_hand, run.record.harvest_paused, run.record.drained = False, "", []
+        turn.apply(run, ev.Unbar(at=turn.at, hosts=(*run.record.fruitless.barred, *run.record.cancelled.barred)))
+        run.record.refusals, run.record.fruitless, run.record.cancelled = {}, Duds(), Cancels()
+        self._not_before.pop(run.id, None)
+        self._known.backoff.forget(run.asker)
+        turn.dirty.add(run.id)
+        turn.record(run, "resume", "resumed by hand: nodes are asked for again")
+
+    def waits_after_failures(self, turn: Turn, run: Run) -> bool:
+        """Are its requests put off, or all but one, because the last jobs came to nothing?"""
+        return run.failures >= DUDS or turn.at < self._not_before.get(run.id, turn.at)
+
+    def _put_off(self, turn: Turn, run: Run) -> bool:
+        """Is it too early to ask for more, because the last jobs came to nothing?"""
+        duds, failures = run.record.fruitless, run.failures
+        waits = turn.at < self._not_before.get(run.id, turn.at)
+        if not failures:
+            self._not_before.pop(run.id, None)
+            duds.rounds = 0
+        elif (
+            failures > self._failures.get(run.id, failures if duds.rounds else 0)
+            and not waits
+            and not run.record.paused
+        ):
+            wait_s = put_off_s(duds, failures, self._config.slurm.poll_interval_s)
+            turn.dirty.add(run.id)
+            what = f"{failures} jobs in a row came to nothing"
+            if wait_s is None:
+                why = f"{what}, with longer and longer waits in between; to try again: fallow resume {run.id}"
+                turn.stop_asking(run, f"{why}; the last: {duds.last or run.root.message}")
+            elif wait_s:
+                self._not_before[run.id] = turn.at + wait_s
+                turn.record(run, "pause", f"{what}; the next one is tried in {wait_s:.0f} s")
+        self._failures[run.id] = failures
+        return turn.at < self._not_before.get(run.id, turn.at)
+
+
+def _tried(run: Run, wanted: Demand) -> Demand:
+    """After jobs that came to nothing, one alone is tried until its node trains or it has come to nothing, too."""
+    if run.failures < DUDS:
+        return wanted
+    on_its_way = (a for a in run.live_allocations() if a.asked_at is None and a.active_at is None and not a.ahead)
+    most = 0 if any(a.kind is AllocationKind.HARVEST for a in on_its_way) else 1
+    return replace(wanted, nodes=min(wanted.nodes, most), renew=False)
+
+
+def _bases(run: Run) -> list[Allocation]:
+    return [a for a in run.allocations.values() if a.kind is AllocationKind.BASE]
+
+
+def _give_all_back(turn: Turn, run: Run, reason: str) -> None:
+    """End all that the head asked for on top of the base job."""
+    for allocation in run.live_allocations():
+        if allocation.kind is AllocationKind.BASE or allocation.asked_at is not None:
+            continue
+        if allocation.agents:
+            turn.release_allocation(run, allocation, reason)
+        else:
+            turn.cancel(run, allocation, reason)
+
+
+def ordered(config: Config) -> Asker:
+    """Account and QOS of harvest jobs, where the configuration says so."""
+    return Asker(config.harvest.account or "", config.harvest.qos or "")
+
+
+def _limits(config: Config) -> Limits:
+    h = config.harvest
+    return Limits(
+        partitions=tuple(h.partitions),
+        allow_without_preemption=h.allow_without_preemption,
+        max_pending=h.max_pending,
+        max_nodes=h.max_nodes,
+        partition_nodes=h.partition_nodes,
+        max_minutes=h.max_minutes,
+        min_minutes=h.min_minutes,
+        poll_interval_s=config.slurm.poll_interval_s,
+        submits_per_min=config.slurm.submits_per_min,
+        release_margin_s=config.membership.release_margin_s,
+        wake=wake_price(config),
+    )
+
+
+def wake_price(config: Config) -> WakePrice | None:
+    """Which sleeping nodes may be woken."""
+    most = config.harvest.wake_up_to_price
+    return None if most is None else WakePrice(Prices(config.usage.node_hour, config.usage.gpu_hour), most)
+
+
+def _make_anew(
+    turn: Turn, runs: Mapping[str, Run], demands: Sequence[Demand], cluster: ClusterState, rules: HarvestRules
+) -> None:
+    """Withdraw requests whose list of excluded nodes is out of date: Slurm might wake a node for them."""
+    kinds = {demand.run: demand.kind for demand in demands}
+    for run in runs.values():
+        for allocation in run.live_allocations():
+            if allocation.state not in WAITING or allocation.asked_at is not None or not allocation.harvested:
+                continue
+            if why := outdated(allocation, _unfolded(allocation.exclude), kinds.get(run.id, Kind()), cluster, rules):
+                turn.record(run, "withdraw", f"{allocation.token} (job {allocation.job_id}): {why}")
+                turn.cancel(run, allocation, why)
+
+
+@lru_cache(maxsize=64)
+def _folded(names: tuple[str, ...]) -> str:
+    return folded(names)
+
+
+@lru_cache(maxsize=64)
+def _unfolded(text: str) -> frozenset[str]:
+    return frozenset(nodes(text))
+
+
+def _find(runs: dict[str, Run], token: str) -> tuple[Run, Allocation]:
+    for run in runs.values():
+        if token in run.allocations:
+            return run, run.allocations[token]
+    raise KeyError(token)
+
+
+def _submit(turn: Turn, wish: Ask, run: Run) -> None:
+    turn.new_allocation(
+        run,
+        AllocationKind.HARVEST,
+        partition=wish.partition,
+        minutes=wish.minutes,
+        least_minutes=wish.least_minutes,
+        pinned=wish.node,
+        part=wish.part,
+        exclude=_folded(wish.exclude),
+        replaces=wish.replaces,
+        ahead=wish.ahead,
+    )

@@ -1,0 +1,272 @@
+"""All that the head says to Slurm: one poll at a time, one sbatch at a time, and what it cancels."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import structlog
+
+from fallow.core.allocations import Allocation
+from fallow.core.polling import poll_interval_s
+from fallow.files import Paths
+from fallow.head.loop.faults import Faults
+from fallow.head.loop.inbox import Due, Inbox, Polled, Submitted, TrialRefused
+from fallow.head.loop.turn import Turn
+from fallow.head.slurm import submissions
+from fallow.head.slurm.harvest import Harvest
+from fallow.head.state.book import Book, Run
+from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, OwnerView
+from fallow.slurm.client import SubmitRejected, SubmitUnknown
+from fallow.slurm.paced import PacedClient
+
+log = structlog.get_logger("fallow.head")
+
+OWNER_EVERY_S = 600.0
+OWNER_PATIENCE_S = 5.0
+
+TEST_EVERY_S = 10.0
+"""A trial of a submission takes slurmctld's locks, so there is at most one in so long a time."""
+
+
+class SlurmCalls:
+    """Asks beside the loop, whose inbox the answers go to; they are taken in with the turn that they get.
+
+    Args:
+        slurm: the client, or None under `fallow local`.
+        paths: where the head's files are.
+        harvest: who says what is submitted and looks at what the polls show.
+        inbox: of the head's loop.
+        faults: counts errors that nobody expected.
+    """
+
+    def __init__(
+        self, slurm: PacedClient | None, paths: Paths, harvest: Harvest, inbox: Inbox, faults: Faults | None = None
+    ) -> None:
+        self.config: ClusterConfig | None = None
+        self.error: str | None = None
+        "why Slurm does not answer"
+        self.polled_at: float | None = None
+        "when the last good poll was taken in, on the head's clock"
+        self.polls = 0
+        self.backend = ""
+        "what answers, and why that"
+        self.interval_s = harvest.usual_interval_s
+        "from one poll to the next"
+        self._sooner = asyncio.Event()
+        self._taken = asyncio.Event()
+        "the last poll was taken in"
+        self._answers = asyncio.Event()
+        "the last poll was answered, and every submission since; else nothing more is submitted"
+        self._answers.set()
+        self._slurm = slurm
+        self._paths = paths
+        self._harvest = harvest
+        self._inbox = inbox
+        self._faults = faults or Faults()
+        self._tasks: set[asyncio.Task[None]] = set()
+        "calls beside the loop that have not ended"
+        self._tested_at = -TEST_EVERY_S
+        self._submissions: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        self._owner: OwnerView | None = None
+        self._owner_at = 0.0
+        self._owner_task: asyncio.Task[None] | None = None
+
+    def sources(self, book: Book) -> dict[str, Callable[[], Awaitable[None]]]:
+        """What runs beside the head's loop, until it is cancelled."""
+        slurm = self._slurm
+        if slurm is None:
+            return {}
+        return {"polls": lambda: self._poll(slurm, book), "submissions": lambda: self._submit(slurm, book)}
+
+    async def _poll(self, slurm: PacedClient, book: Book) -> None:
+        """One batch per interval, whatever the number of runs; slower while slurmctld is slow or does not answer."""
+        failures = 0
+        while True:
+            began = time.monotonic()
+            self._taken.clear()
+            try:
+                self.config = await slurm.config()
+                if self.config.accounting:
+                    self._owner_asked(slurm)
+                self.polls += 1
+                self._inbox.put_nowait(Polled(await slurm.poll("fallow-")))
+                failures = 0
+            except FallowError as error:
+                self._inbox.put_nowait(Polled(error))
+                failures += 1
+            except Exception as error:
+                words = self._faults.note("Slurm poll", error)
+                self._inbox.put_nowait(Polled(FallowError(f"its answer was not understood ({words})", Exit.SOFTWARE)))
+                failures += 1
+            if slurm.backend != self.backend:
+                self.backend = slurm.backend
+                log.info("slurm.client", backend=self.backend)
+            # What it showed decides when the next one is due: polls that are to come soon are counted there.
+            await self._taken.wait()
+            await self._wait(slurm, book, began, failures)
+
+    async def _wait(self, slurm: PacedClient, book: Book, began: float, failures: int) -> None:
+        """Until the next poll is due. What is submitted or taken in between may make that sooner."""
+        while True:
+            interval, longest = self._harvest.next_in_s(book), self._harvest.longest_interval_s(book)
+            self.interval_s = poll_interval_s(interval, slurm.least_interval_s, failures, longest)
+            left = began + self.interval_s - time.monotonic()
+            if left <= 0:
+                return
+            self._sooner.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._sooner.wait()
+
+    def take_poll(self, turn: Turn, cluster: ClusterState | FallowError) -> None:
+        self._taken.set()
+        if isinstance(cluster, FallowError):
+            if self.error is None:
+                turn.record(None, "slurm", f"Slurm does not answer: {cluster.message}")
+            self.error = cluster.message
+            self._answers.clear()
+            return
+        if self.error is not None:
+            turn.record(None, "slurm", "Slurm answers again")
+        self.error, self.polled_at = None, turn.at
+        if not self._answers.is_set():
+            submissions.give_up_queued(turn, "Slurm did not answer before it was submitted")
+            self._answers.set()
+        # Without an association of the user in it, the answer says nothing of limits.
+        self._harvest.asking.owner = self._owner if self._owner is not None and self._owner.shares else None
+        self._harvest.polled(turn, cluster, self.config)
+        self.pace()
+
+    def pace(self) -> None:
+        """The next poll may be due sooner than it was."""
+        self._sooner.set()
+
+    def submit(self, run: str, token: str) -> None:
+        """Submit an allocation as soon as those before it are, if it is still wanted then."""
+        self._submissions.put_nowait((run, token))
+
+    async def _submit(self, slurm: PacedClient, book: Book) -> None:
+        while True:
+            await slurm.may_submit()
+            run_id, token = await self._next_due()
+            run = book.runs[run_id]
+            allocation = run.allocations[token]
+            log_file = str(self._paths.run(run_id).logs / f"{token}.out")
+            outcome: str | SubmitRejected | SubmitUnknown
+            try:
+                request = self._harvest.request(str(self._paths.state), run, allocation, log_file)
+                outcome = await slurm.submit(request)
+            except (SubmitRejected, SubmitUnknown) as failure:
+                outcome = failure
+            except FallowError as error:
+                outcome = SubmitRejected(token, error.message)
+            except Exception as error:
+                # Nobody knows how far it came: the next polls show whether there is such a job.
+                outcome = SubmitUnknown(token, self._faults.note("Slurm submit", error, run_id))
+            if isinstance(outcome, SubmitUnknown):
+                # A slurmctld that hangs still carries out all that it was sent, when it wakes up.
+                self._answers.clear()
+            self._inbox.put_nowait(Submitted(run_id, token, outcome))
+
+    async def _next_due(self) -> tuple[str, str]:
+        """The oldest that is still wanted, once Slurm answers. That it may exist from now on is durable when this
+        returns."""
+        while True:
+            run_id, token = await self._submissions.get()
+            await self._answers.wait()
+            wanted = asyncio.get_running_loop().create_future()
+            self._inbox.put_nowait(Due(run_id, token, wanted))
+            if await wanted:
+                return run_id, token
+
+    def take_due(self, turn: Turn, item: Due) -> Callable[[], None]:
+        """Note that an allocation is submitted now; returns what to do when that is durable."""
+        wanted = self._harvest.send(turn, turn.book.runs[item.run], item.token)
+        return lambda: None if item.wanted.done() else item.wanted.set_result(wanted)
+
+    async def test(self, run: Run) -> str:
+        """Why harvest jobs of this run would be refused; empty: nothing is known against them."""
+        now = time.monotonic()
+        if self._slurm is None or run.ended or now - self._tested_at < TEST_EVERY_S:
+            return ""
+        example = self._harvest.example(run)
+        if not isinstance(example, Allocation):
+            return example
+        self._tested_at = now
+        try:
+            request = self._harvest.request(str(self._paths.state), run, example, "/dev/null")
+            await self._slurm.test_only(request)
+        except SubmitRejected as refusal:
+            self._inbox.put_nowait(TrialRefused(run.id, example.partition, refusal.reason))
+            return f"{example.partition}: {refusal.reason}"
+        except FallowError as error:
+            log.warning("test.failed", run=run.id, error=error.message)
+        return ""
+
+    def take_submission(self, turn: Turn, item: Submitted) -> None:
+        run = turn.book.runs[item.run]
+        self.pace()
+        match item.outcome:
+            case str(job_id):
+                self._harvest.submitted(turn, run, item.token, job_id)
+                if run.allocations[item.token].asked_at is not None:
+                    turn.cancels.append((run.id, item.token, job_id))
+            case SubmitRejected() as refusal:
+                self._harvest.refused(turn, run, item.token, refusal.reason)
+            case SubmitUnknown() as unknown:
+                self._harvest.unknown(turn, run, item.token, unknown.reason)
+
+    async def owner(self) -> OwnerView | None:
+        """What Slurm's accounting said last about the head's owner; asked at most once in a while, and not waited for
+        for long: the next question finds the answer."""
+        if self._slurm is None:
+            return None
+        await asyncio.wait([self._owner_asked(self._slurm)], timeout=OWNER_PATIENCE_S)
+        return self._owner
+
+    def _owner_asked(self, slurm: PacedClient) -> asyncio.Task[None]:
+        """The question that is under way, or the last one where its answer is not old yet."""
+        asked = self._owner_task
+        if asked is None or (asked.done() and time.monotonic() - self._owner_at > OWNER_EVERY_S):
+            self._owner_at = time.monotonic()
+            asked = self._owner_task = self._keep("Slurm owner", self._ask_owner(slurm))
+        return asked
+
+    async def _ask_owner(self, slurm: PacedClient) -> None:
+        try:
+            self._owner = await slurm.owner()
+        except FallowError as error:
+            log.warning("owner.failed", error=error.message)
+            if self._owner is None:
+                self._owner = OwnerView(user="", at=time.time(), notes=[f"Slurm did not say: {error.message}"])
+
+    def cancel(self, jobs: list[str]) -> None:
+        """Cancel jobs, beside the loop."""
+        if self._slurm is not None:
+            self._keep("Slurm cancel", self._cancel(self._slurm, jobs))
+
+    def _keep(self, source: str, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Make a call beside the loop; its errors are counted."""
+
+        async def counted() -> None:
+            try:
+                await call
+            except Exception as error:
+                self._faults.note(source, error)
+
+        task = asyncio.get_running_loop().create_task(counted())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    @staticmethod
+    async def _cancel(slurm: PacedClient, jobs: list[str]) -> None:
+        try:
+            await slurm.cancel(jobs)
+        except FallowError as error:
+            # The next poll shows what is still there, and it is cancelled again.
+            log.warning("cancel.failed", jobs=jobs, error=error.message)

@@ -1,0 +1,71 @@
+"""When somebody else cancels jobs: a base job's run ends; a harvest job's node is left alone, and then all are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from fallow.core import cancelled
+from fallow.core.allocations import Allocation
+from fallow.core.backoff import Backoff
+from fallow.core.cancelled import CANCELS
+from fallow.core.holes import CLOSED
+from fallow.core.membership import events as ev
+from fallow.head.loop.turn import Turn
+from fallow.head.slurm.spending import Settled
+from fallow.head.state.book import Run
+from fallow.model import AllocationKind, NodeInfo
+
+
+def take_in(turn: Turn, settled: Sequence[Settled], nodes: Iterable[NodeInfo], backoff: Backoff) -> None:
+    """Args: settled: allocations whose jobs have just been seen to be over, with these."""
+    closed = {node.node for node in nodes if not CLOSED.isdisjoint(node.flags)} if settled else ()
+    for run, allocation, jobs in settled:
+        if not cancelled.by_others(allocation, jobs, closed):
+            continue
+        if allocation.kind is AllocationKind.BASE:
+            base_cancelled(turn, run, allocation)
+        else:
+            _cancelled(turn, run, allocation, backoff)
+
+
+def base_cancelled(turn: Turn, run: Run, allocation: Allocation) -> None:
+    """End the run whose base job was cancelled, unless the user wants it to go on without one."""
+    run.record.base_wanted = False
+    turn.dirty.add(run.id)
+    if run.ended:
+        return
+    what = f"job {allocation.job_id}, its base job, was cancelled"
+    if run.spec.outlives_base:
+        turn.record(run, "cancelled", f"{what}; the run outlives it", job=allocation.job_id)
+    else:
+        turn.apply(run, ev.Cancel(at=turn.at, reason=what))
+
+
+def _cancelled(turn: Turn, run: Run, allocation: Allocation, backoff: Backoff) -> None:
+    started = allocation.start_at is not None or bool(allocation.spans)
+    node = allocation.nodes[0] if started and allocation.nodes else ""
+    what = f"job {allocation.job_id}" + (f" on {node}" if node else f", a request in {allocation.partition}")
+    text = f"somebody cancelled {what}"
+    turn.record(run, "cancelled", text, job=allocation.job_id, node=node)
+    turn.dirty.add(run.id)
+    if node:
+        _bar(turn, node, text)
+    else:
+        backoff.strike(text, run.asks_as(allocation), allocation.partition, None, turn.now)
+    enough = cancelled.note(run.record.cancelled, turn.now, node)
+    if enough and not run.record.harvest_paused and not run.ended:
+        turn.stop_asking(
+            run,
+            f"{CANCELS} of its harvest jobs were cancelled by somebody within a day, the last: {what}; "
+            f"if it may go on: fallow resume {run.id}",
+        )
+        for other in run.live_allocations():
+            if other.kind is AllocationKind.HARVEST and other.start_at is None and not other.agents:
+                turn.cancel(run, other, "harvest jobs of the run were cancelled by somebody")
+
+
+def _bar(turn: Turn, node: str, text: str) -> None:
+    """No run of ours asks for the node for a while, each time for longer."""
+    for run in turn.book.current.values():
+        if not run.spec.local and not run.ended and node not in run.barred:
+            turn.apply(run, ev.Bar(at=turn.at, host=node, reason=text))

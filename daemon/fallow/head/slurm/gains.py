@@ -1,0 +1,107 @@
+"""What is known of each run, and of runs like it, for `core.valuing` to say what nodes are worth to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain, islice
+
+from fallow.core import fairshare, valuing
+from fallow.core.gain import pooled
+from fallow.core.spans import held
+from fallow.core.valuing import ALIKE, Facts, measured
+from fallow.core.worth import Gain
+from fallow.head.state.book import Run
+from fallow.head.state.past import Lesson, Model, Past, lesson_of, project_of
+from fallow.model import AllocationState
+
+
+def gains(
+    all_runs: Iterable[Run], at: float, start_s: float, stay_s: float, past: Past | None = None
+) -> dict[str, Gain]:
+    """Gain of every run that has not ended.
+
+    Args:
+        all_runs: ended ones too: runs of the same script learn from each other.
+        at: Unix time.
+        start_s: from the request for a node until it trains, as a rule.
+        stay_s: for so long nodes stay.
+        past: runs that are not among them any more.
+    """
+    past = past or Past()
+    runs = [run for run in all_runs if not run.spec.local]
+    lessons = {run.id: lesson_of(run) for run in runs}
+    alike: dict[Model, list[Lesson]] = {}
+    newest: dict[str, list[Lesson]] = {}
+    for lesson in lessons.values():
+        if lesson.signature is not None:
+            alike.setdefault(lesson.model, []).append(lesson)
+            newest.setdefault(lesson.script, []).append(lesson)
+    live = [run for run in runs if not run.ended]
+    known: list[Facts] = []
+    ordered: dict[Model, list[Lesson]] = {}
+    "runs that learn from each other, the newest first"
+    for run in live:
+        lesson = lessons[run.id]
+        model = lesson.model
+        if lesson.signature is None:
+            # As long as a run has not said what it has, what the newest run of the script has is the best guess.
+            told = [*newest.get(lesson.script, []), *past.newest(lesson.script)]
+            model = max(told, key=_created_at).model if told else model
+        if model not in ordered:
+            ordered[model] = sorted([*alike.get(model, []), *past.like(model)], key=_created_at, reverse=True)
+        known.append(_facts(run, _teachers(run, ordered[model]), at))
+    weights = valuing.weights(known, _use(live, runs, past, at))
+    return {each.run: valuing.gain(each, weights[each.run], at, start_s, stay_s) for each in known}
+
+
+def _created_at(lesson: Lesson) -> float:
+    return lesson.created_at
+
+
+def _use(live: list[Run], runs: list[Run], past: Past, at: float) -> dict[str, float]:
+    """Project -> faded node-seconds that its runs have had, whether or not those have ended."""
+    use = {project: past.faded(project, at) for project in map(project_of, live)}
+    for run in runs:
+        if project_of(run) in use:
+            now = [a for a in run.allocations.values() if a.harvested and not a.counted]
+            spans = chain.from_iterable(held(allocation, at) for allocation in now)
+            use[project_of(run)] += run.record.harvested.faded(at) + fairshare.faded_use(spans, at)
+    return use
+
+
+def _facts(run: Run, others: list[Lesson], at: float) -> Facts:
+    """What there is to know of a run that has not ended. Args: others: that it learns from; at: Unix time."""
+    spec, contract = run.spec, run.root.contract
+    slots = run.record.slots or spec.workers_per_node or (others[0].slots if others else None) or 1
+    shards = None if contract is None else contract.shards
+    shards = shards or (others[0].shards if others else None) or spec.max_nodes * slots
+    running = [a for a in run.live_allocations() if a.state is AllocationState.RUNNING]
+    return Facts(
+        run=run.id,
+        curve=pooled(run.record.curve, [other.curve for other in others], at),
+        slots=slots,
+        shards=shards,
+        min_nodes=spec.min_nodes,
+        max_nodes=spec.max_nodes,
+        base=sum(len(a.nodes) or a.nodes_wanted for a in running if not a.harvested),
+        going=run.root.generation > 0,
+        pause_s=run.longest_pause_s(),
+        weight=spec.weight,
+        project=project_of(run),
+        paid=spec.budget_node_hours is not None,
+        created_at=spec.created_at,
+        deadline_at=spec.deadline_at,
+        total_steps=0 if spec.deadline_at is None else _total_steps(run),
+        front=0 if spec.deadline_at is None else run.roster.front,
+    )
+
+
+def _total_steps(run: Run) -> int:
+    said = None if run.root.contract is None else run.root.contract.total_steps
+    return said or max((progress.total_steps or 0 for progress in run.progress.values()), default=0)
+
+
+def _teachers(run: Run, alike: list[Lesson]) -> list[Lesson]:
+    """Those that it learns from, the newest first; one that was never measured says at least how many shards it had."""
+    known = (other for other in alike if other.run != run.id and measured(other.curve))
+    return list(islice(known, ALIKE)) or [other for other in alike[:2] if other.run != run.id]

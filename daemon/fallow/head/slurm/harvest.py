@@ -1,0 +1,210 @@
+"""The Slurm side of the head: what is observed, what is asked for, and what nobody looks after any more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from msgspec.structs import astuple, replace
+
+from fallow.config import Config
+from fallow.core.allocations import Allocation, send
+from fallow.core.allowance import horizon_s
+from fallow.core.kinds import may_use
+from fallow.core.neighbour import Standing
+from fallow.core.polling import interval_s, longest_interval_s
+from fallow.core.preemption import as_for_us
+from fallow.core.rules import harvestable
+from fallow.head.loop.turn import Turn
+from fallow.head.slurm import accounts, cancelled, orphans, submissions
+from fallow.head.slurm.asking import Asking, ordered
+from fallow.head.slurm.jobs import take_in
+from fallow.head.slurm.learning import Learning
+from fallow.head.slurm.neighbours import DELAYS, Neighbours
+from fallow.head.slurm.prospect import look
+from fallow.head.slurm.spending import follow_jobs, keep_within_budget
+from fallow.head.state.book import Book, Run
+from fallow.model import (
+    AllocationKind,
+    ClusterConfig,
+    ClusterState,
+    Exit,
+    FallowError,
+    JobRequest,
+    PartitionInfo,
+    Prospect,
+    RunSpec,
+)
+
+TRIAL = "fallow-trial"
+"""Name of submissions that are only tried."""
+
+
+class Harvest:
+    """Keeps allocations and Slurm in step, and asks for more."""
+
+    def __init__(self, config: Config, groups: frozenset[str] | None = None) -> None:
+        """Args: groups: of the owner; None: not known."""
+        self._config = config
+        self._learning = Learning()
+        self.asking = Asking(config, self._learning.known, groups)
+        self.neighbours = Neighbours(config)
+        self._site: ClusterConfig | None = None
+        self.cluster: ClusterState | None = None
+        "the last poll, put right (`core.preemption`)"
+        self._standing = Standing()
+        "what others' jobs needed of us then"
+
+    def recall(self, notes: Mapping[str, bytes]) -> None:
+        """Go on with what an earlier head has learned."""
+        self._learning.recall(notes)
+        if DELAYS in notes:
+            self.neighbours.recall(notes[DELAYS])
+
+    def note(self, turn: Turn) -> None:
+        """Have what was learned written down with this turn: the head ends."""
+        self._learning.note(turn)
+
+    @property
+    def usual_interval_s(self) -> float:
+        return self._config.slurm.poll_interval_s
+
+    def interval_s(self, book: Book) -> float:
+        """From one poll to the next, with what we hold now."""
+        return self.neighbours.interval_s(book)
+
+    def next_in_s(self, book: Book) -> float:
+        """From the last poll to the next one."""
+        return interval_s(self.interval_s(book), self.neighbours.alert > 0)
+
+    def longest_interval_s(self, book: Book) -> float:
+        """Between polls that get no answer: others' jobs may wait for what only we give back."""
+        return longest_interval_s(self.usual_interval_s, self.neighbours.watchful(book))
+
+    def polled(self, turn: Turn, cluster: ClusterState, site: ClusterConfig | None) -> None:
+        """Take in one poll, then plan. `site` is None as long as Slurm has not told its configuration."""
+        cluster = as_for_us(cluster, site, self._config.harvest.qos)
+        self.cluster, self._site = cluster, site
+        if site is not None:
+            self._learning.known.experience.runs(site.slurm_version)
+        take_in(turn, cluster, horizon_s=horizon_s(self._config.slurm.poll_interval_s))
+        with turn.apart("ends of jobs"):
+            settled = follow_jobs(turn, cluster)
+            for run, allocation, _ in settled:
+                turn.book.close(run, allocation)
+            cancelled.take_in(turn, settled, cluster.nodes, self._learning.known.backoff)
+        accounts.settle(turn, cluster.at)
+        turn.for_each(turn.book.current.values(), "budget", lambda run: keep_within_budget(turn, run, cluster.at))
+        with turn.apart("neighbours"):
+            self._standing = self.neighbours.polled(turn, cluster, site)
+        standing = self._standing
+        with turn.apart("orphans"):
+            orphans.sweep(turn, cluster, frozenset[str]().union(*standing.delayed.values()))
+        with turn.apart("plan"):
+            self.asking.interval_s = self.interval_s(turn.book)
+            rules = self.asking.rules(cluster.at, site, self.neighbours.refused)
+            self._learning.polled(turn, cluster, rules)
+            self.asking.plan(turn, cluster, rules, standing)
+
+    def plan_again(self, turn: Turn) -> None:
+        """Ask for nodes on what the last poll showed, while that is not older than polls usually get.
+
+        A run that begins to train need not wait for the next poll. Whatever has been taken since is left out, and
+        nothing is taken back: the poll itself decides on that.
+        """
+        cluster = self.cluster
+        if cluster is None or turn.now - cluster.at > self.interval_s(turn.book):
+            return
+        held: set[str] = set()
+        for run in turn.book.current.values():
+            for allocation in run.live_allocations():
+                held.update(allocation.nodes, allocation.agents)
+        nodes = [replace(node, state="ALLOCATED") if node.node in held else node for node in cluster.nodes]
+        rules = self.asking.rules(cluster.at, self._site, self.neighbours.refused)
+        with turn.apart("plan"):
+            self.asking.plan(turn, replace(cluster, nodes=nodes), rules, self._standing, again=True)
+
+    def request(self, state: str, run: Run, allocation: Allocation, log: str) -> JobRequest:
+        """What to hand to sbatch for an allocation."""
+        return submissions.job_request(self._config, state, run, allocation, log, self.neighbours.nice)
+
+    def send(self, turn: Turn, run: Run, token: str) -> bool:
+        """An allocation's turn at sbatch has come; False: it is not wanted any more."""
+        allocation = run.allocations.get(token)
+        if allocation is None:
+            return False
+        alone = self._learning.known.backoff.words(run.asks_as(allocation), allocation.partition, turn.now)
+        harvest = allocation.kind is AllocationKind.HARVEST and not allocation.pinned
+        if allocation.queued and harvest and alone:
+            turn.record(run, "withdraw", f"{token}, not submitted yet: {alone}")
+            turn.cancel(run, allocation, alone)
+        if not send(allocation, turn.now):
+            return False
+        turn.dirty.add(run.id)
+        return True
+
+    def refused(self, turn: Turn, run: Run, token: str, reason: str) -> None:
+        """Slurm said no to a submission."""
+        allocation = run.allocations[token]
+        news = True
+        if allocation.kind is AllocationKind.HARVEST:
+            asker = run.asks_as(allocation)
+            news = self._learning.refused(turn, run, asker, allocation.partition, allocation.minutes, reason)
+        usable: list[PartitionInfo] = []
+        if self.cluster is not None:
+            rules = self.asking.rules(self.cluster.at, self._site, self.neighbours.refused)
+            usable = _usable(run, harvestable(self.cluster, rules))
+        submissions.refused(turn, run, token, reason, [p.partition for p in usable], news)
+
+    def example(self, run: Run) -> Allocation | str:
+        """A harvest allocation as the run would ask for, or why it would ask for none; empty: nobody knows yet."""
+        if self.cluster is None:
+            return ""
+        rules = self.asking.rules(self.cluster.at, self._site, self.neighbours.refused)
+        there = harvestable(self.cluster, rules)
+        may = _usable(run, there)
+        if run.spec.max_nodes <= run.spec.min_nodes:
+            return ""
+        if self.asking.stopped:
+            return self.asking.stopped
+        if not there:
+            why = [f"{name} is not harvested: {reason}" for name, reason in self.neighbours.refused.items()]
+            none = "in no partition would others' jobs preempt ours; see allow_without_preemption under [harvest]"
+            return "; ".join(why) or none
+        if not may:
+            return f"it may use none of the partitions that are harvested: {', '.join(p.partition for p in there)}"
+        return Allocation(
+            token=TRIAL,
+            run=run.id,
+            kind=AllocationKind.HARVEST,
+            public_key="",
+            partition=may[0].partition,
+            minutes=max(rules.min_minutes, run.spec.min_harvest_minutes),
+        )
+
+    def prospect(self, book: Book, spec: RunSpec) -> Prospect:
+        """What a run would find that does not exist yet.
+
+        Raises:
+            FallowError: no poll has come yet.
+        """
+        if self.cluster is None:
+            raise FallowError("the head has not seen Slurm yet; ask again in a moment", Exit.TEMPFAIL)
+        live = [a for run in book.current.values() for a in run.live_allocations()]
+        rules = self.asking.rules(self.cluster.at, self._site, self.neighbours.refused)
+        known, names = self._learning.known, ordered(self._config)
+        return look(self.cluster, spec, rules, live, known, ordered=names, by_head=True)
+
+    def tested(self, turn: Turn, run: Run, partition: str, reason: str) -> None:
+        """Slurm would say no to harvest jobs of a run: they are not even tried for a while."""
+        turn.record(run, "refused", f"harvest jobs in {partition} would be refused: {reason}")
+        self._learning.refused(turn, run, run.asker, partition, None, reason)
+
+    submitted = staticmethod(submissions.submitted)
+    unknown = staticmethod(submissions.unknown)
+
+
+def _usable(run: Run, harvestable: Sequence[PartitionInfo]) -> list[PartitionInfo]:
+    """Those in which the run wants to harvest and its account and QOS may."""
+    wanted = run.spec.harvest_partitions
+    named = [p for p in harvestable if not wanted or p.partition in wanted]
+    return [p for p in named if may_use(p, *astuple(run.asker))]

@@ -1,0 +1,133 @@
+"""Polls become facts about allocations: started, preempted, ended, never come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fallow.core import duds
+from fallow.core.allocations import (
+    CANCEL_AGAIN_S,
+    Allocation,
+    Shown,
+    begin_again,
+    observe,
+    preempted_until,
+    requeued,
+)
+from fallow.core.membership import events as ev
+from fallow.head.loop.turn import Turn
+from fallow.head.peers.agents import agent_gone
+from fallow.head.slurm.cancelled import base_cancelled
+from fallow.head.slurm.submissions import left_word
+from fallow.head.state.book import Run
+from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo, RunStatus
+
+DUD = frozenset(("COMPLETED", "FAILED", "OUT_OF_MEMORY", "TIMEOUT"))
+"""Ends of a job that are the script's own doing."""
+
+
+def take_in(turn: Turn, cluster: ClusterState, horizon_s: float) -> None:
+    """Bring every allocation up to date with a poll; `horizon_s` as in `observe`."""
+    jobs = Shown(cluster.jobs)
+
+    def observe_run(run: Run) -> None:
+        _adopt_requeued(turn, run, jobs)
+        for allocation in list(run.allocations.values()):
+            if allocation.live:
+                left_word(turn, run, allocation)
+                _observe(turn, run, allocation, jobs.of(allocation), cluster.at, horizon_s)
+            elif allocation.settled:
+                _prove_gone(turn, run, allocation)
+
+    kept = [run for run in turn.book.current.values() if not run.spec.local]
+    turn.for_each(kept, "jobs of a poll", observe_run)
+
+
+def _adopt_requeued(turn: Turn, run: Run, jobs: Shown) -> None:
+    """Take up a base job again that Slurm has requeued. Of an ended run the job is an orphan (`head.slurm.orphans`)."""
+    bases = [a for a in run.allocations.values() if a.kind is AllocationKind.BASE and not a.settled]
+    for allocation in bases:
+        others = any(a.live for a in bases if a is not allocation)
+        if run.ended or run.spec.local or others or not requeued(allocation, jobs.of(allocation)):
+            continue
+        for host in list(allocation.hosts):
+            agent_gone(turn, run, allocation, host, "Slurm has requeued its job")
+        begin_again(allocation, turn.now)
+        turn.dirty.add(run.id)
+        turn.record(run, "job", f"{allocation.token} (job {allocation.job_id}): Slurm has requeued it")
+
+
+def _observe(
+    turn: Turn, run: Run, allocation: Allocation, jobs: Sequence[JobInfo], at: float, horizon_s: float
+) -> None:
+    """Bring one up to date. Args: jobs: its own of the poll; at: Unix time of the poll."""
+    unseen = allocation.job_id is None
+    changed = observe(allocation, jobs, at, horizon_s)
+    if changed is not None:
+        turn.dirty.add(run.id)
+        turn.record(run, "job", f"{allocation.token} (job {allocation.job_id}): {changed}")
+    grace_end = preempted_until(allocation, jobs)
+    if grace_end is not None and allocation.state is AllocationState.RUNNING:
+        allocation.end_at = grace_end
+        turn.release_allocation(run, allocation, "preempted")
+    if not allocation.live:
+        _ended(turn, run, allocation)
+    elif (
+        allocation.asked_at is not None
+        and not allocation.agents
+        and allocation.job_id is not None
+        and (unseen or at - allocation.asked_at > CANCEL_AGAIN_S)
+    ):
+        turn.cancel(run, allocation, allocation.reason)
+        allocation.asked_at = turn.now
+
+
+def _ended(turn: Turn, run: Run, allocation: Allocation) -> None:
+    reason = f"job {allocation.job_id} ended ({allocation.reason or 'no longer in Slurm'})"
+    for host in list(allocation.hosts):
+        agent_gone(turn, run, allocation, host, reason, node_failed=allocation.reason == "NODE_FAIL")
+    vanished = allocation.reason == "" and allocation.start_at is None
+    if allocation.kind is AllocationKind.BASE and allocation.state is AllocationState.LOST:
+        # Nobody cancelled it: its submission came to nothing. A run that has trained asks again by itself.
+        if is_new(run) and allocation.asked_at is None:
+            text = "Slurm never had its job, as its answers show; submit it again"
+            if allocation.job_id is not None:
+                text = f"Slurm took job {allocation.job_id} and has forgotten it; submit it again"
+            turn.apply(run, ev.Cancel(at=turn.at, reason=text, status=RunStatus.FAILED))
+    elif allocation.kind is AllocationKind.BASE and vanished and allocation.asked_at is None:
+        # It waited, and Slurm has forgotten how it ended. While Slurm remembers, `cancelled` looks at the state.
+        base_cancelled(turn, run, allocation)
+    elif not (allocation.agents or allocation.told_to_end) and allocation.asked_at is None and allocation.reason in DUD:
+        _came_to_nothing(turn, run, allocation)
+    turn.book.end_allocation(run, allocation, reason)
+
+
+def _prove_gone(turn: Turn, run: Run, allocation: Allocation) -> None:
+    """The jobs of an allocation that was given up are over, and with them all its processes."""
+    for host in allocation.agents:
+        for node in run.roster.at_place(host, allocation.token):
+            if not node.exited:
+                turn.apply(run, ev.Gone(at=turn.at, node=node.id, reason=f"job {allocation.job_id} has ended"))
+
+
+def _came_to_nothing(turn: Turn, run: Run, allocation: Allocation) -> None:
+    """No agent came: the script is wrong, something that it needs is away, or the head cannot be reached from there."""
+    turn.dirty.add(run.id)
+    log = turn.book.paths.run(run.id).logs / f"{allocation.token}.out"
+    where = log if allocation.kind is AllocationKind.HARVEST else "its output"
+    how = f"job {allocation.job_id} ended ({allocation.reason})"
+    text = f"{how} before an agent of it had come to the head; see {where}"
+    turn.record(run, "failed", text)
+    node = allocation.nodes[0] if allocation.kind is AllocationKind.HARVEST and len(allocation.nodes) == 1 else ""
+    there = f"{text} (on {node}, in {allocation.partition})" if node else text
+    suspect = node in run.roster.failures.bars
+    unfit = duds.ended(run.record.fruitless, node, there, trains=bool(run.roster.present()), suspect=suspect)
+    if unfit and node not in run.barred:
+        turn.apply(run, ev.Bar(at=turn.at, host=node, reason=unfit))
+    if allocation.kind is AllocationKind.BASE and is_new(run):
+        turn.apply(run, ev.Cancel(at=turn.at, reason=text, status=RunStatus.FAILED))
+
+
+def is_new(run: Run) -> bool:
+    """No node has ever come to it."""
+    return run.root.generation == 0 and run.root.next_id == 1

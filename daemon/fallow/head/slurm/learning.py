@@ -1,0 +1,88 @@
+"""What the head learns from its polls and its nodes, and what of it is written down."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import msgspec
+import structlog
+
+from fallow.core import records
+from fallow.core.backoff import Asker, LeftAlone, Scope, scope_of
+from fallow.core.experience import Experience
+from fallow.core.learner import Learner
+from fallow.core.membership.messages import Unreadable
+from fallow.core.rules import HarvestRules
+from fallow.core.unstarted import AllDeclined
+from fallow.head.loop.turn import Turn
+from fallow.head.state.book import Run
+from fallow.model import ClusterState
+
+log = structlog.get_logger("fallow.head")
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+NOTE, BACKOFF, UNSTARTED = "experience", "backoff", "unstarted"
+"""Their keys among the notes of the store."""
+
+WRITE_EVERY_S = 300.0
+"""And when the head ends. What was learned since is lost when it is killed; it is a statistic."""
+
+
+records.SCHEMAS.update({Experience: 1, LeftAlone: 1, AllDeclined: 1})
+
+
+class Learning(Learner):
+    """The head's learner."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._written_at = 0.0
+
+    def recall(self, notes: Mapping[str, bytes]) -> None:
+        """Go on with what an earlier head wrote down. What cannot be read is forgotten: it is a statistic."""
+        self.known.experience = _read(notes.get(NOTE), Experience)
+        self.known.backoff.recall(_read(notes.get(BACKOFF), LeftAlone))
+        self.known.unstarted.recall(_read(notes.get(UNSTARTED), AllDeclined))
+
+    def note(self, turn: Turn) -> None:
+        """Have it written down with this turn."""
+        self._written_at = turn.at
+        turn.notes[NOTE] = records.encode(self.known.experience)
+        turn.notes[BACKOFF] = records.encode(self.known.backoff.remembered())
+        turn.notes[UNSTARTED] = records.encode(self.known.unstarted.remembered())
+
+    def polled(self, turn: Turn, cluster: ClusterState, rules: HarvestRules) -> None:
+        """Take in a poll, after the allocations have been brought up to date."""
+        book = turn.book
+        harvest = [
+            (a, run.asks_as(a))
+            for run in book.current.values()
+            if not run.spec.local
+            for a in run.allocations.values()
+            if a.harvested
+        ]
+        for run_id, text in self.take_in(cluster, harvest, rules, turn.now):
+            turn.record(book.runs[run_id], "backoff", text)
+        if turn.at - self._written_at > WRITE_EVERY_S:
+            self.note(turn)
+
+    def refused(self, turn: Turn, run: Run, asker: Asker, partition: str, minutes: int | None, reason: str) -> bool:
+        """Slurm said no, or lets a request wait, for a reason that may be none to leave anything alone.
+
+        Returns:
+            Whether that is news: False for what was on its way while account or partition was left alone already.
+        """
+        if text := self.strike(asker, partition, minutes, reason, turn.now):
+            turn.record(run, "backoff", text)
+            return True
+        return scope_of(reason) is Scope.NOTHING
+
+
+def _read(note: bytes | None, kind: type[T]) -> T:
+    try:
+        return kind() if note is None else records.decode(note, kind)
+    except Unreadable as error:
+        log.warning("note.unreadable", kind=kind.__name__, error=error.message)
+        return kind()

@@ -1,0 +1,86 @@
+"""What jobs held, as polls show it, and that no run spends more than its budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fallow.core import budget
+from fallow.core.allocations import Allocation, Shown
+from fallow.core.cancelled import awaits_verdict
+from fallow.core.spans import follow
+from fallow.core.states import ENDED_STATES
+from fallow.head.loop.turn import Turn
+from fallow.head.state.book import Run
+from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo
+
+Settled = tuple[Run, Allocation, Sequence[JobInfo]]
+"""An allocation whose jobs are over, and those."""
+
+
+def follow_jobs(turn: Turn, cluster: ClusterState) -> list[Settled]:
+    """Note what every allocation's jobs held, also of those that are over for us and not yet for Slurm.
+
+    Returns:
+        Those that are settled now and were not before.
+    """
+    settled: list[Settled] = []
+    jobs = Shown(cluster.jobs)
+    gpus = {node.node: node.gpus for node in cluster.nodes}
+    for run in turn.book.current.values():
+        for allocation in run.allocations.values():
+            mine = jobs.of(allocation)
+            if not run.spec.local and follow(allocation, mine, cluster.at, gpus, ENDED_STATES):
+                turn.dirty.add(run.id)
+                if allocation.settled:
+                    settled.append((run, allocation, mine))
+    return settled
+
+
+def left_s(run: Run, at: float) -> float | None:
+    """Node-seconds that may still be asked for; None: no budget. `at`: Unix time of the last poll."""
+    hours = run.spec.budget_node_hours
+    if hours is None:
+        return None
+    return budget.left(hours * 3600.0, run.record.spent_node_s, run.allocations.values(), at)
+
+
+def keep_within_budget(turn: Turn, run: Run, at: float) -> None:
+    """Jobs whose granted time is more than the budget has left go in time; what watches walltimes releases them."""
+    hours, room = run.spec.budget_node_hours, left_s(run, at)
+    if hours is None or room is None or run.ended:
+        return
+    allocations = list(run.allocations.values())
+    waiting = [a for a in allocations if a.live and budget.charged(a) and not a.spans and not a.agents]
+    for allocation in sorted(waiting, key=lambda a: -a.requested_at):
+        if room >= 0:
+            break
+        room += budget.booked(allocation, at)
+        if allocation.asked_at is None:
+            turn.cancel(run, allocation, f"the budget of {hours:g} node-hours does not allow for it")
+    end = budget.exhausted_at(hours * 3600.0, run.record.spent_node_s, allocations, at)
+    for allocation in allocations:
+        running = allocation.state is AllocationState.RUNNING and budget.charged(allocation)
+        if end is not None and running and (allocation.end_at is None or end < allocation.end_at):
+            allocation.end_at, allocation.ends_because = end, f"the budget of {hours:g} node-hours is used up"
+            turn.dirty.add(run.id)
+
+
+def renew_base(turn: Turn, run: Run, at: float) -> None:
+    """Submit the base job again when the last one is over and the script is not finished."""
+    record = run.record
+    if run.ended or not record.base_wanted or run.roster.finishing or record.paused:
+        return
+    bases = [a for a in run.allocations.values() if a.kind is AllocationKind.BASE]
+    if not bases or any(a.live or awaits_verdict(a, turn.now) for a in bases):
+        return
+    # It will be granted what the last one was granted.
+    limit_s, room = bases[-1].limit_s, left_s(run, at)
+    if room is not None and (limit_s is None or limit_s * run.spec.min_nodes > room):
+        needs = "has no time limit" if limit_s is None else f"needs {limit_s * run.spec.min_nodes / 3600:.3g}"
+        text = f"the base job is not submitted again: {max(0.0, room) / 3600:.3g} node-hours are left and it {needs}"
+        if text != run.held_back:
+            turn.record(run, "budget", text)
+        run.held_back = text
+        return
+    run.held_back = ""
+    turn.new_allocation(run, AllocationKind.BASE, nodes_wanted=run.spec.min_nodes, renewed=True, limit_s=limit_s)

@@ -1,0 +1,145 @@
+"""What is handed to sbatch for an allocation, and what its answer means."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import structlog
+
+from fallow.config import Config
+from fallow.control.protocol import BaseJob
+from fallow.core.allocations import Allocation, sent
+from fallow.core.backoff import Scope, scope_of
+from fallow.core.sbatch import base_options, harvest_options
+from fallow.core.script import harvest_script
+from fallow.files import read_struct
+from fallow.head.loop.turn import Turn
+from fallow.head.state.book import Run
+from fallow.model import AllocationKind, AllocationState, FallowError, JobRequest
+
+log = structlog.get_logger("fallow.head")
+
+REFUSALS = 3
+"""Submissions that Slurm refuses in a row, with the pauses of `core.backoff` between them, before a run's harvesting
+pauses (HyperQueue pauses after 10)."""
+
+
+def job_request(config: Config, state: str, run: Run, allocation: Allocation, log: str, nice: int) -> JobRequest:
+    """What to hand to sbatch for an allocation. `nice`: of harvest jobs."""
+    spec = run.spec
+    exported = {
+        "FALLOW_RUN": run.id,
+        "FALLOW_TOKEN": allocation.token,
+        "FALLOW_KIND": allocation.kind.value,
+        "FALLOW_STATE_DIR": state,
+    }
+    if allocation.kind is AllocationKind.HARVEST:
+        options = harvest_options(
+            spec,
+            token=allocation.token,
+            partition=allocation.partition,
+            minutes=allocation.minutes or config.harvest.min_minutes,
+            output=log,
+            nice=0 if allocation.hurried else nice,
+            # Those are jobs of normal priority, in the user's own name.
+            qos="" if allocation.hurried else run.asker.qos,
+            account="" if allocation.hurried else run.asker.account,
+            barred=[*run.shunned, *filter(None, [allocation.exclude])],
+            least_minutes=allocation.least_minutes,
+            node=allocation.pinned,
+            part=allocation.part,
+            hurried=allocation.hurried,
+        )
+        script = harvest_script(spec.script)
+    else:
+        options = base_options(spec.sbatch_options, token=allocation.token, exported=exported, barred=run.shunned)
+        script = spec.script
+    return JobRequest(
+        token=allocation.token,
+        options=options,
+        script=script,
+        args=spec.args,
+        environment={**spec.environment, **exported},
+        cwd=spec.cwd,
+        umask=spec.umask,
+    )
+
+
+def give_up_queued(turn: Turn, why: str) -> None:
+    """What was not sent while nobody looked at Slurm: the next plan asks for what is of use by then."""
+    turn.for_each(turn.book.current.values(), "withdraw", lambda run: withdraw_queued(turn, run, why))
+
+
+def withdraw_queued(turn: Turn, run: Run, why: str) -> None:
+    """Give up what of one run waits for its turn at sbatch."""
+    for allocation in run.live_allocations():
+        if allocation.queued:
+            turn.record(run, "withdraw", f"{allocation.token}: {why}")
+            turn.cancel(run, allocation, why)
+
+
+def submitted(turn: Turn, run: Run, token: str, job_id: str) -> None:
+    allocation = run.allocations[token]
+    allocation.job_id = job_id
+    sent(allocation, turn.now)
+    if allocation.state is AllocationState.UNKNOWN:
+        allocation.state = AllocationState.PENDING
+    run.record.refusals.pop(_place(allocation), None)
+    turn.dirty.add(run.id)
+    # Of a base job the options say it, which are sbatch's to read; the next poll shows it.
+    where = f" in {allocation.partition}" if allocation.partition else ""
+    limit = "" if allocation.minutes is None else f" for {allocation.minutes} min"
+    turn.record(run, "submit", f"{token}: job {job_id}{where}{limit}")
+
+
+def left_word(turn: Turn, run: Run, allocation: Allocation) -> None:
+    """Take in the number of a base job that `fallow submit` could not tell a head, which was away."""
+    if allocation.kind is not AllocationKind.BASE or allocation.renewed or allocation.job_id is not None:
+        return
+    try:
+        found = read_struct(turn.book.paths.run(run.id).base_job(allocation.token), BaseJob)
+    except FileNotFoundError:
+        return
+    except (FallowError, OSError) as error:
+        # The job can be found by its comment as well.
+        log.warning("base_job.unreadable", run=run.id, error=str(error))
+        return
+    submitted(turn, run, allocation.token, found.job_id)
+
+
+def refused(turn: Turn, run: Run, token: str, reason: str, usable: Collection[str], news: bool) -> None:
+    """Slurm said no. A run that it refuses wherever the run may go pauses, until somebody has a look.
+
+    Args:
+        turn, run, token, reason: which one, and Slurm's words.
+        usable: partitions in which the run may harvest.
+        news: False for one of several that were on their way together.
+    """
+    allocation = run.allocations[token]
+    turn.book.end_allocation(run, allocation, reason)
+    refusals = run.record.refusals
+    if news and scope_of(reason) not in (Scope.OWNER, Scope.LENGTH):
+        # Those are limits that others' jobs, or time, lift again.
+        refusals[_place(allocation)] = refusals.get(_place(allocation), 0) + 1
+    turn.dirty.add(run.id)
+    turn.record(run, "refused", f"{token}: Slurm refused it: {reason}")
+    if _everywhere(refusals, usable) and not run.record.harvest_paused:
+        turn.stop_asking(run, f"Slurm refused {REFUSALS} submissions in a row: {reason}")
+
+
+def _place(allocation: Allocation) -> str:
+    return allocation.partition if allocation.kind is AllocationKind.HARVEST else ""
+
+
+def _everywhere(refusals: Mapping[str, int], usable: Collection[str]) -> bool:
+    """Is there nowhere else to go?"""
+    harvest = {partition: number for partition, number in refusals.items() if partition}
+    nowhere = sum(harvest.values()) >= REFUSALS and harvest.keys() >= set(usable)
+    return nowhere or refusals.get("", 0) >= REFUSALS
+
+
+def unknown(turn: Turn, run: Run, token: str, reason: str) -> None:
+    """sbatch failed without a clear answer: the job may exist, so it is looked for and never sent again."""
+    sent(run.allocations[token], turn.now)
+    turn.dirty.add(run.id)
+    turn.record(run, "unknown", f"{token}: nobody knows whether Slurm has it ({reason}); it is looked for")

@@ -1,0 +1,557 @@
+"""The book: every run that this head looks after, its allocations, and who may speak for what.
+
+Plain memory; `Turn` says which runs changed and the app makes them durable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+
+from fallow.core import records
+from fallow.core.allocations import Allocation
+from fallow.core.backoff import Asker
+from fallow.core.cancelled import Cancels
+from fallow.core.duds import Duds
+from fallow.core.fairshare import PastUse
+from fallow.core.gain import Curve
+from fallow.core.membership.gather import Gathers
+from fallow.core.membership.machine import Machine
+from fallow.core.membership.records import Root
+from fallow.core.membership.roster import Roster
+from fallow.core.membership.watch import Timing
+from fallow.core.protocol.agents import Progress
+from fallow.core.saving import Saving
+from fallow.core.slow_links import SlowLinks
+from fallow.core.tokens import new_token
+from fallow.core.usage import Tally
+from fallow.core.worth import Gain
+from fallow.files import Paths, private_dir, unwritable, write_private, write_struct
+from fallow.head.state.past import Past, lesson_of
+from fallow.head.state.pruned import NOTE, PrunedRuns
+from fallow.model import (
+    AllocationKind,
+    AllocationState,
+    DataNetwork,
+    Exit,
+    FallowError,
+    GenerationReport,
+    KeyFile,
+    MemberPhase,
+    RunSpec,
+    RunView,
+)
+from fallow.text import shown
+from fallow.wire.keys import new_keypair
+
+RECENT_PAUSES = 50
+"""As many of the last changes decide how early a node is released."""
+KEPT_GENERATIONS = 1000
+"""Of so many generations, the newest, a run's report tells."""
+
+
+class RunRecord(msgspec.Struct, kw_only=True):
+    """What Redis holds of a run besides its spec, its membership and its allocations."""
+
+    slots: int | None = None
+    "workers per node, as the first agent said"
+    next_allocation: int = 0
+    base_wanted: bool = True
+    "False once the user cancelled the base job: it is not submitted again"
+    refusals: dict[str, int] = {}
+    "partition -> spells of refused submissions since one was taken there; empty: of the base job"
+    fruitless: Duds = msgspec.field(default_factory=Duds)
+    "jobs that ended before an agent came"
+    cancelled: Cancels = msgspec.field(default_factory=Cancels)
+    "harvest jobs that somebody else cancelled"
+    harvest_paused: str = ""
+    "why nothing is asked for: Slurm refused too often, everywhere, or too many jobs came to nothing or were cancelled"
+    paused_by_hand: bool = False
+    drained: list[str] = []
+    "nodes that somebody drained: the run does without them until it is resumed"
+    spent_node_s: float = 0.0
+    "of the budget, by allocations that are no longer kept"
+    curve: Curve = msgspec.field(default_factory=Curve)
+    "how fast it was with how many workers"
+    usage: dict[str, Tally] = {}
+    "sums over its jobs that are over (`core.usage`)"
+    harvested: PastUse = msgspec.field(default_factory=PastUse)
+    "by those of them that were harvested, for its project's fair share"
+    accounted_generation: int = 0
+    "the newest whose pause is in the allocations' uses"
+    accounted_discarded: int = 0
+    "steps of `Root.discarded` that are"
+    saving: Saving = msgspec.field(default_factory=Saving)
+    checkpoints_asked: int = 0
+    "how many somebody has asked for by hand"
+    pruned: bool = False
+    "its logs and ledgers are removed; its report is in its folder"
+    checkpoint_folder: str = ""
+    "where its checkpoints are; empty: in its own folder"
+    ended_at: float | None = None
+
+    @property
+    def paused(self) -> str:
+        """Why nothing is asked for; empty: it is."""
+        return "paused by hand" if self.paused_by_hand else self.harvest_paused
+
+
+records.SCHEMAS.update({RunSpec: 1, RunRecord: 1, Allocation: 1, GenerationReport: 1})
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """What an authenticated key may speak for: the agents of an allocation."""
+
+    run: str
+    token: str
+
+
+@dataclass(slots=True)
+class Stretch:
+    """Steps of one generation, undisturbed so far."""
+
+    generation: int
+    step: int
+    "newest finished step"
+    warm: int = 0
+    begin: tuple[float, int] | None = None
+    "(time on the turns' clock, finished steps) at the end of its first step that counts"
+
+
+class Run:
+    """A run in memory: durable records, membership, and what its nodes say besides.
+
+    Args:
+        spec, record, allocations: as they are stored.
+        machine: its membership.
+        revision: of the root record in the store; 0: nothing of the run was ever written.
+        ordered: account and QOS of harvest jobs, where the configuration says so.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        record: RunRecord,
+        allocations: dict[str, Allocation],
+        machine: Machine,
+        revision: int,
+        ordered: Asker | None = None,
+    ) -> None:
+        self.spec = spec
+        self.asker = Asker.of(spec, ordered)
+        "in whose name its harvest jobs are asked for"
+        self.record = record
+        self.allocations = allocations
+        "by token"
+        self.machine = machine
+        self.revision = revision
+        self.pending: dict[str, bytes | None] = {}
+        "records of its membership that the next turn has to write, by key; None: to be deleted"
+        self.stored: dict[str, int] = {}
+        "key -> hash of what is in the store, but for the membership's records (`head.loop.durable`)"
+        self.written = 0
+        "how often something of it was"
+        self.generations: deque[GenerationReport] = deque(maxlen=KEPT_GENERATIONS)
+        "those that became complete, the oldest first; each is a record of its own in the store"
+        self.gathers = Gathers()
+        self.gathered = 0
+        "the newest generation of which parts are taken"
+        self.progress: dict[int, Progress] = {}
+        "by the number of the node"
+        self.step = 0
+        "finished steps of the foremost node"
+        self.reached = 0, 0
+        "where the foremost member is in its data; both are raised by beats, and found anew with each tick"
+        self.agent_seen: dict[tuple[str, str], float] = {}
+        "(token, host) -> when its agent was heard, on the head's clock"
+        self.without_agent: dict[str, str] = {}
+        "token -> what is said of a job that runs and whose agents do not come, as of the last tick"
+        self.stretch: Stretch | None = None
+        "steps since the last change, to be measured"
+        self.slow_links = SlowLinks()
+        self.slow_link = ""
+        "which node's link holds the run up, as of the last stretch; empty: none, or the node is let go"
+        self.curve_written = 0.0
+        "when `record.curve` was last made durable on its own account, on the turns' clock"
+        self.script_digest = ""
+        self.gain: Gain | None = None
+        "from nodes, as of the last plan"
+        self.target: int | None = None
+        "harvested nodes that it should have, as of the last plan"
+        self.shown: tuple[int, RunView] | None = None
+        "`written` and view (`head.api.views`), once it has ended"
+        self.held_back = ""
+        "why its base job is not submitted again"
+        self.looked_for_checkpoints = False
+        "this head has looked for some that were finished while none was there"
+
+    @property
+    def id(self) -> str:
+        return self.spec.run
+
+    @property
+    def roster(self) -> Roster:
+        return self.machine.roster
+
+    @property
+    def root(self) -> Root:
+        return self.roster.root
+
+    @property
+    def ended(self) -> bool:
+        return self.root.status.ended
+
+    @property
+    def barred(self) -> dict[str, str]:
+        """Nodes that the run does without because too much has failed there, and why."""
+        return {host: bar.reason for host, bar in self.roster.failures.bars.items() if bar.reason}
+
+    @property
+    def shunned(self) -> list[str]:
+        """Nodes that the run does without, barred or drained."""
+        return sorted({*self.barred, *self.record.drained})
+
+    @property
+    def failures(self) -> int:
+        """Jobs in a row that came to nothing: no agent, or no node that got ready."""
+        return self.record.fruitless.in_a_row + self.root.start_failures
+
+    @property
+    def workers_per_node(self) -> int:
+        return self.record.slots or self.spec.workers_per_node or 1
+
+    @property
+    def useful_members(self) -> int:
+        """Most members that can do something: the limit, or as many as there are shards for their workers."""
+        contract = self.root.contract
+        if contract is None:
+            return self.root.limit
+        return min(self.root.limit, max(1, contract.shards // self.workers_per_node))
+
+    def joins(self, node: int) -> bool:
+        """Do others train, or are about to begin without this node? Then it is absorbed once it is ready."""
+        ballot = self.machine.state.ballot
+        starting = ballot.members if ballot is not None else []
+        return self.has_members or bool(starting and node not in starting)
+
+    @property
+    def has_members(self) -> bool:
+        """Is a member there? Asked at each heartbeat, so it does not look at all of them."""
+        return any(map(self.roster.alive, self.roster.members))
+
+    def asks_as(self, allocation: Allocation) -> Asker:
+        """In whose name a harvest job is asked for: one of normal priority is in the user's own."""
+        return Asker.of(self.spec) if allocation.hurried else self.asker
+
+    def may_restart(self, allocation: Allocation, host: str) -> bool:
+        """Would this agent's workers be started again if they crashed?
+
+        Not where the schedule of `fallow local` alone decides, where they were to leave, and on a barred node.
+        """
+        agent, known = allocation.agents[host], self.roster.nodes.get(allocation.agents[host].node)
+        if agent.gone or known is None or known.leaving or known.finished or self.spec.local:
+            return False
+        here = allocation.state is AllocationState.RUNNING
+        return here and not self.ended and not self.roster.finishing and host not in self.barred
+
+    def is_coming(self, allocation: Allocation, host: str) -> bool:
+        """Are workers of this agent alive, or will there be some?"""
+        agent = allocation.agents[host]
+        if agent.gone:
+            return False
+        known = self.roster.nodes.get(agent.node)
+        if known is not None and known.alive:
+            return True
+        if agent.again_at is not None or not agent.node:
+            return allocation.state is AllocationState.RUNNING and host not in self.barred
+        # One that is silent may come back; the processes of one that crashed may not all have ended.
+        return known is not None and (
+            known.phase is MemberPhase.SILENT or (not known.exited and self.may_restart(allocation, host))
+        )
+
+    def look_how_far(self) -> None:
+        """See where the foremost member is: who said so last may have left, or have gone back to a checkpoint."""
+        self.step = self.roster.front
+        found = (self.progress[n].reached for n in self.roster.members if n in self.progress)
+        self.reached = max(found, default=(0, 0))
+
+    def longest_pause_s(self) -> float:
+        """Of the newest changes."""
+        recent = islice(reversed(self.generations), RECENT_PAUSES)
+        return max((done.pause_s for done in recent if done.pause_s is not None), default=0.0)
+
+    def longest_save_s(self) -> float:
+        """That a durable checkpoint took: the last members write one before they leave."""
+        return max((saved.checkpoint.took_s for saved in self.roster.checkpoints.saved), default=0.0)
+
+    def live_allocations(self) -> list[Allocation]:
+        return [a for a in self.allocations.values() if a.live]
+
+
+class Book:
+    """All runs, and the allow-list of keys."""
+
+    def __init__(
+        self,
+        paths: Paths,
+        *,
+        timing: Timing,
+        kept_checkpoints: int = 2,
+        public_key: str,
+        new_id: Callable[[], str],
+        ordered: Asker | None = None,
+        checkpoint_path: str | None = None,
+        network: DataNetwork = DataNetwork(),
+        validate: bool = False,
+        stand_in_after_s: float | None = None,
+    ) -> None:
+        """Make an empty book.
+
+        Args:
+            kept_checkpoints: so many usable ones of a run stay, see `core.membership.checkpoints.take_spare`.
+            ordered: account and QOS of harvest jobs, where the configuration says so.
+            checkpoint_path: below which new runs keep their checkpoints; None: in their own folders.
+            network: the members' interface and ports.
+            stand_in_after_s: an agent of a base job that has heard no head for so long starts one.
+        """
+        self.paths = paths
+        self.runs: dict[str, Run] = {}
+        self.current: dict[str, Run] = {}
+        "those of which something may still come; `past` are the others"
+        self.past = Past()
+        self.pruned = PrunedRuns()
+        self.principals: dict[str, Principal] = {}
+        self.term = 0
+        self.endpoint = ""
+        "where peers find this head"
+        self.network = network
+        self._revoked: dict[str, Path] = {}
+        "key -> its file"
+        self._timing = timing
+        self._kept_checkpoints = kept_checkpoints
+        self._public_key = public_key
+        self._new_id = new_id
+        self._ordered = ordered
+        self._checkpoint_path = checkpoint_path
+        self._validate = validate
+        self._stand_in_after_s = stand_in_after_s
+
+    def get(self, run: str) -> Run:
+        """The run of that id, or of that name when only one has it, or only one that has not ended.
+
+        Raises:
+            FallowError: none, or more than one.
+        """
+        if run in self.runs:
+            return self.runs[run]
+        named = [r for r in self.runs.values() if r.spec.name == run]
+        going = [r for r in named if not r.ended]
+        if len(named) == 1 or len(going) == 1:
+            return (going or named)[0]
+        if named:
+            ids = ", ".join(sorted(r.id for r in named))
+            raise FallowError(f"run {shown(run)}: {len(named)} runs have that name; say which: {ids}", Exit.USAGE)
+        raise FallowError(f"run {shown(run)}: no such run; `fallow status` lists them", Exit.NOINPUT)
+
+    def add(
+        self,
+        spec: RunSpec,
+        record: RunRecord,
+        roster: Roster,
+        allocations: dict[str, Allocation],
+        revision: int,
+        at: float,
+    ) -> Run:
+        """Take in a run; `at`: now, on the head's clock."""
+        machine = Machine(
+            roster,
+            term=self.term,
+            timing=self._timing,
+            at=at,
+            edition=self._edition(spec.run),
+            keep=self._kept_checkpoints,
+            validate=self._validate or spec.local,
+        )
+        run = Run(spec, record, allocations, machine, revision, self._ordered)
+        self.runs[spec.run] = self.current[spec.run] = run
+        for allocation in allocations.values():
+            if allocation.live or _may_still_come(spec, allocation):
+                self.principals[allocation.public_key] = Principal(spec.run, allocation.token)
+        return run
+
+    def _edition(self, run: str) -> int:
+        """Of the newest order that this head has sent for the run. A machine in another's place goes on there."""
+        known = self.runs.get(run)
+        return 0 if known is None else known.machine.state.outbox.edition
+
+    def create(self, spec: RunSpec, at: float, now: float) -> Run:
+        """Give a new run its id and folder.
+
+        Raises:
+            FallowError: the folder cannot be written; there is no new run.
+        """
+        run_id = f"{spec.name[:48]}-{self._new_id()[:6]}"
+        checkpoints = self._make_checkpoint_folder(run_id)
+        spec = msgspec.structs.replace(spec, run=run_id, created_at=now)
+        folder = self.paths.run(run_id).create()
+        if spec.script:
+            with unwritable():
+                write_private(folder.script, spec.script.encode())
+        # Under `fallow local` members are let in by the schedule alone.
+        limit = 0 if spec.local else spec.max_nodes
+        root = Root(run=run_id, minimum=spec.min_nodes, maximum=spec.max_nodes, limit=limit, scripted=spec.local)
+        run = self.add(spec, RunRecord(checkpoint_folder=checkpoints), Roster(root), {}, 0, at)
+        run.pending |= run.roster.take_writes()
+        return run
+
+    def _make_checkpoint_folder(self, run_id: str) -> str:
+        """Make a private folder for a run's checkpoints where the configuration says so; empty: it does not."""
+        if self._checkpoint_path is None:
+            return ""
+        try:
+            return str(private_dir(Path(self._checkpoint_path) / run_id))
+        except FallowError as error:
+            raise FallowError(f"[checkpoint] path cannot be used: {error.message}", error.code) from error
+
+    def checkpoint_folder(self, run: Run) -> Path:
+        """Where a run's checkpoints are. A run keeps its place when the configuration changes."""
+        named = run.record.checkpoint_folder
+        return Path(named) if named else self.paths.run(run.id).checkpoints
+
+    def drop(self, run: Run) -> None:
+        """Forget a run that was never made durable."""
+        self._forget_keys(run)
+        self.runs.pop(run.id, None)
+        self.current.pop(run.id, None)
+
+    def make_anew(
+        self,
+        run: Run,
+        record: RunRecord,
+        roster: Roster,
+        allocations: dict[str, Allocation],
+        revision: int,
+        at: float,
+    ) -> Run:
+        """Put a run's durable records in the place of what is in memory, as for a head that has just begun."""
+        self._forget_keys(run)
+        new = self.add(run.spec, record, roster, allocations, revision, at)
+        new.looked_for_checkpoints, new.reached, new.written = True, run.reached, run.written
+        return new
+
+    def _forget_keys(self, run: Run) -> None:
+        for key in [key for key, principal in self.principals.items() if principal.run == run.id]:
+            del self.principals[key]
+
+    def rest(self, run: Run) -> None:
+        """It has ended, and nothing of its jobs is left to see: polls and ticks pass it by from now on."""
+        for allocation in run.allocations.values():
+            self.close(run, allocation)
+        del self.current[run.id]
+        self.past.add(run)
+
+    def forget(self, run: Run, now: float) -> None:
+        """Drop a run that has ended, and whose jobs are in its sums. `pruned` has what it used; `now`: Unix time."""
+        if run.id in self.current:
+            self.rest(run)
+        self.pruned.add(run, now)
+        useful = [lesson for lesson in self.past.like(lesson_of(run).model) if lesson.run == run.id]
+        for dropped in [dropped for lesson in useful for dropped in self.pruned.keep_lesson(lesson)]:
+            self.past.unlearn(dropped)
+        del self.runs[run.id]
+
+    def recall(self, notes: Mapping[str, bytes]) -> None:
+        """Take in what an earlier head kept of runs that were pruned.
+
+        Raises:
+            Unreadable: it is damaged, or of a newer Fallow.
+        """
+        if NOTE not in notes:
+            return
+        self.pruned = records.decode(notes[NOTE], PrunedRuns)
+        for project, had in self.pruned.harvested.items():
+            self.past.add_use(project, had)
+        for lesson in self.pruned.lessons:
+            self.past.learn(lesson)
+
+    def new_allocation(self, run: Run, kind: AllocationKind, now: float, **known: object) -> Allocation:
+        """Reserve a token and leave its key file. Must be durable before anything is submitted with it.
+
+        Raises:
+            FallowError: the key file cannot be written; there is no new allocation.
+        """
+        number = run.record.next_allocation
+        run.record.next_allocation += 1
+        token = new_token(run.id, kind, number, self._new_id()[:6], hurried=bool(known.get("hurried")))
+        keys = new_keypair()
+        allocation = Allocation(
+            token=token,
+            run=run.id,
+            kind=kind,
+            public_key=keys.public,
+            number=number,
+            requested_at=now,
+            **known,  # type: ignore[arg-type]
+        )
+        stands_in = kind is AllocationKind.BASE and not run.spec.local
+        key_file = KeyFile(
+            run=run.id,
+            token=token,
+            kind=kind,
+            public_key=keys.public,
+            secret_key=keys.secret,
+            head_file=str(self.paths.head_file),
+            workers_per_node=run.spec.workers_per_node,
+            stand_in_after_s=self._stand_in_after_s if stands_in else None,
+        )
+        with unwritable():
+            write_struct(self.paths.run(run.id).key(token), key_file)
+        # Only now: without its keys nobody can use it.
+        run.allocations[token] = allocation
+        self.principals[keys.public] = Principal(run.id, token)
+        return allocation
+
+    def end_allocation(self, run: Run, allocation: Allocation, reason: str) -> None:
+        """Give an allocation up. Its workers are told by whoever noticed.
+
+        Its agents can be heard, and told to end, until Slurm shows that its job is over.
+        """
+        if allocation.state not in (AllocationState.ENDED, AllocationState.LOST):
+            allocation.state = AllocationState.ENDED
+        allocation.reason = allocation.reason or reason
+        if not _may_still_come(run.spec, allocation):
+            self.close(run, allocation)
+
+    def close(self, run: Run, allocation: Allocation) -> None:
+        """Forget the keys of an allocation: no job of it is left."""
+        self.principals.pop(allocation.public_key, None)
+        self._revoked[allocation.public_key] = self.paths.run(run.id).key(allocation.token)
+
+    def take_revoked(self) -> list[str]:
+        """Remove the files of keys that were revoked since the last call. To be called when that is durable.
+
+        Returns:
+            These keys; whoever routes messages forgets the way to them.
+        """
+        taken, self._revoked = self._revoked, {}
+        # A run that was made anew may have them back.
+        gone = {key: file for key, file in taken.items() if key not in self.principals}
+        for file in gone.values():
+            with contextlib.suppress(OSError):  # a file that stays opens nothing: its key is revoked
+                file.unlink(missing_ok=True)
+        return list(gone)
+
+    def allowed(self, key: str) -> bool:
+        return key in self.principals
+
+
+def _may_still_come(spec: RunSpec, allocation: Allocation) -> bool:
+    """True while agents of an allocation that was given up may live on in its job."""
+    return not spec.local and allocation.job_id is not None and not allocation.settled
