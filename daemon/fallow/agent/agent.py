@@ -55,6 +55,8 @@ BEAT_S = 1.0
 "Until the head says another."
 REPEAT_S = 1.0
 "What the head has to answer is repeated so often until it has."
+GATHER_AGAIN_S = 5.0
+"Likewise for gathers, on one connection: their answers are large, and may be on their way to a thousand others."
 STOPPED_BEAT_S = 0.1
 "While a worker's process is stopped: the head acts as soon as it has seen that for long enough."
 _SILENT_S = 5.0
@@ -114,7 +116,7 @@ class Agent:
         self._crew: Crew | None = None
         self._numbers = itertools.count(1)
         "of reports"
-        self._repeat_at = 0.0
+        self._repeat_at = self._gather_at = 0.0
         self._warned = 0
         "the signal by which Slurm has; 0: it has not"
         self._are_workers_warned = False
@@ -246,6 +248,7 @@ class Agent:
     def _begin_connection(self) -> None:
         self._enrolment.greet_again()
         self._reporter.tell()
+        self._gather_at = 0.0
         # Not the hello, which was sent first: a newer one would go behind what waits, and nothing is heard before it.
         self._say_again(self._enrolment.unnoted())
 
@@ -254,10 +257,12 @@ class Agent:
 
     def _say_again(self, unanswered: Iterable[FromAgent]) -> None:
         """Say what the head has not answered, and what it has to gather."""
-        self._repeat_at = time.monotonic() + REPEAT_S
+        now = time.monotonic()
+        self._repeat_at = now + REPEAT_S
         for message in unanswered:
             self._send(message)
-        if self._crew is not None:
+        if self._crew is not None and now >= self._gather_at:
+            self._gather_at = now + GATHER_AGAIN_S
             self._crew.gather_again()
 
     def _beat(self) -> Beat:

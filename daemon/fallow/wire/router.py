@@ -35,6 +35,8 @@ HEARTBEAT_MS = 2000
 HEARTBEAT_TIMEOUT_MS = 8000
 HIGH_WATER = 1000
 MAX_AGENTS_PER_KEY = 8192
+LARGE = 16 * 1024
+"""Bytes from which on a message is not copied for each peer."""
 _PROBE_S = 5.0
 _RECHECK_S = 1.0
 _LOG_EVERY_S = 10.0
@@ -86,8 +88,9 @@ class Router:
         self._unreachable: set[str] = set()
         self._agents: Counter[str] = Counter()
         self._quiet_until = 0.0
-        self._encoded: tuple[Any, bytes] = None, b""
-        "the message that was sent last: what all nodes are told is the same object"
+        self._encoded: tuple[Any, bytes | zmq.Frame] = None, b""
+        self._large: tuple[Any, bytes | zmq.Frame] = None, b""
+        "the message that was sent last, and the last large one: what all nodes are told is the same object"
         self.endpoint = ""
         self.refused: Counter[str] = Counter()
         "What was refused or dropped, by reason; for metrics and tests."
@@ -291,17 +294,28 @@ class Router:
         route = self._routes.get(peer)
         if route is None:
             return False
-        if message is not self._encoded[0]:
-            try:
-                self._encoded = message, encode(message)
-            except Unreadable as error:
-                log.error("not sent to %s: %s", agent_of(peer), error)
-                return False
-        sent = socket.send([route, self._encoded[1]])
+        try:
+            encoded = self._encode(message)
+        except Unreadable as error:
+            log.error("not sent to %s: %s", agent_of(peer), error)
+            return False
+        sent = socket.send([route, encoded])
         if not sent:
             # The name stays: its last messages may still be waiting to be read.
             self._unreachable.add(peer)
         return sent
+
+    def _encode(self, message: ToAgent) -> bytes | zmq.Frame:
+        """A large message becomes a frame, which all connections share until each has sent it."""
+        for known, encoded in (self._encoded, self._large):
+            if message is known:
+                return encoded
+        raw = encode(message)
+        if len(raw) < LARGE:
+            self._encoded = message, raw
+        else:
+            self._large = message, zmq.Frame(raw, copy=False)
+        return (self._encoded if len(raw) < LARGE else self._large)[1]
 
     def drop(self, peer: str) -> None:
         """Forget the route to a peer; a bare key forgets all agents under it."""

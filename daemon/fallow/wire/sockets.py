@@ -40,12 +40,12 @@ class AsyncSocket:
         return frames
 
     def send(self, frames: Sequence[bytes | zmq.Frame]) -> bool:
-        """Hand a message to ZeroMQ; False when the peer is gone or too far behind."""
+        """Hand a message to ZeroMQ; False when the peer is gone or too far behind. A frame at its end is not copied."""
         self.touch()
         try:
             for frame in frames[:-1]:
                 self.socket.send(frame, _NOBLOCK | _MORE)
-            self.socket.send(frames[-1], _NOBLOCK)
+            self.socket.send(frames[-1], _NOBLOCK, not isinstance(frames[-1], zmq.Frame))
         except zmq.ZMQError as error:
             if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 return False
