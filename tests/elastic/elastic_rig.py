@@ -38,6 +38,7 @@ from fallow.model import (
     Snapshot,
 )
 from fallow.store.client import Store
+from history import check_history
 from nursery_client import NurseryClient
 
 TRAINING = str(Path(__file__).parent / "elastic_training.py")
@@ -391,12 +392,14 @@ class Elastic:
         return f"{view}\nlogs: {logs}\nagents: {agents.read_text()[-800:] if agents.exists() else ''}\nhead: {head}"
 
     async def ends(self, within_s: float = 90.0) -> RunReport:
-        """Let it train to its end; its report."""
+        """Let it train to its end, as a history in which nothing is wrong; its report."""
         self.hurry()
         deadline = time.monotonic() + within_s
         while not (view := await self.view()).status.ended:
             assert time.monotonic() < deadline, f"it does not end: {self._story(view)}"
             await asyncio.sleep(LOOK_S)
+        wrong = check_history(await self.events())
+        assert not wrong, f"{wrong}: {self._story(view)}"
         return await self.report()
 
     async def until_ended(self, status: RunStatus, within_s: float = WAIT_S) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
+import time
 
 import pytest
 from elastic_rig import Elastic, judge, send
@@ -55,3 +57,39 @@ async def test_d1_a_head_or_store_that_stood_still_ejects_nobody_and_costs_no_st
     judge(report, await undisturbed("--steps", 120))
     assert [(g.generation, g.kind) for g in report.generations] == [(1, "start"), (2, "absorb")]
     assert report.steps_discarded == 0
+
+
+CHAOS_S = 600.0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+async def test_s5_head_and_store_are_killed_and_stopped_at_random_while_members_come_and_go(
+    make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """Ten minutes of it. What is done to them is drawn with a fixed seed."""
+    rng, steps = random.Random(33), 6000
+    async with make_rig(membership__lease_s=LEASE_S) as rig:
+        run = await (await rig.run("--steps", steps, "--pace", 0.12)).begin(3)
+        await run.arrive(3)
+        until_s = time.monotonic() + CHAOS_S
+        while time.monotonic() < until_s:
+            members = [m.member for m in (await run.goes_on()).members if m.rank is not None]
+            match rng.choice(("head", "store", "stopped head", "stopped store", "member")):
+                case "head":
+                    await rig.kill_head()
+                    await asyncio.sleep(rng.uniform(0, 3))
+                    await rig.start_head()
+                case "store":
+                    await rig.kill_store()
+                case "stopped head":
+                    await stand_still(run, rig.head.pid, rng.uniform(2, 10))
+                case "stopped store":
+                    await stand_still(run, store_pid(rig.paths), rng.uniform(2, 10))
+                case "member" if len(members) > 2:
+                    run.kill(rng.choice(members))
+                case "member":
+                    await run.arrive()
+                    await run.grow()
+        report = await run.ends(300)
+    judge(report, await undisturbed("--steps", steps), unheard=True)
