@@ -10,7 +10,7 @@ import pytest
 
 from fallow.config import Checkpoint as CheckpointSection
 from fallow.config import Membership
-from fallow.core.allocations import Agent, Allocation
+from fallow.core.allocations import Agent, Allocation, begin_again
 from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Checkpoint, Fault, Finish, Gather, Gathered, Order, Problem
 from fallow.core.membership.records import HostBar
@@ -262,6 +262,21 @@ def test_another_agent_that_ends_at_once_takes_what_was_there_with_it(talk: Talk
     again.leave(Exit.TEMPFAIL)
     assert run.roster.nodes[one.node].proved_gone
     assert not allocation.live
+
+
+def test_workers_of_a_requeued_job_are_not_those_of_its_first_attempt(talk: Talk, run: Run) -> None:
+    """The node of that attempt stays on record for as long as its generation is the newest."""
+    (first,) = training(talk, run, "h1")
+    allocation = run.allocations[first.hello.token]
+    first.end(None, signal=9)
+    agent_gone(talk.turn, run, allocation, "h1", "Slurm has requeued its job")
+    begin_again(allocation, talk.now)
+    again = talk.play(run, allocation, "h1", job_id="job-h1", process="again").greet()
+    assert first.node in run.roster.nodes
+    assert again.start_again(again.news.boot).only(Admitted).node == 2
+    again.beat(ready=CONTRACT)
+    settle(talk, run, again)
+    assert run.roster.members == [2]
 
 
 def test_an_agent_that_begins_anew_before_it_was_admitted_is_the_first(talk: Talk, run: Run) -> None:

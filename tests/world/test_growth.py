@@ -12,8 +12,8 @@ from fallow.core.membership.messages import Gather
 from world.rig import Rig
 
 MEMBERS, HOUR_S, CHANGE_S, TICK_S = 100, 3600, 30, 5
-MARGIN = 1.05
-"""Numbers and texts grow by a digit."""
+MARGIN = 1.1
+"""Numbers and texts grow by a digit or two."""
 
 
 class Day:

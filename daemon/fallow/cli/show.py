@@ -199,23 +199,30 @@ def show_runs(snapshot: Snapshot) -> None:
     _show_unused(snapshot)
 
 
-def _show_unused(snapshot: Snapshot) -> None:
-    """A row per reason for which idle nodes are not used, those of most nodes first."""
+def unused(snapshot: Snapshot) -> list[tuple[str, int, str]]:
+    """Why idle nodes are not used: reason, how many nodes, and their names, those of most nodes first."""
     reasons: dict[str, list[str]] = {}
     for node in snapshot.nodes:
         if node.unused:
             reasons.setdefault(node.unused, []).append(node.node)
     if not reasons:
-        return
+        return []
     from fallow.slurm.parse import folded
 
     rows = sorted(reasons.items(), key=lambda item: -len(item[1]))
+    return [(reason, len(nodes), folded(nodes)) for reason, nodes in rows]
+
+
+def _show_unused(snapshot: Snapshot) -> None:
+    rows = unused(snapshot)
+    if not rows:
+        return
     click.echo()
     show_table(
         ["IDLE", "WHY NOT USED", "NODELIST"],
-        [[str(len(nodes)), why, folded(nodes)] for why, nodes in rows[:MOST_REASONS]],
+        [[str(nodes), reason, names] for reason, nodes, names in rows[:MOST_REASONS]],
     )
-    if left := sum(len(nodes) for _, nodes in rows[MOST_REASONS:]):
+    if left := sum(nodes for _, nodes, _ in rows[MOST_REASONS:]):
         click.echo(f"{counted(left, 'node')} more for other reasons; see: fallow status --json")
 
 

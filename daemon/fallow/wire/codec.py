@@ -76,7 +76,7 @@ class Decoder(Generic[T]):
             if version in READABLE:
                 return self._decoder.decode(body)
         except _DAMAGES as error:
-            text = f"message of {len(data)} bytes cannot be read: {str(error)[:200]}. Update the older side."
+            text = f"message of {len(data)} bytes cannot be read: {str(error)[:200]}. Update the older side"
             raise Unreadable(text) from error
         try:
             if self._always is not None:
@@ -85,7 +85,7 @@ class Decoder(Generic[T]):
         except _DAMAGES:
             pass
         known = ", ".join(map(str, sorted(READABLE)))
-        text = f"message of version {version} cannot be read: this Fallow knows {known}. Update the older side."
+        text = f"message of version {version} cannot be read: this Fallow knows {known}. Update the older side"
         raise Unreadable(text)
 
 

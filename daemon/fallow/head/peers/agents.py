@@ -184,7 +184,9 @@ class Agents:
         if run.record.slots is None:
             run.record.slots = hello.slots
         came(run.record.fruitless, hello.host)
-        allocation.agents[hello.host] = Agent(process=hello.process, boot=hello.boot)
+        # Slurm may have requeued the job: the workers of its first attempt are on record, and their number is taken.
+        before = [] if hello.node else [node.boot for node in run.roster.at_place(hello.host, allocation.token)]
+        allocation.agents[hello.host] = Agent(process=hello.process, boot=max([hello.boot, *(n + 1 for n in before)]))
         if allocation.state in (AllocationState.UNKNOWN, AllocationState.PENDING):
             allocation.state = AllocationState.RUNNING
             allocation.start_at = turn.now
