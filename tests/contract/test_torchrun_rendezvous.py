@@ -193,7 +193,7 @@ class Agent:
 
     def _report(self) -> Report:
         self._seq += 1
-        return merge_report([Facts(self._status)], node=self.node, boot=1, seq=self._seq)
+        return merge_report([Facts(self._status)], node=self.node, boot=1, seq=self._seq, highest=0)
 
     # -- torchrun's agent
 

@@ -64,7 +64,7 @@ class Rig:
 
     async def ended(self) -> Ended:
         await self.until(lambda: self.has_ended)
-        return self.crew.ended(merge_report(self.crew.facts(), node=3, boot=1, seq=1))
+        return self.crew.ended(merge_report(self.crew.facts(), node=3, boot=1, seq=1, highest=0))
 
     async def until(self, condition: Callable[[], bool]) -> None:
         def look() -> bool:

@@ -143,8 +143,8 @@ def _forget_unproved(m: State, node: Node) -> None:
         m.roster.forget(node)
 
 
-def _recover_numbers(m: State, report: Report) -> None:
-    _RECOVER(m, report)
+def _recover_numbers(m: State, report: Report, host: str) -> None:
+    _RECOVER(m, report, host)
     m.roster.root.recovered = 0
 
 

@@ -51,7 +51,7 @@ class Host:
         self.breaks_until = self.lies_until = 0.0
         "until then every group breaks on it; until then it claims to obey a head that never was"
         self.ends_at: float | None = None
-        self.boot = 0
+        self.boot = self.highest = 0
         self.unsaid: list[tuple[Any, ...]] = []
         "news of ends that no head has noted"
         self._begin()
@@ -125,6 +125,7 @@ class Host:
             edition=self.obeyed[1],
             ready=CONTRACT if all(x.ready for x in ws) and not accepted else None,
             generation=min(x.generation for x in ws),
+            highest=self.highest,
             prepared=min(x.prepared for x in ws),
             refusal=next((x.refusal for x in ws if x.refusal is not None), None),
             given_up=min(x.given_up for x in ws),
@@ -165,6 +166,7 @@ class Host:
             return
         self.w.observer.read_order(self, order)
         self.obeyed, self.order = (order.term, order.edition), order
+        self.highest = max(self.highest, order.committed, order.plan.generation if order.plan is not None else 0)
         if order.end is not None:
             is_well = order.end.code == 0
             self.kill(0 if is_well else None, None if is_well else 9, restarts=not is_well, is_ordered=True)

@@ -34,6 +34,8 @@ class Observer:
         self.committed: dict[int, tuple[int, ...]] = {}
         self._lost: set[int] = set()
         "generations whose commit the store has lost"
+        self._resumed_at = 0.0
+        "when steps began again after a while without any"
         self._highest = self._ever_highest = 0
         "the stored one, and the highest that ever was: a store may have lost it since"
 
@@ -104,6 +106,8 @@ class Observer:
     def see_step(self, generation: int, step: int) -> None:
         if generation != self.w.plane.acted:
             self.w.fail(f"generation {generation} finishes step {step}, and {self.w.plane.acted} acts")
+        if self.w.t > self.w.plane.stepped_at + 3:
+            self._resumed_at = self.w.t
 
     # -- what the head decides --------------------------------------------------------------------------------------
 
@@ -125,7 +129,7 @@ class Observer:
         is_working = is_linked and w.t > host.bad_until + 12 and all(x.alive and not x.stopped for x in host.workers)
         others = [other for other in w.hosts.values() if other.node in members and other is not host]
         has_seat = host.node in members and host.node in self.committed.get(w.store.root.generation, ())
-        is_stepping = has_seat and w.t - plane.stepped_at < 1.5 and w.t > host.froze_until + 3
+        is_stepping = has_seat and w.t - plane.stepped_at < 1.5 and w.t > max(host.froze_until, self._resumed_at) + 3
         seen = any(other.is_heard and other.up and w.t > other.bad_until + 4 for other in others)
         is_well = w.t > max(host.cut_until + 8, w.unwell_until)
         if "silent for" in text and is_stepping and seen and w.t > w.unwell_until:

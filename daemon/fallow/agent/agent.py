@@ -114,6 +114,8 @@ class Agent:
         )
         self._enrolment = Enrolment(hello)
         self._crew: Crew | None = None
+        self._highest = 0
+        "of all generations that orders have named, for whichever start of the workers"
         self._numbers = itertools.count(1)
         "of reports"
         self._repeat_at = self._gather_at = 0.0
@@ -269,7 +271,8 @@ class Agent:
         if self._crew is None:
             return Beat(warned=self._warned)
         enrolment, facts = self._enrolment, self._crew.facts()
-        report = merge_report(facts, node=enrolment.node, boot=enrolment.boot, seq=next(self._numbers))
+        known = {"node": enrolment.node, "boot": enrolment.boot, "highest": self._highest}
+        report = merge_report(facts, seq=next(self._numbers), **known)
         return Beat(report=report, progress=merge_progress(facts), warned=self._warned)
 
     def _send(self, message: FromAgent) -> None:
@@ -304,6 +307,8 @@ class Agent:
                     self._repeat()
             case Order():
                 self._order = message
+                planned = message.plan.generation if message.plan is not None else 0
+                self._highest = max(self._highest, message.committed, planned)
                 if self._crew is not None and message.node == self._enrolment.node:
                     self._crew.obey(message)
             case News():

@@ -38,7 +38,7 @@ class Facts:
     "0: it has no process"
 
 
-def merge_report(workers: Sequence[Facts], *, node: int, boot: int, seq: int) -> Report:
+def merge_report(workers: Sequence[Facts], *, node: int, boot: int, seq: int, highest: int) -> Report:
     """Where the node is.
 
     Args:
@@ -46,6 +46,7 @@ def merge_report(workers: Sequence[Facts], *, node: int, boot: int, seq: int) ->
         node: its number.
         boot: which start of its workers this is.
         seq: higher than that of any earlier report.
+        highest: of all generations that orders for this node have named.
     """
     all_of = [worker.status for worker in workers]
     generation = min(status.generation for status in all_of)
@@ -58,6 +59,7 @@ def merge_report(workers: Sequence[Facts], *, node: int, boot: int, seq: int) ->
         edition=edition,
         ready=_contract([status.ready for status in all_of]),
         generation=generation,
+        highest=highest,
         prepared=min(status.prepared for status in all_of),
         refusal=_refusal(_known(status.refusal for status in all_of)),
         given_up=min(status.given_up for status in all_of),

@@ -153,7 +153,7 @@ class Machine:
         if report.term > m.outbox.term:
             # It obeys a newer head, or it lies. Whether there is a newer head the store says, at the next write.
             return
-        recover(m, report)
+        recover(m, report, event.host)
         node, last = m.roster.nodes.get(report.node), m.watch.reports.get(report.node)
         if node is None or (node.host, node.boot) != (event.host, report.boot):
             m.outbox.instructions.append(ev.Unknown(report.node, event.host))

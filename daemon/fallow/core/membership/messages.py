@@ -173,6 +173,8 @@ class Report(Wire, frozen=True, kw_only=True, tag="report"):
     "rehearsed; repeated until an order says `accepted`"
     generation: Count = 0
     "all workers compute in it; 0: in none"
+    highest: Count = 0
+    "highest number of a generation that the node was ever told of: the store may have lost it since"
     prepared: Count = 0
     "newest generation whose group stands on all workers: a vote for it"
     refusal: Refusal | None = None
