@@ -57,6 +57,19 @@ def test_steps_of_the_others_are_a_sign_of_life() -> None:
     assert rig.r.nodes[2].phase is MemberPhase.SILENT
 
 
+def test_that_the_others_have_come_together_with_a_node_is_a_sign_of_its_life() -> None:
+    """A newcomer's reports are lost from its vote on."""
+    rig = started(2)
+    n = rig.join("c")
+    rig.vote()
+    rig.tick(rig.at + TIMING.lease_s, 1, 2, **WAITS)
+    assert rig.r.nodes[n].phase is MemberPhase.MEMBER
+    for member in (1, 2):
+        rig.arrive(member, 2)
+    rig.tick(rig.at + 2, 1, 2, **WAITS)
+    assert rig.r.nodes[n].phase is MemberPhase.MEMBER
+
+
 def test_if_nobody_is_heard_the_head_is_cut_off_and_nobody_is_silent() -> None:
     rig = started(3)
     rig.tick(200)

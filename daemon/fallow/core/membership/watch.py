@@ -100,6 +100,8 @@ class Watch:
         self._came_at: dict[int, float] = dict.fromkeys(roster.nodes, 0.0)
         self._steps: dict[int, tuple[int, float]] = {}
         "generation -> its newest finished step, and when that was heard"
+        self._came_together: dict[int, float] = {}
+        "generation -> a moment before which not all of its members had come to it"
         self._spared_at = -math.inf
         "when nodes without progress were last kept, because another one was to blame"
 
@@ -116,8 +118,12 @@ class Watch:
     def hear(self, report: Report) -> None:
         self._head.hear(self.now)
         self._sent_after[report.node] = self._at
+        last, last_at = self.reports.get(report.node), self._heard_at.get(report.node, -math.inf)
         self._heard_at[report.node] = self.now
         self.reports[report.node] = report
+        if last is not None and last.generation < report.generation:
+            self._came_together = {n: at for n, at in self._came_together.items() if n > last.generation}
+            self._came_together.setdefault(report.generation, last_at)
         step, _ = self._steps.get(report.generation, (-1, 0.0))
         if report.generation and report.step > step:
             # Nobody knows how old the step of a first report is.
@@ -192,14 +198,15 @@ class Watch:
         return self._head.heard_at - max(self._heard_at.setdefault(node.id, self.now), self._step_at(node))
 
     def _step_at(self, node: Node) -> float:
-        """When the newest step was finished that needed it; minus infinity: none is known."""
+        """When the newest step or first exchange was finished that needed it; minus infinity: none is known."""
         root, report = self._roster.root, self.reports.get(node.id)
         generations = [report.generation] if report is not None else []
         if node.seat:
             generations.append(root.generation)
             if root.old_may_step and root.change is not None:
                 generations.append(root.change.replaces)
-        return max((self._steps[g][1] for g in generations if g in self._steps), default=-math.inf)
+        steps = (self._steps[g][1] for g in generations if g in self._steps)
+        return max([*steps, *(self._came_together.get(g, -math.inf) for g in generations)], default=-math.inf)
 
     def _counts(self, node: Node) -> bool:
         """Does a silence that exceeds the lease speak against the node?"""
