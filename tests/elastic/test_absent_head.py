@@ -20,12 +20,16 @@ LEASE_S = 1.5
 async def stand_still(run: Elastic, pid: int, seconds: float) -> None:
     """Stop that process for so long; the members must train on meanwhile."""
     before = run.steps_seen()
+    await stop(pid, seconds)
+    assert run.steps_seen() > before + 3, "nobody trained meanwhile"
+
+
+async def stop(pid: int, seconds: float) -> None:
     send(pid, signal.SIGSTOP)
     try:
         await asyncio.sleep(seconds)
     finally:
         send(pid, signal.SIGCONT)
-    assert run.steps_seen() > before + 3, "nobody trained meanwhile"
 
 
 @pytest.mark.parametrize("what", ["head", pytest.param("store", marks=pytest.mark.soak)])
@@ -83,9 +87,9 @@ async def test_s5_head_and_store_are_killed_and_stopped_at_random_while_members_
                 case "store":
                     await rig.kill_store()
                 case "stopped head":
-                    await stand_still(run, rig.head.pid, rng.uniform(2, 10))
+                    await stop(rig.head.pid, rng.uniform(2, 10))
                 case "stopped store":
-                    await stand_still(run, store_pid(rig.paths), rng.uniform(2, 10))
+                    await stop(store_pid(rig.paths), rng.uniform(2, 10))
                 case "member" if len(members) > 2:
                     run.kill(rng.choice(members))
                 case "member":
