@@ -1,12 +1,13 @@
-"""The recorded clusters that come with Fallow's source tree: where they are, and what their files do not say."""
+"""The recorded clusters that come with Fallow: where they are, and what their files do not say."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from fallow.model import Exit, FallowError
+from fallow.shipped import shipped
 
-FOLDER = Path(__file__).parents[2] / "contrib" / "traces"
+FOLDER = shipped("traces")
 SHIPPED = {
     "earth": "helios_earth_2020-05_jobs.csv.gz",
     "helios": "helios_earth_2020-05_jobs.csv.gz",
@@ -31,7 +32,7 @@ HELIOS_GPUS = 8
 
 
 def trace_path(name: str | Path) -> Path:
-    """A trace by path, or by the name of one of those that come with the source tree."""
+    """A trace by path, or by the name of one of those that come with Fallow."""
     if str(name) not in SHIPPED:
         path = Path(name)
         if path.name == str(name) and not path.exists():
@@ -41,10 +42,4 @@ def trace_path(name: str | Path) -> Path:
                 Exit.NOINPUT,
             )
         return path
-    path = FOLDER / SHIPPED[str(name)]
-    if not path.exists():
-        raise FallowError(
-            f"{path}: the trace comes with Fallow's source tree, not with the installed package; give its path",
-            Exit.NOINPUT,
-        )
-    return path
+    return FOLDER / SHIPPED[str(name)]

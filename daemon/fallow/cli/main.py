@@ -42,6 +42,7 @@ COMMANDS: dict[str, str] = {
     "demo": "fallow.cli.start:demo",
     "simulate": "fallow.cli.simulate:simulate",
     "bench": "fallow.cli.bench:bench",
+    "service": "fallow.cli.service:service",
     "completion": "fallow.cli.completion:completion",
 }
 """Name -> module and object. Modules are imported when their command is used: a shell prompt should not wait."""

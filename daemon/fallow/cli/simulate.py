@@ -31,7 +31,7 @@ _above = Finite(min=0, min_open=True)
 
 _HELP = f"""What Fallow would have made of a recorded cluster's idle nodes: the head's own planner in virtual time.
 
---trace is a file (sacct, SWF, Helios; .gz too) or the name of one that comes with the source: earth, philly, summit.
+--trace is a file (sacct, SWF, Helios; .gz too) or the name of one that comes with Fallow: earth, philly, summit.
 The jobs of your own cluster in a month:
 
 \b

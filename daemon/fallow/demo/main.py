@@ -15,7 +15,6 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-import fallow
 from fallow.control.client import ControlClient
 from fallow.demo.holes import find_holes, harvested, hole_to_step, memberships
 from fallow.demo.live import LiveView
@@ -26,6 +25,7 @@ from fallow.files import Paths
 from fallow.local.driver import Driver
 from fallow.local.headprocess import HeadProcess
 from fallow.model import EventRecord, Exit, FallowError, RunReport, RunStatus, RunView, Snapshot
+from fallow.shipped import shipped
 from fallow.slurm.cli import POLL_REQUESTS, CliClient
 from fallow.testbed.api import up
 from fallow.testbed.cluster import Testbed
@@ -90,19 +90,6 @@ def main(seconds: float = 120.0, json: bool = False, seed: int = 0) -> int:
     return Exit.OK
 
 
-def example(name: str) -> Path:
-    """An example training: from the installed package, else from the source tree.
-
-    Raises:
-        FallowError: neither is there.
-    """
-    package = Path(fallow.__file__).parent
-    for place in (package / "examples" / name, package.parents[1] / "contrib" / "examples" / name):
-        if place.is_file():
-            return place
-    raise FallowError(f"example {name}: not found beside the package {package}; reinstall fallow", Exit.NOINPUT)
-
-
 class Demo:
     """One performance over a folder of its own."""
 
@@ -117,7 +104,7 @@ class Demo:
         self._requests = 0
 
     async def play(self) -> DemoReport:
-        script = example("gpt_stdlib.py")
+        script = shipped("examples") / "gpt_stdlib.py"
         step_s = await self._calibrate(script)
         steps = max(20, int(self.seconds / step_s))
         self.live.say(f"one member alone takes {step_s * 1000:.0f} ms a step: {steps} steps")

@@ -50,7 +50,7 @@ class Setup(Struct, frozen=True, kw_only=True):
     """Everything that decides what is played; the same one and the same policy give the same result."""
 
     trace: str
-    "a file, or one of the names of those that come with the source"
+    "a file, or one of the names of those that come with Fallow"
     runs: str = curves.DEFAULT
     costs: str = ""
     "UP-DOWN, or a file with rows of `fallow bench`; empty: as measured for Fallow"
