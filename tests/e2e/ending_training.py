@@ -42,6 +42,10 @@ WORKER = os.environ.get("FALLOW_WORKER", "")
 LINGERS_S = 12.0
 
 
+CUTS: list[int] = []
+"""Steps at which this member has lost its group on purpose."""
+
+
 def await_file(path: Path) -> None:
     deadline = time.monotonic() + 30
     while not path.exists() and time.monotonic() < deadline:
@@ -50,14 +54,19 @@ def await_file(path: Path) -> None:
 
 def harm(run: Any) -> None:
     """Set the traps: in two steps, and in each thing that the members do together."""
+
+    def cut() -> None:
+        CUTS.append(run.step)
+        cut_off(run)
+
     if WORKER == "n2":
         place("certain", once(die, lambda: run.step == 3))
     if WORKER != "n1":
         return
     for step in (5, 9):
-        place("told", once(lambda: cut_off(run), lambda step=step: run.step == step))
+        place("told", once(cut, lambda step=step: run.step == step))
     for answer in (1, 4):  # of the first mean, and of the second call's end
-        place("joint", once(lambda: cut_off(run), lambda: True, answer))
+        place("joint", once(cut, lambda: True, answer))
 
 
 def fall_behind(run: Any, past: Path) -> None:
@@ -168,7 +177,7 @@ def main() -> None:
     if args.harm.startswith("late") and run.is_main:
         raise ValueError("the disk is full, say")
     words = {"told": told, "main": bool(run.is_main), "rate": optimizer.param_groups[0]["lr"], "step": run.step}
-    (args.folder / f"told-{WORKER}").write_text(json.dumps(words))
+    (args.folder / f"told-{WORKER}").write_text(json.dumps(words | {"cuts": CUTS}))
     if run.is_main:
         weights = {name: value.tolist() for name, value in model.state_dict().items()}
         (args.folder / "result.json").write_text(json.dumps({"rate": words["rate"], "weights": weights}))
