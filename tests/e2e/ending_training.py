@@ -65,7 +65,7 @@ def harm(run: Any) -> None:
         return
     for step in (5, 9):
         place("told", once(cut, lambda step=step: run.step == step))
-    for answer in (1, 4):  # of the first mean, and of the second call's end
+    for answer in (1, 3):  # of the first mean, and of the second call's end
         place("joint", once(cut, lambda: True, answer))
 
 
