@@ -247,7 +247,8 @@ class Head:
                     if node in w.host_of:
                         w.to_agent(w.host_of[node], ("order", node, order))
                 case ev.Admitted(node, host, _, boot):
-                    w.host_of[node] = host
+                    if w.head is self:
+                        w.host_of[node] = host
                     w.to_agent(host, ("admitted", node, boot))
                 case ev.Unknown(node, host):
                     w.to_agent(host, ("introduce", node))
