@@ -73,10 +73,12 @@ SHOWING = [
     ["events"],
     ["report", "r"],
     ["usage"],
+    ["why", "r"],
     ["doctor"],
 ]
 CHANGING = [[name, EVIL] for name in ("grow", "shrink", "pause", "resume", "checkpoint", "cancel")]
 CHANGING += [["drain", EVIL, "n1"], ["rollback", EVIL, "--to", "3"]]
+CHANGING += [["wait", EVIL, "--timeout", "0.001"], ["logs", EVIL]]
 
 
 @pytest.mark.parametrize("words", SHOWING + CHANGING, ids=lambda words: words[0])
@@ -107,7 +109,7 @@ def test_the_walk_has_met_every_command_that_shows_what_the_head_says() -> None:
     walked = {words[0] for words in SHOWING + CHANGING}
     # `submit` and `local` have tests of their own below, `top` in tests/tui.
     others = {"submit", "run", "local", "daemon", "top", "testbed", "demo", "simulate", "bench", "completion", "prune"}
-    assert walked | others >= set(COMMANDS)
+    assert walked | others | {"service"} >= set(COMMANDS)
 
 
 SCRIPT = (

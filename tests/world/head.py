@@ -247,7 +247,7 @@ class Head:
                     if node in w.host_of:
                         w.to_agent(w.host_of[node], ("order", node, order))
                 case ev.Admitted(node, host, _, boot):
-                    if w.head is self:
+                    if w.head is self or node not in w.host_of:
                         w.host_of[node] = host
                     w.to_agent(host, ("admitted", node, boot))
                 case ev.Unknown(node, host):

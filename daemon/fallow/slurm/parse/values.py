@@ -49,7 +49,10 @@ def nodes(text: str) -> list[str]:
 
 def folded(found: Collection[str]) -> str:
     """Names as a node list, `n[1-3],gpu7`; empty for none."""
-    return str(NodeSet.fromlist(sorted(found), resolver=RESOLVER_NOGROUP)) if found else ""
+    names = sorted(found)
+    if any(set("[],&!^@ ") & set(name) for name in names):
+        return ",".join(names)  # no names of nodes; as they are
+    return str(NodeSet.fromlist(names, resolver=RESOLVER_NOGROUP)) if names else ""
 
 
 def when(text: str) -> float | None:
