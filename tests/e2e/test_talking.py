@@ -63,7 +63,8 @@ def test_in_a_fixed_world_rank_0_is_main_from_the_start(box: Box, size: int) -> 
 def test_a_script_that_fails_before_its_loop_shows_its_traceback(box: Box, fail: str, error: str) -> None:
     done = box.finish(box.local(SCRIPT, "--fail", fail, members=2))
     assert done.code != 0
-    assert talk(done.stderr) == WHOLE[:1]
+    # Twice where the first one has ended before the other one, whose turn it is then, has come so far.
+    assert talk(done.stderr) in (WHOLE[:1], 2 * WHOLE[:1])
     assert error in done.stderr
     assert f'File "{SCRIPT}", line' in done.stderr
 
