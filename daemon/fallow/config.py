@@ -185,9 +185,13 @@ def user_file(environ: Mapping[str, str] = os.environ) -> Path:
     """Where the user's configuration is, whether or not it exists."""
     if named := environ.get("FALLOW_CONFIG"):
         return Path(named)
+    return config_home(environ) / "fallow" / "config.toml"
+
+
+def config_home(environ: Mapping[str, str] = os.environ) -> Path:
+    """The folder of the user's settings, of all programs (XDG base directories)."""
     base = environ.get("XDG_CONFIG_HOME")
-    home = Path(environ.get("HOME") or "~").expanduser()
-    return (Path(base) if base else home / ".config") / "fallow" / "config.toml"
+    return Path(base) if base else Path(environ.get("HOME") or "~").expanduser() / ".config"
 
 
 def load_config(environ: Mapping[str, str] = os.environ, system_file: Path = SYSTEM_FILE) -> Config:

@@ -271,8 +271,9 @@ class Agent:
         if self._crew is None:
             return Beat(warned=self._warned)
         enrolment, facts = self._enrolment, self._crew.facts()
-        known = {"node": enrolment.node, "boot": enrolment.boot, "highest": self._highest}
-        report = merge_report(facts, seq=next(self._numbers), **known)
+        report = merge_report(
+            facts, node=enrolment.node, boot=enrolment.boot, seq=next(self._numbers), highest=self._highest
+        )
         return Beat(report=report, progress=merge_progress(facts), warned=self._warned)
 
     def _send(self, message: FromAgent) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from fallow.cli.common import Finite, ask, json_option, print_json
-from fallow.cli.show import show_report, unused
+from fallow.cli.show import not_harvested, show_report, unused
 from fallow.cli.tables import duration
 from fallow.model import Exit, FallowError, NodeOwner, NodeView, RunReport, RunStatus, RunView, Snapshot
 from fallow.text import clean, clean_output
@@ -150,9 +150,7 @@ def _of_run(run: RunView, snapshot: Snapshot) -> list[str]:
     elif members >= run.useful:
         reasons.append("a step has no more shards than its nodes already compute")
     reasons += [text for text in (run.change, run.message, run.paused, *run.without_agent) if text]
-    if snapshot.head.stopped:
-        reasons.append(f"nothing is harvested: {snapshot.head.stopped}")
-    reasons += [f"partition {name} is not harvested: {text}" for name, text in snapshot.head.not_harvested.items()]
+    reasons += not_harvested(snapshot.head)
     reasons += [f"node {node} is barred: {text}" for node, text in sorted(run.barred.items())]
     reasons += [f"{nodes} idle ({names}): {text}" for text, nodes, names in unused(snapshot)]
     return list(dict.fromkeys(reasons))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -32,9 +31,11 @@ def install(for_user: bool, force: bool, as_json: bool) -> None:
     With --user it is fallow.service of your user manager, else fallow@.service of the system, one instance for each
     service account; the latter takes root. Nothing is started.
     """
+    from fallow.config import config_home
     from fallow.shipped import shipped
 
-    name, folder = ("fallow.service", _user_units()) if for_user else ("fallow@.service", _SYSTEM_UNITS)
+    user_units = config_home() / "systemd" / "user"
+    name, folder = ("fallow.service", user_units) if for_user else ("fallow@.service", _SYSTEM_UNITS)
     source = shipped("systemd") / ("fallow-user.service" if for_user else "fallow@.service")
     unit, text = folder / name, _with_command(source.read_text())
     if unit.exists() and not force and unit.read_text() != text:
@@ -56,11 +57,6 @@ def install(for_user: bool, force: bool, as_json: bool) -> None:
     click.echo(f"{unit} is written. To start the head now and with each boot:")
     for line in following:
         click.echo(f"  {line}")
-
-
-def _user_units() -> Path:
-    config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(config) / "systemd" / "user"
 
 
 def _with_command(text: str) -> str:

@@ -16,6 +16,7 @@ from fallow.model import (
     EventRecord,
     Exit,
     FallowError,
+    HeadView,
     InternalError,
     MemberView,
     RunReport,
@@ -185,10 +186,8 @@ def show_runs(snapshot: Snapshot) -> None:
         click.echo(clean(f"a stand-in head on {head.host}, in a base job, serves; `fallow daemon` takes its place"))
     if head.internal_errors:
         click.echo(clean(internal_errors(head.internal_errors)))
-    if head.stopped:
-        click.echo(clean(f"nothing is harvested: {head.stopped}"))
-    for partition, why in head.not_harvested.items():
-        click.echo(clean(f"partition {partition} is not harvested: {why}"))
+    for line in not_harvested(head):
+        click.echo(clean(line))
     if not snapshot.runs:
         click.echo(_NO_RUNS)
         return
@@ -197,6 +196,12 @@ def show_runs(snapshot: Snapshot) -> None:
         [_run_row(run) for run in snapshot.runs],
     )
     _show_unused(snapshot)
+
+
+def not_harvested(head: HeadView) -> list[str]:
+    """What the head may not harvest, and why, a line for each."""
+    stopped = [f"nothing is harvested: {head.stopped}"] if head.stopped else []
+    return stopped + [f"partition {name} is not harvested: {reason}" for name, reason in head.not_harvested.items()]
 
 
 def unused(snapshot: Snapshot) -> list[tuple[str, int, str]]:

@@ -313,9 +313,10 @@ class Router:
         raw = encode(message)
         if len(raw) < LARGE:
             self._encoded = message, raw
-        else:
-            self._large = message, zmq.Frame(raw, copy=False)
-        return (self._encoded if len(raw) < LARGE else self._large)[1]
+            return raw
+        frame = zmq.Frame(raw, copy=False)
+        self._large = message, frame
+        return frame
 
     def drop(self, peer: str) -> None:
         """Forget the route to a peer; a bare key forgets all agents under it."""
