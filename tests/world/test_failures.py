@@ -331,6 +331,16 @@ def test_n3_a_run_ends_when_all_members_have_finished_and_lets_the_others_go() -
     assert (end.code, list(orders(turn))) == (Exit.OK, [3])
 
 
+def test_a_generation_whose_members_have_finished_before_they_were_heard_in_it_is_told_of() -> None:
+    rig = started(1)
+    rig.join("b")
+    rig.vote()
+    newest = rig.r.root.generation
+    for n in (1, 2):
+        rig.arrive(n, newest, 4, finish=Finish(generation=newest, steps=9, digest="d"))
+    assert [done.change.first_step for done in rig.completed] == [0, 4]
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_a_failure_behind_the_loop_does_not_undo_what_the_others_have_finished(first: bool) -> None:
     rig = started(2)

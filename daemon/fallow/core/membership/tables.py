@@ -114,6 +114,7 @@ RUN: dict[RunPhase, tuple[Rule, ...]] = {
         Rule("the first exchange does not end", when.all_wait, moves.rebuild_first_exchange),
     ),
     RunPhase.FINISHING: (
+        Rule("all are there", when.all_have_arrived, moves.complete),
         Rule("the main member is lost", when.main_is_lost, losses.end_without_main),
         Rule("all have finished", when.all_have_finished, losses.end_well),
     ),
