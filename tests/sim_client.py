@@ -125,12 +125,10 @@ class SimClient:
         given = dict(option.removeprefix("--").partition("=")[::2] for option in request.options)
         await asyncio.sleep(SBATCH_S)
         self._head.catch_up()
-        least = parse.count(given["time-min"]) if "time-min" in given else None
         wanted = Wanted(
             token=request.token,
             partition=given["partition"],
             minutes=parse.count(given["time"]),
-            least_minutes=least,
             node=given.get("nodelist", ""),
             exclude=frozenset(parse.nodes(given.get("exclude", ""))),
             nice=parse.count(given["nice"]),

@@ -151,7 +151,7 @@ class FakeEngine:
                 self._news.append(Ended(at=self.now, job_id=job.job_id, state=job.state))
 
     def submit(self, request: Wanted) -> str:
-        given = (request.partition, request.minutes, request.least_minutes, request.node)
+        given = (request.partition, request.minutes, request.node)
         self.submitted.append((round(self.now, 3), *given))
         job_id = self.slurm.add(
             FakeJob(
@@ -166,7 +166,6 @@ class FakeEngine:
                 exclude=sorted(request.exclude),
                 priority=-request.nice,
                 comment=request.token,
-                least_s=None if request.least_minutes is None else 60.0 * request.least_minutes,
             )
         )
         self._told[job_id] = set()

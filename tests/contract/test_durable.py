@@ -17,7 +17,6 @@ from fallow.config import Config
 from fallow.core.backoff import Asker
 from fallow.core.membership import events as ev
 from fallow.core.membership.watch import Timing
-from fallow.core.survival import Spell
 from fallow.files import Paths
 from fallow.head.app import Head
 from fallow.head.loop import durable as durable_module
@@ -204,13 +203,13 @@ async def test_what_was_learned_is_written_down_when_the_head_ends(tmp_path: Pat
                 assert not serving.done(), serving.exception()
             known = head._harvest._learning.known
             if not number:
-                known.experience.remember("gpu", Spell(100.0, True, 3.0))
+                known.experience.started(5.0, 100.0, now)
                 known.backoff.strike("QOSMaxJobsPerUserLimit", asker, "gpu", 60, now)
                 known.backoff.too_long("cpu", 90, now)
                 known.backoff.too_long("cpu", 60, now, asker)
             head.stop()
             await serving
-    assert known.experience.spells == {"gpu": [(100, True, 3)]}
+    assert known.experience.start_s(now) == 100.0
     assert known.backoff.until(asker, "gpu") == known.backoff.until(asker, "cpu") == now + 60.0
     assert (known.backoff.longest(Asker(), "cpu", now), known.backoff.longest(asker, "cpu", now)) == (45, 30)
     # Nor does the count begin anew.

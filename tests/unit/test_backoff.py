@@ -8,16 +8,15 @@ import pytest
 
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import LONGEST_S, SHORTER_S, Asker, Backoff, Scope, scope_of
-from fallow.core.experience import Experience
 from fallow.core.learner import Learner
-from fallow.core.planner import plan
-from fallow.core.requests import Ask
+from fallow.core.planning.asking import Ask
 from fallow.core.rules import Demand, HarvestRules, Known
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm.learning import Learning
 from fallow.head.state.book import Book
 from fallow.model import AllocationKind, AllocationState, ClusterState, NodeInfo, PartitionInfo
 from fallow.slurm import parse
+from planning import actions
 
 from runs import new_book  # isort: skip
 
@@ -45,8 +44,8 @@ def test_a_limit_of_one_account_shortens_nobody_elses_requests() -> None:
         jobs=[],
         partitions=[PartitionInfo(partition="p", nodes=["n1", "n2"], preempt_mode="REQUEUE", max_time_s=7200.0)],
     )
-    known = Known(Experience(kept_short=2), backoff=backoff)
-    wishes = plan(state, [Demand("b", 1, asker=BIO), Demand("c", 1, asker=CHEM)], [], HarvestRules(), known)
+    known = Known(backoff=backoff)
+    wishes = actions(state, [Demand("b", 1, asker=BIO), Demand("c", 1, asker=CHEM)], [], HarvestRules(), known)
     asked = {wish.run: wish.minutes for wish in wishes if isinstance(wish, Ask)}
     assert asked["b"] <= 60 < asked["c"]
     assert backoff.strike("PartitionTimeLimit", BIO, "p", 100, NOW)

@@ -22,11 +22,11 @@ from fallow.bench.rows import Progress, Row, Settings, ours
 from fallow.bench.steplog import Finished
 from fallow.cli.main import invoke
 from fallow.core.neighbour import GiveBack
-from fallow.core.planner import plan
-from fallow.core.requests import Ask
+from fallow.core.planning.asking import Ask
 from fallow.core.rules import HarvestRules
 from fallow.core.schedule import Action
 from fallow.model import ChangeKind, Exit, FallowError, GenerationReport, Parts
+from planning import actions
 
 GPU = Path(__file__).parents[2] / "contrib/bench/gpu.py"
 
@@ -116,13 +116,13 @@ def test_arms_are_compared_round_by_round() -> None:
 
 def test_a_plan_of_a_made_up_cluster_is_a_plan() -> None:
     cluster, demands, allocations, curves = planner.situation(400, 8)
-    wishes = plan(
+    wishes = actions(
         cluster, [replace(d, worth=planner.worth(curves[d.run])) for d in demands], allocations, HarvestRules()
     )
     assert sum(isinstance(wish, Ask) for wish in wishes) == HarvestRules().max_pending
     row = planner.measure(400, 8, 2)
     assert (row.unit, row.ours.n, row.peer) == ("s", 2, None)
-    crowded = plan(planner.beside(cluster, 100), demands, allocations, HarvestRules(allow_without_preemption=True))
+    crowded = actions(planner.beside(cluster, 100), demands, allocations, HarvestRules(allow_without_preemption=True))
     assert {type(wish) for wish in crowded} == {GiveBack}, "others need every node"
 
 

@@ -10,9 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fallow.config import Membership
-from fallow.core.holes import Hole
 from fallow.core.neighbour import Standing
-from fallow.core.planner import withdraw
+from fallow.core.planning.withdrawals import withdrawals
 from fallow.core.rules import HarvestRules
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm.jobs import take_in
@@ -90,7 +89,6 @@ def test_s5_no_request_is_withdrawn_early_whatever_slurms_clock_says(tmp_path: P
     run = new_run(book, now=NOW)
     asked = book.new_allocation(run, AllocationKind.HARVEST, NOW, sent_by=NOW, partition="p", minutes=10)
     rules = HarvestRules()
-    unsure = [Hole("n2", "p", None, sure=False)]
     for waited_s, reasons in (
         (rules.start_patience_s - 1.0, []),
         (rules.start_patience_s + 1.0, ["10 min do not fit"]),
@@ -98,7 +96,7 @@ def test_s5_no_request_is_withdrawn_early_whatever_slurms_clock_says(tmp_path: P
         state = by_slurm(offset_s, NOW + waited_s, asked.token, "PENDING")
         take_in(Turn(book, waited_s, NOW + waited_s), state, 75.0)
         assert asked.state is AllocationState.PENDING
-        assert [w.reason for w in withdraw(state, {}, [asked], Standing(), rules, unsure)] == reasons
+        assert [w.reason for w in withdrawals(state, [asked], {}, Standing(), rules, [], {"p"}, {})] == reasons
 
 
 async def test_both_clients_measure_the_offset_and_take_it_off(monkeypatch: pytest.MonkeyPatch) -> None:

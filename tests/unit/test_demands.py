@@ -6,8 +6,8 @@ from msgspec.structs import replace
 
 from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind
-from fallow.core.planner import leave, plan
-from fallow.core.requests import Ask
+from fallow.core.planning.asking import Ask
+from fallow.core.planning.withdrawals import wanted_back
 from fallow.core.reserved import within
 from fallow.core.rules import Demand, HarvestRules
 from fallow.head.slurm.demands import kind_of
@@ -20,6 +20,7 @@ from fallow.model import (
     ReservationInfo,
     RunSpec,
 )
+from planning import actions
 
 NOW = 1_000_000.0
 
@@ -52,16 +53,16 @@ def test_the_nodes_of_a_reservation_are_for_runs_that_name_it() -> None:
     state = ClusterState(at=NOW, nodes=nodes, jobs=[], partitions=[partition], reservations=[mine])
     inside, outside = kind_of(spec("--reservation=mine"), []), kind_of(spec(), [])
     demands = [Demand("in", 3, kind=inside), Demand("out", 3, kind=outside)]
-    asked = plan(within(state, ["mine"]), demands, [], HarvestRules(max_pending=8))
+    asked = actions(within(state, ["mine"]), demands, [], HarvestRules(max_pending=8))
     # The hole in the reservation ends with it.
-    found = [(wish.run, wish.least_minutes or wish.minutes) for wish in asked if isinstance(wish, Ask)]
+    found = [(wish.run, wish.minutes) for wish in asked if isinstance(wish, Ask)]
     assert found == [("in", 60), ("out", 120)]
     (first, _) = (wish for wish in asked if isinstance(wish, Ask))
     assert "n1" not in first.exclude
     # Nobody has to leave it because it has begun.
     held = Allocation(token="h", run="in", kind=AllocationKind.HARVEST, public_key="k", nodes=["n1"])
     held.state = AllocationState.RUNNING
-    assert leave(within(state, ["mine"]), [held], HarvestRules()) == []
-    assert [wish.token for wish in leave(state, [held], HarvestRules())] == ["h"]
+    assert wanted_back(within(state, ["mine"]), [held], HarvestRules()) == []
+    assert [wish.token for wish in wanted_back(state, [held], HarvestRules())] == ["h"]
     later = replace(state, reservations=[replace(mine, start_at=NOW + 3600.0, end_at=NOW + 7200.0)])
     assert within(later, ["mine"]) is later and within(state, ["other"]) is state

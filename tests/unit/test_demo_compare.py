@@ -146,5 +146,5 @@ def test_the_training_of_the_measurement_gains_from_every_node() -> None:
     # With a step's fixed part and reduction as on a small machine. The head leaves idle what a run gains nothing from.
     steps = {m: PACE_S * -(-shards // m) + 0.02 + 0.005 * log2(m) for m in range(1, NODES + 1)}
     seen = {m: gain.Seen(step_s, 300.0, 0.0) for m, step_s in steps.items()}
-    speeds = gain.fit(gain.Curve(seen=seen, shard_s=PACE_S), shards, 0.0).speeds(1, NODES)
+    speeds = gain.speeds(gain.Curve(seen=seen, shard_s=PACE_S), shards, 1, NODES)
     assert [nodes for nodes, _ in speeds] == list(range(1, NODES + 1))

@@ -22,7 +22,7 @@ from fallow.slurm.virtual import FakeJob
 from runs import CONTRACT, Nodes  # isort: skip
 from test_harvest import POLL_S, Site, config  # isort: skip
 
-CONTRACT_OF_MANY = msgspec.structs.replace(CONTRACT, shards=64)
+CONTRACT_OF_MANY = msgspec.structs.replace(CONTRACT, shards=6400)
 
 
 class Holes(FakeSlurm):

@@ -20,7 +20,7 @@ from fallow.core.gain import Curve, pooled
 from fallow.core.script import parse_script
 from fallow.core.spans import Span
 from fallow.core.tokens import names_harvest
-from fallow.core.worth import Gain
+from fallow.core.valuing import Gain
 from fallow.head.api.metrics import Metrics
 from fallow.head.api.views import run_view, shown
 from fallow.head.loop.turn import Turn
@@ -146,13 +146,13 @@ def test_a_new_run_of_the_same_script_begins_with_what_the_last_one_knew(desk: D
     before.root.status = RunStatus.FINISHED
     fresh = desk.run("a2")
     other = desk.run("b", script=SCRIPT + "# another\n")
-    found = gains(desk.book.runs.values(), NOW + desk.at, 30.0, 3600.0)
+    found = gains(desk.book.runs.values(), NOW + desk.at, 30.0)
     assert set(found) == {fresh.id, other.id}
     assert found[fresh.id].measured == {4}
-    assert found[fresh.id].worth.speed(4) == pytest.approx(2.5, rel=0.1)
+    assert dict(found[fresh.id].speeds)[4] == pytest.approx(2.5, rel=0.1)
     assert not found[other.id].known
     changed = desk.run("a3", members=1, shards=16)
-    found = gains(desk.book.runs.values(), NOW + desk.at, 30.0, 3600.0)
+    found = gains(desk.book.runs.values(), NOW + desk.at, 30.0)
     assert found[changed.id].measured == set(), "the same script with another model is another thing"
 
 
@@ -175,9 +175,14 @@ def test_only_the_newest_runs_alike_are_learnt_from(desk: Desk, monkeypatch: pyt
         return pooled(own, others, at)
 
     monkeypatch.setattr("fallow.head.slurm.gains.pooled", counting)
-    worth = gains(desk.book.runs.values(), NOW, 30.0, 3600.0)[fresh.id].worth
+    known = gains(desk.book.runs.values(), NOW, 30.0)[fresh.id].speeds
     assert asked == [8]
-    assert worth.speed(2) == pytest.approx(2.0, rel=0.05)
+    assert dict(known)[2] == pytest.approx(2.0, rel=0.05)
+
+
+def weight_of(gain: Gain) -> float:
+    """Of the run, as what its first node is worth shows it."""
+    return gain.worth.values[1]
 
 
 def test_projects_share_and_weights_count_within_them(desk: Desk) -> None:
@@ -185,12 +190,12 @@ def test_projects_share_and_weights_count_within_them(desk: Desk) -> None:
     two = desk.run("two", members=1, harvest_options=["--account=biology"], weight=3.0)
     three = desk.run("three", members=1, harvest_options=["--account=biology"])
     three.asker = Asker(account="idle")  # harvesting for one account of the site's leaves projects what they are
-    weight = {run: gain.worth.weight for run, gain in gains(desk.book.runs.values(), NOW, 30.0, 3600.0).items()}
+    weight = {run: weight_of(gain) for run, gain in gains(desk.book.runs.values(), NOW, 30.0).items()}
     assert weight[one.id] == pytest.approx(weight[two.id] + weight[three.id])
     assert weight[two.id] == pytest.approx(3 * weight[three.id])
     held = desk.book.new_allocation(two, AllocationKind.HARVEST, NOW)
     held.state, held.start_at = AllocationState.RUNNING, NOW - 50 * 3600.0
-    later = {run: gain.worth.weight for run, gain in gains(desk.book.runs.values(), NOW, 30.0, 3600.0).items()}
+    later = {run: weight_of(gain) for run, gain in gains(desk.book.runs.values(), NOW, 30.0).items()}
     assert later[two.id] / later[one.id] < 0.7 * weight[two.id] / weight[one.id], "it has had more than its due"
 
 
@@ -204,8 +209,8 @@ def test_a_project_has_had_each_node_of_an_allocation(desk: Desk) -> None:
             both.spans = {"1": Span(nodes=nodes, start_at=NOW - 36000.0, partition="p")}
 
     def weights() -> dict[str, float]:
-        known = gains(desk.book.runs.values(), NOW, 30.0, 3600.0)
-        return {run.spec.name: known[run.id].worth.weight for run in desk.book.runs.values()}
+        known = gains(desk.book.runs.values(), NOW, 30.0)
+        return {run.spec.name: weight_of(known[run.id]) for run in desk.book.runs.values()}
 
     before = weights()
     assert before["two"] < 0.8 * before["one"]
@@ -225,11 +230,11 @@ def test_what_a_project_had_counts_for_days_and_after_its_runs_have_ended(desk: 
         held.spans = {"1": Span(nodes={f"n{number}": 0}, start_at=NOW, end_at=NOW + 3600.0, partition="p")}
 
     def ratio(at: float) -> float:
-        weight = {run.spec.name: gain.worth.weight for run in desk.book.runs.values() for gain in found(at, run)}
+        weight = {run.spec.name: weight_of(gain) for run in desk.book.runs.values() for gain in found(at, run)}
         return weight["greedy"] / weight["modest"]
 
     def found(at: float, run: Run) -> list[Gain]:
-        known = gains(desk.book.runs.values(), at, 30.0, 3600.0)
+        known = gains(desk.book.runs.values(), at, 30.0)
         return [known[run.id]] if run.id in known else []
 
     before = ratio(NOW + 3600.0)
@@ -252,16 +257,15 @@ def test_what_a_project_had_counts_for_days_and_after_its_runs_have_ended(desk: 
 def test_a_run_shows_its_curve_and_how_it_stands_to_its_deadline(desk: Desk) -> None:
     run = desk.run("a", members=2, deadline_at=NOW + 1000.0)
     step, _ = desk.train(run, 100.0, 0.4)  # a quarter of the steps in a tenth of the time
-    run.gain = gains(desk.book.runs.values(), NOW + desk.at, 30.0, 3600.0)[run.id]
+    run.gain = gains(desk.book.runs.values(), NOW + desk.at, 30.0)[run.id]
     view = run_view(run, desk.at, NOW + desk.at)
     assert view.ahead_s == pytest.approx(1000.0 * step / 1000 - 100.0, abs=1.0)
     assert [one.nodes for one in view.speeds] == [1, 2, 3, 4, 8]
     assert [one.nodes for one in view.speeds if one.measured] == [2]
-    late = gains(desk.book.runs.values(), NOW + 900.0, 30.0, 3600.0)[run.id]
+    late = gains(desk.book.runs.values(), NOW + 900.0, 30.0)[run.id]
     assert late.schedule is not None
     assert late.schedule.behind
-    assert late.worth.urgency > 1
-    assert late.worth.urgent_nodes == 8
+    assert late.worth.values[8] > 2 * run.gain.worth.values[8], "it is urgent"
 
 
 def test_a_run_without_nodes_has_done_what_it_has_done(desk: Desk) -> None:
@@ -271,7 +275,7 @@ def test_a_run_without_nodes_has_done_what_it_has_done(desk: Desk) -> None:
     for node in list(run.roster.members):
         desk.nodes[run.id].end(desk.turn(), node, None)
     assert not run.roster.present()
-    found = gains(desk.book.runs.values(), NOW + desk.at, 30.0, 3600.0)[run.id].schedule
+    found = gains(desk.book.runs.values(), NOW + desk.at, 30.0)[run.id].schedule
     assert found is not None
     assert found.ahead_s == pytest.approx(1000.0 * step / 1000 - 100.0, abs=1.0)
     assert not found.behind

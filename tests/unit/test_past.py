@@ -88,12 +88,12 @@ def test_what_runs_learn_from_those_that_rest_is_what_they_learn_from_all(seed: 
     for run in rng.sample(gone, len(gone)):
         past.add(run)
     live = [run for run in everybody if run not in gone]
-    wanted, found = gains(everybody, at, 30.0, 3600.0), gains(live, at, 30.0, 3600.0, past)
+    wanted, found = gains(everybody, at, 30.0), gains(live, at, 30.0, past)
     assert found.keys() == wanted.keys() and found
     for run, gain in found.items():
-        assert gain.worth.weight == pytest.approx(wanted[run].worth.weight)
-        assert [gain.worth.speed(n) for n in range(9)] == [wanted[run].worth.speed(n) for n in range(9)]
-    assert len({gain.worth.weight for gain in found.values()}) > 1
+        assert gain.worth.values == pytest.approx(wanted[run].worth.values)
+        assert gain.speeds == wanted[run].speeds
+    assert len({gain.worth.values[1] for gain in found.values()}) > 1
     assert sum(len(past._alike[model]) for model in past._alike) < len(gone)
 
 
@@ -108,7 +108,7 @@ def test_what_runs_learn_from_those_that_were_pruned_is_the_same_for_the_next_he
         desk.book.rest(run)
     fresh = [desk.run(f"f{kind}", 0, f"#!/bin/sh\nfallow run -- {kind}\n") for kind in range(3)]
     at = NOW + 31 * 3600.0
-    wanted = gains(fresh, at, 30.0, 3600.0, desk.book.past)
+    wanted = gains(fresh, at, 30.0, desk.book.past)
     turn = desk.turn()
     for run in [run for run in desk.book.runs.values() if run not in fresh]:
         turn.forget(run)
@@ -116,9 +116,9 @@ def test_what_runs_learn_from_those_that_were_pruned_is_the_same_for_the_next_he
     again = Desk(tmp_path / "again").book
     again.recall({NOTE: note})
     for past in (desk.book.past, again.past):
-        found = gains(fresh, at, 30.0, 3600.0, past)
+        found = gains(fresh, at, 30.0, past)
         assert found == wanted
-    assert gains(fresh, at, 30.0, 3600.0) != wanted, "runs that know nothing learn from the others"
+    assert gains(fresh, at, 30.0) != wanted, "runs that know nothing learn from the others"
 
 
 def test_lessons_of_pruned_runs_are_bounded_and_the_newest_stay(tmp_path: Path) -> None:

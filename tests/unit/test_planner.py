@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 import msgspec
 import pytest
@@ -11,11 +12,11 @@ from hypothesis import strategies as st
 
 from fallow.core import allowance
 from fallow.core.allocations import Agent, Allocation, observe, preempted_until
-from fallow.core.experience import Experience
-from fallow.core.holes import Hole, find_holes, planned_ends
+from fallow.core.holes import find_holes, planned_ends
 from fallow.core.neighbour import GiveBack, Standing
-from fallow.core.planner import Rest, Withdraw, plan, withdraw
-from fallow.core.requests import Ask
+from fallow.core.planning.asking import Ask
+from fallow.core.planning.plan import plan
+from fallow.core.planning.withdrawals import Withdraw, withdrawals
 from fallow.core.rules import Demand, HarvestRules, Known, harvestable
 from fallow.core.spans import follow
 from fallow.core.states import ENDED_STATES
@@ -28,6 +29,7 @@ from fallow.model import (
     PartitionInfo,
     ReservationInfo,
 )
+from planning import actions
 
 NOW = 1_000_000.0
 
@@ -77,11 +79,6 @@ def held(token: str, state: AllocationState = AllocationState.RUNNING, **more: o
 RULES = HarvestRules()
 
 
-def fixed(**known: object) -> Known:
-    """A site that grants exactly --time-min."""
-    return Known(Experience(kept_short=2), **known)  # type: ignore[arg-type]
-
-
 def asks(wishes: list[object]) -> list[Ask]:
     return [w for w in wishes if isinstance(w, Ask)]
 
@@ -123,24 +120,24 @@ def test_asks_for_what_a_run_can_use_with_a_limit_that_fits_the_hole() -> None:
         [node("n1"), node("n2")],
         [pending("1", planned_nodes=["n2"], start_at=NOW + 630, reason="Priority", partition="urgent")],
     )
-    wishes = plan(state, [Demand("r", 5)], [], RULES, fixed())
+    wishes = actions(state, [Demand("r", 5)], [], RULES, Known())
     assert asks(wishes) == [Ask("r", "scavenge", 120), Ask("r", "scavenge", 10)]
 
 
 def test_r2_s4_holes_shorter_than_worthwhile_are_left_alone() -> None:
     state = cluster([node("n1")], [pending("1", planned_nodes=["n1"], start_at=NOW + 119)])
-    assert plan(state, [Demand("r", 1)], [], RULES) == []
+    assert actions(state, [Demand("r", 1)], [], RULES) == []
 
 
 def test_a_partition_without_preemption_is_harvested_only_if_allowed_and_uncontested() -> None:
     state = cluster([node("n1")], mode="OFF")
-    assert plan(state, [Demand("r", 1)], [], RULES) == []
+    assert actions(state, [Demand("r", 1)], [], RULES) == []
     allowed = HarvestRules(allow_without_preemption=True)
-    assert len(asks(plan(state, [Demand("r", 1)], [], allowed))) == 1
+    assert len(asks(actions(state, [Demand("r", 1)], [], allowed))) == 1
     contested = cluster([node("n1")], [pending("9")], mode="OFF")
-    assert plan(contested, [Demand("r", 1)], [], allowed) == []
+    assert actions(contested, [Demand("r", 1)], [], allowed) == []
     hopeless = cluster([node("n1")], [pending("9", nodes=4)], mode="OFF")
-    assert len(asks(plan(hopeless, [Demand("r", 1)], [], allowed))) == 1, "it cannot start here, with us or without"
+    assert len(asks(actions(hopeless, [Demand("r", 1)], [], allowed))) == 1, "it cannot start here, with us or without"
 
 
 MIXED = PartitionInfo(
@@ -151,12 +148,11 @@ MIXED = PartitionInfo(
 def test_of_a_partition_that_preempts_on_some_nodes_only_those_are_asked_for() -> None:
     above = PartitionInfo(partition="urgent", nodes=["n1"], priority_tier=10)
     state = ClusterState(at=NOW, nodes=[node("n1"), node("n2")], jobs=[], partitions=[MIXED, above])
-    unused: dict[str, str] = {}
-    wishes = plan(state, [Demand("r", 5)], [], RULES, fixed(), unused=unused)
-    assert asks(wishes) == [Ask("r", "scavenge", 120, exclude=("n2",))], "Slurm chooses the node"
-    assert "would not take it back" in unused["n2"]
+    found = plan(state, [Demand("r", 5)], [], RULES)
+    assert list(found.asks) == [Ask("r", "scavenge", 120, exclude=("n2",))], "Slurm chooses the node"
+    assert "would not take it back" in found.unused["n2"]
     allowed = HarvestRules(allow_without_preemption=True)
-    both = asks(plan(state, [Demand("r", 5)], [], allowed, fixed()))
+    both = asks(actions(state, [Demand("r", 5)], [], allowed, Known()))
     assert [(ask.partition, ask.exclude) for ask in both] == [("scavenge", ())] * 2
     taken = msgspec.structs.replace(
         state,
@@ -167,7 +163,7 @@ def test_of_a_partition_that_preempts_on_some_nodes_only_those_are_asked_for() -
         ],
     )
     ahead = HarvestRules(allow_without_preemption=True, ahead=2)
-    assert {ask.exclude for ask in asks(plan(taken, [Demand("r", 5)], [], ahead, fixed())) if ask.ahead} == {("n2",)}
+    assert {ask.exclude for ask in asks(actions(taken, [Demand("r", 5)], [], ahead, Known())) if ask.ahead} == {("n2",)}
 
 
 def test_no_successor_is_asked_for_on_a_node_that_nobody_would_take_back() -> None:
@@ -175,39 +171,39 @@ def test_no_successor_is_asked_for_on_a_node_that_nobody_would_take_back() -> No
     nodes = [node("n1", "ALLOCATED"), node("n2", "ALLOCATED")]
     state = ClusterState(at=NOW, nodes=nodes, jobs=[], partitions=[MIXED, above])
     ours = [held(f"t{n}", nodes=[n], start_at=NOW - 7000, end_at=NOW + 30) for n in ("n1", "n2")]
-    wishes = plan(state, [Demand("r", 0)], ours, HarvestRules(lead_s=60.0), fixed())
+    wishes = actions(state, [Demand("r", 0)], ours, HarvestRules(lead_s=60.0), Known())
     assert [ask.node for ask in asks(wishes)] == ["n1"]
 
 
 def test_pending_requests_count_against_idle_nodes_and_are_withdrawn_when_not_needed() -> None:
     state = cluster([node("n1")])
     waiting = held("h1", AllocationState.PENDING, requested_at=NOW - 5)
-    assert plan(state, [Demand("r", 1)], [waiting], RULES) == []
-    assert plan(state, [Demand("r", -1)], [waiting], RULES) == [Withdraw("h1", "the run no longer needs it")]
+    assert actions(state, [Demand("r", 1)], [waiting], RULES) == []
+    assert actions(state, [Demand("r", -1)], [waiting], RULES) == [Withdraw("h1", "the run no longer needs it")]
     old = held("h2", AllocationState.PENDING, requested_at=NOW - 601)
-    assert isinstance(plan(state, [Demand("r", 0)], [old], RULES)[0], Withdraw)
+    assert isinstance(actions(state, [Demand("r", 0)], [old], RULES)[0], Withdraw)
 
 
 def test_budget_shortens_requests_and_then_stops_them() -> None:
     state = cluster([node("n1"), node("n2")])
-    assert asks(plan(state, [Demand("r", 2, budget_node_s=600.0)], [], RULES, fixed())) == [Ask("r", "scavenge", 10)]
-    assert plan(state, [Demand("r", 2, budget_node_s=60.0)], [], RULES) == []
+    assert asks(actions(state, [Demand("r", 2, budget_node_s=600.0)], [], RULES, Known())) == [Ask("r", "scavenge", 10)]
+    assert actions(state, [Demand("r", 2, budget_node_s=60.0)], [], RULES) == []
 
 
 def test_gives_back_the_newest_nodes_that_a_waiting_job_needs_where_nothing_preempts() -> None:
     nodes = [node("n1", "ALLOCATED"), node("n2", "ALLOCATED"), node("n3", "ALLOCATED"), node("n4")]
     mine = [held(f"h{i}", nodes=[f"n{i}"], start_at=NOW - 100 + i) for i in (1, 2, 3)]
     state = cluster(nodes, [pending("9", nodes=3)], mode="OFF")
-    given = [w for w in plan(state, [], mine, RULES) if isinstance(w, GiveBack)]
+    given = [w for w in actions(state, [], mine, RULES) if isinstance(w, GiveBack)]
     assert [w.token for w in given] == ["h3", "h2"]
     preempting = cluster(nodes, [pending("9", nodes=3, partition="urgent")])
-    assert plan(preempting, [], mine, RULES) == [], "Slurm takes what it needs by itself there"
-    equal = [w for w in plan(cluster(nodes, [pending("9", nodes=3)]), [], mine, RULES) if isinstance(w, GiveBack)]
+    assert actions(preempting, [], mine, RULES) == [], "Slurm takes what it needs by itself there"
+    equal = [w for w in actions(cluster(nodes, [pending("9", nodes=3)]), [], mine, RULES) if isinstance(w, GiveBack)]
     assert [w.token for w in equal] == ["h3", "h2"], "it does not preempt jobs of the same tier"
     hopeless = cluster(nodes, [pending("9", nodes=5)], mode="OFF")
-    assert plan(hopeless, [], mine, RULES) == [], "it could not start even with all of ours"
+    assert actions(hopeless, [], mine, RULES) == [], "it could not start even with all of ours"
     limited = cluster(nodes, [pending("9", nodes=3, reason="QOSMaxJobsPerUserLimit")], mode="OFF")
-    assert plan(limited, [], mine, RULES) == [], "no node of ours is what it waits for"
+    assert actions(limited, [], mine, RULES) == [], "no node of ours is what it waits for"
 
 
 @settings(max_examples=200)
@@ -227,8 +223,8 @@ def test_never_above_any_cap_and_stable(
     mine = [held(f"p{i}", AllocationState.PENDING, requested_at=NOW) for i in range(waiting)]
     mine += [held(f"h{i}", nodes=[f"x{i}"]) for i in range(running)]
     rules = HarvestRules(max_pending=max_pending, max_nodes=max_nodes)
-    wishes = plan(state, runs, mine, rules)
-    assert wishes == plan(state, runs, mine, rules)
+    wishes = actions(state, runs, mine, rules)
+    assert wishes == actions(state, runs, mine, rules)
     new = asks(wishes)
     assert len(new) <= max(0, idle - waiting)
     assert len(new) <= max(0, max_pending - waiting)
@@ -252,10 +248,10 @@ def test_on_an_old_poll_what_would_be_withdrawn_keeps_its_place(idle: int, rules
     mine = [held(f"h{i}", nodes=[f"x{i}"]) for i in range(2)]
     mine += [held(f"p{i}", AllocationState.PENDING, requested_at=NOW) for i in range(2)]
     runs = [Demand("new", 2), Demand("r", -2)]
-    wishes = plan(state, runs, mine, rules)
+    wishes = actions(state, runs, mine, rules)
     assert {w.token for w in wishes if isinstance(w, Withdraw)} == {"p0", "p1"}
     assert [ask.run for ask in asks(wishes)] == ["new", "new"]
-    assert plan(state, runs, mine, rules, again=True) == [], "nobody withdraws the two now"
+    assert actions(state, runs, mine, rules, asks_only=True) == [], "nobody withdraws the two now"
 
 
 def job(token: str, job_id: str, state: str, **more: object) -> JobInfo:
@@ -276,12 +272,11 @@ def test_an_unknown_submission_is_adopted_when_it_shows_up_and_lost_after_the_ho
 
 def test_what_waits_in_our_own_queue_says_nothing_about_lengths_that_start() -> None:
     rules = HarvestRules()
-    unsure = Hole("n1", "scavenge", None, sure=False)
     waits = held("tok", AllocationState.UNKNOWN, minutes=10, requested_at=NOW - rules.start_patience_s - 1)
     state = cluster([])
 
     def withdrawn() -> list[str]:
-        return [wish.reason for wish in withdraw(state, {}, [waits], Standing(), rules, [unsure])]
+        return [wish.reason for wish in withdrawals(state, [waits], {}, Standing(), rules, [], {"scavenge"}, {})]
 
     assert withdrawn() == []
     waits.sent_by = waits.requested_at
@@ -342,13 +337,14 @@ def test_a_heterogeneous_job_is_one_allocation() -> None:
     assert (allocation.job_id, allocation.nodes, allocation.end_at) == ("10", ["n1", "n2"], NOW + 60)
 
 
-def unused(state: ClusterState, demands: list[Demand], mine: list[Allocation], rules: HarvestRules) -> dict[str, str]:
-    found: dict[str, str] = {}
-    wishes = plan(state, demands, mine, rules, fixed(), unused=found)
+def unused(
+    state: ClusterState, demands: list[Demand], mine: list[Allocation], rules: HarvestRules
+) -> Mapping[str, str]:
+    found = plan(state, demands, mine, rules)
     idle = {n.node for n in state.nodes if n.state == "IDLE" and not n.flags}
-    assert found.keys() == idle
-    assert sum(1 for why in found.values() if why.startswith("asked for:")) >= len(asks(wishes))
-    return found
+    assert found.unused.keys() == idle
+    assert sum(1 for why in found.unused.values() if why.startswith("asked for:")) >= len(found.asks)
+    return found.unused
 
 
 def test_every_idle_node_that_is_not_used_has_a_reason() -> None:
@@ -359,7 +355,7 @@ def test_every_idle_node_that_is_not_used_has_a_reason() -> None:
     assert unused(state, [run], [], RULES) == {
         "n1": asked,
         "n2": "not needed: no run would gain from it, or may pay for it",
-        "n3": "not needed: no run would gain from it, or may pay for it",
+        "n3": "barred: r does without it",
     }
     greedy = Demand("r", 3, barred=frozenset({"n3"}))
     assert unused(state, [greedy], [], RULES) == {
@@ -427,18 +423,3 @@ def test_a_node_of_partitions_that_are_not_harvested_says_why_each_is_not() -> N
     # Nothing is kept for others where nothing is harvested anyway.
     assert why(HarvestRules(), [pending("7")]) == f"not harvested: {nobody}"
     assert why(HarvestRules(allow_without_preemption=True)).startswith("asked for: ")
-
-
-def test_a_plan_tells_when_time_alone_changes_next_to_nothing() -> None:
-    mine = [held("t", nodes=["n1"], start_at=NOW - 60, end_at=NOW + 7000)]
-    ahead = held("w", AllocationState.PENDING, ahead=True, requested_at=NOW - 300)
-
-    def rest(more: int = 5, wait: int = 1, n2: str = "ALLOCATED") -> Rest:
-        found, state = Rest(), cluster([node("n1", "ALLOCATED"), node("n2", n2)])
-        plan(state, [Demand("r", more)], [*mine, ahead], HarvestRules(ahead=wait), fixed(), rest=found)
-        return found
-
-    assert rest() == Rest(steady=True, lasting={"w"})
-    assert not rest(n2="IDLE").steady
-    assert not rest(more=0, wait=2).steady, "one more may wait ahead, once a run wants it"
-    assert not rest(more=-1).steady

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-from random import Random
-
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fallow.core import apportion, reach, sharing
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Asker
-from fallow.core.gain import Curve, fit
+from fallow.core.gain import Curve, speeds
 from fallow.core.kinds import Kind
 from fallow.core.neighbour import GiveBack
-from fallow.core.planner import Wish, Withdraw, plan
-from fallow.core.requests import Ask
+from fallow.core.planning.asking import Ask
+from fallow.core.planning.plan import Action, plan
+from fallow.core.planning.share import Worth, values
+from fallow.core.planning.withdrawals import Withdraw
 from fallow.core.rules import Demand, HarvestRules, Known
-from fallow.core.worth import Worth
 from fallow.model import AllocationKind, AllocationState, ClusterState, NodeInfo, PartitionInfo
+from planning import actions
 
 NOW = 1_000_000.0
 RULES = HarvestRules()
@@ -72,7 +70,7 @@ class Site:
         parts = [PartitionInfo(partition=p, nodes=names, preempt_mode="REQUEUE") for p, names in self.names.items()]
         return ClusterState(at=NOW, nodes=nodes, jobs=[], partitions=parts)
 
-    def carry_out(self, wishes: list[Wish]) -> None:
+    def carry_out(self, wishes: list[Action]) -> None:
         for wish in wishes:
             match wish:
                 case Ask(run=run, partition=partition):
@@ -87,14 +85,17 @@ def demand(site: Site, run: str, most: int, worth: Worth, partitions: str = "") 
     return Demand(run=run, nodes=most - site.held(run), partitions=tuple(partitions), worth=worth)
 
 
-def curve(shards: int) -> tuple[tuple[int, float], ...]:
-    return tuple(fit(Curve(), shards, NOW).speeds(1, 64))
+def curve(shards: int, weight: float = 1.0, least: int = 1) -> tuple[float, ...]:
+    """What nodes are worth to a run of which nothing was measured."""
+    return values(speeds(Curve(), shards, 1, 64), 64, weight, least=least)
 
 
 def test_a_run_that_can_go_elsewhere_leaves_the_node_that_another_one_needs() -> None:
     site = Site(1, 1)
     one = Worth(curve(1))
-    wishes = plan(site.cluster(), [demand(site, "both", 1, one), demand(site, "only", 1, one, "p")], [], HarvestRules())
+    wishes = actions(
+        site.cluster(), [demand(site, "both", 1, one), demand(site, "only", 1, one, "p")], [], HarvestRules()
+    )
     assert {(w.run, w.partition) for w in wishes if isinstance(w, Ask)} == {("both", "q"), ("only", "p")}
 
 
@@ -102,7 +103,7 @@ def test_a_node_of_several_partitions_is_offered_in_each_of_them() -> None:
     site = Site(0, 0, both=4)
 
     def asked(rules: HarvestRules, *demands: Demand) -> list[tuple[str, str]]:
-        wishes = plan(site.cluster(), list(demands), site.mine, rules)
+        wishes = actions(site.cluster(), list(demands), site.mine, rules)
         return sorted((w.run, w.partition) for w in wishes if isinstance(w, Ask))
 
     only_q = Demand("q", 2, partitions=("q",))
@@ -125,7 +126,7 @@ def test_a_node_of_several_partitions_is_offered_in_each_of_them() -> None:
     known = Known()
     known.backoff.strike("AssocGrpNodeLimit", Asker("a"), "p", 30, NOW)
     known.backoff.strike("PartitionNodeLimitNotAllowed", Asker("b"), "p", 30, NOW)
-    wishes = plan(
+    wishes = actions(
         site.cluster(), [Demand("a", 1, asker=Asker("a")), Demand("b", 1, asker=Asker("b"))], [], RULES, known
     )
     assert [(w.run, w.partition) for w in wishes if isinstance(w, Ask)] == [("b", "q")]
@@ -133,7 +134,7 @@ def test_a_node_of_several_partitions_is_offered_in_each_of_them() -> None:
 
 def test_room_under_a_cap_goes_to_nodes_that_can_be_had_in_no_other_way() -> None:
     def asked(site: Site, *demands: Demand) -> list[tuple[str, str]]:
-        wishes = plan(site.cluster(), list(demands), site.mine, HarvestRules(partition_nodes={"p": 2}))
+        wishes = actions(site.cluster(), list(demands), site.mine, HarvestRules(partition_nodes={"p": 2}))
         return sorted((w.run, w.partition) for w in wishes if isinstance(w, Ask))
 
     # Those that come first by name are open through another partition, too.
@@ -147,7 +148,7 @@ def test_room_under_a_cap_goes_to_nodes_that_can_be_had_in_no_other_way() -> Non
     nodes = [msgspec.structs.replace(node, arch=arch[node.node]) for node in state.nodes]
     rules = HarvestRules(partition_nodes={"p": 2, "q": 0})
     arm = Demand("arm", 4, kind=Kind(arch="aarch64"))
-    wishes = plan(msgspec.structs.replace(state, nodes=nodes), [arm], [], rules)
+    wishes = actions(msgspec.structs.replace(state, nodes=nodes), [arm], [], rules)
     assert [w.partition for w in wishes if isinstance(w, Ask)] == ["p", "p"]
 
 
@@ -163,7 +164,7 @@ def test_a_request_stands_for_no_node_of_another_partition() -> None:
         requested_at=NOW,
     )
     demands = [Demand("a", 0, partitions=("p",)), Demand("b", 1, partitions=("q",))]
-    wishes = plan(site.cluster(), demands, [waits], RULES)
+    wishes = actions(site.cluster(), demands, [waits], RULES)
     assert [(w.run, w.partition) for w in wishes if isinstance(w, Ask)] == [("b", "q")]
 
 
@@ -173,12 +174,12 @@ def test_a_held_node_goes_to_a_run_that_has_it_through_another_partition() -> No
         site.give("rich", "p")
     demands = [
         demand(site, "rich", 8, Worth(curve(64), base=24)),
-        demand(site, "poor", 8, Worth(curve(64), going=True), "q"),
+        demand(site, "poor", 8, Worth(curve(64)), "q"),
     ]
-    wishes = plan(site.cluster(), demands, site.mine, HarvestRules(max_pending=100))
+    wishes = actions(site.cluster(), demands, site.mine, HarvestRules(max_pending=100))
     assert wishes and all(isinstance(w, GiveBack) for w in wishes)
     full = HarvestRules(max_pending=100, partition_nodes={"q": 0})
-    assert plan(site.cluster(), demands, site.mine, full) == []
+    assert actions(site.cluster(), demands, site.mine, full) == []
 
 
 def test_no_node_is_taken_from_a_run_before_idle_ones_have_been_asked_for() -> None:
@@ -189,9 +190,9 @@ def test_no_node_is_taken_from_a_run_before_idle_ones_have_been_asked_for() -> N
         demand(site, "rich", 20, Worth(curve(64), base=12)),
         demand(site, "poor", 40, Worth(curve(64)), "p"),
     ]
-    wishes = plan(site.cluster(), demands, site.mine, HarvestRules(max_pending=4))
+    wishes = actions(site.cluster(), demands, site.mine, HarvestRules(max_pending=4))
     assert [type(w) for w in wishes] == [Ask] * 4
-    plenty = plan(site.cluster(), demands, site.mine, HarvestRules(max_pending=100))
+    plenty = actions(site.cluster(), demands, site.mine, HarvestRules(max_pending=100))
     assert sum(isinstance(w, Ask) for w in plenty) == 10, "all that are idle"
 
 
@@ -220,7 +221,7 @@ def test_requests_that_wait_for_long_elsewhere_keep_no_node_where_it_is_worth_le
             )
             for i in range(4)
         ]
-        wishes = plan(site.cluster(), demands, [*site.mine, *waits], HarvestRules(max_pending=4))
+        wishes = actions(site.cluster(), demands, [*site.mine, *waits], HarvestRules(max_pending=4))
         assert all(isinstance(w, GiveBack) for w in wishes)
         return len(wishes)
 
@@ -230,38 +231,21 @@ def test_requests_that_wait_for_long_elsewhere_keep_no_node_where_it_is_worth_le
 
 def test_targets_are_told() -> None:
     site = Site(10, 0)
-    aims: dict[str, int] = {}
-    plan(
+    found = plan(
         site.cluster(),
         [demand(site, "a", 64, Worth(curve(4), base=1)), demand(site, "b", 64, Worth(curve(64), base=1))],
         [],
         HarvestRules(),
-        aims=aims,
     )
-    assert aims == {"a": 3, "b": 7}
+    assert found.targets == {"a": 3, "b": 7}
 
 
 def test_a_budget_for_one_node_is_no_reason_to_aim_at_eight() -> None:
     site = Site(10, 0)
-    aims: dict[str, int] = {}
     poor = Demand(run="a", nodes=8, worth=Worth(curve(64)), budget_node_s=150.0)
-    wishes = plan(site.cluster(), [poor], [], HarvestRules(min_minutes=2), aims=aims)
-    assert aims == {"a": 1}
-    assert [w.minutes for w in wishes if isinstance(w, Ask)] == [2]
-
-
-def planned_anew(
-    site: Site, demands: list[Demand], rules: HarvestRules, aims: dict[str, int] | None = None
-) -> list[Wish]:
-    """On copies of it all, with nothing that is left of plans before, and nothing taken for settled."""
-    copies = [msgspec.structs.replace(each, worth=dataclasses.replace(each.worth)) for each in demands if each.worth]
-    mine = msgspec.msgpack.decode(msgspec.msgpack.encode(site.mine), type=list[Allocation])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(apportion, "_APPORTIONED", apportion._Kept(1))
-        patch.setattr(apportion, "_ENVELOPES", apportion._Kept(1))
-        patch.setattr(reach, "_by_node", reach._by_node.__wrapped__)
-        patch.setattr(sharing, "settled", lambda *_, **__: None)
-        return plan(site.cluster(), copies, mine, rules, aims=aims)
+    found = plan(site.cluster(), [poor], [], HarvestRules(min_minutes=2))
+    assert found.targets == {"a": 1}
+    assert [ask.minutes for ask in found.asks] == [2]
 
 
 @settings(max_examples=150, deadline=None)
@@ -275,12 +259,12 @@ def test_plans_keep_limits_and_come_to_rest(data: st.DataObject) -> None:
         where[run] = data.draw(st.sampled_from(["p", "q", "pq"]))
         for _ in range(data.draw(st.integers(0, min(3, most[run])))):
             site.give(run, where[run][0])
+        shards, weight = data.draw(st.sampled_from([1, 4, 6, 16])), data.draw(st.sampled_from([0.5, 1.0, 1.1, 3.0]))
+        least = data.draw(st.integers(1, 3))
         worths[run] = Worth(
-            curve(data.draw(st.sampled_from([1, 4, 6, 16]))),
-            weight=data.draw(st.sampled_from([0.5, 1.0, 1.1, 3.0])),
+            curve(shards, weight, least if data.draw(st.booleans()) else 1),
             base=data.draw(st.integers(0, 2)),
-            least=data.draw(st.integers(1, 3)),
-            going=data.draw(st.booleans()),
+            least=least,
             start_s=data.draw(st.sampled_from([0.0, 30.0, 600.0])),
             pause_s=data.draw(st.sampled_from([0.1, 2.0, 30.0])),
         )
@@ -294,9 +278,8 @@ def test_plans_keep_limits_and_come_to_rest(data: st.DataObject) -> None:
     begin = len(site.mine)
     for _ in range(60):
         demands = [demand(site, run, most[run], worths[run], where[run]) for run in most]
-        wishes = plan(site.cluster(), demands, site.mine, rules)
-        assert wishes == plan(site.cluster(), demands, site.mine, rules)
-        assert wishes == planned_anew(site, demands, rules)
+        wishes = actions(site.cluster(), demands, site.mine, rules)
+        assert wishes == actions(site.cluster(), demands, site.mine, rules)
         asked = [w for w in wishes if isinstance(w, Ask)]
         assert len(asked) <= rules.max_pending
         for w in asked:
@@ -314,37 +297,3 @@ def test_plans_keep_limits_and_come_to_rest(data: st.DataObject) -> None:
             assert site.held(run) >= min(before[run], least)
     else:
         pytest.fail("plans go on and on")
-
-
-def test_what_is_settled_at_once_is_what_would_be_worked_out() -> None:
-    """No node is idle, so it is all about moves; now and then nothing changes at all."""
-    rng, rules, told = Random(0), RULES, 0
-    site = Site(0, 0)
-    worths, where = {run: Worth(curve(16)) for run in "ab"}, {"a": "pq", "b": "p"}
-    for _ in range(600):
-        run = rng.choice("ab")
-        match rng.randrange(9):
-            case 0 if len(site.mine) < 12:
-                site.give(run, rng.choice("pq"))
-            case 1 if site.mine:
-                site.mine.remove(rng.choice(site.mine))
-            case 2:
-                for allocation in site.mine:
-                    allocation.end_at = NOW + rng.choice([300.0, 7200.0])
-            case 3:
-                pause_s = rng.choice([0.01, 30.0])
-                worths[run] = Worth(curve(rng.choice([4, 16])), weight=rng.choice([0.5, 1.0, 3.0]), pause_s=pause_s)
-            case 4:
-                where[run] = rng.choice(["p", "q", "pq"])
-            case 5:
-                rules = HarvestRules(max_minutes=rng.choice([20, 120]))
-            case 6:
-                rules = HarvestRules(max_nodes=rng.choice([None, 2, 8]))
-        demands = [demand(site, run, 10, worths[run], where[run]) for run in "ab"]
-        aims: dict[str, int] = {}
-        wishes = plan(site.cluster(), demands, site.mine, rules, aims=aims)
-        aims_anew: dict[str, int] = {}
-        assert wishes == planned_anew(site, demands, rules, aims_anew)
-        assert aims == aims_anew
-        told += any(isinstance(wish, GiveBack) for wish in wishes)
-    assert told > 40

@@ -44,7 +44,7 @@ HOLES = HoleLengths(ended=(60.0, 120.0, 600.0, 1200.0), cut=(300.0, 7200.0))
 def test_those_that_have_not_ended_count_as_far_as_they_were_seen() -> None:
     """By hand: 60 s: 5/6; 120 s: 4/5 of that; 600 s, when one of 300 s is out of sight: 2/3 of that; 1200 s: half."""
     ages = (0.0, 59.9, 60.0, 120.0, 599.0, 600.0, 1200.0, 1e6)
-    assert [HOLES.survival.at(age) for age in ages] == pytest.approx([1, 1, 5 / 6, 2 / 3, 2 / 3, 4 / 9, 2 / 9, 2 / 9])
+    assert [HOLES.longer(age) for age in ages] == pytest.approx([1, 1, 5 / 6, 2 / 3, 2 / 3, 4 / 9, 2 / 9, 2 / 9])
     assert [HOLES.quantile(q) for q in (1 / 6, 1 / 3, 0.5, 0.75, 0.9)] == [60.0, 120.0, 600.0, 1200.0, None]
 
 

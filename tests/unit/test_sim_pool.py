@@ -268,24 +268,10 @@ def test_what_does_not_fit_its_hole_is_not_started() -> None:
     assert [each.nodes for each in until(engine, 10.0) if isinstance(each, Started)] == [("n1",)]
 
 
-@pytest.mark.parametrize(
-    ("latency", "version", "granted"), [("none", NEW, 1814.0), ("slurm", NEW, 1740.0), ("slurm", OLD, 120.0)]
-)
-def test_time_min_is_stretched_to_the_hole(latency: Latency, version: tuple[int, int], granted: float) -> None:
-    """Plans begin at whole minutes: that for 1859 s at 1800 s."""
-    engine = pool((0.0, (0,), ()), (1859.0, (), (0,)), latency=latency, plans="known", version=version)
-    engine._cycle_phase = engine._cycle_at = 45.0
-    until(engine, 44.0 if latency == "slurm" else 45.0)
-    ask(engine, 60, least_minutes=2)
-    (started,) = until(engine, 46.0)
-    assert isinstance(started, Started)
-    assert (started.at, started.end_at - started.at) == (45.0, granted)
-
-
 def test_the_whole_time_is_granted_where_nobody_is_planned() -> None:
     engine = pool((0.0, (0,), ()), plans="known")
     engine.advance(0.0)
-    ask(engine, 60, least_minutes=2)
+    ask(engine, 60)
     (started,) = until(engine, 40.0)
     assert isinstance(started, Started)
     assert started.end_at - started.at == 3600.0
@@ -405,7 +391,7 @@ def test_nodes_are_used_once_and_every_job_ends_once(
         } - {n.node for n in shown.nodes if "COMPLETING" in n.flags}
         action, turn = actions[turn % len(actions)], turn + 1
         if action in ("ask", "short") and len(asked) < 60:
-            asked.append(ask(engine, 60 if action == "ask" else 2, least_minutes=1))
+            asked.append(ask(engine, 60 if action == "ask" else 2))
         elif action == "leave" and on:
             engine.left(min(on, key=int))
         elif action == "cancel" and asked:

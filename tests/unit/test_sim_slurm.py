@@ -103,7 +103,7 @@ def of(kind: type[Any], told: Iterable[Happening]) -> list[Any]:
 
 def test_an_idle_node_starts_a_job_in_the_main_pass_with_all_of_its_time() -> None:
     sim = SlurmSim(site(1), [], 0)
-    mine = sim.submit(wanted(60, least_minutes=2))
+    mine = sim.submit(wanted(60))
     [started] = of(Started, sim.advance(10.0))
     assert started == Started(at=0.2, job_id=mine, nodes=("n1",), end_at=0.2 + 3600)
 
@@ -116,30 +116,6 @@ def test_behind_a_blocked_job_only_backfill_starts_one_and_cycles_are_bf_interva
     sim.advance(5.0)
     sim.submit(wanted(10))
     assert [s.at for s in of(Started, sim.advance(60.0))] == [30.0]
-
-
-def test_after_a_quiet_time_backfill_looks_within_a_second() -> None:
-    nodes = ["n1", "n2"]
-    maintenance = ReservationInfo(reservation="m", nodes=nodes, start_at=1000, end_at=2000)
-    sim = SlurmSim(site(2, reservations=[maintenance]), [], 0)
-    sim.clock.cycle_end = 0.0
-    sim.advance(100.5)
-    # Too long for the main pass, which knows no --time-min.
-    sim.submit(wanted(60, least_minutes=5))
-    [started] = of(Started, sim.advance(200.0))
-    assert (started.at, started.end_at) == (101.0, 101.0 + 5 * MIN)
-
-
-@pytest.mark.parametrize(("version", "minutes"), [((22, 5), 2), ((25, 11), 29)])
-def test_time_min_is_exact_on_22_05_and_stretched_to_the_hole_later(version: tuple[int, int], minutes: int) -> None:
-    # n2 has a job until 30:00; then `wide` takes both nodes.
-    jobs = [job("runs", 0, 1, 1800 - 0.2), job("wide", 1, 2, 10 * MIN)]
-    sim = SlurmSim(site(2, version=version), jobs, 0)
-    sim.clock.cycle_end = 15.0
-    sim.advance(20.0)
-    sim.submit(wanted(60, least_minutes=2))
-    [started] = of(Started, sim.advance(100.0))
-    assert (started.at, started.end_at) == (45.0, 45.0 + minutes * MIN)
 
 
 def test_what_fits_before_a_planned_job_starts_and_what_does_not_waits_behind_it() -> None:
@@ -670,7 +646,7 @@ def test_a_request_beyond_the_partitions_limit_waits_for_ever() -> None:
     short = PartitionInfo(partition="p", nodes=["n1"], max_time_s=600.0)
     sim = SlurmSim(site(1, partitions=[short]), [], 0, begin=0.0)
     sim.submit(wanted(11))
-    fits = sim.submit(wanted(11, least_minutes=10, token="fallow-r-h2-x"))
+    fits = sim.submit(wanted(10, token="fallow-r-h2-x"))
     told = sim.advance(1000.0)
     assert [(s.job_id, s.end_at - s.at) for s in of(Started, told)] == [(fits, 600.0)]
     assert [j.reason for j in sim.poll().jobs if j.state == "PENDING"] == ["PartitionTimeLimit"]

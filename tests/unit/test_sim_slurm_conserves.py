@@ -136,14 +136,12 @@ def test_nothing_is_given_twice_and_every_job_gets_what_it_needs(data: st.DataOb
         play(at)
         if what == "submit":
             partition = site.partitions[number % len(site.partitions)]
-            least = 1 if number % 2 else None
             ours.append(
                 sim.submit(
                     Wanted(
                         token=f"fallow-r-h{len(ours)}-x",
                         partition=partition.partition,
                         minutes=number + 1,
-                        least_minutes=least,
                         node=partition.nodes[0] if number > 7 else "",
                         nice=100_000,
                     )

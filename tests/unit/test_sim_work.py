@@ -181,7 +181,7 @@ def test_fitted_curves(model: str) -> None:
     rate = curve_of(f"adaptdl:{model}", ADAPTDL)
     assert rate[0] == (1, 1.0)
     assert all(a[0] < b[0] and a[1] < b[1] for a, b in pairwise(rate))
-    assert all(speed <= nodes for nodes, speed in rate)
+    assert all(speed <= 1.1 * nodes for nodes, speed in rate)
 
 
 def test_learned_curves(tmp_path: Path) -> None:

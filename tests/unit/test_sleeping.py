@@ -8,9 +8,9 @@ from fallow.core.allocations import Allocation, observe
 from fallow.core.holes import find_holes
 from fallow.core.kinds import Kind
 from fallow.core.neighbour import assess
-from fallow.core.planner import Wish, plan
+from fallow.core.planning.asking import Ask, outdated
+from fallow.core.planning.plan import Action
 from fallow.core.prices import Prices, WakePrice
-from fallow.core.requests import Ask, outdated
 from fallow.core.rules import Demand, HarvestRules
 from fallow.model import (
     AllocationKind,
@@ -20,6 +20,7 @@ from fallow.model import (
     NodeInfo,
     PartitionInfo,
 )
+from planning import actions
 
 NOW = 1_000_000.0
 RULES = HarvestRules(max_pending=8, ahead=2)
@@ -52,7 +53,7 @@ def request(**more: object) -> Allocation:
     return Allocation(token="h", **{**values, **more})  # type: ignore[arg-type]
 
 
-def asks(wishes: list[Wish]) -> list[Ask]:
+def asks(wishes: list[Action]) -> list[Ask]:
     return [wish for wish in wishes if isinstance(wish, Ask)]
 
 
@@ -61,14 +62,14 @@ def test_no_request_can_be_given_a_node_that_sleeps(flag: str) -> None:
     state = cluster(
         node("n1"), node("n2", "IDLE", flag), node("n3", "IDLE", "CLOUD", flag), node("n4", "IDLE", "CLOUD")
     )
-    found = asks(plan(state, [Demand("r", 4)], [], RULES))
+    found = asks(actions(state, [Demand("r", 4)], [], RULES))
     assert [ask.exclude for ask in found] == [("n2", "n3")] * 2
 
 
 def test_requests_that_wait_for_nodes_of_others_leave_sleeping_nodes_out_too() -> None:
     job = theirs("RUNNING", "n1", end_at=NOW + 600.0)
     state = cluster(node("n1", "ALLOCATED"), node("n2", "IDLE", "POWERED_DOWN"), jobs=(job,))
-    found = asks(plan(state, [Demand("r", 4)], [], RULES))
+    found = asks(actions(state, [Demand("r", 4)], [], RULES))
     assert [(ask.ahead, ask.exclude) for ask in found] == [(True, ("n2",))] * 2
 
 
@@ -92,11 +93,11 @@ def test_a_sleeping_node_that_costs_no_more_than_the_ceiling_may_be_woken() -> N
     falling = node("n3", "IDLE", "POWERING_DOWN", gpus=4)
     state = cluster(small, large, falling)
     rules = HarvestRules(max_pending=8, wake=WakePrice(prices, 3.0))
-    assert [ask.exclude for ask in asks(plan(state, [Demand("r", 4)], [], rules))] == [("n2", "n3")]
+    assert [ask.exclude for ask in asks(actions(state, [Demand("r", 4)], [], rules))] == [("n2", "n3")]
     dear = HarvestRules(max_pending=8, wake=WakePrice(prices, 2.99))
-    assert asks(plan(state, [Demand("r", 4)], [], dear)) == []
+    assert asks(actions(state, [Demand("r", 4)], [], dear)) == []
     unknown = HarvestRules(max_pending=8, wake=WakePrice(Prices({"other": 1.0}), 3.0))
-    assert asks(plan(state, [Demand("r", 4)], [], unknown)) == [], "what a node costs must be known"
+    assert asks(actions(state, [Demand("r", 4)], [], unknown)) == [], "what a node costs must be known"
     assert find_holes(state, state.partitions[:1]) == []
 
 
@@ -120,7 +121,7 @@ def test_a_job_whose_nodes_boot_has_not_started() -> None:
 def test_a_request_whose_node_boots_waits_for_no_other_and_is_not_withdrawn() -> None:
     booting = request(reason="Booting", nodes=["n1"], requested_at=NOW - 3000.0)
     state = cluster(node("n1", "ALLOCATED", "POWERING_UP"), node("n2"), jobs=(ours("CONFIGURING", "n1"),))
-    wishes = plan(state, [Demand("r", 1)], [booting], HarvestRules(max_pending=8))
+    wishes = actions(state, [Demand("r", 1)], [booting], HarvestRules(max_pending=8))
     assert [wish.partition for wish in asks(wishes)] == ["scavenge"] == [wish.partition for wish in wishes]  # type: ignore[union-attr]
 
 

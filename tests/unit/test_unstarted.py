@@ -7,13 +7,14 @@ from collections.abc import Callable
 import msgspec
 
 from fallow.core.allocations import Allocation
-from fallow.core.experience import Experience
 from fallow.core.kinds import Kind
-from fallow.core.planner import Withdraw, plan
-from fallow.core.requests import Ask
+from fallow.core.planning.asking import Ask
+from fallow.core.planning.plan import plan
+from fallow.core.planning.withdrawals import Withdraw
 from fallow.core.rules import Demand, HarvestRules, Known
 from fallow.core.unstarted import FIRST_S, LONGEST_S, AllDeclined, Unstarted
 from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo, NodeInfo, PartitionInfo
+from planning import actions
 
 NOW = 1_000_000.0
 POLL_S = 10.0
@@ -43,7 +44,7 @@ class Head:
 
     def __init__(self, starts: Callable[[Allocation, float], str]) -> None:
         self.starts = starts
-        self.known = Known(Experience(kept_short=2))
+        self.known = Known()
         self.pending: dict[str, Allocation] = {}
         self.log: list[tuple[float, str, str]] = []
         self.busy: set[str] = set()
@@ -53,7 +54,7 @@ class Head:
         now = NOW + self.at
         state = cluster(now, [n for n in nodes if n.node not in self.busy])
         self.known.unstarted.look(state)
-        for wish in plan(state, list(demands), list(self.pending.values()), rules, self.known):
+        for wish in actions(state, list(demands), list(self.pending.values()), rules, self.known):
             if isinstance(wish, Withdraw):
                 gone = self.pending.pop(wish.token)
                 self.log.append((self.at, "withdraw", gone.run))
@@ -120,17 +121,16 @@ def test_a_run_that_waits_for_nothing_takes_no_slots_from_others_elsewhere() -> 
         for i in range(4)
     ]
     demands = [Demand("A", 1, partitions=("a",)), Demand("B", 2, partitions=("b",))]
-    wishes = plan(cluster(NOW, nodes), demands, old, HarvestRules(), Known(Experience(kept_short=2)))
+    wishes = actions(cluster(NOW, nodes), demands, old, HarvestRules(), Known())
     assert [(w.run, w.partition) for w in wishes if isinstance(w, Ask)] == [("B", "b")] * 2
     for in_all, more in (4, 0), (5, 1), (6, 2):
-        rules, why = HarvestRules(max_waiting=in_all), dict[str, str]()
-        wishes = plan(cluster(NOW, nodes), demands, old, rules, Known(Experience(kept_short=2)), unused=why)
-        assert [(w.run, w.partition) for w in wishes if isinstance(w, Ask)] == [("B", "b")] * more
+        found = plan(cluster(NOW, nodes), demands, old, HarvestRules(max_waiting=in_all))
+        assert [(ask.run, ask.partition) for ask in found.asks] == [("B", "b")] * more
         told = f"too many requests: {in_all} wait already, as many as may at once"
-        assert [why[name] for name in ("b0", "b1")].count(told) == 2 - more
+        assert [found.unused[name] for name in ("b0", "b1")].count(told) == 2 - more
     for allocation in old:
         allocation.requested_at = allocation.sent_by = NOW - 10.0
-    fresh = plan(cluster(NOW, nodes), demands, old, HarvestRules(), Known(Experience(kept_short=2)))
+    fresh = actions(cluster(NOW, nodes), demands, old, HarvestRules(), Known())
     assert fresh == [], "four may wait at once"
 
 

@@ -8,16 +8,16 @@ Processor time of this process, so that what else runs on the machine does not c
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from fallow.bench.rows import Progress, Row, Settings, ours
 from fallow.core.allocations import Allocation
-from fallow.core.gain import Curve, fit, with_losses
-from fallow.core.planner import plan
+from fallow.core.gain import Curve, speeds
+from fallow.core.planning.plan import Action, plan
+from fallow.core.planning.share import Worth, values
 from fallow.core.rules import Demand, HarvestRules
-from fallow.core.worth import Worth
 from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo, NodeInfo, PartitionInfo
 
 SIZES = ((1_000, 20), (10_000, 200), (40_000, 800))
@@ -58,11 +58,12 @@ def measure(nodes: int, runs: int, times: int, waiting: int = 0) -> Row:
     if waiting:
         cluster = beside(cluster, waiting)
     rules = HarvestRules(max_pending=PENDING, allow_without_preemption=bool(waiting), ahead=AHEAD)
-    took, wishes = [], []
+    took: list[float] = []
+    wishes: Sequence[Action] = ()
     for _ in range(times):
         began = time.process_time()
         valued = [msgspec.structs.replace(demand, worth=worth(curves[demand.run])) for demand in demands]
-        wishes = plan(cluster, valued, allocations, rules, unused={})
+        wishes = plan(cluster, valued, allocations, rules).actions
         took.append(time.process_time() - began)
     return Row(
         name="plan",
@@ -78,8 +79,7 @@ def measure(nodes: int, runs: int, times: int, waiting: int = 0) -> Row:
 
 def worth(known: tuple[Curve, int, float]) -> Worth:
     curve, shards, weight = known
-    speeds = with_losses(fit(curve, shards, NOW).speeds(4, 1000), 0.01, shards // 4)
-    return Worth(tuple(speeds), weight=weight, base=1)
+    return Worth(values(speeds(curve, shards, 4, 1000), shards // 4, weight), base=1)
 
 
 def beside(cluster: ClusterState, waiting: int) -> ClusterState:

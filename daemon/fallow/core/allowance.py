@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import ceil
 
 from msgspec.structs import replace
 
@@ -93,12 +94,13 @@ def rules(
         max_nodes=limits.max_nodes,
         partition_nodes=limits.partition_nodes,
         max_minutes=limits.max_minutes,
-        min_minutes=limits.min_minutes,
+        # A job that trains for less than it takes to begin is a burden to the site.
+        min_minutes=max(limits.min_minutes, ceil(2.0 * experience.start_s(now) / 60.0)),
         start_patience_s=3 * poll_s + 2 * _backfill_s(site),
         margin_s=margin_s,
-        resolution_s=_resolution_s(site),
+        slack_s=_resolution_s(site) + experience.wait_s(now),
         # Two polls may pass before a wish is a job, and then it has to start.
-        lead_s=margin_s + 2 * poll_s + experience.wait_s("", now) + experience.start_s("", now),
+        lead_s=margin_s + 2 * poll_s + experience.wait_s(now) + experience.start_s(now),
         whole_nodes=whole_nodes(site),
         ahead=ahead,
         apart=min(ahead, most - at_once),

@@ -6,12 +6,11 @@ A node's hole ends at the earliest planned start of a pending job on it, or at a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from math import inf
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
-from fallow.core.waiting import is_ours, nodes_for, picks_up, wants_nodes
+from fallow.core.waiting import nodes_for, picks_up, wants_nodes
 from fallow.model import ClusterState, JobInfo, NodeInfo, PartitionInfo
 
 SLEEPING = frozenset(("POWERED_DOWN", "POWERING_DOWN", "POWERING_UP", "POWER_DOWN", "POWER_UP"))
@@ -58,7 +57,6 @@ class Hole(msgspec.Struct, frozen=True):
     partition: str
     length_s: float | None
     "None: no end is known"
-    age_s: float = 0.0
     sure: bool = True
     "False: jobs wait that have no planned start yet, so its end may be nearer than is known"
     part: Part | None = None
@@ -83,11 +81,10 @@ def find_holes(
     partitions: list[PartitionInfo],
     *,
     ours: Collection[str] = (),
-    age_s: Callable[[str], float] = lambda _: 0.0,
     whole_nodes: bool = True,
     wakes: Callable[[NodeInfo, str], bool] | None = None,
 ) -> list[Hole]:
-    """Idle nodes of the given partitions, longest hole first (open-ended ones before all), then the oldest.
+    """Idle nodes of the given partitions, longest hole first (open-ended ones before all).
 
     A node is offered in each of its partitions, one after the other in the order of `partitions`: not everybody may use
     all of them. Parts of nodes come last, one for each type of GPU.
@@ -96,7 +93,6 @@ def find_holes(
         cluster: one poll.
         partitions: where to look.
         ours: names of our own requests, whose planned starts bound nothing.
-        age_s: for how long a node has been idle.
         whole_nodes: leave out the idle GPUs of nodes that run other jobs.
         wakes: whether a node that sleeps may be woken for a job in a partition; None: none may.
     """
@@ -121,13 +117,10 @@ def find_holes(
                 continue
             end = ends.get(name)
             length_s = None if end is None else max(0.0, end - cluster.at)
-            old = age_s(name) if part is None else 0.0
             # A node that is planned for we know not what: nobody shows us that job.
             sure = name not in unsure_nodes and not (end is None and "PLANNED" in nodes[name].flags)
-            holes.append(Hole(name, partition.partition, length_s, old, sure, part))
-    return sorted(
-        holes, key=lambda h: (h.part is not None, h.length_s is not None, -(h.length_s or 0.0), -h.age_s, h.node)
-    )
+            holes.append(Hole(name, partition.partition, length_s, sure, part))
+    return sorted(holes, key=lambda h: (h.part is not None, h.length_s is not None, -(h.length_s or 0.0), h.node))
 
 
 def waits(job: JobInfo) -> bool:
@@ -173,39 +166,3 @@ def planned_ends(cluster: ClusterState, ours: Collection[str] = ()) -> dict[str,
             for node in reservation.nodes:
                 bound(node, reservation.end_at if reservation.own else reservation.start_at)
     return ends
-
-
-def find_coming(
-    cluster: ClusterState, partitions: list[PartitionInfo], ours: Collection[str], kept: Collection[str]
-) -> Iterator[Hole]:
-    """Nodes that others' jobs have, as the holes that they will be: the one whose jobs must end first comes first. As a
-    rule that one will do, so the others are not made unless they are asked for.
-
-    Args:
-        cluster: one poll.
-        partitions: where to look.
-        ours: tokens of our allocations; nodes on which they have jobs are none of others'.
-        kept: nodes to leave alone.
-    """
-    ends: dict[str, float] = {}
-    mine: set[str] = set(kept)
-    for job in cluster.jobs:
-        if job.state == "PENDING":
-            continue
-        if is_ours(job, ours):
-            mine.update(job.nodes)
-            continue
-        end = inf if job.end_at is None else job.end_at
-        for name in job.nodes:
-            if ends.get(name, -inf) < end:
-                ends[name] = end
-    there = ends.keys() - mine
-    used = [node for node in cluster.nodes if node.node in there and node.state in ("ALLOCATED", "MIXED")]
-    coming = {node.node for node in used if not node.flags or CLOSED.isdisjoint(node.flags)}
-    planned = planned_ends(cluster, ours)
-    offered = [(p.partition, coming.intersection(p.nodes)) for p in partitions]
-    for name in sorted(sorted(coming), key=ends.__getitem__):
-        length_s = max(0.0, planned[name] - cluster.at) if name in planned else None
-        for partition, nodes in offered:
-            if name in nodes:
-                yield Hole(name, partition, length_s)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 from fallow.core.allocations import LIVE, Allocation
 from fallow.core.backoff import Asker, Scope, scope_of
-from fallow.core.planner import Withdraw
-from fallow.core.rules import HarvestRules, Known
+from fallow.core.holes import is_idle
+from fallow.core.planning.withdrawals import Withdraw
+from fallow.core.rules import HarvestRules, Known, harvestable
 from fallow.core.unstarted import Sort
 from fallow.model import AllocationState, ClusterState
 
@@ -27,10 +29,8 @@ class Learner:
         "tokens whose first step has been taken note of"
         self._holders: dict[str, Asker] = {}
         "token that held a node in the last poll -> in whose name"
-        self._ours: dict[str, float] = {}
-        "node that we have as a whole -> since when, in the last poll"
-        self._partitions: list[str] = []
-        "whose holes matter, in the last poll"
+        self._idle: set[str] | None = None
+        "nodes that the last poll showed idle, ours included; None: no poll has been seen yet"
 
     def take_in(
         self, cluster: ClusterState, harvest: Sequence[Asked], rules: HarvestRules, now: float
@@ -49,9 +49,8 @@ class Learner:
         self.known.backoff.bound(now)
         held = (AllocationState.RUNNING, AllocationState.RELEASING)
         whole = [a for a, _ in harvest if (a.state in held or a.is_booting) and a.part is None]
-        self._ours = {node: a.start_at or cluster.at for a in whole for node in a.nodes}
-        self._partitions = [p.partition for p in self.known.open.of(cluster, rules)]
-        self.seen_again(cluster)
+        ours = {node for a in whole for node in a.nodes}
+        self._count_fallen_idle(cluster, ours, {p.partition for p in harvestable(cluster, rules)})
         self._ease(harvest, now)
         if self._begun is None:
             # Those that began before this head did have been taken note of by the one before.
@@ -74,11 +73,15 @@ class Learner:
         news = ((a.run, self._follow_wait(a, asker, now)) for a, asker in waits)
         return [(run, text) for run, text in news if text]
 
-    def seen_again(self, cluster: ClusterState) -> None:
-        """Take in what a poll says of holes alone, one that shows nothing else than the last one did."""
-        for partition, spell in self.known.watch.look(cluster, self._ours, self._partitions):
-            self.known.experience.remember(partition, spell)
-        self.known.experience.came(self.known.watch.new, cluster.at)
+    def _count_fallen_idle(self, cluster: ClusterState, ours: Collection[str], partitions: AbstractSet[str]) -> None:
+        """How many nodes have fallen idle since the last poll? One that we have, or had a moment ago, is idle to us."""
+        before, self._idle = self._idle, {n.node for n in cluster.nodes if n.node in ours or is_idle(n)}
+        if before is not None:
+            ending = {n.node for n in cluster.nodes if "COMPLETING" in n.flags} & before
+            fresh = self._idle - before
+            self._idle |= ending
+            matter = {n.node for n in cluster.nodes if n.node in fresh and not partitions.isdisjoint(n.partitions)}
+            self.known.experience.came(len(matter), cluster.at)
 
     def _ease(self, harvest: Sequence[Asked], now: float) -> None:
         """Where jobs of ours have ended, a limit of their account or QOS has room for as many again."""
@@ -104,15 +107,13 @@ class Learner:
         if allocation.token not in begun:
             begun.add(allocation.token)
             self.known.backoff.started(asker, allocation.partition, now)
-            if allocation.least_minutes and allocation.minutes and allocation.end_at:
-                experience.granted(allocation.least_minutes, allocation.minutes, allocation.end_at - start_at)
         if allocation.active_at is not None and allocation.token not in self._trained:
             self._trained.add(allocation.token)
             # A successor is ready early and joins when the node before it leaves.
             if not allocation.replaces:
                 wait_s = None if allocation.ahead else start_at - allocation.requested_at
                 start_s = allocation.active_at - start_at
-                experience.started(allocation.partition, wait_s, start_s, allocation.active_at)
+                experience.started(wait_s, start_s, allocation.active_at)
 
     def strike(self, asker: Asker, partition: str, minutes: int | None, reason: str, now: float) -> str:
         """Slurm said no, or lets a request wait, for a reason that may be none to leave anything alone.

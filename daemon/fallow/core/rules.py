@@ -11,12 +11,12 @@ from msgspec.structs import replace
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Asker, Backoff
 from fallow.core.courtesy import too_small_for
-from fallow.core.experience import Experience, HoleWatch
+from fallow.core.experience import Experience
 from fallow.core.holes import SLEEPING, Hole, find_holes, is_asleep
 from fallow.core.kinds import Kind, open_to
+from fallow.core.planning.share import Worth
 from fallow.core.prices import WakePrice
 from fallow.core.unstarted import Sort, Unstarted
-from fallow.core.worth import Worth
 from fallow.model import ClusterState, NodeInfo, PartitionInfo
 
 NOT_TAKEN_BACK = "Slurm would not take it back for others, and [harvest] allow_without_preemption is off"
@@ -52,8 +52,8 @@ class HarvestRules(msgspec.Struct, frozen=True):
     "a request that has not started after so long, with idle nodes for it, asks for too much time"
     margin_s: float = 20.0
     "nodes are left so long before their walltime"
-    resolution_s: float = 0.0
-    "Slurm's plan rounds times to that: a request that is as long as its hole is found not to fit"
+    slack_s: float = 0.0
+    "a request is so much shorter than its hole: it waits before it starts, and Slurm's plan rounds times"
     lead_s: float = 0.0
     "nodes are asked for again so long before their end; 0: only once they are gone"
     whole_nodes: bool = True
@@ -99,32 +99,13 @@ class Demand(msgspec.Struct, frozen=True):
         return self.kind, self.partitions, self.asker
 
 
-class Open:
-    """`harvestable`, found again only where the partitions or what is allowed in them are others than before."""
-
-    def __init__(self) -> None:
-        self._asked: tuple[object, ...] = ()
-        self._partitions: list[PartitionInfo] = []
-        self._found: list[PartitionInfo] = []
-
-    def of(self, cluster: ClusterState, rules: HarvestRules) -> list[PartitionInfo]:
-        """Args: as for `harvestable`; a list of partitions is not changed once it is in a poll."""
-        asked = rules.stopped, rules.groups, rules.partitions, rules.allow_without_preemption, rules.refused
-        if cluster.partitions is not self._partitions or asked != self._asked:
-            self._partitions, self._asked = cluster.partitions, asked
-            self._found = harvestable(cluster, rules)
-        return self._found
-
-
 @dataclass
 class Known:
     """What is known besides the poll."""
 
     experience: Experience = field(default_factory=Experience)
-    watch: HoleWatch = field(default_factory=HoleWatch)
     backoff: Backoff = field(default_factory=Backoff)
     unstarted: Unstarted = field(default_factory=Unstarted)
-    open: Open = field(default_factory=Open)
 
 
 def holes_of(
@@ -132,7 +113,6 @@ def holes_of(
     partitions: list[PartitionInfo],
     allocations: Sequence[Allocation],
     rules: HarvestRules,
-    known: Known,
 ) -> list[Hole]:
     """Where there is anything to be asked for.
 
@@ -141,13 +121,11 @@ def holes_of(
         partitions: that may be harvested.
         allocations: our own, whose planned starts bound nothing.
         rules: what is allowed.
-        known: what was learned.
     """
     return find_holes(
         cluster,
         partitions,
         ours={a.token for a in allocations},
-        age_s=lambda node: known.watch.age_s(node, cluster.at),
         whole_nodes=rules.whole_nodes,
         wakes=None if rules.wake is None else rules.wakes,
     )
@@ -200,5 +178,5 @@ def may_take(allocation: Allocation, length_s: float | None, at: float, rules: H
     One that was made for the hole did fit a moment ago.
     """
     ago_s = min(at - allocation.requested_at, rules.start_patience_s)
-    least_s = 60.0 * (allocation.least_minutes or allocation.minutes or 0) - ago_s
+    least_s = 60.0 * (allocation.minutes or 0) - ago_s
     return length_s is None or length_s >= least_s

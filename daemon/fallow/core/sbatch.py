@@ -195,7 +195,6 @@ def harvest_options(
     qos: str = "",
     account: str = "",
     barred: Sequence[str] = (),
-    least_minutes: int | None = None,
     node: str = "",
     part: Part | None = None,
     hurried: bool = False,
@@ -211,7 +210,6 @@ def harvest_options(
         spec, token, partition, minutes, output, nice: what the names say.
         qos, account: instead of the base job's; empty: those.
         barred: node lists that it must not take.
-        least_minutes: lets Slurm give it less than `minutes`.
         node: the only one that it may take.
         part: GPUs of a node that other jobs use too.
         hurried: it is asked for with normal priority, so other heads give way to it as to any job.
@@ -241,8 +239,6 @@ def harvest_options(
         "partition": partition,
         **shape,
     }
-    if least_minutes is not None and least_minutes < minutes:
-        own["time-min"] = str(least_minutes)
     if node or part:
         own["nodelist"] = part.node if part else node
     own |= {name: value for name, value in (("qos", qos), ("account", account)) if value}

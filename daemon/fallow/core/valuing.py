@@ -6,15 +6,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fallow.core import fairshare, pacing
-from fallow.core.gain import Curve, fit, with_losses
+from fallow.core.gain import Curve, speeds
 from fallow.core.pacing import Schedule
-from fallow.core.worth import Gain, Worth
+from fallow.core.planning.share import Worth, values
 
 ALIKE = 8
 """A run learns from so many of the newest like it: evidence fades, and each poll would take longer for ever."""
 
 PAUSE_S = 0.5
 """Stall at a change, until this run has had one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """One run's.
+
+    Attributes:
+        worth: of nodes to it.
+        speeds: (nodes, steps per second) at which it gets faster.
+        measured: numbers of workers at which it, or an earlier run like it, was measured.
+        schedule: how it stands to its deadline; None: it has none, or it is not known how long it takes.
+        known: the speeds are in steps per second; else only their ratios mean something.
+    """
+
+    worth: Worth
+    speeds: tuple[tuple[int, float], ...]
+    measured: frozenset[int]
+    schedule: Schedule | None
+    known: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +57,6 @@ class Facts:
     "the longest of its last stalls; 0: it has had none"
     weight: float = 1.0
     project: str = ""
-    paid: bool = False
-    "it has a budget"
     created_at: float = 0.0
     deadline_at: float | None = None
     total_steps: int = 0
@@ -62,7 +79,7 @@ def weights(runs: Sequence[Facts], use: Mapping[str, float]) -> dict[str, float]
     return {facts.run: factors[facts.project] * facts.weight / sums[facts.project] for facts in runs}
 
 
-def gain(facts: Facts, weight: float, at: float, start_s: float, stay_s: float) -> Gain:
+def gain(facts: Facts, weight: float, at: float, start_s: float) -> Gain:
     """What nodes are worth to one run.
 
     Args:
@@ -70,26 +87,24 @@ def gain(facts: Facts, weight: float, at: float, start_s: float, stay_s: float) 
         weight: of its gain beside that of others (`weights`).
         at: Unix time.
         start_s: from the request for a node until it trains, as a rule.
-        stay_s: for so long nodes stay.
     """
-    curve = facts.curve
-    speeds = tuple(fit(curve, facts.shards, at).speeds(facts.slots, facts.max_nodes))
-    # Who pays for nodes gets none that only stand by.
-    most = 0 if facts.paid else min(facts.max_nodes, -(-facts.shards // facts.slots))
-    loss = min(0.5, start_s / stay_s)
-    schedule = _schedule(facts, at)
+    curve, schedule = facts.curve, _schedule(facts, at)
+    fast = tuple(speeds(curve, facts.shards, facts.slots, facts.max_nodes))
     worth = Worth(
-        speeds=tuple(with_losses(speeds, loss, most)) if most else speeds,
-        weight=weight,
+        values(
+            fast,
+            facts.max_nodes,
+            weight,
+            least=1 if facts.going else facts.min_nodes,
+            urgency=1.0 if schedule is None else schedule.urgency,
+            urgent_nodes=0 if schedule is None else schedule.nodes(fast),
+        ),
         base=facts.base,
         least=facts.min_nodes,
-        going=facts.going,
         start_s=start_s,
         pause_s=facts.pause_s or PAUSE_S,
-        urgent_nodes=0 if schedule is None else schedule.nodes(speeds),
-        urgency=1.0 if schedule is None else schedule.urgency,
     )
-    return Gain(worth, speeds, frozenset(curve.seen), schedule, known=measured(curve))
+    return Gain(worth, fast, frozenset(curve.seen), schedule, known=measured(curve))
 
 
 def measured(curve: Curve) -> bool:

@@ -14,10 +14,10 @@ from fallow.core import valuing
 from fallow.core.allocations import LIVE, Allocation
 from fallow.core.gain import Curve, Evidence, evidence, pool
 from fallow.core.kinds import Kind
-from fallow.core.requests import Ask
+from fallow.core.planning.asking import Ask
+from fallow.core.planning.share import Worth
 from fallow.core.rules import Demand
-from fallow.core.valuing import ALIKE, Facts, measured
-from fallow.core.worth import Gain, Worth
+from fallow.core.valuing import ALIKE, Facts, Gain, measured
 from fallow.model import AllocationKind, AllocationState
 from fallow.sim.types import Costs, Measured, RunPlan
 
@@ -33,8 +33,8 @@ VALUED_S = 3600.0
 NEWS = 0.05
 """A measurement says something new if it differs by so much from what was expected, as a part of it."""
 
-STARTS = 0.01
-"""Starts take longer or shorter than nodes were valued with if that differs by so much, as a part of a node's stay."""
+STARTS = 30.0
+"""Seconds by which starts must take longer or shorter for nodes to be valued anew."""
 
 
 @dataclass
@@ -103,7 +103,6 @@ class Book:
             requested_at=at,
             partition=wish.partition,
             minutes=wish.minutes,
-            least_minutes=wish.least_minutes,
             pinned=wish.node,
             part=wish.part,
             exclude=",".join(wish.exclude),
@@ -192,19 +191,19 @@ class Book:
             worth=worth,
         )
 
-    def gains(self, at: float, start_s: float, stay_s: float, *, exact: bool) -> dict[str, Gain]:
+    def gains(self, at: float, start_s: float, *, exact: bool) -> dict[str, Gain]:
         """What nodes are worth to each run.
 
         Args:
-            at, start_s, stay_s: as for `valuing.gain`.
+            at, start_s: as for `valuing.gain`.
             exact: at each call; else when there is something new, or not for a while.
         """
-        other_starts = abs(start_s - self._valued[1]) > STARTS * stay_s
+        other_starts = abs(start_s - self._valued[1]) > STARTS
         if exact or self._news or other_starts or at >= self.valued_until():
             known = {name: evidence(run.curve, at) for name, run in self._runs.items()}
             facts = [self._facts(run, known, at) for run in self._runs.values()]
             weights = valuing.weights(facts, {})
-            self._gains = {each.run: valuing.gain(each, weights[each.run], at, start_s, stay_s) for each in facts}
+            self._gains = {each.run: valuing.gain(each, weights[each.run], at, start_s) for each in facts}
             self._valued, self._news, self._more = (at, start_s), False, False
         return self._gains
 

@@ -5,8 +5,8 @@ Work is counted in what one node does in a second, so that the work of different
 Sources:
     `bftrainer:MODEL`: images per second on Summit nodes with 6 V100 each (Liu et al., BFTrainer, arXiv 2106.12091).
     `adaptdl:MODEL`: steps of 4-GPU nodes as measured for Pollux (Qiao et al., OSDI'21; contrib/traces/README.md), of
-        the largest global batch that was measured on three numbers of nodes; the formula of `core.gain` is fitted, and
-        what is below the fewest nodes measured is foretold by it.
+        the largest global batch that was measured on three numbers of nodes; `core.gain`
+        foretells what is below the fewest nodes measured.
     `head:FILE[:RUN]`: `fallow status --json`, the speeds of its (first) run.
 """
 
@@ -22,7 +22,8 @@ from typing import TextIO
 
 import msgspec
 
-from fallow.core.gain import Curve, fit
+from fallow.core import gain
+from fallow.core.gain import Curve
 from fallow.model import Exit, FallowError, SpeedView
 from fallow.sim.types import RunPlan
 
@@ -175,7 +176,7 @@ def _fitted(model: str, path: Path) -> Rate:
     for members, step_s in best:
         curve.observe(members, step_s, MEASURED, 0.0)
     most = max(steps)
-    return _whole(fit(curve, SHARDS * GPUS * most, 0.0).speeds(GPUS, most))
+    return _whole(gain.speeds(curve, SHARDS * GPUS * most, GPUS, most))
 
 
 class _Run(msgspec.Struct):

@@ -18,16 +18,15 @@ from fallow.core.allowance import Limits
 from fallow.core.learner import Learner, withdrawn
 from fallow.core.neighbour import GiveBack, Standing
 from fallow.core.neighbourhood import Manners, Neighbourhood
-from fallow.core.planner import Rest, Wish, Withdraw, plan
+from fallow.core.planning.asking import Ask
+from fallow.core.planning.plan import Plan, plan
+from fallow.core.planning.withdrawals import Withdraw
 from fallow.core.preemption import as_for_us
-from fallow.core.requests import Ask
 from fallow.core.rules import HarvestRules
-from fallow.core.sharing import stay_s
 from fallow.core.spans import by_token
 from fallow.model import ClusterConfig, ClusterState, PartitionInfo
 from fallow.sim.book import Book
 from fallow.sim.leases import ASKER, Leases
-from fallow.sim.quiet import Shown, renewable, same, wake_at
 from fallow.sim.requests_queue import RequestsQueue
 from fallow.sim.types import (
     POLL_REQUESTS,
@@ -48,6 +47,9 @@ from fallow.slurm.paced import BUSY, CONFIG_S, Bucket
 
 ANSWER_S, SBATCH_S = 0.2, 0.1
 """From a poll to its answer, and what sbatch takes."""
+
+SAME_S = 60.0
+"""Polls that show the same as one that nothing followed from are left out for so long."""
 
 AGAIN_S = 1.0
 """Without latency: from one poll to the next at the least."""
@@ -109,7 +111,7 @@ class VirtualHead:
         "when slurmctld may be asked, once that is wanted"
         self._asked_at = -inf
         "the last poll"
-        self._answer: Shown | None = None
+        self._answer: ClusterState | None = None
         "what the poll says that is under way"
         self._answer_at = inf
         "when that comes"
@@ -118,18 +120,12 @@ class VirtualHead:
         "of the last poll, as it came"
         self._archs: dict[str, str] = {}
         "node -> architecture, which stays as it is"
-        self._shown: Shown | None = None
+        self._shown: ClusterState | None = None
         "the last poll that was taken in, as it came"
-        self._wake_at = -inf
+        self._same_until = -inf
         "polls that show the same are left out until then"
-        self._first_end = -inf
-        "when the first of our jobs must end, as of the last plan"
-        self._rest, self._rules_then = Rest(), HarvestRules()
-        "what the last plan says about the next ones, and by what it went"
         self._news = True
         "something new was measured since the last poll was asked for"
-        self._passed: list[float] = []
-        "times of the first and the last poll that were left out since"
 
     # -- what happens -----------------------------------------------------------------------------------------------
 
@@ -210,17 +206,13 @@ class VirtualHead:
         self._sends_at, self._asked_at = inf, self._now
         cluster = self._engine.poll()
         self.calls += POLL_REQUESTS
-        shown = Shown(cluster)
-        if self._quiet(shown):
+        if self._is_old(cluster):
             self.elided += 1
             self.cluster = self._put_right(cluster)
-            self._passed = [*self._passed[:1], self._now]
-            if len(self._passed) == 1:
-                self._show_again(self._now)
             self._pace()
             return
         self._leases.touched = self._news = False
-        self._answer, self._answer_at = shown, self._now + self._answer_s
+        self._answer, self._answer_at = cluster, self._now + self._answer_s
 
     def _tokens(self) -> float:
         """Seconds to wait until slurmctld may be asked."""
@@ -231,31 +223,17 @@ class VirtualHead:
         wait_s = self._queries.take(POLL_REQUESTS)
         return 0.0 if self._at_once else wait_s
 
-    def _quiet(self, shown: Shown) -> bool:
+    def _is_old(self, cluster: ClusterState) -> bool:
+        """Nothing has changed since a plan, a moment ago, that wished for nothing."""
         going = self._leases.touched or self._leases.queued or self._news or self.neighbourhood.alert
-        late = self._now >= min(self._wake_at, self.book.valued_until())
-        if not self._elide or going or late or self._shown is None:
+        if not self._elide or going or self._shown is None or self._now >= self._same_until:
             return False
-        if not same(shown, self._shown, steady=self._rest.steady):
-            return False
-        at = shown.cluster.at
-        if not self._rest.steady or self._first_end - at >= self._rules_then.lead_s:
-            return True
-        return not renewable(shown.cluster, self.book.live(), self._rules_then)
+        return cluster.nodes is self._shown.nodes and cluster.jobs is self._shown.jobs
 
-    def _show_again(self, at: float) -> None:
-        """What was shown last was shown again: holes last at least until then."""
-        assert self.cluster is not None
-        self.learner.seen_again(structs.replace(self.cluster, at=at))
-
-    def _polled(self, shown: Shown) -> None:
+    def _polled(self, shown: ClusterState) -> None:
         """As `Harvest.polled`."""
-        if self._passed:
-            self._show_again(self._passed[-1])
-            self.neighbourhood.delays.polled_at = self._passed[-1]
-            self._passed = []
         self._shown = shown
-        cluster = self.cluster = self._put_right(shown.cluster)
+        cluster = self.cluster = self._put_right(shown)
         jobs = by_token(cluster.jobs)
         self._leases.observe(jobs, cluster.at, self._now)
         live, over = self.book.live(), self.book.over()
@@ -267,14 +245,9 @@ class VirtualHead:
         harvest = [(allocation, ASKER) for allocation in self.book.allocations.values()]
         self.learner.take_in(cluster, harvest, rules, self._now)
         self.book.forget(over, jobs)
-        wishes = self._plan(cluster, rules, live)
-        known = self.learner.known
-        self._wake_at = cluster.at
-        self._first_end = min([a.end_at for a in live if a.end_at is not None], default=inf)
-        if self._elide and not wishes:
-            rest, ours = self._rest, self.book.allocations
-            until = self.neighbourhood.stands_until(cluster, self._config, ours) if rest.steady else inf
-            self._wake_at = wake_at(cluster, live, rules, known, standing, self.unused, rest, until)
+        found = self._plan(cluster, rules, live)
+        # Delayed and declined jobs are counted by polls.
+        self._same_until = cluster.at + (0.0 if found.actions or standing.delayed or standing.offered else SAME_S)
 
     def _put_right(self, cluster: ClusterState) -> ClusterState:
         """As `core.preemption` does; what is the same as before has been put right before."""
@@ -292,37 +265,31 @@ class VirtualHead:
 
     # -- plans ------------------------------------------------------------------------------------------------------
 
-    def _plan(
-        self, cluster: ClusterState, rules: HarvestRules, live: list[Allocation], *, again: bool = False
-    ) -> list[Wish]:
+    def _plan(self, cluster: ClusterState, rules: HarvestRules, live: list[Allocation], *, again: bool = False) -> Plan:
         """As `Asking.plan`."""
         known = self.learner.known
-        start_s = known.experience.wait_s("", cluster.at) + known.experience.start_s("", cluster.at)
-        gains = self.book.gains(cluster.at, start_s, stay_s(rules), exact=not self._elide)
+        start_s = known.experience.wait_s(cluster.at) + known.experience.start_s(cluster.at)
+        gains = self.book.gains(cluster.at, start_s, exact=not self._elide)
         archs = self._archs = self._archs or {node.node: node.arch for node in cluster.nodes}
         demands = [self.book.demand(run, self._runs.members(run), archs, gain.worth) for run, gain in gains.items()]
         if not again:
             known.unstarted.look(cluster)
-        unused: dict[str, str] = {}
-        rest = Rest()
-        wishes = plan(cluster, demands, live, rules, known, {}, self._standing, unused, again, rest)
-        for wish in wishes:
-            match wish:
+        found = plan(cluster, demands, live, rules, known, self._standing, asks_only=again)
+        for action in found.actions:
+            match action:
                 case Ask():
-                    self._leases.ask(wish, self._now)
+                    self._leases.ask(action, self._now)
                 case Withdraw(token, reason):
                     allocation = self.book.allocations[token]
                     if allocation.asked_at is None:
-                        withdrawn(known, wish, allocation, {d.run: d.sort for d in demands}, cluster.at)
+                        withdrawn(known, action, allocation, {d.run: d.sort for d in demands}, cluster.at)
                         self._leases.cancel(allocation, reason, self._now)
                 case GiveBack(token, reason, urgent):
                     allocation = self.book.allocations[token]
                     let_go = self._leases.give_back if urgent else self._leases.release
                     let_go(allocation, reason, self._now)
-        self.unused = unused
-        if not again:
-            self._rest, self._rules_then = rest, rules
-        return wishes
+        self.unused = dict(found.unused)
+        return found
 
     def _plan_again(self) -> None:
         """As `Harvest.plan_again`: a run begins to train."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-
-from fallow.core.survival import Curve, Spell
 
 
 @dataclass(frozen=True)
@@ -21,21 +21,23 @@ class HoleLengths:
         return len(self.ended) + len(self.cut)
 
     @cached_property
-    def survival(self) -> Curve:
-        """The share of holes that last longer than that (Kaplan and Meier's estimate)."""
-        spells = [Spell(seconds) for seconds in self.ended]
-        return Curve([*spells, *(Spell(seconds, ended=False) for seconds in self.cut)], weight=0.0)
+    def _survival(self) -> list[tuple[float, float]]:
+        """(length, share of holes that last longer), ascending (Kaplan and Meier's estimate)."""
+        everything = sorted((*self.ended, *self.cut))
+        share, found = 1.0, []
+        for length, ended in sorted(Counter(self.ended).items()):
+            share *= 1.0 - ended / (len(everything) - bisect_left(everything, length))
+            found.append((length, share))
+        return found
+
+    def longer(self, seconds: float) -> float:
+        """The share of holes that last longer than that."""
+        at = bisect_right(self._survival, seconds, key=lambda step: step[0])
+        return self._survival[at - 1][1] if at else 1.0
 
     def quantile(self, q: float) -> float | None:
         """So long or shorter is the share `q` of the holes; None: longer than any that has ended, so nobody knows."""
-        low, high = 0, len(self.ended)
-        while low < high:
-            middle = (low + high) // 2
-            if self.survival.at(self.ended[middle]) <= 1.0 - q + 1e-12:
-                high = middle
-            else:
-                low = middle + 1
-        return self.ended[low] if low < len(self.ended) else None
+        return next((length for length, share in self._survival if share <= 1.0 - q + 1e-12), None)
 
     @cached_property
     def idle_s(self) -> float:

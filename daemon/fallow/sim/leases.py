@@ -10,7 +10,7 @@ from fallow.core.allowance import Limits, horizon_s
 from fallow.core.backoff import Asker
 from fallow.core.learner import Learner
 from fallow.core.neighbourhood import END_S, LEAVE_S
-from fallow.core.requests import Ask
+from fallow.core.planning.asking import Ask
 from fallow.model import AllocationState, JobInfo
 from fallow.sim.book import Book
 from fallow.sim.costs import SILENT_S
@@ -102,12 +102,10 @@ class Leases:
         self.touched = True
         self._called()
         allocation = self._book.allocations[token]
-        minutes, least = allocation.minutes or self._limits.min_minutes, allocation.least_minutes
         request = Wanted(
             token=token,
             partition=allocation.partition,
-            minutes=minutes,
-            least_minutes=least if least is not None and least < minutes else None,
+            minutes=allocation.minutes or self._limits.min_minutes,
             node=allocation.pinned,
             exclude=frozenset(filter(None, allocation.exclude.split(","))),
             nice=self.nice,

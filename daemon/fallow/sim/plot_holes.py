@@ -67,7 +67,7 @@ def _within(ascending: Sequence[float], least: float, below: float) -> Sequence[
 def _survival(axes: Axes, holes: HoleLengths, edges: Sequence[float]) -> None:
     """Kaplan and Meier's, with the lengths that half and nine in ten do not exceed."""
     grid = [edges[0] * (edges[-1] / edges[0]) ** (number / POINTS) for number in range(POINTS + 1)]
-    axes.step(grid, [holes.survival.at(age) for age in grid], where="post", color=ENDED, linewidth=1.6)
+    axes.step(grid, [holes.longer(age) for age in grid], where="post", color=ENDED, linewidth=1.6)
     for q in (0.5, 0.9):
         if (length := holes.quantile(q)) is not None:
             axes.plot([edges[0], length, length], [1 - q, 1 - q, 0.0], color="#5b6470", linewidth=0.8, linestyle=":")

@@ -306,7 +306,7 @@ class PoolSim:
         for number, job in enumerate(list(self._pending.values())):
             if not self._ideal and number >= looked_at:
                 break
-            needed_s = 60.0 * (job.wanted.least_minutes or job.wanted.minutes)
+            needed_s = 60.0 * job.wanted.minutes
             longest = self._partitions[job.wanted.partition].max_time_s
             if longest is not None and needed_s > longest:
                 self._wait_for(job, "PartitionTimeLimit")
@@ -350,15 +350,8 @@ class PoolSim:
         return end - self.now if self._ideal else math.floor(end / resolution) * resolution - self.now
 
     def _start(self, job: PoolJob, node: int, longest: float | None) -> None:
-        wanted, room_s = job.wanted, self._room_s(node)
-        full_s = min(60.0 * wanted.minutes, math.inf if longest is None else longest)
-        least_s = full_s if wanted.least_minutes is None else min(60.0 * wanted.least_minutes, full_s)
-        if self._ideal:
-            job.limit_s = min(full_s, room_s)
-        elif self.site.scheduler.version <= (22, 5) or math.isinf(room_s):
-            job.limit_s = least_s if self.site.scheduler.version <= (22, 5) else full_s
-        else:
-            job.limit_s = max(least_s, min(full_s, math.floor(room_s / 60.0) * 60.0))
+        full_s = min(60.0 * job.wanted.minutes, math.inf if longest is None else longest)
+        job.limit_s = min(full_s, self._room_s(node)) if self._ideal else full_s
         del self._pending[job.job_id]
         job.state, job.reason, job.node = "RUNNING", "", node
         job.start_at, job.end_at = self.now, self.now + job.limit_s

@@ -179,7 +179,6 @@ class Wanted(Struct, frozen=True, kw_only=True):
     token: str
     partition: str
     minutes: int
-    least_minutes: int | None = None
     node: str = ""
     "empty: any"
     exclude: frozenset[str] = frozenset()

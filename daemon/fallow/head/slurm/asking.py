@@ -19,14 +19,14 @@ from fallow.core.kinds import Kind
 from fallow.core.learner import withdrawn
 from fallow.core.membership import events as ev
 from fallow.core.neighbour import GiveBack, Standing
-from fallow.core.planner import Withdraw, plan
+from fallow.core.planning.asking import Ask, outdated
+from fallow.core.planning.plan import plan
+from fallow.core.planning.withdrawals import Withdraw
 from fallow.core.prices import Prices, WakePrice
-from fallow.core.requests import Ask, outdated
 from fallow.core.reserved import within
-from fallow.core.rules import Demand, HarvestRules, Known
+from fallow.core.rules import Demand, HarvestRules, Known, harvestable
 from fallow.core.sbatch import takes_whole_nodes
 from fallow.core.shared_limits import Reserve, capped, named, yielded
-from fallow.core.sharing import stay_s
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm.demands import demand
 from fallow.head.slurm.gains import gains
@@ -101,8 +101,8 @@ class Asking:
             turn.for_each(wanting, "base job", lambda run: renew_base(turn, run, cluster.at))
         known_nodes = {node.node: node for node in cluster.nodes}
         experience = self._known.experience
-        start_s = experience.wait_s("", cluster.at) + experience.start_s("", cluster.at)
-        known = gains(runs.values(), cluster.at, start_s, stay_s(rules), turn.book.past)
+        start_s = experience.wait_s(cluster.at) + experience.start_s(cluster.at)
+        known = gains(runs.values(), cluster.at, start_s, turn.book.past)
         demands = [
             replace(
                 _tried(runs[name], demand(runs[name], known_nodes, cluster.at, asks=name not in put_off)),
@@ -118,19 +118,18 @@ class Asking:
         sorts = {demand.run: demand.sort for demand in demands}
         if not again:
             self._known.unstarted.look(cluster)
-        aims: dict[str, int] = {}
-        unused: dict[str, str] = {}
         # Nodes of normal priority count under the caps, too.
         left = allowance.beside(rules, allowance.held_or_asked(a for a in live if a.hurried))
-        for wish in plan(cluster, demands, live, left, self._known, aims, standing, unused, again):
-            match wish:
+        found = plan(cluster, demands, live, left, self._known, standing, asks_only=again)
+        for action in found.actions:
+            match action:
                 case Ask() as ask:
                     turn.for_each([runs[ask.run]], "request", partial(_submit, turn, ask))
                 case Withdraw(token, reason):
                     run, allocation = _find(runs, token)
                     if allocation.asked_at is not None:
                         continue
-                    withdrawn(self._known, wish, allocation, sorts, cluster.at)
+                    withdrawn(self._known, action, allocation, sorts, cluster.at)
                     turn.record(run, "withdraw", f"{token} (job {allocation.job_id}): {reason}")
                     turn.cancel(run, allocation, reason)
                 case GiveBack(token, reason, urgent):
@@ -139,9 +138,9 @@ class Asking:
                         give_back(turn, run, allocation, reason)
                     else:
                         turn.release_allocation(run, allocation, reason)
-        self.unused = unused
+        self.unused = dict(found.unused)
         for run in runs.values():
-            run.gain, run.target = known.get(run.id), aims.get(run.id)
+            run.gain, run.target = known.get(run.id), found.targets.get(run.id)
             if run.id not in put_off and not again and not self.stopped:
                 most = 1 if run.failures >= DUDS else min(FEW, rules.max_pending)
                 keep_pace(turn, run, cluster, left_s(run, cluster.at), most, self._known.backoff, rules)
@@ -164,7 +163,7 @@ class Asking:
         """
         live = [a for run in runs.values() for a in run.live_allocations()]
         askers = named(cluster, live, {run.id: run.asker for run in runs.values()})
-        qos = {p.qos for p in self._known.open.of(cluster, rules)} - {""}
+        qos = {p.qos for p in harvestable(cluster, rules)} - {""}
         whole = {run.id for run in runs.values() if takes_whole_nodes(run.spec)}
         waits = yielded(cluster, live, askers)
         kept = self._reserve.room(self.owner, cluster, live, demands, askers, whole, qos)
@@ -338,7 +337,6 @@ def _submit(turn: Turn, wish: Ask, run: Run) -> None:
         AllocationKind.HARVEST,
         partition=wish.partition,
         minutes=wish.minutes,
-        least_minutes=wish.least_minutes,
         pinned=wish.node,
         part=wish.part,
         exclude=_folded(wish.exclude),

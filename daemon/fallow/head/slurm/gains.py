@@ -8,23 +8,19 @@ from itertools import chain, islice
 from fallow.core import fairshare, valuing
 from fallow.core.gain import pooled
 from fallow.core.spans import held
-from fallow.core.valuing import ALIKE, Facts, measured
-from fallow.core.worth import Gain
+from fallow.core.valuing import ALIKE, Facts, Gain, measured
 from fallow.head.state.book import Run
 from fallow.head.state.past import Lesson, Model, Past, lesson_of, project_of
 from fallow.model import AllocationState
 
 
-def gains(
-    all_runs: Iterable[Run], at: float, start_s: float, stay_s: float, past: Past | None = None
-) -> dict[str, Gain]:
+def gains(all_runs: Iterable[Run], at: float, start_s: float, past: Past | None = None) -> dict[str, Gain]:
     """Gain of every run that has not ended.
 
     Args:
         all_runs: ended ones too: runs of the same script learn from each other.
         at: Unix time.
         start_s: from the request for a node until it trains, as a rule.
-        stay_s: for so long nodes stay.
         past: runs that are not among them any more.
     """
     past = past or Past()
@@ -51,7 +47,7 @@ def gains(
             ordered[model] = sorted([*alike.get(model, []), *past.like(model)], key=_created_at, reverse=True)
         known.append(_facts(run, _teachers(run, ordered[model]), at))
     weights = valuing.weights(known, _use(live, runs, past, at))
-    return {each.run: valuing.gain(each, weights[each.run], at, start_s, stay_s) for each in known}
+    return {each.run: valuing.gain(each, weights[each.run], at, start_s) for each in known}
 
 
 def _created_at(lesson: Lesson) -> float:
@@ -88,7 +84,6 @@ def _facts(run: Run, others: list[Lesson], at: float) -> Facts:
         pause_s=run.longest_pause_s(),
         weight=spec.weight,
         project=project_of(run),
-        paid=spec.budget_node_hours is not None,
         created_at=spec.created_at,
         deadline_at=spec.deadline_at,
         total_steps=0 if spec.deadline_at is None else _total_steps(run),

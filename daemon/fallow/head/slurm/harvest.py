@@ -84,8 +84,6 @@ class Harvest:
         """Take in one poll, then plan. `site` is None as long as Slurm has not told its configuration."""
         cluster = as_for_us(cluster, site, self._config.harvest.qos)
         self.cluster, self._site = cluster, site
-        if site is not None:
-            self._learning.known.experience.runs(site.slurm_version)
         take_in(turn, cluster, horizon_s=horizon_s(self._config.slurm.poll_interval_s))
         with turn.apart("ends of jobs"):
             settled = follow_jobs(turn, cluster)

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Asker
-from fallow.core.planner import plan
-from fallow.core.requests import Ask
+from fallow.core.planning.asking import Ask
+from fallow.core.planning.plan import plan
 from fallow.core.reserved import within
 from fallow.core.rules import Demand, HarvestRules, Known, harvestable, holes_of
 from fallow.head.slurm.demands import kind_of
@@ -52,7 +52,7 @@ def look(
         kind=kind_of(spec, []),
         asker=Asker.of(spec, ordered),
     )
-    holes = holes_of(cluster, partitions, live, rules, known)
+    holes = holes_of(cluster, partitions, live, rules)
     asks = _asks(cluster, demand, live, rules, known)
     all_asks = _asks(cluster, demand, live, replace(rules, max_pending=UNBOUNDED, max_waiting=UNBOUNDED), known)
     return Prospect(
@@ -71,8 +71,8 @@ def look(
 def _asks(
     cluster: ClusterState, demand: Demand, live: Sequence[Allocation], rules: HarvestRules, known: Known
 ) -> list[Ask]:
-    wishes = plan(cluster, [demand], list(live), replace(rules, ahead=0), known)
-    return [wish for wish in wishes if isinstance(wish, Ask) and wish.run == demand.run]
+    found = plan(cluster, [demand], live, replace(rules, ahead=0), known)
+    return [ask for ask in found.asks if ask.run == demand.run]
 
 
 def _notes(spec: RunSpec, rules: HarvestRules, allowed: Sequence[str], cluster: ClusterState) -> list[str]:

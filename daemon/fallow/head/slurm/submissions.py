@@ -45,7 +45,6 @@ def job_request(config: Config, state: str, run: Run, allocation: Allocation, lo
             qos="" if allocation.hurried else run.asker.qos,
             account="" if allocation.hurried else run.asker.account,
             barred=[*run.shunned, *filter(None, [allocation.exclude])],
-            least_minutes=allocation.least_minutes,
             node=allocation.pinned,
             part=allocation.part,
             hurried=allocation.hurried,

@@ -31,7 +31,7 @@ from fallow.core.saving import Saving
 from fallow.core.slow_links import SlowLinks
 from fallow.core.tokens import new_token
 from fallow.core.usage import Tally
-from fallow.core.worth import Gain
+from fallow.core.valuing import Gain
 from fallow.files import Paths, private_dir, unwritable, write_private, write_struct
 from fallow.head.state.past import Past, lesson_of
 from fallow.head.state.pruned import NOTE, PrunedRuns

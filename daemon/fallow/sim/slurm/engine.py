@@ -131,7 +131,6 @@ class SlurmSim:
             priority=max(1, self._priority(0) - request.nice),
             serial=self._serial,
             limit_s=request.minutes * MINUTE_S,
-            least_s=self._least(request),
             required=required,
             excluded=excluded,
             ours=True,
@@ -241,11 +240,6 @@ class SlurmSim:
         if given:
             return given
         return FIRST_PRIORITY - self._serial if self._last_priority is None else self._last_priority
-
-    def _least(self, request: Wanted) -> float | None:
-        if request.least_minutes is None or request.least_minutes >= request.minutes:
-            return None
-        return request.least_minutes * MINUTE_S
 
     def _named(self, name: str) -> int:
         return 1 << self._cluster.index[name] if name in self._cluster.index else 0

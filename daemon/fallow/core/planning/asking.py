@@ -1,0 +1,267 @@
+"""How nodes are asked for: one-node jobs whose time limit fits the hole, on nodes that the run can use. Pure.
+
+A request says how long (`--time`), of which kind and in which partition. Slurm chooses the node, for it knows what has
+changed since the poll. Only idle GPUs of a shared node are asked for by the node's name: no other has that shape.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from functools import cached_property
+
+from fallow.core.allocations import Allocation
+from fallow.core.holes import CLOSED, Hole, Part, is_idle, planned_ends, waits
+from fallow.core.kinds import Kind
+from fallow.core.planning.offers import Caps, Offer, Reach
+from fallow.core.planning.share import Party, Supply
+from fallow.core.rules import Demand, HarvestRules, Known, sleeping_nodes
+from fallow.core.time_limits import time_limit
+from fallow.core.unstarted import Sort
+from fallow.core.waiting import nodes_for
+from fallow.model import ClusterState, PartitionInfo
+from fallow.text import counted
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    run: str
+    partition: str
+    minutes: int
+    node: str = ""
+    "node of ours that it takes over when the job there ends; empty: any"
+    part: Part | None = None
+    "GPUs of a shared node; None: a whole node"
+    exclude: tuple[str, ...] = ()
+    "nodes of the partition that are of no use to the run"
+    replaces: str = ""
+    "token of the allocation whose place it takes"
+    ahead: bool = False
+    "there is no idle node for it yet"
+
+
+class Asking:
+    """The requests of one plan: each takes its hole, its room under the caps and its share of the budget.
+
+    Args:
+        cluster, rules, known: as for `plan`.
+        partitions: that may be harvested.
+        offered: idle nodes, best first.
+        taken: nodes of these that requests will take.
+        reach: who can use which.
+        caps: what they leave.
+        budgets: run -> node-seconds that it may still reserve; None: no budget. Changed: each request is charged.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterState,
+        partitions: Sequence[PartitionInfo],
+        offered: Sequence[Offer],
+        taken: Iterable[str],
+        rules: HarvestRules,
+        known: Known,
+        reach: Reach,
+        caps: Caps,
+        budgets: dict[str, float | None],
+    ) -> None:
+        self._cluster, self._rules, self._known = cluster, rules, known
+        self._partitions = {p.partition: p for p in partitions}
+        self._offered, self.taken = offered, set(taken)
+        self._reach, self._caps, self._budgets = reach, caps, budgets
+        self._queues: dict[str, deque[Hole]] = {}
+        "run -> holes that it can use, from the first that was not passed over for good"
+        self._excluded: dict[tuple[Kind, str, bool], tuple[str, ...]] = {}
+        "what `_unsuitable` has found: each request asks for the same"
+        self.reasons: dict[str, str] = {}
+        "node -> why it was not asked for when it was looked at"
+
+    def ask(self, demand: Demand, replaces: str = "") -> Ask | None:
+        """One request more for a run, for the best idle node; None: there is none that it may ask for."""
+        queue = self._queue(demand)
+        while queue:
+            hole = queue[0]
+            if hole.node in self.taken:
+                queue.popleft()
+                continue
+            if why := self._refusal(demand, hole.partition):
+                self.reasons.setdefault(hole.node, why)
+                queue.popleft()
+                continue
+            minutes = None
+            if self._caps.is_full(hole.partition):
+                self.reasons.setdefault(hole.node, self.full(hole.partition))
+            else:
+                minutes = self._minutes(hole, demand)
+            queue.popleft()
+            if minutes is not None:
+                self.taken.add(hole.node)
+                exclude = () if hole.part else self._unsuitable(demand.kind, hole.partition)
+                part = None if hole.part is None else demand.kind.share(hole.part)
+                return self._made(demand, Ask(demand.run, hole.partition, minutes, "", part, exclude, replaces))
+        return None
+
+    def ahead(self, demand: Demand, nodes: Collection[str]) -> Ask | None:
+        """One request that waits for any node that others still have; None: it would be no good.
+
+        Only where Slurm takes nodes back from us for whoever comes a moment later. Args: nodes: that others have.
+        """
+        if not self._caps.may_wait_ahead() or not self._caps.may_wait(demand.asker):
+            return None
+        for name in sorted(self._reach.partitions(demand.sort)):
+            partition = self._partitions[name]
+            if not partition.preempts or self._caps.is_full(name) or not self._has_use_for(demand, partition, nodes):
+                continue
+            minutes = self._minutes(Hole("", name, None), demand)
+            if minutes is not None:
+                exclude = self._unsuitable(demand.kind, name, ahead=True)
+                return self._made(demand, Ask(demand.run, name, minutes, exclude=exclude, ahead=True))
+        return None
+
+    def succeed(self, demand: Demand, leaving: Allocation) -> Ask | None:
+        """The node of an allocation that is about to end, once more: Slurm starts it in the moment the job ends."""
+        partition = self._partitions.get(leaving.partition)
+        if partition is None or len(leaving.nodes) != 1 or leaving.end_at is None:
+            return None
+        if self._refusal(demand, leaving.partition):
+            return None
+        (name,) = leaving.nodes
+        node = self._reach.nodes.get(name)
+        if name in self._wanted or name in demand.barred or node is None or not CLOSED.isdisjoint(node.flags):
+            return None
+        if name in partition.unpreempted and name not in partition.nodes:
+            return None
+        end = planned_ends(self._cluster, {leaving.token}).get(name)
+        length_s = None if end is None else max(0.0, end - leaving.end_at)
+        minutes = self._minutes(Hole(name, leaving.partition, length_s), demand)
+        if minutes is None:
+            return None
+        return self._made(demand, Ask(demand.run, leaving.partition, minutes, name, leaving.part, (), leaving.token))
+
+    def supply(self, demands: Sequence[Demand]) -> Supply:
+        """Idle nodes that nobody has asked for, by the runs that can use them."""
+        users: dict[str, frozenset[Sort]] = {}
+        for hole, able in self._offered:
+            if able and hole.node not in self.taken and not self._caps.is_full(hole.partition):
+                users[hole.node] = users[hole.node] | able if hole.node in users else able
+        runs = {some: frozenset(d.run for d in demands if d.sort in some) for some in set(users.values())}
+        return Supply([runs[some] for some in users.values()], self._caps.nodes_left())
+
+    def within_caps(self, parties: Iterable[Party], demands: Mapping[str, Demand]) -> list[Party]:
+        """The runs with room for no more nodes than may be held where they may ask."""
+        places = {p.run: self._caps.places(self._reach.partitions(demands[p.run].sort)) for p in parties}
+        return [party._replace(room=min(party.room, places[party.run])) for party in parties]
+
+    def full(self, partition: str) -> str:
+        """That no more nodes may be held, in words."""
+        rules = self._rules
+        if not self._caps.nodes_left():
+            return _at_most("", rules.max_nodes, sum(rules.hurried.values()))
+        return _at_most(f" of {partition}", rules.partition_nodes.get(partition), rules.hurried.get(partition, 0))
+
+    def _made(self, demand: Demand, ask: Ask) -> Ask:
+        self._caps.count(demand.asker, ask.partition, pinned=bool(ask.node), ahead=ask.ahead)
+        budget = self._budgets[demand.run]
+        if budget is not None:
+            self._budgets[demand.run] = budget - 60.0 * ask.minutes
+        return ask
+
+    def _refusal(self, demand: Demand, partition: str) -> str:
+        """Why the run may make no request there now; empty: it may."""
+        if not self._caps.requests_left(partition):
+            return f"too many requests: {self._caps.waiting} wait already, as many as may at once"
+        if not self._caps.may_wait(demand.asker):
+            return f"limited: there may be no room for more by {demand.asker} than waits already"
+        return ""
+
+    def _queue(self, demand: Demand) -> deque[Hole]:
+        if demand.run not in self._queues:
+            usable = [offer.hole for offer in self._offered if demand.sort in offer.users]
+            for hole in usable:
+                if hole.node in demand.barred:
+                    self.reasons.setdefault(hole.node, f"barred: {demand.run} does without it")
+            self._queues[demand.run] = deque(hole for hole in usable if hole.node not in demand.barred)
+        return self._queues[demand.run]
+
+    def _minutes(self, hole: Hole, demand: Demand) -> int | None:
+        below = self._known.backoff.longest(demand.asker, hole.partition, self._cluster.at)
+        partition, budget = self._partitions[hole.partition], self._budgets[demand.run]
+        limit = time_limit(hole, partition, demand, self._rules, budget_node_s=budget, below=below)
+        if limit.minutes is None:
+            self.reasons[hole.node] = limit.why
+        return limit.minutes
+
+    # -- which nodes ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _wanted(self) -> frozenset[str]:
+        """Nodes that others wait for, or might."""
+        return nodes_for(self._cluster, [job for job in self._cluster.jobs if waits(job)])
+
+    def _has_use_for(self, demand: Demand, partition: PartitionInfo, names: Collection[str]) -> bool:
+        """Is there a node of these in it that Slurm would take back from us and that the run can use?"""
+        for name in partition.nodes:
+            node = self._reach.nodes.get(name) if name in names else None
+            if node is None or node.state not in ("ALLOCATED", "MIXED") or not CLOSED.isdisjoint(node.flags):
+                continue
+            if name not in partition.unpreempted and name not in demand.barred and demand.kind.suits(node):
+                return True
+        return False
+
+    def _unsuitable(self, kind: Kind, partition: str, ahead: bool = False) -> tuple[str, ...]:
+        """Nodes of a partition that a request for this kind must not be given."""
+        key = kind, partition, ahead
+        if key not in self._excluded:
+            self._excluded[key] = tuple(sorted(self._unsuitable_nodes(kind, partition, ahead=ahead)))
+        return self._excluded[key]
+
+    def _unsuitable_nodes(self, kind: Kind, partition: str, *, ahead: bool) -> frozenset[str]:
+        known = self._partitions[partition]
+        nodes = [self._reach.nodes[name] for name in known.nodes if name in self._reach.nodes]
+        closed = known.unpreempted if ahead else known.unpreempted.difference(known.nodes)
+        closed |= sleeping_nodes(nodes, partition, self._rules)
+        told = _told(kind)
+        if told != Kind():
+            closed |= {node.node for node in nodes if not told.suits(node)}
+        return closed
+
+
+def _told(kind: Kind) -> Kind:
+    """What only the names of nodes can tell Slurm of a kind; sbatch is told the rest (constraint, GPUs)."""
+    return Kind(arch=kind.arch, alike=kind.alike, reservation=kind.reservation)
+
+
+def outdated(
+    allocation: Allocation, excluded: AbstractSet[str], kind: Kind, cluster: ClusterState, rules: HarvestRules
+) -> str:
+    """Say why a request that waits for any node of its partition had better be made anew; empty: it may wait on.
+
+    Args:
+        allocation: the request.
+        excluded: nodes that it must not be given.
+        kind: of nodes that its run can use.
+        cluster: one poll.
+        rules: what is allowed.
+    """
+    partition = next((p for p in cluster.partitions if p.partition == allocation.partition), None)
+    if partition is None or allocation.part is not None or allocation.pinned or allocation.is_booting:
+        return ""
+    members = frozenset(partition.nodes)
+    nodes = [node for node in cluster.nodes if node.node in members]
+    asleep = sleeping_nodes(nodes, partition.partition, rules)
+    if would_wake := sorted(asleep - excluded):
+        return f"Slurm might wake {would_wake[0]} for it"
+    if not excluded:
+        return ""
+    told, closed = _told(kind), partition.unpreempted
+    back = (n.node for n in nodes if n.node in excluded and n.node not in closed and is_idle(n) and told.suits(n))
+    woken = next(back, "")
+    return f"{woken} is awake and idle, and it leaves out that node" if woken else ""
+
+
+def _at_most(where: str, most: int | None, hurried: int) -> str:
+    """That no more nodes may be held. Args: most: that may, beside the `hurried` ones of normal priority."""
+    besides = f" besides {hurried} of normal priority" if hurried else ""
+    return f"limited: {counted(most or 0, 'node')}{where} may be held at most{besides}"

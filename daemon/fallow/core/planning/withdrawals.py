@@ -1,0 +1,159 @@
+"""Which requests have lost their point, and which nodes their administrators want back. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fallow.core.allocations import Allocation
+from fallow.core.backoff import Scope, scope_of
+from fallow.core.holes import CLOSED, WANTED_BACK, Hole, Part, idle_gpus
+from fallow.core.neighbour import GiveBack, Standing
+from fallow.core.planning.offers import Reach
+from fallow.core.rules import HarvestRules, Known
+from fallow.core.unstarted import LEAST_S, Sort
+from fallow.model import AllocationState, ClusterState, NodeInfo, PartitionInfo
+
+NOTICE_S = 60.0
+"""Nodes are left so long before a reservation, besides the usual margin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Cancel a request that is still pending."""
+
+    token: str
+    reason: str
+    too_long: bool = False
+    "a shorter one might have started"
+    declined: tuple[str, ...] = ()
+    "idle nodes on which it could have started long ago"
+
+
+def wanted_back(cluster: ClusterState, harvest: Iterable[Allocation], rules: HarvestRules) -> list[GiveBack]:
+    """Nodes that their administrators want: drained ones and the like, and those of a reservation that is about to
+    begin."""
+    wanted = {node.node: WANTED_BACK[flag] for node in cluster.nodes for flag in node.flags if flag in WANTED_BACK}
+    soon = cluster.at + rules.margin_s + NOTICE_S
+    coming = [r for r in cluster.reservations if r.start_at < soon and r.end_at > cluster.at and not r.own]
+    reserved = {node: f"is reserved: {reservation.reservation}" for reservation in coming for node in reservation.nodes}
+    wanted = reserved | wanted
+    running = (allocation for allocation in harvest if allocation.state is AllocationState.RUNNING)
+    found = ((a.token, next((node for node in a.nodes if node in wanted), "")) for a in running)
+    return [GiveBack(token, f"{node} {wanted[node]}") for token, node in found if node]
+
+
+def passed_over(
+    cluster: ClusterState,
+    pending: Iterable[Allocation],
+    holes: Sequence[Hole],
+    sorts: Mapping[str, Sort],
+    reach: Reach,
+    known: Known,
+    standing: Standing,
+    rules: HarvestRules,
+) -> dict[str, tuple[str, ...]]:
+    """Token of a request -> idle nodes beside which it has waited for too long: Slurm does not start it there.
+
+    A request is taken back for each such node, for the others may wait for better ones. Where others' jobs wait, Slurm
+    may take its time.
+    """
+    contested = {node for p in cluster.partitions if p.partition in standing.wanted for node in p.nodes}
+    least_s = max(LEAST_S, rules.start_patience_s, 4 * known.experience.wait_s(cluster.at))
+    found: dict[str, tuple[str, ...]] = {}
+    taken: set[str] = set()
+    for allocation in sorted(pending, key=lambda a: (a.requested_at, a.token)):
+        waited_s, sort = cluster.at - allocation.waits_since, sorts.get(allocation.run)
+        waits = allocation.state is AllocationState.PENDING and not allocation.pinned and waited_s > least_s
+        if not waits or sort is None:
+            continue
+        nodes = []
+        for hole in holes:
+            if hole.partition != allocation.partition or not hole.sure or not _has(hole.part, allocation.part):
+                continue
+            patience_s = rules.pending_patience_s if hole.node in contested else least_s
+            is_old = min(waited_s, known.unstarted.idle_s(hole.node, cluster.at)) > patience_s
+            lasts = hole.length_s is None or hole.length_s >= 60.0 * (allocation.minutes or 0) + rules.slack_s
+            if is_old and lasts and reach.takes(sort, hole):
+                nodes.append(hole.node)
+        fresh = [node for node in nodes if node not in taken]
+        if fresh:
+            taken.add(fresh[0])
+            found[allocation.token] = tuple(nodes)
+    return found
+
+
+def withdrawals(
+    cluster: ClusterState,
+    pending: Sequence[Allocation],
+    too_many: Mapping[str, int],
+    standing: Standing,
+    rules: HarvestRules,
+    partitions: Iterable[PartitionInfo],
+    unsure: Collection[str],
+    declined: Mapping[str, tuple[str, ...]],
+) -> list[Withdraw]:
+    """Requests that have lost their point.
+
+    Args:
+        cluster, standing, rules: as for `plan`.
+        pending: requests.
+        too_many: run -> so many of them.
+        partitions: that may be harvested.
+        unsure: partitions with nodes that have been idle for long and that somebody may want soon.
+        declined: as `passed_over` found.
+    """
+    nodes = {node.node: node for node in cluster.nodes} if pending else {}
+    # A request that waits for what others leave may do so for as long as it takes: it gives way to any other.
+    surplus, lasting = dict(too_many), {p.partition for p in partitions if p.preempts and rules.ahead}
+    found: list[Withdraw] = []
+    for allocation in sorted(pending, key=lambda a: a.requested_at):
+        token, waited_s, part = allocation.token, cluster.at - allocation.waits_since, allocation.part
+        pinned = nodes.get(allocation.pinned)
+        lasts = allocation.ahead and allocation.state is AllocationState.PENDING and allocation.partition in lasting
+        # A successor takes the place of a node that is counted still.
+        if surplus.get(allocation.run, 0) > 0 and not allocation.pinned:
+            surplus[allocation.run] -= 1
+            found.append(Withdraw(token, "the run no longer needs it"))
+        elif waited_s > rules.pending_patience_s and not lasts:
+            what = "it was not submitted" if allocation.queued else "Slurm did not start it"
+            reason = f"{what} within {rules.pending_patience_s:.0f} s"
+            found.append(Withdraw(token, reason, declined=declined.get(token, ())))
+        elif token in standing.compete:
+            found.append(Withdraw(token, "somebody else waits for the same nodes"))
+        elif _is_hopeless(allocation):
+            found.append(Withdraw(token, f"Slurm will not start it soon: {allocation.reason}"))
+        elif part is not None and not allocation.pinned and _idle_gpus(nodes, part) < part.gpus:
+            found.append(Withdraw(token, f"the GPUs of {part.node} are taken"))
+        elif pinned is not None and not CLOSED.isdisjoint(pinned.flags):
+            found.append(Withdraw(token, f"{allocation.pinned} takes no job any more"))
+        elif allocation.pinned and allocation.partition in standing.wanted:
+            found.append(Withdraw(token, "somebody else waits, and might have the node"))
+        elif token in declined:
+            idle = declined[token]
+            reason = f"Slurm did not start it within {waited_s:.0f} s, with {', '.join(idle[:3])} idle"
+            found.append(Withdraw(token, reason, declined=idle))
+        elif allocation.queued or allocation.pinned:
+            continue
+        elif waited_s > rules.start_patience_s and allocation.partition in unsure:
+            found.append(Withdraw(token, f"{allocation.minutes} min do not fit", too_long=True))
+    return found
+
+
+def _has(idle: Part | None, wanted: Part | None) -> bool:
+    """Does a hole have what a request asks for: both a whole node, or enough GPUs of one type on one node?"""
+    if wanted is None or idle is None:
+        return wanted is None and idle is None
+    return (wanted.node, wanted.gpu_type) == (idle.node, idle.gpu_type) and wanted.gpus <= idle.gpus
+
+
+def _idle_gpus(nodes: Mapping[str, NodeInfo], part: Part) -> int:
+    node = nodes.get(part.node)
+    return 0 if node is None else idle_gpus(node).get(part.gpu_type, 0)
+
+
+def _is_hopeless(allocation: Allocation) -> bool:
+    """It waits for something that idle nodes do not mend."""
+    scope = scope_of(allocation.reason)
+    # A successor waits for a node that is in use, which has more than one name (Resources, ReqNodeNotAvail).
+    return scope is Scope.OWNER if allocation.pinned else scope is not Scope.NOTHING
