@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fallow.config import Membership
 from fallow.core.holes import Hole
-from fallow.core.neighbour import Standing
+from fallow.core.neighbour.needs import Standing
 from fallow.core.planner import withdraw
 from fallow.core.rules import HarvestRules
 from fallow.head.loop.turn import Turn

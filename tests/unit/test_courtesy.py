@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from fallow.config import Config
 from fallow.core import checks
 from fallow.core.checks import Level
-from fallow.core.courtesy import MAX_NICE, Visibility, needed_nice, nice_for, refusals
-from fallow.core.delays import Delays
-from fallow.core.polling import WATCHFUL_S
+from fallow.core.neighbour.delays import Delays
+from fallow.core.neighbour.permission import MAX_NICE, Visibility, needed_nice, nice_for, refusals
+from fallow.core.neighbour.polling import WATCHFUL_S
 from fallow.model import ClusterConfig, ClusterState, DelayReport, FallowError, JobInfo, NodeInfo, PartitionInfo
 from fallow.slurm import parse
 from fallow.slurm.cli import CliClient
@@ -206,7 +206,7 @@ def test_a_job_that_was_put_back_has_not_started(state: str) -> None:
 
 
 def test_all_delays_count_and_the_longest_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fallow.core.delays.KEPT", 100)
+    monkeypatch.setattr("fallow.core.neighbour.delays.KEPT", 100)
     delays, waits = Delays(), [100.0, *(1.0 + number % 20 for number in range(299))]
     for number, wait in enumerate(waits):
         at, name = NOW + 1000.0 * number, str(number)

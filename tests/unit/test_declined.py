@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fallow.core.declined import AGAIN, CYCLE_S, CYCLES, FEW, Declined
-from fallow.core.neighbour import Standing, assess
+from fallow.core.neighbour.declined import AGAIN, CYCLE_S, CYCLES, FEW, Declined
+from fallow.core.neighbour.needs import Standing, assess
 from fallow.model import ClusterConfig, ClusterState, JobInfo, NodeInfo, PartitionInfo
 
 NOW = 1_000_000.0

@@ -8,7 +8,7 @@ from unittest.mock import patch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fallow.core.fit import Packing, Part, Place, Share, _Group
+from fallow.core.neighbour.fit import Packing, Part, Place, Share, _Group
 
 WHOLE = Share(whole=True)
 NODES = [f"n{i}" for i in range(7)]

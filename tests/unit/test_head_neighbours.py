@@ -11,8 +11,8 @@ from fallow.config import Config, Membership, Slurm
 from fallow.config import Harvest as HarvestSection
 from fallow.core.allocations import Agent, Allocation
 from fallow.core.membership import events as ev
+from fallow.core.neighbour.room import whole_nodes
 from fallow.core.protocol.agents import EndAgent
-from fallow.core.room import whole_nodes
 from fallow.files import write_private
 from fallow.head.deadlines import Deadlines
 from fallow.head.loop.turn import Turn

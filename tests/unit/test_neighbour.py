@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fallow.core.allocations import Allocation
-from fallow.core.constraint import alternatives
-from fallow.core.fit import Packing
 from fallow.core.holes import waits as is_waiting
-from fallow.core.neighbour import Standing, assess, preempts_again_s
-from fallow.core.neighbourhood import Manners, Neighbourhood
+from fallow.core.neighbour.constraint import alternatives
+from fallow.core.neighbour.fit import Packing
+from fallow.core.neighbour.needs import Standing, assess, preempts_again_s
+from fallow.core.neighbour.waiting import LOOKED_AT, array_elements, looked_at, others_waiting
+from fallow.core.neighbour.watch import Manners, Neighbourhood
 from fallow.core.sbatch import harvest_options
 from fallow.core.tokens import new_token
-from fallow.core.waiting import LOOKED_AT, array_elements, looked_at, others_waiting
 from fallow.model import (
     AllocationKind,
     AllocationState,
@@ -127,7 +127,7 @@ def test_only_nodes_that_somebody_waits_for_are_looked_at() -> None:
         PartitionInfo(partition="p", nodes=[n.node for n in FOUR]),
         PartitionInfo(partition="q", nodes=[n.node for n in there[4:]]),
     ]
-    with patch("fallow.core.neighbour.Packing", wraps=Packing) as packing:
+    with patch("fallow.core.neighbour.needs.Packing", wraps=Packing) as packing:
         found = standing(there, [waits("1", 2)], [*THREE, held("q7", partition="q")], partitions=partitions)
     assert given_back(found) == ["n3"]
     (places,) = packing.call_args.args

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from fallow.core import lookout
 from fallow.core.allocations import Allocation
-from fallow.core.lookout import Lookout, same_until
-from fallow.core.neighbour import assess
-from fallow.core.neighbourhood import Manners, Neighbourhood
+from fallow.core.neighbour import lookout
+from fallow.core.neighbour.lookout import Lookout, same_until
+from fallow.core.neighbour.needs import assess
+from fallow.core.neighbour.waiting import nodes_for
+from fallow.core.neighbour.watch import Manners, Neighbourhood
 from fallow.core.states import ON_NODES
-from fallow.core.waiting import nodes_for
 from fallow.model import (
     AllocationKind,
     AllocationState,

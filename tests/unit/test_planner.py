@@ -13,7 +13,7 @@ from fallow.core import allowance
 from fallow.core.allocations import Agent, Allocation, observe, preempted_until
 from fallow.core.experience import Experience
 from fallow.core.holes import Hole, find_holes, planned_ends
-from fallow.core.neighbour import GiveBack, Standing
+from fallow.core.neighbour.needs import GiveBack, Standing
 from fallow.core.planner import Rest, Withdraw, plan, withdraw
 from fallow.core.requests import Ask
 from fallow.core.rules import Demand, HarvestRules, Known, harvestable

@@ -20,7 +20,7 @@ from fallow.core.experience import Experience, HoleWatch
 from fallow.core.holes import Part, find_holes, planned_ends
 from fallow.core.kinds import Kind, likeness, may_use
 from fallow.core.learner import Learner
-from fallow.core.neighbour import GiveBack
+from fallow.core.neighbour.needs import GiveBack
 from fallow.core.planner import Wish, Withdraw, plan
 from fallow.core.requests import Ask, Requests
 from fallow.core.rules import Demand, HarvestRules, Known, Open, harvestable

@@ -15,7 +15,7 @@ from fallow.core.allocations import Allocation
 from fallow.core.backoff import Asker
 from fallow.core.gain import Curve, fit
 from fallow.core.kinds import Kind
-from fallow.core.neighbour import GiveBack
+from fallow.core.neighbour.needs import GiveBack
 from fallow.core.planner import Wish, Withdraw, plan
 from fallow.core.requests import Ask
 from fallow.core.rules import Demand, HarvestRules, Known

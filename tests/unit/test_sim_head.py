@@ -13,10 +13,10 @@ from fallow.config import Config, Harvest, Slurm
 from fallow.core.allocations import Allocation
 from fallow.core.allowance import Limits
 from fallow.core.experience import FRESH_S
-from fallow.core.neighbour import Standing
-from fallow.core.neighbourhood import LEAVE_S
+from fallow.core.neighbour.needs import Standing
+from fallow.core.neighbour.polling import WATCHFUL_S
+from fallow.core.neighbour.watch import LEAVE_S
 from fallow.core.planner import Rest
-from fallow.core.polling import WATCHFUL_S
 from fallow.core.rules import HarvestRules, Known
 from fallow.model import (
     AllocationKind,

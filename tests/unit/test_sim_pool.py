@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from fallow.core.allocations import Allocation
 from fallow.core.holes import find_holes
-from fallow.core.neighbour import assess
-from fallow.core.preemption import as_for_us
+from fallow.core.neighbour.needs import assess
+from fallow.core.neighbour.preemption import as_for_us
 from fallow.model import AllocationKind, AllocationState, JobInfo
 from fallow.sim.pool import PoolSim
 from fallow.sim.traces.sites import Profile, harvested, made_up

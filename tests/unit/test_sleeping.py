@@ -7,7 +7,7 @@ import pytest
 from fallow.core.allocations import Allocation, observe
 from fallow.core.holes import find_holes
 from fallow.core.kinds import Kind
-from fallow.core.neighbour import assess
+from fallow.core.neighbour.needs import assess
 from fallow.core.planner import Wish, plan
 from fallow.core.prices import Prices, WakePrice
 from fallow.core.requests import Ask, outdated

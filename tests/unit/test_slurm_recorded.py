@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fallow.core.waiting import others_waiting
+from fallow.core.neighbour.waiting import others_waiting
 from fallow.model import ClusterState, JobInfo, NodeInfo, PartitionInfo
 from fallow.slurm import parse
 

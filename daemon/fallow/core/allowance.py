@@ -10,11 +10,11 @@ from msgspec.structs import replace
 
 from fallow.core.allocations import WAITING, Allocation
 from fallow.core.experience import Experience
+from fallow.core.neighbour.room import whole_nodes
+from fallow.core.neighbour.waiting import LOOKED_AT
 from fallow.core.parameters import numbers
 from fallow.core.prices import WakePrice
-from fallow.core.room import whole_nodes
 from fallow.core.rules import HarvestRules
-from fallow.core.waiting import LOOKED_AT
 from fallow.model import AllocationKind, ClusterConfig
 
 AHEAD = 2

@@ -11,7 +11,7 @@ from math import inf
 
 import msgspec
 
-from fallow.core.waiting import is_ours, nodes_for, picks_up, wants_nodes
+from fallow.core.neighbour.waiting import is_ours, nodes_for, picks_up, wants_nodes
 from fallow.model import ClusterState, JobInfo, NodeInfo, PartitionInfo
 
 SLEEPING = frozenset(("POWERED_DOWN", "POWERING_DOWN", "POWERING_UP", "POWER_DOWN", "POWER_UP"))

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from fallow.core.allocations import LIVE, WAITING, Allocation
 from fallow.core.backoff import Scope, scope_of
 from fallow.core.holes import CLOSED, WANTED_BACK, Hole, Part, find_coming, idle_gpus, idle_nodes
-from fallow.core.neighbour import GiveBack, Standing, assess
+from fallow.core.neighbour.needs import GiveBack, Standing, assess
 from fallow.core.reach import Reach
 from fallow.core.requests import Ask, Requests
 from fallow.core.rules import (

@@ -19,10 +19,10 @@ from fallow.core.backoff import Asker
 from fallow.core.holes import CLOSED, Hole, Part, is_idle, planned_ends, waits
 from fallow.core.kinds import Kind
 from fallow.core.limits import Limit, Limits
+from fallow.core.neighbour.waiting import nodes_for
 from fallow.core.reach import Reach
 from fallow.core.rules import Demand, HarvestRules, Known, may_take, sleeping_nodes
 from fallow.core.unstarted import Sort
-from fallow.core.waiting import nodes_for
 from fallow.model import ClusterState, PartitionInfo
 from fallow.text import counted
 

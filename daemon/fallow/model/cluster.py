@@ -101,7 +101,7 @@ class PartitionInfo(Struct, frozen=True, kw_only=True):
     default: bool = False
     priority_tier: int = 1
     preempt_mode: str = "OFF"
-    "in capitals, of this partition's jobs: OFF, CANCEL, REQUEUE, SUSPEND; whether anybody may: `core.preemption`"
+    "in capitals, of this partition's jobs: OFF, CANCEL, REQUEUE, SUSPEND (`core.neighbour.preemption`)"
     grace_s: float = 0.0
     preempted_by: list[str] | None = None
     "QOS whose jobs may preempt ours, if they alone decide; None: the tiers do"

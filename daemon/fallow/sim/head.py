@@ -12,14 +12,15 @@ from math import inf
 
 from msgspec import structs
 
-from fallow.core import allowance, polling
+from fallow.core import allowance
 from fallow.core.allocations import Allocation
 from fallow.core.allowance import Limits
 from fallow.core.learner import Learner, withdrawn
-from fallow.core.neighbour import GiveBack, Standing
-from fallow.core.neighbourhood import Manners, Neighbourhood
+from fallow.core.neighbour import polling
+from fallow.core.neighbour.needs import GiveBack, Standing
+from fallow.core.neighbour.preemption import as_for_us
+from fallow.core.neighbour.watch import Manners, Neighbourhood
 from fallow.core.planner import Rest, Wish, Withdraw, plan
-from fallow.core.preemption import as_for_us
 from fallow.core.requests import Ask
 from fallow.core.rules import HarvestRules
 from fallow.core.sharing import stay_s
@@ -82,7 +83,7 @@ class VirtualHead:
         self.elided = 0
         "polls that were left out"
         self.cluster: ClusterState | None = None
-        "the last poll, put right (`core.preemption`)"
+        "the last poll, put right (`core.neighbour.preemption`)"
         self.unused: dict[str, str] = {}
         "idle node -> why it is not used, as of the last plan"
         self.learner = Learner()
@@ -277,7 +278,7 @@ class VirtualHead:
             self._wake_at = wake_at(cluster, live, rules, known, standing, self.unused, rest, until)
 
     def _put_right(self, cluster: ClusterState) -> ClusterState:
-        """As `core.preemption` does; what is the same as before has been put right before."""
+        """As `core.neighbour.preemption` does; what is the same as before has been put right before."""
         before = self.cluster
         if before is not None and cluster.partitions == self._partitions:
             return structs.replace(cluster, partitions=before.partitions)

@@ -20,12 +20,12 @@ from fallow.core.allocations import Allocation
 from fallow.core.experience import Experience
 from fallow.core.holes import planned_ends
 from fallow.core.limits import whole_minutes
-from fallow.core.neighbour import Standing
+from fallow.core.neighbour.needs import Standing
+from fallow.core.neighbour.waiting import nodes_for
 from fallow.core.planner import NOTICE_S, Rest, is_leaving
 from fallow.core.rules import HarvestRules, Known
 from fallow.core.sharing import next_s
 from fallow.core.states import ENDED_STATES, ON_NODES
-from fallow.core.waiting import nodes_for
 from fallow.model import AllocationState, ClusterState, JobInfo, NodeInfo
 
 CHANGING_S, AT_MOST_S = 60.0, 600.0

@@ -18,7 +18,7 @@ from fallow.core.duds import DUDS, Duds, put_off_s
 from fallow.core.kinds import Kind
 from fallow.core.learner import withdrawn
 from fallow.core.membership import events as ev
-from fallow.core.neighbour import GiveBack, Standing
+from fallow.core.neighbour.needs import GiveBack, Standing
 from fallow.core.planner import Withdraw, plan
 from fallow.core.prices import Prices, WakePrice
 from fallow.core.requests import Ask, outdated

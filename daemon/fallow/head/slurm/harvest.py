@@ -10,9 +10,9 @@ from fallow.config import Config
 from fallow.core.allocations import Allocation, send
 from fallow.core.allowance import horizon_s
 from fallow.core.kinds import may_use
-from fallow.core.neighbour import Standing
-from fallow.core.polling import interval_s, longest_interval_s
-from fallow.core.preemption import as_for_us
+from fallow.core.neighbour.needs import Standing
+from fallow.core.neighbour.polling import interval_s, longest_interval_s
+from fallow.core.neighbour.preemption import as_for_us
 from fallow.core.rules import harvestable
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm import accounts, cancelled, orphans, submissions
@@ -50,7 +50,7 @@ class Harvest:
         self.neighbours = Neighbours(config)
         self._site: ClusterConfig | None = None
         self.cluster: ClusterState | None = None
-        "the last poll, put right (`core.preemption`)"
+        "the last poll, put right (`core.neighbour.preemption`)"
         self._standing = Standing()
         "what others' jobs needed of us then"
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from fallow.config import Config
-from fallow.core import polling, records
+from fallow.core import records
 from fallow.core.allocations import Allocation
-from fallow.core.delays import Delays
-from fallow.core.neighbour import Standing
-from fallow.core.neighbourhood import END_S, LEAVE_S, Manners, Neighbourhood
+from fallow.core.neighbour import polling
+from fallow.core.neighbour.delays import Delays
+from fallow.core.neighbour.needs import Standing
+from fallow.core.neighbour.watch import END_S, LEAVE_S, Manners, Neighbourhood
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Book, Run
 from fallow.model import AllocationKind, AllocationState, ClusterConfig, ClusterState, DelayReport, Exit

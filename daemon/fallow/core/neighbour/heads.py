@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 
+from fallow.core.neighbour.waiting import picks_up
 from fallow.core.states import ENDING, ON_NODES
-from fallow.core.waiting import picks_up
 from fallow.model import ClusterState
 
 PATIENCE_S = 60.0

@@ -21,13 +21,13 @@ import msgspec
 from msgspec.structs import replace
 
 from fallow.core.allocations import Allocation
-from fallow.core.constraint import alternatives
-from fallow.core.fit import FEW_NODES, Packing, Part, Share
-from fallow.core.room import Room
+from fallow.core.neighbour.constraint import alternatives
+from fallow.core.neighbour.fit import FEW_NODES, Packing, Part, Share
+from fallow.core.neighbour.room import Room
+from fallow.core.neighbour.tiers import Tiers
+from fallow.core.neighbour.waiting import LOOKED_AT, Waiting, foremost, is_ours, others_waiting, picks_up
 from fallow.core.states import ON_NODES
-from fallow.core.tiers import Tiers
 from fallow.core.tokens import PREFIX
-from fallow.core.waiting import LOOKED_AT, Waiting, foremost, is_ours, others_waiting, picks_up
 from fallow.model import AllocationState, ClusterConfig, ClusterState, JobInfo, PartitionInfo
 
 VARIANTS = 16

@@ -12,11 +12,11 @@ from math import inf
 from msgspec.structs import replace
 
 from fallow.core.allocations import Allocation
-from fallow.core.neighbour import PREEMPTS_AGAIN_S, Standing, Terms, needs, who_waits
-from fallow.core.room import COMPLETING_S, OURS_S
+from fallow.core.neighbour.needs import PREEMPTS_AGAIN_S, Standing, Terms, needs, who_waits
+from fallow.core.neighbour.room import COMPLETING_S, OURS_S
+from fallow.core.neighbour.tiers import Tiers
+from fallow.core.neighbour.waiting import LOOKED_AT, Waiting, nodes_for
 from fallow.core.states import ON_NODES
-from fallow.core.tiers import Tiers
-from fallow.core.waiting import LOOKED_AT, Waiting, nodes_for
 from fallow.model import AllocationState, ClusterState
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-from fallow.core.fit import Place
 from fallow.core.holes import CLOSED
+from fallow.core.neighbour.fit import Place
+from fallow.core.neighbour.waiting import is_ours
 from fallow.core.states import ON_NODES
-from fallow.core.waiting import is_ours
 from fallow.model import ClusterConfig, ClusterState, JobInfo, NodeInfo
 
 COMPLETING_S = 15.0

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from fallow.core import courtesy
 from fallow.core.allocations import Allocation
-from fallow.core.declined import Declined
-from fallow.core.delays import DelayedJob, Delays
-from fallow.core.heads import Heads
-from fallow.core.lookout import Lookout, same_until
-from fallow.core.neighbour import Standing, preempts_again_s
-from fallow.core.room import whole_nodes
-from fallow.core.waiting import looked_at
+from fallow.core.neighbour import permission
+from fallow.core.neighbour.declined import Declined
+from fallow.core.neighbour.delays import DelayedJob, Delays
+from fallow.core.neighbour.heads import Heads
+from fallow.core.neighbour.lookout import Lookout, same_until
+from fallow.core.neighbour.needs import Standing, preempts_again_s
+from fallow.core.neighbour.room import whole_nodes
+from fallow.core.neighbour.waiting import looked_at
 from fallow.model import ClusterConfig, ClusterState, PartitionInfo
 
 LEAVE_S = 3.5
@@ -51,7 +51,7 @@ class Neighbourhood:
         self.alert = 0
         "polls that are to come soon, once"
         self._taken_at = 0.0
-        self._visibility = courtesy.Visibility()
+        self._visibility = permission.Visibility()
         self._declined = Declined()
         self._lookout = Lookout()
         self._heads = Heads()
@@ -152,14 +152,14 @@ class Neighbourhood:
         if self._allowed == (cluster.partitions, config, unseen, manners):
             return
         self._allowed = cluster.partitions, config, unseen, manners
-        refused = courtesy.refusals(
+        refused = permission.refusals(
             cluster, config, unseen=unseen, allow_unseen=manners.harvest_unseen, allow_unfair=manners.harvest_unfair
         )
         if not manners.allow_without_preemption:
             # Nobody wants to harvest the others anyway.
-            small = {p.partition for p in cluster.partitions if p.preempts and courtesy.too_small_for(p)}
+            small = {p.partition for p in cluster.partitions if p.preempts and permission.too_small_for(p)}
             refused = {name: why for name, why in refused.items() if name in small}
         if manners.partitions:
             refused = {name: why for name, why in refused.items() if name in manners.partitions}
         self.refused = refused
-        self.nice = courtesy.nice_for(config, manners.nice)
+        self.nice = permission.nice_for(config, manners.nice)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from fallow.core.neighbour.waiting import Waiting
 from fallow.core.parameters import numbers
 from fallow.core.states import ON_NODES
-from fallow.core.waiting import Waiting
 from fallow.model import ClusterConfig, ClusterState, JobInfo, NodeInfo
 
 CYCLES = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from fallow.core.allocations import WAITING, Allocation
-from fallow.core.waiting import Waiting, is_ours
+from fallow.core.neighbour.waiting import Waiting, is_ours
 from fallow.model import ClusterState, PartitionInfo
 
 
