@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from random import Random
 
 import msgspec
 import pytest
@@ -16,7 +15,7 @@ from fallow.core import checks
 from fallow.core.checks import Level
 from fallow.core.neighbour.delays import Delays
 from fallow.core.neighbour.permission import MAX_NICE, Visibility, needed_nice, nice_for, refusals
-from fallow.core.neighbour.polling import WATCHFUL_S
+from fallow.core.neighbour.watch import WATCHFUL_S
 from fallow.model import ClusterConfig, ClusterState, DelayReport, FallowError, JobInfo, NodeInfo, PartitionInfo
 from fallow.slurm import parse
 from fallow.slurm.cli import CliClient
@@ -136,24 +135,6 @@ def test_hidden_jobs_are_noticed_and_forbid_harvesting() -> None:
     seen = cluster([job("1", "RUNNING", nodes=["n1"])])
     assert not watching.look(seen, site())
     assert [watching.look(cluster(), site()) for _ in range(3)] == [False, False, True]
-
-
-def test_polls_that_share_what_has_not_changed_are_seen_as_those_that_do_not() -> None:
-    rng = Random(0)
-    shared, apart = Visibility(), Visibility()
-    nodes: list[NodeInfo] = []
-    jobs: list[JobInfo] = []
-    found: list[bool] = []
-    for _ in range(300):
-        if rng.random() < 0.3:
-            state = rng.choice(["ALLOCATED", "IDLE"])
-            nodes = [NodeInfo(node="n1", state=state), NodeInfo(node="n2", state="MIXED")]
-        if rng.random() < 0.3:
-            jobs = [job(name[1:], "RUNNING", nodes=[name]) for name in ("n1", "n2") if rng.random() < 0.7]
-        poll = ClusterState(at=NOW, nodes=nodes, jobs=jobs, partitions=[])
-        found.append(shared.look(poll, site()))
-        assert found[-1] == apart.look(msgspec.structs.replace(poll, nodes=list(nodes), jobs=list(jobs)), site())
-    assert len(set(found)) == 2
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from fallow.core import allowance
 from fallow.core.allocations import Agent, Allocation, observe, preempted_until
 from fallow.core.experience import Experience
 from fallow.core.holes import Hole, find_holes, planned_ends
-from fallow.core.neighbour.needs import GiveBack, Standing
+from fallow.core.neighbour.needs import ExternalDemand, GiveBack
 from fallow.core.planner import Rest, Withdraw, plan, withdraw
 from fallow.core.requests import Ask
 from fallow.core.rules import Demand, HarvestRules, Known, harvestable
@@ -281,7 +281,7 @@ def test_what_waits_in_our_own_queue_says_nothing_about_lengths_that_start() -> 
     state = cluster([])
 
     def withdrawn() -> list[str]:
-        return [wish.reason for wish in withdraw(state, {}, [waits], Standing(), rules, [unsure])]
+        return [wish.reason for wish in withdraw(state, {}, [waits], ExternalDemand(), rules, [unsure])]
 
     assert withdrawn() == []
     waits.sent_by = waits.requested_at

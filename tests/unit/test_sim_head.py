@@ -7,29 +7,16 @@ from math import inf
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from fallow.config import Config, Harvest, Slurm
-from fallow.core.allocations import Allocation
 from fallow.core.allowance import Limits
-from fallow.core.experience import FRESH_S
-from fallow.core.neighbour.needs import Standing
-from fallow.core.neighbour.polling import WATCHFUL_S
-from fallow.core.neighbour.watch import LEAVE_S
-from fallow.core.planner import Rest
-from fallow.core.rules import HarvestRules, Known
+from fallow.core.neighbour.watch import LEAVE_S, WATCHFUL_S
 from fallow.model import (
-    AllocationKind,
     AllocationState,
     ClusterConfig,
-    ClusterState,
-    JobInfo,
-    NodeInfo,
-    PartitionInfo,
     ReservationInfo,
 )
 from fallow.sim.head import ANSWER_S, VirtualHead
-from fallow.sim.quiet import Shown, renewable, same, wake_at
 from fallow.sim.requests_queue import RequestsQueue
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.types import POLL_REQUESTS, JobPart, RunPlan, Scheduler, SimJob, SimNode, Site, Wanted
@@ -159,21 +146,17 @@ def test_it_asks_for_and_cancels_what_the_real_head_does(
     assert len(ours.submitted) > 20 and ours.cancelled and head.elided == 0
 
 
-def test_what_follows_from_every_poll_follows_from_those_that_are_taken_in() -> None:
-    """Renewals, ends of holes and others' jobs are seen in time, and most polls are left out."""
+def test_polls_that_show_the_same_are_left_out_and_what_follows_from_time_comes_little_later() -> None:
     until_s, nodes = 4 * 3600.0, 12
     plans = [run_plan("r0", 12)]
     others = arrivals(3, until_s, nodes, 900.0)
     all_of_them, every, _ = played(plans, others, nodes, until_s, elide=False)
     some, head, _ = played(plans, others, nodes, until_s)
-    assert some.submitted == all_of_them.submitted
-    assert some.cancelled == all_of_them.cancelled
-    assert len(some.submitted) > 30
-    polls = until_s / 30.0
-    assert every.elided == 0 and head.elided > 0.3 * polls
-    assert head.calls == every.calls, "Slurm is asked all the same"
-    spells = [each.learner.known.experience.spells for each in (head, every)]
-    assert spells[0] == spells[1]
+    assert every.elided == 0 and head.elided > 0.3 * until_s / 30.0
+    assert head.calls == pytest.approx(every.calls, rel=0.02), "Slurm is asked all the same"
+    assert len(some.submitted) == pytest.approx(len(all_of_them.submitted), rel=0.05) and len(some.submitted) > 30
+    same = [one for one, other in zip(some.submitted, all_of_them.submitted, strict=False) if one == other]
+    assert len(same) > 10, "others' jobs and idle nodes are seen at once"
     polls_at = [each.cluster.at for each in (head, every) if each.cluster is not None]
     assert polls_at[0] == polls_at[1], "a run that begins to train is planned for by the last poll, left out or not"
 
@@ -206,7 +189,7 @@ def test_a_node_that_somebody_waits_for_is_given_back_in_time() -> None:
     assert theirs.start_at is not None
     assert theirs.start_at - (BEGIN + 1001.5) < WATCHFUL_S + ANSWER_S + 0.2
     assert runs.unannounced == 0 and runs.members("r0") == 1
-    assert head.neighbourhood.delays.report(cluster.now).jobs == 1
+    assert head.watch.delays.report(cluster.now).jobs == 1
 
 
 class Stuck(ToyRuns):
@@ -272,116 +255,3 @@ def test_submissions_go_one_after_the_other_as_long_as_there_are_tokens() -> Non
 def test_what_nobody_wants_any_more_takes_no_token() -> None:
     unwanted = [f"t{index}" for index in range(40)]
     assert sent(RequestsQueue(60.0, 0.1, BEGIN), 42, unwanted) == [0.1, 0.2]
-
-
-# -- quiet polls ----------------------------------------------------------------------------------------------------
-
-
-RULES = HarvestRules(lead_s=125.0)
-
-
-def wake(
-    allocations: Sequence[Allocation] = (),
-    unused: str = "",
-    known: Known | None = None,
-    rest: Rest | None = None,
-    **more: object,
-) -> float:
-    cluster = ClusterState(at=BEGIN, nodes=[], jobs=[], partitions=[], **more)  # type: ignore[arg-type]
-    reasons = {"n1": unused} if unused else {}
-    return wake_at(cluster, allocations, RULES, known or Known(), Standing(), reasons, rest or Rest()) - BEGIN
-
-
-def ours(state: AllocationState = AllocationState.RUNNING, **more: object) -> Allocation:
-    given = {"start_at": BEGIN - 3600.0, "end_at": BEGIN + 300.0, "job_id": "1", "sent_by": BEGIN - 10.0} | more
-    return Allocation(token="t", run="r", kind=AllocationKind.HARVEST, public_key="", state=state, **given)  # type: ignore[arg-type]
-
-
-def test_polls_are_taken_in_again_when_the_planner_would_decide_otherwise() -> None:
-    assert wake() == 600.0
-    assert wake(unused="not needed: no run wants more nodes") == 600.0
-    assert wake(unused="too short: somebody else has it in 50 s") == 60.0
-    assert wake([ours()]) == 175.0, "it is asked for again"
-    assert wake([ours(start_at=BEGIN - 60.0)]) == 180.0, "never for more than a third of its time"
-    assert wake([ours(asked_at=BEGIN)]) == 0.0, "it is on its way out"
-    late = ours(end_at=BEGIN + 50.0)
-    assert wake([late]) <= 0.0, "it is to be asked for again"
-    assert wake([late, replace(ours(), token="s", replaces="t")]) == 175.0, "it has been"
-    pending = ours(AllocationState.PENDING, start_at=None, end_at=None)
-    assert wake([pending]) == 80.0, "start_patience_s"
-    assert wake([pending], unused="asked for: a request waits for Slurm to start it") == 0.0
-    soon = ReservationInfo(reservation="m", nodes=["n1"], start_at=BEGIN + 200.0, end_at=BEGIN + 500.0)
-    assert wake(reservations=[soon]) == 120.0, "nodes are left a minute and a margin before"
-
-
-def test_polls_are_taken_in_again_when_what_was_learned_changes_with_time() -> None:
-    known = Known()
-    known.experience.starts["p"] = [(BEGIN - 1000.0, 10.0), (BEGIN - 400.0, 10.0)]
-    known.experience.waits["p"] = [(BEGIN - FRESH_S + 300.0, 10.0)]
-    # From one node to the next it takes 1000 s, in half octaves 1024; from 2 ** 10.25 on more.
-    changes_s = 2.0**10.25 - 1000.0
-    assert changes_s - 1.0 <= wake(known=known) <= changes_s
-    del known.experience.starts["p"][1:]
-    assert wake(known=known) == 300.0, "a wait is fresh no more"
-
-
-def test_at_rest_polls_are_looked_at_for_what_slurm_plans_after_our_nodes_alone() -> None:
-    at_rest = Rest(steady=True, lasting={"t"})
-    assert wake([ours()], rest=at_rest) == 600.0
-    pending = ours(AllocationState.PENDING, start_at=None, end_at=None)
-    assert wake([pending], rest=at_rest) == 600.0
-    assert wake([replace(pending, token="s")], rest=at_rest) == 590.0, "pending_patience_s"
-
-    def again(planned_s: float | None, *more: Allocation, **mine: object) -> bool:
-        """Planned for so long after the end of ours."""
-        start_at = None if planned_s is None else BEGIN + 50.0 + planned_s
-        job = JobInfo(job_id="2", name="s", user="me", state="PENDING", partition="p", planned_nodes=["n1"])
-        cluster = ClusterState(at=BEGIN, nodes=[], jobs=[replace(job, start_at=start_at)], partitions=[])
-        late = ours(**{"nodes": ["n1"], "end_at": BEGIN + 50.0} | mine)
-        return renewable(cluster, [late, *more], replace(RULES, resolution_s=60.0))
-
-    assert again(None) and again(180.0)
-    assert not again(179.0) and not again(-30.0), "two minutes are the least, and one is lost to rounding"
-    assert not again(None, replace(ours(), token="s", replaces="t")), "it has been asked for"
-    assert not again(None, end_at=BEGIN + 200.0)
-
-
-def test_polls_show_the_same_if_idle_nodes_and_our_jobs_are_the_same_and_nobody_waits() -> None:
-    def state(*jobs: JobInfo, **nodes: NodeInfo) -> Shown:
-        return Shown(ClusterState(at=0.0, nodes=list(nodes.values()), jobs=list(jobs), partitions=[]))
-
-    idle, used = NodeInfo(node="n1", state="IDLE"), NodeInfo(node="n2", state="MIXED", cpus_used=1)
-    mine = JobInfo(job_id="1", name="fallow-r-h0", user="me", state="RUNNING", partition="p")
-    theirs = JobInfo(job_id="2", name="x", user="al", state="RUNNING", partition="p")
-    waits = replace(theirs, state="PENDING", reason="Resources")
-    more = replace(used, cpus_used=2)
-    assert same(state(mine, n1=idle, n2=used), state(mine, theirs, n1=idle, n2=more))
-    assert not same(state(mine, n1=idle, n2=used), state(mine, n1=idle, n2=replace(used, flags=["DRAIN"])))
-    assert not same(state(mine, n1=idle), state(replace(mine, state="COMPLETED"), n1=idle))
-    assert not same(state(n1=idle), state(n1=replace(idle, state="ALLOCATED")))
-    asks = replace(mine, state="PENDING", reason="Resources")
-    assert same(state(asks, n2=used), state(replace(asks, planned_nodes=["n2"], start_at=9.0), n2=used))
-    assert not same(state(asks, n2=used), state(replace(asks, reason="QOSMaxJobsPerUserLimit"), n2=used))
-    assert same(state(replace(mine, state="COMPLETED"), n1=idle), state(n1=idle)), "Slurm has forgotten it"
-    assert not same(state(waits, n2=used), state(waits, n2=more)), "it might start there"
-    assert not same(state(n1=idle), state(waits, n1=idle))
-
-
-def test_at_rest_only_what_is_near_those_who_wait_matters() -> None:
-    def seen(*jobs: JobInfo, **nodes: NodeInfo) -> Shown:
-        there = [PartitionInfo(partition=name, nodes=[node]) for name, node in (("p", "n1"), ("q", "n2"))]
-        return Shown(ClusterState(at=0.0, nodes=list(nodes.values()), jobs=list(jobs), partitions=there))
-
-    waits = JobInfo(job_id="1", name="x", user="al", state="PENDING", partition="p", reason="Resources")
-    near = JobInfo(job_id="2", name="y", user="al", state="RUNNING", partition="p", nodes=["n1"])
-    far = replace(near, job_id="3", partition="q", nodes=["n2"])
-    n1, n2 = (NodeInfo(node=name, state="MIXED", cpus_used=1) for name in ("n1", "n2"))
-    one = seen(waits, near, far, n1=n1, n2=n2)
-    other = seen(waits, near, n1=n1, n2=replace(n2, cpus_used=2))
-    assert same(one, other, steady=True) and not same(one, other)
-    assert not same(one, seen(waits, near, far, n1=n1, n2=replace(n2, state="IDLE")), steady=True)
-    assert not same(one, seen(waits, near, far, n1=replace(n1, cpus_used=2), n2=n2), steady=True)
-    assert not same(one, seen(waits, replace(near, end_at=9.0), far, n1=n1, n2=n2), steady=True)
-    assert not same(one, seen(near, far, n1=n1, n2=n2), steady=True)
-    array = replace(far, array_job_id="3")
-    assert not same(seen(waits, near, array, n1=n1, n2=n2), seen(waits, near, n1=n1, n2=n2), steady=True)

@@ -214,7 +214,7 @@ def test_the_heads_own_rules_give_the_owner_his_node() -> None:
     held = Allocation(token="fallow-r-h1", run="r", kind=AllocationKind.HARVEST, public_key="")
     held.state, held.job_id, held.nodes, held.partition = AllocationState.RUNNING, job_id, ["n0"], "batch"
     standing = assess(as_for_us(engine.poll(), engine.config(), None), [held])
-    assert [(each.token, each.urgent) for each in standing.give_back] == [("fallow-r-h1", True)]
+    assert [(each.token, each.urgent) for each in standing.give_backs] == [("fallow-r-h1", True)]
 
 
 def test_an_owner_whose_time_is_over_waits_no_longer() -> None:
@@ -299,7 +299,7 @@ def test_the_head_sees_the_ends_of_holes_and_waits_for_nobody() -> None:
     assert scavenge[0].preempts
     holes = find_holes(cluster, scavenge)
     assert [(hole.node, hole.length_s, hole.sure) for hole in holes] == [("n1", None, True), ("n0", 1000.0, True)]
-    assert not assess(cluster, []).spoken_for
+    assert not assess(cluster, []).kept_nodes
 
 
 # -- the rest -----------------------------------------------------------------------------------------------------

@@ -133,4 +133,4 @@ def test_a_node_that_boots_for_us_is_given_back_like_any_other() -> None:
         PartitionInfo(partition=p.partition, nodes=p.nodes, priority_tier=p.priority_tier) for p in plain.partitions
     ]
     standing = assess(ClusterState(at=NOW, nodes=plain.nodes, jobs=plain.jobs, partitions=kept), [booting])
-    assert [wish.token for wish in standing.give_back] == ["h"]
+    assert [wish.token for wish in standing.give_backs] == ["h"]

@@ -10,8 +10,7 @@ from msgspec.structs import replace
 
 from fallow.core.allocations import WAITING, Allocation
 from fallow.core.experience import Experience
-from fallow.core.neighbour.room import whole_nodes
-from fallow.core.neighbour.waiting import LOOKED_AT
+from fallow.core.neighbour.site import LOOKED_AT, site_rules
 from fallow.core.parameters import numbers
 from fallow.core.prices import WakePrice
 from fallow.core.rules import HarvestRules
@@ -99,7 +98,7 @@ def rules(
         resolution_s=_resolution_s(site),
         # Two polls may pass before a wish is a job, and then it has to start.
         lead_s=margin_s + 2 * poll_s + experience.wait_s("", now) + experience.start_s("", now),
-        whole_nodes=whole_nodes(site),
+        whole_nodes=site_rules(site).whole_nodes,
         ahead=ahead,
         apart=min(ahead, most - at_once),
         wake=limits.wake,

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from fallow.core.allocations import LIVE, WAITING, Allocation
 from fallow.core.backoff import Scope, scope_of
 from fallow.core.holes import CLOSED, WANTED_BACK, Hole, Part, find_coming, idle_gpus, idle_nodes
-from fallow.core.neighbour.needs import GiveBack, Standing, assess
+from fallow.core.neighbour.needs import ExternalDemand, GiveBack, assess
 from fallow.core.reach import Reach
 from fallow.core.requests import Ask, Requests
 from fallow.core.rules import (
@@ -60,7 +60,7 @@ class Rest:
 
     steady: bool = False
     """No node is idle, nodes are where they are worth most, and as many requests wait ahead as may: besides what others
-    need of us (`Neighbourhood.stands_until`), time matters only to nodes near their end and to requests that wait."""
+    need of us, time matters only to nodes near their end and to requests that wait."""
     lasting: Collection[str] = ()
     "tokens of requests that may wait for as long as it takes"
 
@@ -72,7 +72,7 @@ def plan(
     rules: HarvestRules,
     known: Known | None = None,
     aims: dict[str, int] | None = None,
-    standing: Standing | None = None,
+    standing: ExternalDemand | None = None,
     unused: dict[str, str] | None = None,
     again: bool = False,
     rest: Rest | None = None,
@@ -96,7 +96,7 @@ def plan(
     known = known or Known()
     harvest = [a for a in allocations if a.state in LIVE and a.harvested]
     pending = [a for a in harvest if a.state in WAITING and not a.is_booting]
-    out: list[Wish] = [*standing.give_back, *standing.leaving]
+    out: list[Wish] = [*standing.give_backs]
     given = {wish.token for wish in out if isinstance(wish, GiveBack)}
     out += [wish for wish in leave(cluster, harvest, rules) if wish.token not in given]
     given = {wish.token for wish in out if isinstance(wish, GiveBack)}
@@ -152,11 +152,14 @@ def plan(
 
 
 def _coming(
-    cluster: ClusterState, partitions: Sequence[PartitionInfo], allocations: Sequence[Allocation], standing: Standing
+    cluster: ClusterState,
+    partitions: Sequence[PartitionInfo],
+    allocations: Sequence[Allocation],
+    standing: ExternalDemand,
 ) -> Iterable[Hole]:
     """Nodes that may be waited for: only where Slurm takes them back from us for whoever comes a moment later, and not
     where others wait already."""
-    kept = {node for p in cluster.partitions if p.partition in standing.wanted for node in p.nodes}
+    kept = {node for p in cluster.partitions if p.partition in standing.contested_partitions for node in p.nodes}
     there = [
         replace(p, nodes=[n for n in p.nodes if n not in p.unpreempted]) if p.unpreempted else p
         for p in partitions
@@ -179,13 +182,13 @@ def _closed(
     idle: Sequence[NodeInfo],
     partitions: Sequence[PartitionInfo],
     rules: HarvestRules,
-    standing: Standing,
+    standing: ExternalDemand,
     taboo: Mapping[str, AbstractSet[str]],
 ) -> dict[str, str]:
     """Those of these idle nodes that are no holes to us."""
     if not idle:
         return {}
-    starts = {node: job for job, nodes in standing.offered for node in nodes}
+    starts = {node: job for job, nodes in standing.offers for node in nodes}
     kept = frozenset[str]().union(*(taboo.get(p.partition, ()) for p in partitions))
     closed = {p.partition: why for p in cluster.partitions if (why := not_harvested(p, rules))}
     unpreempted = {p.partition: off_limits(p, rules) for p in partitions if off_limits(p, rules)}
@@ -251,7 +254,7 @@ def withdraw(
     cluster: ClusterState,
     surplus: Mapping[str, int],
     pending: Sequence[Allocation],
-    standing: Standing,
+    standing: ExternalDemand,
     rules: HarvestRules,
     idle: Sequence[Hole],
     declined: Mapping[str, tuple[str, ...]] | None = None,
@@ -286,7 +289,7 @@ def withdraw(
             what = "it was not submitted" if allocation.queued else "Slurm did not start it"
             reason = f"{what} within {rules.pending_patience_s:.0f} s"
             out.append(Withdraw(token, reason, declined=declined.get(token, ())))
-        elif token in standing.compete:
+        elif token in standing.competing_requests:
             out.append(Withdraw(token, "somebody else waits for the same nodes"))
         elif _hopeless(allocation):
             out.append(Withdraw(token, f"Slurm will not start it soon: {allocation.reason}"))
@@ -294,7 +297,7 @@ def withdraw(
             out.append(Withdraw(token, f"the GPUs of {part.node} are taken"))
         elif allocation.pinned in closed:
             out.append(Withdraw(token, f"{allocation.pinned} takes no job any more"))
-        elif allocation.pinned and allocation.partition in standing.wanted:
+        elif allocation.pinned and allocation.partition in standing.contested_partitions:
             out.append(Withdraw(token, "somebody else waits, and might have the node"))
         elif token in declined:
             where = declined[token]
@@ -314,7 +317,7 @@ def _declined(
     sorts: Mapping[str, Sort],
     reach: Reach,
     known: Known,
-    standing: Standing,
+    standing: ExternalDemand,
     rules: HarvestRules,
 ) -> dict[str, tuple[str, ...]]:
     """Requests (tokens) beside which nodes have been idle for too long, and those nodes; `reach` is told of them.
@@ -324,7 +327,7 @@ def _declined(
     """
     if not holes:
         return {}
-    contested = {node for p in cluster.partitions if p.partition in standing.wanted for node in p.nodes}
+    contested = {node for p in cluster.partitions if p.partition in standing.contested_partitions for node in p.nodes}
     by_partition: dict[str, list[Hole]] = {}
     for hole in holes:
         if hole.sure:
@@ -437,6 +440,6 @@ def is_leaving(allocation: Allocation, at: float, lead_s: float) -> bool:
     return running and end_at - at < (end_at - start_at) / 3
 
 
-def _taboo(cluster: ClusterState, standing: Standing) -> Mapping[str, AbstractSet[str]]:
+def _taboo(cluster: ClusterState, standing: ExternalDemand) -> Mapping[str, AbstractSet[str]]:
     """Where others are about to get nodes that nothing would take back from us: a request might take any of them."""
-    return {p.partition: frozenset(p.nodes) for p in cluster.partitions if p.partition in standing.spoken_for}
+    return {p.partition: frozenset(p.nodes) for p in cluster.partitions if p.partition in standing.kept_nodes}

@@ -16,11 +16,10 @@ from fallow.core import allowance
 from fallow.core.allocations import Allocation
 from fallow.core.allowance import Limits
 from fallow.core.learner import Learner, withdrawn
-from fallow.core.neighbour import polling
-from fallow.core.neighbour.needs import GiveBack, Standing
+from fallow.core.neighbour.needs import ExternalDemand, GiveBack
 from fallow.core.neighbour.preemption import as_for_us
-from fallow.core.neighbour.watch import Manners, Neighbourhood
-from fallow.core.planner import Rest, Wish, Withdraw, plan
+from fallow.core.neighbour.watch import Manners, Watch, interval_s, longest_interval_s, poll_interval_s
+from fallow.core.planner import Wish, Withdraw, plan
 from fallow.core.requests import Ask
 from fallow.core.rules import HarvestRules
 from fallow.core.sharing import stay_s
@@ -28,7 +27,6 @@ from fallow.core.spans import by_token
 from fallow.model import ClusterConfig, ClusterState, PartitionInfo
 from fallow.sim.book import Book
 from fallow.sim.leases import ASKER, Leases
-from fallow.sim.quiet import Shown, renewable, same, wake_at
 from fallow.sim.requests_queue import RequestsQueue
 from fallow.sim.types import (
     POLL_REQUESTS,
@@ -52,6 +50,9 @@ ANSWER_S, SBATCH_S = 0.2, 0.1
 
 AGAIN_S = 1.0
 """Without latency: from one poll to the next at the least."""
+
+QUIET_S = 60.0
+"""For so long after a plan that wished for nothing, polls that show the very same are left out."""
 
 
 class VirtualHead:
@@ -92,7 +93,7 @@ class VirtualHead:
         self._at_once = options.latency == "none"
         self._answer_s = 0.0 if self._at_once else ANSWER_S
         self._limits = _limits(engine, options) if limits is None else limits
-        self.neighbourhood = Neighbourhood(
+        self.watch = Watch(
             # What a trace does not say of others is not hidden from us: there is nothing behind it.
             Manners(allow_without_preemption=self._limits.allow_without_preemption, harvest_unseen=True)
         )
@@ -110,23 +111,20 @@ class VirtualHead:
         "when slurmctld may be asked, once that is wanted"
         self._asked_at = -inf
         "the last poll"
-        self._answer: Shown | None = None
+        self._answer: ClusterState | None = None
         "what the poll says that is under way"
         self._answer_at = inf
         "when that comes"
-        self._standing = Standing()
+        self._external = ExternalDemand()
+        "what others' jobs needed of us by the last poll"
         self._partitions: list[PartitionInfo] = []
         "of the last poll, as it came"
         self._archs: dict[str, str] = {}
         "node -> architecture, which stays as it is"
-        self._shown: Shown | None = None
+        self._shown: ClusterState | None = None
         "the last poll that was taken in, as it came"
-        self._wake_at = -inf
-        "polls that show the same are left out until then"
-        self._first_end = -inf
-        "when the first of our jobs must end, as of the last plan"
-        self._rest, self._rules_then = Rest(), HarvestRules()
-        "what the last plan says about the next ones, and by what it went"
+        self._is_at_rest = False
+        "nothing followed from it, and others need nothing of us"
         self._news = True
         "something new was measured since the last poll was asked for"
         self._passed: list[float] = []
@@ -169,7 +167,7 @@ class VirtualHead:
                     self._plan_again()
                 if self._leases.taken:
                     self._leases.taken = False
-                    self.neighbourhood.taken(self._now)
+                    self.watch.taken(self._now)
                     self._pace()
             case Measured():
                 self._news = self.book.measured(happening) or self._news
@@ -193,26 +191,24 @@ class VirtualHead:
         if self._answer_at < inf or self._sends_at < inf:
             return
         usual_s, watches = self._limits.poll_interval_s, self._watches()
-        longest = polling.longest_interval_s(usual_s, watches)
-        wanted_s = polling.interval_s(usual_s, watches or self.neighbourhood.alert > 0)
-        interval_s = polling.poll_interval_s(wanted_s, self._answer_s / BUSY, 0, longest)
-        self._poll_at = max(self._now, self._began + interval_s)
+        longest = longest_interval_s(usual_s, watches)
+        wanted_s = interval_s(usual_s, watches or self.watch.alert > 0)
+        self._poll_at = max(self._now, self._began + poll_interval_s(wanted_s, self._answer_s / BUSY, 0, longest))
 
     def _wanted_s(self) -> float:
         """From one poll to the next, with what we hold now."""
-        return polling.interval_s(self._limits.poll_interval_s, self._watches())
+        return interval_s(self._limits.poll_interval_s, self._watches())
 
     def _watches(self) -> bool:
         # Asked many times for each poll.
-        any_there = any(map(self.book.partitions.get, self.neighbourhood.watched))
-        return self.neighbourhood.watches(self.book.allocations.values() if any_there else ())
+        any_there = any(map(self.book.partitions.get, self.watch.unpreempted))
+        return self.watch.is_watchful(self.book.allocations.values() if any_there else ())
 
     def _ask(self) -> None:
         self._sends_at, self._asked_at = inf, self._now
         cluster = self._engine.poll()
         self.calls += POLL_REQUESTS
-        shown = Shown(cluster)
-        if self._quiet(shown):
+        if self._shows_nothing_new(cluster):
             self.elided += 1
             self.cluster = self._put_right(cluster)
             self._passed = [*self._passed[:1], self._now]
@@ -221,7 +217,7 @@ class VirtualHead:
             self._pace()
             return
         self._leases.touched = self._news = False
-        self._answer, self._answer_at = shown, self._now + self._answer_s
+        self._answer, self._answer_at = cluster, self._now + self._answer_s
 
     def _tokens(self) -> float:
         """Seconds to wait until slurmctld may be asked."""
@@ -232,50 +228,39 @@ class VirtualHead:
         wait_s = self._queries.take(POLL_REQUESTS)
         return 0.0 if self._at_once else wait_s
 
-    def _quiet(self, shown: Shown) -> bool:
-        going = self._leases.touched or self._leases.queued or self._news or self.neighbourhood.alert
-        late = self._now >= min(self._wake_at, self.book.valued_until())
-        if not self._elide or going or late or self._shown is None:
+    def _shows_nothing_new(self, cluster: ClusterState) -> bool:
+        """Return True if nothing follows from a poll: it shows the same as one at rest a moment ago."""
+        shown, going = self._shown, self._leases.touched or self._leases.queued or self._news or self.watch.alert
+        if not self._elide or shown is None or going or not self._is_at_rest or self._now >= self.book.valued_until():
             return False
-        if not same(shown, self._shown, steady=self._rest.steady):
-            return False
-        at = shown.cluster.at
-        if not self._rest.steady or self._first_end - at >= self._rules_then.lead_s:
-            return True
-        return not renewable(shown.cluster, self.book.live(), self._rules_then)
+        return cluster.at - shown.at < QUIET_S and structs.replace(cluster, at=shown.at) == shown
 
     def _show_again(self, at: float) -> None:
         """What was shown last was shown again: holes last at least until then."""
         assert self.cluster is not None
         self.learner.seen_again(structs.replace(self.cluster, at=at))
 
-    def _polled(self, shown: Shown) -> None:
+    def _polled(self, shown: ClusterState) -> None:
         """As `Harvest.polled`."""
         if self._passed:
             self._show_again(self._passed[-1])
-            self.neighbourhood.delays.polled_at = self._passed[-1]
+            self.watch.delays.polled_at = self._passed[-1]
             self._passed = []
         self._shown = shown
-        cluster = self.cluster = self._put_right(shown.cluster)
+        cluster = self.cluster = self._put_right(shown)
         jobs = by_token(cluster.jobs)
         self._leases.observe(jobs, cluster.at, self._now)
         live, over = self.book.live(), self.book.over()
-        standing, _ = self.neighbourhood.look(cluster, self._config, live, over)
-        self._standing, self._leases.nice = standing, self.neighbourhood.nice
-        self._leases.sweep(over, jobs, frozenset[str]().union(*standing.delayed.values()), self._now)
+        external, _ = self.watch.look(cluster, self._config, live, over)
+        self._external, self._leases.nice = external, self.watch.nice
+        self._leases.sweep(over, jobs, frozenset[str]().union(*external.delayed_jobs.values()), self._now)
         self._interval_s = self._wanted_s()
         rules = self._rules(cluster.at)
         harvest = [(allocation, ASKER) for allocation in self.book.allocations.values()]
         self.learner.take_in(cluster, harvest, rules, self._now)
         self.book.forget(over, jobs)
         wishes = self._plan(cluster, rules, live)
-        known = self.learner.known
-        self._wake_at = cluster.at
-        self._first_end = min([a.end_at for a in live if a.end_at is not None], default=inf)
-        if self._elide and not wishes:
-            rest, ours = self._rest, self.book.allocations
-            until = self.neighbourhood.stands_until(cluster, self._config, ours) if rest.steady else inf
-            self._wake_at = wake_at(cluster, live, rules, known, standing, self.unused, rest, until)
+        self._is_at_rest = not (wishes or external.delayed_jobs or external.offers)
 
     def _put_right(self, cluster: ClusterState) -> ClusterState:
         """As `core.neighbour.preemption` does; what is the same as before has been put right before."""
@@ -286,7 +271,7 @@ class VirtualHead:
         return as_for_us(cluster, self._config, None)
 
     def _rules(self, at: float) -> HarvestRules:
-        experience, refused = self.learner.known.experience, self.neighbourhood.refused
+        experience, refused = self.learner.known.experience, self.watch.refused
         rules = allowance.rules(self._limits, self._config, refused, experience, at, self._interval_s)
         # No run takes parts of nodes, so they need not be looked for.
         return structs.replace(rules, whole_nodes=True)
@@ -305,8 +290,7 @@ class VirtualHead:
         if not again:
             known.unstarted.look(cluster)
         unused: dict[str, str] = {}
-        rest = Rest()
-        wishes = plan(cluster, demands, live, rules, known, {}, self._standing, unused, again, rest)
+        wishes = plan(cluster, demands, live, rules, known, {}, self._external, unused, again)
         for wish in wishes:
             match wish:
                 case Ask():
@@ -321,8 +305,6 @@ class VirtualHead:
                     let_go = self._leases.give_back if urgent else self._leases.release
                     let_go(allocation, reason, self._now)
         self.unused = unused
-        if not again:
-            self._rest, self._rules_then = rest, rules
         return wishes
 
     def _plan_again(self) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 
 import msgspec
 
-from fallow.core.parameters import numbers
 from fallow.core.states import ON_NODES
 from fallow.core.tokens import PREFIX, names_harvest
-from fallow.model import ClusterConfig, ClusterState, JobInfo
+from fallow.model import ClusterState, JobInfo
 
 _WANTING = re.compile(
     r"(Resources|Priority)(,.*)?"
@@ -20,14 +19,11 @@ _WANTING = re.compile(
 )
 """Reasons of pending jobs that a free node could start (`schedule` and `select_nodes` in Slurm's src/slurmctld). The
 last two stand for nodes that a job in a partition of a higher tier waits for, too, which backfill may give it all the
-same; whether it is nodes of ours is worked out anyway (`core.neighbour`)."""
+same; whether it is nodes of ours is worked out anyway (`needs`)."""
 
 PICKS_UP = "harvest"
 """Word in the comment of a job that was made to pick up an idle node, beside its token. Its name says so, too: a site's
 job_submit plugin may write comments of its own."""
-
-LOOKED_AT = 500
-"""As many jobs are looked at, those of the highest priority: Slurm's own bf_max_job_test, if the site sets no more."""
 
 
 class Waiting(msgspec.Struct, frozen=True):
@@ -109,23 +105,6 @@ def others_waiting(cluster: ClusterState, tokens: Collection[str]) -> list[Waiti
         return (-tier, -max(job.priority for job in waiting.jobs), first.submit_at or 0.0, _number(first.job_id))
 
     return sorted(found, key=order)
-
-
-def looked_at(config: ClusterConfig | None) -> int:
-    """Number of jobs that are looked at: as many as the site's backfill looks at, if that is more than usual."""
-    said = () if config is None else numbers(r"(?:^|,)bf_max_job_test=(\d+)", config.scheduler_parameters)
-    return max(LOOKED_AT, said[0]) if said else LOOKED_AT
-
-
-def foremost(waiting: Iterable[Waiting], most: int, near: Collection[str]) -> Iterator[Waiting]:
-    """The first `most` of all, and of each partition of `near`: thousands that wait elsewhere must not hide those."""
-    before: dict[str, int] = {}
-    for rank, job in enumerate(waiting):
-        names = job.partitions
-        if rank < most or any(before.get(name, 0) < most for name in names.intersection(near)):
-            yield job
-        for name in names:
-            before[name] = before.get(name, 0) + 1
 
 
 def _wanting(jobs: list[JobInfo], now: float) -> bool:
