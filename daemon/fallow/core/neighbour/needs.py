@@ -29,10 +29,6 @@ from fallow.model import AllocationState, ClusterState, JobInfo, PartitionInfo
 ELEMENTS = 256
 """Elements of a job array that are placed at once."""
 
-STARTS = 1000
-"""Jobs (elements of arrays each) that are placed at once in a partition: twice as many as one cycle of Slurm's backfill
-looks at."""
-
 
 @dataclass(frozen=True, slots=True)
 class GiveBack:
@@ -163,14 +159,13 @@ class _Placement:
         """Place as many of these as can start, in this order, each with the rooms that it takes."""
         placed: _Placed = []
         looked_at: dict[str, int] = {}
-        started: dict[str, int] = {}
         too_large: set[tuple[object, ...]] = set()
         for rank, job in enumerate(jobs):
             names = job.partitions
             before = min(looked_at.get(name, 0) for name in names)
             looked_at.update({name: looked_at.get(name, 0) + 1 for name in names})
             # Thousands that wait elsewhere must not hide those of a partition.
-            if min(rank, before) >= self._site.looked_at or all(started.get(name, 0) >= STARTS for name in names):
+            if min(rank, before) >= self._site.looked_at:
                 continue
             asks = tuple((*_asks(each), self._own_nodes.get(each.name)) for each in job.jobs)
             for _ in range(0 if asks in too_large else min(job.startable, ELEMENTS)):
@@ -179,7 +174,6 @@ class _Placement:
                     too_large.add(asks)
                     break
                 placed.append((job, places))
-                started.update({name: started.get(name, 0) + 1 for name in names})
             if asks in too_large and all(each.start_at is not None for each in job.jobs):
                 planned = frozenset(node for each in job.jobs for node in each.planned_nodes)
                 self._shadows.append((max(each.start_at or 0.0 for each in job.jobs), planned))
@@ -208,13 +202,13 @@ class _Placement:
     def _ways(self, job: JobInfo, name: str, closed: Collection[str]) -> Iterable[tuple[Claim, list[Room]]]:
         """Ways to place a job in this partition, one for each alternative of its constraint that fits."""
         partition = self._partitions.get(name)
-        if partition is None or not _admits(partition, job):
+        number = max(job.num_nodes, len(job.required_nodes))
+        if partition is None or not _admits(partition, job) or number > len(self._rooms[name]):
             return
         whole = job.exclusive or partition.exclusive or self._site.whole_nodes
         claim = Claim(job, whole, job.exclusive_user or partition.exclusive_user)
         required = set(job.required_nodes)
-        number = max(job.num_nodes, len(required))
-        rooms: Sequence[Room] = self._rooms[name]
+        rooms = self._rooms[name]
         if required:
             rooms = sorted(rooms, key=lambda room: room.node.node not in required)
         for suits in alternatives(job.constraint):
