@@ -109,6 +109,8 @@ def test_where_slurm_preempts_on_some_nodes_only_something_may_speak_against_the
 def test_nice_does_not_help_against_partitions_of_a_lower_tier() -> None:
     found = refusals(cluster(partitions=(PLAIN, LOW)), site(), unseen=False, allow_unseen=False, allow_unfair=False)
     assert found == {"plain": "its requests would come before all jobs of low, whose priority tier is lower"}
+    down = msgspec.structs.replace(LOW, up=False)
+    assert not refusals(cluster(partitions=(PLAIN, down)), site(), unseen=False, allow_unseen=False, allow_unfair=False)
 
 
 @pytest.mark.parametrize("preempt_mode", ["OFF", "REQUEUE"])
@@ -188,7 +190,7 @@ def test_a_job_that_was_put_back_has_not_started(state: str) -> None:
 
 def test_all_delays_count_and_the_longest_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fallow.core.neighbour.delays.KEPT", 100)
-    delays, waits = Delays(), [100.0, *(1.0 + number % 20 for number in range(299))]
+    delays, waits = Delays(), [100.0, 0.0, *(1.0 + number % 20 for number in range(299))]
     for number, wait in enumerate(waits):
         at, name = NOW + 1000.0 * number, str(number)
         delays.note(cluster([job(name, "PENDING", submit_at=at)], at), {name: frozenset(["a"])})

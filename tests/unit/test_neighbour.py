@@ -117,6 +117,12 @@ def test_what_slurm_does_not_take_on_this_node_is_given_back_by_us() -> None:
     # It may start in either of its partitions, and on n2 only in the one that preempts nobody.
     both = waits("1", partition="high,p", required_nodes=["n2"])
     assert given_back(standing(nodes, [both], ours, **known)) == ["n2"]
+    top = PartitionInfo(partition="top", nodes=["n2"], priority_tier=9)
+    everywhere = msgspec.structs.replace(low, unpreempted=frozenset())
+    assert given_back(standing(nodes, [both], ours, partitions=[everywhere, high, top])) == ["n2"], "not for this job"
+    by_qos = msgspec.structs.replace(low, preempted_by=["high"])
+    there = [waits("1", qos="high", required_nodes=["n1"]), waits("2", qos="high", required_nodes=["n2"])]
+    assert given_back(standing(nodes, there, ours, partitions=[by_qos])) == ["n2"]
 
 
 @pytest.mark.parametrize(
@@ -281,6 +287,8 @@ def test_a_job_array_counts_as_many_elements_as_it_may_start() -> None:
     assert given_back(standing(FOUR, jobs, THREE)) == ["n3"], "two elements, one of them on the idle node"
     stopped = msgspec.structs.replace(jobs[1], state="STOPPED")
     assert given_back(standing(FOUR, [jobs[0], stopped], THREE)) == ["n3"], "it has its node all the same"
+    two = standing(FOUR, [waits("1", array_job_id="1", array_tasks="2-4")], THREE)
+    assert two.delayed_jobs == {"1": {"ours-n3", "ours-n2"}}
     assert array_elements("1-9:2,12%3") == (6, 3)
     assert array_elements("7") == (1, None)
 
@@ -300,6 +308,103 @@ def test_reservations() -> None:
     inside = [ReservationInfo(reservation="exam", nodes=["n2"], start_at=NOW - 1, end_at=NOW + 9000)]
     member = waits("1", 1, time_limit_s=60.0, reservation="exam")
     assert given_back(standing(FOUR, [member], THREE, reservations=inside)) == ["n2"]
+    over = [ReservationInfo(reservation="exam", nodes=["n2"], start_at=NOW - 9, end_at=NOW - 1)]
+    assert given_back(standing(FOUR, [member], THREE, reservations=over)) == []
+    flagged = [FOUR[0], node("n2", "ALLOCATED", flags=["RESERVED"]), *FOUR[2:]]
+    assert given_back(standing(flagged, [member], THREE, reservations=inside)) == ["n2"]
+    assert given_back(standing(flagged, [waits("1", 3)], THREE)) == ["n3", "n1"], "of one that is not listed"
+
+
+@pytest.mark.parametrize(
+    ("partition", "starts"),
+    [
+        ({}, True),
+        ({"up": False}, False),
+        ({"max_nodes": 1}, False),
+        ({"max_nodes": 2}, True),
+        ({"requires_reservation": True}, False),
+    ],
+)
+def test_limits_of_a_partition(partition: dict[str, object], starts: bool) -> None:
+    known = PartitionInfo(partition="p", nodes=["n1", "n2", "n3", "n4"], **partition)  # type: ignore[arg-type]
+    assert given_back(standing(FOUR, [waits("1", 2)], THREE, partitions=[known])) == (["n3"] if starts else [])
+
+
+@pytest.mark.parametrize(
+    ("first", "small", "kept"),
+    [
+        (node("n1"), {}, {"n1"}),
+        (node("n1", "DOWN"), {}, {"n2"}),
+        (node("n1", flags=["DRAIN"]), {}, {"n2"}),
+        (node("n1", flags=["COMPLETING"]), {}, {"n3"}),
+        # Beside bob's job:
+        (node("n1", "MIXED", cpus_used=2), {"cpus_per_node": 2}, {"n1"}),
+        (node("n1", "MIXED", cpus_used=2), {"cpus_per_node": 3}, {"n3"}),
+        (node("n1", "MIXED", cpus_used=0), {}, {"n3"}),  # the client does not say
+        (node("n1", "MIXED", cpus_used=2, memory_used_mb=3000), {"memory_mb_per_node": 2000}, {"n3"}),
+        (node("n1", "MIXED", cpus_used=2, gpus=4, gpus_used=3), {"gpus_per_node": 2}, set()),
+        (node("n1", "MIXED", cpus_used=2, gpus=4, gpus_used=2), {"gpus_per_node": 2}, {"n1"}),
+    ],
+)
+def test_what_is_free_of_a_node(first: NodeInfo, small: dict[str, object], kept: set[str]) -> None:
+    """The second node is ours, the third one is idle in all cases but one."""
+    nodes = [first, node("n2", "ALLOCATED"), node("n3", "DOWN" if kept == {"n2"} else "IDLE")]
+    bobs = [runs("5", ["n1"], exclusive=False)] if first.state == "MIXED" else []
+    job = waits("1", exclusive=not small, **small)
+    assert standing(nodes, [job, *bobs], [held("n2")]).kept_nodes.get("p", set()) == kept
+
+
+def test_nobody_starts_beside_a_job_that_takes_whole_nodes() -> None:
+    nodes = [node("n1", "MIXED", cpus_used=1), node("n2")]
+    small = waits("1", exclusive=False)
+    assert standing(nodes, [small, runs("5", ["n1"])]).kept_nodes == {"p": {"n2"}}
+    two = [small, waits("2", exclusive=False)]
+    assert standing(nodes[1:], two).kept_nodes == {"p": {"n2"}}
+    alone = assess(cluster([node("n2"), node("n3")], two), [], site=SiteRules(whole_nodes=True))
+    assert alone.kept_nodes == {"p": {"n2", "n3"}}, "where the site shares no nodes"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "together"),
+    [
+        ({"memory_mb_per_node": 2000}, {"memory_mb_per_node": 2000}, True),
+        ({"memory_mb_per_node": 2000}, {"memory_mb_per_node": 2001}, False),
+        ({"gpus_per_node": 1}, {"gpus_per_node": 1}, True),
+        ({"gpus_per_node": 1, "gpu_type": "a"}, {"gpus_per_node": 1, "gpu_type": "a"}, False),
+        ({"gpus_per_node": 1, "gpu_type": "a"}, {"gpus_per_node": 1, "gpu_type": "b"}, True),
+        ({"gpus_per_node": 2}, {"gpus_per_node": 1}, False),
+        ({"cpus_per_node": 4}, {}, False),
+        ({"exclusive": True}, {}, False),
+        ({}, {"exclusive": True}, False),
+        ({"user": "bob"}, {"exclusive_user": True}, False),
+        ({"user": "bob", "exclusive_user": True}, {}, False),
+    ],
+)
+def test_two_jobs_on_one_node(one: dict[str, object], other: dict[str, object], together: bool) -> None:
+    nodes = [node("n1", gpu_types={"a": 1, "b": 1}, gpus=2), node("n2", gpu_types={"a": 2, "b": 2}, gpus=4)]
+    jobs = [waits("1", **{"exclusive": False, **one}), waits("2", **{"exclusive": False, **other})]
+    assert standing(nodes, jobs).kept_nodes == {"p": {"n1"} if together else {"n1", "n2"}}
+
+
+def test_what_one_job_cannot_have_another_one_may() -> None:
+    """Jobs that differ in nothing but their user, or in whether they share nodes."""
+    mixed, bobs = node("n1", "MIXED", cpus_used=1), runs("5", ["n1"], exclusive=False)
+    shy = [waits(str(i), exclusive=False, exclusive_user=True, user=user) for i, user in enumerate(("alice", "bob"))]
+    assert [w.user for w, _ in standing([mixed], [*shy, bobs]).offers] == ["bob"]
+    for more in ({"exclusive": True}, {"exclusive_user": True}):
+        jobs = [waits("1", **{"exclusive": False, **more}), waits("2", exclusive=False)]
+        assert [w.job_id for w, _ in standing([mixed], [*jobs, bobs]).offers] == ["2"]
+
+
+def test_of_two_partitions_a_job_takes_the_one_that_costs_us_least() -> None:
+    partitions = [PartitionInfo(partition="q", nodes=["n1"]), PartitionInfo(partition="p", nodes=["n4"])]
+    found = standing(FOUR, [waits("1", partition="q,p")], [held("n1", partition="q")], partitions=partitions)
+    assert (given_back(found), found.kept_nodes) == ([], {"p": {"n4"}})
+
+
+def test_a_node_of_ours_counts_before_a_poll_shows_its_job() -> None:
+    state = msgspec.structs.replace(cluster([node("n1", "ALLOCATED")], [waits("1")]), jobs=[waits("1")])
+    assert given_back(assess(state, [held("n1")])) == ["n1"]
 
 
 def test_what_slurm_has_planned_is_not_run_into() -> None:
@@ -368,6 +473,8 @@ def test_where_qos_decide_slurm_makes_room_for_jobs_of_some_alone() -> None:
 
     assert [found("high", name) for name in ("normal", "p")] == [[], []], "whatever the tier"
     assert found("low", "normal") == found("low", "p") == found("", "p") == found("high,low", "p") == ["n3", "n2"]
+    mixed = [waits("1", het_job_id="1", qos="high"), waits("2", 3, het_job_id="1", qos="low")]
+    assert given_back(standing(FOUR, mixed, THREE, partitions=partitions)) == ["n3", "n2", "n1"]
     both = [waits("1", 3, qos="high"), waits("2", 1, qos="low")]
     assert given_back(standing(FOUR, both, THREE, partitions=partitions)) == ["n1"], "for the second one"
 
@@ -378,10 +485,8 @@ def test_requests_of_ours_that_stand_in_the_way_are_named() -> None:
     assert standing(nodes, [waits("1", 2)], [request]).competing_requests == {"ours-h9"}
     assert standing(nodes, [waits("1", 3)], [request]).competing_requests == frozenset()
     ours = JobInfo(job_id="7", name="ours-h9", user="me", state="PENDING", partition="p", priority=5)
-    assert standing(nodes, [waits("1", 3, priority=4), ours], [request]).competing_requests == {"ours-h9"}, (
-        "it comes first"
-    )
-    assert standing(nodes, [waits("1", 3, priority=6), ours], [request]).competing_requests == frozenset()
+    found = [standing(nodes, [waits("1", 3, priority=n), ours], [request]).competing_requests for n in (4, 5, 6)]
+    assert found == [{"ours-h9"}, {"ours-h9"}, frozenset()], "of equals the older goes first"
 
 
 def test_jobs_of_ours_with_normal_priority_that_wait_are_others_to_what_was_picked_up_idle() -> None:
@@ -544,9 +649,6 @@ def test_where_jobs_are_given_longer_to_end_others_preempt_again_later(
     assert usual.preempts_again_s == site_rules(None).preempts_again_s == 100.0
 
 
-MANY = [PartitionInfo(partition="cpu", nodes=["n1", "n2"]), PartitionInfo(partition="gpu", nodes=["n3", "n4"])]
-
-
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_thousands_that_wait_in_another_partition_hide_nobody(everywhere: bool) -> None:
     """The 3,001st of all is the first that waits for nodes of ours, also where some partition has all nodes."""
@@ -555,19 +657,14 @@ def test_thousands_that_wait_in_another_partition_hide_nobody(everywhere: bool) 
     alice = waits("4000", partition="gpu", priority=4000)
     ours = [held("n3", 200, partition="gpu"), held("n4", 100, partition="gpu")]
     theirs = [runs("5000", ["n1", "n2"], partition="cpu")]
+    partitions = [
+        PartitionInfo(partition="cpu", nodes=["n1", "n2"]),
+        PartitionInfo(partition="gpu", nodes=["n3", "n4"]),
+    ]
     more = [PartitionInfo(partition="all", nodes=["n1", "n2", "n3", "n4"])] if everywhere else []
-    found = standing(nodes, [*crowd, alice, *theirs], ours, partitions=[*MANY, *more])
+    found = standing(nodes, [*crowd, alice, *theirs], ours, partitions=[*partitions, *more])
     assert given_back(found) == ["n4"]
     assert found.contested_partitions == {"cpu", "gpu"}
-
-
-def test_thousands_that_start_in_another_partition_hide_nobody() -> None:
-    nodes = [msgspec.structs.replace(node("n1"), cpus=5000, memory_mb=0), node("n2"), node("n3", "ALLOCATED")]
-    some = {"array_tasks": "0-199", "exclusive": False}
-    crowd = [waits(str(i), partition="cpu", priority=9000 - i, **some) for i in range(8)]
-    ours = [held("n3", partition="gpu")]
-    found = standing(nodes, [*crowd, waits("4000", partition="gpu", priority=4000)], ours, partitions=MANY)
-    assert given_back(found) == ["n3"]
 
 
 def test_of_one_partition_the_first_are_looked_at_and_as_many_as_the_site_looks_at() -> None:

@@ -116,10 +116,8 @@ def assess(
 
 def _goes_back(job: JobInfo, preemption: Preemption) -> bool:
     """Return True for what a head picked up idle, where Slurm takes it for nobody: that head gives it back as we do."""
-    if job.state == "COMPLETING" or job.state not in ON_NODES or not picks_up(job):
-        return False
     partition = preemption.partitions.get(job.partition)
-    return partition is not None and not partition.preempts
+    return job.state in ON_NODES and picks_up(job) and partition is not None and not partition.preempts
 
 
 def _nodes_of_own_run(allocations: Sequence[Allocation]) -> dict[str, frozenset[str]]:
@@ -160,12 +158,11 @@ class _Placement:
         placed: _Placed = []
         looked_at: dict[str, int] = {}
         too_large: set[tuple[object, ...]] = set()
-        for rank, job in enumerate(jobs):
-            names = job.partitions
-            before = min(looked_at.get(name, 0) for name in names)
-            looked_at.update({name: looked_at.get(name, 0) + 1 for name in names})
-            # Thousands that wait elsewhere must not hide those of a partition.
-            if min(rank, before) >= self._site.looked_at:
+        for job in jobs:
+            # Counted by partition: thousands that wait elsewhere must not hide anybody.
+            before = min(looked_at.get(name, 0) for name in job.partitions)
+            looked_at.update({name: looked_at.get(name, 0) + 1 for name in job.partitions})
+            if before >= self._site.looked_at:
                 continue
             asks = tuple((*_asks(each), self._own_nodes.get(each.name)) for each in job.jobs)
             for _ in range(0 if asks in too_large else min(job.startable, ELEMENTS)):
@@ -174,8 +171,8 @@ class _Placement:
                     too_large.add(asks)
                     break
                 placed.append((job, places))
-            if asks in too_large and all(each.start_at is not None for each in job.jobs):
-                planned = frozenset(node for each in job.jobs for node in each.planned_nodes)
+            planned = frozenset(node for each in job.jobs for node in each.planned_nodes)
+            if asks in too_large and planned:
                 self._shadows.append((max(each.start_at or 0.0 for each in job.jobs), planned))
         return placed
 

@@ -21,7 +21,7 @@ class SiteRules:
     whole_nodes: bool = False
     "every job gets whole nodes"
     looked_at: int = LOOKED_AT
-    "so many waiting jobs are looked at in all, and as many in each partition"
+    "so many waiting jobs are looked at in each partition"
     looks_again_s: float = LOOKS_AGAIN_S
     "from one look of Slurm at a job to the next, at the most"
     preempts_again_s: float = 30.0 + 10.0 + LOOKS_AGAIN_S
