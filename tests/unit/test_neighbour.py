@@ -340,7 +340,7 @@ def test_limits_of_a_partition(partition: dict[str, object], starts: bool) -> No
         # Beside bob's job:
         (node("n1", "MIXED", cpus_used=2), {"cpus_per_node": 2}, {"n1"}),
         (node("n1", "MIXED", cpus_used=2), {"cpus_per_node": 3}, {"n3"}),
-        (node("n1", "MIXED", cpus_used=0), {}, {"n3"}),  # the client does not say
+        (node("n1", "MIXED", cpus_used=0), {"cpus_per_node": 1}, {"n3"}),  # the client does not say
         (node("n1", "MIXED", cpus_used=2, memory_used_mb=3000), {"memory_mb_per_node": 2000}, {"n3"}),
         (node("n1", "MIXED", cpus_used=2, gpus=4, gpus_used=3), {"gpus_per_node": 2}, set()),
         (node("n1", "MIXED", cpus_used=2, gpus=4, gpus_used=2), {"gpus_per_node": 2}, {"n1"}),
@@ -402,9 +402,9 @@ def test_of_two_partitions_a_job_takes_the_one_that_costs_us_least() -> None:
     assert (given_back(found), found.kept_nodes) == ([], {"p": {"n4"}})
 
 
-def test_a_node_of_ours_counts_before_a_poll_shows_its_job() -> None:
-    state = msgspec.structs.replace(cluster([node("n1", "ALLOCATED")], [waits("1")]), jobs=[waits("1")])
-    assert given_back(assess(state, [held("n1")])) == ["n1"]
+def test_a_node_of_ours_counts_before_a_poll_shows_its_job_but_not_once_it_is_down() -> None:
+    for state, names in (("ALLOCATED", ["n1"]), ("DOWN", [])):
+        assert given_back(assess(cluster([node("n1", state)], [waits("1")]), [held("n1")])) == names
 
 
 def test_what_slurm_has_planned_is_not_run_into() -> None:
@@ -654,7 +654,7 @@ def test_thousands_that_wait_in_another_partition_hide_nobody(everywhere: bool) 
     """The 3,001st of all is the first that waits for nodes of ours, also where some partition has all nodes."""
     nodes = [node("n1", "ALLOCATED"), node("n2", "ALLOCATED"), node("n3", "ALLOCATED"), node("n4", "ALLOCATED")]
     crowd = [waits(str(i), partition="cpu", reason="Priority", priority=9000 - i) for i in range(3000)]
-    alice = waits("4000", partition="gpu", priority=4000)
+    alice = waits("4000", partition="cpu,gpu", priority=4000)
     ours = [held("n3", 200, partition="gpu"), held("n4", 100, partition="gpu")]
     theirs = [runs("5000", ["n1", "n2"], partition="cpu")]
     partitions = [

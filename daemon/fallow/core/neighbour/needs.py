@@ -23,7 +23,6 @@ from fallow.core.neighbour.preemption import Preemption
 from fallow.core.neighbour.room import HELD, Claim, Room, find_rooms
 from fallow.core.neighbour.site import SiteRules
 from fallow.core.neighbour.waiting import Waiting, is_ours, others_waiting, picks_up
-from fallow.core.states import ON_NODES
 from fallow.model import AllocationState, ClusterState, JobInfo, PartitionInfo
 
 ELEMENTS = 256
@@ -117,7 +116,7 @@ def assess(
 def _goes_back(job: JobInfo, preemption: Preemption) -> bool:
     """Return True for what a head picked up idle, where Slurm takes it for nobody: that head gives it back as we do."""
     partition = preemption.partitions.get(job.partition)
-    return job.state in ON_NODES and picks_up(job) and partition is not None and not partition.preempts
+    return picks_up(job) and partition is not None and not partition.preempts
 
 
 def _nodes_of_own_run(allocations: Sequence[Allocation]) -> dict[str, frozenset[str]]:
