@@ -70,11 +70,6 @@ class JobInfo(Struct, frozen=True, kw_only=True):
     gpus_per_node: int = 0
     gpu_type: str = ""
     "empty: any"
-    tasks: int = 0
-    "in all, where one node may have more of them than another; 0: every node gives what the four say"
-    cpus_per_task: int = 1
-    memory_mb_per_task: int = 0
-    "0: memory is asked for by node, or not at all"
     exclusive: bool = False
     "takes whole nodes, because it or its partition says so"
     exclusive_user: bool = False
