@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fallow.core.courtesy import nice_for
 from fallow.core.experience import Experience
+from fallow.core.neighbour.permission import nice_for
 from fallow.model import JobRequest
 from fallow.slurm.cli import CliClient
 from fallow.slurm.client import SlurmUnavailable, SubmitRejected, SubmitUnknown

@@ -10,9 +10,9 @@ from typing import TypeVar
 
 import pytest
 
-from fallow.core.preemption import as_for_us
+from fallow.core.neighbour.preemption import as_for_us
+from fallow.core.neighbour.waiting import others_waiting
 from fallow.core.rules import HarvestRules, harvestable
-from fallow.core.waiting import others_waiting
 from fallow.model import ClusterState, JobInfo, JobRequest
 from fallow.slurm.cli import CliClient
 from fallow.slurm.client import SlurmClient, SlurmUnavailable, SubmitRejected

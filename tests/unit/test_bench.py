@@ -21,7 +21,7 @@ from fallow.bench.main import BENCHES, INTERRUPTED, check_names, main
 from fallow.bench.rows import Progress, Row, Settings, ours
 from fallow.bench.steplog import Finished
 from fallow.cli.main import invoke
-from fallow.core.neighbour import GiveBack
+from fallow.core.neighbour.needs import GiveBack
 from fallow.core.planning.asking import Ask
 from fallow.core.rules import HarvestRules
 from fallow.core.schedule import Action

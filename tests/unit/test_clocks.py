@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fallow.config import Membership
-from fallow.core.neighbour import Standing
+from fallow.core.neighbour.needs import ExternalDemand
 from fallow.core.planning.withdrawals import withdrawals
 from fallow.core.rules import HarvestRules
 from fallow.head.loop.turn import Turn
@@ -96,7 +96,7 @@ def test_s5_no_request_is_withdrawn_early_whatever_slurms_clock_says(tmp_path: P
         state = by_slurm(offset_s, NOW + waited_s, asked.token, "PENDING")
         take_in(Turn(book, waited_s, NOW + waited_s), state, 75.0)
         assert asked.state is AllocationState.PENDING
-        assert [w.reason for w in withdrawals(state, [asked], {}, Standing(), rules, [], {"p"}, {})] == reasons
+        assert [w.reason for w in withdrawals(state, [asked], {}, ExternalDemand(), rules, [], {"p"}, {})] == reasons
 
 
 async def test_both_clients_measure_the_offset_and_take_it_off(monkeypatch: pytest.MonkeyPatch) -> None:

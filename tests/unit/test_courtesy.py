@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from random import Random
 
 import msgspec
 import pytest
@@ -14,9 +13,9 @@ from hypothesis import strategies as st
 from fallow.config import Config
 from fallow.core import checks
 from fallow.core.checks import Level
-from fallow.core.courtesy import MAX_NICE, Visibility, needed_nice, nice_for, refusals
-from fallow.core.delays import Delays
-from fallow.core.polling import WATCHFUL_S
+from fallow.core.neighbour.delays import Delays
+from fallow.core.neighbour.permission import MAX_NICE, Visibility, needed_nice, nice_for, refusals
+from fallow.core.neighbour.watch import WATCHFUL_S
 from fallow.model import ClusterConfig, ClusterState, DelayReport, FallowError, JobInfo, NodeInfo, PartitionInfo
 from fallow.slurm import parse
 from fallow.slurm.cli import CliClient
@@ -110,6 +109,8 @@ def test_where_slurm_preempts_on_some_nodes_only_something_may_speak_against_the
 def test_nice_does_not_help_against_partitions_of_a_lower_tier() -> None:
     found = refusals(cluster(partitions=(PLAIN, LOW)), site(), unseen=False, allow_unseen=False, allow_unfair=False)
     assert found == {"plain": "its requests would come before all jobs of low, whose priority tier is lower"}
+    down = msgspec.structs.replace(LOW, up=False)
+    assert not refusals(cluster(partitions=(PLAIN, down)), site(), unseen=False, allow_unseen=False, allow_unfair=False)
 
 
 @pytest.mark.parametrize("preempt_mode", ["OFF", "REQUEUE"])
@@ -136,24 +137,6 @@ def test_hidden_jobs_are_noticed_and_forbid_harvesting() -> None:
     seen = cluster([job("1", "RUNNING", nodes=["n1"])])
     assert not watching.look(seen, site())
     assert [watching.look(cluster(), site()) for _ in range(3)] == [False, False, True]
-
-
-def test_polls_that_share_what_has_not_changed_are_seen_as_those_that_do_not() -> None:
-    rng = Random(0)
-    shared, apart = Visibility(), Visibility()
-    nodes: list[NodeInfo] = []
-    jobs: list[JobInfo] = []
-    found: list[bool] = []
-    for _ in range(300):
-        if rng.random() < 0.3:
-            state = rng.choice(["ALLOCATED", "IDLE"])
-            nodes = [NodeInfo(node="n1", state=state), NodeInfo(node="n2", state="MIXED")]
-        if rng.random() < 0.3:
-            jobs = [job(name[1:], "RUNNING", nodes=[name]) for name in ("n1", "n2") if rng.random() < 0.7]
-        poll = ClusterState(at=NOW, nodes=nodes, jobs=jobs, partitions=[])
-        found.append(shared.look(poll, site()))
-        assert found[-1] == apart.look(msgspec.structs.replace(poll, nodes=list(nodes), jobs=list(jobs)), site())
-    assert len(set(found)) == 2
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -206,8 +189,8 @@ def test_a_job_that_was_put_back_has_not_started(state: str) -> None:
 
 
 def test_all_delays_count_and_the_longest_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fallow.core.delays.KEPT", 100)
-    delays, waits = Delays(), [100.0, *(1.0 + number % 20 for number in range(299))]
+    monkeypatch.setattr("fallow.core.neighbour.delays.KEPT", 100)
+    delays, waits = Delays(), [100.0, 0.0, *(1.0 + number % 20 for number in range(299))]
     for number, wait in enumerate(waits):
         at, name = NOW + 1000.0 * number, str(number)
         delays.note(cluster([job(name, "PENDING", submit_at=at)], at), {name: frozenset(["a"])})

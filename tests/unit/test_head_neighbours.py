@@ -11,8 +11,8 @@ from fallow.config import Config, Membership, Slurm
 from fallow.config import Harvest as HarvestSection
 from fallow.core.allocations import Agent, Allocation
 from fallow.core.membership import events as ev
+from fallow.core.neighbour.site import site_rules
 from fallow.core.protocol.agents import EndAgent
-from fallow.core.room import whole_nodes
 from fallow.files import write_private
 from fallow.head.deadlines import Deadlines
 from fallow.head.loop.turn import Turn
@@ -30,6 +30,7 @@ from fallow.model import (
     AllocationState,
     ClusterConfig,
     ClusterState,
+    DelayReport,
     JobInfo,
     NodeInfo,
     PartitionInfo,
@@ -131,7 +132,7 @@ def test_after_an_outage_polls_come_soon_while_we_hold_what_nobody_takes_from_us
 def test_what_has_not_left_in_time_is_ended(book: Book, run: Run) -> None:
     allocation = held(book, run)
     standing = Neighbours(CONFIG).polled(turn(book), cluster(run, True), SITE)
-    (wish,) = standing.give_back
+    (wish,) = standing.give_backs
     assert (wish.token, wish.urgent) == (allocation.token, True)
     now = turn(book)
     give_back(now, run, allocation, wish.reason)
@@ -158,7 +159,7 @@ def test_a_node_that_was_being_left_anyway_has_to_hurry_once_somebody_waits(book
     allocation, neighbours = held(book, run), Neighbours(CONFIG)
     turn(book, NOW - 20).release_allocation(run, allocation, "the run gains nothing from it")
     for later in (0.0, 2.0):
-        (wish,) = neighbours.polled(turn(book, NOW + later), cluster(run, True, NOW + later), SITE).leaving
+        (wish,) = neighbours.polled(turn(book, NOW + later), cluster(run, True, NOW + later), SITE).give_backs
         give_back(turn(book, NOW + later), run, allocation, wish.reason)
     assert (allocation.wanted_at, allocation.gone_by) == (NOW, NOW + LEAVE_S), "from when somebody was first seen"
     ended, last = turn(book, NOW + LEAVE_S), turn(book, NOW + LEAVE_S + END_S)
@@ -188,9 +189,9 @@ def test_what_is_over_for_us_and_not_for_slurm_is_cancelled_soon_if_somebody_wai
     book.end_allocation(run, allocation, "its agents are gone")
     assert neighbours.interval_s(book) == 30.0
     standing = neighbours.polled(turn(book), shown, SITE)
-    assert standing.delayed == {"9": {allocation.token}}
+    assert standing.delayed_jobs == {"9": {allocation.token}}
     assert neighbours.interval_s(book) == 5.0, "its end is watched closely"
-    wanted = standing.delayed["9"]
+    wanted = standing.delayed_jobs["9"]
     patient, prompt, early = turn(book), turn(book), turn(book, NOW - 6 + LEAVE_S)
     sweep(patient, shown)
     sweep(prompt, shown, wanted)
@@ -223,9 +224,9 @@ def test_the_rest_of_a_batch_script_is_not_about_to_leave(book: Book, run: Run) 
     base = book.new_allocation(run, AllocationKind.BASE, NOW - 60)
     base.state, base.job_id, base.nodes = AllocationState.RUNNING, "7", ["n1"]
     shown = cluster(run, True)
-    assert Neighbours(CONFIG).polled(turn(book), shown, SITE).delayed == {}
+    assert Neighbours(CONFIG).polled(turn(book), shown, SITE).delayed_jobs == {}
     book.end_allocation(run, base, "its agents are gone")
-    assert Neighbours(CONFIG).polled(turn(book), shown, SITE).delayed == {}
+    assert Neighbours(CONFIG).polled(turn(book), shown, SITE).delayed_jobs == {}
 
 
 def test_a_node_whose_script_has_not_come_far_is_cancelled_at_once(book: Book, run: Run) -> None:
@@ -308,6 +309,15 @@ def test_delays_are_told_and_kept(book: Book, run: Run) -> None:
     assert restored.report(NOW + 9).max_s == 5.0
 
 
+def test_delays_of_an_older_head_are_read() -> None:
+    """It kept a histogram of the jobs that it remembered no more."""
+    job = {"job_id": "1", "user": "al", "since": NOW, "seen_at": NOW, "waited_s": 2.0, "tokens": []}
+    past = {"max_s": 9.0, "classes": {3: 4, 7: 2}}
+    neighbours = Neighbours(CONFIG)
+    neighbours.recall(msgspec.msgpack.encode((1, {"jobs": {"1": job}, "past": past, "polled_at": None})))
+    assert neighbours.report(NOW) == DelayReport(jobs=7, p95_s=2.0, max_s=9.0)
+
+
 def test_a_submission_that_never_came_to_slurm_fails_the_run_and_is_asked_for_again_once_it_has_trained(
     book: Book, run: Run
 ) -> None:
@@ -349,7 +359,7 @@ def test_a_base_job_that_slurm_shows_after_it_was_lost_is_cancelled(
         shown = cluster(run, True, NOW + at)
         shown.jobs.append(job)
         found = Neighbours(CONFIG).polled(turn(book), shown, SITE)
-        assert (found.delayed != {}) == base.renewed, "its owner may hold nodes for as long as they like"
+        assert (found.delayed_jobs != {}) == base.renewed, "its owner may hold nodes for as long as they like"
         seen.append(turn(book, NOW + at))
         sweep(seen[-1], shown)
     told = [(record.kind, record.text.partition(",")[0]) for each in seen for record in each.records]
@@ -364,7 +374,7 @@ def test_a_base_job_that_slurm_shows_after_it_was_lost_is_cancelled(
 )
 def test_nodes_are_shared_or_not_for_us_as_for_others(select_type: str, whole: bool) -> None:
     site = msgspec.structs.replace(SITE, select_type=select_type)
-    assert (whole_nodes(site), whole_nodes(None)) == (whole, True)
+    assert (site_rules(site).whole_nodes, site_rules(None).whole_nodes) == (whole, True)
 
 
 def test_refusals_are_told_once(book: Book, run: Run) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fallow.core import allowance
 from fallow.core.allocations import Agent, Allocation, observe, preempted_until
 from fallow.core.holes import find_holes, planned_ends
-from fallow.core.neighbour import GiveBack, Standing
+from fallow.core.neighbour.needs import ExternalDemand, GiveBack
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.plan import plan
 from fallow.core.planning.withdrawals import Withdraw, withdrawals
@@ -276,7 +276,7 @@ def test_what_waits_in_our_own_queue_says_nothing_about_lengths_that_start() -> 
     state = cluster([])
 
     def withdrawn() -> list[str]:
-        return [wish.reason for wish in withdrawals(state, [waits], {}, Standing(), rules, [], {"scavenge"}, {})]
+        return [wish.reason for wish in withdrawals(state, [waits], {}, ExternalDemand(), rules, [], {"scavenge"}, {})]
 
     assert withdrawn() == []
     waits.sent_by = waits.requested_at

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.core import checks
-from fallow.core.preemption import as_for_us
+from fallow.core.neighbour.preemption import as_for_us
 from fallow.core.rules import HarvestRules, harvestable
 from fallow.model import ClusterConfig, ClusterState, PartitionInfo
 from fallow.slurm import parse

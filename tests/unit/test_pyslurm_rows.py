@@ -34,7 +34,6 @@ JOB = {
     "constraints": ["a100", "ib"],
     "cpus": 4,
     "ntasks": 1,
-    "ntasks_per_node": None,
     "memory_per_cpu": 1000,
     "memory_per_node": None,
     "gres_per_node": {"gres/gpu": 1},
@@ -84,14 +83,6 @@ def test_a_pending_component() -> None:
     assert (job.cpus_per_node, job.memory_mb_per_node, job.gpus_per_node, job.exclusive) == (2, 2000, 1, True)
     assert (job.constraint, job.dependency) == ("a100,ib", "afterok:1(unfulfilled),singleton")
     assert (job.array_job_id, job.array_tasks) == ("", "")
-
-
-def test_tasks_that_may_be_spread_unevenly() -> None:
-    asked = SimpleNamespace(mem=SimpleNamespace(count=6000), gres={})
-    six = {"cpus": 6, "ntasks": 6, "gres_per_node": {}, "requested_tres": asked, "resource_sharing": "OK"}
-    job = parse.job(pyslurm_rows.job(job_of(**six)))
-    assert (job.tasks, job.cpus_per_task, job.memory_mb_per_task, job.cpus_per_node) == (6, 1, 1000, 3)
-    assert parse.job(pyslurm_rows.job(job_of(**six, ntasks_per_node=3))).tasks == 0
 
 
 def test_an_ordinary_job_without_limit() -> None:

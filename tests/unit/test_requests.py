@@ -20,7 +20,7 @@ from fallow.core.experience import Experience
 from fallow.core.holes import Part, find_holes, planned_ends
 from fallow.core.kinds import Kind, likeness, may_use
 from fallow.core.learner import Learner
-from fallow.core.neighbour import GiveBack
+from fallow.core.neighbour.needs import GiveBack
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.plan import Action, plan
 from fallow.core.planning.share import Worth, linear

@@ -11,7 +11,7 @@ from fallow.core.allocations import Allocation
 from fallow.core.backoff import Asker
 from fallow.core.gain import Curve, speeds
 from fallow.core.kinds import Kind
-from fallow.core.neighbour import GiveBack
+from fallow.core.neighbour.needs import GiveBack
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.plan import Action, plan
 from fallow.core.planning.share import Worth, values

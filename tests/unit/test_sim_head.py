@@ -10,8 +10,7 @@ import pytest
 
 from fallow.config import Config, Harvest, Slurm
 from fallow.core.allowance import Limits
-from fallow.core.neighbourhood import LEAVE_S
-from fallow.core.polling import WATCHFUL_S
+from fallow.core.neighbour.watch import LEAVE_S, WATCHFUL_S
 from fallow.model import (
     AllocationState,
     ClusterConfig,
@@ -194,7 +193,7 @@ def test_a_node_that_somebody_waits_for_is_given_back_in_time() -> None:
     assert theirs.start_at is not None
     assert theirs.start_at - (BEGIN + 1001.5) < WATCHFUL_S + ANSWER_S + 0.2
     assert runs.unannounced == 0 and runs.members("r0") == 1
-    assert head.neighbourhood.delays.report(cluster.now).jobs == 1
+    assert head.watch.delays.report(cluster.now).jobs == 1
 
 
 class Stuck(ToyRuns):

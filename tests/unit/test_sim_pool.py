@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from fallow.core.allocations import Allocation
 from fallow.core.holes import find_holes
-from fallow.core.neighbour import assess
-from fallow.core.preemption import as_for_us
+from fallow.core.neighbour.needs import assess
+from fallow.core.neighbour.preemption import as_for_us
 from fallow.model import AllocationKind, AllocationState, JobInfo
 from fallow.sim.pool import PoolSim
 from fallow.sim.traces.sites import Profile, harvested, made_up
@@ -214,7 +214,7 @@ def test_the_heads_own_rules_give_the_owner_his_node() -> None:
     held = Allocation(token="fallow-r-h1", run="r", kind=AllocationKind.HARVEST, public_key="")
     held.state, held.job_id, held.nodes, held.partition = AllocationState.RUNNING, job_id, ["n0"], "batch"
     standing = assess(as_for_us(engine.poll(), engine.config(), None), [held])
-    assert [(each.token, each.urgent) for each in standing.give_back] == [("fallow-r-h1", True)]
+    assert [(each.token, each.urgent) for each in standing.give_backs] == [("fallow-r-h1", True)]
 
 
 def test_an_owner_whose_time_is_over_waits_no_longer() -> None:
@@ -285,7 +285,7 @@ def test_the_head_sees_the_ends_of_holes_and_waits_for_nobody() -> None:
     assert scavenge[0].preempts
     holes = find_holes(cluster, scavenge)
     assert [(hole.node, hole.length_s, hole.sure) for hole in holes] == [("n1", None, True), ("n0", 1000.0, True)]
-    assert not assess(cluster, []).spoken_for
+    assert not assess(cluster, []).kept_nodes
 
 
 # -- the rest -----------------------------------------------------------------------------------------------------

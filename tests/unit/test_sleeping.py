@@ -7,7 +7,7 @@ import pytest
 from fallow.core.allocations import Allocation, observe
 from fallow.core.holes import find_holes
 from fallow.core.kinds import Kind
-from fallow.core.neighbour import assess
+from fallow.core.neighbour.needs import assess
 from fallow.core.planning.asking import Ask, outdated
 from fallow.core.planning.plan import Action
 from fallow.core.prices import Prices, WakePrice
@@ -134,4 +134,4 @@ def test_a_node_that_boots_for_us_is_given_back_like_any_other() -> None:
         PartitionInfo(partition=p.partition, nodes=p.nodes, priority_tier=p.priority_tier) for p in plain.partitions
     ]
     standing = assess(ClusterState(at=NOW, nodes=plain.nodes, jobs=plain.jobs, partitions=kept), [booting])
-    assert [wish.token for wish in standing.give_back] == ["h"]
+    assert [wish.token for wish in standing.give_backs] == ["h"]

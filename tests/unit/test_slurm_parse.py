@@ -195,29 +195,6 @@ def test_what_a_job_needs_on_each_node() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "values", "tasks"),
-    [  # as squeue 22.05.8 printed them: NumNodes, NumCPUs, NumTasks, NTPerNode, MinMemory, tres-alloc
-        ("-n 6", "2 6 6 0 1000M cpu=6,mem=6000M,node=1,billing=6", (6, 1, 1000)),
-        ("-N2 -n6", "2 6 6 0 1000M cpu=6,mem=6000M,node=2,billing=6", (6, 1, 1000)),
-        ("-n 3 -c2", "2 6 3 0 1000M cpu=6,mem=6000M,node=1,billing=6", (3, 2, 2000)),
-        ("-N2 -n6 --mem=500", "2 6 6 0 500M cpu=6,mem=1000M,node=2,billing=6", (6, 1, 0)),
-        ("-N2 --ntasks-per-node=3", "2 6 6 3 1000M cpu=6,mem=6000M,node=2,billing=6", (0, 1, 0)),
-        ("-N2 -n2 -c3", "2 6 2 0 1000M cpu=6,mem=6000M,node=2,billing=6", (0, 1, 0)),
-        ("-n 1", "1 1 1 0 1000M cpu=1,mem=1000M,node=1,billing=1", (0, 1, 0)),
-        ("-n 6, CPUs not told", "2 N/A 6 0 1000M N/A", (0, 1, 0)),
-    ],
-)
-def test_tasks_that_slurm_may_spread_as_it_likes(asked: str, values: str, tasks: tuple[int, int, int]) -> None:
-    fields = ("NumNodes", "NumCPUs", "NumTasks", "NTPerNode", "MinMemory", "tres-alloc")
-    row = {"JobID": "1", "State": "PENDING", **dict(zip(fields, values.split(), strict=True))}
-    job = parse.job(row)
-    assert (job.tasks, job.cpus_per_task, job.memory_mb_per_task) == tasks
-    assert parse.job(row | {"State": "RUNNING"}).tasks == 0
-    del row["NTPerNode"]  # a client that does not say
-    assert parse.job(row).tasks == 0
-
-
-@pytest.mark.parametrize(
     ("text", "found"),
     [
         ("gpu:4", {"": 4}),

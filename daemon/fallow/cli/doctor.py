@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from fallow.cli.common import json_option, print_json
-from fallow.core import checks, courtesy
+from fallow.core import checks
 from fallow.core.checks import Check, Level
+from fallow.core.neighbour import permission
+from fallow.core.neighbour.preemption import as_for_us
 from fallow.core.network import is_loopback
-from fallow.core.preemption import as_for_us
 from fallow.model import ClusterConfig, ClusterState, Exit, FallowError
 from fallow.text import clean
 
@@ -137,7 +138,7 @@ def _slurm() -> tuple[list[Check], ClusterState | None, list[str]]:
     except TimeoutError:
         fix = "see: scontrol ping"
         return [Check("slurmctld", Level.FAIL, f"no answer within {SLURM_S:g} s", fix)], None, []
-    refused = courtesy.at_first_sight(
+    refused = permission.at_first_sight(
         for_us, config, allow_unseen=site.harvest_unseen, allow_unfair=site.harvest_unfair
     )
     found = [

@@ -123,8 +123,8 @@ def _heads_view(plan: Submission) -> Prospect | None:
 
 async def _own_view(client: CliClient, plan: Submission) -> Prospect:
     from fallow.config import load_config
-    from fallow.core.courtesy import at_first_sight
-    from fallow.core.preemption import as_for_us
+    from fallow.core.neighbour.permission import at_first_sight
+    from fallow.core.neighbour.preemption import as_for_us
     from fallow.core.rules import Known
     from fallow.head.slurm.asking import Asking, ordered
     from fallow.head.slurm.prospect import look

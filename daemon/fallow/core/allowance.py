@@ -11,11 +11,10 @@ from msgspec.structs import replace
 
 from fallow.core.allocations import WAITING, Allocation
 from fallow.core.experience import Experience
+from fallow.core.neighbour.site import LOOKED_AT, site_rules
 from fallow.core.parameters import numbers
 from fallow.core.prices import WakePrice
-from fallow.core.room import whole_nodes
 from fallow.core.rules import HarvestRules
-from fallow.core.waiting import LOOKED_AT
 from fallow.model import AllocationKind, ClusterConfig
 
 AHEAD = 2
@@ -101,7 +100,7 @@ def rules(
         slack_s=_resolution_s(site) + experience.wait_s(now),
         # Two polls may pass before a wish is a job, and then it has to start.
         lead_s=margin_s + 2 * poll_s + experience.wait_s(now) + experience.start_s(now),
-        whole_nodes=whole_nodes(site),
+        whole_nodes=site_rules(site).whole_nodes,
         ahead=ahead,
         apart=min(ahead, most - at_once),
         wake=limits.wake,

@@ -7,10 +7,10 @@ from enum import StrEnum
 
 import msgspec
 
-from fallow.core.courtesy import needed_nice, nice_for, too_small_for
 from fallow.core.kinds import open_to
+from fallow.core.neighbour.permission import needed_nice, nice_for, too_small_for
+from fallow.core.neighbour.preemption import exempt_s, preemptable_qos
 from fallow.core.network import is_loopback
-from fallow.core.preemption import exempt_s, preemptable_qos
 from fallow.model import ClusterConfig, ClusterState, PartitionInfo
 
 MIN_FILES = 1024
@@ -91,9 +91,9 @@ def partitions(
     """One verdict per partition that would be harvested, or one that says why there is none.
 
     Args:
-        cluster: one poll, put right (`core.preemption`).
+        cluster: one poll, put right (`core.neighbour.preemption`).
         named, allow_without_preemption: as configured.
-        refused: partition -> why it must not be harvested (`courtesy.refusals`).
+        refused: partition -> why it must not be harvested (`permission.refusals`).
         groups: of the owner; None: not known.
     """
     known = {partition.partition: partition for partition in cluster.partitions}

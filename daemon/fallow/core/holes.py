@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
-from fallow.core.waiting import nodes_for, picks_up, wants_nodes
+from fallow.core.neighbour.waiting import nodes_for, picks_up, wants_nodes
 from fallow.model import ClusterState, JobInfo, NodeInfo, PartitionInfo
 
 SLEEPING = frozenset(("POWERED_DOWN", "POWERING_DOWN", "POWERING_UP", "POWER_DOWN", "POWER_UP"))

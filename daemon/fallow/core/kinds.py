@@ -7,8 +7,8 @@ from collections.abc import Collection
 import msgspec
 from msgspec.structs import replace
 
-from fallow.core.constraint import suits
 from fallow.core.holes import Part
+from fallow.core.neighbour.constraint import suits
 from fallow.model import NodeInfo, PartitionInfo
 
 Likeness = tuple[str, int, tuple[tuple[str, int], ...], tuple[str, ...]]

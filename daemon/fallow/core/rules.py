@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Asker, Backoff
-from fallow.core.courtesy import too_small_for
 from fallow.core.experience import Experience
 from fallow.core.holes import SLEEPING, Hole, find_holes, is_asleep
 from fallow.core.kinds import Kind, open_to
+from fallow.core.neighbour.permission import too_small_for
 from fallow.core.planning.share import Worth
 from fallow.core.prices import WakePrice
 from fallow.core.unstarted import Sort, Unstarted

@@ -70,11 +70,6 @@ class JobInfo(Struct, frozen=True, kw_only=True):
     gpus_per_node: int = 0
     gpu_type: str = ""
     "empty: any"
-    tasks: int = 0
-    "in all, where one node may have more of them than another; 0: every node gives what the four say"
-    cpus_per_task: int = 1
-    memory_mb_per_task: int = 0
-    "0: memory is asked for by node, or not at all"
     exclusive: bool = False
     "takes whole nodes, because it or its partition says so"
     exclusive_user: bool = False
@@ -101,7 +96,7 @@ class PartitionInfo(Struct, frozen=True, kw_only=True):
     default: bool = False
     priority_tier: int = 1
     preempt_mode: str = "OFF"
-    "in capitals, of this partition's jobs: OFF, CANCEL, REQUEUE, SUSPEND; whether anybody may: `core.preemption`"
+    "in capitals, of this partition's jobs: OFF, CANCEL, REQUEUE, SUSPEND (`core.neighbour.preemption`)"
     grace_s: float = 0.0
     preempted_by: list[str] | None = None
     "QOS whose jobs may preempt ours, if they alone decide; None: the tiers do"

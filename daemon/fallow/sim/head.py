@@ -12,16 +12,16 @@ from math import inf
 
 from msgspec import structs
 
-from fallow.core import allowance, polling
+from fallow.core import allowance
 from fallow.core.allocations import Allocation
 from fallow.core.allowance import Limits
 from fallow.core.learner import Learner, withdrawn
-from fallow.core.neighbour import GiveBack, Standing
-from fallow.core.neighbourhood import Manners, Neighbourhood
+from fallow.core.neighbour.needs import ExternalDemand, GiveBack
+from fallow.core.neighbour.preemption import as_for_us
+from fallow.core.neighbour.watch import Manners, Watch, interval_s, longest_interval_s, poll_interval_s
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.plan import Plan, plan
 from fallow.core.planning.withdrawals import Withdraw
-from fallow.core.preemption import as_for_us
 from fallow.core.rules import HarvestRules
 from fallow.core.spans import by_token
 from fallow.model import ClusterConfig, ClusterState, PartitionInfo
@@ -48,11 +48,11 @@ from fallow.slurm.paced import BUSY, CONFIG_S, Bucket
 ANSWER_S, SBATCH_S = 0.2, 0.1
 """From a poll to its answer, and what sbatch takes."""
 
-SAME_S = 60.0
-"""Polls that show the same as one that nothing followed from are left out for so long."""
-
 AGAIN_S = 1.0
 """Without latency: from one poll to the next at the least."""
+
+QUIET_S = 60.0
+"""For so long after a plan that wished for nothing, polls that show the very same are left out."""
 
 
 class VirtualHead:
@@ -84,7 +84,7 @@ class VirtualHead:
         self.elided = 0
         "polls that were left out"
         self.cluster: ClusterState | None = None
-        "the last poll, put right (`core.preemption`)"
+        "the last poll, put right (`core.neighbour.preemption`)"
         self.unused: dict[str, str] = {}
         "idle node -> why it is not used, as of the last plan"
         self.learner = Learner()
@@ -93,7 +93,7 @@ class VirtualHead:
         self._at_once = options.latency == "none"
         self._answer_s = 0.0 if self._at_once else ANSWER_S
         self._limits = _limits(engine, options) if limits is None else limits
-        self.neighbourhood = Neighbourhood(
+        self.watch = Watch(
             # What a trace does not say of others is not hidden from us: there is nothing behind it.
             Manners(allow_without_preemption=self._limits.allow_without_preemption, harvest_unseen=True)
         )
@@ -115,15 +115,16 @@ class VirtualHead:
         "what the poll says that is under way"
         self._answer_at = inf
         "when that comes"
-        self._standing = Standing()
+        self._external = ExternalDemand()
+        "what others' jobs needed of us by the last poll"
         self._partitions: list[PartitionInfo] = []
         "of the last poll, as it came"
         self._archs: dict[str, str] = {}
         "node -> architecture, which stays as it is"
         self._shown: ClusterState | None = None
         "the last poll that was taken in, as it came"
-        self._same_until = -inf
-        "polls that show the same are left out until then"
+        self._is_at_rest = False
+        "nothing followed from it, and others need nothing of us"
         self._news = True
         "something new was measured since the last poll was asked for"
 
@@ -164,7 +165,7 @@ class VirtualHead:
                     self._plan_again()
                 if self._leases.taken:
                     self._leases.taken = False
-                    self.neighbourhood.taken(self._now)
+                    self.watch.taken(self._now)
                     self._pace()
             case Measured():
                 self._news = self.book.measured(happening) or self._news
@@ -188,25 +189,24 @@ class VirtualHead:
         if self._answer_at < inf or self._sends_at < inf:
             return
         usual_s, watches = self._limits.poll_interval_s, self._watches()
-        longest = polling.longest_interval_s(usual_s, watches)
-        wanted_s = polling.interval_s(usual_s, watches or self.neighbourhood.alert > 0)
-        interval_s = polling.poll_interval_s(wanted_s, self._answer_s / BUSY, 0, longest)
-        self._poll_at = max(self._now, self._began + interval_s)
+        longest = longest_interval_s(usual_s, watches)
+        wanted_s = interval_s(usual_s, watches or self.watch.alert > 0)
+        self._poll_at = max(self._now, self._began + poll_interval_s(wanted_s, self._answer_s / BUSY, 0, longest))
 
     def _wanted_s(self) -> float:
         """From one poll to the next, with what we hold now."""
-        return polling.interval_s(self._limits.poll_interval_s, self._watches())
+        return interval_s(self._limits.poll_interval_s, self._watches())
 
     def _watches(self) -> bool:
         # Asked many times for each poll.
-        any_there = any(map(self.book.partitions.get, self.neighbourhood.watched))
-        return self.neighbourhood.watches(self.book.allocations.values() if any_there else ())
+        any_there = any(map(self.book.partitions.get, self.watch.unpreempted))
+        return self.watch.is_watchful(self.book.allocations.values() if any_there else ())
 
     def _ask(self) -> None:
         self._sends_at, self._asked_at = inf, self._now
         cluster = self._engine.poll()
         self.calls += POLL_REQUESTS
-        if self._is_old(cluster):
+        if self._shows_nothing_new(cluster):
             self.elided += 1
             self.cluster = self._put_right(cluster)
             self._pace()
@@ -223,12 +223,12 @@ class VirtualHead:
         wait_s = self._queries.take(POLL_REQUESTS)
         return 0.0 if self._at_once else wait_s
 
-    def _is_old(self, cluster: ClusterState) -> bool:
-        """Nothing has changed since a plan, a moment ago, that wished for nothing."""
-        going = self._leases.touched or self._leases.queued or self._news or self.neighbourhood.alert
-        if not self._elide or going or self._shown is None or self._now >= self._same_until:
+    def _shows_nothing_new(self, cluster: ClusterState) -> bool:
+        """Return True if nothing follows from a poll: it shows the same as one at rest a moment ago."""
+        shown, going = self._shown, self._leases.touched or self._leases.queued or self._news or self.watch.alert
+        if not self._elide or shown is None or going or not self._is_at_rest or self._now >= self.book.valued_until():
             return False
-        return cluster.nodes is self._shown.nodes and cluster.jobs is self._shown.jobs
+        return cluster.at - shown.at < QUIET_S and structs.replace(cluster, at=shown.at) == shown
 
     def _polled(self, shown: ClusterState) -> None:
         """As `Harvest.polled`."""
@@ -237,20 +237,19 @@ class VirtualHead:
         jobs = by_token(cluster.jobs)
         self._leases.observe(jobs, cluster.at, self._now)
         live, over = self.book.live(), self.book.over()
-        standing, _ = self.neighbourhood.look(cluster, self._config, live, over)
-        self._standing, self._leases.nice = standing, self.neighbourhood.nice
-        self._leases.sweep(over, jobs, frozenset[str]().union(*standing.delayed.values()), self._now)
+        external, _ = self.watch.look(cluster, self._config, live, over)
+        self._external, self._leases.nice = external, self.watch.nice
+        self._leases.sweep(over, jobs, frozenset[str]().union(*external.delayed_jobs.values()), self._now)
         self._interval_s = self._wanted_s()
         rules = self._rules(cluster.at)
         harvest = [(allocation, ASKER) for allocation in self.book.allocations.values()]
         self.learner.take_in(cluster, harvest, rules, self._now)
         self.book.forget(over, jobs)
         found = self._plan(cluster, rules, live)
-        # Delayed and declined jobs are counted by polls.
-        self._same_until = cluster.at + (0.0 if found.actions or standing.delayed or standing.offered else SAME_S)
+        self._is_at_rest = not (found.actions or external.delayed_jobs or external.offers)
 
     def _put_right(self, cluster: ClusterState) -> ClusterState:
-        """As `core.preemption` does; what is the same as before has been put right before."""
+        """As `core.neighbour.preemption` does; what is the same as before has been put right before."""
         before = self.cluster
         if before is not None and cluster.partitions == self._partitions:
             return structs.replace(cluster, partitions=before.partitions)
@@ -258,7 +257,7 @@ class VirtualHead:
         return as_for_us(cluster, self._config, None)
 
     def _rules(self, at: float) -> HarvestRules:
-        experience, refused = self.learner.known.experience, self.neighbourhood.refused
+        experience, refused = self.learner.known.experience, self.watch.refused
         rules = allowance.rules(self._limits, self._config, refused, experience, at, self._interval_s)
         # No run takes parts of nodes, so they need not be looked for.
         return structs.replace(rules, whole_nodes=True)
@@ -274,7 +273,7 @@ class VirtualHead:
         demands = [self.book.demand(run, self._runs.members(run), archs, gain.worth) for run, gain in gains.items()]
         if not again:
             known.unstarted.look(cluster)
-        found = plan(cluster, demands, live, rules, known, self._standing, asks_only=again)
+        found = plan(cluster, demands, live, rules, known, self._external, asks_only=again)
         for action in found.actions:
             match action:
                 case Ask():

@@ -9,7 +9,7 @@ from fallow.core.allocations import CANCEL_AGAIN_S, Agent, Allocation, forgo, ob
 from fallow.core.allowance import Limits, horizon_s
 from fallow.core.backoff import Asker
 from fallow.core.learner import Learner
-from fallow.core.neighbourhood import END_S, LEAVE_S
+from fallow.core.neighbour.watch import END_S, LEAVE_S
 from fallow.core.planning.asking import Ask
 from fallow.model import AllocationState, JobInfo
 from fallow.sim.book import Book

@@ -48,7 +48,6 @@ def job(found: Any) -> dict[str, str]:
         "EligibleTime": _number(found.eligible_time),
         "NumCPUs": _number(found.cpus),
         "NumTasks": _number(found.ntasks),
-        "NTPerNode": str(found.ntasks_per_node or 0),
         "MinMemory": _megabytes(found.memory_per_node or found.memory_per_cpu),
         "tres-alloc": ",".join(f"{name}={number}" for name, number in (given or asked).items()),
         "tres-per-job": _gres(_gpus_of_tres(asked)),

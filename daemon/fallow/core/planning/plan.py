@@ -18,7 +18,8 @@ from math import floor, inf, log2
 
 from fallow.core.allocations import LIVE, WAITING, Allocation
 from fallow.core.holes import idle_nodes
-from fallow.core.neighbour import GiveBack, Standing, assess
+from fallow.core.neighbour.needs import ExternalDemand, GiveBack, assess
+from fallow.core.neighbour.waiting import is_ours
 from fallow.core.planning.asking import Ask, Asking
 from fallow.core.planning.offers import Caps, Matched, Offer, Reach, match, offers
 from fallow.core.planning.share import Party, Worth, linear, move, moved, share, step_up, useful
@@ -33,7 +34,6 @@ from fallow.core.rules import (
     not_harvested,
     off_limits,
 )
-from fallow.core.waiting import is_ours
 from fallow.model import AllocationState, ClusterState, NodeInfo, PartitionInfo
 
 MOVABLE_S = 600.0
@@ -72,7 +72,7 @@ def plan(
     allocations: Sequence[Allocation],
     rules: HarvestRules,
     known: Known | None = None,
-    standing: Standing | None = None,
+    external: ExternalDemand | None = None,
     *,
     asks_only: bool = False,
 ) -> Plan:
@@ -84,24 +84,24 @@ def plan(
         allocations: every live allocation of every run.
         rules: what is allowed.
         known: what was learned; None: nothing.
-        standing: what others' jobs need of us; None: it is worked out here.
+        external: what others' jobs need of us; None: it is worked out here.
         asks_only: on a poll that was planned on before: what has lost its point since is left to the next poll.
     """
-    standing = assess(cluster, allocations) if standing is None else standing
+    external = assess(cluster, allocations) if external is None else external
     known = known or Known()
     harvest = [a for a in allocations if a.state in LIVE and a.harvested]
     pending = [a for a in harvest if a.state in WAITING and not a.is_booting]
     sorts = {demand.run: demand.sort for demand in demands}
 
-    give = _first_of_each([*standing.give_back, *standing.leaving, *wanted_back(cluster, harvest, rules)])
+    give = _first_of_each([*external.give_backs, *wanted_back(cluster, harvest, rules)])
     going = {each.token for each in give}
 
     partitions = harvestable(cluster, rules)
     holes = holes_of(cluster, partitions, harvest, rules)
     # A request might take any node of a partition in which others are about to get one that nobody takes back from us.
-    holes = [hole for hole in holes if hole.partition not in standing.spoken_for]
+    holes = [hole for hole in holes if hole.partition not in external.kept_nodes]
     reach = Reach(cluster, partitions, known)
-    declined = passed_over(cluster, pending, holes, sorts, reach, known, standing, rules)
+    declined = passed_over(cluster, pending, holes, sorts, reach, known, external, rules)
     for allocation in pending:
         for node in declined.get(allocation.token, ()):
             reach.decline(sorts[allocation.run], node, allocation.partition)
@@ -110,7 +110,7 @@ def plan(
         too_many = {demand.run: -demand.nodes for demand in demands if demand.nodes < 0}
         old = [h for h in holes if known.unstarted.idle_s(h.node, cluster.at) > rules.start_patience_s]
         unsure = {hole.partition for hole in old if not hole.sure and hole.part is None}
-        withdrawn = withdrawals(cluster, pending, too_many, standing, rules, partitions, unsure, declined)
+        withdrawn = withdrawals(cluster, pending, too_many, external, rules, partitions, unsure, declined)
     going |= {each.token for each in withdrawn}
 
     waiting = [a for a in pending if a.token not in going]
@@ -155,13 +155,13 @@ def plan(
     free = rules.ahead - len([a for a in matched.unmatched if a.token not in going])
     growing = [party for party in parties if party.run not in losing]
     if free > 0:
-        asks += _ahead(asking, growing, by_run, free, _of_others(cluster, standing, allocations), rules)
+        asks += _ahead(asking, growing, by_run, free, _of_others(cluster, external, allocations), rules)
     return Plan(
         give_backs=() if asks_only else tuple(give),
         withdrawals=tuple(withdrawn),
         asks=tuple(asks),
         targets={party.run: party.have + more.get(party.run, 0) for party in parties},
-        unused=_unused(cluster, partitions, rules, standing, asking, caps, offered, demands, reach),
+        unused=_unused(cluster, partitions, rules, external, asking, caps, offered, demands, reach),
     )
 
 
@@ -370,11 +370,11 @@ def _ahead(
     return found
 
 
-def _of_others(cluster: ClusterState, standing: Standing, allocations: Iterable[Allocation]) -> set[str]:
+def _of_others(cluster: ClusterState, external: ExternalDemand, allocations: Iterable[Allocation]) -> set[str]:
     """Nodes that others' jobs have, and for which nobody else waits."""
     tokens = {allocation.token for allocation in allocations}
     others: set[str] = set()
-    kept = {node for p in cluster.partitions if p.partition in standing.wanted for node in p.nodes}
+    kept = {node for p in cluster.partitions if p.partition in external.contested_partitions for node in p.nodes}
     for job in cluster.jobs:
         if job.state != "PENDING":
             (kept if is_ours(job, tokens) else others).update(job.nodes)
@@ -388,7 +388,7 @@ def _unused(
     cluster: ClusterState,
     partitions: Sequence[PartitionInfo],
     rules: HarvestRules,
-    standing: Standing,
+    external: ExternalDemand,
     asking: Asking,
     caps: Caps,
     offered: Sequence[Offer],
@@ -396,7 +396,7 @@ def _unused(
     reach: Reach,
 ) -> dict[str, str]:
     """Idle node -> why it is not used."""
-    found = _closed(cluster, idle_nodes(cluster), partitions, rules, standing)
+    found = _closed(cluster, idle_nodes(cluster), partitions, rules, external)
     # Of several partitions the first one counts in which a run can use the node.
     first = {offer.hole.node: offer for offer in reversed(offered)}
     first |= {offer.hole.node: offer for offer in reversed(offered) if offer.users}
@@ -425,13 +425,13 @@ def _closed(
     idle: Sequence[NodeInfo],
     partitions: Sequence[PartitionInfo],
     rules: HarvestRules,
-    standing: Standing,
+    external: ExternalDemand,
 ) -> dict[str, str]:
     """Those of these idle nodes that are no holes to us."""
     if not idle:
         return {}
-    starts = {node: job for job, nodes in standing.offered for node in nodes}
-    kept = {node for p in partitions if p.partition in standing.spoken_for for node in p.nodes}
+    starts = {node: job for job, nodes in external.offers for node in nodes}
+    kept = {node for p in partitions if p.partition in external.kept_nodes for node in p.nodes}
     closed = {p.partition: why for p in cluster.partitions if (why := not_harvested(p, rules))}
     unpreempted = {p.partition: off_limits(p, rules) for p in partitions}
     found: dict[str, str] = {}

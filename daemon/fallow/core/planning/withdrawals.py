@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Scope, scope_of
 from fallow.core.holes import CLOSED, WANTED_BACK, Hole, Part, idle_gpus
-from fallow.core.neighbour import GiveBack, Standing
+from fallow.core.neighbour.needs import ExternalDemand, GiveBack
 from fallow.core.planning.offers import Reach
 from fallow.core.rules import HarvestRules, Known
 from fallow.core.unstarted import LEAST_S, Sort
@@ -50,7 +50,7 @@ def passed_over(
     sorts: Mapping[str, Sort],
     reach: Reach,
     known: Known,
-    standing: Standing,
+    external: ExternalDemand,
     rules: HarvestRules,
 ) -> dict[str, tuple[str, ...]]:
     """Token of a request -> idle nodes beside which it has waited for too long: Slurm does not start it there.
@@ -58,7 +58,7 @@ def passed_over(
     A request is taken back for each such node, for the others may wait for better ones. Where others' jobs wait, Slurm
     may take its time.
     """
-    contested = {node for p in cluster.partitions if p.partition in standing.wanted for node in p.nodes}
+    contested = {node for p in cluster.partitions if p.partition in external.contested_partitions for node in p.nodes}
     least_s = max(LEAST_S, rules.start_patience_s, 4 * known.experience.wait_s(cluster.at))
     found: dict[str, tuple[str, ...]] = {}
     taken: set[str] = set()
@@ -87,7 +87,7 @@ def withdrawals(
     cluster: ClusterState,
     pending: Sequence[Allocation],
     too_many: Mapping[str, int],
-    standing: Standing,
+    external: ExternalDemand,
     rules: HarvestRules,
     partitions: Iterable[PartitionInfo],
     unsure: Collection[str],
@@ -96,7 +96,7 @@ def withdrawals(
     """Requests that have lost their point.
 
     Args:
-        cluster, standing, rules: as for `plan`.
+        cluster, external, rules: as for `plan`.
         pending: requests.
         too_many: run -> so many of them.
         partitions: that may be harvested.
@@ -119,7 +119,7 @@ def withdrawals(
             what = "it was not submitted" if allocation.queued else "Slurm did not start it"
             reason = f"{what} within {rules.pending_patience_s:.0f} s"
             found.append(Withdraw(token, reason, declined=declined.get(token, ())))
-        elif token in standing.compete:
+        elif token in external.competing_requests:
             found.append(Withdraw(token, "somebody else waits for the same nodes"))
         elif _is_hopeless(allocation):
             found.append(Withdraw(token, f"Slurm will not start it soon: {allocation.reason}"))
@@ -127,7 +127,7 @@ def withdrawals(
             found.append(Withdraw(token, f"the GPUs of {part.node} are taken"))
         elif pinned is not None and not CLOSED.isdisjoint(pinned.flags):
             found.append(Withdraw(token, f"{allocation.pinned} takes no job any more"))
-        elif allocation.pinned and allocation.partition in standing.wanted:
+        elif allocation.pinned and allocation.partition in external.contested_partitions:
             found.append(Withdraw(token, "somebody else waits, and might have the node"))
         elif token in declined:
             idle = declined[token]

@@ -18,7 +18,7 @@ from fallow.core.duds import DUDS, Duds, put_off_s
 from fallow.core.kinds import Kind
 from fallow.core.learner import withdrawn
 from fallow.core.membership import events as ev
-from fallow.core.neighbour import GiveBack, Standing
+from fallow.core.neighbour.needs import ExternalDemand, GiveBack
 from fallow.core.planning.asking import Ask, outdated
 from fallow.core.planning.plan import plan
 from fallow.core.planning.withdrawals import Withdraw
@@ -71,7 +71,7 @@ class Asking:
         return replace(found, stopped=self.stopped)
 
     def plan(
-        self, turn: Turn, cluster: ClusterState, rules: HarvestRules, standing: Standing, *, again: bool = False
+        self, turn: Turn, cluster: ClusterState, rules: HarvestRules, external: ExternalDemand, *, again: bool = False
     ) -> None:
         """Carry out what the planner wants for the next interval.
 
@@ -79,7 +79,7 @@ class Asking:
             turn: takes the effects.
             cluster: the last poll.
             rules: what is allowed.
-            standing: what others' jobs need of us.
+            external: what others' jobs need of us.
             again: on a poll that was planned on before: nodes are asked for, and nothing is taken back.
         """
         runs = {run.id: run for run in turn.book.current.values() if not run.spec.local}
@@ -113,14 +113,14 @@ class Asking:
         if not again:
             _make_anew(turn, runs, demands, cluster, rules)
         live = [a for run in runs.values() for a in run.live_allocations()]
-        demands, standing = self._within_limits(turn, runs, cluster, demands, rules, standing, again=again)
+        demands, external = self._within_limits(turn, runs, cluster, demands, rules, external, again=again)
         live = [a for run in runs.values() for a in run.live_allocations()]
         sorts = {demand.run: demand.sort for demand in demands}
         if not again:
             self._known.unstarted.look(cluster)
         # Nodes of normal priority count under the caps, too.
         left = allowance.beside(rules, allowance.held_or_asked(a for a in live if a.hurried))
-        found = plan(cluster, demands, live, left, self._known, standing, asks_only=again)
+        found = plan(cluster, demands, live, left, self._known, external, asks_only=again)
         for action in found.actions:
             match action:
                 case Ask() as ask:
@@ -152,10 +152,10 @@ class Asking:
         cluster: ClusterState,
         demands: Sequence[Demand],
         rules: HarvestRules,
-        standing: Standing,
+        external: ExternalDemand,
         *,
         again: bool,
-    ) -> tuple[list[Demand], Standing]:
+    ) -> tuple[list[Demand], ExternalDemand]:
         """Leave to others what they need of the limits of accounts and QOS.
 
         Returns:
@@ -175,10 +175,10 @@ class Asking:
             run, allocation = _find(dict(runs), token)
             turn.record(run, "withdraw", f"{token} (job {allocation.job_id}): {why}")
             turn.cancel(run, allocation, why)
-        given = {wish.token for wish in standing.give_back}
+        given = {wish.token for wish in external.give_backs}
         more = {wish.token: wish for wish in (*kept.give_back, *waits.give_back) if wish.token not in given}
-        both = (*standing.give_back, *more.values())
-        return capped(demands, (waits, kept)), msgspec.structs.replace(standing, give_back=both)
+        both = (*external.give_backs, *more.values())
+        return capped(demands, (waits, kept)), msgspec.structs.replace(external, give_backs=both)
 
     def pause(self, turn: Turn, run: Run) -> None:
         """Ask for nothing more for this run, and give its harvest nodes back. Its base job stays."""

@@ -11,7 +11,7 @@ from typing import Any
 import structlog
 
 from fallow.core.allocations import Allocation
-from fallow.core.polling import poll_interval_s
+from fallow.core.neighbour.watch import poll_interval_s
 from fallow.files import Paths
 from fallow.head.loop.faults import Faults
 from fallow.head.loop.inbox import Due, Inbox, Polled, Submitted, TrialRefused

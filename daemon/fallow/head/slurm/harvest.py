@@ -10,9 +10,9 @@ from fallow.config import Config
 from fallow.core.allocations import Allocation, send
 from fallow.core.allowance import horizon_s
 from fallow.core.kinds import may_use
-from fallow.core.neighbour import Standing
-from fallow.core.polling import interval_s, longest_interval_s
-from fallow.core.preemption import as_for_us
+from fallow.core.neighbour.needs import ExternalDemand
+from fallow.core.neighbour.preemption import as_for_us
+from fallow.core.neighbour.watch import interval_s, longest_interval_s
 from fallow.core.rules import harvestable
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm import accounts, cancelled, orphans, submissions
@@ -50,8 +50,8 @@ class Harvest:
         self.neighbours = Neighbours(config)
         self._site: ClusterConfig | None = None
         self.cluster: ClusterState | None = None
-        "the last poll, put right (`core.preemption`)"
-        self._standing = Standing()
+        "the last poll, put right (`core.neighbour.preemption`)"
+        self._external = ExternalDemand()
         "what others' jobs needed of us then"
 
     def recall(self, notes: Mapping[str, bytes]) -> None:
@@ -93,15 +93,15 @@ class Harvest:
         accounts.settle(turn, cluster.at)
         turn.for_each(turn.book.current.values(), "budget", lambda run: keep_within_budget(turn, run, cluster.at))
         with turn.apart("neighbours"):
-            self._standing = self.neighbours.polled(turn, cluster, site)
-        standing = self._standing
+            self._external = self.neighbours.polled(turn, cluster, site)
+        external = self._external
         with turn.apart("orphans"):
-            orphans.sweep(turn, cluster, frozenset[str]().union(*standing.delayed.values()))
+            orphans.sweep(turn, cluster, frozenset[str]().union(*external.delayed_jobs.values()))
         with turn.apart("plan"):
             self.asking.interval_s = self.interval_s(turn.book)
             rules = self.asking.rules(cluster.at, site, self.neighbours.refused)
             self._learning.polled(turn, cluster, rules)
-            self.asking.plan(turn, cluster, rules, standing)
+            self.asking.plan(turn, cluster, rules, external)
 
     def plan_again(self, turn: Turn) -> None:
         """Ask for nodes on what the last poll showed, while that is not older than polls usually get.
@@ -119,7 +119,7 @@ class Harvest:
         nodes = [replace(node, state="ALLOCATED") if node.node in held else node for node in cluster.nodes]
         rules = self.asking.rules(cluster.at, self._site, self.neighbours.refused)
         with turn.apart("plan"):
-            self.asking.plan(turn, replace(cluster, nodes=nodes), rules, self._standing, again=True)
+            self.asking.plan(turn, replace(cluster, nodes=nodes), rules, self._external, again=True)
 
     def request(self, state: str, run: Run, allocation: Allocation, log: str) -> JobRequest:
         """What to hand to sbatch for an allocation."""

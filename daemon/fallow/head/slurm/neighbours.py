@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from fallow.config import Config
-from fallow.core import polling, records
+from fallow.core import records
 from fallow.core.allocations import Allocation
-from fallow.core.delays import Delays
-from fallow.core.neighbour import Standing
-from fallow.core.neighbourhood import END_S, LEAVE_S, Manners, Neighbourhood
+from fallow.core.neighbour.delays import Delays
+from fallow.core.neighbour.needs import ExternalDemand
+from fallow.core.neighbour.watch import END_S, LEAVE_S, Manners, Watch, interval_s
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Book, Run
 from fallow.model import AllocationKind, AllocationState, ClusterConfig, ClusterState, DelayReport, Exit
@@ -16,11 +16,17 @@ DELAYS = "delays"
 """Their key among the notes of the store."""
 
 
-records.SCHEMAS[Delays] = 1
+def _without_histogram(fields: records.Fields) -> records.Fields:
+    past = fields.pop("past")
+    return fields | {"forgotten": sum(past["classes"].values()), "longest_s": past["max_s"]}
 
 
-class Neighbours(Neighbourhood):
-    """The head's neighbourhood: it tells what it finds."""
+records.SCHEMAS[Delays] = 2
+records.MIGRATIONS[Delays, 1] = _without_histogram
+
+
+class Neighbours(Watch):
+    """The head's watch over others' jobs: records what it finds."""
 
     def __init__(self, config: Config) -> None:
         harvest, site = config.harvest, config.site
@@ -44,7 +50,7 @@ class Neighbours(Neighbourhood):
         self.delays = records.decode(note, Delays)
         self.delays.polled_at = None
 
-    def polled(self, turn: Turn, cluster: ClusterState, config: ClusterConfig | None) -> Standing:
+    def polled(self, turn: Turn, cluster: ClusterState, config: ClusterConfig | None) -> ExternalDemand:
         """Take in a poll; what follows for our nodes is the planner's."""
         runs = [run for run in turn.book.current.values() if not run.spec.local]
         live = [a for run in runs for a in run.live_allocations()]
@@ -54,25 +60,25 @@ class Neighbours(Neighbourhood):
         lost = AllocationState.LOST
         over = [a for a in over if a.kind is AllocationKind.HARVEST or (a.state is lost and a.renewed)]
         refused, nice = self.refused, self.nice
-        standing, waited = self.look(cluster, config, live, over)
+        external, waited = self.look(cluster, config, live, over)
         self._tell(turn, refused, nice)
         for job in waited:
             text = f"job {job.job_id} of {job.user} has waited {job.waited_s:.1f} s for nodes of ours"
             turn.record(None, "delayed", text, job=job.job_id, user=job.user, waited_s=job.waited_s)
-        if waited or standing.delayed:
+        if waited or external.delayed_jobs:
             turn.notes[DELAYS] = records.encode(self.delays)
-        return standing
+        return external
 
     def report(self, now: float) -> DelayReport:
         return self.delays.report(now)
 
     def interval_s(self, book: Book) -> float:
         """From one poll to the next."""
-        return polling.interval_s(self._config.slurm.poll_interval_s, self.watchful(book))
+        return interval_s(self._config.slurm.poll_interval_s, self.watchful(book))
 
     def watchful(self, book: Book) -> bool:
         """Do we hold nodes that nobody but us would give back, or does somebody wait for the end of a job there?"""
-        return self.watches(a for run in book.current.values() for a in run.live_allocations())
+        return self.is_watchful(a for run in book.current.values() for a in run.live_allocations())
 
     def _tell(self, turn: Turn, refused: dict[str, str], nice: int) -> None:
         """Say what has changed since partitions were `refused` and requests had that `nice`."""

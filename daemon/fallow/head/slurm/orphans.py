@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from fallow.core.allocations import CANCEL_AGAIN_S, Allocation, Shown, jobs_of
-from fallow.core.neighbourhood import END_S, LEAVE_S
+from fallow.core.neighbour.watch import END_S, LEAVE_S
 from fallow.core.states import ENDED_STATES, ENDING
 from fallow.head.loop.turn import Turn
 from fallow.model import AllocationKind, ClusterState, JobInfo

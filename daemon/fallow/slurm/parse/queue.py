@@ -12,7 +12,7 @@ from fallow.slurm.parse.values import count, duration, gpu_types, megabytes, nod
 JOB_FIELDS = (
     *("JobID", "HetJobID", "UserName", "State", "Partition", "NumNodes", "NodeList", "SchedNodes"),
     *("SubmitTime", "StartTime", "EndTime", "TimeLimit", "PreemptTime", "PriorityLong", "EligibleTime"),
-    *("NumCPUs", "NumTasks", "NTPerNode", "MinMemory", "tres-alloc", "tres-per-job", "tres-per-node", "tres-per-task"),
+    *("NumCPUs", "NumTasks", "MinMemory", "tres-alloc", "tres-per-job", "tres-per-node", "tres-per-task"),
     *("OverSubscribe", "Exclusive", "ReqNodes", "ExcNodes"),
     *("Account", "QOS", "Reservation", "Feature", "Dependency"),
     *("ArrayJobID", "ArrayTaskID", "RestartCnt"),
@@ -61,7 +61,6 @@ def job(row: Mapping[str, str]) -> JobInfo:
     """A job from the texts of `JOB_FIELDS`, as squeue prints them; a field may be missing."""
     num_nodes = count(row.get("NumNodes", "1"))
     gpus_each, gpu_type = _job_gpus(row, num_nodes)
-    tasks, cpus_per_task, memory_per_task = _tasks(row, num_nodes)
     return JobInfo(
         job_id=row["JobID"].strip(),
         name=row.get("Name", ""),
@@ -88,9 +87,6 @@ def job(row: Mapping[str, str]) -> JobInfo:
         memory_mb_per_node=_job_memory_mb(row, num_nodes),
         gpus_per_node=gpus_each,
         gpu_type=gpu_type,
-        tasks=tasks,
-        cpus_per_task=cpus_per_task,
-        memory_mb_per_task=memory_per_task,
         exclusive=(shared := _shared(row)) in ("NO", "NODE", "TOPO"),
         exclusive_user=shared == "USER",
         required_nodes=nodes(row.get("ReqNodes", "")),
@@ -120,18 +116,6 @@ def _job_memory_mb(row: Mapping[str, str], num_nodes: int) -> int:
     """From the TRES, which say what MinMemory does not: whether it is per CPU or per node."""
     match = re.search(r"(?:^|,)mem=([^,]+)", row.get("tres-alloc", ""))
     return _each(megabytes(match[1]), num_nodes) if match else megabytes(row.get("MinMemory", ""))
-
-
-def _tasks(row: Mapping[str, str], num_nodes: int) -> tuple[int, int, int]:
-    """Tasks that Slurm may spread over the nodes as it likes (0: it may not), and CPUs and MiB for each of them."""
-    tasks, cpus = count(row.get("NumTasks", "")), count(row.get("NumCPUs", ""))
-    free = row.get("NTPerNode", "").strip() == "0" and not gpu_types(row.get("tres-per-task", ""))
-    spread = free and row["State"].strip().upper() == "PENDING" and 1 < num_nodes < tasks
-    if not spread or not cpus or cpus % tasks:
-        return 0, 1, 0
-    per_cpu, total = megabytes(row.get("MinMemory", "")), re.search(r"(?:^|,)mem=([^,]+)", row.get("tres-alloc", ""))
-    by_cpu = total is not None and per_cpu * cpus == megabytes(total[1])
-    return tasks, cpus // tasks, per_cpu * (cpus // tasks) if by_cpu else 0
 
 
 def _job_gpus(row: Mapping[str, str], num_nodes: int) -> tuple[int, str]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 
 Wanted = Callable[[frozenset[str]], bool]
-"""Does a node with these features do?"""
+"""Returns True if a node with these features will do."""
 
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _TOKEN = re.compile(r"[^\s&|(),\[\]*]+|[&|(),]")
@@ -19,9 +19,9 @@ _COUNT = re.compile(r"\*\d+")
 
 @functools.lru_cache(maxsize=256)
 def alternatives(text: str) -> tuple[Wanted, ...]:
-    """What the nodes of a job must have: all of them the same one of these. One, unless there are square brackets.
+    """Return the alternatives of a constraint: all nodes of a job must meet the same one.
 
-    Words that cannot be read ask for nothing.
+    There is one alternative, unless the constraint has square brackets. Words that cannot be read ask for nothing.
     """
     found = _BRACKETS.search(text)
     if found is None:
@@ -33,7 +33,7 @@ def alternatives(text: str) -> tuple[Wanted, ...]:
 
 
 def suits(features: Iterable[str], constraint: str) -> bool:
-    """Will a node with these features do for a job of one node?"""
+    """Return True if a node with these features will do for a job of one node."""
     return any(wanted(frozenset(features)) for wanted in alternatives(constraint))
 
 

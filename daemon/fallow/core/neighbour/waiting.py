@@ -1,17 +1,16 @@
-"""Jobs of others that a free node could start. Pure."""
+"""Pending jobs of others that a free node could start, in Slurm's order. Pure."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 
 import msgspec
 
-from fallow.core.parameters import numbers
 from fallow.core.states import ON_NODES
 from fallow.core.tokens import PREFIX, names_harvest
-from fallow.model import ClusterConfig, ClusterState, JobInfo
+from fallow.model import ClusterState, JobInfo
 
 _WANTING = re.compile(
     r"(Resources|Priority)(,.*)?"
@@ -19,15 +18,12 @@ _WANTING = re.compile(
     r"|ReqNodeNotAvail(, May be reserved for other job|, UnavailableNodes:.*)?"
 )
 """Reasons of pending jobs that a free node could start (`schedule` and `select_nodes` in Slurm's src/slurmctld). The
-last two stand for nodes that a job in a partition of a higher tier waits for, too, which backfill may give it all the
-same; whether it is nodes of ours is worked out anyway (`core.neighbour`)."""
+last two name nodes that a job in a partition of a higher tier waits for, too. Backfill may give these nodes to the
+lower job all the same; `needs` works out whether they are ours."""
 
 PICKS_UP = "harvest"
 """Word in the comment of a job that was made to pick up an idle node, beside its token. Its name says so, too: a site's
 job_submit plugin may write comments of its own."""
-
-LOOKED_AT = 500
-"""As many jobs are looked at, those of the highest priority: Slurm's own bf_max_job_test, if the site sets no more."""
 
 
 class Waiting(msgspec.Struct, frozen=True):
@@ -51,32 +47,32 @@ class Waiting(msgspec.Struct, frozen=True):
 
 
 def partitions_of(jobs: Iterable[JobInfo]) -> set[str]:
-    """Names of those that these jobs wait for."""
+    """Return the names of the partitions that these jobs wait for."""
     return {name for job in jobs for name in job.partition.split(",")}
 
 
 def nodes_for(cluster: ClusterState, jobs: Iterable[JobInfo]) -> frozenset[str]:
-    """Nodes that these jobs may get."""
+    """Return the nodes of the partitions that these jobs wait for."""
     names = partitions_of(jobs)
     return frozenset(node for p in cluster.partitions if p.partition in names for node in p.nodes)
 
 
 @lru_cache(maxsize=1024)
 def wants_nodes(reason: str) -> bool:
-    """Does a pending job wait for nothing but nodes, by the reason that Slurm shows? Kept: thousands have the same."""
+    """Return True if a pending job with this reason waits for nothing but nodes. Cached: thousands have the same."""
     return _WANTING.fullmatch(reason.strip("()").replace("_", " ")) is not None
 
 
 def is_ours(job: JobInfo, tokens: Collection[str]) -> bool:
-    """Is it an allocation of ours: by its name, or by its comment (a user's own base job keeps its name)?"""
+    """Return True if the job carries one of our tokens, as its name or in its comment (base jobs keep their names)."""
     return job.name in tokens or (job.comment != "" and any(word in tokens for word in job.comment.split()))
 
 
 def picks_up(job: JobInfo) -> bool:
-    """Was it made by a head, of whomever, for a node that lies idle?
+    """Return True if a head, anybody's, made this job to pick up an idle node.
 
-    Such a job comes after everybody else's and would be given up for any of them, so nobody owes it a node that trains:
-    two heads would take turns in giving back to each other. Who gets an idle node, Slurm decides.
+    Such a job comes after everybody else's and is given up for any of them. So nobody gives a node back for it: two
+    heads would take turns. Slurm decides which head gets an idle node.
     """
     if not job.name.startswith(PREFIX):
         return False
@@ -85,9 +81,11 @@ def picks_up(job: JobInfo) -> bool:
 
 
 def others_waiting(cluster: ClusterState, tokens: Collection[str]) -> list[Waiting]:
-    """Pending jobs that a free node could start and that are no allocations of ours (`tokens`), in Slurm's order.
+    """Return the pending jobs that a free node could start, in Slurm's order, without ours and other heads' requests.
 
-    What other heads have asked for idle nodes is not among them.
+    Args:
+        cluster: one poll.
+        tokens: of our own allocations.
     """
     groups: dict[str, list[JobInfo]] = {}
     for job in [job for job in cluster.jobs if job.state == "PENDING"]:
@@ -111,25 +109,8 @@ def others_waiting(cluster: ClusterState, tokens: Collection[str]) -> list[Waiti
     return sorted(found, key=order)
 
 
-def looked_at(config: ClusterConfig | None) -> int:
-    """Number of jobs that are looked at: as many as the site's backfill looks at, if that is more than usual."""
-    said = () if config is None else numbers(r"(?:^|,)bf_max_job_test=(\d+)", config.scheduler_parameters)
-    return max(LOOKED_AT, said[0]) if said else LOOKED_AT
-
-
-def foremost(waiting: Iterable[Waiting], most: int, near: Collection[str]) -> Iterator[Waiting]:
-    """The first `most` of all, and of each partition of `near`: thousands that wait elsewhere must not hide those."""
-    before: dict[str, int] = {}
-    for rank, job in enumerate(waiting):
-        names = job.partitions
-        if rank < most or any(before.get(name, 0) < most for name in names.intersection(near)):
-            yield job
-        for name in names:
-            before[name] = before.get(name, 0) + 1
-
-
 def _wanting(jobs: list[JobInfo], now: float) -> bool:
-    """Does it wait for nodes and nothing else? Only some components of a heterogeneous job are given a reason."""
+    """Return True if it waits for nodes alone. Slurm gives only some components of a heterogeneous job a reason."""
     early = any(job.eligible_at is not None and job.eligible_at > now for job in jobs)
     other = [job.reason for job in jobs if not wants_nodes(job.reason)]
     return len(other) < len(jobs) and not {reason.strip("()") for reason in other} - {"None", ""} and not early
@@ -151,7 +132,7 @@ def _running_elements(jobs: Iterable[JobInfo]) -> dict[str, int]:
 
 
 def array_elements(text: str) -> tuple[int, int | None]:
-    """Number of elements in `1-9:2,12%3`, and how many may run at once (None: all). A cut-off list counts as it is."""
+    """Parse `1-9:2,12%3`: the number of elements, and how many may run at once (None: all). Lists may be cut off."""
     listed, _, limit = text.strip("[]").partition("%")
     count = 0
     for item in listed.split(","):

@@ -1,0 +1,133 @@
+"""May we harvest here at all? Our requests must come after everybody else's, and others' jobs must be seen. Pure.
+
+`--nice` lowers a job's priority by its value. A multifactor priority is at most the sum of the site's weights, so a
+nice above that sum puts a job behind all others (slurm.conf(5); priority_multifactor of Slurm's documentation). That
+holds for factors between 0 and 1: not where the site leaves some of them as they are (PriorityFlags NO_NORMAL_*), or
+has a plugin add to them (PrioritySiteFactorPlugin). Slurm makes 1 of all that is less. So a request may be on a par
+with a new job whose factors are all 0, and goes first if it is older: the next poll has it withdrawn (`needs`).
+Priority tiers of partitions precede priorities, so no nice helps against them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from fallow.core.states import ON_NODES
+from fallow.model import ClusterConfig, ClusterState, PartitionInfo
+
+MAX_NICE = 2_147_483_645
+"""The most that sbatch takes (NICE_OFFSET - 3)."""
+
+BASIC_NICE = 1000
+"""Under priority/basic every new job gets one less than the one before, so this many later jobs still come first."""
+
+LOOKS = 3
+"""Polls in a row that show a node in use by nobody before we believe it: queries and jobs may cross."""
+
+_UNBOUNDED_FLAGS = {
+    "NO_NORMAL_ASSOC": "Assoc",
+    "NO_NORMAL_PART": "Partition",
+    "NO_NORMAL_QOS": "QOS",
+    "NO_NORMAL_TRES": "TRES",
+}
+"""Flag -> weight whose factor it leaves as the raw number."""
+
+
+def needed_nice(config: ClusterConfig) -> int | None:
+    """Return the least `--nice` that puts a job behind everybody else's; None: none does."""
+    if "multifactor" not in config.priority_type:
+        return BASIC_NICE
+    if _unbounded(config):
+        return None
+    total = sum(config.priority_weights.values())
+    # Without weights all have the same priority, and the older job goes first.
+    return total + 1 if 0 < total < MAX_NICE else None
+
+
+def _unbounded(config: ClusterConfig) -> str:
+    """What makes priorities larger than the sum of the weights, in words; empty: nothing."""
+    if config.site_factor:
+        return f"{config.site_factor} adds to priorities"
+    weighted = {name.partition(" ")[0] for name in config.priority_weights}
+    # Some versions of Slurm print NO_NORMAL_ALL for any one of them (src/api/config_info.c).
+    flags = _UNBOUNDED_FLAGS if "NO_NORMAL_ALL" in config.priority_flags else config.priority_flags
+    raw = {_UNBOUNDED_FLAGS[flag] for flag in flags if flag in _UNBOUNDED_FLAGS}
+    names = ", ".join(sorted(raw & weighted))
+    return f"PriorityFlags leaves the factor of {names} without a bound" if names else ""
+
+
+def nice_for(config: ClusterConfig | None, wanted: int) -> int:
+    """Return the nice to submit with: as configured, or more where the site's weights need it."""
+    needed = None if config is None else needed_nice(config)
+    return wanted if needed is None else min(MAX_NICE, max(wanted, needed))
+
+
+def too_small_for(partition: PartitionInfo) -> str:
+    """Why Slurm would take no request of ours there, each being for one node; empty if it would."""
+    return f"its jobs have {partition.min_nodes} nodes at least, a request has one" if partition.min_nodes > 1 else ""
+
+
+def refusals(
+    cluster: ClusterState, config: ClusterConfig | None, *, unseen: bool, allow_unseen: bool, allow_unfair: bool
+) -> dict[str, str]:
+    """Return the partitions that must not be harvested, with the reason.
+
+    Where Slurm preempts our jobs, only what it refuses counts. Where it does so on some nodes only, the reason is about
+    the others.
+
+    Args:
+        cluster: one poll.
+        config: None: not known yet.
+        unseen: others' jobs cannot be seen (`Visibility`).
+        allow_unseen, allow_unfair: what the site's administrators allow (`[site]`).
+    """
+    found: dict[str, str] = {}
+    for partition in cluster.partitions:
+        why = too_small_for(partition)
+        if not why and (not partition.preempts or partition.unpreempted):
+            if unseen and not allow_unseen:
+                why = "others' jobs cannot be seen, and nothing would take a node from us for them"
+            elif config is not None and not allow_unfair:
+                why = _unfair(config, partition, cluster.partitions)
+            if why and partition.preempts:
+                why = f"on nodes where nobody preempts its jobs: {why}"
+        if why:
+            found[partition.partition] = why
+    return found
+
+
+def _unfair(config: ClusterConfig, partition: PartitionInfo, partitions: Collection[PartitionInfo]) -> str:
+    """Why our requests in a partition could come before others' jobs, in words; empty if they cannot."""
+    if needed_nice(config) is None:
+        total = sum(config.priority_weights.values())
+        weights = f"weights add up to {total}" if total else "no weights are set, so the older job goes first"
+        why = _unbounded(config) or weights
+        return f"no --nice puts a request behind others' jobs ({config.priority_type}: {why})"
+    nodes = set(partition.nodes)
+    below = (p for p in partitions if p.up and p.priority_tier < partition.priority_tier)
+    names = ", ".join(sorted(p.partition for p in below if not nodes.isdisjoint(p.nodes)))
+    return f"its requests would come before all jobs of {names}, whose priority tier is lower" if names else ""
+
+
+def at_first_sight(
+    cluster: ClusterState, config: ClusterConfig, *, allow_unseen: bool, allow_unfair: bool
+) -> dict[str, str]:
+    """`refusals` after a single poll: what the site says about hidden jobs must do."""
+    unseen = Visibility().look(cluster, config)
+    return refusals(cluster, config, unseen=unseen, allow_unseen=allow_unseen, allow_unfair=allow_unfair)
+
+
+class Visibility:
+    """Whether others' jobs are hidden: what the site says (PrivateData), and what the polls show."""
+
+    def __init__(self) -> None:
+        self._polls: dict[str, int] = {}
+        "node in use on which no job is shown -> polls in a row"
+
+    def look(self, cluster: ClusterState, config: ClusterConfig | None) -> bool:
+        """Take in a poll; True: others' jobs are hidden, some of them at least."""
+        shown = {node for job in cluster.jobs if job.state in ON_NODES for node in job.nodes}
+        in_use = (n.node for n in cluster.nodes if n.state in ("ALLOCATED", "MIXED") and "COMPLETING" not in n.flags)
+        self._polls = {node: self._polls.get(node, 0) + 1 for node in in_use if node not in shown}
+        hidden = config is not None and "jobs" in config.private_data
+        return hidden or any(polls >= LOOKS for polls in self._polls.values())

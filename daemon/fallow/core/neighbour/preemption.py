@@ -1,0 +1,116 @@
+"""Would Slurm itself take a node from a job of ours for somebody else? Pure.
+
+`scontrol show partition` tells how a partition's jobs would be preempted, not whether anybody may: a partition without
+a PreemptMode of its own shows the cluster's (Slurm's src/api/partition_info.c). So `as_for_us` corrects each poll, and
+`PartitionInfo.preempts` is true for every reader. Who may preempt: slurm.conf(5), PreemptType and PreemptMode. Jobs
+that are safe at first (PreemptExemptTime there and in sacctmgr(1)) count as not preempted: others would have to wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from fallow.core.neighbour.waiting import Waiting
+from fallow.model import ClusterConfig, ClusterState, PartitionInfo
+
+ENDS = ("CANCEL", "REQUEUE")
+"""Modes that free a node. A suspended job keeps its memory and its GPUs."""
+
+
+class Preemption:
+    """For whom Slurm takes nodes from jobs of ours. Args: partitions: of a poll that `as_for_us` has corrected."""
+
+    def __init__(self, partitions: Sequence[PartitionInfo]) -> None:
+        self.partitions = {p.partition: p for p in partitions}
+        self.nodes = {p.partition: frozenset(p.nodes) for p in partitions}
+
+    def takes(self, partition: str, job: Waiting, node: str | None = None) -> bool:
+        """Return True if Slurm takes `node`, or any node, from a job of ours in this partition for this job.
+
+        Never for a job of the same tier, or, where QOS decide, of a QOS that may not preempt ours.
+        """
+        ours = self.partitions.get(partition)
+        if ours is None or not ours.preempts or node in ours.unpreempted:
+            return False
+        if ours.preempted_by is not None:
+            return all(each.qos.lower() in ours.preempted_by for each in job.jobs)
+        theirs = [self.partitions[name] for name in job.partitions if name in self.partitions]
+        higher = [p.partition for p in theirs if p.priority_tier > ours.priority_tier]
+        return any(node is None or node in self.nodes[name] for name in higher)
+
+
+def as_for_us(cluster: ClusterState, site: ClusterConfig | None, qos: str | None) -> ClusterState:
+    """Return the poll with `preempt_mode` OFF in partitions where nobody could preempt a harvest job, and with the
+    nodes in `unpreempted` where somebody could on some nodes only. Doing it twice changes nothing.
+
+    Where QOS decide, their mode and grace replace the partition's, even PreemptMode=OFF (slurm.conf(5); tried on
+    22.05).
+
+    Args:
+        cluster: as the client read it.
+        site: None: not known yet, so nothing is believed to preempt; nor while its accounting has not answered.
+        qos: of every harvest job (`[harvest] qos`); None: whatever the user's own jobs have.
+    """
+    partitions = [_corrected(p, cluster.partitions, site, qos) for p in cluster.partitions]
+    return replace(cluster, partitions=partitions)
+
+
+def _corrected(
+    partition: PartitionInfo, partitions: Sequence[PartitionInfo], site: ClusterConfig | None, qos: str | None
+) -> PartitionInfo:
+    taken = frozenset[str]() if site is None else _preempted_nodes(partition, partitions, site, qos)
+    if site is None or not taken:
+        mode = "OFF" if partition.preempts else partition.preempt_mode
+        return replace(partition, unpreempted=frozenset(), preempt_mode=mode)
+    partition = replace(partition, unpreempted=frozenset(partition.nodes) - taken)
+    if qos is None or site.preempt_type != "preempt/qos":
+        return partition
+    name = qos.lower()
+    mode, by = site.qos_preempt_modes[name], site.qos_preempted_by.get(name, [])
+    return replace(partition, preempt_mode=mode, grace_s=site.qos_grace_s.get(name, 0.0), preempted_by=by)
+
+
+def preemptable_qos(site: ClusterConfig, qos: str | None) -> bool:
+    """Return True if jobs of another QOS may end those of this one."""
+    # Slurm's accounting keeps names in lower case.
+    return qos is not None and site.qos_preempt_modes.get(qos.lower()) in ENDS
+
+
+def exempt_s(site: ClusterConfig, qos: str | None, partition_qos: str = "") -> float:
+    """Return for how long at most harvest jobs are safe after their start. A QOS's own value precedes the cluster's.
+
+    Args:
+        site: the configuration.
+        qos: of every harvest job; None: whatever the user's own jobs have, so the longest of all counts.
+        partition_qos: of the partition that they are in.
+    """
+    if qos is None:
+        return max(site.preempt_exempt_s, *site.qos_exempt_s.values(), 0.0)
+    own = [site.qos_exempt_s[name] for name in (qos.lower(), partition_qos.lower()) if name in site.qos_exempt_s]
+    return max(own, default=site.preempt_exempt_s)
+
+
+def _preempted_nodes(
+    partition: PartitionInfo, partitions: Sequence[PartitionInfo], site: ClusterConfig, qos: str | None
+) -> frozenset[str]:
+    """Nodes of the partition on which somebody may preempt a harvest job of it."""
+    if site.qos_unknown or exempt_s(site, qos, partition.qos) > 0.0:
+        return frozenset()
+    open_to_users = [p for p in partitions if p.up and not p.root_only]
+    if site.preempt_type == "preempt/qos" and qos is not None and preemptable_qos(site, qos):
+        by = site.qos_preempted_by.get(qos.lower(), [])
+        preempting = [p for p in open_to_users if any(_admits(p, name) for name in by)]
+    elif site.preempt_type == "preempt/partition_prio" and partition.preempts:
+        preempting = [p for p in open_to_users if p.priority_tier > partition.priority_tier]
+    else:
+        return frozenset()
+    return frozenset(partition.nodes).intersection(node for p in preempting for node in p.nodes)
+
+
+def _admits(partition: PartitionInfo, qos: str) -> bool:
+    """Return True if jobs of this QOS may run in the partition. AllowQos precedes DenyQos (slurm.conf(5))."""
+    if partition.allow_qos:
+        return qos in (name.lower() for name in partition.allow_qos)
+    return qos not in (name.lower() for name in partition.deny_qos)
