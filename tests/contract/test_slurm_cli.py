@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from fallow.core.experience import Experience
 from fallow.core.neighbour.permission import nice_for
 from fallow.model import JobRequest
 from fallow.slurm.cli import CliClient
@@ -234,26 +233,3 @@ async def test_requests_wait_behind_others_jobs_whatever_the_sites_weights(testb
         await client.submit(request_of(name, options=[*one, *more]))
     priority = {job.name: job.priority for job in (await client.poll("fallow-")).jobs}
     assert priority["fallow-nice"] < priority["theirs"] <= priority["fallow-not"]
-
-
-async def test_what_time_min_is_granted_is_learned(testbed: Testbed) -> None:
-    """22.05 grants exactly --time-min, later versions what is left until the reservation."""
-    options = ("starttime=now+10minutes", "duration=10", "nodes=ALL", f"users={testbed.layout.user}", "flags=maint")
-    testbed.slurm("scontrol", "create", "reservation", "reservationname=soon", *options)
-    client, experience = CliClient(testbed.conf), Experience()
-    options = ("--nodes=1", "--exclusive", "--time=30", "--time-min=3", "--output=/dev/null")
-    job_id = await client.submit(request_of("fallow-t", options=list(options)))
-    deadline = time.monotonic() + 120
-    while True:
-        (job,) = await client.find("fallow-t")
-        if job.state == "RUNNING":
-            break
-        assert job.job_id == job_id and time.monotonic() < deadline, job
-        await asyncio.sleep(0.1)
-    assert job.time_limit_s is not None and job.end_at is not None and job.start_at is not None
-    assert job.end_at - job.start_at == job.time_limit_s
-    for _ in range(2):
-        experience.granted(3, 30, job.time_limit_s)
-    assert experience.stretches is (job.time_limit_s > 180.0) and job.time_limit_s <= 600.0
-    if (await client.config()).slurm_version.startswith("22.05"):
-        assert job.time_limit_s == 180.0

@@ -116,7 +116,7 @@ def plan(
     waiting = [a for a in pending if a.token not in going]
     matched = match(waiting, holes, sorts, reach, rules, cluster.at)
     # Idle nodes come first: what waits for nodes that others still have must not keep anybody from asking for them.
-    movable = [] if asks_only else [a for a in matched.unmatched if a.ahead and a.asked_at is None]
+    movable = [] if asks_only else [a for a in matched.unmatched if _only_waits(a, cluster.at, rules)]
     gone = {each.token for each in withdrawn} | {a.token for a in movable}
     askers = {demand.run: demand.asker for demand in demands}
     caps = Caps(rules, known, [a for a in harvest if a.token not in gone], waiting, askers, cluster.at)
@@ -240,6 +240,11 @@ def _more(parties: Iterable[Party], runs: Iterable[str]) -> list[Party]:
     return [
         party._replace(have=party.have + number[party.run], room=party.room - number[party.run]) for party in parties
     ]
+
+
+def _only_waits(allocation: Allocation, at: float, rules: HarvestRules) -> bool:
+    """Does a request for which there is no idle node wait for what others leave? So does one that came too late."""
+    return allocation.asked_at is None and (allocation.ahead or at - allocation.waits_since > rules.start_patience_s)
 
 
 def _displaced(
