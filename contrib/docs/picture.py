@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,8 @@ class StillSource:
 
 async def draw() -> str:
     """The picture as SVG, without references to anything outside of it."""
+    os.environ["TZ"] = "UTC"
+    time.tzset()
     source = StillSource(DemoCluster(start=START))
     app = TopApp(source, read_only=True, monotonic=lambda: source.now, wall=lambda: START + source.now)
     async with app.run_test(size=SIZE) as pilot:

@@ -46,38 +46,38 @@ COMMAND_PAGES = {
     "commands.md": (
         """# Which commands are there for runs?
 
-RUN is a name, a unique prefix of a name, or a Slurm job id. Members are called n0, n1 … in the order in which they came.
-`--json` prints exactly one value. Everything below is what `--help` prints. See also the
+RUN is a name, a unique prefix of a name, or a Slurm job id. Members are called n0, n1 … in the order in which they
+came. `--json` prints exactly one value. Everything below is what `--help` prints. See also the
 [commands for the head](commands-head.md) and [without a cluster](commands-without-cluster.md).
 """,
         "submit run status why logs events top wait report runs "
-        "grow shrink drain pause resume checkpoint rollback cancel".split(),
+        "grow shrink drain pause resume checkpoint rollback cancel",
     ),
     "commands-head.md": (
         """# Which commands are there for the head and its files?
 
 Everything below is what `--help` prints. See also the [commands for runs](commands.md).
 """,
-        "daemon doctor service usage prune completion".split(),
+        "daemon doctor service usage prune completion",
     ),
     "commands-without-cluster.md": (
         """# Which commands try, simulate and measure?
 
 These commands need no cluster. Everything below is what `--help` prints. See also the [commands for runs](commands.md).
 """,
-        "local testbed demo simulate bench".split(),
+        "local testbed demo simulate bench",
     ),
 }
-"""File name -> how the page begins, and its commands."""
+"""File name -> how the page begins, and the names of its commands."""
 SECTION_ORDER = ("harvest", "slurm", "checkpoint", "network", "head", "membership", "usage", "prune", "site")
 
 
 def pages() -> dict[str, str]:
     """File name in docs/ -> text."""
     assert set(SECTION_ORDER) == set(config.SECTIONS)
-    told = [name for _, names in COMMAND_PAGES.values() for name in names]
+    told = [name for _, names in COMMAND_PAGES.values() for name in names.split()]
     assert sorted(told) == sorted(cli.list_commands(click.Context(cli)))
-    made = {file: NOTE + begin + _commands(names) for file, (begin, names) in COMMAND_PAGES.items()}
+    made = {file: NOTE + begin + _commands(names.split()) for file, (begin, names) in COMMAND_PAGES.items()}
     made["commands.md"] += _exits()
     return made | {"settings.md": NOTE + SETTINGS + "".join(_section(name) for name in SECTION_ORDER)}
 
