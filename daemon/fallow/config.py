@@ -124,7 +124,7 @@ class Network(_Section, frozen=True):
     """
 
     interface: str | None = None
-    "Interface of the members' traffic, as in `NCCL_SOCKET_IFNAME`: `ib0`, `=eth1`. None: the one that leads to the head"
+    "Interface of members' traffic, as in `NCCL_SOCKET_IFNAME`: `ib0`, `=eth1`. None: the one that leads to the head"
     subnet: str | None = None
     "Use this where interfaces have different names: `10.78.0.0/24`. None: any"
     head_ports: str | None = None
