@@ -50,7 +50,7 @@ async def draw() -> str:
     os.environ["TZ"] = "UTC"
     time.tzset()
     source = StillSource(DemoCluster(start=START))
-    app = TopApp(source, read_only=True, monotonic=lambda: source.now, wall=lambda: START + source.now)
+    app = TopApp(source, monotonic=lambda: source.now, wall=lambda: START + source.now)
     async with app.run_test(size=SIZE) as pilot:
         await source.told.wait()
         await pilot.pause()
