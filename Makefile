@@ -18,7 +18,7 @@ GPU_VENV := .venv-gpu/$(notdir $(TORCH_INDEX))
 GPU_BIN := $(GPU_VENV)/bin
 GPU_STAMP := $(GPU_VENV)/.setup-done
 
-.PHONY: help setup demo test lint compiled bench soak setup-gpu test-gpu bench-gpu gpu-machine
+.PHONY: help setup demo test lint docs reference picture compiled bench soak setup-gpu test-gpu bench-gpu gpu-machine
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -40,8 +40,17 @@ lint: setup  ## ruff, mypy, direction of the layers
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-test: setup  ## lint and all tests that need neither a GPU nor patience, e.g. make test ARGS="-k planner", ARGS="-n 0 -s"
-	@$(MAKE) -j 2 lint compiled
+docs: setup  ## the documentation as a site in build/docs; strict, needs no network
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+reference: setup  ## docs/settings.md and docs/commands*.md, from the code
+	@$(BIN)/python contrib/docs/reference.py
+
+picture: setup  ## docs/images/top.svg, of fallow top on its made-up cluster
+	@$(BIN)/python contrib/docs/picture.py
+
+test: setup  ## lint, docs and all tests that need neither a GPU nor patience, e.g. make test ARGS="-k planner", ARGS="-n 0 -s"
+	@$(MAKE) -j 2 lint docs compiled
 	@$(BIN)/pytest -m "not soak" -n 3 $(ARGS)
 
 # Where nothing is compiled yet, each of the test processes would compile all tests by itself, and at the same time.

@@ -2,6 +2,9 @@
 
 The user's file is `$FALLOW_CONFIG`, else `$XDG_CONFIG_HOME/fallow/config.toml`. What is not known is refused by name:
 a misspelt key would otherwise do nothing, silently.
+
+docs/settings.md is made from the texts below the fields (`make reference`). "None: X" and "empty: X" say what that
+default means.
 """
 
 from __future__ import annotations
@@ -33,78 +36,101 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Slurm(_Section, frozen=True):
+    """How Slurm is asked."""
+
     poll_interval_s: Seconds = 30.0
-    "5 s at most while we hold nodes that nothing but us would give back"
+    "Seconds between two polls. At most 5 while nodes are held that only Fallow would give back."
     queries_per_min: Annotated[float, Meta(ge=1)] = 120.0
-    "requests to slurmctld, of which a poll is about six; fewer where it is slow"
+    "Limit of requests to slurmctld. A poll makes about six. Lower it where slurmctld is slow."
     submits_per_min: Annotated[float, Meta(ge=1)] = 120.0
-    "as fast as Slurm's own limiter gives a user new requests (rl_refill_rate=2 a second); needed where large jobs end"
+    "Limit of submissions. The default is as fast as Slurm's own limiter (rl_refill_rate=2) lets a user go on."
     client: Literal["auto", "cli", "pyslurm", "none"] = "auto"
-    "auto: pyslurm where it imports and matches, else cli: the commands; none: no Slurm at all, as under `fallow local`"
+    "`auto`: pyslurm if it fits the cluster's Slurm, else `cli`, Slurm's commands. `none`: no Slurm."
 
 
 class Harvest(_Section, frozen=True):
+    """Which idle nodes are asked for."""
+
     partitions: list[str] = msgspec.field(default_factory=list)
-    "empty: every partition that is up and preempts its jobs for others"
+    "Where nodes are asked for. empty: every partition that is up and where others' jobs preempt ours"
     max_pending: Annotated[int, Meta(ge=1)] | None = None
-    "requests that may wait at once; None: as many as may be submitted until a poll shows that one started"
+    "Requests that may wait at once. None: as many as can be submitted before a poll shows that one started"
     max_nodes: Annotated[int, Meta(ge=0)] | None = None
-    "over all runs, with those of normal priority for a deadline; None: no limit"
+    "Nodes over all runs. Base jobs do not count; nodes of normal priority for a deadline do. None: no limit"
     partition_nodes: dict[str, Annotated[int, Meta(ge=0)]] = msgspec.field(default_factory=dict)
-    "the same in one partition: {gpu = 4}"
+    "Nodes in single partitions, for example `{gpu = 4}`. empty: no limit"
     max_minutes: Annotated[int, Meta(ge=1)] = 120
+    "Longest time limit of a harvest job. Lower it if others wait too long for nodes without preemption."
     min_minutes: Annotated[int, Meta(ge=1)] = 2
+    "Shorter holes are not asked for. Raise it if your script takes long to start."
     nice: Annotated[int, Meta(ge=0, le=2147483645)] = 100_000
-    "more where the site's priority weights need it"
+    "`--nice` of harvest jobs. Fallow takes more where the site's priority weights need it."
     qos: Name | None = None
-    "of harvest jobs; None: as the base job. Under preempt/qos one that others preempt, else nothing is harvested"
+    "QOS of harvest jobs. Under `preempt/qos` it must be one that others preempt. None: the base job's"
     account: Name | None = None
-    "of harvest jobs; None: as the base job"
+    "Account of harvest jobs. Runs still count for their own project. None: the base job's"
     allow_without_preemption: bool = False
+    "Also use nodes that Slurm would not take back. Fallow gives them back itself within seconds."
     limit_reserve: Annotated[float, Meta(ge=0, le=1)] = 0.25
-    "part of each limit of the account and QOS that harvest jobs leave to other jobs"
+    "Part of each limit of your account and QOS that harvest jobs leave free for your other jobs."
     wake_up_to_price: Price | None = None
-    "nodes that power saving has put to sleep are woken if an hour of them costs no more, by [usage]; None: never"
+    "Wake nodes in power saving if an hour costs no more than this, by `[usage]`. None: never"
 
 
 class Site(_Section, frozen=True):
-    """What the administrators allow, and the most that any user's head may have; in the system's file only."""
+    """What the administrators allow. This section counts in /etc/fallow/config.toml only.
+
+    A maximum cuts every user's setting of the same name under `[harvest]` or `[slurm]`.
+    """
 
     harvest_unseen: bool = False
-    "though others' jobs cannot be seen (PrivateData=jobs)"
+    "Allow harvesting though others' jobs cannot be seen (`PrivateData=jobs`)."
     harvest_unfair: bool = False
-    "though our requests may come before others' jobs"
+    "Allow harvesting though our requests may come before others' jobs."
     max_nodes: Annotated[int, Meta(ge=0)] | None = None
-    "these six: nobody's setting of the same name under [harvest] or [slurm] counts for more; None: no limit"
+    "Maximum of `[harvest] max_nodes`. None: no limit"
     partition_nodes: dict[str, Annotated[int, Meta(ge=0)]] = msgspec.field(default_factory=dict)
+    "Maximum of `[harvest] partition_nodes`. empty: no limit"
     max_pending: Annotated[int, Meta(ge=1)] | None = None
+    "Maximum of `[harvest] max_pending`. None: no limit"
     max_minutes: Annotated[int, Meta(ge=1)] | None = None
+    "Maximum of `[harvest] max_minutes`. None: no limit"
     queries_per_min: Annotated[float, Meta(ge=1)] | None = None
+    "Maximum of `[slurm] queries_per_min`. None: no limit"
     submits_per_min: Annotated[float, Meta(ge=1)] | None = None
+    "Maximum of `[slurm] submits_per_min`. None: no limit"
     stop_file: Annotated[str, Meta(pattern="^/")] | None = None
-    "while it exists, nobody harvests; None: there is no such switch"
+    "While this file exists, nobody harvests. None: there is no such switch"
 
 
 class HeadSection(_Section, frozen=True):
+    """Where the head listens and keeps its state."""
+
     address: str | None = None
-    "IP address or interface address to listen on; None: the one that leads to the cluster"
+    "IP address to listen on. None: the one that leads to slurmctld"
     port: Port | None = None
+    "Port to listen on. None: a free one"
     redis_url: str | None = None
-    "None: a private server"
+    "A site's Redis, for example `rediss://...`. None: a private server on a Unix socket"
     prometheus_port: Port | None = None
+    "Port of metrics on 127.0.0.1. None: no metrics"
 
 
 class Network(_Section, frozen=True):
-    """Where the members of a run listen for each other. The variables of the job come first."""
+    """Where head and members listen.
+
+    The job's own variables come first: `GLOO_SOCKET_IFNAME` (exact names), then `NCCL_SOCKET_IFNAME`. A node without
+    such an interface is refused with the names of those it has.
+    """
 
     interface: str | None = None
-    "as NCCL_SOCKET_IFNAME has it: ib0, =eth1, ^docker; None: the one that leads to the head"
+    "Interface of members' traffic, as in `NCCL_SOCKET_IFNAME`: `ib0`, `=eth1`. None: the one that leads to the head"
     subnet: str | None = None
-    "CIDR, where the nodes' interfaces have different names: 10.78.0.0/24"
+    "Use this where interfaces have different names: `10.78.0.0/24`. None: any"
     head_ports: str | None = None
-    "FIRST-LAST; the head listens on a free one of them unless [head] port names one"
+    "The head listens on a free port of these unless `[head] port` names one: `19000-19009`. None: any free port"
     member_ports: str | None = None
-    "FIRST-LAST; the members' listeners get free ones of them; None: the kernel chooses"
+    "Members listen on these ports alone: `20000-20100`. Give 16 per worker of a node, at least 64. None: any free port"
 
     @property
     def data(self) -> DataNetwork:
@@ -115,43 +141,55 @@ class Network(_Section, frozen=True):
 
 
 class Membership(_Section, frozen=True):
+    """Deadlines of members."""
+
     beat_s: Seconds = 0.5
+    "Seconds between two heartbeats of a node. Raise it to 2 if one head has thousands of nodes."
     lease_s: Seconds = 15.0
+    "A silent member is ejected after this while others wait for it. At least three heartbeats."
     prepare_timeout_s: Seconds = 30.0
+    "Time to build a process group."
     start_timeout_s: Seconds = 600.0
+    "Time from a worker's start until it is ready. Raise it if imports or compilation take longer."
     progress_s: Seconds = 300.0
-    "a member that keeps the others waiting for longer is ejected; longer than any evaluation on one member"
+    "A member that keeps the others waiting for longer is ejected. Raise it if an evaluation or a save takes longer."
     head_patience_s: Seconds = 600.0
-    "a base job's agent that has heard no head for so long starts a stand-in head"
+    "A base job that has heard no head for this long starts a stand-in head."
     bar_after: Annotated[int, Meta(ge=1)] = 3
-    "failures (exception, crash, hang) on one node after which a run does without it"
+    "Failures (exception, crash, hang) on one node within an hour after which a run does without the node."
     release_margin_s: Annotated[float, Meta(ge=0)] = 20.0
+    "Added to the measured time that a release takes. Raise it if your nodes are slow to leave."
 
 
 class Checkpoint(_Section, frozen=True):
+    """Durable checkpoints."""
+
     interval_s: Annotated[float, Meta(ge=0)] = 600.0
-    "most that is lost when all nodes go at once; 0: no periodic ones"
+    "Seconds between two checkpoints: the most that is lost when all nodes go at once. 0: no periodic ones."
     keep: Annotated[int, Meta(ge=1)] = 2
-    "of each run, besides those that were asked for by hand"
+    "Checkpoints that each run keeps, besides those of `fallow checkpoint`."
     path: Annotated[str, Meta(pattern="^/")] | None = None
-    "folder that all nodes share; each new run gets a private folder in it. None: in the run's folder of the state"
+    "Folder for checkpoints, shared by all nodes. Each new run gets a private folder in it. None: the state folder"
 
 
 class Prune(_Section, frozen=True):
-    """When what an ended run has left goes by itself, and what `fallow prune` removes by default."""
+    """When the files of ended runs go by themselves. `fallow prune` has the same defaults. Checkpoints always stay."""
 
     keep: Annotated[int, Meta(ge=0)] = 20
-    "so many of the newest ended runs keep what they have, however old they are"
+    "The newest ended runs keep their files, however old they are."
     older_than_days: Annotated[float, Meta(ge=0)] = 30.0
-    "no run that ended later is touched"
+    "Runs that ended later than this keep their files."
 
 
 class Usage(_Section, frozen=True):
+    """Prices, for `fallow usage`."""
+
     node_hour: dict[str, Price] = msgspec.field(default_factory=dict)
-    "partition -> price of a node for an hour; `*`: every other partition"
+    'Price of a node for an hour, by partition. `"*"` is every other partition: `{"*" = 0.5}`. empty: no prices'
     gpu_hour: dict[str, Price] = msgspec.field(default_factory=dict)
-    "likewise of a GPU; both are added where a partition has both"
+    "The same for a GPU. Both prices are added. empty: no prices"
     currency: str = ""
+    "Shown with the prices, for example `EUR`. empty: none"
 
 
 class Config(_Section, frozen=True):

@@ -1,7 +1,7 @@
 """What is known of restarts on Summit's holes, from our policies on holes drawn from its percentiles.
 
 The known scores are those of the recorded holes themselves: ten runs of up to 64 nodes with ShuffleNet's curve, no
-latency, no start-up (docs/architecture.md, "The simulation").
+latency, no start-up (docs/simulation.md).
 """
 
 from __future__ import annotations

@@ -1,0 +1,431 @@
+"""What the documentation says is so: its code runs, its commands parse, its names and links are there, it is short.
+
+A block of code that cannot be tested has a comment `<!-- not run: why -->` in front of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import click
+import pytest
+
+from fallow.cli.main import COMMANDS, cli
+from fallow.cli.submit import prepare
+from fallow.config import load_config
+from fallow.core.sbatch_line import split
+from fallow.core.schedule import parse_schedule
+from fallow.core.script import _KEYS, parse_script
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
+FRONT = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
+OURS = (*FRONT, *PAGES)
+TEXTS = (*OURS, "CHANGELOG.md", "contrib/bench/README.md", "contrib/systemd/README.md")
+LIMITS = {"README.md": 800, "CONTRIBUTING.md": 600} | dict.fromkeys(PAGES, 1500)
+"""Text -> words."""
+LANGUAGES = {"python", "bash", "toml", "text"}
+
+
+class Block(NamedTuple):
+    """A fenced block of code."""
+
+    where: str
+    "file and line"
+    language: str
+    code: str
+    excuse: str
+    "why it is not run"
+
+
+def _read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def _blocks(name: str) -> list[Block]:
+    text = _read(name)
+    fence = re.compile(
+        r"(?:<!-- not run: (?P<excuse>.+?) -->\n)?^```(?P<language>\S*)\n(?P<code>.*?)^```$", re.M | re.S
+    )
+    return [
+        Block(
+            f"{name}:{text[: found.start('code')].count(chr(10))}",
+            found["language"],
+            found["code"],
+            found["excuse"] or "",
+        )
+        for found in fence.finditer(text)
+    ]
+
+
+BLOCKS = [block for name in OURS for block in _blocks(name)]
+
+
+def _in(language: str, excused: bool = False) -> list[Block]:
+    return [block for block in BLOCKS if block.language == language and (excused or not block.excuse)]
+
+
+def _inline(name: str) -> list[str]:
+    """What is between single backticks, outside of blocks."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", _read(name), flags=re.M | re.S))
+
+
+def _code(*names: str) -> str:
+    return "\n".join("\n".join(re.findall(r"```.*?```|`[^`\n]+`", _read(name), re.DOTALL)) for name in names)
+
+
+def _script(name: str) -> ModuleType:
+    """A script of contrib/docs."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "contrib" / "docs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# Length and form.
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_text_is_short(name: str) -> None:
+    assert len(_read(name).split()) <= LIMITS[name]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_answers_one_question(name: str) -> None:
+    (title,) = re.findall(r"^# (.+)$", re.sub(r"^```.*?^```$", "", _read(name), flags=re.M | re.S), re.M)
+    assert title.endswith("?") or name == "docs/index.md"
+
+
+def test_the_changelog_has_one_short_line_a_change() -> None:
+    changes = _read("CHANGELOG.md").partition("\n## ")[2].splitlines()[1:]
+    assert [line for line in changes if line and not line.startswith(("- ", "#"))] == []
+    assert [line for line in changes if len(line.removeprefix("- ").split()) > 25] == []
+
+
+def test_every_block_names_its_language() -> None:
+    assert [block.where for block in BLOCKS if block.language not in LANGUAGES] == []
+
+
+# Names and links.
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_links_and_modules_that_a_text_names_are_there(name: str) -> None:
+    text, here = _read(name), (ROOT / name).parent
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    for link in links:
+        file, _, anchor = link.partition("#")
+        target = here / file if file else ROOT / name
+        assert target.exists(), link
+        assert not anchor or anchor in _anchors(target.read_text()), link
+    modules = set(re.findall(r"`([\w/-]+\.py)\b", text)) - {"train.py", "evaluate.py"}
+    assert [
+        module for module in sorted(modules) if not any(f"/{path}".endswith(f"/{module}") for path in _MODULES)
+    ] == []
+
+
+_MODULES = [
+    path.relative_to(ROOT).as_posix()
+    for folder in ("daemon", "tui", "tests", "contrib")
+    for path in (ROOT / folder).rglob("*.py")
+]
+
+
+def _anchors(text: str) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_the_pages_name_every_key_of_a_script() -> None:
+    code = _code("README.md", *PAGES)
+    assert [key for key in _KEYS if f"{key}=" not in code] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "word"), [("api/run.py", "Run", "run"), ("loop/update.py", "Update", "update")]
+)
+def test_a_page_names_all_that_a_script_can_ask_of_a_run(module: str, name: str, word: str) -> None:
+    """Read from the source: torch is not needed for that."""
+    tree = ast.parse((ROOT / "daemon" / "fallow" / "worker" / module).read_text())
+    (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    names = [each.name for each in found.body if isinstance(each, ast.FunctionDef) and not each.name.startswith("_")]
+    names = [each for each in names if each not in _OF_THE_ENGINE]
+    assert {"prepare", "updates"} <= set(names) or {"phase", "note"} <= set(names)
+    code = _code("docs/calls.md")
+    assert [each for each in names if not re.search(rf"\b{word}\.{each}\b", code)] == []
+
+
+_OF_THE_ENGINE = ("close",)
+"""Methods of an update that are not for scripts."""
+
+
+def test_the_texts_that_refuse_a_script_are_said_somewhere() -> None:
+    rows = [[cell.strip() for cell in line.split("|")] for line in _read("docs/refused.md").splitlines()]
+    told = [text for row in rows if len(row) > 3 for text in re.findall(r"`([^`]+)`", row[2]) if row[2][0] == "`"]
+    assert len(told) > 20
+    files = (ROOT / "daemon" / "fallow" / "worker").rglob("*.py")
+    said = "".join(path.read_text() for path in [*files, *(ROOT / "tests").rglob("test_*.py")])
+    assert [text for text in told if text not in said] == []
+
+
+# Pages and the picture that commands make.
+
+
+@pytest.mark.parametrize("file", ["settings.md", "commands.md", "commands-head.md", "commands-without-cluster.md"])
+def test_a_page_that_is_made_from_the_code_is_up_to_date(file: str) -> None:
+    made = _script("reference").pages()
+    assert len(made) == 4
+    assert made[file] == _read(f"docs/{file}"), "run: make reference"
+
+
+async def test_the_picture_is_up_to_date_and_asks_nobody_for_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("textual")
+    monkeypatch.setenv("TZ", "UTC")
+    made = await _script("picture").draw()
+    assert made == _read("docs/images/top.svg"), "run: make picture"
+    assert re.findall(r"url\((?!#)[^)]*\)|href=|@import", made) == []
+
+
+def test_the_site_asks_nobody_for_anything(tmp_path: Path) -> None:
+    """No fonts, scripts or pictures from elsewhere. That pages and links are there is for `make docs`."""
+    pytest.importorskip("material")
+    build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, check=True, timeout=120)
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > len(PAGES)
+    fetched = r'<(?:script|img|iframe)[^>]*src="https?:|<link[^>]*href="https?:|class="mermaid"'
+    assert [page.name for page in pages if re.search(fetched, page.read_text())] == []
+
+
+# Code.
+
+
+@pytest.mark.parametrize("block", _in("toml"), ids=lambda block: block.where)
+def test_a_configuration_loads(block: Block, tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(block.code)
+    if "[site]" in block.code:
+        load_config({"HOME": str(tmp_path)}, system_file=file)
+    else:
+        load_config({"FALLOW_CONFIG": str(file)}, system_file=tmp_path / "none")
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files that the commands of the documentation name."""
+    for name in ("train.sbatch", "train.py", "jobs.txt"):
+        (tmp_path / name).write_text("#!/bin/sh\nfallow run -- python train.py\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FALLOW_CONFIG", os.devnull)
+    monkeypatch.setenv("FALLOW_STATE_DIR", str(tmp_path / "state"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("block", _in("bash"), ids=lambda block: block.where)
+def test_a_command_is_one_that_there_is(block: Block, desk: Path) -> None:
+    if block.code.startswith("#!"):
+        assert parse_script(block.code, "script").settings
+    for line in block.code.replace("\\\n", " ").splitlines():
+        if words := shlex.split(line, comments=True):
+            _parse(words)
+
+
+def _parse(words: list[str]) -> None:
+    """Raises unless the command and its options exist."""
+    program, *rest = words
+    if Path(program).name == "fallow":
+        _parse_fallow(rest)
+    elif program == "make":
+        _parse_make(rest)
+    elif program == "salloc":
+        _parse(rest[next(at for at, word in enumerate(rest) if not word.startswith("-")) :])
+    elif program == "pip":
+        wanted = re.findall(r"\[([\w,]+)\]", " ".join(rest))
+        extras = re.findall(r"^(\w+) = \[", _read("pyproject.toml"), re.M)
+        assert set(",".join(wanted).split(",")) <= set(extras), words
+    elif words[:2] == ["python", "-m"]:
+        package, *below = rest[1].split(".")
+        spec = importlib.util.find_spec(package)  # of the package alone: nothing is imported for that
+        assert spec is not None, words
+        assert spec.origin is not None, words
+        assert Path(spec.origin).parent.joinpath(*below).with_suffix(".py").exists(), words
+    else:
+        assert program in ("source", "python"), f"{words}: no parser for this; give the block a reason not to be tested"
+
+
+def _parse_fallow(args: list[str]) -> None:
+    command: click.Command = cli
+    context = click.Context(cli, info_name="fallow")
+    while isinstance(command, click.Group):
+        name, *args = args
+        found = command.get_command(context, name)
+        assert found is not None, name
+        command, parent = found, context
+        if not isinstance(command, click.Group):
+            context = command.make_context(name, list(args), parent=parent)
+    given = context.params
+    if command.name == "submit":
+        prepare(split(given["argv"]))
+    elif command.name == "local":
+        parse_schedule(given["schedule"], given["members"], given["workers_per_node"])
+    elif command.name == "run":
+        assert not str(given["command"][0]).startswith("-"), given
+
+
+def _parse_make(words: list[str]) -> None:
+    makefile = _read("Makefile") + "".join(path.read_text() for path in (ROOT / "contrib" / "setup").glob("*.sh"))
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.M))
+    named = [word for word in words if "=" not in word]
+    assert named
+    assert set(named) <= targets, words
+    for variable, value in (word.split("=", 1) for word in words if "=" in word):
+        assert re.search(rf"\b{variable}\b", makefile), variable
+        if variable == "ARGS" and named[0] in ("bench", "demo"):
+            _parse_fallow([*named, *shlex.split(value)])
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_command_in_the_text_is_one_that_there_is(name: str) -> None:
+    """Words in capitals stand for something; options are looked up, arguments need not be complete."""
+    for code in _inline(name):
+        words = code.split()
+        if words[0] == "make" and len(words) > 1:
+            _parse_make(shlex.split(code)[1:])
+        if words[0] != "fallow" or len(words) < 2 or words[1].isupper() or words[1].startswith("-"):
+            continue
+        assert words[1] in COMMANDS, code
+        command = cli.get_command(click.Context(cli), words[1])
+        assert command is not None
+        if isinstance(command, click.Group) and len(words) > 2:
+            command = command.get_command(click.Context(command), words[2].rstrip(","))
+            assert command is not None, code
+        known = {option for each in command.params for option in each.opts} | {"--help"}
+        if command.name == "submit":
+            known |= set(re.findall(r"--[a-z-]+", command.get_help(click.Context(command)))) | {"--json"}
+        before = code.partition(" -- ")[0]
+        assert set(re.findall(r"(?<=[ \[])--[a-z][a-z-]*", before)) <= known, code
+
+
+@pytest.mark.parametrize("block", _in("python", excused=True), ids=lambda block: block.where)
+def test_python_compiles(block: Block) -> None:
+    compile(block.code, block.where, "exec")
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    """Where a block of Python is -> its traceback, empty if it ran to its end. All run in forks of one process."""
+    pytest.importorskip("torch")
+    blocks = {block.where: block.code for block in _in("python")}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "FALLOW_REPRODUCIBLE"):
+        environ.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_ALL],
+        input=json.dumps(blocks),
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("block", _in("python"), ids=lambda block: block.where)
+def test_python_runs_in_small(block: Block, outcomes: dict[str, str]) -> None:
+    assert outcomes[block.where] == ""
+
+
+RUN_ALL = '''
+import json, os, sys, tempfile, traceback
+import torch
+
+PREPARED = {"model", "opt", "schedule", "loader", "train_loader", "state", "opt_judge", "opt_make", "judge", "make"}
+
+
+def names(code):
+    """What the reader has already: a model, data, an optimizer, and functions of the script."""
+    import fallow
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class GPT(nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x, y):
+            return (self.layer(x) - y).square().mean()
+
+    torch.manual_seed(0)
+    model, judge, make = nn.Linear(4, 4), nn.Linear(4, 1), nn.Linear(4, 4)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt_judge, opt_make = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (judge, make))
+    samples = torch.rand(16, 4)
+    data = TensorDataset(samples) if "(real,)" in code else list(samples)
+    loader = DataLoader(data, batch_size=4, shuffle=True)
+    found = dict(
+        torch=torch, fallow=fallow, model=model, judge=judge, make=make, opt=opt, opt_judge=opt_judge,
+        opt_make=opt_make, loader=loader, train_loader=loader,
+        state={"losses": []},
+        loss_fn=lambda output, scale=1.0: output.square().mean() * scale,
+        judge_loss=lambda real: judge(real).mean() + judge(make(real).detach()).mean(),
+        make_loss=lambda real: -judge(make(real)).mean(),
+        evaluate=lambda model: 0.0, schedule_of_beta=lambda step: 0.5 + step,
+        GPT=GPT, config=None, make_optimizer=lambda model: torch.optim.AdamW(model.parameters()),
+        get_batch=lambda part: (torch.rand(2, 4), torch.rand(2, 4)), get_lr=lambda step: 0.1,
+        estimate_loss=lambda: {"val": 1.0}, gradient_accumulation_steps=2, max_iters=3, tokens_per_step=8,
+    )
+    if "schedule." in code:
+        found["schedule"] = torch.optim.lr_scheduler.StepLR(opt, 1)
+    if "fallow.init(" not in code:
+        found["run"] = run = fallow.init()
+        if "run.prepare(" not in code:
+            wanted = [name for name in PREPARED if name in found]
+            found.update(zip(wanted, run.prepare(*(found[name] for name in wanted))))
+    return found
+
+
+# Once for all forks: the first optimizer imports torch's compiler.
+import fallow.worker.api.run
+torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+
+outcomes = {}
+for where, code in json.load(sys.stdin).items():
+    out, into = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(out)
+        os.dup2(2, 1)
+        os.chdir(tempfile.mkdtemp())
+        said = ""
+        try:
+            exec(compile(code, where, "exec"), names(code))
+        except BaseException:
+            said = traceback.format_exc()
+        with open(into, "w") as report:
+            report.write(said)
+        os._exit(0)
+    os.close(into)
+    with open(out) as report:
+        outcomes[where] = report.read()
+    _, status = os.waitpid(child, 0)
+    if status:
+        outcomes[where] = f"ended with status {status}"
+print(json.dumps(outcomes))
+'''
+"""Run by a Python of its own: reads blocks from its input, prints what came of each."""
