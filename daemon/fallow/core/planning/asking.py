@@ -143,9 +143,16 @@ class Asking:
     def supply(self, demands: Sequence[Demand]) -> Supply:
         """Idle nodes that nobody has asked for, by the runs that can use them."""
         users: dict[str, frozenset[Sort]] = {}
+        left: dict[str, int] = {}
+        "partition -> places that no node counted so far will take"
         for hole, able in self._offered:
-            if able and hole.node not in self.taken and not self._caps.is_full(hole.partition):
-                users[hole.node] = users[hole.node] | able if hole.node in users else able
+            if not able or hole.node in self.taken:
+                continue
+            places = left.setdefault(hole.partition, self._caps.places([hole.partition]))
+            if places > 0 and hole.node not in users:
+                left[hole.partition] -= 1
+            if places > 0:
+                users[hole.node] = users.get(hole.node, frozenset()) | able
         runs = {some: frozenset(d.run for d in demands if d.sort in some) for some in set(users.values())}
         return Supply([runs[some] for some in users.values()], self._caps.nodes_left())
 

@@ -290,8 +290,7 @@ def _moves(
     """
     until = at + MOVABLE_S
     held = [a for a in harvest if _is_held(a) and a.token not in going and (a.end_at is None or a.end_at >= until)]
-    leases = [a for a in matched.unmatched if a.ahead and a.token not in going]
-    leases += sorted(held, key=lambda a: (-(a.start_at or 0.0), a.token))
+    leases = sorted(held, key=lambda a: (-(a.start_at or 0.0), a.token))
 
     def usable(run: str, allocation: Allocation) -> bool:
         demand, name = demands[run], allocation.partition
@@ -301,7 +300,7 @@ def _moves(
             for node in allocation.nodes
         )
 
-    found: list[Withdraw | GiveBack] = []
+    reason, found, sellers = "another run gains more from it", list[GiveBack](), set[str]()
     next_s = next_node_s(known.experience.between_s(at))
     while (best := move(parties, leases, usable, stay_s=stay_s(rules), next_s=next_s)) is not None:
         lease, buyer = best
@@ -309,9 +308,10 @@ def _moves(
             break
         leases.remove(lease)
         parties = moved(parties, lease.run, buyer)
-        reason = "another run gains more from it"
-        found.append(GiveBack(lease.token, reason) if _is_held(lease) else Withdraw(lease.token, reason))
-    return found, parties
+        found.append(GiveBack(lease.token, reason))
+        sellers.add(lease.run)
+    waits = [a for a in matched.unmatched if a.run in sellers and a.token not in going]
+    return [*(Withdraw(a.token, reason) for a in waits), *found], _fewer(parties, waits)
 
 
 def next_node_s(between_s: float) -> float:

@@ -10,7 +10,7 @@ from fallow.core.backoff import Scope, scope_of
 from fallow.core.holes import CLOSED, WANTED_BACK, Hole, Part, idle_gpus
 from fallow.core.neighbour.needs import ExternalDemand, GiveBack
 from fallow.core.planning.offers import Reach
-from fallow.core.rules import HarvestRules, Known
+from fallow.core.rules import HarvestRules, Known, may_take
 from fallow.core.unstarted import LEAST_S, Sort
 from fallow.model import AllocationState, ClusterState, NodeInfo, PartitionInfo
 
@@ -73,8 +73,7 @@ def passed_over(
                 continue
             patience_s = rules.pending_patience_s if hole.node in contested else least_s
             is_old = min(waited_s, known.unstarted.idle_s(hole.node, cluster.at)) > patience_s
-            lasts = hole.length_s is None or hole.length_s >= 60.0 * (allocation.minutes or 0) + rules.slack_s
-            if is_old and lasts and reach.takes(sort, hole):
+            if is_old and may_take(allocation, hole.length_s, cluster.at, rules) and reach.takes(sort, hole):
                 nodes.append(hole.node)
         fresh = [node for node in nodes if node not in taken]
         if fresh:
