@@ -7,10 +7,11 @@ A node's hole ends at the earliest planned start of a pending job on it, or at a
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from math import inf
 
 import msgspec
 
-from fallow.core.neighbour.waiting import nodes_for, picks_up, wants_nodes
+from fallow.core.neighbour.waiting import is_ours, nodes_for, picks_up, wants_nodes
 from fallow.model import ClusterState, JobInfo, NodeInfo, PartitionInfo
 
 SLEEPING = frozenset(("POWERED_DOWN", "POWERING_DOWN", "POWERING_UP", "POWER_DOWN", "POWER_UP"))
@@ -166,3 +167,38 @@ def planned_ends(cluster: ClusterState, ours: Collection[str] = ()) -> dict[str,
             for node in reservation.nodes:
                 bound(node, reservation.end_at if reservation.own else reservation.start_at)
     return ends
+
+
+def find_coming(
+    cluster: ClusterState, partitions: Sequence[PartitionInfo], ours: Collection[str], kept: Collection[str]
+) -> list[Hole]:
+    """Nodes that others' jobs have, as the holes that they will be: the one whose jobs must end first comes first.
+
+    Only where Slurm takes nodes back from us for whoever comes a moment later.
+
+    Args:
+        cluster: one poll.
+        partitions: that may be harvested.
+        ours: tokens of our allocations; nodes on which they have jobs are none of others'.
+        kept: nodes to leave alone.
+    """
+    ends: dict[str, float] = {}
+    closed = set(kept)
+    for job in cluster.jobs:
+        if job.state == "PENDING":
+            continue
+        if is_ours(job, ours):
+            closed.update(job.nodes)
+            continue
+        end = inf if job.end_at is None else job.end_at
+        for name in job.nodes:
+            ends[name] = max(ends.get(name, -inf), end)
+    used = {n.node for n in cluster.nodes if n.state in ("ALLOCATED", "MIXED") and CLOSED.isdisjoint(n.flags)}
+    planned = planned_ends(cluster, ours)
+    found: list[Hole] = []
+    for partition in partitions:
+        for name in partition.nodes if partition.preempts else ():
+            if name in ends and name in used and name not in closed and name not in partition.unpreempted:
+                length_s = max(0.0, planned[name] - cluster.at) if name in planned else None
+                found.append(Hole(name, partition.partition, length_s))
+    return sorted(found, key=lambda hole: (ends[hole.node], hole.node))

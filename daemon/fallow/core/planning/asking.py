@@ -7,7 +7,7 @@ changed since the poll. Only idle GPUs of a shared node are asked for by the nod
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
@@ -103,18 +103,21 @@ class Asking:
                 return self._made(demand, Ask(demand.run, hole.partition, minutes, "", part, exclude, replaces))
         return None
 
-    def ahead(self, demand: Demand, nodes: Collection[str]) -> Ask | None:
+    def ahead(self, demand: Demand, coming: Iterable[Hole]) -> Ask | None:
         """One request that waits for any node that others still have; None: it would be no good.
 
-        Only where Slurm takes nodes back from us for whoever comes a moment later. Args: nodes: that others have.
+        Args:
+            demand: of the run.
+            coming: such nodes; the request is as long as the first of them that the run can use allows.
         """
         if not self._caps.may_wait_ahead() or not self._caps.may_wait(demand.asker):
             return None
-        for name in sorted(self._reach.partitions(demand.sort)):
-            partition = self._partitions[name]
-            if not partition.preempts or self._caps.is_full(name) or not self._has_use_for(demand, partition, nodes):
+        for hole in coming:
+            name = hole.partition
+            closed = hole.node in demand.barred or self._caps.is_full(name)
+            if closed or self._reach.why_not(demand.sort, hole.node, name):
                 continue
-            minutes = self._minutes(Hole("", name, None), demand)
+            minutes = self._minutes(hole, demand)
             if minutes is not None:
                 exclude = self._unsuitable(demand.kind, name, ahead=True)
                 return self._made(demand, Ask(demand.run, name, minutes, exclude=exclude, ahead=True))
@@ -206,16 +209,6 @@ class Asking:
     def _wanted(self) -> frozenset[str]:
         """Nodes that others wait for, or might."""
         return nodes_for(self._cluster, [job for job in self._cluster.jobs if waits(job)])
-
-    def _has_use_for(self, demand: Demand, partition: PartitionInfo, names: Collection[str]) -> bool:
-        """Is there a node of these in it that Slurm would take back from us and that the run can use?"""
-        for name in partition.nodes:
-            node = self._reach.nodes.get(name) if name in names else None
-            if node is None or node.state not in ("ALLOCATED", "MIXED") or not CLOSED.isdisjoint(node.flags):
-                continue
-            if name not in partition.unpreempted and name not in demand.barred and demand.kind.suits(node):
-                return True
-        return False
 
     def _unsuitable(self, kind: Kind, partition: str, ahead: bool = False) -> tuple[str, ...]:
         """Nodes of a partition that a request for this kind must not be given."""

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from math import floor, inf, log2
 
 from fallow.core.allocations import LIVE, WAITING, Allocation
-from fallow.core.holes import idle_nodes
+from fallow.core.holes import Hole, find_coming, idle_nodes
 from fallow.core.neighbour.needs import ExternalDemand, GiveBack, assess
-from fallow.core.neighbour.waiting import is_ours
 from fallow.core.planning.asking import Ask, Asking
 from fallow.core.planning.offers import Caps, Matched, Offer, Reach, match, offers
 from fallow.core.planning.share import Party, Worth, linear, move, moved, share, step_up, useful
@@ -155,7 +154,7 @@ def plan(
     free = rules.ahead - len([a for a in matched.unmatched if a.token not in going])
     growing = [party for party in parties if party.run not in losing]
     if free > 0:
-        asks += _ahead(asking, growing, by_run, free, _of_others(cluster, external, allocations), rules)
+        asks += _ahead(asking, growing, by_run, free, _coming(cluster, partitions, external, allocations), rules)
     return Plan(
         give_backs=() if asks_only else tuple(give),
         withdrawals=tuple(withdrawn),
@@ -351,10 +350,10 @@ def _ahead(
     parties: Sequence[Party],
     demands: Mapping[str, Demand],
     free: int,
-    nodes: Collection[str],
+    coming: Sequence[Hole],
     rules: HarvestRules,
 ) -> list[Ask]:
-    """Requests that wait for what others leave, for the runs that gain most. Args: nodes: that may be waited for."""
+    """Requests that wait for what others leave, for the runs that gain most. Args: coming: what that may be."""
     found: list[Ask] = []
     open_to = {party.run: party for party in parties if party.room > 0}
     while open_to and len(found) < free:
@@ -366,7 +365,7 @@ def _ahead(
         run = max(steps, key=lambda run: steps[run].gain)
         if not steps[run].nodes:
             break
-        ask = asking.ahead(demands[run], nodes)
+        ask = asking.ahead(demands[run], coming)
         party = open_to.pop(run)
         if ask is not None:
             found.append(ask)
@@ -375,15 +374,15 @@ def _ahead(
     return found
 
 
-def _of_others(cluster: ClusterState, external: ExternalDemand, allocations: Iterable[Allocation]) -> set[str]:
-    """Nodes that others' jobs have, and for which nobody else waits."""
-    tokens = {allocation.token for allocation in allocations}
-    others: set[str] = set()
-    kept = {node for p in cluster.partitions if p.partition in external.contested_partitions for node in p.nodes}
-    for job in cluster.jobs:
-        if job.state != "PENDING":
-            (kept if is_ours(job, tokens) else others).update(job.nodes)
-    return others - kept
+def _coming(
+    cluster: ClusterState,
+    partitions: Sequence[PartitionInfo],
+    external: ExternalDemand,
+    allocations: Iterable[Allocation],
+) -> list[Hole]:
+    """Nodes that others have, and for which nobody else waits."""
+    kept = {n for p in cluster.partitions if p.partition in external.contested_partitions for n in p.nodes}
+    return find_coming(cluster, partitions, {allocation.token for allocation in allocations}, kept)
 
 
 # -- why not ----------------------------------------------------------------------------------------------------------
