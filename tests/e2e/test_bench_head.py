@@ -1,4 +1,4 @@
-"""The played nodes of `fallow bench head`, under a real head."""
+"""The played agents of the benchmark `head`, under a real head."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from fallow.bench.head import PATIENCE_S, measure
+from bench.head import PATIENCE_S, measure
 
 
 def test_a_kill_and_a_newcomer_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     found = asyncio.run(measure(5, 2, 2, rest_s=0.1))
-    assert [len(found.kills), len(found.absorbs)] == [2, 2]
-    for change in found.kills + found.absorbs:
+    assert {word: len(changes) for word, changes in found.changes.items()} == {"kill": 2, "absorb": 2}
+    for change in found.changes["kill"] + found.changes["absorb"]:
         assert 0.0 < change.took_s < PATIENCE_S
         assert min(change.sent[kind] for kind in ("orders", "reports", "gathers")) > 0
         assert 0 < change.durable_bytes < 1_000_000

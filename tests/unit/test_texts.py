@@ -14,7 +14,7 @@ from fallow.core.script import _KEYS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
-TEXTS = ("README.md", *PAGES, "contrib/bench/README.md", "contrib/systemd/README.md")
+TEXTS = ("README.md", *PAGES, "bench/README.md", "contrib/systemd/README.md")
 
 
 def _code(text: str) -> str:

@@ -1,0 +1,151 @@
+"""The same jobs of others on two private Slurms side by side, with and without Fallow.
+
+Both see the same jobs at the same times, a job in place of the base allocation included. What Slurm says each second
+about jobs and nodes is all that the figures are made of, but for who trains and why a node is idle: that says the head.
+*Usable* holes (`fallow.demo.holes`) are longer than a start-up: in a shorter one no training can begin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from bench.rows import Progress, Row, Settings, ours
+from bench.session import command
+from fallow.core.holes import is_idle
+from fallow.demo.holes import HoleWatch, waits_s
+from fallow.demo.stage import Stage, members_of, start_load
+from fallow.model import ClusterState, JobInfo, NodeOwner, Snapshot
+from fallow.slurm.cli import CliClient
+from fallow.testbed.api import up
+from fallow.testbed.cluster import Testbed
+
+NODES, SHARDS, SHARD_S = 8, 32, 0.04
+"""A step takes 1.3 s on one node and 0.16 s on eight: each node makes the training faster."""
+
+LOOK_S = 1.0
+LOAD = {"utilisation": 0.6, "mean": 60.0}
+"""Jobs of a minute. A start-up is to them about what 30 s are to the holes of a large site."""
+
+SCRIPT = """#!/bin/bash
+#SBATCH --job-name=training --partition=normal --exclusive --time=1440
+#FALLOW workers-per-node=1 min-minutes=1
+export OMP_NUM_THREADS=1 PYTHONPATH={root}
+fallow run -- {command}
+"""
+
+
+def run(settings: Settings, progress: Progress) -> Iterator[Row]:
+    """Rows for the idle time, for holes and for others' jobs. Takes `settings.seconds` and a minute."""
+    with tempfile.TemporaryDirectory(prefix="fallow-harvest-", ignore_cleanup_errors=True) as scratch:
+        folder = Path(scratch)
+        with (
+            up(folder / "with", nodes=NODES, profile=settings.profile) as bed,
+            up(folder / "without", nodes=NODES, profile=settings.profile) as other,
+        ):
+            yield from asyncio.run(measure(folder, bed, other, settings, progress))
+
+
+async def measure(folder: Path, bed: Testbed, other: Testbed, settings: Settings, progress: Progress) -> list[Row]:
+    """Play on both testbeds."""
+    head_settings = {
+        "FALLOW_SLURM__POLL_INTERVAL_S": "10",
+        "FALLOW_HARVEST__ALLOW_WITHOUT_PREEMPTION": "true" if settings.profile == "plain" else "false",
+        "FALLOW_HARVEST__MAX_PENDING": str(NODES),
+        "FALLOW_HARVEST__MIN_MINUTES": "1",
+    }
+    stage = Stage(folder, bed, head_settings)
+    control = await stage.head.start()
+    argv = command("training", 10_000, folder, steps=10**6, shards=SHARDS, shard_s=SHARD_S)
+    script = SCRIPT.format(root=Path(__file__).parents[1], command=" ".join(argv))
+    base = {await stage.submit(script, NODES)}
+    sleeping = ["--job-name=training", "--exclusive", "--output=/dev/null", "--time=1440", "--wrap=exec sleep 86400"]
+    await asyncio.to_thread(other.slurm, "sbatch", *sleeping)
+    while not (await control.call("status", Snapshot)).runs[0].generation:  # noqa: ASYNC110
+        await asyncio.sleep(LOOK_S)
+    loads = [start_load(each, folder / f"{n}.log", seed=0, seconds=8e4, **LOAD) for n, each in enumerate((bed, other))]
+    requests = [_requests(each) for each in (bed, other)]
+    watch, idle_why = HoleWatch(), Counter[str]()
+    times: tuple[dict[str, JobInfo], dict[str, JobInfo]] = ({}, {})
+    began = time.time()
+    try:
+        while (passed_s := time.time() - began) < settings.seconds:
+            snapshot = await control.call("status", Snapshot)
+            look, without = await asyncio.gather(CliClient(bed.conf).poll("fallow-"), CliClient(other.conf).poll(""))
+            for cluster, jobs in zip((look, without), times, strict=True):
+                jobs.update((job.name, job) for job in cluster.jobs if job.name.startswith("user-"))
+            owners = owners_in(look, base)
+            watch.look(look.at, owners, members_of(snapshot.runs[0]))
+            words = {node.node: node.unused for node in snapshot.nodes}
+            free = (node for node, owner in owners.items() if owner in (NodeOwner.IDLE, NodeOwner.PLANNED))
+            idle_why.update((words.get(node, "") or "not seen yet").partition(":")[0] for node in free)
+            progress(f"harvest: {passed_s:.0f} s, {snapshot.runs[0].step} steps, {len(watch.holes)} holes")
+            await asyncio.sleep(LOOK_S)
+        more = [_requests(each) - before for each, before in zip((bed, other), requests, strict=True)]
+        per_min = 60 * (more[0] - more[1]) / settings.seconds
+        return rows(watch, later_s(*times, time.time()), idle_why, (await control.call("status", Snapshot)), per_min)
+    finally:
+        for load in loads:
+            load.terminate()
+            await asyncio.to_thread(load.wait)
+        await control.aclose()
+        await stage.head.stop()
+
+
+def rows(watch: HoleWatch, later: list[float], idle_why: Counter[str], snapshot: Snapshot, per_min: float) -> list[Row]:
+    """What was measured, as rows."""
+    start_up_s = watch.start_up_s or 0.0
+    idle, used = watch.idle_node_s(start_up_s), watch.harvested_node_s(start_up_s)
+    why = ", ".join(f"{word} {count}" for word, count in idle_why.most_common())
+    usable = f"{used:.0f} of {idle:.0f} node-seconds in holes longer than a start-up ({start_up_s:.1f} s)"
+    delay = snapshot.head.others_delayed
+    delayed = f"the head counts {delay.jobs} delayed, p95 {delay.p95_s:.1f} s, at most {delay.max_s:.1f} s"
+    waits = waits_s(hole for hole in watch.holes if hole.left_by_others)
+    found = (
+        [Row(name="idle time trained", unit="of it", ours=ours([used / idle]), note=f"{usable}; idle: {why}")]
+        if idle
+        else []
+    )
+    if waits:
+        found.append(Row(name="hole to first step", ours=ours(waits), note=f"{len(watch.holes)} holes"))
+    if later:
+        note = f"at most {max(later):.0f} s later than without Fallow; {delayed}"
+        found.append(Row(name="others' jobs later", ours=ours(later), note=note))
+    return [*found, Row(name="requests to slurmctld more", unit="/min", ours=ours([per_min]))]
+
+
+def owners_in(cluster: ClusterState, base: set[str]) -> dict[str, NodeOwner]:
+    """Whose each node is, by what Slurm says of jobs. The base allocation counts as others': it is not harvested."""
+    owners: dict[str, NodeOwner] = {}
+    for job in cluster.jobs:
+        if job.state in ("RUNNING", "COMPLETING", "CONFIGURING"):
+            ours = job.name.startswith("fallow-") and job.job_id not in base
+            owners |= dict.fromkeys(job.nodes, NodeOwner.OURS if ours else NodeOwner.OTHERS)
+    for node in cluster.nodes:
+        # A node in use has a job that the other half of the poll does not show yet.
+        state = NodeOwner.IDLE if is_idle(node) else NodeOwner.OTHERS
+        owners.setdefault(node.node, state)
+    return owners
+
+
+def later_s(ours: dict[str, JobInfo], theirs: dict[str, JobInfo], until: float) -> list[float]:
+    """By how much each job waited longer with Fallow. One that has not started counts with its wait up to now."""
+
+    def wait_s(job: JobInfo) -> float:
+        # One that was cancelled while it waited has a start in Slurm's books, but no nodes.
+        start = job.start_at if job.nodes and job.start_at is not None else until
+        return min(start, until) - (job.submit_at or until)
+
+    started = [name for name in ours.keys() & theirs.keys() if ours[name].nodes or theirs[name].nodes]
+    return [wait_s(ours[name]) - wait_s(theirs[name]) for name in started]
+
+
+def _requests(bed: Testbed) -> int:
+    """Requests that slurmctld has had, as it counts them itself."""
+    counts = bed.slurm("sdiag").partition("statistics by message type")[2].partition("statistics by user")[0]
+    return sum(int(number) for number in re.findall(r"count:(\d+)", counts))
