@@ -10,7 +10,7 @@ import argparse
 import importlib
 import json
 import os
-import platform
+import re
 import shlex
 import signal
 import subprocess
@@ -38,23 +38,20 @@ BENCHES = [
 ]
 """GPUs that a benchmark needs for its sums to stay on them, and its words. Time may be up before the last one."""
 
-ON_FAKE = [
-    (1, "steady --members 1 --params 0.1 --n 4"),
-    (1, "pause --members 1 --params 0.1 --n 2"),
-    (1, "recovery --members 2 --params 0.1 --n 2"),
-    (2, "steady --members 2 --params 0.1 --n 4"),
-]
-
 LARGE, BYTES = 1000, 25
 """Millions of parameters of the model whose state goes from one worker to another, and what each takes of a GPU's
 memory in each worker: weights 2, optimizer 12, sums 2; the rest is margin."""
 
-FACTS = """import json, torch
+FACTS = """import json, platform, subprocess, torch
+def printed(*command):
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 facts = {"count": torch.accelerator.device_count(), "torch": torch.__version__, "cuda": torch.version.cuda}
+facts |= {"python": platform.python_version(), "commit": printed("git", "rev-parse", "HEAD")}
 if torch.cuda.is_available():
     free, total = torch.cuda.mem_get_info()
     facts["name"], facts["nccl"] = torch.cuda.get_device_name(), ".".join(map(str, torch.cuda.nccl.version()))
     facts["memory_gib"], facts["free_gib"] = round(total / 2**30, 1), round(free / 2**30, 1)
+    facts["driver"] = printed("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 print(json.dumps(facts))
 """
 
@@ -104,14 +101,6 @@ def _end(process: subprocess.Popen[str]) -> str:
     return ""
 
 
-def _printed(*command: str) -> str | None:
-    """What a command prints; None if it fails."""
-    try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
 def main() -> int:
     """Write the report. Returns 1 if a test or a benchmark failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -128,13 +117,14 @@ def main() -> int:
         if not device.get("count"):
             print("gpu: torch finds no GPU; nvidia-smi and torch's build say why", file=sys.stderr)
             return 1
-        found: dict[str, Any] = {"kind": args.device, "device": device, "python": platform.python_version()}
-        found["made_at"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        found["commit"] = _printed("git", "rev-parse", "HEAD")
-        found["driver"] = _printed("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        made_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        found: dict[str, Any] = {"kind": args.device, "made_at": made_at, "device": device}
         found |= {"tests": run(TESTS, tests, TESTS_S), "figures": []}
-        for gpus, words in BENCHES if args.device == "cuda" else ON_FAKE:
-            bench = f"-m bench --json --device {args.device} {words.format(large=large(device.get('free_gib', 0)))}"
+        for gpus, words in BENCHES:
+            words = words.format(large=large(device.get("free_gib", 0)))
+            if args.device == "fake":
+                words = re.sub(r"--params \d+ --n \d+", "--params 0.1 --n 2", words)
+            bench = f"-m bench --json --device {args.device} {words}"
             if gpus <= device["count"]:
                 found["figures"].append(run(bench, environ, end - time.monotonic()))
             else:

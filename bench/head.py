@@ -12,7 +12,6 @@ import asyncio
 import os
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,59 +35,19 @@ PATIENCE_S = 120.0
 LOOK_S = 0.02
 
 
-class Change(msgspec.Struct, frozen=True):
-    """One generation, from what sets it off until all are told to switch."""
-
-    took_s: float
-    loop_s: float
-    "processor time of the head's loop, heartbeats and ticks included"
-    sent: dict[str, int]
-    "kind of message -> bytes in both directions"
-    durable_bytes: int
-    "written to the store's append-only file"
-
-
-class Measured(msgspec.Struct):
-    """Of one head."""
-
-    changes: dict[str, list[Change]]
-    "`kill` and `absorb` -> one of each time"
-    rest_cores: float
-    "processor time of the head's loop per second while nothing changes: heartbeats and ticks"
-    rss_mb: float = 0.0
-    "of the head, at most"
+Figures = dict[tuple[str, str], list[float]]
+"""Name and unit of a row -> what was measured."""
 
 
 def run(settings: Settings, progress: Progress) -> Iterator[Row]:
     """Rows for kills and for newcomers, and for the head's memory and its work at rest."""
     times = settings.n or TIMES
     progress(f"head: {NODES} nodes with {SLOTS} workers each, {times} are killed and started anew")
-    yield from rows(asyncio.run(measure(NODES, SLOTS, times)), NODES)
+    for (name, unit), values in asyncio.run(measure(NODES, SLOTS, times)).items():
+        yield Row(name=name, members=NODES, unit=unit, ours=ours(values))
 
 
-def rows(found: Measured, nodes: int) -> list[Row]:
-    """What was measured, as rows."""
-
-    def row(name: str, unit: str, values: list[float], note: str) -> Row:
-        return Row(name=name, members=nodes, unit=unit, ours=ours(values), note=note)
-
-    out = []
-    for name, changes in found.changes.items():
-        sent = sum((Counter(change.sent) for change in changes), Counter[str]())
-        means = ", ".join(f"{kind} {count / len(changes) / 1e6:.2f}" for kind, count in sorted(sent.items()))
-        own = [(change.sent.get("orders", 0) + change.sent.get("reports", 0)) / 1e6 for change in changes]
-        out += [
-            row(f"{name}: all told", "s", [each.took_s for each in changes], "until the last node is told to switch"),
-            row(f"{name}: head's loop", "s", [each.loop_s for each in changes], "processor time, with heartbeats"),
-            row(f"{name}: messages", "MB", own, f"orders and reports; in all, mean: {means}"),
-            row(f"{name}: store", "kB", [each.durable_bytes / 1e3 for each in changes], "in its append-only file"),
-        ]
-    out.append(row("head at rest", "cores", [found.rest_cores], "of its one loop: heartbeats and ticks"))
-    out.append(row("head's memory", "MB", [found.rss_mb], "resident, at most"))
-    return out
-
-
-async def measure(nodes: int, slots: int, times: int, *, runs: int = 1, rest_s: float = REST_S) -> Measured:
+async def measure(nodes: int, slots: int, times: int, *, runs: int = 1, rest_s: float = REST_S) -> Figures:
     """Play nodes of a head.
 
     Args:
@@ -114,15 +73,15 @@ async def measure(nodes: int, slots: int, times: int, *, runs: int = 1, rest_s: 
             await _settle(control)
             began_s = _loop_s(head)
             await asyncio.sleep(rest_s)
-            found = Measured({}, (_loop_s(head) - began_s) / rest_s)
+            found: Figures = {("head at rest", "cores"): [(_loop_s(head) - began_s) / rest_s]}
             for number in range(times):
                 for name, word, least in (("kill", "kill", nodes - 1), ("absorb", "start", nodes)):
-                    change = await _change(head, players, word, number * nodes // times, least)
-                    found.changes.setdefault(name, []).append(change)
+                    figures = await _change(head, players, word, number * nodes // times, least)
+                    for (what, unit), value in figures.items():
+                        found.setdefault((f"{name}: {what}", unit), []).append(value)
                     await _settle(control)
-            status = _proc(head, "status").splitlines()
-            found.rss_mb = next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024 / 1e6
-            return found
+            most = next(line for line in _proc(head, "status").splitlines() if line.startswith("VmHWM"))
+            return found | {("head's memory", "MB"): [int(most.split()[1]) * 1024 / 1e6]}
         finally:
             await asyncio.to_thread(players.stop)
             await control.aclose()
@@ -145,17 +104,26 @@ async def _settle(control: ControlClient) -> None:
             await asyncio.sleep(0.5)
 
 
-async def _change(head: HeadProcess, players: Players, word: str, node: int, least: int) -> Change:
-    """Say the word to one node, and wait for a new generation of at least so many nodes."""
+async def _change(
+    head: HeadProcess, players: Players, word: str, node: int, least: int
+) -> dict[tuple[str, str], float]:
+    """Say the word to one node, and wait for a new generation of at least so many nodes.
+
+    Returns:
+        By what and unit: the time until all were told, processor time of the head's loop meanwhile, what the store
+        wrote, and what was sent in both directions, by kind of message.
+    """
     before, loop_s, durable = max(players.switches), _loop_s(head), _durable_bytes(head)
     players.tell(word, node)
     for _ in range(int(PATIENCE_S / LOOK_S)):
         await asyncio.sleep(LOOK_S)
-        for generation, end in list(players.switches.items()):
-            if generation > before and end.told >= least:
-                begin = players.last[word]
-                sent = {kind: count - begin.sent.get(kind, 0) for kind, count in end.sent.items()}
-                return Change(end.at - begin.at, _loop_s(head) - loop_s, sent, _durable_bytes(head) - durable)
+        end = next((s for g, s in list(players.switches.items()) if g > before and s.told >= least), None)
+        if end is not None:
+            begin = players.last[word]
+            found = {("all told", "s"): end.at - begin.at, ("head's loop", "s"): _loop_s(head) - loop_s}
+            found["store", "kB"] = (_durable_bytes(head) - durable) / 1e3
+            sent = {kind: (count - begin.sent.get(kind, 0)) / 1e6 for kind, count in end.sent.items()}
+            return found | {(kind, "MB"): megabytes for kind, megabytes in sent.items()}
     raise FallowError(f"no generation reached {least} nodes within {PATIENCE_S:g} s", Exit.SOFTWARE)
 
 

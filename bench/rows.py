@@ -82,8 +82,3 @@ def at(values: Sequence[float], q: float) -> float:
     found = quantile(values, q)
     assert found is not None
     return found
-
-
-def both(values: Sequence[float]) -> str:
-    """Median and p95 for a note."""
-    return f"{at(values, 0.5):.3f}/{at(values, 0.95):.3f}"

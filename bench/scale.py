@@ -53,10 +53,11 @@ def measure(nodes: int, runs: int, lasts_s: float, rest_s: float) -> list[Row]:
     polls, note = decide(nodes, runs, lasts_s)
     held = max(runs, round((1 - USED) * nodes))
     rest = asyncio.run(head.measure(held, head.SLOTS, 0, runs=runs, rest_s=rest_s))
-    beats = f"heartbeats and ticks of {held} nodes with {head.SLOTS} workers each; {rest.rss_mb:.0f} MB resident"
+    (memory,), cores = rest["head's memory", "MB"], ours(rest["head at rest", "cores"])
+    beats = f"heartbeats and ticks of {held} nodes with {head.SLOTS} workers each; {memory:.0f} MB resident"
     return [
         Row(name="deciding after a poll", members=nodes, ours=ours(polls), note=f"{runs} runs; {note}"),
-        Row(name="head at rest", members=held, unit="cores", ours=ours([rest.rest_cores]), note=beats),
+        Row(name="head at rest", members=held, unit="cores", ours=cores, note=beats),
     ]
 
 

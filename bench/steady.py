@@ -42,20 +42,8 @@ class Ratio(NamedTuple):
         return f"{self.value:.4f} ({self.low:.4f} to {self.high:.4f})"
 
 
-class Turns(msgspec.Struct, frozen=True):
-    """Seconds per step of each turn, on the slowest member. Turn number i of all arms is of the same round."""
-
-    ours: list[float]
-    ddp: list[float]
-    ddp_again: list[float]
-
-    def ratio(self) -> Ratio:
-        """DDP ÷ ours: above 1, ours is faster."""
-        return ratio([fmean(pair) for pair in zip(self.ddp, self.ddp_again, strict=True)], self.ours)
-
-    def noise(self) -> Ratio:
-        """DDP ÷ DDP."""
-        return ratio(self.ddp, self.ddp_again)
+Turns = dict[str, list[float]]
+"""Arm -> seconds per step of each turn, on the slowest member. Turn number i of all arms is of the same round."""
 
 
 def run(settings: Settings, progress: Progress) -> Iterator[Row]:
@@ -70,10 +58,10 @@ def run(settings: Settings, progress: Progress) -> Iterator[Row]:
             name="steady state",
             members=members,
             params=params,
-            ours=ours(turns.ours),
-            peer=Peer(name="DDP", p50=at(turns.ddp + turns.ddp_again, 0.5)),
-            ratio=turns.ratio().value,
-            note=f"{words}; {turns.ratio()}; A/A: {turns.noise()}",
+            ours=ours(turns["ours"]),
+            peer=Peer(name="DDP", p50=at(turns["ddp"] + turns["ddp_again"], 0.5)),
+            ratio=beside_ddp(turns).value,
+            note=f"{words}; {beside_ddp(turns)}; A/A: {ratio(turns['ddp'], turns['ddp_again'])}",
         )
 
 
@@ -94,10 +82,10 @@ def run_reproducible(settings: Settings, progress: Progress) -> Iterator[Row]:
             name="reproducible",
             members=members,
             params=params,
-            ours=ours(exact.ours),
-            peer=Peer(name="fast mode", p50=at(fast.ours, 0.5)),
-            ratio=fast.ratio().value / exact.ratio().value,
-            note=f"{shards} shards a member; throughput / DDP's: fast {fast.ratio()}, reproducible {exact.ratio()}",
+            ours=ours(exact["ours"]),
+            peer=Peer(name="fast mode", p50=at(fast["ours"], 0.5)),
+            ratio=beside_ddp(fast).value / beside_ddp(exact).value,
+            note=f"{shards} shards a member; DDP / ours: fast {beside_ddp(fast)}, reproducible {beside_ddp(exact)}",
         )
 
 
@@ -119,10 +107,17 @@ def compare(params: int, members: int, shards: int, rounds: int, device: str, **
         raise FallowError(f"{members} members beside DDP need {members} devices ({device})", Exit.UNAVAILABLE)
     trainings = 2 if rounds < FEW_ROUNDS else 4
     more = {"shards": shards, "rounds": -(-rounds // trainings), "device": device, **options}
-    done = [train("steady_training", params, members, options=more) for _ in range(trainings)]
-    parts = [msgspec.json.decode(each.result, type=Turns) for each in done]
-    arms = ([turn for part in parts for turn in getattr(part, arm)] for arm in Turns.__struct_fields__)
-    return Turns(*arms)
+    found: Turns = {"ours": [], "ddp": [], "ddp_again": []}
+    for _ in range(trainings):
+        done = train("steady_training", params, members, options=more)
+        for arm, seconds in msgspec.json.decode(done.result, type=Turns).items():
+            found[arm] += seconds
+    return found
+
+
+def beside_ddp(turns: Turns) -> Ratio:
+    """DDP ÷ ours: above 1, ours is faster."""
+    return ratio([fmean(pair) for pair in zip(turns["ddp"], turns["ddp_again"], strict=True)], turns["ours"])
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> Ratio:

@@ -71,7 +71,7 @@ def peer(members: int, params: int) -> float:
         place = f"127.0.0.1:{probe.getsockname()[1]}"
     with tempfile.TemporaryDirectory(prefix="fallow-bench-") as scratch, contextlib.ExitStack() as agents:
         log = Path(scratch)
-        python, *words = command("torchrun_training", params, log)
+        python, *words = command("training", params, log, torchrun=True)
         argv = [python, "-m", "torch.distributed.run", f"--nnodes={members}:{members + 1}", "--nproc-per-node=1"]
         argv += ["--rdzv-backend=c10d", f"--rdzv-endpoint={place}", "--rdzv-id=bench", "--local-addr=127.0.0.1"]
         argv += ["--max-restarts=100", *words]

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench import changes, gpu, harvest, head, scale, steady, steplog, workload
+from bench import changes, gpu, harvest, scale, steady, steplog, workload
 from bench.__main__ import BENCHES, INTERRUPTED, main, measure
-from bench.head import Change, Measured
 from bench.rows import Peer, Progress, Row, Settings, ours
 from bench.steplog import Finished
 from fallow.core.schedule import Action, parse_schedule
@@ -74,20 +73,6 @@ def test_schedules_keep_the_world(members: int) -> None:
 
 
 # -- the head, and clusters -------------------------------------------------------------------------------------------
-
-
-def test_rows_tell_orders_and_reports_apart_from_the_rest() -> None:
-    kill = Change(0.25, 0.125, {"orders": 400_000, "reports": 600_000, "gathers": 5_000_000}, 3000)
-    absorb = Change(0.5, 0.25, {"orders": 500_000, "heartbeats": 9_000_000}, 1000)
-    rows = head.rows(Measured({"kill": [kill, kill], "absorb": [absorb]}, rest_cores=0.5, rss_mb=120.0), 1000)
-    shown = {row.name: (row.ours.p50, row.unit, row.ours.n) for row in rows}
-    assert shown["kill: all told"] == (0.25, "s", 2)
-    assert shown["absorb: head's loop"] == (0.25, "s", 1)
-    assert (shown["kill: messages"][0], shown["absorb: messages"][0]) == (1.0, 0.5)
-    assert shown["kill: store"] == (3.0, "kB", 2)
-    assert (shown["head at rest"][0], shown["head's memory"][0]) == (0.5, 120.0)
-    assert "gathers 5.00" in next(row.note for row in rows if row.name == "kill: messages")
-    assert {row.members for row in rows} == {1000}
 
 
 def test_a_small_cluster_is_planned_for_and_listened_to() -> None:
