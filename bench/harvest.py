@@ -8,7 +8,7 @@ about jobs and nodes is all that the figures are made of, but for who trains and
 from __future__ import annotations
 
 import asyncio
-import re
+import contextlib
 import tempfile
 import time
 from collections import Counter
@@ -20,7 +20,7 @@ from bench.session import command
 from fallow.core.holes import is_idle
 from fallow.demo.holes import HoleWatch, waits_s
 from fallow.demo.stage import Stage, members_of, start_load
-from fallow.model import ClusterState, JobInfo, NodeOwner, Snapshot
+from fallow.model import ClusterState, DelayReport, FallowError, JobInfo, NodeOwner, Snapshot
 from fallow.slurm.cli import CliClient
 from fallow.testbed.api import up
 from fallow.testbed.cluster import Testbed
@@ -41,7 +41,7 @@ fallow run -- {command}
 
 
 def run(settings: Settings, progress: Progress) -> Iterator[Row]:
-    """Rows for the idle time, for holes and for others' jobs. Takes `settings.seconds` and a minute."""
+    """Rows for the idle time, for holes and for others' jobs. Takes `settings.seconds` and a minute; Ctrl-C ends it."""
     with tempfile.TemporaryDirectory(prefix="fallow-harvest-", ignore_cleanup_errors=True) as scratch:
         folder = Path(scratch)
         with (
@@ -62,33 +62,38 @@ async def measure(folder: Path, bed: Testbed, other: Testbed, settings: Settings
     stage = Stage(folder, bed, head_settings)
     control = await stage.head.start()
     argv = command("training", 10_000, folder, steps=10**6, shards=SHARDS, shard_s=SHARD_S)
-    script = SCRIPT.format(root=Path(__file__).parents[1], command=" ".join(argv))
-    base = {await stage.submit(script, NODES)}
+    base = await stage.submit(SCRIPT.format(root=Path(__file__).parents[1], command=" ".join(argv)), NODES)
     sleeping = ["--job-name=training", "--exclusive", "--output=/dev/null", "--time=1440", "--wrap=exec sleep 86400"]
     await asyncio.to_thread(other.slurm, "sbatch", *sleeping)
     while not (await control.call("status", Snapshot)).runs[0].generation:  # noqa: ASYNC110
         await asyncio.sleep(LOOK_S)
-    loads = [start_load(each, folder / f"{n}.log", seed=0, seconds=8e4, **LOAD) for n, each in enumerate((bed, other))]
-    requests = [_requests(each) for each in (bed, other)]
+    beds = {"with": bed, "without": other}
+    loads = [start_load(each, folder / f"{name}.log", seed=0, seconds=8e4, **LOAD) for name, each in beds.items()]
+    jobs: dict[str, dict[str, JobInfo]] = {name: {} for name in beds}
     watch, idle_why = HoleWatch(), Counter[str]()
-    times: tuple[dict[str, JobInfo], dict[str, JobInfo]] = ({}, {})
     began = time.time()
     try:
-        while (passed_s := time.time() - began) < settings.seconds:
-            snapshot = await control.call("status", Snapshot)
-            look, without = await asyncio.gather(CliClient(bed.conf).poll("fallow-"), CliClient(other.conf).poll(""))
-            for cluster, jobs in zip((look, without), times, strict=True):
-                jobs.update((job.name, job) for job in cluster.jobs if job.name.startswith("user-"))
-            owners = owners_in(look, base)
-            watch.look(look.at, owners, members_of(snapshot.runs[0]))
-            words = {node.node: node.unused for node in snapshot.nodes}
-            free = (node for node, owner in owners.items() if owner in (NodeOwner.IDLE, NodeOwner.PLANNED))
-            idle_why.update((words.get(node, "") or "not seen yet").partition(":")[0] for node in free)
-            progress(f"harvest: {passed_s:.0f} s, {snapshot.runs[0].step} steps, {len(watch.holes)} holes")
-            await asyncio.sleep(LOOK_S)
-        more = [_requests(each) - before for each, before in zip((bed, other), requests, strict=True)]
-        per_min = 60 * (more[0] - more[1]) / settings.seconds
-        return rows(watch, later_s(*times, time.time()), idle_why, (await control.call("status", Snapshot)), per_min)
+        with contextlib.suppress(asyncio.CancelledError):  # Ctrl-C: what is known so far is worth telling
+            while time.time() - began < settings.seconds:
+                await asyncio.sleep(LOOK_S)
+                try:
+                    looks = await asyncio.gather(*(CliClient(each.conf).poll("fallow-") for each in beds.values()))
+                    snapshot = await control.call("status", Snapshot)
+                except FallowError as error:  # the next look may be good
+                    progress(f"harvest: {error}")
+                    continue
+                for cluster, seen in zip(looks, jobs.values(), strict=True):
+                    seen.update((job.name, job) for job in cluster.jobs if job.name.startswith("user-"))
+                owners = owners_in(looks[0], base)
+                watch.look(looks[0].at, owners, members_of(snapshot.runs[0]))
+                words = {node.node: node.unused for node in snapshot.nodes}
+                idle = (node for node, owner in owners.items() if owner is NodeOwner.IDLE)
+                idle_why.update((words.get(node, "") or "not seen yet").partition(":")[0] for node in idle)
+                progress(
+                    f"harvest: {time.time() - began:.0f} s, {snapshot.runs[0].step} steps, {len(watch.holes)} holes"
+                )
+        delayed = (await control.call("status", Snapshot)).head.others_delayed
+        return rows(watch, later_s(jobs["with"], jobs["without"], time.time()), idle_why, delayed)
     finally:
         for load in loads:
             load.terminate()
@@ -97,34 +102,33 @@ async def measure(folder: Path, bed: Testbed, other: Testbed, settings: Settings
         await stage.head.stop()
 
 
-def rows(watch: HoleWatch, later: list[float], idle_why: Counter[str], snapshot: Snapshot, per_min: float) -> list[Row]:
-    """What was measured, as rows."""
+def rows(watch: HoleWatch, later: list[float], idle_why: Counter[str], delayed: DelayReport) -> list[Row]:
+    """What was measured, as rows; a figure of nothing has none."""
     start_up_s = watch.start_up_s or 0.0
     idle, used = watch.idle_node_s(start_up_s), watch.harvested_node_s(start_up_s)
-    why = ", ".join(f"{word} {count}" for word, count in idle_why.most_common())
-    usable = f"{used:.0f} of {idle:.0f} node-seconds in holes longer than a start-up ({start_up_s:.1f} s)"
-    delay = snapshot.head.others_delayed
-    delayed = f"the head counts {delay.jobs} delayed, p95 {delay.p95_s:.1f} s, at most {delay.max_s:.1f} s"
+    usable = f"{used:.0f} of {idle:.0f} node-seconds in holes longer than a start-up ({start_up_s:.1f} s); "
+    usable += f"looks at idle nodes: {', '.join(f'{word} {count}' for word, count in idle_why.most_common())}"
+    head = f"the head counts {delayed.jobs} delayed, p95 {delayed.p95_s:.1f} s, at most {delayed.max_s:.1f} s"
     waits = waits_s(hole for hole in watch.holes if hole.left_by_others)
-    found = (
-        [Row(name="idle time trained", unit="of it", ours=ours([used / idle]), note=f"{usable}; idle: {why}")]
-        if idle
-        else []
-    )
-    if waits:
-        found.append(Row(name="hole to first step", ours=ours(waits), note=f"{len(watch.holes)} holes"))
-    if later:
-        note = f"at most {max(later):.0f} s later than without Fallow; {delayed}"
-        found.append(Row(name="others' jobs later", ours=ours(later), note=note))
-    return [*found, Row(name="requests to slurmctld more", unit="/min", ours=ours([per_min]))]
+    figures = [
+        ("idle time trained", "of it", [used / idle] if idle else [], usable),
+        ("hole to first step", "s", waits, f"{len(watch.holes)} holes"),
+        (
+            "others' jobs later",
+            "s",
+            later,
+            f"at most {max(later, default=0.0):.0f} s later than without Fallow; {head}",
+        ),
+    ]
+    return [Row(name=name, unit=unit, ours=ours(values), note=note) for name, unit, values, note in figures if values]
 
 
-def owners_in(cluster: ClusterState, base: set[str]) -> dict[str, NodeOwner]:
-    """Whose each node is, by what Slurm says of jobs. The base allocation counts as others': it is not harvested."""
+def owners_in(cluster: ClusterState, base: str) -> dict[str, NodeOwner]:
+    """Whose each node is, by what Slurm says of jobs. The base job counts as others': it is not harvested."""
     owners: dict[str, NodeOwner] = {}
     for job in cluster.jobs:
         if job.state in ("RUNNING", "COMPLETING", "CONFIGURING"):
-            ours = job.name.startswith("fallow-") and job.job_id not in base
+            ours = job.name.startswith("fallow-") and job.job_id != base
             owners |= dict.fromkeys(job.nodes, NodeOwner.OURS if ours else NodeOwner.OTHERS)
     for node in cluster.nodes:
         # A node in use has a job that the other half of the poll does not show yet.
@@ -143,9 +147,3 @@ def later_s(ours: dict[str, JobInfo], theirs: dict[str, JobInfo], until: float) 
 
     started = [name for name in ours.keys() & theirs.keys() if ours[name].nodes or theirs[name].nodes]
     return [wait_s(ours[name]) - wait_s(theirs[name]) for name in started]
-
-
-def _requests(bed: Testbed) -> int:
-    """Requests that slurmctld has had, as it counts them itself."""
-    counts = bed.slurm("sdiag").partition("statistics by message type")[2].partition("statistics by user")[0]
-    return sum(int(number) for number in re.findall(r"count:(\d+)", counts))

@@ -49,7 +49,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         beside = f", {self.peer.name} {self.peer.p50:.3f} {self.unit}" if self.peer else ""
         beside += f", ratio {self.ratio:.3g}" if self.ratio else ""
         figures = f"p50 {self.ours.p50:.3f} {self.unit}, p95 {self.ours.p95:.3f} {self.unit} (n = {self.ours.n})"
-        return f"{', '.join([self.name, *where])}: {figures}{beside}\n    {self.note}"
+        note = f"\n    {self.note}" if self.note else ""
+        return f"{', '.join([self.name, *where])}: {figures}{beside}{note}"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):

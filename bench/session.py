@@ -40,7 +40,7 @@ def command(script: str, params: int, log: Path, **options: object) -> list[str]
         log: folder that all workers share.
         options: more options of the script, by name. One that is True is a flag, one that is False is left out.
     """
-    argv = [sys.executable, "-m", f"bench.{script}", "--params", str(params), "--log", str(log)]
+    argv = [sys.executable, "-m", f"bench.{script}", "--params", str(params), "--notes", str(log)]
     for name, value in options.items():
         if value is not False:
             argv += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]

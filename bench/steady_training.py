@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--reproducible", action="store_true")
     parser.add_argument("--device", default="cpu", help="to train on, as torch names its kind")
-    parser.add_argument("--log", type=Path, required=True, help="shared folder; takes result.json")
+    parser.add_argument("--notes", type=Path, required=True, help="shared folder; takes result.json")
     args = parser.parse_args()
     if args.reproducible:  # before CUDA is used
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -92,7 +92,7 @@ def main() -> None:
     run = fallow.init()
     train = _ours(run, copy.deepcopy(model), data, args)
     Arm("joining", train(False), device)
-    store = FileStore(str(args.log / "store"), args.workers)
+    store = FileStore(str(args.notes / "store"), args.workers)
     backend = dist.Backend.default_device_backend_map[device.type]
     dist.init_process_group(backend, store=store, rank=run.rank, world_size=run.size, timeout=timedelta(minutes=10))
     host: Any = dist.new_group(backend="gloo")
@@ -106,7 +106,7 @@ def main() -> None:
             arm.turn()
     turns = {arm.name: arm.slowest(host) for arm in arms}
     if run.is_main:
-        (args.log / "result.json").write_bytes(msgspec.json.encode(turns))
+        (args.notes / "result.json").write_bytes(msgspec.json.encode(turns))
     dist.destroy_process_group()
 
 

@@ -33,13 +33,12 @@ def main() -> None:
     parser.add_argument("--shards", type=int, help="of a step, of one sample each")
     parser.add_argument("--device", default="cpu", help="to train on, as torch names its kind")
     parser.add_argument("--workers", type=int, default=1, help="that the run has in all: with fewer devices they share")
-    parser.add_argument("--log", type=Path, required=True, help="takes finished steps; WORKER.raise makes it raise")
-    parser.add_argument("--pace", type=float, default=0.0, help="seconds that a step takes at least")
+    parser.add_argument("--notes", type=Path, required=True, help="takes finished steps; WORKER.raise makes it raise")
     parser.add_argument("--shard-s", type=float, default=0.0, help="seconds that a shard takes besides its computing")
     parser.add_argument("--reproducible", action="store_true")
     args = parser.parse_args()
     if args.torchrun:
-        train_for_ever(args.params, args.log)
+        train_for_ever(args.params, args.notes)
     device = workload.take(args.device, args.workers)
     model = workload.make(args.params, device, mixed=device.type != "cpu")
     optimizer = workload.optimizer(model)
@@ -49,10 +48,9 @@ def main() -> None:
         model, optimizer, loader, global_batch=args.shards, reproducible=args.reproducible
     )
     worker = os.environ.get("FALLOW_WORKER", str(os.getpid()))
-    log = StepLog(args.log, worker)
+    log = StepLog(args.notes, worker)
     for update in run.updates(loader, max_steps=args.steps):
-        began = time.monotonic()
-        if (args.log / f"{worker}.raise").exists():
+        if (args.notes / f"{worker}.raise").exists():
             raise ValueError(f"{worker}: a sample is broken")
         for tokens, targets in update:
             time.sleep(args.shard_s)
@@ -61,7 +59,6 @@ def main() -> None:
         optimizer.zero_grad()
         workload.synchronize(device)  # the step ends for its clock when the device has done it
         if not run.rehearsing:
-            time.sleep(max(0.0, began + args.pace - time.monotonic()))
             log.finished(update.step, run.generation)
 
 

@@ -25,28 +25,27 @@ from fallow.shipped import shipped
 sys.path.append(str(shipped("examples")))
 _EXAMPLE: Any = importlib.import_module("gpt_stdlib")
 LAYERS = 6
-CONTEXT, CONTEXT_CUDA = 16, 256
+CONTEXT = {"cuda": 256}
+"""Bytes of a sample, by kind of device; 16 on others."""
+
+HOST = torch.device("cpu")
 _RATE, _BETAS, _EPS, _DECAY = 1e-4, (0.9, 0.999), 1e-8, 0.01
 
 
-def make(params: int, device: torch.device | None = None, *, mixed: bool = False) -> nn.Module:
+def make(params: int, device: torch.device = HOST, *, mixed: bool = False) -> nn.Module:
     """A model of about `params` parameters, the same in every process; `mixed`: in bfloat16."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high")  # TF32 on CUDA
     width = min(range(16, 4096, 16), key=lambda width: abs(LAYERS * 12 * width**2 + 512 * width - params))
-    model: nn.Module = _EXAMPLE.GPT(LAYERS, width, _context(device), dropout=0.0)
+    model: nn.Module = _EXAMPLE.GPT(LAYERS, width, CONTEXT.get(device.type, 16), dropout=0.0)
     return model.to(device, torch.bfloat16 if mixed else torch.float32)
 
 
-def text(device: torch.device | None = None) -> Dataset[tuple[torch.Tensor, torch.Tensor]]:
+def text(device: torch.device = HOST) -> Dataset[tuple[torch.Tensor, torch.Tensor]]:
     """Samples for the model: bytes, and the next ones."""
-    data: Dataset[tuple[torch.Tensor, torch.Tensor]] = _EXAMPLE.Text(_context(device))
+    data: Dataset[tuple[torch.Tensor, torch.Tensor]] = _EXAMPLE.Text(CONTEXT.get(device.type, 16))
     return data
-
-
-def _context(device: torch.device | None) -> int:
-    return CONTEXT_CUDA if device is not None and device.type == "cuda" else CONTEXT
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -117,7 +116,7 @@ def take(name: str, workers: int) -> torch.device:
         workers: that the run has in all, from its start to its end.
     """
     if name == "cpu":
-        return torch.device("cpu")
+        return HOST
     if are_shared(name, workers):
         dist.Backend.default_device_backend_map.pop(name, None)
     number = (member_number(os.environ.get("FALLOW_WORKER", member_name(1))) - 1) % torch.accelerator.device_count()

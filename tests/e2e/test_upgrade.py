@@ -70,7 +70,7 @@ class Upgraded(Driver):
         (folder / "run").mkdir(mode=0o700)
         self.steps = folder / "steps"
         self.steps.mkdir()
-        argv = command("training", 20_000, self.steps, steps=STEPS, shards=3, pace=PACE_S)
+        argv = command("training", 20_000, self.steps, steps=STEPS, shards=3, shard_s=PACE_S)
         environ = {**os.environ, "FALLOW_MEMBERSHIP__LEASE_S": str(LEASE_S)}
         super().__init__(
             folder / "run", argv, 2, max_members=3, output=sys.stderr.fileno(), environ=environ, name="upgrade"

@@ -100,7 +100,7 @@ def test_who_has_which_node_is_told_by_the_jobs() -> None:
         JobInfo(job_id="4", name="theirs", user="alice", state="PENDING", partition="p"),
     ]
     nodes = [NodeInfo(node=node, state=state) for node, state in states.items()]
-    owners = harvest.owners_in(ClusterState(at=1.0, nodes=nodes, jobs=jobs, partitions=[]), {"1"})
+    owners = harvest.owners_in(ClusterState(at=1.0, nodes=nodes, jobs=jobs, partitions=[]), "1")
     others = {"n1", "n3", "n5"}
     assert {node for node, owner in owners.items() if owner is NodeOwner.OTHERS} == others
     assert (owners["n2"], owners["n4"]) == (NodeOwner.OURS, NodeOwner.IDLE)
