@@ -35,8 +35,7 @@ def run_pause(settings: Settings, progress: Progress) -> Iterator[Row]:
     changes, device = settings.n or CHANGES, settings.device
     for params, members in settings.worlds:
         progress(f"pause: {members} members, {params / 1e6:g} M parameters")
-        steps = FIRST_STEP + 6 * changes + 10
-        options = {"steps": steps, "shards": members + 1, "device": device}
+        options = {"steps": FIRST_STEP + 6 * changes + 10, "shards": members + 1, "device": device}
         done = train("training", params, members, pauses(members, changes), options=options)
         for name, kinds in KINDS.items():
             measured = [each for each in done.report.generations if each.kind in kinds and each.pause_s is not None]
@@ -77,8 +76,7 @@ def run_recovery(settings: Settings, progress: Progress) -> Iterator[Row]:
     kills, device = settings.n or KILLS, settings.device
     for params, members in settings.worlds:
         progress(f"recovery: {members} members, {params / 1e6:g} M parameters")
-        steps = FIRST_STEP + 4 * KILL_STEPS * kills
-        options = {"steps": steps, "shards": members, "device": device}
+        options = {"steps": FIRST_STEP + 4 * KILL_STEPS * kills, "shards": members, "device": device}
         done = train("training", params, members, losses(members, kills), options=options)
         killed = [began for item, began in done.happened if item.action is Action.KILL]
         times = recoveries(done.finished, killed)

@@ -76,14 +76,8 @@ def run(words: str, environ: Mapping[str, str], limit_s: float) -> dict[str, Any
     began = time.monotonic()
     # SIGINT has a benchmark end by itself, with what it started and with the rows that are complete.
     limit = ["timeout", "--foreground", "--signal=INT", f"--kill-after={END_S:g}", f"{limit_s:.1f}"]
-    done = subprocess.run(
-        [*limit, sys.executable, *shlex.split(words)],
-        cwd=ROOT,
-        env=environ,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    argv = [*limit, sys.executable, *shlex.split(words)]
+    done = subprocess.run(argv, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, check=False)
     found["seconds"] = round(time.monotonic() - began, 1)
     if done.returncode:
         cut_off = time.monotonic() - began >= limit_s

@@ -89,9 +89,7 @@ async def measure(folder: Path, bed: Testbed, other: Testbed, settings: Settings
                 words = {node.node: node.unused for node in snapshot.nodes}
                 idle = (node for node, owner in owners.items() if owner is NodeOwner.IDLE)
                 idle_why.update((words.get(node, "") or "not seen yet").partition(":")[0] for node in idle)
-                progress(
-                    f"harvest: {time.time() - began:.0f} s, {snapshot.runs[0].step} steps, {len(watch.holes)} holes"
-                )
+                progress(f"harvest: {time.time() - began:.0f} s, {len(watch.holes)} holes")
         delayed = (await control.call("status", Snapshot)).head.others_delayed
         return rows(watch, later_s(jobs["with"], jobs["without"], time.time()), idle_why, delayed)
     finally:

@@ -71,11 +71,8 @@ def train(script: str, params: int, members: int, schedule: str = "", *, options
         report = asyncio.run(driver.train())
         samples, result = report.samples, log / "result.json"
         if report.status is not RunStatus.FINISHED or samples.lost or samples.duplicated:
-            raise FallowError(
-                f"the measured training is {report.status} with {samples.lost} samples lost and {samples.duplicated} "
-                f"repeated: {report.message or 'no reason known'}",
-                Exit.SOFTWARE,
-            )
+            text = f"{report.status}, {samples.lost} samples lost, {samples.duplicated} repeated; {report.message}"
+            raise FallowError(f"the measured training is {text}", Exit.SOFTWARE)
         return Trained(
             report=report,
             happened=driver.happened,

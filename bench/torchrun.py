@@ -54,8 +54,7 @@ def run(settings: Settings, progress: Progress) -> Iterator[Row]:
 def standstills(members: int, params: int, rounds: int) -> list[float]:
     """Under Fallow: in each round one comes and leaves."""
     items = ",".join(f"+1@{STEPS + 24 * number},-1@{STEPS + 24 * number + 12}" for number in range(rounds))
-    options = {"steps": STEPS + 24 * rounds, "shards": members + 1}
-    done = train("training", params, members, items, options=options)
+    done = train("training", params, members, items, options={"steps": STEPS + 24 * rounds, "shards": members + 1})
     began = [at for _, at in done.happened] + [done.finished[-1].at]
     return [
         steplog.standstill(done.finished, since, until)

@@ -49,7 +49,7 @@ def main() -> None:
     )
     worker = os.environ.get("FALLOW_WORKER", str(os.getpid()))
     log = StepLog(args.notes, worker)
-    for update in run.updates(loader, max_steps=args.steps):
+    for update in run.updates(loader, epochs=args.steps, max_steps=args.steps):
         if (args.notes / f"{worker}.raise").exists():
             raise ValueError(f"{worker}: a sample is broken")
         for tokens, targets in update:
