@@ -122,17 +122,16 @@ def rows(watch: HoleWatch, later: list[float], idle_why: Counter[str], delayed: 
 
 
 def owners_in(cluster: ClusterState, base: str) -> dict[str, NodeOwner]:
-    """Whose each node is, by what Slurm says of jobs. The base job counts as others': it is not harvested."""
-    owners: dict[str, NodeOwner] = {}
-    for job in cluster.jobs:
-        if job.state in ("RUNNING", "COMPLETING", "CONFIGURING"):
-            ours = job.name.startswith("fallow-") and job.job_id != base
-            owners |= dict.fromkeys(job.nodes, NodeOwner.OURS if ours else NodeOwner.OTHERS)
-    for node in cluster.nodes:
-        # A node in use has a job that the other half of the poll does not show yet.
-        state = NodeOwner.IDLE if is_idle(node) else NodeOwner.OTHERS
-        owners.setdefault(node.node, state)
-    return owners
+    """Whose each node is, by what Slurm says of jobs. The base job counts as others': it is not harvested.
+
+    A node in use whose job the other half of the poll does not show (yet) is left out.
+    """
+    free = [node for node in cluster.nodes if node.state not in ("ALLOCATED", "MIXED") and "COMPLETING" not in node.flags]
+    owners = {node.node: NodeOwner.IDLE if is_idle(node) else NodeOwner.DOWN for node in free}
+    held = [job for job in cluster.jobs if job.state in ("RUNNING", "COMPLETING", "CONFIGURING")]
+    ours = [job for job in held if job.name.startswith("fallow-") and job.job_id != base]
+    owners |= {node: NodeOwner.OURS for job in ours for node in job.nodes}
+    return owners | {node: NodeOwner.OTHERS for job in held if job not in ours for node in job.nodes}
 
 
 def later_s(ours: dict[str, JobInfo], theirs: dict[str, JobInfo], until: float) -> list[float]:

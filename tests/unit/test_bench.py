@@ -92,7 +92,7 @@ def test_others_use_about_as_much_as_is_said() -> None:
 
 
 def test_who_has_which_node_is_told_by_the_jobs() -> None:
-    states = {"n1": "ALLOCATED", "n2": "ALLOCATED", "n3": "ALLOCATED", "n4": "IDLE", "n5": "ALLOCATED"}
+    states = {"n1": "ALLOCATED", "n2": "ALLOCATED", "n3": "ALLOCATED", "n4": "IDLE", "n5": "ALLOCATED", "n6": "DOWN"}
     jobs = [
         JobInfo(job_id="1", name="train", user="me", state="RUNNING", partition="p", nodes=["n1"]),
         JobInfo(job_id="2", name="fallow-r-h1", user="me", state="RUNNING", partition="p", nodes=["n2"]),
@@ -101,9 +101,9 @@ def test_who_has_which_node_is_told_by_the_jobs() -> None:
     ]
     nodes = [NodeInfo(node=node, state=state) for node, state in states.items()]
     owners = harvest.owners_in(ClusterState(at=1.0, nodes=nodes, jobs=jobs, partitions=[]), "1")
-    others = {"n1", "n3", "n5"}
-    assert {node for node, owner in owners.items() if owner is NodeOwner.OTHERS} == others
-    assert (owners["n2"], owners["n4"]) == (NodeOwner.OURS, NodeOwner.IDLE)
+    assert {node for node, owner in owners.items() if owner is NodeOwner.OTHERS} == {"n1", "n3"}
+    assert (owners["n2"], owners["n4"], owners["n6"]) == (NodeOwner.OURS, NodeOwner.IDLE, NodeOwner.DOWN)
+    assert "n5" not in owners, "its job is not shown yet"
 
 
 def job(name: str, submit_at: float, start_at: float | None, *nodes: str) -> JobInfo:

@@ -62,6 +62,14 @@ def test_a_member_on_a_node_that_is_not_ours_does_not_train_there() -> None:
     assert waits_s(watch.holes) == []
 
 
+def test_a_node_of_which_a_look_says_nothing_is_as_it_was() -> None:
+    watch = HoleWatch()
+    for at, owners in ((0.0, {"n0": NodeOwner.OURS}), (2.0, {}), (4.0, {"n0": NodeOwner.OURS})):
+        watch.look(at, owners, ["n0"])
+    (hole,) = watch.holes
+    assert (hole.begin, hole.end, hole.trained_s) == (0.0, 4.0, 4.0)
+
+
 def test_nothing_was_seen() -> None:
     watch = HoleWatch()
     assert (watch.holes, watch.start_up_s, watch.idle_node_s(), watch.harvested_node_s()) == ([], None, 0.0, 0.0)

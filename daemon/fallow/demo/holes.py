@@ -53,11 +53,13 @@ class HoleWatch:
 
         Args:
             at: Unix time, later than that of the look before.
-            owners: node -> whose it is. Pass a node of the base allocation as OTHERS: it is not idle without us.
+            owners: node -> whose it is; a node that is left out is as it was in the look before. Pass a node of the
+                base allocation as OTHERS: it is not idle without us.
             members: nodes that train. A member on a node that is not ours (any more) does not count.
         """
         before = at if self._at is None else self._at
         middle = (before + at) / 2
+        owners = {**self._owners, **owners}
         training = frozenset(node for node in members if owners.get(node) is NodeOwner.OURS)
         for node, owner in owners.items():
             hole = self._open.get(node)
@@ -76,7 +78,7 @@ class HoleWatch:
                     hole.member_at = middle if hole.member_at is None else hole.member_at
             elif hole is not None:
                 self._open.pop(node).end = middle
-        self._at, self._owners, self._training = at, dict(owners), training
+        self._at, self._owners, self._training = at, owners, training
 
     @property
     def start_up_s(self) -> float | None:
