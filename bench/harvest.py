@@ -126,8 +126,9 @@ def owners_in(cluster: ClusterState, base: str) -> dict[str, NodeOwner]:
 
     A node in use whose job the other half of the poll does not show (yet) is left out.
     """
-    free = [node for node in cluster.nodes if node.state not in ("ALLOCATED", "MIXED") and "COMPLETING" not in node.flags]
-    owners = {node.node: NodeOwner.IDLE if is_idle(node) else NodeOwner.DOWN for node in free}
+    used = {node.node for node in cluster.nodes if {node.state, *node.flags} & {"ALLOCATED", "MIXED", "COMPLETING"}}
+    unused = [node for node in cluster.nodes if node.node not in used]
+    owners = {node.node: NodeOwner.IDLE if is_idle(node) else NodeOwner.DOWN for node in unused}
     held = [job for job in cluster.jobs if job.state in ("RUNNING", "COMPLETING", "CONFIGURING")]
     ours = [job for job in held if job.name.startswith("fallow-") and job.job_id != base]
     owners |= {node: NodeOwner.OURS for job in ours for node in job.nodes}
