@@ -58,7 +58,7 @@ compiled: setup
 	@$(BIN)/pytest --collect-only -qq >/dev/null || true
 
 bench: setup  ## measured figures, e.g. make bench ARGS="pause --members 2,4 --json"
-	@$(BIN)/fallow bench $(ARGS)
+	@$(BIN)/python -m bench $(ARGS)
 
 soak: setup  ## the long tests
 	@$(BIN)/pytest -m soak $(ARGS)
@@ -70,7 +70,7 @@ test-gpu: gpu-machine $(GPU_STAMP)  ## the tests of the engine on this machine's
 	@FALLOW_TEST_DEVICE=cuda FALLOW_REQUIRE_ACCELERATOR=1 $(GPU_BIN)/pytest tests/gpu $(ARGS)
 
 bench-gpu: gpu-machine $(GPU_STAMP)  ## those tests and the benchmarks on GPUs, in ten minutes, e.g. make bench-gpu ARGS="--out gpu.json"
-	@$(GPU_BIN)/python contrib/bench/gpu.py $(ARGS)
+	@$(GPU_BIN)/python -m bench.gpu $(ARGS)
 
 gpu-machine:
 	@contrib/setup/gpu.sh $(GPU_VENV) >&2

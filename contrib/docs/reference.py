@@ -61,11 +61,11 @@ Everything below is what `--help` prints. See also the [commands for runs](comma
         "daemon doctor service usage prune completion",
     ),
     "commands-without-cluster.md": (
-        """# Which commands try, simulate and measure?
+        """# Which commands try and simulate?
 
 These commands need no cluster. Everything below is what `--help` prints. See also the [commands for runs](commands.md).
 """,
-        "local testbed demo simulate bench",
+        "local testbed demo simulate",
     ),
 }
 """File name -> how the page begins, and the names of its commands."""

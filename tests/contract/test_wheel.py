@@ -59,6 +59,7 @@ def test_what_people_need_is_in_the_wheel(installed: Path) -> None:
     ):
         assert (installed / name).is_file(), name
     assert os.access(installed / "bin" / "fallow-sbatch", os.X_OK)
+    assert not list(installed.rglob("*bench*")), "benchmarks are for a checkout"
 
 
 def test_the_package_alone_has_what_its_commands_need(installed: Path, fallow: Callable[..., str]) -> None:

@@ -21,8 +21,8 @@ import pytest
 pytest.importorskip("torch")
 
 import fallow
-from fallow.bench import steplog
-from fallow.bench.session import command
+from bench import steplog
+from bench.session import command
 from fallow.core.membership import messages
 from fallow.local.driver import Driver
 from fallow.local.headprocess import HeadProcess
@@ -70,7 +70,7 @@ class Upgraded(Driver):
         (folder / "run").mkdir(mode=0o700)
         self.steps = folder / "steps"
         self.steps.mkdir()
-        argv = command(20_000, STEPS, 3, ["--log", str(self.steps), "--pace", str(PACE_S)])
+        argv = command("training", 20_000, self.steps, steps=STEPS, shards=3, shard_s=PACE_S)
         environ = {**os.environ, "FALLOW_MEMBERSHIP__LEASE_S": str(LEASE_S)}
         super().__init__(
             folder / "run", argv, 2, max_members=3, output=sys.stderr.fileno(), environ=environ, name="upgrade"

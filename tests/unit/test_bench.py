@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import runpy
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,66 +11,27 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from msgspec.structs import replace
 from torch import nn
 
-from fallow.bench import chaos, checkpoint, device, pause, planner, recovery, steady, steplog, workload
-from fallow.bench.main import BENCHES, INTERRUPTED, check_names, main
-from fallow.bench.rows import Progress, Row, Settings, ours
-from fallow.bench.steplog import Finished
-from fallow.cli.main import invoke
-from fallow.core.neighbour.needs import GiveBack
-from fallow.core.planning.asking import Ask
-from fallow.core.rules import HarvestRules
-from fallow.core.schedule import Action
-from fallow.model import ChangeKind, Exit, FallowError, GenerationReport, Parts
-from planning import actions
-
-GPU = Path(__file__).parents[2] / "contrib/bench/gpu.py"
+from bench import changes, gpu, harvest, scale, steady, steplog, workload
+from bench.__main__ import BENCHES, INTERRUPTED, main, measure
+from bench.rows import Peer, Progress, Row, Settings, ours
+from bench.steplog import Finished
+from fallow.core.schedule import Action, parse_schedule
+from fallow.model import ClusterState, Exit, FallowError, JobInfo, NodeInfo, NodeOwner
 
 
-def done(process: str, step: int, generation: int, at: float) -> Finished:
-    return Finished(process, step, generation, at)
+def done(worker: str, step: int, generation: int, at: float) -> Finished:
+    return Finished(worker, step, generation, at)
 
 
 def test_recovery_is_until_the_slowest_survivor_has_finished_a_step_of_the_new_generation() -> None:
     finished = [done(w, s, 1, s + 0.1) for s in range(3) for w in ("n0", "n1")]
-    # Killed at 2.5; w1 still ends step 3 of the old generation, which is no recovery.
+    # Killed at 2.5; n1 still ends step 3 of the old generation, which is no recovery.
     finished += [done("n1", 3, 1, 2.6), done("n0", 3, 2, 2.8), done("n1", 4, 2, 2.9), done("n0", 4, 2, 3.0)]
-    # The others of that generation tell how long a step takes; a newcomer's generation does not.
-    finished += [done(w, 5 + s, 2, 3.25 + 0.25 * s) for s in range(4) for w in ("n0", "n1")]
-    finished += [done(w, 9 + s, 3, 6.0 + s) for s in range(20) for w in ("n0", "n1", "n2")]
-    (found,) = recovery.recoveries(finished, [2.5])
-    assert found == pytest.approx((0.4, 0.25))
-    assert recovery.recoveries(finished, [100.0]) == []
-
-
-def test_useful_is_what_was_finished_once_and_available_what_was_there_and_sound() -> None:
-    killed, released = chaos.Node(came=0.0, ready=2.0, gone=10.0), chaos.Node(came=0.0, ready=2.0, gone=14.0)
-    newcomers = chaos.Node(came=10.0, ready=12.0), chaos.Node(came=13.0)  # the second is still starting at the end
-    never_ready = chaos.Node(came=11.0, gone=12.0)
-    nodes = [killed, released, *newcomers, never_ready, chaos.Node(came=-5.0, ready=0.0, gone=10.0)]
-    found = chaos.span([9.0, 10.0, 10.5, 12.0, 20.0, 20.5], nodes, 10.0, 20.0, 1.5)
-    assert found.useful == pytest.approx(3 * 1.5)
-    assert found.available == pytest.approx(4 + 10 + 7 + 1)
-    assert found.starting == pytest.approx(2 + 7 + 1)
-    assert found.share == pytest.approx(4.5 / 22)
-
-
-def test_the_figure_of_chaos_is_of_all_node_seconds_together() -> None:
-    """Two members; the second fault kills one, and the newcomer in its place starts up for 3 s and waits for 1 s."""
-    nodes = [chaos.Node(came=0.0, ready=1.0), chaos.Node(came=0.0, ready=1.0, gone=30.0)]
-    nodes.append(chaos.Node(came=30.0, ready=33.0))
-    hits = [chaos.Hit(chaos.Fault.RELEASE, 20.0, False), chaos.Hit(chaos.Fault.KILL, 30.0, True)]
-    times = [float(at) for at in range(1, 31)] + [30.0 + 2 * step for step in range(1, 3)]
-    times += [34.0 + step for step in range(1, 7)]
-    row = chaos.row(2, hits, times, nodes, 1.0, "end")
-    assert row.ratio == pytest.approx((20 + 16) / 40)
-    assert (row.ours.p50, row.ours.n) == (pytest.approx(0.8), 2)
-    assert "kill 0.800 (1), release 1.000 (1), the worst 0.800; rank 0 was hit 1 time" in row.note
-    assert "start-ups 0.075, all else 0.025; without start-ups 0.973 of" in row.note
-    with pytest.raises(FallowError, match=r"over 1\.0 s before the end"):
-        chaos.row(2, hits, times[:-1], nodes, 1.0, "end")
+    finished += [done(w, 5 + s, 3, 6.0 + s) for s in range(20) for w in ("n0", "n1", "n2")]
+    assert changes.recoveries(finished, [2.5]) == [pytest.approx(0.4)]
+    assert changes.recoveries(finished, [100.0]) == []
 
 
 def test_standstill_is_what_progress_fell_behind() -> None:
@@ -84,89 +43,84 @@ def test_standstill_is_what_progress_fell_behind() -> None:
     assert steplog.progress(finished)[10] == done("b", 10, 2, 22.0)
 
 
-def test_a_first_step_is_longer_by_what_is_neither_pause_nor_a_usual_step() -> None:
-    finished = [done(w, s, 1, s) for s in range(4) for w in ("n0", "n1")]
-    for worker, late in (("n0", 0.0), ("n1", 0.2)):
-        finished += [done(worker, 4 + s, 2, 5.5 + late + 1.1 * s) for s in range(3)]
-    finished.append(done("n2", 4, 2, 9.0))  # a newcomer
-    change = GenerationReport(
-        generation=2, kind=ChangeKind.ABSORB, members=[], first_step=4, pause_s=0.9, parts=Parts()
-    )
-    assert pause.beyond(change, finished) == pytest.approx(2.6 - 0.9 - 1.1)
-    assert pause.beyond(change, [one for one in finished if one.step < 5]) is None
-
-
 def test_a_step_log_is_read_back_without_its_torn_end(tmp_path: Path) -> None:
     log = steplog.StepLog(tmp_path, "n0")
     log.finished(0, 1)
     log.finished(1, 1)
     path = tmp_path / "n0.steps"
     path.write_bytes(path.read_bytes() + b"2 1")
-    assert [(one.process, one.step, one.generation) for one in steplog.read(tmp_path)] == [("n0", 0, 1), ("n0", 1, 1)]
+    assert [(one.worker, one.step, one.generation) for one in steplog.read(tmp_path)] == [("n0", 0, 1), ("n0", 1, 1)]
 
 
 def test_arms_are_compared_round_by_round() -> None:
     """What slows a round down for all says nothing of them, nor what hits one of them now and then."""
     theirs = [1.0 + number % 7 for number in range(100)]
     found = steady.ratio(theirs, [1.25 * step for step in theirs])
-    assert [found.value, found.low, found.high] == pytest.approx([0.8, 0.8, 0.8])
+    assert list(found) == pytest.approx([0.8, 0.8, 0.8])
     hit = [1.25 * step * (9.0 if number % 20 == 0 else 1.0) for number, step in enumerate(theirs)]
     assert steady.ratio(theirs, hit).value == pytest.approx(0.8)
 
 
-def test_a_plan_of_a_made_up_cluster_is_a_plan() -> None:
-    cluster, demands, allocations, curves = planner.situation(400, 8)
-    wishes = actions(
-        cluster, [replace(d, worth=planner.worth(curves[d.run])) for d in demands], allocations, HarvestRules()
-    )
-    assert sum(isinstance(wish, Ask) for wish in wishes) == HarvestRules().max_pending
-    row = planner.measure(400, 8, 2)
-    assert (row.unit, row.ours.n, row.peer) == ("s", 2, None)
-    crowded = actions(planner.beside(cluster, 100), demands, allocations, HarvestRules(allow_without_preemption=True))
-    assert {type(wish) for wish in crowded} == {GiveBack}, "others need every node"
-
-
-@pytest.mark.parametrize("members", [2, 4, 8])
+@pytest.mark.parametrize("members", [1, 2, 4, 8])
 def test_schedules_keep_the_world(members: int) -> None:
-    there = members
-    for item in pause.schedule(members, 32):
-        there += 1 if item.action is Action.ADD else -1
-        assert members <= there <= members + 1
-    kills = [item.member for item in recovery.schedule(members, 20) if item.action is Action.KILL]
+    alive = members
+    for item in parse_schedule(changes.pauses(members, 32), members):
+        alive += 1 if item.action is Action.ADD else -1
+        assert members <= alive <= members + 1
+    items = parse_schedule(changes.losses(members, 20), members)
+    kills = [item.member for item in items if item.action is Action.KILL]
     assert len(kills) == len(set(kills)) == 20
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["nothing"],
-        ["--members", "two"],
-        ["--members", "1"],
-        ["--members", "2.5"],
-        ["--params", "0"],
-        ["--n", "1"],
-        ["harvest", "pause"],
-        ["harvest", "--device", "cuda"],
-    ],
-)
-def test_bad_input_costs_nothing(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert invoke(["bench", *words]) == 2
-    assert "Traceback" not in capsys.readouterr().err
+# -- the head, and clusters -------------------------------------------------------------------------------------------
 
 
-def test_unknown_names_are_refused_with_the_known_ones() -> None:
-    check_names(list(BENCHES))
-    with pytest.raises(FallowError, match=r"there are pause.*, harvest$"):
-        check_names(["pause", "puase"])
+def test_a_small_cluster_is_planned_for_and_listened_to() -> None:
+    deciding, rest = scale.measure(40, 4, 300.0, rest_s=0.1)
+    assert deciding.ours.n >= 5
+    assert 0 < deciding.ours.p50 <= deciding.ours.p95
+    assert rest.members == 12
+    assert 0.0 < rest.ours.p50 < (os.cpu_count() or 1)
 
 
-@pytest.mark.parametrize(
-    ("names", "told"),
-    [([], "name some of checkpoint, pause"), (["pause", "chaos"], "name some of"), (["steady"], "torch .* finds")],
-)
-def test_a_device_is_refused_where_nothing_could_be_measured_on_it(names: list[str], told: str) -> None:
-    with pytest.raises(FallowError, match=told):
-        check_names(names, "hpu")
+def test_others_use_about_as_much_as_is_said() -> None:
+    load = scale.Load(1000, 100.0)
+    running = [job for job in load.jobs() if job.submit_at == 0.0]
+    assert sum(job.parts[0].nodes for job in running) == pytest.approx(700, rel=0.2)
+    assert all(0 < job.runs_s <= job.limit_s for job in load.jobs())
+    assert list(load.jobs()) == list(load.jobs())
+
+
+def test_who_has_which_node_is_told_by_the_jobs() -> None:
+    states = {"n1": "ALLOCATED", "n2": "ALLOCATED", "n3": "ALLOCATED", "n4": "IDLE", "n5": "ALLOCATED", "n6": "DOWN"}
+    jobs = [
+        JobInfo(job_id="1", name="train", user="me", state="RUNNING", partition="p", nodes=["n1"]),
+        JobInfo(job_id="2", name="fallow-r-h1", user="me", state="RUNNING", partition="p", nodes=["n2"]),
+        JobInfo(job_id="3", name="theirs", user="alice", state="COMPLETING", partition="p", nodes=["n3"]),
+        JobInfo(job_id="4", name="theirs", user="alice", state="PENDING", partition="p"),
+    ]
+    nodes = [NodeInfo(node=node, state=state) for node, state in states.items()]
+    owners = harvest.owners_in(ClusterState(at=1.0, nodes=nodes, jobs=jobs, partitions=[]), "1")
+    assert {node for node, owner in owners.items() if owner is NodeOwner.OTHERS} == {"n1", "n3"}
+    assert (owners["n2"], owners["n4"], owners["n6"]) == (NodeOwner.OURS, NodeOwner.IDLE, NodeOwner.DOWN)
+    assert "n5" not in owners, "its job is not shown yet"
+
+
+def job(name: str, submit_at: float, start_at: float | None, *nodes: str) -> JobInfo:
+    return JobInfo(
+        job_id=name, name=name, user="a", state="?", partition="p", submit_at=submit_at, start_at=start_at,
+        nodes=list(nodes),
+    )  # fmt: skip
+
+
+def test_a_job_that_never_started_with_fallow_is_the_worst_harmed_not_a_missing_one() -> None:
+    ours_by_name = {"a": job("a", 0, 5, "n1"), "c": job("c", 2, 50), "g": job("g", 0, 59, "n1"), "h": job("h", 5, None)}
+    theirs = {"a": job("a", 0, 3, "n1"), "c": job("c", 2, 2, "n1"), "g": job("g", 0, None), "h": job("h", 5, None)}
+    found = harvest.later_s(ours_by_name, theirs | {"only here": job("x", 0, 1, "n1")}, until=60.0)
+    assert sorted(found) == [-1.0, 2.0, 58.0], "h started on neither and says nothing"
+
+
+# -- devices ----------------------------------------------------------------------------------------------------------
 
 
 def test_workers_share_devices_where_there_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,47 +130,23 @@ def test_workers_share_devices_where_there_are_fewer(monkeypatch: pytest.MonkeyP
     used: list[int] = []
     monkeypatch.setattr(torch.accelerator, "set_device_index", used.append)
     monkeypatch.setenv("FALLOW_WORKER", "n3")
-    assert device.describe("cuda", 2).startswith("each worker has a cuda: sums on the device;")
-    assert device.take("cuda", 2) == torch.device("cuda:1")
+    assert workload.sums_on("cuda", 2).startswith("each worker has a cuda: sums on the device;")
+    assert workload.take("cuda", 2) == torch.device("cuda:1")
     assert known["cuda"] == "nccl"
-    assert device.describe("cuda", 3).startswith("3 workers share 2 cuda: sums go through the host;")
-    assert device.take("cuda", 3) == torch.device("cuda:1")
+    assert workload.sums_on("cuda", 3).startswith("3 workers share 2 cuda: sums go through the host;")
+    assert workload.take("cuda", 3) == torch.device("cuda:1")
     assert "cuda" not in known, "the transport finds no communicator"
     assert used == [1, 1]
-    with pytest.raises(FallowError, match=r"3 members beside DDP need 3 devices \(cuda\), this machine has 2"):
-        steady.check_devices("cuda", 3)
-
-
-@pytest.mark.parametrize("names", [[], ["torchrun"], ["planner", "torchft"]])
-def test_what_is_not_installed_is_told_before_anything_is_measured(
-    names: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    there = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "psutil" else there(name))
-    assert invoke(["bench", *names]) == 69
-    assert "pip install 'fallow[bench]'" in capsys.readouterr().err
-
-
-def test_help_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
-    assert invoke(["bench", "--help"]) == 0
-    first = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")}
-    assert first >= {*BENCHES, "harvest"}
-
-
-def test_a_checkpoints_hold_up_is_what_its_block_took_longer_than_those_beside_it() -> None:
-    at, finished = 0.0, []
-    for step in range(9 * checkpoint.BLOCK):
-        at += 0.1 + 0.5 * (step == 5 * checkpoint.BLOCK + 2)
-        finished.append(done("n0", step, 1, at))
-    assert checkpoint.holdups(finished, 1) == [pytest.approx(0.5)]
-    assert checkpoint.holdups(finished, 3) == [pytest.approx(0.0), pytest.approx(-0.0)]
+    with pytest.raises(FallowError, match=r"3 members beside DDP need 3 devices \(cuda\)"):
+        steady.compare(1, 3, 1, 2, "cuda")
 
 
 def test_mixed_training_is_adamw_on_float32_weights_that_are_rounded_at_the_end() -> None:
-    model, optimizer = workload.make(20_000, dtype=torch.bfloat16)
+    model = workload.make(20_000, mixed=True)
+    optimizer = workload.optimizer(model)
     reference = {name: nn.Parameter(weight.detach().float()) for name, weight in model.named_parameters()}
     plain = torch.optim.AdamW(reference.values(), lr=1e-4, weight_decay=0.01, fused=True)
-    tokens, targets = workload.Text(model.context)[0]
+    tokens, targets = workload.text()[0]
     for _ in range(3):
         workload.loss_of(model, tokens[None], targets[None]).backward()  # type: ignore[no-untyped-call]
         for name, weight in model.named_parameters():
@@ -231,15 +161,72 @@ def test_mixed_training_is_adamw_on_float32_weights_that_are_rounded_at_the_end(
     assert state == 12 * sum(weight.numel() for weight in model.parameters())
 
 
+@pytest.mark.parametrize("params", [100_000, 10_000_000])
+def test_a_model_has_about_the_wanted_size(params: int) -> None:
+    with torch.device("meta"):
+        found = sum(weight.numel() for weight in workload.make(params, torch.device("meta")).parameters())
+    assert found == pytest.approx(params, rel=0.1)
+
+
+@pytest.mark.parametrize(("free_gib", "millions"), [(79.0, 1000), (46.7, 1000), (39.5, 825), (0.1, 25)])
+def test_the_large_model_fits_into_the_memory_that_is_free(free_gib: float, millions: int) -> None:
+    assert gpu.large(free_gib) == millions
+
+
+def test_rows_of_a_benchmark_that_was_cut_off_are_in_the_report_of_the_gpu() -> None:
+    rows = """-c 'import sys; print("[{\\"name\\": \\"pause\\"}]"); sys.exit(130)'"""
+    told = gpu.run(rows, os.environ, 60.0)
+    assert (told["rows"], told["failed"]) == ([{"name": "pause"}], "exit code 130")
+    told = gpu.run("-c 'print(1); print(\"2 passed\")'", os.environ, 60.0)
+    assert told["output"] == ["1", "2 passed"]
+    assert "failed" not in told
+    assert gpu.run("-c 1", os.environ, 0.0)["failed"].startswith("not begun")
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
-    ("free_gib", "millions", "smaller"),
-    [(79.0, 1000, ""), (46.7, 1000, ""), (39.5, 825, "39.5 GiB are free"), (0.1, 25, "0.1")],
+    "words",
+    [
+        [],
+        ["nothing"],
+        ["pause", "--members", "two"],
+        ["pause", "--members", "0"],
+        ["recovery", "--members", "1"],
+        ["pause", "--members", "2.5"],
+        ["pause", "--params", "0"],
+        ["pause", "--n", "1"],
+        ["harvest", "--device", "cuda"],
+        ["pause", "head", "--device", "cuda"],
+    ],
 )
-def test_the_large_model_fits_into_the_memory_that_is_free(free_gib: float, millions: int, smaller: str) -> None:
-    found = runpy.run_path(str(GPU))["large"](free_gib)
-    assert f"--params {millions} " in found.command
-    assert smaller in found.smaller
-    assert bool(smaller) == bool(found.smaller)
+def test_bad_input_costs_nothing(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == Exit.USAGE
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_device_that_is_not_there_and_too_many_members_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pause", "--device", "hpu"]) == Exit.UNAVAILABLE
+    assert "--device hpu: torch" in capsys.readouterr().err
+    assert main(["pause", "--members", "99999"]) == Exit.USAGE
+    assert "at most 512" in capsys.readouterr().err
+
+
+def test_help_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    first = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")}
+    assert first >= set(BENCHES)
+
+
+def test_a_row_can_be_read_by_people() -> None:
+    peer = Peer(name="DDP", p50=2.0)
+    row = Row(name="steady state", members=2, params=10_000_000, ours=ours([1.0]), peer=peer, ratio=2.0, note="said")
+    shown = "steady state, 2 members, 10 M parameters: p50 1.000 s, p95 1.000 s (n = 1), DDP 2.000 s, ratio 2\n    said"
+    assert str(row) == shown
 
 
 @pytest.mark.parametrize(
@@ -254,32 +241,19 @@ def test_rows_outlive_a_benchmark_that_does_not_come_to_its_end(
     end: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(settings: Settings, progress: Progress) -> Iterator[Row]:
-        yield from [Row(name="planned pause", members=2, params=None, unit="s", ours=ours([0.5]))][: settings.n]
+        yield from [Row(name="planned pause", members=2, ours=ours([0.5]))][: settings.n]
         raise end
 
-    monkeypatch.setattr(pause, "run", run)
-    before, settings = signal.getsignal(signal.SIGTERM), Settings(members=[2], params=[1], n=2)
+    monkeypatch.setattr(changes, "run_pause", run)
+    before = signal.getsignal(signal.SIGTERM)
     try:
-        assert main(["pause"], settings, json=True) == code
+        assert measure(["pause"], Settings(members=[2], params=[1], n=2), json=True) == code
         told = capsys.readouterr()
         assert [row["name"] for row in json.loads(told.out)] == ["planned pause"]
         assert str(end) in told.err
         if isinstance(end, Exception):
             with pytest.raises(type(end)):
-                main(["pause"], replace(settings, n=0), json=True)
+                measure(["pause"], Settings(members=[2], params=[1], n=0), json=True)
             assert not capsys.readouterr().out, "the command line prints the error, and nothing else"
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def test_rows_of_a_benchmark_that_was_cut_off_are_in_the_report_of_the_gpu(tmp_path: Path) -> None:
-    found = runpy.run_path(str(GPU))
-    session = found["Session"]("fake", dict(os.environ))
-    rows = """-c 'import sys; print("[{\\"name\\": \\"pause\\"}]"); sys.exit(130)'"""
-    told = session.bench(found["Bench"](rows), 1)
-    assert told["rows"] == [{"name": "pause"}]
-    assert told["failed"].startswith("exit code 130")
-    assert told["note"]
-    told = session.bench(found["Bench"]("-c 'import sys; sys.exit(1)'"), 1)
-    assert told["rows"] == []
-    assert "note" not in told

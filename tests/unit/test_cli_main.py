@@ -96,7 +96,6 @@ def test_exit_codes_are_documented(capsys: pytest.CaptureFixture[str]) -> None:
         (["testbed", "up", "/proc/none"], Exit.CANTCREAT, "/proc/none cannot be made"),
         (["local", "--members", "1000000", "--", "true"], Exit.USAGE, "at most 512"),
         (["local", "--members", "2", "--schedule", "+99999999999@5", "--", "true"], Exit.USAGE, "at most 512"),
-        (["bench", "pause", "--members", "99999"], Exit.USAGE, "at most 512"),
         (["local", "--members", "2", "--schedule", "+1@x", "--", "true"], Exit.USAGE, "item 1 ('+1@x')"),
         (["local", "--memebers", "2", "--", "true"], Exit.USAGE, "--memebers"),
         (["local", "--members", "2", "--scheduel", "+1@3", "true", "--x"], Exit.USAGE, "--schedule"),

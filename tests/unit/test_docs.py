@@ -20,6 +20,7 @@ from typing import NamedTuple
 import click
 import pytest
 
+from bench import __main__ as bench
 from fallow.cli.main import COMMANDS, cli
 from fallow.cli.submit import prepare
 from fallow.config import load_config
@@ -31,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
 FRONT = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
 OURS = (*FRONT, *PAGES)
-TEXTS = (*OURS, "CHANGELOG.md", "contrib/bench/README.md", "contrib/systemd/README.md")
+TEXTS = (*OURS, "CHANGELOG.md", "bench/README.md", "contrib/systemd/README.md")
 LIMITS = {"README.md": 800, "CONTRIBUTING.md": 600} | dict.fromkeys(PAGES, 1500)
 """Text -> words."""
 LANGUAGES = {"python", "bash", "toml", "text"}
@@ -256,6 +257,8 @@ def _parse(words: list[str]) -> None:
         wanted = re.findall(r"\[([\w,]+)\]", " ".join(rest))
         extras = re.findall(r"^(\w+) = \[", _read("pyproject.toml"), re.M)
         assert set(",".join(wanted).split(",")) <= set(extras), words
+    elif Path(program).name == "python" and rest[:2] == ["-m", "bench"]:
+        bench.parse(rest[2:])
     elif words[:2] == ["python", "-m"]:
         package, *below = rest[1].split(".")
         spec = importlib.util.find_spec(package)  # of the package alone: nothing is imported for that
@@ -293,8 +296,10 @@ def _parse_make(words: list[str]) -> None:
     assert set(named) <= targets, words
     for variable, value in (word.split("=", 1) for word in words if "=" in word):
         assert re.search(rf"\b{variable}\b", makefile), variable
-        if variable == "ARGS" and named[0] in ("bench", "demo"):
+        if variable == "ARGS" and named[0] == "demo":
             _parse_fallow([*named, *shlex.split(value)])
+        if variable == "ARGS" and named[0] == "bench" and not value.isupper():
+            bench.parse(shlex.split(value))
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -440,6 +440,19 @@ def test_requests_ahead_go_to_the_run_that_gains_most() -> None:
     assert "new" in moved
 
 
+def test_a_request_that_waits_for_what_others_leave_is_no_node_that_could_change_hands() -> None:
+    """Two runs alike gave each other the only node at every poll, each time that the other one waited for one, too."""
+    nodes = [*busy().nodes, node("m0", "ALLOCATED")]
+    state = cluster(nodes, [*busy().jobs, theirs("10", "m0", name="h0", partition="scavenge")])
+    has = held("h0", nodes=["m0"], run="a", end_at=NOW + 6000.0, start_at=NOW - 900.0)
+    waits = [
+        held(f"w{run}", AllocationState.PENDING, run=run, requested_at=NOW - 60.0, minutes=120, ahead=True)
+        for run in "ab"
+    ]
+    runs = [Demand(run, 3, worth=Worth(linear(8))) for run in "ab"]
+    assert actions(state, runs, [has, *waits], AHEAD, Known()) == []
+
+
 def test_a_request_waits_for_nodes_that_the_run_can_use_however_many_others_come_first() -> None:
     names = [f"m{i}" for i in range(40)]
     nodes = [node(name, "ALLOCATED", partitions=["mine"]) for name in names]

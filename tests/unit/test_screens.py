@@ -108,7 +108,7 @@ def _texts(value: Any) -> list[str]:
 def test_the_walk_has_met_every_command_that_shows_what_the_head_says() -> None:
     walked = {words[0] for words in SHOWING + CHANGING}
     # `submit` and `local` have tests of their own below, `top` in tests/tui.
-    others = {"submit", "run", "local", "daemon", "top", "testbed", "demo", "simulate", "bench", "completion", "prune"}
+    others = {"submit", "run", "local", "daemon", "top", "testbed", "demo", "simulate", "completion", "prune"}
     assert walked | others | {"service"} >= set(COMMANDS)
 
 

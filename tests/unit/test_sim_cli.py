@@ -96,7 +96,6 @@ def test_help_has_the_command_that_makes_a_trace(capsys: pytest.CaptureFixture[s
         (["--site", "nowhere"], Exit.USAGE, "--site goes with"),
         (["--site", "nowhere", "--profile", "plain"], Exit.USAGE, "leave --profile away"),
         (["--plans", "known"], Exit.USAGE, "traces of holes"),
-        (["--scale"], Exit.USAGE, "not with --trace"),
         (["--runs", "20000x3:bftrainer:VGG16"], Exit.USAGE, "10,000 runs"),
         (["--costs", "5"], Exit.NOINPUT, "UP-DOWN"),
         (["--out", "/proc/1/here"], Exit.CANTCREAT, "/proc/1/here"),

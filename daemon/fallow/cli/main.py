@@ -41,7 +41,6 @@ COMMANDS: dict[str, str] = {
     "testbed": "fallow.cli.testbed:testbed",
     "demo": "fallow.cli.start:demo",
     "simulate": "fallow.cli.simulate:simulate",
-    "bench": "fallow.cli.bench:bench",
     "service": "fallow.cli.service:service",
     "completion": "fallow.cli.completion:completion",
 }

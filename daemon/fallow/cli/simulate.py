@@ -71,7 +71,7 @@ Ctrl-C ends it with what is known so far (exit code 75).
 @click.option(
     "--costs",
     metavar="UP-DOWN|FILE",
-    help="Seconds that a change costs, or what `fallow bench pause "
+    help="Seconds that a change costs, or what `python -m bench pause "
     "recovery --json` printed. Default: as measured for Fallow.",
 )
 @click.option("--start-up", "start_up_s", type=_number, metavar="S", help="From a job's start until its node can join.")
@@ -124,15 +124,10 @@ Ctrl-C ends it with what is known so far (exit code 75).
     metavar="FOLDER",
     help="Plots (SVG, PNG), the report, and a page of them all.",
 )
-@click.option("--scale", is_flag=True, help="Instead: how the head's work grows with made-up clusters.")
 @json_option
 def simulate(
-    trace: str | None, policies: tuple[str, ...], sweep: bool, jobs: int, out: Path | None, scale: bool, as_json: bool,
-    **given: Any,
-) -> int:  # fmt: skip
-    if scale:
-        _alone("--scale", "--json", except_for=("scale", "as_json"))
-        return _scale(as_json)
+    trace: str | None, policies: tuple[str, ...], sweep: bool, jobs: int, out: Path | None, as_json: bool, **given: Any
+) -> int:
     if trace is None:
         raise FallowError("--trace: a file, or one of earth, philly, summit; see: fallow simulate --help", Exit.USAGE)
     if given["site"] is not None:
@@ -166,13 +161,6 @@ def _given() -> list[click.Parameter]:
     context = click.get_current_context()
     by_hand = click.core.ParameterSource.COMMANDLINE
     return [each for each in context.command.params if each.name and context.get_parameter_source(each.name) is by_hand]
-
-
-def _alone(option: str, only: str, except_for: Sequence[str]) -> None:
-    """Refuse options beside one that they do nothing for."""
-    for each in _given():
-        if each.name not in except_for:
-            raise FallowError(f"{option} goes with {only} only, not with {each.opts[0]}", Exit.USAGE)
 
 
 def _apart(option: str, others: Sequence[str]) -> None:
@@ -257,17 +245,3 @@ def _show(found: SimReport, holes: HoleLengths) -> None:
     show_table(COLUMNS, rows(found))
     for line in foot(found, holes):
         click.echo(clean(line, 512))
-
-
-def _scale(as_json: bool) -> int:
-    from fallow.bench.scale import COLUMNS, findings, rows, run
-    from fallow.cli.tables import show_table
-
-    found = run(say)
-    if as_json:
-        print_json(found)
-    else:
-        show_table(COLUMNS, rows(found))
-        for line in findings(found):
-            click.echo(line)
-    return Exit.OK

@@ -1,34 +1,34 @@
-"""Entry of `fallow demo`."""
+"""Play the whole story of Fallow on a private Slurm: `fallow demo`.
+
+The figures are the head's own: its report of the run, its event log, and its snapshots of the cluster (one each half a
+second, from a poll of Slurm each two seconds). The same training then runs undisturbed on one node, to compare with.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
 from fallow.control.client import ControlClient
-from fallow.demo.holes import find_holes, harvested, hole_to_step, memberships
+from fallow.demo.holes import HoleWatch, quantiles, waits_s
 from fallow.demo.live import LiveView
-from fallow.demo.measure import others_delayed
-from fallow.demo.observer import Observer
 from fallow.demo.report import DemoReport, SlurmFacts, to_json, to_table
-from fallow.files import Paths
+from fallow.demo.stage import Stage, members_of, owners_of, start_load
 from fallow.local.driver import Driver
-from fallow.local.headprocess import HeadProcess
 from fallow.model import EventRecord, Exit, FallowError, RunReport, RunStatus, RunView, Snapshot
 from fallow.shipped import shipped
-from fallow.slurm.cli import POLL_REQUESTS, CliClient
+from fallow.slurm.cli import POLL_REQUESTS
 from fallow.testbed.api import up
-from fallow.testbed.cluster import Testbed
 
 NODES = 8
 UTILISATION = 0.6
@@ -44,8 +44,9 @@ SETTINGS = {
     "FALLOW_HARVEST__MIN_MINUTES": "1",
     "FALLOW_HARVEST__MAX_PENDING": str(NODES),
     "FALLOW_MEMBERSHIP__RELEASE_MARGIN_S": "15",
-    "FALLOW_HEAD__ADDRESS": "127.0.0.1",
 }
+"""The head's, as environment variables: everything happens sooner than on a real cluster."""
+
 SCRIPT = """#!/bin/bash
 #SBATCH --job-name=gpt
 #SBATCH --partition=normal
@@ -91,19 +92,26 @@ def main(seconds: float = 120.0, json: bool = False, seed: int = 0) -> int:
 
 
 class Demo:
-    """One performance over a folder of its own."""
+    """One performance.
+
+    Args:
+        folder: private and empty.
+        seconds: how long the training should take, about.
+        seed: of the other users' jobs.
+        live: shows what happens.
+    """
 
     def __init__(self, folder: Path, seconds: float, seed: int, live: LiveView) -> None:
         self.folder = folder
         self.seconds = seconds
         self.seed = seed
         self.live = live
-        self._events: list[EventRecord] = []
-        self._first_step_at: float | None = None
-        self._base_jobs: set[str] = set()
+        self._watch = HoleWatch()
+        self._ejected = 0
         self._requests = 0
 
     async def play(self) -> DemoReport:
+        """From the first step of the calibration to the report."""
         script = shipped("examples") / "gpt_stdlib.py"
         step_s = await self._calibrate(script)
         steps = max(20, int(self.seconds / step_s))
@@ -111,34 +119,26 @@ class Demo:
         self.live.say(f"starting a private Slurm of {NODES} nodes")
         testbed = await asyncio.to_thread(up, self.folder / "slurm", nodes=NODES, profile="preempt")
         try:
-            elastic, observer, facts, spent_s, polls = await self._elastic(testbed, script, steps)
+            snapshot, elastic, took_s = await self._elastic(Stage(self.folder, testbed, SETTINGS), script, steps)
         finally:
             await asyncio.to_thread(testbed.down)
         self.live.say("the same training undisturbed on one node, to compare with")
-        static = await self._static(script, steps)
-        members = memberships(self._events)
-        end_at = max((e.at for e in self._events if e.kind in ("finished", "failed")), default=time.time())
-        used = harvested(find_holes(observer.samples, members, end_at=end_at))
-        # A hole from before the training is one from its first step on.
-        open_to_us = find_holes(observer.samples, members, self._first_step_at or 0.0, end_at)
+        static = await self._local("static", script, steps)
+        finished = static.status is RunStatus.FINISHED
+        head = snapshot.head
         return DemoReport(
             run=elastic,
-            slurm=facts,
-            static_digest=None if static is None else static.final_digest,
-            static_loss=None if static is None else static.final_loss,
-            hole_to_step_s=hole_to_step(open_to_us),
-            idle_node_s=used.idle_node_s,
-            harvested_node_s=used.harvested_node_s,
-            others_delayed=others_delayed(observer.samples),
-            slurmctld_rpcs_per_min=60.0 * (polls * POLL_REQUESTS + self._requests) / max(1.0, spent_s),
-            released_late=sum(1 for e in self._events if e.kind == "eject"),
-            seconds=spent_s,
+            slurm=SlurmFacts(version=head.slurm_version or "unknown", nodes=len(snapshot.nodes)),
+            static_digest=static.final_digest if finished else None,
+            static_loss=static.final_loss if finished else None,
+            hole_to_step_s=quantiles(waits_s(self._watch.holes)),
+            idle_node_s=self._watch.idle_node_s(),
+            harvested_node_s=self._watch.harvested_node_s(),
+            others_delayed=head.others_delayed,
+            slurmctld_rpcs_per_min=60.0 * (head.polls * POLL_REQUESTS + self._requests) / max(1.0, took_s),
+            released_late=self._ejected,
+            seconds=took_s,
         )
-
-    # -- the parts ------------------------------------------------------------------------------------------------
-
-    def _command(self, script: Path, steps: int) -> list[str]:
-        return [sys.executable, str(script), *TRAINING, "--steps", str(steps)]
 
     async def _calibrate(self, script: Path) -> float:
         """Seconds of one step of the whole global batch, on one member alone."""
@@ -153,120 +153,64 @@ class Demo:
             raise FallowError("the example training made no step on this machine; see the logs", Exit.SOFTWARE)
         return (seen[-1][0] - seen[0][0]) / (seen[-1][1] - seen[0][1])
 
-    async def _static(self, script: Path, steps: int) -> RunReport | None:
-        report = await self._local("static", script, steps, None)
-        return report if report.status is RunStatus.FINISHED else None
-
-    async def _local(self, name: str, script: Path, steps: int, look: object) -> RunReport:
+    async def _local(
+        self, name: str, script: Path, steps: int, look: Callable[[RunView], None] | None = None
+    ) -> RunReport:
+        """Train on one member, without Slurm."""
         place = self.folder / name
         place.mkdir(mode=0o700)
-        log = (place / "output.log").open("wb")
-        with log:
-            driver = Driver(
-                place,
-                self._command(script, steps),
-                1,
-                max_members=NODES,
-                output=log,
-                on_view=look,  # type: ignore[arg-type]
-            )
-            return await driver.train()
+        with (place / "output.log").open("wb") as log:
+            command = _command(script, steps)
+            return await Driver(place, command, 1, max_members=NODES, output=log, on_view=look).train()
 
-    async def _elastic(
-        self, testbed: Testbed, script: Path, steps: int
-    ) -> tuple[RunReport, Observer, SlurmFacts, float, int]:
-        environ = self._environment(testbed)
-        paths = Paths.default(environ).create()
-        head = HeadProcess(paths, environ, self.folder / "head.log")
-        control = await head.start()
-        observer = Observer(CliClient(testbed.conf))
-        watching = asyncio.create_task(observer.watch())
-        load = self._load(testbed, environ)
+    async def _elastic(self, stage: Stage, script: Path, steps: int) -> tuple[Snapshot, RunReport, float]:
+        """Train on the testbed; returns the head's last snapshot, the run's report and the seconds that it took."""
+        control = await stage.head.start()
+        patience_s = 3 * self.seconds + 180
+        load_log = self.folder / "load.log"
+        load = start_load(stage.testbed, load_log, seed=self.seed, seconds=patience_s, utilisation=UTILISATION)
         began = time.monotonic()
         try:
-            run = await self._submit(control, script, steps, environ)
-            async with asyncio.timeout(3 * self.seconds + 180):
-                await self._follow(paths, run, observer, load)
+            job_id = await stage.submit(SCRIPT.format(command=" ".join(_command(script, steps))), NODES)
+            self.live.say(f"submitted as job {job_id}: 1 to {NODES} nodes")
+            run = (await control.call("status", Snapshot)).runs[0].run
+            async with asyncio.timeout(patience_s):
+                await self._follow(stage, run, load)
         except TimeoutError:
             self.live.say("the deadline of the demo has passed; the run is cancelled")
             await control.call("cancel", run=run)
         finally:
-            watching.cancel()
             load.terminate()
-        spent_s = time.monotonic() - began
-        snapshot = msgspec.convert(await control.call("status"), Snapshot)
-        report = msgspec.convert(await control.call("report", run=run), RunReport)
+        took_s = time.monotonic() - began
+        snapshot = await control.call("status", Snapshot)
+        report = await control.call("report", RunReport, run=run)
         await control.aclose()
         await asyncio.to_thread(load.wait, 60)
-        await head.stop()
-        facts = SlurmFacts(version=snapshot.head.slurm_version or "unknown", nodes=len(snapshot.nodes))
-        return report, observer, facts, spent_s, snapshot.head.polls
+        await stage.head.stop()
+        return snapshot, report, took_s
 
-    def _environment(self, testbed: Testbed) -> dict[str, str]:
-        bin_folder = str(Path(sys.executable).parent)
-        return {
-            **os.environ,
-            **testbed.env(),
-            **SETTINGS,
-            "PATH": f"{bin_folder}:{os.environ.get('PATH', '')}",
-            "FALLOW_STATE_DIR": str(self.folder / "state"),
-            "FALLOW_CONFIG": self._empty("config.toml"),
-            "XDG_RUNTIME_DIR": str(self.folder),
-        }
-
-    def _empty(self, name: str) -> str:
-        path = self.folder / name
-        path.touch(mode=0o600)
-        return str(path)
-
-    def _load(self, testbed: Testbed, environ: dict[str, str]) -> subprocess.Popen[bytes]:
-        """Other people's jobs, until it is told to stop."""
-        argv = [sys.executable, "-m", "fallow", "testbed", "load", str(testbed.folder), "--seed", str(self.seed)]
-        argv += ["--seconds", str(int(3 * self.seconds + 180)), "--utilisation", str(UTILISATION)]
-        with (self.folder / "load.log").open("wb") as log:
-            return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ)
-
-    async def _submit(self, control: ControlClient, script: Path, steps: int, environ: dict[str, str]) -> str:
-        batch = self.folder / "gpt.sbatch"
-        batch.write_text(SCRIPT.format(command=" ".join(self._command(script, steps))))
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "fallow", "submit", "--parsable"),
-            *(f"--nodes=1:{NODES}", f"--output={self.folder}/gpt.out", str(batch)),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=environ,
-            cwd=self.folder,
-        )
-        out, err = await process.communicate()
-        if process.returncode != 0:
-            raise FallowError(f"fallow submit failed: {err.decode(errors='replace').strip()}", Exit.SOFTWARE)
-        self.live.say(f"submitted as job {out.decode().strip()}: 1 to {NODES} nodes")
-        snapshot = msgspec.convert(await control.call("status"), Snapshot)
-        return snapshot.runs[0].run
-
-    async def _follow(self, paths: Paths, run: str, observer: Observer, load: subprocess.Popen[bytes]) -> None:
-        stream = await ControlClient.connect(paths.head_file)
+    async def _follow(self, stage: Stage, run: str, load: subprocess.Popen[bytes]) -> None:
+        """Watch the training until it has ended. The holes count from its first step on."""
+        stream = await ControlClient.connect(stage.head.paths.head_file)
         try:
             async for item in stream.subscribe():
                 self.live.show(item)
                 if isinstance(item, EventRecord):
-                    self._note(item)
+                    self._ejected += item.kind == "eject"
+                    self._requests += item.kind in ("submit", "withdraw", "orphan")
                     continue
                 if load.poll() is not None:
                     words = (self.folder / "load.log").read_text(errors="replace").strip()[-300:]
                     raise FallowError(f"the other users' jobs ended early: {words}", Exit.SOFTWARE)
-                view = next(r for r in item.runs if r.run == run)
-                observer.base_jobs.update(a.job_id for a in view.allocations if a.kind == "base" and a.job_id)
+                view = next(each for each in item.runs if each.run == run)
                 if view.status.ended:
                     return
+                if view.generation:
+                    self._watch.look(item.at, owners_of(item, view), members_of(view))
         finally:
             with contextlib.suppress(FallowError, OSError):
                 await stream.aclose()
 
-    def _note(self, event: EventRecord) -> None:
-        self._events.append(event)
-        if event.kind == "start" and self._first_step_at is None:
-            self._first_step_at = event.at
-        if event.kind in ("submit", "withdraw", "orphan"):
-            self._requests += 1
+
+def _command(script: Path, steps: int) -> list[str]:
+    return [sys.executable, str(script), *TRAINING, "--steps", str(steps)]

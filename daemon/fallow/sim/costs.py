@@ -1,6 +1,6 @@
 """What changes of a membership cost.
 
-In place is what Fallow measures of itself (contrib/bench/README.md: 4 members, 10 M parameters). `UP/DOWN` seconds are
+In place is what Fallow measures of itself (bench/README.md: 4 members, 10 M parameters). `UP/DOWN` seconds are
 restarts, as other systems have them: 18/12 is Elastic Horovod's in BFTrainer's simulations, 25 to 250 what Sia measured
 (SOSP'23).
 """
@@ -30,7 +30,7 @@ P95 = 1.6448536269514722
 """The normal distribution's 95th percentile, in standard deviations."""
 
 _ROWS = {"absorb": "planned pause, absorb", "release": "planned pause, release", "eject": "recovery"}
-"""Row of `fallow bench pause recovery` by cost."""
+"""Row of `make bench ARGS="pause recovery"` by cost."""
 
 
 def restart(words: str, start: tuple[float, float] = IN_PLACE.start) -> Costs:
@@ -57,7 +57,7 @@ class _Row(msgspec.Struct):
 
 
 def measured(path: Path, start: tuple[float, float] = IN_PLACE.start) -> Costs:
-    """From the output of `fallow bench pause recovery --json`; of several rows of a name the first.
+    """From the output of `python -m bench pause recovery --json`; of several rows of a name the first.
 
     Raises:
         FallowError: the file is not that.
@@ -71,12 +71,14 @@ def measured(path: Path, start: tuple[float, float] = IN_PLACE.start) -> Costs:
             Exit.NOINPUT,
         ) from None
     except msgspec.MsgspecError as error:
-        raise FallowError(f"{path}: not what `fallow bench --json` prints ({error})", Exit.DATA) from None
+        raise FallowError(f"{path}: not what `python -m bench --json` prints ({error})", Exit.DATA) from None
     found: dict[str, tuple[float, float]] = {}
     for cost, name in _ROWS.items():
         row = next((row for row in rows if row.name == name), None)
         if row is None:
-            raise FallowError(f"{path}: no row {name!r}; make it by `fallow bench pause recovery --json`", Exit.DATA)
+            raise FallowError(
+                f"{path}: no row {name!r}; make it in a checkout: python -m bench pause recovery --json", Exit.DATA
+            )
         found[cost] = row.ours.p50, row.ours.p95
     return Costs(**found, start=start)
 

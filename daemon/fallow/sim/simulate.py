@@ -53,7 +53,7 @@ class Setup(Struct, frozen=True, kw_only=True):
     "a file, or one of the names of those that come with Fallow"
     runs: str = curves.DEFAULT
     costs: str = ""
-    "UP-DOWN, or a file with rows of `fallow bench`; empty: as measured for Fallow"
+    "UP-DOWN, or a file with rows of a benchmark; empty: as measured for Fallow"
     start_up_s: float | None = None
     "None: as measured"
     latency: Latency = "slurm"

@@ -285,8 +285,10 @@ def _moves(
 ) -> tuple[list[Withdraw | GiveBack], list[Party]]:
     """Nodes that one run gives up because another one gains more, no more than can be asked for again soon.
 
-    A request of the run that waits for what others leave goes first: it would take the node.
+    What only waits for what others leave is no node. If its run gives up a node, it goes: it would take the node back.
     """
+    waits = [a for a in matched.unmatched if a.token not in going]
+    parties = _fewer(parties, waits)
     until = at + MOVABLE_S
     held = [a for a in harvest if _is_held(a) and a.token not in going and (a.end_at is None or a.end_at >= until)]
     leases = sorted(held, key=lambda a: (-(a.start_at or 0.0), a.token))
@@ -309,8 +311,8 @@ def _moves(
         parties = moved(parties, lease.run, buyer)
         found.append(GiveBack(lease.token, reason))
         sellers.add(lease.run)
-    waits = [a for a in matched.unmatched if a.run in sellers and a.token not in going]
-    return [*(Withdraw(a.token, reason) for a in waits), *found], _fewer(parties, waits)
+    withdrawn = [Withdraw(a.token, reason) for a in waits if a.run in sellers]
+    return [*withdrawn, *found], _more(parties, [a.run for a in waits if a.run not in sellers])
 
 
 def next_node_s(between_s: float) -> float:

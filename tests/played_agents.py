@@ -1,10 +1,4 @@
-"""Plays the agents of many nodes towards a real head. They say what real ones say, at once, and compute nothing.
-
-    python -m fallow.bench.head_players NODES SLOTS KEY_FILE...
-
-Node number i belongs to the run of key file i modulo their number. Words on standard input: `kill I` (the workers of
-node I die), `start I` (others are started there); end of file: all is over. Writes `Told`, one JSON object a line.
-"""
+"""Play the agents of many nodes towards a real head. They say what real agents say, at once, and compute nothing."""
 
 from __future__ import annotations
 
@@ -12,11 +6,12 @@ import heapq
 import os
 import resource
 import select
-import sys
+import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
@@ -39,25 +34,22 @@ _NOTHING = Order(node=0, term=0, edition=0)
 _NOBLOCK = int(zmq.NOBLOCK)
 
 
-class Told(msgspec.Struct):
-    """Something happened here."""
+class Moment(NamedTuple):
+    """What had happened at a moment."""
 
-    what: str
-    "`kill`: a node's workers; `start`: new ones are ready; `switch`: nodes were told to go over to a generation"
     at: float
     "seconds of CLOCK_MONOTONIC"
-    generation: int = 0
-    nodes: int = 0
-    "so many of those here have been told to go over to it by now, the last one `at` that time"
-    sent: dict[str, int] = {}
+    told: int
+    "nodes that had been told to switch to the generation"
+    sent: dict[str, int]
     "kind of message -> bytes in both directions so far, before encryption"
 
 
 class Node:
     """An agent. Its workers vote for every group, and switch as soon as they are told to."""
 
-    def __init__(self, stage: Stage, file: KeyFile, number: int, slots: int) -> None:
-        self._stage, self._beat_s = stage, 1.0
+    def __init__(self, players: Players, file: KeyFile, number: int, slots: int) -> None:
+        self._players, self._beat_s = players, 1.0
         host = f"gpu-node{number:05}"
         self._hello = Hello(
             host=host, token=file.token, version=__version__, job_id="1", boot=1, slots=slots, entry=_ENTRY
@@ -65,7 +57,7 @@ class Node:
         self._part = msgspec.msgpack.encode([os.urandom(PART_BYTES) for _ in range(slots)])
         self._begin()
         self._ended: Ended | None = None
-        self.socket = stage.connect(file)
+        self.socket = players.connect(file)
 
     def _begin(self) -> None:
         """Workers start."""
@@ -77,12 +69,12 @@ class Node:
     def _say(self, message: Wire, kind: str) -> None:
         """Send. A head that is far behind loses it, as on any network: it is said again."""
         data = encode(message)
-        self._stage.touched.add(self)
+        self._players.touched.add(self)
         try:
             self.socket.send(data, _NOBLOCK)
         except zmq.Again:
             return
-        self._stage.sent[kind] += len(data)
+        self._players.sent[kind] += len(data)
 
     def _report(self, kind: str = "reports", **news: Any) -> None:
         order, seq = self._order, self._said.seq + 1
@@ -108,15 +100,22 @@ class Node:
         self._gather_at = time.monotonic() + 1.0  # said again then, if no answer has come
         self._say(gather, "gathers")
 
-    def hear(self, data: bytes) -> None:
-        """Do what a message asks for, at once."""
-        message, kind = self._stage.decode(data), "orders"
+    def receive(self) -> None:
+        """Do what the head's messages ask for, at once."""
+        while True:
+            try:
+                self._hear(self.socket.recv(_NOBLOCK))
+            except zmq.Again:
+                return
+
+    def _hear(self, data: bytes) -> None:
+        message, kind = self._players.decode(data), "orders"
         match message:
             case Setup():
                 self._beat_s = message.beat_s
             case Admitted() if self._alive and message.boot == self._hello.boot and not self._said.node:
                 self._report(node=message.node)
-                self._stage.tell("start")
+                self._players.note("start")
             case Order() if self._alive and message.node == self._said.node:
                 if (message.term, message.edition) > (self._order.term, self._order.edition):
                     self._obey(message)
@@ -129,7 +128,7 @@ class Node:
                 kind = "heartbeats"
             case EndNoted():
                 self._ended = None
-        self._stage.sent[kind] += len(data)
+        self._players.sent[kind] += len(data)
 
     def _obey(self, order: Order) -> None:
         self._order, plan, said = order, order.plan, self._said
@@ -142,8 +141,9 @@ class Node:
             self._send_gather(self._gather)
         elif order.committed == plan.generation > said.generation:
             given_up, now = max(given_up, plan.replaces), plan.generation
-            self._said = replace(said, generation=now, step=now, has_state=True, switch=_switch(now))
-            self._stage.told[now] += 1
+            switch = Switch(generation=now, first_step=now, pause_s=0.1)
+            self._said = replace(said, generation=now, step=now, has_state=True, switch=switch)
+            self._players.note("switch", now)
         self._report(given_up=given_up)
 
     def kill(self) -> None:
@@ -151,7 +151,7 @@ class Node:
         self._alive, self._gather = False, None
         self._ended = Ended(node=self._said.node, boot=self._hello.boot, code=None, signal=9, report=self._said)
         self._say(self._ended, "reports")
-        self._stage.tell("kill")
+        self._players.note("kill")
 
     def start(self) -> None:
         """Others are started, as the head has wanted since those before have ended."""
@@ -160,19 +160,52 @@ class Node:
         self._say(self._hello, "hellos")
 
 
-class Stage:
-    """All nodes that are played, on one thread."""
+class Players(threading.Thread):
+    """All nodes that are played, on one thread.
 
-    def __init__(self) -> None:
+    Args:
+        nodes: how many. Node number i belongs to the run of key file i modulo their number.
+        slots: workers on each.
+        key_files: one a run.
+    """
+
+    def __init__(self, nodes: int, slots: int, key_files: Sequence[str]) -> None:
+        super().__init__()
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._decoder: Decoder[ToAgent] = Decoder(ToAgent)
-        self._last: tuple[bytes, ToAgent] | None = None
+        self._decoded: tuple[bytes, ToAgent] | None = None
         self.touched: set[Node] = set()
         "they have sent something, which may have used up the signal that something is there for them"
-        self.told: Counter[int] = Counter()
-        "generation -> nodes that were told to switch to it"
         self.sent: Counter[str] = Counter()
+        self.switches: dict[int, Moment] = {}
+        "generation -> when a node was told last to switch to it"
+        self.last: dict[str, Moment] = {}
+        "`kill` (of a node's workers) or `start` (new ones are ready) -> when that was last"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 1 << 15)
+        files = [read_struct(Path(name), KeyFile) for name in key_files]
+        self._nodes = [Node(self, files[number % len(files)], number, slots) for number in range(nodes)]
+        self._words_from, self._words_to = os.pipe()
+
+    def tell(self, word: str, node: int) -> None:
+        """From any thread: `kill` the workers of that node, or `start` others there."""
+        os.write(self._words_to, f"{word} {node}\n".encode())
+
+    def stop(self) -> None:
+        """End the thread."""
+        os.close(self._words_to)
+        self.join()
+        os.close(self._words_from)
+
+    def note(self, what: str, generation: int = 0) -> None:
+        """Something has happened now."""
+        told = 1 + (self.switches[generation].told if generation in self.switches else 0)
+        moment = Moment(time.monotonic(), told, dict(self.sent))
+        if what == "switch":
+            self.switches[generation] = moment
+        else:
+            self.last[what] = moment
 
     def connect(self, file: KeyFile) -> zmq.Socket[bytes]:
         """A connection of an agent's own."""
@@ -187,67 +220,32 @@ class Stage:
 
     def decode(self, data: bytes) -> ToAgent:
         """Each node has to open what all are told; here it is opened once, as all share the head's processors."""
-        if self._last is None or self._last[0] != data:
-            self._last = data, self._decoder.decode(data)
-        return self._last[1]
+        if self._decoded is None or self._decoded[0] != data:
+            self._decoded = data, self._decoder.decode(data)
+        return self._decoded[1]
 
-    def tell(self, what: str, generation: int = 0) -> None:
-        told = Told(what, time.monotonic(), generation, self.told[generation], dict(self.sent))
-        sys.stdout.write(msgspec.json.encode(told).decode() + "\n")
-        sys.stdout.flush()
-
-    def play(self, nodes: list[Node]) -> None:
-        """Until standard input ends."""
+    def run(self) -> None:
+        """Play until `stop`."""
         # ZeroMQ's own poller goes through all sockets each time, and the head has to share its cores with that.
-        epoll, words_from = select.epoll(), sys.stdin.fileno()
+        epoll, nodes = select.epoll(), self._nodes
         by_descriptor = {node.socket.FD: node for node in nodes}
-        for descriptor in (words_from, *by_descriptor):
+        for descriptor in (self._words_from, *by_descriptor):
             epoll.register(descriptor, select.EPOLLIN)
         # Heartbeats are spread over a second.
         due = [(time.monotonic() + number / len(nodes), number) for number in range(len(nodes))]
-        shown: Counter[int] = Counter()
         while True:
             wait_s = 0.0 if self.touched else max(0.0, due[0][0] - time.monotonic())
             ready = [descriptor for descriptor, _ in epoll.poll(wait_s)]
-            if words_from in ready:
-                words = os.read(words_from, 1 << 16).decode().split()
+            if self._words_from in ready:
+                words = os.read(self._words_from, 1 << 16).decode().split()
                 if not words:
+                    epoll.close()
                     return self._context.destroy(linger=0)
                 for word, node in zip(words[::2], map(nodes.__getitem__, map(int, words[1::2])), strict=True):
                     (node.kill if word == "kill" else node.start)()
             touched, self.touched = self.touched, set()
-            for node in touched.union(by_descriptor[fd] for fd in ready if fd != words_from):
-                _receive(node)
-            for generation in [generation for generation, count in self.told.items() if shown[generation] != count]:
-                shown[generation] = self.told[generation]
-                self.tell("switch", generation)
+            for node in touched.union(by_descriptor[fd] for fd in ready if fd != self._words_from):
+                node.receive()
             while due[0][0] <= time.monotonic():
                 at, number = due[0]
                 heapq.heapreplace(due, (max(time.monotonic(), at + nodes[number].beat()), number))
-
-
-def _switch(generation: int) -> Switch:
-    return Switch(generation=generation, first_step=generation, pause_s=0.1)
-
-
-def _receive(node: Node) -> None:
-    while True:
-        try:
-            data = node.socket.recv(_NOBLOCK)
-        except zmq.Again:
-            return
-        node.hear(data)
-
-
-def main() -> None:
-    """See the module."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    count, slots = map(int, sys.argv[1:3])
-    files = [read_struct(Path(name), KeyFile) for name in sys.argv[3:]]
-    stage = Stage()
-    stage.play([Node(stage, files[number % len(files)], number, slots) for number in range(count)])
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""What a benchmark returns: rows of one shape, whatever was measured."""
+"""What a benchmark is asked for, and the rows that it returns."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from itertools import product
 import msgspec
 
 from fallow.core.quantile import quantile
+
+Progress = Callable[[str], None]
+"""Called with a few words about what is being measured now."""
 
 
 class Ours(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,13 +29,12 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One measured figure (DESIGN: `bench`)."""
+    """One measured figure. `members` and `params` are None where they mean nothing."""
 
     name: str
-    members: int | None
-    "None: means nothing here"
-    params: int | None
-    unit: str
+    members: int | None = None
+    params: int | None = None
+    unit: str = "s"
     ours: Ours
     peer: Peer | None = None
     ratio: float | None = None
@@ -41,16 +43,29 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     "that the members trained on"
 
+    def __str__(self) -> str:
+        where = [f"{self.members} members"] if self.members else []
+        where += [f"{self.params / 1e6:g} M parameters"] if self.params else []
+        beside = f", {self.peer.name} {self.peer.p50:.3f} {self.unit}" if self.peer else ""
+        beside += f", ratio {self.ratio:.3g}" if self.ratio else ""
+        figures = f"p50 {self.ours.p50:.3f} {self.unit}, p95 {self.ours.p95:.3f} {self.unit} (n = {self.ours.n})"
+        note = f"\n    {self.note}" if self.note else ""
+        return f"{', '.join([self.name, *where])}: {figures}{beside}{note}"
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What the user asked for."""
 
     members: list[int]
     params: list[int]
-    n: int | None
+    n: int | None = None
     "measurements per row, about; None: each benchmark's own default"
     device: str = "cpu"
     "to train on, as torch names its kind"
+    seconds: float = 300.0
+    "of `harvest`"
+    profile: str = "plain"
+    "of `harvest`: of the private Slurm"
 
     @property
     def worlds(self) -> list[tuple[int, int]]:
@@ -58,13 +73,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return list(product(self.params, self.members))
 
 
-Progress = Callable[[str], None]
-"""Called with a few words about what is being measured now."""
-
-
 def ours(values: Sequence[float]) -> Ours:
     """Median and p95 of measurements; at least one."""
-    p50, p95 = quantile(values, 0.5), quantile(values, 0.95)
-    assert p50 is not None
-    assert p95 is not None
-    return Ours(p50=p50, p95=p95, n=len(values))
+    return Ours(p50=at(values, 0.5), p95=at(values, 0.95), n=len(values))
+
+
+def at(values: Sequence[float], q: float) -> float:
+    """A quantile of measurements; at least one."""
+    found = quantile(values, q)
+    assert found is not None
+    return found

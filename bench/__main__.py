@@ -1,0 +1,120 @@
+"""Measure: `python -m bench NAME...` in a checkout; `make bench ARGS="NAME..."` does that."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import signal
+import sys
+from collections.abc import Sequence
+
+import msgspec
+from msgspec.structs import replace
+
+from bench.rows import Row, Settings
+from fallow.model import Exit, FallowError
+
+BENCHES: dict[str, tuple[str, str]] = {
+    "pause": ("changes:run_pause", "planned changes of the membership"),
+    "recovery": ("changes:run_recovery", "SIGKILL of a member"),
+    "steady": ("steady:run", "our step beside DistributedDataParallel's, while the membership does not change"),
+    "reproducible": ("steady:run_reproducible", "a step of the reproducible mode, against the fast one"),
+    "torchrun": ("torchrun:run", "a node joins, against torchrun's elastic agent"),
+    "head": ("head:run", "a change among a thousand nodes with eight workers each, under one head; its memory"),
+    "scale": ("scale:run", "what a head does in clusters of up to 10,000 nodes"),
+    "harvest": ("harvest:run", "idle nodes used and others' jobs delayed, with and without Fallow, on private Slurms"),
+}
+"""Name -> module and function of this package, and what it measures."""
+
+ON_DEVICE = frozenset({"pause", "recovery", "steady", "reproducible"})
+"""Benchmarks that can train on another device than the processor."""
+
+NOT_ALONE = frozenset({"recovery", "torchrun"})
+"""Benchmarks that need a second member."""
+
+INTERRUPTED = 130
+"""Exit code as shells give it after SIGINT."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Read the command line, measure, print. Returns the exit code."""
+    args = parse(words)
+    chosen = {name: value for name, value in vars(args).items() if name in Settings.__struct_fields__}
+    try:
+        return measure(args.names, Settings(**chosen), json=args.json)
+    except FallowError as error:
+        sys.stderr.write(f"bench: {error}\n")
+        return error.code
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line. Ends the process if it makes no sense."""
+    listed = "\n".join(f"  {name:<13} {what}" for name, (_, what) in BENCHES.items())
+    parser = argparse.ArgumentParser("bench", description=listed, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="+", choices=BENCHES, metavar="NAME")
+    parser.add_argument("--members", type=_members, default=[4], metavar="N,...", help="worlds (4)")
+    parser.add_argument("--params", type=_millions, default=[10_000_000], metavar="M,...", help="models, millions (10)")
+    parser.add_argument("--n", type=int, choices=range(2, 10**6), metavar="N", help="measurements per row, about")
+    parser.add_argument("--device", default="cpu", metavar="KIND", help="to train on: cpu, cuda (cpu)")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of harvest, more than 60 (300)")
+    parser.add_argument("--profile", choices=("plain", "preempt"), default="plain", help="of harvest's Slurm (plain)")
+    parser.add_argument("--json", action="store_true", help="print one JSON list")
+    args = parser.parse_args(words)
+    least = 1 if NOT_ALONE.isdisjoint(args.names) else 2
+    if min(args.members) < least or min(args.params) < 10_000:
+        parser.error(f"--members: at least {least}; --params: at least 0.01")
+    if args.device != "cpu" and not ON_DEVICE.issuperset(args.names):
+        parser.error(f"--device {args.device}: only {', '.join(sorted(ON_DEVICE))} train on a device")
+    return args
+
+
+def measure(names: Sequence[str], settings: Settings, *, json: bool) -> int:
+    """Run one benchmark after the other. Progress goes to standard error, the figures to standard output.
+
+    Ctrl-C, SIGTERM or a benchmark that fails end it: the rows that are complete are printed, and the exit code says
+    what ended it.
+
+    Raises:
+        FallowError: nothing was measured.
+    """
+    rows: list[Row] = []
+    code, problem = INTERRUPTED, None
+
+    def progress(text: str) -> None:
+        sys.stderr.write(f"bench: {text}\n")
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt):
+        try:
+            if settings.device != "cpu":
+                importlib.import_module("bench.workload").check_device(settings.device)
+            for name in names:
+                module, _, function = BENCHES[name][0].partition(":")
+                for row in getattr(importlib.import_module(f"bench.{module}"), function)(settings, progress):
+                    rows.append(replace(row, device=settings.device))  # noqa: PERF401 - complete rows outlive an end
+            code = int(Exit.OK)
+        except Exception as error:
+            problem = error
+    if problem is not None and not rows:
+        raise problem
+    if json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(rows)).decode() + "\n")
+    else:
+        sys.stdout.writelines(f"{row}\n" for row in rows)
+    if problem is not None:
+        progress(f"the rows are of what was finished; then: {problem}")
+        code = problem.code if isinstance(problem, FallowError) else Exit.SOFTWARE
+    return code
+
+
+def _members(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def _millions(text: str) -> list[int]:
+    return [round(float(word) * 1e6) for word in text.split(",")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

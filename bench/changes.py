@@ -1,0 +1,109 @@
+"""What do changes of the membership cost?
+
+`pause`, a planned change: from the end of the last step in the old generation to the start of the first one in the new,
+on the member that waited longest. The youngest and the oldest leave alternately, so that rank 0 changes hands, too.
+`recovery`, a SIGKILL: from the signal to the end of the next generation's first step on the slowest survivor, detection
+included. With a large model on few processors that step is most of the figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from bench.rows import Progress, Row, Settings, at, ours
+from bench.session import train
+from bench.steplog import Finished
+from bench.workload import sums_on
+from fallow.core.schedule import Action
+from fallow.model import ChangeKind, GenerationReport
+
+CHANGES, CHANGE_STEPS = 32, 3
+"""Planned changes, and the steps from one to the next. A change that comes late delays those after it."""
+
+KILLS, KILL_STEPS = 20, 6
+FIRST_STEP = 6
+PARTS = ("drain", "group", "state", "data")
+KINDS = {
+    "planned pause": set(ChangeKind) - {ChangeKind.START},
+    "planned pause, absorb": {ChangeKind.ABSORB},
+    "planned pause, release": {ChangeKind.RELEASE},
+}
+
+
+def run_pause(settings: Settings, progress: Progress) -> Iterator[Row]:
+    """Rows for all planned changes, and for absorbs and releases by themselves, per world and model."""
+    changes, device = settings.n or CHANGES, settings.device
+    for params, members in settings.worlds:
+        progress(f"pause: {members} members, {params / 1e6:g} M parameters")
+        options = {"steps": FIRST_STEP + 6 * changes + 10, "shards": members + 1, "device": device}
+        done = train("training", params, members, pauses(members, changes), options=options)
+        for name, kinds in KINDS.items():
+            measured = [each for each in done.report.generations if each.kind in kinds and each.pause_s is not None]
+            if measured:
+                figure, note = ours([each.pause_s or 0.0 for each in measured]), sums_on(device, done.workers)
+                yield Row(name=name, members=members, params=params, ours=figure, note=note + parts_of(measured))
+
+
+def pauses(members: int, changes: int) -> str:
+    """A schedule: one comes, one goes, the youngest and the oldest in turn."""
+    alive, items = list(range(members)), []
+    for number in range(changes):
+        if number % 2 == 0:
+            alive.append(members + number // 2)
+            what = "+1"
+        else:
+            what = "-1" if number % 4 == 1 else f"-m{alive[0]}"
+            alive.pop(-1 if number % 4 == 1 else 0)
+        items.append(f"{what}@{FIRST_STEP + CHANGE_STEPS * number}")
+    return ",".join(items)
+
+
+def parts_of(changes: Sequence[GenerationReport]) -> str:
+    """The parts of the pauses, and what was sent in them, for a note."""
+    still = {part: [getattr(change.parts, part) for change in changes] for part in PARTS}
+    still["all but drain"] = [(change.pause_s or 0.0) - change.parts.drain for change in changes]
+    words = [f"{part} {at(values, 0.5):.3f}/{at(values, 0.95):.3f}" for part, values in still.items()]
+    received = [change for change in changes if change.bytes_in_pause]
+    if received:
+        inside = at([change.bytes_in_pause / 1e6 for change in received], 0.5)
+        behind = at([change.bytes_behind / 1e6 for change in received], 0.5)
+        words.append(f"{inside:.1f} MB in the pause and {behind:.1f} MB behind it")
+    return "p50/p95: " + ", ".join(words)
+
+
+def run_recovery(settings: Settings, progress: Progress) -> Iterator[Row]:
+    """One row per world and model."""
+    kills, device = settings.n or KILLS, settings.device
+    for params, members in settings.worlds:
+        progress(f"recovery: {members} members, {params / 1e6:g} M parameters")
+        options = {"steps": FIRST_STEP + 4 * KILL_STEPS * kills, "shards": members, "device": device}
+        done = train("training", params, members, losses(members, kills), options=options)
+        killed = [began for item, began in done.happened if item.action is Action.KILL]
+        times = recoveries(done.finished, killed)
+        note = f"{sums_on(device, done.workers)}steps done again: {done.report.steps_discarded} in {len(killed)} kills"
+        yield Row(name="recovery", members=members, params=params, ours=ours(times), note=note)
+
+
+def losses(members: int, kills: int) -> str:
+    """A schedule: the youngest or the oldest is killed, then another one joins."""
+    alive, items = list(range(members)), []
+    for number in range(kills):
+        step = FIRST_STEP + 2 * KILL_STEPS * number
+        items += [f"kill:{alive.pop(0 if number % 2 else -1)}@{step}", f"+1@{step + KILL_STEPS}"]
+        alive.append(members + number)
+    return ",".join(items)
+
+
+def recoveries(log: Sequence[Finished], kills: Sequence[float]) -> list[float]:
+    """Seconds from each kill until every survivor has finished a step of the next generation."""
+    found = []
+    for killed_at in kills:
+        before = max((one.generation for one in log if one.at < killed_at), default=0)
+        after = [one for one in log if one.at >= killed_at and one.generation > before]
+        first: dict[str, float] = {}
+        for one in after:
+            if one.generation == after[0].generation:
+                first.setdefault(one.worker, one.at)
+        if first:
+            found.append(max(first.values()) - killed_at)
+    return found

@@ -1,0 +1,125 @@
+"""Run the tests and the benchmarks on this machine's GPUs, in less than ten minutes, and write one JSON file.
+
+python -m bench.gpu --out gpu.json            # what `make bench-gpu` does
+python -m bench.gpu --device fake             # tries this on the tests' stand-in: no figure means anything
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_S, TESTS_S = 530.0, 330.0
+"""For everything together, and of it for the tests, at most."""
+
+END_S = 40.0
+"""What has not ended so long after its time is killed."""
+
+TESTS = "-m pytest -q -p no:cacheprovider -rfEs tests/gpu"
+BENCHES = [
+    (1, "steady --members 1 --params 100 --n 16"),
+    (1, "pause --members 1 --params {large} --n 2"),
+    (1, "pause --members 1 --params 25 --n 8"),
+    (1, "recovery --members 2 --params 25 --n 4"),
+    (1, "reproducible --members 1 --params 100 --n 16"),
+    (2, "steady reproducible --members 2 --params 100 --n 16"),
+    (4, "pause recovery --members 2 --params 100 --n 4"),
+]
+"""GPUs that a benchmark needs for its sums to stay on them, and its words. Time may be up before the last one."""
+
+LARGE, BYTES = 1000, 25
+"""Millions of parameters of the model whose state goes from one worker to another, and what each takes of a GPU's
+memory in each worker: weights 2, optimizer 12, sums 2; the rest is margin."""
+
+FACTS = """import json, platform, subprocess, torch
+def printed(*command):
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+facts = {"count": torch.accelerator.device_count(), "torch": torch.__version__, "cuda": torch.version.cuda}
+facts |= {"python": platform.python_version(), "commit": printed("git", "rev-parse", "HEAD")}
+if torch.cuda.is_available():
+    free, total = torch.cuda.mem_get_info()
+    facts["name"], facts["nccl"] = torch.cuda.get_device_name(), ".".join(map(str, torch.cuda.nccl.version()))
+    facts["memory_gib"], facts["free_gib"] = round(total / 2**30, 1), round(free / 2**30, 1)
+    facts["driver"] = printed("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+print(json.dumps(facts))
+"""
+
+
+def large(free_gib: float) -> int:
+    """Millions of parameters of which a GPU with so much free memory holds two workers, at most `LARGE`."""
+    return min(LARGE, max(25, int(free_gib * 2**30 / (2 * BYTES * 1e6)) // 25 * 25))
+
+
+def run(words: str, environ: Mapping[str, str], limit_s: float) -> dict[str, Any]:
+    """Run Python with these arguments.
+
+    Returns:
+        The command and its seconds, what it printed (`rows` if it is JSON, else its last lines as `output`), and in
+        `failed` why it did not come to its end.
+    """
+    found: dict[str, Any] = {"command": f"python {words}"}
+    if limit_s < 1.0:
+        return found | {"failed": f"not begun: {LIMIT_S:g} s were over"}
+    print(f"gpu: {found['command'].splitlines()[0]}", file=sys.stderr, flush=True)
+    began = time.monotonic()
+    # SIGINT has a benchmark end by itself, with what it started and with the rows that are complete.
+    limit = ["timeout", "--foreground", "--signal=INT", f"--kill-after={END_S:g}", f"{limit_s:.1f}"]
+    argv = [*limit, sys.executable, *shlex.split(words)]
+    done = subprocess.run(argv, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, check=False)
+    found["seconds"] = round(time.monotonic() - began, 1)
+    if done.returncode:
+        cut_off = time.monotonic() - began >= limit_s
+        found["failed"] = f"cut off: its {limit_s:.0f} s were over" if cut_off else f"exit code {done.returncode}"
+    try:
+        return found | {"rows": json.loads(done.stdout)}
+    except json.JSONDecodeError:
+        return found | {"output": done.stdout.splitlines()[-100:]}
+
+
+def main() -> int:
+    """Write the report. Returns 1 if a test or a benchmark failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "fake"), default="cuda")
+    parser.add_argument("--out", type=Path, default=Path("gpu.json"))
+    args = parser.parse_args()
+    tests = environ = {**os.environ, "FALLOW_TEST_DEVICE": args.device, "FALLOW_REQUIRE_ACCELERATOR": "1"}
+    end = time.monotonic() + LIMIT_S
+    with tempfile.TemporaryDirectory(prefix="fallow-gpu-") as folder:
+        if args.device == "fake":  # it comes as packages for real devices do
+            sys.path.insert(0, str(ROOT / "tests"))
+            environ = importlib.import_module("accelerator.autoload").environment(Path(folder, "backend"), tests)
+        device = run(f"-c {shlex.quote(FACTS)}", environ, LIMIT_S).get("rows", {})
+        if not device.get("count"):
+            print("gpu: torch finds no GPU; nvidia-smi and torch's build say why", file=sys.stderr)
+            return 1
+        made_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        found: dict[str, Any] = {"kind": args.device, "made_at": made_at, "device": device}
+        found |= {"tests": run(TESTS, tests, TESTS_S), "figures": []}
+        for gpus, words in BENCHES:
+            words = words.format(large=large(device.get("free_gib", 0)))
+            if args.device == "fake":
+                words = re.sub(r"--params \d+ --n \d+", "--params 0.1 --n 2", words)
+            bench = f"-m bench --json --device {args.device} {words}"
+            if gpus <= device["count"]:
+                found["figures"].append(run(bench, environ, end - time.monotonic()))
+            else:
+                found["figures"].append({"command": f"python {bench}", "needs": f"{gpus} GPUs"})
+            # After each: what is known must outlive a machine that is taken away.
+            args.out.write_text(json.dumps(found, indent=2) + "\n")
+    return int(any("failed" in each for each in [found["tests"], *found["figures"]]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

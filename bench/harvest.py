@@ -1,0 +1,147 @@
+"""The same jobs of others on two private Slurms side by side, with and without Fallow.
+
+Both see the same jobs at the same times, a job in place of the base allocation included. What Slurm says each second
+about jobs and nodes is all that the figures are made of, but for who trains and why a node is idle: that says the head.
+*Usable* holes (`fallow.demo.holes`) are longer than a start-up: in a shorter one no training can begin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from bench.rows import Progress, Row, Settings, ours
+from bench.session import command
+from fallow.core.holes import is_idle
+from fallow.demo.holes import HoleWatch, waits_s
+from fallow.demo.stage import Stage, members_of, start_load
+from fallow.model import ClusterState, DelayReport, FallowError, JobInfo, NodeOwner, Snapshot
+from fallow.slurm.cli import CliClient
+from fallow.testbed.api import up
+from fallow.testbed.cluster import Testbed
+
+NODES, SHARDS, SHARD_S = 8, 32, 0.04
+"""A step takes 1.3 s on one node and 0.16 s on eight: each node makes the training faster."""
+
+LOOK_S = 1.0
+LOAD = {"utilisation": 0.6, "mean": 60.0}
+"""Jobs of a minute. A start-up is to them about what 30 s are to the holes of a large site."""
+
+SCRIPT = """#!/bin/bash
+#SBATCH --job-name=training --partition=normal --exclusive --time=1440
+#FALLOW workers-per-node=1 min-minutes=1
+export OMP_NUM_THREADS=1 PYTHONPATH={root}
+fallow run -- {command}
+"""
+
+
+def run(settings: Settings, progress: Progress) -> Iterator[Row]:
+    """Rows for the idle time, for holes and for others' jobs. Takes `settings.seconds` and a minute; Ctrl-C ends it."""
+    with tempfile.TemporaryDirectory(prefix="fallow-harvest-", ignore_cleanup_errors=True) as scratch:
+        folder = Path(scratch)
+        with (
+            up(folder / "with", nodes=NODES, profile=settings.profile) as bed,
+            up(folder / "without", nodes=NODES, profile=settings.profile) as other,
+        ):
+            yield from asyncio.run(measure(folder, bed, other, settings, progress))
+
+
+async def measure(folder: Path, bed: Testbed, other: Testbed, settings: Settings, progress: Progress) -> list[Row]:
+    """Play on both testbeds."""
+    head_settings = {
+        "FALLOW_SLURM__POLL_INTERVAL_S": "10",
+        "FALLOW_HARVEST__ALLOW_WITHOUT_PREEMPTION": "true" if settings.profile == "plain" else "false",
+        "FALLOW_HARVEST__MAX_PENDING": str(NODES),
+        "FALLOW_HARVEST__MIN_MINUTES": "1",
+    }
+    stage = Stage(folder, bed, head_settings)
+    control = await stage.head.start()
+    argv = command("training", 10_000, folder, steps=10**6, shards=SHARDS, shard_s=SHARD_S)
+    base = await stage.submit(SCRIPT.format(root=Path(__file__).parents[1], command=" ".join(argv)), NODES)
+    sleeping = ["--job-name=training", "--exclusive", "--output=/dev/null", "--time=1440", "--wrap=exec sleep 86400"]
+    await asyncio.to_thread(other.slurm, "sbatch", *sleeping)
+    while not (await control.call("status", Snapshot)).runs[0].generation:  # noqa: ASYNC110
+        await asyncio.sleep(LOOK_S)
+    beds = {"with": bed, "without": other}
+    loads = [start_load(each, folder / f"{name}.log", seed=0, seconds=8e4, **LOAD) for name, each in beds.items()]
+    jobs: dict[str, dict[str, JobInfo]] = {name: {} for name in beds}
+    watch, idle_why = HoleWatch(), Counter[str]()
+    began = time.time()
+    try:
+        with contextlib.suppress(asyncio.CancelledError):  # Ctrl-C: what is known so far is worth telling
+            while time.time() - began < settings.seconds:
+                await asyncio.sleep(LOOK_S)
+                try:
+                    looks = await asyncio.gather(*(CliClient(each.conf).poll("fallow-") for each in beds.values()))
+                    snapshot = await control.call("status", Snapshot)
+                except FallowError as error:  # the next look may be good
+                    progress(f"harvest: {error}")
+                    continue
+                for cluster, seen in zip(looks, jobs.values(), strict=True):
+                    seen.update((job.name, job) for job in cluster.jobs if job.name.startswith("user-"))
+                owners = owners_in(looks[0], base)
+                watch.look(looks[0].at, owners, members_of(snapshot.runs[0]))
+                words = {node.node: node.unused for node in snapshot.nodes}
+                idle = (node for node, owner in owners.items() if owner is NodeOwner.IDLE)
+                idle_why.update((words.get(node, "") or "not seen yet").partition(":")[0] for node in idle)
+                progress(f"harvest: {time.time() - began:.0f} s, {len(watch.holes)} holes")
+        delayed = (await control.call("status", Snapshot)).head.others_delayed
+        return rows(watch, later_s(jobs["with"], jobs["without"], time.time()), idle_why, delayed)
+    finally:
+        for load in loads:
+            load.terminate()
+            await asyncio.to_thread(load.wait)
+        await control.aclose()
+        await stage.head.stop()
+
+
+def rows(watch: HoleWatch, later: list[float], idle_why: Counter[str], delayed: DelayReport) -> list[Row]:
+    """What was measured, as rows; a figure of nothing has none."""
+    start_up_s = watch.start_up_s or 0.0
+    idle, used = watch.idle_node_s(start_up_s), watch.harvested_node_s(start_up_s)
+    usable = f"{used:.0f} of {idle:.0f} node-seconds in holes longer than a start-up ({start_up_s:.1f} s); "
+    usable += f"looks at idle nodes: {', '.join(f'{word} {count}' for word, count in idle_why.most_common())}"
+    head = f"the head counts {delayed.jobs} delayed, p95 {delayed.p95_s:.1f} s, at most {delayed.max_s:.1f} s"
+    waits = waits_s(hole for hole in watch.holes if hole.left_by_others)
+    figures = [
+        ("idle time trained", "of it", [used / idle] if idle else [], usable),
+        ("hole to first step", "s", waits, f"{len(watch.holes)} holes"),
+        (
+            "others' jobs later",
+            "s",
+            later,
+            f"at most {max(later, default=0.0):.0f} s later than without Fallow; {head}",
+        ),
+    ]
+    return [Row(name=name, unit=unit, ours=ours(values), note=note) for name, unit, values, note in figures if values]
+
+
+def owners_in(cluster: ClusterState, base: str) -> dict[str, NodeOwner]:
+    """Whose each node is, by what Slurm says of jobs. The base job counts as others': it is not harvested.
+
+    A node in use whose job the other half of the poll does not show (yet) is left out.
+    """
+    used = {node.node for node in cluster.nodes if {node.state, *node.flags} & {"ALLOCATED", "MIXED", "COMPLETING"}}
+    unused = [node for node in cluster.nodes if node.node not in used]
+    owners = {node.node: NodeOwner.IDLE if is_idle(node) else NodeOwner.DOWN for node in unused}
+    held = [job for job in cluster.jobs if job.state in ("RUNNING", "COMPLETING", "CONFIGURING")]
+    ours = [job for job in held if job.name.startswith("fallow-") and job.job_id != base]
+    owners |= {node: NodeOwner.OURS for job in ours for node in job.nodes}
+    return owners | {node: NodeOwner.OTHERS for job in held if job not in ours for node in job.nodes}
+
+
+def later_s(ours: dict[str, JobInfo], theirs: dict[str, JobInfo], until: float) -> list[float]:
+    """By how much each job waited longer with Fallow. One that has not started counts with its wait up to now."""
+
+    def wait_s(job: JobInfo) -> float:
+        # One that was cancelled while it waited has a start in Slurm's books, but no nodes.
+        start = job.start_at if job.nodes and job.start_at is not None else until
+        return min(start, until) - (job.submit_at or until)
+
+    started = [name for name in ours.keys() & theirs.keys() if ours[name].nodes or theirs[name].nodes]
+    return [wait_s(ours[name]) - wait_s(theirs[name]) for name in started]

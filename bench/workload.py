@@ -1,0 +1,138 @@
+"""What benchmarks train: the example `gpt_stdlib` with about so many parameters and AdamW, on a device of its own.
+
+On the processor a sample has 16 bytes, so that a step is short beside the state: elasticity is measured. Where the
+membership changes on a device, weights are bfloat16 and AdamW works in float32 (`MixedAdamW`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.optim.adamw import adamw
+from torch.utils.data import Dataset
+
+from fallow.core.membership.names import member_name, member_number
+from fallow.model import Exit, FallowError
+from fallow.shipped import shipped
+
+sys.path.append(str(shipped("examples")))
+_EXAMPLE: Any = importlib.import_module("gpt_stdlib")
+LAYERS = 6
+CONTEXT = {"cuda": 256}
+"""Bytes of a sample, by kind of device; 16 on others."""
+
+HOST = torch.device("cpu")
+_RATE, _BETAS, _EPS, _DECAY = 1e-4, (0.9, 0.999), 1e-8, 0.01
+
+
+def make(params: int, device: torch.device = HOST, *, mixed: bool = False) -> nn.Module:
+    """A model of about `params` parameters, the same in every process; `mixed`: in bfloat16."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high")  # TF32 on CUDA
+    width = min(range(16, 4096, 16), key=lambda width: abs(LAYERS * 12 * width**2 + 512 * width - params))
+    model: nn.Module = _EXAMPLE.GPT(LAYERS, width, CONTEXT.get(device.type, 16), dropout=0.0)
+    return model.to(device, torch.bfloat16 if mixed else torch.float32)
+
+
+def text(device: torch.device = HOST) -> Dataset[tuple[torch.Tensor, torch.Tensor]]:
+    """Samples for the model: bytes, and the next ones."""
+    data: Dataset[tuple[torch.Tensor, torch.Tensor]] = _EXAMPLE.Text(CONTEXT.get(device.type, 16))
+    return data
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of one batch, which may still be on the host."""
+    weight = next(model.parameters())
+    tokens, targets = (part.to(weight.device, non_blocking=True) for part in (tokens, targets))
+    # Norms and the loss of bfloat16 weights are in float32.
+    with torch.autocast(weight.device.type, torch.bfloat16, enabled=weight.dtype == torch.bfloat16):
+        return nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW in one pass over the memory: torch's default, a loop over tensors, takes six times as long on a CPU."""
+    if next(model.parameters()).dtype == torch.bfloat16:
+        return MixedAdamW(model.parameters())
+    return torch.optim.AdamW(model.parameters(), _RATE, _BETAS, _EPS, _DECAY, fused=True)
+
+
+class MixedAdamW(torch.optim.Optimizer):
+    """AdamW for bfloat16 weights, with a copy of each weight and both moments in float32: 12 bytes a parameter.
+
+    One parameter after the other, so that no more than one gradient is in memory as float32.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update each parameter that has a gradient."""
+        options: dict[str, Any] = {"amsgrad": False, "maximize": False, "fused": True, "eps": _EPS}
+        options |= {"lr": _RATE, "beta1": _BETAS[0], "beta2": _BETAS[1], "weight_decay": _DECAY}
+        for weight in (weight for group in self.param_groups for weight in group["params"] if weight.grad is not None):
+            state = self.state[weight]
+            if not state:
+                state["step"] = torch.zeros((), device=weight.device)
+                state["weight"] = weight.float()
+                state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(state["weight"]) for _ in range(2))
+            lists = [[state["weight"]], [weight.grad.float()], [state["exp_avg"]], [state["exp_avg_sq"]], []]
+            adamw(*lists, [state["step"]], **options)  # type: ignore[call-arg, arg-type]
+            weight.copy_(state["weight"])
+
+
+def check_device(name: str) -> None:
+    """Refuse a kind of device that this machine has none of.
+
+    Raises:
+        FallowError: torch knows none here.
+    """
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if found is None or found.type != name:
+        advice = f"only {found.type}" if found else "no GPU; nvidia-smi and torch's build say why"
+        raise FallowError(f"--device {name}: torch {torch.__version__} finds {advice}", Exit.UNAVAILABLE)
+
+
+def are_shared(name: str, workers: int) -> bool:
+    """True if there are more workers than devices of that kind."""
+    return name != "cpu" and workers > torch.accelerator.device_count()
+
+
+def take(name: str, workers: int) -> torch.device:
+    """Make a device this process's own, before anything else is done with torch.
+
+    Where workers share devices, gradients go through the host: NCCL refuses two ranks on one GPU.
+
+    Args:
+        name: of its kind.
+        workers: that the run has in all, from its start to its end.
+    """
+    if name == "cpu":
+        return HOST
+    if are_shared(name, workers):
+        dist.Backend.default_device_backend_map.pop(name, None)
+    number = (member_number(os.environ.get("FALLOW_WORKER", member_name(1))) - 1) % torch.accelerator.device_count()
+    torch.accelerator.set_device_index(number)
+    return torch.device(name, number)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all that the device has to do, so that a clock can be read."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def sums_on(name: str, workers: int) -> str:
+    """How gradients are summed on a device, for a row's note; empty on the processor."""
+    if name == "cpu":
+        return ""
+    shared = f"{workers} workers share {torch.accelerator.device_count()} {name}: sums go through the host; "
+    return shared if are_shared(name, workers) else f"each worker has a {name}: sums on the device; "

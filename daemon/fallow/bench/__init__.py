@@ -1,1 +1,0 @@
-"""Measured figures, side by side with peers: what `fallow bench` runs."""

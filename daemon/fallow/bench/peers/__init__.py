@@ -1,1 +1,0 @@
-"""The same training under other elastic runtimes, started as their documentation says."""

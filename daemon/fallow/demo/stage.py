@@ -1,0 +1,96 @@
+"""A private Slurm with a head of its own, jobs of other users and one training: where the demo plays."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from fallow.files import Paths
+from fallow.local.headprocess import HeadProcess
+from fallow.model import AllocationKind, Exit, FallowError, NodeOwner, RunView, Snapshot
+from fallow.testbed.cluster import Testbed
+
+
+class Stage:
+    """A testbed and the head that harvests on it.
+
+    Args:
+        folder: private; takes the head's state and all logs.
+        testbed: is up.
+        settings: environment variables for the head.
+    """
+
+    def __init__(self, folder: Path, testbed: Testbed, settings: Mapping[str, str]) -> None:
+        self.folder = folder
+        self.testbed = testbed
+        empty = folder / "config.toml"
+        empty.touch(mode=0o600)
+        self.environ = {
+            **os.environ,
+            **testbed.env(),
+            **settings,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",
+            "FALLOW_STATE_DIR": str(folder / "state"),
+            "FALLOW_CONFIG": str(empty),
+            "FALLOW_HEAD__ADDRESS": "127.0.0.1",
+            "XDG_RUNTIME_DIR": str(folder),
+        }
+        self.head = HeadProcess(Paths.default(self.environ).create(), self.environ, folder / "head.log")
+
+    async def submit(self, script: str, nodes: int) -> str:
+        """Run `fallow submit --nodes=1:NODES` on a batch script with this text; returns the job id.
+
+        Raises:
+            FallowError: it failed.
+        """
+        batch = self.folder / "training.sbatch"
+        batch.write_text(script)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "fallow", "submit", "--parsable"),
+            *(f"--nodes=1:{nodes}", f"--output={self.folder}/training.out", str(batch)),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=self.environ,
+            cwd=self.folder,
+        )
+        out, err = await process.communicate()
+        if process.returncode != 0:
+            raise FallowError(f"fallow submit failed: {err.decode(errors='replace').strip()}", Exit.SOFTWARE)
+        return out.decode().strip()
+
+
+def start_load(testbed: Testbed, log: Path, *, seed: int, seconds: float, **options: float) -> subprocess.Popen[bytes]:
+    """Start `fallow testbed load`: jobs of other users until SIGTERM.
+
+    Args:
+        testbed: takes the jobs.
+        log: file for the output.
+        seed: the same seed makes the same jobs.
+        seconds: after which it ends by itself.
+        options: more of its options, by name.
+    """
+    argv = [sys.executable, "-m", "fallow", "testbed", "load", str(testbed.folder), "--seed", str(seed)]
+    argv += [
+        "--seconds",
+        str(seconds),
+        *(word for name, value in options.items() for word in (f"--{name}", str(value))),
+    ]
+    with log.open("wb") as output:
+        # In a session of its own: Ctrl-C is for its starter, who ends it in order.
+        return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
+
+
+def owners_of(snapshot: Snapshot, run: RunView) -> dict[str, NodeOwner]:
+    """Whose each node is. Nodes of the run's base allocation count as others': they are not harvested."""
+    base = {node for each in run.allocations if each.kind is AllocationKind.BASE for node in each.nodes}
+    return {node.node: NodeOwner.OTHERS if node.node in base else node.owner for node in snapshot.nodes}
+
+
+def members_of(run: RunView) -> set[str]:
+    """Nodes that train."""
+    return {member.node for member in run.members if member.rank is not None}
