@@ -14,7 +14,7 @@ from bench.rows import Progress, Row, Settings, at, ours
 from bench.session import train
 from bench.steplog import Finished
 from bench.workload import sums_on
-from fallow.core.schedule import Action
+from fallow.core.submission.schedule import Action
 from fallow.model import ChangeKind, GenerationReport
 
 CHANGES, CHANGE_STEPS = 32, 3

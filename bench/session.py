@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench import steplog
 from bench.steplog import Finished
-from fallow.core.schedule import Action, Item, parse_schedule
+from fallow.core.submission.schedule import Action, Item, parse_schedule
 from fallow.local.driver import Driver
 from fallow.model import Exit, FallowError, RunReport, RunStatus
 

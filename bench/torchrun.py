@@ -21,7 +21,7 @@ import psutil
 from bench import steplog
 from bench.rows import Peer, Progress, Row, Settings, at, ours
 from bench.session import command, train
-from fallow.core.schedule import Action
+from fallow.core.submission.schedule import Action
 from fallow.model import Exit, FallowError
 
 ROUNDS = 3

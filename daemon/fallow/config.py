@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from fallow.core.network import port_range
+from fallow.core.checks.network import port_range
 from fallow.model import ACCOUNT_PATTERN, DataNetwork, Exit, FallowError
 
 SYSTEM_FILE = Path("/etc/fallow/config.toml")

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from fallow.config import Config
-from fallow.core.backoff import Asker
+from fallow.core.accounting.backoff import Asker
 from fallow.core.membership import events as ev
 from fallow.core.membership.watch import Timing
 from fallow.files import Paths

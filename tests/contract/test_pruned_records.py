@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from fallow.config import Prune, Usage
+from fallow.core.accounting.spans import Span, Use
 from fallow.core.allocations import Allocation
 from fallow.core.membership import events as ev
 from fallow.core.membership.watch import Timing
-from fallow.core.spans import Span, Use
 from fallow.files import Paths
 from fallow.head.api.pruning import DAY_S, EVERY_S, Pruning
 from fallow.head.api.views import run_report

@@ -12,7 +12,7 @@ import pytest
 
 from fallow.core.neighbour.preemption import as_for_us
 from fallow.core.neighbour.waiting import others_waiting
-from fallow.core.rules import HarvestRules, harvestable
+from fallow.core.planning.rules import HarvestRules, harvestable
 from fallow.model import ClusterState, JobInfo, JobRequest
 from fallow.slurm.cli import CliClient
 from fallow.slurm.client import SlurmClient, SlurmUnavailable, SubmitRejected

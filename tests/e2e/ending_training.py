@@ -36,7 +36,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fallow
-from fallow.core.shares import Division
+from fallow.core.training.shares import Division
 
 WORKER = os.environ.get("FALLOW_WORKER", "")
 LINGERS_S = 12.0

@@ -23,7 +23,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader, TensorDataset
 from worlds import forked
 
-from fallow.core.shards import Duty
+from fallow.core.training.shards import Duty
 from fallow.worker.api.lazy_imports import put_off_compiler
 from fallow.worker.api.run import Run
 from fallow.worker.handover.transfer import export_state

@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-from fallow.core.audit import Record, audit
 from fallow.core.membership.gather import Gathers
 from fallow.core.membership.messages import (
     Checkpoint,
@@ -33,6 +32,7 @@ from fallow.core.membership.messages import (
 from fallow.core.membership.roster import check_of
 from fallow.core.protocol.agents import News, Setup
 from fallow.core.protocol.workers import FromWorker, Heard, Part, Start, Status
+from fallow.core.training.audit import Record, audit
 from fallow.model import Doing, SampleReport
 from fallow.wire.codec import Decoder, encode
 from fallow.worker.data.ledger import read_ledger

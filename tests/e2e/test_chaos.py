@@ -29,7 +29,7 @@ pytest.importorskip("torch")
 
 from bench import session, steplog
 from fallow.core.membership.names import member_number
-from fallow.core.schedule import Action, Item
+from fallow.core.submission.schedule import Action, Item
 from fallow.local.driver import LOOK_S, Driver
 from fallow.model import MemberPhase, MemberView, RunStatus, RunView
 

@@ -13,8 +13,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from fallow.core.audit import Fed
-from fallow.core.schedule import parse_schedule
+from fallow.core.submission.schedule import parse_schedule
+from fallow.core.training.audit import Fed
 from fallow.local.driver import Driver
 from fallow.model import RunReport, RunStatus
 from fallow.worker.data.ledger import read_ledger

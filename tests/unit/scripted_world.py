@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from scripted_group import Board, Generation, Killed, ProcessGroup, ScriptedGroup
 
-from fallow.core.apart import Stranger
-from fallow.core.audit import audit
 from fallow.core.membership.messages import Checkpoint, Contract, End, Finish, Plan
 from fallow.core.protocol.agents import Setup
+from fallow.core.training.apart import Stranger
+from fallow.core.training.audit import audit
 from fallow.model import SampleReport
 from fallow.worker.api.run import Run
 from fallow.worker.data.ledger import read_ledger

@@ -9,7 +9,7 @@ import torch
 from small_training import Script, alone, net, no_watchers
 from torch import distributed
 
-from fallow.core.apart import Stranger
+from fallow.core.training.apart import Stranger
 from fallow.model import FallowError
 from fallow.worker.api.run import init
 

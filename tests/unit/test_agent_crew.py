@@ -18,7 +18,7 @@ from fallow.agent.merge import merge_report
 from fallow.agent.place import Place
 from fallow.agent.reporter import Reporter
 from fallow.agent.worker import Launch
-from fallow.core.devices import Devices
+from fallow.core.checks.devices import Devices
 from fallow.core.membership.messages import End, Gather, Order
 from fallow.core.protocol.agents import Beat, Ended, News, Setup
 from fallow.files import RunPaths

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_training import part
 
-from fallow.core.apart import Apart, Stranger
-from fallow.core.shards import Cut
+from fallow.core.training.apart import Apart, Stranger
+from fallow.core.training.shards import Cut
 from fallow.model import FallowError
 from fallow.worker.handover.standing import FRESH, HOLDS, TORN
 from fallow.worker.loop.agreement import check_calls, check_parts, check_places, ranked

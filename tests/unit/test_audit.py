@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from fallow.core.audit import Done, Fed, Record, Start, audit
+from fallow.core.training.audit import Done, Fed, Record, Start, audit
 
 
 def test_steps_of_a_generation_that_was_broken_off_early_count() -> None:

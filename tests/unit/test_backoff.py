@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from fallow.core.accounting.backoff import LONGEST_S, SHORTER_S, Asker, Backoff, Scope, scope_of
 from fallow.core.allocations import Allocation
-from fallow.core.backoff import LONGEST_S, SHORTER_S, Asker, Backoff, Scope, scope_of
-from fallow.core.learner import Learner
 from fallow.core.planning.asking import Ask
-from fallow.core.rules import Demand, HarvestRules, Known
+from fallow.core.planning.learner import Learner
+from fallow.core.planning.rules import Demand, HarvestRules, Known
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm.learning import Learning
 from fallow.head.state.book import Book

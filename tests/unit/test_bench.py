@@ -17,7 +17,7 @@ from bench import changes, gpu, harvest, scale, steady, steplog, workload
 from bench.__main__ import BENCHES, INTERRUPTED, main, measure
 from bench.rows import Peer, Progress, Row, Settings, ours
 from bench.steplog import Finished
-from fallow.core.schedule import Action, parse_schedule
+from fallow.core.submission.schedule import Action, parse_schedule
 from fallow.model import ClusterState, Exit, FallowError, JobInfo, NodeInfo, NodeOwner
 
 

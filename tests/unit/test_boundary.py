@@ -13,7 +13,7 @@ from scripted_group import Break, Generation, Killed
 from scripted_world import World
 from small_training import Script, no_watchers
 
-from fallow.core.apart import Apart
+from fallow.core.training.apart import Apart
 from fallow.model import FallowError
 from fallow.worker.api.run import Run
 from fallow.worker.checkpoint.saver import Saver

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fallow.core import budget
+from fallow.core.accounting import budget
+from fallow.core.accounting.spans import Span, by_token, follow
 from fallow.core.allocations import SUBMIT_S, Allocation, forgo, observe, send, sent
-from fallow.core.spans import Span, by_token, follow
 from fallow.core.states import ENDED_STATES
 from fallow.model import AllocationKind, AllocationState, JobInfo
 

@@ -8,12 +8,12 @@ import pytest
 
 from fallow.config import Checkpoint, Config, Membership
 from fallow.config import Harvest as HarvestSection
+from fallow.core.accounting.backoff import FIRST_S
+from fallow.core.accounting.cancelled import CANCELS, WITHIN_S, Cancels, by_others, note
+from fallow.core.accounting.spans import Span
 from fallow.core.allocations import Agent, Allocation
-from fallow.core.backoff import FIRST_S
-from fallow.core.cancelled import CANCELS, WITHIN_S, Cancels, by_others, note
 from fallow.core.membership.failures import BAR_S
 from fallow.core.protocol.agents import Beat
-from fallow.core.spans import Span
 from fallow.head.loop.turn import Turn, agent_peer
 from fallow.head.peers.agents import Agents
 from fallow.head.slurm.harvest import Harvest

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from fallow.core.membership.messages import Checkpoint, Problem  # noqa: E402
 from fallow.core.protocol.agents import News, Setup  # noqa: E402
-from fallow.core.saving import RETRY_S, Saving  # noqa: E402
+from fallow.core.training.saving import RETRY_S, Saving  # noqa: E402
 from fallow.worker.checkpoint import writer as writing  # noqa: E402
 from fallow.worker.checkpoint.restore import load  # noqa: E402
 from fallow.worker.checkpoint.saver import Saver  # noqa: E402

@@ -15,7 +15,7 @@ import pytest
 
 from fallow.cli import common
 from fallow.cli.main import COMMANDS, cli, invoke, wants_json
-from fallow.core.schedule import GRAMMAR
+from fallow.core.submission.schedule import GRAMMAR
 from fallow.model import Exit, FallowError
 from fallow.testbed.conf import Profile
 

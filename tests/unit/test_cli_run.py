@@ -16,8 +16,8 @@ import fallow
 from fallow.cli import run as run_command
 from fallow.cli.main import invoke
 from fallow.cli.run import script_processes
-from fallow.core.script import harvest_script
-from fallow.core.step import step_command, step_environment
+from fallow.core.submission.script import harvest_script
+from fallow.core.submission.step import step_command, step_environment
 from fallow.files import Paths, write_struct
 from fallow.model import (
     AllocationKind,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from fallow.config import Membership
 from fallow.core.neighbour.needs import ExternalDemand
+from fallow.core.planning.rules import HarvestRules
 from fallow.core.planning.withdrawals import withdrawals
-from fallow.core.rules import HarvestRules
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm.jobs import take_in
 from fallow.model import (

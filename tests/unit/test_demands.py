@@ -7,9 +7,9 @@ from msgspec.structs import replace
 from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind
 from fallow.core.planning.asking import Ask
+from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.core.planning.withdrawals import wanted_back
-from fallow.core.reserved import within
-from fallow.core.rules import Demand, HarvestRules
+from fallow.core.submission.reserved import within
 from fallow.head.slurm.demands import kind_of
 from fallow.model import (
     AllocationKind,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fallow.agent.place import Place
-from fallow.core.devices import Devices, visible
+from fallow.core.checks.devices import Devices, visible
 
 
 @pytest.mark.parametrize(

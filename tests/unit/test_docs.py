@@ -24,9 +24,9 @@ from bench import __main__ as bench
 from fallow.cli.main import COMMANDS, cli
 from fallow.cli.submit import prepare
 from fallow.config import load_config
-from fallow.core.sbatch_line import split
-from fallow.core.schedule import parse_schedule
-from fallow.core.script import _KEYS, parse_script
+from fallow.core.submission.sbatch_line import split
+from fallow.core.submission.schedule import parse_schedule
+from fallow.core.submission.script import _KEYS, parse_script
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from fallow.config import Checkpoint, Membership
-from fallow.core.duds import BACKOFF_S, DUDS, ROUNDS, Duds, came, ended, put_off_s
+from fallow.core.accounting.duds import BACKOFF_S, DUDS, ROUNDS, Duds, came, ended, put_off_s
 from fallow.core.membership.failures import BAR_S
 from fallow.core.protocol.agents import Hello
 from fallow.head.api.views import run_view

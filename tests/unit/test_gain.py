@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fallow.core.gain import MEMORY_S, SIZES, Curve, Seen, pooled, speeds
+from fallow.core.planning.gain import MEMORY_S, SIZES, Curve, Seen, pooled, speeds
 
 NOW = 1_000_000.0
 

@@ -12,15 +12,15 @@ import pytest
 
 from fallow.config import Config
 from fallow.config import Harvest as HarvestSection
+from fallow.core.accounting.backoff import Asker
+from fallow.core.accounting.fairshare import HALF_LIFE_S
+from fallow.core.accounting.spans import Span
 from fallow.core.allocations import Agent, Allocation
-from fallow.core.backoff import Asker
-from fallow.core.deadline import deadline_at
-from fallow.core.fairshare import HALF_LIFE_S
-from fallow.core.gain import Curve, pooled
-from fallow.core.script import parse_script
-from fallow.core.spans import Span
+from fallow.core.planning.gain import Curve, pooled
+from fallow.core.planning.valuing import Gain
+from fallow.core.submission.deadline import deadline_at
+from fallow.core.submission.script import parse_script
 from fallow.core.tokens import names_harvest
-from fallow.core.valuing import Gain
 from fallow.head.api.metrics import Metrics
 from fallow.head.api.views import run_view, shown
 from fallow.head.loop.turn import Turn

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from fallow.core.checks import Check, Level
-from fallow.core.gpu_checks import Found, Link, Measured, NodeFacts, expected_gb_s, verdicts
+from fallow.core.checks.gpu_checks import Found, Link, Measured, NodeFacts, expected_gb_s, verdicts
+from fallow.core.checks.site import Check, Level
 from fallow.slurm.parse import folded
 
 CARDS = [Link(f"mlx5_{n}:1", "infiniband", 200.0) for n in range(4)]

@@ -14,11 +14,11 @@ import pytest
 
 from fallow.config import Config
 from fallow.config import Harvest as HarvestSection
+from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import SUBMIT_S, Agent, Allocation
-from fallow.core.allowance import AHEAD
-from fallow.core.backoff import Asker
+from fallow.core.planning.allowance import AHEAD
 from fallow.core.planning.asking import Ask
-from fallow.core.rules import Demand, HarvestRules, Known
+from fallow.core.planning.rules import Demand, HarvestRules, Known
 from fallow.head.api.views import node_views
 from fallow.head.loop.inbox import Due, Inbox, Item, Polled, Submitted, TrialRefused
 from fallow.head.loop.turn import Turn

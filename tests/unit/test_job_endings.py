@@ -9,9 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from fallow.config import Config
+from fallow.core.accounting.cancelled import VERDICT_S, awaits_verdict
+from fallow.core.accounting.spans import Span
 from fallow.core.allocations import Agent, Allocation
-from fallow.core.cancelled import VERDICT_S, awaits_verdict
-from fallow.core.spans import Span
 from fallow.head.loop.turn import Turn
 from fallow.head.peers.agents import agent_gone, give_up_agent
 from fallow.head.slurm.harvest import Harvest

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fallow.core.rules import HarvestRules
+from fallow.core.planning.rules import HarvestRules
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm.learning import Learning
 from fallow.head.state.book import Book

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fallow.core.audit import audit
 from fallow.core.membership.messages import Contract
 from fallow.core.membership.records import Node, Root
 from fallow.core.membership.roster import Roster
+from fallow.core.training.audit import audit
 from fallow.head.api.ledgers import count_samples
 from fallow.model import ChangeKind, GenerationReport, Parts
 from fallow.worker.data import ledger as ledgers

@@ -14,7 +14,7 @@ from scripted_world import World
 from small_training import GLOBAL_BATCH, no_watchers
 from test_meeting import STEPS, Training, check, history, reference
 
-from fallow.core.apart import Apart, Stranger
+from fallow.core.training.apart import Apart, Stranger
 from fallow.model import Exit, FallowError
 from fallow.worker.api.run import Run
 from fallow.worker.loop.generations import Released

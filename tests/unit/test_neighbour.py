@@ -21,7 +21,7 @@ from fallow.core.neighbour.needs import ExternalDemand, assess
 from fallow.core.neighbour.site import LOOKED_AT, SiteRules, site_rules
 from fallow.core.neighbour.waiting import array_elements
 from fallow.core.neighbour.watch import Manners, Watch
-from fallow.core.sbatch import harvest_options
+from fallow.core.submission.sbatch import harvest_options
 from fallow.core.tokens import new_token
 from fallow.model import (
     AllocationKind,

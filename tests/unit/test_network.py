@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from fallow.config import Config, Network, load_config
-from fallow.core.network import Interface, data_address, head_address, is_named, port_range
+from fallow.core.checks.network import Interface, data_address, head_address, is_named, port_range
 from fallow.head.peers.whereabouts import find_address
 from fallow.model import ClusterConfig, DataNetwork, Exit, FallowError
 from fallow.wire.address import interfaces, listen, local_address_towards

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from fallow.core.gpu_checks import Link
+from fallow.core.checks.gpu_checks import Link
 from fallow.nodecheck.facts import look_around
 from fallow.nodecheck.meeting import FolderGathers
 

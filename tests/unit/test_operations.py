@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from fallow.config import Config, Usage
+from fallow.core.accounting.backoff import FIRST_S
+from fallow.core.accounting.spans import Span
 from fallow.core.allocations import SUBMIT_S, Agent, Allocation
-from fallow.core.backoff import FIRST_S
 from fallow.core.membership.messages import Checkpoint
 from fallow.core.membership.watch import Timing
-from fallow.core.restarts import EVERY_S
-from fallow.core.spans import Span
+from fallow.core.training.restarts import EVERY_S
 from fallow.files import Paths
 from fallow.head.api.operations import Operations
 from fallow.head.api.views import run_view

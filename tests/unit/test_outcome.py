@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_training import SUMS, part
 
-from fallow.core.shares import divide
+from fallow.core.training.shares import divide
 from fallow.worker.loop.exchange import Outcome, decode_outcome, decode_part, encode, exact_sum
 from fallow.worker.reduction.step_sums import Sums
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fallow.core.fairshare import HALF_LIFE_S, LEAST, MOST, factors, faded_use
-from fallow.core.pacing import URGENT, dispensable, extra_nodes, schedule
+from fallow.core.accounting.fairshare import HALF_LIFE_S, LEAST, MOST, factors, faded_use
+from fallow.core.accounting.pacing import URGENT, dispensable, extra_nodes, schedule
 
 SPEEDS = ((1, 1.0), (2, 1.9), (4, 3.5), (8, 6.0))
 

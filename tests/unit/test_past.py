@@ -9,7 +9,7 @@ import pytest
 
 from fallow.config import Membership
 from fallow.core import records
-from fallow.core.gain import Seen
+from fallow.core.planning.gain import Seen
 from fallow.head.deadlines import Deadlines
 from fallow.head.loop.turn import Turn
 from fallow.head.peers import saved

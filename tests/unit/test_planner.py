@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fallow.core import allowance
+from fallow.core.accounting.spans import follow
 from fallow.core.allocations import Agent, Allocation, observe, preempted_until
 from fallow.core.holes import find_holes, planned_ends
 from fallow.core.neighbour.needs import ExternalDemand, GiveBack
+from fallow.core.planning import allowance
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.plan import plan
+from fallow.core.planning.rules import Demand, HarvestRules, Known, harvestable
 from fallow.core.planning.withdrawals import Withdraw, withdrawals
-from fallow.core.rules import Demand, HarvestRules, Known, harvestable
-from fallow.core.spans import follow
 from fallow.core.states import ENDED_STATES
 from fallow.model import (
     AllocationKind,

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fallow.core import checks
+from fallow.core.checks.site import site as checks
 from fallow.core.neighbour.preemption import as_for_us
-from fallow.core.rules import HarvestRules, harvestable
+from fallow.core.planning.rules import HarvestRules, harvestable
 from fallow.model import ClusterConfig, ClusterState, PartitionInfo
 from fallow.slurm import parse
 from fallow.slurm.cli import CliClient

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from fallow.core.allocations import Allocation
-from fallow.core.rules import HarvestRules, Known
+from fallow.core.planning.rules import HarvestRules, Known
 from fallow.head.slurm.prospect import look
 from fallow.model import (
     AllocationKind,

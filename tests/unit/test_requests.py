@@ -13,21 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from fallow.core import allowance
+from fallow.core.accounting.backoff import Asker, Backoff
 from fallow.core.allocations import Allocation
-from fallow.core.backoff import Asker, Backoff
-from fallow.core.experience import Experience
 from fallow.core.holes import Part, find_holes, planned_ends
 from fallow.core.kinds import Kind, likeness, may_use
-from fallow.core.learner import Learner
 from fallow.core.neighbour.needs import GiveBack
+from fallow.core.planning import allowance
 from fallow.core.planning.asking import Ask
+from fallow.core.planning.experience import Experience
+from fallow.core.planning.learner import Learner
 from fallow.core.planning.plan import Action, plan
+from fallow.core.planning.rules import Demand, HarvestRules, Known, harvestable
 from fallow.core.planning.share import Worth, linear
 from fallow.core.planning.share import values as values_of
+from fallow.core.planning.unstarted import Unstarted
 from fallow.core.planning.withdrawals import Withdraw
-from fallow.core.rules import Demand, HarvestRules, Known, harvestable
-from fallow.core.unstarted import Unstarted
 from fallow.model import (
     AllocationKind,
     AllocationState,

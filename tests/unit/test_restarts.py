@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fallow.agent.restart import under_torchrun
-from fallow.core.restarts import ATTEMPTS, WELL_S, Attempts
+from fallow.core.training.restarts import ATTEMPTS, WELL_S, Attempts
 from fallow.local import main as local
 from fallow.model import AllocationKind, Exit, FallowError
 

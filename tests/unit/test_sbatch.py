@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.core.holes import Part
-from fallow.core.sbatch import base_options, captured_environment, harvest_options, job_environment
-from fallow.core.sbatch_line import Given, in_force, parse_nodes, refuse, split
-from fallow.core.sbatch_table import BY_LONG, OPTIONS, Reach, Value
-from fallow.core.script import parse_script
-from fallow.core.submission import Submission, plan
+from fallow.core.submission.prepare import Submission, plan
+from fallow.core.submission.sbatch import base_options, captured_environment, harvest_options, job_environment
+from fallow.core.submission.sbatch_line import Given, in_force, parse_nodes, refuse, split
+from fallow.core.submission.sbatch_table import BY_LONG, OPTIONS, Reach, Value
+from fallow.core.submission.script import parse_script
 from fallow.model import AllocationKind, Exit, FallowError, RunSpec
 
 

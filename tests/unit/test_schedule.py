@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fallow.core.schedule import Action, parse_schedule
+from fallow.core.submission.schedule import Action, parse_schedule
 from fallow.local.driver import name_of
 from fallow.model import Exit, FallowError
 

@@ -16,7 +16,7 @@ import pytest
 
 from fallow.cli import doctor
 from fallow.cli.main import COMMANDS, invoke
-from fallow.core.checks import Check, Level
+from fallow.core.checks.site import Check, Level
 from fallow.local import main as local_main
 from fallow.model import Exit, FallowError, RunReport, RunStatus
 

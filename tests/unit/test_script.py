@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fallow.core.script import harvest_script, parse_script, split_directive, typed_settings, wrap
+from fallow.core.submission.script import harvest_script, parse_script, split_directive, typed_settings, wrap
 from fallow.model import Exit, FallowError
 
 SCRIPT = """\

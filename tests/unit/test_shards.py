@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fallow.core.audit import Done, Fed, Record, Start, audit
-from fallow.core.shards import duties, lone, make_layout, mix, shard_crc
-from fallow.core.shares import Division, divide
+from fallow.core.training.audit import Done, Fed, Record, Start, audit
+from fallow.core.training.shards import duties, lone, make_layout, mix, shard_crc
+from fallow.core.training.shares import Division, divide
 from fallow.model import FallowError
 
 PACES = st.floats(0, 1e3, allow_nan=False)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from fallow.core import allowance
+from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import Allocation
-from fallow.core.backoff import Asker
-from fallow.core.experience import Experience
 from fallow.core.kinds import Kind
-from fallow.core.rules import Demand
-from fallow.core.shared_limits import Reserve, Room, capped, fills, named, waits_for_limit, yielded
+from fallow.core.planning import allowance
+from fallow.core.planning.experience import Experience
+from fallow.core.planning.rules import Demand
+from fallow.core.planning.shared_limits import Reserve, Room, capped, fills, named, waits_for_limit, yielded
 from fallow.model import (
     AllocationKind,
     AllocationState,

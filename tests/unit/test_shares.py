@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fallow.core.shares import EVERY, GAIN, Division, divide, filled, step_time
+from fallow.core.training.shares import EVERY, GAIN, Division, divide, filled, step_time
 
 PACE = st.floats(0.01, 100)
 

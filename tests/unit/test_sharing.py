@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import Allocation
-from fallow.core.backoff import Asker
-from fallow.core.gain import Curve, speeds
 from fallow.core.kinds import Kind
 from fallow.core.neighbour.needs import GiveBack
 from fallow.core.planning.asking import Ask
+from fallow.core.planning.gain import Curve, speeds
 from fallow.core.planning.plan import Action, plan
+from fallow.core.planning.rules import Demand, HarvestRules, Known
 from fallow.core.planning.share import Worth, values
 from fallow.core.planning.withdrawals import Withdraw
-from fallow.core.rules import Demand, HarvestRules, Known
 from fallow.model import AllocationKind, AllocationState, ClusterState, NodeInfo, PartitionInfo
 from planning import actions
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fallow.core.joining import difference
+from fallow.core.membership.joining import difference
 from fallow.core.membership.messages import Contract
 from fallow.model import FallowError
 from fallow.worker.prepared import signature as sg

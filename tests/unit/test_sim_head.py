@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fallow.config import Config, Harvest, Slurm
-from fallow.core.allowance import Limits
 from fallow.core.neighbour.watch import LEAVE_S, WATCHFUL_S
+from fallow.core.planning.allowance import Limits
 from fallow.model import (
     AllocationState,
     ClusterConfig,

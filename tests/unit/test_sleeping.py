@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from fallow.core.accounting.prices import Prices, WakePrice
 from fallow.core.allocations import Allocation, observe
 from fallow.core.holes import find_holes
 from fallow.core.kinds import Kind
 from fallow.core.neighbour.needs import assess
 from fallow.core.planning.asking import Ask, outdated
 from fallow.core.planning.plan import Action
-from fallow.core.prices import Prices, WakePrice
-from fallow.core.rules import Demand, HarvestRules
+from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.model import (
     AllocationKind,
     AllocationState,

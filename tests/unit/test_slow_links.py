@@ -8,7 +8,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fallow.core.slow_links import SUSTAINED_S, Finding, Member, SlowLinks, estimate_step_s, find_suspect
+from fallow.core.training.slow_links import SUSTAINED_S, Finding, Member, SlowLinks, estimate_step_s, find_suspect
 
 SHARDS = 32
 PACE_S = 0.02

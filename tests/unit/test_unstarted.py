@@ -10,9 +10,9 @@ from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.plan import plan
+from fallow.core.planning.rules import Demand, HarvestRules, Known
+from fallow.core.planning.unstarted import FIRST_S, LONGEST_S, AllDeclined, Unstarted
 from fallow.core.planning.withdrawals import Withdraw
-from fallow.core.rules import Demand, HarvestRules, Known
-from fallow.core.unstarted import FIRST_S, LONGEST_S, AllDeclined, Unstarted
 from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo, NodeInfo, PartitionInfo
 from planning import actions
 

@@ -16,10 +16,9 @@ from fallow.cli import usage as usage_command
 from fallow.cli.main import invoke
 from fallow.cli.usage import first_day
 from fallow.config import Usage, load_config
-from fallow.core.allocations import Allocation
-from fallow.core.prices import Prices
-from fallow.core.spans import Span, Use
-from fallow.core.usage import (
+from fallow.core.accounting.prices import Prices
+from fallow.core.accounting.spans import Span, Use
+from fallow.core.accounting.usage import (
     DAY_S,
     DAYS_KEPT,
     Tallies,
@@ -32,6 +31,7 @@ from fallow.core.usage import (
     pieces,
     tally,
 )
+from fallow.core.allocations import Allocation
 from fallow.model import (
     PRUNED,
     AllocationKind,

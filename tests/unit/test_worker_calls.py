@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fallow.core.shards import mix
+from fallow.core.training.shards import mix
 from fallow.model import FallowError
 from fallow.worker.data import rng
 from fallow.worker.data.source import Calls, Key, Reached

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from fallow.core.shards import duties
-from fallow.core.shares import divide
+from fallow.core.training.shards import duties
+from fallow.core.training.shares import divide
 from fallow.worker.data.loader import ElasticLoader
 from fallow.worker.data.source import Key
 from fallow.worker.loop import pace

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fallow.core.devices import Devices, visible
-from fallow.core.network import data_address
+from fallow.core.checks.devices import Devices, visible
+from fallow.core.checks.network import data_address
 from fallow.model import FallowError, HeadFile, KeyFile
 from fallow.wire.address import host_of, interfaces, local_address_towards
 

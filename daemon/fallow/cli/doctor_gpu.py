@@ -11,9 +11,9 @@ import tempfile
 import msgspec
 
 from fallow.cli.common import say
-from fallow.core.checks import Check
-from fallow.core.gpu_checks import Found, verdicts
-from fallow.core.step import step_command, step_environment
+from fallow.core.checks.gpu_checks import Found, verdicts
+from fallow.core.checks.site import Check
+from fallow.core.submission.step import step_command, step_environment
 from fallow.files import Paths, private_dir
 from fallow.model import Exit, FallowError
 from fallow.slurm.parse import folded

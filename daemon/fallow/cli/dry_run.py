@@ -20,7 +20,7 @@ from fallow.model import AllocationKind, BaseStart, DryRun, FallowError, JobRequ
 from fallow.text import clean, clean_block
 
 if TYPE_CHECKING:
-    from fallow.core.submission import Submission
+    from fallow.core.submission.prepare import Submission
     from fallow.slurm.cli import CliClient
 
 QUERY_S = 10.0
@@ -42,8 +42,8 @@ _START = re.compile(r"to start at (\S+)(?: on cluster \S+)?(?: a)? using \d+ pro
 def dry_run(plan: Submission, source: Path | None) -> DryRun:
     """Everything about a submission short of doing it."""
     from fallow.config import load_config
-    from fallow.core.backoff import Asker
-    from fallow.core.sbatch import harvest_options, job_environment
+    from fallow.core.accounting.backoff import Asker
+    from fallow.core.submission.sbatch import harvest_options, job_environment
     from fallow.files import Paths
     from fallow.head.slurm.asking import ordered
 
@@ -125,7 +125,7 @@ async def _own_view(client: CliClient, plan: Submission) -> Prospect:
     from fallow.config import load_config
     from fallow.core.neighbour.permission import at_first_sight
     from fallow.core.neighbour.preemption import as_for_us
-    from fallow.core.rules import Known
+    from fallow.core.planning.rules import Known
     from fallow.head.slurm.asking import Asking, ordered
     from fallow.head.slurm.prospect import look
     from fallow.slurm.state import own_groups

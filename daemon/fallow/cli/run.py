@@ -77,7 +77,7 @@ def elected_code() -> int | None:
 def train(command: tuple[str, ...], restart: bool = False) -> int:
     """The exit code for the batch script, where it may go on."""
     from fallow.agent.restart import under_torchrun
-    from fallow.core.step import step_command, step_environment
+    from fallow.core.submission.step import step_command, step_environment
 
     kind, key_file = find_allocation()
     if restart:

@@ -51,7 +51,7 @@ def local(
 
     With --restart a STEP of the schedule is so many seconds of training, since such a script tells no steps.
     """
-    from fallow.core.schedule import parse_schedule
+    from fallow.core.submission.schedule import parse_schedule
     from fallow.local.main import main
 
     # Before anything is started, so that a bad item costs nothing.

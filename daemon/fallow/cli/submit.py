@@ -17,8 +17,8 @@ from fallow.cli.common import ask, print_error, print_json, say
 from fallow.model import AllocationKind, Exit, FallowError
 
 if TYPE_CHECKING:
-    from fallow.core.sbatch_line import CommandLine
-    from fallow.core.submission import Submission
+    from fallow.core.submission.prepare import Submission
+    from fallow.core.submission.sbatch_line import CommandLine
 
 _HELP = """\
 Usage: fallow submit [--nodes=MIN:MAX] [--dry-run] [--fallow=KEY=VALUE ...] [sbatch options] SCRIPT [ARGS]
@@ -56,8 +56,8 @@ class SbatchCommand(click.Command):
 @click.command(cls=SbatchCommand, short_help="sbatch, elastic.")
 def submit(argv: tuple[str, ...]) -> int:
     """sbatch, elastic."""
-    from fallow.core.sbatch_line import split
-    from fallow.core.sbatch_table import INFORMATIVE
+    from fallow.core.submission.sbatch_line import split
+    from fallow.core.submission.sbatch_table import INFORMATIVE
 
     line = split(argv)
     asked = {given.name for part in line.components for given in part}
@@ -97,8 +97,8 @@ def _dry_run(line: CommandLine, as_json: bool) -> int:
 def prepare(line: CommandLine) -> tuple[Submission, Path | None]:
     """The submission, thought through, and the script's file (None: --wrap or standard input)."""
     from fallow.config import load_config
-    from fallow.core.script import parse_script, wrap
-    from fallow.core.submission import plan
+    from fallow.core.submission.prepare import plan
+    from fallow.core.submission.script import parse_script, wrap
 
     wrapped = line.last("wrap")
     source: Path | None = None
@@ -162,7 +162,7 @@ def submit_plan(plan: Submission, source: Path | None) -> int:
     """Makes the run at the head, calls sbatch, and tells the head what came of it."""
     from fallow.cli.sbatch_call import Call, look_up
     from fallow.control.protocol import NewRun
-    from fallow.core.sbatch import job_environment
+    from fallow.core.submission.sbatch import job_environment
     from fallow.files import Paths
 
     state = str(Paths.default().state)

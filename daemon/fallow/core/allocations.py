@@ -11,8 +11,8 @@ from functools import cached_property
 
 import msgspec
 
+from fallow.core.accounting.spans import Span, Use, by_token
 from fallow.core.holes import Part
-from fallow.core.spans import Span, Use, by_token
 from fallow.core.states import BOOTING, BOOTS, ENDED_STATES, ENDING, ON_NODES, REQUEUED
 from fallow.core.tokens import token_in
 from fallow.model import AllocationKind, AllocationState, Exit, JobInfo

@@ -17,8 +17,8 @@ import structlog
 
 from fallow.config import Config
 from fallow.control.server import ControlServer
+from fallow.core.checks.network import port_range
 from fallow.core.membership.watch import Timing
-from fallow.core.network import port_range
 from fallow.core.protocol.agents import FromAgent
 from fallow.files import Paths, write_struct
 from fallow.head.api.metrics import Metrics

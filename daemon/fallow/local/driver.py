@@ -18,7 +18,7 @@ import msgspec
 from fallow.control.client import ControlClient
 from fallow.control.protocol import LocalAllocation, NewRun
 from fallow.core.membership.names import member_name, member_number
-from fallow.core.schedule import Action, Item
+from fallow.core.submission.schedule import Action, Item
 from fallow.files import Paths
 from fallow.local.headprocess import HeadProcess
 from fallow.model import (

@@ -15,7 +15,7 @@ import msgspec
 
 from fallow.agent.process import with_python
 from fallow.agent.restart import as_program, under_torchrun
-from fallow.core.schedule import parse_schedule
+from fallow.core.submission.schedule import parse_schedule
 from fallow.local.driver import Driver, name_of
 from fallow.model import Exit, FallowError, RunReport, RunStatus
 from fallow.text import clean, clean_block, clean_output, harmless_json
@@ -40,7 +40,7 @@ def main(
         command: argv of the training.
         members: nodes at the start, at least 1.
         workers_per_node: workers of each, at least 1.
-        schedule: see `fallow.core.schedule`.
+        schedule: see `fallow.core.submission.schedule`.
         report: file that takes the report as JSON.
         json: print the report, and nothing else, on standard output.
         reproducible: as if the script passed `reproducible=True` to `run.prepare`.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from fallow.core.gpu_checks import Link, NodeFacts
+from fallow.core.checks.gpu_checks import Link, NodeFacts
 from fallow.worker.transport import communicators
 
 _VARIABLE = re.compile(r"(NCCL|RCCL|TORCH_NCCL|GLOO_SOCKET|UCX|FI)_\w+")

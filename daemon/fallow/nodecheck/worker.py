@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from fallow.core.gpu_checks import Found, Measured, NodeFacts
+from fallow.core.checks.gpu_checks import Found, Measured, NodeFacts
 from fallow.model import FallowError
 from fallow.nodecheck.__main__ import MEETING_S, Place
 from fallow.nodecheck.facts import look_around

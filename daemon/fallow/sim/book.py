@@ -10,14 +10,14 @@ from functools import cache
 from itertools import islice
 from math import inf
 
-from fallow.core import valuing
 from fallow.core.allocations import LIVE, Allocation
-from fallow.core.gain import Curve, Evidence, evidence, pool
 from fallow.core.kinds import Kind
+from fallow.core.planning import valuing
 from fallow.core.planning.asking import Ask
+from fallow.core.planning.gain import Curve, Evidence, evidence, pool
+from fallow.core.planning.rules import Demand
 from fallow.core.planning.share import Worth
-from fallow.core.rules import Demand
-from fallow.core.valuing import ALIKE, Facts, Gain, measured
+from fallow.core.planning.valuing import ALIKE, Facts, Gain, measured
 from fallow.model import AllocationKind, AllocationState
 from fallow.sim.types import Costs, Measured, RunPlan
 

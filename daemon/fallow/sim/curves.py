@@ -22,8 +22,8 @@ from typing import TextIO
 
 import msgspec
 
-from fallow.core import gain
-from fallow.core.gain import Curve
+from fallow.core.planning import gain
+from fallow.core.planning.gain import Curve
 from fallow.model import Exit, FallowError, SpeedView
 from fallow.sim.types import RunPlan
 

@@ -12,18 +12,18 @@ from math import inf
 
 from msgspec import structs
 
-from fallow.core import allowance
+from fallow.core.accounting.spans import by_token
 from fallow.core.allocations import Allocation
-from fallow.core.allowance import Limits
-from fallow.core.learner import Learner, withdrawn
 from fallow.core.neighbour.needs import ExternalDemand, GiveBack
 from fallow.core.neighbour.preemption import as_for_us
 from fallow.core.neighbour.watch import Manners, Watch, interval_s, longest_interval_s, poll_interval_s
+from fallow.core.planning import allowance
+from fallow.core.planning.allowance import Limits
 from fallow.core.planning.asking import Ask
+from fallow.core.planning.learner import Learner, withdrawn
 from fallow.core.planning.plan import Plan, plan
+from fallow.core.planning.rules import HarvestRules
 from fallow.core.planning.withdrawals import Withdraw
-from fallow.core.rules import HarvestRules
-from fallow.core.spans import by_token
 from fallow.model import ClusterConfig, ClusterState, PartitionInfo
 from fallow.sim.book import Book
 from fallow.sim.leases import ASKER, Leases

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from heapq import heappop, heappush
 
+from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import CANCEL_AGAIN_S, Agent, Allocation, forgo, observe, preempted_until, send, sent
-from fallow.core.allowance import Limits, horizon_s
-from fallow.core.backoff import Asker
-from fallow.core.learner import Learner
 from fallow.core.neighbour.watch import END_S, LEAVE_S
+from fallow.core.planning.allowance import Limits, horizon_s
 from fallow.core.planning.asking import Ask
+from fallow.core.planning.learner import Learner
 from fallow.model import AllocationState, JobInfo
 from fallow.sim.book import Book
 from fallow.sim.costs import SILENT_S

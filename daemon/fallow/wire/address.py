@@ -11,7 +11,7 @@ import socket
 import struct
 from pathlib import Path
 
-from fallow.core.network import Interface
+from fallow.core.checks.network import Interface
 from fallow.model import Exit, FallowError
 
 _DISCARD_PORT = 9

@@ -6,7 +6,7 @@ from fallow.core.membership.messages import Report
 from fallow.core.membership.proposals import planned, put_off_s
 from fallow.core.membership.records import Node
 from fallow.core.membership.state import State
-from fallow.core.restarts import EVERY_S
+from fallow.core.training.restarts import EVERY_S
 from fallow.model import MemberPhase
 
 # -- a node's report --------------------------------------------------------------------------------------------------

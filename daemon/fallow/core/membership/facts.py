@@ -5,9 +5,9 @@ They only note facts. Which generation follows from a fact is for the rules of `
 
 from __future__ import annotations
 
-from fallow.core.joining import difference
 from fallow.core.membership import checkpoints, losses
 from fallow.core.membership import events as ev
+from fallow.core.membership.joining import difference
 from fallow.core.membership.messages import Checkpoint, Report
 from fallow.core.membership.moves import burn
 from fallow.core.membership.records import FailureKind, Node

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import msgspec
 
-from fallow.core.apart import APART, STRANGER
 from fallow.core.membership.names import member_name
 from fallow.core.membership.records import Failure, FailureKind, HostBar
 from fallow.core.membership.roster import Roster
+from fallow.core.training.apart import APART, STRANGER
 
 KEPT = 100
 COUNT_S = 3600.0

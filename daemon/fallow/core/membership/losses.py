@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fallow.core.apart import APART
 from fallow.core.membership import events as ev
 from fallow.core.membership import failures
 from fallow.core.membership.messages import End
 from fallow.core.membership.records import Failure, FailureKind, Node
 from fallow.core.membership.state import State
 from fallow.core.membership.watch import Overdue
+from fallow.core.training.apart import APART
 from fallow.model import Exit, MemberPhase, RunStatus
 
 _DESERTED = (

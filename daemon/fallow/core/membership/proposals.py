@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fallow.core.membership.roster import Roster
-from fallow.core.restarts import EVERY_S
+from fallow.core.training.restarts import EVERY_S
 from fallow.model import ChangeKind, MemberPhase, RunStatus
 
 HasState = Callable[[int], bool]

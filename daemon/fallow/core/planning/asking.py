@@ -17,10 +17,10 @@ from fallow.core.holes import CLOSED, Hole, Part, is_idle, planned_ends, waits
 from fallow.core.kinds import Kind
 from fallow.core.neighbour.waiting import nodes_for
 from fallow.core.planning.offers import Caps, Offer, Reach
+from fallow.core.planning.rules import Demand, HarvestRules, Known, sleeping_nodes
 from fallow.core.planning.share import Party, Supply
-from fallow.core.rules import Demand, HarvestRules, Known, sleeping_nodes
-from fallow.core.time_limits import time_limit
-from fallow.core.unstarted import Sort
+from fallow.core.planning.time_limits import time_limit
+from fallow.core.planning.unstarted import Sort
 from fallow.model import ClusterState, PartitionInfo
 from fallow.text import counted
 

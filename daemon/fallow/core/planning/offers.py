@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import Allocation
-from fallow.core.backoff import Asker
 from fallow.core.holes import Hole, Part
 from fallow.core.kinds import may_use
-from fallow.core.rules import HarvestRules, Known, may_take
-from fallow.core.unstarted import FIRST_S, Sort
+from fallow.core.planning.rules import HarvestRules, Known, may_take
+from fallow.core.planning.unstarted import FIRST_S, Sort
 from fallow.model import ClusterState, NodeInfo, PartitionInfo
 
 

@@ -21,9 +21,7 @@ from fallow.core.holes import Hole, find_coming, idle_nodes
 from fallow.core.neighbour.needs import ExternalDemand, GiveBack, assess
 from fallow.core.planning.asking import Ask, Asking
 from fallow.core.planning.offers import Caps, Matched, Offer, Reach, match, offers
-from fallow.core.planning.share import Party, Worth, linear, move, moved, share, step_up, useful
-from fallow.core.planning.withdrawals import Withdraw, passed_over, wanted_back, withdrawals
-from fallow.core.rules import (
+from fallow.core.planning.rules import (
     NOT_TAKEN_BACK,
     Demand,
     HarvestRules,
@@ -33,6 +31,8 @@ from fallow.core.rules import (
     not_harvested,
     off_limits,
 )
+from fallow.core.planning.share import Party, Worth, linear, move, moved, share, step_up, useful
+from fallow.core.planning.withdrawals import Withdraw, passed_over, wanted_back, withdrawals
 from fallow.model import AllocationState, ClusterState, NodeInfo, PartitionInfo
 
 MOVABLE_S = 600.0

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from fallow.core.accounting.backoff import Scope, scope_of
 from fallow.core.allocations import Allocation
-from fallow.core.backoff import Scope, scope_of
 from fallow.core.holes import CLOSED, WANTED_BACK, Hole, Part, idle_gpus
 from fallow.core.neighbour.needs import ExternalDemand, GiveBack
 from fallow.core.planning.offers import Reach
-from fallow.core.rules import HarvestRules, Known, may_take
-from fallow.core.unstarted import LEAST_S, Sort
+from fallow.core.planning.rules import HarvestRules, Known, may_take
+from fallow.core.planning.unstarted import LEAST_S, Sort
 from fallow.model import AllocationState, ClusterState, NodeInfo, PartitionInfo
 
 NOTICE_S = 60.0
@@ -103,13 +103,17 @@ def withdrawals(
         declined: as `passed_over` found.
     """
     nodes = {node.node: node for node in cluster.nodes} if pending else {}
-    # A request that waits for what others leave may do so for as long as it takes: it gives way to any other.
-    surplus, lasting = dict(too_many), {p.partition for p in partitions if p.preempts and rules.ahead}
+    surplus = dict(too_many)
+    lasting = {p.partition for p in partitions if p.preempts and rules.ahead}
     found: list[Withdraw] = []
     for allocation in sorted(pending, key=lambda a: a.requested_at):
         token, waited_s, part = allocation.token, cluster.at - allocation.waits_since, allocation.part
         pinned = nodes.get(allocation.pinned)
-        lasts = allocation.ahead and allocation.state is AllocationState.PENDING and allocation.partition in lasting
+        # What waits for what others leave may do so for as long as it takes: it gives way to any other. One that is
+        # short was made for a node that somebody is planned on next, and must be made anew.
+        is_long = (allocation.minutes or 0) >= rules.max_minutes
+        lasts = allocation.ahead and is_long and allocation.state is AllocationState.PENDING
+        lasts = lasts and allocation.partition in lasting
         # A successor takes the place of a node that is counted still.
         if surplus.get(allocation.run, 0) > 0 and not allocation.pinned:
             surplus[allocation.run] -= 1

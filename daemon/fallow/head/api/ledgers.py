@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fallow.core.audit import Gap, audit
 from fallow.core.membership.names import member_name
 from fallow.core.membership.roster import Roster
+from fallow.core.training.audit import Gap, audit
 from fallow.files import unreadable
 from fallow.model import GenerationReport, SampleReport
 from fallow.worker.data.ledger import Record, read_ledger

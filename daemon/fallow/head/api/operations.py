@@ -9,9 +9,9 @@ import msgspec
 
 from fallow.control.protocol import LocalAllocation, NewRun
 from fallow.core.allocations import SUBMIT_S, Allocation
-from fallow.core.joining import check_limits
 from fallow.core.membership import checkpoints
 from fallow.core.membership import events as ev
+from fallow.core.membership.joining import check_limits
 from fallow.core.membership.names import member_name, member_number
 from fallow.head.api.pruning import Pruning
 from fallow.head.loop.turn import Turn

@@ -15,7 +15,7 @@ import structlog
 
 from fallow.config import Prune
 from fallow.control.protocol import Pruned
-from fallow.core.pruning import outdated
+from fallow.core.accounting.pruning import outdated
 from fallow.files import read_struct, write_struct
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Book, Run

@@ -6,8 +6,8 @@ from math import inf
 
 from fallow.config import Checkpoint as CheckpointConfig
 from fallow.config import Membership as MembershipConfig
+from fallow.core.accounting.duds import came
 from fallow.core.allocations import Agent, Allocation
-from fallow.core.duds import came
 from fallow.core.membership import checkpoints
 from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Gather, Report

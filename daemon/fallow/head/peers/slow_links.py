@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fallow.core.membership import events as ev
-from fallow.core.slow_links import Finding, Member
+from fallow.core.training.slow_links import Finding, Member
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Run
 from fallow.model import MemberPhase

@@ -12,7 +12,7 @@ import msgspec
 import structlog
 
 from fallow import __version__
-from fallow.core.network import head_address, is_loopback
+from fallow.core.checks.network import head_address, is_loopback
 from fallow.files import Paths, read_private, write_private, write_struct
 from fallow.model import DataNetwork, Exit, FallowError, HeadFile
 from fallow.slurm.paced import PacedClient

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from itertools import takewhile
 
 from fallow.config import Usage
-from fallow.core import budget
+from fallow.core.accounting import budget
+from fallow.core.accounting.prices import Prices
+from fallow.core.accounting.spans import held
+from fallow.core.accounting.usage import Tallies, by_month, is_since, merge, note_members, note_pause, tally
 from fallow.core.membership.names import member_number
-from fallow.core.prices import Prices
-from fallow.core.spans import held
-from fallow.core.usage import Tallies, by_month, is_since, merge, note_members, note_pause, tally
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm.spending import left_s
 from fallow.head.state.book import Run

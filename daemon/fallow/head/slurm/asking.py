@@ -9,24 +9,24 @@ import msgspec
 from msgspec.structs import replace
 
 from fallow.config import Config
-from fallow.core import allowance
+from fallow.core.accounting.backoff import Asker
+from fallow.core.accounting.cancelled import Cancels, awaits_verdict
+from fallow.core.accounting.duds import DUDS, Duds, put_off_s
+from fallow.core.accounting.prices import Prices, WakePrice
 from fallow.core.allocations import WAITING, Allocation
-from fallow.core.allowance import FEW, Limits
-from fallow.core.backoff import Asker
-from fallow.core.cancelled import Cancels, awaits_verdict
-from fallow.core.duds import DUDS, Duds, put_off_s
 from fallow.core.kinds import Kind
-from fallow.core.learner import withdrawn
 from fallow.core.membership import events as ev
 from fallow.core.neighbour.needs import ExternalDemand, GiveBack
+from fallow.core.planning import allowance
+from fallow.core.planning.allowance import FEW, Limits
 from fallow.core.planning.asking import Ask, outdated
+from fallow.core.planning.learner import withdrawn
 from fallow.core.planning.plan import plan
+from fallow.core.planning.rules import Demand, HarvestRules, Known, harvestable
+from fallow.core.planning.shared_limits import Reserve, capped, named, yielded
 from fallow.core.planning.withdrawals import Withdraw
-from fallow.core.prices import Prices, WakePrice
-from fallow.core.reserved import within
-from fallow.core.rules import Demand, HarvestRules, Known, harvestable
-from fallow.core.sbatch import takes_whole_nodes
-from fallow.core.shared_limits import Reserve, capped, named, yielded
+from fallow.core.submission.reserved import within
+from fallow.core.submission.sbatch import takes_whole_nodes
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm.demands import demand
 from fallow.head.slurm.gains import gains

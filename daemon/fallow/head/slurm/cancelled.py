@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fallow.core import cancelled
+from fallow.core.accounting import cancelled
+from fallow.core.accounting.backoff import Backoff
+from fallow.core.accounting.cancelled import CANCELS
 from fallow.core.allocations import Allocation
-from fallow.core.backoff import Backoff
-from fallow.core.cancelled import CANCELS
 from fallow.core.holes import CLOSED
 from fallow.core.membership import events as ev
 from fallow.head.loop.turn import Turn

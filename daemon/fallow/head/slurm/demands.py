@@ -8,8 +8,8 @@ from statistics import median
 
 from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind, likeness
-from fallow.core.restarts import LEAST_MINUTES, PAUSE_S
-from fallow.core.rules import Demand
+from fallow.core.planning.rules import Demand
+from fallow.core.training.restarts import LEAST_MINUTES, PAUSE_S
 from fallow.head.slurm.spending import left_s
 from fallow.head.state.book import Run
 from fallow.model import AllocationKind, AllocationState, NodeInfo, RunSpec, RunStatus

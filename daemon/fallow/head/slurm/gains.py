@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import chain, islice
 
-from fallow.core import fairshare, valuing
-from fallow.core.gain import pooled
-from fallow.core.spans import held
-from fallow.core.valuing import ALIKE, Facts, Gain, measured
+from fallow.core.accounting import fairshare
+from fallow.core.accounting.spans import held
+from fallow.core.planning import valuing
+from fallow.core.planning.gain import pooled
+from fallow.core.planning.valuing import ALIKE, Facts, Gain, measured
 from fallow.head.state.book import Run
 from fallow.head.state.past import Lesson, Model, Past, lesson_of, project_of
 from fallow.model import AllocationState

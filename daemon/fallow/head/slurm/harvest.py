@@ -8,12 +8,12 @@ from msgspec.structs import astuple, replace
 
 from fallow.config import Config
 from fallow.core.allocations import Allocation, send
-from fallow.core.allowance import horizon_s
 from fallow.core.kinds import may_use
 from fallow.core.neighbour.needs import ExternalDemand
 from fallow.core.neighbour.preemption import as_for_us
 from fallow.core.neighbour.watch import interval_s, longest_interval_s
-from fallow.core.rules import harvestable
+from fallow.core.planning.allowance import horizon_s
+from fallow.core.planning.rules import harvestable
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm import accounts, cancelled, orphans, submissions
 from fallow.head.slurm.asking import Asking, ordered

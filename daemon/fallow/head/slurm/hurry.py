@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from math import ceil
 
+from fallow.core.accounting.backoff import Asker, Backoff
+from fallow.core.accounting.pacing import Schedule, dispensable, extra_nodes
 from fallow.core.allocations import Allocation
-from fallow.core.allowance import beside, held_or_asked
-from fallow.core.backoff import Asker, Backoff
-from fallow.core.pacing import Schedule, dispensable, extra_nodes
-from fallow.core.rules import HarvestRules
+from fallow.core.planning.allowance import beside, held_or_asked
+from fallow.core.planning.rules import HarvestRules
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Run
 from fallow.model import AllocationKind, AllocationState, ClusterState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fallow.core import duds
+from fallow.core.accounting import duds
 from fallow.core.allocations import (
     CANCEL_AGAIN_S,
     Allocation,

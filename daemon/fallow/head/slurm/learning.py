@@ -9,12 +9,12 @@ import msgspec
 import structlog
 
 from fallow.core import records
-from fallow.core.backoff import Asker, LeftAlone, Scope, scope_of
-from fallow.core.experience import Experience
-from fallow.core.learner import Learner
+from fallow.core.accounting.backoff import Asker, LeftAlone, Scope, scope_of
 from fallow.core.membership.messages import Unreadable
-from fallow.core.rules import HarvestRules
-from fallow.core.unstarted import AllDeclined
+from fallow.core.planning.experience import Experience
+from fallow.core.planning.learner import Learner
+from fallow.core.planning.rules import HarvestRules
+from fallow.core.planning.unstarted import AllDeclined
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Run
 from fallow.model import ClusterState

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import Allocation
-from fallow.core.backoff import Asker
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.plan import plan
-from fallow.core.reserved import within
-from fallow.core.rules import Demand, HarvestRules, Known, harvestable, holes_of
+from fallow.core.planning.rules import Demand, HarvestRules, Known, harvestable, holes_of
+from fallow.core.submission.reserved import within
 from fallow.head.slurm.demands import kind_of
 from fallow.model import ClusterState, Prospect, RunSpec, WouldAsk
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fallow.core import budget
+from fallow.core.accounting import budget
+from fallow.core.accounting.cancelled import awaits_verdict
+from fallow.core.accounting.spans import follow
 from fallow.core.allocations import Allocation, Shown
-from fallow.core.cancelled import awaits_verdict
-from fallow.core.spans import follow
 from fallow.core.states import ENDED_STATES
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Run

@@ -8,10 +8,10 @@ import structlog
 
 from fallow.config import Config
 from fallow.control.protocol import BaseJob
+from fallow.core.accounting.backoff import Scope, scope_of
 from fallow.core.allocations import Allocation, sent
-from fallow.core.backoff import Scope, scope_of
-from fallow.core.sbatch import base_options, harvest_options
-from fallow.core.script import harvest_script
+from fallow.core.submission.sbatch import base_options, harvest_options
+from fallow.core.submission.script import harvest_script
 from fallow.files import read_struct
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Run

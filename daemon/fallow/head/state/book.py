@@ -15,23 +15,23 @@ from pathlib import Path
 import msgspec
 
 from fallow.core import records
+from fallow.core.accounting.backoff import Asker
+from fallow.core.accounting.cancelled import Cancels
+from fallow.core.accounting.duds import Duds
+from fallow.core.accounting.fairshare import PastUse
+from fallow.core.accounting.usage import Tally
 from fallow.core.allocations import Allocation
-from fallow.core.backoff import Asker
-from fallow.core.cancelled import Cancels
-from fallow.core.duds import Duds
-from fallow.core.fairshare import PastUse
-from fallow.core.gain import Curve
 from fallow.core.membership.gather import Gathers
 from fallow.core.membership.machine import Machine
 from fallow.core.membership.records import Root
 from fallow.core.membership.roster import Roster
 from fallow.core.membership.watch import Timing
+from fallow.core.planning.gain import Curve
+from fallow.core.planning.valuing import Gain
 from fallow.core.protocol.agents import Progress
-from fallow.core.saving import Saving
-from fallow.core.slow_links import SlowLinks
 from fallow.core.tokens import new_token
-from fallow.core.usage import Tally
-from fallow.core.valuing import Gain
+from fallow.core.training.saving import Saving
+from fallow.core.training.slow_links import SlowLinks
 from fallow.files import Paths, private_dir, unwritable, write_private, write_struct
 from fallow.head.state.past import Past, lesson_of
 from fallow.head.state.pruned import NOTE, PrunedRuns

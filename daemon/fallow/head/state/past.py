@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fallow.core.fairshare import PastUse
-from fallow.core.gain import Curve
-from fallow.core.valuing import ALIKE, measured
+from fallow.core.accounting.fairshare import PastUse
+from fallow.core.planning.gain import Curve
+from fallow.core.planning.valuing import ALIKE, measured
 
 if TYPE_CHECKING:
     from fallow.head.state.book import Run

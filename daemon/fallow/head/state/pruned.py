@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fallow.core import records
-from fallow.core.fairshare import PastUse
-from fallow.core.usage import Tallies, by_month, merge
+from fallow.core.accounting.fairshare import PastUse
+from fallow.core.accounting.usage import Tallies, by_month, merge
 from fallow.head.state.past import Lesson, account_of, project_of
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torch import distributed
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from fallow.core.network import data_address
+from fallow.core.checks.network import data_address
 from fallow.model import DataNetwork, Exit, FallowError
 from fallow.wire.address import interfaces
 from fallow.worker.transport.build import build_group

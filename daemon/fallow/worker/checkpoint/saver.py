@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fallow.core.membership.messages import Checkpoint, Problem
-from fallow.core.saving import RETRY_S
+from fallow.core.training.saving import RETRY_S
 from fallow.worker.checkpoint.dcp import import_ahead
 from fallow.worker.checkpoint.manifest import folder_name
 from fallow.worker.checkpoint.parts import take

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from fallow.core.audit import Done, Fed, Gap, Record, Start
+from fallow.core.training.audit import Done, Fed, Gap, Record, Start
 from fallow.files import network_filesystem
 from fallow.model import Exit, FallowError
 

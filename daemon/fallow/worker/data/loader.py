@@ -21,7 +21,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from fallow.core.shards import Cut, Layout, make_layout, mix, shard_crc
+from fallow.core.training.shards import Cut, Layout, make_layout, mix, shard_crc
 from fallow.model import Exit, FallowError
 from fallow.worker.data import rng
 from fallow.worker.data.prefetch import Prefetcher, Request

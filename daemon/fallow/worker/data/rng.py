@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fallow.core.shards import mix
+from fallow.core.training.shards import mix
 
 
 def is_generator(thing: Any) -> bool:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from fallow.core.shards import Cut, shard_crc
+from fallow.core.training.shards import Cut, shard_crc
 from fallow.model import Exit, FallowError
 
 

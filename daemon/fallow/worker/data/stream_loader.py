@@ -26,7 +26,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
-from fallow.core.shards import Cut, check_batch, mix, shard_crc
+from fallow.core.training.shards import Cut, check_batch, mix, shard_crc
 from fallow.model import Exit, FallowError
 from fallow.worker.data import rng
 from fallow.worker.data.prefetch import start_loading

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fallow.core.shards import Duty
+from fallow.core.training.shards import Duty
 from fallow.model import Exit, FallowError
 from fallow.worker.data.ledger import Fed
 from fallow.worker.data.source import Key

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fallow.core.shards import Cut
+from fallow.core.training.shards import Cut
 from fallow.model import Exit, FallowError
 from fallow.worker.loop.exchange import Outcome
 from fallow.worker.loop.shards import InnerLoop, RehearsedShards, Shards

@@ -8,9 +8,9 @@ from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from math import inf
 
-from fallow.core.apart import Apart
-from fallow.core.joining import other_bits
+from fallow.core.membership.joining import other_bits
 from fallow.core.membership.messages import Contract
+from fallow.core.training.apart import Apart
 from fallow.model import Exit, FallowError
 from fallow.model.bounds import MOST
 from fallow.worker.data import rng

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from fallow.core.checks.network import data_address, port_range
 from fallow.core.membership.messages import Checkpoint, Contract, Gathered, Order
-from fallow.core.network import data_address, port_range
 from fallow.core.protocol.agents import News, Setup
 from fallow.core.protocol.workers import FromWorker, Heard, Start, ToWorker
 from fallow.model import Exit, FallowError

@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from fallow.core.membership.messages import Contract, Fault, Finish, Switch
 from fallow.core.membership.names import member_name
-from fallow.core.restarts import ATTEMPTS, Attempts
+from fallow.core.training.restarts import ATTEMPTS, Attempts
 from fallow.model import Exit, FallowError
 from fallow.wire.address import listen
 from fallow.worker.api import process

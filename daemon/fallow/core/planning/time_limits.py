@@ -6,7 +6,7 @@ from math import floor
 from typing import NamedTuple
 
 from fallow.core.holes import Hole
-from fallow.core.rules import Demand, HarvestRules
+from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.model import PartitionInfo
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from fallow.core.sbatch_table import ALIASES, BY_LONG, BY_SHORT, OPTIONS, Option, Reach, Value
+from fallow.core.submission.sbatch_table import ALIASES, BY_LONG, BY_SHORT, OPTIONS, Option, Reach, Value
 from fallow.model import Exit, FallowError
 
 

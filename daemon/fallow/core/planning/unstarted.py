@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from fallow.core.backoff import Asker
+from fallow.core.accounting.backoff import Asker
 from fallow.core.holes import UNUSABLE
 from fallow.core.kinds import Kind
 from fallow.model import ClusterState, NodeInfo

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from fallow.core.devices import VARIABLES
+from fallow.core.checks.devices import VARIABLES
 from fallow.core.holes import Part
 from fallow.core.neighbour.waiting import PICKS_UP
-from fallow.core.sbatch_line import Component, Given, parse_nodes, split
-from fallow.core.sbatch_table import Reach
+from fallow.core.submission.sbatch_line import Component, Given, parse_nodes, split
+from fallow.core.submission.sbatch_table import Reach
 from fallow.model import ID_PATTERN, AllocationKind, Exit, FallowError, RunSpec
 
 STRIPPED = (

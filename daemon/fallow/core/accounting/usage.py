@@ -12,8 +12,8 @@ from datetime import date
 
 import msgspec
 
+from fallow.core.accounting.spans import Use
 from fallow.core.allocations import Allocation
-from fallow.core.spans import Use
 from fallow.model import Exit, Source
 
 DAY_S = 86_400.0

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
+from fallow.core.accounting.backoff import Asker, Scope, scope_of
 from fallow.core.allocations import LIVE, Allocation
-from fallow.core.backoff import Asker, Scope, scope_of
 from fallow.core.holes import is_idle
+from fallow.core.planning.rules import HarvestRules, Known, harvestable
+from fallow.core.planning.unstarted import Sort
 from fallow.core.planning.withdrawals import Withdraw
-from fallow.core.rules import HarvestRules, Known, harvestable
-from fallow.core.unstarted import Sort
 from fallow.model import AllocationState, ClusterState
 
 Asked = tuple[Allocation, Asker]

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from fallow.core.deadline import DEADLINE_FORMS, is_deadline
-from fallow.core.sbatch_line import Component, parse_nodes, parse_options
+from fallow.core.submission.deadline import DEADLINE_FORMS, is_deadline
+from fallow.core.submission.sbatch_line import Component, parse_nodes, parse_options
 from fallow.model import ACCOUNT_PATTERN, Exit, FallowError
 
 MAGIC = ("#SBATCH", "#SLURM")

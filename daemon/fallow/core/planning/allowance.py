@@ -9,12 +9,12 @@ from math import ceil
 
 from msgspec.structs import replace
 
+from fallow.core.accounting.prices import WakePrice
 from fallow.core.allocations import WAITING, Allocation
-from fallow.core.experience import Experience
 from fallow.core.neighbour.site import LOOKED_AT, site_rules
 from fallow.core.parameters import numbers
-from fallow.core.prices import WakePrice
-from fallow.core.rules import HarvestRules
+from fallow.core.planning.experience import Experience
+from fallow.core.planning.rules import HarvestRules
 from fallow.model import AllocationKind, ClusterConfig
 
 AHEAD = 2

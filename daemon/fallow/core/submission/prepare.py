@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from fallow.core import sbatch
-from fallow.core.deadline import deadline_at
-from fallow.core.sbatch_line import (
+from fallow.core.submission.deadline import deadline_at
+from fallow.core.submission.prepare import sbatch
+from fallow.core.submission.sbatch_line import (
     CommandLine,
     Given,
     canonical,
@@ -18,7 +18,7 @@ from fallow.core.sbatch_line import (
     refuse,
     run_limits,
 )
-from fallow.core.script import BatchScript, harvest_script, parse_settings, typed_settings
+from fallow.core.submission.script import BatchScript, harvest_script, parse_settings, typed_settings
 from fallow.model import Exit, FallowError, RunSpec
 
 

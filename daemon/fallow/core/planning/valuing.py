@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fallow.core import fairshare, pacing
-from fallow.core.gain import Curve, speeds
-from fallow.core.pacing import Schedule
+from fallow.core.accounting import fairshare, pacing
+from fallow.core.accounting.pacing import Schedule
+from fallow.core.planning.gain import Curve, speeds
 from fallow.core.planning.share import Worth, values
 
 ALIKE = 8

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from fallow.core.shares import divide, step_time
+from fallow.core.training.shares import divide, step_time
 
 BUSY = 0.5
 """A link that is busy for this part of the time may be the one that all wait for ..."""

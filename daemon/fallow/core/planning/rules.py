@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec.structs import replace
 
+from fallow.core.accounting.backoff import Asker, Backoff
+from fallow.core.accounting.prices import WakePrice
 from fallow.core.allocations import Allocation
-from fallow.core.backoff import Asker, Backoff
-from fallow.core.experience import Experience
 from fallow.core.holes import SLEEPING, Hole, find_holes, is_asleep
 from fallow.core.kinds import Kind, open_to
 from fallow.core.neighbour.permission import too_small_for
+from fallow.core.planning.experience import Experience
 from fallow.core.planning.share import Worth
-from fallow.core.prices import WakePrice
-from fallow.core.unstarted import Sort, Unstarted
+from fallow.core.planning.unstarted import Sort, Unstarted
 from fallow.model import ClusterState, NodeInfo, PartitionInfo
 
 NOT_TAKEN_BACK = "Slurm would not take it back for others, and [harvest] allow_without_preemption is off"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
-from fallow.core.checks import Check, Level
+from fallow.core.checks.site import Check, Level
 
 _POOR = 0.5
 """Part of the expected bandwidth below which something is wrong."""
