@@ -23,7 +23,7 @@ import fallow
 
 SAMPLES = 64
 GLOBAL_BATCH = 16
-BATCH = 4
+BATCH = 1
 WIDTH = int(os.environ.get("TRAIN_WIDTH", "16"))
 
 
