@@ -12,8 +12,8 @@ from fallow.cli import doctor
 from fallow.cli.main import invoke
 from fallow.config import Config
 from fallow.control.protocol import LastPoll
+from fallow.core.checks import site as checks
 from fallow.core.checks.site import Check, Level
-from fallow.core.checks.site import site as checks
 from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, PartitionInfo
 
 

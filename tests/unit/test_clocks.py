@@ -90,13 +90,13 @@ def test_s5_no_request_is_withdrawn_early_whatever_slurms_clock_says(tmp_path: P
     asked = book.new_allocation(run, AllocationKind.HARVEST, NOW, sent_by=NOW, partition="p", minutes=10)
     rules = HarvestRules()
     for waited_s, reasons in (
-        (rules.start_patience_s - 1.0, []),
-        (rules.start_patience_s + 1.0, ["10 min do not fit"]),
+        (rules.pending_patience_s - 1.0, []),
+        (rules.pending_patience_s + 1.0, ["Slurm did not start it within 600 s"]),
     ):
         state = by_slurm(offset_s, NOW + waited_s, asked.token, "PENDING")
         take_in(Turn(book, waited_s, NOW + waited_s), state, 75.0)
         assert asked.state is AllocationState.PENDING
-        assert [w.reason for w in withdrawals(state, [asked], {}, ExternalDemand(), rules, [], {"p"}, {})] == reasons
+        assert [w.reason for w in withdrawals(state, [asked], {}, ExternalDemand(), rules, [], (), {})] == reasons
 
 
 async def test_both_clients_measure_the_offset_and_take_it_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.config import Config
+from fallow.core.checks import site as checks
 from fallow.core.checks.site import Level
-from fallow.core.checks.site import site as checks
 from fallow.core.neighbour.delays import Delays
 from fallow.core.neighbour.permission import MAX_NICE, Visibility, needed_nice, nice_for, refusals
 from fallow.core.neighbour.watch import WATCHFUL_S

@@ -712,13 +712,11 @@ def test_requests_ahead_leave_room_for_what_is_idle() -> None:
     together.experience.came(900, 0.0)
     looked_at = [rules(limited(said), known=together).ahead for said in ("", "bf_max_job_test=60,bf_max_job_part=40")]
     assert looked_at == [250, 20], "half of those that backfill looks at"
-    # They leave as many for idle nodes as could be submitted anyway, unless so many may not wait.
     for found, expected in [
-        (rules(known=together), (120, 250, 250)),
-        (rules(limited("bf_max_job_user=300"), known=together), (120, 75, 30)),
-        (rules(max_pending=8, known=together), (8, 4, 0)),
+        (rules(limited("bf_max_job_user=300"), known=together), (120, 75, 150)),
+        (rules(max_pending=8, known=together), (8, 4, 8)),
     ]:
-        assert (found.max_pending, found.ahead, found.apart) == expected
+        assert (found.max_pending, found.ahead, found.max_waiting) == expected
 
 
 def test_a_thousand_nodes_that_fall_idle_are_asked_for_within_minutes() -> None:

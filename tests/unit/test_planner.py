@@ -270,18 +270,14 @@ def test_an_unknown_submission_is_adopted_when_it_shows_up_and_lost_after_the_ho
     assert lost.state is AllocationState.LOST
 
 
-def test_what_waits_in_our_own_queue_says_nothing_about_lengths_that_start() -> None:
+def test_what_waits_in_our_own_queue_is_withdrawn_as_what_was_not_submitted() -> None:
     rules = HarvestRules()
-    waits = held("tok", AllocationState.UNKNOWN, minutes=10, requested_at=NOW - rules.start_patience_s - 1)
-    state = cluster([])
+    waits = held("tok", AllocationState.UNKNOWN, minutes=10, requested_at=NOW - rules.pending_patience_s - 1)
 
     def withdrawn() -> list[str]:
-        return [wish.reason for wish in withdrawals(state, [waits], {}, ExternalDemand(), rules, [], {"scavenge"}, {})]
+        found = withdrawals(cluster([]), [waits], {}, ExternalDemand(), rules, [], (), {})
+        return [wish.reason for wish in found]
 
-    assert withdrawn() == []
-    waits.sent_by = waits.requested_at
-    assert withdrawn() == ["10 min do not fit"]
-    waits.sent_by, waits.requested_at = None, NOW - rules.pending_patience_s - 1
     assert withdrawn() == ["it was not submitted within 600 s"]
     waits.sent_by = NOW
     assert withdrawn() == [], "Slurm has it only now"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fallow.core.checks.site import site as checks
+from fallow.core.checks import site as checks
 from fallow.core.neighbour.preemption import as_for_us
 from fallow.core.planning.rules import HarvestRules, harvestable
 from fallow.model import ClusterConfig, ClusterState, PartitionInfo

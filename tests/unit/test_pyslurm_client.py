@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fallow.core.checks.site import site as checks
+from fallow.core.checks import site as checks
 from fallow.model import FallowError
 from fallow.slurm import pyslurm_client
 from fallow.slurm.choose import slurm_client

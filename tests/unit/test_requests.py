@@ -241,6 +241,31 @@ def test_our_own_planned_starts_are_nobody_elses() -> None:
     assert planned_ends(state, {"tok"}) == {} and planned_ends(state) == {"n1": NOW + 10}
 
 
+def test_a_node_that_the_first_run_does_without_is_for_the_next_one() -> None:
+    state, worth = cluster([node("n1")]), Worth(linear(8))
+    eager = Demand("r", 1, worth=Worth(tuple(9.0 * value for value in worth.values)), barred=frozenset({"n1"}))
+    patient = Demand("r", 1, worth=eager.worth, min_minutes=180)
+    for first in (eager, patient):
+        found = asks(actions(state, [first, Demand("b", 1, worth=worth)], [], RULES, Known()))
+        assert [ask.run for ask in found] == ["b"]
+    # A request of a run stands for none of the nodes that it excludes, and one that is cancelled for none at all.
+    for pending in (held("h", AllocationState.PENDING), held("h", AllocationState.PENDING, asked_at=NOW)):
+        mine = eager if pending.asked_at is None else Demand("r", 0)
+        found = asks(actions(state, [mine, Demand("b", 1, worth=worth)], [pending], RULES, Known()))
+        assert [ask.run for ask in found] == ["b"]
+
+
+def test_what_turns_out_too_long_is_asked_for_with_half_of_the_time_at_once() -> None:
+    known, late = Known(), held("h", AllocationState.PENDING, minutes=90, requested_at=NOW - 100.0, reason="Priority")
+    state = cluster([node("n1"), node("n2")], [waiting(reason="Priority")])
+    known.unstarted.look(replace(state, at=NOW - 100.0))
+    (gone, *_), found = actions(state, [Demand("r", 1)], [late], RULES, known), None
+    assert isinstance(gone, Withdraw)
+    assert gone.too_long
+    found = asks(actions(state, [Demand("r", 1)], [late], RULES, known))
+    assert [ask.minutes for ask in found] == [45]
+
+
 # -- renewal ------------------------------------------------------------------------------------------------------
 
 LEAD = HarvestRules(lead_s=120.0, max_pending=8)
@@ -659,7 +684,6 @@ def situations(draw: st.DrawFn) -> tuple[ClusterState, list[Demand], list[Alloca
             draw(st.integers(-3, 6)),
             budget_node_s=draw(st.none() | st.integers(0, 30_000).map(float)),
             kind=Kind(gpus=1, part_gpus=1),
-            members=draw(st.integers(0, 20)),
         )
         for run in "ab"
     ]

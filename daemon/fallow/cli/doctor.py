@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from fallow.cli.common import json_option, print_json
+from fallow.core.checks import site as checks
 from fallow.core.checks.network import is_loopback
 from fallow.core.checks.site import Check, Level
-from fallow.core.checks.site import site as checks
 from fallow.core.neighbour import permission
 from fallow.core.neighbour.preemption import as_for_us
 from fallow.model import ClusterConfig, ClusterState, Exit, FallowError

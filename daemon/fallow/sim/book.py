@@ -24,9 +24,6 @@ from fallow.sim.types import Costs, Measured, RunPlan
 STAYING = tuple(state for state in LIVE if state is not AllocationState.RELEASING)
 """States of allocations that are not on their way out."""
 
-PAUSE_S = 0.5
-"""What a change is taken to cost until there has been one, as in `head.slurm.demands`."""
-
 VALUED_S = 3600.0
 """Nodes are valued anew so often where measurements only make surer what is known."""
 
@@ -167,12 +164,11 @@ class Book:
 
     # -- what the planner asks for ----------------------------------------------------------------------------------
 
-    def demand(self, name: str, members: int, archs: Mapping[str, str], worth: Worth) -> Demand:
+    def demand(self, name: str, archs: Mapping[str, str], worth: Worth) -> Demand:
         """What a run could use; as `head.slurm.demands`, where nobody pauses it, bars a node or sets a budget.
 
         Args:
             name: of the run.
-            members: idle nodes that train now.
             archs: node -> its architecture.
             worth: of nodes to it.
         """
@@ -186,8 +182,6 @@ class Book:
             nodes=min(run.plan.max_nodes, run.plan.shards) - run.plan.base - staying,
             partitions=run.plan.partitions,
             kind=_kind(_arch(live, archs)),
-            members=run.plan.base + members,
-            pause_s=self._costs.absorb[0] if run.changed else PAUSE_S,
             worth=worth,
         )
 

@@ -270,7 +270,7 @@ class VirtualHead:
         start_s = known.experience.wait_s(cluster.at) + known.experience.start_s(cluster.at)
         gains = self.book.gains(cluster.at, start_s, exact=not self._elide)
         archs = self._archs = self._archs or {node.node: node.arch for node in cluster.nodes}
-        demands = [self.book.demand(run, self._runs.members(run), archs, gain.worth) for run, gain in gains.items()]
+        demands = [self.book.demand(run, archs, gain.worth) for run, gain in gains.items()]
         if not again:
             known.unstarted.look(cluster)
         found = plan(cluster, demands, live, rules, known, self._external, asks_only=again)

@@ -89,7 +89,7 @@ def rules(
         refused=refused,
         groups=groups,
         max_pending=at_once,
-        max_waiting=waiting,
+        max_waiting=waiting if limits.max_pending is None else min(waiting, limits.max_pending),
         max_nodes=limits.max_nodes,
         partition_nodes=limits.partition_nodes,
         max_minutes=limits.max_minutes,
@@ -102,7 +102,6 @@ def rules(
         lead_s=margin_s + 2 * poll_s + experience.wait_s(now) + experience.start_s(now),
         whole_nodes=site_rules(site).whole_nodes,
         ahead=ahead,
-        apart=min(ahead, most - at_once),
         wake=limits.wake,
     )
 

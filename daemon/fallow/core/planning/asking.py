@@ -7,7 +7,7 @@ changed since the poll. Only idle GPUs of a shared node are asked for by the nod
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,6 +52,7 @@ class Asking:
         taken: nodes of these that requests will take.
         reach: who can use which.
         caps: what they leave.
+        shorter: partition -> minutes that have just turned out to be the most that may start there.
         budgets: run -> node-seconds that it may still reserve; None: no budget. Changed: each request is charged.
     """
 
@@ -66,11 +67,12 @@ class Asking:
         reach: Reach,
         caps: Caps,
         budgets: dict[str, float | None],
+        shorter: Mapping[str, int],
     ) -> None:
         self._cluster, self._rules, self._known = cluster, rules, known
         self._partitions = {p.partition: p for p in partitions}
         self._offered, self.taken = offered, set(taken)
-        self._reach, self._caps, self._budgets = reach, caps, budgets
+        self._reach, self._caps, self._budgets, self._shorter = reach, caps, budgets, shorter
         self._queues: dict[str, deque[Hole]] = {}
         "run -> holes that it can use, from the first that was not passed over for good"
         self._excluded: dict[tuple[Kind, str, bool], tuple[str, ...]] = {}
@@ -82,21 +84,13 @@ class Asking:
         """One request more for a run, for the best idle node; None: there is none that it may ask for."""
         queue = self._queue(demand)
         while queue:
-            hole = queue[0]
+            hole = queue.popleft()
             if hole.node in self.taken:
-                queue.popleft()
                 continue
-            if why := self._refusal(demand, hole.partition):
+            full = self.full(hole.partition) if self._caps.is_full(hole.partition) else ""
+            if why := self._refusal(demand, hole.partition) or full:
                 self.reasons.setdefault(hole.node, why)
-                queue.popleft()
-                continue
-            minutes = None
-            if self._caps.is_full(hole.partition):
-                self.reasons.setdefault(hole.node, self.full(hole.partition))
-            else:
-                minutes = self._minutes(hole, demand)
-            queue.popleft()
-            if minutes is not None:
+            elif (minutes := self._minutes(hole, demand)) is not None:
                 self.taken.add(hole.node)
                 exclude = () if hole.part else self._unsuitable(demand.kind, hole.partition)
                 part = None if hole.part is None else demand.kind.share(hole.part)
@@ -144,25 +138,35 @@ class Asking:
         return self._made(demand, Ask(demand.run, leaving.partition, minutes, name, leaving.part, (), leaving.token))
 
     def supply(self, demands: Sequence[Demand]) -> Supply:
-        """Idle nodes that nobody has asked for, by the runs that can use them."""
-        users: dict[str, frozenset[Sort]] = {}
+        """Idle nodes that nobody has asked for, by the runs that may ask for them."""
+        sorts: dict[str, frozenset[Sort]] = {}
         left: dict[str, int] = {}
         "partition -> places that no node counted so far will take"
         for hole, able in self._offered:
             if not able or hole.node in self.taken:
                 continue
             places = left.setdefault(hole.partition, self._caps.places([hole.partition]))
-            if places > 0 and hole.node not in users:
+            if places > 0 and hole.node not in sorts:
                 left[hole.partition] -= 1
             if places > 0:
-                users[hole.node] = users.get(hole.node, frozenset()) | able
-        runs = {some: frozenset(d.run for d in demands if d.sort in some) for some in set(users.values())}
-        return Supply([runs[some] for some in users.values()], self._caps.nodes_left())
+                sorts[hole.node] = sorts.get(hole.node, frozenset()) | able
+        runs = {some: frozenset(d.run for d in demands if d.sort in some) for some in set(sorts.values())}
+        picky = [demand for demand in demands if demand.barred]
+        users = [
+            runs[some].difference(demand.run for demand in picky if node in demand.barred)
+            for node, some in sorts.items()
+        ]
+        return Supply([some for some in users if some], self._caps.nodes_left())
 
-    def within_caps(self, parties: Iterable[Party], demands: Mapping[str, Demand]) -> list[Party]:
-        """The runs with room for no more nodes than may be held where they may ask."""
-        places = {p.run: self._caps.places(self._reach.partitions(demands[p.run].sort)) for p in parties}
-        return [party._replace(room=min(party.room, places[party.run])) for party in parties]
+    def within_caps(
+        self, parties: Iterable[Party], demands: Mapping[str, Demand], refused: Collection[str] = ()
+    ) -> list[Party]:
+        """The runs with room for no more nodes than may be held where they may ask; `refused`: those may not ask."""
+        found = []
+        for party in parties:
+            places = self._caps.places(self._reach.partitions(demands[party.run].sort))
+            found.append(party._replace(room=0 if party.run in refused else min(party.room, places)))
+        return found
 
     def full(self, partition: str) -> str:
         """That no more nodes may be held, in words."""
@@ -196,7 +200,11 @@ class Asking:
         return self._queues[demand.run]
 
     def _minutes(self, hole: Hole, demand: Demand) -> int | None:
-        below = self._known.backoff.longest(demand.asker, hole.partition, self._cluster.at)
+        bounds = (
+            self._known.backoff.longest(demand.asker, hole.partition, self._cluster.at),
+            self._shorter.get(hole.partition),
+        )
+        below = min((bound for bound in bounds if bound is not None), default=None)
         partition, budget = self._partitions[hole.partition], self._budgets[demand.run]
         limit = time_limit(hole, partition, demand, self._rules, budget_node_s=budget, below=below)
         if limit.minutes is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -125,6 +125,7 @@ def match(
     pending: Iterable[Allocation],
     holes: Sequence[Hole],
     sorts: Mapping[str, Sort],
+    barred: Mapping[str, Collection[str]],
     reach: Reach,
     rules: HarvestRules,
     at: float,
@@ -135,6 +136,7 @@ def match(
         pending: requests.
         holes: idle nodes.
         sorts: of the runs.
+        barred: run -> nodes that its requests exclude.
         reach: who can use which.
         rules: what is allowed.
         at: Unix time of the poll.
@@ -147,7 +149,7 @@ def match(
             continue
         sort, part = sorts.get(allocation.run), allocation.part
         for hole in by_partition.get(allocation.partition, ()):
-            if hole.node in found.taken or not _same_shape(part, hole):
+            if hole.node in found.taken or hole.node in barred.get(allocation.run, ()) or not _same_shape(part, hole):
                 continue
             if may_take(allocation, hole.length_s, at, rules) and (sort is None or reach.takes(sort, hole)):
                 found.taken[hole.node] = allocation.token
@@ -192,10 +194,11 @@ class Caps:
         self._stale: dict[str, int] = {}
         "requests by partition that have waited for long: they keep nobody from asking elsewhere"
         self._by_asker: dict[Asker, int] = {}
-        waits = {allocation.token for allocation in pending}
+        held = list(held)
+        live, waits = {allocation.token for allocation in held}, {allocation.token for allocation in pending}
         for allocation in held:
             # A successor that waits for the node of the lease before it is the same node.
-            if not (allocation.pinned and allocation.token in waits):
+            if not (allocation.pinned and allocation.token in waits and allocation.replaces in live):
                 self.hold(allocation.partition)
             if allocation.token in waits:
                 is_old = at - allocation.waits_since > rules.start_patience_s
@@ -252,6 +255,11 @@ class Caps:
     def may_wait_ahead(self) -> bool:
         """May one more request wait for a node that others still have?"""
         return self._waiting < self._rules.max_waiting
+
+    @property
+    def are_used_up(self) -> bool:
+        """May no more requests for idle nodes wait, wherever?"""
+        return self._fresh >= self._rules.max_pending or not self.may_wait_ahead()
 
     @property
     def waiting(self) -> int:

@@ -32,7 +32,7 @@ from fallow.core.planning.rules import (
     off_limits,
 )
 from fallow.core.planning.share import Party, Worth, linear, move, moved, share, step_up, useful
-from fallow.core.planning.withdrawals import Withdraw, passed_over, wanted_back, withdrawals
+from fallow.core.planning.withdrawals import Withdraw, passed_over, too_long, wanted_back, withdrawals
 from fallow.model import AllocationState, ClusterState, NodeInfo, PartitionInfo
 
 MOVABLE_S = 600.0
@@ -84,12 +84,13 @@ def plan(
         rules: what is allowed.
         known: what was learned; None: nothing.
         external: what others' jobs need of us; None: it is worked out here.
-        asks_only: on a poll that was planned on before: what has lost its point since is left to the next poll.
+        asks_only: the poll was planned on before. Requests are made; nothing is withdrawn or given back.
     """
     external = assess(cluster, allocations) if external is None else external
     known = known or Known()
     harvest = [a for a in allocations if a.state in LIVE and a.harvested]
-    pending = [a for a in harvest if a.state in WAITING and not a.is_booting]
+    pending = [a for a in harvest if a.state in WAITING and a.asked_at is None and not a.is_booting]
+    barred = {demand.run: demand.barred for demand in demands}
     sorts = {demand.run: demand.sort for demand in demands}
 
     give = _first_of_each([*external.give_backs, *wanted_back(cluster, harvest, rules)])
@@ -100,20 +101,26 @@ def plan(
     # A request might take any node of a partition in which others are about to get one that nobody takes back from us.
     holes = [hole for hole in holes if hole.partition not in external.kept_nodes]
     reach = Reach(cluster, partitions, known)
-    declined = passed_over(cluster, pending, holes, sorts, reach, known, external, rules)
+    declined = passed_over(cluster, pending, holes, sorts, barred, reach, known, external, rules)
     for allocation in pending:
         for node in declined.get(allocation.token, ()):
             reach.decline(sorts[allocation.run], node, allocation.partition)
     withdrawn: list[Withdraw] = []
     if not asks_only:
-        too_many = {demand.run: -demand.nodes for demand in demands if demand.nodes < 0}
-        old = [h for h in holes if known.unstarted.idle_s(h.node, cluster.at) > rules.start_patience_s]
-        unsure = {hole.partition for hole in old if not hole.sure and hole.part is None}
-        withdrawn = withdrawals(cluster, pending, too_many, external, rules, partitions, unsure, declined)
+        surplus = {demand.run: -demand.nodes for demand in demands if demand.nodes < 0}
+        long = too_long(cluster, pending, holes, sorts, reach, known, rules)
+        withdrawn = withdrawals(cluster, pending, surplus, external, rules, partitions, long, declined)
+    shorter = {
+        a.partition: max(1, (a.minutes or 2) // 2)
+        for w in withdrawn
+        if w.too_long
+        for a in pending
+        if a.token == w.token
+    }
     going |= {each.token for each in withdrawn}
 
     waiting = [a for a in pending if a.token not in going]
-    matched = match(waiting, holes, sorts, reach, rules, cluster.at)
+    matched = match(waiting, holes, sorts, barred, reach, rules, cluster.at)
     # Idle nodes come first: what waits for nodes that others still have must not keep anybody from asking for them.
     movable = [] if asks_only else [a for a in matched.unmatched if _only_waits(a, cluster.at, rules)]
     gone = {each.token for each in withdrawn} | {a.token for a in movable}
@@ -121,29 +128,33 @@ def plan(
     caps = Caps(rules, known, [a for a in harvest if a.token not in gone], waiting, askers, cluster.at)
     budgets = {demand.run: demand.budget_node_s for demand in demands}
     offered = offers(holes, sorts.values(), reach)
-    asking = Asking(cluster, partitions, offered, matched.taken, rules, known, reach, caps, budgets)
+    asking = Asking(cluster, partitions, offered, matched.taken, rules, known, reach, caps, budgets, shorter)
 
     have = _have(harvest, going)
     parties = [_party(demand, have[demand.run], rules) for demand in demands]
     parties = _fewer(parties, movable)
     by_run, asks = {demand.run: demand for demand in demands}, list[Ask]()
     # What a run may not ask for after all, since a cap or its budget is used up, is for the others.
-    while more := share(asking.within_caps(parties, by_run), asking.supply(demands), stay_s(rules)):
-        asked = [ask for run, nodes in more.items() for ask in _asks(asking, by_run[run], nodes)]
-        if not asked:
-            break
-        asks += asked
-        parties = _more(parties, [ask.run for ask in asked])
+    unmet = dict[str, int]()
+    while more := share(asking.within_caps(parties, by_run, unmet), asking.supply(demands), stay_s(rules)):
+        for run, nodes in more.items():
+            asked = _asks(asking, by_run[run], nodes)
+            asks += asked
+            parties = _more(parties, [run] * len(asked))
+            if len(asked) < nodes:
+                unmet[run] = nodes - len(asked)
     displaced, parties = _displaced(movable, parties, by_run, caps)
     withdrawn += displaced
     going |= {each.token for each in displaced}
     losing: set[str] = set()
     if not asks_only:
-        grows = {ask.run for ask in asks} | more.keys()
+        grows = {ask.run for ask in asks}.union(unmet if caps.are_used_up else ())
         changed, parties = _useless([p for p in parties if p.run not in grows], parties, harvest, going)
         going |= {each.token for each in changed}
         if not grows:
-            moves, parties = _moves(parties, harvest, matched, going, by_run, reach, caps, rules, cluster.at, known)
+            moves, parties = _moves(
+                parties, harvest, matched, going, by_run, reach, caps, rules, cluster.at, known, external.kept_nodes
+            )
             changed += moves
         withdrawn += [each for each in changed if isinstance(each, Withdraw)]
         give += [each for each in changed if isinstance(each, GiveBack)]
@@ -159,7 +170,7 @@ def plan(
         give_backs=() if asks_only else tuple(give),
         withdrawals=tuple(withdrawn),
         asks=tuple(asks),
-        targets={party.run: party.have + more.get(party.run, 0) for party in parties},
+        targets={party.run: party.have + unmet.get(party.run, 0) for party in parties},
         unused=_unused(cluster, partitions, rules, external, asking, caps, offered, demands, reach),
     )
 
@@ -213,7 +224,7 @@ def _useless(
     for party in some:
         number = party.have - useful(party.worth, party.have) if party.room >= 0 else 0
         mine = [a for a in harvest if a.run == party.run and a.token not in going and a.asked_at is None]
-        waits = [a for a in mine if a.state in WAITING and not a.pinned][:number]
+        waits = [a for a in mine if a.state in WAITING and not (a.pinned or a.is_booting)][:number]
         held = sorted(filter(_is_held, mine), key=lambda a: (-(a.start_at or 0.0), a.token))[: number - len(waits)]
         found += [Withdraw(a.token, reason) for a in waits]
         found += [GiveBack(a.token, reason) for a in held]
@@ -282,22 +293,25 @@ def _moves(
     rules: HarvestRules,
     at: float,
     known: Known,
+    kept: Collection[str],
 ) -> tuple[list[Withdraw | GiveBack], list[Party]]:
     """Nodes that one run gives up because another one gains more, no more than can be asked for again soon.
 
     What only waits for what others leave is no node. If its run gives up a node, it goes: it would take the node back.
+    Args: kept: partitions in which nobody may ask now.
     """
     waits = [a for a in matched.unmatched if a.token not in going]
     parties = _fewer(parties, waits)
     until = at + MOVABLE_S
-    held = [a for a in harvest if _is_held(a) and a.token not in going and (a.end_at is None or a.end_at >= until)]
+    held = [a for a in harvest if _is_held(a) and a.part is None and a.token not in going]
+    held = [a for a in held if a.end_at is None or a.end_at >= until]
     leases = sorted(held, key=lambda a: (-(a.start_at or 0.0), a.token))
 
     def usable(run: str, allocation: Allocation) -> bool:
         demand, name = demands[run], allocation.partition
-        return all(
+        return caps.may_wait(demand.asker) and all(
             node not in demand.barred
-            and any(p == name or not caps.is_capped(p) for p in reach.usable_in(demand.sort, node))
+            and any(p not in kept and (p == name or not caps.is_capped(p)) for p in reach.usable_in(demand.sort, node))
             for node in allocation.nodes
         )
 

@@ -61,8 +61,6 @@ class HarvestRules(msgspec.Struct, frozen=True):
     ahead: int = 0
     """So many requests may wait for nodes that others still have: Slurm starts them in the moment a node is idle.
     Never where nothing preempts: we might have the node a moment before somebody else comes."""
-    apart: int = 0
-    "so many of them do not count among `max_pending`"
     wake: WakePrice | None = None
     "which sleeping nodes may be woken; None: none"
 
@@ -85,10 +83,6 @@ class Demand(msgspec.Struct, frozen=True):
     "what may still be reserved; None: no budget"
     kind: Kind = Kind()
     asker: Asker = Asker()
-    members: int = 0
-    "nodes that train now"
-    pause_s: float = 0.5
-    "for so long all of them stall when one comes or goes"
     renew: bool = True
     "ask again for nodes whose time is nearly over"
     worth: Worth | None = None

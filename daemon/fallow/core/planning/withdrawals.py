@@ -48,6 +48,7 @@ def passed_over(
     pending: Iterable[Allocation],
     holes: Sequence[Hole],
     sorts: Mapping[str, Sort],
+    barred: Mapping[str, Collection[str]],
     reach: Reach,
     known: Known,
     external: ExternalDemand,
@@ -71,6 +72,8 @@ def passed_over(
         for hole in holes:
             if hole.partition != allocation.partition or not hole.sure or not _has(hole.part, allocation.part):
                 continue
+            if hole.node in barred.get(allocation.run, ()):
+                continue
             patience_s = rules.pending_patience_s if hole.node in contested else least_s
             is_old = min(waited_s, known.unstarted.idle_s(hole.node, cluster.at)) > patience_s
             if is_old and may_take(allocation, hole.length_s, cluster.at, rules) and reach.takes(sort, hole):
@@ -82,14 +85,35 @@ def passed_over(
     return found
 
 
+def too_long(
+    cluster: ClusterState,
+    pending: Iterable[Allocation],
+    holes: Sequence[Hole],
+    sorts: Mapping[str, Sort],
+    reach: Reach,
+    known: Known,
+    rules: HarvestRules,
+) -> set[str]:
+    """Tokens of requests beside which nodes have been idle for long that somebody may want soon, nobody knows when."""
+    old = [h for h in holes if not h.sure and known.unstarted.idle_s(h.node, cluster.at) > rules.start_patience_s]
+    found: set[str] = set()
+    for allocation in pending:
+        sort = sorts.get(allocation.run)
+        beside = (hole for hole in old if hole.partition == allocation.partition and hole.part is None)
+        is_old = cluster.at - allocation.waits_since > rules.start_patience_s and not allocation.ahead
+        if is_old and any(sort is None or reach.takes(sort, hole) for hole in beside):
+            found.add(allocation.token)
+    return found
+
+
 def withdrawals(
     cluster: ClusterState,
     pending: Sequence[Allocation],
-    too_many: Mapping[str, int],
+    surplus: Mapping[str, int],
     external: ExternalDemand,
     rules: HarvestRules,
     partitions: Iterable[PartitionInfo],
-    unsure: Collection[str],
+    long: Collection[str],
     declined: Mapping[str, tuple[str, ...]],
 ) -> list[Withdraw]:
     """Requests that have lost their point.
@@ -97,26 +121,23 @@ def withdrawals(
     Args:
         cluster, external, rules: as for `plan`.
         pending: requests.
-        too_many: run -> so many of them.
+        surplus: run -> requests that it does not need; the newest go.
         partitions: that may be harvested.
-        unsure: partitions with nodes that have been idle for long and that somebody may want soon.
+        long: as `too_long` found.
         declined: as `passed_over` found.
     """
     nodes = {node.node: node for node in cluster.nodes} if pending else {}
-    surplus = dict(too_many)
-    lasting = {p.partition for p in partitions if p.preempts and rules.ahead}
+    longest = {p.partition: _longest(p, rules) for p in partitions if p.preempts and rules.ahead}
+    needless = _newest(pending, surplus)
     found: list[Withdraw] = []
     for allocation in sorted(pending, key=lambda a: a.requested_at):
         token, waited_s, part = allocation.token, cluster.at - allocation.waits_since, allocation.part
         pinned = nodes.get(allocation.pinned)
         # What waits for what others leave may do so for as long as it takes: it gives way to any other. One that is
         # short was made for a node that somebody is planned on next, and must be made anew.
-        is_long = (allocation.minutes or 0) >= rules.max_minutes
-        lasts = allocation.ahead and is_long and allocation.state is AllocationState.PENDING
-        lasts = lasts and allocation.partition in lasting
-        # A successor takes the place of a node that is counted still.
-        if surplus.get(allocation.run, 0) > 0 and not allocation.pinned:
-            surplus[allocation.run] -= 1
+        lasts = allocation.ahead and allocation.state is AllocationState.PENDING
+        lasts = lasts and (allocation.minutes or 0) >= longest.get(allocation.partition, 1 << 30)
+        if token in needless:
             found.append(Withdraw(token, "the run no longer needs it"))
         elif waited_s > rules.pending_patience_s and not lasts:
             what = "it was not submitted" if allocation.queued else "Slurm did not start it"
@@ -138,8 +159,24 @@ def withdrawals(
             found.append(Withdraw(token, reason, declined=idle))
         elif allocation.queued or allocation.pinned:
             continue
-        elif waited_s > rules.start_patience_s and allocation.partition in unsure:
+        elif token in long:
             found.append(Withdraw(token, f"{allocation.minutes} min do not fit", too_long=True))
+    return found
+
+
+def _longest(partition: PartitionInfo, rules: HarvestRules) -> int:
+    """Minutes that a request may have there."""
+    limit_s = partition.max_time_s
+    return rules.max_minutes if limit_s is None else min(rules.max_minutes, int(limit_s // 60))
+
+
+def _newest(pending: Iterable[Allocation], surplus: Mapping[str, int]) -> set[str]:
+    """Tokens of so many requests of each run. A successor takes the place of a node that is counted still."""
+    left, found = dict(surplus), set[str]()
+    for allocation in sorted(pending, key=lambda a: (-a.requested_at, a.token)):
+        if left.get(allocation.run, 0) > 0 and not allocation.pinned:
+            left[allocation.run] -= 1
+            found.add(allocation.token)
     return found
 
 

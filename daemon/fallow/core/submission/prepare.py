@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from fallow.core.submission import sbatch
 from fallow.core.submission.deadline import deadline_at
-from fallow.core.submission.prepare import sbatch
 from fallow.core.submission.sbatch_line import (
     CommandLine,
     Given,

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import islice
-from statistics import median
 
 from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind, likeness
 from fallow.core.planning.rules import Demand
-from fallow.core.training.restarts import LEAST_MINUTES, PAUSE_S
+from fallow.core.training.restarts import LEAST_MINUTES
 from fallow.head.slurm.spending import left_s
 from fallow.head.state.book import Run
 from fallow.model import AllocationKind, AllocationState, NodeInfo, RunSpec, RunStatus
 from fallow.slurm.parse import count, gpu_types, megabytes
 from fallow.slurm.parse import nodes as unfolded
-
-PAUSES = 16
-"""As many of the last changes say what one costs."""
 
 
 def demand(run: Run, nodes: Mapping[str, NodeInfo], now: float, *, asks: bool) -> Demand:
@@ -32,7 +27,6 @@ def demand(run: Run, nodes: Mapping[str, NodeInfo], now: float, *, asks: bool) -
     asks = asks and not run.record.paused and not run.roster.finishing
     wanted = _missing(run)
     homes = [run.roster.nodes[n].host for n in run.roster.present()]
-    pauses = [done.pause_s for done in islice(reversed(run.generations), PAUSES) if done.pause_s is not None]
     contract = run.root.contract
     restarts, is_alike = (False, False) if contract is None else (contract.restarts, bool(contract.arithmetic))
     return Demand(
@@ -44,8 +38,6 @@ def demand(run: Run, nodes: Mapping[str, NodeInfo], now: float, *, asks: bool) -
         budget_node_s=left_s(run, now),
         kind=kind_of(run.spec, [nodes[home] for home in dict.fromkeys(homes) if home in nodes], alike=is_alike),
         asker=run.asker,
-        members=len(set(homes)),
-        pause_s=median(pauses) if pauses else PAUSE_S if restarts else 0.5,
         renew=asks,
     )
 

@@ -10,6 +10,7 @@ from fallow.core.accounting.spans import held
 from fallow.core.planning import valuing
 from fallow.core.planning.gain import pooled
 from fallow.core.planning.valuing import ALIKE, Facts, Gain, measured
+from fallow.core.training.restarts import PAUSE_S
 from fallow.head.state.book import Run
 from fallow.head.state.past import Lesson, Model, Past, lesson_of, project_of
 from fallow.model import AllocationState
@@ -82,7 +83,7 @@ def _facts(run: Run, others: list[Lesson], at: float) -> Facts:
         max_nodes=spec.max_nodes,
         base=sum(len(a.nodes) or a.nodes_wanted for a in running if not a.harvested),
         going=run.root.generation > 0,
-        pause_s=run.longest_pause_s(),
+        pause_s=run.longest_pause_s() or (PAUSE_S if contract is not None and contract.restarts else 0.0),
         weight=spec.weight,
         project=project_of(run),
         created_at=spec.created_at,
