@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
 import types
 import typing
 from pathlib import Path
@@ -179,5 +180,6 @@ def _exits() -> str:
 
 
 if __name__ == "__main__":
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS
     for file, text in pages().items():
-        (DOCS / file).write_text(text, encoding="utf-8")
+        (folder / file).write_text(text, encoding="utf-8")

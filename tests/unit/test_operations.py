@@ -193,7 +193,6 @@ def test_a_run_whose_script_is_restarted_wants_holes_in_which_that_pays(desk: De
     desk.train("n1", restarts=True)
     wanted = demand(desk.run, {}, NOW, asks=True)
     assert wanted.min_minutes > EVERY_S / 60 > usual.min_minutes
-    assert wanted.pause_s > usual.pause_s
 
 
 def test_why_a_newcomer_of_such_a_run_waits_is_shown(desk: Desk) -> None:
@@ -297,7 +296,7 @@ def test_a_drained_node_is_not_asked_for_again_until_the_run_is_resumed(desk: De
     # The head comes back; n1 is as idle as the others.
     desk.run.record = msgspec.msgpack.decode(msgspec.msgpack.encode(desk.run.record), type=RunRecord)
     turn = desk.poll()
-    assert excluded(desk, turn) == [{"n1"}] * 3
+    assert excluded(desk, turn) == [{"n1"}] * 2, "with three nodes it would be no faster"
     for _, token in turn.submissions:
         desk.book.end_allocation(desk.run, desk.run.allocations[token], "over")
     desk.do("resume")

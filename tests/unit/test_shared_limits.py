@@ -272,7 +272,7 @@ def test_a_node_that_is_asked_for_again_counts_once() -> None:
 
 @pytest.mark.parametrize(
     ("known", "accounting", "max_pending", "most"),
-    [(False, True, None, 8), (True, True, None, 1 << 30), (False, False, None, 1 << 30), (False, True, 50, 1 << 30)],
+    [(False, True, None, 8), (True, True, None, 1 << 30), (False, False, None, 1 << 30), (False, True, 50, 50)],
 )
 def test_few_requests_wait_where_the_limits_are_not_known(
     known: bool, accounting: bool, max_pending: int | None, most: int
