@@ -31,7 +31,7 @@ async def test_s11_a_stream_goes_on_from_its_checkpoint_when_all_were_lost(
 
 
 async def _save_within_an_epoch(rig: Rig, run: Elastic) -> int:
-    """Step of the newest checkpoint. How soon one is written is the machine's, and at the end of an epoch proves less."""
+    """Step of the newest checkpoint. One at the end of an epoch, which the machine's pace may bring, proves less."""
     gates = {step: run.hold("n0", step) for step in (12, 20, 28)}
     saved = 0
     for step, gate in gates.items():
