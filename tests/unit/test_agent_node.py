@@ -109,10 +109,10 @@ async def test_a_gather_within_the_node_needs_no_head(head: Head) -> None:
     part = "channel.send(Part(generation=1, key='node', part=b'of %d' % slot, within_node=True))"
     await head.obeyed(head.order(noted=part))
     for name in ("n0.0", "n0.1"):
-        assert await head.printed(name, "node") == "node of 0 of 1\n"
+        assert await head.printed(name, "node of 0 of 1\n") == "node of 0 of 1\n"
     await head.obeyed(head.order(noted=f"if slot == 1: {part}"))
-    assert await head.printed("n0.1", "node of 0 of 1\nnode") == 2 * "node of 0 of 1\n", "it asked again"
-    assert await head.printed("n0.0", "node") == "node of 0 of 1\n"
+    assert await head.printed("n0.1", 2 * "node of 0 of 1\n") == 2 * "node of 0 of 1\n", "it asked again"
+    assert await head.printed("n0.0", "node of 0 of 1\n") == "node of 0 of 1\n"
     assert not [said for said in head.heard if isinstance(said, Gather)]
 
 
@@ -129,9 +129,9 @@ async def test_a_gather_of_all_nodes_goes_through_the_head(head: Head) -> None:
     others = msgspec.msgpack.encode([b"x", b"y"])
     head.send(Gathered(generation=2, key="all", parts=(others, gather.part)))
     for name in ("n0.0", "n0.1"):
-        assert await head.printed(name, "all") == "all x y 0 1\n"
+        assert await head.printed(name, "all x y 0 1\n") == "all x y 0 1\n"
     heard = len(head.heard)
     await head.obeyed(head.order(noted=f"if slot == 0: {part}"))
-    assert await head.printed("n0.0", "all x y 0 1\nall") == 2 * "all x y 0 1\n", "from memory"
+    assert await head.printed("n0.0", 2 * "all x y 0 1\n") == 2 * "all x y 0 1\n", "from memory"
     await head.beats(15)
     assert not [said for said in head.heard[heard:] if isinstance(said, Gather)]
