@@ -41,9 +41,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _kind(nodeid: str) -> str:
     path = Path(nodeid.partition("::")[0])
-    if path.parent.name == "slurm" or path.name.startswith("test_slurm_"):
+    folder = path.parent.name if len(path.parts) == 3 else "rest"
+    if folder == SLURM or path.name.startswith("test_slurm_"):
         return SLURM
-    return path.parent.name if path.parent.name in PROCESSES else "rest"
+    return folder if folder in PROCESSES else "rest"
 
 
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]

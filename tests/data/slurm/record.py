@@ -2,7 +2,8 @@
 
     python tests/data/slurm/record.py tests/data/slurm/22.05
 
-for `tests/unit/test_slurm_recorded.py`, whenever `parse.JOB_FIELDS` or the commands of `CliClient` change.
+for `tests/unit/core/neighbour/test_slurm_recorded.py`, whenever `parse.JOB_FIELDS` or the commands
+of `CliClient` change.
 Names of users, hosts and folders are replaced.
 """
 

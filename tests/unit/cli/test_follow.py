@@ -1,0 +1,142 @@
+"""`wait`, `logs` and `why`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from test_show import REPORT, RUN, SNAPSHOT
+
+from fallow.cli import follow
+from fallow.cli.main import invoke
+from fallow.files import Paths
+from fallow.model import Exit, FallowError, NodeOwner, NodeView, RunStatus, Snapshot
+
+
+class Desk:
+    """Answers as the head does: each time with the next status, and with the last one from then on."""
+
+    def __init__(self) -> None:
+        self.statuses: list[Snapshot | FallowError] = [SNAPSHOT]
+
+    def ask(self, method: str, *_: Any, **params: Any) -> Any:
+        if method == "report":
+            return REPORT
+        found = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+        if isinstance(found, FallowError):
+            raise found
+        if params.get("run", "r1") != "r1":
+            raise FallowError("no such run", Exit.NOINPUT)
+        return found
+
+
+@pytest.fixture
+def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
+    desk = Desk()
+    monkeypatch.setattr(follow, "ask", desk.ask)
+    monkeypatch.setattr(follow.time, "sleep", lambda seconds: None)
+    return desk
+
+
+def of(status: RunStatus, **more: Any) -> Snapshot:
+    return msgspec.structs.replace(SNAPSHOT, runs=[msgspec.structs.replace(RUN, status=status, **more)])
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(RunStatus.FINISHED, 0), (RunStatus.FAILED, 70), (RunStatus.CANCELLED, 93)]
+)
+def test_wait_ends_as_the_run_does_also_across_an_absence_of_the_head(
+    desk: Desk, capsys: pytest.CaptureFixture[str], status: RunStatus, code: int
+) -> None:
+    away = FallowError("the head is gone", Exit.UNAVAILABLE)
+    desk.statuses = [SNAPSHOT, SNAPSHOT, away, away, SNAPSHOT, of(status)]
+    assert invoke(["wait", "r1", "--json"]) == code
+    assert json.loads(capsys.readouterr().out)["run"] == "r1"
+
+
+def test_wait_gives_up_when_its_time_is_over_and_when_no_head_comes_back(
+    desk: Desk, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert invoke(["wait", "r1", "--timeout", "0.001"]) == Exit.TEMPFAIL
+    assert "run r1 is training at step 5" in capsys.readouterr().err
+    assert invoke(["wait", "r1", "--timeout", "nan"]) == Exit.USAGE
+    desk.statuses = [SNAPSHOT, FallowError("the head is gone", Exit.UNAVAILABLE)]
+    now = iter(range(0, 10_000, 10))
+    monkeypatch.setattr(follow.time, "monotonic", lambda: float(next(now)))
+    assert invoke(["wait", "r1"]) == Exit.UNAVAILABLE
+
+
+@pytest.fixture
+def folder(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FALLOW_STATE_DIR", str(tmp_path / "state"))
+    logs = Paths.default().run("r1").logs
+    logs.mkdir(parents=True)
+    return logs
+
+
+def test_logs_are_those_of_the_main_member_or_of_one_that_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("n3.0", "n3.1", "n4"):
+        (folder / f"{name}.log").write_text(f"of {name}\x1b[2J\n")
+    for words, text in (
+        ([], "of n3.0"),
+        (["--member", "n3"], "of n3.0"),
+        (["--member", "n3.1"], "of n3.1"),
+        (["--member", "n4"], "of n4"),
+    ):
+        assert invoke(["logs", "r1", *words]) == 0
+        assert capsys.readouterr().out == f"{text}\n"
+    assert invoke(["logs", "r1", "--member", "../n4"]) == Exit.NOINPUT
+    assert "there is: n3.0, n3.1, n4" in capsys.readouterr().err
+
+
+def test_logs_follow_until_the_run_has_ended(
+    desk: Desk, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = folder / "n3.0.log"
+    log.write_text("one\n")
+    desk.statuses = [SNAPSHOT, SNAPSHOT, of(RunStatus.FINISHED)]
+
+    def write_more(seconds: float) -> None:
+        with log.open("a") as file:
+            file.write("two\n")
+
+    monkeypatch.setattr(follow.time, "sleep", write_more)
+    assert invoke(["logs", "r1", "--follow"]) == 0
+    assert capsys.readouterr().out == "one\ntwo\n"
+
+
+def node(name: str, owner: NodeOwner, unused: str = "", **more: Any) -> NodeView:
+    return NodeView(node=name, partitions=["p"], state="idle", owner=owner, unused=unused, **more)
+
+
+def test_why_tells_what_keeps_a_run_from_growing_and_a_node_from_being_used(
+    desk: Desk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = [
+        node("n01", NodeOwner.IDLE, "its hole is too short"),
+        node("n02", NodeOwner.IDLE, "its hole is too short"),
+        node("n03", NodeOwner.OURS, run="r1", ends_in_s=60.0),
+        node("n04", NodeOwner.OTHERS),
+    ]
+    barred = of(RunStatus.TRAINING, useful=8, barred={"n09": "3 failures on it"})
+    desk.statuses = [msgspec.structs.replace(barred, nodes=nodes)]
+    assert invoke(["why", "r1"]) == 0
+    told = capsys.readouterr().out
+    for words in (
+        "training, with 1 of at most 8 nodes",
+        "absorbing n2",
+        "n09 is barred",
+        "2 idle (n[01-02]): its hole is too",
+    ):
+        assert words in told
+    for name, words in (("n01", "its hole is too short"), ("n03", "used by run r1"), ("n04", "somebody else")):
+        assert invoke(["why", name, "--json"]) == 0
+        (reason,) = json.loads(capsys.readouterr().out)["reasons"]
+        assert words in reason
+    assert invoke(["why", "x"]) == Exit.NOINPUT
+    assert "neither a run" in capsys.readouterr().err

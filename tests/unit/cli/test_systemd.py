@@ -1,0 +1,127 @@
+"""The systemd units say what the head relies on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fallow.cli import service
+from fallow.cli.main import invoke
+from fallow.model import Exit
+
+FOLDER = Path(__file__).parents[3] / "contrib" / "systemd"
+SYSTEM, USER = "fallow@.service", "fallow-user.service"
+
+BOTH = {
+    "Type": "notify",
+    "NotifyAccess": "main",
+    "WatchdogSec": "30",
+    "Restart": "on-failure",
+    "KillMode": "mixed",
+    "UMask": "0077",
+    "NoNewPrivileges": "yes",
+    "RestrictAddressFamilies": "AF_UNIX AF_INET AF_INET6",
+    "RestrictNamespaces": "yes",
+    "RestrictSUIDSGID": "yes",
+    "LockPersonality": "yes",
+    "SystemCallFilter": "@system-service",
+    "SystemCallArchitectures": "native",
+}
+ONLY_SYSTEM = {
+    "User": "%i",
+    "ProtectSystem": "strict",
+    "PrivateTmp": "yes",
+    "CapabilityBoundingSet": "",
+    "StateDirectoryMode": "0700",
+    "RuntimeDirectoryMode": "0700",
+}
+
+
+def _keys(unit: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for line in (FOLDER / unit).read_text().splitlines():
+        if re.match(r"[A-Za-z]+=", line):
+            key, _, value = line.partition("=")
+            assert key not in found, f"{unit} says {key} twice"
+            found[key] = value
+    return found
+
+
+@pytest.mark.parametrize(("unit", "wanted"), [(SYSTEM, BOTH | ONLY_SYSTEM), (USER, BOTH)])
+def test_unit_says_what_the_head_relies_on(unit: str, wanted: dict[str, str]) -> None:
+    keys = _keys(unit)
+    assert {key: keys.get(key) for key in wanted} == wanted
+    assert keys["ExecStart"].endswith("fallow daemon")
+    # An exit code that starting again cannot mend.
+    assert {int(code) for code in keys["RestartPreventExitStatus"].split()} == {
+        Exit.NO_RESTART,
+        Exit.CONFIG,
+        Exit.USAGE,
+        Exit.CANTCREAT,
+    }
+    assert int(keys["TimeoutStopSec"]) > int(keys["WatchdogSec"])
+
+
+def test_user_unit_asks_for_nothing_that_needs_privileges() -> None:
+    keys = _keys(USER)
+    assert not {key for key in keys if key.startswith(("Protect", "Private", "Capability"))}
+    assert "User" not in keys
+    assert keys["WantedBy"] == "default.target"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here")
+@pytest.mark.parametrize(("unit", "manager"), [(SYSTEM, "--system"), (USER, "--user")])
+def test_systemd_understands_the_unit(unit: str, manager: str, tmp_path: Path) -> None:
+    instance = tmp_path / unit.replace("@", "@daemon")
+    shutil.copy(FOLDER / unit, instance)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", manager, "--man=no", str(instance)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+        env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), "SYSTEMD_LOG_COLOR": "0"},
+    )
+    # It also looks at the machine's own units; only what it says about ours counts.
+    about_ours = [line for line in done.stderr.splitlines() if instance.name in line]
+    assert about_ours == []
+
+
+@pytest.mark.parametrize(("words", "unit"), [(["--user"], "fallow-user.service"), ([], "fallow@.service")])
+def test_the_unit_that_is_installed_starts_this_very_program(
+    words: list[str], unit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    system, config = tmp_path / "etc", tmp_path / "config"
+    monkeypatch.setattr(service, "_SYSTEM_UNITS", system)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(config))
+    program = tmp_path / "bin" / "fallow"
+    program.parent.mkdir()
+    program.touch(0o755)
+    monkeypatch.setattr("sys.argv", [str(program)])
+    assert invoke(["service", "install", *words, "--json"]) == 0
+    written = Path(json.loads(capsys.readouterr().out)["unit"])
+    assert written == (config / "systemd/user/fallow.service" if words else system / "fallow@.service")
+    shipped = (FOLDER / unit).read_text()
+    assert written.read_text() == shipped.replace("/usr/bin/env fallow daemon", f"{program} daemon") != shipped
+    assert invoke(["service", "install", *words]) == 0, "again"
+    assert "daemon-reload" in capsys.readouterr().out
+    written.write_text("[Service]\n")
+    assert invoke(["service", "install", *words]) == Exit.CANTCREAT
+    assert "--force" in capsys.readouterr().err
+    assert invoke(["service", "install", *words, "--force"]) == 0
+    assert f"ExecStart={program} daemon" in written.read_text()
+
+
+def test_a_unit_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config").touch()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    assert invoke(["service", "install", "--user"]) == Exit.CANTCREAT
+    assert "fallow.service: cannot be written" in capsys.readouterr().err

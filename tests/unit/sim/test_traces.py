@@ -1,0 +1,523 @@
+"""Readers of recorded clusters: what is used, what is bad, what has to be assumed, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import math
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from fallow.model import Exit, FallowError
+from fallow.sim.traces import open_trace, walltimes
+from fallow.sim.traces.recorded import RecordedJobs
+from fallow.sim.traces.sacct import COMMAND
+from fallow.sim.traces.sites import from_folder, harvested, made_up
+from fallow.sim.types import Holes, JobPart, Outage, Scheduler, SimJob, Trace
+from fallow.traces import HELIOS_NODES, trace_path
+
+DATA = Path(__file__).parents[2] / "data"
+SWF, SACCT = DATA / "sim" / "small.swf", DATA / "sim" / "small.sacct.txt"
+DAY_S = 86400.0
+
+
+def jobs(trace: Trace | Holes) -> dict[str, SimJob]:
+    assert isinstance(trace, RecordedJobs)
+    found = list(trace.jobs())
+    assert found == sorted(found, key=lambda job: job.submit_at)
+    assert len({job.job_id for job in found}) == len(found)
+    return {job.job_id: job for job in found}
+
+
+def refused(path: Path, **more: object) -> FallowError:
+    with pytest.raises(FallowError) as found:
+        open_trace(path, **more)  # type: ignore[arg-type]
+    return found.value
+
+
+SWF_JOB = "{id} {submit} 0 {runs} {processors} -1 -1 -1 -1 -1 1 7 1 1 1 1 -1 -1"
+
+
+def swf(path: Path, header: str, *more: dict[str, object]) -> Path:
+    """Three sound jobs, and these."""
+    usual = {"submit": 0, "runs": 600, "processors": 4}
+    rows = [SWF_JOB.format(id=number, **usual | each) for number, each in enumerate([{}, {}, {}, *more], 1)]
+    path.write_text("\n".join([*header.split("|"), *rows]) + "\n")
+    return path
+
+
+def sacct(path: Path, *rows: str, header: str = "JobID|Partition|State|Submit|Start|End|NNodes|NodeList") -> Path:
+    path.write_text("\n".join([header, *rows]) + "\n")
+    return path
+
+
+# -- the Standard Workload Format ---------------------------------------------------------------------------------
+
+
+def test_swf_counts_its_bad_lines_and_uses_the_others() -> None:
+    trace = open_trace(SWF, profile="plain")
+    problems = trace.problems
+    assert (problems.read, problems.used) == (13, 6)
+    assert problems.bad == {
+        "completed, and no runtime": 1,
+        "it never ran": 1,
+        "no processors": 1,
+        "not 18 fields": 1,
+        "not a number": 1,
+        "part of a job that has a line of its own": 1,
+        "submitted before the log begins": 1,
+    }
+    assert problems.examples[0] == "line 15: not 18 fields"
+    assert problems.examples[1].startswith("line 16: not a number (\"could not convert string to float: 'sixty'\")")
+    assert len(problems.examples) == 5
+    assert problems.assumed == [
+        "a node has 4 processors, which jobs share as they would GPUs",
+        "all partitions have all nodes",
+        "a time limit was drawn",
+    ]
+
+
+def test_swf_maps_its_fields() -> None:
+    trace = open_trace(SWF, profile="plain")
+    found = jobs(trace)
+    assert list(found) == ["1", "2", "3", "5", "6", "13"]
+    assert found["2"] == SimJob(
+        job_id="2",
+        user="u2",
+        submit_at=1_000_060.0,
+        runs_s=1800.0,
+        limit_s=3600.0,
+        parts=(JobPart(partition="gpu", nodes=4, gpus_per_node=4),),
+        start_at=1_000_060.0,
+        qos="q1",
+    )
+    assert found["3"].parts == (JobPart(partition="cpu", nodes=1, gpus_per_node=2, exclusive=False),)
+    assert found["6"].parts[0].nodes == 2  # asked for 6, which are two nodes
+    assert found["13"].limit_s == 40000.0  # it ran for longer than it asked for
+    assert {p.partition: (len(p.nodes), p.max_time_s) for p in trace.site.partitions} == {
+        "gpu": (4, DAY_S),
+        "cpu": (4, DAY_S),
+    }
+    assert [node.gpus for node in trace.site.nodes] == [4] * 4
+
+
+def test_swf_without_a_header_has_as_many_nodes_as_its_widest_job(tmp_path: Path) -> None:
+    path = tmp_path / "bare.swf"
+    path.write_text("\n".join(line for line in SWF.read_text().splitlines() if not line.startswith(";")))
+    trace = open_trace(path)
+    assert len(trace.site.nodes) == 16
+    assert "16 nodes of one processor: the header has no MaxNodes" in trace.problems.assumed
+
+
+def test_swf_skips_what_cannot_be_true(tmp_path: Path) -> None:
+    wrong = {"runs": "1e300"}, {"submit": "1e15"}, {"processors": 100_000}
+    trace = open_trace(swf(tmp_path / "log.swf", "; MaxNodes: 4|; MaxProcs: 16", *wrong))
+    assert trace.problems.bad == {
+        "it ends after more than a hundred years": 2,
+        "more processors than the header's MaxProcs": 1,
+    }
+    assert len(trace.site.nodes) == 4
+
+
+def test_a_log_of_an_impossible_cluster_is_refused(tmp_path: Path) -> None:
+    assert "1,000,000 nodes" in refused(swf(tmp_path / "log.swf", "; MaxNodes: 1000000")).message
+
+
+# -- sacct --------------------------------------------------------------------------------------------------------
+
+
+def test_sacct_counts_its_bad_lines_and_uses_the_others() -> None:
+    problems = open_trace(SACCT).problems
+    assert (problems.read, problems.used) == (20, 10)
+    assert problems.bad == {
+        "a step of a job": 1,
+        "it ends before it starts": 1,
+        "it is over, and has no end": 1,
+        "it never ran": 3,
+        "no job id": 1,
+        "no nodes": 1,
+        "no time": 1,
+        "not 16 fields": 1,
+    }
+    assert problems.examples[0] == "line 16: it ends before it starts ('1001000|1000900')"
+
+
+def test_sacct_maps_its_columns() -> None:
+    trace = open_trace(SACCT, profile="plain", replay=True)
+    found = jobs(trace)
+    assert trace.begin == 1_000_600.0  # sacct shows what had not ended by --starttime
+    assert trace.end == 1_004_400.0
+    assert list(found) == ["101", "102", "104", "103", "105", "107", "107.1", "108"]
+    whole = JobPart(partition="gpu", nodes=1, gpus_per_node=4)
+    assert found["101"] == SimJob(
+        job_id="101",
+        user="u1",
+        submit_at=1_000_700.0,
+        runs_s=3600.0,
+        limit_s=7200.0,
+        parts=(whole,),
+        priority=100,
+        start_at=1_000_700.0,
+        account="a1",
+        qos="normal",
+        nodelist=("g1",),
+    )
+    # one GPU of four; two of eight CPUs are as much
+    quarter = JobPart(partition="gpu", nodes=1, gpus_per_node=1, exclusive=False)
+    assert found["102"].parts == found["103"].parts == (quarter,)
+    assert found["105"].parts == (whole, JobPart(partition="cpu", nodes=2, gpus_per_node=32))
+    assert found["105"].nodelist == ("g2", "c1", "c2")
+    assert found["107"].nodelist != found["107.1"].nodelist
+    assert found["108"].runs_s == 1400.0  # was still running
+    assert found["108"].parts == (JobPart(partition="cpu", nodes=1, gpus_per_node=4, exclusive=False),)
+    assert {job.user for job in found.values()} == {"u1", "u2", "u3"}
+    assert trace.problems.assumed == [
+        "3 nodes in gpu: those that jobs ran on",
+        "2 nodes in cpu: those that jobs ran on",
+        "GPUs and CPUs of a node are the most that a job had on one",
+        "components that belong to one of 1 heterogeneous jobs start and end together",
+        "a time limit was drawn (2 times)",
+    ]
+
+
+def test_in_a_queue_jobs_come_when_they_were_submitted() -> None:
+    found = jobs(open_trace(SACCT, names=True))
+    assert found["108"].submit_at == 1_000_600.0
+    assert found["101"].submit_at == 1_000_600.0  # before the window: it waits as the window begins
+    assert found["101"].start_at == 1_000_700.0
+    assert {job.user for job in found.values()} == {"ann", "bob", "cy"}
+
+
+def test_jobs_that_run_as_the_window_begins_come_first_with_what_is_left_of_them() -> None:
+    trace = open_trace(SACCT, begin_day=600 / DAY_S, days=0.02)
+    first, *_ = trace.jobs()  # type: ignore[union-attr]
+    assert trace.begin == pytest.approx(1_001_200)
+    assert (first.submit_at, first.start_at) == (trace.begin, trace.begin)
+    assert first.priority == 101
+    running = jobs(trace)["101"]
+    assert running.runs_s == pytest.approx(3600 - 500)
+    assert running.limit_s == pytest.approx(7200 - 500)
+
+
+def test_the_site_of_ones_own_commands(tmp_path: Path) -> None:
+    recorded = (DATA / "slurm" / "25.11" / "poll_scontrol.txt").read_text()
+    (tmp_path / "nodes.txt").write_text(recorded)
+    (tmp_path / "partitions.txt").write_text(recorded)
+    (tmp_path / "config.txt").write_text((DATA / "slurm" / "25.11" / "poll_config.txt").read_text())
+    site = from_folder(tmp_path)
+    assert [node.node for node in site.nodes] == ["n1", "n2", "n3", "n4"]
+    assert site.scheduler.version == (25, 11)
+    assert (site.scheduler.bf_interval_s, site.scheduler.bf_max_job_test) == (1.0, 200)
+    assert (site.scheduler.bf_window_s, site.scheduler.bf_hetjob_immediate) == (86400.0, True)
+    assert (site.scheduler.kill_wait_s, site.scheduler.message_timeout_s) == (5.0, 10.0)
+    assert site.scheduler.slurmd_timeout_s == 15.0
+    assert site.preempt_type == "preempt/partition_prio"
+    # the jobs of other partitions are left out
+    text = SACCT.read_text().replace("|gpu|", "|normal|")
+    path = tmp_path / "jobs.txt"
+    path.write_text(text)
+    trace = open_trace(path, site_folder=tmp_path)
+    assert trace.site.name == site.name
+    assert trace.problems.bad["its partition is not among the site's"] == 4
+    assert not any("not simulated" in each for each in trace.problems.assumed)
+    config = (tmp_path / "config.txt").read_text()
+    (tmp_path / "config.txt").write_text(config.replace("preempt/partition_prio", "preempt/qos"))
+    assert "preempt/qos is not simulated" in " ".join(open_trace(path, site_folder=tmp_path).problems.assumed)
+    (tmp_path / "config.txt").unlink()
+    assert "scontrol -o show config" in refused(path, site_folder=tmp_path).message
+    assert refused(SWF, site_folder=tmp_path).code == Exit.USAGE
+
+
+EVENTS_OF = """NodeName|TimeStart|TimeEnd|State
+n1|1790001000|1790002000|DOWN*
+n2|1790003000|Unknown|DRAIN
+n9|1790001000|1790002000|DOWN
+n1|1790005000|1790006000|IDLE+DRAIN
+n1|1790007000|1790008000|IDLE~
+|1790000000|1790000100|
+n2|1790002000|1790001000|DOWN
+"""
+
+
+def test_nodes_are_down_drained_and_maintained_as_sacctmgr_says(tmp_path: Path) -> None:
+    events, windows = tmp_path / "events.txt", tmp_path / "reservations.txt"
+    events.write_text(EVENTS_OF)
+    windows.write_text(
+        "Name|NodeNames|TimeStart|TimeEnd|Flags\n"
+        "upgrade|n[1-5]|1790002500|1790002900|MAINT,SPEC_NODES\n"
+        "course|n1|1790002500|1790002900|SPEC_NODES\n"
+    )
+    trace = open_trace(sacct(tmp_path / "jobs.txt", SOUND), outages=[events, windows])
+    assert trace.site.outages == (
+        Outage(node="n1", begin=1790000700.0, end=1790002000.0),  # silent for SlurmdTimeout before it is DOWN
+        Outage(node="n2", begin=1790003000.0, end=math.inf, drained=True),
+        Outage(node="n1", begin=1790005000.0, end=1790006000.0, drained=True),
+    )
+    assert [(r.reservation, r.nodes, r.start_at, r.end_at) for r in trace.site.reservations] == [
+        ("upgrade", ["n1", "n2"], 1790002500.0, 1790002900.0)
+    ]
+    assert trace.problems.bad == {
+        "events.txt: a node that the jobs or the site do not name": 1,
+        "events.txt: a state that keeps no job away": 1,
+        "events.txt: it ends before it begins, or after 2106": 1,
+        "reservations.txt: a reservation that is no maintenance": 1,
+    }
+    assert trace.problems.assumed[-2:] == [
+        "events.txt: 1 times that a node was down, 2 that one was drained",
+        "reservations.txt: 1 maintenance reservations",
+    ]
+    assert "--outages goes with" in refused(SWF, outages=[events]).message
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "it is empty"),
+        ("NodeName|TimeStart|State\n", "column TimeEnd is missing"),
+        ("NodeNames|Start|End\n", "column Flags is missing"),
+        ("NodeName|TimeStart|TimeEnd|State\nn9|5|9|DOWN\n", "none of its 1 lines can be used"),
+        ("NodeName|TimeStart|TimeEnd|State\nn1|2026-10-01T00:00:00|Unknown|DOWN\n", "must be Unix seconds"),
+        ("NodeName|TimeStart|TimeEnd|State\nn1|5\n", "1 of 1 lines are bad; the first: line 2: not 4 fields"),
+    ],
+)
+def test_outages_that_cannot_be_used_are_refused_with_the_reason(tmp_path: Path, text: str, reason: str) -> None:
+    events = tmp_path / "events.txt"
+    events.write_text(text)
+    error = refused(sacct(tmp_path / "jobs.txt", SOUND), outages=[events])
+    assert (reason in error.message, error.code) == (True, Exit.DATA)
+
+
+def test_a_month_without_outages_is_one(tmp_path: Path) -> None:
+    events = tmp_path / "events.txt"
+    events.write_text("NodeName|TimeStart|TimeEnd|State\n")
+    trace = open_trace(sacct(tmp_path / "jobs.txt", SOUND), outages=[events])
+    assert trace.problems.assumed[-1] == "events.txt: no node was down, drained or maintained"
+
+
+def test_nodes_that_nobody_names_are_as_many_as_were_in_use_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.txt"
+    path.write_text(
+        "JobID|Partition|State|Submit|Start|End|NNodes\n"
+        "1|p|COMPLETED|100|100|500|2\n2|p|COMPLETED|100|200|600|3\n3|p|COMPLETED|100|500|900|4\n"
+    )
+    trace = open_trace(path, profile="plain")
+    assert len(trace.site.nodes) == 7
+    assert jobs(trace)["2"].parts == (JobPart(partition="p", nodes=3, gpus_per_node=1),)
+
+
+# -- what is refused ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "it is empty"),
+        ("a,b,c\n1,2,3\n", "not the format of any trace"),
+        ("JobID|State\n1|COMPLETED\n", "column Partition is missing"),
+        ("JobID|Partition|State|Submit|Start|End|NNodes\n", "none of its 0 lines can be used"),
+        (
+            "JobID|Partition|State|Submit|Start|End|NNodes\n"
+            "1|p|COMPLETED|2026-10-01T00:00:00|2026-10-01T00:00:00|2026-10-01T00:10:00|1\n",
+            "must be Unix seconds",
+        ),
+        (
+            "JobID|Partition|State|Submit|Start|End|NNodes\n1|p|COMPLETED|5|5|9|1\n2|p|X\n3|p|X\n",
+            "2 of 3 lines are bad; the first: line 3: not 7 fields",
+        ),
+        ("1 0 0 -1 1 -1 -1 1 60 -1 0 1 1 -1 1 1 -1 -1\n", "none of its 1 lines can be used"),
+        ("job_id,queue\n1,a\n", "column submit_time is missing"),
+        ("time,active_nodes,total_nodes\n5,x,420\n", "1 of 1 lines are bad"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_with_the_reason(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "trace.txt"
+    path.write_text(text)
+    error = refused(path)
+    assert reason in error.message
+    assert error.code == Exit.DATA
+
+
+def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
+    assert refused(tmp_path / "none").code == Exit.NOINPUT
+    path = tmp_path / "jobs.csv.gz"
+    path.write_bytes(gzip.compress(trace_path("earth").read_bytes())[:500])
+    assert refused(path).code == Exit.DATA
+    path.write_bytes(b"no gzip")
+    assert "cannot read it" in refused(path).message
+    assert "they are earth, helios, earth-holes, philly, summit" in refused(Path("Earth")).message
+
+
+def test_a_packed_file_may_have_any_name(tmp_path: Path) -> None:
+    packed = tmp_path / "holes.csv"
+    packed.write_bytes(gzip.compress(trace_path("summit").read_bytes()))
+    assert open_trace(packed).site == open_trace("summit").site
+
+
+def test_a_part_outside_of_the_trace_is_refused() -> None:
+    assert "the trace ends 0.044 days after" in refused(SACCT, begin_day=3.0).message
+    assert refused(SACCT, begin_day=3.0).code == Exit.USAGE
+
+
+SOUND = "1|gpu|COMPLETED|1790000000|1790000010|1790003600|2|n[1-2]"
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("2|gpu|COMPLETED|1790000000|1790000010|179000000000000|1|n1", "later than 2106"),
+        ("2|gpu|COMPLETED|1790000000|1790000010|1790000600|1.5K|n1", "NNodes is not how many NodeList names"),
+        ("2||COMPLETED|1790000000|1790000010|1790000600|1|n1", "no partition"),
+    ],
+)
+def test_sacct_skips_what_cannot_be_true(tmp_path: Path, row: str, reason: str) -> None:
+    trace = open_trace(sacct(tmp_path / "jobs.txt", SOUND, row))
+    assert trace.problems.bad == {reason: 1}
+    assert [node.node for node in trace.site.nodes] == ["n1", "n2"]
+
+
+def test_jobs_that_all_run_yet_say_nothing_of_a_month(tmp_path: Path) -> None:
+    row = "1|gpu|RUNNING|1790000000|1790000010|Unknown|1|n1"
+    assert "no job in it has ended" in refused(sacct(tmp_path / "jobs.txt", row)).message
+
+
+def test_a_header_that_was_left_away_is_missed(tmp_path: Path) -> None:
+    text = "1|1|ann|a|gpu|q|COMPLETED|1790000000|1790000010|1790003600|60|1|||n1|7"
+    assert "--noheader" in refused(sacct(tmp_path / "jobs.txt", header=text)).message
+
+
+def test_marks_of_byte_order_are_not_part_of_the_first_column(tmp_path: Path) -> None:
+    path = sacct(tmp_path / "jobs.txt", SOUND)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert open_trace(path).problems.used == 1
+
+
+def test_the_command_asks_for_what_is_read() -> None:
+    columns = COMMAND.partition("--format=")[2].split()[0].split(",")
+    assert columns == SACCT.read_text().splitlines()[0].split("|")
+
+
+# -- what comes with the source -----------------------------------------------------------------------------------
+
+
+def test_earth_replayed_is_the_recorded_occupancy() -> None:
+    """GPUs in use in three partitions in every minute of a day; that in which a job ended counts, as in the source."""
+    day, queues = 5, {"vcvlY", "vcSoL", "vc8Sj"}
+    trace = open_trace("earth", begin_day=day, days=1)
+    changes: dict[tuple[str, bool], dict[float, int]] = defaultdict(lambda: defaultdict(int))
+    for job in jobs(trace).values():
+        (part,) = job.parts
+        if part.partition in queues and part.gpus_per_node:
+            use = changes[part.partition, part.exclusive]
+            use[job.submit_at] += part.nodes * part.gpus_per_node
+            use[(job.submit_at + job.runs_s) // 60 * 60 + 60] -= part.nodes * part.gpus_per_node
+    with gzip.open(trace_path("earth-holes"), "rt") as file:
+        recorded: dict[tuple[str, bool], dict[float, int]] = defaultdict(dict)
+        for row in csv.DictReader(file):
+            if row["queue"] in queues:
+                recorded[row["queue"], True][float(row["time"])] = int(row["running_gpus_ge8"])
+                recorded[row["queue"], False][float(row["time"])] = int(row["running_gpus_lt8"])
+    assert len(recorded) == 6
+    for key, series in recorded.items():
+        known = now = 0
+        before = [at for at in series if at <= trace.begin]
+        known = series[max(before)]
+        for minute in range(24 * 60):
+            at = trace.begin + 60.0 * minute
+            known = series.get(at, known)
+            now += changes[key].get(at, 0)
+            assert now == known, (key, at)
+
+
+def test_of_earth_jobs_are_left_out_that_cannot_have_run_together() -> None:
+    trace = open_trace("earth")
+    left_out = trace.problems.bad["more at once than the queue has"]
+    used: dict[str, int] = defaultdict(int)
+    changes = []
+    for number, job in enumerate(jobs(trace).values()):
+        (part,) = job.parts
+        changes += [(job.submit_at, 1, number, part), (job.submit_at + job.runs_s, 0, number, part)]
+    for _, starts, _, part in sorted(changes, key=lambda change: change[:3]):
+        used[part.partition] += (1 if starts else -1) * part.nodes * part.gpus_per_node
+        assert used[part.partition] <= 8 * HELIOS_NODES[part.partition]
+    assert (left_out, len(changes) // 2) == (5119, 30995)
+
+
+def test_jobs_without_priorities_are_given_none() -> None:
+    """As under priority/basic: who comes first is first, and those that run as the window begins come first."""
+    found = list(open_trace("earth", begin_day=5, days=1).jobs())  # type: ignore[union-attr]
+    assert sum(job.submit_at == found[0].submit_at for job in found) == 49
+    assert {job.priority for job in found} == {0}
+
+
+def test_earth_has_its_partitions_and_the_rows_that_cannot_have_run() -> None:
+    trace = open_trace("earth", days=2)
+    assert {p.partition: len(p.nodes) for p in trace.site.partitions}["scavenge"] == 107
+    assert len(trace.site.partitions) == 17
+    assert harvested(trace.site) == ("scavenge",)
+    assert trace.problems.bad["more GPUs than the queue has, or none"] == 4
+    assert trace.problems.read == 36118
+    assert (trace.begin, trace.end) == (1588291200.0, 1588291200.0 + 2 * DAY_S)
+
+
+@pytest.mark.parametrize(("name", "nodes", "idle"), [("earth-holes", 107, 0.303), ("philly", 420, 0.26)])
+def test_counted_holes_have_the_known_idle_share(name: str, nodes: int, idle: float) -> None:
+    trace = open_trace(name)
+    assert len(trace.site.nodes) == nodes
+    free: set[int] = set()
+    node_s, last = 0.0, trace.begin
+    for at, joined, left in trace.changes():  # type: ignore[union-attr]
+        assert last <= at < trace.end
+        node_s += len(free) * (at - last)
+        last = at
+        assert free.isdisjoint(joined)
+        assert free.issuperset(left)
+        free = (free - set(left)) | set(joined)
+    node_s += len(free) * (trace.end - last)
+    assert node_s / (nodes * (trace.end - trace.begin)) == pytest.approx(idle, abs=0.01)
+
+
+def test_a_later_part_of_counted_holes_begins_with_what_is_idle_then() -> None:
+    whole, part = open_trace("philly"), open_trace("philly", begin_day=3.5, days=1)
+    free: set[int] = set()
+    for at, joined, left in whole.changes():  # type: ignore[union-attr]
+        if at > part.begin:
+            break
+        free = (free - set(left)) | set(joined)
+    first, *_ = part.changes()  # type: ignore[union-attr]
+    assert first == (part.begin, tuple(sorted(free)), ())
+
+
+# -- walltimes and sites ------------------------------------------------------------------------------------------
+
+
+def test_walltimes_are_what_people_ask_for() -> None:
+    longest_s = 5 * DAY_S
+    drawn = [(runs, walltimes.limit_s(0, str(runs), runs, longest_s)) for runs in range(10, 10_000, 3)]
+    assert all(limit >= runs for runs, limit in drawn)
+    assert len({limit for _, limit in drawn}) <= len(walltimes.MINUTES) + 1
+    assert sum(limit == longest_s for _, limit in drawn) / len(drawn) == pytest.approx(0.1, abs=0.02)
+    factors = sorted(limit / runs for runs, limit in drawn)
+    assert 2.5 < factors[len(factors) // 2] < 5.0  # rounded up
+    again = [(runs, walltimes.limit_s(0, str(runs), runs, longest_s)) for runs in range(10, 10_000, 3)]
+    assert again == drawn
+    assert walltimes.limit_s(0, "1", 9 * DAY_S, longest_s) == 9 * DAY_S
+
+
+def test_more_is_asked_for_where_users_are_said_to() -> None:
+    def mean(factor: float) -> float:
+        return math.fsum(walltimes.limit_s(0, str(n), 3000.0, 5 * DAY_S, factor) for n in range(2000)) / 2000
+
+    assert mean(1.5) < mean(2.5) < mean(5.0)
+
+
+@pytest.mark.parametrize(("profile", "where", "grace"), [("preempt", "scavenge", 10.0), ("nograce", "scavenge", 0.0)])
+def test_profiles_with_preemption_have_a_partition_below_all(profile: str, where: str, grace: float) -> None:
+    site = made_up("s", {"a": ["n1"], "b": ["n2"]}, gpus=4, profile=profile, scheduler=Scheduler())  # type: ignore[arg-type]
+    (lowest,) = (p for p in site.partitions if p.partition == where)
+    assert (lowest.nodes, lowest.grace_s, lowest.preempt_mode) == (["n1", "n2"], grace, "CANCEL")
+    assert harvested(site) == (where,)
+    plain = made_up("s", {"a": ["n1"], "b": ["n2"]}, gpus=4, profile="plain", scheduler=Scheduler())
+    assert harvested(plain) == ("a", "b")
+    assert plain.preempt_type == ""

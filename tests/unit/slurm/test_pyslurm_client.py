@@ -1,0 +1,231 @@
+"""The process around pyslurm, with a stub in pyslurm's place: what is left to the commands, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fallow.core.checks import site as checks
+from fallow.model import FallowError
+from fallow.slurm import pyslurm_client
+from fallow.slurm.choose import slurm_client
+from fallow.slurm.cli import CliClient
+from fallow.slurm.client import SlurmUnavailable
+from fallow.slurm.pyslurm_client import PyslurmClient
+
+STUB = Path(__file__).parents[2] / "data" / "pyslurm_stub"
+COMMANDS = {
+    "scontrol": """case "$*" in
+*config*) echo "ClusterName = c"; echo "SLURM_VERSION = $(cat "$WORLD/slurm")" ;;
+*) echo "NodeName=from-scontrol State=IDLE CPUTot=8" ;;
+esac""",
+    "squeue": "exit 0",
+    "scancel": 'echo "$*" >> "$WORLD/scancel"',
+}
+
+
+@pytest.fixture
+def behave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Says how the stub behaves from the next process on; Slurm's commands are made up, too."""
+    for name, body in COMMANDS.items():
+        command = tmp_path / "bin" / name
+        command.parent.mkdir(exist_ok=True)
+        command.write_text(f"#!/bin/sh\n{body}\n")
+        command.chmod(0o755)
+    (tmp_path / "slurm").write_text("25.11.7")
+    monkeypatch.setenv("WORLD", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(STUB), prepend=os.pathsep)
+    monkeypatch.setenv("PYSLURM_STUB", str(tmp_path / "stub.json"))
+
+    def say(**how: object) -> None:
+        (tmp_path / "stub.json").write_text(json.dumps(how))
+
+    say()
+    return say
+
+
+def children() -> list[int]:
+    """Process ids of the clients' children; other tests' may be there besides."""
+    found = psutil.Process().children(recursive=True)
+    return [child.pid for child in found if "fallow.slurm.pyslurm_child" in _command(child)]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+async def nodes(client: PyslurmClient) -> list[str]:
+    return [node.node for node in (await client.poll("fallow-")).nodes]
+
+
+async def test_pyslurm_answers_polls_where_it_matches(behave: Callable[..., None]) -> None:
+    client = PyslurmClient()
+    began = time.time()
+    state = await client.poll("fallow-")
+    [node] = state.nodes
+    assert (node.node, node.gpus, node.gpu_types, node.partitions) == ("from-pyslurm", 4, {"a100": 4}, ["gpu"])
+    assert state.reservations == [], "hidden ones are none"
+    assert began <= state.at <= time.time() and client.polls == 1
+    assert client.backend == "pyslurm 25.11.2"
+    (pid,) = children()
+    await nodes(client)
+    assert children() == [pid], "one process for all"
+    await client.close()
+    await client.close()
+    assert children() == []
+
+
+async def test_partitions_are_asked_for_once_a_minute_and_of_every_new_process(
+    behave: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What pyslurm 25.11.2 sends: `Partitions.load` asks for slurm.conf as well."""
+    client = PyslurmClient()
+
+    async def partitions() -> tuple[int, list[str]]:
+        sent = client.poll_requests
+        return sent, [p.partition for p in (await client.poll("fallow-")).partitions]
+
+    await client.config()
+    assert await partitions() == (6, ["load1"])
+    assert await partitions() == (4, ["load1"])
+    monkeypatch.setattr(pyslurm_client, "PARTITIONS_S", 0.0)
+    assert await partitions() == (6, ["load2"])
+    monkeypatch.setattr(pyslurm_client, "PARTITIONS_S", 60.0)
+    (pid,) = children()
+    os.kill(pid, signal.SIGKILL)
+    monkeypatch.setattr(pyslurm_client, "RETRY_S", 0.0)
+    assert await nodes(client) == ["from-scontrol"]
+    assert (await partitions())[1] == ["load1"]
+    await client.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "slurm", "reason"),
+    [
+        ({}, "24.11.5", "pyslurm 25.11.2 is for its own version of Slurm, and the cluster runs Slurm 24.11"),
+        ({"version": "24.11.0"}, "24.11.5", "pyslurm 24.11.0 is older than 25.11"),
+        ({"exit": 1}, "25.11.7", "fatal: Could not establish a configuration source (exit code 1); tried again in 5 s"),
+        ({"crash": 1}, "25.11.7", "(killed by SIGSEGV); tried again in 5 s"),
+    ],
+)
+async def test_the_commands_answer_where_pyslurm_cannot_be_had(
+    behave: Callable[..., None], tmp_path: Path, how: dict[str, object], slurm: str, reason: str
+) -> None:
+    (tmp_path / "slurm").write_text(slurm)
+    behave(**how)
+    client = PyslurmClient()
+    assert await nodes(client) == ["from-scontrol"]
+    assert client.backend.startswith("command line (") and reason in client.backend
+    assert children() == []
+    insisting = PyslurmClient(insist=True)
+    with pytest.raises(SlurmUnavailable, match=r'client = "auto"'):
+        await nodes(insisting)
+
+
+async def test_a_crashed_process_is_started_again_after_a_while(
+    behave: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pyslurm_client, "RETRY_S", 0.3)
+    behave(crash=1)
+    client = PyslurmClient()
+    await nodes(client)
+    behave()
+    assert await nodes(client) == ["from-scontrol"], "not yet"
+    deadline = time.monotonic() + 120
+    while await nodes(client) != ["from-pyslurm"]:
+        assert time.monotonic() < deadline
+    assert client.backend == "pyslurm 25.11.2"
+    await client.close()
+
+
+async def test_a_new_version_of_the_cluster_is_noticed(behave: Callable[..., None], tmp_path: Path) -> None:
+    (tmp_path / "slurm").write_text("24.11.5")
+    client = PyslurmClient()
+    await client.config()
+    assert client.backend.startswith("command line")
+    (tmp_path / "slurm").write_text("25.11.0")
+    assert (await client.config()).slurm_version == "25.11.0"
+    assert client.backend == "pyslurm 25.11.2"
+    await client.close()
+
+
+async def test_a_hanging_process_is_killed_at_the_deadline(behave: Callable[..., None]) -> None:
+    behave(hang=1)
+    client = PyslurmClient(query_timeout_s=1.5)
+    await client.config()
+    began = time.monotonic()
+    with pytest.raises(SlurmUnavailable, match=r"no answer within 1\.5 s"):
+        await nodes(client)
+    assert 1.5 <= time.monotonic() - began < 10.0
+    assert children() == []
+
+
+async def test_a_call_that_is_broken_off_leaves_no_process(behave: Callable[..., None]) -> None:
+    behave(hang=1)
+    client = PyslurmClient()
+    await client.config()
+    call = asyncio.create_task(client.poll("fallow-"))
+    await asyncio.sleep(0)  # it waits for the answer now
+    assert children() != []
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert children() == []
+    behave()
+    assert await nodes(client) == ["from-pyslurm"]
+    await client.close()
+
+
+async def test_a_slurmctld_that_is_away_is_no_failure_of_pyslurm(behave: Callable[..., None]) -> None:
+    behave(error=1)
+    client = PyslurmClient()
+    with pytest.raises(SlurmUnavailable, match="Unable to contact slurm controller"):
+        await nodes(client)
+    behave()
+    assert await nodes(client) == ["from-pyslurm"], "at once, and with slurm.conf read again"
+    await client.close()
+
+
+async def test_what_pyslurm_does_not_confirm_is_cancelled_by_scancel(
+    behave: Callable[..., None], tmp_path: Path
+) -> None:
+    client = PyslurmClient()
+    await client.cancel(["1", "7", "8"])
+    assert (tmp_path / "scancel").read_text() == "--quiet 7\n"
+    await client.cancel(["1"], "USR1")
+    await client.cancel(["1+1"])
+    assert (tmp_path / "scancel").read_text().splitlines()[1:] == ["--quiet --signal=USR1 1", "--quiet 1+1"]
+    with pytest.raises(FallowError, match="no job id"):
+        await client.cancel(["1; rm"])
+    await client.close()
+
+
+def test_the_setting_decides() -> None:
+    forced = slurm_client("cli")
+    assert isinstance(forced, CliClient) and forced.backend == "command line (as configured)"
+    assert isinstance(slurm_client("pyslurm"), PyslurmClient)
+
+
+def test_auto_takes_the_commands_where_there_is_no_pyslurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert slurm_client("auto").backend == "command line (pyslurm is not installed)"
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(str(STUB))
+    assert isinstance(slurm_client("auto"), PyslurmClient)
+
+
+def test_doctor_warns_of_a_pyslurm_that_is_not_used() -> None:
+    assert checks.slurm_client("pyslurm 25.11.2", False).level == "OK"
+    assert checks.slurm_client("command line (pyslurm ended)", True).level == "WARN"

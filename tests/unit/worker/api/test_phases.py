@@ -1,0 +1,154 @@
+"""Inner loops of one update, each with a sum and an optimizer step of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.data import DataLoader
+
+from fallow.model import FallowError
+from fallow.worker.api.run import Run
+from scripted_group import Break, Generation, Killed
+from scripted_world import World
+from small_training import Script, alone, assert_close, filled, no_watchers, points
+
+__all__ = ["no_watchers"]
+
+
+class Pair:
+    """A maker and a judge, which see each other's optimizer steps."""
+
+    def __init__(self) -> None:
+        self.make, self.judge = filled(nn.Linear(5, 5).double()), filled(nn.Linear(5, 1).double())
+        self.optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.make, self.judge)]
+        self.acted: list[tuple[int, str]] = []
+
+    def critic_loss(self, x: torch.Tensor) -> torch.Tensor:
+        return F.softplus(-self.judge(x)).mean() + F.softplus(self.judge(self.make(x.flip(1)).detach())).mean()
+
+    def maker_loss(self, x: torch.Tensor) -> torch.Tensor:
+        return F.softplus(-self.judge(self.make(x.flip(1)))).mean()
+
+    def plain(self) -> Pair:
+        """Three epochs in plain PyTorch."""
+        for _ in range(3):
+            for x, _ in DataLoader(points(), 16):
+                for loss, optimizer in ((self.critic_loss, self.optimizers[1]), (self.maker_loss, self.optimizers[0])):
+                    self.zero()
+                    loss(x.double()).backward()
+                    optimizer.step()
+        return self
+
+    def zero(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def train(self, run: Run, batch_size: int = 4) -> Pair:
+        """The same in two phases."""
+        things = [self.make, self.judge, *self.optimizers, DataLoader(points(), batch_size)]
+        loader = run.prepare(*things, global_batch=16)[-1]
+        for update in run.updates(loader, epochs=3):
+            for x, _ in update.phase("judge"):
+                self.critic_loss(x.double()).backward()
+                x.zero_()  # a body may do to its batch what it likes
+            self.optimizers[1].step()
+            self.acted += [] if run.rehearsing else [(update.step, "judge")]
+            for x, _ in update.phase("maker"):
+                loss = self.maker_loss(x.double())
+                loss.backward()
+                update.note(loss=loss)
+            self.optimizers[0].step()
+            self.acted += [] if run.rehearsing else [(update.step, "maker")]
+        return self
+
+
+@pytest.mark.parametrize("batch_size", [4, 16])
+def test_two_phases_equal_plain_pytorch(batch_size: int) -> None:
+    run, pair, wanted = alone(), Pair(), Pair().plain()
+    pair.train(run, batch_size)
+    assert pair.acted == [(step, name) for step in range(6) for name in ("judge", "maker")]
+    assert run._place.position.samples == 96
+    assert_close(pair.make, wanted.make)
+    assert_close(pair.judge, wanted.judge)
+
+
+@pytest.mark.parametrize("certain", ["", "a", "abc"])
+@pytest.mark.parametrize("wait", range(2, 11))
+def test_each_phase_acts_once_whoever_is_lost_in_it(wait: int, certain: str, tmp_path: Any) -> None:
+    world = World(tmp_path, Generation("abc", breaks=Break(wait, certain, "c")), Generation("ab"))
+    found, wanted = world.train(lambda run: Pair().train(run)), Pair().plain()
+    assert isinstance(found.pop("c"), Killed)
+    report = world.samples(6, 16)
+    assert (report.consumed, report.lost, report.duplicated) == (96, 0, 0)
+    for pair in found.values():
+        assert isinstance(pair, Pair), pair
+        assert pair.acted == [(step, name) for step in range(6) for name in ("judge", "maker")]
+        assert_close(pair.make, wanted.make)
+        assert_close(pair.judge, wanted.judge)
+
+
+def test_a_newcomer_rehearses_all_phases(tmp_path: Any) -> None:
+    found = World(tmp_path, Generation("a"), Generation("ab", at_step=2)).train(lambda run: Pair().train(run))
+    assert found["b"].acted == found["a"].acted[4:]
+    assert_close(found["a"].judge, found["b"].judge, atol=0.0)
+
+
+def test_phases_draw_other_random_numbers_and_buffers_go_on_from_the_phase_before() -> None:
+    script = Script(model=nn.BatchNorm1d(5)).prepare(optimizer=False)
+    drawn: dict[str, list[float]] = {"a": [], "b": []}
+    for update in script.run.updates(script.loader):
+        for name, values in drawn.items():
+            for batch in update.phase(name):
+                values.append(float(torch.rand(())))
+                script.model(batch[0]).sum().backward()
+    assert len({*drawn["a"], *drawn["b"]}) == 16
+    reference = nn.BatchNorm1d(5)
+    for first in (0, 16):
+        for _ in range(2):
+            reference(points().tensors[0][first : first + 4])
+    assert int(script.model.num_batches_tracked) == 4
+    torch.testing.assert_close(script.model.running_mean, reference.running_mean)
+
+
+def test_a_phase_may_be_left_out_in_some_steps() -> None:
+    script, steps = Script().prepare(), []
+    for update in script.run.updates(script.loader, epochs=2):
+        script.inner(update, "a")
+        script.act()
+        if update.step % 2 == 0:
+            script.inner(update, "b")
+            script.act()
+            steps.append(update.step)
+    assert (steps, script.run.step) == ([0, 2], 4)
+
+
+def test_a_loss_that_the_first_phase_notes_is_the_runs() -> None:
+    script = Script().prepare()
+    for update in script.run.updates(script.loader, max_steps=1):
+        for batch in update.phase("a"):
+            loss = script.loss(batch)
+            loss.backward()
+            update.note(loss=loss)
+        for batch in update.phase("b"):
+            script.loss(batch).backward()
+        mean = update.mean("loss")
+    assert script.run._place.position.loss == mean
+
+
+@pytest.mark.parametrize(
+    ("names", "said"), [(["a", "a"], "phase 'a' runs a second time"), (["", ""], "the inner loop runs a second time")]
+)
+def test_a_phase_runs_once_in_a_step(names: list[str], said: str) -> None:
+    script = Script().prepare()
+
+    def train() -> None:
+        for update in script.run.updates(script.loader):
+            for name in names:
+                script.inner(update, name)
+
+    with pytest.raises(FallowError, match=rf"^step 0: {said}.*update\.phase\(name\)"):
+        train()

@@ -1,0 +1,289 @@
+"""The loop in two levels in a world of one: a step of four shards equals plain PyTorch on the whole batch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.data import DataLoader
+
+from small_training import (
+    GLOBAL_BATCH,
+    SAMPLES,
+    Script,
+    alone,
+    assert_close,
+    filled,
+    loss_of,
+    net,
+    no_watchers,
+    plain,
+    points,
+)
+
+__all__ = ["no_watchers"]
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("batch_size", [4, 16])
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_a_step_equals_plain_pytorch_on_the_whole_batch(
+    batch_size: int, clip: float | None, reproducible: bool
+) -> None:
+    def clipped(model: nn.Module) -> None:
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+
+    script, reference = Script(batch_size=batch_size).prepare(reproducible=reproducible), net()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    plain(reference, optimizer, 3, lambda: clipped(reference))
+    script.train(behind=lambda _: (clipped(script.model), script.act()), epochs=3)
+    assert (script.run.step, script.run._place.position.samples) == (6, 3 * SAMPLES)
+    assert_close(script.model, reference)
+
+
+def test_shards_of_a_last_step_count_by_their_samples() -> None:
+    run, model, reference = alone(), net(), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(points(22), 4), global_batch=16)
+    means = []
+    for update in run.updates(loader):
+        for batch in update:
+            loss = loss_of(model, batch)
+            loss.backward()
+            update.note(loss=loss, size=len(batch[0]))
+        optimizer.step()
+        means.append((update.mean("loss"), update.mean("size")))
+    other = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for batch, (mean, size) in zip(DataLoader(points(22), 16), means, strict=True):
+        other.zero_grad()
+        loss = loss_of(reference, batch)
+        loss.backward()
+        other.step()
+        assert mean == pytest.approx(loss.item())
+        assert size == pytest.approx(4 if len(batch[0]) == 16 else (4 * 4 + 2 * 2) / 6)
+    assert_close(model, reference)
+    assert run._place.position.loss == means[-1][0]
+
+
+def test_gradients_are_there_behind_the_inner_loop_only() -> None:
+    script = Script().prepare()
+    seen = []
+
+    def body(batch: Any) -> None:
+        script.loss(batch).backward()
+        seen.append(script.model[0].weight.grad is None)
+
+    def behind(update: Any) -> None:
+        assert all(parameter.grad is not None for parameter in script.model.parameters())
+        script.optimizer.step()  # no zero_grad: each inner loop begins with empty gradients
+
+    script.train(body, behind)
+    assert seen == [True] * 8
+    reference = net()
+    plain(reference, torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9))
+    assert_close(script.model, reference)
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_several_backwards_in_a_body_add_up(reproducible: bool) -> None:
+    script, reference = Script().prepare(reproducible=reproducible), net()
+    plain(reference, torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9), 2)
+    script.train(
+        lambda batch: ((0.25 * script.loss(batch)).backward(), (0.75 * script.loss(batch)).backward()), epochs=2
+    )
+    assert_close(script.model, reference)
+
+
+def test_a_regularizer_behind_the_inner_loop_counts_once() -> None:
+    script, reference = Script().prepare(), net()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    plain(reference, optimizer, 1, lambda: (0.01 * reference[0].weight.square().sum()).backward())
+    script.train(behind=lambda _: ((0.01 * script.model[0].weight.square().sum()).backward(), script.act()))
+    assert_close(script.model, reference)
+
+
+@pytest.mark.parametrize("skipped", [[1], [3], [0, 1, 2, 3]])
+def test_a_shard_that_is_left_out_adds_zero(skipped: list[int]) -> None:
+    script, reference = Script().prepare(), net()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    for batch in DataLoader(points(), GLOBAL_BATCH):
+        optimizer.zero_grad()
+        for number, (x, y) in enumerate(zip(*[tensor.split(4) for tensor in batch], strict=True)):
+            if number not in skipped:
+                (F.mse_loss(reference(x), y) / 4).backward()
+        optimizer.step()
+    for update in script.run.updates(script.loader):
+        for number, batch in enumerate(update):
+            if number in skipped:
+                continue
+            script.loss(batch).backward()
+            update.note(loss=1.0)
+        if len(skipped) < 4:
+            assert update.mean("loss") == pytest.approx(1 - len(skipped) / 4)
+        else:
+            assert all(parameter.grad is None for parameter in script.model.parameters())
+        script.act()
+    assert script.run.step == 2
+    assert_close(script.model, reference)
+
+
+def test_parameters_without_gradients_keep_none() -> None:
+    model = filled(nn.ModuleDict({"used": nn.Linear(5, 1), "unused": nn.Linear(5, 1)}))
+    script = Script(model=model)
+    script.optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5)
+    script.prepare()
+    before = copy.deepcopy(model["unused"])
+    script.train(
+        lambda batch: F.mse_loss(model["used"](batch[0]), batch[1]).backward(),
+        lambda _: (script.optimizer.step(), script.optimizer.zero_grad(set_to_none=False)),
+        epochs=2,
+    )
+    for a, b in zip(model["unused"].parameters(), before.parameters(), strict=True):
+        assert a.grad is None
+        assert torch.equal(a, b), "weight decay would have moved it"
+
+
+class Laid(nn.Module):
+    """Parameters in three orders in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(5, 256, 3, padding=1).to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.zeros(200, 256).t())
+        self.gaps = nn.Parameter(torch.zeros(200, 2)[:, ::2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.conv(x[:, :, None, None].expand(-1, -1, 2, 3)).mean((2, 3))
+        return (y @ self.turned / 10).tanh() @ self.gaps
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_parameters_may_lie_in_memory_in_any_order(reproducible: bool) -> None:
+    script, reference = Script(model=filled(Laid())).prepare(reproducible=reproducible), filled(Laid())
+    # In the same shards: some processors' kernels for convolutions round differently for batches of another size.
+    plain(reference, torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9), 2, batch_size=4)
+
+    def behind(_: Any) -> None:
+        for parameter in (script.model.conv.weight, script.model.turned):
+            assert parameter.grad.stride() == parameter.stride(), "fused kernels rely on it"
+        script.act()
+
+    script.train(behind=behind, epochs=2)
+    assert_close(script.model, reference, atol=2e-6)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    script, reference = Script().prepare(), net()
+    plain(reference, torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9), 2)
+
+    def body(batch: Any) -> None:
+        out = checkpoint(script.model, batch[0].requires_grad_(), use_reentrant=reentrant)
+        F.mse_loss(out, batch[1]).backward()
+
+    script.train(body, epochs=2)
+    assert_close(script.model, reference)
+
+
+# ------------------------------------------------------------------------------------------- buffers and random numbers
+
+
+def test_buffers_are_those_of_shard_0() -> None:
+    script = Script(model=nn.BatchNorm1d(5)).prepare(optimizer=False)
+    script.train(lambda batch: script.model(batch[0]).sum().backward(), lambda _: None)
+    reference = nn.BatchNorm1d(5)
+    for step in range(2):
+        reference(points().tensors[0][16 * step : 16 * step + 4])
+    torch.testing.assert_close(script.model.running_mean, reference.running_mean)
+    assert int(script.model.num_batches_tracked) == 2
+
+
+class Counting(nn.Module):
+    """Counts its forwards, as the power iteration of a spectral norm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5))
+        self.count: torch.Tensor
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return (x * self.weight).sum()
+
+
+def test_every_shard_starts_from_the_steps_own_buffers() -> None:
+    script, seen = Script(model=Counting()).prepare(), []
+
+    def body(batch: Any) -> None:
+        for _ in range(2):
+            script.model(batch[0]).backward()
+            seen.append(int(script.model.count))
+
+    script.train(body, lambda _: seen.append(-int(script.model.count)))
+    assert seen == [1, 2] * 4 + [-2] + [3, 4] * 4 + [-4]
+
+
+def test_random_numbers_are_a_function_of_the_step_and_the_shard() -> None:
+    """Of dropout inside, of noise in front of and behind the inner loop, and of a generator of the script's own."""
+    found = []
+    for drawn in range(2):
+        own = torch.Generator()
+        script = Script().prepare(own)
+        torch.rand(5 + drawn)
+        drawn_now: list[Any] = []
+
+        def draw(_: Any, drawn_now: list[Any] = drawn_now, own: torch.Generator = own) -> None:
+            drawn_now.append((float(torch.rand(())), float(torch.rand((), generator=own))))
+
+        def body(batch: Any, script: Script = script, draw: Any = draw) -> None:
+            draw(batch)
+            script.loss(batch).backward()
+
+        script.train(body, draw, draw)
+        found.append(drawn_now)
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 2 * (4 + 2)
+
+
+class Langevin(torch.optim.Optimizer):
+    """Its step adds noise, from torch's generator or from one that the script has prepared."""
+
+    def __init__(self, params: Any, generator: torch.Generator | None) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.generator = generator
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Follow the gradient, and a random walk."""
+        for parameter in self.param_groups[0]["params"]:
+            noise = torch.randn(parameter.shape, generator=self.generator)
+            parameter.sub_(0.1 * parameter.grad + 0.01 * noise)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_noise_of_an_optimizer_does_not_depend_on_what_was_drawn_before(own: bool) -> None:
+    weights = []
+    for odd in range(2):
+        generator = torch.Generator()
+        script = Script()
+        script.optimizer = Langevin(script.model.parameters(), generator if own else None)
+        script.prepare(generator)
+
+        def body(batch: Any, script: Script = script, odd: int = odd) -> None:
+            if odd:  # as another division of the shards does
+                torch.rand(3)
+                torch.rand(3, generator=generator)  # noqa: B023  # of this turn
+            script.loss(batch).backward()
+
+        script.train(body)
+        weights.append(script.model)
+    for a, b in zip(*[model.parameters() for model in weights], strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,192 @@
+"""What members must do alike, and what is said where they do not."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fallow.core.training.apart import Apart, Stranger
+from fallow.core.training.shards import Cut
+from fallow.model import FallowError
+from fallow.worker.handover.standing import FRESH, HOLDS, TORN
+from fallow.worker.loop.agreement import check_calls, check_parts, check_places, ranked
+from fallow.worker.loop.exchange import Call, Kind, Opening, Part, pack, unpack
+from small_training import part
+
+CUT = Cut((4, 4), (7, 8), last=False)
+
+
+def opening(**fields: Any) -> Opening:
+    """Of one member; the same but for `fields`, of which some are those of its call."""
+    usual = dict.fromkeys(Opening._fields, 0) | {"step": 3, "since": 1, "standing": HOLDS}
+    call = Call(shards=2, batch_size=4, samples=0, epochs=1)
+    call = call._replace(**{name: fields.pop(name) for name in Call._fields if name in fields})
+    return Opening(**{**usual, "call": call, **fields})
+
+
+def two(**second: Any) -> list[Part]:
+    """Of two members with a shard each; the second one's differ in `second`."""
+    return [part(samples=4, crc=7), part(**{"samples": 4, "crc": 8, **second})]
+
+
+@given(st.data())
+def test_openings_arrive_as_they_are_and_are_equally_long(data: st.DataObject) -> None:
+    numbers = st.integers(-(2**62), 2**62)
+    fields: dict[str, Any] = {name: data.draw(numbers) for name in Opening._fields}
+    fields |= {name: data.draw(st.floats(allow_nan=False)) for name in ("pace", "value")}
+    sent = Opening(**fields | {"call": Call(*(data.draw(numbers) for _ in Call._fields))})
+    assert unpack(pack(sent)) == sent
+    assert len(pack(sent)) == len(pack(opening()))
+
+
+# ------------------------------------------------------------------------------------------------------- places
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_members_at_the_same_place_may_go_on(kind: Kind) -> None:
+    check_places([opening(kind=kind)] * 3)
+    check_places([])
+
+
+def test_who_leaves_the_loop_alone_is_told_so() -> None:
+    with pytest.raises(Apart, match=r"step 3: 1 of 3 members left the run\.updates loop .* update\.mean"):
+        check_places([opening(kind=Kind.STEP), opening(kind=Kind.END), opening(kind=Kind.STEP)])
+
+
+@pytest.mark.parametrize("other", [Kind.STEP, Kind.END, Kind.BARRIER])
+def test_who_makes_a_joint_call_alone_is_told_where_the_others_are(other: Kind) -> None:
+    where = {Kind.STEP: "in the next step of", Kind.END: "at the end of", Kind.BARRIER: "in run.barrier"}[other]
+    with pytest.raises(Apart, match=rf"1 in run\.mean, 2 {where}.*no `if run\.is_main`"):
+        check_places([opening(kind=Kind.MEAN), opening(kind=other), opening(kind=other)])
+
+
+# -------------------------------------------------------------------------------------------------------- calls
+
+
+def test_who_came_first_decides_how_a_step_is_cut() -> None:
+    """If those do not agree the script is wrong; else newcomers are, and the others do without them."""
+    old, new = opening(), opening(since=3)
+    odd = opening(shards=4, batch_size=2, since=3)
+    assert check_calls([old, new, old], 0) == ""
+    said = "rank 0 cuts a step into 4 shards of 2 samples, rank 2 into 2 of 4: give the DataLoader"
+    openings = [odd, new, old, odd]
+    for rank in (1, 2):
+        assert check_calls(openings, rank).startswith(said)
+    for rank in (0, 3):
+        with pytest.raises(Stranger, match=f"^rank {rank} cuts a step"):
+            check_calls(openings, rank)
+    for rank in range(3):
+        with pytest.raises(Apart, match=r"^rank 1 cuts a step"):
+            check_calls([odd, new, odd], rank)
+
+
+@pytest.mark.parametrize("other", [{"max_steps": 9}, {"epochs": 2}, {"loop": 0, "epoch": 1}])
+def test_who_is_in_another_call_is_refused_instead_of_waited_for_at_its_end(other: dict[str, int]) -> None:
+    old, new = opening(max_steps=7), opening(max_steps=7, since=3)
+    odd = opening(**{"max_steps": 7, "since": 3, **other})
+    assert check_calls([new, old], 0) == ""
+    assert check_calls([odd, old], 1).startswith("rank 0 is in run.updates(")
+    text = r"^rank 0 is in run.updates\(.*, rank 1 in run.updates\(epochs=1, max_steps=7\): every"
+    with pytest.raises(Stranger, match=text):
+        check_calls([odd, old], 0)
+
+
+def test_members_with_unlike_data_are_told_so_before_they_sum_anything() -> None:
+    with pytest.raises(Apart, match="rank 1 has 90 samples in an epoch, rank 0 has 96: every member runs the same"):
+        check_calls([opening(samples=96), opening(samples=90)], 0)
+
+
+def test_how_far_members_are() -> None:
+    at = [
+        opening(op=4, concluded=8),
+        opening(op=3, sums_of=8),
+        opening(op=3, sums_of=7),
+        opening(op=3, kind=Kind.MEAN),
+        opening(op=3, kind=Kind.MEAN, standing=TORN),
+        opening(op=1, kind=Kind.MEAN),
+        opening(op=0, since=0, standing=FRESH, kind=Kind.COMING),
+        opening(op=4, concluded=8, kind=Kind.COMING),
+    ]
+    found = ranked(at)
+    assert (found.newest, found.behind, found.late, found.stale) == ([0, 7], [1, 3], [4], [2, 5])
+    assert not any(ranked([opening(standing=FRESH), opening(standing=TORN)])), "nobody's state counts"
+
+
+def test_a_member_whose_state_does_not_count_is_elsewhere_unless_it_waits_where_the_others_are() -> None:
+    """It was away, or the others went back to a checkpoint without it."""
+    there = opening(op=4)
+    torn = [opening(op=op, kind=kind, standing=TORN) for op in (3, 4, 5) for kind in (Kind.STEP, Kind.MEAN)]
+    elsewhere = [ranked([there, one]).stale == [1] for one in torn]
+    assert elsewhere == [True, False, False, True, True, True]
+    assert ranked([there, torn[1]]).late == [1]
+
+
+# -------------------------------------------------------------------------------------------------------- parts
+
+
+def check(parts: list[Part], *, drift: bool = False) -> None:
+    check_parts(parts, 3, CUT, drift=drift)
+
+
+def test_members_that_did_the_same_work_may_act() -> None:
+    check(two())
+    check([part(samples=0, crc=0), *two()])  # a copy that counts nothing
+
+
+@pytest.mark.parametrize(
+    ("differs", "said"),
+    [
+        ({"agreement": 9}, "weights, learning rates, or what is frozen"),
+        ({"acts": 0}, "optimizers have made 0 and 1 steps since the last inner loop"),
+        ({"place": (5, 3, "", 0)}, "in different inner loops of the step"),
+        ({"place": (4, 4, "", 0)}, "in different inner loops of the step"),
+        ({"place": (4, 3, "", "b", 0)}, "in different inner loops of the step"),
+        ({"place": (4, 3, "", 1)}, "in different inner loops of the step"),
+        ({"samples": 3}, "computed 7 samples, the step has 8"),
+        ({"crc": 9}, "computed other samples than the step has"),
+    ],
+)
+def test_what_is_unlike_is_nobodys_own_failure(differs: dict[str, int], said: str) -> None:
+    """Whoever tells the head of it first is not to blame, and the others must not go on without it."""
+    for drift in (True, False):
+        with pytest.raises(Apart, match=rf"^step 3: .*{said}"):
+            check(two(**differs), drift=drift)
+
+
+@pytest.mark.parametrize("name", ["agreement", "acts"])
+@given(off=st.integers(1, 2**31))
+def test_unlike_parts_of_two_members_do_not_cancel_for_the_third(name: str, off: int) -> None:
+    one = part()
+    parts = [part(samples=4, crc=7), part(samples=4, crc=8), part(samples=0, crc=0)]
+    check(parts)
+    fields = {name: getattr(one, name) - off}, {}, {name: getattr(one, name) + off}
+    samples = [{"samples": p.samples, "crc": p.crc} for p in parts]
+    with pytest.raises(Apart):
+        check([part(**field, **sample) for field, sample in zip(fields, samples, strict=True)])
+
+
+@pytest.mark.parametrize(
+    ("checksums", "whose"),
+    [
+        ([5, 7, 5], "differ (the weights of rank 1 of 3 are not those of most members"),
+        ([7, 5, 5, 8, 5], "differ (the weights of ranks 0, 3 of 5 are not those of most members"),
+        ([7, 5], "differ; what stands behind the inner loop"),
+        ([7, 7, 5, 5], "differ; what stands behind the inner loop"),
+    ],
+)
+def test_the_members_whose_weights_came_apart_are_named_unless_they_may_drift(checksums: list[int], whose: str) -> None:
+    parts = [part(samples=0, crc=0, weight_checksum=checksum) for checksum in checksums]
+    parts[0] = part(samples=8, crc=15, weight_checksum=checksums[0])
+    check(parts, drift=True)
+    with pytest.raises(Apart, match=re.escape(whose)):
+        check(parts)
+
+
+def test_all_these_errors_are_the_scripts_and_end_it_with_a_text() -> None:
+    with pytest.raises(FallowError) as caught:
+        check(two(acts=0))
+    assert caught.value.message

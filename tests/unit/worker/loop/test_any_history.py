@@ -1,0 +1,130 @@
+"""Any history of members that come, go and are lost ends with the same bits, and with each sample exactly once.
+
+Members are threads and have no network, so that a thousand histories take minutes; `tests/elastic/test_histories.py`
+draws fewer of them for real processes.
+"""
+
+from __future__ import annotations
+
+import string
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import optimizer as torch_optimizer
+
+from fallow.worker.api.run import Run
+from fallow.worker.loop.generations import Released
+from fallow.worker.session.ends import OthersEnded
+from scripted_group import Break, Generation, Killed
+from scripted_world import World
+from small_training import GLOBAL_BATCH, Script, no_watchers
+
+__all__ = ["no_watchers"]
+
+STEPS = 14
+MOST = 4
+
+
+def train(run: Run) -> Script:
+    """Exact sums; parts of the model rest in some steps, a state counts along, and sums are large for a moment."""
+    script = Script(run, batch_size=2)
+    rests: Any = script.model[0]
+    assert isinstance(rests, nn.Linear)
+    script.prepare(reproducible=True)
+    for update in run.updates(script.loader, epochs=STEPS, max_steps=STEPS):
+        rests.requires_grad_(update.step % 5 != 3)
+        for batch in update:
+            loss = script.loss(batch) * (1000.0 if update.step == 6 else 1.0)
+            loss.backward()
+            update.note(loss=loss)
+        if update.step % 3 == 0:
+            run.mean(update.mean("loss"))
+        script.act()
+    return script
+
+
+def bits(script: Script) -> list[bytes]:
+    """Weights and the optimizer's state."""
+    momenta = [state["momentum_buffer"] for state in script.optimizer.state.values()]
+    return [tensor.detach().numpy().tobytes() for tensor in (*script.model.parameters(), *momenta)]
+
+
+@cache
+def undisturbed() -> list[bytes]:
+    """By one member."""
+    with tempfile.TemporaryDirectory() as folder:
+        return bits(World(Path(folder), Generation("a")).train(train)["a"])
+
+
+@st.composite
+def histories(draw: st.DrawFn, longest: int) -> list[Generation]:
+    """Generations; in each there is somebody who was in a whole one before, or has been there from the start."""
+    fresh = iter(string.ascii_letters)
+
+    def some(most: int) -> str:
+        return "".join(next(fresh) for _ in range(draw(st.integers(0, most))))
+
+    members = next(fresh) + some(MOST - 1)
+    per_node = draw(st.sampled_from([1, 2]))
+    holders, generations, at_step, step = set(members), [], None, 0
+    for _ in range(draw(st.integers(1, longest))):
+        if draw(st.booleans()):
+            wait = draw(st.integers(1, 40))
+            may_die = [name for name in members if holders - {name}]
+            dies = draw(st.sampled_from(["", *may_die]))
+            certain = draw(st.frozensets(st.sampled_from(members)))
+            generations.append(Generation(members, at_step, Break(wait, certain, dies), workers_per_node=per_node))
+            members = members.replace(dies, "") if dies else members
+            at_step = None
+        else:
+            generations.append(Generation(members, at_step, workers_per_node=per_node))
+            holders, step = set(members), step + draw(st.integers(1, 4))
+            at_step = step
+            leaving = draw(st.frozensets(st.sampled_from(members)))
+            if holders - leaving:
+                members = "".join(name for name in members if name not in leaving)
+            members += some(MOST - len(members))  # behind a break, the head has newcomers wait for the end of the step
+        holders &= set(members)
+    return [*generations, Generation(members, at_step, workers_per_node=per_node)]
+
+
+def play(history: list[Generation]) -> None:
+    """Train by it, and judge."""
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(Path(folder), *history)
+        found = world.train(train)
+        torch_optimizer._global_optimizer_pre_hooks.clear()  # of thousands of runs
+        whole = [one for one in found.values() if isinstance(one, Script)]
+        for name, one in found.items():
+            assert isinstance(one, Script | Killed | Released | OthersEnded), f"{name}: {one!r}"
+        assert whole
+        for script in whole:
+            assert bits(script) == undisturbed()
+        report = world.samples(STEPS, GLOBAL_BATCH)
+    assert (report.consumed, report.lost, report.duplicated) == (STEPS * GLOBAL_BATCH, 0, 0)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(histories(5))
+def test_any_short_history_ends_with_the_same_bits(history: list[Generation]) -> None:
+    play(history)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@settings(max_examples=1000, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
+@given(histories(9))
+def test_a_thousand_histories_end_with_the_same_bits(history: list[Generation]) -> None:
+    play(history)
+
+
+def test_what_is_compared_is_of_the_steps() -> None:
+    assert len(undisturbed()) == 8
+    assert torch.isfinite(torch.frombuffer(bytearray(undisturbed()[0]), dtype=torch.float32)).all()

@@ -1,0 +1,260 @@
+"""Members that come, leave, are healed or go back to a checkpoint; in threads of one process, by forced histories."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_meeting import STEPS, Training, check, history, reference
+
+from fallow.core.training.apart import Apart, Stranger
+from fallow.model import Exit, FallowError
+from fallow.worker.api.run import Run
+from fallow.worker.loop.generations import Released
+from scripted_group import Break, Generation, Killed
+from scripted_world import World
+from small_training import GLOBAL_BATCH, no_watchers
+
+__all__ = ["no_watchers"]
+
+
+def test_a_newcomer_rehearses_receives_the_state_and_trains_on_with_the_others() -> None:
+    world, found = history(Generation("ab"), Generation("abc", at_step=2))
+    check(found, {})
+    assert found["c"].acted == [2, 3]
+    (ready,) = world.sessions["c"].said("ready")
+    assert ready.shards == 4
+    first = {name: [switch.first_step for switch in world.sessions[name].said("switch")] for name in "abc"}
+    # Nothing is told of a generation that was over when the thread that received the state found it complete.
+    assert first.pop("b") in ([0, 2], [2])
+    assert first == {"a": [0, 2], "c": [2]}
+
+
+def test_a_member_leaves_between_two_updates_and_another_comes() -> None:
+    _, found = history(Generation("ab"), Generation("bc", at_step=1), Generation("c", at_step=3))
+    check(found, {"a": Released, "b": Released})
+    assert found["c"].acted == [1, 2, 3]
+
+
+def test_a_newcomer_comes_while_the_members_wait_for_each_other_at_the_end() -> None:
+    """Behind the last step: its script has nothing to do in the call, and makes the joint call behind it."""
+    _, found = history(Generation("ab"), Generation("abc", at_step=4))
+    check(found, {})
+    assert found["c"].acted == []
+    assert found["c"].joint == [7.0]
+
+
+@pytest.mark.parametrize("certain", ["", "a", "abc"])
+@pytest.mark.parametrize("wait", range(1, 7))
+@pytest.mark.parametrize("dies", ["", "a", "c"])
+def test_the_generation_of_a_newcomer_breaks(wait: int, certain: str, dies: str) -> None:
+    """In its first exchange, while its state comes, or in its first steps; it may be gone, or who gave it the state."""
+    left = "abc".replace(dies, "") if dies else "abc"
+    _, found = history(
+        Generation("ab"), Generation("abc", at_step=2, breaks=Break(wait, certain, dies)), Generation(left)
+    )
+    check(found, {dies: BaseException} if dies else {})
+
+
+# ---------------------------------------------------------------------------------------------- back to a checkpoint
+
+
+def go_back(script: Callable[[Run, Training], None], wait: int) -> dict[str, Any]:
+    """All break off there, and go back to the checkpoint that was written behind step 1."""
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(Path(folder), Generation("ab", breaks=Break(wait)), Generation("ab", rollback=True))
+
+        def train(run: Run) -> Training:
+            training = Training(run)
+            script(run, training)
+            return training
+
+        return world.train(train)
+
+
+def saved(run: Run, training: Training, update: Any) -> None:
+    """Behind an inner loop."""
+    training.act()
+    training.acted.append(update.step)
+    training.state["steps"] += 1
+    if update.step == 0:
+        run.checkpoint()
+
+
+def assert_they_give_way(found: dict[str, Any]) -> None:
+    """The first one says so; the other one may lose its group before it does."""
+    assert all(isinstance(one, FallowError) for one in found.values()), found
+    (said,) = {one.message for one in found.values() if one.code == Exit.TEMPFAIL}
+    assert "with new processes" in said
+
+
+@pytest.mark.parametrize("wait", [14, 15, 16, 17, 18])
+def test_members_inside_of_an_update_go_back_to_a_checkpoint_in_the_same_call(wait: int) -> None:
+    def script(run: Run, training: Training) -> None:
+        for update in run.updates(training.loader, epochs=2):
+            training.inner(update)
+            saved(run, training, update)
+
+    found = go_back(script, wait)
+    for one in found.values():
+        assert isinstance(one, Training), one
+        assert one.acted == [0, 1, 2, 2, 3] if wait < 18 else [0, 1, 2, 3, 2, 3]
+        assert one.state["steps"] == STEPS
+        for a, b in zip(one.model.parameters(), reference().parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_members_behind_an_inner_loop_give_way_to_new_processes_if_they_have_to_go_back() -> None:
+    """What follows there would act with gradients of another step."""
+
+    def script(run: Run, training: Training) -> None:
+        for update in run.updates(training.loader, epochs=2):
+            training.inner(update)
+            run.mean(1.0)
+            saved(run, training, update)
+
+    assert_they_give_way(go_back(script, 21))
+
+
+def test_members_in_a_later_phase_give_way_to_new_processes_if_they_have_to_go_back() -> None:
+    """The phase before has not been done from the checkpoint on."""
+
+    def script(run: Run, training: Training) -> None:
+        for update in run.updates(training.loader, epochs=2):
+            training.inner(update, "first")
+            training.act()
+            training.inner(update, "second")
+            saved(run, training, update)
+
+    assert_they_give_way(go_back(script, 32))
+
+
+@pytest.mark.parametrize("where", ["behind the loop", "at the end of the loop"])
+def test_members_behind_a_loop_go_back_through_its_epochs_as_a_newcomer_comes(where: str) -> None:
+    """Nothing is done in the wrong epoch."""
+    steps: dict[str, list[tuple[int, int]]] = {}
+
+    def script(run: Run, training: Training) -> None:
+        mine = steps.setdefault(run._member.session.worker, [])  # type: ignore[union-attr]
+        for epoch in run.epochs(3):
+            for update in run.updates(training.loader):
+                mine.append((epoch, update.step))
+                training.inner(update)
+                training.act()
+                if update.step == 0:
+                    run.checkpoint()
+            run.barrier()
+
+    # Waits: the first exchange, four in a step, one at the end of each call and one in the barrier behind.
+    found = go_back(script, 1 + 10 + 9 + (where == "behind the loop"))
+    for name, one in found.items():
+        assert isinstance(one, Training), one
+        assert steps[name] == [(0, 0), (0, 1), (1, 2), (1, 3), (1, 2), (1, 3), (2, 4), (2, 5)]
+        assert one.run._place.position.samples == 6 * GLOBAL_BATCH
+    for a, b in zip(found["a"].model.parameters(), found["b"].model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+# ------------------------------------------------------------------------- members that count as newcomers again
+
+
+@pytest.mark.parametrize("went_back", [False, True])
+def test_a_member_that_the_others_trained_without_gets_their_state_and_never_gives_its_own(went_back: bool) -> None:
+    """It was not heard for a while. If the others went back meanwhile, it is further than they are."""
+    returns_at = 3 if went_back else 6
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(
+            Path(folder),
+            Generation("ab", breaks=Break(1 + 4 * 5)),
+            Generation("b", rollback=went_back),
+            Generation("ab", at_step=returns_at, forgotten="a"),
+        )
+
+        def train(run: Run) -> Training:
+            training = Training(run)
+            for update in run.updates(training.loader, epochs=4):
+                training.inner(update)
+                saved(run, training, update)
+            return training
+
+        found = world.train(train)
+    for one in found.values():
+        assert isinstance(one, Training), one
+    assert found["a"].acted == [0, 1, 2, 3, *range(returns_at, 8)]
+    assert found["b"].acted == [0, 1, 2, 3, *range(2 if went_back else 4, 8)]
+    assert False in world.sessions["a"].said("has_state"), "it says that its state does not count"
+    assert found["a"].state["steps"] == found["b"].state["steps"] == 8
+    for a, b in zip(found["a"].model.parameters(), found["b"].model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_members_of_which_nobody_has_finished_anything_begin_together_with_the_first_state() -> None:
+    """Their first generation broke before the head could hear that they compute in it."""
+    _, found = history(Generation("abc", breaks=Break(2, "", "c")), Generation("ab", forgotten="ab"))
+    check(found, {"c": Killed})
+    assert all(found[name].acted == list(range(STEPS)) for name in "ab")
+
+
+def test_members_of_which_nobody_counts_and_that_have_no_checkpoint_give_way_to_new_processes() -> None:
+    """They cannot go back to the beginning."""
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(Path(folder), Generation("ab", breaks=Break(1 + 4 * 2)), Generation("ab", forgotten="ab"))
+        found = world.train(lambda run: Training(run).run_through())
+    assert all(isinstance(one, FallowError) for one in found.values()), found
+    assert any(isinstance(one, FallowError) and one.code == Exit.TEMPFAIL for one in found.values())
+
+
+# ------------------------------------------------------------------------------------------- members that go apart
+
+
+def apart(behind: Callable[[Run, Training, Any], object]) -> dict[str, Any]:
+    """Two members; `behind` says True where one leaves the loop."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def train(run: Run) -> None:
+            training = Training(run)
+            for update in run.updates(training.loader, epochs=2):
+                training.inner(update)
+                training.act()
+                if update.step == 2 and behind(run, training, update):
+                    break
+            run.barrier()
+
+        return World(Path(folder), Generation("ab")).train(train)
+
+
+def test_one_member_that_leaves_the_loop_or_waits_alone_is_found_at_the_next_operation() -> None:
+    for behind, said in (
+        (lambda run, training, update: run.rank == 0, "1 of 2 members left the run.updates loop"),
+        (lambda run, training, update: run.rank == 0 and run.mean(1.0) < 0, "in different places of the script"),
+        (lambda run, training, update: run.rank == 0 and training.optimizer.step(), "have made 1 and 2 steps"),
+        (lambda run, training, update: run.rank == 0 and training.model.eval() is None, "frozen or in eval"),
+    ):
+        found = apart(behind)
+        assert any(isinstance(one, Apart) and said in one.message for one in found.values()), (said, found)
+
+
+def test_all_may_leave_the_loop() -> None:
+    assert apart(lambda run, training, update: True) == {"a": None, "b": None}
+
+
+def test_a_newcomer_that_is_in_another_call_is_left_out_and_the_others_go_on() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(Path(folder), Generation("ab"), Generation("abc", at_step=1, breaks=Break(0)), Generation("ab"))
+
+        def train(run: Run) -> Training:
+            training, most = Training(run), 9 if run._member.session.joins else 8  # type: ignore[union-attr]
+            for update in run.updates(training.loader, epochs=2, max_steps=most):
+                training.inner(update)
+                training.act()
+            return training
+
+        found = world.train(train)
+    assert isinstance(found["c"], Stranger), found
+    assert found["c"].message.startswith("rank 2 is in run.updates(epochs=2, max_steps=9)")
+    for name in "ab":
+        assert found[name].run.step == STEPS

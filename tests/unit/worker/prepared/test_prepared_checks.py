@@ -1,0 +1,162 @@
+"""What is prepared, and what becomes of it: what would be silently wrong is refused early, with advice."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fallow.model import FallowError
+from small_training import Script, no_watchers
+
+__all__ = ["no_watchers"]
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+# --------------------------------------------------------------------------------------------------- what is prepared
+
+
+@pytest.mark.parametrize("make", [nn.DataParallel, nn.SyncBatchNorm, nn.LazyLinear])
+def test_wrapped_and_unfinished_modules(make: Callable[..., nn.Module], script: Script) -> None:
+    part = make(nn.Linear(3, 1)) if make is nn.DataParallel else make(3)
+    with pytest.raises(FallowError, match=rf"prepare: Sequential\.1 is a {make.__name__}: "):
+        script.run.prepare(nn.Sequential(nn.Linear(3, 3), part))
+
+
+def test_things_without_a_state_and_things_that_are_given_twice(script: Script) -> None:
+    with pytest.raises(FallowError, match="no state_dict"):
+        script.run.prepare(object())
+    script.prepare()
+    with pytest.raises(FallowError, match="given twice"):
+        script.run.prepare(script.model)
+    with pytest.raises(FallowError, match=r"run\.updates"):
+        iter(script.loader)
+    script.train()
+    with pytest.raises(FallowError, match=r"before the first run\.updates"):
+        script.run.prepare(nn.Linear(2, 2))
+
+
+def test_an_optimizer_of_another_module(script: Script) -> None:
+    script.prepare(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    with pytest.raises(FallowError, match="holds 2 parameters that belong to no prepared module"):
+        script.train()
+
+
+def test_an_optimizer_that_was_not_prepared(script: Script) -> None:
+    script.prepare(optimizer=False)
+    with pytest.raises(FallowError, match="SGD trains a prepared module and was not prepared itself"):
+        script.train()
+
+
+def test_a_second_optimizer_of_a_prepared_module_and_one_of_the_scripts_own(script: Script) -> None:
+    script.prepare()
+    second = torch.optim.Adam(script.model[2].parameters(), lr=0.1)
+    other = nn.Linear(2, 1)
+    own = torch.optim.SGD(other.parameters(), lr=0.1)
+    other.weight.grad = torch.ones(1, 2)
+    script.train(behind=lambda _: (script.act(), own.step()))
+    with pytest.raises(FallowError, match="Adam trains a prepared module"):
+        script.train(behind=lambda _: second.step())
+
+
+def test_a_scheduler_that_was_not_prepared(script: Script) -> None:
+    torch.optim.lr_scheduler.StepLR(script.optimizer, 1)
+    script.prepare()
+    with pytest.raises(FallowError, match=r"optimizer 0 \(SGD\) but was not prepared"):
+        script.train()
+
+
+def test_a_scheduler_inside_of_a_prepared_one(script: Script) -> None:
+    parts = [torch.optim.lr_scheduler.StepLR(script.optimizer, 1) for _ in range(2)]
+    script.prepare(torch.optim.lr_scheduler.SequentialLR(script.optimizer, parts, [3]))
+    script.train()
+
+
+def test_hooks_that_would_see_a_part_of_a_gradient(script: Script) -> None:
+    handle = script.model[2].bias.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-0.1, 0.1))
+    script.prepare()
+    with pytest.raises(FallowError, match="register_post_accumulate_grad_hook, which would see a part"):
+        script.train()
+    handle.remove()
+    seen: list[torch.Tensor] = []
+    script.model[2].bias.register_hook(seen.append)
+    script.train()
+    assert (script.run.step, len(seen)) == (2, 8)
+
+
+def test_sparse_gradients() -> None:
+    script = Script(model=nn.Embedding(4, 2, sparse=True)).prepare()
+    with pytest.raises(FallowError, match=r"model\.0\.weight has a sparse gradient"):
+        script.train(lambda _: script.model(torch.tensor([1])).sum().backward())
+
+
+# ---------------------------------------------------------------------------------------------- parameters that change
+
+
+def test_parameters_that_come_between_two_loops(script: Script) -> None:
+    script.prepare()
+    script.train()
+    script.model.append(nn.Linear(1, 1))
+    with pytest.raises(FallowError, match="other parameters than in the first"):
+        script.train()
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_parameters_that_an_optimizer_is_given_in_the_loop(prepared: bool, script: Script) -> None:
+    """They were trained by each member for itself."""
+    late = nn.Linear(5, 1)
+    if prepared:
+        script.optimizer = torch.optim.SGD(script.model[2].parameters(), lr=0.1)
+    script.prepare()
+    before = script.model[0].weight.clone()
+
+    def behind(update: Any) -> None:
+        script.act()
+        if update.step == 0:
+            added = script.model[0] if prepared else late
+            script.optimizer.add_param_group({"params": added.parameters()})
+
+    refused = pytest.raises(FallowError, match="holds 2 parameters that belong to no prepared module")
+    with contextlib.nullcontext() if prepared else refused:
+        script.train(behind=behind)
+    if prepared:
+        assert not torch.equal(before, script.model[0].weight)
+
+
+@pytest.mark.parametrize("where", ["in the loop", "between two loops"])
+def test_what_was_frozen_all_along_cannot_be_thawed(where: str, script: Script) -> None:
+    """It has no place in the sums: each member would train it by itself."""
+    script.model[0].requires_grad_(False)
+    script.prepare()
+
+    def behind(_: Any) -> None:
+        script.act()
+        if where == "in the loop":
+            script.model[0].requires_grad_(True)
+
+    def train() -> None:
+        for _ in range(2):
+            script.train(behind=behind)
+            script.model[0].requires_grad_(True)
+
+    with pytest.raises(FallowError, match=r"model\.0\.0\.weight was frozen when the first .* freeze it behind that"):
+        train()
+    assert script.run.step == (1 if where == "in the loop" else 2)
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_what_was_prepared_trainable_is_frozen_and_thawed_at_will(reproducible: bool, script: Script) -> None:
+    script.prepare(reproducible=reproducible)
+    for call in range(4):
+        script.model[0].requires_grad_(call % 2 == 1)
+        before = script.model[0].weight.detach().clone()
+        script.train()
+        assert torch.equal(before, script.model[0].weight) == (call % 2 == 0)

@@ -1,0 +1,117 @@
+"""How members of a generation meet: gathers in the head, and what a group makes of them."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("torch")
+
+from torch.distributed import DistStoreError
+
+from fallow.core.membership.gather import Gathers
+from fallow.core.membership.messages import Gather, Gathered
+from fallow.core.protocol.workers import Part
+from fallow.worker.session.gathering import Gathering, GenerationGathers
+from fallow.worker.transport.build import build_group
+from fallow.worker.transport.rank_map import RankMap
+from fallow.worker.transport.rendezvous import GatherStore
+from fallow.worker.transport.upcoming import Upcoming
+from scripted_agent import plan
+
+GENERATION = 1
+LONG_S = 30.0
+
+
+class Head:
+    """Workers of nodes 1, 2, ..., each the only one of its node, and their head."""
+
+    def __init__(self, size: int) -> None:
+        self.parts: Counter[int] = Counter()
+        "node -> parts that it has sent"
+        self._gathers = Gathers()
+        self._gathers.open(GENERATION, range(1, size + 1))
+        self._lock = threading.Lock()
+        self._workers = {node: Gathering(lambda part, node=node: self._take(node, part)) for node in range(1, size + 1)}
+
+    def gathers(self, node: int) -> GenerationGathers:
+        return self._workers[node].of(GENERATION)
+
+    def _take(self, node: int, part: Part) -> None:
+        if part.within_node:
+            answer, nodes = Gathered(generation=part.generation, key=part.key, parts=(part.part,)), [node]
+        else:
+            with self._lock:
+                self.parts[node] += 1
+                said = Gather(node=node, generation=part.generation, key=part.key, part=part.part)
+                found, nodes = self._gathers.take(said)
+            if found is None:
+                return
+            answer = found
+        for to in nodes:
+            self._workers[to].answer(answer)
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_a_group_costs_each_member_three_messages_whatever_its_size(size: int) -> None:
+    head = Head(size)
+
+    def build(rank: int):
+        store = GatherStore(head.gathers(rank + 1), range(1, size + 1), LONG_S)
+        return build_group(GENERATION, rank, size, store, "127.0.0.1", LONG_S)
+
+    with ThreadPoolExecutor(size) as pool:
+        groups = list(pool.map(build, range(size)))
+        told = list(pool.map(lambda group: group.gather(bytes([group.rank])), groups))
+        assert told == [[bytes([rank]) for rank in range(size)]] * size
+        assert head.parts == dict.fromkeys(range(1, size + 1), 3)
+        for group in groups:
+            group.interrupt("over")
+        for group in reversed(groups):
+            group.destroy()
+
+
+def test_what_one_member_sets_all_get_if_all_ask_or_have_set() -> None:
+    """As a communicator's id, which the first one makes."""
+    head = Head(3)
+    stores = [GatherStore(head.gathers(node), [1, 2, 3], LONG_S) for node in (1, 2, 3)]
+    with ThreadPoolExecutor(3) as pool:
+        stores[0].set("device/0", "the id")
+        found = [pool.submit(store.get, "device/0") for store in stores]
+        assert [one.result(LONG_S) for one in found] == [b"the id"] * 3
+    assert all(store.check(["device/0"]) for store in stores)
+    assert not stores[0].check(["device/1"])
+
+
+def test_a_key_that_nobody_sets_is_an_error() -> None:
+    head = Head(1)
+    store = GatherStore(head.gathers(1), [1], LONG_S)
+    with pytest.raises(DistStoreError, match="no member has set nothing"):
+        store.get("nothing")
+
+
+def test_members_that_do_not_come_are_an_error_in_time_and_known_by_rank() -> None:
+    head = Head(2)
+    store = GatherStore(head.gathers(1), [1, 1, 2], 0.05)
+    store.set("card/0", "here")
+    with pytest.raises(DistStoreError, match="not all members have given their part"):
+        store.get("card/2")
+    assert [store.check([f"card/{rank}"]) for rank in range(3)] == [True, True, False]
+
+
+@pytest.mark.parametrize("node", [1, 2])
+def test_a_member_that_does_not_come_is_named_in_the_refusal(node: int) -> None:
+    """With the address where the lower rank of the two listens, if that is known."""
+    planned = plan(GENERATION, 1, 2, timeout_s=2.0)
+    upcoming = Upcoming(planned, RankMap(planned.more, node, 0))
+    upcoming.built = upcoming.build("127.0.0.1", Head(2).gathers(node), holds=False)
+    refusal = upcoming.refusal
+    assert refusal is not None
+    assert (refusal.generation, refusal.unreachable) == (GENERATION, (3 - node,))
+    (tried,) = refusal.tried
+    assert tried.startswith("127.0.0.1:") if node == 1 else tried == ""
+    at = f" (tried {tried})" if tried else ""
+    assert refusal.reason == f"n{node - 1} at 127.0.0.1 has no connection to n{2 - node}{at}"
