@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
+from fallow.core.allocations import Allocation
+from fallow.core.neighbour.needs import ExternalDemand, assess
 from fallow.core.planning.asking import Ask
-from fallow.core.planning.plan import Action, plan
+from fallow.core.planning.plan import Action, Plan, plan
+from fallow.core.planning.rules import Demand, HarvestRules, Known
+from fallow.core.planning.situation import Situation
+from fallow.model import ClusterState
 
 
-def actions(*situation: Any, **more: Any) -> list[Action]:
-    """Of the plan, in the order in which they are carried out. Args: as for `plan`."""
-    return list(plan(*situation, **more).actions)
+def planned(
+    cluster: ClusterState,
+    demands: Sequence[Demand],
+    allocations: Sequence[Allocation],
+    rules: HarvestRules,
+    known: Known | None = None,
+    external: ExternalDemand | None = None,
+    *,
+    asks_only: bool = False,
+) -> Plan:
+    """The plan of such a situation; where nothing is said of others' needs, they are worked out."""
+    external = assess(cluster, allocations) if external is None else external
+    return plan(Situation(cluster, demands, allocations, rules, known or Known(), external, asks_only))
+
+
+def actions(
+    cluster: ClusterState,
+    demands: Sequence[Demand],
+    allocations: Sequence[Allocation],
+    rules: HarvestRules,
+    known: Known | None = None,
+    external: ExternalDemand | None = None,
+    *,
+    asks_only: bool = False,
+) -> list[Action]:
+    """Of that plan, in the order in which they are carried out."""
+    return list(planned(cluster, demands, allocations, rules, known, external, asks_only=asks_only).actions)
 
 
 def asks(wishes: list[Action]) -> list[Ask]:

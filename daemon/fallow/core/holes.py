@@ -79,7 +79,7 @@ def idle_nodes(cluster: ClusterState) -> list[NodeInfo]:
 
 def find_holes(
     cluster: ClusterState,
-    partitions: list[PartitionInfo],
+    partitions: Sequence[PartitionInfo],
     *,
     ours: Collection[str] = (),
     whole_nodes: bool = True,

@@ -23,6 +23,7 @@ from fallow.core.planning.asking import Ask
 from fallow.core.planning.learner import Learner, withdrawn
 from fallow.core.planning.plan import Plan, plan
 from fallow.core.planning.rules import HarvestRules
+from fallow.core.planning.situation import Situation
 from fallow.core.planning.withdrawals import Withdraw
 from fallow.model import ClusterConfig, ClusterState, PartitionInfo
 from fallow.sim.book import Book
@@ -273,7 +274,8 @@ class VirtualHead:
         demands = [self.book.demand(run, archs, gain.worth) for run, gain in gains.items()]
         if not again:
             known.unstarted.look(cluster)
-        found = plan(cluster, demands, live, rules, known, self._external, asks_only=again)
+        situation = Situation(cluster, demands, live, rules, known, self._external, asks_only=again)
+        found = plan(situation)
         for action in found.actions:
             match action:
                 case Ask():
@@ -281,7 +283,7 @@ class VirtualHead:
                 case Withdraw(token, reason):
                     allocation = self.book.allocations[token]
                     if allocation.asked_at is None:
-                        withdrawn(known, action, allocation, {d.run: d.sort for d in demands}, cluster.at)
+                        withdrawn(situation, action, allocation)
                         self._leases.cancel(allocation, reason, self._now)
                 case GiveBack(token, reason, urgent):
                     allocation = self.book.allocations[token]

@@ -10,9 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fallow.config import Membership
-from fallow.core.neighbour.needs import ExternalDemand
-from fallow.core.planning.rules import HarvestRules
-from fallow.core.planning.withdrawals import withdrawals
+from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm.jobs import take_in
 from fallow.model import (
@@ -31,6 +29,7 @@ from fallow.slurm.process import Done
 from fallow.slurm.pyslurm_child import Polled
 from fallow.slurm.pyslurm_client import PyslurmClient
 from fallow.slurm.state import on_our_clock
+from planning import planned
 
 from runs import new_book, new_run  # isort: skip
 from talk import Talk  # isort: skip
@@ -96,7 +95,7 @@ def test_s5_no_request_is_withdrawn_early_whatever_slurms_clock_says(tmp_path: P
         state = by_slurm(offset_s, NOW + waited_s, asked.token, "PENDING")
         take_in(Turn(book, waited_s, NOW + waited_s), state, 75.0)
         assert asked.state is AllocationState.PENDING
-        assert [w.reason for w in withdrawals(state, [asked], {}, ExternalDemand(), rules, [], (), {})] == reasons
+        assert [w.reason for w in planned(state, [Demand(run.id, 1)], [asked], rules).withdrawals] == reasons
 
 
 async def test_both_clients_measure_the_offset_and_take_it_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.rules import Demand, HarvestRules
-from fallow.core.planning.withdrawals import wanted_back
 from fallow.core.submission.reserved import within
 from fallow.head.slurm.demands import kind_of
 from fallow.model import (
@@ -20,7 +19,7 @@ from fallow.model import (
     ReservationInfo,
     RunSpec,
 )
-from planning import actions
+from planning import actions, planned
 
 NOW = 1_000_000.0
 
@@ -62,7 +61,7 @@ def test_the_nodes_of_a_reservation_are_for_runs_that_name_it() -> None:
     # Nobody has to leave it because it has begun.
     held = Allocation(token="h", run="in", kind=AllocationKind.HARVEST, public_key="k", nodes=["n1"])
     held.state = AllocationState.RUNNING
-    assert wanted_back(within(state, ["mine"]), [held], HarvestRules()) == []
-    assert [wish.token for wish in wanted_back(state, [held], HarvestRules())] == ["h"]
+    assert planned(within(state, ["mine"]), demands, [held], HarvestRules()).give_backs == ()
+    assert [each.token for each in planned(state, demands, [held], HarvestRules()).give_backs] == ["h"]
     later = replace(state, reservations=[replace(mine, start_at=NOW + 3600.0, end_at=NOW + 7200.0)])
     assert within(later, ["mine"]) is later and within(state, ["other"]) is state

@@ -1,6 +1,7 @@
 """Decides which idle nodes to ask for, which requests to withdraw and which nodes to give back. Pure.
 
-In go one poll, what each run could use (`Demand`), our allocations, the rules and what was learned (`Known`); out comes
-one `Plan`, with a reason for every idle node that is not used. `plan` is the place to begin; `share` says who gets how
-many nodes, `offers` who can use which, `asking` how and under which caps it is asked for, `withdrawals` what goes.
+In goes one `Situation`: a poll, what each run could use (`Demand`), our allocations, the rules and what was learned
+(`Known`). Out comes one `Plan`, with a reason for every idle node that is not used. `plan` is the place to begin:
+`share` says who gets how many nodes, `eligibility` who can use which, `caps` how many there may be, `asking` how they
+are asked for, `withdrawals` what goes, `unused` why a node stays idle.
 """

@@ -16,12 +16,15 @@ from fallow.core.allocations import Allocation
 from fallow.core.holes import CLOSED, Hole, Part, is_idle, planned_ends, waits
 from fallow.core.kinds import Kind
 from fallow.core.neighbour.waiting import nodes_for
-from fallow.core.planning.offers import Caps, Offer, Reach
-from fallow.core.planning.rules import Demand, HarvestRules, Known, sleeping_nodes
+from fallow.core.planning.caps import Caps
+from fallow.core.planning.eligibility import Eligibility
+from fallow.core.planning.offers import Offer
+from fallow.core.planning.rules import Demand, HarvestRules, sleeping_nodes
 from fallow.core.planning.share import Party, Supply
+from fallow.core.planning.situation import Situation
 from fallow.core.planning.time_limits import time_limit
-from fallow.core.planning.unstarted import Sort
-from fallow.model import ClusterState, PartitionInfo
+from fallow.core.planning.unstarted import RunClass
+from fallow.model import ClusterState
 from fallow.text import counted
 
 
@@ -46,33 +49,26 @@ class Asking:
     """The requests of one plan: each takes its hole, its room under the caps and its share of the budget.
 
     Args:
-        cluster, rules, known: as for `plan`.
-        partitions: that may be harvested.
+        situation: of the plan.
+        eligibility: who can use which nodes.
         offered: idle nodes, best first.
-        taken: nodes of these that requests will take.
-        reach: who can use which.
+        taken: nodes of these that requests which wait will take.
         caps: what they leave.
         shorter: partition -> minutes that have just turned out to be the most that may start there.
-        budgets: run -> node-seconds that it may still reserve; None: no budget. Changed: each request is charged.
     """
 
     def __init__(
         self,
-        cluster: ClusterState,
-        partitions: Sequence[PartitionInfo],
+        situation: Situation,
+        eligibility: Eligibility,
         offered: Sequence[Offer],
         taken: Iterable[str],
-        rules: HarvestRules,
-        known: Known,
-        reach: Reach,
         caps: Caps,
-        budgets: dict[str, float | None],
         shorter: Mapping[str, int],
     ) -> None:
-        self._cluster, self._rules, self._known = cluster, rules, known
-        self._partitions = {p.partition: p for p in partitions}
-        self._offered, self.taken = offered, set(taken)
-        self._reach, self._caps, self._budgets, self._shorter = reach, caps, budgets, shorter
+        self._situation, self._eligibility, self._offered = situation, eligibility, offered
+        self.taken, self._caps, self._shorter = set(taken), caps, shorter
+        self._budgets = {demand.run: demand.budget_node_s for demand in situation.demands}
         self._queues: dict[str, deque[Hole]] = {}
         "run -> holes that it can use, from the first that was not passed over for good"
         self._excluded: dict[tuple[Kind, str, bool], tuple[str, ...]] = {}
@@ -87,8 +83,7 @@ class Asking:
             hole = queue.popleft()
             if hole.node in self.taken:
                 continue
-            full = self.full(hole.partition) if self._caps.is_full(hole.partition) else ""
-            if why := self._refusal(demand, hole.partition) or full:
+            if why := self._refusal(demand, hole.partition) or self.full(hole.partition):
                 self.reasons.setdefault(hole.node, why)
             elif (minutes := self._minutes(hole, demand)) is not None:
                 self.taken.add(hole.node)
@@ -109,7 +104,7 @@ class Asking:
         for hole in coming:
             name = hole.partition
             closed = hole.node in demand.barred or self._caps.is_full(name)
-            if closed or self._reach.why_not(demand.sort, hole.node, name):
+            if closed or self._eligibility.why_not(demand.run_class, hole.node, name):
                 continue
             minutes = self._minutes(hole, demand)
             if minutes is not None:
@@ -119,64 +114,64 @@ class Asking:
 
     def succeed(self, demand: Demand, leaving: Allocation) -> Ask | None:
         """The node of an allocation that is about to end, once more: Slurm starts it in the moment the job ends."""
-        partition = self._partitions.get(leaving.partition)
+        partition = self._situation.by_partition.get(leaving.partition)
         if partition is None or len(leaving.nodes) != 1 or leaving.end_at is None:
             return None
         if self._refusal(demand, leaving.partition):
             return None
         (name,) = leaving.nodes
-        node = self._reach.nodes.get(name)
+        node = self._situation.nodes.get(name)
         if name in self._wanted or name in demand.barred or node is None or not CLOSED.isdisjoint(node.flags):
             return None
         if name in partition.unpreempted and name not in partition.nodes:
             return None
-        end = planned_ends(self._cluster, {leaving.token}).get(name)
+        end = planned_ends(self._situation.cluster, {leaving.token}).get(name)
         length_s = None if end is None else max(0.0, end - leaving.end_at)
         minutes = self._minutes(Hole(name, leaving.partition, length_s), demand)
         if minutes is None:
             return None
         return self._made(demand, Ask(demand.run, leaving.partition, minutes, name, leaving.part, (), leaving.token))
 
-    def supply(self, demands: Sequence[Demand]) -> Supply:
+    def supply(self) -> Supply:
         """Idle nodes that nobody has asked for, by the runs that may ask for them."""
-        sorts: dict[str, frozenset[Sort]] = {}
-        left: dict[str, int] = {}
+        classes: dict[str, frozenset[RunClass]] = {}
+        "node -> classes of runs that may ask for it"
+        places: dict[str, int] = {}
         "partition -> places that no node counted so far will take"
         for hole, able in self._offered:
             if not able or hole.node in self.taken:
                 continue
-            places = left.setdefault(hole.partition, self._caps.places([hole.partition]))
-            if places > 0 and hole.node not in sorts:
-                left[hole.partition] -= 1
-            if places > 0:
-                sorts[hole.node] = sorts.get(hole.node, frozenset()) | able
-        runs = {some: frozenset(d.run for d in demands if d.sort in some) for some in set(sorts.values())}
+            if places.setdefault(hole.partition, self._caps.places([hole.partition])) > 0:
+                places[hole.partition] -= hole.node not in classes
+                classes[hole.node] = classes.get(hole.node, frozenset()) | able
+        demands = self._situation.demands
+        runs = {some: frozenset(d.run for d in demands if d.run_class in some) for some in set(classes.values())}
         picky = [demand for demand in demands if demand.barred]
         users = [
             runs[some].difference(demand.run for demand in picky if node in demand.barred)
-            for node, some in sorts.items()
+            for node, some in classes.items()
         ]
         return Supply([some for some in users if some], self._caps.nodes_left())
 
-    def within_caps(
-        self, parties: Iterable[Party], demands: Mapping[str, Demand], refused: Collection[str] = ()
-    ) -> list[Party]:
+    def within_caps(self, parties: Iterable[Party], refused: Collection[str] = ()) -> list[Party]:
         """The runs with room for no more nodes than may be held where they may ask; `refused`: those may not ask."""
         found = []
         for party in parties:
-            places = self._caps.places(self._reach.partitions(demands[party.run].sort))
+            places = self._caps.places(self._eligibility.partitions(self._situation.by_run[party.run].run_class))
             found.append(party._replace(room=0 if party.run in refused else min(party.room, places)))
         return found
 
     def full(self, partition: str) -> str:
-        """That no more nodes may be held, in words."""
-        rules = self._rules
+        """That no more nodes may be held, in words; empty: more may be."""
+        rules = self._situation.rules
+        if not self._caps.is_full(partition):
+            return ""
         if not self._caps.nodes_left():
             return _at_most("", rules.max_nodes, sum(rules.hurried.values()))
         return _at_most(f" of {partition}", rules.partition_nodes.get(partition), rules.hurried.get(partition, 0))
 
     def _made(self, demand: Demand, ask: Ask) -> Ask:
-        self._caps.count(demand.asker, ask.partition, pinned=bool(ask.node), ahead=ask.ahead)
+        self._caps.add_request(demand.asker, ask.partition, pinned=bool(ask.node), ahead=ask.ahead)
         budget = self._budgets[demand.run]
         if budget is not None:
             self._budgets[demand.run] = budget - 60.0 * ask.minutes
@@ -192,7 +187,7 @@ class Asking:
 
     def _queue(self, demand: Demand) -> deque[Hole]:
         if demand.run not in self._queues:
-            usable = [offer.hole for offer in self._offered if demand.sort in offer.users]
+            usable = [offer.hole for offer in self._offered if demand.run_class in offer.users]
             for hole in usable:
                 if hole.node in demand.barred:
                     self.reasons.setdefault(hole.node, f"barred: {demand.run} does without it")
@@ -201,12 +196,12 @@ class Asking:
 
     def _minutes(self, hole: Hole, demand: Demand) -> int | None:
         bounds = (
-            self._known.backoff.longest(demand.asker, hole.partition, self._cluster.at),
+            self._situation.known.backoff.longest(demand.asker, hole.partition, self._situation.at),
             self._shorter.get(hole.partition),
         )
         below = min((bound for bound in bounds if bound is not None), default=None)
-        partition, budget = self._partitions[hole.partition], self._budgets[demand.run]
-        limit = time_limit(hole, partition, demand, self._rules, budget_node_s=budget, below=below)
+        partition, budget = self._situation.by_partition[hole.partition], self._budgets[demand.run]
+        limit = time_limit(hole, partition, demand, self._situation.rules, budget_node_s=budget, below=below)
         if limit.minutes is None:
             self.reasons[hole.node] = limit.why
         return limit.minutes
@@ -216,7 +211,7 @@ class Asking:
     @cached_property
     def _wanted(self) -> frozenset[str]:
         """Nodes that others wait for, or might."""
-        return nodes_for(self._cluster, [job for job in self._cluster.jobs if waits(job)])
+        return nodes_for(self._situation.cluster, [job for job in self._situation.cluster.jobs if waits(job)])
 
     def _unsuitable(self, kind: Kind, partition: str, ahead: bool = False) -> tuple[str, ...]:
         """Nodes of a partition that a request for this kind must not be given."""
@@ -226,17 +221,16 @@ class Asking:
         return self._excluded[key]
 
     def _unsuitable_nodes(self, kind: Kind, partition: str, *, ahead: bool) -> frozenset[str]:
-        known = self._partitions[partition]
-        nodes = [self._reach.nodes[name] for name in known.nodes if name in self._reach.nodes]
+        known = self._situation.by_partition[partition]
+        nodes = [self._situation.nodes[name] for name in known.nodes if name in self._situation.nodes]
         closed = known.unpreempted if ahead else known.unpreempted.difference(known.nodes)
-        closed |= sleeping_nodes(nodes, partition, self._rules)
-        told = _told(kind)
-        if told != Kind():
-            closed |= {node.node for node in nodes if not told.suits(node)}
+        closed |= sleeping_nodes(nodes, partition, self._situation.rules)
+        if (named := _by_name_only(kind)) != Kind():
+            closed |= {node.node for node in nodes if not named.suits(node)}
         return closed
 
 
-def _told(kind: Kind) -> Kind:
+def _by_name_only(kind: Kind) -> Kind:
     """What only the names of nodes can tell Slurm of a kind; sbatch is told the rest (constraint, GPUs)."""
     return Kind(arch=kind.arch, alike=kind.alike, reservation=kind.reservation)
 
@@ -263,8 +257,8 @@ def outdated(
         return f"Slurm might wake {would_wake[0]} for it"
     if not excluded:
         return ""
-    told, closed = _told(kind), partition.unpreempted
-    back = (n.node for n in nodes if n.node in excluded and n.node not in closed and is_idle(n) and told.suits(n))
+    named, closed = _by_name_only(kind), partition.unpreempted
+    back = (n.node for n in nodes if n.node in excluded and n.node not in closed and is_idle(n) and named.suits(n))
     woken = next(back, "")
     return f"{woken} is awake and idle, and it leaves out that node" if woken else ""
 

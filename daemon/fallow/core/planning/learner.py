@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 
 from fallow.core.accounting.backoff import Asker, Scope, scope_of
 from fallow.core.allocations import LIVE, Allocation
 from fallow.core.holes import is_idle
 from fallow.core.planning.rules import HarvestRules, Known, harvestable
-from fallow.core.planning.unstarted import Sort
+from fallow.core.planning.situation import Situation
 from fallow.core.planning.withdrawals import Withdraw
 from fallow.model import AllocationState, ClusterState
 
@@ -129,17 +129,16 @@ class Learner:
         return ""
 
 
-def withdrawn(known: Known, wish: Withdraw, allocation: Allocation, sorts: Mapping[str, Sort], at: float) -> None:
+def withdrawn(situation: Situation, withdrawal: Withdraw, allocation: Allocation) -> None:
     """A request is taken back: what that says about its length, and about nodes beside which it waited.
 
     Args:
-        known: is told.
-        wish: the planner's.
+        situation: of the plan; what is known in it is told.
+        withdrawal: the planner's.
         allocation: the request.
-        sorts: of the runs.
-        at: Unix time of the poll.
     """
-    if wish.too_long and allocation.minutes:
+    known, at = situation.known, situation.at
+    if withdrawal.too_long and allocation.minutes:
         known.backoff.too_long(allocation.partition, allocation.minutes, at)
-    for node in wish.declined:
-        known.unstarted.decline(node, sorts[allocation.run], allocation.partition, at)
+    for node in withdrawal.declined:
+        known.unstarted.decline(node, situation.by_run[allocation.run].run_class, allocation.partition, at)

@@ -16,7 +16,7 @@ from fallow.core.kinds import Kind, open_to
 from fallow.core.neighbour.permission import too_small_for
 from fallow.core.planning.experience import Experience
 from fallow.core.planning.share import Worth
-from fallow.core.planning.unstarted import Sort, Unstarted
+from fallow.core.planning.unstarted import RunClass, Unstarted
 from fallow.model import ClusterState, NodeInfo, PartitionInfo
 
 NOT_TAKEN_BACK = "Slurm would not take it back for others, and [harvest] allow_without_preemption is off"
@@ -89,7 +89,7 @@ class Demand(msgspec.Struct, frozen=True):
     "of nodes to it; None: twice as many are worth twice as much"
 
     @property
-    def sort(self) -> Sort:
+    def run_class(self) -> RunClass:
         return self.kind, self.partitions, self.asker
 
 
@@ -104,7 +104,7 @@ class Known:
 
 def holes_of(
     cluster: ClusterState,
-    partitions: list[PartitionInfo],
+    partitions: Sequence[PartitionInfo],
     allocations: Sequence[Allocation],
     rules: HarvestRules,
 ) -> list[Hole]:

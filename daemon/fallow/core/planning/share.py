@@ -11,7 +11,7 @@ arXiv 2106.12091, with costs in time). A node changes hands only if that pays fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from math import inf, log1p
@@ -231,12 +231,3 @@ def _loss(party: Party, soon_s: float) -> float:
 def linear(nodes: int) -> tuple[float, ...]:
     """Values for a run of which nothing is known but that it can use so many nodes: twice as many, twice as fast."""
     return values([(n, float(n)) for n in range(1, nodes + 1)], nodes)
-
-
-def moved(parties: Sequence[Party], seller: str, buyer: str) -> list[Party]:
-    """The runs once a node has changed hands."""
-    by: Mapping[str, int] = {seller: -1, buyer: 1}
-    return [
-        party._replace(have=party.have + by.get(party.run, 0), room=party.room - by.get(party.run, 0))
-        for party in parties
-    ]

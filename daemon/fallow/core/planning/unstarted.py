@@ -15,7 +15,7 @@ from fallow.core.holes import UNUSABLE
 from fallow.core.kinds import Kind
 from fallow.model import ClusterState, NodeInfo
 
-Sort = tuple[Kind, tuple[str, ...], Asker]
+RunClass = tuple[Kind, tuple[str, ...], Asker]
 """Kind of node, partitions that were named, and in whose name: runs that share these can use the same nodes."""
 
 Look = tuple[str, int, int, int]
@@ -38,8 +38,8 @@ class Declined(msgspec.Struct, frozen=True):
     look: Look
     since: float
     "for how it looks, Unix time"
-    to: list[tuple[Sort, str, int, float]]
-    "sort of run, partition, times, until when"
+    to: list[tuple[RunClass, str, int, float]]
+    "class of run, partition, times, until when"
 
 
 class AllDeclined(msgspec.Struct, frozen=True):
@@ -54,8 +54,8 @@ class Unstarted:
     def __init__(self) -> None:
         self._looks: dict[str, tuple[Look, float]] = {}
         "idle node, or one with something idle -> how it looks, and since when (Unix time)"
-        self._declined: dict[str, dict[tuple[Sort, str], tuple[int, float]]] = {}
-        "node -> (sort of run, partition) -> times that it was left alone, and until when (Unix time)"
+        self._declined: dict[str, dict[tuple[RunClass, str], tuple[int, float]]] = {}
+        "node -> (class of run, partition) -> times that it was left alone, and until when (Unix time)"
 
     def look(self, cluster: ClusterState) -> None:
         """Take in a poll."""
@@ -73,11 +73,11 @@ class Unstarted:
         """For how long it has been seen as it is."""
         return max(0.0, at - self._looks[node][1]) if node in self._looks else 0.0
 
-    def decline(self, node: str, sort: Sort, partition: str, at: float) -> None:
-        """Requests for runs of this sort do not start there."""
-        times, until = self._declined.setdefault(node, {}).get((sort, partition), (0, 0.0))
+    def decline(self, node: str, run_class: RunClass, partition: str, at: float) -> None:
+        """Requests for runs of this class do not start there."""
+        times, until = self._declined.setdefault(node, {}).get((run_class, partition), (0, 0.0))
         if until <= at:
-            self._declined[node][sort, partition] = times + 1, at + min(LONGEST_S, FIRST_S * 2.0 ** min(times, 20))
+            self._declined[node][run_class, partition] = times + 1, at + min(LONGEST_S, FIRST_S * 2.0 ** min(times, 20))
 
     def remembered(self) -> AllDeclined:
         """What the next head needs to know."""
@@ -93,17 +93,17 @@ class Unstarted:
         """Go on from what an earlier head knew. A node that looks otherwise at the next poll was used since."""
         for each in known.nodes:
             self._looks[each.node] = each.look, each.since
-            self._declined[each.node] = {(sort, partition): (times, until) for sort, partition, times, until in each.to}
+            self._declined[each.node] = {(whom, partition): (times, until) for whom, partition, times, until in each.to}
 
     def nodes(self) -> set[str]:
         """Those that are, or were a while ago, declined to somebody."""
         return set(self._declined)
 
-    def declined_s(self, node: str, sort: Sort, partition: str, at: float) -> float:
+    def declined_s(self, node: str, run_class: RunClass, partition: str, at: float) -> float:
         """For how long it is left alone still; 0: it is not."""
         if node not in self._declined:
             return 0.0
-        _, until = self._declined[node].get((sort, partition), (0, 0.0))
+        _, until = self._declined[node].get((run_class, partition), (0, 0.0))
         # When the clock was set back, nobody knows.
         return max(0.0, until - at) if until - at <= LONGEST_S else 0.0
 

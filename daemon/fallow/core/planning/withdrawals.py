@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from fallow.core.accounting.backoff import Scope, scope_of
 from fallow.core.allocations import Allocation
-from fallow.core.holes import CLOSED, WANTED_BACK, Hole, Part, idle_gpus
-from fallow.core.neighbour.needs import ExternalDemand, GiveBack
-from fallow.core.planning.offers import Reach
-from fallow.core.planning.rules import HarvestRules, Known, may_take
-from fallow.core.planning.unstarted import LEAST_S, Sort
-from fallow.model import AllocationState, ClusterState, NodeInfo, PartitionInfo
+from fallow.core.holes import CLOSED, WANTED_BACK, Part, idle_gpus
+from fallow.core.neighbour.needs import GiveBack
+from fallow.core.planning.eligibility import Eligibility
+from fallow.core.planning.rules import HarvestRules
+from fallow.core.planning.situation import Situation
+from fallow.core.planning.unstarted import LEAST_S
+from fallow.model import AllocationState, NodeInfo, PartitionInfo
 
 NOTICE_S = 60.0
 """Nodes are left so long before a reservation, besides the usual margin."""
@@ -30,53 +31,40 @@ class Withdraw:
     "idle nodes on which it could have started long ago"
 
 
-def wanted_back(cluster: ClusterState, harvest: Iterable[Allocation], rules: HarvestRules) -> list[GiveBack]:
+def wanted_back(situation: Situation) -> list[GiveBack]:
     """Nodes that their administrators want: drained ones and the like, and those of a reservation that is about to
     begin."""
+    cluster = situation.cluster
     wanted = {node.node: WANTED_BACK[flag] for node in cluster.nodes for flag in node.flags if flag in WANTED_BACK}
-    soon = cluster.at + rules.margin_s + NOTICE_S
+    soon = cluster.at + situation.rules.margin_s + NOTICE_S
     coming = [r for r in cluster.reservations if r.start_at < soon and r.end_at > cluster.at and not r.own]
     reserved = {node: f"is reserved: {reservation.reservation}" for reservation in coming for node in reservation.nodes}
     wanted = reserved | wanted
-    running = (allocation for allocation in harvest if allocation.state is AllocationState.RUNNING)
+    running = (allocation for allocation in situation.harvest if allocation.state is AllocationState.RUNNING)
     found = ((a.token, next((node for node in a.nodes if node in wanted), "")) for a in running)
     return [GiveBack(token, f"{node} {wanted[node]}") for token, node in found if node]
 
 
-def passed_over(
-    cluster: ClusterState,
-    pending: Iterable[Allocation],
-    holes: Sequence[Hole],
-    sorts: Mapping[str, Sort],
-    barred: Mapping[str, Collection[str]],
-    reach: Reach,
-    known: Known,
-    external: ExternalDemand,
-    rules: HarvestRules,
-) -> dict[str, tuple[str, ...]]:
+def passed_over(situation: Situation, eligibility: Eligibility) -> dict[str, tuple[str, ...]]:
     """Token of a request -> idle nodes beside which it has waited for too long: Slurm does not start it there.
 
     A request is taken back for each such node, for the others may wait for better ones. Where others' jobs wait, Slurm
     may take its time.
     """
-    contested = {node for p in cluster.partitions if p.partition in external.contested_partitions for node in p.nodes}
-    least_s = max(LEAST_S, rules.start_patience_s, 4 * known.experience.wait_s(cluster.at))
+    rules, known, at = situation.rules, situation.known, situation.at
+    least_s = max(LEAST_S, rules.start_patience_s, 4 * known.experience.wait_s(at))
     found: dict[str, tuple[str, ...]] = {}
     taken: set[str] = set()
-    for allocation in sorted(pending, key=lambda a: (a.requested_at, a.token)):
-        waited_s, sort = cluster.at - allocation.waits_since, sorts.get(allocation.run)
+    for allocation in situation.pending:
+        waited_s = situation.waited_s(allocation)
         waits = allocation.state is AllocationState.PENDING and not allocation.pinned and waited_s > least_s
-        if not waits or sort is None:
+        if not waits or allocation.run not in situation.by_run:
             continue
         nodes = []
-        for hole in holes:
-            if hole.partition != allocation.partition or not hole.sure or not _has(hole.part, allocation.part):
-                continue
-            if hole.node in barred.get(allocation.run, ()):
-                continue
-            patience_s = rules.pending_patience_s if hole.node in contested else least_s
-            is_old = min(waited_s, known.unstarted.idle_s(hole.node, cluster.at)) > patience_s
-            if is_old and may_take(allocation, hole.length_s, cluster.at, rules) and reach.takes(sort, hole):
+        for hole in situation.holes:
+            patience_s = rules.pending_patience_s if hole.node in situation.contested_nodes else least_s
+            is_old = min(waited_s, known.unstarted.idle_s(hole.node, at)) > patience_s
+            if hole.sure and is_old and eligibility.could_take(allocation, hole):
                 nodes.append(hole.node)
         fresh = [node for node in nodes if node not in taken]
         if fresh:
@@ -85,83 +73,70 @@ def passed_over(
     return found
 
 
-def too_long(
-    cluster: ClusterState,
-    pending: Iterable[Allocation],
-    holes: Sequence[Hole],
-    sorts: Mapping[str, Sort],
-    reach: Reach,
-    known: Known,
-    rules: HarvestRules,
-) -> set[str]:
+def too_long(situation: Situation, eligibility: Eligibility) -> set[str]:
     """Tokens of requests beside which nodes have been idle for long that somebody may want soon, nobody knows when."""
-    old = [h for h in holes if not h.sure and known.unstarted.idle_s(h.node, cluster.at) > rules.start_patience_s]
-    found: set[str] = set()
-    for allocation in pending:
-        sort = sorts.get(allocation.run)
-        beside = (hole for hole in old if hole.partition == allocation.partition and hole.part is None)
-        is_old = cluster.at - allocation.waits_since > rules.start_patience_s and not allocation.ahead
-        if is_old and any(sort is None or reach.takes(sort, hole) for hole in beside):
-            found.add(allocation.token)
-    return found
+    patience_s, idle_s = situation.rules.start_patience_s, situation.known.unstarted.idle_s
+    unsure = [hole for hole in situation.holes if not hole.sure and idle_s(hole.node, situation.at) > patience_s]
+    old = [a for a in situation.pending if situation.waited_s(a) > patience_s and not a.ahead and a.part is None]
+    return {a.token for a in old if any(eligibility.stands_for(a, hole) for hole in unsure)}
 
 
-def withdrawals(
-    cluster: ClusterState,
-    pending: Sequence[Allocation],
-    surplus: Mapping[str, int],
-    external: ExternalDemand,
-    rules: HarvestRules,
-    partitions: Iterable[PartitionInfo],
-    long: Collection[str],
-    declined: Mapping[str, tuple[str, ...]],
-) -> list[Withdraw]:
+def withdrawals(situation: Situation, long: Collection[str], declined: Mapping[str, tuple[str, ...]]) -> list[Withdraw]:
     """Requests that have lost their point.
 
     Args:
-        cluster, external, rules: as for `plan`.
-        pending: requests.
-        surplus: run -> requests that it does not need; the newest go.
-        partitions: that may be harvested.
+        situation: of the plan.
         long: as `too_long` found.
         declined: as `passed_over` found.
     """
-    nodes = {node.node: node for node in cluster.nodes} if pending else {}
-    longest = {p.partition: _longest(p, rules) for p in partitions if p.preempts and rules.ahead}
-    needless = _newest(pending, surplus)
+    needless = _newest(situation)
     found: list[Withdraw] = []
-    for allocation in sorted(pending, key=lambda a: a.requested_at):
-        token, waited_s, part = allocation.token, cluster.at - allocation.waits_since, allocation.part
-        pinned = nodes.get(allocation.pinned)
-        # What waits for what others leave may do so for as long as it takes: it gives way to any other. One that is
-        # short was made for a node that somebody is planned on next, and must be made anew.
-        lasts = allocation.ahead and allocation.state is AllocationState.PENDING
-        lasts = lasts and (allocation.minutes or 0) >= longest.get(allocation.partition, 1 << 30)
-        if token in needless:
-            found.append(Withdraw(token, "the run no longer needs it"))
-        elif waited_s > rules.pending_patience_s and not lasts:
-            what = "it was not submitted" if allocation.queued else "Slurm did not start it"
-            reason = f"{what} within {rules.pending_patience_s:.0f} s"
-            found.append(Withdraw(token, reason, declined=declined.get(token, ())))
-        elif token in external.competing_requests:
-            found.append(Withdraw(token, "somebody else waits for the same nodes"))
-        elif _is_hopeless(allocation):
-            found.append(Withdraw(token, f"Slurm will not start it soon: {allocation.reason}"))
-        elif part is not None and not allocation.pinned and _idle_gpus(nodes, part) < part.gpus:
-            found.append(Withdraw(token, f"the GPUs of {part.node} are taken"))
-        elif pinned is not None and not CLOSED.isdisjoint(pinned.flags):
-            found.append(Withdraw(token, f"{allocation.pinned} takes no job any more"))
-        elif allocation.pinned and allocation.partition in external.contested_partitions:
-            found.append(Withdraw(token, "somebody else waits, and might have the node"))
-        elif token in declined:
-            idle = declined[token]
+    for allocation in situation.pending:
+        idle = declined.get(allocation.token, ())
+        if allocation.token in needless:
+            found.append(Withdraw(allocation.token, "the run no longer needs it"))
+        elif why := _lost_its_point(allocation, situation):
+            found.append(Withdraw(allocation.token, why, declined=idle))
+        elif idle:
+            waited_s = situation.waited_s(allocation)
             reason = f"Slurm did not start it within {waited_s:.0f} s, with {', '.join(idle[:3])} idle"
-            found.append(Withdraw(token, reason, declined=idle))
-        elif allocation.queued or allocation.pinned:
-            continue
-        elif token in long:
-            found.append(Withdraw(token, f"{allocation.minutes} min do not fit", too_long=True))
+            found.append(Withdraw(allocation.token, reason, declined=idle))
+        elif allocation.token in long and not (allocation.queued or allocation.pinned):
+            found.append(Withdraw(allocation.token, f"{allocation.minutes} min do not fit", too_long=True))
     return found
+
+
+def _lost_its_point(allocation: Allocation, situation: Situation) -> str:
+    """Why a request had better not wait on, whatever is idle; empty: it may."""
+    rules, external, part = situation.rules, situation.external, allocation.part
+    pinned = situation.nodes.get(allocation.pinned)
+    if situation.waited_s(allocation) > rules.pending_patience_s and not _lasts(allocation, situation):
+        what = "it was not submitted" if allocation.queued else "Slurm did not start it"
+        return f"{what} within {rules.pending_patience_s:.0f} s"
+    if allocation.token in external.competing_requests:
+        return "somebody else waits for the same nodes"
+    if _is_hopeless(allocation):
+        return f"Slurm will not start it soon: {allocation.reason}"
+    if part is not None and not allocation.pinned and _idle_gpus(situation.nodes, part) < part.gpus:
+        return f"the GPUs of {part.node} are taken"
+    if pinned is not None and not CLOSED.isdisjoint(pinned.flags):
+        return f"{allocation.pinned} takes no job any more"
+    if allocation.pinned and allocation.partition in external.contested_partitions:
+        return "somebody else waits, and might have the node"
+    return ""
+
+
+def _lasts(allocation: Allocation, situation: Situation) -> bool:
+    """Does a request wait for what others leave, for as long as that takes? It gives way to any other.
+
+    One that is short was made for a node that somebody is planned on next, and must be made anew.
+    """
+    partition = situation.by_partition.get(allocation.partition)
+    if not allocation.ahead or allocation.state is not AllocationState.PENDING:
+        return False
+    if partition is None or not partition.preempts or not situation.rules.ahead:
+        return False
+    return (allocation.minutes or 0) >= _longest(partition, situation.rules)
 
 
 def _longest(partition: PartitionInfo, rules: HarvestRules) -> int:
@@ -170,21 +145,15 @@ def _longest(partition: PartitionInfo, rules: HarvestRules) -> int:
     return rules.max_minutes if limit_s is None else min(rules.max_minutes, int(limit_s // 60))
 
 
-def _newest(pending: Iterable[Allocation], surplus: Mapping[str, int]) -> set[str]:
-    """Tokens of so many requests of each run. A successor takes the place of a node that is counted still."""
-    left, found = dict(surplus), set[str]()
-    for allocation in sorted(pending, key=lambda a: (-a.requested_at, a.token)):
+def _newest(situation: Situation) -> set[str]:
+    """Tokens of the requests that are too many: a run's newest. A successor stands for a node that is counted still."""
+    left = {demand.run: -demand.nodes for demand in situation.demands}
+    found = set[str]()
+    for allocation in sorted(situation.pending, key=lambda a: (-a.requested_at, a.token)):
         if left.get(allocation.run, 0) > 0 and not allocation.pinned:
             left[allocation.run] -= 1
             found.add(allocation.token)
     return found
-
-
-def _has(idle: Part | None, wanted: Part | None) -> bool:
-    """Does a hole have what a request asks for: both a whole node, or enough GPUs of one type on one node?"""
-    if wanted is None or idle is None:
-        return wanted is None and idle is None
-    return (wanted.node, wanted.gpu_type) == (idle.node, idle.gpu_type) and wanted.gpus <= idle.gpus
 
 
 def _idle_gpus(nodes: Mapping[str, NodeInfo], part: Part) -> int:

@@ -24,6 +24,7 @@ from fallow.core.planning.learner import withdrawn
 from fallow.core.planning.plan import plan
 from fallow.core.planning.rules import Demand, HarvestRules, Known, harvestable
 from fallow.core.planning.shared_limits import Reserve, capped, named, yielded
+from fallow.core.planning.situation import Situation
 from fallow.core.planning.withdrawals import Withdraw
 from fallow.core.submission.reserved import within
 from fallow.core.submission.sbatch import takes_whole_nodes
@@ -115,12 +116,12 @@ class Asking:
         live = [a for run in runs.values() for a in run.live_allocations()]
         demands, external = self._within_limits(turn, runs, cluster, demands, rules, external, again=again)
         live = [a for run in runs.values() for a in run.live_allocations()]
-        sorts = {demand.run: demand.sort for demand in demands}
         if not again:
             self._known.unstarted.look(cluster)
         # Nodes of normal priority count under the caps, too.
         left = allowance.beside(rules, allowance.held_or_asked(a for a in live if a.hurried))
-        found = plan(cluster, demands, live, left, self._known, external, asks_only=again)
+        situation = Situation(cluster, demands, live, left, self._known, external, asks_only=again)
+        found = plan(situation)
         for action in found.actions:
             match action:
                 case Ask() as ask:
@@ -129,7 +130,7 @@ class Asking:
                     run, allocation = _find(runs, token)
                     if allocation.asked_at is not None:
                         continue
-                    withdrawn(self._known, action, allocation, sorts, cluster.at)
+                    withdrawn(situation, action, allocation)
                     turn.record(run, "withdraw", f"{token} (job {allocation.job_id}): {reason}")
                     turn.cancel(run, allocation, reason)
                 case GiveBack(token, reason, urgent):

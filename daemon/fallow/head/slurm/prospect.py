@@ -9,9 +9,11 @@ from msgspec.structs import replace
 
 from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import Allocation
+from fallow.core.neighbour.needs import assess
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.plan import plan
 from fallow.core.planning.rules import Demand, HarvestRules, Known, harvestable, holes_of
+from fallow.core.planning.situation import Situation
 from fallow.core.submission.reserved import within
 from fallow.head.slurm.demands import kind_of
 from fallow.model import ClusterState, Prospect, RunSpec, WouldAsk
@@ -71,8 +73,8 @@ def look(
 def _asks(
     cluster: ClusterState, demand: Demand, live: Sequence[Allocation], rules: HarvestRules, known: Known
 ) -> list[Ask]:
-    found = plan(cluster, [demand], live, replace(rules, ahead=0), known)
-    return [ask for ask in found.asks if ask.run == demand.run]
+    situation = Situation(cluster, [demand], live, replace(rules, ahead=0), known, assess(cluster, live))
+    return [ask for ask in plan(situation).asks if ask.run == demand.run]
 
 
 def _notes(spec: RunSpec, rules: HarvestRules, allowed: Sequence[str], cluster: ClusterState) -> list[str]:

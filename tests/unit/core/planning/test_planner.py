@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from fallow.core.accounting.spans import follow
 from fallow.core.allocations import Agent, Allocation, observe, preempted_until
 from fallow.core.holes import find_holes, planned_ends
-from fallow.core.neighbour.needs import ExternalDemand, GiveBack
+from fallow.core.neighbour.needs import GiveBack
 from fallow.core.planning import allowance
 from fallow.core.planning.asking import Ask
-from fallow.core.planning.plan import plan
 from fallow.core.planning.rules import Demand, HarvestRules, Known, harvestable
-from fallow.core.planning.withdrawals import Withdraw, withdrawals
+from fallow.core.planning.withdrawals import Withdraw
 from fallow.core.states import ENDED_STATES
 from fallow.model import (
     AllocationKind,
@@ -29,7 +28,7 @@ from fallow.model import (
     PartitionInfo,
     ReservationInfo,
 )
-from planning import actions
+from planning import actions, planned
 
 NOW = 1_000_000.0
 
@@ -148,7 +147,7 @@ MIXED = PartitionInfo(
 def test_of_a_partition_that_preempts_on_some_nodes_only_those_are_asked_for() -> None:
     above = PartitionInfo(partition="urgent", nodes=["n1"], priority_tier=10)
     state = ClusterState(at=NOW, nodes=[node("n1"), node("n2")], jobs=[], partitions=[MIXED, above])
-    found = plan(state, [Demand("r", 5)], [], RULES)
+    found = planned(state, [Demand("r", 5)], [], RULES)
     assert list(found.asks) == [Ask("r", "scavenge", 120, exclude=("n2",))], "Slurm chooses the node"
     assert "would not take it back" in found.unused["n2"]
     allowed = HarvestRules(allow_without_preemption=True)
@@ -275,8 +274,7 @@ def test_what_waits_in_our_own_queue_is_withdrawn_as_what_was_not_submitted() ->
     waits = held("tok", AllocationState.UNKNOWN, minutes=10, requested_at=NOW - rules.pending_patience_s - 1)
 
     def withdrawn() -> list[str]:
-        found = withdrawals(cluster([]), [waits], {}, ExternalDemand(), rules, [], (), {})
-        return [wish.reason for wish in found]
+        return [wish.reason for wish in planned(cluster([]), [], [waits], rules).withdrawals]
 
     assert withdrawn() == ["it was not submitted within 600 s"]
     waits.sent_by = NOW
@@ -336,7 +334,7 @@ def test_a_heterogeneous_job_is_one_allocation() -> None:
 def unused(
     state: ClusterState, demands: list[Demand], mine: list[Allocation], rules: HarvestRules
 ) -> Mapping[str, str]:
-    found = plan(state, demands, mine, rules)
+    found = planned(state, demands, mine, rules)
     idle = {n.node for n in state.nodes if n.state == "IDLE" and not n.flags}
     assert found.unused.keys() == idle
     assert sum(1 for why in found.unused.values() if why.startswith("asked for:")) >= len(found.asks)

@@ -22,7 +22,7 @@ from fallow.core.planning import allowance
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.experience import Experience
 from fallow.core.planning.learner import Learner
-from fallow.core.planning.plan import Action, plan
+from fallow.core.planning.plan import Action
 from fallow.core.planning.rules import Demand, HarvestRules, Known, harvestable
 from fallow.core.planning.share import Worth, linear
 from fallow.core.planning.share import values as values_of
@@ -38,7 +38,7 @@ from fallow.model import (
     ReservationInfo,
 )
 from fallow.slurm.state import own_groups
-from planning import actions
+from planning import actions, planned
 
 NOW = 1_000_000.0
 RULES = HarvestRules(max_pending=64)
@@ -540,7 +540,7 @@ INSTEAD = "an idle node is asked for instead"
 
 def test_an_idle_node_elsewhere_is_asked_for_in_place_of_a_request_that_waits_ahead() -> None:
     run, two = Demand("r", 0), [ahead(), ahead("h2", minutes=119)]
-    found = plan(other("m1"), [run], two, AHEAD, Known())
+    found = planned(other("m1"), [run], two, AHEAD, Known())
     wishes = list(found.actions)
     assert len(wishes) == 2
     assert isinstance(wishes[0], Withdraw)

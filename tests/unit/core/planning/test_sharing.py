@@ -13,12 +13,12 @@ from fallow.core.kinds import Kind
 from fallow.core.neighbour.needs import GiveBack
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.gain import Curve, speeds
-from fallow.core.planning.plan import Action, plan
+from fallow.core.planning.plan import Action
 from fallow.core.planning.rules import Demand, HarvestRules, Known
 from fallow.core.planning.share import Worth, values
 from fallow.core.planning.withdrawals import Withdraw
 from fallow.model import AllocationKind, AllocationState, ClusterState, NodeInfo, PartitionInfo
-from planning import actions
+from planning import actions, planned
 
 NOW = 1_000_000.0
 RULES = HarvestRules()
@@ -231,7 +231,7 @@ def test_requests_that_wait_for_long_elsewhere_keep_no_node_where_it_is_worth_le
 
 def test_targets_are_told() -> None:
     site = Site(10, 0)
-    found = plan(
+    found = planned(
         site.cluster(),
         [demand(site, "a", 64, Worth(curve(4), base=1)), demand(site, "b", 64, Worth(curve(64), base=1))],
         [],
@@ -243,7 +243,7 @@ def test_targets_are_told() -> None:
 def test_a_budget_for_one_node_is_no_reason_to_aim_at_eight() -> None:
     site = Site(10, 0)
     poor = Demand(run="a", nodes=8, worth=Worth(curve(64)), budget_node_s=150.0)
-    found = plan(site.cluster(), [poor], [], HarvestRules(min_minutes=2))
+    found = planned(site.cluster(), [poor], [], HarvestRules(min_minutes=2))
     assert found.targets == {"a": 1}
     assert [ask.minutes for ask in found.asks] == [2]
 

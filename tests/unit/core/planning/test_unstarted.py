@@ -9,12 +9,11 @@ import msgspec
 from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind
 from fallow.core.planning.asking import Ask
-from fallow.core.planning.plan import plan
 from fallow.core.planning.rules import Demand, HarvestRules, Known
 from fallow.core.planning.unstarted import FIRST_S, LONGEST_S, AllDeclined, Unstarted
 from fallow.core.planning.withdrawals import Withdraw
 from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo, NodeInfo, PartitionInfo
-from planning import actions
+from planning import actions, planned
 
 NOW = 1_000_000.0
 POLL_S = 10.0
@@ -58,9 +57,9 @@ class Head:
             if isinstance(wish, Withdraw):
                 gone = self.pending.pop(wish.token)
                 self.log.append((self.at, "withdraw", gone.run))
-                (sort,) = [d.sort for d in demands if d.run == gone.run]
+                (run_class,) = [d.run_class for d in demands if d.run == gone.run]
                 for name in wish.declined:
-                    self.known.unstarted.decline(name, sort, gone.partition, now)
+                    self.known.unstarted.decline(name, run_class, gone.partition, now)
             elif isinstance(wish, Ask):
                 self.log.append((self.at, "ask", wish.part.node if wish.part else wish.partition))
                 allocation = Allocation(
@@ -124,7 +123,7 @@ def test_a_run_that_waits_for_nothing_takes_no_slots_from_others_elsewhere() -> 
     wishes = actions(cluster(NOW, nodes), demands, old, HarvestRules(), Known())
     assert [(w.run, w.partition) for w in wishes if isinstance(w, Ask)] == [("B", "b")] * 2
     for in_all, more in (4, 0), (5, 1), (6, 2):
-        found = plan(cluster(NOW, nodes), demands, old, HarvestRules(max_waiting=in_all))
+        found = planned(cluster(NOW, nodes), demands, old, HarvestRules(max_waiting=in_all))
         assert [(ask.run, ask.partition) for ask in found.asks] == [("B", "b")] * more
         told = f"too many requests: {in_all} wait already, as many as may at once"
         assert [found.unused[name] for name in ("b0", "b1")].count(told) == 2 - more
@@ -144,7 +143,7 @@ def test_a_request_is_taken_back_for_each_node_beside_it_and_not_asked_for_there
     assert 90.0 < head.at <= 130.0
     head.poll([bad], Demand("r", 1))
     assert len(head.asked()) == 1
-    assert head.known.unstarted.declined_s("bad", Demand("other", 1, partitions=("s",)).sort, "s", NOW) == 0.0
+    assert head.known.unstarted.declined_s("bad", Demand("other", 1, partitions=("s",)).run_class, "s", NOW) == 0.0
     # It stands for none of the requests that wait for others.
     head.poll([bad, node("good")], Demand("r", 2))
     head.poll([bad, node("good")], Demand("r", 1))
@@ -158,7 +157,7 @@ def test_a_request_is_taken_back_for_each_node_beside_it_and_not_asked_for_there
 
 
 def test_a_head_that_comes_back_leaves_a_node_alone_that_looks_as_it_did() -> None:
-    bad, sort = node("bad"), Demand("r", 1, partitions=("s",)).sort
+    bad, sort = node("bad"), Demand("r", 1, partitions=("s",)).run_class
     former = Unstarted()
     former.look(cluster(NOW, [bad, node("used")]))
     for name in ("bad", "used"):

@@ -1,0 +1,100 @@
+"""How many nodes more may be held, and how many requests may wait. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from fallow.core.accounting.backoff import Asker
+from fallow.core.allocations import Allocation
+from fallow.core.planning.situation import Situation
+
+
+class Caps:
+    """How many nodes more may be held, and how many requests may wait.
+
+    Args:
+        situation: of the plan: its rules, the limits that were learned, and who asks.
+        held: live harvest allocations that stay, requests included.
+        pending: the requests among them.
+    """
+
+    def __init__(self, situation: Situation, held: Iterable[Allocation], pending: Iterable[Allocation]) -> None:
+        self._rules, self._backoff, self._at = situation.rules, situation.known.backoff, situation.at
+        self._held = Counter[str]()
+        self._waiting = self._fresh = 0
+        self._stale = Counter[str]()
+        "requests by partition that have waited for long: they keep nobody from asking elsewhere"
+        self._by_asker = Counter[Asker]()
+        held = list(held)
+        live, waits = {allocation.token for allocation in held}, {allocation.token for allocation in pending}
+        for allocation in held:
+            # A successor that waits for the node of the lease before it is the same node.
+            if not (allocation.pinned and allocation.token in waits and allocation.replaces in live):
+                self.add_node(allocation.partition)
+            if allocation.token in waits:
+                is_old = situation.waited_s(allocation) > self._rules.start_patience_s
+                demand = situation.by_run.get(allocation.run)
+                self._count(None if demand is None else demand.asker, counts=not (allocation.ahead or is_old))
+                if is_old and not allocation.ahead:
+                    self._stale[allocation.partition] += 1
+
+    def _count(self, asker: Asker | None, *, counts: bool) -> None:
+        self._waiting += 1
+        self._fresh += counts
+        if asker is not None:
+            self._by_asker[asker] += 1
+
+    def add_request(self, asker: Asker, partition: str, *, pinned: bool = False, ahead: bool = False) -> None:
+        """One more request is made."""
+        self._count(asker, counts=not ahead)
+        if not pinned:
+            self.add_node(partition)
+
+    def add_node(self, partition: str) -> None:
+        """One more node is held or asked for there."""
+        self._held[partition] += 1
+
+    def nodes_left(self) -> int:
+        """Nodes more that may be held in all."""
+        most = self._rules.max_nodes
+        return 1 << 30 if most is None else max(0, most - self._held.total())
+
+    def is_full(self, partition: str) -> bool:
+        """May no more nodes be held there?"""
+        return not self.nodes_left() or self.is_capped(partition)
+
+    def is_capped(self, partition: str) -> bool:
+        """Are as many held there as may be in this partition?"""
+        most = self._rules.partition_nodes.get(partition)
+        return most is not None and self._held[partition] >= most
+
+    def places(self, partitions: Iterable[str]) -> int:
+        """Nodes more that may be held in these partitions together."""
+        most = ((self._rules.partition_nodes.get(name, 1 << 30), self._held[name]) for name in partitions)
+        return min(self.nodes_left(), sum(max(0, cap - held) for cap, held in most))
+
+    def requests_left(self, partition: str) -> int:
+        """Requests more that may wait for idle nodes there."""
+        most = self._rules.max_pending
+        here = min(most - self._stale[partition], 2 * most - self._stale.total()) - self._fresh
+        return max(0, min(here, self._rules.max_waiting - self._waiting))
+
+    def may_wait(self, asker: Asker) -> bool:
+        """May one more request wait in this name? Its account or QOS may have been at a limit of late."""
+        room = self._backoff.room(asker, self._at)
+        return room is None or self._by_asker[asker] < room
+
+    def may_wait_ahead(self) -> bool:
+        """May one more request wait for a node that others still have?"""
+        return self._waiting < self._rules.max_waiting
+
+    @property
+    def are_used_up(self) -> bool:
+        """May no more requests for idle nodes wait, wherever?"""
+        return self._fresh >= self._rules.max_pending or not self.may_wait_ahead()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait."""
+        return self._waiting
