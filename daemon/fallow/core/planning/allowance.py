@@ -97,7 +97,7 @@ def rules(
         min_minutes=max(limits.min_minutes, ceil(2.0 * experience.start_s(now) / 60.0)),
         start_patience_s=3 * poll_s + 2 * _backfill_s(site),
         margin_s=margin_s,
-        slack_s=_resolution_s(site) + experience.wait_s(now),
+        slack_s=_resolution_s(site) + _backfill_s(site),
         # Two polls may pass before a wish is a job, and then it has to start.
         lead_s=margin_s + 2 * poll_s + experience.wait_s(now) + experience.start_s(now),
         whole_nodes=site_rules(site).whole_nodes,

@@ -53,7 +53,7 @@ class HarvestRules(msgspec.Struct, frozen=True):
     margin_s: float = 20.0
     "nodes are left so long before their walltime"
     slack_s: float = 0.0
-    "a request is so much shorter than its hole: it waits before it starts, and Slurm's plan rounds times"
+    "a request is so much shorter than its hole: it waits for a cycle of backfill, whose plan rounds times"
     lead_s: float = 0.0
     "nodes are asked for again so long before their end; 0: only once they are gone"
     whole_nodes: bool = True
