@@ -148,8 +148,21 @@ def test_a_name_means_the_run_that_has_not_ended(tmp_path: Path) -> None:
     again = desk.book.create(RunSpec(run="", name="train", min_nodes=1, max_nodes=4), 0.0, NOW)
     assert desk.book.get("train") is again
     desk.book.create(RunSpec(run="", name="train", min_nodes=1, max_nodes=4), 0.0, NOW)
-    with pytest.raises(FallowError, match="3 runs have that name"):
+    with pytest.raises(FallowError, match="3 runs") as refused:
         desk.book.get("train")
+    assert refused.value.code is Exit.USAGE
+
+
+def test_a_run_is_called_by_the_beginning_of_its_id_or_by_one_of_its_jobs(desk: Desk) -> None:
+    base = desk.hold(AllocationKind.BASE)
+    other = desk.book.create(RunSpec(run="", name="trainer", min_nodes=1, max_nodes=4), 0.0, NOW)
+    assert desk.book.get(base.job_id) is desk.run
+    assert desk.book.get(other.id[:-1]) is other
+    assert desk.book.get("traine") is other
+    with pytest.raises(FallowError, match="2 runs"):
+        desk.book.get("trai")
+    with pytest.raises(FallowError, match="no such run"):
+        desk.book.get("")
 
 
 def test_pause_gives_harvested_nodes_back_and_asks_for_none(desk: Desk) -> None:

@@ -344,20 +344,28 @@ class Book:
         self._stand_in_after_s = stand_in_after_s
 
     def get(self, run: str) -> Run:
-        """The run of that id, or of that name when only one has it, or only one that has not ended.
+        """The run that is meant: by its id, its name, the number of one of its Slurm jobs, or a beginning of its id.
+
+        Where that holds for several, the only one that has not ended is meant.
 
         Raises:
             FallowError: none, or more than one.
         """
         if run in self.runs:
             return self.runs[run]
-        named = [r for r in self.runs.values() if r.spec.name == run]
-        going = [r for r in named if not r.ended]
-        if len(named) == 1 or len(going) == 1:
-            return (going or named)[0]
-        if named:
-            ids = ", ".join(sorted(r.id for r in named))
-            raise FallowError(f"run {shown(run)}: {len(named)} runs have that name; say which: {ids}", Exit.USAGE)
+        ways: tuple[Callable[[Run], bool], ...] = (
+            lambda each: each.spec.name == run,
+            lambda each: any(allocation.job_id == run for allocation in each.allocations.values()),
+            lambda each: run != "" and each.id.startswith(run),
+        )
+        for is_meant in ways:
+            found = [each for each in self.runs.values() if is_meant(each)]
+            going = [each for each in found if not each.ended]
+            if len(found) == 1 or len(going) == 1:
+                return (going or found)[0]
+            if found:
+                ids = ", ".join(sorted(each.id for each in found))
+                raise FallowError(f"run {shown(run)}: that could be {len(found)} runs; say which: {ids}", Exit.USAGE)
         raise FallowError(f"run {shown(run)}: no such run; `fallow status` lists them", Exit.NOINPUT)
 
     def add(
