@@ -242,14 +242,16 @@ def test_a_command_is_one_that_there_is(block: Block, desk: Path) -> None:
     if block.code.startswith("#!"):
         assert parse_script(block.code, "script").settings
     for line in block.code.replace("\\\n", " ").splitlines():
-        if words := shlex.split(line, comments=True):
+        if words := shlex.split(line.partition(" > ")[0], comments=True):
             _parse(words)
 
 
 def _parse(words: list[str]) -> None:
     """Raises unless the command and its options exist."""
     program, *rest = words
-    if Path(program).name == "fallow":
+    if program == "eval":
+        _parse(shlex.split(rest[0].removeprefix("$(").removesuffix(")")))
+    elif Path(program).name == "fallow":
         _parse_fallow(rest)
     elif program == "make":
         _parse_make(rest)
