@@ -8,9 +8,10 @@ cgroup.conf differs by version as its manual pages say; a configuration like thi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+
+from fallow.model import Struct
 
 PARTITION = "normal"
 "The default partition of every profile."
@@ -39,11 +40,11 @@ class Profile(StrEnum):
         return 10 if self is Profile.PREEMPT else 0
 
 
-@dataclass(frozen=True)
-class Layout:
-    """All that the files depend on."""
+class Layout(Struct, frozen=True):
+    """What a testbed is: all that its files depend on."""
 
-    folder: Path
+    place: str
+    "path of the testbed's folder"
     user: str
     "who runs the daemons: SlurmUser and SlurmdUser"
     nodes: int
@@ -53,7 +54,13 @@ class Layout:
     first_port: int
     "slurmctld's; the nodes' follow"
     version: tuple[int, int]
-    "major and minor, e.g. (22, 5)"
+    "Slurm's major and minor, e.g. (22, 5)"
+    started_at: float
+    "Unix time"
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.place)
 
     @property
     def conf(self) -> Path:

@@ -9,8 +9,9 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from fallow.model import Exit, FallowError
@@ -53,6 +54,12 @@ def find_commands() -> dict[str, str]:
     return {name: where for name, where in found.items() if where is not None}
 
 
+def slurm_version(commands: Mapping[str, str]) -> tuple[int, int]:
+    """Major and minor of the Slurm that is installed, e.g. (22, 5)."""
+    done = subprocess.run([commands["slurmctld"], "-V"], capture_output=True, text=True, timeout=10, check=False)
+    return parse_version(done.stdout + done.stderr)
+
+
 def parse_version(text: str) -> tuple[int, int]:
     """(22, 5) of `slurm-wlm 22.05.8`, what `slurmctld -V` prints."""
     match = re.search(r"(\d+)\.(\d+)", text)
@@ -74,19 +81,16 @@ def check_host_name() -> None:
         ) from error
 
 
-def free_ports(count: int, avoid: Iterable[range] = ()) -> int:
-    """First of `count` neighbouring TCP ports that nobody listens on and that are in none of `avoid`.
+def free_ports(count: int) -> int:
+    """First of `count` neighbouring TCP ports that nobody listens on.
 
-    The search begins at a random place, so that testbeds of users who cannot see each other's registry
-    seldom choose the same range at the same moment.
+    The search begins at a random place: testbeds of users who cannot see each other's registry then seldom choose the
+    same ports at the same moment.
     """
-    places = len(_PORTS) - count
+    places = len(_PORTS) - count + 1
     begin = random.randrange(places)
-    taken = list(avoid)
     for step in range(places):
         first = _PORTS.start + (begin + step) % places
-        if any(first < other.stop and other.start < first + count for other in taken):
-            continue
         if all(_is_free(port) for port in range(first, first + count)):
             return first
     raise FallowError(
@@ -198,14 +202,3 @@ def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
-
-
-def last_lines(paths: Sequence[Path], count: int = 8) -> str:
-    """Ends of log files, for error messages."""
-    parts = []
-    for path in paths:
-        with contextlib.suppress(OSError):
-            lines = path.read_text(errors="replace").splitlines()[-count:]
-            if lines:
-                parts.append(f"--- {path.name}\n" + "\n".join(lines))
-    return "\n".join(parts)

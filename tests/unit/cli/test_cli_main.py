@@ -113,8 +113,7 @@ def test_errors_are_one_clear_line(
     assert err.count("\n") == 1
 
 
-def test_no_testbed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("fallow.testbed.api.status", list)
+def test_no_testbed(capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["testbed", "status"]) == Exit.OK
     assert capsys.readouterr().out == "no testbeds; start one with: fallow testbed up\n"
     assert invoke(["testbed", "status", "--json"]) == Exit.OK
