@@ -17,7 +17,7 @@ from fallow.model import Exit, FallowError
 COMMANDS: dict[str, str] = {
     "submit": "fallow.cli.submit:submit",
     "run": "fallow.cli.run:run",
-    "local": "fallow.cli.start:local",
+    "local": "fallow.cli.local:local",
     "daemon": "fallow.cli.start:daemon",
     "status": "fallow.cli.show:status",
     "runs": "fallow.cli.show:runs",
