@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from fallow.text import clean
+
+T = TypeVar("T")
 
 STYLES = {
     "training": "green",
@@ -43,6 +46,11 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         console.print(table)
     # Rich pads the last column, too: trailing blanks are of no use to anybody.
     sys.stdout.write("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
+
+
+def show_items(columns: Mapping[str, Callable[[T], str]], items: Iterable[T]) -> None:
+    """Prints a row for each item; each column has what makes its cell."""
+    show_table(list(columns), [[cell(item) for cell in columns.values()] for item in items])
 
 
 def duration(seconds: float | None) -> str:

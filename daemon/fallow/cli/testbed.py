@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import click
 
-from fallow.cli.common import Finite, json_option, print_json, say
+from fallow.cli.common import Finite, json_option, print_json, say, tell
+from fallow.cli.tables import show_items
+from fallow.testbed.cluster import Testbed, TestbedStatus
 from fallow.testbed.conf import Profile
+from fallow.testbed.load import Played, make_jobs, play
 
 _folder = click.argument("folder", required=False, type=click.Path(file_okay=False, path_type=Path))
 
@@ -37,14 +40,13 @@ def testbed() -> None:
 @json_option
 def up(folder: Path | None, nodes: int, gpus: int, profile: str, bf_interval: int, as_json: bool) -> None:
     """Start a testbed (in FOLDER, else in a new one) and wait until its nodes are idle."""
-    from fallow.testbed.cluster import Testbed
-
     made = Testbed.up(folder, nodes=nodes, gpus=gpus, profile=profile, bf_interval=bf_interval)
-    if as_json:
-        print_json(made.status())
-    else:
-        click.echo(f"export SLURM_CONF={made.conf}")
-        say(f"testbed in {made.folder}; end it with: fallow testbed down {made.folder}")
+    tell(made.status(), as_json, _show_up)
+
+
+def _show_up(made: TestbedStatus) -> None:
+    click.echo(f"export SLURM_CONF={made.conf}")
+    say(f"testbed in {made.folder}; end it with: fallow testbed down {made.folder}")
 
 
 @testbed.command(short_help="Take it down.")
@@ -53,43 +55,20 @@ def up(folder: Path | None, nodes: int, gpus: int, profile: str, bf_interval: in
 @json_option
 def down(folder: Path | None, everything: bool, as_json: bool) -> None:
     """Take down the testbed in FOLDER (needed if there are several). Leaves no process and no file."""
-    from fallow.testbed.cluster import Testbed
-
     chosen = Testbed.all() if everything else [Testbed.find(folder)]
     for each in chosen:
         each.down()
+        if not as_json:
+            click.echo(f"{each.folder}: down")
     if as_json:
         print_json({"down": [str(each.folder) for each in chosen]})
-    else:
-        for each in chosen:
-            click.echo(f"{each.folder}: down")
 
 
 @testbed.command(short_help="Which there are.")
 @json_option
 def status(as_json: bool) -> None:
     """List the testbeds of yours."""
-    from fallow.cli.tables import show_table
-    from fallow.testbed.cluster import Testbed
-
-    found = [each.status() for each in Testbed.all()]
-    if as_json:
-        print_json(found)
-    elif not found:
-        click.echo("no testbeds; start one with: fallow testbed up")
-    else:
-        rows = [
-            [
-                one.folder,
-                "up" if one.up else "down",
-                one.slurm_version,
-                one.profile,
-                _counts(one.nodes),
-                _counts(one.jobs),
-            ]
-            for one in found
-        ]
-        show_table(["FOLDER", "STATE", "SLURM", "PROFILE", "NODES", "JOBS"], rows)
+    tell([each.status() for each in Testbed.all()], as_json, _show)
 
 
 @testbed.command(short_help="Play other users' jobs on it.")
@@ -110,20 +89,32 @@ def load(folder: Path | None, seconds: float, seed: int, utilisation: float, mea
 
     SIGTERM and Ctrl-C end it in order: what is left of the jobs is cancelled.
     """
-    from fallow.testbed.cluster import Testbed
-    from fallow.testbed.load import make_jobs, play
-
     made, stop = Testbed.find(folder), threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     jobs = make_jobs(seed, seconds=seconds, nodes=made.layout.nodes, utilisation=utilisation, mean_s=mean)
-    played = play(made, jobs, seconds, stop)
-    if as_json:
-        print_json(played)
-        return
+    tell(play(made, jobs, seconds, stop), as_json, _show_played)
+
+
+def _show_played(played: Played) -> None:
     click.echo(f"{played.submitted} of {played.planned} jobs submitted to {played.folder}, {played.refused} refused")
     if played.refusal:
         say(f"the last refusal: {played.refusal}")
+
+
+def _show(found: list[TestbedStatus]) -> None:
+    if not found:
+        click.echo("no testbeds; start one with: fallow testbed up")
+        return
+    columns: dict[str, Callable[[TestbedStatus], str]] = {
+        "FOLDER": lambda one: one.folder,
+        "STATE": lambda one: "up" if one.up else "down",
+        "SLURM": lambda one: one.slurm_version,
+        "PROFILE": lambda one: one.profile,
+        "NODES": lambda one: _counts(one.nodes),
+        "JOBS": lambda one: _counts(one.jobs),
+    }
+    show_items(columns, found)
 
 
 def _counts(found: Mapping[str, int]) -> str:

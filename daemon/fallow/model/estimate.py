@@ -14,11 +14,9 @@ class WouldAsk(Struct, frozen=True, kw_only=True):
 
 
 class Prospect(Struct, frozen=True, kw_only=True):
-    """What a run would find, by one poll."""
+    """What a run would find, by the head's last poll."""
 
     polled_at: float
-    by_head: bool
-    "False: no head answered, and Slurm was asked for this alone"
     idle_nodes: int
     "in partitions that may be harvested"
     asks: list[WouldAsk]
@@ -35,8 +33,6 @@ class BaseStart(Struct, frozen=True, kw_only=True):
     "in Slurm's words"
     refused: bool = False
     "it would not be submitted at all"
-    start_at: float | None = None
-    nodes: list[str] = []
 
 
 class DryRun(Struct, frozen=True, kw_only=True):

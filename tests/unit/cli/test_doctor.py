@@ -177,7 +177,7 @@ def test_a_head_is_asked_instead_of_slurm(age_s: float | None, asked: bool, monk
     site = config(preempt_type="preempt/partition_prio")
     high = PartitionInfo(partition="high", nodes=["n1"], priority_tier=2)
     last = LastPoll(config=site, cluster=cluster(LOW, high), backend="command line", age_s=age_s)
-    monkeypatch.setattr("fallow.control.client.call", lambda *_, **__: last)
+    monkeypatch.setattr(doctor, "ask", lambda *_, **__: last)
     monkeypatch.setattr(doctor, "_ask_slurm", refuse)
     if asked:
         with pytest.raises(AssertionError, match="Slurm was asked"):
@@ -189,7 +189,7 @@ def test_a_head_is_asked_instead_of_slurm(age_s: float | None, asked: bool, monk
 
 
 def test_settings_that_the_site_cuts_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fallow.config.load_config", lambda: Config(cut=("max_nodes = 64 is cut to 16",)))
+    monkeypatch.setattr(doctor, "load_config", lambda: Config(cut=("max_nodes = 64 is cut to 16",)))
     found = doctor.guarded("configuration", doctor._configuration)
     assert (found.level, found.found) == (Level.WARN, "max_nodes = 64 is cut to 16")
 
@@ -207,9 +207,9 @@ def test_no_colour_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch, capsys:
     # On a terminal; elsewhere click leaves colours out by itself.
     monkeypatch.setattr("click.utils.should_strip_ansi", lambda *_: False)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    doctor.show(Check("store", Level.OK, "there"))
+    doctor.show([Check("store", Level.OK, "there")])
     monkeypatch.setenv("NO_COLOR", "1")
-    doctor.show(Check("store", Level.OK, "there"))
+    doctor.show([Check("store", Level.OK, "there")])
     coloured, plain = capsys.readouterr().out.splitlines()
     assert coloured == "\x1b[32mOK   \x1b[0m store: there"
     assert plain == "OK    store: there"

@@ -68,7 +68,6 @@ def head(monkeypatch: pytest.MonkeyPatch) -> None:
 SHOWING = [
     ["status"],
     ["status", "r"],
-    ["runs"],
     ["events"],
     ["report", "r"],
     ["usage"],
@@ -150,9 +149,9 @@ def test_a_dry_run_shows_script_and_path_harmlessly(slurm: Path, name: str, caps
 
 
 def test_what_sbatch_says_is_shown_harmlessly(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from fallow.cli.sbatch_call import Call
+    from fallow.cli.sbatch_call import call_sbatch
 
-    outcome = Call(["sbatch"], environment=dict(os.environ)).run(lambda job: None)
+    outcome = call_sbatch(["sbatch"], os.environ, lambda job: None)
     assert outcome.job == "77"
     assert capsys.readouterr().err == r"sbatch: \x1b]0;t\x07 site banner" + "\n"
 

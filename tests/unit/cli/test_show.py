@@ -10,9 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from fallow.cli import show
+from fallow.cli import follow, show
 from fallow.cli.main import invoke
-from fallow.cli.show import MISSED
 from fallow.cli.tables import duration, number, show_table
 from fallow.model import (
     AllocationKind,
@@ -153,7 +152,8 @@ def head(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
         asked.append((method, params))
         return {"status": SNAPSHOT, "events": EVENTS, "report": REPORT}[method]
 
-    monkeypatch.setattr(show, "ask", ask)
+    for module in (show, follow):
+        monkeypatch.setattr(module, "ask", ask)
     return asked
 
 
@@ -204,24 +204,14 @@ def test_one_run(capsys: pytest.CaptureFixture[str], head: list[tuple[str, dict[
     assert head == [("status", {"run": "r1"})]
 
 
-def test_runs_with_their_newest_usable_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
-    assert invoke(["runs"]) == 0
-    titles, row = capsys.readouterr().out.splitlines()
-    assert titles.split() == shlex.split("RUN NAME BEGUN STATUS STEP CHECKPOINTS NEWEST AGE NOTE")
-    assert row.split()[4:9] == shlex.split("training 5 2 step 3")
-
-
-@pytest.mark.parametrize("words", [["status", "r1"], ["runs"]])
-def test_ages_are_by_the_heads_clock(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ages_are_by_the_heads_clock(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     snapshot = msgspec.structs.replace(SNAPSHOT, at=8.0)
     monkeypatch.setattr(show, "ask", lambda *_, **__: snapshot)
-    assert invoke(words) == 0
+    assert invoke(["status", "r1"]) == 0
     assert "00:00:08" in capsys.readouterr().out.splitlines()[-1].split()
 
 
-SHOWN = [["status"], ["status", "r1"], ["events"], ["events", "r1"], ["report", "r1"], ["runs"]]
+SHOWN = [["status"], ["status", "r1"], ["events"], ["events", "r1"], ["report", "r1"]]
 
 
 @pytest.mark.parametrize("words", SHOWN)
@@ -240,10 +230,12 @@ def test_one_event_is_one_line(capsys: pytest.CaptureFixture[str], head: list[tu
     assert head == [("events", {"since": 7, "limit": 5, "run": "r1"})]
 
 
-def test_all_that_happened_between_two_looks_is_followed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("words", [[], ["r"]], ids=["everything", "a run by the beginning of its name"])
+def test_events_are_followed_from_the_last_ones_on(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[tuple[int, int]] = []
+    def event(seq: int, run: str = "r1") -> EventRecord:
+        return EventRecord(seq=seq, at=0.0, run=run, kind="node", text="n8 joined")
 
     class Client:
         async def __aenter__(self) -> Client:
@@ -251,20 +243,21 @@ def test_all_that_happened_between_two_looks_is_followed(
 
         async def __aexit__(self, *_: object) -> None: ...
 
-        async def call(self, method: str, type_: Any, since: int, limit: int) -> list[EventRecord]:
-            asked.append((since, limit))
-            return [EventRecord(seq=since + 7, at=0.0, run=None, kind="node", text="n8 joined")]
+        async def call(self, method: str, type_: Any, **wanted: Any) -> list[EventRecord]:
+            assert wanted == {"since": 0, "limit": 5, **({"run": "r1"} if words else {})}
+            return [event(7), event(8)]
 
-        async def subscribe(self) -> AsyncIterator[EventRecord]:
-            yield EventRecord(seq=1, at=0.0, run=None, kind="node", text="old")
+        async def subscribe(self) -> AsyncIterator[Snapshot | EventRecord]:
+            for item in (SNAPSHOT, event(8), event(9, "r2"), SNAPSHOT, event(10)):
+                yield item
 
     async def connect(_: object) -> Client:
         return Client()
 
     monkeypatch.setattr("fallow.control.client.ControlClient.connect", connect)
-    assert invoke(["events", "--follow", "--limit", "5"]) == Exit.UNAVAILABLE
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["7", "14"]
-    assert asked == [(0, 5), (7, MISSED)]
+    assert invoke(["events", *words, "--follow", "--limit", "5"]) == Exit.UNAVAILABLE
+    told = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert told == (["7", "8", "10"] if words else ["7", "8", "9", "10"])
 
 
 def test_report(capsys: pytest.CaptureFixture[str]) -> None:
