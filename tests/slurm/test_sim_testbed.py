@@ -15,7 +15,7 @@ from fallow.model import PartitionInfo
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.types import JobPart, Scheduler, SimJob, SimNode, Site
 from fallow.testbed.cluster import Testbed
-from fallow.testbed.conf import KILL_WAIT_S, PARTITION, SCAVENGE, Profile
+from fallow.testbed.conf import GRACE_S, KILL_WAIT_S, PARTITION, SCAVENGE, Profile
 from fallow.testbed.load import make_jobs
 
 pytestmark = pytest.mark.slurm
@@ -124,8 +124,8 @@ def site(testbed: Testbed) -> Site:
     )
     partitions = [PartitionInfo(partition=PARTITION, nodes=nodes, max_time_s=86400.0, priority_tier=10)]
     if layout.profile is not Profile.PLAIN:
-        grace_s = float(layout.profile.grace_s)
-        partitions.append(PartitionInfo(partition=SCAVENGE, nodes=nodes, preempt_mode="REQUEUE", grace_s=grace_s))
+        scavenge = PartitionInfo(partition=SCAVENGE, nodes=nodes, preempt_mode="REQUEUE", grace_s=float(GRACE_S))
+        partitions.append(scavenge)
     return Site(
         name="testbed",
         nodes=tuple(SimNode(node=node, partitions=(), gpus=layout.gpus, cpus=4) for node in nodes),

@@ -19,12 +19,12 @@ _folder = click.argument("folder", required=False, type=click.Path(file_okay=Fal
 
 _NAMES = [profile.value for profile in Profile]
 _PROFILES = (
-    "preempt: a partition `normal` preempts one called `scavenge`, with 10 s of grace; nograce: the same without; "
-    "plain: one partition, nothing preempts."
+    "preempt: a partition `normal` preempts one called `scavenge`, with 10 s of grace; plain: one partition, nothing "
+    "preempts."
 )
 
 
-@click.group(short_help="A private, real Slurm on this machine.")
+@click.group(short_help="A private, real Slurm on this machine.", no_args_is_help=False)
 def testbed() -> None:
     """A private, real Slurm on this machine: several nodes, fake GPUs, no root needed."""
 

@@ -24,9 +24,9 @@ from fallow.testbed import registry
 from fallow.testbed.conf import PARTITION, Layout, Profile
 from fallow.testbed.daemons import logs, make_folder, start_daemons, start_slurmctld, write_files
 from fallow.testbed.host import (
+    check_commands,
     check_host_name,
     clean_environment,
-    find_commands,
     free_ports,
     owned_processes,
     signal_all,
@@ -62,9 +62,8 @@ class Testbed:
     __test__ = False
     "pytest: this is no test class"
 
-    def __init__(self, layout: Layout, commands: dict[str, str]) -> None:
+    def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self._commands = commands
 
     # -- making and finding -------------------------------------------------------------------------------------
 
@@ -86,9 +85,9 @@ class Testbed:
         Raises:
             FallowError: packages are missing, the folder is in use, or daemons do not come up (with their logs' ends).
         """
-        commands = find_commands()
+        check_commands()
         check_host_name()
-        user, version = _user_name(), slurm_version(commands)
+        user, version = _user_name(), slurm_version()
         with registry.locked():
             layout = Layout(
                 place=str(make_folder(folder)),
@@ -102,10 +101,10 @@ class Testbed:
                 started_at=time.time(),
             )
             registry.remember(layout)
-            testbed = cls(layout, commands)
+            testbed = cls(layout)
             try:
                 write_files(layout)
-                start_daemons(layout, commands)
+                start_daemons(layout)
                 testbed._wait_idle()
             except BaseException:
                 testbed.down()
@@ -121,7 +120,7 @@ class Testbed:
                 raise FallowError(
                     f"{folder}: no testbed here; `fallow testbed status` lists those there are", Exit.NOINPUT
                 )
-            return cls(layout, find_commands())
+            return cls(layout)
         found = cls.all()
         if not found:
             raise FallowError("testbed: there is none; start one with `fallow testbed up`", Exit.NOINPUT)
@@ -133,7 +132,7 @@ class Testbed:
     @classmethod
     def all(cls) -> list[Self]:
         """All testbeds of this user on this host, oldest first."""
-        return [cls(layout, find_commands()) for layout in registry.layouts()]
+        return [cls(layout) for layout in registry.layouts()]
 
     # -- looking ------------------------------------------------------------------------------------------------
 
@@ -154,7 +153,7 @@ class Testbed:
         """Standard output of one of Slurm's client commands, run on this testbed."""
         try:
             done = subprocess.run(
-                [self._commands.get(command[0], command[0]), *command[1:]],
+                command,
                 env=clean_environment(self.conf),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -183,7 +182,7 @@ class Testbed:
 
     def restart_slurmctld(self) -> None:
         """Start slurmctld again once it has ended, for tests that killed it."""
-        start_slurmctld(self.layout, self._commands)
+        start_slurmctld(self.layout)
 
     def status(self) -> TestbedStatus:
         """What runs now. Never fails because Slurm does not answer: then `up` is false."""

@@ -20,31 +20,25 @@ _SOCKET_TAIL = len("/spool/n99/n99_99999999.4294967291")
 
 def make_folder(folder: Path | None) -> Path:
     """A new folder for a testbed, or `folder` if it is empty; open for reading, for jobs of other users use it."""
-    if folder is None:
-        # not TMPDIR: that of a job or of macOS-like set-ups is too long for Unix sockets
-        folder = Path(tempfile.mkdtemp(prefix=f"fallow-testbed-{os.getuid()}-", dir="/tmp"))
-    else:
-        folder = folder.absolute()
-        try:
-            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-                raise FallowError(
-                    f"testbed: {folder} is not empty; name a new folder, or take the testbed in it down",
-                    Exit.CANTCREAT,
-                )
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise FallowError(
-                f"testbed: {folder} cannot be made ({error.strerror}); name another folder", Exit.CANTCREAT
-            ) from error
-    if len(os.fsencode(folder)) + _SOCKET_TAIL >= SOCKET_PATH_LIMIT:
-        folder.rmdir()
+    # not TMPDIR: that of a job or of macOS-like set-ups is too long for Unix sockets
+    place = folder.absolute() if folder else Path(tempfile.mkdtemp(prefix=f"fallow-testbed-{os.getuid()}-", dir="/tmp"))
+    if len(os.fsencode(place)) + _SOCKET_TAIL >= SOCKET_PATH_LIMIT:
         raise FallowError(
-            f"testbed: {folder} is too long for Slurm's Unix sockets; use a path of at most "
+            f"testbed: {place} is too long for Slurm's Unix sockets; use a path of at most "
             f"{SOCKET_PATH_LIMIT - 1 - _SOCKET_TAIL} bytes",
             Exit.USAGE,
         )
-    folder.chmod(0o755)  # jobs of another user read slurm.conf; secrets in it are closed one by one
-    return folder
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        if any(place.iterdir()):
+            raise FallowError(
+                f"testbed: {place} is not empty; name a new folder, or take the testbed in it down", Exit.CANTCREAT
+            )
+        place.chmod(0o755)  # jobs of another user read slurm.conf; secrets in it are closed one by one
+    except OSError as error:
+        text = f"testbed: {place} cannot be made ({error.strerror}); name another folder"
+        raise FallowError(text, Exit.CANTCREAT) from error
+    return place
 
 
 def write_files(layout: Layout) -> None:
@@ -65,30 +59,29 @@ def write_files(layout: Layout) -> None:
         (folder / f"{name}.conf").chmod(0o644)  # other users' sbatch reads them too
 
 
-def start_daemons(layout: Layout, commands: dict[str, str]) -> None:
+def start_daemons(layout: Layout) -> None:
     """Start munged, slurmctld and one slurmd per node; returns when all have put themselves into the background."""
     munge = layout.folder / "munge"
     # --force: munged refuses a socket below a 0700 folder, such as a test's own; the folders are ours
     options = [f"--key-file={munge}/key", f"--socket={munge}/socket", f"--pid-file={munge}/pid"]
     options += [f"--log-file={munge}/log", f"--seed-file={munge}/seed", "--num-threads=4", "--force"]
-    _spawn(layout, commands, ["munged", *options])
-    _spawn(layout, commands, ["slurmctld", "-c"])
+    _spawn(layout, ["munged", *options])
+    _spawn(layout, ["slurmctld", "-c"])
     for node in layout.node_names:
-        _spawn(layout, commands, ["slurmd", "-N", node])
+        _spawn(layout, ["slurmd", "-N", node])
 
 
-def start_slurmctld(layout: Layout, commands: dict[str, str]) -> None:
+def start_slurmctld(layout: Layout) -> None:
     """Start slurmctld again after it ended, with the state that it saved."""
-    _spawn(layout, commands, ["slurmctld"])
+    _spawn(layout, ["slurmctld"])
 
 
-def _spawn(layout: Layout, commands: dict[str, str], command: list[str]) -> None:
+def _spawn(layout: Layout, command: list[str]) -> None:
     """Run a daemon. As it goes into the background by itself it is nobody's child and never our zombie."""
-    argv = [commands[command[0]], *command[1:]]
     try:
         with (layout.folder / f"{command[0]}.out").open("ab") as file:
             done = subprocess.run(
-                argv,
+                command,
                 env=clean_environment(layout.conf, layout.folder),
                 cwd=layout.folder,
                 stdin=subprocess.DEVNULL,

@@ -78,6 +78,8 @@ def test_exit_codes_are_documented(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "code", "message"),
     [
         (["nonsense"], Exit.USAGE, "No such command"),
+        (["testbed"], Exit.USAGE, "see: fallow testbed --help"),
+        (["service"], Exit.USAGE, "see: fallow service --help"),
         (["grow"], Exit.USAGE, "Missing argument"),
         (["grow", "r", "--by", "0"], Exit.USAGE, "--by"),
         (["status"], Exit.UNAVAILABLE, "start one with: fallow daemon"),

@@ -123,5 +123,5 @@ def test_a_unit_that_cannot_be_written_is_named(
 ) -> None:
     (tmp_path / "config").touch()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    assert invoke(["service", "install", "--user"]) == Exit.CANTCREAT
-    assert "fallow.service: cannot be written" in capsys.readouterr().err
+    assert invoke(["service", "install", "--user"]) == Exit.OSERR
+    assert f"{tmp_path}/config/systemd" in capsys.readouterr().err
