@@ -6,6 +6,7 @@ import asyncio
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from typing import IO
@@ -47,16 +48,14 @@ def call_sbatch(
     """
     from fallow.slurm.parse import complaint, is_refusal
 
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(
-        argv,
-        env=environment,
-        stdin=subprocess.DEVNULL if stdin is None else pipe,
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        errors="replace",
-    )
+    # A file and no pipe: sbatch may end without reading it.
+    with tempfile.TemporaryFile("w+") as script:
+        script.write(stdin or "")
+        script.seek(0)
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            argv, env=environment, stdin=script, stdout=pipe, stderr=pipe, text=True, errors="replace"
+        )
     assert process.stdout is not None
     assert process.stderr is not None
     # The deadline is for Slurm's answer. Once the job is known, how long sbatch goes on (--wait) is the user's.
@@ -68,7 +67,6 @@ def call_sbatch(
     passing.start()
     job: str | None = None
     try:
-        _feed(process, stdin)
         for line in process.stdout:
             found = _JOB.fullmatch(line)
             if found is not None and job is None:
@@ -92,17 +90,6 @@ def call_sbatch(
         return Outcome(Exit.TEMPFAIL, None, False, f"no answer within {SUBMIT_S:g} s")
     text = "".join(said)
     return Outcome(code, job, job is None and code > 0 and is_refusal(text), complaint(text))
-
-
-def _feed(process: subprocess.Popen[str], script: str | None) -> None:
-    if process.stdin is None:
-        return
-    try:
-        with process.stdin as pipe:
-            pipe.write(script or "")
-    except BrokenPipeError:
-        # sbatch ended without reading its script; why is on its standard error.
-        return
 
 
 def _pass_on(stream: IO[str], said: list[str]) -> None:

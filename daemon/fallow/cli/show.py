@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import click
 
 from fallow.cli.common import ask, json_option, tell
-from fallow.cli.tables import duration, moment, number, show_items, size
+from fallow.cli.tables import duration, moment, number, show_items
 from fallow.model import (
     AllocationView,
     CheckpointView,
@@ -211,11 +211,13 @@ def _stands(ahead_s: float | None) -> str:
 
 
 def _checkpoint_columns(now: float) -> dict[str, Callable[[CheckpointView], str]]:
+    from rich.filesize import decimal
+
     return {
         "CHECKPOINT": lambda one: f"step {one.step}",
         "STATE": lambda one: one.state.value,
         "AGE": lambda one: duration(now - one.written_at),
-        "SIZE": lambda one: size(one.nbytes),
+        "SIZE": lambda one: decimal(one.nbytes),
         "KEPT": lambda one: "by hand" if one.asked else "",
         "PATH": lambda one: one.path + (f" ({one.problem})" if one.problem else ""),
     }

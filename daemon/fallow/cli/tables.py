@@ -70,13 +70,3 @@ def moment(at: float) -> str:
 
 def number(value: float | None, digits: int = 4) -> str:
     return "-" if value is None else f"{value:.{digits}g}"
-
-
-def size(nbytes: int) -> str:
-    """`1.5 MiB`, `340 B`."""
-    value, unit = float(nbytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
