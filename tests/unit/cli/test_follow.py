@@ -6,14 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from test_show import REPORT, RUN, SNAPSHOT
 
+import views
 from fallow.cli import follow
 from fallow.cli.main import invoke
 from fallow.files import Paths
 from fallow.model import Exit, FallowError, NodeOwner, NodeView, RunStatus, Snapshot
+
+RUN = views.run(change="absorbing n2")
+SNAPSHOT = views.snapshot(RUN)
 
 
 class Desk:
@@ -24,7 +26,7 @@ class Desk:
 
     def ask(self, method: str, *_: Any, **params: Any) -> Any:
         if method == "report":
-            return REPORT
+            return views.report()
         found = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
         if isinstance(found, FallowError):
             raise found
@@ -42,7 +44,7 @@ def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
 
 
 def of(status: RunStatus, **more: Any) -> Snapshot:
-    return msgspec.structs.replace(SNAPSHOT, runs=[msgspec.structs.replace(RUN, status=status, **more)])
+    return views.snapshot(views.changed(RUN, status=status, **more))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,7 @@ def test_why_tells_what_keeps_a_run_from_growing_and_a_node_from_being_used(
         node("n04", NodeOwner.OTHERS),
     ]
     barred = of(RunStatus.TRAINING, useful=8, barred={"n09": "3 failures on it"})
-    desk.statuses = [msgspec.structs.replace(barred, nodes=nodes)]
+    desk.statuses = [views.changed(barred, nodes=nodes)]
     assert invoke(["why", "r1"]) == 0
     told = capsys.readouterr().out
     for words in (

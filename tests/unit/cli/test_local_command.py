@@ -6,32 +6,19 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar
 
-import msgspec
 import pytest
 
+import views
 from fallow.agent import restart
 from fallow.cli.main import invoke
-from fallow.model import Exit, PauseReport, Quantiles, RunReport, RunStatus, SampleReport
-
-NONE = Quantiles(p50=None, p95=None, max=None)
-REPORT = RunReport(
-    run="r",
-    status=RunStatus.FINISHED,
-    steps=7,
-    samples=SampleReport(consumed=28, lost=0, duplicated=0),
-    final_digest="0" * 64,
-    final_loss=0.5,
-    generations=[],
-    pause_s=PauseReport(planned=NONE, unplanned=NONE),
-    steps_discarded=0,
-)
+from fallow.model import Exit, RunReport, RunStatus
 
 
 class Trained:
     """Stands for the driver of a training that is over."""
 
     absent, due = 0, ()
-    report = REPORT
+    report = views.report()
     started: ClassVar[list[tuple[list[str], str]]] = []
     "argv and name of each training"
 
@@ -58,11 +45,11 @@ def test_a_report_that_cannot_be_written_is_a_failure_that_is_told_after_the_sum
 ) -> None:
     file = tmp_path / "report"
     assert local("--report", str(file)) == Exit.OK
-    assert json.loads(file.read_text())["steps"] == 7
+    assert json.loads(file.read_text())["steps"] == 100
     capsys.readouterr()
     assert local("--report", "/dev/full") == Exit.IOERR
     out, err = capsys.readouterr()
-    assert "run r: finished after 7 steps" in out
+    assert "run r1: finished after 100 steps" in out
     assert "--report /dev/full: cannot be written" in err
     assert local("--report", str(tmp_path / "no" / "report")) == Exit.CANTCREAT
 
@@ -89,20 +76,18 @@ def test_a_script_without_its_interpreter_is_refused_with_the_command_that_would
 def test_what_is_to_be_said_of_a_finished_run_is_said(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Trained, "report", msgspec.structs.replace(REPORT, message="members disagree on the state"))
+    monkeypatch.setattr(Trained, "report", views.report(message="members disagree on the state"))
     assert local(*words) == Exit.OK
     out, err = capsys.readouterr()
     assert err == "fallow: members disagree on the state\n"
-    assert not words or json.loads(out)["steps"] == 7
+    assert not words or json.loads(out)["steps"] == 100
 
 
-@pytest.mark.parametrize(
-    "change", [{"status": RunStatus.FAILED}, {"samples": SampleReport(consumed=28, lost=1, duplicated=0)}]
-)
+@pytest.mark.parametrize("change", [{"status": RunStatus.FAILED}, {"samples": views.samples(lost=1)}])
 def test_a_run_that_did_not_go_well_fails_and_keeps_its_logs(
     change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Trained, "report", msgspec.structs.replace(REPORT, **change))
+    monkeypatch.setattr(Trained, "report", views.report(**change))
     assert local() == Exit.SOFTWARE
     (folder,) = tmp_path.glob("fallow-local-*")
     assert str(folder) in capsys.readouterr().err

@@ -10,88 +10,45 @@ from typing import Any
 import msgspec
 import pytest
 
+import views
 from fallow.cli import follow, show
 from fallow.cli.main import invoke
 from fallow.cli.tables import duration, number, show_table
 from fallow.model import (
-    AllocationKind,
-    AllocationState,
-    AllocationView,
     ChangeKind,
     CheckpointState,
     CheckpointView,
     EventRecord,
     Exit,
     GenerationReport,
-    HeadView,
-    MemberPhase,
-    MemberView,
     NodeOwner,
     NodeView,
     Parts,
     PauseReport,
     Quantiles,
-    RunReport,
-    RunStatus,
     RunView,
-    SampleReport,
     Snapshot,
     SpeedView,
 )
 
-HEAD = HeadView(
-    version="1",
-    host="login1",
-    pid=7,
-    term=1,
-    uptime_s=90_061,
-    cluster="c",
-    slurm_version="22.05.8",
-    slurm_error="hung \x1b[31m",
-    poll_age_s=3.0,
-    poll_interval_s=30,
-    polls=2,
-    agents=1,
-    workers=1,
-)
-MEMBER = MemberView(
-    member="n3",
-    node="n1",
-    token="r1.0",
-    allocation=AllocationKind.BASE,
-    phase=MemberPhase.MEMBER,
-    rank=0,
-    workers=4,
-    step=5,
-    ends_in_s=3661.0,
-    last_seen_s=0.25,
-    shards=6,
-    pace_s=0.01234,
-)
-JOB = AllocationView(
-    token="r1.0",
-    kind=AllocationKind.BASE,
-    state=AllocationState.RUNNING,
-    job_id="77",
-    partition="gpu",
-    nodes=["n1"],
-    ends_in_s=3661.0,
-)
-RUN = RunView(
-    run="r1",
+
+def checkpoint(step: int, state: CheckpointState, *, asked: bool = False, problem: str = "") -> CheckpointView:
+    return CheckpointView(
+        step=step,
+        generation=1,
+        epoch=0,
+        written_at=0.0,
+        nbytes=1536,
+        path=f"/c/{step}",
+        state=state,
+        asked=asked,
+        problem=problem,
+    )
+
+
+RUN = views.run(
     name="[bold]evil[/]\x1b]52;c;x\x07",
-    status=RunStatus.TRAINING,
-    min_nodes=1,
-    max_nodes=8,
-    limit=8,
-    generation=3,
-    step=5,
-    total_steps=100,
-    epoch=0,
-    loss=0.25,
-    samples_per_s=1234.5,
-    members=[MEMBER],
-    allocations=[JOB],
+    members=[views.member(shards=6, pace_s=0.01234)],
     change="absorbing n2",
     scalars={"accuracy": 0.98765, "lr\n": 1e-5, "norm": None},
     speeds=[
@@ -102,45 +59,18 @@ RUN = RunView(
     deadline_at=1_000_000.0,
     ahead_s=-3661.0,
     checkpoints=[
-        CheckpointView(
-            step=step,
-            generation=1,
-            epoch=0,
-            written_at=0.0,
-            nbytes=1536,
-            path=f"/c/{step}",
-            state=state,
-            asked=asked,
-            problem=problem,
-        )
-        for step, state, asked, problem in (
-            (4, CheckpointState.DAMAGED, False, "torn"),
-            (3, CheckpointState.USABLE, True, ""),
-        )
+        checkpoint(4, CheckpointState.DAMAGED, problem="torn"),
+        checkpoint(3, CheckpointState.USABLE, asked=True),
     ],
 )
-SNAPSHOT = Snapshot(at=0.0, head=HEAD, nodes=[], runs=[RUN], last_event=9)
+SNAPSHOT = views.snapshot(RUN, head=views.head(slurm_error="hung \x1b[31m"))
 EVENTS = [EventRecord(seq=n, at=0.0, run="r1", kind="absorb", text=f"n{n}\njoined") for n in (8, 9)]
-REPORT = RunReport(
-    run="r1",
-    status=RunStatus.FINISHED,
-    steps=100,
-    samples=SampleReport(consumed=6400, lost=0, duplicated=0),
-    final_digest="ab" * 32,
-    final_loss=0.125,
-    generations=[
-        GenerationReport(
-            generation=1,
-            kind=ChangeKind.START,
-            members=["n3"],
-            first_step=0,
-            pause_s=None,
-            parts=Parts(),
-            reason="start",
-        )
-    ],
-    pause_s=PauseReport(planned=Quantiles(p50=0.01, p95=0.02), unplanned=Quantiles(p50=None, p95=None)),
-    steps_discarded=1,
+START = GenerationReport(
+    generation=1, kind=ChangeKind.START, members=["n3"], first_step=0, pause_s=None, parts=Parts(), reason="start"
+)
+REPORT = views.report(
+    generations=[START],
+    pause_s=PauseReport(planned=Quantiles(p50=0.01, p95=0.02), unplanned=views.NONE),
 )
 
 
@@ -176,7 +106,7 @@ def test_why_idle_nodes_are_not_used(monkeypatch: pytest.MonkeyPatch, capsys: py
 
     nodes = [node("n1", "too short: 60 s"), *(node(f"n{n}", "not needed: no run\x1b[2J") for n in (3, 4, 5))]
     nodes += [node(f"x{n}", f"limited: {n}") for n in range(10)]
-    found = msgspec.structs.replace(SNAPSHOT, nodes=[*nodes, node("used", "")])
+    found = views.changed(SNAPSHOT, nodes=[*nodes, node("used", "")])
     monkeypatch.setattr(show, "ask", lambda *_, **__: found)
     assert invoke(["status"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -199,13 +129,13 @@ def test_one_run(capsys: pytest.CaptureFixture[str], head: list[tuple[str, dict[
     assert ["harvested", "nodes", "it", "should", "have", "now:", "3"] in shown
     assert ["behind", "its", "schedule", "by", "01:01:01"] in [line[-5:] for line in shown]
     assert shlex.split("step 3 usable") == shown[-1][:3]
-    assert shlex.split("1.5 KiB by hand /c/3") == shown[-1][-5:]
-    assert shlex.split("1.5 KiB /c/4 (torn)") == shown[-2][-4:]
+    assert shlex.split("1.5 kB by hand /c/3") == shown[-1][-5:]
+    assert shlex.split("1.5 kB /c/4 (torn)") == shown[-2][-4:]
     assert head == [("status", {"run": "r1"})]
 
 
 def test_ages_are_by_the_heads_clock(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    snapshot = msgspec.structs.replace(SNAPSHOT, at=8.0)
+    snapshot = views.changed(SNAPSHOT, at=8.0)
     monkeypatch.setattr(show, "ask", lambda *_, **__: snapshot)
     assert invoke(["status", "r1"]) == 0
     assert "00:00:08" in capsys.readouterr().out.splitlines()[-1].split()
@@ -295,6 +225,6 @@ def test_figures() -> None:
 
 def test_figures_that_are_no_numbers_come_through() -> None:
     """JSON has no word for them."""
-    logged = msgspec.structs.replace(RUN, loss=float("nan"), scalars={"loss": float("nan"), "norm": float("inf")})
+    logged = views.changed(RUN, loss=float("nan"), scalars={"loss": float("nan"), "norm": float("inf")})
     come = msgspec.json.decode(msgspec.json.encode(logged), type=RunView)
     assert (come.loss, come.scalars) == (None, {"loss": None, "norm": None})
