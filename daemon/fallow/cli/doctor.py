@@ -15,11 +15,10 @@ from typing import Literal
 
 import click
 
-from fallow.cli.common import ask, json_option, tell
+from fallow.cli.common import ask, json_option, say, tell
 from fallow.cli.show import internal_errors, not_harvested
 from fallow.cli.tables import STYLES
 from fallow.config import load_config, user_file
-from fallow.control.protocol import LastPoll
 from fallow.core.checks import site as checks
 from fallow.core.checks.network import is_loopback
 from fallow.core.checks.site import Check, Level
@@ -29,16 +28,11 @@ from fallow.files import Paths, network_filesystem, private_dir
 from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, Snapshot
 from fallow.text import clean
 
-Seen = tuple[ClusterConfig, ClusterState, str]
-"""Configuration, cluster, and who answered."""
-
 _NOT_USED = ", which no other host reaches; the head takes another address, see below"
 
 COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
 SLURM_S = 25.0
 HEAD_S = 10.0
-RECENT_S = 60.0
-"A head whose last answer is older has none; then Slurm itself is asked."
 
 
 @click.command(short_help="Check this machine and this cluster.")
@@ -47,9 +41,10 @@ RECENT_S = 60.0
 def doctor(gpu: bool, as_json: bool) -> int:
     """Check what Fallow needs here; every line is OK, WARN or FAIL, with what to do. Exit code 69 if one is FAIL."""
     if gpu:
-        from fallow.cli import doctor_gpu
+        from fallow.nodecheck import launch
 
-        found = doctor_gpu.examine()
+        say(f"all-reduces among the nodes take {launch.MEASURED_S:g} s, and starting them about as long")
+        found = launch.examine()
     else:
         found = examine()
     level = checks.worst(found)
@@ -125,7 +120,7 @@ def _slurm() -> tuple[list[Check], ClusterState | None, list[str]]:
     try:
         settings = load_config()
         harvest, site = settings.harvest, settings.site
-        config, cluster, backend = _from_head() or asyncio.run(_ask_slurm(settings.slurm.client))
+        config, cluster, backend = asyncio.run(_ask_slurm(settings.slurm.client))
         for_us = as_for_us(cluster, config, harvest.qos)
     except FallowError as error:
         return [Check("slurmctld", Level.FAIL, error.message)], None, []
@@ -149,18 +144,8 @@ def _slurm() -> tuple[list[Check], ClusterState | None, list[str]]:
     return found, cluster, config.controllers
 
 
-def _from_head() -> Seen | None:
-    """The head's last poll, so that Slurm is not asked again; None: there is no head, or it knows nothing (yet)."""
-    try:
-        last = ask("cluster", LastPoll, timeout_s=HEAD_S)
-    except FallowError:
-        return None
-    if last.config is None or last.cluster is None or last.age_s is None or last.age_s > RECENT_S:
-        return None
-    return last.config, last.cluster, last.backend
-
-
-async def _ask_slurm(setting: Literal["auto", "cli", "pyslurm", "none"]) -> Seen:
+async def _ask_slurm(setting: Literal["auto", "cli", "pyslurm", "none"]) -> tuple[ClusterConfig, ClusterState, str]:
+    """Configuration, cluster, and who answered."""
     from fallow.slurm.choose import slurm_client
 
     client = slurm_client("auto" if setting == "none" else setting)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import click
 
 from fallow.cli.common import ask, json_option, tell
-from fallow.cli.tables import duration, moment, number, show_items
+from fallow.cli.tables import duration, moment, number, show_items, show_table
 from fallow.model import (
     AllocationView,
     CheckpointView,
@@ -36,11 +36,6 @@ RUNS: dict[str, Callable[[RunView], str]] = {
     "LOSS": lambda run: number(run.loss),
     "SAMPLES/S": lambda run: number(run.samples_per_s or None),
     "NOTE": lambda run: run.change or run.message or "",
-}
-UNUSED: dict[str, Callable[[tuple[str, int, str]], str]] = {
-    "IDLE": lambda row: str(row[1]),
-    "WHY NOT USED": lambda row: row[0],
-    "NODELIST": lambda row: row[2],
 }
 MEMBERS: dict[str, Callable[[MemberView], str]] = {
     "MEMBER": lambda member: member.member,
@@ -117,7 +112,8 @@ def show_runs(snapshot: Snapshot) -> None:
     rows = unused(snapshot)
     if rows:
         click.echo()
-        show_items(UNUSED, rows[:MOST_REASONS])
+        shown = [[str(nodes), reason, names] for reason, nodes, names in rows[:MOST_REASONS]]
+        show_table(["IDLE", "WHY NOT USED", "NODELIST"], shown)
     if left := sum(nodes for _, nodes, _ in rows[MOST_REASONS:]):
         click.echo(f"{counted(left, 'node')} more for other reasons; see: fallow status --json")
 

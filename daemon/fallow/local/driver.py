@@ -26,7 +26,6 @@ from fallow.model import (
     Exit,
     FallowError,
     MemberPhase,
-    MemberView,
     RunReport,
     RunSpec,
     RunView,
@@ -144,11 +143,12 @@ class Driver:
         for count, needed in ((self.members, True), (self.total - self.members, False)):
             for _ in range(count):
                 await self._start_agent()
-            await self._until(lambda view: view.status.ended or not self._are_coming(view))
-            view = await self._look()
+            while not (view := await self._look()).status.ended and self._are_coming(view):
+                self._check_agents()
+                await asyncio.sleep(LOOK_S)
             if view.status.ended:
                 return False
-            self.absent = len(self._agents) - len(_in_phase(view, MemberPhase.READY))
+            self.absent = len(self._agents) - _ready(view)
             self.absent_because = view.message
             if self.absent and needed:
                 raise FallowError(
@@ -159,14 +159,9 @@ class Driver:
 
     async def _start_agent(self) -> None:
         place = await self._call("local_allocation", LocalAllocation, run=self._run)
+        argv = [sys.executable, "-m", "fallow.agent", "--key-file", place.key_file, "--", *self.command]
         self._agents[place.token] = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "fallow.agent",
-            "--key-file",
-            place.key_file,
-            "--",
-            *self.command,
+            *argv,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=self._output,
             env=self._environ,
@@ -179,11 +174,6 @@ class Driver:
         kept = {a.token for a in view.allocations if a.state is not AllocationState.RELEASING}
         living = {token for token, agent in self._agents.items() if agent.returncode is None}
         return bool(living & kept - ready)
-
-    async def _until(self, condition: Callable[[RunView], bool]) -> None:
-        while not condition(await self._look()):
-            self._check_agents()
-            await asyncio.sleep(LOOK_S)
 
     def _check_agents(self) -> None:
         agents = self._agents.values()
@@ -217,7 +207,7 @@ class Driver:
         """No change is under way or about to begin. Given up after `SETTLE_S`: a stopped member may never settle."""
         members = [m for m in view.members if m.rank is not None]
         calm = view.change is None and not any(m.phase is MemberPhase.LEAVING for m in members)
-        full = not _in_phase(view, MemberPhase.READY) or len(members) >= view.useful
+        full = not _ready(view) or len(members) >= view.useful
         alive = not self._killed.intersection(m.member for m in members)
         return (calm and full and alive) or time.monotonic() > self._settle_until
 
@@ -297,8 +287,8 @@ class Driver:
         await self._head.stop()
 
 
-def _in_phase(view: RunView, phase: MemberPhase) -> list[MemberView]:
-    return [m for m in view.members if m.phase is phase]
+def _ready(view: RunView) -> int:
+    return sum(member.phase is MemberPhase.READY for member in view.members)
 
 
 def _name(item: Item) -> str:

@@ -15,21 +15,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from fallow.model import Exit, FallowError
+from fallow.slurm.process import job_environment
 
 MARK = "FALLOW_TESTBED"
 "Environment variable of every daemon of a testbed; slurmd's children inherit it. Its value is the folder."
 
-PACKAGES = {
-    "munged": "munge",
-    "slurmctld": "slurmctld",
-    "slurmd": "slurmd",
-    "sbatch": "slurm-client",
-    "scancel": "slurm-client",
-    "scontrol": "slurm-client",
-    "sinfo": "slurm-client",
-    "squeue": "slurm-client",
-}
-"Commands that a testbed calls, and the Debian package that has each."
+COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "squeue")
+"What a testbed calls. The plugins for gres and preemption have no command of their own to look for."
+_PACKAGES = "munge slurm-client slurm-wlm-basic-plugins slurmctld slurmd"
 
 # Daemons live in sbin folders, which the PATH of an ordinary user often lacks.
 _SBIN = ("/usr/local/sbin", "/usr/sbin", "/sbin", "/opt/slurm/sbin")
@@ -39,14 +32,12 @@ _POLL_S = 0.05
 
 
 def check_commands() -> None:
-    """Raise FallowError, with what to install, unless all commands in `PACKAGES` are there."""
-    missing = [name for name in PACKAGES if shutil.which(name, path=_path()) is None]
+    """Raise FallowError, with what to install, unless all of `COMMANDS` are there."""
+    missing = [name for name in COMMANDS if shutil.which(name, path=_path()) is None]
     if missing:
-        # gres and preemption plugins have no command of their own to look for
-        packages = sorted({PACKAGES[name] for name in missing} | {"slurm-wlm-basic-plugins"})
         raise FallowError(
             f"testbed: {', '.join(missing)} not found on this host; install Slurm and MUNGE "
-            f"(Debian, Ubuntu: apt-get install {' '.join(packages)})",
+            f"(Debian, Ubuntu: apt-get install {_PACKAGES})",
             Exit.UNAVAILABLE,
         )
 
@@ -115,9 +106,7 @@ def _is_free(port: int) -> bool:
 
 def clean_environment(conf: Path, folder: Path | None = None) -> dict[str, str]:
     """Environment for Slurm's commands: this configuration, no option variables of an outer Slurm job."""
-    strange = ("SLURM", "SBATCH", "SRUN", "SALLOC", "SQUEUE", "SINFO", "SCANCEL", "SCONTROL", "PMI", "MUNGE")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
-    environment.update(LC_ALL="C", PATH=_path(), SLURM_CONF=str(conf))
+    environment = job_environment(os.environ, str(conf)) | {"LC_ALL": "C", "PATH": _path()}
     environment.pop(MARK, None)
     if folder is not None:
         environment[MARK] = str(folder)

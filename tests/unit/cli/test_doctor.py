@@ -11,7 +11,6 @@ import pytest
 from fallow.cli import doctor
 from fallow.cli.main import invoke
 from fallow.config import Config
-from fallow.control.protocol import LastPoll
 from fallow.core.checks import site as checks
 from fallow.core.checks.site import Check, Level
 from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, PartitionInfo
@@ -168,29 +167,36 @@ def test_on_a_bare_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert "FAIL  slurm commands: not on PATH" in capsys.readouterr().out
 
 
+class Slurm:
+    """A client of a cluster with two partitions, one of which preempts the other."""
+
+    backend = "command line"
+
+    async def config(self) -> ClusterConfig:
+        return config(preempt_type="preempt/partition_prio")
+
+    async def poll(self, names_prefix: str) -> ClusterState:
+        return cluster(LOW, PartitionInfo(partition="high", nodes=["n1"], priority_tier=2))
+
+    async def close(self) -> None: ...
+
+
 @pytest.mark.usefixtures("bare")
-@pytest.mark.parametrize(("age_s", "asked"), [(12.0, False), (None, True), (doctor.RECENT_S + 1, True)])
-def test_a_head_is_asked_instead_of_slurm(age_s: float | None, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: object) -> None:
-        raise AssertionError("Slurm was asked")
-
-    site = config(preempt_type="preempt/partition_prio")
-    high = PartitionInfo(partition="high", nodes=["n1"], priority_tier=2)
-    last = LastPoll(config=site, cluster=cluster(LOW, high), backend="command line", age_s=age_s)
-    monkeypatch.setattr(doctor, "ask", lambda *_, **__: last)
-    monkeypatch.setattr(doctor, "_ask_slurm", refuse)
-    if asked:
-        with pytest.raises(AssertionError, match="Slurm was asked"):
-            doctor._slurm()
-        return
-    found, seen, _ = doctor._slurm()
-    assert seen == last.cluster
-    assert {"slurm version", "harvest low", "priority"} <= {check.name for check in found}
+def test_slurm_is_judged_by_one_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "COMMANDS", ())
+    monkeypatch.setattr("fallow.slurm.choose.slurm_client", lambda setting: Slurm())
+    levels = {check.name: check.level for check in doctor.examine()}
+    assert {name: levels[name] for name in ("slurm version", "harvest low")} == {
+        "slurm version": Level.OK,
+        "harvest low": Level.OK,
+    }
+    assert {"slurm client", "priority", "clock"} <= set(levels)
 
 
+@pytest.mark.usefixtures("bare")
 def test_settings_that_the_site_cuts_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "load_config", lambda: Config(cut=("max_nodes = 64 is cut to 16",)))
-    found = doctor.guarded("configuration", doctor._configuration)
+    (found,) = [check for check in doctor.examine() if check.name == "configuration"]
     assert (found.level, found.found) == (Level.WARN, "max_nodes = 64 is cut to 16")
 
 
