@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,8 +10,8 @@ import msgspec
 import pytest
 
 import views
+from command_line import Fallow
 from fallow.cli import follow, show
-from fallow.cli.main import invoke
 from fallow.cli.tables import duration, number, show_table
 from fallow.model import (
     ChangeKind,
@@ -87,20 +86,17 @@ def head(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     return asked
 
 
-def test_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert invoke(["status"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_runs(fallow: Fallow) -> None:
+    lines = fallow("status").out.splitlines()
     assert lines[0] == "head 1 on login1, pid 7, up 1-01:01:01; Slurm 22.05.8 (c); polled 3 s ago"
     assert lines[1] == r"Slurm does not answer: hung \x1b[31m"
     assert lines[2].split() == shlex.split("RUN NAME STATUS NODES MEMBERS GEN STEP LOSS SAMPLES/S NOTE")
-    evil = r"[bold]evil[/]\x1b]52;c;x\x07"
-    assert lines[3].replace(evil, "EVIL").split() == shlex.split(
-        "r1 EVIL training 1:8 1/8 3 5/100 0.25 1234 absorbing n2"
-    )
+    row = lines[3].replace(r"[bold]evil[/]\x1b]52;c;x\x07", "EVIL").split()
+    assert row == shlex.split("r1 EVIL training 1:8 1/8 3 5/100 0.25 1234 absorbing n2")
     assert len(lines) == 4
 
 
-def test_why_idle_nodes_are_not_used(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_idle_nodes_are_not_used(monkeypatch: pytest.MonkeyPatch, fallow: Fallow) -> None:
     def node(name: str, unused: str) -> NodeView:
         return NodeView(node=name, partitions=["gpu"], state="IDLE", owner=NodeOwner.IDLE, unused=unused)
 
@@ -108,53 +104,48 @@ def test_why_idle_nodes_are_not_used(monkeypatch: pytest.MonkeyPatch, capsys: py
     nodes += [node(f"x{n}", f"limited: {n}") for n in range(10)]
     found = views.changed(SNAPSHOT, nodes=[*nodes, node("used", "")])
     monkeypatch.setattr(show, "ask", lambda *_, **__: found)
-    assert invoke(["status"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    table = lines[lines.index("") + 1 :]
-    assert table[0].split() == ["IDLE", "WHY", "NOT", "USED", "NODELIST"]
-    assert table[1].split() == ["3", "not", "needed:", "no", r"run\x1b[2J", "n[3-5]"]
-    assert table[2].split() == ["1", "too", "short:", "60", "s", "n1"]
-    assert table[3:] == [*table[3:11], "2 nodes more for other reasons; see: fallow status --json"]
-    assert len(table) == 12
+    lines = fallow("status").out.splitlines()
+    table = [line.split() for line in lines[lines.index("") + 1 :]]
+    assert table[:3] == [
+        ["IDLE", "WHY", "NOT", "USED", "NODELIST"],
+        ["3", "not", "needed:", "no", r"run\x1b[2J", "n[3-5]"],
+        ["1", "too", "short:", "60", "s", "n1"],
+    ]
+    assert (len(table), table[-1][:3]) == (12, ["2", "nodes", "more"])
 
 
-def test_one_run(capsys: pytest.CaptureFixture[str], head: list[tuple[str, dict[str, Any]]]) -> None:
-    assert invoke(["status", "r1"]) == 0
-    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert shlex.split("n3 n1 base member 0-3 5 6 0.01234 01:01:01 0.2s") in shown
-    assert ["accuracy", "0.9877", "lr", "1e-05", "norm", "-"] in shown
-    assert shlex.split("r1.0 base running 77 gpu n1 01:01:01") in shown
-    assert ["1", "0.5", "measured"] in shown
-    assert ["4", "1.75", "foretold"] in shown
-    assert ["harvested", "nodes", "it", "should", "have", "now:", "3"] in shown
+def test_one_run(fallow: Fallow, head: list[tuple[str, dict[str, Any]]]) -> None:
+    shown = [line.split() for line in fallow("status", "r1").out.splitlines()]
+    for line in (
+        "n3 n1 base member 0-3 5 6 0.01234 01:01:01 0.2s",
+        "accuracy 0.9877 lr 1e-05 norm -",
+        "r1.0 base running 77 gpu n1 01:01:01",
+        "1 0.5 measured",
+        "4 1.75 foretold",
+        "harvested nodes it should have now: 3",
+    ):
+        assert line.split() in shown
     assert ["behind", "its", "schedule", "by", "01:01:01"] in [line[-5:] for line in shown]
-    assert shlex.split("step 3 usable") == shown[-1][:3]
-    assert shlex.split("1.5 kB by hand /c/3") == shown[-1][-5:]
-    assert shlex.split("1.5 kB /c/4 (torn)") == shown[-2][-4:]
+    assert shown[-1][:3] == ["step", "3", "usable"]
+    assert shown[-1][-5:] == shlex.split("1.5 kB by hand /c/3")
+    assert shown[-2][-4:] == ["1.5", "kB", "/c/4", "(torn)"]
     assert head == [("status", {"run": "r1"})]
 
 
-def test_ages_are_by_the_heads_clock(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    snapshot = views.changed(SNAPSHOT, at=8.0)
-    monkeypatch.setattr(show, "ask", lambda *_, **__: snapshot)
-    assert invoke(["status", "r1"]) == 0
-    assert "00:00:08" in capsys.readouterr().out.splitlines()[-1].split()
+def test_ages_are_by_the_heads_clock(monkeypatch: pytest.MonkeyPatch, fallow: Fallow) -> None:
+    monkeypatch.setattr(show, "ask", lambda *_, **__: views.changed(SNAPSHOT, at=8.0))
+    assert "00:00:08" in fallow("status", "r1").out.splitlines()[-1].split()
 
 
-SHOWN = [["status"], ["status", "r1"], ["events"], ["events", "r1"], ["report", "r1"]]
+@pytest.mark.parametrize("words", [["status"], ["status", "r1"], ["events"], ["events", "r1"], ["report", "r1"]])
+def test_json_is_exactly_one_value(words: list[str], fallow: Fallow) -> None:
+    done = fallow(*words, "--json")
+    assert (done.code, done.err) == (0, "")
+    assert done.json
 
 
-@pytest.mark.parametrize("words", SHOWN)
-def test_json_is_exactly_one_value(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert invoke([*words, "--json"]) == 0
-    out, err = capsys.readouterr()
-    assert json.loads(out)
-    assert err == ""
-
-
-def test_one_event_is_one_line(capsys: pytest.CaptureFixture[str], head: list[tuple[str, dict[str, Any]]]) -> None:
-    assert invoke(["events", "r1", "--since", "7", "--limit", "5"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_one_event_is_one_line(fallow: Fallow, head: list[tuple[str, dict[str, Any]]]) -> None:
+    lines = fallow("events", "r1", "--since", "7", "--limit", "5").out.splitlines()
     assert [line.split()[0] for line in lines] == ["8", "9"]
     assert lines[0].endswith("n8 joined")
     assert head == [("events", {"since": 7, "limit": 5, "run": "r1"})]
@@ -162,7 +153,7 @@ def test_one_event_is_one_line(capsys: pytest.CaptureFixture[str], head: list[tu
 
 @pytest.mark.parametrize("words", [[], ["r"]], ids=["everything", "a run by the beginning of its name"])
 def test_events_are_followed_from_the_last_ones_on(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], monkeypatch: pytest.MonkeyPatch, fallow: Fallow
 ) -> None:
     def event(seq: int, run: str = "r1") -> EventRecord:
         return EventRecord(seq=seq, at=0.0, run=run, kind="node", text="n8 joined")
@@ -185,17 +176,19 @@ def test_events_are_followed_from_the_last_ones_on(
         return Client()
 
     monkeypatch.setattr("fallow.control.client.ControlClient.connect", connect)
-    assert invoke(["events", *words, "--follow", "--limit", "5"]) == Exit.UNAVAILABLE
-    told = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert told == (["7", "8", "10"] if words else ["7", "8", "9", "10"])
+    done = fallow("events", *words, "--follow", "--limit", "5")
+    assert done.code == Exit.UNAVAILABLE
+    assert [line.split()[0] for line in done.out.splitlines()] == (["7", "8", "10"] if words else ["7", "8", "9", "10"])
 
 
-def test_report(capsys: pytest.CaptureFixture[str]) -> None:
-    assert invoke(["report", "r1"]) == 0
-    shown = capsys.readouterr().out
-    assert "run r1: finished after 100 steps" in shown
-    assert "6400 consumed, 0 lost, 0 duplicated" in shown
-    assert "p95 0.02 s; unplanned p50 - s" in shown
+def test_report(fallow: Fallow) -> None:
+    shown = fallow("report", "r1").out
+    for text in (
+        "run r1: finished after 100 steps",
+        "6400 consumed, 0 lost, 0 duplicated",
+        "p95 0.02 s; unplanned p50 - s",
+    ):
+        assert text in shown
 
 
 def test_on_a_narrow_terminal_nothing_is_cut(
