@@ -295,7 +295,7 @@ async def test_following_misses_and_repeats_nothing(
     events = [EventRecord(seq=n, at=0.0, run="r" if n != 4 else "x", kind="k", text=str(n)) for n in range(1, 7)]
     async with serving(folder) as (_, head):
         head.events = events[:2]
-        following = asyncio.ensure_future(follow({"run": "r", "since": 0, "limit": 100}, as_json=True))
+        following = asyncio.ensure_future(follow("r", 0, 100, as_json=True))
         async with asyncio.timeout(120):
             while not head.broadcast.subscribers:
                 head.events = events[:3]

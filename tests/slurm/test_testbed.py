@@ -127,13 +127,20 @@ def test_preemption_warns_a_step_that_has_its_fake_gpus(make_testbed: MakeTestbe
     wait_for(lambda: state_of(testbed, victim) in ("COMPLETED", "PREEMPTED"))
 
 
-def test_where_nothing_preempts(make_testbed: MakeTestbed) -> None:
-    testbed = make_testbed(nodes=1, profile="plain", bf_interval=30)
+@pytest.mark.parametrize(
+    ("profile", "partitions"),
+    [
+        ("nograce", {"normal": ("10", "REQUEUE", "0"), "scavenge": ("1", "REQUEUE", "0")}),
+        ("plain", {"normal": ("1", "OFF", "0")}),
+    ],
+)
+def test_profiles(make_testbed: MakeTestbed, profile: str, partitions: dict[str, tuple[str, str, str]]) -> None:
+    testbed = make_testbed(nodes=1, profile=profile, bf_interval=30)
     found = {}
     for line in testbed.slurm("scontrol", "-o", "show", "partition").splitlines():
         values = dict(word.partition("=")[::2] for word in line.split())
         found[values["PartitionName"]] = (values["PriorityTier"], values["PreemptMode"], values["GraceTime"])
-    assert found == {"normal": ("1", "OFF", "0")}
+    assert found == partitions
     assert "bf_interval=30" in testbed.slurm("scontrol", "show", "config")
 
 

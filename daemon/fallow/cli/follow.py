@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -35,23 +33,15 @@ _CHUNK = 65536
 @click.option("--json", "as_json", is_flag=True, help="One JSON array; with --follow one JSON value per line.")
 def events(run: str | None, since: int, limit: int, following: bool, as_json: bool) -> None:
     """Show the event log, of everything or of one RUN."""
-    wanted: dict[str, Any] = {"since": since, "limit": limit}
-    if run is not None:
-        # New events have the run's whole name, whatever was typed.
-        wanted["run"] = _one(run).run if following else run
     if following:
-        asyncio.run(follow(wanted, as_json))
+        # New events have the run's whole name, whatever was typed.
+        asyncio.run(follow(run if run is None else _one(run).run, since, limit, as_json))
     else:
-        tell(ask("events", list[EventRecord], **wanted), as_json, _show_events)
+        tell(ask("events", list[EventRecord], run=run, since=since, limit=limit), as_json, _show_events)
 
 
-async def follow(wanted: Mapping[str, Any], as_json: bool) -> None:
-    """Prints events until the head goes away: each once, none left out.
-
-    Args:
-        wanted: parameters of `events`, as the head takes them.
-        as_json: one JSON value per line.
-    """
+async def follow(run: str | None, since: int, limit: int, as_json: bool) -> None:
+    """Prints events until the head goes away: each once, none left out."""
     from fallow.control.client import ControlClient
 
     load_config()
@@ -61,10 +51,10 @@ async def follow(wanted: Mapping[str, Any], as_json: bool) -> None:
         async for item in listening.subscribe():
             if last is None:
                 # The first item shows that nothing new is missed from now on, so that the past can be asked for.
-                found = await asking.call("events", list[EventRecord], **wanted)
-                last = wanted["since"]
+                found = await asking.call("events", list[EventRecord], run=run, since=since, limit=limit)
+                last = since
             else:
-                found = [item] if isinstance(item, EventRecord) and wanted.get("run") in (None, item.run) else []
+                found = [item] if isinstance(item, EventRecord) and run in (None, item.run) else []
             found = [event for event in found if event.seq > last]
             _show_events(found, as_json)
             last = max([last, *(event.seq for event in found)])

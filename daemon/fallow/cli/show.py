@@ -83,10 +83,8 @@ GENERATIONS: dict[str, Callable[[GenerationReport], str]] = {
 @json_option
 def status(run: str | None, as_json: bool) -> None:
     """Show all runs, or one RUN with its members, jobs and checkpoints."""
-    if run is None:
-        tell(ask("status", Snapshot), as_json, show_runs)
-    else:
-        tell(ask("status", Snapshot, run=run), as_json, lambda found: show_run(found.runs[0], found.at))
+    show = show_runs if run is None else lambda found: show_run(found.runs[0], found.at)
+    tell(ask("status", Snapshot, run=run), as_json, show)
 
 
 @click.command(short_help="The report of a run.")

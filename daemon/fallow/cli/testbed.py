@@ -19,8 +19,8 @@ _folder = click.argument("folder", required=False, type=click.Path(file_okay=Fal
 
 _NAMES = [profile.value for profile in Profile]
 _PROFILES = (
-    "preempt: a partition `normal` preempts one called `scavenge`, with 10 s of grace; plain: one partition, nothing "
-    "preempts."
+    "preempt: a partition `normal` preempts one called `scavenge`, with 10 s of grace; nograce: the same without; "
+    "plain: one partition, nothing preempts."
 )
 
 

@@ -43,9 +43,8 @@ def usage(run: str | None, since: str | None, by: str, as_json: bool) -> None:
     Every node-second is counted once: trained in a base job, trained in a harvested one, or wasted, by cause. A project
     is the Slurm account that the run was submitted with. Prices are set under [usage] in the configuration.
     """
-    asked = {"run": run, "since": None if since is None else first_day(since, time.time())}
-    given = {name: value for name, value in asked.items() if value is not None}
-    tell(ask("usage", UsageReport, by=by, **given), as_json, show_usage)
+    day = None if since is None else first_day(since, time.time())
+    tell(ask("usage", UsageReport, by=by, run=run, since=day), as_json, show_usage)
 
 
 def first_day(text: str, now: float) -> str:

@@ -32,6 +32,8 @@ class Profile(StrEnum):
     PREEMPT = "preempt"
     """`normal` preempts `scavenge`, whose steps get SIGTERM `GRACE_S` before the end. Nobody preempts jobs in `normal`;
     Slurm shows the cluster's mode for it all the same, as most sites do."""
+    NOGRACE = "nograce"
+    "the same without a warning: SIGTERM and SIGKILL are KillWait apart"
     PLAIN = "plain"
     "no preemption, one partition"
 
@@ -151,9 +153,10 @@ def _partitions(layout: Layout) -> list[str]:
     common = f"Nodes={layout.node_range} MaxTime=1-00:00:00 DefaultTime=10 State=UP"
     if layout.profile is Profile.PLAIN:
         return [f"PartitionName={PARTITION} {common} Default=YES"]
+    grace_s = GRACE_S if layout.profile is Profile.PREEMPT else 0
     return [
         "PreemptType=preempt/partition_prio",
         "PreemptMode=REQUEUE",
         f"PartitionName={PARTITION} {common} Default=YES PriorityTier=10",
-        f"PartitionName={SCAVENGE} {common} PriorityTier=1 PreemptMode=REQUEUE GraceTime={GRACE_S}",
+        f"PartitionName={SCAVENGE} {common} PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace_s}",
     ]

@@ -100,7 +100,7 @@ def test_usage_for_people(asked: list[dict[str, Any]], capsys: pytest.CaptureFix
         "job 4711 waits with priority 1063 (age 13)",
         r"no\x1b[31m more",
     ]
-    assert asked == [{"by": "run", "since": "2026-01-02"}]
+    assert asked == [{"by": "run", "run": None, "since": "2026-01-02"}]
 
 
 def test_runs_that_were_pruned_are_told_by_name(
@@ -121,7 +121,7 @@ def test_usage_as_json_is_one_value(asked: list[dict[str, Any]], capsys: pytest.
         "drained": {"node_s": 1350.0, "gpu_s": 5400.0, "cost": 0.75},
     }
     assert shown["others_delayed"] == {"jobs": 2, "p95_s": 3.25, "max_s": 4.0}
-    assert asked == [{"by": "day", "run": "train-1"}]
+    assert asked == [{"by": "day", "run": "train-1", "since": None}]
 
 
 @pytest.mark.parametrize(
