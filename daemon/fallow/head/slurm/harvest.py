@@ -190,7 +190,7 @@ class Harvest:
         live = [a for run in book.current.values() for a in run.live_allocations()]
         rules = self.asking.rules(self.cluster.at, self._site, self.neighbours.refused)
         known, names = self._learning.known, ordered(self._config)
-        return look(self.cluster, spec, rules, live, known, ordered=names)
+        return look(self.cluster, spec, rules, live, known, ordered=names, by_head=True)
 
     def tested(self, turn: Turn, run: Run, partition: str, reason: str) -> None:
         """Slurm would say no to harvest jobs of a run: they are not even tried for a while."""

@@ -27,6 +27,7 @@ def look(
     known: Known,
     *,
     ordered: Asker | None = None,
+    by_head: bool,
 ) -> Prospect:
     """Plan for this run as if its base job had begun; what other runs want besides is left out.
 
@@ -37,6 +38,7 @@ def look(
         live: allocations of all runs.
         known: what was learned.
         ordered: account and QOS of harvest jobs, where the configuration says so.
+        by_head: whether the poll is the head's.
     """
     cluster = within(cluster, [spec.harvest_given.get("reservation", "")])
     partitions = harvestable(cluster, rules)
@@ -55,6 +57,7 @@ def look(
     all_asks = _asks(cluster, demand, live, replace(rules, max_pending=UNBOUNDED, max_waiting=UNBOUNDED), known)
     return Prospect(
         polled_at=cluster.at,
+        by_head=by_head,
         idle_nodes=len({hole.node for hole in holes if hole.part is None}),
         asks=[
             WouldAsk(partition=partition, minutes=minutes, nodes=nodes)
