@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
+from command_line import Fallow
 from fallow.cli import doctor
-from fallow.cli.main import invoke
 from fallow.config import Config
 from fallow.core.checks.site import Check, Level
 from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, PartitionInfo
@@ -42,15 +41,12 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("bare")
-def test_on_a_bare_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert invoke(["doctor", "--json"]) == Exit.UNAVAILABLE
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["level"] == "FAIL"
-    levels = {check["name"]: check["level"] for check in shown["checks"]}
-    assert levels["slurm commands"] == "FAIL"
-    assert levels["head"] == "WARN"
-    assert invoke(["doctor"]) == Exit.UNAVAILABLE
-    assert "FAIL  slurm commands: not on PATH" in capsys.readouterr().out
+def test_on_a_bare_machine(fallow: Fallow) -> None:
+    done = fallow("doctor", "--json")
+    assert (done.code, done.json["level"]) == (Exit.UNAVAILABLE, "FAIL")
+    levels = {check["name"]: check["level"] for check in done.json["checks"]}
+    assert (levels["slurm commands"], levels["head"]) == ("FAIL", "WARN")
+    assert "FAIL  slurm commands: not on PATH" in fallow("doctor").out
 
 
 class Slurm:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import views
+from command_line import Fallow
 from fallow.cli import usage as usage_command
-from fallow.cli.main import invoke
 from fallow.cli.usage import first_day
 from fallow.config import Usage, load_config
 from fallow.model import (
@@ -79,9 +78,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return questions
 
 
-def test_usage_for_people(asked: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    assert invoke(["usage", "--since", "2026-01-02"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
+def test_usage_for_people(asked: list[dict[str, Any]], fallow: Fallow) -> None:
+    assert fallow("usage", "--since", "2026-01-02").out.splitlines() == [
         "node-hours by run, since 2026-01-02 (UTC)",
         "RUN      ALLOCATED  BASE   HARVESTED  WASTED      GPU-HOURS  JOBS  USELESS  COST EUR  BUDGET  LEFT",
         "train-1  10.000     4.000  5.500      0.500 (5%)  40.000     12    1        20.00     20.000  14.500",
@@ -103,19 +101,15 @@ def test_usage_for_people(asked: list[dict[str, Any]], capsys: pytest.CaptureFix
     assert asked == [{"by": "run", "run": None, "since": "2026-01-02"}]
 
 
-def test_runs_that_were_pruned_are_told_by_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_that_were_pruned_are_told_by_name(monkeypatch: pytest.MonkeyPatch, fallow: Fallow) -> None:
     pruned = views.changed(ROW, key=PRUNED)
     monkeypatch.setattr(usage_command, "ask", lambda *_, **__: views.changed(REPORT, rows=[ROW, pruned]))
-    assert invoke(["usage"]) == 0
-    names = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[2:5]]
+    names = [line.split("  ")[0] for line in fallow("usage").out.splitlines()[2:5]]
     assert names == ["train-1", "pruned runs", "train-1"]
 
 
-def test_usage_as_json_is_one_value(asked: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    assert invoke(["usage", "train-1", "--by", "day", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
+def test_usage_as_json_is_one_value(asked: list[dict[str, Any]], fallow: Fallow) -> None:
+    shown = fallow("usage", "train-1", "--by", "day", "--json").json
     assert shown["rows"][0]["causes"] == {
         "start_up": {"node_s": 450.0, "gpu_s": 1800.0, "cost": 0.25},
         "drained": {"node_s": 1350.0, "gpu_s": 5400.0, "cost": 0.75},
