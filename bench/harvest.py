@@ -22,7 +22,6 @@ from fallow.demo.holes import HoleWatch, waits_s
 from fallow.demo.stage import Stage, members_of, start_load
 from fallow.model import ClusterState, DelayReport, FallowError, JobInfo, NodeOwner, Snapshot
 from fallow.slurm.cli import CliClient
-from fallow.testbed.api import up
 from fallow.testbed.cluster import Testbed
 
 NODES, SHARDS, SHARD_S = 8, 32, 0.04
@@ -45,8 +44,8 @@ def run(settings: Settings, progress: Progress) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="fallow-harvest-", ignore_cleanup_errors=True) as scratch:
         folder = Path(scratch)
         with (
-            up(folder / "with", nodes=NODES, profile=settings.profile) as bed,
-            up(folder / "without", nodes=NODES, profile=settings.profile) as other,
+            Testbed.up(folder / "with", nodes=NODES, profile=settings.profile) as bed,
+            Testbed.up(folder / "without", nodes=NODES, profile=settings.profile) as other,
         ):
             yield from asyncio.run(measure(folder, bed, other, settings, progress))
 

@@ -6,7 +6,6 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,13 +14,13 @@ import pytest
 
 from fallow.model import FallowError
 from fallow.testbed.cluster import Testbed
-from fallow.testbed.host import find_commands, parse_version
+from fallow.testbed.host import check_commands, parse_version, slurm_version
 
 
 def slurm_missing() -> str | None:
     """Why there can be no testbed here, or None."""
     try:
-        find_commands()
+        check_commands()
     except FallowError as error:
         return error.message
     return None
@@ -42,11 +41,10 @@ def pyslurm_installed(slurm_installed: None) -> None:
     """Skips where pyslurm is missing or is for another version of Slurm, as on most machines."""
     if importlib.util.find_spec("pyslurm") is None:
         pytest.skip("pyslurm is not installed; it must be built against this host's Slurm")
-    text = subprocess.run([find_commands()["slurmctld"], "-V"], capture_output=True, text=True, check=True).stdout
-    here = parse_version(text)
+    here = slurm_version()
     built_for = importlib.metadata.version("pyslurm")
     if parse_version(built_for) != here:
-        pytest.skip(f"pyslurm {built_for} is for another version of Slurm than {text.strip()}")
+        pytest.skip(f"pyslurm {built_for} is for another version of Slurm than {here}")
 
 
 @pytest.fixture

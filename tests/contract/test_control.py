@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fallow.cli.show import follow
+from fallow.cli.follow import follow
 from fallow.control import server as server_module
 from fallow.control.broadcast import Broadcast
 from fallow.control.client import ControlClient, call, find_head

@@ -139,7 +139,7 @@ def test_hangs_are_ended_at_their_deadlines_and_an_exception_on_every_member_end
     assert done.members[-1] in (["n0", "n3"], [max(raised_at, key=raised_at.__getitem__)])
     assert "raises on purpose (step 40, on n" in done.report["message"]
     assert 'raise ValueError(f"{WORKER} raises on purpose")' in done.report["traceback"]
-    assert done.stderr.splitlines()[-1].startswith("fallow local: run is failed: ValueError: n")
+    assert done.stderr.splitlines()[-1].startswith("fallow: run is failed: ValueError: n")
     log = next(box.folder.glob("fallow-local-*/state/runs/*/logs/n1.log")).read_text()
     assert "most recent call first" in log, "where it hung is in its log"
     assert "threading.py" in log

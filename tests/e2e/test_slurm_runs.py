@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -209,9 +208,8 @@ def test_a_dry_run_says_what_the_real_one_would_find(shared: Rig, minutes: Minut
     script = str(minutes.alone.folder / "train.sbatch")
     jobs = shared.job_states().keys()
     found = json.loads(shared.command("fallow", "submit", "--dry-run", "--json", "--nodes=2:6", script))
-    assert len(found["start"]["nodes"]) == 2
-    assert found["start"]["start_at"] == pytest.approx(time.time(), abs=60.0)
-    assert found["prospect"]["by_head"]
+    assert "to start at" in found["start"]["says"]
+    assert not found["start"]["refused"]
     assert found["prospect"]["nodes"] == 6
     assert found["notes"] == found["prospect"]["notes"] == []
     assert shared.job_states().keys() == jobs

@@ -52,7 +52,7 @@ def train(folder: Path, steps: int, members: int, *options: str, schedule: str =
         report = asyncio.run(driver.train())
     assert report.status is RunStatus.FINISHED, report.message
     assert report.steps == steps
-    assert not driver.missed
+    assert not driver.due
     full, partial = divmod(steps, 8)
     assert report.samples.consumed == full * (SHARDS * BATCH * 7 + 5) + partial * SHARDS * BATCH
     assert (report.samples.lost, report.samples.duplicated) == (0, 0)

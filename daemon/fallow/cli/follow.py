@@ -1,65 +1,106 @@
-"""Commands that follow one run: wait for its end, read what its members print, and ask why it does not grow."""
+"""Commands that follow a run: what happened, what its members print, why it does not grow, and wait for its end."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from pathlib import Path
 
 import click
 
-from fallow.cli.common import Finite, ask, json_option, print_json
-from fallow.cli.show import not_harvested, show_report, unused
-from fallow.cli.tables import duration
-from fallow.model import Exit, FallowError, NodeOwner, NodeView, RunReport, RunStatus, RunView, Snapshot
+from fallow.cli.common import Finite, ask, json_option, json_text, tell
+from fallow.cli.show import members_of, not_harvested, show_report, unused
+from fallow.cli.tables import duration, moment
+from fallow.config import load_config
+from fallow.files import Paths
+from fallow.model import EventRecord, Exit, FallowError, NodeOwner, NodeView, RunReport, RunStatus, RunView, Snapshot
 from fallow.text import clean, clean_output
 
+_LAST_EVENT = 2**63 - 1
+"""Events are numbered by the store, which counts no further."""
 _LOOK_S = 0.5
 _AWAY_S = 120.0
 """A head that is away for longer is not waited for."""
 _CHUNK = 65536
 
 
+@click.command(short_help="What happened.")
+@click.argument("run", required=False)
+@click.option("--since", type=click.IntRange(0, _LAST_EVENT - 1), default=0, help="Only events with a higher number.")
+@click.option("--limit", type=click.IntRange(1, 10_000), default=100, show_default=True, help="The last so many.")
+@click.option("--follow", "-f", "following", is_flag=True, help="Go on with new events until interrupted.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON array; with --follow one JSON value per line.")
+def events(run: str | None, since: int, limit: int, following: bool, as_json: bool) -> None:
+    """Show the event log, of everything or of one RUN."""
+    if following:
+        # New events have the run's whole name, whatever was typed.
+        asyncio.run(follow(run if run is None else _one(run).run, since, limit, as_json))
+    else:
+        tell(ask("events", list[EventRecord], run=run, since=since, limit=limit), as_json, _show_events)
+
+
+async def follow(run: str | None, since: int, limit: int, as_json: bool) -> None:
+    """Prints events until the head goes away: each once, none left out."""
+    from fallow.control.client import ControlClient
+
+    load_config()
+    head_file = Paths.default().head_file
+    async with await ControlClient.connect(head_file) as asking, await ControlClient.connect(head_file) as listening:
+        last: int | None = None
+        async for item in listening.subscribe():
+            if last is None:
+                # The first item shows that nothing new is missed from now on, so that the past can be asked for.
+                found = await asking.call("events", list[EventRecord], run=run, since=since, limit=limit)
+                last = since
+            else:
+                found = [item] if isinstance(item, EventRecord) and run in (None, item.run) else []
+            found = [event for event in found if event.seq > last]
+            _show_events(found, as_json)
+            last = max([last, *(event.seq for event in found)])
+    raise FallowError("the head went away; follow again when it is back", Exit.UNAVAILABLE)
+
+
+def _show_events(found: list[EventRecord], as_json: bool = False) -> None:
+    for event in found:
+        where, kind, text = clean(event.run or "-"), clean(event.kind), clean(event.text)
+        line = f"{event.seq:>6}  {moment(event.at)}  {where:<20}  {kind:<10}  {text}"
+        sys.stdout.write((json_text(event, indent=-1) if as_json else line) + "\n")
+    sys.stdout.flush()
+
+
 @click.command(short_help="Wait until a run has ended.")
 @click.argument("run")
 @click.option("--timeout", "timeout_s", type=Finite(0, min_open=True), help="Seconds after which to give up, with 75.")
 @json_option
-def wait(run: str, timeout_s: float | None, as_json: bool) -> None:
+def wait(run: str, timeout_s: float | None, as_json: bool) -> int:
     """Wait until RUN has ended, and show its report.
 
     Ends with 0 if it is finished, 70 if it failed, 93 if it was cancelled.
     """
     view = _ended(run, timeout_s)
-    report = ask("report", RunReport, run=view.run)
-    if as_json:
-        print_json(report)
-    else:
-        show_report(report)
+    tell(ask("report", RunReport, run=view.run), as_json, show_report)
     codes = {RunStatus.FINISHED: Exit.OK, RunStatus.FAILED: Exit.SOFTWARE}
-    click.get_current_context().exit(codes.get(view.status, Exit.NO_RESTART))
+    return codes.get(view.status, Exit.NO_RESTART)
 
 
 def _ended(run: str, timeout_s: float | None) -> RunView:
     """Waits across a restart of the head."""
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    known, heard_at = _one(run).run, time.monotonic()
+    began = heard_at = time.monotonic()
+    known = _one(run).run
     while True:
-        view = None
+        how = "the head is away"
         try:
             view, heard_at = _one(known), time.monotonic()
+            if view.status.ended:
+                return view
+            how = f"run {view.run} is {view.status} at step {view.step}"
         except FallowError as error:
             if error.code != Exit.UNAVAILABLE or time.monotonic() > heard_at + _AWAY_S:
                 raise
-        if view is not None and view.status.ended:
-            return view
-        _check_time(deadline, view)
+        if timeout_s is not None and time.monotonic() > began + timeout_s:
+            raise FallowError(f"{how}: it has not ended within the time of --timeout", Exit.TEMPFAIL)
         time.sleep(_LOOK_S)
-
-
-def _check_time(deadline: float | None, view: RunView | None) -> None:
-    if deadline is not None and time.monotonic() > deadline:
-        how = "the head is away" if view is None else f"run {view.run} is {view.status} at step {view.step}"
-        raise FallowError(f"{how}: it has not ended within the time of --timeout", Exit.TEMPFAIL)
 
 
 def _one(run: str) -> RunView:
@@ -72,12 +113,8 @@ def _one(run: str) -> RunView:
 @click.option("--follow", "-f", "following", is_flag=True, help="Go on with new output until the run has ended.")
 def logs(run: str, member: str | None, following: bool) -> None:
     """Print what a member of RUN has written to its standard output and error."""
-    from fallow.files import Paths
-
     view = _one(run)
-    folder = Paths.default().run(view.run).logs
-    path = _log(folder, view, member)
-    with path.open("rb") as log:
+    with _log(Paths.default().run(view.run).logs, view, member).open("rb") as log:
         while True:
             ended = not following or _one(view.run).status.ended
             while data := log.read(_CHUNK):
@@ -119,11 +156,7 @@ def why(name: str, as_json: bool) -> None:
         if error.code != Exit.NOINPUT:
             raise
         raise FallowError(f"{name}: neither a run (`fallow status` lists them) nor a node", Exit.NOINPUT) from None
-    if as_json:
-        print_json({"name": name, "reasons": reasons})
-        return
-    for reason in reasons:
-        click.echo(clean(reason))
+    tell({"name": name, "reasons": reasons}, as_json, lambda _: click.echo("\n".join(clean(one) for one in reasons)))
 
 
 def _of_node(node: NodeView) -> list[str]:
@@ -141,7 +174,7 @@ def _of_node(node: NodeView) -> list[str]:
 
 
 def _of_run(run: RunView, snapshot: Snapshot) -> list[str]:
-    members = sum(member.rank is not None for member in run.members)
+    members = members_of(run)
     reasons = [f"run {run.run} is {run.status}, with {members} of at most {run.limit} nodes"]
     if run.status.ended:
         return reasons + [run.message] * bool(run.message)

@@ -17,11 +17,10 @@ from fallow.model import Exit, FallowError
 COMMANDS: dict[str, str] = {
     "submit": "fallow.cli.submit:submit",
     "run": "fallow.cli.run:run",
-    "local": "fallow.cli.start:local",
+    "local": "fallow.cli.local:local",
     "daemon": "fallow.cli.start:daemon",
     "status": "fallow.cli.show:status",
-    "runs": "fallow.cli.show:runs",
-    "events": "fallow.cli.show:events",
+    "events": "fallow.cli.follow:events",
     "report": "fallow.cli.show:report",
     "logs": "fallow.cli.follow:logs",
     "why": "fallow.cli.follow:why",
@@ -91,7 +90,12 @@ class LazyGroup(click.Group):
             raise click.UsageError(f"{error.message} Did you mean {near[0]}?", ctx) from None
 
 
-@click.group(cls=LazyGroup, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=LazyGroup,
+    epilog=EXIT_CODES,
+    no_args_is_help=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__, message="fallow %(version)s")
 def cli() -> None:
     """Elastic PyTorch training on the nodes a Slurm cluster leaves idle."""
@@ -99,7 +103,7 @@ def cli() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs one command and exits."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     # Who closed them (`>&-`) wants none of it; Python has None then, on which every print would fail.
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -112,47 +116,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         _discard_output()
     except OSError as error:
-        code = _not_possible(error, as_json=False) or code
+        _discard_output()
+        code = _tell(_told(error), as_json=False) or code
     sys.exit(code)
 
 
 def invoke(words: Sequence[str]) -> int:
     """Runs one command; returns its exit code. Errors have been told."""
-    as_json = wants_json(words)
     try:
         result = cli.main(args=list(words), prog_name="fallow", standalone_mode=False)
     except click.exceptions.Exit as error:
         return error.exit_code
-    except click.Abort:
-        return 130
-    except click.UsageError as error:
-        hint = f" (see: {error.ctx.command_path} --help)" if error.ctx is not None else ""
-        _tell(FallowError(error.format_message() + hint, Exit.USAGE), as_json)
-        return Exit.USAGE
-    except click.ClickException as error:
-        _tell(FallowError(error.format_message(), Exit.NOINPUT), as_json)
-        return Exit.NOINPUT
-    except FallowError as error:
-        if os.environ.get("FALLOW_DEBUG") == "1":
-            raise
-        _tell(error, as_json)
-        return error.code
-    except KeyboardInterrupt:
+    except (click.Abort, KeyboardInterrupt):
         return 130
     except (BrokenPipeError, SystemExit):
         # SystemExit: click has met the broken pipe before us.
         _discard_output()
         return Exit.IOERR
-    except OSError as error:
-        if os.environ.get("FALLOW_DEBUG") == "1":
-            raise
-        return _not_possible(error, as_json)
     except Exception as error:
-        if os.environ.get("FALLOW_DEBUG") == "1":
+        if os.environ.get("FALLOW_DEBUG") == "1" and not isinstance(error, click.ClickException):
             raise
-        what = f"a bug in Fallow ({type(error).__name__}: {error}); run it again with FALLOW_DEBUG=1 and report it"
-        _tell(FallowError(what, Exit.SOFTWARE), as_json)
-        return Exit.SOFTWARE
+        # An error without a name is that of an output: nobody takes a JSON value there.
+        lost = isinstance(error, OSError) and error.filename is None
+        if lost:
+            _discard_output()
+        return _tell(_told(error), wants_json(words) and not lost)
     return result if isinstance(result, int) else Exit.OK
 
 
@@ -163,24 +151,34 @@ def wants_json(words: Sequence[str]) -> bool:
     return "--json" in words[: words.index("--") if "--" in words else len(words)]
 
 
-def _not_possible(error: OSError, as_json: bool) -> int:
-    """The operating system refused something that no part of ours expects: a full disk, a folder that is gone."""
-    why = error.strerror or str(error)
-    if error.filename is None:
-        _discard_output()
-        print_error(FallowError(f"input or output failed: {why}", Exit.IOERR), as_json=False)
-        return Exit.IOERR
-    _tell(FallowError(f"{error.filename}: {why}", Exit.OSERR), as_json)
-    return Exit.OSERR
+def _told(error: Exception) -> FallowError:
+    """What people are told of an error, with its exit code."""
+    match error:
+        case FallowError():
+            return error
+        case click.UsageError():
+            hint = f" (see: {error.ctx.command_path} --help)" if error.ctx is not None else ""
+            return FallowError(error.format_message() + hint, Exit.USAGE)
+        case click.ClickException():
+            return FallowError(error.format_message(), Exit.NOINPUT)
+        case OSError(filename=None):
+            return FallowError(f"input or output failed: {error.strerror or error}", Exit.IOERR)
+        case OSError():
+            # The operating system refused something that no part of ours expects: a folder that is gone.
+            return FallowError(f"{error.filename}: {error.strerror or error}", Exit.OSERR)
+    bug = f"a bug in Fallow ({type(error).__name__}: {error}); run it again with FALLOW_DEBUG=1 and report it"
+    return FallowError(bug, Exit.SOFTWARE)
 
 
-def _tell(error: FallowError, as_json: bool) -> None:
+def _tell(error: FallowError, as_json: bool) -> int:
+    """Prints an error; returns its exit code."""
     try:
         print_error(error, as_json)
     except OSError:
         # Nobody takes the JSON value; perhaps somebody sees this, and the exit code stays.
         _discard_output()
         print_error(error, as_json=False)
+    return error.code
 
 
 def _discard_output() -> None:

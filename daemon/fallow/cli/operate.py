@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import click
 
-from fallow.cli.common import ask, json_option, print_json
+from fallow.cli.common import ask, json_option, tell
 from fallow.model import Exit, FallowError
 from fallow.text import clean, counted, shown
 
@@ -15,30 +16,32 @@ MOST_NODES = 100_000
 """In one node list: every name of a range is made before anybody can look at it."""
 
 
+def _of_run(short_help: str) -> Callable[[Callable[..., None]], click.Command]:
+    """Makes a command whose first argument is RUN, and which has --json."""
+
+    def make(function: Callable[..., None]) -> click.Command:
+        return click.command(short_help=short_help)(click.argument("run")(json_option(function)))
+
+    return make
+
+
 def _done(as_json: bool, text: str, **result: Any) -> None:
-    if as_json:
-        print_json(result)
-    else:
-        click.echo(clean(text))
+    tell(result, as_json, lambda _: click.echo(clean(text)))
 
 
-@click.command(short_help="Let a run have more members.")
-@click.argument("run")
+@_of_run("Let a run have more members.")
 @click.option("--by", type=click.IntRange(min=1), default=1, show_default=True, help="How many nodes more.")
-@json_option
 def grow(run: str, by: int, as_json: bool) -> None:
     """Raise the number of nodes that RUN may have, up to its maximum."""
     limit = ask("grow", run=run, by=by)
     _done(as_json, f"run {run}: up to {counted(limit, 'node')}", run=run, limit=limit)
 
 
-@click.command(short_help="Let a run have fewer members.")
-@click.argument("run")
+@_of_run("Let a run have fewer members.")
 @click.option("--by", type=click.IntRange(min=1), help="How many nodes fewer.  [default: 1]")
 @click.option(
     "--member", "members", multiple=True, help="Release this member, e.g. n3; may be repeated. Instead of --by."
 )
-@json_option
 def shrink(run: str, by: int | None, members: tuple[str, ...], as_json: bool) -> None:
     """Release members of RUN at the next step boundary: the youngest, or those that are named."""
     if members and by is not None:
@@ -53,10 +56,8 @@ def shrink(run: str, by: int | None, members: tuple[str, ...], as_json: bool) ->
         _done(as_json, f"run {run}: up to {counted(limit, 'node')}", run=run, limit=limit)
 
 
-@click.command(short_help="Give nodes back.")
-@click.argument("run")
+@_of_run("Give nodes back.")
 @click.argument("nodes", nargs=-1, required=True)
-@json_option
 def drain(run: str, nodes: tuple[str, ...], as_json: bool) -> None:
     """Give NODES of RUN back, and do without them until `fallow resume RUN`.
 
@@ -76,9 +77,7 @@ def drain(run: str, nodes: tuple[str, ...], as_json: bool) -> None:
     )
 
 
-@click.command(short_help="Harvest nothing for a run until it is resumed.")
-@click.argument("run")
-@json_option
+@_of_run("Harvest nothing for a run until it is resumed.")
 def pause(run: str, as_json: bool) -> None:
     """Give all harvested nodes of RUN back and ask for no new ones until `fallow resume`.
 
@@ -89,28 +88,22 @@ def pause(run: str, as_json: bool) -> None:
     _done(as_json, f"run {run}: paused; harvested nodes are given back, the base job goes on", run=run, paused=True)
 
 
-@click.command(short_help="Harvest again for a paused run.")
-@click.argument("run")
-@json_option
+@_of_run("Harvest again for a paused run.")
 def resume(run: str, as_json: bool) -> None:
     """Ask for nodes for RUN again: after `fallow pause` or `drain`, or where refusals or failing jobs stopped it."""
     ask("resume", run=run)
     _done(as_json, f"run {run}: resumed; nodes are asked for from the next poll on", run=run, paused=False)
 
 
-@click.command(short_help="Write a durable checkpoint now.")
-@click.argument("run")
-@json_option
+@_of_run("Write a durable checkpoint now.")
 def checkpoint(run: str, as_json: bool) -> None:
     """Ask RUN for a durable checkpoint at its next step boundary. It is kept until it is deleted by hand."""
     ask("checkpoint", run=run)
     _done(as_json, f"run {run}: a checkpoint will be written at the next step boundary", run=run)
 
 
-@click.command(short_help="Go back to a checkpoint.")
-@click.argument("run")
+@_of_run("Go back to a checkpoint.")
 @click.option("--to", "step", type=click.IntRange(min=0), required=True, help="Step of a usable checkpoint.")
-@json_option
 def rollback(run: str, step: int, as_json: bool) -> None:
     """Take RUN back to its checkpoint of a step, which `fallow status RUN` lists; training goes on from there.
 
@@ -121,9 +114,7 @@ def rollback(run: str, step: int, as_json: bool) -> None:
     _done(as_json, f"run {run}: going back to step {step}", run=run, step=step)
 
 
-@click.command(short_help="End a run for good.")
-@click.argument("run")
-@json_option
+@_of_run("End a run for good.")
 def cancel(run: str, as_json: bool) -> None:
     """End RUN: its workers stop and all its jobs are cancelled."""
     ask("cancel", run=run)
@@ -136,25 +127,11 @@ def unfold(nodes: tuple[str, ...]) -> list[str]:
 
     names: dict[str, None] = {}
     for word in nodes:
-        if _count(word) > MOST_NODES:
+        ranges = re.findall(r"(\d{1,18})-(\d{1,18})", word)
+        if sum(int(last) - int(first) for first, last in ranges) > MOST_NODES:
             raise FallowError(f"{word[:64]!r}: names more than {MOST_NODES} nodes", Exit.USAGE)
         try:
             names |= dict.fromkeys(NodeSet(word, resolver=RESOLVER_NOGROUP))
         except NodeSetException as error:
             raise FallowError(f"{word[:64]!r} is no node list ({error}); e.g. n[01-04],n7", Exit.USAGE) from error
     return list(names)
-
-
-def _count(word: str) -> int:
-    """How many names a folded list has, at most; nothing is unfolded for it."""
-    total = 0
-    for piece in re.split(r",(?![^\[]*\])", word):
-        names = 1
-        for inside in re.findall(r"\[([^\]]*)\]", piece):
-            ends = re.findall(r"(\d+)-(\d+)", inside)
-            if any(len(last) > 18 for _, last in ends):
-                # Python refuses to read numbers of thousands of digits, and nobody has such nodes.
-                return MOST_NODES + 1
-            names *= max(1, inside.count(",") + 1 + sum(int(last) - int(first) for first, last in ends))
-        total += names
-    return total

@@ -15,15 +15,15 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import click
 
+from fallow.agent.restart import under_torchrun
 from fallow.cli.common import restart_option, say
-from fallow.model import ID_PATTERN, AllocationKind, Exit, FallowError
-
-if TYPE_CHECKING:
-    from fallow.model import RunReport
+from fallow.core.submission.step import step_command, step_environment
+from fallow.files import Paths, read_struct
+from fallow.model import AllocationKind, Exit, FallowError, KeyFile, RunReport, RunStatus
 
 SCANCEL_S = 30.0
 SIGNAL_S = 2.0
@@ -54,9 +54,6 @@ def run(restart: bool, command: tuple[str, ...]) -> int:
 
 def read_report() -> RunReport | None:
     """The report of the run; None: the run has not ended, as far as its folder shows."""
-    from fallow.files import Paths, read_struct
-    from fallow.model import RunReport
-
     try:
         return read_struct(Paths.default().run(os.environ.get("FALLOW_RUN", "")).report, RunReport)
     except (FallowError, OSError):
@@ -66,8 +63,6 @@ def read_report() -> RunReport | None:
 def elected_code() -> int | None:
     """The exit code of `fallow run` if the rest of the script is to run here, else None. srun's code cannot tell: of
     several agents it says the highest one, and an agent may have been killed long before the end."""
-    from fallow.model import RunStatus
-
     report = read_report()
     if report is None or not report.rest_in or report.rest_in != os.environ.get("FALLOW_TOKEN"):
         return None
@@ -76,9 +71,6 @@ def elected_code() -> int | None:
 
 def train(command: tuple[str, ...], restart: bool = False) -> int:
     """The exit code for the batch script, where it may go on."""
-    from fallow.agent.restart import under_torchrun
-    from fallow.core.submission.step import step_command, step_environment
-
     kind, key_file = find_allocation()
     if restart:
         command = tuple(under_torchrun(command))
@@ -100,11 +92,6 @@ def train(command: tuple[str, ...], restart: bool = False) -> int:
 
 def find_allocation() -> tuple[AllocationKind, Path]:
     """What this allocation is to which run, from its environment."""
-    import re
-
-    from fallow.files import Paths, read_struct
-    from fallow.model import KeyFile
-
     run_id, token = os.environ.get("FALLOW_RUN"), os.environ.get("FALLOW_TOKEN")
     if not run_id or not token:
         raise FallowError(
@@ -117,9 +104,6 @@ def find_allocation() -> tuple[AllocationKind, Path]:
             f"run {run_id}: SLURM_JOB_ID is not set, so this is no Slurm job; did the script clear its environment?",
             Exit.USAGE,
         )
-    for name, value in (("FALLOW_RUN", run_id), ("FALLOW_TOKEN", token)):
-        if not re.fullmatch(ID_PATTERN, value):
-            raise FallowError(f"{name}={value[:64]!r} is not what `fallow submit` sets", Exit.DATA)
     key_file = Paths.default().run(run_id).key(token)
     try:
         key = read_struct(key_file, KeyFile)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import IO
 
 import msgspec
 
 from fallow.core.allocations import SUBMIT_S
-from fallow.model import Exit
+from fallow.model import Exit, FallowError
 from fallow.text import clean_output
 
 LOOK_UP_S = 12.0
@@ -32,107 +32,81 @@ class Outcome(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Call:
-    """sbatch with --parsable; what it prints on standard error is passed on at once."""
+def call_sbatch(
+    argv: list[str], environment: Mapping[str, str], taken: Callable[[str], None], stdin: str | None = None
+) -> Outcome:
+    """Run sbatch with --parsable; what it prints on standard error is passed on at once.
 
-    def __init__(
-        self, argv: list[str], environment: dict[str, str], stdin: str | None = None, timeout_s: float | None = None
-    ) -> None:
-        self._argv = argv
-        self._environment = environment
-        self._stdin = stdin
-        self._timeout_s = SUBMIT_S if timeout_s is None else timeout_s
-        self._errors: list[str] = []
+    Args:
+        argv: of sbatch.
+        environment: all of it.
+        taken: called with the job as soon as it is known; sbatch --wait goes on for as long as the job does.
+        stdin: the script, where no file holds it.
 
-    def run(self, taken: Callable[[str], None]) -> Outcome:
-        """Calls `taken` with the job as soon as it is known; sbatch --wait goes on for as long as the job does."""
-        from fallow.slurm.parse import complaint, is_refusal
+    Raises:
+        OSError: sbatch cannot be started.
+    """
+    from fallow.slurm.parse import complaint, is_refusal
 
-        try:
-            process = subprocess.Popen(
-                self._argv,
-                env=self._environment,
-                stdin=subprocess.PIPE if self._stdin is not None else subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-            )
-        except OSError as error:
-            reason = f"sbatch cannot be started ({error.strerror}); install Slurm's client commands or set PATH"
-            sys.stderr.write(f"fallow: {reason}\n")
-            return Outcome(Exit.UNAVAILABLE, None, True, reason)
-        assert process.stdout is not None
-        assert process.stderr is not None
-        # The deadline is for Slurm's answer. Once the job is known, how long sbatch goes on (--wait) is the user's.
-        late = threading.Timer(self._timeout_s, process.kill)
-        late.daemon = True
-        late.start()
-        passing = threading.Thread(target=self._pass_on, args=(process.stderr,), daemon=True)
-        passing.start()
-        job: str | None = None
-        try:
-            self._feed(process)
-            for line in process.stdout:
-                found = _JOB.fullmatch(line)
-                if found is not None and job is None:
-                    job = found[1]
-                    late.cancel()
-                    taken(job)
-                elif found is None:
-                    # A site's banner; it is the user's to read, but not a result.
-                    sys.stderr.write(clean_output(line))
-            code = process.wait()
-        except KeyboardInterrupt:
-            process.kill()
-            code = process.wait()
-            if job is not None:
-                raise
-            return Outcome(130, None, False, "interrupted")
-        finally:
-            late.cancel()
-        passing.join(timeout=5.0)
-        text = "".join(self._errors)
-        if job is None and code < 0:
-            return Outcome(Exit.TEMPFAIL, None, False, f"no answer within {self._timeout_s:g} s")
-        refused = job is None and code > 0 and is_refusal(text)
-        return Outcome(code, job, refused, complaint(text))
-
-    def _feed(self, process: subprocess.Popen[str]) -> None:
-        if process.stdin is None:
-            return
-        try:
-            with process.stdin as pipe:
-                pipe.write(self._stdin or "")
-        except BrokenPipeError:
-            # sbatch ended without reading its script; why is on its standard error.
-            return
-
-    def _pass_on(self, stream: IO[str]) -> None:
-        for line in stream:
-            self._errors.append(line)
-            sys.stderr.write(clean_output(line))
-            sys.stderr.flush()
-
-
-def look_up(token: str, timeout_s: float = LOOK_UP_S) -> str | None:
-    """The job whose comment holds `token`, as `JOBID`; None if Slurm shows none, or does not answer in time."""
-    return asyncio.run(_find(token, timeout_s))
-
-
-async def _find(token: str, timeout_s: float) -> str | None:
-    from fallow.slurm.parse import JobFormat, jobs
-    from fallow.slurm.process import query_environment, run
-
-    layout = JobFormat.fresh(token)
-    argv = ["squeue", "-h", "-t", "all", f"--user={os.getuid()}", "-O", layout.option]
+    # A file and no pipe: sbatch may end without reading it.
+    with tempfile.TemporaryFile("w+") as script:
+        script.write(stdin or "")
+        script.seek(0)
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            argv, env=environment, stdin=script, stdout=pipe, stderr=pipe, text=True, errors="replace"
+        )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    # The deadline is for Slurm's answer. Once the job is known, how long sbatch goes on (--wait) is the user's.
+    late = threading.Timer(SUBMIT_S, process.kill)
+    late.daemon = True
+    late.start()
+    said: list[str] = []
+    passing = threading.Thread(target=_pass_on, args=(process.stderr, said), daemon=True)
+    passing.start()
+    job: str | None = None
     try:
-        done = await run(argv, environment=query_environment(os.environ.get("SLURM_CONF")), timeout_s=timeout_s)
-    except OSError:
+        for line in process.stdout:
+            found = _JOB.fullmatch(line)
+            if found is not None and job is None:
+                job = found[1]
+                late.cancel()
+                taken(job)
+            elif found is None:
+                # A site's banner; it is the user's to read, but not a result.
+                sys.stderr.write(clean_output(line))
+        code = process.wait()
+    except KeyboardInterrupt:
+        process.kill()
+        process.wait()
+        if job is not None:
+            raise
+        return Outcome(130, None, False, "interrupted")
+    finally:
+        late.cancel()
+    passing.join(timeout=5.0)
+    if job is None and code < 0:
+        return Outcome(Exit.TEMPFAIL, None, False, f"no answer within {SUBMIT_S:g} s")
+    text = "".join(said)
+    return Outcome(code, job, job is None and code > 0 and is_refusal(text), complaint(text))
+
+
+def _pass_on(stream: IO[str], said: list[str]) -> None:
+    for line in stream:
+        said.append(line)
+        sys.stderr.write(clean_output(line))
+        sys.stderr.flush()
+
+
+def look_up(token: str) -> str | None:
+    """The job whose comment holds `token`, as `JOBID`; None if Slurm shows none, or does not answer in time."""
+    from fallow.slurm.cli import CliClient
+
+    try:
+        cluster = asyncio.run(CliClient(query_timeout_s=LOOK_UP_S).poll(token))
+    except FallowError:
         return None
-    if done.code != 0:
-        return None
-    found = [job for job in jobs(done.stdout, layout) if token in job.comment.split()]
     # Of a heterogeneous job every component has the comment; the leader comes first and has the smallest number.
-    ids = [job.het_job_id or job.job_id for job in found]
+    ids = [job.het_job_id or job.job_id for job in cluster.jobs if token in job.comment.split()]
     return min(ids, key=lambda text: int(re.sub(r"\D.*", "", text) or 0), default=None)

@@ -8,15 +8,17 @@ from pathlib import Path
 
 import click
 
-from fallow.cli.common import json_option, print_json
+from fallow.cli.common import json_option, tell
+from fallow.config import config_home
 from fallow.model import Exit, FallowError
+from fallow.shipped import shipped
 
 _SYSTEM_UNITS = Path("/etc/systemd/system")
 _COMMAND = "/usr/bin/env fallow daemon"
 """As the units have it, for a `fallow` on systemd's PATH."""
 
 
-@click.group(short_help="The head as a systemd unit.")
+@click.group(short_help="The head as a systemd unit.", no_args_is_help=False)
 def service() -> None:
     """Run the head as a systemd unit."""
 
@@ -31,9 +33,6 @@ def install(for_user: bool, force: bool, as_json: bool) -> None:
     With --user it is fallow.service of your user manager, else fallow@.service of the system, one instance for each
     service account; the latter takes root. Nothing is started.
     """
-    from fallow.config import config_home
-    from fallow.shipped import shipped
-
     user_units = config_home() / "systemd" / "user"
     name, folder = ("fallow.service", user_units) if for_user else ("fallow@.service", _SYSTEM_UNITS)
     source = shipped("systemd") / ("fallow-user.service" if for_user else "fallow@.service")
@@ -41,22 +40,15 @@ def install(for_user: bool, force: bool, as_json: bool) -> None:
     if unit.exists() and not force and unit.read_text() != text:
         text = f"{unit}: another unit is there; --force replaces it, `systemctl edit` adds to it"
         raise FallowError(text, Exit.CANTCREAT)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        unit.write_text(text)
-    except OSError as error:
-        raise FallowError(f"{unit}: cannot be written: {error.strerror}", Exit.CANTCREAT) from None
+    folder.mkdir(parents=True, exist_ok=True)
+    unit.write_text(text)
     systemctl = "systemctl --user" if for_user else "systemctl"
     instance = "fallow" if for_user else "fallow@ACCOUNT"
     following = [f"{systemctl} daemon-reload", f"{systemctl} enable --now {instance}"]
     if for_user:
         following.append("loginctl enable-linger")
-    if as_json:
-        print_json({"unit": str(unit), "next": following})
-        return
-    click.echo(f"{unit} is written. To start the head now and with each boot:")
-    for line in following:
-        click.echo(f"  {line}")
+    text = "\n  ".join([f"{unit} is written. To start the head now and with each boot:", *following])
+    tell({"unit": str(unit), "next": following}, as_json, lambda _: click.echo(text))
 
 
 def _with_command(text: str) -> str:

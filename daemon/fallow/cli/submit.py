@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import stat
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import click
 
-from fallow.cli.common import ask, print_error, print_json, say
+from fallow.cli.common import ask, print_error, say, tell
+from fallow.config import load_config
+from fallow.control.protocol import BaseJob, NewRun
+from fallow.core.submission.prepare import Submission, plan
+from fallow.core.submission.sbatch import job_environment
+from fallow.core.submission.sbatch_line import CommandLine, split
+from fallow.core.submission.sbatch_table import INFORMATIVE
+from fallow.core.submission.script import parse_script, wrap
+from fallow.files import Paths, write_struct
 from fallow.model import AllocationKind, Exit, FallowError
-
-if TYPE_CHECKING:
-    from fallow.core.submission.prepare import Submission
-    from fallow.core.submission.sbatch_line import CommandLine
 
 _HELP = """\
 Usage: fallow submit [--nodes=MIN:MAX] [--dry-run] [--fallow=KEY=VALUE ...] [sbatch options] SCRIPT [ARGS]
@@ -30,9 +34,9 @@ Usage: fallow submit [--nodes=MIN:MAX] [--dry-run] [--fallow=KEY=VALUE ...] [sba
   --nodes=MIN:MAX   limits of the run; a plain --nodes=N means N:N
   --dry-run         submit nothing; print the sbatch commands and scripts, when
                     the base job would start, what is idle and would be asked
-                    for (from the head's last poll, else from one of our own);
-                    --json prints it as one JSON value; the exit code is
-                    sbatch's where Slurm would refuse the base job
+                    for (from the head's last poll); --json prints it as one
+                    JSON value; the exit code is sbatch's where Slurm would
+                    refuse the base job
   --fallow=K=V      what a line `#FALLOW K=V` in the script says: nodes=MIN:MAX,
                     workers-per-node=N, partitions=A,B, budget-node-hours=H,
                     weight=X, deadline=YYYY-MM-DD[THH:MM] or =friday[-HH:MM],
@@ -56,9 +60,6 @@ class SbatchCommand(click.Command):
 @click.command(cls=SbatchCommand, short_help="sbatch, elastic.")
 def submit(argv: tuple[str, ...]) -> int:
     """sbatch, elastic."""
-    from fallow.core.submission.sbatch_line import split
-    from fallow.core.submission.sbatch_table import INFORMATIVE
-
     line = split(argv)
     asked = {given.name for part in line.components for given in part}
     if asked & {"help", "usage"}:
@@ -70,36 +71,29 @@ def submit(argv: tuple[str, ...]) -> int:
         raise FallowError("--json shows what --dry-run finds; give both", Exit.USAGE)
     if "dry-run" in asked:
         return _dry_run(line, "json" in asked)
-    plan, source = prepare(line)
-    for warning in plan.warnings:
+    made, source = prepare(line)
+    for warning in made.warnings:
         say(warning)
-    return submit_plan(plan, source)
+    return submit_plan(made, source)
 
 
 def _dry_run(line: CommandLine, as_json: bool) -> int:
     from fallow.cli.dry_run import REFUSED, dry_run, show
 
     try:
-        plan, source = prepare(line)
-        found = dry_run(plan, source)
+        made, source = prepare(line)
+        found = dry_run(made, source)
     except FallowError as error:
         print_error(error, as_json)
         return error.code
-    for warning in plan.warnings:
+    for warning in made.warnings:
         say(warning)
-    if as_json:
-        print_json(found)
-    else:
-        click.echo(show(found), nl=False)
+    tell(found, as_json, lambda _: click.echo(show(found), nl=False))
     return REFUSED if found.start is not None and found.start.refused else Exit.OK
 
 
 def prepare(line: CommandLine) -> tuple[Submission, Path | None]:
     """The submission, thought through, and the script's file (None: --wrap or standard input)."""
-    from fallow.config import load_config
-    from fallow.core.submission.prepare import plan
-    from fallow.core.submission.script import parse_script, wrap
-
     wrapped = line.last("wrap")
     source: Path | None = None
     if wrapped is not None:
@@ -116,17 +110,16 @@ def prepare(line: CommandLine) -> tuple[Submission, Path | None]:
         name, text = "stdin", sys.stdin.read()
     umask = os.umask(0o077)
     os.umask(umask)
-    script = parse_script(text, name)
-    thought = plan(
+    made = plan(
         line,
-        script,
+        parse_script(text, name),
         environ=os.environ,
         cwd=os.getcwd(),
         umask=umask,
         now=time.time(),
         min_minutes=load_config().harvest.min_minutes,
     )
-    return thought, source
+    return made, source
 
 
 def find_script(name: str, chdir: str | None) -> Path:
@@ -137,15 +130,12 @@ def find_script(name: str, chdir: str | None) -> Path:
         found = shutil.which(name, mode=os.R_OK) if "/" not in name else None
         places.extend([Path(found)] if found else [])
     for place in places:
-        try:
-            mode = place.stat().st_mode
-        except OSError:
-            continue
-        if stat.S_ISDIR(mode):
+        if place.is_dir():
             raise FallowError(f"{place}: is a folder, not a batch script", Exit.NOINPUT)
-        if stat.S_ISREG(mode):
+        if place.is_file():
             return place.absolute()
-        raise FallowError(f"{place}: is no regular file; give a batch script", Exit.NOINPUT)
+        if place.exists():
+            raise FallowError(f"{place}: is no regular file; give a batch script", Exit.NOINPUT)
     raise FallowError(f"{name}: no such batch script here", Exit.NOINPUT)
 
 
@@ -158,31 +148,35 @@ def read_script(path: Path) -> str:
         raise FallowError(f"{path}: is not UTF-8 text ({error.reason})", Exit.DATA) from error
 
 
-def submit_plan(plan: Submission, source: Path | None) -> int:
+def submit_plan(made: Submission, source: Path | None) -> int:
     """Makes the run at the head, calls sbatch, and tells the head what came of it."""
-    from fallow.cli.sbatch_call import Call, look_up
-    from fallow.control.protocol import NewRun
-    from fallow.core.submission.sbatch import job_environment
-    from fallow.files import Paths
+    from fallow.cli.sbatch_call import call_sbatch, look_up
 
     state = str(Paths.default().state)
-    if plan.asked("test-only"):
+    script = [str(source), *made.line.args] if source is not None else []
+    if made.asked("test-only"):
         variables = job_environment(state, "test", "test", AllocationKind.BASE)
-        _become(["sbatch", *plan.options("test", variables), *_script_words(plan, source)], variables)
-    new = ask("create_run", NewRun, spec=plan.spec)
+        _become(["sbatch", *made.options("test", variables), *script], variables)
+    if shutil.which("sbatch") is None:
+        raise _no_sbatch("not on PATH")
+    new = ask("create_run", NewRun, spec=made.spec)
     variables = job_environment(state, new.run, new.token, AllocationKind.BASE)
-    call = Call(
-        ["sbatch", "--parsable", *plan.options(new.token, variables), *_script_words(plan, source)],
-        environment={**os.environ, **variables},
-        stdin=plan.spec.script if source is None and not plan.asked("wrap") else None,
-    )
 
     def taken(line: str) -> None:
-        _announce(plan, line, new.run)
-        _tell(new, job_id=line.partition(";")[0])
+        _announce(made, line, new.run)
+        _tell_job(new, line.partition(";")[0])
         _warn_of_refusal(new.run)
 
-    outcome = call.run(taken)
+    try:
+        outcome = call_sbatch(
+            ["sbatch", "--parsable", *made.options(new.token, variables), *script],
+            {**os.environ, **variables},
+            taken,
+            made.spec.script if source is None and not made.asked("wrap") else None,
+        )
+    except OSError as error:
+        _tell_failure(new, str(error), unknown=False)
+        raise _no_sbatch(error.strerror) from error
     if outcome.job is not None:
         return outcome.code
     if outcome.refused:
@@ -202,22 +196,18 @@ def submit_plan(plan: Submission, source: Path | None) -> int:
     )
 
 
-def _announce(plan: Submission, line: str, run: str) -> None:
+def _announce(made: Submission, line: str, run: str) -> None:
     job, _, cluster = line.partition(";")
-    if plan.asked("parsable"):
+    if made.asked("parsable"):
         click.echo(line)
-    elif not plan.asked("quiet"):
+    elif not made.asked("quiet"):
         click.echo(f"Submitted batch job {job}" + (f" on cluster {cluster}" if cluster else ""))
         say(f"run {run}; see: fallow status {run}")
     sys.stdout.flush()
 
 
-def _tell(new: object, job_id: str) -> None:
+def _tell_job(new: NewRun, job_id: str) -> None:
     """The head learns the job id; if it is away just now, it is left for it."""
-    from fallow.control.protocol import BaseJob, NewRun
-    from fallow.files import Paths, write_struct
-
-    assert isinstance(new, NewRun)
     try:
         ask("base_submitted", run=new.run, token=new.token, job_id=job_id)
     except FallowError as error:
@@ -229,38 +219,26 @@ def _tell(new: object, job_id: str) -> None:
 
 def _warn_of_refusal(run: str) -> None:
     """Say at once if Slurm would take no harvest job of the run, which would show only once nodes are idle."""
-    try:
-        refusal = ask("test_harvest", str, run=run)
-    except FallowError:
-        return
-    if refusal:
-        say(f"run {run} cannot grow, Slurm would refuse its harvest jobs: {refusal}")
+    with contextlib.suppress(FallowError):
+        if refusal := ask("test_harvest", str, run=run):
+            say(f"run {run} cannot grow, Slurm would refuse its harvest jobs: {refusal}")
 
 
-def _tell_failure(new: object, reason: str, unknown: bool) -> None:
-    from fallow.control.protocol import NewRun
-
-    assert isinstance(new, NewRun)
+def _tell_failure(new: NewRun, reason: str, unknown: bool) -> None:
     try:
         ask("base_failed", run=new.run, token=new.token, reason=reason, unknown=unknown)
     except FallowError as error:
         say(f"the head was not told ({error.message}); if the run is still shown: fallow cancel {new.run}")
 
 
-def _script_words(plan: Submission, source: Path | None) -> list[str]:
-    return [str(source), *plan.line.args] if source is not None else []
-
-
-def _become(argv: list[str], variables: dict[str, str] | None = None) -> NoReturn:
+def _become(argv: list[str], variables: Mapping[str, str] | None = None) -> NoReturn:
     """sbatch itself takes over: nothing of ours is left to do."""
     try:
         os.execvpe(argv[0], argv, {**os.environ, **(variables or {})})  # noqa: S606
     except OSError as error:
-        raise no_sbatch(error) from error
+        raise _no_sbatch(error.strerror) from error
 
 
-def no_sbatch(error: OSError) -> FallowError:
-    return FallowError(
-        f"sbatch cannot be started ({error.strerror}); install Slurm's client commands or set PATH",
-        Exit.UNAVAILABLE,
-    )
+def _no_sbatch(why: str | None) -> FallowError:
+    text = f"sbatch cannot be started ({why}); install Slurm's client commands or set PATH"
+    return FallowError(text, Exit.UNAVAILABLE)

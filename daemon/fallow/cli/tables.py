@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from fallow.text import clean
+
+T = TypeVar("T")
 
 STYLES = {
     "training": "green",
@@ -45,6 +48,11 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     sys.stdout.write("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
 
 
+def show_items(columns: Mapping[str, Callable[[T], str]], items: Iterable[T]) -> None:
+    """Prints a row for each item; each column has what makes its cell."""
+    show_table(list(columns), [[cell(item) for cell in columns.values()] for item in items])
+
+
 def duration(seconds: float | None) -> str:
     """`1-02:03:04`, as Slurm writes it; `-` for unknown."""
     if seconds is None:
@@ -62,13 +70,3 @@ def moment(at: float) -> str:
 
 def number(value: float | None, digits: int = 4) -> str:
     return "-" if value is None else f"{value:.{digits}g}"
-
-
-def size(nbytes: int) -> str:
-    """`1.5 MiB`, `340 B`."""
-    value, unit = float(nbytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import time
-from datetime import UTC, datetime, timedelta
+from collections.abc import Callable
+from datetime import UTC, date, datetime, timedelta
 
 import click
 
-from fallow.cli.common import ask, json_option, print_json
-from fallow.cli.tables import show_table
-from fallow.model import PRUNED, Amount, Exit, FallowError, OwnerView, Source, UsageReport, UsageRow
+from fallow.cli.common import ask, json_option, tell
+from fallow.cli.tables import show_items
+from fallow.model import PRUNED, Amount, Exit, FallowError, LimitView, OwnerView, Source, UsageReport, UsageRow
 from fallow.text import clean
 
 WHAT = {
@@ -21,6 +22,13 @@ WHAT = {
     Source.DRAINED: "from the last step until Slurm had the node back",
     Source.CUT_SHORT: "ended by Slurm (preemption, walltime, node failure) before the first step",
     Source.NOTHING: "jobs that ended before the first step by themselves or by us",
+}
+
+LIMITS: dict[str, Callable[[LimitView], str]] = {
+    "LIMIT OF": lambda limit: limit.of,
+    "LIMIT": lambda limit: limit.name,
+    "AT MOST": lambda limit: f"{limit.limit:g}",
+    "USED": lambda limit: "per job" if limit.used is None else f"{limit.used:g}",
 }
 
 
@@ -35,12 +43,8 @@ def usage(run: str | None, since: str | None, by: str, as_json: bool) -> None:
     Every node-second is counted once: trained in a base job, trained in a harvested one, or wasted, by cause. A project
     is the Slurm account that the run was submitted with. Prices are set under [usage] in the configuration.
     """
-    asked = {"run": run, "since": None if since is None else first_day(since, time.time())}
-    report = ask("usage", UsageReport, by=by, **{name: value for name, value in asked.items() if value is not None})
-    if as_json:
-        print_json(report)
-    else:
-        show_usage(report)
+    day = None if since is None else first_day(since, time.time())
+    tell(ask("usage", UsageReport, by=by, run=run, since=day), as_json, show_usage)
 
 
 def first_day(text: str, now: float) -> str:
@@ -49,11 +53,11 @@ def first_day(text: str, now: float) -> str:
     Raises:
         FallowError: it is neither.
     """
-    today = datetime.fromtimestamp(now, UTC).date()
-    if match := re.fullmatch(r"(\d{1,5})d", text):
-        return (today - timedelta(days=max(0, int(match[1]) - 1))).isoformat()
     try:
-        return datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC).date().isoformat()
+        if match := re.fullmatch(r"(\d{1,5})d", text):
+            today = datetime.fromtimestamp(now, UTC).date()
+            return (today - timedelta(days=max(0, int(match[1]) - 1))).isoformat()
+        return date.fromisoformat(text).isoformat()
     except ValueError:
         raise FallowError(f"--since {text[:32]!r}: give a day as 2026-01-31, or 7d", Exit.USAGE) from None
 
@@ -75,71 +79,58 @@ def show_usage(report: UsageReport) -> None:
 
 
 def _show_rows(report: UsageReport) -> None:
+    """A row for each run, project or day, and why what was wasted was."""
     total = report.total
-    money = total.allocated.cost is not None
-    budgets = any(row.budget_node_s is not None for row in report.rows)
-    since = f", since {report.since} (UTC)" if report.since else ""
-    click.echo(clean(f"node-hours by {report.by}{since}"))
-    columns = [report.by.upper(), "ALLOCATED", "BASE", "HARVESTED", "WASTED", "GPU-HOURS", "JOBS", "USELESS"]
-    columns += [f"COST {report.currency}".strip()] if money else []
-    columns += ["BUDGET", "LEFT"] if budgets else []
-    rows = report.rows if len(report.rows) == 1 else [*report.rows, total]
-    show_table(columns, [_cells(row, money, budgets) for row in rows])
+    has_cost = total.allocated.cost is not None
+    columns: dict[str, Callable[[UsageRow], str]] = {
+        report.by.upper(): lambda row: "pruned runs" if row.key == PRUNED else row.key,
+        "ALLOCATED": lambda row: _hours(row.allocated.node_s),
+        "BASE": lambda row: _hours(row.base.node_s),
+        "HARVESTED": lambda row: _hours(row.harvested.node_s),
+        "WASTED": _wasted,
+        "GPU-HOURS": lambda row: _hours(row.allocated.gpu_s),
+        "JOBS": lambda row: str(row.jobs),
+        "USELESS": lambda row: str(row.useless_jobs),
+    }
+    if has_cost:
+        columns[f"COST {report.currency}".strip()] = lambda row: _cost(row.allocated)
+    if any(row.budget_node_s is not None for row in report.rows):
+        columns["BUDGET"] = lambda row: _hours(row.budget_node_s)
+        columns["LEFT"] = lambda row: _hours(row.budget_left_s)
+    click.echo(clean(f"node-hours by {report.by}" + (f", since {report.since} (UTC)" if report.since else "")))
+    show_items(columns, report.rows if len(report.rows) == 1 else [*report.rows, total])
     if total.causes:
+        causes: dict[str, Callable[[tuple[Source, Amount]], str]] = {
+            "CAUSE": lambda item: item[0].value.replace("_", "-"),
+            "NODE-HOURS": lambda item: _hours(item[1].node_s),
+            "GPU-HOURS": lambda item: _hours(item[1].gpu_s),
+            **({"COST": lambda item: _cost(item[1])} if has_cost else {}),
+            "WHAT": lambda item: WHAT[item[0]],
+        }
         click.echo("\nwasted, by cause")
-        headings = ["CAUSE", "NODE-HOURS", "GPU-HOURS", *(["COST"] if money else []), "WHAT"]
-        causes = sorted(total.causes.items(), key=lambda item: -item[1].node_s)
-        show_table(
-            headings,
-            [
-                [
-                    cause.value.replace("_", "-"),
-                    _hours(amount.node_s),
-                    _hours(amount.gpu_s),
-                    *([_money(amount)] if money else []),
-                    WHAT[cause],
-                ]
-                for cause, amount in causes
-            ],
-        )
+        show_items(causes, sorted(total.causes.items(), key=lambda item: -item[1].node_s))
 
 
-def _cells(row: UsageRow, money: bool, budgets: bool) -> list[str]:
+def _wasted(row: UsageRow) -> str:
     share = f" ({row.wasted.node_s / row.allocated.node_s:.0%})" if row.allocated.node_s else ""
-    cells = [
-        "pruned runs" if row.key == PRUNED else row.key,
-        *(_hours(amount.node_s) for amount in (row.allocated, row.base, row.harvested)),
-        _hours(row.wasted.node_s) + share,
-        _hours(row.allocated.gpu_s),
-        str(row.jobs),
-        str(row.useless_jobs),
-    ]
-    cells += [_money(row.allocated)] if money else []
-    if budgets:
-        known = row.budget_node_s is not None and row.budget_left_s is not None
-        cells += [_hours(row.budget_node_s or 0.0), _hours(max(0.0, row.budget_left_s or 0.0))] if known else ["-", "-"]
-    return cells
+    return _hours(row.wasted.node_s) + share
 
 
-def _hours(seconds: float) -> str:
-    hours = seconds / 3600.0
+def _hours(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    hours = max(0.0, seconds) / 3600.0
     return f"{hours:.1f}" if hours >= 100 else f"{hours:.3f}"
 
 
-def _money(amount: Amount) -> str:
+def _cost(amount: Amount) -> str:
     return "-" if amount.cost is None else f"{amount.cost:.2f}"
 
 
 def _show_owner(owner: OwnerView) -> None:
     click.echo("\n" + clean(f"Slurm's accounts say of {owner.user}" if owner.user else "of the owner's limits"))
     if owner.limits:
-        show_table(
-            ["LIMIT OF", "LIMIT", "AT MOST", "USED"],
-            [
-                [limit.of, limit.name, f"{limit.limit:g}", "per job" if limit.used is None else f"{limit.used:g}"]
-                for limit in owner.limits
-            ],
-        )
+        show_items(LIMITS, owner.limits)
     for share in owner.shares:
         where = f" in {share.partition}" if share.partition else ""
         click.echo(

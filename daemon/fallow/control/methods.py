@@ -88,7 +88,6 @@ METHODS: dict[str, type[Struct]] = {
     "report": OfRun,
     "usage": UsageOf,
     "prospect": OfSpec,
-    "cluster": Nothing,
     "test_harvest": OfRun,
     "create_run": OfSpec,
     "base_submitted": BaseSubmitted,

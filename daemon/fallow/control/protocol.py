@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from fallow.model import ClusterConfig, ClusterState, EventRecord, Exit, FallowError, Snapshot, Struct
+from fallow.model import EventRecord, Exit, FallowError, Snapshot, Struct
 
 MAX_REQUEST = 1 << 20
 """Longest line that the head reads."""
@@ -50,17 +50,6 @@ class Pruned(Struct, frozen=True, kw_only=True):
     name: str
     ended_at: float
     checkpoints_kept: int
-
-
-class LastPoll(Struct, frozen=True, kw_only=True):
-    """Result of `cluster`: what the head knows of Slurm, so that nobody else needs to ask."""
-
-    config: ClusterConfig | None
-    cluster: ClusterState | None
-    backend: str
-    "of the head's client"
-    age_s: float | None
-    "since the answer came"
 
 
 class NewRun(Struct, frozen=True):

@@ -28,7 +28,7 @@ from fallow.local.driver import Driver
 from fallow.model import EventRecord, Exit, FallowError, RunReport, RunStatus, RunView, Snapshot
 from fallow.shipped import shipped
 from fallow.slurm.cli import POLL_REQUESTS
-from fallow.testbed.api import up
+from fallow.testbed.cluster import Testbed
 
 NODES = 8
 UTILISATION = 0.6
@@ -117,7 +117,7 @@ class Demo:
         steps = max(20, int(self.seconds / step_s))
         self.live.say(f"one member alone takes {step_s * 1000:.0f} ms a step: {steps} steps")
         self.live.say(f"starting a private Slurm of {NODES} nodes")
-        testbed = await asyncio.to_thread(up, self.folder / "slurm", nodes=NODES, profile="preempt")
+        testbed = await asyncio.to_thread(Testbed.up, self.folder / "slurm", nodes=NODES)
         try:
             snapshot, elastic, took_s = await self._elastic(Stage(self.folder, testbed, SETTINGS), script, steps)
         finally:

@@ -26,7 +26,6 @@ from fallow.model import (
     Exit,
     FallowError,
     MemberPhase,
-    MemberView,
     RunReport,
     RunSpec,
     RunView,
@@ -73,25 +72,30 @@ class Driver:
         name: str | None = None,
         by_seconds: bool = False,
     ) -> None:
-        self.name = name or name_of(command)
         self.command = list(command)
         self.members = members
-        self.workers_per_node = workers_per_node
-        self.schedule = list(schedule)
-        self.max_members = max_members or peak(members, schedule)
-        self.total = members + sum(i.count for i in schedule if i.action is Action.ADD)
-        self.paths = Paths(state=folder / "state", runtime=folder / "run").create()
+        self.total = members + sum(item.count for item in schedule if item.action is Action.ADD)
+        self.due = list(schedule)
+        "items whose step has not come"
+        self._spec = RunSpec(
+            run="",
+            name=name or name_of(command),
+            min_nodes=members,
+            max_nodes=max_members or peak(members, schedule),
+            workers_per_node=workers_per_node,
+            local=True,
+        )
         self._output = output
         self._on_view = on_view
-        empty = folder / "config.toml"
-        empty.touch()
+        (folder / "config.toml").touch()
+        (folder / "run").mkdir(mode=0o700, exist_ok=True)
         self._environ = {
             # All workers share this machine's cores, so one thread each, as torchrun does.
             "OMP_NUM_THREADS": "1",
             **environ,
-            "FALLOW_STATE_DIR": str(self.paths.state),
+            "FALLOW_STATE_DIR": str(folder / "state"),
             "XDG_RUNTIME_DIR": str(folder / "run"),
-            "FALLOW_CONFIG": str(empty),
+            "FALLOW_CONFIG": str(folder / "config.toml"),
             "FALLOW_SLURM__CLIENT": "none",
             "FALLOW_HEAD__ADDRESS": "127.0.0.1",
             "FALLOW_MEMBERSHIP__BEAT_S": "0.1",
@@ -102,7 +106,6 @@ class Driver:
         "by the token of their allocation: one on each node"
         self._run = ""
         self._control: ControlClient
-        self._due = list(self.schedule)
         self._by_seconds = by_seconds
         self._began: float | None = None
         self._pids: dict[str, list[int]] = {}
@@ -123,30 +126,14 @@ class Driver:
         """
         self._control = await self._head.start()
         try:
-            await self._create()
+            self._run = (await self._call("create_run", NewRun, spec=msgspec.to_builtins(self._spec))).run
             if await self._start_agents():
                 await self._call("grow", run=self._run, by=self.members)
                 await self._follow()
-            return msgspec.convert(await self._call("report", run=self._run), RunReport)
+            report: RunReport = await self._call("report", RunReport, run=self._run)
+            return report
         finally:
             await self._clean_up()
-
-    @property
-    def missed(self) -> list[Item]:
-        """Items whose step never came."""
-        return self._due
-
-    async def _create(self) -> None:
-        spec = RunSpec(
-            run="",
-            name=self.name,
-            min_nodes=self.members,
-            max_nodes=self.max_members,
-            workers_per_node=self.workers_per_node,
-            local=True,
-        )
-        made = msgspec.convert(await self._call("create_run", spec=msgspec.to_builtins(spec)), NewRun)
-        self._run = made.run
 
     async def _start_agents(self) -> bool:
         """Start all nodes and wait until none is starting up any more; False if the run has ended by then.
@@ -156,11 +143,12 @@ class Driver:
         for count, needed in ((self.members, True), (self.total - self.members, False)):
             for _ in range(count):
                 await self._start_agent()
-            await self._until(lambda view: view.status.ended or not self._are_coming(view))
-            view = await self._look()
+            while not (view := await self._look()).status.ended and self._are_coming(view):
+                self._check_agents()
+                await asyncio.sleep(LOOK_S)
             if view.status.ended:
                 return False
-            self.absent = len(self._agents) - len(_in_phase(view, MemberPhase.READY))
+            self.absent = len(self._agents) - _ready(view)
             self.absent_because = view.message
             if self.absent and needed:
                 raise FallowError(
@@ -170,15 +158,10 @@ class Driver:
         return True
 
     async def _start_agent(self) -> None:
-        place = msgspec.convert(await self._call("local_allocation", run=self._run), LocalAllocation)
+        place = await self._call("local_allocation", LocalAllocation, run=self._run)
+        argv = [sys.executable, "-m", "fallow.agent", "--key-file", place.key_file, "--", *self.command]
         self._agents[place.token] = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "fallow.agent",
-            "--key-file",
-            place.key_file,
-            "--",
-            *self.command,
+            *argv,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=self._output,
             env=self._environ,
@@ -192,11 +175,6 @@ class Driver:
         living = {token for token, agent in self._agents.items() if agent.returncode is None}
         return bool(living & kept - ready)
 
-    async def _until(self, condition: Callable[[RunView], bool]) -> None:
-        while not condition(await self._look()):
-            self._check_agents()
-            await asyncio.sleep(LOOK_S)
-
     def _check_agents(self) -> None:
         agents = self._agents.values()
         if agents and all(agent.returncode is not None for agent in agents):
@@ -206,16 +184,16 @@ class Driver:
     async def _follow(self) -> None:
         """Make each item happen as soon as its step is finished and the item before it has taken effect."""
         while not (view := await self._look()).status.ended:
-            if self._due and view.generation and self._reached(view) >= self._due[0].step and self._settled(view):
+            if self.due and view.generation and self._reached(view) >= self.due[0].step and self._settled(view):
                 try:
-                    await self._do(self._due[0], view)
+                    await self._do(self.due[0], view)
                 except FallowError as error:
                     # The run may have ended since the last look.
                     if error.code is not Exit.USAGE or not (await self._look()).status.ended:
                         raise
                     return
                 self._settle_until = time.monotonic() + SETTLE_S
-                self._due.pop(0)
+                self.due.pop(0)
             self._check_agents()
             await asyncio.sleep(LOOK_S)
 
@@ -229,7 +207,7 @@ class Driver:
         """No change is under way or about to begin. Given up after `SETTLE_S`: a stopped member may never settle."""
         members = [m for m in view.members if m.rank is not None]
         calm = view.change is None and not any(m.phase is MemberPhase.LEAVING for m in members)
-        full = not _in_phase(view, MemberPhase.READY) or len(members) >= view.useful
+        full = not _ready(view) or len(members) >= view.useful
         alive = not self._killed.intersection(m.member for m in members)
         return (calm and full and alive) or time.monotonic() > self._settle_until
 
@@ -241,7 +219,8 @@ class Driver:
                 if view.limit < view.max_nodes:
                     await self._call("grow", run=self._run, by=item.count)
             case Action.RELEASE:
-                youngest = [m.member for m in _by_arrival(view) if m.rank is not None][-item.count :]
+                members = [m for m in view.members if m.rank is not None]
+                youngest = sorted((m.member for m in members), key=member_number)[-item.count :]
                 await self._call("release", run=self._run, members=youngest)
             case Action.RELEASE_MEMBER:
                 await self._call("release", run=self._run, members=[_name(item)])
@@ -265,18 +244,18 @@ class Driver:
                 os.kill(pid, number)
 
     async def _look(self) -> RunView:
-        snapshot = msgspec.convert(await self._call("status", run=self._run), Snapshot)
+        snapshot: Snapshot = await self._call("status", Snapshot, run=self._run)
         view = snapshot.runs[0]
         self._pids.update({m.member: m.pids for m in view.members if m.pids})
         if self._on_view is not None:
             self._on_view(view)
         return view
 
-    async def _call(self, method: str, **params: Any) -> Any:
+    async def _call(self, method: str, type_: Any = Any, **params: Any) -> Any:
         """One request; a head that ended by itself is started again, as a supervisor would."""
         for _ in range(3):
             try:
-                return await self._control.call(method, **params)
+                return await self._control.call(method, type_, **params)
             except FallowError as error:
                 if error.code is not Exit.UNAVAILABLE:
                     raise
@@ -308,12 +287,8 @@ class Driver:
         await self._head.stop()
 
 
-def _in_phase(view: RunView, phase: MemberPhase) -> list[MemberView]:
-    return [m for m in view.members if m.phase is phase]
-
-
-def _by_arrival(view: RunView) -> list[MemberView]:
-    return sorted(view.members, key=lambda m: member_number(m.member))
+def _ready(view: RunView) -> int:
+    return sum(member.phase is MemberPhase.READY for member in view.members)
 
 
 def _name(item: Item) -> str:
@@ -323,9 +298,10 @@ def _name(item: Item) -> str:
 
 
 def name_of(command: Sequence[str]) -> str:
-    """A run's name from its argv: the script or module, without what an id may not hold."""
-    words = [word for word in command[1:] if not word.startswith("-")] or list(command[:1])
-    stem = Path(words[0]).stem if words[0].endswith(".py") else Path(words[0]).name
+    """A run's name from its argv: the script, module or program, without what an id may not hold."""
+    words = [word for word in command[1:] if not word.startswith("-")]
+    script = next((word for word in command if word.endswith(".py")), [*words, command[0]][0])
+    stem = Path(script).name.removesuffix(".py")
     return re.sub(r"[^A-Za-z0-9._-]", "-", stem).lstrip("._-") or "local"
 
 

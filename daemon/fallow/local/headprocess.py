@@ -20,7 +20,6 @@ START_S = 30.0
 STOP_S = 15.0
 _PR_SET_PDEATHSIG = 1
 
-
 _prctl = ctypes.CDLL(None).prctl
 """Looked up here, since between fork and exec nothing should be loaded."""
 
@@ -57,9 +56,7 @@ class HeadProcess:
         """
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "fallow.head",
+                *(sys.executable, "-m", "fallow.head"),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -14,11 +14,11 @@ class WouldAsk(Struct, frozen=True, kw_only=True):
 
 
 class Prospect(Struct, frozen=True, kw_only=True):
-    """What a run would find, by one poll."""
+    """What a run would find, by the head's last poll."""
 
     polled_at: float
     by_head: bool
-    "False: no head answered, and Slurm was asked for this alone"
+    "always true: no head, no prospect"
     idle_nodes: int
     "in partitions that may be harvested"
     asks: list[WouldAsk]
@@ -35,8 +35,6 @@ class BaseStart(Struct, frozen=True, kw_only=True):
     "in Slurm's words"
     refused: bool = False
     "it would not be submitted at all"
-    start_at: float | None = None
-    nodes: list[str] = []
 
 
 class DryRun(Struct, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@
         subprocess.run(["sinfo"], env=os.environ | testbed.env())
 
 Everything lives in one folder: configuration, logs, state, MUNGE key and socket. The daemons put themselves
-into the background and outlive the process that called `up`; `Testbed.load(folder).down()` ends them.
+into the background and outlive the process that called `up`; `Testbed.find(folder).down()` ends them.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ import shutil
 import signal
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
-from types import TracebackType
+from typing import Self
 
 from fallow.model import Exit, FallowError, Struct
 from fallow.testbed import registry
-from fallow.testbed.conf import Layout, Profile
+from fallow.testbed.conf import PARTITION, Layout, Profile
 from fallow.testbed.daemons import logs, make_folder, start_daemons, start_slurmctld, write_files
 from fallow.testbed.host import (
+    check_commands,
     check_host_name,
     clean_environment,
-    find_commands,
     free_ports,
     owned_processes,
-    parse_version,
     signal_all,
+    slurm_version,
     wait_until,
 )
 
@@ -38,7 +39,6 @@ UP_DEADLINE_S = 30.0
 COMMAND_DEADLINE_S = 5.0
 _PATIENCE_S = 3.0
 "With what ends in order; usually it takes a tenth of that. After it comes SIGKILL."
-_MAX_NODES = 64
 
 
 class TestbedStatus(Struct, frozen=True):
@@ -46,28 +46,24 @@ class TestbedStatus(Struct, frozen=True):
 
     folder: str
     conf: str
-    profile: str
+    profile: Profile
     slurm_version: str
     nodes: dict[str, int]
     "number of nodes by state, e.g. {'idle': 7, 'mixed': 1}; empty when slurmctld does not answer"
     jobs: dict[str, int]
     "number of jobs by state, ended ones left out"
-    processes: int
     up: bool
     "slurmctld answers and no node is down"
-    started_at: float
 
 
 class Testbed:
-    """A running private Slurm. Made by `up` or `load`, never directly."""
+    """A running private Slurm. Made by `up` or `find`, never directly."""
 
     __test__ = False
     "pytest: this is no test class"
 
-    def __init__(self, record: registry.Record, commands: dict[str, str]) -> None:
-        self.record = record
-        self.layout = _layout(record)
-        self._commands = commands
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
 
     # -- making and finding -------------------------------------------------------------------------------------
 
@@ -80,53 +76,63 @@ class Testbed:
         gpus: int = 4,
         profile: Profile | str = Profile.PREEMPT,
         bf_interval: int = 1,
-        deadline_s: float = UP_DEADLINE_S,
-    ) -> Testbed:
-        """Start a testbed and wait until all its nodes are idle.
+    ) -> Self:
+        """Start a testbed and wait until all its nodes are idle, a few seconds at most.
 
         `folder` must be new or empty; None: a fresh one under /tmp. `bf_interval` is the cycle of Slurm's
         backfill scheduler in seconds (sites have 30 and more).
+
+        Raises:
+            FallowError: packages are missing, the folder is in use, or daemons do not come up (with their logs' ends).
         """
-        profile = _check(nodes, gpus, profile, bf_interval)
-        commands = find_commands()
+        check_commands()
         check_host_name()
-        version = parse_version(_run_plain([commands["slurmctld"], "-V"]))
-        place = make_folder(folder)
-        try:
-            with registry.locked():
-                ports = [range(r.first_port, r.first_port + r.nodes + 1) for r in registry.records()]
-                record = registry.Record(
-                    folder=str(place),
-                    user=_user_name(),
-                    nodes=nodes,
-                    gpus=gpus,
-                    profile=profile.value,
-                    bf_interval=bf_interval,
-                    first_port=free_ports(nodes + 1, ports),
-                    version=version,
-                    started_at=time.time(),
-                )
-                registry.write_record(record)
-                testbed = cls(record, commands)
-                write_files(testbed.layout)
-                start_daemons(testbed.layout, commands)
-                testbed._wait_idle(deadline_s)
-        except BaseException:
-            if registry.read_record(place) is None:
-                shutil.rmtree(place, ignore_errors=True)
-            else:
-                cls.load(place).down()
-            raise
+        user, version = _user_name(), slurm_version()
+        with registry.locked():
+            layout = Layout(
+                place=str(make_folder(folder)),
+                user=user,
+                nodes=nodes,
+                gpus=gpus,
+                profile=Profile(profile),
+                bf_interval=bf_interval,
+                first_port=free_ports(nodes + 1),
+                version=version,
+                started_at=time.time(),
+            )
+            registry.remember(layout)
+            testbed = cls(layout)
+            try:
+                write_files(layout)
+                start_daemons(layout)
+                testbed._wait_idle()
+            except BaseException:
+                testbed.down()
+                raise
         return testbed
 
     @classmethod
-    def load(cls, folder: Path) -> Testbed:
-        """The testbed that lives in `folder`."""
-        folder = folder.absolute()
-        record = registry.read_record(folder)
-        if record is None:
-            raise FallowError(f"{folder}: no testbed here; `fallow testbed status` lists those there are", Exit.NOINPUT)
-        return cls(record, find_commands())
+    def find(cls, folder: Path | None = None) -> Self:
+        """The testbed that lives in `folder`. Without a folder there must be exactly one."""
+        if folder is not None:
+            layout = registry.read_layout(folder.absolute())
+            if layout is None:
+                raise FallowError(
+                    f"{folder}: no testbed here; `fallow testbed status` lists those there are", Exit.NOINPUT
+                )
+            return cls(layout)
+        found = cls.all()
+        if not found:
+            raise FallowError("testbed: there is none; start one with `fallow testbed up`", Exit.NOINPUT)
+        if len(found) > 1:
+            names = ", ".join(str(testbed.folder) for testbed in found)
+            raise FallowError(f"testbed: there are several ({names}); name the folder", Exit.USAGE)
+        return found[0]
+
+    @classmethod
+    def all(cls) -> list[Self]:
+        """All testbeds of this user on this host, oldest first."""
+        return [cls(layout) for layout in registry.layouts()]
 
     # -- looking ------------------------------------------------------------------------------------------------
 
@@ -145,10 +151,9 @@ class Testbed:
 
     def slurm(self, *command: str, timeout_s: float = COMMAND_DEADLINE_S) -> str:
         """Standard output of one of Slurm's client commands, run on this testbed."""
-        argv = [self._commands.get(command[0], command[0]), *command[1:]]
         try:
             done = subprocess.run(
-                argv,
+                command,
                 env=clean_environment(self.conf),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -156,16 +161,12 @@ class Testbed:
                 timeout=timeout_s,
                 check=False,
             )
+            problem = f"failed ({done.stderr.strip() or done.returncode})" if done.returncode else ""
         except subprocess.TimeoutExpired:
+            problem = f"did not end within {timeout_s:g} s"
+        if problem:
             raise FallowError(
-                f"testbed {self.folder}: {' '.join(command)} did not end within {timeout_s:g} s; "
-                f"see {self.folder}/slurmctld.log",
-                Exit.UNAVAILABLE,
-            ) from None
-        if done.returncode != 0:
-            raise FallowError(
-                f"testbed {self.folder}: {' '.join(command)} failed ({done.stderr.strip() or done.returncode}); "
-                f"see {self.folder}/slurmctld.log",
+                f"testbed {self.folder}: {' '.join(command)} {problem}; see {self.folder}/slurmctld.log",
                 Exit.UNAVAILABLE,
             )
         return done.stdout
@@ -177,41 +178,29 @@ class Testbed:
     def daemon_pid(self, name: str) -> int:
         """Process id of `slurmctld`, of `munged`, or of a node's slurmd (`n3`), for tests that stop or kill it."""
         path = {"slurmctld": "slurmctld.pid", "munged": "munge/pid"}.get(name, f"slurmd.{name}.pid")
-        try:
-            return int((self.folder / path).read_text())
-        except (OSError, ValueError) as error:
-            raise FallowError(
-                f"testbed {self.folder}: {name} is not running ({error}); take the testbed down",
-                Exit.UNAVAILABLE,
-            ) from error
+        return int((self.folder / path).read_text())
 
     def restart_slurmctld(self) -> None:
         """Start slurmctld again once it has ended, for tests that killed it."""
-        start_slurmctld(self.layout, self._commands)
+        start_slurmctld(self.layout)
 
     def status(self) -> TestbedStatus:
         """What runs now. Never fails because Slurm does not answer: then `up` is false."""
-        nodes: dict[str, int] = {}
-        jobs: dict[str, int] = {}
-        answered = True
+        nodes, jobs = Counter[str](), Counter[str]()
         try:
-            for state in self.slurm("sinfo", "-h", "-N", "-p", "normal", "-o", "%T").split():
-                nodes[state] = nodes.get(state, 0) + 1
-            for state in self.slurm("squeue", "-h", "-a", "-r", "-o", "%T").split():
-                jobs[state.lower()] = jobs.get(state.lower(), 0) + 1
+            nodes.update(self._node_states())
+            jobs.update(self.slurm("squeue", "-h", "-a", "-r", "-o", "%T").lower().split())
+            bad = any(state.startswith(("down", "unknown", "drain")) for state in nodes)
         except FallowError:
-            answered = False
-        bad = any(state.rstrip("*").startswith(("down", "unknown", "drain")) for state in nodes)
+            bad = True
         return TestbedStatus(
             folder=str(self.folder),
             conf=str(self.conf),
-            profile=self.layout.profile.value,
+            profile=self.layout.profile,
             slurm_version=f"{self.layout.version[0]}.{self.layout.version[1]:02d}",
-            nodes=nodes,
-            jobs=jobs,
-            processes=len(self.processes()),
-            up=answered and bool(nodes) and not bad,
-            started_at=self.record.started_at,
+            nodes=dict(nodes),
+            jobs=dict(jobs),
+            up=not bad and bool(nodes),
         )
 
     # -- ending -------------------------------------------------------------------------------------------------
@@ -221,7 +210,7 @@ class Testbed:
 
         Jobs first: a slurmd that ends leaves slurmstepd and the tasks behind.
         """
-        if registry.read_record(self.folder) is None:
+        if registry.read_layout(self.folder) is None:
             registry.forget(self.folder)
             return
         self._cancel_jobs()
@@ -253,55 +242,28 @@ class Testbed:
         except FallowError:
             return  # slurmctld is gone or hangs; the processes are killed one by one then
 
-    def __enter__(self) -> Testbed:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.down()
 
-    def _wait_idle(self, seconds: float) -> None:
+    def _node_states(self) -> list[str]:
+        return self.slurm("sinfo", "-h", "-N", "-p", PARTITION, "-o", "%T").split()
+
+    def _wait_idle(self) -> None:
         def idle() -> bool:
             try:
-                states = self.slurm("sinfo", "-h", "-N", "-p", "normal", "-o", "%T").split()
+                return self._node_states() == ["idle"] * self.layout.nodes
             except FallowError:
                 return False
-            return len(states) == self.layout.nodes and all(state == "idle" for state in states)
 
-        if not wait_until(idle, seconds):
+        if not wait_until(idle, UP_DEADLINE_S):
             raise FallowError(
-                f"testbed: the nodes did not become idle within {seconds:g} s; what the daemons say:\n"
+                f"testbed: the nodes did not become idle within {UP_DEADLINE_S:g} s; what the daemons say:\n"
                 f"{logs(self.layout)}",
                 Exit.UNAVAILABLE,
             )
-
-
-def _layout(record: registry.Record) -> Layout:
-    return Layout(
-        folder=Path(record.folder),
-        user=record.user,
-        nodes=record.nodes,
-        gpus=record.gpus,
-        profile=Profile(record.profile),
-        bf_interval=record.bf_interval,
-        first_port=record.first_port,
-        version=record.version,
-    )
-
-
-def _check(nodes: int, gpus: int, profile: Profile | str, bf_interval: int) -> Profile:
-    if not 1 <= nodes <= _MAX_NODES or not 0 <= gpus <= 16 or not 1 <= bf_interval <= 600:
-        raise FallowError(
-            f"testbed: nodes={nodes} gpus={gpus} bf_interval={bf_interval} is out of range; "
-            f"use 1 to {_MAX_NODES} nodes, 0 to 16 gpus, bf_interval 1 to 600",
-            Exit.USAGE,
-        )
-    try:
-        return Profile(profile)
-    except ValueError:
-        known = ", ".join(Profile)
-        raise FallowError(f"testbed: unknown profile {profile!r}; choose one of {known}", Exit.USAGE) from None
 
 
 def _user_name() -> str:
@@ -312,9 +274,3 @@ def _user_name() -> str:
             f"testbed: uid {os.getuid()} has no entry in /etc/passwd, and Slurm asks for a user name; add one",
             Exit.CONFIG,
         ) from None
-
-
-def _run_plain(argv: list[str]) -> str:
-    environment = {**os.environ, "LC_ALL": "C"}
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=10, check=False)
-    return done.stdout + done.stderr

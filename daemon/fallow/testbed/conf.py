@@ -8,9 +8,10 @@ cgroup.conf differs by version as its manual pages say; a configuration like thi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+
+from fallow.model import Struct
 
 PARTITION = "normal"
 "The default partition of every profile."
@@ -21,29 +22,27 @@ CPUS_PER_NODE = 4
 MEMORY_PER_NODE_MB = 4000
 KILL_WAIT_S = 5
 "Slurm's floor: below, slurmd still waits 5 s between SIGTERM and SIGKILL."
+GRACE_S = 10
+"Between the warning of a preempted job and its end."
 
 
 class Profile(StrEnum):
     """What kind of site the testbed plays."""
 
     PREEMPT = "preempt"
-    """`normal` preempts `scavenge`, whose steps get SIGTERM 10 s before the end. Nobody preempts jobs in `normal`;
+    """`normal` preempts `scavenge`, whose steps get SIGTERM `GRACE_S` before the end. Nobody preempts jobs in `normal`;
     Slurm shows the cluster's mode for it all the same, as most sites do."""
     NOGRACE = "nograce"
-    "the same with GraceTime=0: SIGTERM and SIGKILL are KillWait apart"
+    "the same without a warning: SIGTERM and SIGKILL are KillWait apart"
     PLAIN = "plain"
     "no preemption, one partition"
 
-    @property
-    def grace_s(self) -> int:
-        return 10 if self is Profile.PREEMPT else 0
 
+class Layout(Struct, frozen=True):
+    """What a testbed is: all that its files depend on."""
 
-@dataclass(frozen=True)
-class Layout:
-    """All that the files depend on."""
-
-    folder: Path
+    place: str
+    "path of the testbed's folder"
     user: str
     "who runs the daemons: SlurmUser and SlurmdUser"
     nodes: int
@@ -53,7 +52,13 @@ class Layout:
     first_port: int
     "slurmctld's; the nodes' follow"
     version: tuple[int, int]
-    "major and minor, e.g. (22, 5)"
+    "Slurm's major and minor, e.g. (22, 5)"
+    started_at: float
+    "Unix time"
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.place)
 
     @property
     def conf(self) -> Path:
@@ -79,7 +84,7 @@ class Layout:
 
 def slurm_conf(layout: Layout) -> str:
     """Text of slurm.conf."""
-    at = layout.folder
+    at, cpus = layout.folder, max(CPUS_PER_NODE, layout.gpus)
     gres = f" Gres=gpu:{layout.gpus}" if layout.gpus else ""
     lines = [
         "ClusterName=testbed",
@@ -104,11 +109,14 @@ def slurm_conf(layout: Layout) -> str:
         "SelectType=select/cons_tres",
         "SelectTypeParameters=CR_Core_Memory",
         # without it the first job on a node takes all its memory
-        f"DefMemPerCPU={MEMORY_PER_NODE_MB // _cpus(layout)}",
+        f"DefMemPerCPU={MEMORY_PER_NODE_MB // cpus}",
         "SchedulerType=sched/backfill",
         # as 22.05 does by itself; newer ones are multifactor, where without weights no --nice puts jobs behind others
         "PriorityType=priority/basic",
-        f"SchedulerParameters={_scheduler_parameters(layout.bf_interval)}",
+        # resolution 1 s: planned starts are rounded up to it, and jobs on a testbed last seconds
+        f"SchedulerParameters=bf_interval={layout.bf_interval},bf_resolution=1,bf_window=1440,bf_continue,"
+        "bf_max_job_test=200,bf_hetjob_prio=min,bf_hetjob_immediate,sched_interval=2,batch_sched_delay=0,"
+        "default_queue_depth=200",
         f"KillWait={KILL_WAIT_S}",
         # finished jobs stay visible for this long, as on a site that keeps the default of 300 s
         "MinJobAge=300",
@@ -116,10 +124,9 @@ def slurm_conf(layout: Layout) -> str:
         "SlurmdTimeout=15",
         "MessageTimeout=10",
         "ReturnToService=2",
-        *_preemption(layout.profile),
         *(["GresTypes=gpu"] if layout.gpus else []),
         f"NodeName={layout.node_range} NodeHostname=localhost NodeAddr=127.0.0.1 Port={layout.node_ports} "
-        f"CPUs={_cpus(layout)} Boards=1 SocketsPerBoard={_cpus(layout)} CoresPerSocket=1 ThreadsPerCore=1 "
+        f"CPUs={cpus} Boards=1 SocketsPerBoard={cpus} CoresPerSocket=1 ThreadsPerCore=1 "
         f"RealMemory={MEMORY_PER_NODE_MB}{gres} State=UNKNOWN",
         *_partitions(layout),
     ]
@@ -141,29 +148,15 @@ def cgroup_conf(version: tuple[int, int]) -> str:
     return "IgnoreSystemd=yes\nConstrainCores=no\nConstrainRAMSpace=no\nConstrainDevices=no\n"
 
 
-def _cpus(layout: Layout) -> int:
-    return max(CPUS_PER_NODE, layout.gpus)
-
-
-def _scheduler_parameters(bf_interval: int) -> str:
-    # resolution 1 s: planned starts are rounded up to it, and jobs on a testbed last seconds
-    return (
-        f"bf_interval={bf_interval},bf_resolution=1,bf_window=1440,bf_continue,bf_max_job_test=200,"
-        "bf_hetjob_prio=min,bf_hetjob_immediate,sched_interval=2,batch_sched_delay=0,default_queue_depth=200"
-    )
-
-
-def _preemption(profile: Profile) -> list[str]:
-    if profile is Profile.PLAIN:
-        return []
-    return ["PreemptType=preempt/partition_prio", "PreemptMode=REQUEUE"]
-
-
 def _partitions(layout: Layout) -> list[str]:
+    """The partitions, and that one preempts the other."""
     common = f"Nodes={layout.node_range} MaxTime=1-00:00:00 DefaultTime=10 State=UP"
     if layout.profile is Profile.PLAIN:
         return [f"PartitionName={PARTITION} {common} Default=YES"]
+    grace_s = GRACE_S if layout.profile is Profile.PREEMPT else 0
     return [
+        "PreemptType=preempt/partition_prio",
+        "PreemptMode=REQUEUE",
         f"PartitionName={PARTITION} {common} Default=YES PriorityTier=10",
-        f"PartitionName={SCAVENGE} {common} PriorityTier=1 PreemptMode=REQUEUE GraceTime={layout.profile.grace_s}",
+        f"PartitionName={SCAVENGE} {common} PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace_s}",
     ]

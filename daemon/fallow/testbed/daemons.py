@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import tempfile
@@ -10,7 +11,7 @@ from pathlib import Path
 from fallow.files import SOCKET_PATH_LIMIT
 from fallow.model import Exit, FallowError
 from fallow.testbed.conf import Layout, cgroup_conf, gres_conf, slurm_conf
-from fallow.testbed.host import clean_environment, last_lines
+from fallow.testbed.host import clean_environment
 
 _SPAWN_DEADLINE_S = 30.0
 # slurmd makes sockets named like spool/n1/n1_12345.4294967291 (slurmstepd's batch step)
@@ -19,84 +20,68 @@ _SOCKET_TAIL = len("/spool/n99/n99_99999999.4294967291")
 
 def make_folder(folder: Path | None) -> Path:
     """A new folder for a testbed, or `folder` if it is empty; open for reading, for jobs of other users use it."""
-    if folder is None:
-        # not TMPDIR: that of a job or of macOS-like set-ups is too long for Unix sockets
-        folder = Path(tempfile.mkdtemp(prefix=f"fallow-testbed-{os.getuid()}-", dir="/tmp"))
-    else:
-        folder = folder.absolute()
-        try:
-            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-                raise FallowError(
-                    f"testbed: {folder} is not empty; name a new folder, or take the testbed in it down",
-                    Exit.CANTCREAT,
-                )
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise FallowError(
-                f"testbed: {folder} cannot be made ({error.strerror}); name another folder", Exit.CANTCREAT
-            ) from error
-    if len(os.fsencode(folder)) + _SOCKET_TAIL >= SOCKET_PATH_LIMIT:
-        folder.rmdir()
+    # not TMPDIR: that of a job or of macOS-like set-ups is too long for Unix sockets
+    place = folder.absolute() if folder else Path(tempfile.mkdtemp(prefix=f"fallow-testbed-{os.getuid()}-", dir="/tmp"))
+    if len(os.fsencode(place)) + _SOCKET_TAIL >= SOCKET_PATH_LIMIT:
         raise FallowError(
-            f"testbed: {folder} is too long for Slurm's Unix sockets; use a path of at most "
+            f"testbed: {place} is too long for Slurm's Unix sockets; use a path of at most "
             f"{SOCKET_PATH_LIMIT - 1 - _SOCKET_TAIL} bytes",
             Exit.USAGE,
         )
-    folder.chmod(0o755)  # jobs of another user read slurm.conf; secrets in it are closed one by one
-    return folder
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        if any(place.iterdir()):
+            raise FallowError(
+                f"testbed: {place} is not empty; name a new folder, or take the testbed in it down", Exit.CANTCREAT
+            )
+        place.chmod(0o755)  # jobs of another user read slurm.conf; secrets in it are closed one by one
+    except OSError as error:
+        text = f"testbed: {place} cannot be made ({error.strerror}); name another folder"
+        raise FallowError(text, Exit.CANTCREAT) from error
+    return place
 
 
 def write_files(layout: Layout) -> None:
     """Configuration, MUNGE key, spool folders and fake GPUs."""
-    for name in ("state", "spool", "munge"):
-        (layout.folder / name).mkdir()
+    folder = layout.folder
     # munged wants its socket's folder reachable by everybody, the key's closed to writers
-    (layout.folder / "munge").chmod(0o755)
-    (layout.folder / "spool").chmod(0o755)
-    (layout.folder / "state").chmod(0o700)
-    for node in layout.node_names:
-        (layout.folder / "spool" / node).mkdir()
-        (layout.folder / "spool" / node).chmod(0o755)
+    modes = {"munge": 0o755, "state": 0o700, "spool": 0o755} | {f"spool/{node}": 0o755 for node in layout.node_names}
+    for name, mode in modes.items():
+        (folder / name).mkdir()
+        (folder / name).chmod(mode)
     for index in range(layout.gpus):
-        (layout.folder / f"gpu{index}").symlink_to("/dev/null")
-    key = layout.folder / "munge" / "key"
-    key.touch(mode=0o600)
-    key.write_bytes(os.urandom(128))
-    texts = {
-        "slurm.conf": slurm_conf(layout),
-        "gres.conf": gres_conf(layout),
-        "cgroup.conf": cgroup_conf(layout.version),
-    }
+        (folder / f"gpu{index}").symlink_to("/dev/null")
+    (folder / "munge" / "key").touch(mode=0o600)
+    (folder / "munge" / "key").write_bytes(os.urandom(128))
+    texts = {"slurm": slurm_conf(layout), "gres": gres_conf(layout), "cgroup": cgroup_conf(layout.version)}
     for name, text in texts.items():
-        (layout.folder / name).write_text(text)
-        (layout.folder / name).chmod(0o644)  # other users' sbatch reads them too
+        (folder / f"{name}.conf").write_text(text)
+        (folder / f"{name}.conf").chmod(0o644)  # other users' sbatch reads them too
 
 
-def start_daemons(layout: Layout, commands: dict[str, str]) -> None:
+def start_daemons(layout: Layout) -> None:
     """Start munged, slurmctld and one slurmd per node; returns when all have put themselves into the background."""
     munge = layout.folder / "munge"
     # --force: munged refuses a socket below a 0700 folder, such as a test's own; the folders are ours
     options = [f"--key-file={munge}/key", f"--socket={munge}/socket", f"--pid-file={munge}/pid"]
     options += [f"--log-file={munge}/log", f"--seed-file={munge}/seed", "--num-threads=4", "--force"]
-    _spawn(layout, commands, ["munged", *options])
-    _spawn(layout, commands, ["slurmctld", "-c"])
+    _spawn(layout, ["munged", *options])
+    _spawn(layout, ["slurmctld", "-c"])
     for node in layout.node_names:
-        _spawn(layout, commands, ["slurmd", "-N", node])
+        _spawn(layout, ["slurmd", "-N", node])
 
 
-def start_slurmctld(layout: Layout, commands: dict[str, str]) -> None:
+def start_slurmctld(layout: Layout) -> None:
     """Start slurmctld again after it ended, with the state that it saved."""
-    _spawn(layout, commands, ["slurmctld"])
+    _spawn(layout, ["slurmctld"])
 
 
-def _spawn(layout: Layout, commands: dict[str, str], command: list[str]) -> None:
+def _spawn(layout: Layout, command: list[str]) -> None:
     """Run a daemon. As it goes into the background by itself it is nobody's child and never our zombie."""
-    argv = [commands[command[0]], *command[1:]]
-    output = layout.folder / f"{command[0]}.out"
     try:
-        with output.open("ab") as file:
+        with (layout.folder / f"{command[0]}.out").open("ab") as file:
             done = subprocess.run(
-                argv,
+                command,
                 env=clean_environment(layout.conf, layout.folder),
                 cwd=layout.folder,
                 stdin=subprocess.DEVNULL,
@@ -106,18 +91,18 @@ def _spawn(layout: Layout, commands: dict[str, str], command: list[str]) -> None
                 timeout=_SPAWN_DEADLINE_S,
                 check=False,
             )
+        problem = f"ended with {done.returncode}" if done.returncode else ""
     except subprocess.TimeoutExpired:
-        raise FallowError(
-            f"testbed: {' '.join(command)} did not start within {_SPAWN_DEADLINE_S:g} s\n{logs(layout)}",
-            Exit.UNAVAILABLE,
-        ) from None
-    if done.returncode != 0:
-        raise FallowError(
-            f"testbed: {' '.join(command)} ended with {done.returncode}\n{logs(layout)}", Exit.UNAVAILABLE
-        )
+        problem = f"did not start within {_SPAWN_DEADLINE_S:g} s"
+    if problem:
+        raise FallowError(f"testbed: {' '.join(command)} {problem}\n{logs(layout)}", Exit.UNAVAILABLE)
 
 
-def logs(layout: Layout) -> str:
+def logs(layout: Layout, count: int = 8) -> str:
     """The last lines that the daemons wrote, for error messages."""
-    names = ["munged.out", "munge/log", "slurmctld.out", "slurmctld.log", "slurmd.out", "slurmd.n1.log"]
-    return last_lines([layout.folder / name for name in names])
+    parts = []
+    for name in ("munged.out", "munge/log", "slurmctld.out", "slurmctld.log", "slurmd.out", "slurmd.n1.log"):
+        with contextlib.suppress(OSError):
+            lines = (layout.folder / name).read_text(errors="replace").splitlines()[-count:]
+            parts += [f"--- {name}", *lines] if lines else []
+    return "\n".join(parts)

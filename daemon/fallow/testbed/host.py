@@ -9,26 +9,20 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from fallow.model import Exit, FallowError
+from fallow.slurm.process import job_environment
 
 MARK = "FALLOW_TESTBED"
 "Environment variable of every daemon of a testbed; slurmd's children inherit it. Its value is the folder."
 
-PACKAGES = {
-    "munged": "munge",
-    "slurmctld": "slurmctld",
-    "slurmd": "slurmd",
-    "sbatch": "slurm-client",
-    "scancel": "slurm-client",
-    "scontrol": "slurm-client",
-    "sinfo": "slurm-client",
-    "squeue": "slurm-client",
-}
-"Commands that a testbed calls, and the Debian package that has each."
+COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "squeue")
+"What a testbed calls. The plugins for gres and preemption have no command of their own to look for."
+_PACKAGES = "munge slurm-client slurm-wlm-basic-plugins slurmctld slurmd"
 
 # Daemons live in sbin folders, which the PATH of an ordinary user often lacks.
 _SBIN = ("/usr/local/sbin", "/usr/sbin", "/sbin", "/opt/slurm/sbin")
@@ -37,20 +31,26 @@ _PORTS = range(20_000, 32_000)
 _POLL_S = 0.05
 
 
-def find_commands() -> dict[str, str]:
-    """Full paths of all commands in `PACKAGES`; an error names what to install."""
-    path = os.pathsep.join([os.environ.get("PATH", os.defpath), *_SBIN])
-    found = {name: shutil.which(name, path=path) for name in PACKAGES}
-    missing = [name for name, where in found.items() if where is None]
+def check_commands() -> None:
+    """Raise FallowError, with what to install, unless all of `COMMANDS` are there."""
+    missing = [name for name in COMMANDS if shutil.which(name, path=_path()) is None]
     if missing:
-        # gres and preemption plugins have no command of their own to look for
-        packages = sorted({PACKAGES[name] for name in missing} | {"slurm-wlm-basic-plugins"})
         raise FallowError(
             f"testbed: {', '.join(missing)} not found on this host; install Slurm and MUNGE "
-            f"(Debian, Ubuntu: apt-get install {' '.join(packages)})",
+            f"(Debian, Ubuntu: apt-get install {_PACKAGES})",
             Exit.UNAVAILABLE,
         )
-    return {name: where for name, where in found.items() if where is not None}
+
+
+def _path() -> str:
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), *_SBIN])
+
+
+def slurm_version() -> tuple[int, int]:
+    """Major and minor of the Slurm that is installed, e.g. (22, 5)."""
+    argv, environment = ["slurmctld", "-V"], {**os.environ, "PATH": _path()}
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=10, check=False)
+    return parse_version(done.stdout + done.stderr)
 
 
 def parse_version(text: str) -> tuple[int, int]:
@@ -74,19 +74,16 @@ def check_host_name() -> None:
         ) from error
 
 
-def free_ports(count: int, avoid: Iterable[range] = ()) -> int:
-    """First of `count` neighbouring TCP ports that nobody listens on and that are in none of `avoid`.
+def free_ports(count: int) -> int:
+    """First of `count` neighbouring TCP ports that nobody listens on.
 
-    The search begins at a random place, so that testbeds of users who cannot see each other's registry
-    seldom choose the same range at the same moment.
+    The search begins at a random place: testbeds of users who cannot see each other's registry then seldom choose the
+    same ports at the same moment.
     """
-    places = len(_PORTS) - count
+    places = len(_PORTS) - count + 1
     begin = random.randrange(places)
-    taken = list(avoid)
     for step in range(places):
         first = _PORTS.start + (begin + step) % places
-        if any(first < other.stop and other.start < first + count for other in taken):
-            continue
         if all(_is_free(port) for port in range(first, first + count)):
             return first
     raise FallowError(
@@ -109,9 +106,7 @@ def _is_free(port: int) -> bool:
 
 def clean_environment(conf: Path, folder: Path | None = None) -> dict[str, str]:
     """Environment for Slurm's commands: this configuration, no option variables of an outer Slurm job."""
-    strange = ("SLURM", "SBATCH", "SRUN", "SALLOC", "SQUEUE", "SINFO", "SCANCEL", "SCONTROL", "PMI", "MUNGE")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
-    environment.update(LC_ALL="C", SLURM_CONF=str(conf))
+    environment = job_environment(os.environ, str(conf)) | {"LC_ALL": "C", "PATH": _path()}
     environment.pop(MARK, None)
     if folder is not None:
         environment[MARK] = str(folder)
@@ -128,11 +123,6 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Our processes
-# ---------------------------------------------------------------------------------------------------------------
-
-
 def owned_processes(folder: Path, conf: Path) -> set[int]:
     """Living processes of the testbed: its daemons and their children, the tasks of its jobs and *their* children.
 
@@ -140,57 +130,33 @@ def owned_processes(folder: Path, conf: Path) -> set[int]:
     testbed: a process counts by our mark, by our SLURM_CONF together with the id of a job, or as a slurmstepd that
     works in the folder (from 24.11 on it empties its environment).
     """
-    mark = f"{MARK}={folder}".encode()
-    ours = f"SLURM_CONF={conf}".encode()
+    mark, ours = f"{MARK}={folder}".encode(), f"SLURM_CONF={conf}".encode()
     parents: dict[int, int] = {}
     found: set[int] = set()
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit():
-            continue
-        pid = int(entry.name)
-        parent = _parent(pid)
-        if parent is None:
-            continue
-        parents[pid] = parent
+    for entry in Path("/proc").glob("[0-9]*"):
         try:
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            name, _, rest = (entry / "stat").read_text(errors="replace").partition("(")[2].rpartition(")")
+            variables = (entry / "environ").read_bytes().split(b"\0")
+            works_in = (entry / "cwd").readlink()
         except OSError:  # another user's, or it has just ended
             continue
+        state, parent = rest.split()[:2]
+        if state in "ZX":
+            continue
+        pid = int(entry.name)
+        parents[pid] = int(parent)
         in_job = ours in variables and any(item.startswith(b"SLURM_JOB_ID=") for item in variables)
-        if mark in variables or in_job or _is_step_manager(pid, folder):
+        manages_step = name.startswith("slurmstepd") and works_in.is_relative_to(folder)
+        if mark in variables or in_job or manages_step:
             found.add(pid)
-    grown = True
-    while grown:  # children that cleaned their environment
-        children = {pid for pid, parent in parents.items() if parent in found} - found
+    # Children that cleaned their environment, and theirs.
+    while children := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= children
-        grown = bool(children)
-    return found - _self_and_above(parents)
-
-
-def _is_step_manager(pid: int, folder: Path) -> bool:
-    try:
-        name = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
-        return name.startswith("slurmstepd") and Path(os.readlink(f"/proc/{pid}/cwd")).is_relative_to(folder)
-    except OSError:
-        return False
-
-
-def _parent(pid: int) -> int | None:
-    """Parent of a living process; None for a zombie and for one that has ended."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return None
-    state, parent = text.rpartition(")")[2].split()[:2]
-    return None if state in "ZX" else int(parent)
-
-
-def _self_and_above(parents: dict[int, int]) -> set[int]:
-    above, pid = {1}, os.getpid()
-    while pid not in above and pid > 0:
-        above.add(pid)
+    pid = os.getpid()
+    while pid > 1:
+        found.discard(pid)
         pid = parents.get(pid, 0)
-    return above
+    return found
 
 
 def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
@@ -198,14 +164,3 @@ def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
-
-
-def last_lines(paths: Sequence[Path], count: int = 8) -> str:
-    """Ends of log files, for error messages."""
-    parts = []
-    for path in paths:
-        with contextlib.suppress(OSError):
-            lines = path.read_text(errors="replace").splitlines()[-count:]
-            if lines:
-                parts.append(f"--- {path.name}\n" + "\n".join(lines))
-    return "\n".join(parts)

@@ -1,6 +1,6 @@
-"""Which testbeds exist: one small file per testbed in the state folder, so that `down` finds what `up` left.
+"""Which testbeds exist, so that `down` finds what `up` left: a link to each testbed's folder in the state folder.
 
-The state folder may be shared by several hosts, a testbed lives on one: entries of other hosts are left alone.
+Hosts may share the state folder, and a testbed lives on one host, so each host has a folder of links.
 """
 
 from __future__ import annotations
@@ -14,68 +14,44 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fallow.files import Paths, private_dir, read_struct, write_struct
-from fallow.model import Struct
-
-
-class Record(Struct, frozen=True):
-    """`FOLDER/testbed.json`: what a testbed is; it also marks the folder as one that `down` may remove."""
-
-    folder: str
-    user: str
-    nodes: int
-    gpus: int
-    profile: str
-    bf_interval: int
-    first_port: int
-    version: tuple[int, int]
-    started_at: float
-
-
-class Entry(Struct, frozen=True):
-    """A line of the registry."""
-
-    host: str
-    folder: str
-
+from fallow.testbed.conf import Layout
 
 RECORD = "testbed.json"
+"""The file in a testbed's folder that holds its layout. `down` removes only a folder that has one."""
 
 
-def read_record(folder: Path) -> Record | None:
-    """The record of a testbed's folder; None when there is no testbed."""
+def read_layout(folder: Path) -> Layout | None:
+    """The layout of the testbed in a folder; None when there is no testbed."""
     try:
-        return read_struct(folder / RECORD, Record)
+        return read_struct(folder / RECORD, Layout)
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
-def write_record(record: Record) -> None:
-    """Write the record into the folder, and the folder into the registry."""
-    folder = Path(record.folder)
-    write_struct(folder / RECORD, record)
-    write_struct(_entry(folder), Entry(host=socket.gethostname(), folder=record.folder))
+def remember(layout: Layout) -> None:
+    """Write the layout into its folder, and the folder into the registry."""
+    write_struct(layout.folder / RECORD, layout)
+    forget(layout.folder)
+    _link(layout.folder).symlink_to(layout.folder)
 
 
 def forget(folder: Path) -> None:
     """Take a folder out of the registry."""
-    with contextlib.suppress(FileNotFoundError):
-        _entry(folder).unlink()
+    _link(folder).unlink(missing_ok=True)
 
 
-def records() -> list[Record]:
-    """All testbeds of this user, state folder and host, oldest first. Entries whose folder is gone are dropped."""
+def layouts() -> list[Layout]:
+    """All testbeds of this user, state folder and host, oldest first. Links to folders that are gone are dropped."""
     found = []
-    for path in sorted(_home().glob("*.json")):
+    for link in _home().glob("*.link"):
         with contextlib.suppress(FileNotFoundError):  # another process has just taken it down
-            entry = read_struct(path, Entry)
-            if entry.host != socket.gethostname():
-                continue
-            record = read_record(Path(entry.folder))
-            if record is None:
-                path.unlink()
+            folder = link.readlink()
+            layout = read_layout(folder)
+            if layout is None:
+                forget(folder)
             else:
-                found.append(record)
-    return sorted(found, key=lambda record: record.started_at)
+                found.append(layout)
+    return sorted(found, key=lambda layout: layout.started_at)
 
 
 @contextlib.contextmanager
@@ -90,9 +66,8 @@ def locked() -> Iterator[None]:
 
 
 def _home() -> Path:
-    return private_dir(Paths.default().state / "testbeds")
+    return private_dir(Paths.default().state / "testbeds" / socket.gethostname())
 
 
-def _entry(folder: Path) -> Path:
-    name = f"{socket.gethostname()}:{folder}"
-    return _home() / f"{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}.json"
+def _link(folder: Path) -> Path:
+    return _home() / f"{hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]}.link"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from fallow.agent.restart import under_torchrun
+from fallow.cli.main import invoke
 from fallow.core.training.restarts import ATTEMPTS, WELL_S, Attempts
-from fallow.local import main as local
 from fallow.model import AllocationKind, Exit, FallowError
 
 ROOT = Path(__file__).parents[3]
@@ -83,8 +83,7 @@ def test_fallow_run_has_its_agents_start_that(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_command_that_is_refused_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.raises(FallowError, match="no such file"):
-        local.main([str(tmp_path / "no.py")], 2, restart=True)
+    assert invoke(["local", "--members", "2", "--restart", "--", str(tmp_path / "no.py")]) == Exit.NOINPUT
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,7 +1,7 @@
 """What a careless user types: one clear line on standard error, the documented exit code, never a traceback.
 
 Each case is a process of its own, as at a prompt. Cases of single commands that are cheaper to try in one process are
-in `test_cli_main.py` and `test_cli_submit.py`.
+in `test_cli_main.py` and `test_submit.py`.
 """
 
 from __future__ import annotations
@@ -103,55 +103,13 @@ def wait(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     ("words", "code", "message"),
     [
         (["statsu"], Exit.USAGE, "No such command 'statsu'. Did you mean status?"),
-        (["frobnicate"], Exit.USAGE, "No such command 'frobnicate'. (see: fallow --help)"),
-        (["status", "--jsn"], Exit.USAGE, "--jsn"),
-        (["local", "--members", "two", "--", "true"], Exit.USAGE, "'two' is not a valid integer"),
-        (["local", "--members", "0", "--", "true"], Exit.USAGE, "--members"),
-        (["local", "--", "true"], Exit.USAGE, "Missing option '--members'"),
-        (["local", "--members", "2"], Exit.USAGE, "Missing argument"),
-        (["local", "--members", "2", "--nonsense", "--", "true"], Exit.USAGE, "--nonsense"),
         (["local", "--members", "2", "--", "no-such-command"], Exit.NOINPUT, "'no-such-command': not found"),
-        (
-            ["local", "--members", "2", "--schedule", "kil:0@3", "--", "true"],
-            Exit.USAGE,
-            "item 1 ('kil:0@3') is none of",
-        ),
-        (["local", "--members", "2", "--schedule", "+1@3,,", "--", "true"], Exit.USAGE, "item 2 ('') is empty"),
-        (["local", "--members", "2", "--schedule", "-3@9", "--", "true"], Exit.USAGE, "only 2 of the members are left"),
-        (["local", "--members", "2", "--schedule", "kill:2@9", "--", "true"], Exit.USAGE, "no member 2 by step 9"),
-        (["local", "--members", "2", "--report", "no/r", "--", "true"], Exit.CANTCREAT, "its folder does not exist"),
-        (["submit", "gone.sh"], Exit.NOINPUT, "gone.sh: no such batch script"),
-        (["submit", "--nodes=4:1", "job.sh"], Exit.USAGE, "--nodes=4:1: the minimum is above the maximum"),
-        (["submit", "--nodes=0:4", "job.sh"], Exit.USAGE, "--nodes=0:4"),
-        (["submit", "--array=1-3", "job.sh"], Exit.USAGE, "--array cannot be used for a run"),
-        (["submit", "--nodse=2", "job.sh"], Exit.USAGE, "did you mean --nodes?"),
         (["submit", "job.sh"], Exit.UNAVAILABLE, "start one with: fallow daemon"),
-        (["status"], Exit.UNAVAILABLE, "start one with: fallow daemon"),
-        (["status", "some-run"], Exit.UNAVAILABLE, "start one with: fallow daemon"),
-        (["run", "--", "python", "t.py"], Exit.USAGE, "a batch script submitted with `fallow submit`"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_word_too_many_or_too_few(prompt: Prompt, words: list[str], code: Exit, message: str) -> None:
     prompt.refused(code, message, *words)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("#FALLOW ndes=1:4", "wrong.sh, line 3: #FALLOW has no key 'ndes'; did you mean nodes?"),
-        ("#FALLOW nodes=9:4", "#FALLOW nodes=9:4: the minimum is above the maximum"),
-        ("#FALLOW nodes=many", "many"),
-        ("#SBATCH --tmie=10", "line 3"),
-        ("#SBATCH --array=1-4", "--array"),
-    ],
-)
-def test_a_wrong_line_in_the_script(prompt: Prompt, line: str, message: str) -> None:
-    prompt.script("wrong.sh", SCRIPT.replace("#FALLOW nodes=1:4", line))
-    done = prompt.type("submit", "--dry-run", "wrong.sh")
-    assert done.returncode in (Exit.USAGE, Exit.DATA)
-    assert message in done.stderr
-    assert (done.stderr.count("\n"), done.stdout) == (1, "")
 
 
 def test_options_of_the_users_own_job_do_not_reach_harvest_jobs(prompt: Prompt) -> None:
@@ -172,10 +130,8 @@ def test_options_of_the_users_own_job_do_not_reach_harvest_jobs(prompt: Prompt) 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[harvest]\nnicee = 3\n", "[harvest] nicee is not known; did you mean nice?"),
         ("[harvets]\n", "[harvets] is not known; did you mean harvest?"),
         ("[membership]\nlease_s = 'long'\n", "lease_s"),
-        ("[membership\n", "not valid TOML"),
     ],
 )
 @pytest.mark.parametrize("words", [["daemon"], ["submit", "job.sh"]], ids=" ".join)

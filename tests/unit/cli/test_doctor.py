@@ -1,127 +1,16 @@
-"""`fallow doctor`: verdicts from facts, and that looking never raises."""
+"""`fallow doctor` looks at everything, and never raises."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import msgspec
 import pytest
 
+from command_line import Fallow
 from fallow.cli import doctor
-from fallow.cli.main import invoke
 from fallow.config import Config
-from fallow.control.protocol import LastPoll
-from fallow.core.checks import site as checks
 from fallow.core.checks.site import Check, Level
 from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, PartitionInfo
-
-
-def config(**changes: object) -> ClusterConfig:
-    values = {"cluster": "c", "slurm_version": "22.05.8", **changes}
-    return ClusterConfig(**values)  # type: ignore[arg-type]
-
-
-def cluster(*partitions: PartitionInfo) -> ClusterState:
-    return ClusterState(at=0.0, nodes=[], jobs=[], partitions=list(partitions))
-
-
-def multifactor(**weights: int) -> ClusterConfig:
-    return config(priority_type="priority/multifactor", priority_weights=weights)
-
-
-LOW = PartitionInfo(partition="low", nodes=["n1"], preempt_mode="REQUEUE", grace_s=30)
-GPU = PartitionInfo(partition="gpu", nodes=["n1"])
-
-
-@pytest.mark.parametrize(
-    ("check", "level", "words"),
-    [
-        (checks.slurm_commands([]), Level.OK, "sbatch"),
-        (checks.slurm_commands(["srun"]), Level.FAIL, "srun"),
-        (checks.head_address("10.77.0.3", True, True), Level.OK, "10.77.0.3"),
-        (checks.head_address("127.0.1.1", True, True), Level.FAIL, "127.0.1.1 is loopback"),
-        (checks.head_address("127.0.0.1", False, True), Level.OK, "127.0.0.1"),
-        (checks.head_address("10.77.0.3", True, False), Level.OK, "a head that is started here"),
-        (checks.head_address(None, True, False), Level.FAIL, "no network address"),
-        (checks.agents(["job 12 runs on n3"]), Level.FAIL, "job 12 runs on n3"),
-        (checks.slurm_version(config()), Level.OK, "22.05.8"),
-        (checks.slurm_version(config(slurm_version="20.11.9")), Level.WARN, "20.11.9"),
-        (checks.slurm_version(config(slurm_version="git")), Level.WARN, "git"),
-        (checks.scheduler(config(backfill_interval_s=120)), Level.WARN, "120 s"),
-        (checks.priority(config(), 100_000), Level.OK, "nice 100000"),
-        (checks.priority(config(), 0), Level.OK, "nice 1000"),
-        (checks.priority(multifactor(Age=1000, QOS=99_000), 100_000), Level.WARN, "nice 100001 (configured: 100000"),
-        (checks.priority(multifactor(Age=1000), 100_000), Level.WARN, "nice 100000:"),
-        (checks.priority(multifactor(), 100_000), Level.WARN, "weights: none; no --nice is large enough"),
-        (checks.private_data(config()), Level.OK, "visible"),
-        (checks.private_data(config(private_data=["jobs"])), Level.WARN, "jobs"),
-        (checks.private_data(config(private_data=["nodes"])), Level.FAIL, "nodes"),
-        (checks.private_data(config(private_data=["usage"])), Level.OK, "visible"),
-        (checks.clock(0.5), Level.OK, "+0.5 s"),
-        (checks.clock(-30.0), Level.WARN, "-30.0 s"),
-        (checks.clock(None), Level.WARN, "not known"),
-        (checks.state_folder("/s", "nfs4", True), Level.OK, "nfs4"),
-        (checks.state_folder("/s", None, True), Level.WARN, "local"),
-        (checks.state_folder("/s", None, False), Level.OK, "this host"),
-        (checks.runtime_folder("/r", "nfs"), Level.FAIL, "nfs"),
-        (checks.store(None, False), Level.FAIL, "no redis-server"),
-        (checks.store(None, True), Level.OK, "URL"),
-        (checks.limits(256, 10), Level.WARN, "256"),
-        (checks.limits(-1, -1), Level.OK, "unlimited"),
-    ],
-)
-def test_verdicts(check: Check, level: Level, words: str) -> None:
-    assert check.level is level
-    assert words in check.found
-    assert check.fix or level is Level.OK
-
-
-@pytest.mark.parametrize(
-    ("partitions", "named", "allowed", "levels"),
-    [
-        ([LOW, GPU], [], False, {"harvest low": Level.OK}),
-        ([GPU], [], False, {"harvest": Level.WARN}),
-        ([GPU], ["gpu"], False, {"harvest gpu": Level.WARN}),
-        ([GPU], ["gpu"], True, {"harvest gpu": Level.OK}),
-        ([GPU], ["gone"], True, {"harvest": Level.FAIL}),
-        ([PartitionInfo(partition="s", nodes=[], preempt_mode="SUSPEND")], ["s"], False, {"harvest s": Level.FAIL}),
-        ([PartitionInfo(partition="z", nodes=[], preempt_mode="CANCEL")], [], False, {"harvest z": Level.WARN}),
-        ([PartitionInfo(partition="d", nodes=[], up=False)], ["d"], False, {"harvest d": Level.WARN}),
-    ],
-)
-def test_what_may_be_harvested(
-    partitions: list[PartitionInfo], named: list[str], allowed: bool, levels: dict[str, Level]
-) -> None:
-    assert {c.name: c.level for c in checks.partitions(cluster(*partitions), named, allowed, {})} == levels
-
-
-def test_partitions_of_other_groups_are_not_offered() -> None:
-    closed = msgspec.structs.replace(LOW, allow_groups=["bio"])
-    assert [c.level for c in checks.partitions(cluster(closed), [], False, {}, groups={"bio", "all"})] == [Level.OK]
-    (unnamed,) = checks.partitions(cluster(closed), [], False, {}, groups={"all"})
-    assert unnamed.found == "no partition preempts its jobs for others"
-    (named,) = checks.partitions(cluster(closed), ["low"], False, {}, groups={"all"})
-    assert (named.level, named.found) == (Level.FAIL, "not open to your groups")
-    assert "only members of bio" in named.fix
-
-
-def test_a_qos_for_harvest_jobs_that_nobody_preempts_is_told() -> None:
-    plain = ClusterConfig(cluster="c", slurm_version="25.11.1", preempt_type="preempt/partition_prio")
-    by_qos = msgspec.structs.replace(
-        plain, preempt_type="preempt/qos", qos_preempt_modes={"idle": "REQUEUE", "calm": "SUSPEND"}
-    )
-    assert checks.harvest_qos(plain, "idle") is None and checks.harvest_qos(by_qos, None) is None
-    assert checks.harvest_qos(by_qos, "idle") == Check("harvest qos", Level.OK, "idle: others preempt its jobs")
-    warned = checks.harvest_qos(by_qos, "calm")
-    assert warned is not None and warned.level is Level.WARN and "others preempt are: idle" in warned.fix
-
-
-def test_where_others_could_not_be_served_nothing_is_harvested() -> None:
-    refused = {"gpu": "others' jobs cannot be seen"}
-    (verdict,) = checks.partitions(cluster(GPU), ["gpu"], True, refused)
-    assert (verdict.level, verdict.found) == (Level.FAIL, "not harvested: others' jobs cannot be seen")
-    assert "[site]" in verdict.fix
 
 
 @pytest.mark.usefixtures("bare")
@@ -130,11 +19,6 @@ def test_root_is_told_to_be_somebody_else(uid: int, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("os.getuid", lambda: uid)
     levels = {check.name: check.level for check in doctor.examine()}
     assert levels.get("user") == (Level.WARN if uid == 0 else None)
-
-
-def test_the_worst_one_counts() -> None:
-    found = [Check("a", level, "") for level in (Level.OK, Level.WARN, Level.FAIL)]
-    assert [checks.worst(found[:n]) for n in (0, 1, 2, 3)] == [Level.OK, Level.OK, Level.WARN, Level.FAIL]
 
 
 def test_a_check_that_breaks_is_a_failed_one() -> None:
@@ -157,40 +41,46 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("bare")
-def test_on_a_bare_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert invoke(["doctor", "--json"]) == Exit.UNAVAILABLE
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["level"] == "FAIL"
-    levels = {check["name"]: check["level"] for check in shown["checks"]}
-    assert levels["slurm commands"] == "FAIL"
-    assert levels["head"] == "WARN"
-    assert invoke(["doctor"]) == Exit.UNAVAILABLE
-    assert "FAIL  slurm commands: not on PATH" in capsys.readouterr().out
+def test_on_a_bare_machine(fallow: Fallow) -> None:
+    done = fallow("doctor", "--json")
+    assert (done.code, done.json["level"]) == (Exit.UNAVAILABLE, "FAIL")
+    levels = {check["name"]: check["level"] for check in done.json["checks"]}
+    assert (levels["slurm commands"], levels["head"]) == ("FAIL", "WARN")
+    assert "FAIL  slurm commands: not on PATH" in fallow("doctor").out
+
+
+class Slurm:
+    """A client of a cluster with two partitions, one of which preempts the other."""
+
+    backend = "command line"
+
+    async def config(self) -> ClusterConfig:
+        return ClusterConfig(cluster="c", slurm_version="22.05.8", preempt_type="preempt/partition_prio")
+
+    async def poll(self, names_prefix: str) -> ClusterState:
+        low = PartitionInfo(partition="low", nodes=["n1"], preempt_mode="REQUEUE", grace_s=30)
+        high = PartitionInfo(partition="high", nodes=["n1"], priority_tier=2)
+        return ClusterState(at=0.0, nodes=[], jobs=[], partitions=[low, high])
+
+    async def close(self) -> None: ...
 
 
 @pytest.mark.usefixtures("bare")
-@pytest.mark.parametrize(("age_s", "asked"), [(12.0, False), (None, True), (doctor.RECENT_S + 1, True)])
-def test_a_head_is_asked_instead_of_slurm(age_s: float | None, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: object) -> None:
-        raise AssertionError("Slurm was asked")
-
-    site = config(preempt_type="preempt/partition_prio")
-    high = PartitionInfo(partition="high", nodes=["n1"], priority_tier=2)
-    last = LastPoll(config=site, cluster=cluster(LOW, high), backend="command line", age_s=age_s)
-    monkeypatch.setattr("fallow.control.client.call", lambda *_, **__: last)
-    monkeypatch.setattr(doctor, "_ask_slurm", refuse)
-    if asked:
-        with pytest.raises(AssertionError, match="Slurm was asked"):
-            doctor._slurm()
-        return
-    found, seen, _ = doctor._slurm()
-    assert seen == last.cluster
-    assert {"slurm version", "harvest low", "priority"} <= {check.name for check in found}
+def test_slurm_is_judged_by_one_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "COMMANDS", ())
+    monkeypatch.setattr("fallow.slurm.choose.slurm_client", lambda setting: Slurm())
+    levels = {check.name: check.level for check in doctor.examine()}
+    assert {name: levels[name] for name in ("slurm version", "harvest low")} == {
+        "slurm version": Level.OK,
+        "harvest low": Level.OK,
+    }
+    assert {"slurm client", "priority", "clock"} <= set(levels)
 
 
+@pytest.mark.usefixtures("bare")
 def test_settings_that_the_site_cuts_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fallow.config.load_config", lambda: Config(cut=("max_nodes = 64 is cut to 16",)))
-    found = doctor.guarded("configuration", doctor._configuration)
+    monkeypatch.setattr(doctor, "load_config", lambda: Config(cut=("max_nodes = 64 is cut to 16",)))
+    (found,) = [check for check in doctor.examine() if check.name == "configuration"]
     assert (found.level, found.found) == (Level.WARN, "max_nodes = 64 is cut to 16")
 
 
@@ -207,9 +97,9 @@ def test_no_colour_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch, capsys:
     # On a terminal; elsewhere click leaves colours out by itself.
     monkeypatch.setattr("click.utils.should_strip_ansi", lambda *_: False)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    doctor.show(Check("store", Level.OK, "there"))
+    doctor.show([Check("store", Level.OK, "there")])
     monkeypatch.setenv("NO_COLOR", "1")
-    doctor.show(Check("store", Level.OK, "there"))
+    doctor.show([Check("store", Level.OK, "there")])
     coloured, plain = capsys.readouterr().out.splitlines()
     assert coloured == "\x1b[32mOK   \x1b[0m store: there"
     assert plain == "OK    store: there"

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from test_show import REPORT, RUN, SNAPSHOT
 
+import views
+from command_line import Fallow
 from fallow.cli import follow
-from fallow.cli.main import invoke
 from fallow.files import Paths
 from fallow.model import Exit, FallowError, NodeOwner, NodeView, RunStatus, Snapshot
+
+RUN = views.run(change="absorbing n2")
+SNAPSHOT = views.snapshot(RUN)
 
 
 class Desk:
@@ -24,7 +25,7 @@ class Desk:
 
     def ask(self, method: str, *_: Any, **params: Any) -> Any:
         if method == "report":
-            return REPORT
+            return views.report()
         found = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
         if isinstance(found, FallowError):
             raise found
@@ -42,31 +43,32 @@ def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
 
 
 def of(status: RunStatus, **more: Any) -> Snapshot:
-    return msgspec.structs.replace(SNAPSHOT, runs=[msgspec.structs.replace(RUN, status=status, **more)])
+    return views.snapshot(views.changed(RUN, status=status, **more))
 
 
 @pytest.mark.parametrize(
     ("status", "code"), [(RunStatus.FINISHED, 0), (RunStatus.FAILED, 70), (RunStatus.CANCELLED, 93)]
 )
 def test_wait_ends_as_the_run_does_also_across_an_absence_of_the_head(
-    desk: Desk, capsys: pytest.CaptureFixture[str], status: RunStatus, code: int
+    desk: Desk, fallow: Fallow, status: RunStatus, code: int
 ) -> None:
     away = FallowError("the head is gone", Exit.UNAVAILABLE)
     desk.statuses = [SNAPSHOT, SNAPSHOT, away, away, SNAPSHOT, of(status)]
-    assert invoke(["wait", "r1", "--json"]) == code
-    assert json.loads(capsys.readouterr().out)["run"] == "r1"
+    done = fallow("wait", "r1", "--json")
+    assert (done.code, done.json["run"]) == (code, "r1")
 
 
 def test_wait_gives_up_when_its_time_is_over_and_when_no_head_comes_back(
-    desk: Desk, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    desk: Desk, fallow: Fallow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert invoke(["wait", "r1", "--timeout", "0.001"]) == Exit.TEMPFAIL
-    assert "run r1 is training at step 5" in capsys.readouterr().err
-    assert invoke(["wait", "r1", "--timeout", "nan"]) == Exit.USAGE
+    done = fallow("wait", "r1", "--timeout", "0.001")
+    assert done.code == Exit.TEMPFAIL
+    assert "run r1 is training at step 5" in done.err
+    assert fallow("wait", "r1", "--timeout", "nan").code == Exit.USAGE
     desk.statuses = [SNAPSHOT, FallowError("the head is gone", Exit.UNAVAILABLE)]
     now = iter(range(0, 10_000, 10))
     monkeypatch.setattr(follow.time, "monotonic", lambda: float(next(now)))
-    assert invoke(["wait", "r1"]) == Exit.UNAVAILABLE
+    assert fallow("wait", "r1").code == Exit.UNAVAILABLE
 
 
 @pytest.fixture
@@ -77,25 +79,19 @@ def folder(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return logs
 
 
-def test_logs_are_those_of_the_main_member_or_of_one_that_is_named(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_logs_are_those_of_the_main_member_or_of_one_that_is_named(folder: Path, fallow: Fallow) -> None:
     for name in ("n3.0", "n3.1", "n4"):
         (folder / f"{name}.log").write_text(f"of {name}\x1b[2J\n")
-    for words, text in (
-        ([], "of n3.0"),
-        (["--member", "n3"], "of n3.0"),
-        (["--member", "n3.1"], "of n3.1"),
-        (["--member", "n4"], "of n4"),
-    ):
-        assert invoke(["logs", "r1", *words]) == 0
-        assert capsys.readouterr().out == f"{text}\n"
-    assert invoke(["logs", "r1", "--member", "../n4"]) == Exit.NOINPUT
-    assert "there is: n3.0, n3.1, n4" in capsys.readouterr().err
+    assert fallow("logs", "r1").out == "of n3.0\n"
+    for member, text in (("n3", "of n3.0"), ("n3.1", "of n3.1"), ("n4", "of n4")):
+        assert fallow("logs", "r1", "--member", member)[:2] == (0, f"{text}\n")
+    done = fallow("logs", "r1", "--member", "../n4")
+    assert done.code == Exit.NOINPUT
+    assert "there is: n3.0, n3.1, n4" in done.err
 
 
 def test_logs_follow_until_the_run_has_ended(
-    desk: Desk, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    desk: Desk, folder: Path, fallow: Fallow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = folder / "n3.0.log"
     log.write_text("one\n")
@@ -106,17 +102,14 @@ def test_logs_follow_until_the_run_has_ended(
             file.write("two\n")
 
     monkeypatch.setattr(follow.time, "sleep", write_more)
-    assert invoke(["logs", "r1", "--follow"]) == 0
-    assert capsys.readouterr().out == "one\ntwo\n"
+    assert fallow("logs", "r1", "--follow")[:2] == (0, "one\ntwo\n")
 
 
 def node(name: str, owner: NodeOwner, unused: str = "", **more: Any) -> NodeView:
     return NodeView(node=name, partitions=["p"], state="idle", owner=owner, unused=unused, **more)
 
 
-def test_why_tells_what_keeps_a_run_from_growing_and_a_node_from_being_used(
-    desk: Desk, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_why_tells_what_keeps_a_run_from_growing_and_a_node_from_being_used(desk: Desk, fallow: Fallow) -> None:
     nodes = [
         node("n01", NodeOwner.IDLE, "its hole is too short"),
         node("n02", NodeOwner.IDLE, "its hole is too short"),
@@ -124,19 +117,13 @@ def test_why_tells_what_keeps_a_run_from_growing_and_a_node_from_being_used(
         node("n04", NodeOwner.OTHERS),
     ]
     barred = of(RunStatus.TRAINING, useful=8, barred={"n09": "3 failures on it"})
-    desk.statuses = [msgspec.structs.replace(barred, nodes=nodes)]
-    assert invoke(["why", "r1"]) == 0
-    told = capsys.readouterr().out
-    for words in (
-        "training, with 1 of at most 8 nodes",
-        "absorbing n2",
-        "n09 is barred",
-        "2 idle (n[01-02]): its hole is too",
-    ):
+    desk.statuses = [views.changed(barred, nodes=nodes)]
+    told = fallow("why", "r1").out
+    for words in ("with 1 of at most 8 nodes", "absorbing n2", "n09 is barred", "2 idle (n[01-02]): its hole is too"):
         assert words in told
     for name, words in (("n01", "its hole is too short"), ("n03", "used by run r1"), ("n04", "somebody else")):
-        assert invoke(["why", name, "--json"]) == 0
-        (reason,) = json.loads(capsys.readouterr().out)["reasons"]
+        (reason,) = fallow("why", name, "--json").json["reasons"]
         assert words in reason
-    assert invoke(["why", "x"]) == Exit.NOINPUT
-    assert "neither a run" in capsys.readouterr().err
+    done = fallow("why", "x")
+    assert done.code == Exit.NOINPUT
+    assert "neither a run" in done.err

@@ -13,25 +13,14 @@ from pathlib import Path
 import pytest
 
 import fallow
+import views
 from fallow.cli import run as run_command
 from fallow.cli.main import invoke
 from fallow.cli.run import script_processes
 from fallow.core.submission.script import harvest_script
 from fallow.core.submission.step import step_command, step_environment
 from fallow.files import Paths, write_struct
-from fallow.model import (
-    AllocationKind,
-    Exit,
-    FallowError,
-    KeyFile,
-    PauseReport,
-    Quantiles,
-    RunReport,
-    RunStatus,
-    SampleReport,
-)
-
-NONE = Quantiles(p50=None, p95=None)
+from fallow.model import AllocationKind, Exit, FallowError, KeyFile, RunStatus
 
 
 def test_one_agent_per_node() -> None:
@@ -189,24 +178,8 @@ def test_the_rest_of_a_script_runs_where_the_report_says_so(base: Job, code: int
         (RunStatus.FINISHED, "r1.1", ""),
         (RunStatus.CANCELLED, "", ""),
     ):
-        write_struct(report, ended_run(status, token))
+        write_struct(report, views.report(status=status, rest_in=token))
         assert base.run(code).stdout == stdout
-
-
-def ended_run(status: RunStatus, rest_in: str) -> RunReport:
-    samples = SampleReport(consumed=0, lost=0, duplicated=0)
-    return RunReport(
-        run="r1",
-        status=status,
-        steps=0,
-        samples=samples,
-        final_digest=None,
-        final_loss=None,
-        generations=[],
-        pause_s=PauseReport(planned=NONE, unplanned=NONE),
-        steps_discarded=0,
-        rest_in=rest_in,
-    )
 
 
 def test_an_allocation_that_is_not_elected_ends_its_job(base: Job) -> None:
@@ -283,7 +256,7 @@ def test_a_harvest_job_that_cannot_begin_ends_too(harvest: Job) -> None:
 
 
 def test_a_base_job_that_begins_after_the_end_of_its_run_ends(base: Job) -> None:
-    write_struct(base.folder / "state/runs/r1/report.json", ended_run(RunStatus.FINISHED, "r1.0"))
+    write_struct(base.folder / "state/runs/r1/report.json", views.report(rest_in="r1.0"))
     assert base.run(FALLOW_TOKEN="r1.9", FALLOW_KIND="base").stdout == ""
 
 
@@ -302,7 +275,7 @@ def test_the_job_of_a_heterogeneous_allocation_is_the_leaders(harvest: Job) -> N
     ("environ", "message"),
     [
         ({"FALLOW_RUN": ""}, "submitted with `fallow submit`"),
-        ({"FALLOW_RUN": "../x"}, "is not what `fallow submit` sets"),
+        ({"FALLOW_RUN": "../x"}, "no valid id"),
         ({"FALLOW_TOKEN": "r1.9"}, "a file system that all nodes share"),
         ({"SLURM_JOB_ID": ""}, "SLURM_JOB_ID is not set"),
     ],

@@ -17,7 +17,6 @@ import pytest
 from fallow.cli import doctor
 from fallow.cli.main import COMMANDS, invoke
 from fallow.core.checks.site import Check, Level
-from fallow.local import main as local_main
 from fallow.model import Exit, FallowError, RunReport, RunStatus
 
 EVIL = "e\x1b]52;c;eA==\x07\x9b2J\x7f\u202e\u2066\u200b\u2028\u061c\r[bold]x[/]"
@@ -69,7 +68,6 @@ def head(monkeypatch: pytest.MonkeyPatch) -> None:
 SHOWING = [
     ["status"],
     ["status", "r"],
-    ["runs"],
     ["events"],
     ["report", "r"],
     ["usage"],
@@ -151,18 +149,19 @@ def test_a_dry_run_shows_script_and_path_harmlessly(slurm: Path, name: str, caps
 
 
 def test_what_sbatch_says_is_shown_harmlessly(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from fallow.cli.sbatch_call import Call
+    from fallow.cli.sbatch_call import call_sbatch
 
-    outcome = Call(["sbatch"], environment=dict(os.environ)).run(lambda job: None)
+    outcome = call_sbatch(["sbatch"], os.environ, lambda job: None)
     assert outcome.job == "77"
     assert capsys.readouterr().err == r"sbatch: \x1b]0;t\x07 site banner" + "\n"
 
 
+@pytest.mark.parametrize("words", [[], ["--json"]], ids=["for people", "as JSON"])
 def test_local_shows_what_the_script_said_harmlessly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     class Failed:
-        absent, absent_because, missed = 1, EVIL, ()
+        absent, absent_because, due = 1, EVIL, ()
 
         def __init__(self, *_: Any, **__: Any) -> None:
             pass
@@ -170,10 +169,9 @@ def test_local_shows_what_the_script_said_harmlessly(
         async def train(self) -> RunReport:
             return msgspec.structs.replace(hostile(RunReport), status=RunStatus.FAILED)
 
-    monkeypatch.setattr(local_main, "Driver", Failed)
+    monkeypatch.setattr("fallow.local.driver.Driver", Failed)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the logs of a failed run stay
-    local_main.main(["true"], 1)
-    local_main.main(["true"], 1, json=True)
+    assert invoke(["local", "--members", "1", *words, "--", "true"]) == Exit.SOFTWARE
     shown = "".join(capfd.readouterr())
     assert "newcomer(s) did not take part: " + SEEN in shown
     assert FORBIDDEN.findall(shown) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import AsyncIterator
 from typing import Any
@@ -10,89 +9,45 @@ from typing import Any
 import msgspec
 import pytest
 
-from fallow.cli import show
-from fallow.cli.main import invoke
-from fallow.cli.show import MISSED
+import views
+from command_line import Fallow
+from fallow.cli import follow, show
 from fallow.cli.tables import duration, number, show_table
 from fallow.model import (
-    AllocationKind,
-    AllocationState,
-    AllocationView,
     ChangeKind,
     CheckpointState,
     CheckpointView,
     EventRecord,
     Exit,
     GenerationReport,
-    HeadView,
-    MemberPhase,
-    MemberView,
     NodeOwner,
     NodeView,
     Parts,
     PauseReport,
     Quantiles,
-    RunReport,
-    RunStatus,
     RunView,
-    SampleReport,
     Snapshot,
     SpeedView,
 )
 
-HEAD = HeadView(
-    version="1",
-    host="login1",
-    pid=7,
-    term=1,
-    uptime_s=90_061,
-    cluster="c",
-    slurm_version="22.05.8",
-    slurm_error="hung \x1b[31m",
-    poll_age_s=3.0,
-    poll_interval_s=30,
-    polls=2,
-    agents=1,
-    workers=1,
-)
-MEMBER = MemberView(
-    member="n3",
-    node="n1",
-    token="r1.0",
-    allocation=AllocationKind.BASE,
-    phase=MemberPhase.MEMBER,
-    rank=0,
-    workers=4,
-    step=5,
-    ends_in_s=3661.0,
-    last_seen_s=0.25,
-    shards=6,
-    pace_s=0.01234,
-)
-JOB = AllocationView(
-    token="r1.0",
-    kind=AllocationKind.BASE,
-    state=AllocationState.RUNNING,
-    job_id="77",
-    partition="gpu",
-    nodes=["n1"],
-    ends_in_s=3661.0,
-)
-RUN = RunView(
-    run="r1",
+
+def checkpoint(step: int, state: CheckpointState, *, asked: bool = False, problem: str = "") -> CheckpointView:
+    return CheckpointView(
+        step=step,
+        generation=1,
+        epoch=0,
+        written_at=0.0,
+        nbytes=1536,
+        path=f"/c/{step}",
+        state=state,
+        asked=asked,
+        problem=problem,
+    )
+
+
+RUN = views.run(
     name="[bold]evil[/]\x1b]52;c;x\x07",
-    status=RunStatus.TRAINING,
-    min_nodes=1,
-    max_nodes=8,
-    limit=8,
-    generation=3,
-    step=5,
-    total_steps=100,
-    epoch=0,
-    loss=0.25,
-    samples_per_s=1234.5,
-    members=[MEMBER],
-    allocations=[JOB],
+    members=[views.member(shards=6, pace_s=0.01234)],
     change="absorbing n2",
     scalars={"accuracy": 0.98765, "lr\n": 1e-5, "norm": None},
     speeds=[
@@ -103,45 +58,18 @@ RUN = RunView(
     deadline_at=1_000_000.0,
     ahead_s=-3661.0,
     checkpoints=[
-        CheckpointView(
-            step=step,
-            generation=1,
-            epoch=0,
-            written_at=0.0,
-            nbytes=1536,
-            path=f"/c/{step}",
-            state=state,
-            asked=asked,
-            problem=problem,
-        )
-        for step, state, asked, problem in (
-            (4, CheckpointState.DAMAGED, False, "torn"),
-            (3, CheckpointState.USABLE, True, ""),
-        )
+        checkpoint(4, CheckpointState.DAMAGED, problem="torn"),
+        checkpoint(3, CheckpointState.USABLE, asked=True),
     ],
 )
-SNAPSHOT = Snapshot(at=0.0, head=HEAD, nodes=[], runs=[RUN], last_event=9)
+SNAPSHOT = views.snapshot(RUN, head=views.head(slurm_error="hung \x1b[31m"))
 EVENTS = [EventRecord(seq=n, at=0.0, run="r1", kind="absorb", text=f"n{n}\njoined") for n in (8, 9)]
-REPORT = RunReport(
-    run="r1",
-    status=RunStatus.FINISHED,
-    steps=100,
-    samples=SampleReport(consumed=6400, lost=0, duplicated=0),
-    final_digest="ab" * 32,
-    final_loss=0.125,
-    generations=[
-        GenerationReport(
-            generation=1,
-            kind=ChangeKind.START,
-            members=["n3"],
-            first_step=0,
-            pause_s=None,
-            parts=Parts(),
-            reason="start",
-        )
-    ],
-    pause_s=PauseReport(planned=Quantiles(p50=0.01, p95=0.02), unplanned=Quantiles(p50=None, p95=None)),
-    steps_discarded=1,
+START = GenerationReport(
+    generation=1, kind=ChangeKind.START, members=["n3"], first_step=0, pause_s=None, parts=Parts(), reason="start"
+)
+REPORT = views.report(
+    generations=[START],
+    pause_s=PauseReport(planned=Quantiles(p50=0.01, p95=0.02), unplanned=views.NONE),
 )
 
 
@@ -153,97 +81,82 @@ def head(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
         asked.append((method, params))
         return {"status": SNAPSHOT, "events": EVENTS, "report": REPORT}[method]
 
-    monkeypatch.setattr(show, "ask", ask)
+    for module in (show, follow):
+        monkeypatch.setattr(module, "ask", ask)
     return asked
 
 
-def test_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert invoke(["status"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_runs(fallow: Fallow) -> None:
+    lines = fallow("status").out.splitlines()
     assert lines[0] == "head 1 on login1, pid 7, up 1-01:01:01; Slurm 22.05.8 (c); polled 3 s ago"
     assert lines[1] == r"Slurm does not answer: hung \x1b[31m"
     assert lines[2].split() == shlex.split("RUN NAME STATUS NODES MEMBERS GEN STEP LOSS SAMPLES/S NOTE")
-    evil = r"[bold]evil[/]\x1b]52;c;x\x07"
-    assert lines[3].replace(evil, "EVIL").split() == shlex.split(
-        "r1 EVIL training 1:8 1/8 3 5/100 0.25 1234 absorbing n2"
-    )
+    row = lines[3].replace(r"[bold]evil[/]\x1b]52;c;x\x07", "EVIL").split()
+    assert row == shlex.split("r1 EVIL training 1:8 1/8 3 5/100 0.25 1234 absorbing n2")
     assert len(lines) == 4
 
 
-def test_why_idle_nodes_are_not_used(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_idle_nodes_are_not_used(monkeypatch: pytest.MonkeyPatch, fallow: Fallow) -> None:
     def node(name: str, unused: str) -> NodeView:
         return NodeView(node=name, partitions=["gpu"], state="IDLE", owner=NodeOwner.IDLE, unused=unused)
 
     nodes = [node("n1", "too short: 60 s"), *(node(f"n{n}", "not needed: no run\x1b[2J") for n in (3, 4, 5))]
     nodes += [node(f"x{n}", f"limited: {n}") for n in range(10)]
-    found = msgspec.structs.replace(SNAPSHOT, nodes=[*nodes, node("used", "")])
+    found = views.changed(SNAPSHOT, nodes=[*nodes, node("used", "")])
     monkeypatch.setattr(show, "ask", lambda *_, **__: found)
-    assert invoke(["status"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    table = lines[lines.index("") + 1 :]
-    assert table[0].split() == ["IDLE", "WHY", "NOT", "USED", "NODELIST"]
-    assert table[1].split() == ["3", "not", "needed:", "no", r"run\x1b[2J", "n[3-5]"]
-    assert table[2].split() == ["1", "too", "short:", "60", "s", "n1"]
-    assert table[3:] == [*table[3:11], "2 nodes more for other reasons; see: fallow status --json"]
-    assert len(table) == 12
+    lines = fallow("status").out.splitlines()
+    table = [line.split() for line in lines[lines.index("") + 1 :]]
+    assert table[:3] == [
+        ["IDLE", "WHY", "NOT", "USED", "NODELIST"],
+        ["3", "not", "needed:", "no", r"run\x1b[2J", "n[3-5]"],
+        ["1", "too", "short:", "60", "s", "n1"],
+    ]
+    assert (len(table), table[-1][:3]) == (12, ["2", "nodes", "more"])
 
 
-def test_one_run(capsys: pytest.CaptureFixture[str], head: list[tuple[str, dict[str, Any]]]) -> None:
-    assert invoke(["status", "r1"]) == 0
-    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert shlex.split("n3 n1 base member 0-3 5 6 0.01234 01:01:01 0.2s") in shown
-    assert ["accuracy", "0.9877", "lr", "1e-05", "norm", "-"] in shown
-    assert shlex.split("r1.0 base running 77 gpu n1 01:01:01") in shown
-    assert ["1", "0.5", "measured"] in shown
-    assert ["4", "1.75", "foretold"] in shown
-    assert ["harvested", "nodes", "it", "should", "have", "now:", "3"] in shown
+def test_one_run(fallow: Fallow, head: list[tuple[str, dict[str, Any]]]) -> None:
+    shown = [line.split() for line in fallow("status", "r1").out.splitlines()]
+    for line in (
+        "n3 n1 base member 0-3 5 6 0.01234 01:01:01 0.2s",
+        "accuracy 0.9877 lr 1e-05 norm -",
+        "r1.0 base running 77 gpu n1 01:01:01",
+        "1 0.5 measured",
+        "4 1.75 foretold",
+        "harvested nodes it should have now: 3",
+    ):
+        assert line.split() in shown
     assert ["behind", "its", "schedule", "by", "01:01:01"] in [line[-5:] for line in shown]
-    assert shlex.split("step 3 usable") == shown[-1][:3]
-    assert shlex.split("1.5 KiB by hand /c/3") == shown[-1][-5:]
-    assert shlex.split("1.5 KiB /c/4 (torn)") == shown[-2][-4:]
+    assert shown[-1][:3] == ["step", "3", "usable"]
+    assert shown[-1][-5:] == shlex.split("1.5 kB by hand /c/3")
+    assert shown[-2][-4:] == ["1.5", "kB", "/c/4", "(torn)"]
     assert head == [("status", {"run": "r1"})]
 
 
-def test_runs_with_their_newest_usable_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
-    assert invoke(["runs"]) == 0
-    titles, row = capsys.readouterr().out.splitlines()
-    assert titles.split() == shlex.split("RUN NAME BEGUN STATUS STEP CHECKPOINTS NEWEST AGE NOTE")
-    assert row.split()[4:9] == shlex.split("training 5 2 step 3")
+def test_ages_are_by_the_heads_clock(monkeypatch: pytest.MonkeyPatch, fallow: Fallow) -> None:
+    monkeypatch.setattr(show, "ask", lambda *_, **__: views.changed(SNAPSHOT, at=8.0))
+    assert "00:00:08" in fallow("status", "r1").out.splitlines()[-1].split()
 
 
-@pytest.mark.parametrize("words", [["status", "r1"], ["runs"]])
-def test_ages_are_by_the_heads_clock(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    snapshot = msgspec.structs.replace(SNAPSHOT, at=8.0)
-    monkeypatch.setattr(show, "ask", lambda *_, **__: snapshot)
-    assert invoke(words) == 0
-    assert "00:00:08" in capsys.readouterr().out.splitlines()[-1].split()
+@pytest.mark.parametrize("words", [["status"], ["status", "r1"], ["events"], ["events", "r1"], ["report", "r1"]])
+def test_json_is_exactly_one_value(words: list[str], fallow: Fallow) -> None:
+    done = fallow(*words, "--json")
+    assert (done.code, done.err) == (0, "")
+    assert done.json
 
 
-SHOWN = [["status"], ["status", "r1"], ["events"], ["events", "r1"], ["report", "r1"], ["runs"]]
-
-
-@pytest.mark.parametrize("words", SHOWN)
-def test_json_is_exactly_one_value(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert invoke([*words, "--json"]) == 0
-    out, err = capsys.readouterr()
-    assert json.loads(out)
-    assert err == ""
-
-
-def test_one_event_is_one_line(capsys: pytest.CaptureFixture[str], head: list[tuple[str, dict[str, Any]]]) -> None:
-    assert invoke(["events", "r1", "--since", "7", "--limit", "5"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_one_event_is_one_line(fallow: Fallow, head: list[tuple[str, dict[str, Any]]]) -> None:
+    lines = fallow("events", "r1", "--since", "7", "--limit", "5").out.splitlines()
     assert [line.split()[0] for line in lines] == ["8", "9"]
     assert lines[0].endswith("n8 joined")
     assert head == [("events", {"since": 7, "limit": 5, "run": "r1"})]
 
 
-def test_all_that_happened_between_two_looks_is_followed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("words", [[], ["r"]], ids=["everything", "a run by the beginning of its name"])
+def test_events_are_followed_from_the_last_ones_on(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, fallow: Fallow
 ) -> None:
-    asked: list[tuple[int, int]] = []
+    def event(seq: int, run: str = "r1") -> EventRecord:
+        return EventRecord(seq=seq, at=0.0, run=run, kind="node", text="n8 joined")
 
     class Client:
         async def __aenter__(self) -> Client:
@@ -251,28 +164,31 @@ def test_all_that_happened_between_two_looks_is_followed(
 
         async def __aexit__(self, *_: object) -> None: ...
 
-        async def call(self, method: str, type_: Any, since: int, limit: int) -> list[EventRecord]:
-            asked.append((since, limit))
-            return [EventRecord(seq=since + 7, at=0.0, run=None, kind="node", text="n8 joined")]
+        async def call(self, method: str, type_: Any, **wanted: Any) -> list[EventRecord]:
+            assert wanted == {"since": 0, "limit": 5, "run": "r1" if words else None}
+            return [event(7), event(8)]
 
-        async def subscribe(self) -> AsyncIterator[EventRecord]:
-            yield EventRecord(seq=1, at=0.0, run=None, kind="node", text="old")
+        async def subscribe(self) -> AsyncIterator[Snapshot | EventRecord]:
+            for item in (SNAPSHOT, event(8), event(9, "r2"), SNAPSHOT, event(10)):
+                yield item
 
     async def connect(_: object) -> Client:
         return Client()
 
     monkeypatch.setattr("fallow.control.client.ControlClient.connect", connect)
-    assert invoke(["events", "--follow", "--limit", "5"]) == Exit.UNAVAILABLE
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["7", "14"]
-    assert asked == [(0, 5), (7, MISSED)]
+    done = fallow("events", *words, "--follow", "--limit", "5")
+    assert done.code == Exit.UNAVAILABLE
+    assert [line.split()[0] for line in done.out.splitlines()] == (["7", "8", "10"] if words else ["7", "8", "9", "10"])
 
 
-def test_report(capsys: pytest.CaptureFixture[str]) -> None:
-    assert invoke(["report", "r1"]) == 0
-    shown = capsys.readouterr().out
-    assert "run r1: finished after 100 steps" in shown
-    assert "6400 consumed, 0 lost, 0 duplicated" in shown
-    assert "p95 0.02 s; unplanned p50 - s" in shown
+def test_report(fallow: Fallow) -> None:
+    shown = fallow("report", "r1").out
+    for text in (
+        "run r1: finished after 100 steps",
+        "6400 consumed, 0 lost, 0 duplicated",
+        "p95 0.02 s; unplanned p50 - s",
+    ):
+        assert text in shown
 
 
 def test_on_a_narrow_terminal_nothing_is_cut(
@@ -302,6 +218,6 @@ def test_figures() -> None:
 
 def test_figures_that_are_no_numbers_come_through() -> None:
     """JSON has no word for them."""
-    logged = msgspec.structs.replace(RUN, loss=float("nan"), scalars={"loss": float("nan"), "norm": float("inf")})
+    logged = views.changed(RUN, loss=float("nan"), scalars={"loss": float("nan"), "norm": float("inf")})
     come = msgspec.json.decode(msgspec.json.encode(logged), type=RunView)
     assert (come.loss, come.scalars) == (None, {"loss": None, "norm": None})

@@ -6,18 +6,16 @@ import json
 import os
 import subprocess
 import sys
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fallow.cli.dry_run import base_start
-from fallow.cli.main import invoke
+from command_line import Fallow
 from fallow.cli.submit import find_script
 from fallow.control.protocol import BaseJob, NewRun
 from fallow.files import Paths, read_struct
-from fallow.model import BaseStart, Exit, FallowError, Prospect, WouldAsk
+from fallow.model import Exit, FallowError, Prospect, WouldAsk
 
 SCRIPT = "#!/bin/sh\n#SBATCH -A acc\n#FALLOW nodes=1:4\nfallow run -- python t.py\n"
 
@@ -60,7 +58,7 @@ class Site:
     """A folder with a script, a fake sbatch on PATH, and a list of what the head was asked."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder = folder
+        self.folder, self.monkeypatch = folder, monkeypatch
         self.record = folder / "sbatch.json"
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.head_error: dict[str, FallowError] = {}
@@ -88,6 +86,9 @@ class Site:
         found: dict[str, Any] = json.loads(self.record.read_text())
         return found
 
+    def sbatch_does(self, mode: str) -> None:
+        self.monkeypatch.setenv("MODE", mode)
+
     @property
     def methods(self) -> list[str]:
         return [method for method, _ in self.asked]
@@ -102,22 +103,13 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     return Site(tmp_path, monkeypatch)
 
 
-def test_a_submission(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
-    assert invoke(["submit", "-t", "10", "job.sh", "--lr", "1"]) == 0
-    out, err = capsys.readouterr()
-    assert out == "Submitted batch job 77\n"
-    assert "Welcome to the site" in err
-    assert "fallow: run r1; see: fallow status r1" in err
-    assert site.sbatch["argv"] == [
-        "--parsable",
-        "--time=10",
-        "--nodes=1",
-        "--comment=r1.0",
-        "--no-requeue",
-        str(site.folder / "job.sh"),
-        "--lr",
-        "1",
-    ]
+def test_a_submission(site: Site, fallow: Fallow) -> None:
+    done = fallow("submit", "-t", "10", "job.sh", "--lr", "1")
+    assert (done.code, done.out) == (0, "Submitted batch job 77\n")
+    assert "Welcome to the site" in done.err
+    assert "fallow: run r1; see: fallow status r1" in done.err
+    options = ["--parsable", "--time=10", "--nodes=1", "--comment=r1.0", "--no-requeue"]
+    assert site.sbatch["argv"] == [*options, str(site.folder / "job.sh"), "--lr", "1"]
     assert site.sbatch["env"]["FALLOW_TOKEN"] == "r1.0"
     assert site.sbatch["env"]["FALLOW_STATE_DIR"] == str(site.folder / "state")
     spec = site.asked[0][1]["spec"]
@@ -127,148 +119,124 @@ def test_a_submission(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     assert site.asked[1:] == [told, ("test_harvest", {"run": "r1"})]
 
 
-def test_a_run_that_could_not_grow_is_told_at_once(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_could_not_grow_is_told_at_once(site: Site, fallow: Fallow) -> None:
     site.refusal = "scavenge: Invalid account"
-    assert invoke(["submit", "--parsable", "job.sh"]) == 0
-    out, err = capsys.readouterr()
-    assert out == "77\n"
-    assert "run r1 cannot grow, Slurm would refuse its harvest jobs: scavenge: Invalid account" in err
+    done = fallow("submit", "--parsable", "job.sh")
+    assert (done.code, done.out) == (0, "77\n")
+    assert "run r1 cannot grow" in done.err
+    assert site.refusal in done.err
     site.head_error["test_harvest"] = FallowError("gone", Exit.UNAVAILABLE)
-    assert invoke(["submit", "--parsable", "job.sh"]) == 0
-    assert "cannot grow" not in capsys.readouterr().err
+    done = fallow("submit", "--parsable", "job.sh")
+    assert (done.code, "cannot grow" in done.err) == (0, False)
 
 
-def test_parsable_prints_the_id_alone(
-    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parsable_prints_the_id_alone(site: Site, fallow: Fallow, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTER", "1")
-    assert invoke(["submit", "--parsable", "job.sh"]) == 0
-    out, err = capsys.readouterr()
-    assert out == "77;north\n"
-    assert "fallow:" not in err
+    done = fallow("submit", "--parsable", "job.sh")
+    assert (done.code, done.out, "fallow:" in done.err) == (0, "77;north\n", False)
     assert site.asked[1][1]["job_id"] == "77"
-    assert invoke(["submit", "job.sh"]) == 0
-    assert capsys.readouterr().out == "Submitted batch job 77 on cluster north\n"
-    assert invoke(["submit", "-Q", "job.sh"]) == 0
-    assert capsys.readouterr().out == ""
+    assert fallow("submit", "job.sh").out == "Submitted batch job 77 on cluster north\n"
+    assert fallow("submit", "-Q", "job.sh").out == ""
 
 
-def test_waiting_passes_the_jobs_exit_code_on(
-    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("MODE", "wait")
-    assert invoke(["submit", "--wait", "job.sh"]) == 3
-    assert capsys.readouterr().out == "Submitted batch job 77\n"
+def test_waiting_passes_the_jobs_exit_code_on(site: Site, fallow: Fallow) -> None:
+    site.sbatch_does("wait")
+    done = fallow("submit", "--wait", "job.sh")
+    assert (done.code, done.out) == (3, "Submitted batch job 77\n")
     assert site.methods == ["create_run", "base_submitted", "test_harvest"]
 
 
-def test_a_refusal(site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("MODE", "refuse")
-    assert invoke(["submit", "job.sh"]) == 1
-    assert "Invalid partition name" in capsys.readouterr().err
+def test_a_refusal(site: Site, fallow: Fallow) -> None:
+    site.sbatch_does("refuse")
+    done = fallow("submit", "job.sh")
+    assert done.code == 1
     method, params = site.asked[-1]
     assert (method, params["unknown"]) == ("base_failed", False)
     assert "Invalid partition name" in params["reason"]
+    assert "Invalid partition name" in done.err
 
 
 @pytest.mark.parametrize("mode", ["timeout", "hang"])
-def test_no_answer_is_unknown(
-    site: Site, mode: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("MODE", mode)
+def test_no_answer_is_unknown(site: Site, fallow: Fallow, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.sbatch_does(mode)
     monkeypatch.setattr("fallow.cli.sbatch_call.SUBMIT_S", 1.0)
-    assert invoke(["submit", "job.sh"]) == Exit.TEMPFAIL
-    assert "do not submit it again yet" in capsys.readouterr().err
-    assert site.asked[-1][0] == "base_failed"
-    assert site.asked[-1][1]["unknown"] is True
+    done = fallow("submit", "job.sh")
+    assert done.code == Exit.TEMPFAIL
+    assert "do not submit it again yet" in done.err
+    method, params = site.asked[-1]
+    assert (method, params["unknown"]) == ("base_failed", True)
 
 
-def test_a_job_that_exists_after_all(
-    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("MODE", "timeout")
+def test_a_job_that_exists_after_all(site: Site, fallow: Fallow, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.sbatch_does("timeout")
     monkeypatch.setattr("fallow.cli.sbatch_call.look_up", lambda token: "78" if token == "r1.0" else None)
-    assert invoke(["submit", "job.sh"]) == 0
-    assert capsys.readouterr().out == "Submitted batch job 78\n"
+    assert fallow("submit", "job.sh")[:2] == (0, "Submitted batch job 78\n")
     assert site.methods == ["create_run", "base_submitted", "test_harvest"]
 
 
-def test_without_sbatch_nothing_stays_behind(
-    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert invoke(["submit", "job.sh"]) == Exit.UNAVAILABLE
-    assert "install Slurm's client commands" in capsys.readouterr().err
-    assert site.asked[-1][1]["unknown"] is False
+def test_without_sbatch_nothing_stays_behind(site: Site, fallow: Fallow, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = site.folder / "bin" / "sbatch"
+    command.write_text("#!/no/such/shell\n")
+    monkeypatch.setenv("PATH", str(command.parent))
+    assert fallow("submit", "job.sh").code == Exit.UNAVAILABLE
+    assert site.asked.pop()[1]["unknown"] is False
+    site.asked.clear()
+    command.unlink()
+    done = fallow("submit", "job.sh")
+    assert done.code == Exit.UNAVAILABLE
+    assert "install Slurm's client commands" in done.err
+    assert site.asked == []
 
 
-def test_without_a_head_nothing_is_submitted(site: Site) -> None:
+def test_without_a_head_nothing_is_submitted(site: Site, fallow: Fallow) -> None:
     site.head_error["create_run"] = FallowError("no head", Exit.UNAVAILABLE)
-    assert invoke(["submit", "job.sh"]) == Exit.UNAVAILABLE
+    assert fallow("submit", "job.sh").code == Exit.UNAVAILABLE
     assert not site.record.exists()
 
 
-def test_a_head_that_goes_away_meanwhile_does_not_fail_the_submission(
-    site: Site, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_head_that_goes_away_meanwhile_does_not_fail_the_submission(site: Site, fallow: Fallow) -> None:
     """It finds the job by its number, which is left for it, or else by its comment."""
     site.head_error["base_submitted"] = FallowError("gone", Exit.UNAVAILABLE)
-    assert invoke(["submit", "job.sh"]) == 0
-    assert "it will find it by itself" in capsys.readouterr().err
+    assert fallow("submit", "job.sh").code == 0
     folder = Paths.default().run("r1").create()
-    assert invoke(["submit", "job.sh"]) == 0
+    done = fallow("submit", "job.sh")
+    assert (done.code, "it will find it by itself" in done.err) == (0, True)
     assert read_struct(folder.base_job("r1.0"), BaseJob) == BaseJob("77")
-    assert "it will find it by itself" in capsys.readouterr().err
 
 
-def test_wrap_and_standard_input(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert invoke(["submit", "--nodes=1:2", "--wrap", "fallow run -- x"]) == 0
+def test_wrap_and_standard_input(site: Site, fallow: Fallow, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fallow("submit", "--nodes=1:2", "--wrap", "fallow run -- x").code == 0
     assert "--wrap=fallow run -- x" in site.sbatch["argv"]
     assert site.asked[0][1]["spec"].script.endswith("\nfallow run -- x\n")
     with (site.folder / "job.sh").open() as script:
         monkeypatch.setattr("sys.stdin", script)
-        assert invoke(["submit"]) == 0
+        assert fallow("submit").code == 0
     assert site.sbatch["stdin"] == SCRIPT
 
 
-@pytest.mark.parametrize(
-    "says",
-    [
-        "Job 7 to start at 2026-01-31T12:00:00 using 4 processors on nodes n[1-2] in partition p",  # 22.05
-        "Job 7 to start at 2026-01-31T12:00:00 a using 8 processors on nodes n[1-2] in partition p",  # 25.11
-        "Job 7 to start at 2026-01-31T12:00:00 on cluster c a using 8 processors on nodes n[1-2] in partition p",
-        "Job 7 to start at 2026-01-31T12:00:00 using 12 processors on n[1-2]",  # a heterogeneous one
-    ],
-)
-def test_what_sbatch_says_of_the_start_of_a_job_is_read(says: str) -> None:
-    wanted = BaseStart(says=says, start_at=datetime(2026, 1, 31, 12).timestamp(), nodes=["n1", "n2"])
-    assert base_start(says) == wanted
-
-
-def test_dry_run_submits_nothing(
-    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_submits_nothing(site: Site, fallow: Fallow, monkeypatch: pytest.MonkeyPatch) -> None:
     # Neither head nor Slurm: what would be submitted is shown all the same.
     monkeypatch.setenv("PATH", "/nowhere")
     site.head_error["prospect"] = FallowError("no head", Exit.UNAVAILABLE)
-    assert invoke(["submit", "--dry-run", "--nodes=2:8", "job.sh", "a b"]) == 0
-    shown = capsys.readouterr().out
-    assert f"sbatch --nodes=2 --comment=RUN.base --no-requeue {site.folder}/job.sh 'a b'" in shown
-    assert "--job-name=RUN.harvest" in shown
-    assert "--output=STATE/runs/RUN/logs/RUN.harvest.out" in shown, "as of a real one: named by its token"
-    assert "--account=acc SCRIPT 'a b'" in shown
-    assert shown.count("#SBATCH -A acc") == 1
-    assert "# what is idle now is not known: scontrol cannot be started" in shown
-    assert "# when the base job would start is not known: sbatch cannot be started" in shown
+    done = fallow("submit", "--dry-run", "--nodes=2:8", "job.sh", "a b")
+    assert done.code == 0
+    for text in (
+        f"sbatch --nodes=2 --comment=RUN.base --no-requeue {site.folder}/job.sh 'a b'",
+        "--job-name=RUN.harvest",
+        "--output=STATE/runs/RUN/logs/RUN.harvest.out",
+        "--account=acc SCRIPT 'a b'",
+        "# what is idle now is not known: no head",
+        "# when the base job would start is not known: sbatch cannot be started",
+    ):
+        assert text in done.out
+    assert done.out.count("#SBATCH -A acc") == 1
     assert site.methods == ["prospect"]
 
 
-def test_dry_run_says_what_the_run_would_find(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
-    assert invoke(["submit", "--dry-run", "--nodes=2:8", "--fallow=budget-node-hours=12", "job.sh"]) == 0
-    shown = capsys.readouterr().out.splitlines()
+def test_dry_run_says_what_the_run_would_find(site: Site, fallow: Fallow) -> None:
+    shown = fallow("submit", "--dry-run", "--nodes=2:8", "--fallow=budget-node-hours=12", "job.sh").out.splitlines()
     found = shown[shown.index("# now") + 1 :]
-    assert found[0].startswith("# the base job would start in ")
-    assert found[0].endswith("2099-01-31 12:00:00, on n[1-2] (Slurm's estimate)")
+    assert found[0].startswith("# of the base job Slurm says: Job 78 to start at 2099-01-31T12:00:00 ")
     assert found[1].startswith("# idle where nodes may be harvested: 5 nodes, as the head saw ")
     assert found[2:] == [
         "# asked for as soon as the base job trains: 1 node for 60 min in scavenge, 3 nodes for 120 min in scavenge",
@@ -278,48 +246,32 @@ def test_dry_run_says_what_the_run_would_find(site: Site, capsys: pytest.Capture
     ]
     assert site.methods == ["prospect"]
     # The options of the base job itself, with the script, but nothing is submitted.
-    assert "--test-only" in site.sbatch["argv"]
-    assert "--nodes=2" in site.sbatch["argv"]
+    assert {"--test-only", "--nodes=2"} <= set(site.sbatch["argv"])
 
 
 def test_dry_run_of_a_job_that_slurm_refuses_promises_nothing_and_ends_like_the_submission(
-    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    site: Site, fallow: Fallow
 ) -> None:
-    monkeypatch.setenv("MODE", "refuse")
-    real = invoke(["submit", "job.sh"])
-    capsys.readouterr()
-    assert invoke(["submit", "--dry-run", "--nodes=2:8", "job.sh"]) == real == 1
-    shown = capsys.readouterr().out
-    assert (
-        "# the base job would be refused: Batch job submission failed: Invalid partition name specified; "
-        "nothing would be submitted" in shown
-    )
-    assert "to be expected" not in shown
-    assert "asked for as soon" not in shown
+    site.sbatch_does("refuse")
+    done = fallow("submit", "--dry-run", "--nodes=2:8", "job.sh")
+    assert done.code == fallow("submit", "job.sh").code == 1
+    assert "# the base job would be refused: Batch job submission failed: Invalid partition name" in done.out
+    assert "to be expected" not in done.out
+    assert "asked for as soon" not in done.out
 
 
-def test_dry_run_as_json_is_one_value(
-    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert invoke(["submit", "--dry-run", "--json", "--nodes=2:8", "job.sh", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["base"][0] == "sbatch"
-    assert shown["base"][-1] == "--json", "the script's own"
+def test_dry_run_as_json_is_one_value(site: Site, fallow: Fallow) -> None:
+    shown = fallow("submit", "--dry-run", "--json", "--nodes=2:8", "job.sh", "--json").json
+    assert (shown["base"][0], shown["base"][-1]) == ("sbatch", "--json"), "the script's own"
     assert "--json" not in shown["base"][:-1]
-    assert shown["start"]["nodes"] == ["n1", "n2"]
+    assert "2099-01-31T12:00:00" in shown["start"]["says"]
     assert shown["prospect"]["nodes"] == 7
-    monkeypatch.setenv("MODE", "refuse")
-    assert invoke(["submit", "--dry-run", "--json", "job.sh"]) == 1
-    assert json.loads(capsys.readouterr().out)["start"] == {
-        "says": "refused: Batch job submission failed: Invalid partition name specified",
-        "refused": True,
-        "start_at": None,
-        "nodes": [],
-    }
-    assert invoke(["submit", "--dry-run", "--json", "gone.sh"]) == Exit.NOINPUT
-    assert json.loads(capsys.readouterr().out)["error"]["code"] == Exit.NOINPUT
-    assert invoke(["submit", "--json", "job.sh"]) == Exit.USAGE
-    assert "give both" in capsys.readouterr().err
+    site.sbatch_does("refuse")
+    done = fallow("submit", "--dry-run", "--json", "job.sh")
+    assert (done.code, done.json["start"]["refused"]) == (1, True)
+    done = fallow("submit", "--dry-run", "--json", "gone.sh")
+    assert done.json["error"]["code"] == done.code == Exit.NOINPUT
+    assert fallow("submit", "--json", "job.sh").code == Exit.USAGE
 
 
 @pytest.mark.parametrize(
@@ -327,18 +279,23 @@ def test_dry_run_as_json_is_one_value(
     [
         (["--array=1-3", "job.sh"], Exit.USAGE, "one run per element"),
         (["--nodes=4:1", "job.sh"], Exit.USAGE, "did you mean"),
+        (["--nodes=0:4", "job.sh"], Exit.USAGE, "--nodes=0:4"),
         (["gone.sh"], Exit.NOINPUT, "gone.sh: no such batch script"),
         (["bin"], Exit.NOINPUT, "is a folder"),
+        (["/dev/null"], Exit.NOINPUT, "is no regular file"),
         (["--nodse=2", "job.sh"], Exit.USAGE, "did you mean --nodes?"),
         (["--wrap=x", "job.sh"], Exit.USAGE, "--wrap makes the script"),
         (["--fallow=sed=1", "job.sh"], Exit.DATA, "did you mean seed?"),
+        (["wrong.sh"], Exit.DATA, "wrong.sh, line 3: #FALLOW has no key 'ndes'; did you mean nodes?"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_happens(
-    site: Site, words: list[str], code: Exit, message: str, capsys: pytest.CaptureFixture[str]
+    site: Site, fallow: Fallow, words: list[str], code: Exit, message: str
 ) -> None:
-    assert invoke(["submit", *words]) == code
-    assert message in capsys.readouterr().err
+    (site.folder / "wrong.sh").write_text(SCRIPT.replace("nodes=", "ndes="))
+    done = fallow("submit", *words)
+    assert (done.code, done.err.count("\n")) == (code, 1)
+    assert message in done.err
     assert not site.asked
 
 
@@ -363,9 +320,8 @@ def test_the_wrapper_is_the_same_command(site: Site) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "heterogeneous"])
-def test_the_examples_are_what_they_say(site: Site, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_examples_are_what_they_say(site: Site, fallow: Fallow, name: str) -> None:
     example = Path(__file__).parents[3] / "slurm_scripts" / f"{name}.sbatch"
-    assert invoke(["submit", "--dry-run", str(example)]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert "--gpus-per-node=4" in out
+    done = fallow("submit", "--dry-run", str(example))
+    assert (done.code, done.err) == (0, "")
+    assert "--gpus-per-node=4" in done.out

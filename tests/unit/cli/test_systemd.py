@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -11,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from command_line import Fallow
 from fallow.cli import service
-from fallow.cli.main import invoke
 from fallow.model import Exit
 
 FOLDER = Path(__file__).parents[3] / "contrib" / "systemd"
@@ -95,7 +94,7 @@ def test_systemd_understands_the_unit(unit: str, manager: str, tmp_path: Path) -
 
 @pytest.mark.parametrize(("words", "unit"), [(["--user"], "fallow-user.service"), ([], "fallow@.service")])
 def test_the_unit_that_is_installed_starts_this_very_program(
-    words: list[str], unit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], unit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fallow: Fallow
 ) -> None:
     system, config = tmp_path / "etc", tmp_path / "config"
     monkeypatch.setattr(service, "_SYSTEM_UNITS", system)
@@ -104,24 +103,22 @@ def test_the_unit_that_is_installed_starts_this_very_program(
     program.parent.mkdir()
     program.touch(0o755)
     monkeypatch.setattr("sys.argv", [str(program)])
-    assert invoke(["service", "install", *words, "--json"]) == 0
-    written = Path(json.loads(capsys.readouterr().out)["unit"])
+    written = Path(fallow("service", "install", *words, "--json").json["unit"])
     assert written == (config / "systemd/user/fallow.service" if words else system / "fallow@.service")
     shipped = (FOLDER / unit).read_text()
     assert written.read_text() == shipped.replace("/usr/bin/env fallow daemon", f"{program} daemon") != shipped
-    assert invoke(["service", "install", *words]) == 0, "again"
-    assert "daemon-reload" in capsys.readouterr().out
+    assert "daemon-reload" in fallow("service", "install", *words).out, "again"
     written.write_text("[Service]\n")
-    assert invoke(["service", "install", *words]) == Exit.CANTCREAT
-    assert "--force" in capsys.readouterr().err
-    assert invoke(["service", "install", *words, "--force"]) == 0
+    done = fallow("service", "install", *words)
+    assert (done.code, "--force" in done.err) == (Exit.CANTCREAT, True)
+    assert fallow("service", "install", *words, "--force").code == 0
     assert f"ExecStart={program} daemon" in written.read_text()
 
 
 def test_a_unit_that_cannot_be_written_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fallow: Fallow
 ) -> None:
     (tmp_path / "config").touch()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    assert invoke(["service", "install", "--user"]) == Exit.CANTCREAT
-    assert "fallow.service: cannot be written" in capsys.readouterr().err
+    done = fallow("service", "install", "--user")
+    assert (done.code, f"{tmp_path}/config/systemd" in done.err) == (Exit.OSERR, True)

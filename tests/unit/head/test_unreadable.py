@@ -87,7 +87,7 @@ def stranger() -> Iterator[Stranger]:
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("words", [["status"], ["report", "r1"], ["runs"], ["usage"]])
+@pytest.mark.parametrize("words", [["status"], ["report", "r1"], ["events"], ["usage"]])
 def test_a_state_folder_that_cannot_be_read_is_named(stranger: Stranger, words: list[str]) -> None:
     stranger.paths.state.chmod(0)
     done = stranger.fallow(*words)

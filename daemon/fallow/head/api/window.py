@@ -12,7 +12,6 @@ from fallow import __version__
 from fallow.config import Usage
 from fallow.control.broadcast import Broadcast
 from fallow.control.methods import check
-from fallow.control.protocol import LastPoll
 from fallow.head.api import views
 from fallow.head.api.ledgers import count_samples
 from fallow.head.api.pruning import kept_report
@@ -86,13 +85,6 @@ class Window:
                 return self.snapshot(**params)
             case "events":
                 return await self._events(**params)
-            case "cluster":
-                return LastPoll(
-                    config=self._calls.config,
-                    cluster=self._harvest.cluster,
-                    backend=self._calls.backend,
-                    age_s=None if self._calls.polled_at is None else steady() - self._calls.polled_at,
-                )
             case "report":
                 return self.report(self._book.get(params["run"]))
             case "test_harvest":

@@ -68,6 +68,7 @@ def test_nonsense_is_parsed_or_refused(text: str) -> None:
         (["/opt/bin/train"], "train"),
         (["python", "-u", "my train.py"], "my-train"),
         (["python", "-"], "python"),
+        (["train.py", "data"], "train"),
     ],
 )
 def test_a_local_run_is_named_after_its_script(command: list[str], name: str) -> None:

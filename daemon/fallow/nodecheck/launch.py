@@ -1,4 +1,4 @@
-"""`fallow doctor --gpu`: looks at the GPUs of an allocation's nodes and at the network between them."""
+"""Start the look at an allocation's nodes on each of them, and judge what they say together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import tempfile
 
 import msgspec
 
-from fallow.cli.common import say
 from fallow.core.checks.gpu_checks import Found, verdicts
 from fallow.core.checks.site import Check
 from fallow.core.submission.step import step_command, step_environment
@@ -23,7 +22,7 @@ _DEADLINE_S = 240.0
 
 
 def examine() -> list[Check]:
-    """Start a look at each node of this allocation, and judge what they say together.
+    """Look at the GPUs of this allocation's nodes and at the network between them; takes about twice `MEASURED_S`.
 
     Raises:
         FallowError: this is no allocation, or the nodes have not found each other.
@@ -35,7 +34,6 @@ def examine() -> list[Check]:
             Exit.USAGE,
         )
     folder = tempfile.mkdtemp(prefix="doctor-", dir=private_dir(Paths.default().state))
-    say(f"all-reduces among the nodes take {MEASURED_S:g} s, and starting them about as long")
     try:
         command = step_command(os.environ, [sys.executable, "-m", "fallow.nodecheck", folder, str(MEASURED_S)])
         done = subprocess.run(

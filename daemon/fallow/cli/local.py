@@ -1,0 +1,140 @@
+"""`fallow local`: train on this machine, without Slurm."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from fallow.cli.common import json_option, json_text, print_json, restart_option, say
+from fallow.model import Exit, FallowError, RunReport, RunStatus
+from fallow.text import clean_output
+
+if TYPE_CHECKING:
+    from fallow.local.driver import Driver
+
+
+@click.command(short_help="Train on this machine, without Slurm.", context_settings={"allow_interspersed_args": False})
+@click.option("--members", type=click.IntRange(min=1), required=True, help="Nodes at the start.")
+@click.option("--workers-per-node", type=click.IntRange(min=1), default=1, show_default=True, help="Workers of each.")
+@click.option(
+    "--schedule",
+    default="",
+    metavar="S",
+    help="What happens to the membership when STEP steps are finished, e.g. '+2@10,-1@20,kill:0@30'. +K@STEP: K "
+    "nodes come. -K@STEP: the K youngest leave. -mI@STEP: node I leaves; nodes are numbered from 0 as they come. "
+    "kill:I@STEP, stop:I@STEP, cont:I@STEP: SIGKILL, SIGSTOP, SIGCONT to node I's workers. head-kill@STEP, "
+    "store-kill@STEP: the head or its store is killed, and comes back.",
+)
+@click.option("--report", type=click.Path(dir_okay=False, path_type=Path), help="Write the report to this file.")
+@click.option("--reproducible", is_flag=True, help="The result is the same, bit for bit, for every schedule.")
+@restart_option
+@json_option
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def local(
+    members: int,
+    workers_per_node: int,
+    schedule: str,
+    report: Path | None,
+    reproducible: bool,
+    restart: bool,
+    as_json: bool,
+    command: tuple[str, ...],
+) -> int:
+    """Train COMMAND on this machine with real head, store, agents and workers: fallow local --members 2 -- CMD
+
+    With --restart a STEP of the schedule is so many seconds of training, since such a script tells no steps.
+    """
+    from fallow.core.submission.schedule import parse_schedule
+    from fallow.local.driver import Driver, name_of
+
+    # All that can be wrong is found before anything is started.
+    items = parse_schedule(schedule, members, workers_per_node)
+    if report is not None and not report.absolute().parent.is_dir():
+        raise FallowError(f"--report {report}: its folder does not exist; make it first", Exit.CANTCREAT)
+    if restart and reproducible:
+        raise FallowError("--reproducible is for scripts that call fallow.init; leave it or --restart out", Exit.USAGE)
+    argv = _argv(command, restart)
+    folder = Path(tempfile.mkdtemp(prefix="fallow-local-"))
+    driver = Driver(
+        folder,
+        argv,
+        members,
+        items,
+        workers_per_node=workers_per_node,
+        name=name_of(command),
+        # Standard output is for the report.
+        output=2 if as_json else None,
+        environ={**os.environ, "FALLOW_REPRODUCIBLE": "1"} if reproducible else os.environ,
+        by_seconds=restart,
+    )
+    try:
+        result = asyncio.run(_train(driver))
+    except asyncio.CancelledError:
+        say(f"ended by SIGTERM; logs are kept in {folder}")
+        return 128 + signal.SIGTERM
+    except BaseException:
+        say(f"logs are kept in {folder}")
+        raise
+    if driver.absent:
+        say(f"{driver.absent} newcomer(s) did not take part: {driver.absent_because}")
+    for item in driver.due:
+        say(f"{item.text} did not happen: the run ended {'before' if restart else f'at step {result.steps}'}")
+    return _tell(result, report, folder, as_json)
+
+
+def _argv(command: tuple[str, ...], restart: bool) -> list[str]:
+    """What an agent starts. Raises FallowError if it is not there."""
+    from fallow.agent.process import with_python
+    from fallow.agent.restart import under_torchrun
+
+    if restart:
+        return under_torchrun(command)
+    if shutil.which(command[0]) is None:
+        what = command[0]
+        raise FallowError(f"command {what!r}: not found or not executable{with_python(what)}", Exit.NOINPUT)
+    return list(command)
+
+
+async def _train(driver: Driver) -> RunReport:
+    """Train; SIGTERM ends it as Ctrl-C does, so that nothing is left behind."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await driver.train()
+
+
+def _tell(result: RunReport, report: Path | None, folder: Path, as_json: bool) -> int:
+    """Print the report and write it to a file; returns the exit code. The logs of a run that went well are removed."""
+    from fallow.cli.show import show_report
+
+    written = report is None or _write(result, report)
+    if as_json:
+        print_json(result)
+    else:
+        show_report(result)
+    if result.status is RunStatus.FINISHED and not result.samples.lost and not result.samples.duplicated:
+        if result.message:
+            say(result.message)
+        shutil.rmtree(folder, ignore_errors=True)
+        return Exit.OK if written else Exit.IOERR
+    if as_json and result.traceback:
+        say(clean_output(result.traceback, 20_000))
+    say(f"run is {result.status}: {result.message or 'see the report'}; logs in {folder}")
+    return Exit.SOFTWARE
+
+
+def _write(result: RunReport, report: Path) -> bool:
+    """False: it could not be written. The training is done all the same, so what it came to is shown."""
+    try:
+        report.write_text(json_text(result) + "\n")
+    except OSError as error:
+        say(f"--report {report}: cannot be written ({error.strerror})")
+        return False
+    return True

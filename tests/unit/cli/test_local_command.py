@@ -1,0 +1,93 @@
+"""What `fallow local` answers with once the training is over, and what it refuses before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+import views
+from fallow.agent import restart
+from fallow.cli.main import invoke
+from fallow.model import Exit, RunReport, RunStatus
+
+
+class Trained:
+    """Stands for the driver of a training that is over."""
+
+    absent, due = 0, ()
+    report = views.report()
+    started: ClassVar[list[tuple[list[str], str]]] = []
+    "argv and name of each training"
+
+    def __init__(self, folder: Path, command: list[str], *_: Any, **more: Any) -> None:
+        self.started.append((command, more["name"]))
+
+    async def train(self) -> RunReport:
+        return self.report
+
+
+@pytest.fixture(autouse=True)
+def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("fallow.local.driver.Driver", Trained)
+    monkeypatch.setattr(Trained, "started", [])
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+def local(*words: str, command: tuple[str, ...] = ("true",)) -> int:
+    return invoke(["local", "--members", "2", *words, "--", *command])
+
+
+def test_a_report_that_cannot_be_written_is_a_failure_that_is_told_after_the_summary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "report"
+    assert local("--report", str(file)) == Exit.OK
+    assert json.loads(file.read_text())["steps"] == 100
+    capsys.readouterr()
+    assert local("--report", "/dev/full") == Exit.IOERR
+    out, err = capsys.readouterr()
+    assert "run r1: finished after 100 steps" in out
+    assert "--report /dev/full: cannot be written" in err
+    assert local("--report", str(tmp_path / "no" / "report")) == Exit.CANTCREAT
+
+
+def test_a_script_that_is_restarted_gives_the_run_its_name(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    script = tmp_path / "train.py"
+    script.touch()
+    assert local("--restart", command=(str(script), "data")) == Exit.OK
+    assert Trained.started == [(restart.under_torchrun([str(script), "data"]), "train")]
+
+
+def test_a_script_without_its_interpreter_is_refused_with_the_command_that_would_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert local(command=("train.py", "--steps", "3")) == Exit.NOINPUT
+    assert capsys.readouterr().err.endswith("for a Python script: python train.py\n")
+    assert local(command=("pyhton", "train.py")) == Exit.NOINPUT
+    assert capsys.readouterr().err.endswith("not executable\n")
+    assert Trained.started == []
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_what_is_to_be_said_of_a_finished_run_is_said(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Trained, "report", views.report(message="members disagree on the state"))
+    assert local(*words) == Exit.OK
+    out, err = capsys.readouterr()
+    assert err == "fallow: members disagree on the state\n"
+    assert not words or json.loads(out)["steps"] == 100
+
+
+@pytest.mark.parametrize("change", [{"status": RunStatus.FAILED}, {"samples": views.samples(lost=1)}])
+def test_a_run_that_did_not_go_well_fails_and_keeps_its_logs(
+    change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Trained, "report", views.report(**change))
+    assert local() == Exit.SOFTWARE
+    (folder,) = tmp_path.glob("fallow-local-*")
+    assert str(folder) in capsys.readouterr().err

@@ -1,0 +1,192 @@
+"""Where node-seconds go: sums, conservation and money."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fallow.core.accounting.prices import Prices
+from fallow.core.accounting.spans import Span, Use
+from fallow.core.accounting.usage import (
+    DAY_S,
+    DAYS_KEPT,
+    Tallies,
+    Tally,
+    by_month,
+    day_of,
+    is_since,
+    note_members,
+    note_pause,
+    pieces,
+    tally,
+)
+from fallow.core.allocations import Allocation
+from fallow.model import AllocationKind, AllocationState, Source
+
+NOW = 1_000_000.0
+
+
+def held(
+    kind: AllocationKind = AllocationKind.HARVEST, end: float | None = NOW + 100, gpus: int = 4, **more: Any
+) -> Allocation:
+    spans = {"7": Span(nodes={"n1": gpus}, start_at=NOW, end_at=end, partition="p")}
+    values: dict[str, Any] = {"state": AllocationState.ENDED, "spans": spans, "partition": "p", "settled": True}
+    return Allocation(token="t", run="r", kind=kind, public_key="k", **values | more)
+
+
+def seconds(allocation: Allocation, now: float = NOW + 100) -> dict[Source, float]:
+    found: dict[Source, float] = {}
+    for piece in pieces(allocation, now):
+        found[piece.source] = round(found.get(piece.source, 0.0) + piece.node_s, 6)
+    return found
+
+
+def test_a_harvested_node_from_its_job_to_its_end() -> None:
+    allocation = held()
+    (use,) = [allocation.uses.setdefault("n1", Use(first_at=NOW + 10, last_at=NOW + 90, member_s=80.0))]
+    use.pause_s, use.discarded_s = 2.0, 1.0
+    assert seconds(allocation) == {
+        Source.START_UP: 10,
+        Source.HARVESTED: 77,
+        Source.HAND_OVER: 2,
+        Source.DISCARDED: 1,
+        Source.DRAINED: 10,
+    }
+    assert sum(piece.gpu_s for piece in pieces(allocation, NOW)) == pytest.approx(400.0)
+
+
+@pytest.mark.parametrize(
+    ("more", "source"),
+    [
+        ({"slurm_state": "PREEMPTED"}, Source.CUT_SHORT),
+        ({"slurm_state": "TIMEOUT"}, Source.CUT_SHORT),
+        ({"slurm_state": "FAILED"}, Source.NOTHING),
+        ({"slurm_state": "CANCELLED"}, Source.NOTHING),
+        ({"state": AllocationState.RUNNING, "settled": False}, Source.START_UP),
+    ],
+)
+def test_a_job_that_never_trained(more: dict[str, Any], source: Source) -> None:
+    assert seconds(held(**more)) == {source: 100.0}
+
+
+def test_the_rest_of_the_script_is_the_users_own() -> None:
+    use = {"n1": Use(first_at=NOW, last_at=NOW + 60, member_s=60)}
+    assert seconds(held(AllocationKind.BASE, uses=use, end_code=0)) == {Source.BASE: 100.0}
+    assert seconds(held(AllocationKind.BASE, uses=use, end_code=93)) == {Source.BASE: 60.0, Source.DRAINED: 40.0}
+
+
+def test_members_come_and_go() -> None:
+    allocation = held(end=None, state=AllocationState.RUNNING, settled=False)
+    assert note_members([allocation], {("t", "n1")}, NOW + 10)
+    assert not note_members([allocation], {("t", "n1"), ("other", "n2")}, NOW + 15)
+    assert note_members([allocation], set(), NOW + 30)
+    assert note_members([allocation], {("t", "n1")}, NOW + 40)
+    note_pause([allocation], {("t", "n1")}, 0.5, 0.0)
+    note_pause([allocation], {("t", "n2")}, 99.0, 99.0)
+    assert seconds(allocation, NOW + 50) == {
+        Source.START_UP: 10,
+        Source.HARVESTED: 29.5,
+        Source.HAND_OVER: 0.5,
+        Source.STANDBY: 10,
+    }
+
+
+times = st.floats(-3 * DAY_S, 3 * DAY_S).map(lambda offset: NOW + offset)
+uses = st.builds(
+    Use,
+    first_at=times,
+    since=st.none() | times,
+    last_at=times,
+    member_s=st.floats(0, 1e6),
+    pause_s=st.floats(0, 1e6),
+    discarded_s=st.floats(0, 1e6),
+)
+allocations = st.builds(
+    Allocation,
+    token=st.just("t"),
+    run=st.just("r"),
+    public_key=st.just("k"),
+    kind=st.sampled_from(AllocationKind),
+    state=st.sampled_from(AllocationState),
+    partition=st.sampled_from(["p", "q"]),
+    slurm_state=st.sampled_from(["", "PREEMPTED", "COMPLETED"]),
+    settled=st.booleans(),
+    end_code=st.sampled_from([None, 0, 93]),
+    requested_at=times,
+    spans=st.dictionaries(
+        st.sampled_from(["1", "2"]),
+        st.builds(
+            Span,
+            nodes=st.dictionaries(st.sampled_from(["n1", "n2", "n3"]), st.integers(0, 8)),
+            start_at=times,
+            partition=st.sampled_from(["p", "q"]),
+            end_at=st.none() | times,
+        ),
+    ),
+    uses=st.dictionaries(st.sampled_from(["n1", "n2"]), uses),
+)
+
+
+@given(st.lists(allocations, max_size=5), times)
+def test_every_node_second_is_counted_once(held: list[Allocation], now: float) -> None:
+    """Base + harvested + wasted = what Slurm allocated, whatever the head's clock said, day by day and in all."""
+    sums: Tallies = {}
+    for allocation in held:
+        tally(sums, allocation, now)
+    spans = [span for allocation in held for span in allocation.spans.values()]
+    node_s = sum(span.node_s(now) for span in spans)
+    gpu_s = sum(span.held_s(now) * gpus for span in spans for gpus in span.nodes.values())
+    assert sum(value for one in sums.values() for value in one.node_s.values()) == pytest.approx(node_s, abs=1e-3)
+    assert sum(value for one in sums.values() for value in one.gpu_s.values()) == pytest.approx(gpu_s, abs=1e-3)
+    assert all(value >= 0 for one in sums.values() for value in one.node_s.values())
+    assert all(day.split()[1] in ("p", "q") for day in sums)
+    for key, one in sums.items():
+        nodes = sum(len(span.nodes) for span in spans)
+        assert sum(one.node_s.values()) <= nodes * DAY_S + 1e-3, key
+    assert sum(one.jobs for one in sums.values()) == sum(bool(a.spans) or a.live for a in held)
+
+
+def test_a_job_that_slurm_refused_was_none() -> None:
+    sums: Tallies = {}
+    tally(sums, held(spans={}), NOW)
+    assert [(one.jobs, one.useless) for one in sums.values()] == [(0, 0)]
+    tally(sums, held(spans={}, job_id="7"), NOW)
+    assert [(one.jobs, one.useless) for one in sums.values()] == [(1, 1)]
+
+
+def test_time_is_split_at_midnight_utc() -> None:
+    midnight = 12 * DAY_S
+    allocation = held(
+        spans={"7": Span(nodes={"n1": 0, "n2": 0}, start_at=midnight - 600, partition="p", end_at=midnight + 1200)}
+    )
+    sums: Tallies = {}
+    tally(sums, allocation, midnight + 5000)
+    assert {key: one.node_s for key, one in sums.items()} == {
+        "1970-01-12 p": {Source.NOTHING: 1200.0},
+        "1970-01-13 p": {Source.NOTHING: 2400.0},
+    }
+
+
+def test_prices() -> None:
+    prices = Prices({"gpu": 2.0, "*": 1.0}, {"gpu": 0.5})
+    assert prices.cost("gpu", 3600, 4 * 3600) == 4.0
+    assert prices.cost("cpu", 1800, 0) == 0.5
+    assert not Prices()
+
+
+def test_days_of_long_ago_are_shown_as_months() -> None:
+    now = 2000 * DAY_S
+    first = day_of(now - DAYS_KEPT * DAY_S)
+    sums = {f"{day_of(now - days * DAY_S)} p": Tally(node_s={Source.BASE: 1.0}, jobs=1) for days in range(800)}
+    found = by_month(sums, now)
+    assert sum(one.jobs for one in found.values()) == 800
+    assert by_month(found, now) == found
+    days = [place for place in found if len(place.partition(" ")[0]) == 10]
+    assert min(days) == f"{first[:7]}-01 p" and len(days) < DAYS_KEPT + 31
+    assert len(found) - len(days) == 13
+    assert found["1974-02 p"].jobs == 28, "a whole month"
+    assert is_since("1974-02", "1974-02-20") and not is_since("1974-02", "1974-03-01")
+    assert is_since("1974-02-20", "1974-02-20") and not is_since("1974-02-19", "1974-02-20")
