@@ -110,6 +110,7 @@ def test_delays_are_never_longer_than_the_time_that_passed(polls: list[tuple[flo
     for step, late in polls:
         at += step
         delays.note(poll(at, job("1", "PENDING", submit_at=NOW)), {"1": A} if late else {})
+    delays.note(poll(at, job("1", "RUNNING", start_at=at + 5.0)), {})
     report = delays.report(at)
     assert 0 <= report.max_s <= at - NOW + 1e-6
     assert report.jobs == any(late for _, late in polls[1:] if late) or report.jobs <= 1

@@ -219,7 +219,7 @@ def test_a_place_under_the_cap_of_a_partition_passes_likewise() -> None:
         (ahead(waited_s=5000.0, ahead=False), AHEAD, "REQUEUE", False),
         (ahead(waited_s=5000.0), HarvestRules(partitions=("other",), ahead=2), "REQUEUE", False),
         (ahead(waited_s=5000.0), HarvestRules(), "REQUEUE", False),
-        (ahead(waited_s=5000.0), AHEAD, "OFF", False),
+        (ahead(waited_s=5000.0), replace(AHEAD, allow_without_preemption=True), "OFF", False),
     ],
 )
 def test_a_request_ahead_waits_as_long_as_it_takes(
