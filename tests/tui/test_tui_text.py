@@ -21,8 +21,8 @@ def test_clean_item_reaches_into_nested_data() -> None:
 
 
 def test_durations_and_counts() -> None:
-    durations = {None: "-", -3: "0s", 59.9: "59s", 245: "4:05", 7620: "2h07m", 273600: "3d04h"}
-    assert {seconds: duration(seconds) for seconds in durations} == durations
+    spans = {None: "-", -3: "0s", 59.9: "59s", 60: "1:00", 245: "4:05", 3600: "1h00m", 7620: "2h07m", 86400: "1d00h"}
+    assert {seconds: duration(seconds) for seconds in spans} == spans
     counts = {0: "0", 950: "950", 12_400: "12.4k", 310_000: "310k", 3_100_000: "3.1M"}
     assert {number: count(number) for number in counts} == counts
 

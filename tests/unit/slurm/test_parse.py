@@ -86,26 +86,20 @@ def test_reasons_are_sentences_and_limits_have_words() -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_nodes(version: str) -> None:
+def test_what_a_node_has_and_has_given_away(version: str) -> None:
     nodes, partitions, reservations = parse.cluster(sample(version, "scontrol_node.1pending_running_het"))
     assert partitions == [] and reservations == []
-    by_name = {node.node: node for node in nodes}
-    assert by_name["n0"].state == "MIXED" and by_name["n2"].state == "ALLOCATED"
-    assert by_name["n2"].flags == [] and by_name["n2"].cpus == 4 and by_name["n2"].gpus == 4
-    assert by_name["n2"].partitions == ["normal", "scavenge"]
-    if version != "26.05":
-        assert (by_name["n4"].state, by_name["n4"].flags) == ("IDLE", ["PLANNED"])
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_what_a_node_has_and_has_given_away(version: str) -> None:
-    nodes = parse.cluster(sample(version, "scontrol_node.1pending_running_het"))[0]
     mixed, full = nodes[0], nodes[2]
-    assert (mixed.arch, mixed.cpus_used, mixed.memory_mb) == ("x86_64", 1, 4000)
+    assert (mixed.node, mixed.state, mixed.arch) == ("n0", "MIXED", "x86_64")
+    assert (mixed.cpus_used, mixed.memory_mb) == (1, 4000)
     # Without DefMemPerCPU, as in three of the clusters, a job takes all memory. GresUsed is what -d adds.
     assert mixed.memory_used_mb == (1000 if version == "24.11" else 4000)
     assert (mixed.gpus_used, full.gpus_used) == ((1, 4) if version == "24.11" else (0, 0))
-    assert (full.cpus_used, full.features, full.owner, full.gpu_types) == (4, [], "", {"": 4})
+    assert (full.node, full.state, full.flags, full.partitions) == ("n2", "ALLOCATED", [], ["normal", "scavenge"])
+    assert (full.cpus, full.cpus_used, full.features, full.owner) == (4, 4, [], "")
+    assert (full.gpus, full.gpu_types) == (4, {"": 4})
+    if version != "26.05":
+        assert (nodes[4].node, nodes[4].state, nodes[4].flags) == ("n4", "IDLE", ["PLANNED"])
 
 
 def test_what_the_system_keeps_to_itself_is_not_there_for_jobs() -> None:
