@@ -10,6 +10,7 @@ from fallow.core.planning.asking import Ask
 from fallow.core.planning.plan import Action, Plan, plan
 from fallow.core.planning.rules import Demand, HarvestRules, Known
 from fallow.core.planning.situation import Situation
+from fallow.core.planning.withdrawals import Withdraw
 from fallow.model import ClusterState
 
 
@@ -44,3 +45,19 @@ def actions(
 
 def asks(wishes: list[Action]) -> list[Ask]:
     return [wish for wish in wishes if isinstance(wish, Ask)]
+
+
+def asked(
+    cluster: ClusterState,
+    demands: Sequence[Demand],
+    allocations: Sequence[Allocation],
+    rules: HarvestRules,
+    known: Known | None = None,
+) -> list[Ask]:
+    """The requests of that plan alone."""
+    return list(planned(cluster, demands, allocations, rules, known).asks)
+
+
+def withdrawn(wishes: Sequence[Action]) -> list[str]:
+    """Tokens of the requests that are taken back."""
+    return [wish.token for wish in wishes if isinstance(wish, Withdraw)]

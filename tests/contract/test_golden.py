@@ -252,12 +252,11 @@ def test_older_schemas_go_through_every_migration_since(monkeypatch: pytest.Monk
         records.decode(written, Node)
 
 
-@pytest.mark.parametrize("schema", [0, -1, 2, 2**70])
+@pytest.mark.parametrize("schema", [0, -1, 2])
 def test_another_schema_is_refused_with_its_number(schema: int) -> None:
     _, fields = msgspec.msgpack.decode(records.encode(full(Node)))
-    if schema < 2**64:
-        with pytest.raises(Unreadable, match=f"schema is {schema}, this Fallow reads 1 to 1"):
-            records.decode(msgspec.msgpack.encode((schema, fields)), Node)
+    with pytest.raises(Unreadable, match=f"schema is {schema}, this Fallow reads 1 to 1"):
+        records.decode(msgspec.msgpack.encode((schema, fields)), Node)
 
 
 @settings(max_examples=500, deadline=None)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from textual.widgets import Input
 from textual.widgets._footer import FooterKey
-from tui_rig import START, Rig, event, member, node_view, run_view, snapshot
+from tui_rig import START, event, member, node_view, opened, run_view, snapshot
 
 from fallow.control.client import START_ADVICE
 from fallow.model import AllocationKind, Exit, FallowError, NodeOwner, RunStatus
@@ -19,19 +18,13 @@ from fallow_tui.text import clock
 from fallow_tui.view import RED_S
 from fallow_tui.widgets.nodes import NodeMap
 
-Make = Callable[..., Rig]
-SIZES = [(80, 24), (120, 40)]
 
-
-@pytest.mark.parametrize("size", SIZES)
-async def test_shows_head_nodes_runs_membership_and_events(make_rig: Make, size: tuple[int, int]) -> None:
-    rig = make_rig()
-    async with rig.app.run_test(size=size) as pilot:
-        await rig.source.send(pilot, snapshot(), event(1, text="+n2 joined because it was idle"))
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+async def test_shows_head_nodes_runs_membership_and_events(size: tuple[int, int]) -> None:
+    async with opened(snapshot(), event(1, text="+n2 joined because it was idle"), size=size) as rig:
         lines = rig.screen()
-        assert "meadow" in lines[0]
-        assert "● head" in lines[0]
-        assert "poll 2s/10s" in lines[0]
+        for word in ("meadow", "● head", "poll 2s/10s"):
+            assert word in lines[0]
         assert "A1 a2 ▒3 ·4" in rig.text()
         row = next(line for line in lines if "digits " in line)
         for word in ("▶ training", "2/1-4", "120/1000", "0.731", "1.2k", "5:00"):
@@ -43,80 +36,67 @@ async def test_shows_head_nodes_runs_membership_and_events(make_rig: Make, size:
 
 
 @pytest.mark.parametrize("size", [(80, 24), (40, 10), (20, 5)])
-async def test_small_screens_and_large_clusters_do_not_crash(make_rig: Make, size: tuple[int, int]) -> None:
-    rig = make_rig()
+async def test_small_screens_and_large_clusters_do_not_crash(size: tuple[int, int]) -> None:
     nodes = [node_view(f"node{number:05}", NodeOwner.OTHERS) for number in range(3000)]
     runs = [run_view(f"run-{number}", status=status) for number, status in enumerate(RunStatus)]
-    async with rig.app.run_test(size=size) as pilot:
-        await rig.source.send(pilot, snapshot(nodes=nodes, runs=runs))
-        await pilot.press("1", "j", "j", "l", "k", "h", "3", "j", "minus", "plus", "k", "2", "enter")
+    async with opened(snapshot(nodes=nodes, runs=runs), size=size) as rig:
+        await rig.press("1", "j", "j", "l", "k", "h", "3", "j", "minus", "plus", "k", "2", "enter")
         assert isinstance(rig.app.screen, RunScreen)
 
 
-async def test_nothing_known_yet(make_rig: Make) -> None:
-    rig = make_rig()
-    async with rig.app.run_test() as pilot:
-        await pilot.press("enter", "g", "d", "1", "right")
+async def test_nothing_known_yet() -> None:
+    async with opened() as rig:
+        await rig.press("enter", "g", "d", "1", "right")
         assert "asking the head" in rig.screen()[0]
-        await rig.source.send(pilot, snapshot(nodes=[], runs=[]))
+        await rig.send(snapshot(nodes=[], runs=[]))
         assert "no nodes known yet" in rig.text()
 
 
-async def test_an_idle_node_says_why_it_is_not_used(make_rig: Make) -> None:
-    rig = make_rig()
-    async with rig.app.run_test(size=(80, 24)) as pilot:
-        idle = node_view("n1", unused="too short: 60 s, a request takes 120 s")
-        await rig.source.send(pilot, snapshot(nodes=[idle], runs=[]))
+async def test_an_idle_node_says_why_it_is_not_used() -> None:
+    idle = node_view("n1", unused="too short: 60 s, a request takes 120 s")
+    async with opened(snapshot(nodes=[idle], runs=[]), size=(80, 24)) as rig:
         assert "n1  idle  idle  too short: 60 s, a request takes 120 s" in rig.text()
 
 
-async def test_the_newest_events_stay_in_sight_unless_somebody_has_gone_up_to_read(make_rig: Make) -> None:
-    rig = make_rig()
-    async with rig.app.run_test(size=(120, 60)) as pilot:
-        await rig.source.send(pilot, snapshot(), *(event(n, text=f"story {n}.") for n in range(1, 60)))
-        await pilot.resize_terminal(80, 24)
-        await pilot.pause()
+async def test_the_newest_events_stay_in_sight_unless_somebody_has_gone_up_to_read() -> None:
+    async with opened(snapshot(), *(event(n, text=f"story {n}.") for n in range(1, 60)), size=(120, 60)) as rig:
+        await rig.pilot.resize_terminal(80, 24)
+        await rig.pilot.pause()
         assert "story 59." in rig.text()
-        await pilot.press("4", "home")
-        await pilot.pause()
+        await rig.press("4", "home")
         assert "story 1." in rig.text()
-        await rig.source.send(pilot, event(60, text="story 60."))
+        await rig.send(event(60, text="story 60."))
         assert "story 1." in rig.text()
-        await pilot.press("end")
-        await rig.source.send(pilot, event(61, text="story 61."))
+        await rig.press("end")
+        await rig.send(event(61, text="story 61."))
         assert "story 61." in rig.text()
 
 
 @pytest.mark.parametrize("keys", [(), ("enter",)])
-async def test_the_footer_is_made_anew_only_where_other_keys_are_valid(make_rig: Make, keys: tuple[str, ...]) -> None:
-    rig = make_rig()
-    async with rig.app.run_test(size=(100, 24)) as pilot:
-        await rig.source.send(pilot, snapshot())
-        await pilot.press(*keys)
-        await pilot.pause()
+async def test_the_footer_is_made_anew_only_where_other_keys_are_valid(keys: tuple[str, ...]) -> None:
+    async with opened(snapshot(), size=(100, 24)) as rig:
+        await rig.press(*keys)
         before = list(rig.app.screen.query(FooterKey))
         assert before
         for number in range(3):
-            await rig.source.send(pilot, snapshot(runs=[run_view(step=200 + number)]))
-            await pilot.pause()
+            await rig.send(snapshot(runs=[run_view(step=200 + number)]))
+            await rig.pilot.pause()
         assert list(rig.app.screen.query(FooterKey)) == before
-        await rig.source.send(pilot, snapshot(runs=[run_view(paused=True)]))
-        await pilot.pause()
+        await rig.send(snapshot(runs=[run_view(paused=True)]))
+        await rig.pilot.pause()
         assert "Resume" in rig.screen()[-1]
 
 
-async def test_filter_narrows_the_events_until_escape(make_rig: Make) -> None:
-    rig = make_rig()
-    async with rig.app.run_test(size=(80, 24)) as pilot:
-        await rig.source.send(pilot, snapshot(), event(1, "absorb", "alpha"), event(2, "release", "beta"))
-        await pilot.press("slash", *"REL")
+async def test_filter_narrows_the_events_until_escape() -> None:
+    async with opened(snapshot(), event(1, "absorb", "alpha"), event(2, "release", "beta"), size=(80, 24)) as rig:
+        await rig.press("slash", *"REL")
         assert rig.app.screen.query_one(Input).value == "REL"
         assert "beta" in rig.text()
         assert "alpha" not in rig.text()
-        await rig.source.send(pilot, event(3, "release", "gamma"), event(4, "absorb", "delta"))
+        await rig.send(event(3, "release", "gamma"), event(4, "absorb", "delta"))
         assert "gamma" in rig.text()
         assert "delta" not in rig.text()
-        await pilot.press("enter", "escape")
+        await rig.press("enter", "escape")
         for word in ("alpha", "beta", "gamma", "delta"):
             assert word in rig.text()
 
@@ -133,210 +113,155 @@ async def test_filter_narrows_the_events_until_escape(make_rig: Make) -> None:
         (["enter", "c", "right", "tab", "enter"], ("cancel", {"run": "digits-1"})),
     ],
 )
-async def test_actions_ask_back_and_then_ask_the_head(
-    make_rig: Make, keys: list[str], call: tuple[str, dict[str, Any]]
-) -> None:
-    rig = make_rig()
-    async with rig.app.run_test(size=(120, 40)) as pilot:
-        await rig.source.send(pilot, snapshot())
+async def test_actions_ask_back_and_then_ask_the_head(keys: list[str], call: tuple[str, dict[str, Any]]) -> None:
+    async with opened(snapshot()) as rig:
         for key in keys[:-1]:
-            await pilot.press(key)
-            await pilot.pause()
+            await rig.press(key)
         assert isinstance(rig.app.screen, Confirm)
         assert "(digits-1)" in rig.text()
         assert rig.source.calls == []
-        await pilot.press(keys[-1])
+        await rig.press(keys[-1])
         await rig.source.was_asked()
         assert rig.source.calls == [call]
 
 
-async def test_a_run_is_paused_or_resumed_whichever_it_is_not(make_rig: Make) -> None:
-    rig = make_rig()
-    async with rig.app.run_test(size=(120, 40)) as pilot:
-        await rig.source.send(pilot, snapshot(runs=[run_view(paused="Slurm refused it")]))
-        await pilot.press("p")
-        await pilot.pause()
+async def test_a_run_is_paused_or_resumed_whichever_it_is_not() -> None:
+    async with opened(snapshot(runs=[run_view(paused="Slurm refused it")])) as rig:
+        await rig.press("p")
         assert isinstance(rig.app.screen, OverviewScreen)
         assert "r Resume" in rig.text()
-        await pilot.press("r")
-        await pilot.pause()
-        await pilot.press("y")
+        await rig.press("r")
+        await rig.press("y")
         await rig.source.was_asked()
         assert rig.source.calls == [("resume", {"run": "digits-1"})]
 
 
-async def test_a_run_without_drained_nodes_can_be_told_to_use_them_again(make_rig: Make) -> None:
-    rig = make_rig()
-    async with rig.app.run_test(size=(120, 40)) as pilot:
-        await rig.source.send(pilot, snapshot(runs=[run_view(drained=["n3", "n4"])]))
+async def test_a_run_without_drained_nodes_can_be_told_to_use_them_again() -> None:
+    async with opened(snapshot(runs=[run_view(drained=["n3", "n4"])])) as rig:
         assert "p Pause" in rig.text()
-        await pilot.press("enter")
-        await pilot.pause()
+        await rig.press("enter")
         assert "drained n3,n4" in rig.text()
-        await pilot.press("r")
-        await pilot.pause()
-        await pilot.press("y")
+        await rig.press("r")
+        await rig.press("y")
         await rig.source.was_asked()
         assert rig.source.calls == [("resume", {"run": "digits-1"})]
 
 
 @pytest.mark.parametrize("no", ["n", "escape", "enter"])
-async def test_a_stray_key_does_not_cancel_a_run(make_rig: Make, no: str) -> None:
-    rig = make_rig()
-    async with rig.app.run_test() as pilot:
-        await rig.source.send(pilot, snapshot())
-        await pilot.press("c")
-        await pilot.pause()
-        await pilot.press(no)
-        await pilot.pause()
+async def test_a_stray_key_does_not_cancel_a_run(no: str) -> None:
+    async with opened(snapshot()) as rig:
+        await rig.press("c")
+        await rig.press(no)
         assert isinstance(rig.app.screen, OverviewScreen)
         assert rig.source.calls == []
 
 
-async def test_what_the_head_refuses_is_shown(make_rig: Make) -> None:
-    rig = make_rig()
-    rig.source.refuse = FallowError("run digits-1 is at its most: [bold]4 nodes", Exit.USAGE)
-    async with rig.app.run_test(size=(120, 40), notifications=True) as pilot:
-        await rig.source.send(pilot, snapshot())
-        await pilot.press("g")
-        await pilot.pause()
-        await pilot.press("y")
-        await pilot.pause()
+async def test_what_the_head_refuses_is_shown() -> None:
+    async with opened(snapshot(), notifications=True) as rig:
+        rig.source.refuse = FallowError("run digits-1 is at its most: [bold]4 nodes", Exit.USAGE)
+        await rig.press("g")
+        await rig.press("y")
         assert [note.severity for note in rig.app._notifications] == ["error"]
         assert "[bold]4 nodes" in rig.text()
 
 
-async def test_read_only_hides_and_disables_actions(make_rig: Make) -> None:
-    rig = make_rig(read_only=True)
-    async with rig.app.run_test(size=(120, 40)) as pilot:
-        await rig.source.send(pilot, snapshot())
+async def test_read_only_hides_and_disables_actions() -> None:
+    async with opened(snapshot(), read_only=True) as rig:
         assert "read only" in rig.screen()[0]
         for keys in (("g", "s", "c", "1", "l", "d"), ("2", "enter", "g", "s", "d", "c")):
-            await pilot.press(*keys)
-            await pilot.pause()
+            await rig.press(*keys)
             assert not isinstance(rig.app.screen, Confirm)
             assert not {"Grow", "Shrink", "Drain", "Cancel"} & set(rig.screen()[-1].split())
         assert rig.source.calls == []
 
 
-async def test_ended_runs_offer_no_actions(make_rig: Make) -> None:
-    rig = make_rig()
-    async with rig.app.run_test(size=(120, 40)) as pilot:
-        await rig.source.send(pilot, snapshot(runs=[run_view(members=[], status=RunStatus.FINISHED)]))
+async def test_ended_runs_offer_no_actions() -> None:
+    async with opened(snapshot(runs=[run_view(members=[], status=RunStatus.FINISHED)])) as rig:
         assert "✓ finished" in rig.text()
         assert "Cancel" not in rig.screen()[-1]
 
 
-async def test_old_data_is_marked(make_rig: Make) -> None:
-    rig = make_rig()
-    async with rig.app.run_test(size=(120, 40)) as pilot:
-        await rig.source.send(pilot, snapshot())
+async def test_old_data_is_marked() -> None:
+    async with opened(snapshot()) as rig:
         assert "STALE" not in rig.screen()[0]
         rig.monotonic.now += RED_S
         rig.app.draw()
-        await pilot.pause()
+        await rig.pilot.pause()
         assert "data 20s old STALE" in rig.screen()[0]
         assert "poll 22s/10s" in rig.screen()[0]
 
 
-async def test_head_away_keeps_the_last_data_and_comes_back(make_rig: Make) -> None:
-    rig = make_rig()
-    async with rig.app.run_test(size=(120, 40)) as pilot:
-        await rig.source.send(pilot, snapshot(), FallowError("the head is gone", Exit.UNAVAILABLE))
-        assert f"✗ head away since {clock(START)}" in rig.screen()[0]
-        assert "AGING" in rig.screen()[0]
-        assert "the head is gone" in rig.screen()[0]
+async def test_head_away_keeps_the_last_data_and_comes_back() -> None:
+    async with opened(snapshot(), FallowError("the head is gone", Exit.UNAVAILABLE)) as rig:
+        for word in (f"✗ head away since {clock(START)}", "AGING", "the head is gone"):
+            assert word in rig.screen()[0]
         assert "▶ training" in rig.text()
-        await rig.source.send(pilot, ValueError("not even an error of ours"))
+        await rig.send(ValueError("not even an error of ours"))
         assert "not even" in rig.screen()[0]
-        await rig.source.send(pilot, snapshot(START + 5))
+        await rig.send(snapshot(START + 5))
         assert "● head" in rig.screen()[0]
 
 
-async def test_where_there_is_no_head_it_says_what_to_do(make_rig: Make) -> None:
-    rig = make_rig()
-    async with rig.app.run_test(size=(60, 20)) as pilot:
-        none = f"no head is running for /home/somebody/.local/state/fallow; {START_ADVICE}"
-        await rig.source.send(pilot, FallowError(none, Exit.UNAVAILABLE))
+async def test_where_there_is_no_head_it_says_what_to_do() -> None:
+    none = f"no head is running for /home/somebody/.local/state/fallow; {START_ADVICE}"
+    async with opened(FallowError(none, Exit.UNAVAILABLE), size=(60, 20)) as rig:
         assert "✗ no head" in rig.screen()[0]
         assert START_ADVICE in rig.text()
 
 
-async def test_details_of_a_run_and_back(make_rig: Make) -> None:
-    rig = make_rig()
+async def test_details_of_a_run_and_back() -> None:
     members = [member("n2", 1), member("n1", allocation=AllocationKind.BASE, ends_in_s=7200.0)]
     other = run_view("other-2", members=[])
-    async with rig.app.run_test(size=(120, 40)) as pilot:
-        await rig.source.send(
-            pilot,
-            snapshot(
-                runs=[run_view(members=members, change="absorbing n3", scalars={"lr": 0.125, "norm": None}), other]
-            ),
-            event(1, text="of this one"),
-            event(2, text="of another", run="other-2"),
-        )
-        await pilot.press("enter")
-        await pilot.pause()
+    shown = run_view(members=members, change="absorbing n3", scalars={"lr": 0.125, "norm": None})
+    stories = event(1, text="of this one"), event(2, text="of another", run="other-2")
+    async with opened(snapshot(runs=[shown, other]), *stories) as rig:
+        await rig.press("enter")
         text = rig.text()
         for word in ("absorbing n3", "lr 0.125", "norm -", "generation 7", "m-n1", "base", "2h00m", "of this one"):
             assert word in text
         assert "of another" not in text
-        await rig.source.send(pilot, snapshot(runs=[other]))
+        await rig.send(snapshot(runs=[other]))
         assert "no longer knows run digits-1" in rig.text()
-        await pilot.press("escape")
+        await rig.press("escape")
         assert isinstance(rig.app.screen, OverviewScreen)
 
 
-async def test_help_lists_the_keys_that_are_valid(make_rig: Make) -> None:
-    rig = make_rig(read_only=True)
-    async with rig.app.run_test(size=(120, 50)) as pilot:
-        await rig.source.send(pilot, snapshot())
-        await pilot.press("question_mark")
-        await pilot.pause()
+async def test_help_lists_the_keys_that_are_valid() -> None:
+    async with opened(snapshot(), size=(120, 50), read_only=True) as rig:
+        await rig.press("question_mark")
         assert isinstance(rig.app.screen, Help)
         for word in ("Filter", "Quit", "member of that run", "held by others"):
             assert word in rig.text()
         assert "Shrink" not in rig.text()
-        await pilot.press("escape")
+        await rig.press("escape")
         assert isinstance(rig.app.screen, OverviewScreen)
 
 
-async def test_hostile_names_are_shown_as_they_are(make_rig: Make) -> None:
-    rig = make_rig()
+async def test_hostile_names_are_shown_as_they_are() -> None:
     evil = "[red]x[/] \x1b]0;t\x07[@click=app.quit]y"
     run = run_view(name=evil, change=evil, message=evil, members=[member(evil)])
-    async with rig.app.run_test(size=(160, 50)) as pilot:
-        await rig.source.send(
-            pilot,
-            snapshot(nodes=[node_view(evil, NodeOwner.OURS, "digits-1")], runs=[run]),
-            event(1, text=evil),
-            FallowError(evil),
-        )
+    poll = snapshot(nodes=[node_view(evil, NodeOwner.OURS, "digits-1")], runs=[run])
+    async with opened(poll, event(1, text=evil), FallowError(evil), size=(160, 50)) as rig:
         shown = rig.text()
         assert shown.count("[red]x[/]") >= 4
         assert "\x1b" not in shown
         assert "\x07" not in shown
-        await pilot.press("enter")
-        await pilot.pause()
+        await rig.press("enter")
         assert r"[red]x[/] \x1b]0;t\x07[@click=app.quit]y" in rig.text()
-        await pilot.press("d")
-        await pilot.pause()
+        await rig.press("d")
         assert "Drain node [red]x[/]" in rig.text()
 
 
-async def test_the_cursor_of_the_node_map_stays_inside(make_rig: Make) -> None:
-    rig = make_rig()
-    async with rig.app.run_test(size=(80, 24)) as pilot:
-        await rig.source.send(pilot, snapshot())
-        await pilot.press("1", "left", "up", *["right"] * 9, "down")
+async def test_the_cursor_of_the_node_map_stays_inside() -> None:
+    async with opened(snapshot(), size=(80, 24)) as rig:
+        await rig.press("1", "left", "up", *["right"] * 9, "down")
         nodes = rig.app.screen.query_one(NodeMap)
         assert nodes.selected == "n4"
-        await rig.source.send(pilot, snapshot(START + 1, nodes=[node_view("n1")], runs=[]))
+        await rig.send(snapshot(START + 1, nodes=[node_view("n1")], runs=[]))
         assert nodes.selected == "n1"
 
 
-async def test_q_quits(make_rig: Make) -> None:
-    rig = make_rig()
-    async with rig.app.run_test() as pilot:
-        await pilot.press("q")
+async def test_q_quits() -> None:
+    async with opened() as rig:
+        await rig.pilot.press("q")
     assert rig.app.return_code == 0

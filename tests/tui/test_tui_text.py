@@ -20,19 +20,11 @@ def test_clean_item_reaches_into_nested_data() -> None:
     assert clean_item(dirty).data == {r"a\x1b[1m": [r"\x07b", 3]}
 
 
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [(None, "-"), (-3, "0s"), (59.9, "59s"), (245, "4:05"), (7620, "2h07m"), (273600, "3d04h")],
-)
-def test_duration(seconds: float | None, shown: str) -> None:
-    assert duration(seconds) == shown
-
-
-@pytest.mark.parametrize(
-    ("number", "shown"), [(0, "0"), (950, "950"), (12_400, "12.4k"), (310_000, "310k"), (3_100_000, "3.1M")]
-)
-def test_count(number: float, shown: str) -> None:
-    assert count(number) == shown
+def test_durations_and_counts() -> None:
+    spans = {None: "-", -3: "0s", 59.9: "59s", 60: "1:00", 245: "4:05", 3600: "1h00m", 7620: "2h07m", 86400: "1d00h"}
+    assert {seconds: duration(seconds) for seconds in spans} == spans
+    counts = {0: "0", 950: "950", 12_400: "12.4k", 310_000: "310k", 3_100_000: "3.1M"}
+    assert {number: count(number) for number in counts} == counts
 
 
 @pytest.mark.parametrize(

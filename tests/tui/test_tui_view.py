@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tui_rig import START, event, member, node_view, run_view, snapshot
 
-from fallow.model import AllocationKind, MemberPhase, NodeOwner
+from fallow.model import AllocationKind, MemberPhase, NodeOwner, Snapshot
 from fallow_tui.palette import glyph
 from fallow_tui.view import KEEP_S, NO_DATA, RED_S, YELLOW_S, Cell, Freshness, View
 
 
-def test_cells_tell_base_harvest_starting_and_others_apart() -> None:
+def seen(*snapshots: Snapshot) -> View:
+    """What has become of these, each shown as many seconds after START as it is old."""
     view = View()
+    for each in snapshots:
+        view.apply(each, each.at - START)
+    return view
+
+
+def glyphs(view: View, cells: Iterable[Cell]) -> str:
+    return "".join(glyph(view, cell)[0] for cell in cells)
+
+
+def test_cells_tell_base_harvest_starting_and_others_apart() -> None:
     members = [
         member("n1", allocation=AllocationKind.BASE),
         member("n2", 1),
@@ -24,57 +37,43 @@ def test_cells_tell_base_harvest_starting_and_others_apart() -> None:
     nodes += [node_view("n8", NodeOwner.OURS, "digits-1"), node_view("n9", NodeOwner.PLANNED)]
     nodes.append(node_view("x1", NodeOwner.OURS, "digits-1", ending=True))
     nodes.append(node_view("x2", NodeOwner.OURS, "digits-1"))
-    view.apply(snapshot(nodes=nodes, runs=[run_view(members=members)]), 0.0)
-    assert "".join(glyph(view, cell)[0] for cell in view.cells.values()) == "Aa+-·▒×+◇-!"
+    view = seen(snapshot(nodes=nodes, runs=[run_view(members=members)]))
+    assert glyphs(view, view.cells.values()) == "Aa+-·▒×+◇-!"
 
 
 def test_members_stand_for_themselves_without_slurm() -> None:
-    view = View()
     members = [member("here", number, member=f"n{number}") for number in range(3)]
-    view.apply(snapshot(nodes=[], runs=[run_view(members=members)]), 0.0)
-    assert list(view.cells) == ["n0", "n1", "n2"]
+    assert list(seen(snapshot(nodes=[], runs=[run_view(members=members)])).cells) == ["n0", "n1", "n2"]
 
 
 def test_the_member_furthest_into_the_membership_speaks_for_its_node() -> None:
-    view = View()
     members = [member("n1", 0, member="n7"), member("n1", None, MemberPhase.STARTING, member="n8")]
-    view.apply(snapshot(runs=[run_view(members=members)]), 0.0)
-    assert view.cells["n1"].phase is MemberPhase.MEMBER
+    assert seen(snapshot(runs=[run_view(members=members)])).cells["n1"].phase is MemberPhase.MEMBER
 
 
 def test_timeline_shows_when_a_node_was_ours_and_the_gap_of_an_outage() -> None:
-    view = View()
     idle, ours = [node_view("n1")], [node_view("n1", NodeOwner.OURS, "digits-1")]
     runs = [run_view(members=[member("n1")])]
-    view.apply(snapshot(START, nodes=idle, runs=[]), 0.0)
-    view.apply(snapshot(START + 2, nodes=ours, runs=runs), 2.0)
+    view = seen(snapshot(START, nodes=idle, runs=[]), snapshot(START + 2, nodes=ours, runs=runs))
     view.lost("gone", START + 4)
     view.apply(snapshot(START + 6, nodes=ours, runs=runs), 6.0)
     # The outage counts from the last data.
-    assert _row(view, "n1", 8) == " ··    a"
+    assert glyphs(view, view.timeline(8, 1.0)["n1"]) == " ··    a"
     view.apply(snapshot(START + 8, nodes=idle, runs=[]), 8.0)
-    assert _row(view, "n1", 3) == "aa·"
+    assert glyphs(view, view.timeline(3, 1.0)["n1"]) == "aa·"
     assert view.timeline(1, 1.0) == {}
 
 
-def _row(view: View, row: str, columns: int) -> str:
-    return "".join(glyph(view, cell)[0] for cell in view.timeline(columns, 1.0)[row])
-
-
 def test_history_is_bounded_but_still_knows_what_was_at_the_horizon() -> None:
-    view = View()
-    for number in range(10):
-        owner = NodeOwner.OTHERS if number % 2 else NodeOwner.IDLE
-        view.apply(snapshot(START + number * KEEP_S / 4, nodes=[node_view("n1", owner)], runs=[]), 0.0)
-    marks = view.history["n1"]
+    owners = [NodeOwner.IDLE, NodeOwner.OTHERS] * 5
+    polls = ((START + number * KEEP_S / 4, node_view("n1", owner)) for number, owner in enumerate(owners))
+    marks = seen(*(snapshot(at, nodes=[shown], runs=[]) for at, shown in polls)).history["n1"]
     assert len(marks) <= 6
     assert marks[0][0] <= START + 9 * KEEP_S / 4 - KEEP_S
 
 
 def test_a_node_that_left_the_cluster_has_no_data() -> None:
-    view = View()
-    view.apply(snapshot(), 0.0)
-    view.apply(snapshot(START + 1, nodes=[], runs=[]), 1.0)
+    view = seen(snapshot(), snapshot(START + 1, nodes=[], runs=[]))
     assert view.history["n1"][-1] == (START + 1, NO_DATA)
     assert view.cells == {}
 
@@ -114,17 +113,14 @@ def test_age_turns_yellow_then_red_and_the_first_loss_counts() -> None:
 
 
 def test_next_release_is_the_soonest_and_counts_down() -> None:
-    view = View()
     run = run_view(members=[member("n1", ends_in_s=90.0), member("n2", 1, ends_in_s=40.0)])
-    view.apply(snapshot(runs=[run]), 0.0)
+    view = seen(snapshot(runs=[run]))
     assert view.next_release(run, 15.0) == 25.0
     assert view.next_release(run, 99.0) == 0.0
     assert view.next_release(run_view(members=[]), 0.0) is None
 
 
 def test_letters_are_by_first_appearance_and_stay() -> None:
-    view = View()
-    view.apply(snapshot(runs=[run_view("b-1"), run_view("a-1")]), 0.0)
-    view.apply(snapshot(START + 1, runs=[run_view("a-1")]), 1.0)
+    view = seen(snapshot(runs=[run_view("b-1"), run_view("a-1")]), snapshot(START + 1, runs=[run_view("a-1")]))
     assert [view.letter(run) for run in ("b-1", "a-1")] == ["A", "B"]
     assert glyph(view, Cell(NodeOwner.OURS, "a-1", AllocationKind.BASE, MemberPhase.MEMBER))[0] == "B"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,21 +62,16 @@ def run_view(run: str = "digits-1", members: list[MemberView] | None = None, **m
         "loss": 0.731,
         "samples_per_s": 1234.0,
         "members": members,
-        "allocations": [
-            AllocationView(
-                token=view.token,
-                kind=view.allocation,
-                state=AllocationState.RUNNING,
-                job_id="71",
-                partition="gpu",
-                nodes=[view.node],
-                ends_in_s=view.ends_in_s,
-            )
-            for view in members
-        ],
+        "allocations": [_allocation(view) for view in members],
         "change": None,
     }
     return RunView(**values | more)
+
+
+def _allocation(view: MemberView) -> AllocationView:
+    """The job of a member."""
+    of_it = {"token": view.token, "kind": view.allocation, "nodes": [view.node], "ends_in_s": view.ends_in_s}
+    return AllocationView(**of_it, state=AllocationState.RUNNING, job_id="71", partition="gpu")
 
 
 def node_view(node: str, owner: NodeOwner = NodeOwner.IDLE, run: str | None = None, **more: Any) -> NodeView:
@@ -143,13 +139,12 @@ class FakeSource:
         async with asyncio.timeout(DEADLINE_S):
             await self._asked.wait()
 
-    async def send(self, pilot: Pilot[None], *items: Snapshot | EventRecord | Exception) -> None:
-        """Gives the items to the monitor and waits until they are on the screen."""
+    async def take(self, *items: Snapshot | EventRecord | Exception) -> None:
+        """Gives the items to the monitor and waits until it has taken them."""
         for item in items:
             self._items.put_nowait(item)
         async with asyncio.timeout(DEADLINE_S):
             await self._items.join()
-        await pilot.pause()
 
 
 class Clock:
@@ -164,11 +159,21 @@ class Clock:
 
 @dataclass
 class Rig:
-    """The monitor with everything around it."""
+    """The monitor on a screen, with everything around it."""
 
     app: TopApp
     source: FakeSource
     monotonic: Clock
+    pilot: Pilot[None]
+
+    async def send(self, *items: Snapshot | EventRecord | Exception) -> None:
+        """Gives the items to the monitor and waits until they are on the screen."""
+        await self.source.take(*items)
+        await self.pilot.pause()
+
+    async def press(self, *keys: str) -> None:
+        await self.pilot.press(*keys)
+        await self.pilot.pause()
 
     def screen(self) -> list[str]:
         """What is on the screen, line by line."""
@@ -176,3 +181,19 @@ class Rig:
 
     def text(self) -> str:
         return "\n".join(self.screen())
+
+
+@asynccontextmanager
+async def opened(
+    *items: Snapshot | EventRecord | Exception,
+    size: tuple[int, int] = (120, 40),
+    read_only: bool = False,
+    notifications: bool = False,
+) -> AsyncIterator[Rig]:
+    """The monitor as it shows these items."""
+    source, monotonic = FakeSource(), Clock(100.0)
+    app = TopApp(source, read_only=read_only, monotonic=monotonic, wall=Clock(START), retry_s=0.0)
+    async with app.run_test(size=size, notifications=notifications) as pilot:
+        rig = Rig(app, source, monotonic, pilot)
+        await rig.send(*items)
+        yield rig

@@ -10,11 +10,11 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import click
@@ -58,15 +58,8 @@ def _blocks(name: str) -> list[Block]:
     fence = re.compile(
         r"(?:<!-- not run: (?P<excuse>.+?) -->\n)?^```(?P<language>\S*)\n(?P<code>.*?)^```$", re.M | re.S
     )
-    return [
-        Block(
-            f"{name}:{text[: found.start('code')].count(chr(10))}",
-            found["language"],
-            found["code"],
-            found["excuse"] or "",
-        )
-        for found in fence.finditer(text)
-    ]
+    found = [(text[: each.start("code")].count("\n"), each) for each in fence.finditer(text)]
+    return [Block(f"{name}:{line}", each["language"], each["code"], each["excuse"] or "") for line, each in found]
 
 
 BLOCKS = [block for name in OURS for block in _blocks(name)]
@@ -83,16 +76,6 @@ def _inline(name: str) -> list[str]:
 
 def _code(*names: str) -> str:
     return "\n".join("\n".join(re.findall(r"```.*?```|`[^`\n]+`", _read(name), re.DOTALL)) for name in names)
-
-
-def _script(name: str) -> ModuleType:
-    """A script of contrib/docs."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "contrib" / "docs" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # Length and form.
@@ -197,7 +180,7 @@ def test_the_pages_that_are_made_from_the_code_are_up_to_date(tmp_path: Path) ->
 async def test_the_picture_is_up_to_date_and_asks_nobody_for_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("textual")
     monkeypatch.setenv("TZ", "UTC")
-    made = await _script("picture").draw()
+    made = await runpy.run_path(str(ROOT / "contrib" / "docs" / "picture.py"))["draw"]()
     assert made == _read("docs/images/top.svg"), "run: make picture"
     assert re.findall(r"url\((?!#)[^)]*\)|href=|@import", made) == []
 
@@ -341,14 +324,8 @@ def outcomes() -> dict[str, str]:
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "FALLOW_REPRODUCIBLE"):
         environ.pop(name, None)
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_ALL],
-        input=json.dumps(blocks),
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command, told = [sys.executable, "-c", RUN_ALL], json.dumps(blocks)
+    done = subprocess.run(command, input=told, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return found

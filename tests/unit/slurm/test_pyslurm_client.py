@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import psutil
@@ -53,6 +53,13 @@ def behave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
     return say
 
 
+@pytest.fixture
+async def client(behave: Callable[..., None]) -> AsyncIterator[PyslurmClient]:
+    found = PyslurmClient()
+    yield found
+    await found.close()
+
+
 def children() -> list[int]:
     """Process ids of the clients' children; other tests' may be there besides."""
     found = psutil.Process().children(recursive=True)
@@ -70,8 +77,7 @@ async def nodes(client: PyslurmClient) -> list[str]:
     return [node.node for node in (await client.poll("fallow-")).nodes]
 
 
-async def test_pyslurm_answers_polls_where_it_matches(behave: Callable[..., None]) -> None:
-    client = PyslurmClient()
+async def test_pyslurm_answers_polls_where_it_matches(client: PyslurmClient) -> None:
     began = time.time()
     state = await client.poll("fallow-")
     [node] = state.nodes
@@ -88,10 +94,9 @@ async def test_pyslurm_answers_polls_where_it_matches(behave: Callable[..., None
 
 
 async def test_partitions_are_asked_for_once_a_minute_and_of_every_new_process(
-    behave: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    client: PyslurmClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What pyslurm 25.11.2 sends: `Partitions.load` asks for slurm.conf as well."""
-    client = PyslurmClient()
 
     async def partitions() -> tuple[int, list[str]]:
         sent = client.poll_requests
@@ -108,7 +113,6 @@ async def test_partitions_are_asked_for_once_a_minute_and_of_every_new_process(
     monkeypatch.setattr(pyslurm_client, "RETRY_S", 0.0)
     assert await nodes(client) == ["from-scontrol"]
     assert (await partitions())[1] == ["load1"]
-    await client.close()
 
 
 @pytest.mark.parametrize(
@@ -135,11 +139,10 @@ async def test_the_commands_answer_where_pyslurm_cannot_be_had(
 
 
 async def test_a_crashed_process_is_started_again_after_a_while(
-    behave: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    client: PyslurmClient, behave: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pyslurm_client, "RETRY_S", 0.3)
     behave(crash=1)
-    client = PyslurmClient()
     await nodes(client)
     behave()
     assert await nodes(client) == ["from-scontrol"], "not yet"
@@ -147,18 +150,15 @@ async def test_a_crashed_process_is_started_again_after_a_while(
     while await nodes(client) != ["from-pyslurm"]:
         assert time.monotonic() < deadline
     assert client.backend == "pyslurm 25.11.2"
-    await client.close()
 
 
-async def test_a_new_version_of_the_cluster_is_noticed(behave: Callable[..., None], tmp_path: Path) -> None:
+async def test_a_new_version_of_the_cluster_is_noticed(client: PyslurmClient, tmp_path: Path) -> None:
     (tmp_path / "slurm").write_text("24.11.5")
-    client = PyslurmClient()
     await client.config()
     assert client.backend.startswith("command line")
     (tmp_path / "slurm").write_text("25.11.0")
     assert (await client.config()).slurm_version == "25.11.0"
     assert client.backend == "pyslurm 25.11.2"
-    await client.close()
 
 
 async def test_a_hanging_process_is_killed_at_the_deadline(behave: Callable[..., None]) -> None:
@@ -172,9 +172,8 @@ async def test_a_hanging_process_is_killed_at_the_deadline(behave: Callable[...,
     assert children() == []
 
 
-async def test_a_call_that_is_broken_off_leaves_no_process(behave: Callable[..., None]) -> None:
+async def test_a_call_that_is_broken_off_leaves_no_process(client: PyslurmClient, behave: Callable[..., None]) -> None:
     behave(hang=1)
-    client = PyslurmClient()
     await client.config()
     call = asyncio.create_task(client.poll("fallow-"))
     await asyncio.sleep(0)  # it waits for the answer now
@@ -185,23 +184,19 @@ async def test_a_call_that_is_broken_off_leaves_no_process(behave: Callable[...,
     assert children() == []
     behave()
     assert await nodes(client) == ["from-pyslurm"]
-    await client.close()
 
 
-async def test_a_slurmctld_that_is_away_is_no_failure_of_pyslurm(behave: Callable[..., None]) -> None:
+async def test_a_slurmctld_that_is_away_is_no_failure_of_pyslurm(
+    client: PyslurmClient, behave: Callable[..., None]
+) -> None:
     behave(error=1)
-    client = PyslurmClient()
     with pytest.raises(SlurmUnavailable, match="Unable to contact slurm controller"):
         await nodes(client)
     behave()
     assert await nodes(client) == ["from-pyslurm"], "at once, and with slurm.conf read again"
-    await client.close()
 
 
-async def test_what_pyslurm_does_not_confirm_is_cancelled_by_scancel(
-    behave: Callable[..., None], tmp_path: Path
-) -> None:
-    client = PyslurmClient()
+async def test_what_pyslurm_does_not_confirm_is_cancelled_by_scancel(client: PyslurmClient, tmp_path: Path) -> None:
     await client.cancel(["1", "7", "8"])
     assert (tmp_path / "scancel").read_text() == "--quiet 7\n"
     await client.cancel(["1"], "USR1")
@@ -209,7 +204,6 @@ async def test_what_pyslurm_does_not_confirm_is_cancelled_by_scancel(
     assert (tmp_path / "scancel").read_text().splitlines()[1:] == ["--quiet --signal=USR1 1", "--quiet 1+1"]
     with pytest.raises(FallowError, match="no job id"):
         await client.cancel(["1; rm"])
-    await client.close()
 
 
 def test_the_setting_decides() -> None:

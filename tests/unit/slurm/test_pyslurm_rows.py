@@ -11,44 +11,33 @@ import pytest
 from fallow.slurm import parse, pyslurm_rows
 from fallow.slurm.state import user_name
 
-JOB = {
+NOTHING = (
+    "allocated_nodes preempt_time comment account qos memory_per_node tres_per_task allocated_tres required_nodes "
+    "eligible_time reservation array_id array_task_id array_tasks_waiting array_tasks_parallel"
+)
+JOB = dict.fromkeys(NOTHING.split()) | {
     "id": 7,
     "name": "h",
     "user_id": os.getuid(),
     "state": "PENDING",
     "state_reason": "Resources",
     "partition": "normal",
-    "allocated_nodes": None,
     "num_nodes": 2,
     "scheduled_nodes": "n[1-2]",
     "submit_time": 1795280956,
     "start_time": 1795281555,
     "end_time": 1795282155,
     "time_limit": 10,
-    "preempt_time": None,
     "priority": 1,
-    "comment": None,
     "heterogeneous_id": 7,
-    "account": None,
-    "qos": None,
     "constraints": ["a100", "ib"],
     "cpus": 4,
     "ntasks": 1,
     "memory_per_cpu": 1000,
-    "memory_per_node": None,
     "gres_per_node": {"gres/gpu": 1},
-    "tres_per_task": None,
-    "allocated_tres": None,
     "requested_tres": SimpleNamespace(mem=SimpleNamespace(count=4000), gres={}),
     "resource_sharing": "NO",
-    "required_nodes": None,
     "excluded_nodes": "n[3-4]",
-    "eligible_time": None,
-    "reservation": None,
-    "array_id": None,
-    "array_task_id": None,
-    "array_tasks_waiting": None,
-    "array_tasks_parallel": None,
     "dependencies": {"after": [], "afterok": ["1(unfulfilled)"], "singleton": True, "satisfy": "all"},
 }
 NODE = {
@@ -83,11 +72,8 @@ def test_a_pending_component() -> None:
     assert (job.cpus_per_node, job.memory_mb_per_node, job.gpus_per_node, job.exclusive) == (2, 2000, 1, True)
     assert (job.constraint, job.dependency) == ("a100,ib", "afterok:1(unfulfilled),singleton")
     assert (job.array_job_id, job.array_tasks) == ("", "")
-
-
-def test_an_ordinary_job_without_limit() -> None:
     job = parse.job(pyslurm_rows.job(job_of(heterogeneous_id=None, time_limit=None, dependencies=None)))
-    assert (job.het_job_id, job.time_limit_s, job.dependency) == (None, None, "")
+    assert (job.het_job_id, job.time_limit_s, job.dependency) == (None, None, ""), "an ordinary one"
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import floor
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from builders import NOW, allocation
+from builders import job as poll_job
 from fallow.core.accounting import budget
 from fallow.core.accounting.spans import Span, by_token, follow
 from fallow.core.allocations import SUBMIT_S, Allocation, forgo, observe, send, sent
@@ -17,11 +20,10 @@ from fallow.core.states import ENDED_STATES
 from fallow.model import AllocationKind, AllocationState, JobInfo
 
 HORIZON_S = 60.0
-NOW = 1_000_000.0
 
 
-def harvest(token: str = "fallow-r-h1-x", minutes: int | None = 10, **more: object) -> Allocation:
-    return Allocation(token=token, run="r", kind=AllocationKind.HARVEST, public_key="k", minutes=minutes, **more)  # type: ignore[arg-type]
+def harvest(token: str = "fallow-r-h1-x", minutes: int | None = 10, **more: Any) -> Allocation:
+    return allocation(token, **{"state": AllocationState.UNKNOWN, "partition": "", "minutes": minutes, **more})
 
 
 def span(start: float, end: float | None = None, nodes: int = 1) -> Span:
@@ -48,18 +50,9 @@ class SlurmJob:
 
     def info(self) -> JobInfo:
         shown_end = self.end_at if self.end_at is not None or self.start_at is None else self.start_at + self.limit_s
-        return JobInfo(
-            job_id=self.job_id,
-            name=self.token,
-            user="me",
-            state=self.state,
-            partition="p",
-            nodes=["n1"] if self.start_at is not None else [],
-            start_at=self.start_at,
-            end_at=shown_end,
-            time_limit_s=self.limit_s,
-            exclusive=True,
-        )
+        shown = {"start_at": self.start_at, "end_at": shown_end, "time_limit_s": self.limit_s, "exclusive": True}
+        nodes = ["n1"] if self.start_at is not None else []
+        return poll_job(self.job_id, self.state, name=self.token, user="me", nodes=nodes, **shown)
 
 
 @dataclass
@@ -102,9 +95,9 @@ class NeverAboveTheBudget(RuleBasedStateMachine):
         if granted < 1:
             return
         number = len(self.allocations)
-        allocation = harvest(f"fallow-r-h{number}-x", granted, requested_at=self.world.now + self.skew_s)
-        self.allocations.append(allocation)
-        self.world.queue.append(allocation)
+        asked = harvest(f"fallow-r-h{number}-x", granted, requested_at=self.world.now + self.skew_s)
+        self.allocations.append(asked)
+        self.world.queue.append(asked)
 
     @rule(pick=st.integers(0, 10**6))
     def withdraw_what_waits_in_our_queue(self, pick: int) -> None:
@@ -200,12 +193,12 @@ class NeverAboveTheBudget(RuleBasedStateMachine):
         self.polled_at = self.world.now + self.skew_s
         shown = [job.info() for job in self.world.jobs if not job.forgotten]
         tokens = by_token(shown)
-        for allocation in self.allocations:
-            waits = allocation.queued
-            if allocation.live:
-                observe(allocation, shown, self.polled_at, HORIZON_S)
-            assert allocation.queued == waits, "Slurm has never heard of it, so no poll says anything about it"
-            follow(allocation, tokens.get(allocation.token, ()), self.polled_at, {}, ENDED_STATES)
+        for mine in self.allocations:
+            waits = mine.queued
+            if mine.live:
+                observe(mine, shown, self.polled_at, HORIZON_S)
+            assert mine.queued == waits, "Slurm has never heard of it, so no poll says anything about it"
+            follow(mine, tokens.get(mine.token, ()), self.polled_at, {}, ENDED_STATES)
 
     @invariant()
     def within_the_budget(self) -> None:
@@ -220,17 +213,17 @@ TestNeverAboveTheBudget.settings = settings(max_examples=200, stateful_step_coun
 
 
 def test_a_released_allocation_gives_back_what_it_did_not_use() -> None:
-    allocation = harvest(minutes=60, state=AllocationState.ENDED, job_id="7", spans={"7": span(NOW)})
-    assert budget.booked(allocation, NOW + 60.0) == 3600.0, "Slurm has not shown its end yet"
-    allocation.spans["7"].end_at, allocation.settled = NOW + 90.0, True
-    assert budget.booked(allocation, NOW + 10_000.0) == 90.0
-    allocation.end_guessed = True
-    assert budget.booked(allocation, NOW + 10_000.0) == 3600.0
+    mine = harvest(minutes=60, state=AllocationState.ENDED, job_id="7", spans={"7": span(NOW)})
+    assert budget.booked(mine, NOW + 60.0) == 3600.0, "Slurm has not shown its end yet"
+    mine.spans["7"].end_at, mine.settled = NOW + 90.0, True
+    assert budget.booked(mine, NOW + 10_000.0) == 90.0
+    mine.end_guessed = True
+    assert budget.booked(mine, NOW + 10_000.0) == 3600.0
 
 
 def test_the_first_base_job_is_free_and_a_renewed_one_is_not() -> None:
-    base = Allocation(token="t", run="r", kind=AllocationKind.BASE, public_key="k", job_id="1", nodes_wanted=2)
-    base.state, base.limit_s, base.spans = AllocationState.RUNNING, 600.0, {"1": span(NOW, nodes=2)}
+    known = {"job_id": "1", "nodes_wanted": 2, "limit_s": 600.0, "spans": {"1": span(NOW, nodes=2)}}
+    base = allocation("t", kind=AllocationKind.BASE, **known)
     assert budget.booked(base, NOW + 60) == 0.0
     base.renewed = True
     assert budget.booked(base, NOW + 60) == 1200.0
@@ -247,14 +240,7 @@ def test_what_was_granted_more_than_asked_is_over_before_the_budget_is(
 ) -> None:
     """(minutes granted, seconds held so far, nodes): somebody extended the jobs, or the site rounds limits up."""
     running = [
-        harvest(
-            f"t{i}",
-            1,
-            job_id=str(i),
-            limit_s=60.0 * m,
-            state=AllocationState.RUNNING,
-            spans={str(i): span(NOW - held, nodes=n)},
-        )
+        allocation(f"t{i}", minutes=1, job_id=str(i), limit_s=60.0 * m, spans={str(i): span(NOW - held, nodes=n)})
         for i, (m, held, n) in enumerate(extended)
     ]
     end = budget.exhausted_at(budget_s, 0.0, running, NOW)
@@ -268,57 +254,48 @@ def test_what_was_granted_more_than_asked_is_over_before_the_budget_is(
 
 
 def test_a_poll_tells_what_was_held() -> None:
-    allocation = harvest(minutes=10, job_id="5", state=AllocationState.RUNNING)
-    job = SlurmJob(allocation.token, "5", 900.0, "RUNNING", NOW)
-    assert follow(allocation, [job.info()], NOW + 30, {"n1": 8}, ENDED_STATES)
-    assert not follow(allocation, [job.info()], NOW + 60, {"n1": 8}, ENDED_STATES)
-    assert allocation.spans == {"5": Span(nodes={"n1": 8}, partition="p", start_at=NOW)}
-    assert allocation.limit_s == 900.0, "Slurm granted more than was asked for"
-    job.state, job.end_at = "CANCELLED", NOW + 70
-    assert follow(allocation, [job.info()], NOW + 90, {}, ENDED_STATES)
-    assert allocation.settled and allocation.slurm_state == "CANCELLED"
-    assert allocation.spans["5"] == Span(nodes={"n1": 8}, partition="p", start_at=NOW, end_at=NOW + 70)
-
-
-def test_a_job_that_is_over_for_us_is_booked_until_it_is_over_for_slurm() -> None:
-    """Its agents are gone, and the rest of the batch script still runs."""
-    allocation = harvest(minutes=10, job_id="5", state=AllocationState.ENDED)
-    job = SlurmJob(allocation.token, "5", 600.0, "RUNNING", NOW)
-    follow(allocation, [job.info()], NOW + 30, {}, ENDED_STATES)
-    assert not allocation.settled
-    assert budget.booked(allocation, NOW + 30) == 600.0
+    mine = harvest(minutes=10, job_id="5", state=AllocationState.RUNNING)
+    there = SlurmJob(mine.token, "5", 900.0, "RUNNING", NOW)
+    assert follow(mine, [there.info()], NOW + 30, {"n1": 8}, ENDED_STATES)
+    assert not follow(mine, [there.info()], NOW + 60, {"n1": 8}, ENDED_STATES)
+    assert mine.spans == {"5": Span(nodes={"n1": 8}, partition="p", start_at=NOW)}
+    assert mine.limit_s == 900.0, "Slurm granted more than was asked for"
+    there.state, there.end_at = "CANCELLED", NOW + 70
+    assert follow(mine, [there.info()], NOW + 90, {}, ENDED_STATES)
+    assert mine.settled and mine.slurm_state == "CANCELLED"
+    assert mine.spans["5"] == Span(nodes={"n1": 8}, partition="p", start_at=NOW, end_at=NOW + 70)
 
 
 def test_a_job_that_may_have_come_and_gone_between_two_polls_is_booked() -> None:
     """Its answer was lost, and the head did not look for longer than Slurm remembers."""
-    allocation = harvest(minutes=10, requested_at=NOW - 500.0)
-    observe(allocation, [], NOW - 100.0, HORIZON_S)
-    assert send(allocation, NOW)
-    sent(allocation, NOW)
+    mine = harvest(minutes=10, requested_at=NOW - 500.0)
+    observe(mine, [], NOW - 100.0, HORIZON_S)
+    assert send(mine, NOW)
+    sent(mine, NOW)
     for seconds in (5.0, 10.0, 41.0, 61.0):
-        observe(allocation, [], NOW + seconds, HORIZON_S)
-        assert (allocation.state is AllocationState.LOST) == (seconds > HORIZON_S)
-    assert budget.booked(allocation, NOW + 61) == 31.0
+        observe(mine, [], NOW + seconds, HORIZON_S)
+        assert (mine.state is AllocationState.LOST) == (seconds > HORIZON_S)
+    assert budget.booked(mine, NOW + 61) == 31.0
 
 
 def test_nothing_is_lost_while_its_sbatch_may_still_bring_it_to_slurm() -> None:
-    allocation = harvest(minutes=10, requested_at=NOW - 1000.0)
-    assert send(allocation, NOW)
-    assert not send(allocation, NOW), "once"
+    mine = harvest(minutes=10, requested_at=NOW - 1000.0)
+    assert send(mine, NOW)
+    assert not send(mine, NOW), "once"
     for seconds in (40.0, 70.0, SUBMIT_S - 1, SUBMIT_S):
-        observe(allocation, [], NOW + seconds, HORIZON_S)
-    assert allocation.blind_s == 40.0, "it may have come, run and gone since sbatch was called"
-    sent(allocation, NOW + SUBMIT_S)
-    observe(allocation, [], NOW + SUBMIT_S + HORIZON_S, HORIZON_S)
-    assert allocation.state is AllocationState.UNKNOWN
-    observe(allocation, [], NOW + SUBMIT_S + HORIZON_S + 1.0, HORIZON_S)
-    assert allocation.state is AllocationState.LOST
+        observe(mine, [], NOW + seconds, HORIZON_S)
+    assert mine.blind_s == 40.0, "it may have come, run and gone since sbatch was called"
+    sent(mine, NOW + SUBMIT_S)
+    observe(mine, [], NOW + SUBMIT_S + HORIZON_S, HORIZON_S)
+    assert mine.state is AllocationState.UNKNOWN
+    observe(mine, [], NOW + SUBMIT_S + HORIZON_S + 1.0, HORIZON_S)
+    assert mine.state is AllocationState.LOST
 
 
 def test_a_forgotten_job_ended_at_its_limit_at_the_latest() -> None:
-    allocation = harvest(job_id="5", state=AllocationState.ENDED, limit_s=600.0, spans={"5": span(NOW)})
-    assert follow(allocation, [], NOW + 100_000, {}, ENDED_STATES)
-    assert not allocation.settled, "one answer may be wrong"
-    assert follow(allocation, [], NOW + 100_030, {}, ENDED_STATES)
-    assert allocation.settled and allocation.end_guessed
-    assert allocation.spans["5"].end_at == NOW + 600
+    mine = harvest(job_id="5", state=AllocationState.ENDED, limit_s=600.0, spans={"5": span(NOW)})
+    assert follow(mine, [], NOW + 100_000, {}, ENDED_STATES)
+    assert not mine.settled, "one answer may be wrong"
+    assert follow(mine, [], NOW + 100_030, {}, ENDED_STATES)
+    assert mine.settled and mine.end_guessed
+    assert mine.spans["5"].end_at == NOW + 600

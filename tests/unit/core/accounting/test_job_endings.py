@@ -8,25 +8,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from builders import gpu_node, preempting, site
+from builders import job as poll_job
 from fallow.config import Config
 from fallow.core.accounting.cancelled import VERDICT_S, awaits_verdict
-from fallow.core.accounting.spans import Span
 from fallow.core.allocations import Agent, Allocation
 from fallow.head.loop.turn import Turn
 from fallow.head.peers.agents import agent_gone, give_up_agent
 from fallow.head.slurm.harvest import Harvest
-from fallow.model import (
-    AllocationKind,
-    AllocationState,
-    ClusterConfig,
-    ClusterState,
-    Exit,
-    JobInfo,
-    MemberPhase,
-    NodeInfo,
-    PartitionInfo,
-    RunStatus,
-)
+from fallow.model import AllocationKind, AllocationState, Exit, JobInfo, MemberPhase, RunStatus
 from runs import NOW, Nodes, new_book, new_run
 
 NODES = [f"n{i}" for i in range(1, 5)]
@@ -49,22 +39,15 @@ class Desk:
     def poll(self, *jobs: JobInfo, after_s: float = 30.0) -> Turn:
         self.at += after_s
         turn = self.turn()
-        nodes = [NodeInfo(node=n, state="IDLE", partitions=["p"], gpus=4) for n in NODES]
-        partitions = [
-            PartitionInfo(partition="p", nodes=NODES, preempt_mode="REQUEUE"),
-            PartitionInfo(partition="high", nodes=NODES, priority_tier=2),
-        ]
-        site = ClusterConfig(cluster="c", slurm_version="25.11.1", preempt_type="preempt/partition_prio")
-        self.harvest.polled(
-            turn, ClusterState(at=NOW + self.at, nodes=nodes, jobs=list(jobs), partitions=partitions), site
-        )
+        shown = preempting([gpu_node(name) for name in NODES], jobs, at=NOW + self.at)
+        self.harvest.polled(turn, shown, site(preempt_type="preempt/partition_prio"))
         return turn
 
     def hold(
         self,
         kind: AllocationKind = AllocationKind.HARVEST,
         state: AllocationState = AllocationState.RUNNING,
-        **more: object,
+        **more: Any,
     ) -> Allocation:
         allocation = self.book.new_allocation(self.run, kind, NOW, **more)
         allocation.state = state
@@ -74,20 +57,17 @@ class Desk:
             allocation.start_at, allocation.agents, allocation.nodes = NOW, {"n1": Agent()}, ["n1"]
         return allocation
 
-    def job(self, allocation: Allocation, state: str = "RUNNING", limit_s: float = 600.0, **more: object) -> JobInfo:
-        return JobInfo(
-            job_id=allocation.job_id or "1",
-            name=allocation.token,
-            user="me",
-            state=state,
-            partition="p",
-            nodes=["n1"] if state == "RUNNING" else [],
-            start_at=NOW if state == "RUNNING" else None,
-            end_at=NOW + limit_s if state == "RUNNING" else None,
-            time_limit_s=limit_s,
-            exclusive=True,
-            **more,  # type: ignore[arg-type]
-        )
+    def job(self, allocation: Allocation, state: str = "RUNNING", limit_s: float = 600.0, **more: Any) -> JobInfo:
+        values = {"name": allocation.token, "user": "me", "time_limit_s": limit_s, "exclusive": True, **more}
+        if state == "RUNNING":
+            values |= {"nodes": ["n1"], "start_at": NOW, "end_at": NOW + limit_s}
+        return poll_job(allocation.job_id or "1", state, **values)
+
+    def warn(self, base: Allocation) -> None:
+        """Slurm warns the base job, and its agent leaves."""
+        turn, base.warned = self.turn(), True
+        turn.release_allocation(self.run, base, "warned by Slurm with signal 15: preempted or cancelled")
+        agent_gone(turn, self.run, base, "n1", "given back as planned")
 
 
 @pytest.fixture
@@ -125,11 +105,8 @@ def test_a_base_job_that_slurm_requeues_is_taken_up_again(desk: Desk) -> None:
     base = desk.hold(AllocationKind.BASE)
     desk.poll(desk.job(base, submit_at=NOW))
     first = dict(base.spans)
-    turn = desk.turn()
-    Nodes(desk.run).come(turn, base, "n1")
-    base.warned = True
-    turn.release_allocation(desk.run, base, "warned by Slurm with signal 15: preempted or cancelled")
-    agent_gone(turn, desk.run, base, "n1", "given back as planned")
+    Nodes(desk.run).come(desk.turn(), base, "n1")
+    desk.warn(base)
     assert not base.live
     turn = desk.poll(desk.job(base, "COMPLETING", submit_at=NOW + 30.0), after_s=2.0)
     assert (turn.submissions, turn.cancels) == ([], []), "Slurm has not said yet how it ends"
@@ -141,8 +118,9 @@ def test_a_base_job_that_slurm_requeues_is_taken_up_again(desk: Desk) -> None:
     assert AllocationKind.BASE not in [desk.run.allocations[t].kind for _, t in turn.submissions]
     # What it held before stays booked.
     assert base.job_id is not None
-    known: dict[str, Span] = base.spans
-    assert [(key, span.start_at) for key, span in known.items()] == [(f"{base.job_id}.1", first[base.job_id].start_at)]
+    assert [(key, span.start_at) for key, span in base.spans.items()] == [
+        (f"{base.job_id}.1", first[base.job_id].start_at)
+    ]
     desk.poll(desk.job(base, submit_at=NOW + 30.0), after_s=2.0)
     assert base.state is AllocationState.RUNNING
     assert set(base.spans) == {f"{base.job_id}.1", base.job_id}
@@ -152,10 +130,7 @@ def test_a_base_job_that_slurm_requeues_is_taken_up_again(desk: Desk) -> None:
 def test_slurm_says_whether_a_warned_base_job_was_preempted_or_cancelled(desk: Desk, preempted: bool) -> None:
     base = desk.hold(AllocationKind.BASE)
     desk.poll(desk.job(base, submit_at=NOW))
-    turn = desk.turn()
-    base.warned = True
-    turn.release_allocation(desk.run, base, "warned by Slurm with signal 15: preempted or cancelled")
-    agent_gone(turn, desk.run, base, "n1", "given back as planned")
+    desk.warn(base)
     assert desk.poll(desk.job(base, "COMPLETING"), after_s=2.0).submissions == []
     more = {"preempt_at": NOW} if preempted else {}
     turn = desk.poll(desk.job(base, "PREEMPTED" if preempted else "CANCELLED", **more), after_s=2.0)

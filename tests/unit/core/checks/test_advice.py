@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import distributed
 
-from fallow.core.training.apart import Stranger
 from fallow.model import FallowError
 from fallow.worker.api.run import init
 from small_training import Script, alone, net, no_watchers
@@ -68,12 +67,3 @@ def test_what_scripts_for_other_runtimes_ask_for_is_answered_with_what_to_leave_
         advice = script.run._advice(caught.value)
         assert words in advice
         assert bool(words) == bool(advice)
-
-
-def test_who_ends_without_having_come_to_the_members_has_not_finished_the_training() -> None:
-    run = alone()
-    place = run._place
-    place.joined, place.in_sync = True, False
-    place.position.call_steps = 1
-    with pytest.raises(Stranger):
-        run._finished()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from builders import cluster
 from fallow.core.checks import site as checks
 from fallow.core.neighbour.preemption import as_for_us
 from fallow.core.planning.rules import HarvestRules, harvestable
@@ -20,7 +22,7 @@ from fallow.slurm.cli import CliClient
 CONFIG = """Configuration data as of 2026-01-31T12:00:00
 PreemptMode             = REQUEUE
 PreemptType             = preempt/{kind}
-PreemptExemptTime       = 00:00:00
+PreemptExemptTime       = {exempt}
 """
 
 LINE = (
@@ -41,16 +43,26 @@ def line(name: str, tier: int, nodes: str = "n[1-2]", mode: str = "REQUEUE", sta
     return LINE.format(name=name, tier=tier, nodes=nodes, mode=mode, state=state)
 
 
-def harvested(text: str, kind: str, qos: str | None = None, modes: str = QOS) -> list[str]:
-    """Partitions that are harvested by default, as Slurm shows them."""
-    config, _ = parse.config(CONFIG.format(kind=kind))
-    config = msgspec.structs.replace(
+def configured(kind: str, qos: str = QOS, exempt: str = "00:00:00") -> ClusterConfig:
+    """The configuration as Slurm and its accounting show it."""
+    config, _ = parse.config(CONFIG.format(kind=kind, exempt=exempt))
+    return replace(
         config,
-        qos_preempt_modes=parse.qos_preempt_modes(modes, config.preempt_mode),
-        qos_preempted_by=parse.qos_preempted_by(modes),
+        qos_preempt_modes=parse.qos_preempt_modes(qos, config.preempt_mode),
+        qos_preempted_by=parse.qos_preempted_by(qos),
+        qos_grace_s=parse.qos_grace_s(qos),
+        qos_exempt_s=parse.qos_exempt_s(qos),
     )
-    cluster = ClusterState(at=0.0, nodes=[], jobs=[], partitions=parse.cluster(text)[1])
-    return [p.partition for p in harvestable(as_for_us(cluster, config, qos), HarvestRules())]
+
+
+def seen(text: str, site: ClusterConfig | None, qos: str | None = None) -> ClusterState:
+    """A poll that shows these partitions, as for jobs of ours of this QOS."""
+    return as_for_us(cluster([], partitions=parse.cluster(text)[1]), site, qos)
+
+
+def harvested(text: str, kind: str, qos: str | None = None, modes: str = QOS) -> list[str]:
+    """Partitions that are harvested by default."""
+    return [p.partition for p in harvestable(seen(text, configured(kind, modes), qos), HarvestRules())]
 
 
 @pytest.mark.parametrize(
@@ -76,8 +88,7 @@ def test_by_partition_only_a_higher_tier_on_the_same_nodes_preempts(text: str, p
 
 def test_a_higher_tier_preempts_on_its_own_nodes_only() -> None:
     text = line("top", 10, nodes="n[1-2]") + line("all", 5, nodes="n[1-4]") + line("low", 1, nodes="n[3-6]")
-    site, _ = parse.config(CONFIG.format(kind="partition_prio"))
-    state = as_for_us(ClusterState(at=0.0, nodes=[], jobs=[], partitions=parse.cluster(text)[1]), site, None)
+    state = seen(text, configured("partition_prio"))
     assert {p.partition: (p.preempts, p.unpreempted) for p in state.partitions} == {
         "top": (False, frozenset()),
         "all": (True, {"n3", "n4"}),
@@ -105,13 +116,9 @@ def test_a_higher_tier_preempts_on_its_own_nodes_only() -> None:
     ],
 )
 def test_by_qos_a_node_is_taken_where_a_job_of_such_a_qos_may_run(words: str, unpreempted: list[str]) -> None:
-    site, _ = parse.config(CONFIG.format(kind="qos"))
-    modes = "high|idle|cluster||00:00:00\nidle||cluster||00:00:20\n"
-    site = msgspec.structs.replace(
-        site, qos_preempt_modes=parse.qos_preempt_modes(modes, "CANCEL"), qos_preempted_by=parse.qos_preempted_by(modes)
-    )
+    site = configured("qos", "high|idle|cluster||00:00:00\nidle||cluster||00:00:20\n")
     text = line("other", 1, nodes="n[1-2]") + line("scavenge", 1, nodes="n[1-4]").replace("AllowQos=ALL", words)
-    state = as_for_us(ClusterState(at=0.0, nodes=[], jobs=[], partitions=parse.cluster(text)[1]), site, "idle")
+    state = seen(text, site, "idle")
     assert [(p.preempts, sorted(p.unpreempted)) for p in state.partitions] == [(True, []), (True, unpreempted)]
 
 
@@ -143,18 +150,16 @@ def test_by_qos_the_tier_of_a_partition_preempts_nobody() -> None:
 def test_where_new_jobs_are_safe_nobody_takes_a_node_back(
     cluster_wide: str, modes: str, qos: str | None, partition_qos: str, preempted: bool
 ) -> None:
-    site, _ = parse.config(CONFIG.format(kind="partition_prio").replace("00:00:00\n", f"{cluster_wide}\n"))
-    site = msgspec.structs.replace(site, qos_exempt_s=parse.qos_exempt_s(modes))
+    site = configured("partition_prio", modes, cluster_wide)
     both = line("normal", 10) + line("scavenge", 1).replace("QoS=N/A", f"QoS={partition_qos}")
-    state = as_for_us(ClusterState(at=0.0, nodes=[], jobs=[], partitions=parse.cluster(both)[1]), site, qos)
+    state = seen(both, site, qos)
     assert [p.partition for p in state.partitions if p.preempts] == (["scavenge"] if preempted else [])
     told = checks.harvest_qos(site, qos)
     assert preempted or partition_qos != "N/A" or (told is not None and "no preemption" in told.found)
 
 
 def test_a_site_that_has_not_told_its_configuration_is_not_believed_to_preempt() -> None:
-    cluster = ClusterState(at=0.0, nodes=[], jobs=[], partitions=parse.cluster(line("a", 1) + line("b", 2))[1])
-    assert {p.preempt_mode for p in as_for_us(cluster, None, "idle").partitions} == {"OFF"}
+    assert {p.preempt_mode for p in seen(line("a", 1) + line("b", 2), None, "idle").partitions} == {"OFF"}
 
 
 def test_how_jobs_of_a_qos_are_preempted() -> None:
@@ -170,40 +175,37 @@ def test_how_jobs_of_a_qos_are_preempted() -> None:
 RECORDED = "normal|harvest|cluster||00:00:00\nharvest||requeue||00:00:10\nhigh|harvest,normal|cluster||00:00:00\n"
 
 
-def recorded(qos: str) -> ClusterState:
-    config, _ = parse.config(CONFIG.format(kind="qos"))
-    config = msgspec.structs.replace(
-        config,
-        qos_preempt_modes=parse.qos_preempt_modes(RECORDED, config.preempt_mode),
-        qos_preempted_by=parse.qos_preempted_by(RECORDED),
-        qos_grace_s=parse.qos_grace_s(RECORDED),
-    )
-    partitions = parse.cluster(line("normal", 10) + line("scavenge", 1, mode="OFF"))[1]
-    return as_for_us(ClusterState(at=0.0, nodes=[], jobs=[], partitions=partitions), config, qos)
+def recorded(qos: str) -> list[tuple[str, float, list[str] | None]]:
+    """How, after how long and by whom jobs of this QOS are preempted in each of two partitions."""
+    text = line("normal", 10) + line("scavenge", 1, mode="OFF")
+    partitions = seen(text, configured("qos", RECORDED), qos).partitions
+    return [(p.preempt_mode, p.grace_s, p.preempted_by) for p in partitions]
 
 
 def test_where_qos_decide_a_partition_has_no_say_in_it() -> None:
-    for partition in recorded("harvest").partitions:
-        assert (partition.preempt_mode, partition.grace_s, partition.preempted_by) == (
-            "REQUEUE",
-            10.0,
-            ["normal", "high"],
-        )
-    assert [(p.preempts, p.grace_s, p.preempted_by) for p in recorded("normal").partitions] == [
-        (True, 0.0, ["high"])
-    ] * 2
-    assert [p.preempts for p in recorded("high").partitions] == [False, False]
+    assert recorded("harvest") == [("REQUEUE", 10.0, ["normal", "high"])] * 2
+    assert recorded("normal") == [("REQUEUE", 0.0, ["high"])] * 2
+    assert {mode for mode, *_ in recorded("high")} == {"OFF"}
 
 
-async def test_the_accounting_is_asked_where_qos_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def command(name: str, text: str, code: int = 0) -> None:
-        (tmp_path / name).write_text(
-            f"#!/bin/sh\necho \"$@\" >> {tmp_path}/asked\ncat <<'END'\n{text}\nEND\nexit {code}\n"
-        )
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes a command of Slurm's that prints a text and notes what it was called with."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    def make(name: str, text: str, code: int = 0, before: str = "") -> None:
+        called = f'echo "$@" >> {tmp_path}/asked'
+        (tmp_path / name).write_text(f"#!/bin/sh\n{called}\n{before}\ncat <<'END'\n{text}\nEND\nexit {code}\n")
         (tmp_path / name).chmod(0o755)
 
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    command("scontrol", CONFIG.format(kind="qos"))
+    return make
+
+
+async def test_the_accounting_is_asked_where_qos_decides(command: Callable[..., None], tmp_path: Path) -> None:
+    def show(kind: str) -> None:
+        command("scontrol", CONFIG.format(kind=kind, exempt="00:00:00"))
+
+    show("qos")
     command("sacctmgr", QOS)
     client = CliClient()
     assert (await client.config()).qos_preempt_modes == {"normal": "REQUEUE", "idle": "REQUEUE", "calm": "SUSPEND"}
@@ -211,30 +213,24 @@ async def test_the_accounting_is_asked_where_qos_decides(tmp_path: Path, monkeyp
     assert (await client.config()).qos_preempt_modes == {}
     asked = await asyncio.to_thread((tmp_path / "asked").read_text)
     assert asked.count("show qos format=Name,Preempt,PreemptMode,PreemptExemptTime,GraceTime") == 2
-    command("scontrol", CONFIG.format(kind="none"))
+    show("none")
     await client.config()
     assert (await asyncio.to_thread((tmp_path / "asked").read_text)).count("show qos") == 2
-    command("scontrol", CONFIG.format(kind="partition_prio"))
+    show("partition_prio")
     command("sacctmgr", QOS.replace("calm||suspend|", "calm||suspend|1-00:00:00"))
     config = await client.config()
     assert (config.qos_preempt_modes, config.qos_exempt_s) == ({}, {"calm": 86400.0})
 
 
-async def test_an_accounting_that_is_away_makes_no_partition_preempt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def command(name: str, text: str, code: int = 0) -> None:
-        (tmp_path / name).write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\nexit {code}\n")
-        (tmp_path / name).chmod(0o755)
-
+async def test_an_accounting_that_is_away_makes_no_partition_preempt(command: Callable[..., None]) -> None:
     def preempts(site: ClusterConfig) -> bool:
-        both = parse.cluster(line("normal", 10) + line("scavenge", 1))[1]
-        state = as_for_us(ClusterState(at=0.0, nodes=[], jobs=[], partitions=both), site, "idle")
-        return any(p.preempts for p in state.partitions)
+        return any(p.preempts for p in seen(line("normal", 10) + line("scavenge", 1), site, "idle").partitions)
 
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    without = CONFIG.format(kind="partition_prio")
-    command("scontrol", without + "AccountingStorageType = accounting_storage/slurmdbd\n")
+    def store(kind: str) -> None:
+        text = CONFIG.format(kind="partition_prio", exempt="00:00:00")
+        command("scontrol", f"{text}AccountingStorageType = {kind}\n")
+
+    store("accounting_storage/slurmdbd")
     command("sacctmgr", "", 1)
     client = CliClient()
     config = await client.config()
@@ -251,20 +247,15 @@ async def test_an_accounting_that_is_away_makes_no_partition_preempt(
     # Where there is none, nobody's jobs are safe by their QOS.
     command("sacctmgr", "", 1)
     for kind in ("accounting_storage/none", "(null)"):
-        command("scontrol", without + f"AccountingStorageType = {kind}\n")
+        store(kind)
         assert preempts(await CliClient().config())
 
 
 async def test_polls_do_not_wait_long_for_an_accounting_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, text in (
-        ("scontrol", f"cat <<'END'\n{CONFIG.format(kind='qos')}AccountingStorageType = x/slurmdbd\nEND\n"),
-        ("sacctmgr", "exec sleep 300\n"),
-    ):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    command("scontrol", CONFIG.format(kind="qos", exempt="0") + "AccountingStorageType = x/slurmdbd\n")
+    command("sacctmgr", "", before="exec sleep 300")
     monkeypatch.setattr("fallow.slurm.cli.ACCOUNTING_TIMEOUT_S", 0.2)
     async with asyncio.timeout(120):
         assert (await CliClient().config()).qos_unknown
@@ -296,7 +287,7 @@ def test_twice_is_once_and_only_a_qos_makes_anything_preemptable(
         qos_preempted_by={"idle": ["high"]},
         qos_grace_s={"idle": 7.0},
     )
-    before = ClusterState(at=0.0, nodes=[], jobs=[], partitions=partitions)
+    before = cluster([], partitions=partitions)
     after = as_for_us(before, site, qos)
     assert as_for_us(after, site, qos) == after
     top = max((p.priority_tier for p in partitions), default=0)
@@ -305,9 +296,9 @@ def test_twice_is_once_and_only_a_qos_makes_anything_preemptable(
             there = {node for p in partitions if p.up for node in p.nodes}.intersection(was.nodes)
             alone = frozenset(was.nodes) - there
             by_qos = {"preempt_mode": "CANCEL", "grace_s": 7.0, "preempted_by": ["high"], "unpreempted": alone}
-            assert now == msgspec.structs.replace(was, **by_qos) if there else not now.preempts
+            assert now == replace(was, **by_qos) if there else not now.preempts
             continue
         assert not now.unpreempted.difference(now.nodes)
-        now = msgspec.structs.replace(now, unpreempted=frozenset())
-        assert now == was or (was.preempts and now == msgspec.structs.replace(was, preempt_mode="OFF"))
+        now = replace(now, unpreempted=frozenset())
+        assert now == was or (was.preempts and now == replace(was, preempt_mode="OFF"))
         assert not (now.preempts and kind == "preempt/partition_prio" and now.priority_tier == top)

@@ -8,23 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from builders import NOW, cluster, node, runs, waits
+from builders import site as config
 from fallow.core.neighbour.site import LOOKS_AGAIN_S
 from fallow.core.neighbour.watch import AGAIN, CYCLES, Manners, Watch
 from fallow.core.tokens import new_token
-from fallow.model import AllocationKind, ClusterConfig, ClusterState, JobInfo, NodeInfo, PartitionInfo
+from fallow.model import AllocationKind, ClusterConfig, JobInfo
 
-NOW = 1_000_000.0
 POLL_S = 30.0
 TRIED_S = CYCLES * LOOKS_AGAIN_S
-
-
-def job(job_id: str, state: str, **more: object) -> JobInfo:
-    known = {"partition": "p", "exclusive": True, "name": "theirs", "user": "alice", **more}
-    return JobInfo(job_id=job_id, state=state, **known)  # type: ignore[arg-type]
-
-
-def waits(job_id: str, nodes: int = 1, **more: object) -> JobInfo:
-    return job(job_id, "PENDING", num_nodes=nodes, reason="Resources", **more)
 
 
 class Site:
@@ -39,9 +31,7 @@ class Site:
         """Take in a poll; return the nodes that are kept free."""
         self.at += after_s
         busy = {node for job in jobs if job.state == "RUNNING" for node in job.nodes}
-        nodes = [NodeInfo(node=n, state="ALLOCATED" if n in busy else "IDLE", cpus=4) for n in self.nodes]
-        partition = PartitionInfo(partition="p", nodes=self.nodes)
-        shown = ClusterState(at=self.at, nodes=nodes, jobs=list(jobs), partitions=[partition])
+        shown = cluster([node(n, "ALLOCATED" if n in busy else "IDLE") for n in self.nodes], jobs, at=self.at)
         return set(self.watch.look(shown, self.config, [], [])[0].kept_nodes.get("p", ())) - busy
 
     def until(self, jobs: Sequence[JobInfo], seconds: float) -> set[str]:
@@ -79,10 +69,7 @@ def test_nodes_are_kept_for_a_job_until_slurm_has_looked_and_then_not_for_a_whil
 def test_slurm_is_given_as_long_as_a_cycle_of_its_backfill_may_last(
     interval_s: float, parameters: str, cycle_s: float
 ) -> None:
-    config = ClusterConfig(
-        cluster="c", slurm_version="22.05.8", backfill_interval_s=interval_s, scheduler_parameters=parameters
-    )
-    site = Site(1, config)
+    site = Site(1, config(backfill_interval_s=interval_s, scheduler_parameters=parameters))
     site.poll([waits("1")])
     assert site.until([waits("1")], CYCLES * cycle_s) == {"n0"}
     assert site.until([waits("1")], 2 * POLL_S) == set()
@@ -93,7 +80,7 @@ def test_a_job_array_whose_elements_start_is_not_passed_over() -> None:
     site, array = Site(8), waits("1", array_job_id="1", array_tasks="1-99%1")
     for number in range(40):
         free = f"n{number // 2 % 8}"
-        others = [job(f"5{n}", "RUNNING", nodes=[n]) for n in site.nodes if n != free]
+        others = [runs(f"5{n}", [n]) for n in site.nodes if n != free]
         assert site.poll([array, *others]) == {free}
 
 
@@ -108,7 +95,7 @@ def test_while_slurm_is_away_it_passes_nothing_over() -> None:
 def test_what_a_head_that_is_no_more_holds_keeps_nothing_back_for_long() -> None:
     """Its jobs go on until their time is over; a job that needs their nodes, too, cannot start before."""
     site, token = Site(2), new_token("s-1", AllocationKind.HARVEST, 7, "0a1b2c")
-    jobs = [waits("1", 2), job("7", "RUNNING", nodes=["n1"], name=token, user="carol")]
+    jobs = [waits("1", 2), runs("7", ["n1"], name=token, user="carol")]
     assert site.poll(jobs) == {"n0"}, "a head that lives gives its node back any moment now"
     assert site.until(jobs, TRIED_S + POLL_S) == set()
 

@@ -6,21 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from builders import NOW, allocation, cluster, node, preempting, request
 from fallow.core.accounting.backoff import LONGEST_S, SHORTER_S, Asker, Backoff, Scope, scope_of
-from fallow.core.allocations import Allocation
-from fallow.core.planning.asking import Ask
 from fallow.core.planning.learner import Learner
 from fallow.core.planning.rules import Demand, HarvestRules, Known
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm.learning import Learning
-from fallow.head.state.book import Book
-from fallow.model import AllocationKind, AllocationState, ClusterState, NodeInfo, PartitionInfo
+from fallow.model import AllocationState
 from fallow.slurm import parse
-from planning import actions
+from planning import asked
+from runs import new_book
 
-from runs import new_book  # isort: skip
-
-NOW = 1_000_000.0
 BIO, CHEM = Asker("bio"), Asker("chem")
 DENIED = (
     "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy "
@@ -28,26 +24,15 @@ DENIED = (
 )
 
 
-@pytest.fixture
-def book(tmp_path: Path) -> Book:
-    return new_book(tmp_path)
-
-
 def test_a_limit_of_one_account_shortens_nobody_elses_requests() -> None:
     backoff = Backoff()
     for reason in ("(QOSMaxWallDurationPerJobLimit)", "AssocMaxWallDurationPerJobLimit"):
         assert backoff.strike(reason, BIO, "p", 120, NOW)
     assert (backoff.longest(BIO, "p", NOW), backoff.longest(CHEM, "p", NOW)) == (60, None)
-    state = ClusterState(
-        at=NOW,
-        nodes=[NodeInfo(node=name, state="IDLE", partitions=["p"]) for name in ("n1", "n2")],
-        jobs=[],
-        partitions=[PartitionInfo(partition="p", nodes=["n1", "n2"], preempt_mode="REQUEUE", max_time_s=7200.0)],
-    )
-    known = Known(backoff=backoff)
-    wishes = actions(state, [Demand("b", 1, asker=BIO), Demand("c", 1, asker=CHEM)], [], HarvestRules(), known)
-    asked = {wish.run: wish.minutes for wish in wishes if isinstance(wish, Ask)}
-    assert asked["b"] <= 60 < asked["c"]
+    demands = [Demand("b", 1, asker=BIO), Demand("c", 1, asker=CHEM)]
+    found = asked(preempting([node("n1"), node("n2")]), demands, [], HarvestRules(), Known(backoff=backoff))
+    minutes = {ask.run: ask.minutes for ask in found}
+    assert minutes["b"] <= 60 < minutes["c"]
     assert backoff.strike("PartitionTimeLimit", BIO, "p", 100, NOW)
     assert (backoff.longest(BIO, "p", NOW), backoff.longest(CHEM, "p", NOW)) == (50, 50)
     backoff.forget(BIO)
@@ -85,18 +70,18 @@ def test_a_request_below_a_higher_partition_waits_as_it_should() -> None:
         assert scope_of(f"({text.replace(' ', '_')})") is scope_of(text) is Scope.NOTHING
 
 
-def test_a_clock_that_is_set_back_keeps_nothing_alone_for_a_day(book: Book) -> None:
-    learning, day = Learning(), 86_400.0
+def test_a_clock_that_is_set_back_keeps_nothing_alone_for_a_day(tmp_path: Path) -> None:
+    book, learning, day = new_book(tmp_path), Learning(), 86_400.0
     backoff = learning.known.backoff
     for _ in range(9):
         backoff.strike("QOSMaxJobsPerUserLimit", BIO, "p", 60, max(NOW, backoff.until(BIO, "p")))
     backoff.too_long("p", 60, backoff.until(BIO, "p"))
     back = NOW - day
-    learning.polled(Turn(book, 0.0, back), ClusterState(at=back, nodes=[], jobs=[], partitions=[]), HarvestRules())
+    learning.polled(Turn(book, 0.0, back), cluster([], at=back), HarvestRules())
     assert backoff.until(BIO, "p") == back + LONGEST_S
     assert backoff.longest(BIO, "p", back + SHORTER_S) is None
     later = back + LONGEST_S / 2
-    learning.polled(Turn(book, 0.0, later), ClusterState(at=later, nodes=[], jobs=[], partitions=[]), HarvestRules())
+    learning.polled(Turn(book, 0.0, later), cluster([], at=later), HarvestRules())
     assert backoff.until(BIO, "p") == back + LONGEST_S, "it does not move on with the clock"
 
 
@@ -114,14 +99,7 @@ def test_what_is_left_alone_is_named() -> None:
 
 def test_a_job_of_ours_that_ends_leaves_room_under_the_accounts_limit() -> None:
     """At MaxSubmitJobs a node waited for the whole back-off, though the job before it had ended."""
-    state = ClusterState(at=NOW, nodes=[], jobs=[], partitions=[])
-    held = Allocation(
-        token="t1", run="r", kind=AllocationKind.HARVEST, public_key="", partition="p", state=AllocationState.RUNNING
-    )
-    held.start_at = NOW - 100.0
-    waits = Allocation(
-        token="t2", run="r", kind=AllocationKind.HARVEST, public_key="", partition="p", state=AllocationState.PENDING
-    )
+    state, held, waits = cluster([]), allocation("t1", start_at=NOW - 100.0), request("t2")
     learner = Learner()
     learner.take_in(state, [(held, BIO), (waits, BIO)], HarvestRules(), NOW)
     backoff = learner.known.backoff
@@ -138,3 +116,20 @@ def test_a_job_of_ours_that_ends_leaves_room_under_the_accounts_limit() -> None:
     learner.take_in(state, [(held, BIO), (waits, BIO)], HarvestRules(), NOW + 15.0)
     backoff.strike("AssocMaxSubmitJobLimit", BIO, "p", 30, NOW + 15.0)
     assert backoff.owner_until(BIO) == NOW + 15.0 + 480.0, "what was counted before still counts"
+
+
+def test_waits_double_up_to_an_hour_and_a_start_ends_them() -> None:
+    backoff, now, waits = Backoff(), NOW, []
+    for _ in range(8):
+        assert backoff.strike("QOSMaxJobsPerUserLimit", BIO, "p", 30, now)
+        waits.append(backoff.until(BIO, "q") - now)
+        now = backoff.until(BIO, "q")
+    assert waits == [60, 120, 240, 480, 960, 1920, 3600, 3600]
+    assert backoff.until(Asker(), "p") == 0.0
+    backoff.started(BIO, "p", now)
+    assert backoff.until(BIO, "q") <= now
+    assert not backoff.strike("Resources", BIO, "p", 30, now)
+    assert backoff.strike("(PartitionTimeLimit)", BIO, "p", 30, now) and backoff.longest(BIO, "p", now) == 15
+    assert backoff.longest(BIO, "p", now + 601) is None and backoff.until(BIO, "p") <= now
+    backoff.strike("QOSNotAllowed", BIO, "p", 30, now)
+    assert backoff.until(BIO, "p") > now and backoff.until(BIO, "q") <= now

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
+from builders import NOW, allocation, gpu_node, job, partition, site
+from builders import cluster as poll_of
 from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind
@@ -12,70 +16,55 @@ from fallow.core.planning import allowance
 from fallow.core.planning.experience import Experience
 from fallow.core.planning.rules import Demand
 from fallow.core.planning.shared_limits import Reserve, Room, capped, fills, named, waits_for_limit, yielded
-from fallow.model import (
-    AllocationKind,
-    AllocationState,
-    ClusterConfig,
-    ClusterState,
-    JobInfo,
-    LimitView,
-    NodeInfo,
-    OwnerView,
-    PartitionInfo,
-    ShareView,
-)
+from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo, LimitView, OwnerView, ShareView
 
-NOW = 1_000_000.0
 ME = Asker("lab", "idle")
-PARTITIONS = [
-    PartitionInfo(partition="scavenge", nodes=[f"n{i}" for i in range(40)], preempt_mode="REQUEUE"),
-    PartitionInfo(partition="normal", nodes=[f"n{i}" for i in range(40)], priority_tier=10, qos="part"),
-]
+NAMES = [f"n{i}" for i in range(40)]
+PARTITIONS = [partition("p", NAMES, preempt_mode="REQUEUE"), partition("normal", NAMES, priority_tier=10, qos="part")]
 
 
 def token(number: int) -> str:
     return f"fallow-r-h{number}-{number:06x}"
 
 
-def ours(number: int, state: str = "RUNNING", **more: object) -> JobInfo:
-    values = {"user": "ann", "account": "lab", "qos": "idle", "partition": "scavenge", "gpus_per_node": 1}
+def ours(number: int, state: str = "RUNNING", **more: Any) -> JobInfo:
+    values = {"user": "ann", "account": "lab", "qos": "idle", "gpus_per_node": 1, "name": token(number)}
     values |= {"comment": f"{token(number)} harvest", "nodes": [f"n{number}"] if state != "PENDING" else []}
-    values["name"] = token(number)
-    return JobInfo(job_id=str(100 + number), state=state, **{**values, **more})  # type: ignore[arg-type]
+    return job(str(100 + number), state, **{**values, **more})
 
 
-def held(number: int, state: AllocationState = AllocationState.RUNNING, **more: object) -> Allocation:
-    values = {"run": "r", "kind": AllocationKind.HARVEST, "public_key": "k", "partition": "scavenge"}
-    values |= {"start_at": NOW - 1000.0 + number} if state is AllocationState.RUNNING else {}
-    return Allocation(token=token(number), state=state, **{**values, **more})  # type: ignore[arg-type]
+def held(number: int, state: AllocationState = AllocationState.RUNNING, **more: Any) -> Allocation:
+    start_at = NOW - 1000.0 + number if state is AllocationState.RUNNING else None
+    return allocation(token(number), state, start_at=start_at, **more)
 
 
-def waits(reason: str, job_id: str = "9", **more: object) -> JobInfo:
-    values = {"name": "theirs", "user": "bob", "account": "lab", "qos": "normal", "partition": "normal"}
-    return JobInfo(job_id=job_id, state="PENDING", reason=reason, **{**values, **more})  # type: ignore[arg-type]
+def theirs(job_id: str, state: str = "RUNNING", **more: Any) -> JobInfo:
+    return job(job_id, state, **{"user": "bob", "account": "lab", "qos": "normal", "partition": "normal", **more})
+
+
+def waits(reason: str, job_id: str = "9", **more: Any) -> JobInfo:
+    return theirs(job_id, "PENDING", reason=reason, **more)
 
 
 def cluster(*jobs: JobInfo) -> ClusterState:
-    nodes = [NodeInfo(node=f"n{i}", state="ALLOCATED", cpus=64, gpus=4) for i in range(40)]
-    return ClusterState(at=NOW, nodes=nodes, jobs=list(jobs), partitions=PARTITIONS)
+    return poll_of([gpu_node(name, "ALLOCATED") for name in NAMES], jobs, partitions=PARTITIONS)
 
 
 @pytest.mark.parametrize(
-    ("reason", "shared"),
+    ("reasons", "shared"),
     [
-        *((reason, True) for reason in ("AssocGrpGRES", "AssocGrpNodeLimit", "AssocMaxJobsLimit", "QOSGrpCpuLimit")),
-        *((reason, True) for reason in ("QOSMaxJobsPerUserLimit", "(QOSMaxGRESPerUser)", "MaxNodePerAccount")),
-        *((reason, True) for reason in ("QOSMaxSubmitJobPerUserLimit", "AssocMaxSubmitJobLimit", "MaxJobsPerAccount")),
-        *(
-            (reason, False)
-            for reason in ("QOSMaxCpuPerJobLimit", "AssocMaxWallDurationPerJobLimit", "AssocGrpWallLimit")
-        ),
-        *((reason, False) for reason in ("QOSMinGRES", "QOSNotAllowed", "InvalidAccount", "Resources", "Priority", "")),
-        *((reason, False) for reason in ("QOSMaxCpuPerNode", "QOSMinCpuNotSatisfied", "PartitionTimeLimit")),
+        ("AssocGrpGRES AssocGrpNodeLimit AssocMaxJobsLimit QOSGrpCpuLimit", True),
+        ("QOSMaxJobsPerUserLimit (QOSMaxGRESPerUser) MaxNodePerAccount", True),
+        ("QOSMaxSubmitJobPerUserLimit AssocMaxSubmitJobLimit MaxJobsPerAccount", True),
+        ("QOSMaxCpuPerJobLimit AssocMaxWallDurationPerJobLimit AssocGrpWallLimit", False),
+        ("QOSMinGRES QOSNotAllowed InvalidAccount Resources Priority", False),
+        ("QOSMaxCpuPerNode QOSMinCpuNotSatisfied PartitionTimeLimit", False),
     ],
 )
-def test_reasons_that_the_end_of_a_job_of_ours_can_ease(reason: str, shared: bool) -> None:
-    assert waits_for_limit(waits(reason)) is shared
+def test_reasons_that_the_end_of_a_job_of_ours_can_ease(reasons: str, shared: bool) -> None:
+    words = reasons.split()
+    assert [waits_for_limit(waits(reason)) for reason in words] == [shared] * len(words)
+    assert not waits_for_limit(waits(""))
 
 
 @pytest.mark.parametrize(
@@ -210,15 +199,13 @@ def test_without_limits_nothing_is_bounded() -> None:
 
 def test_what_others_use_and_what_we_have_counts() -> None:
     owner = told(("account lab", "GrpTRES node", 20.0, 7.0))
-    theirs = [
-        JobInfo(job_id="1", name="a", user="bob", state="RUNNING", partition="normal", account="lab", num_nodes=5)
-    ]
+    others = theirs("1", num_nodes=5)
     mine = [ours(1), ours(2)]
     allocations = (held(1), held(2), held(3, AllocationState.PENDING))
-    assert room(owner, *theirs, *mine, allocations=allocations).most == {"r": 20 - 5 - 5 - 3}
+    assert room(owner, others, *mine, allocations=allocations).most == {"r": 20 - 5 - 5 - 3}
     # Slurm counts nodes of accounts below this one, which the jobs' accounts do not tell.
     hidden = told(("account lab", "GrpTRES node", 20.0, 12.0))
-    assert room(hidden, *theirs, *mine, allocations=allocations).most == {"r": 20 - 5 - 10 - 3}
+    assert room(hidden, others, *mine, allocations=allocations).most == {"r": 20 - 5 - 10 - 3}
 
 
 def test_what_slurm_told_before_ours_went_is_not_taken_for_others() -> None:
@@ -233,9 +220,7 @@ def test_what_slurm_told_before_ours_went_is_not_taken_for_others() -> None:
 
 def test_a_submit_limit_counts_what_waits_and_each_element_of_an_array() -> None:
     owner = told(("user ann in account lab", "MaxSubmitJobs", 40.0, 0.0))
-    array = JobInfo(
-        job_id="1", name="a", user="ann", account="lab", state="PENDING", partition="normal", array_tasks="0-9%2"
-    )
+    array = theirs("1", "PENDING", user="ann", array_tasks="0-9%2")
     assert room(owner, array, waits("Priority", user="ann"), waits("Priority", "10")).most == {"r": 30 - 10 - 1}
 
 
@@ -252,11 +237,8 @@ def test_runs_of_one_account_share_what_is_left() -> None:
 
 def test_what_reaches_into_the_reserve_is_given_back_requests_first_then_the_newest() -> None:
     owner = told(("account lab", "GrpJobs", 8.0, 0.0))
-    theirs = [
-        JobInfo(job_id=str(i), name="a", user="bob", state="RUNNING", partition="normal", account="lab") for i in (1, 2)
-    ]
     allocations = (*(held(i) for i in range(6)), held(6, AllocationState.PENDING))
-    found = room(owner, *theirs, *map(ours, range(6)), allocations=allocations)
+    found = room(owner, theirs("1"), theirs("2"), *map(ours, range(6)), allocations=allocations)
     # Six may be used, two of them are others', seven are ours.
     assert found.most == {"r": -3}
     assert [wish.token for wish in found.give_back] == [token(5), token(4)]
@@ -277,10 +259,9 @@ def test_a_node_that_is_asked_for_again_counts_once() -> None:
 def test_few_requests_wait_where_the_limits_are_not_known(
     known: bool, accounting: bool, max_pending: int | None, most: int
 ) -> None:
-    site = ClusterConfig(cluster="c", slurm_version="22.05.8", accounting=accounting)
     limits = allowance.Limits(max_pending=max_pending)
-    found = allowance.rules(limits, site, {}, Experience(), NOW, 30.0, None, known)
+    found = allowance.rules(limits, site(accounting=accounting), {}, Experience(), NOW, 30.0, None, known)
     assert found.max_waiting >= most if most > 8 else found.max_waiting == most
     assert replace(found, max_waiting=0) == replace(
-        allowance.rules(limits, site, {}, Experience(), NOW, 30.0), max_waiting=0
+        allowance.rules(limits, site(accounting=accounting), {}, Experience(), NOW, 30.0), max_waiting=0
     )

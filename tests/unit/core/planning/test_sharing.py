@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from builders import NOW, allocation, node, partition, request
+from builders import cluster as poll_of
 from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind
@@ -17,10 +19,9 @@ from fallow.core.planning.plan import Action
 from fallow.core.planning.rules import Demand, HarvestRules, Known
 from fallow.core.planning.share import Worth, values
 from fallow.core.planning.withdrawals import Withdraw
-from fallow.model import AllocationKind, AllocationState, ClusterState, NodeInfo, PartitionInfo
-from planning import actions, planned
+from fallow.model import ClusterState
+from planning import actions, asked, planned
 
-NOW = 1_000_000.0
 RULES = HarvestRules()
 
 
@@ -36,24 +37,13 @@ class Site:
         self.mine: list[Allocation] = []
 
     def give(self, run: str, partition: str) -> None:
-        node = next((name for name in self.names[partition] if name in self.idle), "")
-        if not node:
-            node = f"{partition}x{len(self.mine)}"
-            self.names[partition].append(node)
-        self.idle.discard(node)
-        self.mine.append(
-            Allocation(
-                token=f"{run}-{node}-{len(self.mine)}",
-                run=run,
-                kind=AllocationKind.HARVEST,
-                public_key="k",
-                state=AllocationState.RUNNING,
-                partition=partition,
-                nodes=[node],
-                start_at=NOW - 3600.0,
-                end_at=NOW + 3600.0,
-            )
-        )
+        name = next((name for name in self.names[partition] if name in self.idle), "")
+        if not name:
+            name = f"{partition}x{len(self.mine)}"
+            self.names[partition].append(name)
+        self.idle.discard(name)
+        fields = {"nodes": [name], "start_at": NOW - 3600.0, "end_at": NOW + 3600.0}
+        self.mine.append(allocation(f"{run}-{name}-{len(self.mine)}", run=run, partition=partition, **fields))
 
     def held(self, run: str) -> int:
         return sum(a.run == run for a in self.mine)
@@ -63,12 +53,8 @@ class Site:
         for p, names in self.names.items():
             for n in names:
                 where.setdefault(n, []).append(p)
-        nodes = [
-            NodeInfo(node=n, state="IDLE" if n in self.idle else "ALLOCATED", partitions=there)
-            for n, there in where.items()
-        ]
-        parts = [PartitionInfo(partition=p, nodes=names, preempt_mode="REQUEUE") for p, names in self.names.items()]
-        return ClusterState(at=NOW, nodes=nodes, jobs=[], partitions=parts)
+        nodes = [node(n, "IDLE" if n in self.idle else "ALLOCATED", partitions=there) for n, there in where.items()]
+        return poll_of(nodes, partitions=[partition(p, n, preempt_mode="REQUEUE") for p, n in self.names.items()])
 
     def carry_out(self, wishes: list[Action]) -> None:
         for wish in wishes:
@@ -90,55 +76,51 @@ def curve(shards: int, weight: float = 1.0, least: int = 1) -> tuple[float, ...]
     return values(speeds(Curve(), shards, 1, 64), 64, weight, least=least)
 
 
+def places(site: Site, rules: HarvestRules, *demands: Demand) -> list[tuple[str, str]]:
+    """(run, partition) of all that is asked for."""
+    return sorted((ask.run, ask.partition) for ask in asked(site.cluster(), demands, site.mine, rules))
+
+
 def test_a_run_that_can_go_elsewhere_leaves_the_node_that_another_one_needs() -> None:
     site = Site(1, 1)
     one = Worth(curve(1))
-    wishes = actions(
-        site.cluster(), [demand(site, "both", 1, one), demand(site, "only", 1, one, "p")], [], HarvestRules()
-    )
-    assert {(w.run, w.partition) for w in wishes if isinstance(w, Ask)} == {("both", "q"), ("only", "p")}
+    demands = [demand(site, "both", 1, one), demand(site, "only", 1, one, "p")]
+    assert places(site, RULES, *demands) == [("both", "q"), ("only", "p")]
 
 
 def test_a_node_of_several_partitions_is_offered_in_each_of_them() -> None:
     site = Site(0, 0, both=4)
-
-    def asked(rules: HarvestRules, *demands: Demand) -> list[tuple[str, str]]:
-        wishes = actions(site.cluster(), list(demands), site.mine, rules)
-        return sorted((w.run, w.partition) for w in wishes if isinstance(w, Ask))
-
     only_q = Demand("q", 2, partitions=("q",))
-    assert asked(HarvestRules(), only_q) == [("q", "q")] * 2
-    assert asked(HarvestRules(), Demand("any", 2)) == [("any", "p")] * 2, "the first will do"
-    assert asked(HarvestRules(), Demand("any", 9), only_q) == [*[("any", "p")] * 2, *[("q", "q")] * 2]
+    assert places(site, HarvestRules(), only_q) == [("q", "q")] * 2
+    assert places(site, HarvestRules(), Demand("any", 2)) == [("any", "p")] * 2, "the first will do"
+    assert places(site, HarvestRules(), Demand("any", 9), only_q) == [*[("any", "p")] * 2, *[("q", "q")] * 2]
     # A cap on one of them leaves the other, and what may be held there goes to whoever can have nothing else.
     capped = HarvestRules(partition_nodes={"p": 1})
-    assert asked(capped, Demand("any", 4)) == [("any", "p"), *[("any", "q")] * 3]
+    assert places(site, capped, Demand("any", 4)) == [("any", "p"), *[("any", "q")] * 3]
     only_p = Demand("p", 4, partitions=("p",))
-    assert asked(capped, only_p) == [("p", "p")]
-    assert asked(capped, Demand("any", 3), only_p) == [*[("any", "q")] * 3, ("p", "p")]
+    assert places(site, capped, only_p) == [("p", "p")]
+    assert places(site, capped, Demand("any", 3), only_p) == [*[("any", "q")] * 3, ("p", "p")]
     # Of two caps a node takes room under one, so that all are used; a run that can use one partition only has its part.
     both_capped = HarvestRules(partition_nodes={"p": 2, "q": 3})
-    assert asked(both_capped, Demand("any", 9)) == [*[("any", "p")] * 2, *[("any", "q")] * 2]
-    assert asked(both_capped, only_p) == [("p", "p")] * 2
-    assert asked(both_capped, Demand("q", 9, partitions=("q",))) == [("q", "q")] * 3
-    assert asked(both_capped, Demand("any", 9), only_q) == [*[("any", "p")] * 2, *[("q", "q")] * 2]
+    assert places(site, both_capped, Demand("any", 9)) == [*[("any", "p")] * 2, *[("any", "q")] * 2]
+    assert places(site, both_capped, only_p) == [("p", "p")] * 2
+    assert places(site, both_capped, Demand("q", 9, partitions=("q",))) == [("q", "q")] * 3
+    assert places(site, both_capped, Demand("any", 9), only_q) == [*[("any", "p")] * 2, *[("q", "q")] * 2]
     # What one account may not use, or is kept from for a while, another partition has.
     known = Known()
     known.backoff.strike("AssocGrpNodeLimit", Asker("a"), "p", 30, NOW)
     known.backoff.strike("PartitionNodeLimitNotAllowed", Asker("b"), "p", 30, NOW)
-    wishes = actions(
-        site.cluster(), [Demand("a", 1, asker=Asker("a")), Demand("b", 1, asker=Asker("b"))], [], RULES, known
-    )
-    assert [(w.run, w.partition) for w in wishes if isinstance(w, Ask)] == [("b", "q")]
+    demands = [Demand(run, 1, asker=Asker(run)) for run in "ab"]
+    assert [(ask.run, ask.partition) for ask in asked(site.cluster(), demands, [], RULES, known)] == [("b", "q")]
 
 
 def test_room_under_a_cap_goes_to_nodes_that_can_be_had_in_no_other_way() -> None:
-    def asked(site: Site, *demands: Demand) -> list[tuple[str, str]]:
-        wishes = actions(site.cluster(), list(demands), site.mine, HarvestRules(partition_nodes={"p": 2}))
-        return sorted((w.run, w.partition) for w in wishes if isinstance(w, Ask))
-
     # Those that come first by name are open through another partition, too.
-    assert asked(Site(2, 0, both=2), Demand("any", 4)) == [*[("any", "p")] * 2, *[("any", "q")] * 2]
+    capped = HarvestRules(partition_nodes={"p": 2})
+    assert places(Site(2, 0, both=2), capped, Demand("any", 4)) == [
+        *[("any", "p")] * 2,
+        *[("any", "q")] * 2,
+    ]
     # What nobody can use takes no room from others.
     site = Site(0, 0, both=2)
     site.names["p"] += ["z1", "z2"]
@@ -148,24 +130,15 @@ def test_room_under_a_cap_goes_to_nodes_that_can_be_had_in_no_other_way() -> Non
     nodes = [msgspec.structs.replace(node, arch=arch[node.node]) for node in state.nodes]
     rules = HarvestRules(partition_nodes={"p": 2, "q": 0})
     arm = Demand("arm", 4, kind=Kind(arch="aarch64"))
-    wishes = actions(msgspec.structs.replace(state, nodes=nodes), [arm], [], rules)
-    assert [w.partition for w in wishes if isinstance(w, Ask)] == ["p", "p"]
+    found = asked(msgspec.structs.replace(state, nodes=nodes), [arm], [], rules)
+    assert [ask.partition for ask in found] == ["p", "p"]
 
 
 def test_a_request_stands_for_no_node_of_another_partition() -> None:
     site = Site(0, 1)
-    waits = Allocation(
-        token="t",
-        run="a",
-        kind=AllocationKind.HARVEST,
-        public_key="k",
-        state=AllocationState.PENDING,
-        partition="p",
-        requested_at=NOW,
-    )
     demands = [Demand("a", 0, partitions=("p",)), Demand("b", 1, partitions=("q",))]
-    wishes = actions(site.cluster(), demands, [waits], RULES)
-    assert [(w.run, w.partition) for w in wishes if isinstance(w, Ask)] == [("b", "q")]
+    found = asked(site.cluster(), demands, [request(run="a")], RULES)
+    assert [(ask.run, ask.partition) for ask in found] == [("b", "q")]
 
 
 def test_a_held_node_goes_to_a_run_that_has_it_through_another_partition() -> None:
@@ -207,20 +180,8 @@ def test_requests_that_wait_for_long_elsewhere_keep_no_node_where_it_is_worth_le
     ]
 
     def moved(waiting_s: float) -> int:
-        waits = [
-            Allocation(
-                token=f"w{i}",
-                run="other",
-                kind=AllocationKind.HARVEST,
-                public_key="k",
-                state=AllocationState.PENDING,
-                partition="q",
-                minutes=60,
-                requested_at=NOW - waiting_s,
-                sent_by=NOW - waiting_s,
-            )
-            for i in range(4)
-        ]
+        fields = {"run": "other", "partition": "q", "minutes": 60, "sent_by": NOW - waiting_s}
+        waits = [request(f"w{i}", waiting_s, **fields) for i in range(4)]
         wishes = actions(site.cluster(), demands, [*site.mine, *waits], HarvestRules(max_pending=4))
         assert all(isinstance(w, GiveBack) for w in wishes)
         return len(wishes)

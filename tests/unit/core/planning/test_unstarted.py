@@ -6,36 +6,34 @@ from collections.abc import Callable
 
 import msgspec
 
+from builders import NOW, node, partition, request
+from builders import cluster as poll_of
 from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.rules import Demand, HarvestRules, Known
 from fallow.core.planning.unstarted import FIRST_S, LONGEST_S, AllDeclined, Unstarted
 from fallow.core.planning.withdrawals import Withdraw
-from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo, NodeInfo, PartitionInfo
-from planning import actions, planned
+from fallow.model import ClusterState, NodeInfo
+from planning import actions, asked, planned
 
-NOW = 1_000_000.0
 POLL_S = 10.0
 RULES = HarvestRules(whole_nodes=False)
-
-
-def node(name: str, state: str = "IDLE", partition: str = "s", **more: object) -> NodeInfo:
-    values = {"cpus": 8, "gpus": 4, "gpu_types": {"": 4}, "partitions": [partition], **more}
-    return NodeInfo(node=name, state=state, **values)  # type: ignore[arg-type]
+GPUS = {"cpus": 8, "gpus": 4, "gpu_types": {"": 4}}
 
 
 def mixed(name: str) -> NodeInfo:
-    return node(name, "MIXED", cpus_used=2, gpus_used=2, gpu_types_used={"": 2})
+    return node(name, "MIXED", **GPUS, cpus_used=2, gpus_used=2, gpu_types_used={"": 2})
 
 
-def cluster(at: float, nodes: list[NodeInfo], jobs: list[JobInfo] | None = None) -> ClusterState:
+def cluster(at: float, nodes: list[NodeInfo]) -> ClusterState:
+    """Each node is in its partition, from which jobs of another one take it back."""
     names: dict[str, list[str]] = {}
     for each in nodes:
         names.setdefault(each.partitions[0], []).append(each.node)
-    partitions = [PartitionInfo(partition=p, nodes=some, preempt_mode="REQUEUE") for p, some in names.items()]
-    above = PartitionInfo(partition="u", nodes=[n.node for n in nodes], priority_tier=9)
-    return ClusterState(at=at, nodes=nodes, jobs=jobs or [], partitions=[*partitions, above])
+    partitions = [partition(name, some, preempt_mode="REQUEUE") for name, some in names.items()]
+    above = partition("u", [each.node for each in nodes], priority_tier=9)
+    return poll_of(nodes, at=at, partitions=[*partitions, above])
 
 
 class Head:
@@ -62,19 +60,9 @@ class Head:
                     self.known.unstarted.decline(name, run_class, gone.partition, now)
             elif isinstance(wish, Ask):
                 self.log.append((self.at, "ask", wish.part.node if wish.part else wish.partition))
-                allocation = Allocation(
-                    token=f"t{len(self.log)}",
-                    run=wish.run,
-                    kind=AllocationKind.HARVEST,
-                    public_key="k",
-                    state=AllocationState.PENDING,
-                    partition=wish.partition,
-                    minutes=wish.minutes,
-                    part=wish.part,
-                    requested_at=now,
-                    sent_by=now,
-                    reason="Resources",
-                )
+                fields = {"minutes": wish.minutes, "part": wish.part, "sent_by": now, "reason": "Resources"}
+                token = f"t{len(self.log)}"
+                allocation = request(token, NOW - now, run=wish.run, partition=wish.partition, **fields)
                 if where := self.starts(allocation, self.at):
                     self.busy.add(where)
                 else:
@@ -86,7 +74,7 @@ class Head:
 
 
 def test_parts_that_slurm_does_not_give_hold_no_whole_node_up_and_come_again_ever_later() -> None:
-    whole = [node(f"w{i}") for i in range(5)]
+    whole = [node(f"w{i}", **GPUS) for i in range(5)]
     parts = [mixed(f"m{i}") for i in range(4)]
     free = [n.node for n in whole]
     head = Head(lambda a, at: "" if a.part else free.pop(0))
@@ -96,7 +84,7 @@ def test_parts_that_slurm_does_not_give_hold_no_whole_node_up_and_come_again_eve
         left = 20 - len(head.pending) - (5 - len(free))
         there = [n for n in whole if n.node in free] if head.at >= 60.0 else []
         head.poll([*parts, *there], Demand("r", left, kind=run.kind))
-    asked = [(at, what) for at, what in head.asked() if what == "s"]
+    asked = [(at, what) for at, what in head.asked() if what == "p"]
     assert len(asked) == 5 and all(at <= 110.0 for at, _ in asked), "not after ten minutes"
     again = [at for at, what in head.asked() if what == "m0"]
     assert again == [0.0, 700.0, 2000.0], "600 s, then 1200 s after it was taken back"
@@ -104,24 +92,11 @@ def test_parts_that_slurm_does_not_give_hold_no_whole_node_up_and_come_again_eve
 
 def test_a_run_that_waits_for_nothing_takes_no_slots_from_others_elsewhere() -> None:
     """Where others wait, too, requests are left to wait for longer."""
-    nodes = [*(node(f"a{i}", partition="a") for i in range(5)), *(node(f"b{i}", partition="b") for i in range(2))]
-    old = [
-        Allocation(
-            token=f"t{i}",
-            run="A",
-            kind=AllocationKind.HARVEST,
-            public_key="k",
-            state=AllocationState.PENDING,
-            partition="a",
-            minutes=60,
-            requested_at=NOW - 300.0,
-            sent_by=NOW - 300.0,
-        )
-        for i in range(4)
-    ]
+    nodes = [*(node(f"a{i}", partitions=["a"]) for i in range(5)), *(node(f"b{i}", partitions=["b"]) for i in range(2))]
+    old = [request(f"t{i}", 300.0, run="A", partition="a", minutes=60, sent_by=NOW - 300.0) for i in range(4)]
     demands = [Demand("A", 1, partitions=("a",)), Demand("B", 2, partitions=("b",))]
-    wishes = actions(cluster(NOW, nodes), demands, old, HarvestRules(), Known())
-    assert [(w.run, w.partition) for w in wishes if isinstance(w, Ask)] == [("B", "b")] * 2
+    found = asked(cluster(NOW, nodes), demands, old, HarvestRules())
+    assert [(ask.run, ask.partition) for ask in found] == [("B", "b")] * 2
     for in_all, more in (4, 0), (5, 1), (6, 2):
         found = planned(cluster(NOW, nodes), demands, old, HarvestRules(max_waiting=in_all))
         assert [(ask.run, ask.partition) for ask in found.asks] == [("B", "b")] * more
@@ -129,21 +104,20 @@ def test_a_run_that_waits_for_nothing_takes_no_slots_from_others_elsewhere() -> 
         assert [found.unused[name] for name in ("b0", "b1")].count(told) == 2 - more
     for allocation in old:
         allocation.requested_at = allocation.sent_by = NOW - 10.0
-    fresh = actions(cluster(NOW, nodes), demands, old, HarvestRules(), Known())
-    assert fresh == [], "four may wait at once"
+    assert actions(cluster(NOW, nodes), demands, old, HarvestRules()) == [], "four may wait at once"
 
 
 def test_a_request_is_taken_back_for_each_node_beside_it_and_not_asked_for_there() -> None:
     bad = node("bad")
     head = Head(lambda a, at: "")
     head.poll([bad], Demand("r", 1))
-    assert head.asked() == [(0.0, "s")]
+    assert head.asked() == [(0.0, "p")]
     while head.pending:
         head.poll([bad], Demand("r", 0))
     assert 90.0 < head.at <= 130.0
     head.poll([bad], Demand("r", 1))
     assert len(head.asked()) == 1
-    assert head.known.unstarted.declined_s("bad", Demand("other", 1, partitions=("s",)).run_class, "s", NOW) == 0.0
+    assert head.known.unstarted.declined_s("bad", Demand("other", 1, partitions=("p",)).run_class, "p", NOW) == 0.0
     # It stands for none of the requests that wait for others.
     head.poll([bad, node("good")], Demand("r", 2))
     head.poll([bad, node("good")], Demand("r", 1))
@@ -157,20 +131,20 @@ def test_a_request_is_taken_back_for_each_node_beside_it_and_not_asked_for_there
 
 
 def test_a_head_that_comes_back_leaves_a_node_alone_that_looks_as_it_did() -> None:
-    bad, sort = node("bad"), Demand("r", 1, partitions=("s",)).run_class
+    bad, sort = node("bad"), Demand("r", 1, partitions=("p",)).run_class
     former = Unstarted()
     former.look(cluster(NOW, [bad, node("used")]))
     for name in ("bad", "used"):
-        former.decline(name, sort, "s", NOW + 100.0)
+        former.decline(name, sort, "p", NOW + 100.0)
     note = msgspec.msgpack.encode(former.remembered())
     head = Unstarted()
     head.recall(msgspec.msgpack.decode(note, type=AllDeclined))
     head.look(cluster(NOW + 130.0, [bad, mixed("used")]))
-    assert head.declined_s("bad", sort, "s", NOW + 130.0) == FIRST_S - 30.0
+    assert head.declined_s("bad", sort, "p", NOW + 130.0) == FIRST_S - 30.0
     assert head.idle_s("bad", NOW + 130.0) == 130.0
     assert head.nodes() == {"bad"}
-    head.decline("bad", sort, "s", NOW + 1000.0)
-    assert head.declined_s("bad", sort, "s", NOW + 1000.0) == 2 * FIRST_S, "it is the second time"
+    head.decline("bad", sort, "p", NOW + 1000.0)
+    assert head.declined_s("bad", sort, "p", NOW + 1000.0) == 2 * FIRST_S, "it is the second time"
 
 
 def test_one_that_waits_ahead_is_not_taken_back_for_a_node_that_has_just_fallen_idle() -> None:
@@ -189,11 +163,11 @@ def test_times_grow_up_to_a_bound_and_a_clock_that_is_set_back_ends_them() -> No
     found.look(cluster(NOW, [node("n")]))
     at, waits = NOW, []
     for _ in range(8):
-        found.decline("n", "sort", "s", at)
-        waits.append(found.declined_s("n", "sort", "s", at))
+        found.decline("n", "sort", "p", at)
+        waits.append(found.declined_s("n", "sort", "p", at))
         at += waits[-1]
-        assert found.declined_s("n", "sort", "s", at) == 0.0
+        assert found.declined_s("n", "sort", "p", at) == 0.0
     assert waits[:3] == [FIRST_S, 2 * FIRST_S, 4 * FIRST_S] and waits[-1] == LONGEST_S
     assert found.declined_s("n", "sort", "other", at) == 0.0
-    found.decline("n", "sort", "s", at)
-    assert found.declined_s("n", "sort", "s", at - 86400.0) == 0.0
+    found.decline("n", "sort", "p", at)
+    assert found.declined_s("n", "sort", "p", at - 86400.0) == 0.0

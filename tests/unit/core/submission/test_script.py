@@ -31,17 +31,14 @@ def test_the_header_ends_at_the_first_command() -> None:
     assert [given.canonical for given in script.components[0]] == ["--nodes=2", "--time=10", "--job-name=two words"]
     assert script.interpreter == "/bin/bash"
     assert script.warnings == ("job.sh, line 10: #SBATCH after the first command (line 9) is not read",)
+    python = parse_script("#!/usr/bin/env python3\n#SBATCH -N2\nimport os\n", "t.py")
+    assert python.interpreter == "/usr/bin/env python3"
+    assert python.components[0][0].canonical == "--nodes=2"
 
 
 def test_fallow_lines() -> None:
     found = typed_settings(parse_script(SCRIPT, "job.sh").settings, "job.sh")
     assert (found.nodes, found.seed, found.partitions, found.workers_per_node) == ("2:8", 7, ("a", "b"), None)
-
-
-def test_other_languages_have_headers_too() -> None:
-    script = parse_script("#!/usr/bin/env python3\n#SBATCH -N2\nimport os\n", "t.py")
-    assert script.interpreter == "/usr/bin/env python3"
-    assert script.components[0][0].canonical == "--nodes=2"
 
 
 def test_components_of_a_heterogeneous_job() -> None:

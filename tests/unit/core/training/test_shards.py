@@ -94,28 +94,38 @@ def history() -> list[Record]:
     ]
 
 
-def test_an_interrupted_step_counts_once() -> None:
-    report = audit(history(), {1: 0, 2: 2}, 3, 8)
-    assert (report.consumed, report.lost, report.duplicated) == (24, 0, 0)
+TWO = {1: 0, 2: 2}
 
 
-def test_a_lost_shard_is_found() -> None:
-    records = [r for r in history() if r != fed(1, 1, 1)]
-    assert audit(records, {1: 0, 2: 2}, 3, 8).lost == 4
+@pytest.mark.parametrize(
+    ("records", "generations", "steps", "counted"),
+    [
+        (history(), TWO, 3, (24, 0, 0)),
+        (history(), {**TWO, 3: 3}, 3, (24, 0, 0)),  # one that computed nothing owns nothing
+        ([record for record in history() if record != fed(1, 1, 1)], TWO, 3, (20, 4, 0)),
+        (history(), TWO, 4, (24, 8, 0)),  # a step without any record
+        ([*history(), fed(2, 2, 0)], TWO, 3, (24, 0, 4)),
+    ],
+)
+def test_samples_are_counted_as_consumed_lost_or_duplicated(
+    records: list[Record], generations: dict[int, int], steps: int, counted: tuple[int, int, int]
+) -> None:
+    report = audit(records, generations, steps, 8)
+    assert (report.consumed, report.lost, report.duplicated) == counted
 
 
-def test_a_step_without_any_record_is_lost_whole() -> None:
-    assert audit(history(), {1: 0, 2: 2}, 4, 8).lost == 8
-
-
-def test_a_shard_that_two_members_fed_is_a_duplicate() -> None:
-    report = audit([*history(), fed(2, 2, 0)], {1: 0, 2: 2}, 3, 8)
-    assert (report.consumed, report.duplicated) == (24, 4)
-
-
-def test_a_generation_that_computed_nothing_owns_nothing() -> None:
-    report = audit(history(), {1: 0, 2: 2, 3: 3}, 3, 8)
-    assert (report.lost, report.duplicated) == (0, 0)
+def test_steps_of_a_generation_that_was_broken_off_early_count() -> None:
+    """Generation 2 computed step 1, then a member died before the newcomer had said that it was there."""
+    records: list[Record] = []
+    for generation in (1, 2, 3):
+        step = generation - 1
+        records += [
+            Start(generation=generation, first_step=step),
+            fed(generation, step, 0, total=4),
+            Done(generation=generation, step=step),
+        ]
+    report = audit([*records, fed(2, 2, 0, total=4)], {1: 0, 3: 2}, steps=3, per_step=4)  # done again by generation 3
+    assert (report.consumed, report.lost, report.duplicated) == (12, 0, 0)
 
 
 def test_who_computes_one_shard_each_is_known_by_the_full_step() -> None:

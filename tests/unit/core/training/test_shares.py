@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,12 +51,6 @@ def test_equal_members_have_equal_shares(shards, size, pace) -> None:
     assert shares == sorted(shares, reverse=True), "ties go to the lower rank"
 
 
-def test_one_member_three_times_slower() -> None:
-    assert divide(20, [1, 3, 1, 1]) == [6, 2, 6, 6]
-    assert divide(4, [1, 3, 1, 1]) == [1, 1, 1, 1]
-    assert divide(3, [1, 3, 1, 1]) == [1, 1, 1, 0]
-
-
 def test_an_unknown_pace_is_the_median_of_the_known() -> None:
     assert filled([0.0, 1.0, 4.0, 2.0]) == [2.0, 1.0, 4.0, 2.0]
     assert filled([0.0, 0.0]) == [1.0, 1.0]
@@ -99,11 +91,3 @@ def test_a_partial_step_is_cut_by_the_same_paces() -> None:
     assert division.shares(20) == [6, 2, 6, 6]
     assert division.shares(10) == [3, 1, 3, 3]
     assert division.shares(2) == [1, 1, 0, 0]
-
-
-@pytest.mark.parametrize("slower", [1.5, 2.0, 3.0])
-@pytest.mark.parametrize("shards", [20, 64])
-def test_throughput_is_near_the_sum_of_the_speeds(slower, shards) -> None:
-    paces = [1.0, 1.0, 1.0, slower]
-    ideal = shards / math.fsum(1 / pace for pace in paces)
-    assert ideal / step_time(divide(shards, paces), paces) >= 0.9

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,18 +63,13 @@ def test_what_was_measured_without_the_node_counts_more_than_the_estimate() -> N
     assert observe_for(links, ring(4, "n3"), 0.7, 300, generation=2) is None
 
 
-def test_a_change_of_the_membership_begins_the_minute_anew() -> None:
+def test_a_change_of_the_membership_and_one_quiet_stretch_begin_the_minute_anew() -> None:
     links = SlowLinks()
     assert observe_for(links, ring(4, "n3"), 0.7, 45) is None
     assert observe_for(links, ring(4, "n3"), 0.7, 45, generation=2) is None
+    observe_for(links, ring(4), 0.2, 15, generation=2)
+    assert observe_for(links, ring(4, "n3"), 0.7, 45, generation=2) is None
     assert observe_for(links, ring(4, "n3"), 0.7, 15, generation=2) is not None
-
-
-def test_one_quiet_stretch_begins_the_minute_anew() -> None:
-    links = SlowLinks()
-    observe_for(links, ring(4, "n3"), 0.7, 45)
-    observe_for(links, ring(4), 0.2, 15)
-    assert observe_for(links, ring(4, "n3"), 0.7, 45) is None
 
 
 def test_one_long_stretch_is_not_enough() -> None:
@@ -95,22 +91,18 @@ def test_of_two_members_the_younger_harvested_one_goes_if_the_other_alone_was_me
         assert (found and found.node) == node
 
 
-def test_a_network_that_is_slow_for_all_has_no_suspect() -> None:
-    assert find_suspect(ring(5, busy=0.9, idle=0.9)) is None
-    assert observe_for(SlowLinks(), ring(5, busy=0.9, idle=0.9), 2.0, 300) is None
-
-
-def test_a_member_that_computes_slowly_has_no_slow_link() -> None:
-    assert observe_for(SlowLinks(), ring(4, paces=[0.02, 0.02, 0.02, 0.4]), 0.4, 300) is None
-
-
-def test_a_link_that_is_busy_while_the_members_compute_costs_nothing() -> None:
-    """The reduction overlaps with backward: the step takes no longer than the computation."""
-    assert observe_for(SlowLinks(), ring(4, "n3"), 8 * PACE_S, 300) is None
-
-
-def test_without_paces_nothing_is_estimated() -> None:
-    assert observe_for(SlowLinks(), ring(4, "n3", paces=[0.0] * 4), 2.0, 300) is None
+@pytest.mark.parametrize(
+    ("members", "step_s"),
+    [
+        (ring(5, busy=0.9, idle=0.9), 2.0),
+        (ring(4, paces=[0.02, 0.02, 0.02, 0.4]), 0.4),
+        (ring(4, "n3"), 8 * PACE_S),  # the reduction overlaps with backward: the step takes no longer
+        (ring(4, "n3", paces=[0.0] * 4), 2.0),
+    ],
+    ids=["slow for all", "computes slowly", "costs nothing", "no paces known"],
+)
+def test_no_link_is_suspected_where_another_reason_explains_the_step(members: list[Member], step_s: float) -> None:
+    assert observe_for(SlowLinks(), members, step_s, 300) is None
 
 
 shares = st.floats(0.0, 1.0)

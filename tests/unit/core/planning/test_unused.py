@@ -1,0 +1,122 @@
+"""Every idle node that is not used has a reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from builders import NOW, cluster, node, partition, preempting, request, waits
+from fallow.core.allocations import Allocation
+from fallow.core.planning import allowance
+from fallow.core.planning.rules import Demand, HarvestRules, harvestable
+from fallow.model import ClusterState
+from planning import planned
+
+ASKED = "asked for: a request waits for Slurm to start it"
+
+
+def unused(
+    state: ClusterState, demands: list[Demand], rules: HarvestRules = HarvestRules(), mine: tuple[Allocation, ...] = ()
+) -> Mapping[str, str]:
+    found = planned(state, demands, mine, rules)
+    idle = {n.node for n in state.nodes if n.state == "IDLE" and not n.flags}
+    assert found.unused.keys() == idle
+    assert sum(1 for why in found.unused.values() if why.startswith("asked for:")) >= len(found.asks)
+    return found.unused
+
+
+def three_idle_nodes() -> ClusterState:
+    """Of these somebody else has n2 in 50 s."""
+    soon = waits("1", planned_nodes=["n2"], start_at=NOW + 50, reason="Priority", partition="urgent")
+    return preempting([node("n1"), node("n2"), node("n3"), node("n4", "ALLOCATED")], [soon])
+
+
+GREEDY = Demand("r", 3, barred=frozenset({"n3"}))
+
+
+def test_every_idle_node_that_is_not_used_has_a_reason() -> None:
+    state, barred = three_idle_nodes(), "barred: r does without it"
+    needless = "not needed: no run would gain from it, or may pay for it"
+    assert unused(state, [Demand("r", 1, barred=GREEDY.barred)]) == {"n1": ASKED, "n2": needless, "n3": barred}
+    too_short = "too short: somebody else has it in 50 s, and at least 2 min are asked for"
+    assert unused(state, [GREEDY]) == {"n1": ASKED, "n2": too_short, "n3": barred}
+    assert set(unused(state, []).values()) == {"not needed: there is no run"}
+    assert set(unused(state, [Demand("r", 0)]).values()) == {"not needed: no run wants more nodes"}
+
+
+@pytest.mark.parametrize(
+    ("rules", "why"),
+    [
+        (HarvestRules(max_pending=1), "too many requests: 1 wait already, as many as may at once"),
+        (HarvestRules(max_nodes=1), "limited: 1 node may be held at most"),
+        (HarvestRules(partition_nodes={"p": 1}), "limited: 1 node of p may be held at most"),
+        # Of a cap of three, nodes of normal priority have two; those elsewhere are none of a partition's.
+        (
+            allowance.beside(HarvestRules(max_nodes=3), Counter(p=2)),
+            "limited: 1 node may be held at most besides 2 of normal priority",
+        ),
+        (
+            allowance.beside(HarvestRules(partition_nodes={"p": 3}), Counter(p=2, normal=4)),
+            "limited: 1 node of p may be held at most besides 2 of normal priority",
+        ),
+    ],
+)
+def test_a_node_that_a_limit_keeps_idle_names_it(rules: HarvestRules, why: str) -> None:
+    found = unused(three_idle_nodes(), [GREEDY], rules, (request(),))
+    assert (found["n1"], found["n2"]) == (ASKED, why)
+
+
+@pytest.mark.parametrize(
+    ("mode", "rules", "why"),
+    [
+        ("REQUEUE", HarvestRules(partitions=("other",)), "the configuration does not name the partition"),
+        ("OFF", HarvestRules(partitions=("p",), refused={"p": "others' jobs are hidden"}), "others' jobs are hidden"),
+    ],
+)
+def test_idle_nodes_that_are_no_holes_to_us_have_a_reason_too(mode: str, rules: HarvestRules, why: str) -> None:
+    state = preempting([node("n1"), node("n2")], preempt_mode=mode)
+    assert set(unused(state, [Demand("r", 2)], rules).values()) == {f"not harvested: {why}"}
+
+
+def test_a_node_that_is_kept_for_others_says_for_whom() -> None:
+    state = preempting([node("n1"), node("n2")], [waits("7")], preempt_mode="OFF")
+    assert unused(state, [Demand("r", 2)], HarvestRules(allow_without_preemption=True)) == {
+        "n1": "kept for others: job 7 of alice can start there",
+        "n2": "kept for others: a job that waits is about to start in the partition",
+    }
+
+
+NOBODY = "Slurm would not take it back for others, and [harvest] allow_without_preemption is off"
+
+
+@pytest.mark.parametrize(
+    ("rules", "debug", "why"),
+    [
+        (HarvestRules(), {}, NOBODY),
+        (HarvestRules(), {"up": False}, f"p: {NOBODY}; debug: the partition is down"),
+        (
+            HarvestRules(groups=frozenset({"users"})),
+            {"allow_groups": ["physics"]},
+            f"p: {NOBODY}; debug: the partition is open to other groups only",
+        ),
+        (
+            HarvestRules(partitions=("debug",)),
+            {"up": False},
+            "p: the configuration does not name the partition; debug: the partition is down",
+        ),
+    ],
+)
+def test_a_node_of_partitions_that_are_not_harvested_says_why_each_is_not(
+    rules: HarvestRules, debug: dict[str, Any], why: str
+) -> None:
+    partitions = [partition("p", ["n1"]), partition("debug", ["n1"], **debug)]
+    here = node("n1", partitions=["p", "debug"])
+    for jobs in ([], [waits("7")]):  # nothing is kept for others where nothing is harvested anyway
+        state = cluster([here], jobs, partitions=partitions)
+        assert not harvestable(state, rules)
+        assert unused(state, [Demand("r", 1)], rules) == {"n1": f"not harvested: {why}"}
+    allowed = HarvestRules(allow_without_preemption=True)
+    assert unused(cluster([here], partitions=partitions), [Demand("r", 1)], allowed) == {"n1": ASKED}

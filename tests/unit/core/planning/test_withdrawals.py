@@ -1,0 +1,186 @@
+"""Requests that are taken back, nodes that are given back, and what is not asked for again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from builders import NOW, allocation, cluster, node, preempting, request, waits
+from fallow.core.accounting.backoff import Asker
+from fallow.core.allocations import Allocation
+from fallow.core.neighbour.needs import GiveBack
+from fallow.core.planning.rules import Demand, HarvestRules, Known
+from fallow.core.planning.withdrawals import Withdraw
+from fallow.model import AllocationState, ClusterState, ReservationInfo
+from planning import actions, asked, planned, withdrawn
+
+RULES = HarvestRules(max_pending=64)
+LEAD = HarvestRules(lead_s=120.0, max_pending=8)
+
+
+def test_pending_requests_count_against_idle_nodes_and_are_withdrawn_when_not_needed() -> None:
+    state = preempting([node("n1")])
+    assert actions(state, [Demand("r", 1)], [request()], RULES) == []
+    assert actions(state, [Demand("r", -1)], [request()], RULES) == [Withdraw("h", "the run no longer needs it")]
+    assert withdrawn(actions(state, [Demand("r", 0)], [request(waited_s=601)], RULES)) == ["h"]
+
+
+@pytest.mark.parametrize(
+    ("idle", "rules"),
+    [
+        (6, HarvestRules(max_nodes=4)),
+        (6, HarvestRules(partition_nodes={"p": 4})),
+        (6, HarvestRules(max_pending=2)),
+        (2, HarvestRules()),
+    ],
+)
+def test_on_an_old_poll_what_would_be_withdrawn_keeps_its_place(idle: int, rules: HarvestRules) -> None:
+    state = preempting([node(f"n{i}") for i in range(idle)])
+    mine = [allocation(f"h{i}", nodes=[f"x{i}"]) for i in range(2)] + [request(f"p{i}", 0.0) for i in range(2)]
+    demands = [Demand("new", 2), Demand("r", -2)]
+    found = planned(state, demands, mine, rules)
+    assert {wish.token for wish in found.withdrawals} == {"p0", "p1"}
+    assert [ask.run for ask in found.asks] == ["new", "new"]
+    assert actions(state, demands, mine, rules, asks_only=True) == [], "nobody withdraws the two now"
+
+
+def test_what_waits_in_our_own_queue_is_withdrawn_as_what_was_not_submitted() -> None:
+    queued = request("tok", RULES.pending_patience_s + 1, state=AllocationState.UNKNOWN, minutes=10)
+
+    def reasons() -> list[str]:
+        return [wish.reason for wish in planned(cluster([]), [], [queued], RULES).withdrawals]
+
+    assert reasons() == ["it was not submitted within 600 s"]
+    queued.sent_by = NOW
+    assert reasons() == [], "Slurm has it only now"
+
+
+@pytest.mark.parametrize("reason", ["QOSMaxJobsPerUserLimit", "AssocGrpGRES", "ReqNodeNotAvail,_UnavailableNodes:n1"])
+def test_requests_that_slurm_will_not_start_are_withdrawn(reason: str) -> None:
+    (wish,) = actions(preempting([node("n1")]), [Demand("r", 0)], [request(reason=reason, minutes=30)], RULES)
+    assert isinstance(wish, Withdraw) and reason in wish.reason
+
+
+def test_what_is_left_alone_is_not_asked_for() -> None:
+    state, known, bio = preempting([node("n1")]), Known(), Asker("bio")
+    known.backoff.strike("AssocGrpGRES", bio, "p", 30, NOW)
+    for asker, at, number in ((bio, NOW, 0), (Asker("physics"), NOW, 1), (bio, NOW + 61.0, 1)):
+        assert len(asked(replace(state, at=at), [Demand("r", 1, asker=asker)], [], RULES, known)) == number
+
+
+# -- nodes that go back -----------------------------------------------------------------------------------------------
+
+
+def given_back(state: ClusterState, mine: list[Allocation]) -> list[str]:
+    return [wish.token for wish in planned(state, [], mine, RULES).give_backs]
+
+
+def test_gives_back_the_newest_nodes_that_a_waiting_job_needs_where_nothing_preempts() -> None:
+    nodes = [node("n1", "ALLOCATED"), node("n2", "ALLOCATED"), node("n3", "ALLOCATED"), node("n4")]
+    mine = [allocation(f"h{i}", nodes=[f"n{i}"], start_at=NOW - 100 + i) for i in (1, 2, 3)]
+    assert given_back(preempting(nodes, [waits(nodes=3)], preempt_mode="OFF"), mine) == ["h3", "h2"]
+    assert given_back(preempting(nodes, [waits(nodes=3)]), mine) == ["h3", "h2"], "jobs of one tier preempt none of it"
+    assert given_back(preempting(nodes, [waits(nodes=3, partition="urgent")]), mine) == [], "Slurm takes them itself"
+    for hopeless in (waits(nodes=5), waits(nodes=3, reason="QOSMaxJobsPerUserLimit")):
+        assert actions(preempting(nodes, [hopeless], preempt_mode="OFF"), [], mine, RULES) == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "why"),
+    [
+        ("DRAIN", "is being drained"),
+        ("FAIL", "is expected to fail"),
+        ("FAILING", "is expected to fail"),
+        ("REBOOT_REQUESTED", "is to be rebooted"),
+        ("POWER_DOWN", "is to be powered down"),
+    ],
+)
+def test_nodes_that_administrators_want_are_left_and_not_asked_for_again(flag: str, why: str) -> None:
+    state = preempting([node("n1", "ALLOCATED", flag), node("n2", "ALLOCATED")])
+    mine = [allocation(f"h{i}", nodes=[f"n{i}"], start_at=NOW - 3600.0, end_at=NOW + 100.0) for i in (1, 2)]
+    assert actions(state, [Demand("r", 0)], mine[:1], LEAD) == [GiveBack("h1", f"n1 {why}")]
+    assert given_back(state, mine) == ["h1"]
+
+
+@pytest.mark.parametrize(("ahead_s", "left"), [(70.0, ["h"]), (90.0, [])])
+def test_nodes_of_a_reservation_are_left_before_it_begins(ahead_s: float, left: list[str]) -> None:
+    start_at = NOW + ahead_s
+    maintenance = ReservationInfo(reservation="m", nodes=["n2"], start_at=start_at, end_at=start_at + 900.0)
+    state = replace(preempting([node("n2", "ALLOCATED")]), reservations=[maintenance])
+    assert given_back(state, [allocation("h", nodes=["n2"])]) == left
+
+
+# -- renewal ----------------------------------------------------------------------------------------------------------
+
+
+def ending(in_s: float = 100.0, since_s: float = 3600.0, **more: Any) -> Allocation:
+    return allocation("h", nodes=["n-h"], start_at=NOW - since_s, end_at=NOW + in_s, **more)
+
+
+PINNED = request("s", 1.0, pinned="n-h", replaces="h", minutes=30)
+"""A request for the node of h."""
+BUSY = [node("n-h", "ALLOCATED"), node("n2", "ALLOCATED")]
+
+
+def test_a_node_is_replaced_by_an_idle_one_before_its_time_is_over() -> None:
+    state = preempting([node("n1"), node("n-h", "ALLOCATED")])
+    (ask,) = asked(state, [Demand("r", 0)], [ending()], LEAD)
+    assert (ask.replaces, ask.node) == ("h", "")
+    short = ending(70.0, since_s=50.0)
+    for demand, mine in (
+        (Demand("r", 0), [ending(), request("s", 1.0, replaces="h", minutes=30)]),
+        (Demand("r", 0), [ending(130.0)]),
+        (Demand("r", -1), [ending()]),
+        (Demand("r", 0, renew=False), [ending()]),
+        (Demand("r", 0), [short]),  # not for half of the time of a lease of 2 min
+    ):
+        assert actions(state, [demand], mine, LEAD) == []
+
+
+def test_with_no_idle_node_the_same_one_is_asked_for_again_unless_somebody_waits() -> None:
+    state, demand = preempting(BUSY), Demand("r", 0)
+    (ask,) = asked(state, [demand], [ending()], LEAD)
+    assert (ask.node, ask.part, ask.replaces) == ("n-h", None, "h")
+    contested = preempting(BUSY, [waits(partition="p,urgent")])
+    wanted = preempting(
+        BUSY, [waits(partition="urgent", planned_nodes=["n-h"], start_at=NOW + 110, reason="BeginTime")]
+    )
+    for shown, run in ((contested, demand), (wanted, demand), (state, replace(demand, barred=frozenset({"n-h"})))):
+        assert asked(shown, [run], [ending()], LEAD) == []
+    # It neither counts as one node more, nor is it withdrawn as one too many; but it makes way.
+    full = HarvestRules(lead_s=120.0, max_nodes=1)
+    assert len(asked(state, [demand], [ending()], full)) == 1
+    assert actions(state, [Demand("r", -1)], [ending(), PINNED], full) == []
+    assert withdrawn(actions(contested, [demand], [ending(), PINNED], full)) == ["s"]
+
+
+def test_no_successor_is_asked_for_on_a_node_that_nobody_would_take_back() -> None:
+    nodes = [node("n1", "ALLOCATED"), node("n2", "ALLOCATED")]
+    state = preempting(nodes, unpreempted=frozenset(["n2"]))
+    ours = [allocation(f"t{n}", nodes=[n], start_at=NOW - 7000, end_at=NOW + 30) for n in ("n1", "n2")]
+    assert [ask.node for ask in asked(state, [Demand("r", 0)], ours, HarvestRules(lead_s=60.0))] == ["n1"]
+
+
+@pytest.mark.parametrize("flag", ["REBOOT_REQUESTED", "MAINT", "INVALID_REG", "BLOCKED", "NOT_RESPONDING"])
+def test_a_node_that_takes_no_job_any_more_is_not_asked_for_again(flag: str) -> None:
+    state = preempting([node("n-h", "ALLOCATED", flag)])
+    assert asked(state, [Demand("r", 0)], [ending()], LEAD) == []
+    found = planned(state, [Demand("r", 0)], [ending(), PINNED], LEAD)
+    assert found.withdrawals == (Withdraw("s", "n-h takes no job any more"),)
+
+
+def test_a_successor_waits_for_its_node_whatever_that_is_called() -> None:
+    for reason, gone in (("ReqNodeNotAvail, May be reserved for other job", []), ("AssocGrpGRES", ["s"])):
+        mine = [ending(), request("s", 1.0, pinned="n-h", replaces="h", minutes=30, reason=reason)]
+        assert withdrawn(actions(preempting(BUSY[:1]), [Demand("r", 0)], mine, LEAD)) == gone
+
+
+def test_at_a_limit_of_the_account_no_successor_is_asked_for_either() -> None:
+    """MaxSubmitJobs: one was refused at every poll until the node's time was over."""
+    state, known, run = preempting(BUSY[:1]), Known(), Demand("r", 0, asker=Asker("bio"))
+    known.backoff.strike("PartitionNodeLimit", run.asker, "p", 30, NOW)
+    assert [ask.node for ask in asked(state, [run], [ending()], LEAD, known)] == ["n-h"], "it has that node already"
+    known.backoff.strike("QOSMaxSubmitJobPerUserLimit", run.asker, "p", 30, NOW)
+    assert actions(state, [run], [ending()], LEAD, known) == []

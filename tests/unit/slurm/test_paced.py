@@ -1,0 +1,155 @@
+"""How much slurmctld is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from fallow.config import Config
+from fallow.core.neighbour.watch import WATCHFUL_S
+from fallow.model import ClusterConfig, ClusterState, FallowError, JobInfo
+from fallow.slurm.cli import CliClient
+from fallow.slurm.client import SlurmUnavailable
+from fallow.slurm.fake import FakeSlurm
+from fallow.slurm.paced import BURST_S, CONFIG_S, STRAINED_S, UNKNOWN_S, Bucket, PacedClient
+from fallow.slurm.pyslurm_client import PyslurmClient
+
+
+@dataclass
+class Clock:
+    """Time that passes only where somebody sleeps."""
+
+    now: float = 0.0
+    slept: list[float] = field(default_factory=list)
+
+    def __call__(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+def paced(clock: Clock, slurm: FakeSlurm | None = None) -> tuple[PacedClient, FakeSlurm]:
+    inner = slurm or FakeSlurm(nodes=2)
+    client = PacedClient(inner, queries_per_min=60, submits_per_min=30, clock=clock, sleep=clock.sleep)
+    return client, inner
+
+
+@given(st.floats(1, 600), st.lists(st.tuples(st.floats(0, 30), st.sampled_from([1.0, 5.0])), min_size=1, max_size=60))
+def test_a_bucket_never_gives_more_than_its_rate_and_one_burst(
+    per_min: float, calls: list[tuple[float, float]]
+) -> None:
+    clock = Clock()
+    bucket = Bucket(per_min, clock)
+    used: list[tuple[float, float]] = []
+    for pause, cost in calls:
+        clock.now += pause
+        used.append((clock.now + bucket.take(cost), cost))
+    burst = max(1.0, per_min / 60 * BURST_S)
+    for first, (start, _) in enumerate(used):
+        for last in range(first, len(used)):
+            total = sum(cost for _, cost in used[first : last + 1])
+            assert total <= burst + (used[last][0] - start) * per_min / 60 + used[first][1] + 1e-6
+
+
+async def test_polls_wait_for_their_turn_and_cancels_never_do() -> None:
+    clock = Clock()
+    client, slurm = paced(clock)
+    for _ in range(25):
+        await client.poll("fallow-")
+    assert slurm.polls == 25
+    assert sum(clock.slept) == pytest.approx(5.0)
+    await client.cancel(["1"])
+    assert sum(clock.slept) == pytest.approx(5.0)
+
+
+async def test_what_is_really_sent_counts() -> None:
+    clock = Clock()
+    client, slurm = paced(clock)
+    slurm.poll_requests = 6
+    for _ in range(4):
+        await client.poll("fallow-")
+    assert sum(clock.slept) == pytest.approx(4 * 6 - BURST_S), "the first three and a bit are the burst"
+    before = len(clock.slept)
+    clock.now += 3600.0
+    await client.owner()
+    await client.cancel([str(number) for number in range(1000)])
+    assert len(clock.slept) == before
+    # However many were cancelled, the next poll waits for no more than itself.
+    await client.poll("fallow-")
+    assert clock.slept[before:] == [pytest.approx(6.0)]
+
+
+def test_every_client_says_what_a_poll_sends() -> None:
+    assert CliClient().poll_requests == PyslurmClient().poll_requests == 6
+    assert Config().slurm.queries_per_min * WATCHFUL_S / 60 >= CliClient().poll_requests
+
+
+async def test_the_configuration_is_asked_for_once_an_hour() -> None:
+    clock = Clock()
+    client, slurm = paced(clock)
+    first = await client.config()
+    slurm.unavailable = True
+    assert await client.config() is first
+    clock.now += CONFIG_S
+    with pytest.raises(SlurmUnavailable):
+        await client.config()
+
+
+async def test_a_configuration_without_what_the_accounting_says_is_asked_for_again_soon() -> None:
+    clock = Clock()
+
+    class Away(FakeSlurm):
+        away = True
+
+        async def config(self) -> ClusterConfig:
+            return replace(await super().config(), qos_unknown=self.away)
+
+    slurm = Away(nodes=2)
+    client, _ = paced(clock, slurm)
+    assert (await client.config()).qos_unknown
+    slurm.away = False
+    assert (await client.config()).qos_unknown
+    clock.now += UNKNOWN_S
+    assert not (await client.config()).qos_unknown
+
+
+async def test_a_slow_slurmctld_and_one_that_limits_our_rate_are_asked_less() -> None:
+    clock = Clock()
+
+    class Slow(FakeSlurm):
+        async def poll(self, names_prefix: str) -> ClusterState:
+            await clock.sleep(4.0)
+            return await super().poll(names_prefix)
+
+    client, slurm = paced(clock, Slow(nodes=1))
+    assert client.least_interval_s == 0.0
+    await client.poll("fallow-")
+    assert client.least_interval_s == 16.0
+    slurm.unavailable = True
+    for _ in range(6):
+        clock.now += 30.0
+        with pytest.raises(SlurmUnavailable):
+            await client.poll("fallow-")
+    assert client.least_interval_s == 16.0, "an outage is no load"
+
+    class Limiting(FakeSlurm):
+        async def find(self, token: str) -> list[JobInfo]:
+            raise SlurmUnavailable("squeue: Rate limit exceeded, please retry momentarily")
+
+    clock = Clock()
+    client, _ = paced(clock, Limiting(nodes=1))
+    with pytest.raises(FallowError, match="Rate limit"):
+        await client.find("fallow-x")
+    await client.poll("fallow-")
+    await client.poll("fallow-")
+    assert clock.slept == [2.0, 2.0], "nothing saved up, and half the rate"
+    clock.now += STRAINED_S
+    await asyncio.gather(*(client.poll("fallow-") for _ in range(20)))
+    assert len(clock.slept) == 2
