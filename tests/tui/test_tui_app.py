@@ -37,7 +37,7 @@ async def test_shows_head_nodes_runs_membership_and_events(size: tuple[int, int]
 
 @pytest.mark.parametrize("size", [(80, 24), (40, 10), (20, 5)])
 async def test_small_screens_and_large_clusters_do_not_crash(size: tuple[int, int]) -> None:
-    nodes = [node_view(f"node{number:05}", NodeOwner.OTHERS) for number in range(3000)]
+    nodes = [node_view(f"node{number:05}", NodeOwner.OTHERS) for number in range(800)]
     runs = [run_view(f"run-{number}", status=status) for number, status in enumerate(RunStatus)]
     async with opened(snapshot(nodes=nodes, runs=runs), size=size) as rig:
         await rig.press("1", "j", "j", "l", "k", "h", "3", "j", "minus", "plus", "k", "2", "enter")
