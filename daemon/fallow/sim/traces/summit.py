@@ -29,21 +29,24 @@ from statistics import NormalDist
 
 from fallow.model import Exit, FallowError
 from fallow.sim.traces.problems import lines
+from fallow.sim.traces.recorded import DAY_S, Window
 from fallow.sim.traces.sites import Profile, made_up
-from fallow.sim.types import Problems, Scheduler
+from fallow.sim.types import Change, Problems, Scheduler
 
 NODES, GPUS = 4734, 6
 GRID_S = 10.0
 SHORTEST_S = 70.0
 FIRST_AT = 1612915200.0
 """2021-02-10 00:00 UTC, when the source begins."""
+DAYS = 2.0
+"""So many are drawn unless it is said."""
 _JOINS = 14691 / 23883
 """Part of the events at which nodes join."""
 MEANS = {
     "hole_length_s": 1192.0,
     "join_batch_nodes": 29.0,
     "leave_batch_nodes": 38.0,
-    "inter_event_s": 14.9 * 86400 / 23883,
+    "inter_event_s": 14.9 * DAY_S / 23883,
 }
 """Of the source's columns. Between the last two percentiles a table says nothing of a heavy tail; its mean does."""
 _WARM_UP_S = 43200.0
@@ -108,29 +111,18 @@ class SummitHoles:
 
     Args:
         path: the table of percentiles.
-        seed: of what is drawn.
-        begin_day: days after the source's first; another begin is another draw.
-        days: how many.
+        window: what is drawn; another begin is another draw.
         profile: whether Slurm takes our nodes for others.
         scheduler: as configured.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        seed: int,
-        *,
-        begin_day: float,
-        days: float,
-        profile: Profile,
-        scheduler: Scheduler,
-    ) -> None:
+    def __init__(self, path: Path, window: Window, profile: Profile, scheduler: Scheduler) -> None:
         self._columns = read_percentiles(path)
-        self._seed = f"{seed}/summit/{begin_day:g}"
+        self._seed = f"{window.seed}/summit/{window.begin_day:g}"
         names = [f"n{number:04d}" for number in range(1, NODES + 1)]
         self.site = made_up("summit", {"batch": names}, gpus=GPUS, profile=profile, scheduler=scheduler)
-        self.begin = FIRST_AT + begin_day * 86400.0
-        self.end = self.begin + days * 86400.0
+        self.begin = FIRST_AT + window.begin_day * DAY_S
+        self.end = self.begin + (DAYS if window.days is None else window.days) * DAY_S
         self.problems = Problems(
             read=101,
             used=101,
@@ -139,7 +131,8 @@ class SummitHoles:
             assumed=["holes are drawn from percentiles of the source; how they go together is a model"],
         )
 
-    def changes(self) -> Iterator[tuple[float, tuple[int, ...], tuple[int, ...]]]:
+    def changes(self) -> Iterator[Change]:
+        """See `fallow.sim.types.Holes`."""
         present: set[int] = set()
         begun = False
         for at, joined, left in _Machine(self._columns, self._seed).changes(self.begin - _WARM_UP_S):

@@ -152,7 +152,7 @@ def _record(row: list[float], begin: float, names: dict[int, str], each: int, no
         submit_at=submit,
         start_at=start,
         end_at=start + row[_RUN],
-        parts=(part,),
+        part=part,
         limit_s=max(row[_ASKED_S], row[_RUN], 60.0) if row[_ASKED_S] > 0 else None,
         qos=f"q{row[_QUEUE]:.0f}" if row[_QUEUE] >= 0 else "",
     )
