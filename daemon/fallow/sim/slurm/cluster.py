@@ -31,6 +31,8 @@ class Cluster:
         "nodes without any job"
         self.theirs = 0
         "nodes with jobs of others"
+        self.ours = 0
+        "nodes with processes of ours"
         self.awaited = 0
         "nodes whose owners are back, whoever is on them"
         self.ending = 0
@@ -66,7 +68,9 @@ class Cluster:
         """The job has `job.mask` from now on."""
         self.empty &= ~job.mask
         self.touched |= job.mask
-        if not job.ours:
+        if job.ours:
+            self.ours |= job.mask
+        else:
             self.theirs |= job.mask
         if job.partition.preempts:
             self.yielding |= job.mask
@@ -76,9 +80,11 @@ class Cluster:
             self._use(job, place, 1)
 
     def end(self, job: Job) -> None:
-        """The job is ending; it still has its nodes."""
+        """The job is ending, and perhaps its processes are gone; it still has its nodes."""
         self.ending |= job.mask
         self.touched |= job.mask
+        if job.ours and not job.alive:
+            self.ours &= ~job.mask
 
     def free(self, job: Job) -> None:
         """It has left them."""
@@ -143,14 +149,9 @@ class Cluster:
 
     def is_held_by_us(self, job: Job, allowed: int) -> bool:
         """Could it start now on `allowed` if our jobs were not there, whose processes are there still?"""
-        ours = gone = 0
-        for place in places(allowed & ~self.theirs & ~self.empty & self.has(job.slots)):
-            if any(other.alive for other in self.jobs[place]):
-                ours |= 1 << place
-            else:
-                gone |= 1 << place
-        free = allowed & self.with_room(job) | gone
-        return is_enough(job, free | ours) and not is_enough(job, free)
+        allowed &= self.has(job.slots)
+        free = allowed & (self.with_room(job) | ~(self.theirs | self.ours | self.empty))
+        return is_enough(job, free | allowed & self.ours) and not is_enough(job, free)
 
 
 def places(mask: int) -> Iterator[int]:
