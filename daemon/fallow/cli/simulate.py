@@ -134,8 +134,8 @@ def _simulate(setup: Setup) -> SimReport:
 
 
 def _show(found: SimReport) -> None:
+    from fallow.cli.sim_report import COLUMNS, foot, rows
     from fallow.cli.tables import show_table
-    from fallow.sim.report import COLUMNS, foot, rows
     from fallow.text import clean
 
     show_table(COLUMNS, rows(found))

@@ -16,7 +16,6 @@ from fallow.sim.greedy import Greedy, Nobody
 from fallow.sim.head import VirtualHead
 from fallow.sim.meter import IdealTally, Tally
 from fallow.sim.play import play
-from fallow.sim.report import report
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.traces import open_trace
 from fallow.sim.traces.recorded import RecordedJobs
@@ -97,7 +96,16 @@ def simulate(setup: Setup, progress: Progress = lambda *_: None) -> SimReport:
         examples=problems.examples,
         assumed=problems.assumed,
     )
-    return report(played, trace, setup.seed, _arm(setup, ground), stopped=stopped)
+    first = played[0]
+    return SimReport(
+        **{field: getattr(first, field) for field in Score.__struct_fields__},
+        policies=played,
+        trace=trace,
+        seed=setup.seed,
+        seconds=first.seconds,
+        arm=_arm(setup, ground),
+        stopped=stopped,
+    )
 
 
 def _play(setup: Setup, ground: _Ground, name: str, progress: Progress) -> tuple[PolicyScore, bool]:

@@ -44,12 +44,8 @@ class SimJob(Struct, frozen=True, kw_only=True):
     limit_s: float
     part: JobPart
     priority: int = 0
-    start_at: float | None = None
-    "as recorded, where the trace says"
     nodelist: tuple[str, ...] = ()
     "where it ran, as recorded; it goes there again if these nodes are free"
-    account: str = ""
-    qos: str = ""
 
 
 class SimNode(Struct, frozen=True, kw_only=True):
@@ -57,7 +53,6 @@ class SimNode(Struct, frozen=True, kw_only=True):
     partitions: tuple[str, ...]
     gpus: int = 0
     cpus: int = 1
-    features: tuple[str, ...] = ()
 
 
 class Scheduler(Struct, frozen=True, kw_only=True):

@@ -88,7 +88,7 @@ def test_help_has_the_command_that_makes_a_trace(capsys: pytest.CaptureFixture[s
         (["--site", "nowhere"], Exit.USAGE, "--site goes with"),
         (["--site", "nowhere", "--profile", "plain"], Exit.USAGE, "leave --profile away"),
         (["--plans", "known"], Exit.USAGE, "traces of holes"),
-        (["--runs", "20000x3:VGG16"], Exit.USAGE, "10,000 runs"),
+        (["--runs", "20000x3:VGG16"], Exit.USAGE, "COUNTxNODES:CURVE"),
         (["--costs", "5"], Exit.USAGE, "UP-DOWN"),
     ],
 )

@@ -89,8 +89,6 @@ def test_swf_maps_its_fields() -> None:
         runs_s=1800.0,
         limit_s=3600.0,
         part=JobPart(partition="gpu", nodes=4, gpus_per_node=4),
-        start_at=1_000_060.0,
-        qos="q1",
     )
     assert found["3"].part == JobPart(partition="cpu", nodes=1, gpus_per_node=2, exclusive=False)
     assert found["6"].part.nodes == 2  # asked for 6, which are two nodes
@@ -156,9 +154,6 @@ def test_sacct_maps_its_columns() -> None:
         limit_s=7200.0,
         part=JobPart(partition="gpu", nodes=1, gpus_per_node=4),
         priority=100,
-        start_at=1_000_700.0,
-        account="a1",
-        qos="normal",
         nodelist=("g1",),
     )
     # one GPU of four; two of eight CPUs are as much
@@ -186,7 +181,7 @@ def test_jobs_that_run_as_the_window_begins_come_first_with_what_is_left_of_them
     trace = open_trace(SACCT, begin_day=600 / DAY_S, days=0.02)
     first, *_ = trace.jobs()  # type: ignore[union-attr]
     assert trace.begin == pytest.approx(1_001_200)
-    assert (first.submit_at, first.start_at) == (trace.begin, trace.begin)
+    assert first.submit_at == trace.begin
     assert first.priority == 101
     running = jobs(trace)["101"]
     assert running.runs_s == pytest.approx(3600 - 500)
@@ -297,7 +292,7 @@ def test_jobs_that_all_run_yet_say_nothing_of_a_month(tmp_path: Path) -> None:
 
 
 def test_a_header_that_was_left_away_is_missed(tmp_path: Path) -> None:
-    text = "1|1|ann|a|gpu|q|COMPLETED|1790000000|1790000010|1790003600|60|1|||n1|7"
+    text = "1|1|ann|gpu|COMPLETED|1790000000|1790000010|1790003600|60|1|||n1|7"
     assert "--noheader" in refused(sacct(tmp_path / "jobs.txt", header=text)).message
 
 
@@ -309,7 +304,7 @@ def test_marks_of_byte_order_are_not_part_of_the_first_column(tmp_path: Path) ->
 
 def test_the_command_asks_for_what_is_read() -> None:
     columns = COMMAND.partition("--format=")[2].split()[0].split(",")
-    assert columns == SACCT.read_text().splitlines()[0].split("|")
+    assert set(columns) <= set(SACCT.read_text().splitlines()[0].split("|"))
 
 
 # -- what comes with the source -----------------------------------------------------------------------------------

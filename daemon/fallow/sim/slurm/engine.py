@@ -194,8 +194,6 @@ class SlurmSim:
                 slots=job.part.gpus_per_node,
                 whole=job.part.exclusive or partition.info.exclusive,
                 preferred=recorded if recorded.bit_count() == job.part.nodes else 0,
-                account=job.account,
-                qos=job.qos,
             )
         )
         if job.priority:

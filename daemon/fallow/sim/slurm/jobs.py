@@ -53,8 +53,6 @@ class Job:
     ours: bool = False
     is_owner: bool = False
     "it stands for whatever an owner runs on his node; polls do not show it while it runs"
-    account: str = ""
-    qos: str = ""
     # -- from here on: what became of it
     state: str = "PENDING"
     final: str = ""

@@ -63,7 +63,6 @@ class View:
             gpus_used=gpus,
             gpu_types={"": node.gpus} if node.gpus else {},
             gpu_types_used={"": gpus} if gpus else {},
-            features=list(node.features),
         )
 
     def _job(self, job: Job) -> JobInfo:
@@ -89,8 +88,6 @@ class View:
             preempt_at=job.preempt_at,
             priority=job.priority,
             comment=job.name if job.ours else "",
-            account=job.account,
-            qos=job.qos,
             cpus_per_node=self._cpus(job, place),
             gpus_per_node=job.slots if self._site.nodes[place].gpus else 0,
             exclusive=job.whole,

@@ -30,8 +30,6 @@ class Record:
     limit_s: float | None = None
     "None: not known"
     priority: int = 0
-    account: str = ""
-    qos: str = ""
     nodelist: tuple[str, ...] = ()
 
 
@@ -79,15 +77,17 @@ class RecordedJobs:
         self.begin, self.end = window.of(first, last)
         longest = {p.partition: math.inf if p.max_time_s is None else p.max_time_s for p in site.partitions}
         highest = max((record.priority for record in records), default=0)
-        self._jobs: list[SimJob] = []
+        found: list[tuple[float, bool, SimJob]] = []
         for record in records:
             end_at = min(record.end_at, max(last, record.start_at + 60.0))
             if end_at > self.begin and record.submit_at < self.end:
                 if record.limit_s is None:
                     tally.assume("a time limit was drawn")
                 allowed_s = longest.get(record.part.partition, math.inf)
-                self._jobs.append(self._played(record, end_at, allowed_s, highest, window.seed))
-        self._jobs.sort(key=lambda job: (job.submit_at, (job.start_at or 0.0) > self.begin))
+                job = self._played(record, end_at, allowed_s, highest, window.seed)
+                found.append((job.submit_at, record.start_at > self.begin, job))
+        found.sort(key=lambda each: each[:2])
+        self._jobs = [job for _, _, job in found]
         if not self._jobs:
             raise tally.refuse("no job is in the part of it that was asked for")
         self.site = _with_room(site, self._jobs)
@@ -112,9 +112,6 @@ class RecordedJobs:
             limit_s=max(limit_s - gone_s, 60.0),
             part=record.part,
             priority=highest + 1 if is_running and highest else record.priority,
-            start_at=max(record.start_at, self.begin),
-            account=record.account,
-            qos=record.qos,
             nodelist=record.nodelist,
         )
 

@@ -17,7 +17,7 @@ from fallow.sim.types import JobPart, Scheduler, Site
 from fallow.slurm import parse
 
 FIELDS = (
-    *("JobID", "JobIDRaw", "User", "Account", "Partition", "QOS", "State", "Submit", "Start", "End", "Timelimit"),
+    *("JobID", "JobIDRaw", "User", "Partition", "State", "Submit", "Start", "End", "Timelimit"),
     *("NNodes", "AllocTRES", "ReqTRES", "NodeList", "Priority"),
 )
 NEEDED = ("JobID", "Partition", "State", "Submit", "Start", "End", "NNodes", "NodeList")
@@ -52,7 +52,7 @@ class _Row:
 
 
 def read(path: Path, window: Window, profile: Profile, scheduler: Scheduler, site: Site | None = None) -> RecordedJobs:
-    """The jobs of a site. Names of users and accounts become numbers; components of a heterogeneous job become jobs.
+    """The jobs of a site. Names of users become numbers; components of a heterogeneous job become jobs.
 
     Args:
         path: the output of `COMMAND`, the columns in any order.
@@ -204,33 +204,26 @@ def _records(rows: list[_Row], site: Site) -> list[Record]:
     slots = {p.partition: max(nodes[n].gpus or nodes[n].cpus for n in p.nodes) for p in site.partitions if p.nodes}
     cpus = {p.partition: max(nodes[n].cpus for n in p.nodes) for p in site.partitions if p.nodes}
     seen: dict[str, int] = {}
-    numbers: dict[tuple[str, str], str] = {}
+    users: dict[str, int] = {}
     found = []
     for row in rows:
         fields, name = row.fields, row.partition
         job_id = fields.get("JobIDRaw", "").strip() or fields["JobID"].strip()
         times = seen[job_id] = seen.get(job_id, -1) + 1
-        record = Record(
-            job_id=f"{job_id}.{times}" if times else job_id,  # a job that was requeued has several rows
-            user=_alias(numbers, "u", fields.get("User", "")),
-            submit_at=row.submit_at,
-            start_at=row.start_at,
-            end_at=row.end_at,
-            part=_part(row, slots[name], cpus[name]),
-            limit_s=parse.duration(fields.get("Timelimit", "")),
-            priority=parse.count(fields.get("Priority", "")),
-            account=_alias(numbers, "a", fields.get("Account", "")),
-            qos=fields.get("QOS", ""),
-            nodelist=row.nodelist,
+        found.append(
+            Record(
+                job_id=f"{job_id}.{times}" if times else job_id,  # a job that was requeued has several rows
+                user=f"u{users.setdefault(fields.get('User', ''), len(users) + 1)}",
+                submit_at=row.submit_at,
+                start_at=row.start_at,
+                end_at=row.end_at,
+                part=_part(row, slots[name], cpus[name]),
+                limit_s=parse.duration(fields.get("Timelimit", "")),
+                priority=parse.count(fields.get("Priority", "")),
+                nodelist=row.nodelist,
+            )
         )
-        found.append(record)
     return found
-
-
-def _alias(numbers: dict[tuple[str, str], str], kind: str, name: str) -> str:
-    """A number in place of a name, in the order in which they come."""
-    so_far = sum(1 for each, _ in numbers if each == kind)
-    return numbers.setdefault((kind, name), f"{kind}{so_far + 1}") if name else ""
 
 
 def _part(row: _Row, slots: int, cpus: int) -> JobPart:

@@ -128,7 +128,6 @@ def from_folder(folder: Path) -> Site:
                 partitions=tuple(of[node.node]),
                 gpus=node.gpus,
                 cpus=max(1, node.cpus),
-                features=tuple(node.features),
             )
             for node in nodes
             if node.node in of

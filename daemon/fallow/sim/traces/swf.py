@@ -17,7 +17,7 @@ from fallow.sim.types import JobPart, Scheduler
 
 FIELDS = 18
 _ID, _SUBMIT, _WAIT, _RUN, _PROCESSORS, _ASKED_PROCESSORS, _ASKED_S, _STATUS = 0, 1, 2, 3, 4, 7, 8, 10
-_USER, _QUEUE, _PARTITION = 11, 14, 15
+_USER, _PARTITION = 11, 15
 _PARTIAL = (2, 3, 4)
 """Status of parts of a job that has a line of its own."""
 
@@ -154,5 +154,4 @@ def _record(row: list[float], begin: float, names: dict[int, str], each: int, no
         end_at=start + row[_RUN],
         part=part,
         limit_s=max(row[_ASKED_S], row[_RUN], 60.0) if row[_ASKED_S] > 0 else None,
-        qos=f"q{row[_QUEUE]:.0f}" if row[_QUEUE] >= 0 else "",
     )
