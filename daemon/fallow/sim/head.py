@@ -59,7 +59,8 @@ class VirtualHead:
     """
 
     def __init__(self, engine: SlurmSim, runs: Work, plans: Sequence[RunPlan], options: Options) -> None:
-        self.calls = 0
+        self._polls = 0
+        "requests to slurmctld that polls were"
         self.cluster: ClusterState | None = None
         "the last poll, put right (`core.neighbour.preemption`)"
         self.learner = Learner()
@@ -70,9 +71,9 @@ class VirtualHead:
             # What a trace does not say of others is not hidden from us: there is nothing behind it.
             Manners(allow_without_preemption=self._limits.allow_without_preemption, harvest_unseen=True)
         )
-        self._leases = Leases(engine, runs, self.book, self.learner, self._limits, self._called, self._cancels)
         self._now = engine.now
         self._queries = Bucket(options.queries_per_min, lambda: self._now)
+        self._leases = Leases(engine, runs, self.book, self.learner, self._limits, self._queries)
         self._config: ClusterConfig | None = None
         self._config_at = -inf
         self._interval_s = options.poll_s
@@ -88,6 +89,11 @@ class VirtualHead:
         "what others' jobs needed of us by the last poll"
 
     # -- what happens -----------------------------------------------------------------------------------------------
+
+    @property
+    def calls(self) -> int:
+        """Requests to slurmctld so far."""
+        return self._polls + self._leases.calls
 
     def next_at(self) -> float:
         return min(self._poll_at, self._sends_at, self._answer_at, self._leases.next_at())
@@ -107,7 +113,7 @@ class VirtualHead:
             elif self._sends_at <= at:
                 self._sends_at = inf
                 self._answer, self._answer_at = self._engine.poll(), self._now + ANSWER_S
-                self.calls += POLL_REQUESTS
+                self._polls += POLL_REQUESTS
             else:
                 # What was the interval when this was fixed may not be it any more.
                 self._pace()
@@ -138,13 +144,6 @@ class VirtualHead:
             case Ended():
                 self._leases.ended(allocation, happening)
 
-    def _called(self) -> None:
-        self.calls += 1
-
-    def _cancels(self) -> None:
-        self.calls += 1
-        self._queries.spend(1)
-
     # -- polls ------------------------------------------------------------------------------------------------------
 
     def _pace(self) -> None:
@@ -167,7 +166,7 @@ class VirtualHead:
         """Seconds to wait until slurmctld may be asked."""
         if self._now - self._config_at >= CONFIG_S:
             self._config, self._config_at = self._engine.config(), self._now
-            self.calls += 1
+            self._polls += 1
             self._queries.take()
         return self._queries.take(POLL_REQUESTS)
 

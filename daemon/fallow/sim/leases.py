@@ -17,6 +17,7 @@ from fallow.sim.slurm import SlurmSim
 from fallow.sim.types import Active, Ended, Notice, Started, Wanted
 from fallow.sim.work import Work
 from fallow.slurm.client import SubmitRejected
+from fallow.slurm.paced import Bucket
 
 ASKER = Asker()
 """In whose name all is asked for."""
@@ -31,8 +32,7 @@ class Leases:
         book: where they are kept.
         learner: is told what Slurm refuses.
         limits: as configured.
-        called: is called for each submission.
-        cancels: is called for each job that is cancelled.
+        queries: of slurmctld's that are left; cancelling takes one.
     """
 
     def __init__(
@@ -42,13 +42,14 @@ class Leases:
         book: Book,
         learner: Learner,
         limits: Limits,
-        called: Callable[[], None],
-        cancels: Callable[[], None],
+        queries: Bucket,
     ) -> None:
+        self.calls = 0
+        "requests to slurmctld so far"
         self.nice = 0
         "to submit with"
         self._engine, self._runs, self._book, self._learner = engine, runs, book, learner
-        self._limits, self._called, self._cancels = limits, called, cancels
+        self._limits, self._queries = limits, queries
         self._queue = RequestsQueue(limits.submits_per_min, engine.now)
         self._timers: list[tuple[float, int, Callable[[Allocation, float], None], str]] = []
         "(Unix time, order, what is to be done, token)"
@@ -85,7 +86,7 @@ class Leases:
         return send(allocation, at)
 
     def _submit(self, token: str, at: float) -> None:
-        self._called()
+        self.calls += 1
         allocation = self._book.allocations[token]
         request = Wanted(
             token=token,
@@ -169,7 +170,8 @@ class Leases:
         if allocation.queued:
             forgo(allocation)
         elif allocation.job_id is not None:
-            self._cancels()
+            self.calls += 1
+            self._queries.spend(1)
             self._engine.cancel(allocation.job_id)
 
     def _left(self, allocation: Allocation, at: float) -> None:

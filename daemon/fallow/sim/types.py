@@ -283,8 +283,10 @@ class Options(Struct, frozen=True, kw_only=True):
 class Head(Protocol):
     """Who asks for nodes and hands them out: our head, or a policy that is compared with it."""
 
-    calls: int
-    "requests to slurmctld so far"
+    @property
+    def calls(self) -> int:
+        """Requests to slurmctld so far."""
+        ...
 
     def next_at(self) -> float:
         """When something is due; infinity: nothing."""
