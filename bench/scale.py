@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from bench import head
 from bench.rows import Progress, Row, Settings, ours
 from fallow.sim.costs import IN_PLACE
-from fallow.sim.curves import BFTRAINER, curve_of
+from fallow.sim.curves import CURVES
 from fallow.sim.head import VirtualHead
 from fallow.sim.meter import Tally
 from fallow.sim.play import play
@@ -38,7 +38,7 @@ MEAN_S, SPREAD, LONGEST_S = 7200.0, 1.2, 72_000.0
 """Of the others' jobs: mean length, standard deviation of its logarithm, and the longest."""
 
 WIDTHS = (1, 1, 1, 1, 1, 2, 2, 4, 8)
-OPTIONS = Options(seed=0, latency="slurm", plans="hidden", poll_s=30.0, costs=IN_PLACE)
+OPTIONS = Options(poll_s=30.0, costs=IN_PLACE)
 
 
 def run(settings: Settings, progress: Progress) -> Iterator[Row]:
@@ -77,20 +77,19 @@ def decide(nodes: int, runs: int, lasts_s: float) -> tuple[list[float], str]:
     """Play so long. Returns the seconds of each poll that was taken in, and what else was found, in words."""
     load = Load(nodes, lasts_s)
     most = max(2, math.ceil(2 * (1 - USED) * nodes / runs))
-    curves = [curve_of(f"bftrainer:{name}") for name in sorted(BFTRAINER)]
+    curves = [CURVES[name] for name in sorted(CURVES)]
     model = RunPlan(
         run="", min_nodes=1, max_nodes=most, rate=curves[0], shards=16 * most, partitions=harvested(load.site)
     )
     plans = [replace(model, run=f"r{number}", rate=curves[number % len(curves)]) for number in range(runs)]
-    engine, meter = SlurmSim(load.site, load.jobs(), OPTIONS.seed, load.begin), Tally(plans, nodes, load.begin)
-    work = Work(plans, IN_PLACE, OPTIONS.seed, meter, load.begin)
+    engine, meter = SlurmSim(load.site, 0, load.begin, load.jobs()), Tally(plans, nodes, load.begin)
+    work = Work(plans, IN_PLACE, 0, meter, load.begin)
     virtual = TimedHead(engine, work, plans, OPTIONS)
     virtual.polls_s = []
-    score = play(engine, virtual, work, meter, load.end)
+    play(engine, virtual, work, meter, load.end)
     training = sum(work.members(plan.run) for plan in plans)
-    per_min = (
-        f"{len(virtual.polls_s) * 60 / lasts_s:.1f} polls and {score.slurmctld_rpcs_per_min:.0f} requests a minute"
-    )
+    requests = meter.score().slurmctld_rpcs_per_min
+    per_min = f"{len(virtual.polls_s) * 60 / lasts_s:.1f} polls and {requests:.0f} requests a minute"
     return virtual.polls_s, f"{per_min}; {training} nodes train in the end"
 
 
@@ -120,5 +119,5 @@ class Load:
                     submit_at=begin,
                     runs_s=at + length_s - begin,
                     limit_s=min(86400.0, 60.0 * math.ceil(length_s * dice.uniform(1.1, 4.0) / 60)),
-                    parts=(part,),
+                    part=part,
                 )

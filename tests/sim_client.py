@@ -37,21 +37,22 @@ from fallow.model import (
     OwnerView,
     RunSpec,
 )
-from fallow.sim.head import ANSWER_S, SBATCH_S
+from fallow.sim.head import ANSWER_S
+from fallow.sim.requests_queue import SBATCH_S
+from fallow.sim.slurm import SlurmSim
 from fallow.sim.types import (
     POLL_REQUESTS,
     Active,
     Ended,
-    Engine,
     Happening,
     Measured,
     Notice,
     Options,
     RunPlan,
-    Runs,
     Started,
     Wanted,
 )
+from fallow.sim.work import Work
 from fallow.slurm import parse
 from fallow.slurm.paced import PacedClient
 from runs import Nodes
@@ -104,7 +105,7 @@ class Puppets(Nodes):
 class SimClient:
     """`SlurmClient` over an engine."""
 
-    def __init__(self, engine: Engine, head: RealHead) -> None:
+    def __init__(self, engine: SlurmSim, head: RealHead) -> None:
         self.polls = 0
         self.poll_requests = POLL_REQUESTS
         self.backend = "simulated"
@@ -161,8 +162,8 @@ class RealHead:
 
     def __init__(
         self,
-        engine: Engine,
-        runs: Runs,
+        engine: SlurmSim,
+        runs: Work,
         plans: Sequence[RunPlan],
         options: Options,
         config: Config,
@@ -380,7 +381,7 @@ class RealHead:
 
 
 def play_real(
-    engine: Engine, runs: Runs, plans: Sequence[RunPlan], options: Options, config: Config, folder: Path, until: float
+    engine: SlurmSim, runs: Work, plans: Sequence[RunPlan], options: Options, config: Config, folder: Path, until: float
 ) -> RealHead:
     """Play the real head until then."""
     loop = VirtualLoop(engine.now)
@@ -393,8 +394,8 @@ def play_real(
 
 
 async def _play(
-    engine: Engine,
-    runs: Runs,
+    engine: SlurmSim,
+    runs: Work,
     plans: Sequence[RunPlan],
     options: Options,
     config: Config,

@@ -33,5 +33,5 @@ if [ -n "${TORCH_INDEX:-}" ]; then
 fi
 # What torch depends on may be on its index alone.
 "${pip[@]}" -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$torch"
-"${pip[@]}" -c constraints.txt -e ".[torch,tui,sim,dev]"
+"${pip[@]}" -c constraints.txt -e ".[torch,tui,dev]"
 say "done"

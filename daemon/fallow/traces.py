@@ -11,7 +11,6 @@ FOLDER = shipped("traces")
 SHIPPED = {
     "earth": "helios_earth_2020-05_jobs.csv.gz",
     "helios": "helios_earth_2020-05_jobs.csv.gz",
-    "earth-holes": "helios_earth_2020-05_occupancy.csv.gz",
     "philly": "philly_2017_active_nodes.csv.gz",
     "summit": "summit_2021-02_idle_percentiles.csv",
 }

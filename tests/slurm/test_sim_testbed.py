@@ -35,7 +35,6 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limit: int
     "minutes"
     runs_s: float
-    time_min: int | None = None
     backfill: bool = False
     "it starts when backfill looks, of which only the interval is known"
 
@@ -87,8 +86,6 @@ def play(testbed: Testbed, load: list[Line]) -> dict[str, Seen]:
         time.sleep(max(0.0, began + job.at_s - time.monotonic()))
         options = [f"--job-name={job.name}", f"--nodes={job.nodes}", f"--time={job.limit}"]
         options += [f"--partition={job.partition}", "--exclusive", "--no-requeue", "--output=/dev/null", "--chdir=/"]
-        if job.time_min is not None:
-            options.append(f"--time-min={job.time_min}")
         testbed.slurm("sbatch", *options, f"--wrap=exec sleep {job.runs_s:g}")
     deadline = began + load[-1].at_s + 60.0 + 5.0 * len(load)
     while testbed.slurm("squeue", "-h", "-o", "%j"):
@@ -101,7 +98,8 @@ def play(testbed: Testbed, load: list[Line]) -> dict[str, Seen]:
 
 def simulate(testbed: Testbed, load: list[Line], real: dict[str, Seen]) -> dict[str, Seen]:
     """The same, submitted when the real one had it."""
-    sim = SlurmSim(site(testbed), sorted((job_of(j, real) for j in load), key=lambda j: j.submit_at), 0)
+    jobs = sorted((job_of(j, real) for j in load), key=lambda j: j.submit_at)
+    sim = SlurmSim(site(testbed), 0, jobs[0].submit_at, jobs)
     shown: dict[str, Seen] = {}
     end = max(seen.start_at for seen in real.values()) + 600.0
     while sim.next_at() <= end:
@@ -130,9 +128,7 @@ def site(testbed: Testbed) -> Site:
         name="testbed",
         nodes=tuple(SimNode(node=node, partitions=(), gpus=layout.gpus, cpus=4) for node in nodes),
         partitions=tuple(partitions),
-        scheduler=Scheduler.of(
-            told["SchedulerParameters"], version=layout.version, kill_wait_s=float(KILL_WAIT_S), slurmd_timeout_s=15.0
-        ),
+        scheduler=Scheduler.of(told["SchedulerParameters"], version=layout.version, kill_wait_s=float(KILL_WAIT_S)),
         preempt_type="" if layout.profile is Profile.PLAIN else told["PreemptType"],
         preempt_mode=told["PreemptMode"],
     )
@@ -145,8 +141,7 @@ def job_of(line: Line, real: dict[str, Seen]) -> SimJob:
         submit_at=real[line.name].submit_at + 0.5,  # somewhere in the second that Slurm says
         runs_s=line.runs_s,
         limit_s=60.0 * line.limit,
-        least_s=None if line.time_min is None else 60.0 * line.time_min,
-        parts=(JobPart(partition=line.partition, nodes=line.nodes),),
+        part=JobPart(partition=line.partition, nodes=line.nodes),
     )
 
 

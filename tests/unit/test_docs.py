@@ -232,7 +232,10 @@ def test_a_command_is_one_that_there_is(block: Block, desk: Path) -> None:
 def _parse(words: list[str]) -> None:
     """Raises unless the command and its options exist."""
     program, *rest = words
-    if program == "eval":
+    if re.match(r"[A-Z_]+=", program):
+        if rest:
+            _parse(rest)
+    elif program == "eval":
         _parse(shlex.split(rest[0].removeprefix("$(").removesuffix(")")))
     elif Path(program).name == "fallow":
         _parse_fallow(rest)

@@ -16,10 +16,12 @@ class DelayedJobs(Struct, frozen=True, kw_only=True):
 class Score(Struct, frozen=True, kw_only=True):
     """What a policy made of the idle nodes.
 
-    `ideal_ratio` is useful work ÷ the work of the same idle nodes with free, instant rescaling.
+    `ideal_ratio` is useful work ÷ the work of the same idle nodes with free, instant rescaling. `utility` is what the
+    planner aims at, in the same way: the sum over runs of weight x log(1 + speed) ÷ the best possible.
     """
 
     ideal_ratio: float
+    utility: float
     idle_node_s: float
     harvested_node_s: float
     absorbs_per_day: float
@@ -56,6 +58,6 @@ class SimReport(Score, frozen=True, kw_only=True):
     seconds: float
     "of the trace that were played"
     arm: str
-    "latency and plans"
+    "under which rules it was played"
     stopped: bool = False
     "the last policy was not played to the end"

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 
 from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import CANCEL_AGAIN_S, Agent, Allocation, forgo, observe, preempted_until, send, sent
-from fallow.core.neighbour.watch import END_S, LEAVE_S
 from fallow.core.planning.allowance import Limits, horizon_s
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.learner import Learner
 from fallow.model import AllocationState, JobInfo
 from fallow.sim.book import Book
-from fallow.sim.costs import SILENT_S
 from fallow.sim.requests_queue import RequestsQueue
-from fallow.sim.types import Active, Ended, Engine, Notice, Runs, Silent, Started, Wanted
+from fallow.sim.slurm import SlurmSim
+from fallow.sim.types import Active, Ended, Notice, Started, Wanted
+from fallow.sim.work import Work
 from fallow.slurm.client import SubmitRejected
+from fallow.slurm.paced import Bucket
 
 ASKER = Asker()
 """In whose name all is asked for."""
 
-END, LEFT, GONE = "end", "left", "gone"
-"""Timers of an allocation: its time is nearly over, its node has left, it must have left."""
-
 
 class Leases:
-    """What becomes of them: as `head.loop.turn`, and `submissions`, `jobs` and `orphans` of `head.slurm` have it.
+    """What becomes of them: as `head.loop.turn`, and `submissions` and `jobs` of `head.slurm` have it.
 
     Args:
         engine: the cluster.
@@ -34,53 +32,42 @@ class Leases:
         book: where they are kept.
         learner: is told what Slurm refuses.
         limits: as configured.
-        queue: for sbatch.
-        called: is called for each submission.
-        cancels: is called for each job that is cancelled.
+        queries: of slurmctld's that are left; cancelling takes one.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        runs: Runs,
+        engine: SlurmSim,
+        runs: Work,
         book: Book,
         learner: Learner,
         limits: Limits,
-        queue: RequestsQueue,
-        called: Callable[[], None],
-        cancels: Callable[[], None],
+        queries: Bucket,
     ) -> None:
+        self.calls = 0
+        "requests to slurmctld so far"
         self.nice = 0
         "to submit with"
-        self.touched = False
-        "something has become of one of them; whoever looks sets it back"
-        self.taken = False
-        "Slurm takes a node from us; whoever looks sets it back"
-        self._shown: dict[str, JobInfo] = {}
-        "running allocation -> its job as it was taken in last; the engine makes a new one for each change"
         self._engine, self._runs, self._book, self._learner = engine, runs, book, learner
-        self._limits, self._queue, self._called, self._cancels = limits, queue, called, cancels
-        self._timers: list[tuple[float, int, str, str]] = []
-        "(Unix time, order, which, token)"
+        self._limits, self._queries = limits, queries
+        self._queue = RequestsQueue(limits.submits_per_min, engine.now)
+        self._timers: list[tuple[float, int, Callable[[Allocation, float], None], str]] = []
+        "(Unix time, order, what is to be done, token)"
         self._order = 0
 
-    @property
-    def queued(self) -> int:
-        """That wait for sbatch, and the one that is being sent."""
-        return len(self._queue)
-
     def next_at(self) -> float:
+        """When something is due; infinity: nothing."""
         queued_at = self._queue.next_at()
         return min(self._timers[0][0], queued_at) if self._timers else queued_at
 
     def play(self, at: float) -> bool:
-        """What is due; was anything submitted?"""
+        """Do what is due; was anything submitted?"""
         while self._timers and self._timers[0][0] <= at:
-            _, _, which, token = heappop(self._timers)
+            _, _, what, token = heappop(self._timers)
             allocation = self._book.allocations.get(token)
             if allocation is not None and allocation.live:
-                self._timer(which, allocation, at)
-        return bool(self._queue.play(at, self._wanted, self._submit))
+                what(allocation, at)
+        return self._queue.play(at, self._wanted, self._submit)
 
     # -- from the request to the job --------------------------------------------------------------------------------
 
@@ -99,8 +86,7 @@ class Leases:
         return send(allocation, at)
 
     def _submit(self, token: str, at: float) -> None:
-        self.touched = True
-        self._called()
+        self.calls += 1
         allocation = self._book.allocations[token]
         request = Wanted(
             token=token,
@@ -125,30 +111,11 @@ class Leases:
 
     # -- what its node says -----------------------------------------------------------------------------------------
 
-    def told(self, news: Started | Notice | Silent | Ended | Active) -> bool:
-        """Take in what our jobs' agents notice. Did a run begin to train?"""
-        allocation, at = self._book.of_job(news.job_id), news.at
-        if allocation is None or not allocation.live:
-            return False
-        self.touched = True
-        match news:
-            case Started():
-                if allocation.asked_at is None:
-                    self._came(allocation, news.nodes[0], at)
-            case Active():
-                allocation.active_at = allocation.active_at or at
-                return self._book.trains(allocation)
-            case Notice() if allocation.agents:
-                walltime = allocation.end_at is not None and at >= allocation.end_at
-                self.taken = self.taken or not (walltime or allocation.state is AllocationState.RELEASING)
-                self.release(allocation, "walltime" if walltime else "warned by Slurm", at)
-            case Silent() if allocation.agents:
-                self._lost(allocation, "its node is silent", at, SILENT_S)
-            case Ended() if allocation.agents:
-                self._lost(allocation, news.state, at)
-        return False
-
-    def _came(self, allocation: Allocation, node: str, at: float) -> None:
+    def started(self, allocation: Allocation, news: Started) -> None:
+        """Its agent says hello."""
+        if allocation.asked_at is not None:
+            return
+        at, node = news.at, news.nodes[0]
         allocation.agents[node] = Agent()
         if allocation.state in (AllocationState.UNKNOWN, AllocationState.PENDING):
             allocation.state, allocation.start_at = AllocationState.RUNNING, at
@@ -157,6 +124,24 @@ class Leases:
                 allocation.end_at = at + 60.0 * allocation.minutes
         self._runs.join(allocation.run, node, allocation.job_id or "", at)
         self._watch(allocation, at)
+
+    def trains(self, allocation: Allocation, news: Active) -> bool:
+        """Its node has taken its first step. Did the run begin to train?"""
+        allocation.active_at = allocation.active_at or news.at
+        return self._book.trains(allocation)
+
+    def noticed(self, allocation: Allocation, news: Notice) -> bool:
+        """Its agent was warned. Does Slurm take the node from us?"""
+        is_walltime = allocation.end_at is not None and news.at >= allocation.end_at
+        is_taken = bool(allocation.agents) and not (is_walltime or allocation.state is AllocationState.RELEASING)
+        if allocation.agents:
+            self.release(allocation, "walltime" if is_walltime else "warned by Slurm", news.at)
+        return is_taken
+
+    def ended(self, allocation: Allocation, news: Ended) -> None:
+        """Its agent is gone."""
+        if allocation.agents:
+            self._lost(allocation, news.state, news.at)
 
     # -- letting go -------------------------------------------------------------------------------------------------
 
@@ -167,69 +152,63 @@ class Leases:
         if not allocation.agents:
             self.cancel(allocation, reason, at)
             return
-        self.touched = True
         allocation.state, allocation.asked_at, allocation.reason = AllocationState.RELEASING, at, reason
         left_at = self._runs.release(allocation.run, list(allocation.agents), at)
         self._book.changed(allocation.run, self._runs.members(allocation.run))
-        self._later(left_at, LEFT, allocation)
+        self._later(left_at, self._left, allocation)
 
     def give_back(self, allocation: Allocation, reason: str, at: float) -> None:
         """As `head.slurm.neighbours.give_back`: somebody waits."""
-        if allocation.wanted_at is not None:
-            return
-        self.release(allocation, reason, at)
-        allocation.wanted_at, allocation.gone_by = at, at + LEAVE_S
-        self._later(allocation.gone_by, GONE, allocation)
+        if allocation.wanted_at is None:
+            self.release(allocation, reason, at)
+            allocation.wanted_at = at
 
     def cancel(self, allocation: Allocation, reason: str, at: float) -> None:
         """As `Turn.cancel`."""
-        self.touched = True
         allocation.asked_at = allocation.asked_at or at
         allocation.reason = reason
         if allocation.queued:
             forgo(allocation)
         elif allocation.job_id is not None:
-            self._cancels()
+            self.calls += 1
+            self._queries.spend(1)
             self._engine.cancel(allocation.job_id)
 
-    def _lost(self, allocation: Allocation, reason: str, at: float, silent_s: float = 0.0) -> None:
-        self._runs.lost(allocation.run, list(allocation.agents), at, silent_s)
+    def _left(self, allocation: Allocation, at: float) -> None:
+        self._over(allocation, "given back as planned")
+        self._engine.left(allocation.job_id or "")
+
+    def _lost(self, allocation: Allocation, reason: str, at: float) -> None:
+        self._runs.lost(allocation.run, list(allocation.agents), at)
         self._book.changed(allocation.run, self._runs.members(allocation.run))
         self._over(allocation, reason)
 
     def _over(self, allocation: Allocation, reason: str) -> None:
-        self.touched = True
-        self._shown.pop(allocation.token, None)
         if allocation.state not in (AllocationState.ENDED, AllocationState.LOST):
             allocation.state = AllocationState.ENDED
         allocation.reason = allocation.reason or reason
 
+    # -- its time ---------------------------------------------------------------------------------------------------
+
     def _watch(self, allocation: Allocation, at: float) -> None:
         """Have it released in time."""
         if allocation.end_at is not None:
-            self._later(max(at, allocation.end_at - self._margin_s(allocation)), END, allocation)
+            self._later(max(at, allocation.end_at - self._margin_s(allocation)), self._expire, allocation)
 
     def _margin_s(self, allocation: Allocation) -> float:
         return self._limits.release_margin_s + self._book.longest_pause_s(allocation.run)
 
-    def _later(self, at: float, which: str, allocation: Allocation) -> None:
-        self._order += 1
-        heappush(self._timers, (at, self._order, which, allocation.token))
-
-    def _timer(self, which: str, allocation: Allocation, at: float) -> None:
-        if which == END and allocation.state is AllocationState.RUNNING and allocation.end_at is not None:
+    def _expire(self, allocation: Allocation, at: float) -> None:
+        """Release it if its time is nearly over; it may have changed since."""
+        if allocation.state is AllocationState.RUNNING and allocation.end_at is not None:
             if at >= allocation.end_at - self._margin_s(allocation):
                 self.release(allocation, allocation.ends_because, at)
             else:
                 self._watch(allocation, at)
-        elif which == LEFT:
-            self._over(allocation, "given back as planned")
-            self._engine.left(allocation.job_id or "")
-        elif which == GONE and not allocation.agents:
-            self.cancel(allocation, allocation.reason, at)
-        elif which == GONE:
-            self._lost(allocation, "it has not left in time", at)
-            self._engine.left(allocation.job_id or "")
+
+    def _later(self, at: float, what: Callable[[Allocation, float], None], allocation: Allocation) -> None:
+        self._order += 1
+        heappush(self._timers, (at, self._order, what, allocation.token))
 
     # -- what polls say ---------------------------------------------------------------------------------------------
 
@@ -240,15 +219,8 @@ class Leases:
             jobs: those of a poll, by the token that they carry.
             polled_at, at: Unix time of the poll, and now.
         """
-        shown = self._shown
         for allocation in self._book.live():
-            token = allocation.token
-            mine = jobs.get(token, ())
-            if allocation.state is AllocationState.RUNNING and len(mine) == 1:
-                if shown.get(token) is mine[0] and not allocation.missing and allocation.asked_at is None:
-                    continue
-                shown[token] = mine[0]
-            self._observe(allocation, mine, polled_at, at)
+            self._observe(allocation, jobs.get(allocation.token, ()), polled_at, at)
 
     def _observe(self, allocation: Allocation, jobs: Sequence[JobInfo], polled_at: float, at: float) -> None:
         unseen, end_at = allocation.job_id is None, allocation.end_at
@@ -266,23 +238,3 @@ class Leases:
                 allocation.asked_at = at
         elif allocation.agents and allocation.end_at != end_at:
             self._watch(allocation, at)
-
-    def sweep(
-        self, over: Sequence[Allocation], jobs: Mapping[str, Sequence[JobInfo]], wanted: Collection[str], at: float
-    ) -> None:
-        """As `head.slurm.orphans`: end jobs that have not ended by themselves.
-
-        Args:
-            over: allocations that are.
-            jobs: those of the poll, by token.
-            wanted: tokens of those for whose nodes somebody waits.
-            at: Unix time.
-        """
-        for allocation in over:
-            time_s = LEAVE_S + END_S if allocation.token in wanted else CANCEL_AGAIN_S
-            if allocation.asked_at is not None and at - allocation.asked_at < time_s:
-                continue
-            for job in jobs.get(allocation.token, ()):
-                if job.state in ("PENDING", "RUNNING"):
-                    self._cancels()
-                    self._engine.cancel(job.job_id)

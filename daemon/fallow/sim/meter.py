@@ -1,14 +1,21 @@
-"""Adds up what a policy made of the idle nodes."""
+"""Adds up what a policy made of the idle nodes.
+
+What it is measured against are the same idle nodes with free, instant rescaling. Nodes are shared out then as the
+planner (`fallow.core.planning.share`) would if it knew everything: the sum of weight x log(1 + speed) is greatest. For
+runs alike whose curves bend down that is the equal split, as in published scores, and no other way does more work.
+Else a policy that starves some runs for those that scale best can do more work, and score above 1. Its `utility`, that
+sum over the best one, is then below 1.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import log1p
 
 from fallow.core.quantile import quantile
 from fallow.model import DelayedJobs, Score
 from fallow.sim.curves import speeds
-from fallow.sim.ideal import fair_work
 from fallow.sim.types import Kind, RunPlan
 
 DAY_S = 86400.0
@@ -17,13 +24,14 @@ DAY_S = 86400.0
 @dataclass(slots=True)
 class _Run:
     speed: tuple[float, ...]
+    weight: float
     nodes: int = 0
     since: float = 0.0
     stalled_until: float = 0.0
 
 
 class Tally:
-    """A meter (see `fallow.sim.types.Meter`): all figures are integrals over virtual time.
+    """The figures of one play: integrals over virtual time.
 
     Args:
         plans: the runs.
@@ -33,39 +41,38 @@ class Tally:
 
     def __init__(self, plans: Sequence[RunPlan], nodes: int, begin: float) -> None:
         self._begin = self._at = begin
-        self._runs = {plan.run: _Run(speeds(plan), since=begin) for plan in plans}
-        self._ideal = fair_work(plans, nodes)
-        self._idle = 0
-        self._members = 0
-        self._idle_s = self._ideal_s = self._harvested_s = self._work = 0.0
-        self.over_node_s = 0.0
-        "in which there were more members than idle nodes; 0 unless nodes die, or owners are back before us"
+        self._runs = {plan.run: _Run(speeds(plan), plan.weight, since=begin) for plan in plans}
+        self._best_work, self._best_value = best_shares(plans, nodes)
+        self._idle = self._members = 0
+        self._idle_s = self._usable_s = self._harvested_s = 0.0
+        self._work = self._ideal_work = self._value = self._ideal_value = 0.0
         self._changes: dict[Kind, int] = {"absorb": 0, "release": 0, "eject": 0}
         self._waits: dict[str, float] = {}
-        self._calls = 0
+        self.calls = 0
+        "requests to slurmctld"
 
     def pool(self, at: float, idle: int) -> None:
+        """So many nodes are without a job of others from now on."""
         self._until(at)
         self._idle = idle
 
     def members(self, at: float, run: str, nodes: int, stalled_until: float) -> None:
+        """A run has so many members, and stands still for a while."""
         self._until(at)
         each = self._runs[run]
         self._settle(each)
         self._members += nodes - each.nodes
         each.nodes, each.stalled_until = nodes, stalled_until
 
-    def change(self, at: float, kind: Kind, nodes: int) -> None:
+    def change(self, at: float, kind: Kind) -> None:
         """One change of one run, of however many nodes."""
         if at >= self._begin:
             self._changes[kind] += 1
 
     def waited(self, job_id: str, seconds: float) -> None:
+        """A job of others waited this long for a node of ours."""
         if seconds > 0:
             self._waits[job_id] = self._waits.get(job_id, 0.0) + seconds
-
-    def calls(self, number: int) -> None:
-        self._calls += number
 
     def score(self) -> Score:
         self._settle_all()
@@ -73,7 +80,8 @@ class Tally:
         days, waits = seconds / DAY_S, self._waits.values()
         return Score(
             # Without a single idle node there was nothing to miss.
-            ideal_ratio=self._work / self._ideal_s if self._ideal_s else 1.0,
+            ideal_ratio=self._work / self._ideal_work if self._ideal_work else 1.0,
+            utility=self._value / self._ideal_value if self._ideal_value else 1.0,
             idle_node_s=self._idle_s,
             harvested_node_s=self._harvested_s,
             absorbs_per_day=self._changes["absorb"] / days if days else 0.0,
@@ -82,7 +90,7 @@ class Tally:
             others_delayed=DelayedJobs(
                 jobs=len(waits), p95_s=quantile(waits, 0.95) or 0.0, max_s=max(waits, default=0.0)
             ),
-            slurmctld_rpcs_per_min=self._calls * 60.0 / seconds if seconds else 0.0,
+            slurmctld_rpcs_per_min=self.calls * 60.0 / seconds if seconds else 0.0,
         )
 
     def _until(self, at: float) -> None:
@@ -90,16 +98,18 @@ class Tally:
         lasted_s = at - self._at
         if lasted_s <= 0:
             return
-        over = self._members - self._idle
-        if over > 0:
+        too_many = self._members > self._idle
+        if too_many:
             self._settle_all()
+        most = min(self._idle, len(self._best_work) - 1)
         self._idle_s += self._idle * lasted_s
-        self._ideal_s += self._ideal[min(self._idle, len(self._ideal) - 1)] * lasted_s
+        self._usable_s += most * lasted_s
+        self._ideal_work += self._best_work[most] * lasted_s
+        self._ideal_value += self._best_value[most] * lasted_s
         self._at = at
-        if over > 0:
-            # What a node does while its owner waits for it, or does no more, counts for nothing.
+        if too_many:
+            # What a node does while its owner waits for it counts for nothing.
             self._settle_all(self._idle / self._members)
-            self.over_node_s += over * lasted_s
 
     def _settle_all(self, part: float = 1.0) -> None:
         for run in self._runs.values():
@@ -112,7 +122,39 @@ class Tally:
             self._harvested_s += part * run.nodes * lasted_s
             trained_s = self._at - max(run.since, run.stalled_until)
             if trained_s > 0:
-                self._work += part * run.speed[min(run.nodes, len(run.speed) - 1)] * trained_s
-            # What it does with its own nodes alone is not won, and lost while it stands still.
-            self._work -= part * run.speed[0] * lasted_s
+                speed = run.speed[min(run.nodes, len(run.speed) - 1)]
+                self._work += part * speed * trained_s
+                self._value += part * run.weight * log1p(speed) * trained_s
             run.since = self._at
+
+
+class IdealTally(Tally):
+    """The figures of who knows everything and for whom changes are free."""
+
+    def score(self) -> Score:
+        self._settle_all()
+        self._harvested_s = self._usable_s
+        self._work, self._value = self._ideal_work, self._ideal_value
+        return super().score()
+
+
+def best_shares(plans: Sequence[RunPlan], nodes: int) -> tuple[list[float], list[float]]:
+    """Work per second, and sum of weight x log(1 + speed), of 0, 1, ... `nodes` nodes shared out in the best way.
+
+    Exact, by dynamic programming over the runs: the best of k runs with n nodes is the best of k-1 runs with n-m nodes
+    and m nodes for the last. Which partitions a run may use is left out. With more nodes than the runs can use the
+    lists end sooner; their last entries then hold for all.
+    """
+    values, work = [0.0], [0.0]
+    for plan in plans:
+        speed = speeds(plan)
+        worth = [plan.weight * log1p(v) for v in speed]
+        size = min(nodes, len(values) - 1 + plan.max_nodes)
+        more = size + 1 - len(values)
+        values_before, work_before = values + [values[-1]] * more, work + [work[-1]] * more
+        values, work = [], []
+        for n in range(size + 1):
+            value, m = max((values_before[n - m] + worth[m], m) for m in range(min(n, plan.max_nodes) + 1))
+            values.append(value)
+            work.append(work_before[n - m] + speed[m])
+    return work, values

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
-from fallow.model import Score
-from fallow.sim.types import Engine, Head, Meter, Pool, Runs, Waited
+from fallow.sim.meter import Tally
+from fallow.sim.slurm import SlurmSim
+from fallow.sim.types import Head, Pool, Waited
+from fallow.sim.work import Work
 
 PROGRESS_S = 600.0
 """Progress is told so often, in virtual time."""
@@ -16,38 +18,36 @@ STUCK = 100_000
 
 
 def play(
-    engine: Engine,
+    engine: SlurmSim,
     head: Head,
-    runs: Runs,
-    meter: Meter,
+    runs: Work,
+    meter: Tally,
     until: float,
     progress: Callable[[float, float], None] = lambda at, ratio: None,
-) -> Score:
+) -> None:
     """Play from where the engine stands.
 
     At equal times the engine comes first, then the runs, then the head; what they set off at once is played in further
     turns of the same moment.
 
     Args:
+        engine: the cluster.
+        head: who asks for nodes.
+        runs: that are trained.
+        meter: adds up what comes of it.
         until: Unix time of the trace.
         progress: called with the time and the ideal ratio so far.
     """
     meter.pool(engine.now, engine.idle_nodes())
-    told_at, before, turns, calls = engine.now, -inf, 0, 0
+    told_at, before, turns = engine.now, -inf, 0
     while True:
-        asked_at = min(runs.next_at(), head.next_at())
-        while True:
-            due = min(engine.next_at(), asked_at)
-            at = max(engine.now, min(due, until))
-            turns = turns + 1 if at == before else 0
-            if turns > STUCK:
-                raise AssertionError(f"{head.name}: no end of what happens at {at:.3f}")
-            before = at
-            happened = engine.advance(at)
-            # What only the engine knows of changes nothing for the others.
-            if happened or due >= asked_at or due > until or at >= told_at + PROGRESS_S:
-                break
-        for happening in happened:
+        due = min(engine.next_at(), runs.next_at(), head.next_at())
+        at = max(engine.now, min(due, until))
+        turns = turns + 1 if at == before else 0
+        if turns > STUCK:
+            raise AssertionError(f"no end of what happens at {at:.3f}")
+        before = at
+        for happening in engine.advance(at):
             if isinstance(happening, Pool):
                 meter.pool(happening.at, happening.idle)
             elif isinstance(happening, Waited):
@@ -59,10 +59,8 @@ def play(
             break
         if head.next_at() <= at:
             head.wake(at)
-            meter.calls(head.calls - calls)
-            calls = head.calls
+            meter.calls = head.calls
         if at >= told_at + PROGRESS_S:
             told_at = at
             progress(at, meter.score().ideal_ratio)
     meter.pool(until, engine.idle_nodes())
-    return meter.score()

@@ -16,7 +16,8 @@ from math import ceil, inf, isinf
 
 from fallow.sim.costs import drawn
 from fallow.sim.curves import speeds
-from fallow.sim.types import Active, Costs, Kind, Measured, Meter, RunPlan
+from fallow.sim.meter import Tally
+from fallow.sim.types import Active, Costs, Kind, Measured, RunPlan
 
 ONE_NODE_STEP_S = 16.0
 """A step on one node. It decides how soon speeds are known, as a stretch has whole steps."""
@@ -41,12 +42,10 @@ class _Run:
     coming: dict[str, tuple[float, str]] = field(default_factory=dict)
     "node -> (ready at, job)"
     was: int = 0
-    "members after the last change, its own nodes not counted; so everywhere here"
-    left: dict[Kind, int] = field(default_factory=dict)
-    "nodes that went since then"
+    "members after the last change"
+    left: dict[Kind, None] = field(default_factory=dict)
+    "how nodes went since then"
     changes: dict[Kind, int] = field(default_factory=lambda: {"absorb": 0, "release": 0, "eject": 0})
-    silent_s: float = 0.0
-    "for so long it stood still before it was noticed that some of these were gone"
     stalled_until: float = -inf
     stretch: tuple[float, float] | None = None
     "of undisturbed training that has not been told: begin, and when it is to be told"
@@ -54,7 +53,7 @@ class _Run:
 
 
 class Work:
-    """See `fallow.sim.types.Runs`.
+    """The only one that changes memberships.
 
     Args:
         plans: the runs.
@@ -64,7 +63,7 @@ class Work:
         at: Unix time of the begin.
     """
 
-    def __init__(self, plans: Sequence[RunPlan], costs: Costs, seed: int, meter: Meter, at: float) -> None:
+    def __init__(self, plans: Sequence[RunPlan], costs: Costs, seed: int, meter: Tally, at: float) -> None:
         self._runs = {plan.run: _Run(plan, speeds(plan)) for plan in plans}
         self._costs, self._seed, self._meter = costs, seed, meter
         self._now = at
@@ -73,8 +72,6 @@ class Work:
         "(at, order, run, what: a first step, the number of a stretch, or None: a change)"
         self._starts: dict[str, int] = {}
         "node -> how often it has started up"
-        for run in self._runs.values():
-            self._measure(run, at)
 
     def join(self, run: str, node: str, job_id: str, at: float) -> None:
         """The node's job started at `at`: it starts up from then on and is absorbed then, now at the earliest."""
@@ -90,18 +87,20 @@ class Work:
             return at
         return at + min(QUICK_S, self._drawn(each, "release"))
 
-    def lost(self, run: str, nodes: Collection[str], at: float, silent_s: float = 0.0) -> None:
-        each = self._runs[run]
-        if self._take(each, nodes, "eject", at):
-            each.silent_s = max(each.silent_s, silent_s)
+    def lost(self, run: str, nodes: Collection[str], at: float) -> None:
+        """They are gone, unannounced."""
+        self._take(self._runs[run], nodes, "eject", at)
 
     def members(self, run: str) -> int:
+        """Nodes that train."""
         return len(self._runs[run].members)
 
     def next_at(self) -> float:
+        """When something happens by itself; infinity: nothing."""
         return self._events[0][0] if self._events else inf
 
     def advance(self, to: float) -> list[Active | Measured]:
+        """Play everything up to `to`, in order of time."""
         found: list[Active | Measured] = []
         self._now = max(self._now, to)
         while self._events and self._events[0][0] <= to:
@@ -129,7 +128,7 @@ class Work:
             run.coming.pop(node, None)
         gone = [node for node in nodes if run.members.pop(node, None) is not None]
         if gone:
-            run.left[kind] = run.left.get(kind, 0) + len(gone)
+            run.left[kind] = None
             self._push(at, run.plan.run, None)
         return len(gone)
 
@@ -142,16 +141,13 @@ class Work:
         run.members.update(ready)
         for node in ready:
             del run.coming[node]
-        parts: dict[Kind, int] = {**run.left, **({"absorb": len(ready)} if ready else {})}
-        for kind, nodes in parts.items():
+        for kind in (*run.left, *(("absorb",) if ready else ())):
             # The first ones stall nobody.
             stalls = kind != "absorb" or run.speed[min(run.was, len(run.speed) - 1)] > 0
             cost_s = self._drawn(run, kind) if stalls else 0.0
-            if kind == "eject":
-                cost_s, run.silent_s = cost_s + run.silent_s, 0.0
             run.changes[kind] += 1
             run.stalled_until = max(run.stalled_until, at + cost_s)
-            self._meter.change(at, kind, nodes)
+            self._meter.change(at, kind)
         run.left.clear()
         run.was = len(run.members)
         self._meter.members(at, run.plan.run, run.was, run.stalled_until)
@@ -196,6 +192,4 @@ class Work:
         return [self._measured(run, at, lasted_s)] if enough else []
 
     def _measured(self, run: _Run, at: float, lasted_s: float) -> Measured:
-        return Measured(
-            at=at, run=run.plan.run, members=run.plan.base + run.was, step_s=self._step_s(run), lasted_s=lasted_s
-        )
+        return Measured(at=at, run=run.plan.run, members=run.was, step_s=self._step_s(run), lasted_s=lasted_s)

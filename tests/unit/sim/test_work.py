@@ -10,41 +10,29 @@ from statistics import mean, stdev
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
-from fallow.model import FallowError, Score
-from fallow.sim.costs import IN_PLACE, P95, drawn, measured, restart
-from fallow.sim.curves import BFTRAINER, curve_of, plans, rate_of, speeds
-from fallow.sim.ideal import fair_work
-from fallow.sim.meter import Tally
+from fallow.model import FallowError
+from fallow.sim.costs import IN_PLACE, P95, drawn, restart
+from fallow.sim.curves import CURVES, curve_of, plans, rate_of, speeds
+from fallow.sim.meter import Tally, best_shares
 from fallow.sim.types import Active, Costs, Kind, Measured, RunPlan
 from fallow.sim.work import Work
-from sim_toy import FREE, costing, linear, runs_of
-
-ADAPTDL = Path(__file__).parents[3] / "contrib" / "traces" / "adaptdl_scaling.csv"
+from sim_cases import FREE, costing, linear, runs_of
 
 
-class Noted:
+class Noted(Tally):
     """A meter that keeps what it is told."""
 
     def __init__(self) -> None:
-        self.changes: list[tuple[float, Kind, int]] = []
+        super().__init__([], 0, 0.0)
+        self.changes: list[tuple[float, Kind]] = []
         self.sizes: list[tuple[float, int, float]] = []
-
-    def pool(self, at: float, idle: int) -> None: ...
 
     def members(self, at: float, run: str, nodes: int, stalled_until: float) -> None:
         self.sizes.append((at, nodes, stalled_until))
 
-    def change(self, at: float, kind: Kind, nodes: int) -> None:
-        self.changes.append((at, kind, nodes))
-
-    def waited(self, job_id: str, seconds: float) -> None: ...
-
-    def calls(self, number: int) -> None: ...
-
-    def score(self) -> Score:
-        raise NotImplementedError
+    def change(self, at: float, kind: Kind) -> None:
+        self.changes.append((at, kind))
 
 
 def work(costs: Costs = FREE, *runs: RunPlan) -> tuple[Work, Noted]:
@@ -65,7 +53,7 @@ def test_what_happens_together_is_one_change() -> None:
     join(runs, 100, "c", "d")
     runs.lost("r0", ["a"], 100)
     assert [each for each in runs.advance(100) if isinstance(each, Active)] == []
-    assert meter.changes == [(0, "absorb", 2), (100, "eject", 1), (100, "absorb", 2)]
+    assert meter.changes == [(0, "absorb"), (100, "eject"), (100, "absorb")]
     assert meter.sizes[-1] == (100, 3, 118)
     assert [each for each in runs.advance(118) if isinstance(each, Active)] == [
         Active(at=118, job_id="job-c"),
@@ -84,19 +72,6 @@ def test_change_within_a_change_begins_it_anew() -> None:
     assert meter.sizes[1:] == [(100, 2, 118), (110, 3, 128)]
 
 
-def test_until_a_silent_node_is_missed_the_others_wait_for_it() -> None:
-    runs, meter = work(costing(0, 2))
-    join(runs, 0, "a", "b", "c", "d")
-    runs.advance(0)
-    runs.lost("r0", ["a"], 100, 15.0)
-    runs.lost("r0", ["b"], 100)
-    runs.advance(100)
-    assert meter.sizes[-1] == (100, 2, 117)
-    runs.lost("r0", ["c"], 200)
-    runs.advance(200)
-    assert meter.sizes[-1] == (200, 1, 202), "that was another time"
-
-
 def test_release() -> None:
     runs, meter = work(costing(0, 0.5, 10))
     join(runs, 0, "a", "b", "c")
@@ -105,7 +80,7 @@ def test_release() -> None:
     assert runs.release("r0", ["b"], 50) == 50.5
     assert runs.members("r0") == 1
     runs.advance(50)
-    assert meter.changes[1:] == [(50, "release", 2)]
+    assert meter.changes[1:] == [(50, "release")]
     assert meter.sizes[-1] == (50, 1, 50.5)
     join(runs, 60, "d")
     assert runs.release("r0", ["d"], 61) == 61, "it has not trained yet"
@@ -128,7 +103,7 @@ def test_start_began_with_the_job() -> None:
     runs.advance(40)
     runs.join("r0", "c", "3", 5)
     runs.advance(100)
-    assert [at for at, _, _ in meter.changes] == [30, 40, 50]
+    assert [at for at, _ in meter.changes] == [30, 40, 50]
 
 
 def test_stretches_are_cut_as_the_head_cuts_them() -> None:
@@ -164,24 +139,15 @@ def test_a_loaded_seed_makes_another_start() -> None:
 
 
 def test_published_curves() -> None:
-    rate = curve_of("bftrainer:ShuffleNet")
+    rate = curve_of("ShuffleNet")
     assert rate[0] == (1, 1.0)
     assert rate[-1] == (64, pytest.approx(145081.5 / 2831.0))
     assert rate_of(rate, 3) == pytest.approx((5259.0 + 9988.0) / 2 / 2831.0)
     assert rate_of(rate, 100) == rate[-1][1]
-    efficiency = {model: curve_of(f"bftrainer:{model}")[-1][1] / 64 for model in BFTRAINER}
-    assert {model: round(each, 2) for model, each in efficiency.items()} == {
-        "AlexNet": 0.44, "ResNet18": 0.79, "MnasNet": 0.77, "MobileNet": 0.80, "ShuffleNet": 0.80,
-        "VGG16": 0.92, "DenseNet": 0.91,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("model", ["bert", "cifar10", "imagenet", "ncf", "yolov3", "deepspeech2"])
-def test_fitted_curves(model: str) -> None:
-    rate = curve_of(f"adaptdl:{model}", ADAPTDL)
-    assert rate[0] == (1, 1.0)
-    assert all(a[0] < b[0] and a[1] < b[1] for a, b in pairwise(rate))
-    assert all(speed <= 1.1 * nodes for nodes, speed in rate)
+    for name, each in CURVES.items():
+        assert each[0] == (1, 1.0), name
+        assert all(a[0] < b[0] and a[1] < b[1] for a, b in pairwise(each)), name
+        assert all(speed <= 1.1 * nodes for nodes, speed in each), name
 
 
 def test_learned_curves(tmp_path: Path) -> None:
@@ -196,53 +162,30 @@ def test_learned_curves(tmp_path: Path) -> None:
         curve_of(f"head:{file}:idle")
 
 
-@pytest.mark.parametrize("name", ["bftrainer:LeNet", "adaptdl:LeNet", "head:", "head:/nowhere", "AlexNet"])
+@pytest.mark.parametrize("name", ["LeNet", "head:", "head:/nowhere", "bftrainer:AlexNet"])
 def test_curves_that_do_not_exist(name: str) -> None:
     with pytest.raises(FallowError):
-        curve_of(name, ADAPTDL)
+        curve_of(name)
 
 
 def test_runs_from_words() -> None:
-    found = plans("2x64:bftrainer:VGG16;1x2-8:bftrainer:AlexNet")
+    found = plans("2x64:VGG16;1x2-8,in=b:AlexNet", ("a", "b"))
     assert [(p.run, p.min_nodes, p.max_nodes) for p in found] == [("r1", 1, 64), ("r2", 1, 64), ("r3", 2, 8)]
+    assert [p.partitions for p in found] == [("a", "b"), ("a", "b"), ("b",)]
     assert speeds(found[2])[:2] == (0.0, 0.0)
     assert len(speeds(found[2])) == 9
-    for words in ("", "10", "x4:bftrainer:VGG16", "0x4:bftrainer:VGG16", "1x9-3:bftrainer:VGG16", "1x4"):
-        with pytest.raises(FallowError):
+    for words in ("", "10", "x4:VGG16", "0x4:VGG16", "1x9-3:VGG16", "1x4", "1x4,in=:VGG16"):
+        with pytest.raises(FallowError, match="wanted COUNTxNODES:CURVE"):
             plans(words)
-
-
-def test_runs_with_nodes_of_their_own() -> None:
-    [one, other] = plans("1x8,base=2:bftrainer:VGG16;1x4-8,base=2:bftrainer:VGG16")
-    rate = curve_of("bftrainer:VGG16")
-    assert [(p.base, p.least, p.most, p.min_nodes, p.max_nodes) for p in (one, other)] == [
-        (2, 1, 6, 1, 8),
-        (2, 2, 6, 4, 8),
-    ]
-    assert speeds(one) == tuple(rate_of(rate, n) for n in range(2, 9))
-    assert speeds(other)[:3] == (0.0, 0.0, rate_of(rate, 4))
-    for words in ("1x8,base=8", "1x8,base=", "1x8,base=-1", "1x8,base=two", "1x8,floor=2", "1x0-3", "1x8base=2"):
-        with pytest.raises(FallowError, match="base=NODES"):
-            plans(f"{words}:bftrainer:VGG16")
-
-
-def test_a_run_with_a_base_is_measured_from_the_begin_on_and_with_all_of_its_nodes() -> None:
-    [plan] = linear()
-    runs, meter = work(costing(18, 12), replace(plan, base=2))
-    told = runs.advance(400)
-    assert told[0] == Measured(at=48.0, run="r0", members=2, step_s=8.0, lasted_s=24.0)
-    join(runs, 400, "a")
-    assert [each.members for each in runs.advance(900) if isinstance(each, Measured)][-1] == 3
-    assert meter.sizes == [(400, 1, 418)], "the others stand still for the first one, too"
-    assert runs.members("r0") == 1
+    with pytest.raises(FallowError, match="no partition 'c' is harvested; there is a, b"):
+        plans("1x4,in=a+c:VGG16", ("a", "b"))
 
 
 @given(
     curves=st.lists(st.lists(st.integers(0, 20), min_size=1, max_size=4), min_size=1, max_size=3),
-    bases=st.lists(st.integers(0, 2), min_size=3, max_size=3),
     nodes=st.integers(0, 14),
 )
-def test_the_ideal_is_the_fairest_of_all_ways(curves: list[list[int]], bases: list[int], nodes: int) -> None:
+def test_the_ideal_is_the_fairest_of_all_ways(curves: list[list[int]], nodes: int) -> None:
     some = [
         RunPlan(
             run=f"r{n}",
@@ -250,17 +193,16 @@ def test_the_ideal_is_the_fairest_of_all_ways(curves: list[list[int]], bases: li
             max_nodes=len(curve),
             rate=tuple(enumerate(map(float, curve), 1)),
             shards=8,
-            base=min(bases[n], len(curve) - 1),
         )
         for n, curve in enumerate(curves)
     ]
     known = [speeds(plan) for plan in some]
-    table = fair_work(some, nodes)
-    for n, work in enumerate(table):
+    for n, (work, value) in enumerate(zip(*best_shares(some, nodes), strict=True)):
         ways = [way for way in product(*(range(len(speed)) for speed in known)) if sum(way) <= n]
         worth = {way: sum(log1p(speed[m]) for speed, m in zip(known, way, strict=True)) for way in ways}
         fairest = [way for way in ways if worth[way] >= max(worth.values()) - 1e-9]
-        works = [sum(speed[m] - speed[0] for speed, m in zip(known, way, strict=True)) for way in fairest]
+        assert value == pytest.approx(max(worth.values()))
+        works = [sum(speed[m] for speed, m in zip(known, way, strict=True)) for way in fairest]
         assert any(abs(work - other) < 1e-9 for other in works)
 
 
@@ -276,8 +218,7 @@ def test_for_runs_alike_the_ideal_is_the_equal_split_and_nothing_does_more(
     speed = [0.0, *accumulate(rises)]
     some = runs_of(runs, *speed[1:])
     most = len(rises)
-    table = fair_work(some, nodes)
-    for n, work in enumerate(table):
+    for n, work in enumerate(best_shares(some, nodes)[0]):
         low, more = divmod(min(n, runs * most), runs)
         equal = (runs - more) * speed[low] + more * speed[min(low + 1, most)]
         best = max(sum(speed[m] for m in way) for way in product(range(most + 1), repeat=runs) if sum(way) <= n)
@@ -288,16 +229,8 @@ def test_for_runs_alike_the_ideal_is_the_equal_split_and_nothing_does_more(
 # -- costs and scores -----------------------------------------------------------------------------------------------
 
 
-def test_costs_from_words_and_from_a_benchmark(tmp_path: Path) -> None:
+def test_costs_from_words() -> None:
     assert restart("18-12") == Costs(absorb=(18, 18), release=(12, 12), eject=(12, 12), start=IN_PLACE.start)
-    file = tmp_path / "bench.json"
-    row = '{{"name": "{}", "members": 4, "ours": {{"p50": {}, "p95": {}, "n": 3}}}}'
-    names = ["planned pause", "planned pause, absorb", "planned pause, release", "recovery"]
-    file.write_text("[" + ",".join(row.format(name, n + 0.1, n + 0.2) for n, name in enumerate(names)) + "]")
-    assert measured(file) == Costs(absorb=(1.1, 1.2), release=(2.1, 2.2), eject=(3.1, 3.2), start=IN_PLACE.start)
-    file.write_text("[]")
-    with pytest.raises(FallowError, match="no row"):
-        measured(file)
     for words in ("18", "a-b", "18-", "-1-2"):
         with pytest.raises(FallowError):
             restart(words)
@@ -306,9 +239,9 @@ def test_costs_from_words_and_from_a_benchmark(tmp_path: Path) -> None:
 def test_what_was_before_the_begin_does_not_count() -> None:
     meter = Tally(runs_of(1, 1, 1.5), 4, 100.0)
     meter.pool(0, 2)
-    meter.change(10, "absorb", 2)
+    meter.change(10, "absorb")
     meter.members(10, "r0", 2, 20)
-    meter.change(150, "release", 1)
+    meter.change(150, "release")
     meter.members(150, "r0", 1, 160)
     meter.pool(200, 2)
     score = meter.score()
@@ -325,7 +258,7 @@ def test_nodes_whose_owners_wait_count_for_nothing() -> None:
     meter.members(120, "r0", 1, 0)
     meter.pool(200, 1)
     score = meter.score()
-    assert (score.idle_node_s, score.harvested_node_s, meter.over_node_s) == (500, 500, 60)
+    assert (score.idle_node_s, score.harvested_node_s) == (500, 500)
     assert score.ideal_ratio == 1
 
 
@@ -334,8 +267,7 @@ def test_delays_and_calls() -> None:
     for number in range(1, 21):
         meter.waited(f"{number % 19}", number)
     meter.waited("none", 0)
-    meter.calls(4)
-    meter.calls(2)
+    meter.calls = 6
     meter.pool(120, 0)
     score = meter.score()
     assert (score.others_delayed.jobs, score.others_delayed.p95_s, score.others_delayed.max_s) == (19, 21, 21)

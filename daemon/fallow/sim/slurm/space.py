@@ -1,18 +1,31 @@
-"""Backfill's map: which nodes jobs that wait will not need, and when (`backfill.c`: `node_space_map_t`)."""
+"""What backfill knows of the time to come: which nodes are set aside, and when jobs leave theirs."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+
+from fallow.sim.slurm.cluster import Cluster, is_enough, pick, places
+from fallow.sim.slurm.jobs import Job
+
+WINDOW_S = 30.0
+ENDING_S = 1.0
+"A job that is ending is taken to leave its nodes after that."
+
+LAST_S = 1e12
+"Later than any time; jobs without a limit end after it."
 
 
 class Space:
     """Slots of time, one after the other, each with the nodes that nobody has set aside in it.
 
+    As `node_space_map_t` of backfill.c.
+
     Args:
         now: the first slot begins here, rounded down to the resolution.
         window_s: how far it reaches.
         resolution_s: of every time in it.
-        nodes: that are up.
+        nodes: all of them.
     """
 
     def __init__(self, now: float, window_s: float, resolution_s: float, nodes: int) -> None:
@@ -68,11 +81,87 @@ class Space:
             self._avail.insert(place, self._avail[place - 1])
         return place
 
-    def free_until(self, nodes: int, now: float, end: float) -> float:
-        """When, before `end`, one of them is first set aside; slots that have begun do not count."""
-        for begin, avail in zip(self._begins, self._avail, strict=True):
-            if begin >= end:
-                break
-            if begin > now and nodes & ~avail:
-                return begin
-        return end
+
+class Timeline:
+    """When nodes will have room for a job, by the limits of the jobs on them: nobody knows when jobs really end.
+
+    Args:
+        cluster: with its jobs.
+        job: whole nodes, or how many slots of each, and the tier; jobs alike have the same timeline.
+        may_preempt: jobs of lower tiers that may be preempted count as gone.
+        now: Unix time.
+        late_s: how much longer a job is taken to run that is over its limit.
+    """
+
+    def __init__(self, cluster: Cluster, job: Job, may_preempt: bool, now: float, late_s: float) -> None:
+        self._cluster, self._job, self._now, self._late_s = cluster, job, now, late_s
+        self._gone_tier = job.partition.tier if may_preempt else -1
+        changes: dict[float, int] = {}
+        for at, nodes in self._whole() if job.whole else self._shared():
+            changes[at] = changes.get(at, 0) | nodes
+        self._times, self._nodes, mask = sorted(changes), [], 0
+        for at in self._times:
+            mask |= changes[at]
+            self._nodes.append(mask)
+
+    def earliest(self, job: Job, allowed: int, start: float, until: float) -> tuple[float, int] | None:
+        """When from `start` on the job finds its nodes among `allowed`, and these.
+
+        Slurm takes jobs away in groups that end close to each other, at first half a minute, then twice as far each
+        time; of the nodes that a group leaves it takes the first ones, not those that are left first
+        (`_future_run_test`). So what is far away is planned later than it could be.
+
+        Args:
+            until: ends after that are not looked at.
+        """
+        times, nodes = self._times, self._nodes
+        place, end = bisect_right(times, start), bisect_right(times, min(until, LAST_S))
+        free = nodes[place - 1] & allowed if place else 0
+        if is_enough(job, free):
+            return start, pick(job, free)
+        while place < end and not nodes[place] & allowed & ~free:
+            place += 1
+        if place >= end:
+            return None
+        first, window_s = times[place] // WINDOW_S * WINDOW_S + WINDOW_S, WINDOW_S
+        while place < end:
+            place = min(max(place + 1, bisect_right(times, first + window_s)), end)
+            free = nodes[place - 1] & allowed
+            if is_enough(job, free):
+                chosen = pick(job, free)
+                return times[bisect_left(nodes, True, key=lambda some: not chosen & ~some)], chosen
+            window_s *= 2.0
+            while place < end and times[place] > first + window_s:
+                window_s *= 2.0
+        return None
+
+    def _end(self, job: Job) -> float:
+        if job.state != "RUNNING":
+            return self._now + ENDING_S
+        return job.end_at if job.end_at > self._now else self._now + self._late_s
+
+    def _whole(self) -> Iterable[tuple[float, int]]:
+        """(time, nodes that are empty from then on): each when the last of its jobs ends."""
+        cluster, taken = self._cluster, 0
+        ends = [
+            (self._end(job), job.mask)
+            for job in cluster.on_nodes.values()
+            if not job.is_preemptable_by(self._gone_tier)
+        ]
+        for at, mask in sorted(ends, reverse=True):
+            if mask & ~taken:
+                yield at, mask & ~taken
+            taken |= mask
+        yield 0.0, cluster.everything & ~taken
+
+    def _shared(self) -> Iterable[tuple[float, int]]:
+        """(time, nodes with so many free slots from then on)."""
+        for place in places(self._cluster.everything):
+            jobs = [job for job in self._cluster.jobs[place] if not job.is_preemptable_by(self._gone_tier)]
+            size = self._cluster.slots[place]
+            free = size - sum(size if job.whole else job.slots for job in jobs)
+            for at, job in [(0.0, None), *sorted(((self._end(job), job) for job in jobs), key=lambda item: item[0])]:
+                free += 0 if job is None else size if job.whole else job.slots
+                if free >= max(1, self._job.slots):
+                    yield at, 1 << place
+                    break

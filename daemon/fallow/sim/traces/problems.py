@@ -12,8 +12,6 @@ from fallow.model import Exit, FallowError
 from fallow.sim.types import Problems
 
 MOST_EXAMPLES = 5
-MOST_JOBS = 2_000_000
-"""More are not held in memory."""
 MOST_NODES = 100_000
 """No cluster has more; a file that says so is wrong, and would take all memory."""
 LAST_S = 2.0**32
@@ -57,10 +55,6 @@ class Tally:
 
     def use(self) -> None:
         self.used += 1
-        if self.used > MOST_JOBS:
-            raise FallowError(
-                f"{self._path}: more than {MOST_JOBS:,} jobs; take a part of it (--begin, --days)", Exit.DATA
-            )
 
     def refuse(self, reason: str) -> FallowError:
         """The error that says why the whole file is of no use."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import msgspec
+from msgspec.structs import replace
 
 from fallow.model import Exit, FallowError
 from fallow.sim.traces import walltimes
@@ -26,27 +26,22 @@ class Record:
     start_at: float
     end_at: float
     "infinity: it was still running when the trace ended"
-    parts: tuple[JobPart, ...]
+    part: JobPart
     limit_s: float | None = None
     "None: not known"
     priority: int = 0
-    account: str = ""
-    qos: str = ""
     nodelist: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Which part of a trace is played, and how."""
+    """Which part of a trace is played."""
 
     seed: int
+    "of what is drawn"
     begin_day: float = 0.0
     days: float | None = None
     "None: up to the end"
-    replay: bool = False
-    "jobs are submitted when they started, so that the load is the recorded one; else when they were submitted"
-    factor: float = walltimes.MEDIAN_FACTOR
-    "of walltimes that are drawn"
 
     def of(self, first: float, last: float) -> tuple[float, float]:
         """Begin and end in Unix seconds, of a trace that goes from `first` to `last`."""
@@ -82,46 +77,41 @@ class RecordedJobs:
         self.begin, self.end = window.of(first, last)
         longest = {p.partition: math.inf if p.max_time_s is None else p.max_time_s for p in site.partitions}
         highest = max((record.priority for record in records), default=0)
-        self._jobs: list[SimJob] = []
+        found: list[tuple[float, bool, SimJob]] = []
         for record in records:
-            if (job := self._played(record, last, longest, highest, window, tally)) is not None:
-                self._jobs.append(job)
-        self._jobs.sort(key=lambda job: (job.submit_at, (job.start_at or 0.0) > self.begin))
+            end_at = min(record.end_at, max(last, record.start_at + 60.0))
+            if end_at > self.begin and record.submit_at < self.end:
+                if record.limit_s is None:
+                    tally.assume("a time limit was drawn")
+                allowed_s = longest.get(record.part.partition, math.inf)
+                job = self._played(record, end_at, allowed_s, highest, window.seed)
+                found.append((job.submit_at, record.start_at > self.begin, job))
+        found.sort(key=lambda each: each[:2])
+        self._jobs = [job for _, _, job in found]
         if not self._jobs:
             raise tally.refuse("no job is in the part of it that was asked for")
         self.site = _with_room(site, self._jobs)
         self.problems: Problems = tally.problems()
 
     def jobs(self) -> Iterator[SimJob]:
+        """In order of submission."""
         return iter(self._jobs)
 
-    def _played(
-        self, record: Record, last: float, longest: dict[str, float], highest: int, window: Window, tally: Tally
-    ) -> SimJob | None:
-        end_at = min(record.end_at, max(last, record.start_at + 60.0))
-        arrives_at = record.start_at if window.replay else record.submit_at
-        if end_at <= self.begin or arrives_at >= self.end:
-            return None
-        runs_s = end_at - record.start_at
-        limit_s = record.limit_s
+    def _played(self, record: Record, end_at: float, allowed_s: float, highest: int, seed: int) -> SimJob:
+        runs_s, limit_s = end_at - record.start_at, record.limit_s
         if limit_s is None:
-            allowed_s = min(longest.get(part.partition, math.inf) for part in record.parts)
             drawn_s = max(72 * 3600.0, runs_s) if math.isinf(allowed_s) else allowed_s
-            limit_s = walltimes.limit_s(window.seed, record.job_id, runs_s, drawn_s, window.factor)
-            tally.assume("a time limit was drawn")
-        running = record.start_at < self.begin
-        gone_s = self.begin - record.start_at if running else 0.0
+            limit_s = walltimes.limit_s(seed, record.job_id, runs_s, drawn_s)
+        is_running = record.start_at < self.begin
+        gone_s = self.begin - record.start_at if is_running else 0.0
         return SimJob(
             job_id=record.job_id,
             user=record.user,
-            submit_at=max(arrives_at, self.begin),
+            submit_at=max(record.submit_at, self.begin),
             runs_s=runs_s - gone_s,
             limit_s=max(limit_s - gone_s, 60.0),
-            parts=record.parts,
-            priority=highest + 1 if running and highest else record.priority,
-            start_at=max(record.start_at, self.begin),
-            account=record.account,
-            qos=record.qos,
+            part=record.part,
+            priority=highest + 1 if is_running and highest else record.priority,
             nodelist=record.nodelist,
         )
 
@@ -130,12 +120,11 @@ def _with_room(site: Site, jobs: Iterable[SimJob]) -> Site:
     """Jobs over a partition's MaxTime were let in by somebody; in the simulation they would wait for ever."""
     wanted: dict[str, float] = {}
     for job in jobs:
-        for part in job.parts:
-            wanted[part.partition] = max(wanted.get(part.partition, 0.0), job.limit_s)
+        wanted[job.part.partition] = max(wanted.get(job.part.partition, 0.0), job.limit_s)
     partitions = tuple(
         p
         if p.max_time_s is None or wanted.get(p.partition, 0.0) <= p.max_time_s
-        else msgspec.structs.replace(p, max_time_s=math.ceil(wanted[p.partition] / 60) * 60.0)
+        else replace(p, max_time_s=math.ceil(wanted[p.partition] / 60) * 60.0)
         for p in site.partitions
     )
-    return msgspec.structs.replace(site, partitions=partitions)
+    return replace(site, partitions=partitions)

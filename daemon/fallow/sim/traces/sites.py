@@ -128,7 +128,6 @@ def from_folder(folder: Path) -> Site:
                 partitions=tuple(of[node.node]),
                 gpus=node.gpus,
                 cpus=max(1, node.cpus),
-                features=tuple(node.features),
             )
             for node in nodes
             if node.node in of
@@ -138,7 +137,6 @@ def from_folder(folder: Path) -> Site:
             config.scheduler_parameters,
             kill_wait_s=config.kill_wait_s,
             message_timeout_s=config.message_timeout_s,
-            slurmd_timeout_s=config.slurmd_timeout_s,
             **_version(config.slurm_version),
         ),
         preempt_type=config.preempt_type,

@@ -17,7 +17,7 @@ from fallow.sim.types import JobPart, Scheduler
 
 FIELDS = 18
 _ID, _SUBMIT, _WAIT, _RUN, _PROCESSORS, _ASKED_PROCESSORS, _ASKED_S, _STATUS = 0, 1, 2, 3, 4, 7, 8, 10
-_USER, _QUEUE, _PARTITION = 11, 14, 15
+_USER, _PARTITION = 11, 15
 _PARTIAL = (2, 3, 4)
 """Status of parts of a job that has a line of its own."""
 
@@ -83,30 +83,24 @@ def _row(number: int, words: list[str], most: float | None, tally: Tally) -> lis
         return None
     if not all(map(math.isfinite, row)):
         tally.bad(number, "not a number")
-        return None
-    if row[_STATUS] in _PARTIAL:
+    elif row[_STATUS] in _PARTIAL:
         tally.left_out("part of a job that has a line of its own")
-        return None
-    if row[_RUN] <= 0:
-        if row[_RUN] < 0 and row[_STATUS] == 1:
-            tally.bad(number, "completed, and no runtime")
-        else:
-            tally.left_out("it never ran")
-        return None
-    if row[_SUBMIT] < 0:
+    elif row[_RUN] < 0 and row[_STATUS] == 1:
+        tally.bad(number, "completed, and no runtime")
+    elif row[_RUN] <= 0:
+        tally.left_out("it never ran")
+    elif row[_SUBMIT] < 0:
         tally.bad(number, "submitted before the log begins", words[_SUBMIT])
-        return None
-    if row[_SUBMIT] + max(0.0, row[_WAIT]) + row[_RUN] > LAST_S:
+    elif row[_SUBMIT] + max(0.0, row[_WAIT]) + row[_RUN] > LAST_S:
         tally.bad(number, "it ends after more than a hundred years")
-        return None
-    if _processors(row) <= 0:
+    elif _processors(row) <= 0:
         tally.bad(number, "no processors")
-        return None
-    if most and _processors(row) > most:
+    elif most and _processors(row) > most:
         tally.bad(number, "more processors than the header's MaxProcs", f"{_processors(row):.0f}")
-        return None
-    tally.use()
-    return row
+    else:
+        tally.use()
+        return row
+    return None
 
 
 def _size(header: dict[str, str], rows: list[list[float]], tally: Tally) -> tuple[int, int]:
@@ -152,7 +146,6 @@ def _record(row: list[float], begin: float, names: dict[int, str], each: int, no
         submit_at=submit,
         start_at=start,
         end_at=start + row[_RUN],
-        parts=(part,),
+        part=part,
         limit_s=max(row[_ASKED_S], row[_RUN], 60.0) if row[_ASKED_S] > 0 else None,
-        qos=f"q{row[_QUEUE]:.0f}" if row[_QUEUE] >= 0 else "",
     )

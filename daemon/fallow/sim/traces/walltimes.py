@@ -19,7 +19,7 @@ MINUTES = (5, 10, 15, 20, 30, 45, 60, 90, 120, 180, 240, 360, 480, 600, 720, 108
 """What people ask for."""
 
 
-def limit_s(seed: int, job_id: str, runs_s: float, longest_s: float, factor: float = MEDIAN_FACTOR) -> float:
+def limit_s(seed: int, job_id: str, runs_s: float, longest_s: float) -> float:
     """A limit for a job, always the same for the same arguments.
 
     Args:
@@ -27,12 +27,11 @@ def limit_s(seed: int, job_id: str, runs_s: float, longest_s: float, factor: flo
         job_id: of the job.
         runs_s: how long it ran.
         longest_s: what its partition allows, MaxTime.
-        factor: how much more than needed the median user asks for.
     """
     rng = random.Random(f"{seed}/walltime/{job_id}")
     if rng.random() < _ALL_OF_IT:
         return max(longest_s, runs_s)
-    wanted_s = runs_s * math.exp(max(0.0, rng.gauss(math.log(factor), _SPREAD)))
+    wanted_s = runs_s * math.exp(max(0.0, rng.gauss(math.log(MEDIAN_FACTOR), _SPREAD)))
     place = bisect_left(MINUTES, wanted_s / 60)
     rounded_s = 60.0 * MINUTES[place] if place < len(MINUTES) else longest_s
     return max(min(rounded_s, longest_s), runs_s)

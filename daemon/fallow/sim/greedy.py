@@ -1,0 +1,198 @@
+"""The policies that `ours` is compared with: every idle node at once, and nobody at all.
+
+`Greedy` asks for one-node jobs as often as there are idle nodes that the runs could use, and gives each node to the
+smallest run. It knows nothing of the others who wait, and uses a node until its job's limit, until Slurm announces the
+end, or until the node is gone.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from math import inf
+from typing import Literal
+
+from fallow.sim.slurm import SlurmSim
+from fallow.sim.types import (
+    POLL_REQUESTS,
+    Active,
+    Ended,
+    Happening,
+    Measured,
+    Notice,
+    Options,
+    RunPlan,
+    Site,
+    Started,
+    Wanted,
+)
+from fallow.sim.work import Work
+from fallow.slurm.paced import Bucket
+
+NAME = "greedy"
+"""Of all of its jobs."""
+
+MINUTES = 60
+"""Time limit of each job."""
+
+STALE_S = 600.0
+"""A request that has waited for so long is withdrawn (as Balsam does)."""
+
+LEAVING_S = 1.0
+"""At most so long before a job's limit its node leaves the training."""
+
+BUSY_FLAGS = frozenset(("DRAIN", "NOT_RESPONDING", "COMPLETING"))
+
+
+@dataclass(slots=True)
+class _Job:
+    """A request, or the job that it became."""
+
+    partition: str
+    asked_at: float
+    run: str = ""
+    "whose node it is; empty: it waits, or its node leaves"
+    node: str = ""
+    is_leaving: bool = False
+
+
+class Nobody:
+    """A head that asks for nothing: what the idle nodes would have been worth is left to the meter."""
+
+    calls = 0
+
+    def next_at(self) -> float:
+        return inf
+
+    def wake(self, at: float) -> None:
+        """Nothing is ever due."""
+
+    def told(self, happening: Happening | Active | Measured) -> None:
+        """Nothing matters."""
+
+
+class Greedy:
+    """See `fallow.sim.types.Head`. Arguments: as of `VirtualHead`."""
+
+    def __init__(self, engine: SlurmSim, runs: Work, plans: Sequence[RunPlan], options: Options) -> None:
+        self.calls = 0
+        self._engine, self._runs, self._options = engine, runs, options
+        self._plans = {plan.run: plan for plan in plans}
+        self._partitions = lowest_partitions(engine.site)
+        self._held = dict.fromkeys(self._plans, 0)
+        "run -> its nodes, those that start up included"
+        self._lead_s = min(LEAVING_S, options.costs.release[1])
+        self._now = engine.now
+        self._bucket = Bucket(options.submits_per_min, lambda: self._now)
+        self._look_at = engine.now
+        self._timers: list[tuple[float, int, Literal["submit", "leave", "left"], str]] = []
+        "(Unix time, order, what is due, partition or job id)"
+        self._order = count()
+        self._queued: Counter[str] = Counter()
+        "partition -> requests that wait for their turn at sbatch"
+        self._jobs: dict[str, _Job] = {}
+
+    def next_at(self) -> float:
+        return min(self._look_at, self._timers[0][0] if self._timers else inf)
+
+    def wake(self, at: float) -> None:
+        self._now = at
+        while self._timers and self._timers[0][0] <= at:
+            _, _, what, which = heapq.heappop(self._timers)
+            if what == "submit":
+                self._submit(which)
+            elif which in self._jobs:
+                if what == "left":
+                    self._engine.left(which)
+                else:
+                    self._leave(which)
+        if self._look_at <= at:
+            self._look_at = at + self._options.poll_s
+            self._look()
+
+    def told(self, happening: Happening | Active | Measured) -> None:
+        self._now = happening.at
+        if isinstance(happening, Started):
+            self._started(happening)
+        elif isinstance(happening, Notice) and happening.kill_at > happening.at:
+            self._leave(happening.job_id)
+        elif isinstance(happening, Ended):
+            job = self._jobs.pop(happening.job_id, None)
+            if job is not None and job.run:
+                self._runs.lost(job.run, [job.node], self._now)
+                self._held[job.run] -= 1
+
+    # -- nodes ------------------------------------------------------------------------------------------------------
+
+    def _started(self, started: Started) -> None:
+        job = self._jobs[started.job_id]
+        job.node = started.nodes[0]
+        users = [run for run in self._users(job.partition) if self._held[run] < self._plans[run].max_nodes]
+        if not users:
+            self._leave(started.job_id)
+            return
+        job.run = min(users, key=self._held.__getitem__)
+        self._held[job.run] += 1
+        self._runs.join(job.run, job.node, started.job_id, started.at)
+        self._later(started.end_at - self._lead_s, "leave", started.job_id)
+
+    def _leave(self, job_id: str) -> None:
+        """Have the node of a job leave its run, and the job end."""
+        job = self._jobs.get(job_id)
+        if job is None or job.is_leaving or not job.node:
+            return
+        job.is_leaving, left_at = True, self._now
+        if job.run:
+            left_at = self._runs.release(job.run, [job.node], self._now)
+            self._held[job.run] -= 1
+            job.run = ""
+        self._later(left_at, "left", job_id)
+
+    def _users(self, partition: str) -> list[str]:
+        """Runs that may use nodes of this partition."""
+        return [run for run, plan in self._plans.items() if not plan.partitions or partition in plan.partitions]
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Poll, withdraw what has waited for long, and ask for what is idle and useful."""
+        self.calls += POLL_REQUESTS
+        for job_id, job in list(self._jobs.items()):
+            if not job.node and not job.is_leaving and self._now - job.asked_at > STALE_S:
+                job.is_leaving = True
+                self.calls += 1
+                self._engine.cancel(job_id)
+        waiting = self._queued + Counter(job.partition for job in self._jobs.values() if not job.node)
+        idle = Counter(
+            self._partitions[node.node]
+            for node in self._engine.poll().nodes
+            if node.state == "IDLE" and node.node in self._partitions and BUSY_FLAGS.isdisjoint(node.flags)
+        )
+        for partition, number in idle.items():
+            room = sum(self._plans[run].max_nodes - self._held[run] for run in self._users(partition))
+            for _ in range(min(number, room) - waiting[partition]):
+                self._queued[partition] += 1
+                self._later(self._now + self._bucket.take(), "submit", partition)
+
+    def _submit(self, partition: str) -> None:
+        self.calls += 1
+        self._queued[partition] -= 1
+        job_id = self._engine.submit(Wanted(token=NAME, partition=partition, minutes=MINUTES))
+        self._jobs[job_id] = _Job(partition, self._now)
+
+    def _later(self, at: float, what: Literal["submit", "leave", "left"], which: str) -> None:
+        heapq.heappush(self._timers, (at, next(self._order), what, which))
+
+
+def lowest_partitions(site: Site) -> dict[str, str]:
+    """Of each node, the partition of the lowest tier: jobs there disturb others least."""
+    tiers = {p.partition: (p.priority_tier, number) for number, p in enumerate(site.partitions) if p.up}
+    found: dict[str, str] = {}
+    for node in site.nodes:
+        open_to = [partition for partition in node.partitions if partition in tiers]
+        if open_to:
+            found[node.node] = min(open_to, key=tiers.__getitem__)
+    return found

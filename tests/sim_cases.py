@@ -1,0 +1,143 @@
+"""Small clusters, jobs and runs for tests that play them on the simulated Slurm."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fallow.model import PartitionInfo
+from fallow.sim.costs import restart
+from fallow.sim.slurm import SlurmSim
+from fallow.sim.traces.sites import Profile, made_up
+from fallow.sim.types import (
+    Change,
+    Costs,
+    Happening,
+    JobPart,
+    Plans,
+    Problems,
+    RunPlan,
+    Scheduler,
+    SimJob,
+    SimNode,
+    Site,
+    Wanted,
+)
+
+MIN = 60.0
+MANY = 1_000_000.0
+FREE = Costs(absorb=(0, 0), release=(0, 0), eject=(0, 0), start=(0, 0))
+NO_PROBLEMS = Problems(read=0, used=0, bad={}, examples=[], assumed=[])
+
+
+# -- clusters -------------------------------------------------------------------------------------------------------
+
+
+def site(
+    nodes: int = 4, *, partitions: Sequence[PartitionInfo] = (), gpus: int = 8, preempt: bool = False, **more: Any
+) -> Site:
+    """Nodes n1, n2, ... in a partition p. Args: more: fields of the scheduler."""
+    names = [f"n{i}" for i in range(1, nodes + 1)]
+    partitions = tuple(partitions) or (PartitionInfo(partition="p", nodes=names),)
+    within = {name: tuple(p.partition for p in partitions if name in p.nodes) for name in names}
+    return Site(
+        name="made-up",
+        nodes=tuple(SimNode(node=name, partitions=within[name], gpus=gpus, cpus=16) for name in names),
+        partitions=partitions,
+        scheduler=Scheduler(**{"batch_sched_delay_s": 0.0, "kill_wait_s": 5.0, **more}),
+        preempt_type="preempt/partition_prio" if preempt else "",
+    )
+
+
+def tiers(nodes: int, grace_s: float = 10.0) -> list[PartitionInfo]:
+    """A partition whose jobs give way to those of another on the same nodes."""
+    names = [f"n{i}" for i in range(1, nodes + 1)]
+    return [
+        PartitionInfo(partition="normal", nodes=names, max_time_s=86400.0, priority_tier=10),
+        PartitionInfo(partition="scavenge", nodes=names, max_time_s=86400.0, preempt_mode="CANCEL", grace_s=grace_s),
+    ]
+
+
+def job(
+    job_id: str, at: float, nodes: int, limit_s: float, runs_s: float = MANY, partition: str = "p", **more: Any
+) -> SimJob:
+    gpus = more.pop("gpus", None)
+    part = JobPart(partition=partition, nodes=nodes, gpus_per_node=gpus or 0, exclusive=gpus is None)
+    return SimJob(
+        job_id=job_id, user=more.pop("user", "u"), submit_at=at, runs_s=runs_s, limit_s=limit_s, part=part, **more
+    )
+
+
+def load(
+    seed: int, begin: float, lasts_s: float, nodes: int, every_s: float, partitions: Sequence[str]
+) -> list[SimJob]:
+    """Jobs at random whose times are no whole seconds, so that nothing else happens in the same moment; every fourth
+    in the second partition."""
+    rng, at, found = random.Random(f"{seed}/load"), begin, []
+    while (at := at + rng.expovariate(1 / every_s)) < begin + lasts_s:
+        runs_s = min(7000.0, rng.lognormvariate(6.5, 1.0))
+        size = min(nodes, 1 + int(rng.expovariate(1.0)))
+        limit_s = 60.0 * rng.choice((10, 30, 60, 120)) + runs_s
+        partition = partitions[0] if len(found) % 4 else partitions[-1]
+        found.append(job(str(len(found) + 1), at, size, limit_s, runs_s, partition))
+    return found
+
+
+def wanted(minutes: int = 60, **more: Any) -> Wanted:
+    return Wanted(**{"token": "fallow-r-h1-x", "partition": "p", "minutes": minutes, "nice": 100_000, **more})
+
+
+def starts(sim: SlurmSim, *jobs: str) -> list[float]:
+    return [round(sim.ran[name][0], 3) for name in jobs]
+
+
+def of(kind: type[Any], told: Iterable[Happening]) -> list[Any]:
+    return [each for each in told if isinstance(each, kind)]
+
+
+# -- holes ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Listed:
+    """Holes that a test says."""
+
+    site: Site
+    listed: Sequence[Change]
+    begin: float = 0.0
+    end: float = 100_000.0
+    problems: Problems = field(default_factory=lambda: NO_PROBLEMS)
+
+    def changes(self) -> Iterator[Change]:
+        return iter(self.listed)
+
+
+def holes(*changes: Change, nodes: int = 4, profile: Profile = "preempt", **more: Any) -> Listed:
+    names = [f"n{number}" for number in range(nodes)]
+    scheduler = Scheduler(**{"kill_wait_s": 5.0, **more})
+    return Listed(made_up("holes", {"batch": names}, gpus=4, profile=profile, scheduler=scheduler), changes)
+
+
+def hole_sim(source: Listed, plans: Plans = "hidden") -> SlurmSim:
+    return SlurmSim(source.site, 0, source.begin, holes=source, plans=plans)
+
+
+# -- runs -----------------------------------------------------------------------------------------------------------
+
+
+def runs_of(number: int, *speeds: float, **more: Any) -> list[RunPlan]:
+    """Equal runs; `speeds`: on one node, two, ... up to their most."""
+    rate = tuple(enumerate(speeds, 1))
+    return [
+        RunPlan(run=f"r{n}", min_nodes=1, max_nodes=len(speeds), rate=rate, shards=64, **more) for n in range(number)
+    ]
+
+
+def linear(number: int = 1, most: int = 8, **more: Any) -> list[RunPlan]:
+    return runs_of(number, *(float(n) for n in range(1, most + 1)), **more)
+
+
+def costing(up: float, down: float = 0.0, start: float = 0.0) -> Costs:
+    return restart(f"{up:g}-{down:g}", (start, start))

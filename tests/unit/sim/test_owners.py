@@ -1,0 +1,156 @@
+"""A cluster of which only the holes are known: starts, owners that come back, and what a poll shows."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fallow.model import JobInfo
+from fallow.sim.slurm import SlurmSim
+from fallow.sim.traces.sites import Profile, harvested
+from fallow.sim.types import Ended, Happening, Notice, Pool, Started, Waited, Wanted
+from sim_cases import hole_sim, holes, of
+
+
+def ask(engine: SlurmSim, minutes: int = 60, **more: object) -> str:
+    partition = harvested(engine.site)[0]
+    return engine.submit(Wanted(token="fallow-r-h1", partition=partition, minutes=minutes, **more))  # type: ignore[arg-type]
+
+
+def until(engine: SlurmSim, to: float) -> list[Happening]:
+    """Everything up to `to`, without the counts of idle nodes."""
+    return [each for each in engine.advance(to) if not isinstance(each, Pool)]
+
+
+def shown(engine: SlurmSim, job_id: str) -> JobInfo:
+    return next(info for info in engine.poll().jobs if info.job_id == job_id)
+
+
+def test_requests_start_in_backfill_cycles_only_on_the_first_idle_node() -> None:
+    engine = hole_sim(holes((0.0, (0, 1, 2), ())))
+    assert of(Pool, engine.advance(0.0))[-1] == Pool(at=0.0, idle=3)
+    first = ask(engine)
+    [started] = until(engine, 5.0)
+    assert isinstance(started, Started)
+    assert (started.job_id, started.nodes) == (first, ("n0",))
+    assert 0 < started.at <= 1.0, "backfill looks each second until it finds something to do"
+    until(engine, started.at + 10.0)
+    ask(engine)
+    [second] = of(Started, until(engine, started.at + 100.0))
+    assert second.at == pytest.approx(started.at + 30.0)
+    assert engine.idle_nodes() == 3
+
+
+def test_a_request_waits_for_the_next_hole() -> None:
+    engine = hole_sim(holes((0.0, (0,), ()), (50.0, (2,), ())))
+    first, second = ask(engine), ask(engine)
+    assert [each.job_id for each in of(Started, until(engine, 45.0))] == [first]
+    assert shown(engine, second).reason == "Priority"
+    assert [each.nodes for each in of(Started, until(engine, 90.0))] == [("n2",)]
+
+
+def test_an_owner_who_is_back_has_us_preempted_and_waits_until_we_have_left() -> None:
+    """He comes at 100.0; a pass takes 0.2 s, the signal 0.17 s, the epilog 0.3 s, and the next pass 0.2 s."""
+    engine = hole_sim(holes((0.0, (0,), ()), (100.0, (), (0,)), (300.0, (0,), ())))
+    job_id = ask(engine)
+    until(engine, 100.1)
+    assert engine.idle_nodes() == 0, "it is no idle node any more, though we have it"
+    assert [job.required_nodes for job in engine.poll().jobs if job.user == "other"] == [["n0"]]
+    [notice] = until(engine, 100.5)
+    assert isinstance(notice, Notice)
+    assert (notice.at, notice.kill_at) == (pytest.approx(100.37), pytest.approx(115.2))
+    info = shown(engine, job_id)
+    assert (info.state, info.preempt_at, info.end_at) == ("RUNNING", pytest.approx(100.2), pytest.approx(110.2))
+    engine.left(job_id)
+    ended, waited = until(engine, 105.0)
+    assert ended == Ended(at=100.5, job_id=job_id, state="PREEMPTED")
+    assert isinstance(waited, Waited) and waited.seconds == pytest.approx(0.3), "from the pass until we have left"
+    assert [job.user for job in engine.poll().jobs] == ["me"]
+    assert engine.poll().nodes[0].state == "ALLOCATED"
+
+
+@pytest.mark.parametrize(("profile", "first", "last"), [("preempt", 115.2, 145.2), ("nograce", 104.7, 104.7)])
+def test_who_does_not_leave_is_killed(profile: Profile, first: float, last: float) -> None:
+    """After the grace, at a sweep, and KillWait; without grace at once and a little sooner."""
+    engine = hole_sim(holes((0.0, (0,), ()), (100.0, (), (0,)), profile=profile))
+    ask(engine)
+    [ended] = of(Ended, until(engine, 200.0))
+    assert first - 0.01 <= ended.at <= last + 0.01
+    assert ended.state == "PREEMPTED"
+
+
+def test_without_preemption_an_owner_waits_for_the_end_of_our_job() -> None:
+    engine = hole_sim(holes((0.0, (0,), ()), (100.0, (), (0,)), profile="plain"))
+    job_id = ask(engine, 5)
+    found = until(engine, 1000.0)
+    [started], [ended], [waited] = of(Started, found), of(Ended, found), of(Waited, found)
+    assert (ended.job_id, ended.state) == (job_id, "TIMEOUT")
+    assert ended.at >= started.at + 300.0
+    assert waited.seconds == pytest.approx(ended.at - 100.2)
+
+
+def test_an_owner_who_gives_up_before_we_have_left_does_not_matter_any_more() -> None:
+    engine = hole_sim(holes((0.0, (0,), ()), (100.0, (), (0,)), (150.0, (0,), ()), profile="plain"))
+    ask(engine)
+    until(engine, 200.0)
+    assert [job.user for job in engine.poll().jobs] == ["me"]
+    assert engine.idle_nodes() == 1
+
+
+@pytest.mark.parametrize(("minutes", "starts"), [(9, True), (11, False)])
+def test_where_ends_are_planned_nothing_starts_that_would_not_be_over_by_then(minutes: int, starts: bool) -> None:
+    engine = hole_sim(holes((0.0, (0, 1), ()), (660.0, (), (0, 1))), "known")
+    ask(engine, minutes)
+    until(engine, 100.0)
+    state = engine.poll()
+    [planned] = [job for job in state.jobs if job.user == "other"]
+    assert (planned.start_at, planned.reason, planned.partition) == (660.0, "BeginTime", "batch")
+    assert planned.planned_nodes == ["n0", "n1"]
+    assert [job.state for job in state.jobs if job.user == "me"] == ["RUNNING" if starts else "PENDING"]
+    assert "PLANNED" in state.nodes[1].flags and "PLANNED" not in state.nodes[2].flags
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    turns=st.lists(st.tuples(st.integers(1, 300), st.integers(0, 15)), max_size=12),
+    profile=st.sampled_from(["preempt", "nograce", "plain"]),
+    known=st.booleans(),
+)
+def test_what_is_idle_is_what_the_trace_says_and_nobody_shares_a_node(
+    turns: list[tuple[int, int]], profile: Profile, known: bool
+) -> None:
+    """Args: turns: (seconds since the one before, nodes that are idle from then on, as bits)."""
+    at, before, changes = 0.0, 0, []
+    for seconds, mask in turns:
+        at += seconds
+        joined = tuple(n for n in range(4) if mask & ~before & 1 << n)
+        changes.append((at, joined, tuple(n for n in range(4) if before & ~mask & 1 << n)))
+        before = mask
+    engine = hole_sim(holes(*changes, profile=profile), "known" if known else "hidden")
+    for _ in range(6):
+        ask(engine, 2)
+    on: dict[str, str] = {}
+    while engine.next_at() < 6000.0:
+        for each in engine.advance(engine.next_at()):
+            if isinstance(each, Started):
+                (node,) = each.nodes
+                assert node not in on
+                on[node] = each.job_id
+            elif isinstance(each, Ended):
+                on = {node: job_id for node, job_id in on.items() if job_id != each.job_id}
+        mask = next((mask for when, mask in _moments(turns) if when <= engine.now), 0)
+        assert engine.idle_nodes() == mask.bit_count()
+    assert engine.next_at() == inf or engine.next_at() >= 6000.0
+    assert not on
+
+
+def _moments(turns: list[tuple[int, int]]) -> list[tuple[float, int]]:
+    """(Unix time, idle nodes from then on), the last first."""
+    at, found = 0.0, []
+    for seconds, mask in turns:
+        at += seconds
+        found.append((at, mask))
+    return found[::-1]
