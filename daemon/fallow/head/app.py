@@ -42,9 +42,9 @@ from fallow.head.slurm.asking import ordered
 from fallow.head.slurm.calls import SlurmCalls
 from fallow.head.slurm.harvest import Harvest
 from fallow.head.slurm.submissions import give_up_queued
+from fallow.head.state.archive import NOTE
 from fallow.head.state.book import Book, Run
 from fallow.head.state.lease import Lease
-from fallow.head.state.pruned import NOTE
 from fallow.model import Exit, FallowError
 from fallow.slurm.client import SlurmClient
 from fallow.slurm.paced import PacedClient
@@ -207,7 +207,8 @@ class Head:
             self._faults.note("notes", error)
         given_up = Turn(self._book, steady(), time.time())
         try:
-            self._book.recall(self._durable.notes)
+            if NOTE in self._durable.notes:
+                self._book.archive.recall(self._durable.notes[NOTE])
         except Exception as error:
             # The sums begin anew; somebody may still read the old ones.
             self._faults.note("notes", error)

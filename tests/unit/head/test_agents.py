@@ -26,7 +26,7 @@ from fallow.core.protocol.agents import (
     Setup,
 )
 from fallow.head.peers.agents import agent_gone
-from fallow.head.state.book import Run
+from fallow.head.state.book import Run, StoredRun
 from fallow.model import AllocationKind, AllocationState, ChangeKind, Exit, MemberPhase, RunStatus
 from runs import hold, new_book, new_run
 from talk import CONTRACT, NOW, Played, Talk, settle
@@ -439,7 +439,7 @@ def test_members_of_a_committed_generation_can_meet_through_a_head_that_comes_ba
         agent.beat(prepared=generation)
     assert run.root.generation == generation
     two.say(part(two, generation))
-    talk.book.add(run.spec, run.record, run.roster, run.allocations, run.revision, talk.at)
+    talk.book.add(StoredRun(run.spec, run.record, run.roster, run.allocations), run.revision, talk.at)
     for agent in (one, two):
         agent.beat().say(part(agent, generation))
     answer = Gathered(generation=generation, key="k", parts=(b"h1", b"h2"))

@@ -147,7 +147,8 @@ class Window:
             raise FallowError(f"usage by {by[:32]!r}: it is shown by run, project or day", Exit.USAGE)
         runs = list(self._book.runs.values()) if run is None else [self._book.get(run)]
         now = time.time()
-        *rows, total = accounts.rows(runs, by, since, self._prices, now, self._book.pruned if run is None else None)
+        pruned = self._book.archive.pruned if run is None else None
+        *rows, total = accounts.rows(runs, by, since, self._prices, now, pruned)
         return UsageReport(
             at=now,
             by=by,

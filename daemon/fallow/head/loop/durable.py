@@ -23,8 +23,8 @@ from fallow.core.allocations import Allocation
 from fallow.core.membership.roster import NODE_KEY, Roster
 from fallow.files import Paths, check_id, read_private, write_private
 from fallow.head.loop.turn import Turn
-from fallow.head.state.book import Book, Run, RunRecord
-from fallow.head.state.pruned import NOTE
+from fallow.head.state.archive import NOTE
+from fallow.head.state.book import Book, Run, RunRecord, StoredRun
 from fallow.head.state.salvage import salvage
 from fallow.model import EventRecord, Exit, FallowError, GenerationReport, RunSpec
 from fallow.store.client import Fenced, NewEvent, Store, Unavailable, Write
@@ -139,11 +139,11 @@ class Durable:
             stored = {key: value for key, (_, value) in values.items()}
             revision = values.get("root", (0, b""))[0]
             try:
-                run = _add(book, run_id, stored, revision, at)
+                run = book.add(read_run(run_id, stored), revision, at)
             except Exception as error:
                 # Whatever it is, it is this run's alone.
                 self.unreadable[run_id] = error
-                run = book.add(*salvage(self._paths, run_id, stored, time.time()), revision, at)
+                run = book.add(salvage(self._paths, run_id, stored, time.time()), revision, at)
                 run.pending |= run.roster.take_writes()
                 originals = {f"unreadable/{run_id}/{key}": value for key, value in stored.items()}
                 self._kept.setdefault(run_id, []).extend(originals)
@@ -178,7 +178,7 @@ class Durable:
         values = self._values_of(turn)
         writes = [write for run_id in values for write in self._run_writes(turn.book.runs[run_id], values[run_id])]
         if turn.forgotten:
-            turn.notes[NOTE] = records.encode(turn.book.pruned)
+            turn.notes[NOTE] = records.encode(turn.book.archive.pruned)
         for key, note in turn.notes.items():
             writes.append(Write(f"note/{key}", self._note_revisions.get(key, 0), note))
         for run in turn.forgotten:
@@ -246,10 +246,7 @@ class Durable:
         """
         found = await self._patiently(lambda: self.store.load(f"run/{run.id}/"))
         stored = {key.removeprefix(f"run/{run.id}/"): value for key, (_, value) in found.items()}
-        _, record, roster, allocations, generations = read_run(run.id, stored)
-        revision = found[f"run/{run.id}/root"][0]
-        new = book.make_anew(run, record, roster, allocations, revision, at)
-        new.generations.extend(generations)
+        new = book.make_anew(run, read_run(run.id, stored), found[f"run/{run.id}/root"][0], at)
         new.stored = _hashes(stored)
         return new
 
@@ -324,17 +321,8 @@ class Durable:
             log.info("store.back", away_s=round(away.passed_s, 1))
 
 
-def _add(book: Book, run_id: str, stored: dict[str, bytes], revision: int, at: float) -> Run:
-    spec, record, roster, allocations, generations = read_run(run_id, stored)
-    run = book.add(spec, record, roster, allocations, revision, at)
-    run.generations.extend(generations)
-    return run
-
-
-def read_run(
-    run_id: str, stored: dict[str, bytes]
-) -> tuple[RunSpec, RunRecord, Roster, dict[str, Allocation], list[GenerationReport]]:
-    """A run's spec, record, membership, allocations and reports of generations.
+def read_run(run_id: str, stored: dict[str, bytes]) -> StoredRun:
+    """Decode a run's records.
 
     Args:
         run_id: of the run.
@@ -349,7 +337,7 @@ def read_run(
     generations = [
         records.decode(value, GenerationReport) for key, value in stored.items() if key.startswith("generation/")
     ]
-    return (
+    return StoredRun(
         records.decode(stored["spec"], RunSpec),
         records.decode(stored["record"], RunRecord),
         roster,

@@ -102,7 +102,7 @@ class Asking:
         known_nodes = {node.node: node for node in cluster.nodes}
         experience = self._known.experience
         start_s = experience.wait_s(cluster.at) + experience.start_s(cluster.at)
-        known = gains(runs.values(), cluster.at, start_s, turn.book.past)
+        known = gains(runs.values(), cluster.at, start_s, turn.book.archive)
         demands = [
             replace(
                 _tried(runs[name], demand(runs[name], known_nodes, cluster.at, asks=name not in put_off)),

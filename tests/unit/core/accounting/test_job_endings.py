@@ -15,6 +15,7 @@ from fallow.core.allocations import Agent, Allocation
 from fallow.head.loop.turn import Turn
 from fallow.head.peers.agents import agent_gone, give_up_agent
 from fallow.head.slurm.harvest import Harvest
+from fallow.head.state.book import StoredRun
 from fallow.model import (
     AllocationKind,
     AllocationState,
@@ -192,7 +193,7 @@ def test_a_run_that_is_made_anew_keeps_the_keys_that_were_about_to_go(desk: Desk
     """The turn that let go of an allocation has failed: its agents still need the file."""
     run, base = desk.run, desk.hold(AllocationKind.BASE)
     desk.book.close(run, base)
-    desk.book.make_anew(run, run.record, run.roster, run.allocations, 1, 0.0)
+    desk.book.make_anew(run, StoredRun(run.spec, run.record, run.roster, run.allocations), 1, 0.0)
     assert desk.book.take_revoked() == []
     assert desk.book.allowed(base.public_key) and desk.book.paths.run(run.id).key(base.token).exists()
 
@@ -226,7 +227,7 @@ def test_another_head_can_still_tell_the_agents_of_an_allocation_that_was_given_
     base = desk.hold(AllocationKind.BASE)
     desk.book.end_allocation(desk.run, base, "agent on n1 silent for 16 s")
     run, other = desk.run, new_book(desk.book.paths.state.parent)
-    other.add(run.spec, run.record, run.roster, run.allocations, 0, 0.0)
+    other.add(StoredRun(run.spec, run.record, run.roster, run.allocations), 0, 0.0)
     assert other.allowed(base.public_key)
 
 
