@@ -33,7 +33,7 @@ from fallow.head.loop.inbox import Asked, Due, Heard, Inbox, Item, Polled, Submi
 from fallow.head.loop.notify import Notifier
 from fallow.head.loop.switch import Switch
 from fallow.head.loop.turn import Failure, Turn
-from fallow.head.peers import saved
+from fallow.head.peers import checkpoints
 from fallow.head.peers.agents import Agents
 from fallow.head.peers.whereabouts import find_address, former_port, own_keys, write_head_file
 from fallow.head.recovery import Recovery
@@ -387,7 +387,7 @@ class Head:
                 self._agents.hear(turn, peer, message, at)
             case Tick():
                 self._tick_queued = False
-                saved.adopt(turn)
+                checkpoints.adopt(turn)
                 self._deadlines.tick(turn)
                 with turn.apart("pruning"):
                     self._pruning.tick(turn)
@@ -441,7 +441,7 @@ class Head:
                 self._write_report(self._book.runs[run_id])
         if turn.removals:
             with self._counted("removal of checkpoints"):
-                saved.remove(turn.removals)
+                checkpoints.remove(turn.removals)
         for key in self._book.take_revoked():
             self._router.drop(key)
 

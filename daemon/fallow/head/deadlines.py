@@ -1,4 +1,4 @@
-"""What a tick brings for each run: walltimes, starts of workers that are due, and agents that are silent for too long.
+"""What a tick brings for each run: walltimes, starts of workers that are due, agents that are silent or do not come.
 
 Nodes are judged by the membership machine. What it does not see is an agent on whose node no worker is alive.
 """
@@ -11,14 +11,14 @@ from pathlib import Path
 from fallow.config import Membership as MembershipConfig
 from fallow.core.allocations import Allocation
 from fallow.core.membership import events as ev
+from fallow.core.missing_agents import missing_agents, note
 from fallow.head.loop.turn import Turn
-from fallow.head.peers import again, missing
+from fallow.head.peers import restarts
 from fallow.head.peers.agents import agent_gone, give_up_agent
-from fallow.head.peers.forgetting import forget
 from fallow.head.peers.hearing import Hearing
 from fallow.head.slurm import neighbours
 from fallow.head.state.book import Run
-from fallow.model import AllocationState, MemberPhase
+from fallow.model import AllocationKind, AllocationState, MemberPhase
 
 CLOSE_S = 1.0
 """Ends that differ by less are the same: they are on two clocks."""
@@ -50,12 +50,12 @@ class Deadlines:
         for allocation in run.live_allocations():
             self._watch_walltime(turn, run, allocation, margin_s)
         turn.apply(run, ev.Ticked(at=turn.at))
-        missing.look(turn, run)
+        _look_for_agents(turn, run)
         for allocation in run.live_allocations():
             neighbours.hurry(turn, run, allocation)
             for host in allocation.hosts:
                 self._watch_agent(turn, run, allocation, host)
-            again.due(turn, run, allocation)
+            restarts.due(turn, run, allocation)
         forget(turn, run)
 
     @staticmethod
@@ -99,6 +99,41 @@ class Deadlines:
                 seen_at = run.agent_seen.setdefault((allocation.token, host), turn.at)
                 if turn.at - seen_at > self._config.lease_s:
                     give_up_agent(turn, run, allocation, host, "the run is over")
+
+
+def _look_for_agents(turn: Turn, run: Run) -> None:
+    """Find the jobs whose agents should have come by now; the event log has each once."""
+    if run.spec.local:
+        return
+    found: dict[str, str] = {}
+    for allocation in run.live_allocations():
+        if nodes := missing_agents(allocation, turn.now):
+            text = note(allocation, nodes, turn.now, turn.book.endpoint, _output(turn, run, allocation))
+            found[allocation.token] = text
+            if allocation.token not in run.without_agent:
+                turn.record(run, "network", text, job=allocation.job_id)
+    run.without_agent = found
+
+
+def _output(turn: Turn, run: Run, allocation: Allocation) -> str:
+    """Where the job's output is; of a user's own job only Slurm knows."""
+    if allocation.kind is AllocationKind.HARVEST or allocation.renewed:
+        return str(turn.book.paths.run(run.id).logs / f"{allocation.token}.out")
+    return f"StdOut in: scontrol show job {allocation.job_id or allocation.token}"
+
+
+def forget(turn: Turn, run: Run) -> None:
+    """Drop what nodes that are forgotten had said, and nodes of `fallow local` that nothing is left of."""
+    for node in [node for node in run.progress if node not in run.roster.nodes]:
+        del run.progress[node]
+    if run.spec.local:
+        known = {node.token for node in run.roster.nodes.values()}
+        for token, allocation in list(run.allocations.items()):
+            if not allocation.live and token not in known:
+                del run.allocations[token]
+                turn.dirty.add(run.id)
+    for place in [place for place in run.agent_seen if place[0] not in run.allocations]:
+        del run.agent_seen[place]
 
 
 def _is_killed(run: Run, allocation: Allocation, host: str) -> bool:

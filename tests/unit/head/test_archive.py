@@ -12,7 +12,7 @@ from fallow.core import records
 from fallow.core.planning.gain import Seen
 from fallow.head.deadlines import Deadlines
 from fallow.head.loop.turn import Turn
-from fallow.head.peers import saved
+from fallow.head.peers import checkpoints
 from fallow.head.peers.hearing import Hearing
 from fallow.head.slurm.accounts import KEEP_S
 from fallow.head.slurm.gains import gains
@@ -62,7 +62,7 @@ async def test_what_the_head_does_at_each_poll_and_tick_does_not_grow_with_runs_
     other.root.status = RunStatus.WAITING
     await site.poll()
     turn = Turn(site.book, site.slurm.now, site.slurm.now)
-    saved.adopt(turn)
+    checkpoints.adopt(turn)
     Deadlines(Membership(), Hearing()).tick(turn)
     site.harvest.plan_again(turn)
     assert site.harvest.interval_s(site.book) and site.live(other)

@@ -23,7 +23,6 @@ from fallow.head.slurm.harvest import Harvest
 from fallow.head.slurm.jobs import take_in
 from fallow.head.slurm.neighbours import DELAYS, END_S, LEAVE_S, Neighbours, give_back, hurry
 from fallow.head.slurm.orphans import sweep
-from fallow.head.slurm.spending import follow_jobs
 from fallow.head.state.book import Book, Run
 from fallow.model import (
     AllocationKind,
@@ -258,7 +257,6 @@ def test_a_base_job_whose_comment_is_another_by_now_is_found_by_its_number(book:
         jobs = [JobInfo(state=state, submit_at=submit_at, **known)]  # type: ignore[arg-type]
         seen, state_of_all = turn(book, at), ClusterState(at=at, nodes=[], jobs=jobs, partitions=[])
         take_in(seen, state_of_all, 30.0)
-        follow_jobs(seen, state_of_all)
 
     for _ in range(3):
         # A number that was given away again, and one whose comment says whose it is.

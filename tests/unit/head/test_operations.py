@@ -20,9 +20,9 @@ from fallow.head.api.operations import Operations
 from fallow.head.api.views import run_view
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm import accounts
+from fallow.head.slurm.budgets import left_s
 from fallow.head.slurm.demands import demand
 from fallow.head.slurm.harvest import Harvest
-from fallow.head.slurm.spending import left_s
 from fallow.head.slurm.submissions import give_up_queued
 from fallow.head.state import book
 from fallow.head.state.book import Book, Run, RunRecord
@@ -207,7 +207,7 @@ def test_why_a_newcomer_of_such_a_run_waits_is_shown(desk: Desk) -> None:
 
 def test_a_users_own_base_job_is_given_up_only_once_its_sbatch_must_have_ended(desk: Desk) -> None:
     turn = desk.turn()
-    spec = msgspec.to_builtins(RunSpec(run="", name="other", min_nodes=1, max_nodes=2))
+    spec = RunSpec(run="", name="other", min_nodes=1, max_nodes=2)
     new = desk.operations.handle(turn, "create_run", {"spec": spec})
     run = desk.book.runs[new.run]
     for _ in range(int(SUBMIT_S / 30.0) + 2):
@@ -441,7 +441,7 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing_behind(
     before, allocations = set(desk.book.runs), set(desk.run.allocations)
     turn = desk.turn()
     with pytest.raises(FallowError) as caught:
-        desk.operations.handle(turn, "create_run", {"spec": msgspec.to_builtins(spec)})
+        desk.operations.handle(turn, "create_run", {"spec": spec})
     assert caught.value.code is Exit.IOERR
     assert "cannot be written (No space left on device); make room on its file system" in caught.value.message
     assert (set(desk.book.runs), set(desk.book.current), turn.dirty) == (before, before, set())

@@ -8,8 +8,8 @@ from fallow.config import Checkpoint as CheckpointConfig
 from fallow.config import Membership as MembershipConfig
 from fallow.core.accounting.duds import came
 from fallow.core.allocations import Agent, Allocation
-from fallow.core.membership import checkpoints
 from fallow.core.membership import events as ev
+from fallow.core.membership.checkpoints import usable as usable_checkpoints
 from fallow.core.membership.messages import Gather, Report
 from fallow.core.membership.names import member_name
 from fallow.core.protocol.agents import (
@@ -27,7 +27,7 @@ from fallow.core.protocol.agents import (
     Setup,
 )
 from fallow.head.loop.turn import Turn, agent_peer, why_ended
-from fallow.head.peers import again, gauge, saved
+from fallow.head.peers import checkpoints, restarts, throughput
 from fallow.head.peers.hearing import Hearing
 from fallow.head.state.book import Run
 from fallow.model import AllocationKind, AllocationState, Exit, MemberPhase
@@ -242,7 +242,7 @@ class Agents:
             # The store has lost it, and its number belongs to a node of another allocation now, maybe on this host.
             turn.messages.append((agent_peer(allocation, host), Introduce(node=report.node)))
             return
-        report = saved.by_this_clock(run, report, turn.now)
+        report = checkpoints.by_this_clock(run, report, turn.now)
         turn.apply(run, ev.Reported(at=at, host=host, report=report))
         known = run.roster.nodes.get(report.node)
         if known is None or (known.host, known.boot) != (host, report.boot) or not known.alive:
@@ -254,11 +254,11 @@ class Agents:
         if report.generation and allocation.active_at is None:
             allocation.active_at = turn.now
             turn.dirty.add(run.id)
-        gauge.heard(turn, run, known.id)
+        throughput.heard(turn, run, known.id)
 
     def _news(self, turn: Turn, run: Run, allocation: Allocation, host: str) -> News:
         agent = allocation.agents[host]
-        usable = checkpoints.usable(run.roster)
+        usable = usable_checkpoints(run.roster)
         epochs = [run.progress[n].epoch for n in run.roster.members[:1] if n in run.progress]
         return News(
             term=turn.book.term,
@@ -268,7 +268,7 @@ class Agents:
             step=run.step,
             epoch=epochs[0] if epochs else (usable[0].epoch if usable else 0),
             reached=run.reached,
-            checkpoint_in_s=saved.due_in_s(run, self._checkpoint.interval_s, turn.now),
+            checkpoint_in_s=checkpoints.due_in_s(run, self._checkpoint.interval_s, turn.now),
             checkpoints_asked=run.record.checkpoints_asked,
         )
 
@@ -304,7 +304,7 @@ class Agents:
             # It was killed because it hung, and said where.
             name = member_name(known.id)
             turn.record(run, "stack", f"{name} on {host} hung here", node=known.id, stack=ended.tail)
-        again.ended(turn, run, allocation, host, ended)
+        restarts.ended(turn, run, allocation, host, ended)
         gone = ev.Gone(
             at=at,
             node=ended.node,
@@ -314,7 +314,7 @@ class Agents:
             code=ended.code,
             signal=ended.signal,
             tail=ended.tail,
-            report=None if ended.report is None else saved.by_this_clock(run, ended.report, turn.now),
+            report=None if ended.report is None else checkpoints.by_this_clock(run, ended.report, turn.now),
             is_ordered=ended.is_ordered,
         )
         turn.apply(run, gone)

@@ -28,11 +28,11 @@ from fallow.core.planning.withdrawals import Withdraw
 from fallow.core.submission.reserved import within
 from fallow.core.submission.sbatch import takes_whole_nodes
 from fallow.head.loop.turn import Turn
+from fallow.head.slurm.budgets import left_s, renew_base
 from fallow.head.slurm.demands import demand
 from fallow.head.slurm.gains import gains
 from fallow.head.slurm.hurry import keep_pace
 from fallow.head.slurm.neighbours import give_back
-from fallow.head.slurm.spending import left_s, renew_base
 from fallow.head.state.book import Run
 from fallow.model import AllocationKind, ClusterConfig, ClusterState, OwnerView
 from fallow.slurm.parse import folded, nodes

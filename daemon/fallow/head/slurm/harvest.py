@@ -17,11 +17,11 @@ from fallow.core.planning.rules import harvestable
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm import accounts, cancelled, orphans, submissions
 from fallow.head.slurm.asking import Asking, ordered
+from fallow.head.slurm.budgets import keep_within_budget
 from fallow.head.slurm.jobs import take_in
 from fallow.head.slurm.learning import Learning
 from fallow.head.slurm.neighbours import DELAYS, Neighbours
 from fallow.head.slurm.prospect import look
-from fallow.head.slurm.spending import follow_jobs, keep_within_budget
 from fallow.head.state.book import Book, Run
 from fallow.model import (
     AllocationKind,
@@ -84,11 +84,8 @@ class Harvest:
         """Take in one poll, then plan. `site` is None as long as Slurm has not told its configuration."""
         cluster = as_for_us(cluster, site, self._config.harvest.qos)
         self.cluster, self._site = cluster, site
-        take_in(turn, cluster, horizon_s=horizon_s(self._config.slurm.poll_interval_s))
+        settled = take_in(turn, cluster, horizon_s=horizon_s(self._config.slurm.poll_interval_s))
         with turn.apart("ends of jobs"):
-            settled = follow_jobs(turn, cluster)
-            for run, allocation, _ in settled:
-                turn.book.close(run, allocation)
             cancelled.take_in(turn, settled, cluster.nodes, self._learning.known.backoff)
         accounts.settle(turn, cluster.at)
         turn.for_each(turn.book.current.values(), "budget", lambda run: keep_within_budget(turn, run, cluster.at))
