@@ -59,6 +59,10 @@ TICK_S = 0.25
 HEARD_AT_ONCE = 256
 """So many messages of agents are received before the loop has a turn."""
 
+SENT_AT_ONCE = 100
+"""So many messages are sent before the loop waits for ZeroMQ: what a thousand nodes are told when a group is built has
+75 kB for each of them."""
+
 DRAINED = 20_000
 """Most messages of agents that are received before a tick, which must not judge ahead of what has come."""
 
@@ -339,7 +343,7 @@ class Head:
             self._calls.pace()
         accounts.note(turn)
         await self._persist(turn)
-        self._carry_out(turn)
+        await self._carry_out(turn)
         if turn.failures or isinstance(items[0], Tick):
             await self._recovery.settle(turn, ticked=isinstance(items[0], Tick))
         for item, answer in zip(items, answers, strict=True):
@@ -427,11 +431,13 @@ class Head:
                 self._faults.note("metrics", error)
             log.info(event.kind, text=event.text, run=event.run)
 
-    def _carry_out(self, turn: Turn) -> None:
+    async def _carry_out(self, turn: Turn) -> None:
         """What is durable by now; what cannot be done is counted, and the rest is done."""
-        for peer, message in turn.messages:
+        for number, (peer, message) in enumerate(turn.messages, 1):
             with self._counted(f"send {type(message).__name__}"):
                 self._router.send(peer, message)
+            if number % SENT_AT_ONCE == 0:
+                await self._router.encrypted()
         for run_id, token in turn.submissions:
             self._calls.submit(run_id, token)
         if turn.cancels:
