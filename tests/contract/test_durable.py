@@ -186,7 +186,7 @@ async def test_a_store_that_is_killed_comes_back_though_nothing_is_to_be_written
             await durable._redis.process.wait()
             await durable.write(Turn(book, 0.0, 0.0))
         assert store_pid(paths) != killed
-        assert await durable.store.last_events(0, 10, None) == []
+        assert await durable.store.events(0, 10, None) == []
 
 
 async def test_what_was_learned_is_written_down_when_the_head_ends(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ class Window:
         stream = self._broadcast.subscribe(first)
         yield await anext(stream)
         seen = 0
-        for event in await self._durable.store.events(max(0, self._durable.last_event - RECENT_EVENTS), RECENT_EVENTS):
+        for event in await self._durable.store.events(0, RECENT_EVENTS):
             seen = event.seq
             yield event
         async for item in stream:
@@ -140,7 +140,7 @@ class Window:
         self._broadcast.close()
 
     async def _events(self, since: int = 0, limit: int = 1000, run: str | None = None) -> list[EventRecord]:
-        return await self._durable.store.last_events(since, limit, None if run is None else self._book.get(run).id)
+        return await self._durable.store.events(since, limit, None if run is None else self._book.get(run).id)
 
     async def _usage(self, by: str = "run", since: str | None = None, run: str | None = None) -> UsageReport:
         if by not in ("run", "project", "day"):
