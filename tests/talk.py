@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from fallow.config import Checkpoint, Membership
 from fallow.core.allocations import Allocation
 from fallow.core.membership.messages import Contract, Order, Report, Switch
 from fallow.core.protocol.agents import Admitted, Beat, Ended, FromAgent, Hello, Left, News, Progress, ToAgent
@@ -35,16 +34,13 @@ class Talk:
 
     Args:
         book: of the head.
-        membership: its configuration, and `checkpoint`'s.
     """
 
-    def __init__(
-        self, book: Book, *, membership: Membership = Membership(), checkpoint: Checkpoint = Checkpoint()
-    ) -> None:
+    def __init__(self, book: Book) -> None:
         self.book = book
         self.at, self.now = 0.0, NOW
-        self.agents = Agents(membership, checkpoint)
-        self.deadlines = Deadlines(membership, self.agents.hearing)
+        self.agents = Agents()
+        self.deadlines = Deadlines(self.agents.hearing)
         self.turn = Turn(book, self.at, self.now)
         "the newest"
         self.events: list[tuple[str, str]] = []

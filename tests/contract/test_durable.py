@@ -16,7 +16,6 @@ import pytest
 from fallow.config import Config
 from fallow.core.accounting.backoff import Asker
 from fallow.core.membership import events as ev
-from fallow.core.membership.watch import Timing
 from fallow.files import Paths
 from fallow.head.app import Head
 from fallow.head.loop import durable as durable_module
@@ -39,14 +38,14 @@ async def begun(folder: Path) -> AsyncIterator[tuple[Durable, Book, Paths]]:
     await durable.open()
     try:
         await durable.begin_term()
-        yield durable, Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: "id"), paths
+        yield durable, Book(paths, Config(), "k" * 40, lambda: "id"), paths
     finally:
         await durable.close()
 
 
 async def test_notes_are_found_again_by_the_next_head(tmp_path: Path) -> None:
     paths = Paths(tmp_path / "state", tmp_path / "run").create()
-    book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: "id")
+    book = Book(paths, Config(), "k" * 40, lambda: "id")
     for expected, note in (({}, b"one"), ({"experience": b"one"}, b"two"), ({"experience": b"three"}, b"four")):
         durable = Durable(paths, None)
         await durable.open()
@@ -249,7 +248,7 @@ async def test_the_store_comes_back_when_its_folder_can_be_written_again(
     await durable.begin_term()
     problems += ["full: make room", ""]
     os.kill(store_pid(paths), signal.SIGKILL)
-    book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: "id")
+    book = Book(paths, Config(), "k" * 40, lambda: "id")
     turn = Turn(book, 0.0, 0.0)
     turn.notes["experience"] = b"one"
     await durable.write(turn)
@@ -271,7 +270,7 @@ async def test_a_forgotten_run_is_gone_for_the_next_head(tmp_path: Path) -> None
         second = Turn(book, 0.0, 0.0)
         second.forget(gone)
         await durable.write(second)
-        again = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: "id")
+        again = Book(paths, Config(), "k" * 40, lambda: "id")
         await durable.load(again, 0.0)
         assert list(again.runs) == [kept.id]
         assert list(await durable.store.load("run/")) == [f"run/{kept.id}/{key}" for key in ("record", "root", "spec")]
@@ -283,7 +282,7 @@ async def test_a_key_that_nobody_knows_stops_no_head(tmp_path: Path, key: str) -
         good = book.create(RunSpec(run="", name="good", min_nodes=1, max_nodes=1), 0.0, 0.0)
         await durable.write(Turn(book, 0.0, 0.0, dirty={good.id}))
         await durable.store.save([Write(key, None, b"\xc1")], [])
-        again = Book(durable_paths(tmp_path), timing=Timing(), public_key="k" * 40, new_id=lambda: "id")
+        again = Book(durable_paths(tmp_path), Config(), "k" * 40, lambda: "id")
         await durable.load(again, 0.0)
         assert not again.runs[good.id].ended
         assert good.id not in durable.unreadable

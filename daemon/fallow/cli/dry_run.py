@@ -45,7 +45,7 @@ def dry_run(plan: Submission, source: Path | None) -> DryRun:
     from fallow.core.accounting.backoff import Asker
     from fallow.core.submission.sbatch import harvest_options, job_environment
     from fallow.files import Paths
-    from fallow.head.slurm.asking import ordered
+    from fallow.head.state.book import ordered
 
     settings = load_config()
     harvest, asker = settings.harvest, Asker.of(plan.spec, ordered(settings))
@@ -126,8 +126,9 @@ async def _own_view(client: CliClient, plan: Submission) -> Prospect:
     from fallow.core.neighbour.permission import at_first_sight
     from fallow.core.neighbour.preemption import as_for_us
     from fallow.core.planning.rules import Known
-    from fallow.head.slurm.asking import Asking, ordered
+    from fallow.head.slurm.asking import Asking
     from fallow.head.slurm.prospect import look
+    from fallow.head.state.book import ordered
     from fallow.slurm.state import own_groups
 
     known = Known()

@@ -18,7 +18,6 @@ import structlog
 from fallow.config import Config
 from fallow.control.server import ControlServer
 from fallow.core.checks.network import port_range
-from fallow.core.membership.watch import Timing
 from fallow.core.protocol.agents import FromAgent
 from fallow.files import Paths, write_struct
 from fallow.head.api.metrics import Metrics
@@ -38,7 +37,6 @@ from fallow.head.peers.agents import Agents
 from fallow.head.peers.whereabouts import find_address, former_port, own_keys, write_head_file
 from fallow.head.recovery import Recovery
 from fallow.head.slurm import accounts
-from fallow.head.slurm.asking import ordered
 from fallow.head.slurm.calls import SlurmCalls
 from fallow.head.slurm.harvest import Harvest
 from fallow.head.slurm.submissions import give_up_queued
@@ -110,8 +108,8 @@ class Head:
         self._slurm = paced
         self._calls = SlurmCalls(paced, paths, self._harvest, self._inbox, self._faults)
         self._switch = Switch(config.site.stop_file, self._inbox)
-        self._agents = Agents(config.membership, config.checkpoint)
-        self._deadlines = Deadlines(config.membership, self._agents.hearing)
+        self._agents = Agents()
+        self._deadlines = Deadlines(self._agents.hearing)
         self._book: Book
         self._pruning: Pruning
         self._operations: Operations
@@ -174,17 +172,7 @@ class Head:
         paths, config = self.paths, self.config
         await self._durable.open()
         keys = own_keys(paths)
-        self._book = Book(
-            paths,
-            timing=self._timing(),
-            kept_checkpoints=config.checkpoint.keep,
-            public_key=keys.public,
-            new_id=lambda: os.urandom(6).hex(),
-            ordered=ordered(config),
-            stand_in_after_s=config.membership.head_patience_s,
-            checkpoint_path=config.checkpoint.path,
-            network=config.network.data,
-        )
+        self._book = Book(paths, config, keys.public, lambda: os.urandom(6).hex())
         self._pruning = Pruning(config.prune, lambda run: self._window.report(run))
         self._operations = Operations(self._book, self._harvest, self._pruning)
         self._window = Window(
@@ -267,17 +255,6 @@ class Head:
         with contextlib.suppress(OSError):
             # Nothing but sockets was in it.
             self.paths.runtime.rmdir()
-
-    def _timing(self) -> Timing:
-        m = self.config.membership
-        return Timing(
-            prepare_s=m.prepare_timeout_s,
-            start_s=m.start_timeout_s,
-            lease_s=m.lease_s,
-            progress_s=m.progress_s,
-            release_s=m.release_margin_s,
-            bar_after=m.bar_after,
-        )
 
     # -- sources ------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import inf
 from pathlib import Path
 
-from fallow.config import Membership as MembershipConfig
+from fallow.config import Membership
 from fallow.core.allocations import Allocation
 from fallow.core.membership import events as ev
 from fallow.core.missing_agents import missing_agents, note
@@ -28,12 +28,10 @@ class Deadlines:
     """Watches the time of all runs.
 
     Args:
-        config: of memberships.
         hearing: when agents were heard.
     """
 
-    def __init__(self, config: MembershipConfig, hearing: Hearing) -> None:
-        self._config = config
+    def __init__(self, hearing: Hearing) -> None:
         self._hearing = hearing
 
     def tick(self, turn: Turn) -> None:
@@ -46,7 +44,7 @@ class Deadlines:
             self._end_stragglers(turn, run)
             return
         run.look_how_far()
-        margin_s = self._config.release_margin_s + run.longest_pause_s() + run.longest_save_s()
+        margin_s = turn.book.config.membership.release_margin_s + run.longest_pause_s() + run.longest_save_s()
         for allocation in run.live_allocations():
             self._watch_walltime(turn, run, allocation, margin_s)
         turn.apply(run, ev.Ticked(at=turn.at))
@@ -75,30 +73,32 @@ class Deadlines:
         seen_at = run.agent_seen.setdefault((allocation.token, host), turn.at)
         if run.spec.local:
             # No Slurm tells of this node, but it is on this host.
-            if turn.at - seen_at > self._config.lease_s and _is_killed(run, allocation, host):
+            if turn.at - seen_at > turn.book.config.membership.lease_s and _is_killed(run, allocation, host):
                 agent_gone(turn, run, allocation, host, f"the processes of {host} are gone")
             return
         silent_s = self._hearing.silent_s(seen_at, turn.at)
-        if silent_s > self._patience_s(run, allocation, host):
+        if silent_s > _patience_s(run, allocation, host, turn.book.config.membership):
             give_up_agent(turn, run, allocation, host, f"agent on {host} silent for {silent_s:.0f} s")
             turn.let_go_of_empty(run)
 
-    def _patience_s(self, run: Run, allocation: Allocation, host: str) -> float:
-        """How long a silent agent is waited for: without end while one of its nodes may be a member."""
-        nodes = [node for node in run.roster.at_place(host, allocation.token) if node.phase is not MemberPhase.GONE]
-        if any(node.alive or node.seat for node in nodes):
-            return inf
-        # A standby that is not heard may come back; it waits no longer for us.
-        return self._config.head_patience_s if nodes else self._config.lease_s
-
-    def _end_stragglers(self, turn: Turn, run: Run) -> None:
+    @staticmethod
+    def _end_stragglers(turn: Turn, run: Run) -> None:
         """Forget the agents of an ended run that fell silent."""
         for allocation in run.live_allocations():
             neighbours.hurry(turn, run, allocation)
             for host in allocation.hosts:
                 seen_at = run.agent_seen.setdefault((allocation.token, host), turn.at)
-                if turn.at - seen_at > self._config.lease_s:
+                if turn.at - seen_at > turn.book.config.membership.lease_s:
                     give_up_agent(turn, run, allocation, host, "the run is over")
+
+
+def _patience_s(run: Run, allocation: Allocation, host: str, config: Membership) -> float:
+    """How long a silent agent is waited for: without end while one of its nodes may be a member."""
+    nodes = [node for node in run.roster.at_place(host, allocation.token) if node.phase is not MemberPhase.GONE]
+    if any(node.alive or node.seat for node in nodes):
+        return inf
+    # A standby that is not heard may come back; it waits no longer for us.
+    return config.head_patience_s if nodes else config.lease_s
 
 
 def _look_for_agents(turn: Turn, run: Run) -> None:

@@ -9,12 +9,11 @@ import msgspec
 import pytest
 
 from fallow.config import Checkpoint as CheckpointSection
-from fallow.config import Membership
+from fallow.config import Config, Membership
 from fallow.core.allocations import Agent, Allocation, begin_again
 from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Checkpoint, Fault, Finish, Gather, Gathered, Order, Problem
 from fallow.core.membership.records import HostBar
-from fallow.core.membership.watch import Timing
 from fallow.core.protocol.agents import (
     Admitted,
     EndAgent,
@@ -36,7 +35,7 @@ MEMBERSHIP = Membership(lease_s=10.0, head_patience_s=100.0)
 
 @pytest.fixture
 def talk(tmp_path: Path) -> Talk:
-    return Talk(new_book(tmp_path, timing=Timing(lease_s=10.0)), membership=MEMBERSHIP)
+    return Talk(new_book(tmp_path, Config(membership=MEMBERSHIP)))
 
 
 @pytest.fixture
@@ -213,7 +212,7 @@ def test_s4_who_gets_ready_with_too_little_walltime_left_is_let_go_and_not_let_i
     tmp_path: Path, late: str, left_s: float, joins: bool
 ) -> None:
     """By a tick of the head, of which many come between an agent's first word and its workers' being ready."""
-    talk = Talk(new_book(tmp_path), membership=Membership(release_margin_s=20.0))
+    talk = Talk(new_book(tmp_path, Config(membership=Membership(release_margin_s=20.0))))
     run = new_run(talk.book)
     allocation = hold(talk.turn, run, "h1", job_id="7")
     allocation.end_at = talk.now + left_s + (600.0 if late == "worker" else 0.0)
@@ -521,7 +520,7 @@ def test_somebody_asks_for_a_checkpoint(talk: Talk, run: Run) -> None:
 
 
 def test_without_periodic_checkpoints_none_is_ever_due(tmp_path: Path) -> None:
-    talk = Talk(new_book(tmp_path), checkpoint=CheckpointSection(interval_s=0.0))
+    talk = Talk(new_book(tmp_path, Config(checkpoint=CheckpointSection(interval_s=0.0))))
     one = training(talk, new_run(talk.book), "h1")[0]
     assert one.beat().news.checkpoint_in_s is None
 

@@ -7,11 +7,9 @@ from random import Random
 
 import pytest
 
-from fallow.config import Membership
 from fallow.core import records
 from fallow.core.planning.gain import Seen
 from fallow.head.deadlines import Deadlines
-from fallow.head.loop.turn import Turn
 from fallow.head.peers import checkpoints
 from fallow.head.peers.hearing import Hearing
 from fallow.head.slurm.accounts import KEEP_S
@@ -23,7 +21,7 @@ from fallow.slurm.fake import FakeSlurm
 from fallow.slurm.virtual import FakeJob
 
 from test_gains import NOW, Desk  # isort: skip
-from test_harvest import Site, config  # isort: skip
+from slurm_side import Site, config  # isort: skip
 
 
 class Untouchable:
@@ -39,7 +37,7 @@ async def test_what_the_head_does_at_each_poll_and_tick_does_not_grow_with_runs_
     site.book._new_id = lambda: f"{next(numbers):06}"
     ended, never, other = site.run(nodes=2), site.run(), site.run(nodes=1)
     never.root.status = RunStatus.CANCELLED
-    while not site.live(ended) or any(a.state is not AllocationState.RUNNING for a in site.live(ended)):
+    while not ended.live_allocations() or any(a.state is not AllocationState.RUNNING for a in ended.live_allocations()):
         await site.poll()
     assert never.id not in site.book.current, "it had no job"
     base = site.book.new_allocation(ended, AllocationKind.BASE, site.slurm.now)
@@ -61,11 +59,11 @@ async def test_what_the_head_does_at_each_poll_and_tick_does_not_grow_with_runs_
     ended.record = ended.spec = ended.machine = Untouchable()  # type: ignore[assignment]
     other.root.status = RunStatus.WAITING
     await site.poll()
-    turn = Turn(site.book, site.slurm.now, site.slurm.now)
+    turn = site.turn()
     checkpoints.adopt(turn)
-    Deadlines(Membership(), Hearing()).tick(turn)
+    Deadlines(Hearing()).tick(turn)
     site.harvest.plan_again(turn)
-    assert site.harvest.interval_s(site.book) and site.live(other)
+    assert site.harvest.interval_s(site.book) and other.live_allocations()
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fallow.config import load_config
+from fallow.config import Checkpoint, Config, load_config
 from fallow.core.protocol.agents import Setup
 from fallow.head.loop.turn import Turn
 from fallow.head.peers import checkpoints
@@ -18,7 +18,7 @@ from talk import Talk
 
 
 def book(folder: Path, path: Path | None) -> Book:
-    return new_book(folder, checkpoint_path=None if path is None else str(path))
+    return new_book(folder, Config(checkpoint=Checkpoint(path=None if path is None else str(path))))
 
 
 def begin(known: Book) -> Run:

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fallow.config import Config, Membership, Slurm
+from fallow.config import Config, Slurm
 from fallow.config import Harvest as HarvestSection
 from fallow.core.allocations import Agent, Allocation
 from fallow.core.membership import events as ev
@@ -177,7 +177,7 @@ def test_the_nodes_of_a_run_that_is_over_have_to_hurry_too(book: Book, run: Run)
     give_back(turn(book, NOW + 2), run, allocation, "somebody waits")
     early, last = turn(book, NOW + 2), turn(book, NOW + 2 + LEAVE_S + END_S)
     for each in (early, last):
-        Deadlines(Membership(), Hearing()).tick(each)
+        Deadlines(Hearing()).tick(each)
     assert (early.cancels, last.cancels) == ([], [(run.id, allocation.token, "7")])
 
 

@@ -11,7 +11,6 @@ import pytest
 from fallow.config import Config, load_config
 from fallow.config import Harvest as HarvestSection
 from fallow.core.allocations import Agent
-from fallow.core.membership.watch import Timing
 from fallow.files import Paths
 from fallow.head.app import Head
 from fallow.head.loop.inbox import Inbox, Switched
@@ -32,7 +31,7 @@ def paths(tmp_path: Path) -> Paths:
 
 @pytest.fixture
 def book(paths: Paths) -> Book:
-    return Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: os.urandom(6).hex())
+    return Book(paths, Config(), "k" * 40, lambda: os.urandom(6).hex())
 
 
 @pytest.fixture

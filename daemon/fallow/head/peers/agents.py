@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from math import inf
 
-from fallow.config import Checkpoint as CheckpointConfig
-from fallow.config import Membership as MembershipConfig
 from fallow.core.accounting.duds import came
 from fallow.core.allocations import Agent, Allocation
 from fallow.core.membership import events as ev
@@ -40,10 +38,8 @@ STAND_IN_S = 120.0
 class Agents:
     """Turns what agents say into events for the machines."""
 
-    def __init__(self, config: MembershipConfig, checkpoint: CheckpointConfig) -> None:
+    def __init__(self) -> None:
         self.hearing = Hearing()
-        self._config = config
-        self._checkpoint = checkpoint
 
     def hear(self, turn: Turn, peer: str, message: FromAgent, at: float) -> None:
         """Handle one message. Its key decides for which allocation it speaks.
@@ -197,28 +193,19 @@ class Agents:
         turn.record(run, "node", f"{hello.host} came with {allocation.token}", job=hello.job_id)
 
     def _setup(self, turn: Turn, run: Run, allocation: Allocation) -> Setup:
+        config = turn.book.config
         return Setup(
             run=run.id,
             folder=str(turn.book.paths.run(run.id).root),
             seed=run.spec.seed,
             max_workers=run.root.maximum * run.workers_per_node,
-            beat_s=self._config.beat_s,
-            lease_s=self._config.lease_s,
-            patience_s=self._patience_s(run, allocation),
+            beat_s=config.membership.beat_s,
+            lease_s=config.membership.lease_s,
+            patience_s=_patience_s(run, allocation, config.membership.head_patience_s),
             checkpoint_folder=str(turn.book.checkpoint_folder(run)),
-            checkpoint_s=self._checkpoint.interval_s,
-            network=turn.book.network,
+            checkpoint_s=config.checkpoint.interval_s,
+            network=config.network.data,
         )
-
-    def _patience_s(self, run: Run, allocation: Allocation) -> float:
-        """How long a worker that cannot go on by itself waits for a silent head.
-
-        A base job waits to its end. A harvested node is not kept idle for longer than a stand-in head needs to come.
-        """
-        patience_s = self._config.head_patience_s
-        if run.spec.local:
-            return patience_s
-        return inf if allocation.kind is AllocationKind.BASE else patience_s + max(patience_s, STAND_IN_S)
 
     # -- it is there --------------------------------------------------------------------------------------------------
 
@@ -268,7 +255,7 @@ class Agents:
             step=run.step,
             epoch=epochs[0] if epochs else (usable[0].epoch if usable else 0),
             reached=run.reached,
-            checkpoint_in_s=checkpoints.due_in_s(run, self._checkpoint.interval_s, turn.now),
+            checkpoint_in_s=checkpoints.due_in_s(run, turn.book.config.checkpoint.interval_s, turn.now),
             checkpoints_asked=run.record.checkpoints_asked,
         )
 
@@ -340,6 +327,16 @@ def give_up_agent(turn: Turn, run: Run, allocation: Allocation, host: str, reaso
     if not allocation.hosts and allocation.live:
         turn.record(run, "node", f"{allocation.token} ended: {allocation.reason or reason}")
         turn.book.end_allocation(run, allocation, reason)
+
+
+def _patience_s(run: Run, allocation: Allocation, patience_s: float) -> float:
+    """How long a worker that cannot go on by itself waits for a silent head.
+
+    A base job waits to its end. A harvested node is not kept idle for longer than a stand-in head needs to come.
+    """
+    if run.spec.local:
+        return patience_s
+    return inf if allocation.kind is AllocationKind.BASE else patience_s + max(patience_s, STAND_IN_S)
 
 
 def _problem(run: Run, allocation: Allocation, hello: Hello) -> str | None:

@@ -9,7 +9,6 @@ import msgspec
 from msgspec.structs import replace
 
 from fallow.config import Config
-from fallow.core.accounting.backoff import Asker
 from fallow.core.accounting.cancelled import Cancels, awaits_verdict
 from fallow.core.accounting.duds import DUDS, Duds, put_off_s
 from fallow.core.accounting.prices import Prices, WakePrice
@@ -270,11 +269,6 @@ def _give_all_back(turn: Turn, run: Run, reason: str) -> None:
             turn.release_allocation(run, allocation, reason)
         else:
             turn.cancel(run, allocation, reason)
-
-
-def ordered(config: Config) -> Asker:
-    """Account and QOS of harvest jobs, where the configuration says so."""
-    return Asker(config.harvest.account or "", config.harvest.qos or "")
 
 
 def _limits(config: Config) -> Limits:

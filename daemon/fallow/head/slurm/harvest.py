@@ -16,13 +16,13 @@ from fallow.core.planning.allowance import horizon_s
 from fallow.core.planning.rules import harvestable
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm import accounts, cancelled, orphans, submissions
-from fallow.head.slurm.asking import Asking, ordered
+from fallow.head.slurm.asking import Asking
 from fallow.head.slurm.budgets import keep_within_budget
 from fallow.head.slurm.jobs import take_in
 from fallow.head.slurm.learning import Learning
 from fallow.head.slurm.neighbours import DELAYS, Neighbours
 from fallow.head.slurm.prospect import look
-from fallow.head.state.book import Book, Run
+from fallow.head.state.book import Book, Run, ordered
 from fallow.model import (
     AllocationKind,
     ClusterConfig,

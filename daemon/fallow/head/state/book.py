@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from fallow.config import Config, Membership
 from fallow.core import records
 from fallow.core.accounting.backoff import Asker
 from fallow.core.accounting.cancelled import Cancels
@@ -38,7 +39,6 @@ from fallow.head.state.archive import Archive
 from fallow.model import (
     AllocationKind,
     AllocationState,
-    DataNetwork,
     Exit,
     FallowError,
     GenerationReport,
@@ -299,31 +299,43 @@ class Run:
         return [a for a in self.allocations.values() if a.live]
 
 
+def ordered(config: Config) -> Asker:
+    """Account and QOS of harvest jobs, where the configuration says so."""
+    return Asker(config.harvest.account or "", config.harvest.qos or "")
+
+
+def timing(config: Membership) -> Timing:
+    """Deadlines of the membership's machines."""
+    return Timing(
+        prepare_s=config.prepare_timeout_s,
+        start_s=config.start_timeout_s,
+        lease_s=config.lease_s,
+        progress_s=config.progress_s,
+        release_s=config.release_margin_s,
+        bar_after=config.bar_after,
+    )
+
+
 class Book:
     """All runs, and the allow-list of keys."""
 
     def __init__(
         self,
         paths: Paths,
-        *,
-        timing: Timing,
-        kept_checkpoints: int = 2,
+        config: Config,
         public_key: str,
         new_id: Callable[[], str],
-        ordered: Asker | None = None,
-        checkpoint_path: str | None = None,
-        network: DataNetwork = DataNetwork(),
+        *,
         validate: bool = False,
-        stand_in_after_s: float | None = None,
     ) -> None:
         """Make an empty book.
 
         Args:
-            kept_checkpoints: so many usable ones of a run stay, see `core.membership.checkpoints.take_spare`.
-            ordered: account and QOS of harvest jobs, where the configuration says so.
-            checkpoint_path: below which new runs keep their checkpoints; None: in their own folders.
-            network: the members' interface and ports.
-            stand_in_after_s: an agent of a base job that has heard no head for so long starts one.
+            paths: where its files are.
+            config: of the head.
+            public_key: the head's.
+            new_id: makes random hexadecimal words.
+            validate: check the invariants of all runs after each event.
         """
         self.paths = paths
         self.runs: dict[str, Run] = {}
@@ -334,17 +346,12 @@ class Book:
         self.term = 0
         self.endpoint = ""
         "where peers find this head"
-        self.network = network
+        self.config = config
         self._revoked: dict[str, Path] = {}
         "key -> its file"
-        self._timing = timing
-        self._kept_checkpoints = kept_checkpoints
         self._public_key = public_key
         self._new_id = new_id
-        self._ordered = ordered
-        self._checkpoint_path = checkpoint_path
         self._validate = validate
-        self._stand_in_after_s = stand_in_after_s
 
     def get(self, run: str) -> Run:
         """The run of that id, or of that name when only one has it, or only one that has not ended.
@@ -369,13 +376,13 @@ class Book:
         machine = Machine(
             stored.roster,
             term=self.term,
-            timing=self._timing,
+            timing=timing(self.config.membership),
             at=at,
             edition=self._edition(spec.run),
-            keep=self._kept_checkpoints,
+            keep=self.config.checkpoint.keep,
             validate=self._validate or spec.local,
         )
-        run = Run(stored, machine, revision, self._ordered)
+        run = Run(stored, machine, revision, ordered(self.config))
         self.runs[spec.run] = self.current[spec.run] = run
         for allocation in stored.allocations.values():
             if allocation.live or _may_still_come(spec, allocation):
@@ -409,10 +416,10 @@ class Book:
 
     def _make_checkpoint_folder(self, run_id: str) -> str:
         """Make a private folder for a run's checkpoints where the configuration says so; empty: it does not."""
-        if self._checkpoint_path is None:
+        if self.config.checkpoint.path is None:
             return ""
         try:
-            return str(private_dir(Path(self._checkpoint_path) / run_id))
+            return str(private_dir(Path(self.config.checkpoint.path) / run_id))
         except FallowError as error:
             raise FallowError(f"[checkpoint] path cannot be used: {error.message}", error.code) from error
 
@@ -480,7 +487,7 @@ class Book:
             secret_key=keys.secret,
             head_file=str(self.paths.head_file),
             workers_per_node=run.spec.workers_per_node,
-            stand_in_after_s=self._stand_in_after_s if stands_in else None,
+            stand_in_after_s=self.config.membership.head_patience_s if stands_in else None,
         )
         with unwritable():
             write_struct(self.paths.run(run.id).key(token), key_file)

@@ -3,92 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from fallow.config import Config
 from fallow.core.accounting.cancelled import VERDICT_S, awaits_verdict
 from fallow.core.accounting.spans import Span
-from fallow.core.allocations import Agent, Allocation
-from fallow.head.loop.turn import Turn
+from fallow.core.allocations import Agent
 from fallow.head.peers.agents import agent_gone, give_up_agent
-from fallow.head.slurm.harvest import Harvest
 from fallow.head.state.book import StoredRun
 from fallow.model import (
     AllocationKind,
     AllocationState,
-    ClusterConfig,
-    ClusterState,
     Exit,
-    JobInfo,
     MemberPhase,
-    NodeInfo,
-    PartitionInfo,
     RunStatus,
 )
-from runs import NOW, Nodes, new_book, new_run
-
-NODES = [f"n{i}" for i in range(1, 5)]
-
-
-class Desk:
-    """A book with one run, and polls of a cluster of four idle nodes."""
-
-    def __init__(self, folder: Path, **spec: Any) -> None:
-        self.book = new_book(folder)
-        self.harvest = Harvest(Config())
-        self.at = 0.0
-        self.run = new_run(self.book, name="train", max_nodes=4, script="#!/bin/sh\n", **spec)
-        # As after the first agent: one worker per node.
-        self.run.record.slots = 1
-
-    def turn(self) -> Turn:
-        return Turn(self.book, self.at, NOW + self.at)
-
-    def poll(self, *jobs: JobInfo, after_s: float = 30.0) -> Turn:
-        self.at += after_s
-        turn = self.turn()
-        nodes = [NodeInfo(node=n, state="IDLE", partitions=["p"], gpus=4) for n in NODES]
-        partitions = [
-            PartitionInfo(partition="p", nodes=NODES, preempt_mode="REQUEUE"),
-            PartitionInfo(partition="high", nodes=NODES, priority_tier=2),
-        ]
-        site = ClusterConfig(cluster="c", slurm_version="25.11.1", preempt_type="preempt/partition_prio")
-        self.harvest.polled(
-            turn, ClusterState(at=NOW + self.at, nodes=nodes, jobs=list(jobs), partitions=partitions), site
-        )
-        return turn
-
-    def hold(
-        self,
-        kind: AllocationKind = AllocationKind.HARVEST,
-        state: AllocationState = AllocationState.RUNNING,
-        **more: object,
-    ) -> Allocation:
-        allocation = self.book.new_allocation(self.run, kind, NOW, **more)
-        allocation.state = state
-        if state is not AllocationState.UNKNOWN:
-            allocation.job_id = str(100 + self.run.record.next_allocation)
-        if state is AllocationState.RUNNING:
-            allocation.start_at, allocation.agents, allocation.nodes = NOW, {"n1": Agent()}, ["n1"]
-        return allocation
-
-    def job(self, allocation: Allocation, state: str = "RUNNING", limit_s: float = 600.0, **more: object) -> JobInfo:
-        return JobInfo(
-            job_id=allocation.job_id or "1",
-            name=allocation.token,
-            user="me",
-            state=state,
-            partition="p",
-            nodes=["n1"] if state == "RUNNING" else [],
-            start_at=NOW if state == "RUNNING" else None,
-            end_at=NOW + limit_s if state == "RUNNING" else None,
-            time_limit_s=limit_s,
-            exclusive=True,
-            **more,  # type: ignore[arg-type]
-        )
+from runs import NOW, Nodes, new_book
+from slurm_side import Desk
 
 
 @pytest.fixture
