@@ -33,7 +33,7 @@ def new_book(folder: Path, config: Config = Config(), *, validate: bool = False)
     """An empty book whose files are below `folder`."""
     paths = Paths(state=folder / "s", runtime=folder / "r").create()
     numbers = itertools.count()
-    return Book(paths, config, "k" * 40, lambda: f"{next(numbers):06}", validate=validate)
+    return Book(paths, config, lambda: f"{next(numbers):06}", validate=validate)
 
 
 def new_run(book: Book, *, at: float = 0.0, now: float = NOW, **spec: Any) -> Run:

@@ -173,7 +173,7 @@ class RealHead:
         paths = Paths(state=folder / "state", runtime=folder / "run").create()
         names = iter(f"{i:012x}" for i in range(1 << 20))
         membership = msgspec.structs.replace(config.membership, bar_after=BAR_AFTER)
-        self.book = Book(paths, msgspec.structs.replace(config, membership=membership), "k", lambda: next(names))
+        self.book = Book(paths, msgspec.structs.replace(config, membership=membership), lambda: next(names))
         self.harvest = Harvest(config)
         self._config = config
         self._agents = Agents()

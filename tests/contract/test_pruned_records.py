@@ -46,7 +46,7 @@ class Desk:
         self.durable = Durable(self.paths, None)
         await self.durable.open()
         await self.durable.begin_term()
-        self.book = Book(self.paths, Config(), "k" * 40, lambda: f"{next(self.numbers):06}")
+        self.book = Book(self.paths, Config(), lambda: f"{next(self.numbers):06}")
         await self.durable.load(self.book, self.at)
         if NOTE in self.durable.notes:
             self.book.archive.recall(self.durable.notes[NOTE])
@@ -164,7 +164,7 @@ async def test_a_head_that_is_refused_the_write_leaves_record_and_sums_as_they_w
         desk.pruning.prune(turn, keep=0, older_than_s=0.0)
         with pytest.raises(Exception, match="another head has taken over"):
             await desk.durable.write(turn)
-        book = Book(desk.paths, Config(), "k" * 40, lambda: "id")
+        book = Book(desk.paths, Config(), lambda: "id")
         await other.load(book, 0.0)
         assert NOTE not in other.notes
         assert accounts.rows(book.runs.values(), "run", None, PRICES, desk.now)[-1].jobs == 1

@@ -127,7 +127,7 @@ async def _own_view(client: CliClient, plan: Submission) -> Prospect:
     from fallow.core.neighbour.preemption import as_for_us
     from fallow.core.planning.rules import Known
     from fallow.head.slurm.asking import Asking
-    from fallow.head.slurm.prospect import look
+    from fallow.head.slurm.estimate import estimate
     from fallow.head.state.book import ordered
     from fallow.slurm.state import own_groups
 
@@ -138,7 +138,7 @@ async def _own_view(client: CliClient, plan: Submission) -> Prospect:
     allowed = settings.site
     refused = at_first_sight(cluster, site, allow_unseen=allowed.harvest_unseen, allow_unfair=allowed.harvest_unfair)
     rules = Asking(settings, known, own_groups()).rules(cluster.at, site, refused)
-    return look(cluster, plan.spec, rules, [], known, ordered=ordered(settings), by_head=False)
+    return estimate(cluster, plan.spec, rules, [], known, ordered=ordered(settings), by_head=False)
 
 
 def base_start(says: str) -> BaseStart:

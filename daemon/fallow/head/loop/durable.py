@@ -86,22 +86,11 @@ class Durable:
         """Start the private server, if there is one, and connect."""
         namespace = None
         if self._redis is not None:
-            await self._start(self._redis)
+            await self._patiently(self._redis.start, OPEN_PATIENCE_S)
         else:
             # On a shared Redis each state folder is a world of its own.
             namespace = hashlib.sha256(bytes(self._paths.state)).hexdigest()[:16]
         self._store = await Store.open(self._redis_url or self._paths.redis_socket, namespace=namespace)
-
-    async def _start(self, redis: RedisServer) -> None:
-        away = _Away(OPEN_PATIENCE_S)
-        while True:
-            try:
-                await redis.start()
-            except Unavailable as error:
-                self._note_away(away, error)
-                await asyncio.sleep(away.next_pause_s())
-            else:
-                return self._note_back(None)
 
     async def close(self) -> None:
         if self._store is not None:
@@ -258,7 +247,7 @@ class Durable:
                 f"another head has taken over {self._paths.state}; this one ends", Exit.CANTCREAT
             ) from None
 
-    async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
+    async def _patiently(self, ask: Callable[[], Awaitable[T]], patience_s: float | None = None) -> T:
         """Ask the store, once more each time that it is back.
 
         Raises:
@@ -269,7 +258,7 @@ class Durable:
             try:
                 answer = await ask()
             except Unavailable as error:
-                away = away or _Away(STORE_PATIENCE_S)
+                away = away or _Away(patience_s or STORE_PATIENCE_S)
                 self._note_away(away, error)
                 while not await self._revive(away):
                     pass
@@ -287,7 +276,7 @@ class Durable:
         try:
             if self._redis is not None:
                 await self._redis.start()
-            same = await self.store.check()
+            same = self._store is None or await self._store.check()
         except FallowError as error:
             self._note_away(away, error)
             return False

@@ -9,8 +9,10 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from secrets import token_hex
 from typing import NamedTuple
 
 import msgspec
@@ -187,6 +189,12 @@ class Run:
         self.script_digest = ""
         self.gain: Gain | None = None
         "from nodes, as of the last plan"
+        self.not_before = 0.0
+        "time on the turns' clock before which nothing is asked for, because the last jobs came to nothing"
+        self.failures_seen: int | None = None
+        "`failures`, as of the last plan"
+        self.limited_by = ""
+        "the job that waits for a limit, because of which nothing is asked for, as of the last plan"
         self.target: int | None = None
         "harvested nodes that it should have, as of the last plan"
         self.shown: tuple[int, RunView] | None = None
@@ -320,20 +328,13 @@ class Book:
     """All runs, and the allow-list of keys."""
 
     def __init__(
-        self,
-        paths: Paths,
-        config: Config,
-        public_key: str,
-        new_id: Callable[[], str],
-        *,
-        validate: bool = False,
+        self, paths: Paths, config: Config, new_id: Callable[[], str] = partial(token_hex, 6), *, validate: bool = False
     ) -> None:
         """Make an empty book.
 
         Args:
             paths: where its files are.
             config: of the head.
-            public_key: the head's.
             new_id: makes random hexadecimal words.
             validate: check the invariants of all runs after each event.
         """
@@ -349,7 +350,6 @@ class Book:
         self.config = config
         self._revoked: dict[str, Path] = {}
         "key -> its file"
-        self._public_key = public_key
         self._new_id = new_id
         self._validate = validate
 

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fallow import __version__
-from fallow.config import Usage
 from fallow.control.broadcast import Broadcast
 from fallow.control.methods import check
 from fallow.control.protocol import LastPoll
@@ -31,14 +30,13 @@ RECENT_EVENTS = 200
 """As many past events a new subscriber is told."""
 
 
-class Window:
+class ControlHandler:
     """Reads the head's state at once; what would change something waits in the inbox for its turn.
 
     Args:
         book, durable, harvest, calls: what is shown.
         inbox: of the head's loop.
         faults: errors that nobody expected.
-        prices: of node and GPU hours.
         stop: ends the head.
         stand_in: an agent has started the head.
     """
@@ -51,7 +49,6 @@ class Window:
         calls: SlurmCalls,
         inbox: Inbox,
         faults: Faults,
-        prices: Usage,
         stop: Callable[[], None],
         *,
         stand_in: bool = False,
@@ -62,7 +59,6 @@ class Window:
         self._calls = calls
         self._inbox = inbox
         self._faults = faults
-        self._prices = prices
         self._stop = stop
         self._stand_in = stand_in
         self._broadcast = Broadcast()
@@ -147,13 +143,13 @@ class Window:
             raise FallowError(f"usage by {by[:32]!r}: it is shown by run, project or day", Exit.USAGE)
         runs = list(self._book.runs.values()) if run is None else [self._book.get(run)]
         now = time.time()
-        pruned = self._book.archive.pruned if run is None else None
-        *rows, total = accounts.rows(runs, by, since, self._prices, now, pruned)
+        prices, pruned = self._book.config.usage, self._book.archive.pruned if run is None else None
+        *rows, total = accounts.rows(runs, by, since, prices, now, pruned)
         return UsageReport(
             at=now,
             by=by,
             since=since,
-            currency=self._prices.currency,
+            currency=prices.currency,
             rows=rows,
             total=total,
             others_delayed=self._harvest.neighbours.report(now),
