@@ -156,9 +156,9 @@ class Played:
         self.report = self.order = None
         return self.greet(boot=boot, node=0)
 
-    def beat(self, *, warned: int = 0, progress: Progress = Progress(), **what: Any) -> Played:
+    def beat(self, *, warned: int = 0, progress: Progress = Progress(), brief: bool = False, **what: Any) -> Played:
         """Report as before, but for `what`."""
-        return self.say(self.next_beat(warned=warned, progress=progress, **what))
+        return self.say(msgspec.structs.replace(self.next_beat(warned=warned, progress=progress, **what), brief=brief))
 
     def next_beat(self, *, warned: int = 0, progress: Progress = Progress(), **what: Any) -> Beat:
         """The heartbeat that is due, for the test to send."""

@@ -312,6 +312,13 @@ def test_progress_of_a_node_that_is_not_the_one_on_record_is_not_taken(talk: Tal
     assert one.only(Introduce) == Introduce(node=one.report.node)
 
 
+def test_a_brief_report_leaves_progress_as_it_was_told_last(talk: Talk, run: Run) -> None:
+    one = training(talk, run, "h1")[0]
+    one.beat(progress=Progress(epoch=1, reached=(1, 3)), step=3)
+    one.beat(brief=True, step=4)
+    assert (run.progress[one.node].epoch, run.reached, run.step) == (1, (1, 3), 4)
+
+
 def test_a_node_that_the_store_lost_gets_its_number_back(talk: Talk, run: Run) -> None:
     one, other = training(talk, run, "h1", "h2")
     run.roster.forget(run.roster.nodes[one.node])

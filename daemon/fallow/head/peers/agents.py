@@ -213,7 +213,8 @@ class Agents:
         if beat.warned:
             self._warned(turn, run, allocation, beat.warned)
         if beat.report is not None:
-            self._report(turn, run, allocation, host, beat.report, beat.progress, at)
+            progress = None if beat.brief else beat.progress
+            self._report(turn, run, allocation, host, beat.report, progress, at)
         if allocation.live:
             peer = agent_peer(allocation, host)
             turn.messages.append((peer, self._news(turn, run, allocation, host)))
@@ -222,7 +223,7 @@ class Agents:
 
     @staticmethod
     def _report(
-        turn: Turn, run: Run, allocation: Allocation, host: str, report: Report, progress: Progress, at: float
+        turn: Turn, run: Run, allocation: Allocation, host: str, report: Report, progress: Progress | None, at: float
     ) -> None:
         known = run.roster.nodes.get(report.node)
         if known is not None and known.token != allocation.token:
@@ -234,10 +235,11 @@ class Agents:
         known = run.roster.nodes.get(report.node)
         if known is None or (known.host, known.boot) != (host, report.boot) or not known.alive:
             return
-        run.progress[known.id] = progress
         run.step = max(run.step, known.step)
-        if known.seat:
-            run.reached = max(run.reached, progress.reached)
+        if progress is not None:
+            run.progress[known.id] = progress
+            if known.seat:
+                run.reached = max(run.reached, progress.reached)
         if report.generation and allocation.active_at is None:
             allocation.active_at = turn.now
             turn.dirty.add(run.id)
