@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fallow.core.membership.messages import Order, Report
-from fallow.core.protocol.agents import Admitted, Beat, Hello, News, Setup
+from fallow.core.protocol.agents import Admitted, Beat, Hello, News, Progress, Setup
 from fallow.files import Paths, write_struct
 from fallow.model import AllocationKind, HeadFile, KeyFile
 from fallow.wire.keys import new_keypair
@@ -73,6 +73,8 @@ class Head:
         self.key_file = self.run.key("t1")
         self.peer = ""
         self.heard: list[Any] = []
+        self.progress = Progress()
+        "as its beats told it last"
         self.term = self.boot = 1
         "what it says with each answer to a beat"
         self.answers = True
@@ -126,6 +128,8 @@ class Head:
             while True:
                 self.peer, message = await self.router.recv()
                 self.heard.append(message)
+                if isinstance(message, Beat) and not message.brief:
+                    self.progress = message.progress
                 if isinstance(message, Beat) and self.answers:
                     self.router.send(self.peer, News(term=self.term, boot=self.boot))
                 if isinstance(message, kind) and where(message):
@@ -134,10 +138,15 @@ class Head:
     async def report(self, where: Callable[[Report], bool], pids: int = 0) -> Report:
         """The next such report of a beat, by an agent with so many workers at least."""
         beat = await self.hear(
-            Beat, lambda beat: beat.report is not None and len(beat.progress.pids) >= pids and where(beat.report)
+            Beat, lambda beat: beat.report is not None and len(self.progress.pids) >= pids and where(beat.report)
         )
         assert beat.report is not None
         return beat.report
+
+    async def pids(self, where: Callable[[tuple[int, ...]], bool] = lambda _: True) -> tuple[int, ...]:
+        """The next such processes of workers that a beat tells."""
+        await self.hear(Beat, lambda _: where(self.progress.pids))
+        return self.progress.pids
 
     async def beats(self, count: int = 2) -> None:
         """What was sent to the agent has arrived, and what it sent before has been heard."""

@@ -80,7 +80,8 @@ class Node:
         order, seq = self._order, self._said.seq + 1
         ready = None if order.accepted else _CONTRACT
         self._said = replace(self._said, seq=seq, term=order.term, edition=order.edition, ready=ready, **news)
-        self._say(Beat(report=self._said, progress=_PROGRESS), kind)
+        beat = Beat(report=self._said, brief=True)
+        self._say(replace(beat, progress=_PROGRESS, brief=False) if kind == "heartbeats" else beat, kind)
 
     def beat(self) -> float:
         """Say how things stand; returns the seconds until the next time."""

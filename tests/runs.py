@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
+from fallow.config import Config
 from fallow.core.allocations import Agent, Allocation
 from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Contract, Report, Switch
-from fallow.core.membership.watch import Timing
 from fallow.core.protocol.agents import Progress
 from fallow.files import Paths
 from fallow.head.loop.turn import Turn
@@ -29,11 +29,11 @@ NOW = 1_000_000.0
 CONTRACT = Contract(signature="sig", shards=8, global_batch=64, total_steps=1000, layout=("w float32[2]",))
 
 
-def new_book(folder: Path, *, timing: Timing = Timing(), **more: Any) -> Book:
+def new_book(folder: Path, config: Config = Config(), *, validate: bool = False) -> Book:
     """An empty book whose files are below `folder`."""
     paths = Paths(state=folder / "s", runtime=folder / "r").create()
     numbers = itertools.count()
-    return Book(paths, timing=timing, public_key="k" * 40, new_id=lambda: f"{next(numbers):06}", **more)
+    return Book(paths, config, lambda: f"{next(numbers):06}", validate=validate)
 
 
 def new_run(book: Book, *, at: float = 0.0, now: float = NOW, **spec: Any) -> Run:

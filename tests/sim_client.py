@@ -10,18 +10,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import msgspec
+
 from fallow import __version__
 from fallow.config import Config
 from fallow.core.allocations import Allocation
 from fallow.core.membership.messages import Contract, Switch
-from fallow.core.membership.watch import Timing
 from fallow.core.protocol.agents import Beat, Hello, Left
 from fallow.files import Paths
 from fallow.head.deadlines import Deadlines
 from fallow.head.loop.inbox import Due, Inbox, Polled, Submitted
 from fallow.head.loop.turn import Turn, agent_peer
 from fallow.head.peers.agents import Agents
-from fallow.head.slurm.asking import ordered
 from fallow.head.slurm.calls import SlurmCalls
 from fallow.head.slurm.harvest import Harvest
 from fallow.head.state.book import Book, Run
@@ -173,12 +173,12 @@ class RealHead:
         self._engine, self._runs, self._costs, self._loop = engine, runs, options.costs, loop
         paths = Paths(state=folder / "state", runtime=folder / "run").create()
         names = iter(f"{i:012x}" for i in range(1 << 20))
-        timing = Timing(bar_after=BAR_AFTER)
-        self.book = Book(paths, timing=timing, public_key="k", new_id=lambda: next(names), ordered=ordered(config))
+        membership = msgspec.structs.replace(config.membership, bar_after=BAR_AFTER)
+        self.book = Book(paths, msgspec.structs.replace(config, membership=membership), lambda: next(names))
         self.harvest = Harvest(config)
         self._config = config
-        self._agents = Agents(config.membership, config.checkpoint)
-        self._deadlines = Deadlines(config.membership, self._agents.hearing)
+        self._agents = Agents()
+        self._deadlines = Deadlines(self._agents.hearing)
         self._nodes: dict[str, Puppets] = {}
         "by run"
         self._inbox = Inbox()

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from fallow.config import Checkpoint, Membership
 from fallow.core.allocations import Allocation
 from fallow.core.membership.messages import Contract, Order, Report, Switch
 from fallow.core.protocol.agents import Admitted, Beat, Ended, FromAgent, Hello, Left, News, Progress, ToAgent
@@ -35,16 +34,13 @@ class Talk:
 
     Args:
         book: of the head.
-        membership: its configuration, and `checkpoint`'s.
     """
 
-    def __init__(
-        self, book: Book, *, membership: Membership = Membership(), checkpoint: Checkpoint = Checkpoint()
-    ) -> None:
+    def __init__(self, book: Book) -> None:
         self.book = book
         self.at, self.now = 0.0, NOW
-        self.agents = Agents(membership, checkpoint)
-        self.deadlines = Deadlines(membership, self.agents.hearing)
+        self.agents = Agents()
+        self.deadlines = Deadlines(self.agents.hearing)
         self.turn = Turn(book, self.at, self.now)
         "the newest"
         self.events: list[tuple[str, str]] = []
@@ -160,9 +156,9 @@ class Played:
         self.report = self.order = None
         return self.greet(boot=boot, node=0)
 
-    def beat(self, *, warned: int = 0, progress: Progress = Progress(), **what: Any) -> Played:
+    def beat(self, *, warned: int = 0, progress: Progress = Progress(), brief: bool = False, **what: Any) -> Played:
         """Report as before, but for `what`."""
-        return self.say(self.next_beat(warned=warned, progress=progress, **what))
+        return self.say(msgspec.structs.replace(self.next_beat(warned=warned, progress=progress, **what), brief=brief))
 
     def next_beat(self, *, warned: int = 0, progress: Progress = Progress(), **what: Any) -> Beat:
         """The heartbeat that is due, for the test to send."""

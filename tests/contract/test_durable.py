@@ -10,15 +10,13 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from fallow.config import Config
 from fallow.core.accounting.backoff import Asker
 from fallow.core.membership import events as ev
-from fallow.core.membership.watch import Timing
+from fallow.core.planning.rules import Known
 from fallow.files import Paths
-from fallow.head.app import Head
 from fallow.head.loop import durable as durable_module
 from fallow.head.loop.durable import Durable
 from fallow.head.loop.turn import Turn
@@ -28,6 +26,7 @@ from fallow.model import AllocationKind, ChangeKind, Exit, FallowError, Generati
 from fallow.store import server as server_module
 from fallow.store.client import Write
 from fallow.store.server import find_server
+from head_in_process import serving
 from runs import Nodes
 
 
@@ -39,14 +38,14 @@ async def begun(folder: Path) -> AsyncIterator[tuple[Durable, Book, Paths]]:
     await durable.open()
     try:
         await durable.begin_term()
-        yield durable, Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: "id"), paths
+        yield durable, Book(paths, Config(), lambda: "id"), paths
     finally:
         await durable.close()
 
 
 async def test_notes_are_found_again_by_the_next_head(tmp_path: Path) -> None:
     paths = Paths(tmp_path / "state", tmp_path / "run").create()
-    book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: "id")
+    book = Book(paths, Config(), lambda: "id")
     for expected, note in (({}, b"one"), ({"experience": b"one"}, b"two"), ({"experience": b"three"}, b"four")):
         durable = Durable(paths, None)
         await durable.open()
@@ -186,29 +185,19 @@ async def test_a_store_that_is_killed_comes_back_though_nothing_is_to_be_written
             await durable._redis.process.wait()
             await durable.write(Turn(book, 0.0, 0.0))
         assert store_pid(paths) != killed
-        assert await durable.store.last_events(0, 10, None) == []
+        assert await durable.store.events(0, 10, None) == []
 
 
 async def test_what_was_learned_is_written_down_when_the_head_ends(tmp_path: Path) -> None:
-    paths = Paths(tmp_path / "state", tmp_path / "run").create()
-    config = Config()
-    config = msgspec.structs.replace(config, head=msgspec.structs.replace(config.head, address="127.0.0.1"))
-    known, asker, now = {}, Asker("bio", "low"), time.time()
+    known, asker, now = Known(), Asker("bio", "low"), time.time()
     for number in range(2):
-        head = Head(paths, config, None)
-        serving = asyncio.create_task(head.run())
-        async with asyncio.timeout(120):
-            while not paths.head_file.exists() or not hasattr(head, "_control"):
-                await asyncio.wait([serving], timeout=0.02)
-                assert not serving.done(), serving.exception()
-            known = head._harvest._learning.known
+        async with serving(tmp_path) as head:
+            known = head.head._harvest._learning.known
             if not number:
                 known.experience.started(5.0, 100.0, now)
                 known.backoff.strike("QOSMaxJobsPerUserLimit", asker, "gpu", 60, now)
                 known.backoff.too_long("cpu", 90, now)
                 known.backoff.too_long("cpu", 60, now, asker)
-            head.stop()
-            await serving
     assert known.experience.start_s(now) == 100.0
     assert known.backoff.until(asker, "gpu") == known.backoff.until(asker, "cpu") == now + 60.0
     assert (known.backoff.longest(Asker(), "cpu", now), known.backoff.longest(asker, "cpu", now)) == (45, 30)
@@ -249,7 +238,7 @@ async def test_the_store_comes_back_when_its_folder_can_be_written_again(
     await durable.begin_term()
     problems += ["full: make room", ""]
     os.kill(store_pid(paths), signal.SIGKILL)
-    book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: "id")
+    book = Book(paths, Config(), lambda: "id")
     turn = Turn(book, 0.0, 0.0)
     turn.notes["experience"] = b"one"
     await durable.write(turn)
@@ -271,7 +260,7 @@ async def test_a_forgotten_run_is_gone_for_the_next_head(tmp_path: Path) -> None
         second = Turn(book, 0.0, 0.0)
         second.forget(gone)
         await durable.write(second)
-        again = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: "id")
+        again = Book(paths, Config(), lambda: "id")
         await durable.load(again, 0.0)
         assert list(again.runs) == [kept.id]
         assert list(await durable.store.load("run/")) == [f"run/{kept.id}/{key}" for key in ("record", "root", "spec")]
@@ -283,7 +272,7 @@ async def test_a_key_that_nobody_knows_stops_no_head(tmp_path: Path, key: str) -
         good = book.create(RunSpec(run="", name="good", min_nodes=1, max_nodes=1), 0.0, 0.0)
         await durable.write(Turn(book, 0.0, 0.0, dirty={good.id}))
         await durable.store.save([Write(key, None, b"\xc1")], [])
-        again = Book(durable_paths(tmp_path), timing=Timing(), public_key="k" * 40, new_id=lambda: "id")
+        again = Book(durable_paths(tmp_path), Config(), lambda: "id")
         await durable.load(again, 0.0)
         assert not again.runs[good.id].ended
         assert good.id not in durable.unreadable

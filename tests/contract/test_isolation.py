@@ -311,7 +311,7 @@ async def test_a_message_that_cannot_be_sent_costs_that_message(
 
         monkeypatch.setattr(head.head._router, "send", send)
         turn.messages = [(peer, EndNoted(node=1, boot=1)) for peer in ("one", "bad", "other")]
-        head.head._carry_out(turn)
+        await head.head._carry_out(turn)
         assert sent == ["one", "other"]
         (error,) = (await head.snapshot()).head.internal_errors
         assert error.source == "send EndNoted"

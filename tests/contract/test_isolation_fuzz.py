@@ -274,7 +274,7 @@ def test_a_damaged_record_is_read_or_salvaged(stored: Stored, which: int, where:
     with contextlib.suppress(Unreadable):
         read_run(run_id, {**values, key: damaged})
         return
-    spec, record, roster, allocations = salvage(paths, run_id, {**values, key: damaged}, 0.0)
+    spec, record, roster, allocations, _ = salvage(paths, run_id, {**values, key: damaged}, 0.0)
     assert (spec.run, roster.root.run) == (run_id, run_id)
     assert list(allocations) == [f.removeprefix("allocation/") for f in values if f.startswith("allocation/")]
     assert not record.base_wanted, "its jobs can be ended"

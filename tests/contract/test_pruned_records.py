@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from fallow.config import Prune, Usage
+from fallow.config import Config, Prune, Usage
 from fallow.core.accounting.spans import Span, Use
 from fallow.core.allocations import Allocation
 from fallow.core.membership import events as ev
-from fallow.core.membership.watch import Timing
 from fallow.files import Paths
 from fallow.head.api.pruning import DAY_S, EVERY_S, Pruning
 from fallow.head.api.views import run_report
@@ -20,8 +19,8 @@ from fallow.head.loop.durable import Durable
 from fallow.head.loop.faults import GIVE_UP_AFTER
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm import accounts
+from fallow.head.state.archive import NOTE, PrunedRuns
 from fallow.head.state.book import Book, Run
-from fallow.head.state.pruned import NOTE, PrunedRuns
 from fallow.model import AllocationKind, AllocationState, RunSpec, RunStatus, SampleReport, UsageRow
 from fallow.store.client import Write
 from head_in_process import serving
@@ -47,9 +46,10 @@ class Desk:
         self.durable = Durable(self.paths, None)
         await self.durable.open()
         await self.durable.begin_term()
-        self.book = Book(self.paths, timing=Timing(), public_key="k" * 40, new_id=lambda: f"{next(self.numbers):06}")
+        self.book = Book(self.paths, Config(), lambda: f"{next(self.numbers):06}")
         await self.durable.load(self.book, self.at)
-        self.book.recall(self.durable.notes)
+        if NOTE in self.durable.notes:
+            self.book.archive.recall(self.durable.notes[NOTE])
         self.pruning = Pruning(
             Prune(keep=KEEP, older_than_days=OLD_DAYS),
             lambda run: run_report(run, [], SampleReport(consumed=0, lost=0, duplicated=0)),
@@ -88,7 +88,7 @@ class Desk:
         await self.durable.write(turn)
 
     def usage(self, by: str, since: str | None = None) -> list[UsageRow]:
-        return accounts.rows(self.book.runs.values(), by, since, PRICES, self.now, self.book.pruned)
+        return accounts.rows(self.book.runs.values(), by, since, PRICES, self.now, self.book.archive.pruned)
 
     async def keys(self) -> list[str]:
         return sorted(await self.durable.store.load(""))
@@ -113,7 +113,7 @@ async def test_memory_and_store_stay_flat_over_hundreds_of_ended_runs_and_the_su
         assert max(runs) <= most
         assert max(keys) <= len(("spec", "record", "root", "allocation")) * most + 1
         assert lengths[-1] < 1000 * len(lengths) * 25, "sums grow with days, and not with runs"
-        assert not list(desk.book.past.lessons) and len(desk.book.current) <= most
+        assert not list(desk.book.archive.lessons) and len(desk.book.current) <= most
         *by_run, total = desk.usage("run")
         assert (total.allocated.node_s, total.allocated.gpu_s, total.jobs) == (500 * 64.0, 500 * 128.0, 500)
         assert total.harvested.cost == 500 * 64.0
@@ -136,7 +136,7 @@ async def test_what_usage_tells_is_the_same_before_and_after_and_for_the_next_he
     last = desk.now
     told = desk.usage(by), desk.usage(by, since="1972-09-28")
     accounts.settle(desk.turn(), last + DAY_S)
-    used = {account: desk.book.past.faded(account, last + DAY_S) for account in "abc"}
+    used = {account: desk.book.archive.faded(account, last + DAY_S) for account in "abc"}
     turn = desk.turn()
     assert len(desk.pruning.prune(turn, keep=0, older_than_s=0.0)) == 5
     await desk.durable.write(turn)
@@ -146,7 +146,7 @@ async def test_what_usage_tells_is_the_same_before_and_after_and_for_the_next_he
     await desk.open()
     try:
         assert (desk.usage(by), desk.usage(by, since="1972-09-28")) == told
-        assert {a: desk.book.past.faded(a, last + DAY_S) for a in "abc"} == pytest.approx(used)
+        assert {a: desk.book.archive.faded(a, last + DAY_S) for a in "abc"} == pytest.approx(used)
         assert used["a"] > used["b"] > 0
     finally:
         await desk.durable.close()
@@ -164,10 +164,10 @@ async def test_a_head_that_is_refused_the_write_leaves_record_and_sums_as_they_w
         desk.pruning.prune(turn, keep=0, older_than_s=0.0)
         with pytest.raises(Exception, match="another head has taken over"):
             await desk.durable.write(turn)
-        book = Book(desk.paths, timing=Timing(), public_key="k" * 40, new_id=lambda: "id")
+        book = Book(desk.paths, Config(), lambda: "id")
         await other.load(book, 0.0)
-        book.recall(other.notes)
-        assert accounts.rows(book.runs.values(), "run", None, PRICES, desk.now, book.pruned)[-1].jobs == 1
+        assert NOTE not in other.notes
+        assert accounts.rows(book.runs.values(), "run", None, PRICES, desk.now)[-1].jobs == 1
     finally:
         await other.close()
         await desk.durable.close()
@@ -201,7 +201,7 @@ async def test_sums_that_cannot_be_read_are_kept_for_somebody_who_can(tmp_path: 
     async with serving(tmp_path) as second:
         notes = await second.head._durable.store.load("note/")
         assert notes[f"note/{NOTE}-unreadable"][1] == b"\xc1"
-        assert second.head._book.pruned == PrunedRuns()
+        assert second.head._book.archive.pruned == PrunedRuns()
         assert "internal.error" in second.log.getvalue()
 
 

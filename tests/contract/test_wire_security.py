@@ -318,6 +318,22 @@ async def test_a_message_that_is_too_large_to_send_harms_nothing(router: Router,
     assert await peer.received() == encode(News(term=1))
 
 
+async def test_what_all_nodes_are_told_is_encrypted_before_more_of_it_is_sent(router: Router, dial: Dial) -> None:
+    """Else the head's memory grows by the size of the message for each of its agents."""
+    hosts = ["h1", "h2", "h3"]
+    peers = [dial(KNOWN) for _ in hosts]
+    for peer, host in zip(peers, hosts, strict=True):
+        peer.send(encode(hello(host)))
+        await next_from(router)
+    large = Gathered(generation=1, key="k", parts=(os.urandom(1 << 18),))
+    for host in hosts:
+        assert router.send(named(KNOWN, host), large)
+        async with asyncio.timeout(DEADLINE_S):
+            await router.encrypted()
+    for peer in peers:
+        assert await peer.received() == encode(large)
+
+
 @pytest.mark.parametrize("name", ["", "x" * 300, "a\nb", "\x1b[31m", "\x9b31m", "a b", "../x"])
 async def test_bad_host_names_are_refused(router: Router, dial: Dial, name: str) -> None:
     peer = dial(KNOWN)

@@ -124,7 +124,7 @@ class Crew:
             return
         self._order = order
         for slot, worker in enumerate(self._workers):
-            worker.process.show(self._is_shown(slot))
+            worker.output.shown = self._is_shown(slot)
             worker.channel.send(order)
         if order.end is not None:
             self._obey_end(order.end)
@@ -190,7 +190,7 @@ class Crew:
             self._loop.call_soon_threadsafe(self._end_if_drained)
 
     def _end_if_drained(self) -> None:
-        if not self.is_alive and all(worker.process.is_drained for worker in self._workers):
+        if not self.is_alive and not any(worker.output.is_alive() for worker in self._workers):
             self._end()
 
     def _end(self) -> None:

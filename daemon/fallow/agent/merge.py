@@ -120,7 +120,7 @@ def needs_no_beat(beat: Beat) -> Beat:
             computes=False,
             in_call=False,
         )
-    return msgspec.structs.replace(beat, report=report, progress=Progress())
+    return msgspec.structs.replace(beat, report=report, progress=Progress(), brief=False)
 
 
 def _known(values: Iterable[T | None]) -> list[T]:

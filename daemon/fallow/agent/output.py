@@ -106,42 +106,40 @@ def _find_mark(data: bytes) -> int:
 class Pump(threading.Thread):
     """Moves what a worker writes. A thread of its own: a slow log or terminal holds up this worker and no other.
 
-    Owns the two read ends. Ends when both are closed by the worker, or at `finish`.
+    It makes the two pipes, and ends when the worker has closed both, or at `finish`.
 
     Args:
         worker: its name.
-        stdout, stderr: descriptors to read from.
         log: the file that takes all of it.
         drained: called at the end, in this thread.
         shown: copy to our own output, too, as long as the worker itself has not said whether.
         relays: copy everything, whatever the worker says.
     """
 
-    def __init__(
-        self,
-        worker: str,
-        stdout: int,
-        stderr: int,
-        log: Path,
-        drained: Callable[[], None],
-        *,
-        shown: bool,
-        relays: bool,
-    ) -> None:
+    def __init__(self, worker: str, log: Path, drained: Callable[[], None], *, shown: bool, relays: bool) -> None:
         super().__init__(name=f"output-{worker}", daemon=True)
         self.shown = shown
         "Set by the agent at any time."
+        stdout, out_end = os.pipe()
+        self._stderr, error_end = os.pipe()
+        self.ends = out_end, error_end
+        "what the worker writes to; closed here by `start`"
         self._relays, self._drained = relays, drained
         self._log_path = log
-        self._sources = {stdout: sys.stdout, stderr: sys.stderr}
-        self._marked = {stdout: Marked(), stderr: Marked()}
-        self._mid_line = {stdout: False, stderr: False}
+        self._sources = {stdout: sys.stdout, self._stderr: sys.stderr}
+        self._marked = {source: Marked() for source in self._sources}
+        self._mid_line = dict.fromkeys(self._sources, False)
         "what was copied last is a line without its end"
-        self._stderr = stderr
         self._lines: deque[str] = deque(maxlen=TAIL_LINES)
         self._part = b""
         self._stop_read, self._stop_write = os.pipe()
         self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Begin, now that the worker has its ends."""
+        for end in self.ends:
+            os.close(end)
+        super().start()
 
     def run(self) -> None:
         log = LogFile(self._log_path)

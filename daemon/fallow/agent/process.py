@@ -26,54 +26,35 @@ class WorkerProcess:
     """A started worker. Made in the main thread: a worker asks the kernel to die with the *thread* that made it.
 
     Args:
-        worker: its name.
         command: argv.
         environment: all of it but what names the descriptors.
         channel: its end of the socket; closed here.
-        log: the file that takes its output.
-        shown: its output is copied to ours as long as it does not say itself whether.
-        relays: its output is copied to ours whatever it says.
-        drained: called in another thread once all output of the worker that has ended is read.
+        output: takes what it writes.
     """
 
-    def __init__(
-        self,
-        worker: str,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        channel: int,
-        log: Path,
-        *,
-        shown: bool,
-        relays: bool,
-        drained: Callable[[], None],
-    ) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], channel: int, output: Pump) -> None:
         self.code: int | None = None
         self.signal: int | None = None
         self.ended = False
-        self._error = ""
+        self.error = ""
+        "why it could not be started"
         self._process: subprocess.Popen[bytes] | None = None
-        out_read, out_write = os.pipe()
-        error_read, error_write = os.pipe()
-        pipes = " ".join(str(os.fstat(end).st_ino) for end in (out_write, error_write))
+        pipes = " ".join(str(os.fstat(end).st_ino) for end in output.ends)
         try:
             self._process = subprocess.Popen(
                 list(command),
                 env={**environment, CHANNEL: str(channel), OUTPUT_PIPES: pipes},
                 pass_fds=(channel,),
                 stdin=subprocess.DEVNULL,
-                stdout=out_write,
-                stderr=error_write,
+                stdout=output.ends[0],
+                stderr=output.ends[1],
                 start_new_session=True,
             )
         except OSError as error:
             self.ended, self.code = True, EXEC_FAILED
-            self._error = f"{command[0]}: cannot be started ({error.strerror}){with_python(command[0])}"
+            self.error = f"{command[0]}: cannot be started ({error.strerror}){with_python(command[0])}"
         finally:
-            for descriptor in (channel, out_write, error_write):
-                os.close(descriptor)
-        self._pump = Pump(worker, out_read, error_read, log, drained, shown=shown, relays=relays)
-        self._pump.start()
+            os.close(channel)
 
     @property
     def pid(self) -> int:
@@ -107,34 +88,17 @@ class WorkerProcess:
 
     def tell_stack(self) -> None:
         """Have it write its training thread's stack to its standard error, if it still can."""
-        if self._process is not None and not self.ended:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(self._process.pid, STACK_SIGNAL)
+        self._signal(os.kill, STACK_SIGNAL)
 
     def warn(self) -> None:
         """SIGTERM: Slurm takes this node, and no head is there to release the worker."""
-        if self._process is not None and not self.ended:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(self._process.pid, signal.SIGTERM)
+        self._signal(os.kill, signal.SIGTERM)
 
     def kill(self) -> None:
         """SIGKILL to the worker and all that it started in its group."""
+        self._signal(os.killpg, signal.SIGKILL)
+
+    def _signal(self, send: Callable[[int, int], None], number: int) -> None:
         if self._process is not None and not self.ended:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-
-    def show(self, shown: bool) -> None:
-        """Copy its output to ours from now on, or no more."""
-        self._pump.shown = shown
-
-    def drain(self) -> None:
-        """It has ended: read what is left of its output, then call `drained`."""
-        self._pump.finish()
-
-    @property
-    def is_drained(self) -> bool:
-        return not self._pump.is_alive()
-
-    def tail(self) -> str:
-        """The last lines of its standard error, or why it could not be started."""
-        return self._error or self._pump.tail()
+                send(self._process.pid, number)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import msgspec
+
 from fallow.agent.merge import needs_no_beat
-from fallow.core.protocol.agents import Beat
+from fallow.core.protocol.agents import Beat, Progress
 
 COALESCE_S = 0.01
 "Between two reports at least, however much happens."
@@ -26,12 +28,18 @@ class Reporter:
         self._told = Beat()
         "what was told last, without what needs no beat"
         self._told_at = 0.0
+        self._pids: tuple[int, ...] = ()
+        "those of workers that were told last"
         self._telling: asyncio.TimerHandle | None = None
 
     def tell(self) -> None:
         """Send a heartbeat now."""
-        beat = self._make()
+        self._tell(self._make())
+
+    def _tell(self, beat: Beat) -> None:
         self._told, self._told_at = needs_no_beat(beat), self._loop.time()
+        if not beat.brief:
+            self._pids = beat.progress.pids
         self._send(beat)
 
     def note_change(self) -> None:
@@ -41,5 +49,10 @@ class Reporter:
 
     def _tell_change(self) -> None:
         self._telling = None
-        if needs_no_beat(self._make()) != self._told:
-            self.tell()
+        beat = self._make()
+        if needs_no_beat(beat) == self._told:
+            return
+        if beat.progress.pids == self._pids:
+            # All members report each change at the same moment. How the training gets on can wait.
+            beat = msgspec.structs.replace(beat, progress=Progress(), brief=True)
+        self._tell(beat)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fallow.agent.merge import Facts
+from fallow.agent.output import Pump
 from fallow.agent.place import Place
 from fallow.agent.process import CHANNEL, WorkerProcess
 from fallow.core.protocol.workers import FromWorker, Part, Start, Status
@@ -79,16 +80,10 @@ class Worker:
         self._name = start.worker
         self._on_change, self._on_part = on_change, on_part
         ours, theirs = socket.socketpair()
-        self.process = WorkerProcess(
-            self._name,
-            launch.command,
-            launch.environment(start),
-            theirs.detach(),
-            RunPaths(Path(start.setup.folder)).log(self._name),
-            shown=shown,
-            relays=launch.relays,
-            drained=drained,
-        )
+        log_file = RunPaths(Path(start.setup.folder)).log(self._name)
+        self.output = Pump(self._name, log_file, drained, shown=shown, relays=launch.relays)
+        self.process = WorkerProcess(launch.command, launch.environment(start), theirs.detach(), self.output)
+        self.output.start()
         self.channel = WorkerChannel(ours, self._hear, self._lose_channel)
         self.channel.send(start)
         self.has_ended = False
@@ -111,7 +106,7 @@ class Worker:
         self.has_ended = True
         self.channel.drain()
         self.channel.close()
-        self.process.drain()
+        self.output.finish()
         return True
 
     def _hear(self, message: FromWorker) -> None:
@@ -146,7 +141,7 @@ class Worker:
 
     def tail(self) -> str:
         """Its last words, or why they are not known."""
-        return self._problem or self.process.tail()
+        return self._problem or self.process.error or self.output.tail()
 
     def facts(self) -> Facts:
         """What is known of it, also after its end."""

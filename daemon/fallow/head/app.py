@@ -11,6 +11,7 @@ import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -18,33 +19,31 @@ import structlog
 from fallow.config import Config
 from fallow.control.server import ControlServer
 from fallow.core.checks.network import port_range
-from fallow.core.membership.watch import Timing
 from fallow.core.protocol.agents import FromAgent
 from fallow.files import Paths, write_struct
+from fallow.head.api.handler import ControlHandler
 from fallow.head.api.metrics import Metrics
 from fallow.head.api.operations import Operations
 from fallow.head.api.pruning import Pruning
-from fallow.head.api.window import Window
 from fallow.head.deadlines import Deadlines
 from fallow.head.loop.clock import steady
 from fallow.head.loop.durable import Durable
 from fallow.head.loop.faults import Faults, Quarantine
 from fallow.head.loop.inbox import Asked, Due, Heard, Inbox, Item, Polled, Submitted, Switched, Tick, TrialRefused
 from fallow.head.loop.notify import Notifier
-from fallow.head.loop.switch import Switch
+from fallow.head.loop.stop_file import StopFile
 from fallow.head.loop.turn import Failure, Turn
-from fallow.head.peers import saved
+from fallow.head.peers import checkpoints
 from fallow.head.peers.agents import Agents
 from fallow.head.peers.whereabouts import find_address, former_port, own_keys, write_head_file
 from fallow.head.recovery import Recovery
 from fallow.head.slurm import accounts
-from fallow.head.slurm.asking import ordered
 from fallow.head.slurm.calls import SlurmCalls
 from fallow.head.slurm.harvest import Harvest
 from fallow.head.slurm.submissions import give_up_queued
+from fallow.head.state.archive import NOTE
 from fallow.head.state.book import Book, Run
 from fallow.head.state.lease import Lease
-from fallow.head.state.pruned import NOTE
 from fallow.model import Exit, FallowError
 from fallow.slurm.client import SlurmClient
 from fallow.slurm.paced import PacedClient
@@ -58,6 +57,10 @@ TICK_S = 0.25
 
 HEARD_AT_ONCE = 256
 """So many messages of agents are received before the loop has a turn."""
+
+SENT_AT_ONCE = 100
+"""So many messages are sent before the loop waits for ZeroMQ: what a thousand nodes are told when a group is built has
+75 kB for each of them."""
 
 DRAINED = 20_000
 """Most messages of agents that are received before a tick, which must not judge ahead of what has come."""
@@ -90,6 +93,7 @@ class Head:
         self.config = config
         self._lease = lease
         self._stand_in = stand_in
+        self._book = Book(paths, config)
         self._inbox = Inbox()
         self._stop = asyncio.Event()
         self._notifier = Notifier()
@@ -105,16 +109,23 @@ class Head:
             paced = PacedClient(slurm, queries_per_min=limits.queries_per_min, submits_per_min=limits.submits_per_min)
         self._slurm = paced
         self._calls = SlurmCalls(paced, paths, self._harvest, self._inbox, self._faults)
-        self._switch = Switch(config.site.stop_file, self._inbox)
-        self._agents = Agents(config.membership, config.checkpoint)
-        self._deadlines = Deadlines(config.membership, self._agents.hearing)
-        self._book: Book
-        self._pruning: Pruning
-        self._operations: Operations
-        self._window: Window
-        self._recovery: Recovery
+        self._stop_file = StopFile(config.site.stop_file, self._inbox)
+        self._agents = Agents()
+        self._deadlines = Deadlines(self._agents.hearing)
+        self._handler = ControlHandler(
+            self._book,
+            self._durable,
+            self._harvest,
+            self._calls,
+            self._inbox,
+            self._faults,
+            self.stop,
+            stand_in=stand_in,
+        )
+        self._pruning = Pruning(config.prune, self._handler.report)
+        self._operations = Operations(self._book, self._harvest, self._pruning)
+        self._recovery = Recovery(self._book, self._durable, self._faults, self._persist, self._carry_out)
         self._router: Router
-        self._control: ControlServer
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -124,25 +135,28 @@ class Head:
         before = loop.get_exception_handler()
         loop.set_exception_handler(self._stray)
         try:
-            await self._open()
-            async with asyncio.TaskGroup() as tasks:
-                sources: dict[str, Callable[[], Awaitable[None]]] = {
-                    "messages": self._hear,
-                    "clock": self._clock,
-                    "stop file": self._switch.watch,
-                    "snapshots": self._window.publish_snapshots,
-                    **self._calls.sources(self._book),
-                }
-                all_tasks = [tasks.create_task(self._faults.keep_running(*source)) for source in sources.items()]
-                all_tasks.append(tasks.create_task(self._loop()))
-                await self._stop.wait()
-                self._notifier.stopping()
-                for task in all_tasks:
-                    task.cancel()
-            await self._remember()
+            async with contextlib.AsyncExitStack() as closing:
+                await self._open(closing)
+                await self._serve()
+                await self._remember()
         finally:
-            await self._close()
             loop.set_exception_handler(before)
+
+    async def _serve(self) -> None:
+        sources: dict[str, Callable[[], Awaitable[None]]] = {
+            "messages": self._hear,
+            "clock": self._clock,
+            "stop file": self._stop_file.watch,
+            "snapshots": self._handler.publish_snapshots,
+            **self._calls.sources(self._book),
+        }
+        async with asyncio.TaskGroup() as tasks:
+            all_tasks = [tasks.create_task(self._faults.keep_running(*source)) for source in sources.items()]
+            all_tasks.append(tasks.create_task(self._loop()))
+            await self._stop.wait()
+            self._notifier.stopping()
+            for task in all_tasks:
+                task.cancel()
 
     def _stray(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An error in a callback, or in a task that nobody waits for."""
@@ -163,38 +177,16 @@ class Head:
     @property
     def agents_leave(self) -> bool:
         """Agents that were told to end have not all done so."""
-        runs = self._book.current.values() if hasattr(self, "_book") else ()
-        return any(a.end_code is not None and a.hosts for r in runs for a in r.live_allocations())
+        live = (a for run in self._book.current.values() for a in run.live_allocations())
+        return any(a.end_code is not None and a.hosts for a in live)
 
-    async def _open(self) -> None:
+    async def _open(self, closing: contextlib.AsyncExitStack) -> None:
+        """Get ready to serve. What is opened is closed the other way round."""
         paths, config = self.paths, self.config
+        closing.callback(_remove_empty, paths.runtime)
+        closing.push_async_callback(self._durable.close)
         await self._durable.open()
         keys = own_keys(paths)
-        self._book = Book(
-            paths,
-            timing=self._timing(),
-            kept_checkpoints=config.checkpoint.keep,
-            public_key=keys.public,
-            new_id=lambda: os.urandom(6).hex(),
-            ordered=ordered(config),
-            stand_in_after_s=config.membership.head_patience_s,
-            checkpoint_path=config.checkpoint.path,
-            network=config.network.data,
-        )
-        self._pruning = Pruning(config.prune, lambda run: self._window.report(run))
-        self._operations = Operations(self._book, self._harvest, self._pruning)
-        self._window = Window(
-            self._book,
-            self._durable,
-            self._harvest,
-            self._calls,
-            self._inbox,
-            self._faults,
-            config.usage,
-            self.stop,
-            stand_in=self._stand_in,
-        )
-        self._recovery = Recovery(self._book, self._durable, self._faults, self._persist, self._carry_out)
         self._book.term = await self._durable.begin_term()
         await self._durable.load(self._book, steady())
         for run_id, error in self._durable.unreadable.items():
@@ -207,7 +199,8 @@ class Head:
             self._faults.note("notes", error)
         given_up = Turn(self._book, steady(), time.time())
         try:
-            self._book.recall(self._durable.notes)
+            if NOTE in self._durable.notes:
+                self._book.archive.recall(self._durable.notes[NOTE])
         except Exception as error:
             # The sums begin anew; somebody may still read the old ones.
             self._faults.note("notes", error)
@@ -219,18 +212,21 @@ class Head:
             host = os.uname().nodename
             given_up.record(None, "stand-in", f"no head was heard: a stand-in head serves on {host}, in a base job")
         await self._persist(given_up)
-        if why := await self._switch.look():
+        if why := await self._stop_file.look():
             # Before the first plan; the loop's first turn gives back what is held.
             self._harvest.asking.stopped = why
             self._inbox.put_nowait(Switched(why))
         self._router = Router(keys.public, keys.secret, self._book.allowed)
+        closing.push_async_callback(_close, self._router)
         address = config.head.address or await find_address(self._slurm)
         port = config.head.port or former_port(paths)
         ports = config.network.head_ports if config.head.port is None else None
         endpoint = await self._router.start(address, port, port_range(ports) if ports else None)
         self._book.endpoint = endpoint
-        self._control = ControlServer(paths.control, self._window)
-        await self._control.start()
+        control = ControlServer(paths.control, self._handler)
+        closing.push_async_callback(_close, control)
+        closing.callback(self._handler.close)
+        await control.start()
         if not self._stand_in:
             write_struct(paths.head_config, config)
         write_head_file(
@@ -248,31 +244,6 @@ class Head:
                 await self._durable.write(turn)
         except (FallowError, TimeoutError) as error:
             log.warning("head.forgets", error=str(error))
-
-    async def _close(self) -> None:
-        """Whatever of it was opened, the other way round."""
-        if hasattr(self, "_window"):
-            self._window.close()
-        for name in ("_control", "_router"):
-            part = getattr(self, name, None)
-            if part is not None:
-                with contextlib.suppress(FallowError, OSError):
-                    await part.close()
-        await self._durable.close()
-        with contextlib.suppress(OSError):
-            # Nothing but sockets was in it.
-            self.paths.runtime.rmdir()
-
-    def _timing(self) -> Timing:
-        m = self.config.membership
-        return Timing(
-            prepare_s=m.prepare_timeout_s,
-            start_s=m.start_timeout_s,
-            lease_s=m.lease_s,
-            progress_s=m.progress_s,
-            release_s=m.release_margin_s,
-            bar_after=m.bar_after,
-        )
 
     # -- sources ------------------------------------------------------------------------------------------------
 
@@ -338,7 +309,7 @@ class Head:
             self._calls.pace()
         accounts.note(turn)
         await self._persist(turn)
-        self._carry_out(turn)
+        await self._carry_out(turn)
         if turn.failures or isinstance(items[0], Tick):
             await self._recovery.settle(turn, ticked=isinstance(items[0], Tick))
         for item, answer in zip(items, answers, strict=True):
@@ -386,7 +357,7 @@ class Head:
                 self._agents.hear(turn, peer, message, at)
             case Tick():
                 self._tick_queued = False
-                saved.adopt(turn)
+                checkpoints.adopt(turn)
                 self._deadlines.tick(turn)
                 with turn.apart("pruning"):
                     self._pruning.tick(turn)
@@ -419,18 +390,20 @@ class Head:
         if self._lease is not None:
             await self._lease.confirm(changing=turn.changing)
         for event in await self._durable.write(turn):
-            self._window.publish(event)
+            self._handler.publish(event)
             try:
                 self._metrics.count_event(event)
             except Exception as error:
                 self._faults.note("metrics", error)
             log.info(event.kind, text=event.text, run=event.run)
 
-    def _carry_out(self, turn: Turn) -> None:
+    async def _carry_out(self, turn: Turn) -> None:
         """What is durable by now; what cannot be done is counted, and the rest is done."""
-        for peer, message in turn.messages:
+        for number, (peer, message) in enumerate(turn.messages, 1):
             with self._counted(f"send {type(message).__name__}"):
                 self._router.send(peer, message)
+            if number % SENT_AT_ONCE == 0:
+                await self._router.encrypted()
         for run_id, token in turn.submissions:
             self._calls.submit(run_id, token)
         if turn.cancels:
@@ -440,13 +413,13 @@ class Head:
                 self._write_report(self._book.runs[run_id])
         if turn.removals:
             with self._counted("removal of checkpoints"):
-                saved.remove(turn.removals)
+                checkpoints.remove(turn.removals)
         for key in self._book.take_revoked():
             self._router.drop(key)
 
     def _write_report(self, run: Run) -> None:
         try:
-            write_struct(self.paths.run(run.id).report, self._window.report(run))
+            write_struct(self.paths.run(run.id).report, self._handler.report(run))
         except (OSError, FallowError) as error:  # `fallow report` tries again
             log.warning("report.unwritten", run=run.id, error=str(error))
 
@@ -458,6 +431,16 @@ class Head:
             raise
         except Exception as error:
             self._faults.note(source, error, run)
+
+
+async def _close(part: Router | ControlServer) -> None:
+    with contextlib.suppress(FallowError, OSError):
+        await part.close()
+
+
+def _remove_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # nothing but sockets was in it
+        folder.rmdir()
 
 
 def _label(item: Item) -> str:

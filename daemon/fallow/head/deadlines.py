@@ -1,4 +1,4 @@
-"""What a tick brings for each run: walltimes, starts of workers that are due, and agents that are silent for too long.
+"""What a tick brings for each run: walltimes, starts of workers that are due, agents that are silent or do not come.
 
 Nodes are judged by the membership machine. What it does not see is an agent on whose node no worker is alive.
 """
@@ -8,17 +8,17 @@ from __future__ import annotations
 from math import inf
 from pathlib import Path
 
-from fallow.config import Membership as MembershipConfig
+from fallow.config import Membership
 from fallow.core.allocations import Allocation
 from fallow.core.membership import events as ev
+from fallow.core.missing_agents import missing_agents, note
 from fallow.head.loop.turn import Turn
-from fallow.head.peers import again, missing
+from fallow.head.peers import restarts
 from fallow.head.peers.agents import agent_gone, give_up_agent
-from fallow.head.peers.forgetting import forget
 from fallow.head.peers.hearing import Hearing
 from fallow.head.slurm import neighbours
 from fallow.head.state.book import Run
-from fallow.model import AllocationState, MemberPhase
+from fallow.model import AllocationKind, AllocationState, MemberPhase
 
 CLOSE_S = 1.0
 """Ends that differ by less are the same: they are on two clocks."""
@@ -28,12 +28,10 @@ class Deadlines:
     """Watches the time of all runs.
 
     Args:
-        config: of memberships.
         hearing: when agents were heard.
     """
 
-    def __init__(self, config: MembershipConfig, hearing: Hearing) -> None:
-        self._config = config
+    def __init__(self, hearing: Hearing) -> None:
         self._hearing = hearing
 
     def tick(self, turn: Turn) -> None:
@@ -46,16 +44,16 @@ class Deadlines:
             self._end_stragglers(turn, run)
             return
         run.look_how_far()
-        margin_s = self._config.release_margin_s + run.longest_pause_s() + run.longest_save_s()
+        margin_s = turn.book.config.membership.release_margin_s + run.longest_pause_s() + run.longest_save_s()
         for allocation in run.live_allocations():
             self._watch_walltime(turn, run, allocation, margin_s)
         turn.apply(run, ev.Ticked(at=turn.at))
-        missing.look(turn, run)
+        _look_for_agents(turn, run)
         for allocation in run.live_allocations():
             neighbours.hurry(turn, run, allocation)
             for host in allocation.hosts:
                 self._watch_agent(turn, run, allocation, host)
-            again.due(turn, run, allocation)
+            restarts.due(turn, run, allocation)
         forget(turn, run)
 
     @staticmethod
@@ -75,30 +73,67 @@ class Deadlines:
         seen_at = run.agent_seen.setdefault((allocation.token, host), turn.at)
         if run.spec.local:
             # No Slurm tells of this node, but it is on this host.
-            if turn.at - seen_at > self._config.lease_s and _is_killed(run, allocation, host):
+            if turn.at - seen_at > turn.book.config.membership.lease_s and _is_killed(run, allocation, host):
                 agent_gone(turn, run, allocation, host, f"the processes of {host} are gone")
             return
         silent_s = self._hearing.silent_s(seen_at, turn.at)
-        if silent_s > self._patience_s(run, allocation, host):
+        if silent_s > _patience_s(run, allocation, host, turn.book.config.membership):
             give_up_agent(turn, run, allocation, host, f"agent on {host} silent for {silent_s:.0f} s")
             turn.let_go_of_empty(run)
 
-    def _patience_s(self, run: Run, allocation: Allocation, host: str) -> float:
-        """How long a silent agent is waited for: without end while one of its nodes may be a member."""
-        nodes = [node for node in run.roster.at_place(host, allocation.token) if node.phase is not MemberPhase.GONE]
-        if any(node.alive or node.seat for node in nodes):
-            return inf
-        # A standby that is not heard may come back; it waits no longer for us.
-        return self._config.head_patience_s if nodes else self._config.lease_s
-
-    def _end_stragglers(self, turn: Turn, run: Run) -> None:
+    @staticmethod
+    def _end_stragglers(turn: Turn, run: Run) -> None:
         """Forget the agents of an ended run that fell silent."""
         for allocation in run.live_allocations():
             neighbours.hurry(turn, run, allocation)
             for host in allocation.hosts:
                 seen_at = run.agent_seen.setdefault((allocation.token, host), turn.at)
-                if turn.at - seen_at > self._config.lease_s:
+                if turn.at - seen_at > turn.book.config.membership.lease_s:
                     give_up_agent(turn, run, allocation, host, "the run is over")
+
+
+def _patience_s(run: Run, allocation: Allocation, host: str, config: Membership) -> float:
+    """How long a silent agent is waited for: without end while one of its nodes may be a member."""
+    nodes = [node for node in run.roster.at_place(host, allocation.token) if node.phase is not MemberPhase.GONE]
+    if any(node.alive or node.seat for node in nodes):
+        return inf
+    # A standby that is not heard may come back; it waits no longer for us.
+    return config.head_patience_s if nodes else config.lease_s
+
+
+def _look_for_agents(turn: Turn, run: Run) -> None:
+    """Find the jobs whose agents should have come by now; the event log has each once."""
+    if run.spec.local:
+        return
+    found: dict[str, str] = {}
+    for allocation in run.live_allocations():
+        if nodes := missing_agents(allocation, turn.now):
+            text = note(allocation, nodes, turn.now, turn.book.endpoint, _output(turn, run, allocation))
+            found[allocation.token] = text
+            if allocation.token not in run.without_agent:
+                turn.record(run, "network", text, job=allocation.job_id)
+    run.without_agent = found
+
+
+def _output(turn: Turn, run: Run, allocation: Allocation) -> str:
+    """Where the job's output is; of a user's own job only Slurm knows."""
+    if allocation.kind is AllocationKind.HARVEST or allocation.renewed:
+        return str(turn.book.paths.run(run.id).logs / f"{allocation.token}.out")
+    return f"StdOut in: scontrol show job {allocation.job_id or allocation.token}"
+
+
+def forget(turn: Turn, run: Run) -> None:
+    """Drop what nodes that are forgotten had said, and nodes of `fallow local` that nothing is left of."""
+    for node in [node for node in run.progress if node not in run.roster.nodes]:
+        del run.progress[node]
+    if run.spec.local:
+        known = {node.token for node in run.roster.nodes.values()}
+        for token, allocation in list(run.allocations.items()):
+            if not allocation.live and token not in known:
+                del run.allocations[token]
+                turn.dirty.add(run.id)
+    for place in [place for place in run.agent_seen if place[0] not in run.allocations]:
+        del run.agent_seen[place]
 
 
 def _is_killed(run: Run, allocation: Allocation, host: str) -> bool:

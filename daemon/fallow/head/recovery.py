@@ -34,7 +34,7 @@ class Recovery:
         durable: Durable,
         faults: Faults,
         persist: Callable[[Turn], Awaitable[None]],
-        carry_out: Callable[[Turn], None],
+        carry_out: Callable[[Turn], Awaitable[None]],
     ) -> None:
         self._book, self._durable, self._faults = book, durable, faults
         self._persist, self._carry_out = persist, carry_out
@@ -74,7 +74,7 @@ class Recovery:
         turn.record(new, "fault", f"an error of the head's own, {why}: the run goes on from what was written down")
         turn.for_each([new], "withdraw", lambda run: withdraw_queued(turn, run, "the head has begun anew with the run"))
         await self._persist(turn)
-        self._carry_out(turn)
+        await self._carry_out(turn)
 
     async def end(self, run: Run, why: str) -> None:
         """Stop a run that the head cannot look after."""
@@ -86,7 +86,7 @@ class Recovery:
                 turn.fail("end", error, run.id)
             await self._persist(turn)
             if not turn.failures:
-                self._carry_out(turn)
+                await self._carry_out(turn)
                 return
             for failure in turn.failures:
                 self._faults.note(failure.source, failure.error, failure.run)

@@ -23,7 +23,7 @@ ONE_NODE_STEP_S = 16.0
 """A step on one node. It decides how soon speeds are known, as a stretch has whole steps."""
 
 LONG_ENOUGH_S, STEPS, WARM = 15.0, 3, 3
-"""As the head cuts stretches (`head.peers.gauge`): at least so long, so many steps, after so many that do not count."""
+"""As the head cuts stretches (`head.peers.throughput`): at least so long, so many steps, after so many left out."""
 
 LONGEST_S = 3600.0
 """Stretches without a change are told in pieces that grow up to this: evidence adds up."""

@@ -133,7 +133,7 @@ class Store:
         return store
 
     async def _check_version(self) -> None:
-        info = await self.info()
+        info: dict[str, Any] = await self._call(self._client.info("server"))
         version = str(info.get("redis_version", "0"))
         if tuple(int(part) for part in version.split(".")[:2]) < (6, 2):
             raise FallowError(f"store {self._where}: Redis {version} is too old; use 6.2 or newer", Exit.CONFIG)
@@ -195,20 +195,6 @@ class Store:
     # -- events ---------------------------------------------------------------------------------------------
 
     async def events(self, since: int, limit: int, run: str | None = None) -> list[EventRecord]:
-        """At most `limit` events with numbers above `since`, oldest first; of one run if it is named."""
-        found: list[EventRecord] = []
-        while len(found) < limit:
-            page = await self._call(self._client.xrange(self._events_key, f"{since + 1}-0", "+", _PAGE))
-            for number, fields in page:
-                event = _event(number, fields)
-                since = event.seq
-                if run is None or run == event.run:
-                    found.append(event)
-            if len(page) < _PAGE:
-                break
-        return found[:limit]
-
-    async def last_events(self, since: int, limit: int, run: str | None = None) -> list[EventRecord]:
         """The newest `limit` events with numbers above `since`, oldest first; of one run if it is named."""
         found: list[EventRecord] = []
         upto = "+"
@@ -224,20 +210,6 @@ class Store:
     async def last_event(self) -> int:
         """Number of the newest event; 0 when there is none."""
         return int(await self._call(self._client.get(self._seq_key)) or 0)
-
-    # -- server ---------------------------------------------------------------------------------------------
-
-    async def ping(self) -> None:
-        """Raise `Unavailable` unless the server answers."""
-        await self._call(self._client.ping())
-
-    async def info(self) -> dict[str, Any]:
-        """The server's INFO."""
-        return cast(dict[str, Any], await self._call(self._client.info("server")))
-
-    async def run_id(self) -> str:
-        """Identity of the server process; changes at every start."""
-        return str((await self.info())["run_id"])
 
     async def _script(self, script: str, keys: list[str], args: list[Any]) -> list[Any]:
         for _ in range(2):

@@ -94,11 +94,6 @@ class Link:
         """Where the head is, as far as known."""
         return self._endpoint
 
-    @property
-    def server_key(self) -> str:
-        """The head's public key, as far as known."""
-        return self._server_key
-
     def start(self) -> None:
         """Start the thread; it dials at once."""
         self.last_heard = time.monotonic()

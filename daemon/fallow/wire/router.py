@@ -37,6 +37,7 @@ HIGH_WATER = 1000
 MAX_AGENTS_PER_KEY = 8192
 LARGE = 16 * 1024
 """Bytes from which on a message is not copied for each peer."""
+_ENCRYPT_S = 0.1
 _PROBE_S = 5.0
 _RECHECK_S = 1.0
 _LOG_EVERY_S = 10.0
@@ -88,9 +89,10 @@ class Router:
         self._unreachable: set[str] = set()
         self._agents: Counter[str] = Counter()
         self._quiet_until = 0.0
-        self._encoded: tuple[Any, bytes | zmq.Frame] = None, b""
-        self._large: tuple[Any, bytes | zmq.Frame] = None, b""
-        "the message that was sent last, and the last large one: what all nodes are told is the same object"
+        self._encoded: tuple[Any, bytes] = None, b""
+        "the message that was sent last: what all nodes are told is the same object"
+        self._large: tuple[Any, bytes, zmq.Frame | None] = None, b"", None
+        "the last large one"
         self.endpoint = ""
         self.refused: Counter[str] = Counter()
         "What was refused or dropped, by reason; for metrics and tests."
@@ -307,16 +309,29 @@ class Router:
 
     def _encode(self, message: ToAgent) -> bytes | zmq.Frame:
         """A large message becomes a frame, which all connections share until each has sent it."""
-        for known, encoded in (self._encoded, self._large):
-            if message is known:
-                return encoded
-        raw = encode(message)
+        if message is self._encoded[0]:
+            return self._encoded[1]
+        known, raw, frame = self._large
+        if message is not known:
+            raw, frame = encode(message), None
         if len(raw) < LARGE:
             self._encoded = message, raw
             return raw
-        frame = zmq.Frame(raw, copy=False)
-        self._large = message, frame
+        frame = frame or zmq.Frame(raw, copy=False, track=True)
+        self._large = message, raw, frame
         return frame
+
+    async def encrypted(self) -> None:
+        """Wait, not for long, until ZeroMQ's thread has encrypted the large messages that were sent.
+
+        Until then each connection may hold a copy of its own. Call it again and again between sends to many peers.
+        """
+        message, raw, frame = self._large
+        if frame is not None:
+            tracker, frame = frame.tracker, None
+            self._large = message, raw, None
+            with contextlib.suppress(zmq.NotDone):
+                await asyncio.to_thread(tracker.wait, _ENCRYPT_S)
 
     def drop(self, peer: str) -> None:
         """Forget the route to a peer; a bare key forgets all agents under it."""

@@ -205,8 +205,8 @@ async def test_sigterm_is_told_with_every_beat_and_workers_go_on(head: Head) -> 
     head.admit(beat_s=0.1)
     agent.send_signal(signal.SIGUSR1)  # ends the long pause, too
     for _ in range(2):
-        beat = await head.hear(Beat, lambda beat: beat.warned == signal.SIGUSR1)
-        assert len(beat.progress.pids) == 1
+        await head.hear(Beat, lambda beat: beat.warned == signal.SIGUSR1)
+        assert len(await head.pids()) == 1
 
 
 async def test_end_agent_kills_what_does_not_leave(head: Head) -> None:
@@ -437,10 +437,10 @@ async def test_agent_ends_with_its_parent(head: Head) -> None:
     assert parent.stdout is not None
     agent = int(await parent.stdout.readline())
     await head.begin()
-    beat = await head.hear(Beat, lambda beat: len(beat.progress.pids) == 1)
+    (worker,) = await head.pids(lambda found: len(found) == 1)
     parent.kill()
     await parent.wait()
-    await until(lambda: gone(agent) and gone(beat.progress.pids[0]))
+    await until(lambda: gone(agent) and gone(worker))
 
 
 async def test_h11_missing_key_file(tmp_path: Path) -> None:

@@ -40,11 +40,11 @@ async def test_a_worker_that_crashes_takes_its_sibling_with_it_and_one_end_is_to
 
 async def test_the_end_is_told_when_both_have_finished_and_how_the_first_one_did(head: Head) -> None:
     await head.launch_two()
-    first, second = (await head.hear(Beat)).progress.pids
+    first, second = await head.pids()
     await head.obeyed(head.order(noted="if slot == 0: say(has_state=True)"))
     head.order(noted=f"if slot == 0: {TELL_FINISH} sys.exit(0)")
     await until(lambda: gone(first))
-    beat = await head.hear(Beat, lambda beat: beat.progress.pids == (second,))
+    beat = await head.hear(Beat, lambda _: head.progress.pids == (second,))
     assert beat.report is not None
     assert beat.report.finish is None, "the other one has not"
     head.order(noted=f"{TELL_FINISH} sys.exit(0)")
@@ -56,7 +56,7 @@ async def test_the_end_is_told_when_both_have_finished_and_how_the_first_one_did
 
 async def test_a_failure_after_the_training_counts_for_more_than_anothers_success(head: Head) -> None:
     await head.launch_two()
-    first, _ = (await head.hear(Beat)).progress.pids
+    first, _ = await head.pids()
     head.order(noted=f"if slot == 0: {TELL_FINISH} sys.exit(0)")
     await until(lambda: gone(first))
     head.order(noted=f"{TELL_FINISH} sys.exit(5)")
@@ -65,7 +65,7 @@ async def test_a_failure_after_the_training_counts_for_more_than_anothers_succes
 
 async def test_one_that_has_left_leaves_time_to_the_other(head: Head) -> None:
     await head.launch_two()
-    first, second = (await head.hear(Beat)).progress.pids
+    first, second = await head.pids()
     head.order(noted="if slot == 0: say(left=2); sys.exit(0)")
     await until(lambda: gone(first))
     head.order(noted="say(left=2)")
@@ -79,7 +79,7 @@ async def test_one_that_has_left_leaves_time_to_the_other(head: Head) -> None:
 
 async def test_a_node_is_stopped_when_one_of_its_workers_is(head: Head) -> None:
     await head.launch_two()
-    _, second = (await head.hear(Beat)).progress.pids
+    _, second = await head.pids()
     head.admit(beat_s=10 * DEADLINE_S)
     await head.beats(1)
     os.kill(second, signal.SIGSTOP)

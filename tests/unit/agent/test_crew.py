@@ -20,7 +20,7 @@ from fallow.agent.reporter import Reporter
 from fallow.agent.worker import Launch
 from fallow.core.checks.devices import Devices
 from fallow.core.membership.messages import End, Gather, Order
-from fallow.core.protocol.agents import Beat, Ended, News, Setup
+from fallow.core.protocol.agents import Beat, Ended, News, Progress, Setup
 from fallow.files import RunPaths
 
 Start = Callable[..., Crew]
@@ -173,3 +173,17 @@ async def test_many_changes_make_few_beats() -> None:
     assert len(sent) == 1, "nothing has changed"
     reporter.tell()
     assert len(sent) == 2
+
+
+async def test_how_the_training_gets_on_travels_with_heartbeats_and_with_new_processes_alone() -> None:
+    sent, stands = list[Beat](), [Beat(progress=Progress(shards=1))]
+    reporter = Reporter(lambda: stands[-1], sent.append)
+    reporter.tell()
+    newer = Progress(shards=2, pids=(7,))
+    for number, progress in enumerate((Progress(shards=2), newer), 1):
+        stands.append(Beat(warned=number, progress=progress))
+        reporter.note_change()
+        await until(lambda number=number: sent[-1].warned == number)
+    reporter.tell()
+    assert [beat.progress for beat in sent] == [Progress(shards=1), Progress(), newer, newer]
+    assert [beat.brief for beat in sent] == [False, True, False, False]

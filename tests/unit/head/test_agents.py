@@ -9,12 +9,11 @@ import msgspec
 import pytest
 
 from fallow.config import Checkpoint as CheckpointSection
-from fallow.config import Membership
+from fallow.config import Config, Membership
 from fallow.core.allocations import Agent, Allocation, begin_again
 from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Checkpoint, Fault, Finish, Gather, Gathered, Order, Problem
 from fallow.core.membership.records import HostBar
-from fallow.core.membership.watch import Timing
 from fallow.core.protocol.agents import (
     Admitted,
     EndAgent,
@@ -26,7 +25,7 @@ from fallow.core.protocol.agents import (
     Setup,
 )
 from fallow.head.peers.agents import agent_gone
-from fallow.head.state.book import Run
+from fallow.head.state.book import Run, StoredRun
 from fallow.model import AllocationKind, AllocationState, ChangeKind, Exit, MemberPhase, RunStatus
 from runs import hold, new_book, new_run
 from talk import CONTRACT, NOW, Played, Talk, settle
@@ -36,7 +35,7 @@ MEMBERSHIP = Membership(lease_s=10.0, head_patience_s=100.0)
 
 @pytest.fixture
 def talk(tmp_path: Path) -> Talk:
-    return Talk(new_book(tmp_path, timing=Timing(lease_s=10.0)), membership=MEMBERSHIP)
+    return Talk(new_book(tmp_path, Config(membership=MEMBERSHIP)))
 
 
 @pytest.fixture
@@ -213,7 +212,7 @@ def test_s4_who_gets_ready_with_too_little_walltime_left_is_let_go_and_not_let_i
     tmp_path: Path, late: str, left_s: float, joins: bool
 ) -> None:
     """By a tick of the head, of which many come between an agent's first word and its workers' being ready."""
-    talk = Talk(new_book(tmp_path), membership=Membership(release_margin_s=20.0))
+    talk = Talk(new_book(tmp_path, Config(membership=Membership(release_margin_s=20.0))))
     run = new_run(talk.book)
     allocation = hold(talk.turn, run, "h1", job_id="7")
     allocation.end_at = talk.now + left_s + (600.0 if late == "worker" else 0.0)
@@ -311,6 +310,13 @@ def test_progress_of_a_node_that_is_not_the_one_on_record_is_not_taken(talk: Tal
     one.beat(progress=Progress(epoch=7, reached=(3, 3)), **field)
     assert not run.progress and run.reached == (0, 0)
     assert one.only(Introduce) == Introduce(node=one.report.node)
+
+
+def test_a_brief_report_leaves_progress_as_it_was_told_last(talk: Talk, run: Run) -> None:
+    one = training(talk, run, "h1")[0]
+    one.beat(progress=Progress(epoch=1, reached=(1, 3)), step=3)
+    one.beat(brief=True, step=4)
+    assert (run.progress[one.node].epoch, run.reached, run.step) == (1, (1, 3), 4)
 
 
 def test_a_node_that_the_store_lost_gets_its_number_back(talk: Talk, run: Run) -> None:
@@ -439,7 +445,7 @@ def test_members_of_a_committed_generation_can_meet_through_a_head_that_comes_ba
         agent.beat(prepared=generation)
     assert run.root.generation == generation
     two.say(part(two, generation))
-    talk.book.add(run.spec, run.record, run.roster, run.allocations, run.revision, talk.at)
+    talk.book.add(StoredRun(run.spec, run.record, run.roster, run.allocations), run.revision, talk.at)
     for agent in (one, two):
         agent.beat().say(part(agent, generation))
     answer = Gathered(generation=generation, key="k", parts=(b"h1", b"h2"))
@@ -521,7 +527,7 @@ def test_somebody_asks_for_a_checkpoint(talk: Talk, run: Run) -> None:
 
 
 def test_without_periodic_checkpoints_none_is_ever_due(tmp_path: Path) -> None:
-    talk = Talk(new_book(tmp_path), checkpoint=CheckpointSection(interval_s=0.0))
+    talk = Talk(new_book(tmp_path, Config(checkpoint=CheckpointSection(interval_s=0.0))))
     one = training(talk, new_run(talk.book), "h1")[0]
     assert one.beat().news.checkpoint_in_s is None
 

@@ -6,22 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from fallow.config import Checkpoint, Config, Membership
-from fallow.config import Harvest as HarvestSection
 from fallow.core.accounting.backoff import FIRST_S
 from fallow.core.accounting.cancelled import CANCELS, WITHIN_S, Cancels, by_others, note
 from fallow.core.accounting.spans import Span
 from fallow.core.allocations import Agent, Allocation
 from fallow.core.membership.failures import BAR_S
 from fallow.core.protocol.agents import Beat
-from fallow.head.loop.turn import Turn, agent_peer
+from fallow.head.loop.turn import agent_peer
 from fallow.head.peers.agents import Agents
-from fallow.head.slurm.harvest import Harvest
 from fallow.head.state.book import Run
 from fallow.model import AllocationKind, AllocationState, JobInfo
 from fallow.slurm.fake import FakeSlurm
 from fallow.slurm.virtual import FakeJob
-from runs import NOW, new_book, new_run
+from runs import NOW
+from slurm_side import Site
 
 
 @pytest.mark.parametrize(
@@ -68,127 +66,98 @@ def test_only_those_of_a_day_count() -> None:
     assert cancels.barred == ["n1"]
 
 
-class Desk:
-    """A head's Slurm side on a made-up cluster of six nodes."""
-
-    def __init__(self, folder: Path) -> None:
-        self.slurm = FakeSlurm(6)
-        self.book = new_book(folder)
-        self.harvest = Harvest(Config(harvest=HarvestSection(partitions=["scavenge"])))
-        self.told: list[tuple[str | None, str]] = []
-
-    def run(self, nodes: int) -> Run:
-        at, script = self.slurm.now, "#!/bin/sh\ntrue\n"
-        run = new_run(self.book, at=at, now=at, max_nodes=nodes, script=script, cwd="/tmp")
-        run.record.base_wanted, run.record.slots = False, 1
-        return run
-
-    def turn(self) -> Turn:
-        return Turn(self.book, self.slurm.now, self.slurm.now)
-
-    async def poll(self) -> None:
-        self.slurm.advance(30.0)
-        turn = self.turn()
-        self.harvest.polled(turn, await self.slurm.poll("fallow-"), await self.slurm.config())
-        for run_id, token in turn.submissions:
-            run = self.book.runs[run_id]
-            request = self.harvest.request("/state", run, run.allocations[token], "/dev/null")
-            self.harvest.submitted(turn, run, token, await self.slurm.submit(request))
-        await self.slurm.cancel([job for _, _, job in turn.cancels])
-        self.told += [(record.run, record.kind) for record in turn.records]
-
-    async def cancel(self, run: Run) -> str:
-        """Somebody cancels one that runs: Slurm warns its step, then it is over."""
-        victim = next(a for a in run.live_allocations() if a.state is AllocationState.RUNNING)
-        (node,) = victim.nodes
-        victim.agents.setdefault(node, Agent())
-        Agents(Membership(), Checkpoint()).hear(self.turn(), agent_peer(victim, node), Beat(warned=15), self.slurm.now)
-        self.slurm.end(self.slurm.jobs[str(victim.job_id)], "CANCELLED")
-        await self.poll()
-        return node
+async def cancel(site: Site, run: Run) -> str:
+    """Somebody cancels one that runs: Slurm warns its step, then it is over."""
+    victim = next(a for a in run.live_allocations() if a.state is AllocationState.RUNNING)
+    (node,) = victim.nodes
+    victim.agents.setdefault(node, Agent())
+    Agents().hear(site.turn(), agent_peer(victim, node), Beat(warned=15), site.slurm.now)
+    site.slurm.end(site.slurm.jobs[str(victim.job_id)], "CANCELLED")
+    await site.poll()
+    return node
 
 
 async def test_a_node_is_left_alone_by_all_runs_and_after_three_the_run_pauses(tmp_path: Path) -> None:
-    desk = Desk(tmp_path)
-    run, other = desk.run(3), desk.run(1)
+    site = Site(tmp_path, FakeSlurm(6))
+    run, other = site.run(nodes=3), site.run(nodes=1)
     for _ in range(3):
-        await desk.poll()
-    node = await desk.cancel(run)
+        await site.poll()
+    node = await cancel(site, run)
     assert (run.shunned, other.shunned) == ([node], [node])
-    assert run.roster.failures.bars[node].until == pytest.approx(desk.slurm.now + BAR_S)
+    assert run.roster.failures.bars[node].until == pytest.approx(site.slurm.now + BAR_S)
     assert "somebody cancelled job" in run.barred[node]
     for _ in range(3):
-        await desk.poll()
+        await site.poll()
     held = {n for a in run.live_allocations() for n in a.nodes}
     assert len(held) == 3 and node not in held, "others do as well"
-    barred = {node, await desk.cancel(run)}
+    barred = {node, await cancel(site, run)}
     assert not run.record.paused
-    barred.add(await desk.cancel(run))
+    barred.add(await cancel(site, run))
     assert set(run.shunned) == barred
     assert "3 of its harvest jobs were cancelled by somebody within a day, the last: job" in run.record.paused
     assert f"fallow resume {run.id}" in run.record.paused
     assert not other.record.paused
     before = set(run.allocations)
     for _ in range(3):
-        await desk.poll()
+        await site.poll()
     assert set(run.allocations) <= before, "nothing more is asked for"
-    assert desk.told.count((run.id, "cancelled")) == 3
-    desk.harvest.asking.resume(desk.turn(), run)
+    assert len(site.kinds("cancelled")) == 3
+    site.harvest.asking.resume(site.turn(), run)
     assert (run.record.paused, run.shunned, run.record.cancelled) == ("", [], Cancels())
-    await desk.poll()
+    await site.poll()
     assert set(run.allocations) - before
 
 
 async def test_one_that_is_cancelled_before_its_agent_came_counts_unless_slurm_drained_its_node(tmp_path: Path) -> None:
     """An administrator who looks at a node may find a job of ours there that has just begun."""
-    desk = Desk(tmp_path)
-    run = desk.run(1)
+    site = Site(tmp_path, FakeSlurm(6))
+    run = site.run(nodes=1)
     nodes: list[str] = []
     for drained in (True, False):
         for _ in range(2):
-            await desk.poll()
+            await site.poll()
         (young,) = (a for a in run.live_allocations() if a.state is AllocationState.RUNNING)
         nodes += young.nodes
-        desk.slurm.end(desk.slurm.jobs[str(young.job_id)], "CANCELLED")
-        desk.slurm.set_node(young.nodes[0], flags=["DRAIN"] if drained else [])
-        await desk.poll()
+        site.slurm.end(site.slurm.jobs[str(young.job_id)], "CANCELLED")
+        site.slurm.set_node(young.nodes[0], flags=["DRAIN"] if drained else [])
+        await site.poll()
     assert run.record.cancelled.barred == run.shunned == nodes[1:]
 
 
 async def test_an_orphan_that_we_cancel_is_not_taken_for_somebody_elses_doing(tmp_path: Path) -> None:
-    desk = Desk(tmp_path)
-    run = desk.run(1)
+    site = Site(tmp_path, FakeSlurm(6))
+    run = site.run(nodes=1)
     for _ in range(2):
-        await desk.poll()
+        await site.poll()
     (lost,) = (a for a in run.live_allocations() if a.state is AllocationState.RUNNING)
-    desk.book.end_allocation(run, lost, "no longer in Slurm")
+    site.book.end_allocation(run, lost, "no longer in Slurm")
     for _ in range(2):
-        await desk.poll()
+        await site.poll()
     assert lost.settled and lost.slurm_state == "CANCELLED"
     assert run.record.cancelled == Cancels()
 
 
 async def test_where_requests_are_cancelled_the_partition_is_left_alone_for_a_while(tmp_path: Path) -> None:
-    desk = Desk(tmp_path)
-    run = desk.run(1)
-    all_nodes = {"partition": "scavenge", "num_nodes": 6, "limit_s": None, "submit_at": desk.slurm.now}
-    desk.slurm.add(FakeJob(job_id="", name="x", user="al", **all_nodes))  # type: ignore[arg-type]
-    await desk.poll()
-    backoff = desk.harvest.asking._known.backoff
-    request = desk.book.new_allocation(run, AllocationKind.HARVEST, desk.slurm.now, partition="scavenge", minutes=5)
-    made = desk.harvest.request("/state", run, request, "/dev/null")
-    desk.harvest.submitted(desk.turn(), run, request.token, await desk.slurm.submit(made))
-    desk.slurm.end(desk.slurm.jobs[str(request.job_id)], "CANCELLED")
-    await desk.poll()
+    site = Site(tmp_path, FakeSlurm(6))
+    run = site.run(nodes=1)
+    all_nodes = {"partition": "scavenge", "num_nodes": 6, "limit_s": None, "submit_at": site.slurm.now}
+    site.slurm.add(FakeJob(job_id="", name="x", user="al", **all_nodes))  # type: ignore[arg-type]
+    await site.poll()
+    backoff = site.harvest.asking._known.backoff
+    request = site.book.new_allocation(run, AllocationKind.HARVEST, site.slurm.now, partition="scavenge", minutes=5)
+    made = site.harvest.request("/state", run, request, "/dev/null")
+    site.harvest.submitted(site.turn(), run, request.token, await site.slurm.submit(made))
+    site.slurm.end(site.slurm.jobs[str(request.job_id)], "CANCELLED")
+    await site.poll()
     assert not request.live
-    assert backoff.until(run.asker, "scavenge") == pytest.approx(desk.slurm.now + FIRST_S)
+    assert backoff.until(run.asker, "scavenge") == pytest.approx(site.slurm.now + FIRST_S)
     assert run.shunned == []
     # One that we withdraw ourselves says nothing.
-    again = desk.book.new_allocation(run, AllocationKind.HARVEST, desk.slurm.now, partition="scavenge", minutes=5)
-    made = desk.harvest.request("/state", run, again, "/dev/null")
-    turn = desk.turn()
-    desk.harvest.submitted(turn, run, again.token, await desk.slurm.submit(made))
+    again = site.book.new_allocation(run, AllocationKind.HARVEST, site.slurm.now, partition="scavenge", minutes=5)
+    made = site.harvest.request("/state", run, again, "/dev/null")
+    turn = site.turn()
+    site.harvest.submitted(turn, run, again.token, await site.slurm.submit(made))
     turn.cancel(run, again, "not needed")
-    await desk.slurm.cancel([str(again.job_id)])
-    await desk.poll()
+    await site.slurm.cancel([str(again.job_id)])
+    await site.poll()
     assert len(run.record.cancelled.at) == 1

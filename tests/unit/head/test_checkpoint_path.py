@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from fallow.config import load_config
+from fallow.config import Checkpoint, Config, load_config
 from fallow.core.protocol.agents import Setup
 from fallow.head.loop.turn import Turn
-from fallow.head.peers import saved
-from fallow.head.state.book import Book, Run
+from fallow.head.peers import checkpoints
+from fallow.head.state.book import Book, Run, RunRecord, StoredRun
 from fallow.model import AllocationKind, Exit, FallowError
 from runs import new_book, new_run
 from talk import Talk
 
 
 def book(folder: Path, path: Path | None) -> Book:
-    return new_book(folder, checkpoint_path=None if path is None else str(path))
+    return new_book(folder, Config(checkpoint=Checkpoint(path=None if path is None else str(path))))
 
 
 def begin(known: Book) -> Run:
@@ -46,7 +46,7 @@ def test_a_run_keeps_its_place_when_the_setting_changes(tmp_path: Path) -> None:
     run = begin(book(tmp_path, tmp_path / "scratch"))
     later = book(tmp_path, None)
     assert later.checkpoint_folder(run) == tmp_path / "scratch" / run.id
-    other = later.add(run.spec, type(run.record)(), run.roster, {}, 0, 1.0)
+    other = later.add(StoredRun(run.spec, RunRecord(), run.roster, {}), 0, 1.0)
     assert later.checkpoint_folder(other) == later.paths.run(run.id).checkpoints
 
 
@@ -57,10 +57,10 @@ def test_checkpoints_that_no_head_saw_are_looked_for_there(tmp_path: Path, monke
         looked.append(folder)
         return []
 
-    monkeypatch.setattr(saved, "complete_ones", look)
+    monkeypatch.setattr(checkpoints, "complete_ones", look)
     known = book(tmp_path, tmp_path / "scratch")
     run = begin(known)
-    saved.adopt(Turn(known, 1.0, 1000.0))
+    checkpoints.adopt(Turn(known, 1.0, 1000.0))
     assert looked == [tmp_path / "scratch" / run.id]
 
 

@@ -67,7 +67,7 @@ def test_s5_no_node_is_held_into_the_margin_before_its_end_whatever_slurms_clock
     tmp_path: Path, offset_s: float
 ) -> None:
     book, membership = new_book(tmp_path), Membership()
-    run, talk = new_run(book, now=NOW), Talk(book, membership=membership)
+    run, talk = new_run(book, now=NOW), Talk(book)
     held = book.new_allocation(run, AllocationKind.HARVEST, NOW, sent_by=NOW)
     talk.pass_s(NOW - talk.now)
     talk.play(run, held, "n1").greet()

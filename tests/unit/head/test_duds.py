@@ -7,12 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fallow.config import Checkpoint, Membership
 from fallow.core.accounting.duds import BACKOFF_S, DUDS, ROUNDS, Duds, came, ended, put_off_s
 from fallow.core.membership.failures import BAR_S
 from fallow.core.protocol.agents import Hello
 from fallow.head.api.views import run_view
-from fallow.head.loop.turn import Turn, agent_peer
+from fallow.head.loop.turn import agent_peer
 from fallow.head.peers.agents import Agents
 from fallow.head.state.book import RunRecord
 from fallow.model import AllocationState
@@ -20,7 +19,7 @@ from fallow.slurm.fake import FakeSlurm
 from fallow.slurm.virtual import FakeJob
 
 from runs import CONTRACT, Nodes  # isort: skip
-from test_harvest import POLL_S, Site, config  # isort: skip
+from slurm_side import POLL_S, Site, config  # isort: skip
 
 CONTRACT_OF_MANY = msgspec.structs.replace(CONTRACT, shards=6400)
 
@@ -48,8 +47,8 @@ def site(tmp_path: Path) -> Site:
 async def poll(site: Site, nodes: Nodes) -> None:
     """One poll; agents come from jobs that live, and their nodes train."""
     await site.poll()
-    turn, agents = Turn(site.book, site.slurm.now, site.slurm.now), Agents(Membership(), Checkpoint())
-    for a in site.live(nodes.run):
+    turn, agents = site.turn(), Agents()
+    for a in nodes.run.live_allocations():
         if a.state is AllocationState.RUNNING and not a.agents and a.nodes and a.nodes[0] not in _black(site):
             host = a.nodes[0]
             hello = Hello(host=host, token=a.token, version="0", job_id=a.job_id or "", boot=1, slots=1, entry=host)
@@ -78,12 +77,12 @@ async def test_a_node_that_swallows_jobs_is_barred_though_others_work(site: Site
     nodes = Nodes(run, CONTRACT_OF_MANY)
     for each in range(100):
         await poll(site, nodes)
-        good = [a for a in site.live(run) if a.agents]
+        good = [a for a in run.live_allocations() if a.agents]
         if others_come and each % 2 and good:
             site.slurm.end(site.slurm.jobs[good[0].job_id or ""], "PREEMPTED")
     assert _died(site) == ["n13", "n13"], "within 50 minutes"
     assert "2 jobs in a row came to nothing there" in run.barred["n13"]
-    assert not run.record.paused and len(site.live(run)) >= 18
+    assert not run.record.paused and len(run.live_allocations()) >= 18
     assert run.roster.failures.bars["n13"].until <= site.slurm.now + BAR_S
 
 
@@ -103,12 +102,12 @@ async def test_a_script_that_works_nowhere_is_tried_alone_and_then_paused(site: 
     assert "jobs in a row came to nothing" in message and run.record.paused
     run.record = msgspec.msgpack.decode(msgspec.msgpack.encode(run.record), type=RunRecord)
     await poll(site, nodes)
-    assert not site.live(run), "also with another head"
+    assert not run.live_allocations(), "also with another head"
     site.slurm.black = frozenset()  # type: ignore[attr-defined]
-    site.harvest.asking.resume(Turn(site.book, site.slurm.now, site.slurm.now), run)
+    site.harvest.asking.resume(site.turn(), run)
     for _ in range(4):
         await poll(site, nodes)
-    assert len([a for a in site.live(run) if a.agents]) == 20 and not run.barred
+    assert len([a for a in run.live_allocations() if a.agents]) == 20 and not run.barred
 
 
 async def test_one_that_works_again_gets_all_its_nodes(site: Site) -> None:
@@ -120,7 +119,7 @@ async def test_one_that_works_again_gets_all_its_nodes(site: Site) -> None:
     site.slurm.black = frozenset()  # type: ignore[attr-defined]
     for _ in range(int(BACKOFF_S / POLL_S) + 8):
         await poll(site, nodes)
-    assert len([a for a in site.live(run) if a.agents]) >= 19
+    assert len([a for a in run.live_allocations() if a.agents]) >= 19
     assert (run.record.fruitless.in_a_row, run.record.fruitless.rounds) == (0, 0)
 
 

@@ -24,7 +24,7 @@ from fallow.core.tokens import names_harvest
 from fallow.head.api.metrics import Metrics
 from fallow.head.api.views import run_view, shown
 from fallow.head.loop.turn import Turn
-from fallow.head.peers import gauge
+from fallow.head.peers import throughput
 from fallow.head.slurm import accounts
 from fallow.head.slurm.gains import gains
 from fallow.head.slurm.harvest import Harvest
@@ -92,7 +92,7 @@ class Desk:
             dirty = dirty or run.id in turn.dirty
             turn = self.turn()
             for node in members:
-                gauge.heard(turn, run, node)
+                throughput.heard(turn, run, node)
             dirty = dirty or run.id in turn.dirty
         return step, dirty
 

@@ -22,12 +22,11 @@ from fallow.core.planning.rules import Demand, HarvestRules, Known
 from fallow.head.api.views import node_views
 from fallow.head.loop.inbox import Due, Inbox, Item, Polled, Submitted, TrialRefused
 from fallow.head.loop.turn import Turn
-from fallow.head.slurm.asking import Asking, ordered
+from fallow.head.slurm.asking import Asking
 from fallow.head.slurm.calls import SlurmCalls
-from fallow.head.slurm.harvest import Harvest
 from fallow.head.slurm.jobs import take_in
 from fallow.head.slurm.learning import NOTE
-from fallow.head.state.book import Run
+from fallow.head.state.book import ordered
 from fallow.model import (
     AllocationKind,
     AllocationState,
@@ -40,7 +39,6 @@ from fallow.model import (
     NodeOwner,
     OwnerView,
     PartitionInfo,
-    RunSpec,
     ShareView,
 )
 from fallow.slurm.client import SubmitRejected
@@ -49,68 +47,8 @@ from fallow.slurm.paced import PacedClient
 from fallow.slurm.virtual import FakeJob
 from planning import actions
 
-from runs import Nodes, new_book  # isort: skip
-
-POLL_S = 30.0
-
-
-class Site:
-    """A head's harvest and the cluster that it sees."""
-
-    def __init__(self, folder: Path, slurm: FakeSlurm, section: HarvestSection | None = None) -> None:
-        self.slurm = slurm
-        self.config = Config(harvest=section or HarvestSection(partitions=["scavenge"]))
-        self.book = new_book(folder, ordered=ordered(self.config))
-        self.harvest = Harvest(self.config)
-        self.events: list[tuple[str, str]] = []
-        self.notes: dict[str, bytes] = {}
-
-    def run(self, *options: str, nodes: int = 2) -> Run:
-        """A run that can use so many nodes, has none, and whose script is known to work."""
-        spec = RunSpec(
-            run="",
-            name="r",
-            min_nodes=1,
-            max_nodes=nodes,
-            script="#!/bin/sh\nfallow run -- true\n",
-            cwd="/tmp",
-            harvest_options=list(options),
-        )
-        run = self.book.create(spec, 0.0, self.slurm.now)
-        run.record.base_wanted, run.record.slots = False, 1
-        return run
-
-    async def poll(self, after_s: float = POLL_S) -> None:
-        self.slurm.advance(after_s)
-        turn = Turn(self.book, self.slurm.now, self.slurm.now)
-        site = await self.slurm.config()
-        self.harvest.polled(turn, await self.slurm.poll("fallow-"), site)
-        for run_id, token in turn.submissions:
-            run = self.book.runs[run_id]
-            request = self.harvest.request("/state", run, run.allocations[token], "/dev/null")
-            try:
-                self.harvest.submitted(turn, run, token, await self.slurm.submit(request))
-            except SubmitRejected as refusal:
-                self.harvest.refused(turn, run, token, refusal.reason)
-        await self.slurm.cancel([job for _, _, job in turn.cancels])
-        self.events += [(record.kind, record.text) for record in turn.records]
-        self.notes |= turn.notes
-
-    def live(self, run: Run) -> list[Allocation]:
-        return run.live_allocations()
-
-    def kinds(self, kind: str) -> list[str]:
-        return [text for each, text in self.events if each == kind]
-
-
-def config() -> ClusterConfig:
-    return ClusterConfig(
-        cluster="fake",
-        slurm_version="22.05.8",
-        preempt_type="preempt/partition_prio",
-        select_type="select/cons_tres",
-        scheduler_parameters="bf_interval=30,bf_max_job_user=4",
-    )
+from runs import Nodes  # isort: skip
+from slurm_side import POLL_S, Site, config  # isort: skip
 
 
 @pytest.fixture
@@ -122,18 +60,18 @@ async def test_a_run_grows_onto_idle_nodes_with_half_of_what_backfill_looks_at(s
     site.slurm.hold_starts = True
     run = site.run(nodes=4)
     await site.poll()
-    assert len(site.live(run)) == 2, "bf_max_job_user is 4"
+    assert len(run.live_allocations()) == 2, "bf_max_job_user is 4"
     site.slurm.hold_starts = False
     for _ in range(3):
         await site.poll()
-    assert sorted(n for a in site.live(run) for n in a.nodes) == ["n1", "n2", "n3", "n4"]
+    assert sorted(n for a in run.live_allocations() for n in a.nodes) == ["n1", "n2", "n3", "n4"]
 
 
 async def test_a_node_that_was_just_given_back_is_none_of_others_until_slurm_shows_it_idle(site: Site) -> None:
     run = site.run(nodes=1)
     await site.poll()
     await site.poll()
-    (allocation,) = site.live(run)
+    (allocation,) = run.live_allocations()
     (held,) = allocation.nodes
 
     def owners() -> dict[str, tuple[NodeOwner, str | None, bool]]:
@@ -155,7 +93,7 @@ async def test_a_run_that_begins_to_train_asks_at_once_for_what_the_last_poll_sh
     run = site.run(nodes=4)
     run.record.base_wanted, run.record.slots = True, None
     await site.poll()
-    assert not site.live(run), "nobody knows yet whether its script works"
+    assert not run.live_allocations(), "nobody knows yet whether its script works"
 
     def begins(after_s: float) -> int:
         turn = Turn(site.book, site.slurm.now + after_s, site.slurm.now + after_s)
@@ -164,7 +102,7 @@ async def test_a_run_that_begins_to_train_asks_at_once_for_what_the_last_poll_sh
 
     base = site.book.new_allocation(run, AllocationKind.BASE, site.slurm.now)
     base.state = AllocationState.RUNNING
-    turn, nodes = Turn(site.book, site.slurm.now, site.slurm.now), Nodes(run)
+    turn, nodes = site.turn(), Nodes(run)
     nodes.ready(turn, nodes.come(turn, base, "n1"))
     assert not turn.began
     nodes.settle(turn)
@@ -183,9 +121,9 @@ async def test_on_an_old_poll_nothing_is_taken_back(site: Site) -> None:
     site.slurm.hold_starts = True
     run = site.run(nodes=2)
     await site.poll()
-    assert len(site.live(run)) == 2
+    assert len(run.live_allocations()) == 2
     run.root.limit = 1
-    turn = Turn(site.book, site.slurm.now, site.slurm.now)
+    turn = site.turn()
     site.harvest.plan_again(turn)
     assert (turn.cancels, turn.records) == ([], [])
     await site.poll()
@@ -198,14 +136,14 @@ async def test_what_the_base_job_brings_again_is_not_harvested_as_well(site: Sit
     over = site.book.new_allocation(run, AllocationKind.BASE, site.slurm.now, limit_s=3600.0)
     over.state = AllocationState.ENDED
     await site.poll()
-    assert sorted(a.kind for a in site.live(run)) == [AllocationKind.BASE, AllocationKind.HARVEST]
+    assert sorted(a.kind for a in run.live_allocations()) == [AllocationKind.BASE, AllocationKind.HARVEST]
 
 
 async def test_nodes_that_the_submission_excludes_are_no_holes(site: Site) -> None:
     run = site.run("--exclude=n[1-3]", nodes=4)
     for _ in range(3):
         await site.poll()
-    assert [a.nodes for a in site.live(run)] == [["n4"]], "a request for the others would wait for ever"
+    assert [a.nodes for a in run.live_allocations()] == [["n4"]], "a request for the others would wait for ever"
 
 
 async def test_it_takes_the_idle_gpus_of_a_node_that_runs_another_job(site: Site) -> None:
@@ -214,7 +152,7 @@ async def test_it_takes_the_idle_gpus_of_a_node_that_runs_another_job(site: Site
     run = site.run("--gres=gpu:2", "--ntasks-per-node=2", nodes=2)
     await site.poll()
     await site.poll()
-    (ours,) = [a for a in site.live(run) if not a.ahead]
+    (ours,) = [a for a in run.live_allocations() if not a.ahead]
     assert ours.state is AllocationState.RUNNING and ours.nodes == site.slurm.jobs[theirs].nodes
     node = site.slurm.node_info(ours.nodes[0])
     assert (node.state, node.gpus_used) == ("MIXED", 4)
@@ -237,7 +175,7 @@ async def test_limits_lead_to_longer_and_longer_pauses_and_their_end_ends_them(s
     site.slurm.limits.clear()
     for _ in range(40):
         await site.poll()
-    assert len(site.live(run)) == 2
+    assert len(run.live_allocations()) == 2
 
 
 class Limited(FakeSlurm):
@@ -317,9 +255,9 @@ async def test_a_partition_that_refuses_a_run_does_not_keep_it_from_another(tmp_
     for _ in range(40):
         await site.poll()
     assert run.record.harvest_paused == "" and run.record.refusals["physics"] >= 3
-    assert sorted({n for a in site.live(run) for n in a.nodes}) == ["n3", "n4"]
+    assert sorted({n for a in run.live_allocations() for n in a.nodes}) == ["n3", "n4"]
     slurm.closed = frozenset({"physics", "open"})
-    for allocation in site.live(run):
+    for allocation in run.live_allocations():
         slurm.end(slurm.jobs[allocation.job_id or ""], "PREEMPTED")
     for _ in range(6):
         await site.poll()
@@ -332,7 +270,7 @@ async def test_the_rest_of_a_refused_batch_is_not_submitted(site: Site) -> None:
         site.book.new_allocation(run, AllocationKind.HARVEST, site.slurm.now, partition="scavenge", minutes=5)
         for _ in range(2)
     )
-    turn = Turn(site.book, site.slurm.now, site.slurm.now)
+    turn = site.turn()
     assert site.harvest.send(turn, run, first.token)
     site.harvest.refused(turn, run, first.token, "User's group not permitted to use this partition")
     assert not site.harvest.send(turn, run, second.token)
@@ -345,11 +283,11 @@ async def test_the_last_node_is_taken_over_from_itself_without_a_gap(site: Site)
     run = site.run(nodes=1)
     await site.poll()
     await site.poll(1.0)
-    (first,) = site.live(run)
+    (first,) = run.live_allocations()
     assert first.end_at is not None
     await site.poll(first.end_at - site.slurm.now - 100.0)
     await site.poll(1.0)
-    _, second = site.live(run)
+    _, second = run.live_allocations()
     assert (second.pinned, second.replaces, second.state) == (first.nodes[0], first.token, AllocationState.PENDING)
     await site.poll(120.0)
     assert second.nodes == first.nodes and second.start_at == first.end_at
@@ -360,23 +298,23 @@ async def test_a_replacement_is_not_one_too_many_while_it_starts(site: Site) -> 
     run = site.run(nodes=1)
     await site.poll()
     await site.poll(1.0)
-    (first,) = site.live(run)
+    (first,) = run.live_allocations()
     site.slurm.hold_starts = True
     await site.poll((first.end_at or 0.0) - site.slurm.now - 100.0)
     for _ in range(3):
         await site.poll(1.0)
-    assert [a.replaces for a in site.live(run)] == ["", first.token] and site.kinds("withdraw") == []
+    assert [a.replaces for a in run.live_allocations()] == ["", first.token] and site.kinds("withdraw") == []
     site.slurm.hold_starts = False
     await site.poll(10.0)
-    assert [a.state for a in site.live(run)] == [AllocationState.RUNNING] * 2, (
+    assert [a.state for a in run.live_allocations()] == [AllocationState.RUNNING] * 2, (
         "the new one is there before the old goes"
     )
     await site.poll(200.0)
-    second = site.live(run)[-1]
+    second = run.live_allocations()[-1]
     second.active_at = site.slurm.now
     await site.poll(1.0)
     assert site.harvest._learning.known.experience.starts == [], "it waited for the old one; that is no start"
-    (second,) = site.live(run)
+    (second,) = run.live_allocations()
     assert second.replaces == first.token and run.record.next_allocation == 2
 
 
@@ -385,10 +323,10 @@ async def test_a_successor_makes_way_for_somebody_who_waits(site: Site) -> None:
     run = site.run(nodes=1)
     await site.poll()
     await site.poll(1.0)
-    (first,) = site.live(run)
+    (first,) = run.live_allocations()
     await site.poll((first.end_at or 0.0) - site.slurm.now - 100.0)
     await site.poll(1.0)
-    second = site.live(run)[1]
+    second = run.live_allocations()[1]
     site.slurm.other_job("bob", nodes=2, partition="scavenge")
     await site.poll(1.0)
     assert any(second.token in text and "somebody else waits" in text for text in site.kinds("withdraw"))
@@ -399,7 +337,7 @@ async def test_it_remembers_what_it_learned(site: Site, tmp_path: Path) -> None:
     for _ in range(3):
         await site.poll()
     site.harvest._learning.known.experience.started(5.0, 100.0, site.slurm.now)
-    turn = Turn(site.book, site.slurm.now, site.slurm.now)
+    turn = site.turn()
     site.harvest.note(turn)
     later = Site(tmp_path / "later", site.slurm)
     later.harvest.recall(turn.notes)
@@ -429,7 +367,7 @@ async def test_where_qos_decides_nothing_is_harvested_in_a_qos_that_nobody_preem
     run = site.run("--qos=normal")
     for _ in range(2):
         await site.poll()
-    assert site.live(run) == []
+    assert run.live_allocations() == []
     assert site.harvest.example(run) == (
         "in no partition would others' jobs preempt ours; see allow_without_preemption under [harvest]"
     )
@@ -442,7 +380,7 @@ async def test_where_qos_decides_nothing_is_harvested_in_a_qos_that_nobody_preem
     run = bold.run(nodes=1)
     for _ in range(2):
         await bold.poll()
-    assert [a.partition for a in bold.live(run)] == ["batch"]
+    assert [a.partition for a in run.live_allocations()] == ["batch"]
     assert bold.harvest.interval_s(bold.book) == 5.0
 
 
@@ -452,9 +390,9 @@ async def test_harvest_jobs_run_under_the_qos_and_account_that_the_configuration
     run = site.run("--qos=normal", "--account=physics")
     for _ in range(2):
         await site.poll()
-    assert {a.partition for a in site.live(run)} == {"batch"}
+    assert {a.partition for a in run.live_allocations()} == {"batch"}
     assert site.harvest.interval_s(site.book) == POLL_S, "Slurm gives these back"
-    one = site.live(run)[0]
+    one = run.live_allocations()[0]
     options = site.harvest.request("/state", run, one, "/dev/null").options
     assert {word for word in options if word[:5] in ("--qos", "--acc")} == {"--qos=idle", "--account=spare"}
     assert Asker.of(msgspec.structs.replace(run.spec, harvest_account="mine"), ordered(site.config)) == Asker(
@@ -588,20 +526,20 @@ async def test_a_slurm_that_is_away_ends_no_allocation(site: Site) -> None:
     run = site.run(nodes=2)
     await site.poll()
     await site.poll()
-    held = {a.token: a.state for a in site.live(run)}
+    held = {a.token: a.state for a in run.live_allocations()}
     assert set(held.values()) == {AllocationState.RUNNING}
     loop = Loop(site, queries_per_min=60_000, submits_per_min=60_000)
     for _ in range(20):
         site.slurm.advance(POLL_S)
         turn = loop.take(Polled(FallowError("Slurm does not answer")))
         assert (turn.cancels, turn.submissions) == ([], [])
-    assert {a.token: a.state for a in site.live(run)} == held
+    assert {a.token: a.state for a in run.live_allocations()} == held
     # The first answer of one that has just come up may be incomplete.
     empty = msgspec.structs.replace(await site.slurm.poll("fallow-"), jobs=[])
     loop.take(Polled(empty))
-    assert {a.token: a.state for a in site.live(run)} == held
+    assert {a.token: a.state for a in run.live_allocations()} == held
     loop.take(Polled(await site.slurm.poll("fallow-")))
-    assert {a.token: a.state for a in site.live(run)} == held
+    assert {a.token: a.state for a in run.live_allocations()} == held
 
 
 @pytest.mark.parametrize("answers", [True, False])
@@ -648,7 +586,7 @@ async def test_a_trial_asks_slurm_once_and_is_remembered(site: Site, monkeypatch
     assert await calls.test(run) == "", "not so soon again"
     tested = inbox.get_nowait()
     assert isinstance(tested, TrialRefused)
-    turn = Turn(site.book, site.slurm.now, site.slurm.now)
+    turn = site.turn()
     site.harvest.tested(turn, run, tested.partition, tested.reason)
     assert [record.kind for record in turn.records] == ["refused", "backoff"]
     before = run.record.next_allocation
@@ -744,7 +682,7 @@ async def test_a_job_that_waits_for_a_limit_of_the_account_gets_a_node_of_ours(s
     run = site.run("--account=lab")
     for _ in range(2):
         await site.poll()
-    assert len(site.live(run)) == 2
+    assert len(run.live_allocations()) == 2
     held_for = "AssocGrpNodeLimit"
     colleague = FakeJob("", "theirs", "bob", "normal", 1, 600.0, site.slurm.now, account="lab", held_for=held_for)
     number = site.slurm.add(colleague)
@@ -753,12 +691,12 @@ async def test_a_job_that_waits_for_a_limit_of_the_account_gets_a_node_of_ours(s
     assert text.endswith(f"job {number} of bob waits for AssocGrpNodeLimit")
     for _ in range(3):
         await site.poll(1.0)
-    assert len(site.live(run)) == 1, "one node is enough, and none is asked for in its place"
+    assert len(run.live_allocations()) == 1, "one node is enough, and none is asked for in its place"
     assert site.kinds("limit") == [f"nothing is asked for: job {number} of bob waits for AssocGrpNodeLimit"]
     site.slurm.finish(number)
     for _ in range(2):
         await site.poll()
-    assert len(site.live(run)) == 2
+    assert len(run.live_allocations()) == 2
 
 
 async def test_a_quarter_of_a_limit_that_slurm_tells_is_never_used(site: Site) -> None:
@@ -768,7 +706,7 @@ async def test_a_quarter_of_a_limit_that_slurm_tells_is_never_used(site: Site) -
     run = site.run("--account=lab", nodes=8)
     for _ in range(4):
         await site.poll()
-    assert len(site.live(run)) == 3
+    assert len(run.live_allocations()) == 3
 
 
 @pytest.mark.parametrize("accounting", [True, False])

@@ -8,7 +8,7 @@ import pytest
 
 from fallow.head.api.views import run_view
 from fallow.head.loop.turn import Turn
-from fallow.head.peers import gauge
+from fallow.head.peers import throughput
 from fallow.model import MemberPhase
 
 from runs import NOW, Nodes, new_book, new_run, train  # isort: skip
@@ -39,7 +39,7 @@ def go_on(turn: Turn, nodes: Nodes, slow: int | None, seconds: float) -> None:
             number, after = node - 1, node % len(HOSTS)
             busy = 0.9 if slow in (number, after) else 0.02
             nodes.progress(node, busy_links={f"address of {HOSTS[after]}": busy})
-            gauge.heard(turn, run, node)
+            throughput.heard(turn, run, node)
 
 
 def leaving(nodes: Nodes) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fallow.config import Config, Membership, Slurm
+from fallow.config import Config, Slurm
 from fallow.config import Harvest as HarvestSection
 from fallow.core.allocations import Agent, Allocation
 from fallow.core.membership import events as ev
@@ -23,7 +23,6 @@ from fallow.head.slurm.harvest import Harvest
 from fallow.head.slurm.jobs import take_in
 from fallow.head.slurm.neighbours import DELAYS, END_S, LEAVE_S, Neighbours, give_back, hurry
 from fallow.head.slurm.orphans import sweep
-from fallow.head.slurm.spending import follow_jobs
 from fallow.head.state.book import Book, Run
 from fallow.model import (
     AllocationKind,
@@ -178,7 +177,7 @@ def test_the_nodes_of_a_run_that_is_over_have_to_hurry_too(book: Book, run: Run)
     give_back(turn(book, NOW + 2), run, allocation, "somebody waits")
     early, last = turn(book, NOW + 2), turn(book, NOW + 2 + LEAVE_S + END_S)
     for each in (early, last):
-        Deadlines(Membership(), Hearing()).tick(each)
+        Deadlines(Hearing()).tick(each)
     assert (early.cancels, last.cancels) == ([], [(run.id, allocation.token, "7")])
 
 
@@ -258,7 +257,6 @@ def test_a_base_job_whose_comment_is_another_by_now_is_found_by_its_number(book:
         jobs = [JobInfo(state=state, submit_at=submit_at, **known)]  # type: ignore[arg-type]
         seen, state_of_all = turn(book, at), ClusterState(at=at, nodes=[], jobs=jobs, partitions=[])
         take_in(seen, state_of_all, 30.0)
-        follow_jobs(seen, state_of_all)
 
     for _ in range(3):
         # A number that was given away again, and one whose comment says whose it is.

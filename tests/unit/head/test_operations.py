@@ -8,131 +8,36 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fallow.config import Config, Usage
+from fallow.config import Usage
 from fallow.core.accounting.backoff import FIRST_S
 from fallow.core.accounting.spans import Span
-from fallow.core.allocations import SUBMIT_S, Agent, Allocation
+from fallow.core.allocations import SUBMIT_S
 from fallow.core.membership.messages import Checkpoint
-from fallow.core.membership.watch import Timing
 from fallow.core.training.restarts import EVERY_S
-from fallow.files import Paths
-from fallow.head.api.operations import Operations
 from fallow.head.api.views import run_view
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm import accounts
+from fallow.head.slurm.budgets import left_s
 from fallow.head.slurm.demands import demand
-from fallow.head.slurm.harvest import Harvest
-from fallow.head.slurm.spending import left_s
 from fallow.head.slurm.submissions import give_up_queued
 from fallow.head.state import book
-from fallow.head.state.book import Book, Run, RunRecord
+from fallow.head.state.book import RunRecord
 from fallow.model import (
     AllocationKind,
     AllocationState,
     ChangeKind,
-    ClusterConfig,
-    ClusterState,
     Exit,
     FallowError,
     GenerationReport,
-    JobInfo,
     MemberPhase,
-    NodeInfo,
-    PartitionInfo,
     Parts,
     RunSpec,
     RunStatus,
     Source,
 )
 
-from runs import CONTRACT, NOW, Nodes  # isort: skip
-
-NODES = [f"n{i}" for i in range(1, 5)]
-
-
-class Desk:
-    """A book with one run, and polls of a cluster of four idle nodes."""
-
-    def __init__(self, folder: Path, **spec: object) -> None:
-        paths = Paths(state=folder / "s", runtime=folder / "run").create()
-        numbers = iter(range(10_000))
-        self.book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: f"{next(numbers):06}")
-        self.harvest = Harvest(Config())
-        self.operations = Operations(self.book, self.harvest)
-        self.at = 0.0
-        self.run: Run = self.book.create(
-            RunSpec(run="", name="train", min_nodes=1, max_nodes=4, script="#!/bin/sh\n", **spec),  # type: ignore[arg-type]
-            0.0,
-            NOW,
-        )
-        # As after the first agent: one worker per node.
-        self.run.record.slots = 1
-        self.nodes = Nodes(self.run)
-
-    def turn(self) -> Turn:
-        return Turn(self.book, self.at, NOW + self.at)
-
-    def do(self, method: str, **params: object) -> Turn:
-        turn = self.turn()
-        self.operations.handle(turn, method, {"run": "train", **params})
-        return turn
-
-    def poll(self, *jobs: JobInfo, after_s: float = 30.0) -> Turn:
-        self.at += after_s
-        turn = self.turn()
-        nodes = [NodeInfo(node=n, state="IDLE", partitions=["p"], gpus=4) for n in NODES]
-        partitions = [
-            PartitionInfo(partition="p", nodes=NODES, preempt_mode="REQUEUE"),
-            PartitionInfo(partition="high", nodes=NODES, priority_tier=2),
-        ]
-        site = ClusterConfig(cluster="c", slurm_version="25.11.1", preempt_type="preempt/partition_prio")
-        self.harvest.polled(
-            turn, ClusterState(at=NOW + self.at, nodes=nodes, jobs=list(jobs), partitions=partitions), site
-        )
-        return turn
-
-    def note(self) -> None:
-        turn = self.turn()
-        turn.dirty.add(self.run.id)
-        accounts.note(turn)
-
-    def hold(
-        self,
-        kind: AllocationKind = AllocationKind.HARVEST,
-        state: AllocationState = AllocationState.RUNNING,
-        **more: object,
-    ) -> Allocation:
-        allocation = self.book.new_allocation(self.run, kind, NOW, **more)
-        allocation.state = state
-        if state is not AllocationState.UNKNOWN:
-            allocation.job_id = str(100 + self.run.record.next_allocation)
-        if state is AllocationState.RUNNING:
-            allocation.start_at, allocation.agents, allocation.nodes = NOW, {"n1": Agent()}, ["n1"]
-        return allocation
-
-    def train(self, *hosts: str, restarts: bool = False) -> list[int]:
-        """Let the run train on these nodes, each an allocation of its own; returns their numbers."""
-        turn = self.turn()
-        self.nodes.contract = msgspec.structs.replace(CONTRACT, restarts=restarts)
-        numbers = [self.nodes.come(turn, self.hold(), host) for host in hosts]
-        self.nodes.ready(turn, *numbers)
-        self.nodes.settle(turn)
-        return numbers
-
-    def job(self, allocation: Allocation, state: str = "RUNNING", limit_s: float = 600.0, **more: object) -> JobInfo:
-        return JobInfo(
-            job_id=allocation.job_id or "1",
-            name=allocation.token,
-            user="me",
-            state=state,
-            partition="p",
-            nodes=["n1"] if state == "RUNNING" else [],
-            start_at=NOW if state == "RUNNING" else None,
-            end_at=NOW + limit_s if state == "RUNNING" else None,
-            time_limit_s=limit_s,
-            exclusive=True,
-            **more,  # type: ignore[arg-type]
-        )
+from runs import NOW  # isort: skip
+from slurm_side import Desk  # isort: skip
 
 
 @pytest.fixture
@@ -220,7 +125,7 @@ def test_why_a_newcomer_of_such_a_run_waits_is_shown(desk: Desk) -> None:
 
 def test_a_users_own_base_job_is_given_up_only_once_its_sbatch_must_have_ended(desk: Desk) -> None:
     turn = desk.turn()
-    spec = msgspec.to_builtins(RunSpec(run="", name="other", min_nodes=1, max_nodes=2))
+    spec = RunSpec(run="", name="other", min_nodes=1, max_nodes=2)
     new = desk.operations.handle(turn, "create_run", {"spec": spec})
     run = desk.book.runs[new.run]
     for _ in range(int(SUBMIT_S / 30.0) + 2):
@@ -454,7 +359,7 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing_behind(
     before, allocations = set(desk.book.runs), set(desk.run.allocations)
     turn = desk.turn()
     with pytest.raises(FallowError) as caught:
-        desk.operations.handle(turn, "create_run", {"spec": msgspec.to_builtins(spec)})
+        desk.operations.handle(turn, "create_run", {"spec": spec})
     assert caught.value.code is Exit.IOERR
     assert "cannot be written (No space left on device); make room on its file system" in caught.value.message
     assert (set(desk.book.runs), set(desk.book.current), turn.dirty) == (before, before, set())

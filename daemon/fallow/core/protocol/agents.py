@@ -76,6 +76,8 @@ class Beat(Wire, frozen=True, kw_only=True, tag="beat"):
     progress: Progress = Progress()
     warned: Code = 0
     "the signal by which Slurm warned this node (preemption, scancel or time limit); 0: it has not"
+    brief: bool = False
+    "progress is left out: it is as it was told last"
 
 
 class Ended(Wire, frozen=True, kw_only=True, tag="ended"):

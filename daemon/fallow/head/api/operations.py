@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-
-import msgspec
 
 from fallow.control.protocol import LocalAllocation, NewRun
 from fallow.core.allocations import SUBMIT_S, Allocation
@@ -27,50 +24,30 @@ class Operations:
     def __init__(self, book: Book, harvest: Harvest, pruning: Pruning | None = None) -> None:
         self._book = book
         self._harvest = harvest
-        self._methods: dict[str, Callable[..., Any]] = {
-            "create_run": self.create_run,
-            "base_submitted": self.base_submitted,
-            "base_failed": self.base_failed,
-            "grow": self.grow,
-            "shrink": self.shrink,
-            "release": self.release,
-            "drain": self.drain,
-            "pause": self.pause,
-            "resume": self.resume,
-            "cancel": self.cancel,
-            "checkpoint": self.checkpoint,
-            "rollback": self.rollback,
-            "local_allocation": self.local_allocation,
-        }
-        if pruning is not None:
-            self._methods["prune"] = pruning.prune
+        self._pruning = pruning
 
     def handle(self, turn: Turn, method: str, params: dict[str, Any]) -> Any:
-        """Carry out one request.
+        """Carry out one request. Args: params: checked by `control.methods`.
 
         Raises:
-            FallowError: it cannot be done, or its parameters are wrong.
+            FallowError: it cannot be done.
         """
-        operation = self._methods[method]
-        try:
-            return operation(turn, **params)
-        except (TypeError, msgspec.ValidationError) as error:
-            raise FallowError(f"{method}: wrong parameters: {error}", Exit.USAGE) from error
+        operation = getattr(self._pruning if method == "prune" else self, method)
+        return operation(turn, **params)
 
-    def create_run(self, turn: Turn, spec: dict[str, Any]) -> NewRun:
-        wanted = msgspec.convert(spec, RunSpec)
-        check_limits(wanted.min_nodes, wanted.max_nodes)
-        run = self._book.create(wanted, turn.at, turn.now)
+    def create_run(self, turn: Turn, spec: RunSpec) -> NewRun:
+        check_limits(spec.min_nodes, spec.max_nodes)
+        run = self._book.create(spec, turn.at, turn.now)
         try:
             # Whoever asks calls sbatch itself now, and may not live to tell what came of it.
             allocation = self._book.new_allocation(
-                run, AllocationKind.BASE, turn.now, nodes_wanted=wanted.min_nodes, sent_by=turn.now + SUBMIT_S
+                run, AllocationKind.BASE, turn.now, nodes_wanted=spec.min_nodes, sent_by=turn.now + SUBMIT_S
             )
         except FallowError:
             self._book.drop(run)
             raise
         turn.dirty.add(run.id)
-        turn.record(run, "run", f"run {run.id}: {wanted.min_nodes} to {wanted.max_nodes} nodes")
+        turn.record(run, "run", f"run {run.id}: {spec.min_nodes} to {spec.max_nodes} nodes")
         folder = self._book.paths.run(run.id)
         return NewRun(
             run=run.id, token=allocation.token, folder=str(folder.root), key_file=str(folder.key(allocation.token))
@@ -117,7 +94,9 @@ class Operations:
             raise FallowError(
                 f"run {found.id}: its limit is {found.root.limit} of at most {counted(most, 'node')}", Exit.USAGE
             )
-        return self._set_limit(turn, found, min(most, found.root.limit + by), "grown by hand")
+        limit = min(most, found.root.limit + by)
+        turn.apply(found, ev.Limit(at=turn.at, limit=limit, reason="grown by hand"))
+        return limit
 
     def shrink(self, turn: Turn, run: str, by: int = 1) -> int:
         """Lower the limit by so many nodes, releasing the youngest; returns the new limit."""
@@ -128,10 +107,7 @@ class Operations:
             raise FallowError(
                 f"run {found.id}: has {counted(members, 'member')}; to end it: fallow cancel {found.id}", Exit.USAGE
             )
-        return self._set_limit(turn, found, limit, "shrunk by hand")
-
-    def _set_limit(self, turn: Turn, run: Run, limit: int, reason: str) -> int:
-        turn.apply(run, ev.Limit(at=turn.at, limit=limit, reason=reason))
+        turn.apply(found, ev.Limit(at=turn.at, limit=limit, reason="shrunk by hand"))
         return limit
 
     def release(self, turn: Turn, run: str, members: list[str]) -> None:

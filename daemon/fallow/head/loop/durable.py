@@ -23,8 +23,8 @@ from fallow.core.allocations import Allocation
 from fallow.core.membership.roster import NODE_KEY, Roster
 from fallow.files import Paths, check_id, read_private, write_private
 from fallow.head.loop.turn import Turn
-from fallow.head.state.book import Book, Run, RunRecord
-from fallow.head.state.pruned import NOTE
+from fallow.head.state.archive import NOTE
+from fallow.head.state.book import Book, Run, RunRecord, StoredRun
 from fallow.head.state.salvage import salvage
 from fallow.model import EventRecord, Exit, FallowError, GenerationReport, RunSpec
 from fallow.store.client import Fenced, NewEvent, Store, Unavailable, Write
@@ -86,22 +86,11 @@ class Durable:
         """Start the private server, if there is one, and connect."""
         namespace = None
         if self._redis is not None:
-            await self._start(self._redis)
+            await self._patiently(self._redis.start, OPEN_PATIENCE_S)
         else:
             # On a shared Redis each state folder is a world of its own.
             namespace = hashlib.sha256(bytes(self._paths.state)).hexdigest()[:16]
         self._store = await Store.open(self._redis_url or self._paths.redis_socket, namespace=namespace)
-
-    async def _start(self, redis: RedisServer) -> None:
-        away = _Away(OPEN_PATIENCE_S)
-        while True:
-            try:
-                await redis.start()
-            except Unavailable as error:
-                self._note_away(away, error)
-                await asyncio.sleep(away.next_pause_s())
-            else:
-                return self._note_back(None)
 
     async def close(self) -> None:
         if self._store is not None:
@@ -139,11 +128,11 @@ class Durable:
             stored = {key: value for key, (_, value) in values.items()}
             revision = values.get("root", (0, b""))[0]
             try:
-                run = _add(book, run_id, stored, revision, at)
+                run = book.add(read_run(run_id, stored), revision, at)
             except Exception as error:
                 # Whatever it is, it is this run's alone.
                 self.unreadable[run_id] = error
-                run = book.add(*salvage(self._paths, run_id, stored, time.time()), revision, at)
+                run = book.add(salvage(self._paths, run_id, stored, time.time()), revision, at)
                 run.pending |= run.roster.take_writes()
                 originals = {f"unreadable/{run_id}/{key}": value for key, value in stored.items()}
                 self._kept.setdefault(run_id, []).extend(originals)
@@ -178,7 +167,7 @@ class Durable:
         values = self._values_of(turn)
         writes = [write for run_id in values for write in self._run_writes(turn.book.runs[run_id], values[run_id])]
         if turn.forgotten:
-            turn.notes[NOTE] = records.encode(turn.book.pruned)
+            turn.notes[NOTE] = records.encode(turn.book.archive.pruned)
         for key, note in turn.notes.items():
             writes.append(Write(f"note/{key}", self._note_revisions.get(key, 0), note))
         for run in turn.forgotten:
@@ -246,10 +235,7 @@ class Durable:
         """
         found = await self._patiently(lambda: self.store.load(f"run/{run.id}/"))
         stored = {key.removeprefix(f"run/{run.id}/"): value for key, (_, value) in found.items()}
-        _, record, roster, allocations, generations = read_run(run.id, stored)
-        revision = found[f"run/{run.id}/root"][0]
-        new = book.make_anew(run, record, roster, allocations, revision, at)
-        new.generations.extend(generations)
+        new = book.make_anew(run, read_run(run.id, stored), found[f"run/{run.id}/root"][0], at)
         new.stored = _hashes(stored)
         return new
 
@@ -261,7 +247,7 @@ class Durable:
                 f"another head has taken over {self._paths.state}; this one ends", Exit.CANTCREAT
             ) from None
 
-    async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
+    async def _patiently(self, ask: Callable[[], Awaitable[T]], patience_s: float | None = None) -> T:
         """Ask the store, once more each time that it is back.
 
         Raises:
@@ -272,7 +258,7 @@ class Durable:
             try:
                 answer = await ask()
             except Unavailable as error:
-                away = away or _Away(STORE_PATIENCE_S)
+                away = away or _Away(patience_s or STORE_PATIENCE_S)
                 self._note_away(away, error)
                 while not await self._revive(away):
                     pass
@@ -290,7 +276,7 @@ class Durable:
         try:
             if self._redis is not None:
                 await self._redis.start()
-            same = await self.store.check()
+            same = self._store is None or await self._store.check()
         except FallowError as error:
             self._note_away(away, error)
             return False
@@ -324,17 +310,8 @@ class Durable:
             log.info("store.back", away_s=round(away.passed_s, 1))
 
 
-def _add(book: Book, run_id: str, stored: dict[str, bytes], revision: int, at: float) -> Run:
-    spec, record, roster, allocations, generations = read_run(run_id, stored)
-    run = book.add(spec, record, roster, allocations, revision, at)
-    run.generations.extend(generations)
-    return run
-
-
-def read_run(
-    run_id: str, stored: dict[str, bytes]
-) -> tuple[RunSpec, RunRecord, Roster, dict[str, Allocation], list[GenerationReport]]:
-    """A run's spec, record, membership, allocations and reports of generations.
+def read_run(run_id: str, stored: dict[str, bytes]) -> StoredRun:
+    """Decode a run's records.
 
     Args:
         run_id: of the run.
@@ -349,7 +326,7 @@ def read_run(
     generations = [
         records.decode(value, GenerationReport) for key, value in stored.items() if key.startswith("generation/")
     ]
-    return (
+    return StoredRun(
         records.decode(stored["spec"], RunSpec),
         records.decode(stored["record"], RunRecord),
         roster,

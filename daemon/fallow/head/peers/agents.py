@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from math import inf
 
-from fallow.config import Checkpoint as CheckpointConfig
-from fallow.config import Membership as MembershipConfig
 from fallow.core.accounting.duds import came
 from fallow.core.allocations import Agent, Allocation
-from fallow.core.membership import checkpoints
 from fallow.core.membership import events as ev
+from fallow.core.membership.checkpoints import usable as usable_checkpoints
 from fallow.core.membership.messages import Gather, Report
 from fallow.core.membership.names import member_name
 from fallow.core.protocol.agents import (
@@ -27,7 +25,7 @@ from fallow.core.protocol.agents import (
     Setup,
 )
 from fallow.head.loop.turn import Turn, agent_peer, why_ended
-from fallow.head.peers import again, gauge, saved
+from fallow.head.peers import checkpoints, restarts, throughput
 from fallow.head.peers.hearing import Hearing
 from fallow.head.state.book import Run
 from fallow.model import AllocationKind, AllocationState, Exit, MemberPhase
@@ -40,10 +38,8 @@ STAND_IN_S = 120.0
 class Agents:
     """Turns what agents say into events for the machines."""
 
-    def __init__(self, config: MembershipConfig, checkpoint: CheckpointConfig) -> None:
+    def __init__(self) -> None:
         self.hearing = Hearing()
-        self._config = config
-        self._checkpoint = checkpoint
 
     def hear(self, turn: Turn, peer: str, message: FromAgent, at: float) -> None:
         """Handle one message. Its key decides for which allocation it speaks.
@@ -197,28 +193,19 @@ class Agents:
         turn.record(run, "node", f"{hello.host} came with {allocation.token}", job=hello.job_id)
 
     def _setup(self, turn: Turn, run: Run, allocation: Allocation) -> Setup:
+        config = turn.book.config
         return Setup(
             run=run.id,
             folder=str(turn.book.paths.run(run.id).root),
             seed=run.spec.seed,
             max_workers=run.root.maximum * run.workers_per_node,
-            beat_s=self._config.beat_s,
-            lease_s=self._config.lease_s,
-            patience_s=self._patience_s(run, allocation),
+            beat_s=config.membership.beat_s,
+            lease_s=config.membership.lease_s,
+            patience_s=_patience_s(run, allocation, config.membership.head_patience_s),
             checkpoint_folder=str(turn.book.checkpoint_folder(run)),
-            checkpoint_s=self._checkpoint.interval_s,
-            network=turn.book.network,
+            checkpoint_s=config.checkpoint.interval_s,
+            network=config.network.data,
         )
-
-    def _patience_s(self, run: Run, allocation: Allocation) -> float:
-        """How long a worker that cannot go on by itself waits for a silent head.
-
-        A base job waits to its end. A harvested node is not kept idle for longer than a stand-in head needs to come.
-        """
-        patience_s = self._config.head_patience_s
-        if run.spec.local:
-            return patience_s
-        return inf if allocation.kind is AllocationKind.BASE else patience_s + max(patience_s, STAND_IN_S)
 
     # -- it is there --------------------------------------------------------------------------------------------------
 
@@ -226,7 +213,8 @@ class Agents:
         if beat.warned:
             self._warned(turn, run, allocation, beat.warned)
         if beat.report is not None:
-            self._report(turn, run, allocation, host, beat.report, beat.progress, at)
+            progress = None if beat.brief else beat.progress
+            self._report(turn, run, allocation, host, beat.report, progress, at)
         if allocation.live:
             peer = agent_peer(allocation, host)
             turn.messages.append((peer, self._news(turn, run, allocation, host)))
@@ -235,30 +223,31 @@ class Agents:
 
     @staticmethod
     def _report(
-        turn: Turn, run: Run, allocation: Allocation, host: str, report: Report, progress: Progress, at: float
+        turn: Turn, run: Run, allocation: Allocation, host: str, report: Report, progress: Progress | None, at: float
     ) -> None:
         known = run.roster.nodes.get(report.node)
         if known is not None and known.token != allocation.token:
             # The store has lost it, and its number belongs to a node of another allocation now, maybe on this host.
             turn.messages.append((agent_peer(allocation, host), Introduce(node=report.node)))
             return
-        report = saved.by_this_clock(run, report, turn.now)
+        report = checkpoints.by_this_clock(run, report, turn.now)
         turn.apply(run, ev.Reported(at=at, host=host, report=report))
         known = run.roster.nodes.get(report.node)
         if known is None or (known.host, known.boot) != (host, report.boot) or not known.alive:
             return
-        run.progress[known.id] = progress
         run.step = max(run.step, known.step)
-        if known.seat:
-            run.reached = max(run.reached, progress.reached)
+        if progress is not None:
+            run.progress[known.id] = progress
+            if known.seat:
+                run.reached = max(run.reached, progress.reached)
         if report.generation and allocation.active_at is None:
             allocation.active_at = turn.now
             turn.dirty.add(run.id)
-        gauge.heard(turn, run, known.id)
+        throughput.heard(turn, run, known.id)
 
     def _news(self, turn: Turn, run: Run, allocation: Allocation, host: str) -> News:
         agent = allocation.agents[host]
-        usable = checkpoints.usable(run.roster)
+        usable = usable_checkpoints(run.roster)
         epochs = [run.progress[n].epoch for n in run.roster.members[:1] if n in run.progress]
         return News(
             term=turn.book.term,
@@ -268,7 +257,7 @@ class Agents:
             step=run.step,
             epoch=epochs[0] if epochs else (usable[0].epoch if usable else 0),
             reached=run.reached,
-            checkpoint_in_s=saved.due_in_s(run, self._checkpoint.interval_s, turn.now),
+            checkpoint_in_s=checkpoints.due_in_s(run, turn.book.config.checkpoint.interval_s, turn.now),
             checkpoints_asked=run.record.checkpoints_asked,
         )
 
@@ -304,7 +293,7 @@ class Agents:
             # It was killed because it hung, and said where.
             name = member_name(known.id)
             turn.record(run, "stack", f"{name} on {host} hung here", node=known.id, stack=ended.tail)
-        again.ended(turn, run, allocation, host, ended)
+        restarts.ended(turn, run, allocation, host, ended)
         gone = ev.Gone(
             at=at,
             node=ended.node,
@@ -314,7 +303,7 @@ class Agents:
             code=ended.code,
             signal=ended.signal,
             tail=ended.tail,
-            report=None if ended.report is None else saved.by_this_clock(run, ended.report, turn.now),
+            report=None if ended.report is None else checkpoints.by_this_clock(run, ended.report, turn.now),
             is_ordered=ended.is_ordered,
         )
         turn.apply(run, gone)
@@ -340,6 +329,16 @@ def give_up_agent(turn: Turn, run: Run, allocation: Allocation, host: str, reaso
     if not allocation.hosts and allocation.live:
         turn.record(run, "node", f"{allocation.token} ended: {allocation.reason or reason}")
         turn.book.end_allocation(run, allocation, reason)
+
+
+def _patience_s(run: Run, allocation: Allocation, patience_s: float) -> float:
+    """How long a worker that cannot go on by itself waits for a silent head.
+
+    A base job waits to its end. A harvested node is not kept idle for longer than a stand-in head needs to come.
+    """
+    if run.spec.local:
+        return patience_s
+    return inf if allocation.kind is AllocationKind.BASE else patience_s + max(patience_s, STAND_IN_S)
 
 
 def _problem(run: Run, allocation: Allocation, hello: Hello) -> str | None:

@@ -13,10 +13,9 @@ from fallow.core.accounting.spans import held
 from fallow.core.accounting.usage import Tallies, by_month, is_since, merge, note_members, note_pause, tally
 from fallow.core.membership.names import member_number
 from fallow.head.loop.turn import Turn
-from fallow.head.slurm.spending import left_s
+from fallow.head.slurm.budgets import left_s
+from fallow.head.state.archive import PrunedRuns, account_of
 from fallow.head.state.book import Run
-from fallow.head.state.past import account_of
-from fallow.head.state.pruned import PrunedRuns
 from fallow.model import (
     PRUNED,
     AllocationKind,

@@ -9,7 +9,6 @@ import msgspec
 from msgspec.structs import replace
 
 from fallow.config import Config
-from fallow.core.accounting.backoff import Asker
 from fallow.core.accounting.cancelled import Cancels, awaits_verdict
 from fallow.core.accounting.duds import DUDS, Duds, put_off_s
 from fallow.core.accounting.prices import Prices, WakePrice
@@ -29,11 +28,11 @@ from fallow.core.planning.withdrawals import Withdraw
 from fallow.core.submission.reserved import within
 from fallow.core.submission.sbatch import takes_whole_nodes
 from fallow.head.loop.turn import Turn
+from fallow.head.slurm.budgets import left_s, renew_base
 from fallow.head.slurm.demands import demand
 from fallow.head.slurm.gains import gains
-from fallow.head.slurm.hurry import keep_pace
 from fallow.head.slurm.neighbours import give_back
-from fallow.head.slurm.spending import left_s, renew_base
+from fallow.head.slurm.pace import keep_pace
 from fallow.head.state.book import Run
 from fallow.model import AllocationKind, ClusterConfig, ClusterState, OwnerView
 from fallow.slurm.parse import folded, nodes
@@ -48,9 +47,6 @@ class Asking:
         self._limits = _limits(config)
         self._known = known
         self._groups = groups
-        self._failures: dict[str, int] = {}
-        self._not_before: dict[str, float] = {}
-        "run -> time on the turns' clock before which nothing is asked for"
         self.interval_s = config.slurm.poll_interval_s
         "from one poll to the next, as things are"
         self.stopped = ""
@@ -58,8 +54,6 @@ class Asking:
         self.owner: OwnerView | None = None
         "what Slurm has told of the limits of accounts and QOS; None: nothing"
         self._reserve = Reserve(config.harvest.limit_reserve)
-        self._limited: dict[str, str] = {}
-        "run -> the job that waits for a limit, because of which nothing is asked for"
         self.unused: dict[str, str] = {}
         "idle node -> why it is not used, as of the last plan"
 
@@ -85,8 +79,6 @@ class Asking:
         """
         runs = {run.id: run for run in turn.book.current.values() if not run.spec.local}
         cluster = within(cluster, {run.spec.harvest_given.get("reservation", "") for run in runs.values()})
-        self._failures = {run: number for run, number in self._failures.items() if run in runs}
-        self._not_before = {run: at for run, at in self._not_before.items() if run in runs}
         if self.stopped:
             # A submission of unknown outcome may have come to something after all.
             for run in runs.values():
@@ -103,7 +95,7 @@ class Asking:
         known_nodes = {node.node: node for node in cluster.nodes}
         experience = self._known.experience
         start_s = experience.wait_s(cluster.at) + experience.start_s(cluster.at)
-        known = gains(runs.values(), cluster.at, start_s, turn.book.past)
+        known = gains(runs.values(), cluster.at, start_s, turn.book.archive)
         demands = [
             replace(
                 _tried(runs[name], demand(runs[name], known_nodes, cluster.at, asks=name not in put_off)),
@@ -113,7 +105,6 @@ class Asking:
         ]
         if not again:
             _make_anew(turn, runs, demands, cluster, rules)
-        live = [a for run in runs.values() for a in run.live_allocations()]
         demands, external = self._within_limits(turn, runs, cluster, demands, rules, external, again=again)
         live = [a for run in runs.values() for a in run.live_allocations()]
         if not again:
@@ -168,10 +159,10 @@ class Asking:
         whole = {run.id for run in runs.values() if takes_whole_nodes(run.spec)}
         waits = yielded(cluster, live, askers)
         kept = self._reserve.room(self.owner, cluster, live, demands, askers, whole, qos)
-        for run_id, why in waits.because.items():
-            if self._limited.get(run_id) != why:
-                turn.record(runs[run_id], "limit", f"nothing is asked for: {why}")
-        self._limited = dict(waits.because)
+        for run in runs.values():
+            before, run.limited_by = run.limited_by, waits.because.get(run.id, "")
+            if run.limited_by not in ("", before):
+                turn.record(run, "limit", f"nothing is asked for: {run.limited_by}")
         for token, why in () if again else waits.withdraw.items():
             run, allocation = _find(dict(runs), token)
             turn.record(run, "withdraw", f"{token} (job {allocation.job_id}): {why}")
@@ -215,27 +206,24 @@ class Asking:
         run.record.paused_by_hand, run.record.harvest_paused, run.record.drained = False, "", []
         turn.apply(run, ev.Unbar(at=turn.at, hosts=(*run.record.fruitless.barred, *run.record.cancelled.barred)))
         run.record.refusals, run.record.fruitless, run.record.cancelled = {}, Duds(), Cancels()
-        self._not_before.pop(run.id, None)
+        run.not_before = 0.0
         self._known.backoff.forget(run.asker)
         turn.dirty.add(run.id)
         turn.record(run, "resume", "resumed by hand: nodes are asked for again")
 
     def waits_after_failures(self, turn: Turn, run: Run) -> bool:
         """Are its requests put off, or all but one, because the last jobs came to nothing?"""
-        return run.failures >= DUDS or turn.at < self._not_before.get(run.id, turn.at)
+        return run.failures >= DUDS or turn.at < run.not_before
 
     def _put_off(self, turn: Turn, run: Run) -> bool:
         """Is it too early to ask for more, because the last jobs came to nothing?"""
         duds, failures = run.record.fruitless, run.failures
-        waits = turn.at < self._not_before.get(run.id, turn.at)
+        before, run.failures_seen = run.failures_seen, failures
+        if before is None:
+            before = failures if duds.rounds else 0
         if not failures:
-            self._not_before.pop(run.id, None)
-            duds.rounds = 0
-        elif (
-            failures > self._failures.get(run.id, failures if duds.rounds else 0)
-            and not waits
-            and not run.record.paused
-        ):
+            run.not_before, duds.rounds = 0.0, 0
+        elif failures > before and turn.at >= run.not_before and not run.record.paused:
             wait_s = put_off_s(duds, failures, self._config.slurm.poll_interval_s)
             turn.dirty.add(run.id)
             what = f"{failures} jobs in a row came to nothing"
@@ -243,10 +231,9 @@ class Asking:
                 why = f"{what}, with longer and longer waits in between; to try again: fallow resume {run.id}"
                 turn.stop_asking(run, f"{why}; the last: {duds.last or run.root.message}")
             elif wait_s:
-                self._not_before[run.id] = turn.at + wait_s
+                run.not_before = turn.at + wait_s
                 turn.record(run, "pause", f"{what}; the next one is tried in {wait_s:.0f} s")
-        self._failures[run.id] = failures
-        return turn.at < self._not_before.get(run.id, turn.at)
+        return turn.at < run.not_before
 
 
 def _tried(run: Run, wanted: Demand) -> Demand:
@@ -271,11 +258,6 @@ def _give_all_back(turn: Turn, run: Run, reason: str) -> None:
             turn.release_allocation(run, allocation, reason)
         else:
             turn.cancel(run, allocation, reason)
-
-
-def ordered(config: Config) -> Asker:
-    """Account and QOS of harvest jobs, where the configuration says so."""
-    return Asker(config.harvest.account or "", config.harvest.qos or "")
 
 
 def _limits(config: Config) -> Limits:

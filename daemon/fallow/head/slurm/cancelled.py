@@ -11,9 +11,11 @@ from fallow.core.allocations import Allocation
 from fallow.core.holes import CLOSED
 from fallow.core.membership import events as ev
 from fallow.head.loop.turn import Turn
-from fallow.head.slurm.spending import Settled
 from fallow.head.state.book import Run
-from fallow.model import AllocationKind, NodeInfo
+from fallow.model import AllocationKind, JobInfo, NodeInfo
+
+Settled = tuple[Run, Allocation, Sequence[JobInfo]]
+"""An allocation whose jobs are over, and those."""
 
 
 def take_in(turn: Turn, settled: Sequence[Settled], nodes: Iterable[NodeInfo], backoff: Backoff) -> None:

@@ -8,7 +8,7 @@ from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind, likeness
 from fallow.core.planning.rules import Demand
 from fallow.core.training.restarts import LEAST_MINUTES
-from fallow.head.slurm.spending import left_s
+from fallow.head.slurm.budgets import left_s
 from fallow.head.state.book import Run
 from fallow.model import AllocationKind, AllocationState, NodeInfo, RunSpec, RunStatus
 from fallow.slurm.parse import count, gpu_types, megabytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 
 from fallow.core.accounting import fairshare
@@ -11,54 +11,45 @@ from fallow.core.planning import valuing
 from fallow.core.planning.gain import pooled
 from fallow.core.planning.valuing import ALIKE, Facts, Gain, measured
 from fallow.core.training.restarts import PAUSE_S
+from fallow.head.state.archive import Archive, Lesson, Model, lesson_of, project_of
 from fallow.head.state.book import Run
-from fallow.head.state.past import Lesson, Model, Past, lesson_of, project_of
 from fallow.model import AllocationState
 
 
-def gains(all_runs: Iterable[Run], at: float, start_s: float, past: Past | None = None) -> dict[str, Gain]:
+def gains(all_runs: Iterable[Run], at: float, start_s: float, archive: Archive | None = None) -> dict[str, Gain]:
     """Gain of every run that has not ended.
 
     Args:
         all_runs: ended ones too: runs of the same script learn from each other.
         at: Unix time.
         start_s: from the request for a node until it trains, as a rule.
-        past: runs that are not among them any more.
+        archive: has the runs that are not among them any more.
     """
-    past = past or Past()
+    archive = archive or Archive()
     runs = [run for run in all_runs if not run.spec.local]
-    lessons = {run.id: lesson_of(run) for run in runs}
+    own = {run.id: lesson_of(run) for run in runs}
     alike: dict[Model, list[Lesson]] = {}
-    newest: dict[str, list[Lesson]] = {}
-    for lesson in lessons.values():
-        if lesson.signature is not None:
-            alike.setdefault(lesson.model, []).append(lesson)
-            newest.setdefault(lesson.script, []).append(lesson)
+    newest: dict[str, Lesson] = {}
+    "script -> the newest of its lessons"
+    said = (lesson for lesson in own.values() if lesson.signature is not None)
+    for lesson in sorted([*said, *archive.lessons], key=lambda lesson: -lesson.created_at):
+        alike.setdefault(lesson.model, []).append(lesson)
+        newest.setdefault(lesson.script, lesson)
     live = [run for run in runs if not run.ended]
     known: list[Facts] = []
-    ordered: dict[Model, list[Lesson]] = {}
-    "runs that learn from each other, the newest first"
     for run in live:
-        lesson = lessons[run.id]
-        model = lesson.model
+        lesson = own[run.id]
         if lesson.signature is None:
             # As long as a run has not said what it has, what the newest run of the script has is the best guess.
-            told = [*newest.get(lesson.script, []), *past.newest(lesson.script)]
-            model = max(told, key=_created_at).model if told else model
-        if model not in ordered:
-            ordered[model] = sorted([*alike.get(model, []), *past.like(model)], key=_created_at, reverse=True)
-        known.append(_facts(run, _teachers(run, ordered[model]), at))
-    weights = valuing.weights(known, _use(live, runs, past, at))
+            lesson = newest.get(lesson.script, lesson)
+        known.append(_facts(run, _teachers(run, alike.get(lesson.model, [])), at))
+    weights = valuing.weights(known, _use(live, runs, archive, at))
     return {each.run: valuing.gain(each, weights[each.run], at, start_s) for each in known}
 
 
-def _created_at(lesson: Lesson) -> float:
-    return lesson.created_at
-
-
-def _use(live: list[Run], runs: list[Run], past: Past, at: float) -> dict[str, float]:
+def _use(live: Sequence[Run], runs: Sequence[Run], archive: Archive, at: float) -> dict[str, float]:
     """Project -> faded node-seconds that its runs have had, whether or not those have ended."""
-    use = {project: past.faded(project, at) for project in map(project_of, live)}
+    use = {project: archive.faded(project, at) for project in map(project_of, live)}
     for run in runs:
         if project_of(run) in use:
             now = [a for a in run.allocations.values() if a.harvested and not a.counted]

@@ -13,16 +13,16 @@ from fallow.core.neighbour.needs import ExternalDemand
 from fallow.core.neighbour.preemption import as_for_us
 from fallow.core.neighbour.watch import interval_s, longest_interval_s
 from fallow.core.planning.allowance import horizon_s
-from fallow.core.planning.rules import harvestable
+from fallow.core.planning.rules import HarvestRules, harvestable
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm import accounts, cancelled, orphans, submissions
-from fallow.head.slurm.asking import Asking, ordered
+from fallow.head.slurm.asking import Asking
+from fallow.head.slurm.budgets import keep_within_budget
+from fallow.head.slurm.estimate import estimate
 from fallow.head.slurm.jobs import take_in
 from fallow.head.slurm.learning import Learning
 from fallow.head.slurm.neighbours import DELAYS, Neighbours
-from fallow.head.slurm.prospect import look
-from fallow.head.slurm.spending import follow_jobs, keep_within_budget
-from fallow.head.state.book import Book, Run
+from fallow.head.state.book import Book, Run, ordered
 from fallow.model import (
     AllocationKind,
     ClusterConfig,
@@ -84,11 +84,8 @@ class Harvest:
         """Take in one poll, then plan. `site` is None as long as Slurm has not told its configuration."""
         cluster = as_for_us(cluster, site, self._config.harvest.qos)
         self.cluster, self._site = cluster, site
-        take_in(turn, cluster, horizon_s=horizon_s(self._config.slurm.poll_interval_s))
+        settled = take_in(turn, cluster, horizon_s=horizon_s(self._config.slurm.poll_interval_s))
         with turn.apart("ends of jobs"):
-            settled = follow_jobs(turn, cluster)
-            for run, allocation, _ in settled:
-                turn.book.close(run, allocation)
             cancelled.take_in(turn, settled, cluster.nodes, self._learning.known.backoff)
         accounts.settle(turn, cluster.at)
         turn.for_each(turn.book.current.values(), "budget", lambda run: keep_within_budget(turn, run, cluster.at))
@@ -99,7 +96,7 @@ class Harvest:
             orphans.sweep(turn, cluster, frozenset[str]().union(*external.delayed_jobs.values()))
         with turn.apart("plan"):
             self.asking.interval_s = self.interval_s(turn.book)
-            rules = self.asking.rules(cluster.at, site, self.neighbours.refused)
+            rules = self._rules(cluster)
             self._learning.polled(turn, cluster, rules)
             self.asking.plan(turn, cluster, rules, external)
 
@@ -117,9 +114,11 @@ class Harvest:
             for allocation in run.live_allocations():
                 held.update(allocation.nodes, allocation.agents)
         nodes = [replace(node, state="ALLOCATED") if node.node in held else node for node in cluster.nodes]
-        rules = self.asking.rules(cluster.at, self._site, self.neighbours.refused)
         with turn.apart("plan"):
-            self.asking.plan(turn, replace(cluster, nodes=nodes), rules, self._external, again=True)
+            self.asking.plan(turn, replace(cluster, nodes=nodes), self._rules(cluster), self._external, again=True)
+
+    def _rules(self, cluster: ClusterState) -> HarvestRules:
+        return self.asking.rules(cluster.at, self._site, self.neighbours.refused)
 
     def request(self, state: str, run: Run, allocation: Allocation, log: str) -> JobRequest:
         """What to hand to sbatch for an allocation."""
@@ -149,15 +148,14 @@ class Harvest:
             news = self._learning.refused(turn, run, asker, allocation.partition, allocation.minutes, reason)
         usable: list[PartitionInfo] = []
         if self.cluster is not None:
-            rules = self.asking.rules(self.cluster.at, self._site, self.neighbours.refused)
-            usable = _usable(run, harvestable(self.cluster, rules))
+            usable = _usable(run, harvestable(self.cluster, self._rules(self.cluster)))
         submissions.refused(turn, run, token, reason, [p.partition for p in usable], news)
 
     def example(self, run: Run) -> Allocation | str:
         """A harvest allocation as the run would ask for, or why it would ask for none; empty: nobody knows yet."""
         if self.cluster is None:
             return ""
-        rules = self.asking.rules(self.cluster.at, self._site, self.neighbours.refused)
+        rules = self._rules(self.cluster)
         there = harvestable(self.cluster, rules)
         may = _usable(run, there)
         if run.spec.max_nodes <= run.spec.min_nodes:
@@ -188,9 +186,8 @@ class Harvest:
         if self.cluster is None:
             raise FallowError("the head has not seen Slurm yet; ask again in a moment", Exit.TEMPFAIL)
         live = [a for run in book.current.values() for a in run.live_allocations()]
-        rules = self.asking.rules(self.cluster.at, self._site, self.neighbours.refused)
         known, names = self._learning.known, ordered(self._config)
-        return look(self.cluster, spec, rules, live, known, ordered=names, by_head=True)
+        return estimate(self.cluster, spec, self._rules(self.cluster), live, known, ordered=names, by_head=True)
 
     def tested(self, turn: Turn, run: Run, partition: str, reason: str) -> None:
         """Slurm would say no to harvest jobs of a run: they are not even tried for a while."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fallow.core.accounting import duds
+from fallow.core.accounting.spans import follow
 from fallow.core.allocations import (
     CANCEL_AGAIN_S,
     Allocation,
@@ -15,9 +16,10 @@ from fallow.core.allocations import (
     requeued,
 )
 from fallow.core.membership import events as ev
+from fallow.core.states import ENDED_STATES
 from fallow.head.loop.turn import Turn
 from fallow.head.peers.agents import agent_gone
-from fallow.head.slurm.cancelled import base_cancelled
+from fallow.head.slurm.cancelled import Settled, base_cancelled
 from fallow.head.slurm.submissions import left_word
 from fallow.head.state.book import Run
 from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo, RunStatus
@@ -26,9 +28,20 @@ DUD = frozenset(("COMPLETED", "FAILED", "OUT_OF_MEMORY", "TIMEOUT"))
 """Ends of a job that are the script's own doing."""
 
 
-def take_in(turn: Turn, cluster: ClusterState, horizon_s: float) -> None:
-    """Bring every allocation up to date with a poll; `horizon_s` as in `observe`."""
+def take_in(turn: Turn, cluster: ClusterState, horizon_s: float) -> list[Settled]:
+    """Bring every allocation up to date with a poll, also those that are over for us and not yet for Slurm.
+
+    Args:
+        turn: takes the effects.
+        cluster: the poll.
+        horizon_s: as in `observe`.
+
+    Returns:
+        Those whose jobs are over now, and were not before.
+    """
     jobs = Shown(cluster.jobs)
+    gpus = {node.node: node.gpus for node in cluster.nodes}
+    settled: list[Settled] = []
 
     def observe_run(run: Run) -> None:
         _adopt_requeued(turn, run, jobs)
@@ -38,9 +51,17 @@ def take_in(turn: Turn, cluster: ClusterState, horizon_s: float) -> None:
                 _observe(turn, run, allocation, jobs.of(allocation), cluster.at, horizon_s)
             elif allocation.settled:
                 _prove_gone(turn, run, allocation)
+        for allocation in run.allocations.values():
+            mine = jobs.of(allocation)
+            if follow(allocation, mine, cluster.at, gpus, ENDED_STATES):
+                turn.dirty.add(run.id)
+                if allocation.settled:
+                    turn.book.close(run, allocation)
+                    settled.append((run, allocation, mine))
 
     kept = [run for run in turn.book.current.values() if not run.spec.local]
     turn.for_each(kept, "jobs of a poll", observe_run)
+    return [each for each in settled if each[0].id not in turn.failed]
 
 
 def _adopt_requeued(turn: Turn, run: Run, jobs: Shown) -> None:

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from secrets import token_hex
+from typing import NamedTuple
 
 import msgspec
 
+from fallow.config import Config, Membership
 from fallow.core import records
 from fallow.core.accounting.backoff import Asker
 from fallow.core.accounting.cancelled import Cancels
@@ -33,12 +37,10 @@ from fallow.core.tokens import new_token
 from fallow.core.training.saving import Saving
 from fallow.core.training.slow_links import SlowLinks
 from fallow.files import Paths, private_dir, unwritable, write_private, write_struct
-from fallow.head.state.past import Past, lesson_of
-from fallow.head.state.pruned import NOTE, PrunedRuns
+from fallow.head.state.archive import Archive
 from fallow.model import (
     AllocationKind,
     AllocationState,
-    DataNetwork,
     Exit,
     FallowError,
     GenerationReport,
@@ -105,6 +107,18 @@ class RunRecord(msgspec.Struct, kw_only=True):
 records.SCHEMAS.update({RunSpec: 1, RunRecord: 1, Allocation: 1, GenerationReport: 1})
 
 
+class StoredRun(NamedTuple):
+    """All records of a run."""
+
+    spec: RunSpec
+    record: RunRecord
+    roster: Roster
+    allocations: dict[str, Allocation]
+    "by token"
+    generations: Sequence[GenerationReport] = ()
+    "those that became complete, the oldest first"
+
+
 @dataclass(frozen=True, slots=True)
 class Principal:
     """What an authenticated key may speak for: the agents of an allocation."""
@@ -129,26 +143,18 @@ class Run:
     """A run in memory: durable records, membership, and what its nodes say besides.
 
     Args:
-        spec, record, allocations: as they are stored.
+        stored: its records.
         machine: its membership.
         revision: of the root record in the store; 0: nothing of the run was ever written.
         ordered: account and QOS of harvest jobs, where the configuration says so.
     """
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        record: RunRecord,
-        allocations: dict[str, Allocation],
-        machine: Machine,
-        revision: int,
-        ordered: Asker | None = None,
-    ) -> None:
-        self.spec = spec
-        self.asker = Asker.of(spec, ordered)
+    def __init__(self, stored: StoredRun, machine: Machine, revision: int, ordered: Asker | None = None) -> None:
+        self.spec = stored.spec
+        self.asker = Asker.of(stored.spec, ordered)
         "in whose name its harvest jobs are asked for"
-        self.record = record
-        self.allocations = allocations
+        self.record = stored.record
+        self.allocations = stored.allocations
         "by token"
         self.machine = machine
         self.revision = revision
@@ -158,7 +164,7 @@ class Run:
         "key -> hash of what is in the store, but for the membership's records (`head.loop.durable`)"
         self.written = 0
         "how often something of it was"
-        self.generations: deque[GenerationReport] = deque(maxlen=KEPT_GENERATIONS)
+        self.generations: deque[GenerationReport] = deque(stored.generations, maxlen=KEPT_GENERATIONS)
         "those that became complete, the oldest first; each is a record of its own in the store"
         self.gathers = Gathers()
         self.gathered = 0
@@ -183,6 +189,12 @@ class Run:
         self.script_digest = ""
         self.gain: Gain | None = None
         "from nodes, as of the last plan"
+        self.not_before = 0.0
+        "time on the turns' clock before which nothing is asked for, because the last jobs came to nothing"
+        self.failures_seen: int | None = None
+        "`failures`, as of the last plan"
+        self.limited_by = ""
+        "the job that waits for a limit, because of which nothing is asked for, as of the last plan"
         self.target: int | None = None
         "harvested nodes that it should have, as of the last plan"
         self.shown: tuple[int, RunView] | None = None
@@ -295,53 +307,51 @@ class Run:
         return [a for a in self.allocations.values() if a.live]
 
 
+def ordered(config: Config) -> Asker:
+    """Account and QOS of harvest jobs, where the configuration says so."""
+    return Asker(config.harvest.account or "", config.harvest.qos or "")
+
+
+def timing(config: Membership) -> Timing:
+    """Deadlines of the membership's machines."""
+    return Timing(
+        prepare_s=config.prepare_timeout_s,
+        start_s=config.start_timeout_s,
+        lease_s=config.lease_s,
+        progress_s=config.progress_s,
+        release_s=config.release_margin_s,
+        bar_after=config.bar_after,
+    )
+
+
 class Book:
     """All runs, and the allow-list of keys."""
 
     def __init__(
-        self,
-        paths: Paths,
-        *,
-        timing: Timing,
-        kept_checkpoints: int = 2,
-        public_key: str,
-        new_id: Callable[[], str],
-        ordered: Asker | None = None,
-        checkpoint_path: str | None = None,
-        network: DataNetwork = DataNetwork(),
-        validate: bool = False,
-        stand_in_after_s: float | None = None,
+        self, paths: Paths, config: Config, new_id: Callable[[], str] = partial(token_hex, 6), *, validate: bool = False
     ) -> None:
         """Make an empty book.
 
         Args:
-            kept_checkpoints: so many usable ones of a run stay, see `core.membership.checkpoints.take_spare`.
-            ordered: account and QOS of harvest jobs, where the configuration says so.
-            checkpoint_path: below which new runs keep their checkpoints; None: in their own folders.
-            network: the members' interface and ports.
-            stand_in_after_s: an agent of a base job that has heard no head for so long starts one.
+            paths: where its files are.
+            config: of the head.
+            new_id: makes random hexadecimal words.
+            validate: check the invariants of all runs after each event.
         """
         self.paths = paths
         self.runs: dict[str, Run] = {}
         self.current: dict[str, Run] = {}
-        "those of which something may still come; `past` are the others"
-        self.past = Past()
-        self.pruned = PrunedRuns()
+        "those of which something may still come; the others are in `archive`"
+        self.archive = Archive()
         self.principals: dict[str, Principal] = {}
         self.term = 0
         self.endpoint = ""
         "where peers find this head"
-        self.network = network
+        self.config = config
         self._revoked: dict[str, Path] = {}
         "key -> its file"
-        self._timing = timing
-        self._kept_checkpoints = kept_checkpoints
-        self._public_key = public_key
         self._new_id = new_id
-        self._ordered = ordered
-        self._checkpoint_path = checkpoint_path
         self._validate = validate
-        self._stand_in_after_s = stand_in_after_s
 
     def get(self, run: str) -> Run:
         """The run that is meant: by its id, its name, the number of one of its Slurm jobs, or a beginning of its id.
@@ -368,28 +378,21 @@ class Book:
                 raise FallowError(f"run {shown(run)}: that could be {len(found)} runs; say which: {ids}", Exit.USAGE)
         raise FallowError(f"run {shown(run)}: no such run; `fallow status` lists them", Exit.NOINPUT)
 
-    def add(
-        self,
-        spec: RunSpec,
-        record: RunRecord,
-        roster: Roster,
-        allocations: dict[str, Allocation],
-        revision: int,
-        at: float,
-    ) -> Run:
+    def add(self, stored: StoredRun, revision: int, at: float) -> Run:
         """Take in a run; `at`: now, on the head's clock."""
+        spec = stored.spec
         machine = Machine(
-            roster,
+            stored.roster,
             term=self.term,
-            timing=self._timing,
+            timing=timing(self.config.membership),
             at=at,
             edition=self._edition(spec.run),
-            keep=self._kept_checkpoints,
+            keep=self.config.checkpoint.keep,
             validate=self._validate or spec.local,
         )
-        run = Run(spec, record, allocations, machine, revision, self._ordered)
+        run = Run(stored, machine, revision, ordered(self.config))
         self.runs[spec.run] = self.current[spec.run] = run
-        for allocation in allocations.values():
+        for allocation in stored.allocations.values():
             if allocation.live or _may_still_come(spec, allocation):
                 self.principals[allocation.public_key] = Principal(spec.run, allocation.token)
         return run
@@ -415,16 +418,16 @@ class Book:
         # Under `fallow local` members are let in by the schedule alone.
         limit = 0 if spec.local else spec.max_nodes
         root = Root(run=run_id, minimum=spec.min_nodes, maximum=spec.max_nodes, limit=limit, scripted=spec.local)
-        run = self.add(spec, RunRecord(checkpoint_folder=checkpoints), Roster(root), {}, 0, at)
+        run = self.add(StoredRun(spec, RunRecord(checkpoint_folder=checkpoints), Roster(root), {}), 0, at)
         run.pending |= run.roster.take_writes()
         return run
 
     def _make_checkpoint_folder(self, run_id: str) -> str:
         """Make a private folder for a run's checkpoints where the configuration says so; empty: it does not."""
-        if self._checkpoint_path is None:
+        if self.config.checkpoint.path is None:
             return ""
         try:
-            return str(private_dir(Path(self._checkpoint_path) / run_id))
+            return str(private_dir(Path(self.config.checkpoint.path) / run_id))
         except FallowError as error:
             raise FallowError(f"[checkpoint] path cannot be used: {error.message}", error.code) from error
 
@@ -439,18 +442,10 @@ class Book:
         self.runs.pop(run.id, None)
         self.current.pop(run.id, None)
 
-    def make_anew(
-        self,
-        run: Run,
-        record: RunRecord,
-        roster: Roster,
-        allocations: dict[str, Allocation],
-        revision: int,
-        at: float,
-    ) -> Run:
+    def make_anew(self, run: Run, stored: StoredRun, revision: int, at: float) -> Run:
         """Put a run's durable records in the place of what is in memory, as for a head that has just begun."""
         self._forget_keys(run)
-        new = self.add(run.spec, record, roster, allocations, revision, at)
+        new = self.add(stored._replace(spec=run.spec), revision, at)
         new.looked_for_checkpoints, new.reached, new.written = True, run.reached, run.written
         return new
 
@@ -463,31 +458,14 @@ class Book:
         for allocation in run.allocations.values():
             self.close(run, allocation)
         del self.current[run.id]
-        self.past.add(run)
+        self.archive.add(run)
 
     def forget(self, run: Run, now: float) -> None:
-        """Drop a run that has ended, and whose jobs are in its sums. `pruned` has what it used; `now`: Unix time."""
+        """Drop a run that has ended, and whose jobs are in its sums. The archive has what it used; `now`: Unix time."""
         if run.id in self.current:
             self.rest(run)
-        self.pruned.add(run, now)
-        useful = [lesson for lesson in self.past.like(lesson_of(run).model) if lesson.run == run.id]
-        for dropped in [dropped for lesson in useful for dropped in self.pruned.keep_lesson(lesson)]:
-            self.past.unlearn(dropped)
+        self.archive.prune(run, now)
         del self.runs[run.id]
-
-    def recall(self, notes: Mapping[str, bytes]) -> None:
-        """Take in what an earlier head kept of runs that were pruned.
-
-        Raises:
-            Unreadable: it is damaged, or of a newer Fallow.
-        """
-        if NOTE not in notes:
-            return
-        self.pruned = records.decode(notes[NOTE], PrunedRuns)
-        for project, had in self.pruned.harvested.items():
-            self.past.add_use(project, had)
-        for lesson in self.pruned.lessons:
-            self.past.learn(lesson)
 
     def new_allocation(self, run: Run, kind: AllocationKind, now: float, **known: object) -> Allocation:
         """Reserve a token and leave its key file. Must be durable before anything is submitted with it.
@@ -517,7 +495,7 @@ class Book:
             secret_key=keys.secret,
             head_file=str(self.paths.head_file),
             workers_per_node=run.spec.workers_per_node,
-            stand_in_after_s=self._stand_in_after_s if stands_in else None,
+            stand_in_after_s=self.config.membership.head_patience_s if stands_in else None,
         )
         with unwritable():
             write_struct(self.paths.run(run.id).key(token), key_file)

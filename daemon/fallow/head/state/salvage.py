@@ -13,13 +13,11 @@ from fallow.core.membership.messages import Unreadable
 from fallow.core.membership.records import Root
 from fallow.core.membership.roster import Roster
 from fallow.files import Paths, read_struct
-from fallow.head.state.book import Run, RunRecord
+from fallow.head.state.book import Run, RunRecord, StoredRun
 from fallow.model import AllocationKind, AllocationState, Exit, FallowError, KeyFile, RunSpec, RunStatus
 
 
-def salvage(
-    paths: Paths, run_id: str, stored: Mapping[str, bytes], now: float
-) -> tuple[RunSpec, RunRecord, Roster, dict[str, Allocation]]:
+def salvage(paths: Paths, run_id: str, stored: Mapping[str, bytes], now: float) -> StoredRun:
     """What can still be read, in a run that waits to be ended.
 
     Args:
@@ -47,7 +45,7 @@ def salvage(
         record = RunRecord()
     record.base_wanted, record.next_allocation = False, max([record.next_allocation, *numbers])
     root = Root(run=run_id, minimum=found.min_nodes, maximum=found.max_nodes, limit=found.max_nodes)
-    return found, record, Roster(root), {a.token: a for a in allocations}
+    return StoredRun(found, record, Roster(root), {a.token: a for a in allocations})
 
 
 def end_now(run: Run, why: str, now: float) -> None:

@@ -3,71 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from builders import gpu_node, preempting, site
-from builders import job as poll_job
-from fallow.config import Config
 from fallow.core.accounting.cancelled import VERDICT_S, awaits_verdict
-from fallow.core.allocations import Agent, Allocation
-from fallow.head.loop.turn import Turn
+from fallow.core.accounting.spans import Span
+from fallow.core.allocations import Agent
 from fallow.head.peers.agents import agent_gone, give_up_agent
-from fallow.head.slurm.harvest import Harvest
-from fallow.model import AllocationKind, AllocationState, Exit, JobInfo, MemberPhase, RunStatus
-from runs import NOW, Nodes, new_book, new_run
-
-NODES = [f"n{i}" for i in range(1, 5)]
-
-
-class Desk:
-    """A book with one run, and polls of a cluster of four idle nodes."""
-
-    def __init__(self, folder: Path, **spec: Any) -> None:
-        self.book = new_book(folder)
-        self.harvest = Harvest(Config())
-        self.at = 0.0
-        self.run = new_run(self.book, name="train", max_nodes=4, script="#!/bin/sh\n", **spec)
-        # As after the first agent: one worker per node.
-        self.run.record.slots = 1
-
-    def turn(self) -> Turn:
-        return Turn(self.book, self.at, NOW + self.at)
-
-    def poll(self, *jobs: JobInfo, after_s: float = 30.0) -> Turn:
-        self.at += after_s
-        turn = self.turn()
-        shown = preempting([gpu_node(name) for name in NODES], jobs, at=NOW + self.at)
-        self.harvest.polled(turn, shown, site(preempt_type="preempt/partition_prio"))
-        return turn
-
-    def hold(
-        self,
-        kind: AllocationKind = AllocationKind.HARVEST,
-        state: AllocationState = AllocationState.RUNNING,
-        **more: Any,
-    ) -> Allocation:
-        allocation = self.book.new_allocation(self.run, kind, NOW, **more)
-        allocation.state = state
-        if state is not AllocationState.UNKNOWN:
-            allocation.job_id = str(100 + self.run.record.next_allocation)
-        if state is AllocationState.RUNNING:
-            allocation.start_at, allocation.agents, allocation.nodes = NOW, {"n1": Agent()}, ["n1"]
-        return allocation
-
-    def job(self, allocation: Allocation, state: str = "RUNNING", limit_s: float = 600.0, **more: Any) -> JobInfo:
-        values = {"name": allocation.token, "user": "me", "time_limit_s": limit_s, "exclusive": True, **more}
-        if state == "RUNNING":
-            values |= {"nodes": ["n1"], "start_at": NOW, "end_at": NOW + limit_s}
-        return poll_job(allocation.job_id or "1", state, **values)
-
-    def warn(self, base: Allocation) -> None:
-        """Slurm warns the base job, and its agent leaves."""
-        turn, base.warned = self.turn(), True
-        turn.release_allocation(self.run, base, "warned by Slurm with signal 15: preempted or cancelled")
-        agent_gone(turn, self.run, base, "n1", "given back as planned")
+from fallow.head.state.book import StoredRun
+from fallow.model import (
+    AllocationKind,
+    AllocationState,
+    Exit,
+    MemberPhase,
+    RunStatus,
+)
+from runs import NOW, Nodes, new_book
+from slurm_side import Desk
 
 
 @pytest.fixture
@@ -105,8 +58,11 @@ def test_a_base_job_that_slurm_requeues_is_taken_up_again(desk: Desk) -> None:
     base = desk.hold(AllocationKind.BASE)
     desk.poll(desk.job(base, submit_at=NOW))
     first = dict(base.spans)
-    Nodes(desk.run).come(desk.turn(), base, "n1")
-    desk.warn(base)
+    turn = desk.turn()
+    Nodes(desk.run).come(turn, base, "n1")
+    base.warned = True
+    turn.release_allocation(desk.run, base, "warned by Slurm with signal 15: preempted or cancelled")
+    agent_gone(turn, desk.run, base, "n1", "given back as planned")
     assert not base.live
     turn = desk.poll(desk.job(base, "COMPLETING", submit_at=NOW + 30.0), after_s=2.0)
     assert (turn.submissions, turn.cancels) == ([], []), "Slurm has not said yet how it ends"
@@ -118,9 +74,8 @@ def test_a_base_job_that_slurm_requeues_is_taken_up_again(desk: Desk) -> None:
     assert AllocationKind.BASE not in [desk.run.allocations[t].kind for _, t in turn.submissions]
     # What it held before stays booked.
     assert base.job_id is not None
-    assert [(key, span.start_at) for key, span in base.spans.items()] == [
-        (f"{base.job_id}.1", first[base.job_id].start_at)
-    ]
+    known: dict[str, Span] = base.spans
+    assert [(key, span.start_at) for key, span in known.items()] == [(f"{base.job_id}.1", first[base.job_id].start_at)]
     desk.poll(desk.job(base, submit_at=NOW + 30.0), after_s=2.0)
     assert base.state is AllocationState.RUNNING
     assert set(base.spans) == {f"{base.job_id}.1", base.job_id}
@@ -130,7 +85,10 @@ def test_a_base_job_that_slurm_requeues_is_taken_up_again(desk: Desk) -> None:
 def test_slurm_says_whether_a_warned_base_job_was_preempted_or_cancelled(desk: Desk, preempted: bool) -> None:
     base = desk.hold(AllocationKind.BASE)
     desk.poll(desk.job(base, submit_at=NOW))
-    desk.warn(base)
+    turn = desk.turn()
+    base.warned = True
+    turn.release_allocation(desk.run, base, "warned by Slurm with signal 15: preempted or cancelled")
+    agent_gone(turn, desk.run, base, "n1", "given back as planned")
     assert desk.poll(desk.job(base, "COMPLETING"), after_s=2.0).submissions == []
     more = {"preempt_at": NOW} if preempted else {}
     turn = desk.poll(desk.job(base, "PREEMPTED" if preempted else "CANCELLED", **more), after_s=2.0)
@@ -167,7 +125,7 @@ def test_a_run_that_is_made_anew_keeps_the_keys_that_were_about_to_go(desk: Desk
     """The turn that let go of an allocation has failed: its agents still need the file."""
     run, base = desk.run, desk.hold(AllocationKind.BASE)
     desk.book.close(run, base)
-    desk.book.make_anew(run, run.record, run.roster, run.allocations, 1, 0.0)
+    desk.book.make_anew(run, StoredRun(run.spec, run.record, run.roster, run.allocations), 1, 0.0)
     assert desk.book.take_revoked() == []
     assert desk.book.allowed(base.public_key) and desk.book.paths.run(run.id).key(base.token).exists()
 
@@ -201,7 +159,7 @@ def test_another_head_can_still_tell_the_agents_of_an_allocation_that_was_given_
     base = desk.hold(AllocationKind.BASE)
     desk.book.end_allocation(desk.run, base, "agent on n1 silent for 16 s")
     run, other = desk.run, new_book(desk.book.paths.state.parent)
-    other.add(run.spec, run.record, run.roster, run.allocations, 0, 0.0)
+    other.add(StoredRun(run.spec, run.record, run.roster, run.allocations), 0, 0.0)
     assert other.allowed(base.public_key)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fallow.config import Membership
+from fallow.config import Config, Membership
 from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Switch
 from fallow.core.membership.state import Ballot
@@ -25,6 +25,7 @@ from talk import CONTRACT, Played, Talk, settle
 
 LEASE_S = 15.0
 BEAT_S = 0.5
+MEMBERSHIP = Membership(lease_s=LEASE_S, beat_s=BEAT_S)
 TICK_S = 0.25
 
 
@@ -36,8 +37,8 @@ class World:
     """
 
     def __init__(self, folder: Path, members: int, standbys: int = 0, step_s: float = BEAT_S) -> None:
-        book = new_book(folder, timing=Timing(lease_s=LEASE_S), validate=True)
-        self.talk = Talk(book, membership=Membership(lease_s=LEASE_S, beat_s=BEAT_S))
+        book = new_book(folder, Config(membership=MEMBERSHIP), validate=True)
+        self.talk = Talk(book)
         self.inbox = Inbox()
         self.step_s = step_s
         self.dead: set[int] = set()

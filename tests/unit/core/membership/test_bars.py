@@ -7,11 +7,11 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fallow.config import Config, Membership
 from fallow.core.membership.failures import BAR_S, COUNT_S, LONGEST_BAR_S, MENDED_S, begin_clock, expire, note
 from fallow.core.membership.messages import Fault
 from fallow.core.membership.records import Failure, FailureKind, Root
 from fallow.core.membership.roster import Roster
-from fallow.core.membership.watch import Timing
 from fallow.head.api.views import run_view
 from fallow.head.loop.turn import Turn
 from fallow.model import RunStatus
@@ -86,7 +86,7 @@ def test_whatever_the_clock_of_the_next_head_no_host_is_barred_for_longer_than_a
 
 
 def test_h4_a_run_all_of_whose_nodes_are_barred_says_so_and_goes_on_when_one_is_free(tmp_path: Path) -> None:
-    book = new_book(tmp_path, timing=Timing(bar_after=1))
+    book = new_book(tmp_path, Config(membership=Membership(bar_after=1)))
     run = new_run(book, at=0.0, now=0.0, max_nodes=2)
     nodes = Nodes(run)
 

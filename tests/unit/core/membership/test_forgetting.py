@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from fallow.config import Membership
+from fallow.config import Config, Membership
 from fallow.core import records
 from fallow.core.membership import events as ev
 from fallow.core.membership.names import member_name
-from fallow.core.membership.watch import Timing
 from fallow.core.protocol.agents import Progress
 from fallow.head.slurm import accounts
 from fallow.model import AllocationKind, ChangeKind, MemberPhase
@@ -25,8 +24,9 @@ class Life:
     """A run whose nodes come and go."""
 
     def __init__(self, folder: Path, *, local: bool) -> None:
-        book = new_book(folder, timing=Timing(lease_s=1e9, progress_s=1e9, start_s=1e9))
-        self.talk = Talk(book, membership=Membership(lease_s=1e9))
+        membership = Membership(lease_s=1e9, progress_s=1e9, start_timeout_s=1e9)
+        book = new_book(folder, Config(membership=membership))
+        self.talk = Talk(book)
         self.run = new_run(book, local=local)
         self.run.root.limit = 8
         self.there: list[Played] = []

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from fallow.config import Checkpoint, Membership
 from fallow.core.membership import events as ev
 from fallow.core.protocol.agents import Beat
 from fallow.head.loop.turn import Turn, agent_peer
@@ -59,7 +58,7 @@ class World:
 
     def beat(self) -> None:
         """Every agent's heartbeat comes and is answered, and nothing is new."""
-        agents = Agents(Membership(), Checkpoint())
+        agents = Agents()
         for host, agent in self.allocation.agents.items():
             said = self.nodes.said[agent.node]
             beat = Beat(report=msgspec.structs.replace(said, seq=said.seq + 1))

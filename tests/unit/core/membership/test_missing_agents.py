@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from fallow.config import Membership
 from fallow.core.allocations import Agent, Allocation
 from fallow.head.api import views
 from fallow.head.deadlines import Deadlines
@@ -37,7 +36,7 @@ def starts(turn: Turn, run: Run, kind: AllocationKind, *nodes: str) -> Allocatio
 
 def tick(turn: Turn, run: Run, later_s: float) -> str:
     turn.at, turn.now = turn.at + later_s, turn.now + later_s
-    Deadlines(Membership(), Hearing()).tick(turn)
+    Deadlines(Hearing()).tick(turn)
     return views.run_view(run, turn.at, turn.now).message
 
 

@@ -11,7 +11,7 @@ LOOK_S = 5.0
 """From one look to the next."""
 
 
-class Switch:
+class StopFile:
     """Looks for the file.
 
     Args:

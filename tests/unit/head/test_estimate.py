@@ -6,7 +6,7 @@ import sys
 
 from fallow.core.allocations import Allocation
 from fallow.core.planning.rules import HarvestRules, Known
-from fallow.head.slurm.prospect import look
+from fallow.head.slurm.estimate import estimate
 from fallow.model import (
     AllocationKind,
     AllocationState,
@@ -32,7 +32,7 @@ def spec(**more: object) -> RunSpec:
 
 def test_a_run_that_does_not_exist_yet_is_planned_for() -> None:
     idle = cluster(6)
-    found = look(idle, spec(), HarvestRules(max_pending=4), [], Known(), by_head=True)
+    found = estimate(idle, spec(), HarvestRules(max_pending=4), [], Known(), by_head=True)
     assert (found.idle_nodes, found.nodes, found.notes) == (6, 7, [])
     assert sum(one.nodes for one in found.asks) == 4
     assert {one.partition for one in found.asks} == {"scavenge"}
@@ -49,23 +49,23 @@ def test_a_run_that_does_not_exist_yet_is_planned_for() -> None:
             requested_at=NOW,
         )
     ]
-    assert look(idle, spec(), HarvestRules(max_pending=4), others, Known(), by_head=True).nodes == 6
-    poor = look(idle, spec(budget_node_hours=3.0), HarvestRules(), [], Known(), by_head=False)
+    assert estimate(idle, spec(), HarvestRules(max_pending=4), others, Known(), by_head=True).nodes == 6
+    poor = estimate(idle, spec(budget_node_hours=3.0), HarvestRules(), [], Known(), by_head=False)
     assert sum(one.nodes * one.minutes for one in poor.asks) <= 180
     assert len(poor.asks) > 0
 
 
 def test_why_nothing_would_be_harvested_is_said() -> None:
     state = cluster(1, "OFF")
-    found = look(state, spec(), HarvestRules(), [], Known(), by_head=False)
+    found = estimate(state, spec(), HarvestRules(), [], Known(), by_head=False)
     assert found.asks == []
     assert found.notes == [
         "nothing may be harvested in any partition: it is down, not open to your groups, or nobody would preempt "
         "harvest jobs there and [harvest] allow_without_preemption is off"
     ]
-    named = look(state, spec(harvest_partitions=["gone"]), HarvestRules(), [], Known(), by_head=False)
+    named = estimate(state, spec(harvest_partitions=["gone"]), HarvestRules(), [], Known(), by_head=False)
     assert named.notes[0] == "there is no partition gone"
-    assert look(state, spec(max_nodes=1), HarvestRules(), [], Known(), by_head=False).notes == []
+    assert estimate(state, spec(max_nodes=1), HarvestRules(), [], Known(), by_head=False).notes == []
 
 
 def test_the_work_grows_with_the_nodes_and_not_with_their_square() -> None:
@@ -84,7 +84,7 @@ def test_the_work_grows_with_the_nodes_and_not_with_their_square() -> None:
         before = sys.gettrace()
         sys.settrace(trace)  # type: ignore[arg-type]
         try:
-            assert look(idle, wanted, HarvestRules(), [], Known(), by_head=True).nodes == nodes
+            assert estimate(idle, wanted, HarvestRules(), [], Known(), by_head=True).nodes == nodes
         finally:
             sys.settrace(before)
         return count

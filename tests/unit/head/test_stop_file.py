@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,10 @@ import pytest
 from fallow.config import Config, load_config
 from fallow.config import Harvest as HarvestSection
 from fallow.core.allocations import Agent
-from fallow.core.membership.watch import Timing
 from fallow.files import Paths
 from fallow.head.app import Head
 from fallow.head.loop.inbox import Inbox, Switched
-from fallow.head.loop.switch import Switch, exists
+from fallow.head.loop.stop_file import StopFile, exists
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm.harvest import Harvest
 from fallow.head.state.book import Book, Run
@@ -32,7 +30,7 @@ def paths(tmp_path: Path) -> Paths:
 
 @pytest.fixture
 def book(paths: Paths) -> Book:
-    return Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: os.urandom(6).hex())
+    return Book(paths, Config())
 
 
 @pytest.fixture
@@ -83,9 +81,9 @@ async def test_all_that_is_harvested_goes_and_nothing_is_asked_for_until_the_swi
 async def test_the_head_hears_of_the_file_as_it_comes_and_goes(
     tmp_path: Path, paths: Paths, book: Book, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fallow.head.loop.switch.LOOK_S", 0.01)
+    monkeypatch.setattr("fallow.head.loop.stop_file.LOOK_S", 0.01)
     file, inbox = tmp_path / "stop", Inbox()
-    switch = Switch(str(file), inbox)
+    switch = StopFile(str(file), inbox)
     assert await switch.look() == ""
     watching = asyncio.create_task(switch.watch())
     try:
@@ -112,7 +110,7 @@ def test_while_nobody_can_tell_the_switch_stays_as_it_was(tmp_path: Path, monkey
     def stale(path: str) -> None:
         raise OSError(116, "Stale file handle")
 
-    monkeypatch.setattr("fallow.head.loop.switch.os.lstat", stale)
+    monkeypatch.setattr("fallow.head.loop.stop_file.os.lstat", stale)
     assert (exists("/stop", True), exists("/stop", False)) == (True, False)
 
 

@@ -7,24 +7,21 @@ from random import Random
 
 import pytest
 
-from fallow.config import Membership
 from fallow.core import records
 from fallow.core.planning.gain import Seen
 from fallow.head.deadlines import Deadlines
-from fallow.head.loop.turn import Turn
-from fallow.head.peers import saved
+from fallow.head.peers import checkpoints
 from fallow.head.peers.hearing import Hearing
 from fallow.head.slurm.accounts import KEEP_S
 from fallow.head.slurm.gains import gains
+from fallow.head.state.archive import LESSONS, Archive
 from fallow.head.state.book import Run
-from fallow.head.state.past import Past
-from fallow.head.state.pruned import LESSONS, NOTE
 from fallow.model import AllocationKind, AllocationState, Exit, RunStatus
 from fallow.slurm.fake import FakeSlurm
 from fallow.slurm.virtual import FakeJob
 
 from test_gains import NOW, Desk  # isort: skip
-from test_harvest import Site, config  # isort: skip
+from slurm_side import Site, config  # isort: skip
 
 
 class Untouchable:
@@ -40,7 +37,7 @@ async def test_what_the_head_does_at_each_poll_and_tick_does_not_grow_with_runs_
     site.book._new_id = lambda: f"{next(numbers):06}"
     ended, never, other = site.run(nodes=2), site.run(), site.run(nodes=1)
     never.root.status = RunStatus.CANCELLED
-    while not site.live(ended) or any(a.state is not AllocationState.RUNNING for a in site.live(ended)):
+    while not ended.live_allocations() or any(a.state is not AllocationState.RUNNING for a in ended.live_allocations()):
         await site.poll()
     assert never.id not in site.book.current, "it had no job"
     base = site.book.new_allocation(ended, AllocationKind.BASE, site.slurm.now)
@@ -62,16 +59,16 @@ async def test_what_the_head_does_at_each_poll_and_tick_does_not_grow_with_runs_
     ended.record = ended.spec = ended.machine = Untouchable()  # type: ignore[assignment]
     other.root.status = RunStatus.WAITING
     await site.poll()
-    turn = Turn(site.book, site.slurm.now, site.slurm.now)
-    saved.adopt(turn)
-    Deadlines(Membership(), Hearing()).tick(turn)
+    turn = site.turn()
+    checkpoints.adopt(turn)
+    Deadlines(Hearing()).tick(turn)
     site.harvest.plan_again(turn)
-    assert site.harvest.interval_s(site.book) and site.live(other)
+    assert site.harvest.interval_s(site.book) and other.live_allocations()
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_what_runs_learn_from_those_that_rest_is_what_they_learn_from_all(seed: int, tmp_path: Path) -> None:
-    desk, rng, past = Desk(tmp_path), Random(seed), Past()
+    desk, rng, archive = Desk(tmp_path), Random(seed), Archive()
     gone: list[Run] = []
     for number, hour in enumerate(rng.sample(range(200), 60)):
         desk.at = 3600.0 * hour
@@ -86,15 +83,14 @@ def test_what_runs_learn_from_those_that_rest_is_what_they_learn_from_all(seed: 
             gone.append(run)
     everybody, at = list(desk.book.runs.values()), NOW + 201 * 3600.0
     for run in rng.sample(gone, len(gone)):
-        past.add(run)
+        archive.add(run)
     live = [run for run in everybody if run not in gone]
-    wanted, found = gains(everybody, at, 30.0), gains(live, at, 30.0, past)
+    wanted, found = gains(everybody, at, 30.0), gains(live, at, 30.0, archive)
     assert found.keys() == wanted.keys() and found
     for run, gain in found.items():
         assert gain.worth.values == pytest.approx(wanted[run].worth.values)
         assert gain.speeds == wanted[run].speeds
     assert len({gain.worth.values[1] for gain in found.values()}) > 1
-    assert sum(len(past._alike[model]) for model in past._alike) < len(gone)
 
 
 def test_what_runs_learn_from_those_that_were_pruned_is_the_same_for_the_next_head(tmp_path: Path) -> None:
@@ -108,28 +104,26 @@ def test_what_runs_learn_from_those_that_were_pruned_is_the_same_for_the_next_he
         desk.book.rest(run)
     fresh = [desk.run(f"f{kind}", 0, f"#!/bin/sh\nfallow run -- {kind}\n") for kind in range(3)]
     at = NOW + 31 * 3600.0
-    wanted = gains(fresh, at, 30.0, desk.book.past)
+    wanted = gains(fresh, at, 30.0, desk.book.archive)
     turn = desk.turn()
     for run in [run for run in desk.book.runs.values() if run not in fresh]:
         turn.forget(run)
-    note = records.encode(desk.book.pruned)
-    again = Desk(tmp_path / "again").book
-    again.recall({NOTE: note})
-    for past in (desk.book.past, again.past):
-        found = gains(fresh, at, 30.0, past)
+    again = Archive()
+    again.recall(records.encode(desk.book.archive.pruned))
+    for archive in (desk.book.archive, again):
+        found = gains(fresh, at, 30.0, archive)
         assert found == wanted
     assert gains(fresh, at, 30.0) != wanted, "runs that know nothing learn from the others"
 
 
 def test_lessons_of_pruned_runs_are_bounded_and_the_newest_stay(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
-    for number in range(3 * LESSONS):
+    for number in range(LESSONS + 20):
         desk.at = float(number)
         run = desk.run(f"r{number}", 2, f"#!/bin/sh\nfallow run -- {number}\n")
         run.root.status = RunStatus.FINISHED
         run.allocations.clear()
         desk.turn().forget(run)
-    newest = [lesson.created_at for lesson in desk.book.pruned.lessons]
-    assert newest == [NOW + number for number in reversed(range(2 * LESSONS, 3 * LESSONS))]
-    assert sorted(lesson.created_at for lesson in desk.book.past.lessons) == newest[::-1]
-    assert len(desk.book.past._newest) == LESSONS
+    newest = [lesson.created_at for lesson in desk.book.archive.pruned.lessons]
+    assert newest == [NOW + number for number in reversed(range(20, LESSONS + 20))]
+    assert [lesson.created_at for lesson in desk.book.archive.lessons] == newest

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fallow import __version__
-from fallow.config import Usage
 from fallow.control.broadcast import Broadcast
 from fallow.control.methods import check
 from fallow.head.api import views
@@ -30,14 +29,13 @@ RECENT_EVENTS = 200
 """As many past events a new subscriber is told."""
 
 
-class Window:
+class ControlHandler:
     """Reads the head's state at once; what would change something waits in the inbox for its turn.
 
     Args:
         book, durable, harvest, calls: what is shown.
         inbox: of the head's loop.
         faults: errors that nobody expected.
-        prices: of node and GPU hours.
         stop: ends the head.
         stand_in: an agent has started the head.
     """
@@ -50,7 +48,6 @@ class Window:
         calls: SlurmCalls,
         inbox: Inbox,
         faults: Faults,
-        prices: Usage,
         stop: Callable[[], None],
         *,
         stand_in: bool = False,
@@ -61,7 +58,6 @@ class Window:
         self._calls = calls
         self._inbox = inbox
         self._faults = faults
-        self._prices = prices
         self._stop = stop
         self._stand_in = stand_in
         self._broadcast = Broadcast()
@@ -110,7 +106,7 @@ class Window:
         stream = self._broadcast.subscribe(first)
         yield await anext(stream)
         seen = 0
-        for event in await self._durable.store.events(max(0, self._durable.last_event - RECENT_EVENTS), RECENT_EVENTS):
+        for event in await self._durable.store.events(0, RECENT_EVENTS):
             seen = event.seq
             yield event
         async for item in stream:
@@ -132,19 +128,20 @@ class Window:
         self._broadcast.close()
 
     async def _events(self, since: int = 0, limit: int = 1000, run: str | None = None) -> list[EventRecord]:
-        return await self._durable.store.last_events(since, limit, None if run is None else self._book.get(run).id)
+        return await self._durable.store.events(since, limit, None if run is None else self._book.get(run).id)
 
     async def _usage(self, by: str = "run", since: str | None = None, run: str | None = None) -> UsageReport:
         if by not in ("run", "project", "day"):
             raise FallowError(f"usage by {by[:32]!r}: it is shown by run, project or day", Exit.USAGE)
         runs = list(self._book.runs.values()) if run is None else [self._book.get(run)]
         now = time.time()
-        *rows, total = accounts.rows(runs, by, since, self._prices, now, self._book.pruned if run is None else None)
+        prices, pruned = self._book.config.usage, self._book.archive.pruned if run is None else None
+        *rows, total = accounts.rows(runs, by, since, prices, now, pruned)
         return UsageReport(
             at=now,
             by=by,
             since=since,
-            currency=self._prices.currency,
+            currency=prices.currency,
             rows=rows,
             total=total,
             others_delayed=self._harvest.neighbours.report(now),

@@ -1,39 +1,12 @@
-"""What jobs held, as polls show it, and that no run spends more than its budget."""
+"""No run spends more than its budget of node-hours."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from fallow.core.accounting import budget
 from fallow.core.accounting.cancelled import awaits_verdict
-from fallow.core.accounting.spans import follow
-from fallow.core.allocations import Allocation, Shown
-from fallow.core.states import ENDED_STATES
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Run
-from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo
-
-Settled = tuple[Run, Allocation, Sequence[JobInfo]]
-"""An allocation whose jobs are over, and those."""
-
-
-def follow_jobs(turn: Turn, cluster: ClusterState) -> list[Settled]:
-    """Note what every allocation's jobs held, also of those that are over for us and not yet for Slurm.
-
-    Returns:
-        Those that are settled now and were not before.
-    """
-    settled: list[Settled] = []
-    jobs = Shown(cluster.jobs)
-    gpus = {node.node: node.gpus for node in cluster.nodes}
-    for run in turn.book.current.values():
-        for allocation in run.allocations.values():
-            mine = jobs.of(allocation)
-            if not run.spec.local and follow(allocation, mine, cluster.at, gpus, ENDED_STATES):
-                turn.dirty.add(run.id)
-                if allocation.settled:
-                    settled.append((run, allocation, mine))
-    return settled
+from fallow.model import AllocationKind, AllocationState
 
 
 def left_s(run: Run, at: float) -> float | None:

@@ -21,7 +21,7 @@ from fallow.model import ClusterState, Prospect, RunSpec, WouldAsk
 UNBOUNDED = 1_000_000
 
 
-def look(
+def estimate(
     cluster: ClusterState,
     spec: RunSpec,
     rules: HarvestRules,
