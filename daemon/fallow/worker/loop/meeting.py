@@ -15,7 +15,7 @@ import msgspec
 
 from fallow.core.membership.messages import Pause
 from fallow.model import Exit, FallowError
-from fallow.worker.handover.restored import load_restored
+from fallow.worker.handover.snapshot import load_from_host
 from fallow.worker.handover.standing import FRESH, TORN
 from fallow.worker.handover.transfer import Roles, transfer
 from fallow.worker.loop import agreement
@@ -273,7 +273,7 @@ class Meeting:
 
     def load(self, tree: dict[str, object]) -> None:
         """Take the state that a checkpoint holds."""
-        self._take_plain(load_restored(self._member.prepared, tree))
+        self._take_plain(load_from_host(self._member.prepared, tree))
 
     # -------------------------------------------------------------------------------------------------- joint calls
 
