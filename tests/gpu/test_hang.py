@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from fallow.worker.session.progress import Progress
 
 from fallow.core.membership import events as ev
 from fallow.core.membership.machine import Machine
@@ -23,7 +24,6 @@ from fallow.core.membership.watch import Timing
 from fallow.core.protocol.agents import News, Setup
 from fallow.core.protocol.workers import FromWorker, Start, Status, ToWorker
 from fallow.model import Doing
-from fallow.worker.session.progress import Progress
 from fallow.worker.session.session import Session
 from fallow.worker.transport import device as devices
 from fallow.worker.transport.device_progress import DeviceProgress

@@ -195,7 +195,7 @@ class Generations:
         member.division = Division(tuple(paces))
         if newcomer or (self._is_forgotten and not went_back):
             place.joined, place.since = True, generation
-            if session is not None and session.joins:
+            if session is not None and session.news.newest.joins:
                 session.news.note_checkpoint(session.news.checkpoints_asked)  # asked for while it was none of theirs
             member.boundary = self._entered_at  # it was waiting before, and stands still from here on
         self._voice.speak(speaks=member.group.rank == 0)
@@ -206,9 +206,10 @@ class Generations:
         member.ledger.add(Start(generation=generation, first_step=first_step))
         member.ledger.flush()
         member.replan()
-        member.progress.step, member.progress.reached = at.step, (at.data_epoch, at.index)
+        member.progress.step = at.step
+        member.progress.tell(reached=(at.data_epoch, at.index))
         if session is not None:
-            session.reap_retired()
+            session.groups.reap_retired()
             if healed:
                 session.say(healed=at.step)
             self._unreported = Switch(

@@ -282,7 +282,7 @@ class Shards(InnerLoop):
             place=(at.op, at.step, *self._update.phases_done, self.phase, number),
             samples=self._samples,
             crc=self._crc,
-            switch=member.session.switch_offered if member.session is not None else 0,
+            switch=member.session.orders.switch_offered if member.session is not None else 0,
             checkpoint=member.saver.wish(member.group.size) if member.saver is not None else 0.0,
             checkpoints_asked=member.session.news.checkpoints_asked if member.session is not None else 0,
             pace=member.pace.value,
