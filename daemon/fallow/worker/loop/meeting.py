@@ -26,8 +26,7 @@ from fallow.worker.loop.member import Member
 from fallow.worker.loop.place import Position
 from fallow.worker.prepared.checksum import fingerprint, majority_and_others
 from fallow.worker.session.ends import Answered, OthersEnded
-from fallow.worker.transport.group import ControlExchange
-from fallow.worker.transport.waits import Interrupted
+from fallow.worker.transport.waits import Exchange, Interrupted
 
 _ANSWER = struct.Struct("<d")
 
@@ -57,7 +56,7 @@ class Meeting:
         self.call = Call()
         self.compared: tuple[int, int] | None = None
         "generation and number of the call in which all members' openings were alike"
-        self._exchange: ControlExchange | None = None
+        self._exchange: Exchange | None = None
 
     # ------------------------------------------------------------------------------------------------ an opening
 

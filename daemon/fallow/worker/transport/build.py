@@ -121,18 +121,13 @@ def _connect(
             connections.gloo_groups.append(one)
         group.connect_transport(group.device, max(0.0, end - time.monotonic()), dropped)
         if len(siblings) > 1:
-            group.node = _connect_node(connections, siblings, rank, address, end, ports)
+            name, left_s = f"node-{siblings[0]}", max(0.1, end - time.monotonic())
+            place, count = siblings.index(rank), len(siblings)
+            (one,) = gloo.connect(connections.store, [name], place, count, address, left_s, ports)
+            connections.gloo_groups.append(one)
+            group.node = Node(one, count)
         streams.connect_ahead()
     return tried
-
-
-def _connect_node(
-    connections: Connections, siblings: Sequence[int], rank: int, address: str, end: float, ports: range | None
-) -> Node:
-    place, size, left_s = siblings.index(rank), len(siblings), max(0.1, end - time.monotonic())
-    (one,) = gloo.connect(connections.store, [f"node-{siblings[0]}"], place, size, address, left_s, ports)
-    connections.gloo_groups.append(one)
-    return Node(one, size)
 
 
 def take_to_device(group: Group, device: torch.device, timeout_s: float) -> None:

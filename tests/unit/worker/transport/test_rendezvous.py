@@ -17,9 +17,8 @@ from fallow.core.membership.messages import Gather, Gathered
 from fallow.core.protocol.workers import Part
 from fallow.worker.session.gathering import Gathering, GenerationGathers
 from fallow.worker.transport.build import build_group
-from fallow.worker.transport.rank_map import RankMap
 from fallow.worker.transport.rendezvous import GatherStore
-from fallow.worker.transport.upcoming import Upcoming
+from fallow.worker.transport.upcoming import RankMap, Upcoming
 from scripted_agent import plan
 
 GENERATION = 1
