@@ -196,7 +196,7 @@ class World:
     def _build(self, number: int, plan: Generation) -> dict[str, ScriptedGroup]:
         size = len(plan.members)
         control, transport = Board(size), Board(size)
-        streams = [Streams(number, rank, size, "127.0.0.1", holds=True) for rank in range(size)]
+        streams = [Streams(number, rank, size, "127.0.0.1") for rank in range(size)]
         cards = {rank: one.card for rank, one in enumerate(streams)}
         groups: dict[str, ScriptedGroup] = {}
         for rank, name in enumerate(plan.members):

@@ -36,20 +36,19 @@ class Groups:
         "addresses of the other nodes of the current generation"
         self.link_load = LinkLoad()
 
-    def build(self, upcoming: Upcoming, done: Callable[[Built], None], *, holds: bool) -> None:
+    def build(self, upcoming: Upcoming, done: Callable[[Built], None]) -> None:
         """Make the group of a generation beside the current one, on a thread of its own.
 
         Args:
             upcoming: the generation.
             done: called there, with what came of it.
-            holds: this worker has the run's state.
         """
 
         def run() -> None:
             built = Built()
             if self._grouped:
                 gathers = self._gathering.of(upcoming.generation)
-                built = upcoming.build(self.address, gathers, holds=holds, device=self.device, ports=self.ports)
+                built = upcoming.build(self.address, gathers, device=self.device, ports=self.ports)
             done(built)
 
         threading.Thread(target=run, name=f"build-{upcoming.generation}", daemon=True).start()

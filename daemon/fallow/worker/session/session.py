@@ -228,8 +228,7 @@ class Session:
             self.groups.drop(moves.drop, "the head has given it up")
         if moves.build is not None:
             upcoming = moves.build
-            holds = self._statement.facts.has_state
-            self.groups.build(upcoming, lambda built: self._take_built(upcoming, built), holds=holds)
+            self.groups.build(upcoming, lambda built: self._take_built(upcoming, built))
         self._speak()
 
     def _take_built(self, upcoming: Upcoming, built: Built) -> None:

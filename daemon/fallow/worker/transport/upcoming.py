@@ -127,7 +127,6 @@ class Upcoming:
         address: str,
         gathers: Gathers,
         *,
-        holds: bool,
         device: torch.device = devices.HOST,
         ports: range | None = None,
     ) -> Built:
@@ -151,7 +150,6 @@ class Upcoming:
                 patience_s,
                 device=device,
                 siblings=ranks.siblings,
-                holds=holds,
                 ports=ports,
                 dropped=lambda: self.dropped,
             )
