@@ -171,13 +171,14 @@ class Generations:
 
     def restore(self) -> dict[str, object] | None:
         """The state in the newest checkpoint that can be read; None: there is no checkpoint."""
-        state: dict[str, object] | None = load_newest(self.plan.checkpoints, self._report_damage, self._member.move)
-        return state
-
-    def _report_damage(self, path: str, reason: str) -> None:
         session = self._member.session
-        if session is not None:
+        assert session is not None
+
+        def report(path: str, reason: str) -> None:
             session.say(damaged=Problem(path=path, reason=reason))
+
+        state: dict[str, object] | None = load_newest(self.plan.checkpoints, report, self._member.move)
+        return state
 
     def entered(self, paces: list[float], parts: Pause, *, healed: bool, went_back: bool) -> None:
         """All members are there, and have the run's state: from here on this one computes in the generation.

@@ -24,7 +24,7 @@ from fallow.worker.reduction.arithmetic import Arithmetic
 from fallow.worker.reduction.backwards import call_at_end
 from fallow.worker.reduction.buckets import Bucket, lay_out
 from fallow.worker.reduction.buffers import StepBuffers
-from fallow.worker.reduction.step_sums import PATIENCE, Sums, bitmap, count_unused, flags
+from fallow.worker.reduction.step_sums import PATIENCE, Sums, count_unused
 from fallow.worker.transport.device import asynchronous, capturing
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted
@@ -179,12 +179,11 @@ class Reduction:
             self._launch_ready(rest=True)
             self.buffers.share(self._group, root)
             sums = self._round(tell, last=False)
-            late, missing = flags(sums.late, len(self._buckets)), self.buffers.missing(sums.buffers)
-            if not any(late) and not missing:
+            missing = self.buffers.missing(sums.buffers)
+            if not sums.late and not missing:
                 return sums
-            for bucket, is_late in zip(self._buckets, late, strict=True):
-                if is_late:
-                    self.arithmetic.launch(self._group, bucket, late=True)
+            for number in sums.late:
+                self.arithmetic.launch(self._group, self._buckets[number], late=True)
             self.buffers.share(self._group, root, missing)
             return self._round(tell, last=True)
 
@@ -194,13 +193,13 @@ class Reduction:
         self._group.wait_and_verify()  # only now may this member say that it has the sums
         decides_order = self._touched and self._group.rank == 0 and self.order is None
         part = Sums(
-            late=bitmap(bucket.is_late for bucket in self._buckets),
-            touched=bitmap(map(self._touched.__contains__, range(len(self._params)))),
+            late=[bucket.number for bucket in self._buckets if bucket.is_late],
+            untouched=[index for index in range(len(self._params)) if index not in self._touched],
             extents=self.arithmetic.extents(),
             order=list(self._touched) if decides_order else None,
             buffers=self.buffers.changed(),
         )
-        self.held = last or not (any(part.late) or self.buffers.missing(part.buffers))
+        self.held = last or not (part.late or self.buffers.missing(part.buffers))
         return tell(part)
 
     def give_out(self, sums: Sums) -> bool:
@@ -216,14 +215,14 @@ class Reduction:
         if not self.arithmetic.judge(sums.extents):
             return False
         self._takes_gradients = False
-        touched = flags(sums.touched, len(self._params))
-        self.nothing = not any(touched)
-        used = [any(touched[index] for index in bucket.members) for bucket in self._buckets]
+        untouched = set(sums.untouched)
+        self.nothing = len(untouched) == len(self._params)
+        used = {bucket.number for bucket in self._buckets if not untouched.issuperset(bucket.members)}
         with torch.no_grad():
-            for bucket, is_used in zip(self._buckets, used, strict=True):
-                if is_used:
-                    for index, grad in zip(bucket.members, self.arithmetic.results(bucket), strict=True):
-                        self._handed_gradients[index] = self._params[index].grad = grad if touched[index] else None
+            for number in used:
+                bucket = self._buckets[number]
+                for index, grad in zip(bucket.members, self.arithmetic.results(bucket), strict=True):
+                    self._handed_gradients[index] = self._params[index].grad = None if index in untouched else grad
         self._unused[self._phase] = count_unused(self._unused_sums(), used)
         self.buffers.count(sums.buffers)
         if sums.order is not None and self.order is None:

@@ -43,7 +43,7 @@ class Member:
                 self.shared.keep()
         self.shared.share(self.group, root)
         self.group.wait_and_verify()
-        changed = b"".join(self.group.gather(self.shared.changed()))
+        changed = b"".join(self.group.gather(bytes(self.shared.changed())))
         self.shared.share(self.group, root, self.shared.missing(changed))
         self.group.wait_and_verify()
         self.travelled.append(sum(room.bytes.numel() for _, room in self.shared._arrivals))
