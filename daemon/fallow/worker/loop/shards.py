@@ -19,7 +19,7 @@ from fallow.worker.data.source import Key
 from fallow.worker.data.stream_loader import copied
 from fallow.worker.guards.watch import Steering
 from fallow.worker.loop.agreement import check_parts
-from fallow.worker.loop.exchange import Ended, Kind, Outcome, Part, decode_outcome, decode_part, encode
+from fallow.worker.loop.exchange import Kind, Outcome, Part, decode_outcome, decode_part, encode
 from fallow.worker.loop.figures import Figures
 from fallow.worker.reduction.step_sums import Sums
 from fallow.worker.transport.waits import Interrupted
@@ -54,7 +54,10 @@ class InnerLoop(Iterator[Any]):
         self.begun = False
         self.inside = False
         "the script has a batch in its hands"
-        self.ended = Ended.AGAIN
+        self.whole = False
+        "all members have the sums, and the script may act"
+        self.left = False
+        "the script has left it in the middle"
         self._queue: list[Duty] = []
         "shards that the script has not got yet"
         self._shard, self._weight = 0, 0.0
@@ -73,7 +76,7 @@ class InnerLoop(Iterator[Any]):
 
     def leave(self) -> str:
         """The script goes on without an end of this; returns what to say of it."""
-        self.ended = Ended.LEFT
+        self.left = True
         self._member.reduction.drop()
         return (
             f"step {self._update.step}: the inner loop was left before its end (break, return, itertools.islice, or an "
@@ -97,7 +100,7 @@ class RehearsedShards(InnerLoop):
             self._figures.send()
             member.group.wait_and_verify()
             told = self._figures.told()
-            self.ended = Ended.WHOLE
+            self.whole = True
             self._update.close(self.phase, {name: sum(by_shard.values()) for name, by_shard in told.items()})
             raise StopIteration
         self.begun, self._weight = True, 1.0
@@ -130,12 +133,12 @@ class Shards(InnerLoop):
         self._cut = update.cut = self._source.cut(at.data_epoch, at.index)
 
     def __next__(self) -> Any:
-        if self.ended is Ended.LEFT:
+        if self.left:
             raise FallowError(self.leave(), Exit.DATA)
-        if self.inside and self.ended is Ended.WHOLE:  # since the backward of the body that is over now
+        if self.inside and self.whole:  # since the backward of the body that is over now
             self.inside = False
             self._member.reduction.end_body()
-        while self.ended is not Ended.WHOLE:
+        while not self.whole:
             try:
                 if self.inside:
                     self._end_body()
@@ -157,11 +160,10 @@ class Shards(InnerLoop):
             self._finish()
         except Interrupted:
             self._come_together()
-        whole = self.ended is Ended.WHOLE
-        if whole:
+        if self.whole:
             self.inside = True
             self._member.reduction.resume_body()
-        return whole
+        return self.whole
 
     # ------------------------------------------------------------------------------------------------- one attempt
 
@@ -309,7 +311,7 @@ class Shards(InnerLoop):
         at.acts = 0
         self._loop.meeting.forget()
         self._loop.meeting.compared = generation, at.call
-        self.ended, self._queue = Ended.WHOLE, []
+        self.whole, self._queue = True, []
         self._update.close(self.phase, outcome.means, outcome, generation)
         member.seed_random("behind", at.step, self.phase)
 
