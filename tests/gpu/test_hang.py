@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from fallow.worker.session.progress import Progress
 
 from fallow.core.membership import events as ev
 from fallow.core.membership.machine import Machine
@@ -25,6 +24,7 @@ from fallow.core.protocol.agents import News, Setup
 from fallow.core.protocol.workers import FromWorker, Start, Status, ToWorker
 from fallow.model import Doing
 from fallow.worker.session.session import Session
+from fallow.worker.session.status import Progress
 from fallow.worker.transport import device as devices
 from fallow.worker.transport.device_progress import DeviceProgress
 from gpu import DEVICE, Member, on_both, on_device, on_two_devices, without_communicator

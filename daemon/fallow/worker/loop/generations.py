@@ -172,10 +172,10 @@ class Generations:
     def restore(self) -> dict[str, object] | None:
         """The state in the newest checkpoint that can be read; None: there is no checkpoint."""
         session = self._member.session
-        assert session is not None
 
         def report(path: str, reason: str) -> None:
-            session.say(damaged=Problem(path=path, reason=reason))
+            if session is not None:
+                session.say(damaged=Problem(path=path, reason=reason))
 
         state: dict[str, object] | None = load_newest(self.plan.checkpoints, report, self._member.move)
         return state
