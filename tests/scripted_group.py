@@ -17,7 +17,7 @@ import torch
 
 from fallow.core.membership.messages import Peer
 from fallow.worker.transport.group import Connections, Group
-from fallow.worker.transport.rank_map import RankMap
+from fallow.worker.transport.upcoming import RankMap
 from fallow.worker.transport.waits import Interrupted
 
 HOST = torch.device("cpu")

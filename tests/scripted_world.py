@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fallow.core.membership.messages import Checkpoint, Contract, End, Finish, Plan
-from fallow.core.protocol.agents import Setup
+from fallow.core.protocol.agents import News, Setup
 from fallow.core.training.apart import Stranger
 from fallow.core.training.audit import audit
 from fallow.model import SampleReport
@@ -20,8 +20,11 @@ from fallow.worker.api.run import Run
 from fallow.worker.data.ledger import read_ledger
 from fallow.worker.loop.generations import Released
 from fallow.worker.session.ends import Dismissed, OthersEnded
+from fallow.worker.session.gathering import Gathering
+from fallow.worker.session.groups import Groups
 from fallow.worker.session.news import HeadNews
-from fallow.worker.session.progress import Progress
+from fallow.worker.session.orders import Orders
+from fallow.worker.session.status import Progress
 from fallow.worker.transport.group import Connections, Group
 from fallow.worker.transport.node import Node
 from fallow.worker.transport.stream import Streams
@@ -34,8 +37,6 @@ DEADLINE_S = 60.0
 class ScriptedSession:
     """A member's conversation with a head that does what the test says."""
 
-    checkpoint_given_up = 0, 0
-    members_reached = 0, 0
     is_main = False
 
     def __init__(self, worker: str, world: World, setup: Setup) -> None:
@@ -46,7 +47,9 @@ class ScriptedSession:
         self.generation = self.computed = 0
         self.group: Group | None = None
         self.run: Run | None = None
-        self.joins = not world.is_first(worker)
+        self.news.take(News(term=1, joins=not world.is_first(worker)))
+        self.orders = _Orders(self, world)
+        self.groups = Groups(Gathering(lambda part: None), "", None, grouped=False)
         self.held: list[int] = []
 
     def say(self, **facts: Any) -> None:
@@ -55,15 +58,14 @@ class ScriptedSession:
         self.computed = facts.get("generation", self.computed)
         if "finish" in facts:
             self._world.finished(facts["finish"])
+        if "saved" in facts:
+            self._world.written(facts["saved"])
 
     note = say
 
     def said(self, name: str) -> list[Any]:
         """What this member has said of a field."""
         return self.facts.get(name, [])
-
-    def say_saved(self, checkpoint: Checkpoint) -> None:
-        self._world.written(checkpoint)
 
     def announce(self, contract: Contract, device: torch.device) -> None:
         self.say(ready=contract)
@@ -76,15 +78,21 @@ class ScriptedSession:
 
     def close(self) -> None: ...
 
-    def reap_retired(self) -> None: ...
-
-    @property
-    def switch_offered(self) -> int:
-        return self._world.offered(self)
-
     def await_commit(self, meanwhile: Callable[[], bool], answers: Callable[[Upcoming], bool]) -> Upcoming:
         meanwhile()
         return self._world.next_generation(self)
+
+
+class _Orders(Orders):
+    """Of a head that plans as the test says."""
+
+    def __init__(self, session: ScriptedSession, world: World) -> None:
+        super().__init__(0, 0)
+        self._session, self._world = session, world
+
+    @property
+    def switch_offered(self) -> int:
+        return self._world.offered(self._session)
 
 
 class World:
@@ -188,7 +196,7 @@ class World:
     def _build(self, number: int, plan: Generation) -> dict[str, ScriptedGroup]:
         size = len(plan.members)
         control, transport = Board(size), Board(size)
-        streams = [Streams(number, rank, size, "127.0.0.1", holds=True) for rank in range(size)]
+        streams = [Streams(number, rank, size, "127.0.0.1") for rank in range(size)]
         cards = {rank: one.card for rank, one in enumerate(streams)}
         groups: dict[str, ScriptedGroup] = {}
         for rank, name in enumerate(plan.members):

@@ -130,7 +130,7 @@ class Script:
                 behind(update)
 
 
-SUMS = Sums(late=b"", touched=b"\x01", extents=[], order=None, buffers=b"")
+SUMS = Sums(late=[], untouched=[], extents=[])
 
 
 def part(**fields: Any) -> Part:

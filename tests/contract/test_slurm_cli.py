@@ -115,9 +115,11 @@ async def test_a_missing_working_folder_is_a_refusal(testbed: Testbed) -> None:
 
 
 async def test_missing_commands_are_named(testbed: Testbed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nosuch")
-    with pytest.raises(SlurmUnavailable, match=r"scontrol .*install"):
-        await CliClient(testbed.conf).config()
+    client = CliClient(testbed.conf)
+    with monkeypatch.context() as empty:  # the testbed needs PATH to come down
+        empty.setenv("PATH", "/nosuch")
+        with pytest.raises(SlurmUnavailable, match=r"scontrol .*install"):
+            await client.config()
 
 
 async def test_components_of_a_heterogeneous_job_have_ids_of_their_own(testbed: Testbed) -> None:

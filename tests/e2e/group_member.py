@@ -32,7 +32,7 @@ class Member:
         """Build the next group, and leave the former one to its reaper."""
         former = self.group
         store = PrefixStore(str(generation), self.store)
-        self.group = build_group(generation, rank, size, store, "127.0.0.1", 20.0, holds=rank == 0)
+        self.group = build_group(generation, rank, size, store, "127.0.0.1", 20.0)
         if former.size > 1:
             former.interrupt("replaced")
             former.retire()

@@ -51,7 +51,7 @@ def main() -> None:
             held = args.newcomer_at_end and not run.rehearsing
             for batch, target in update:
                 time.sleep(args.pace)
-                while held and update.step == 15 and not run._session.switch_offered:
+                while held and update.step == 15 and not run._session.orders.switch_offered:
                     time.sleep(args.pace)
                 F.mse_loss(model(batch), target).backward()
             optimizer.step()

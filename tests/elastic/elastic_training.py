@@ -450,7 +450,7 @@ def gates(folder: Path, run: Any) -> None:
     """What the tests want of this worker in this step."""
     end = f"-{run.step}-{WORKER}"
     if (folder / f"switch{end}").exists():
-        while not run._session.switch_offered:
+        while not run._session.orders.switch_offered:
             time.sleep(0.005)
     for name in os.listdir(folder):
         action = ACTIONS.get(name.removesuffix(end)) if name.endswith(end) else None

@@ -19,8 +19,7 @@ from fallow.worker.checkpoint.restore import load
 from fallow.worker.checkpoint.writer import Writing
 from fallow.worker.handover import pieces, supply
 from fallow.worker.handover.align import align
-from fallow.worker.handover.restored import load_restored
-from fallow.worker.handover.snapshot import Snapshot
+from fallow.worker.handover.snapshot import Snapshot, load_from_host
 from fallow.worker.handover.standing import HOLDS, Standing
 from fallow.worker.handover.transfer import Roles, export_state, transfer
 from fallow.worker.prepared import checksum, extra_state, state
@@ -294,7 +293,7 @@ def check_checkpoint(tmp_path: Path) -> None:
         again, saved = Script(2, scaler=True), saving.load()
         again.train(steps)
         with DEVICE.hidden_syncs_raise():
-            assert load_restored(again.prepared, saved) == {"step": 2}
+            assert load_from_host(again.prepared, saved) == {"step": 2}
         assert again.values["mean"].device.type == DEVICE.kind
         again.model[4].amax = again.model[4].amax.to(DEVICE.kind)
         assert again.held() == script_held

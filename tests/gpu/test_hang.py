@@ -23,8 +23,8 @@ from fallow.core.membership.watch import Timing
 from fallow.core.protocol.agents import News, Setup
 from fallow.core.protocol.workers import FromWorker, Start, Status, ToWorker
 from fallow.model import Doing
-from fallow.worker.session.progress import Progress
 from fallow.worker.session.session import Session
+from fallow.worker.session.status import Progress
 from fallow.worker.transport import device as devices
 from fallow.worker.transport.device_progress import DeviceProgress
 from gpu import DEVICE, Member, on_both, on_device, on_two_devices, without_communicator

@@ -26,7 +26,7 @@ PATIENCE_S = 180.0
 def grouped(member: Member, name: str = "1") -> Iterator[Group]:
     """A group of all, which is taken down in the end."""
     store = dist.PrefixStore(name, member.store)
-    group = build_group(1, member.rank, member.size, store, "127.0.0.1", PATIENCE_S, device=DEVICE.here(), holds=True)
+    group = build_group(1, member.rank, member.size, store, "127.0.0.1", PATIENCE_S, device=DEVICE.here())
     group.sum(filled(0.0))
     group.wait_and_verify()
     try:

@@ -38,7 +38,7 @@ def work(folder: Path, measured_s: float, place: Place) -> None:
     device = _device()
     store = GatherStore(FolderGathers(folder, place.rank, place.size), range(place.size), MEETING_S)
     try:
-        group = build_group(0, place.rank, place.size, store, _address(), MEETING_S, device=device, holds=True)
+        group = build_group(0, place.rank, place.size, store, _address(), MEETING_S, device=device)
         facts = msgspec.json.encode(look_around(place.node, [device]))
         told = [msgspec.json.decode(text, type=NodeFacts) for text in group.gather(facts)]
         found = Found(_by_node(told), _measure(group, device, measured_s))

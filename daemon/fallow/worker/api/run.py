@@ -170,8 +170,7 @@ class Run:
         return self._place.epochs(n, self._members_epoch, self._loop.end_call)
 
     def _members_epoch(self) -> int:
-        news = self._session.news.newest if self._session is not None else None
-        return 0 if news is None else news.epoch
+        return self._session.news.newest.epoch if self._session is not None else 0
 
     # ------------------------------------------------------------------------------------------------ facts
 
@@ -236,9 +235,10 @@ class Run:
         """Show figures in `fallow status` and the monitor; those of the main member count."""
         if self._session is None or not self.is_main:
             return
-        known = {**self._session.progress.scalars, **{name: float(value) for name, value in scalars.items()}}
+        progress = self._session.progress
+        known = {**progress.told.scalars, **{name: float(value) for name, value in scalars.items()}}
         # They go with every heartbeat, and a script may have made a name for each step.
-        self._session.progress.scalars = dict(list(known.items())[-_MOST_SCALARS:])
+        progress.tell(scalars=dict(list(known.items())[-_MOST_SCALARS:]))
 
     def mean(self, x: float | torch.Tensor) -> float:
         """The plain mean of the members' values: of an evaluation that each does a part of, say.

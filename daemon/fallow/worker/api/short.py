@@ -38,7 +38,7 @@ def steps(loop: Loop, gate: Gate, updates: Generator[Update, None, None]) -> Ite
             raise FallowError(f"a second backward in the body of a run.steps loop: {_TWO_LEVELS}", Exit.DATA)
         gate.backward = True
         shards = loop.update.open if loop.update is not None else None
-        if shards is not None and shards.last_out:
+        if shards is not None:
             gate.open = shards.complete()
 
     reduction = loop.member.reduction

@@ -97,7 +97,7 @@ class Saver:
     def _due(self) -> bool:
         if not self._every_s:
             return False
-        given_up = self._session.checkpoint_given_up
+        given_up = self._session.orders.newest.unsaved
         if given_up == self._newest != self._known_given_up:
             self._known_given_up, self._held_until = given_up, 0.0  # by another member; the head says when to try again
         return self._clock() >= self._due_at()
@@ -182,7 +182,7 @@ class Saver:
     def _report(self, came_of_it: Checkpoint | Problem) -> None:
         if isinstance(came_of_it, Checkpoint):
             self._took_s = came_of_it.took_s
-            self._session.say_saved(came_of_it)
+            self._session.say(saved=came_of_it)
         else:
             self._held_until = self._clock() + RETRY_S  # until the head says more
             self._session.say(unsaved=came_of_it)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import socket
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import torch
 
-from fallow.model import Exit, FallowError
-from fallow.worker.handover.pieces import receive_piece
-from fallow.worker.handover.supply import AGAIN, ASK, DONE, EARLY, HEAD, LATE, MIDDLE, PARTS, Outline
+from fallow.model import FallowError
+from fallow.worker.handover.pieces import Damaged, receive_piece
+from fallow.worker.handover.supply import ASK, DONE, EARLY, HEAD, LATE, MIDDLE, PARTS, Outline
 from fallow.worker.prepared import state
 from fallow.worker.prepared.checksum import checksum, fingerprint
 from fallow.worker.prepared.objects import Prepared
@@ -27,11 +26,6 @@ _CHANGED = (
     "weights changed while they were sent to a newcomer: the script changes them before a backward; the step is done "
     "again, and weights are sent inside the pause from now on"
 )
-
-_T = TypeVar("_T")
-
-TRIES = 3
-"""Of a piece that arrives damaged. All from the same donor: another may be at work by then, and its buffers change."""
 
 
 class Changed(Interrupted):
@@ -83,12 +77,13 @@ class Intake:
     def _take(self, rank: int, number: int, pieces: int) -> None:
         streams = self._group.streams
         line: socket.socket | None = None
+        part = EARLY
         try:
-            line = streams.line(rank)
+            line = streams.connect(rank)
             line.sendall(ASK.pack(number, pieces))
             length, fingerprint, *extra = HEAD.unpack(receive(line, HEAD.size))
             if number == 0:
-                texts = self._whole(line, rank, lambda: _texts(line, length, fingerprint, *extra))
+                texts = _texts(line, length, fingerprint, *extra)
                 line.sendall(DONE)
                 with self._changed:
                     self._text = texts[0], texts[1], fingerprint
@@ -97,37 +92,16 @@ class Intake:
             device.enter(self._device)
             with device.side_stream(self._device, self._ready):
                 for part in PARTS:
-                    got = self._receive(line, rank, part, number, pieces)
+                    got = receive_piece(line, self._memory[part], number, pieces, self._group.moved)
                     line.sendall(DONE)
                     self._count(part, got)
         except Exception as error:  # whatever it is, the training thread must hear of it
-            self._fail(error, f"state from rank {rank}: {error}")
+            # Each sum was taken before the donor's memory changed.
+            is_change = isinstance(error, Damaged) and part == MIDDLE
+            self._fail(Changed(_CHANGED) if is_change else error, f"state from rank {rank}: {error}")
         finally:
             if line is not None:
                 streams.drop(line)
-
-    def _receive(self, line: socket.socket, rank: int, part: int, number: int, pieces: int) -> int:
-        memory = self._memory[part]
-        try:
-            return self._whole(line, rank, lambda: receive_piece(line, memory, number, pieces, self._group.moved))
-        except FallowError:
-            if part == MIDDLE:  # each sum was taken before the donor's memory changed
-                raise Changed(_CHANGED) from None
-            raise
-
-    def _whole(self, line: socket.socket, rank: int, take: Callable[[], _T]) -> _T:
-        """What comes next on the line, sent again if it arrives damaged."""
-        where = f"generation {self._group.generation}: state from rank {rank} to rank {self._group.rank}"
-        for tries_left in reversed(range(TRIES)):
-            try:
-                return take()
-            except FallowError:
-                if tries_left:
-                    sys.stderr.write(f"fallow: {where} arrived damaged; it is sent again\n")
-                    line.sendall(AGAIN)
-        raise FallowError(
-            f"{where} arrived damaged {TRIES} times; check the memory and the network of both nodes", Exit.TEMPFAIL
-        )
 
     def _agree(self, fingerprint: int) -> None:
         """Wait until the training thread has made room for the first donor's outline, which the others must have."""
@@ -272,5 +246,5 @@ class Intake:
 def _texts(line: socket.socket, length: int, fingerprint: int, more: int, fingerprint_of_more: int) -> list[bytes]:
     texts = [receive(line, length), receive(line, more)]
     if [checksum(text) for text in texts] != [fingerprint, fingerprint_of_more]:
-        raise FallowError("the outline arrived damaged", Exit.TEMPFAIL)
+        raise Damaged
     return texts

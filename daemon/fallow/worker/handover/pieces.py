@@ -30,6 +30,16 @@ _BUFFERS = 128
 _WORDS = 8
 """Pieces begin at multiples of so many 8-byte words."""
 
+
+class Damaged(FallowError):
+    """What arrived is not what was sent."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "state arrived damaged from another member; check the memory and the network of both nodes", Exit.TEMPFAIL
+        )
+
+
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
@@ -105,7 +115,7 @@ def receive_piece(
 
     Raises:
         OSError: the line broke.
-        FallowError: what arrived is not what was sent. All of it was read, so the line can be used on.
+        Damaged: what arrived is not what was sent.
     """
     total, damaged = 0, False
     with contextlib.closing(Ring(device_of(memory)).from_host(cut(memory, number, pieces))) as chunks:
@@ -115,7 +125,7 @@ def receive_piece(
             receive_into(line, [*(place.data for place in places), memoryview(expected)], moved)
             damaged = damaged or int.from_bytes(expected, "little") != checksum(*places)
     if damaged:
-        raise FallowError("state arrived damaged from another member; check this node's network", Exit.TEMPFAIL)
+        raise Damaged
     return total
 
 

@@ -4,7 +4,7 @@ Three parts come one after the other on each line. *Early*: buffers, small tenso
 donors wait in the pause until it has arrived. *Middle*: large parameters, which nothing but a prepared optimizer
 changes; the receiver waits for them before its first forward, while the donors are at work. *Late*: large tensors of
 plain optimizers, which arrive during the receiver's first forward and backward. Each receiver takes an equal piece of
-every part from several donors at once. A damaged piece is sent again.
+every part from several donors at once. What arrives damaged breaks the group, and the receiver ends.
 
 Donors send from live memory: it stays as it is until every receiver has everything, since a receiver tells that it has
 the step's sums only then, and no optimizer acts before all members have told that. A script that writes to weights
@@ -17,8 +17,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from collections.abc import Callable, Set
-from functools import partial
+from collections.abc import Set
 
 import msgspec
 
@@ -42,8 +41,8 @@ ASK = struct.Struct("<II")
 HEAD = struct.Struct("<QQQQ")
 """Length and sum of the outline, and of the extra state; both follow on the first line only."""
 
-DONE, AGAIN = b"\x01", b"\x02"
-"""From the receiver, after the texts and after each part: it is here, or it arrived damaged."""
+DONE = b"\x01"
+"""From the receiver, after the texts and after each part: it is here."""
 
 
 class Outline(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,11 +92,13 @@ class Supply:
         try:
             line.sendall(self._head)
             if number == 0:
-                _until_done(line, lambda: line.sendall(self._text))
+                line.sendall(self._text)
+                receive(line, len(DONE))
             device.enter(self._device)
             with device.side_stream(self._device, self._ready):
                 for part in PARTS:
-                    _until_done(line, partial(send_piece, line, self._memory[part], number, pieces))
+                    send_piece(line, self._memory[part], number, pieces)
+                    receive(line, len(DONE))
                     with self._changed:
                         self._open[part] -= 1
                         self._changed.notify_all()
@@ -130,11 +131,3 @@ class Supply:
 def _is_late(path: Path, plain: Set[int]) -> bool:
     """True for a tensor in the state of an optimizer that takes tensors over as they are."""
     return path[:2] == ["objects", "optimizers"] and path[3] == "state" and path[2] in plain
-
-
-def _until_done(line: socket.socket, send: Callable[[], object]) -> None:
-    """Send it until it has arrived; the receiver bounds the tries."""
-    while True:
-        send()
-        if receive(line, len(DONE)) == DONE:
-            return

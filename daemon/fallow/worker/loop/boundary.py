@@ -39,9 +39,14 @@ class Boundary:
         at.loss = update.figures.get("loss", at.loss)
         at.finish_step(cut.samples, last=cut.last)
         speed = cut.samples / max(member.boundary - update.began, 1e-9)
-        progress.samples_per_s = 0.9 * (progress.samples_per_s or speed) + 0.1 * speed
-        progress.step, progress.epoch, progress.reached = at.step, member.place.epoch, (at.data_epoch, at.index)
-        progress.loss, progress.pace_s = at.loss, member.pace.value
+        progress.step = at.step
+        progress.tell(
+            epoch=member.place.epoch,
+            reached=(at.data_epoch, at.index),
+            loss=at.loss,
+            samples_per_s=0.9 * (progress.told.samples_per_s or speed) + 0.1 * speed,
+            pace_s=member.pace.value,
+        )
 
     def act_on(self, update: Update) -> None:
         """Behind a finished update: what its outcome asks for."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Sequence
-from enum import Enum, IntEnum, auto
+from enum import IntEnum
 from typing import NamedTuple
 
 import msgspec
@@ -101,17 +101,6 @@ def unpack(text: bytes) -> Opening:
     """What `pack` gave."""
     fields = _FORM.unpack(text)
     return Opening._make([*fields[:_OWN], Call._make(fields[_OWN:])])
-
-
-class Ended(Enum):
-    """How an attempt at an inner loop ended on this member."""
-
-    WHOLE = auto()
-    "all members have the sums, and the script may act"
-    AGAIN = auto()
-    "its shards are handed out once more: the group broke, or the sums outgrew their scale"
-    LEFT = auto()
-    "the script has left it in the middle"
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

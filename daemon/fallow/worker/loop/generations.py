@@ -171,13 +171,14 @@ class Generations:
 
     def restore(self) -> dict[str, object] | None:
         """The state in the newest checkpoint that can be read; None: there is no checkpoint."""
-        state: dict[str, object] | None = load_newest(self.plan.checkpoints, self._report_damage, self._member.move)
-        return state
-
-    def _report_damage(self, path: str, reason: str) -> None:
         session = self._member.session
-        if session is not None:
-            session.say(damaged=Problem(path=path, reason=reason))
+
+        def report(path: str, reason: str) -> None:
+            if session is not None:
+                session.say(damaged=Problem(path=path, reason=reason))
+
+        state: dict[str, object] | None = load_newest(self.plan.checkpoints, report, self._member.move)
+        return state
 
     def entered(self, paces: list[float], parts: Pause, *, healed: bool, went_back: bool) -> None:
         """All members are there, and have the run's state: from here on this one computes in the generation.
@@ -195,7 +196,7 @@ class Generations:
         member.division = Division(tuple(paces))
         if newcomer or (self._is_forgotten and not went_back):
             place.joined, place.since = True, generation
-            if session is not None and session.joins:
+            if session is not None and session.news.newest.joins:
                 session.news.note_checkpoint(session.news.checkpoints_asked)  # asked for while it was none of theirs
             member.boundary = self._entered_at  # it was waiting before, and stands still from here on
         self._voice.speak(speaks=member.group.rank == 0)
@@ -206,9 +207,10 @@ class Generations:
         member.ledger.add(Start(generation=generation, first_step=first_step))
         member.ledger.flush()
         member.replan()
-        member.progress.step, member.progress.reached = at.step, (at.data_epoch, at.index)
+        member.progress.step = at.step
+        member.progress.tell(reached=(at.data_epoch, at.index))
         if session is not None:
-            session.reap_retired()
+            session.groups.reap_retired()
             if healed:
                 session.say(healed=at.step)
             self._unreported = Switch(

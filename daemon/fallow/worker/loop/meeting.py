@@ -15,7 +15,7 @@ import msgspec
 
 from fallow.core.membership.messages import Pause
 from fallow.model import Exit, FallowError
-from fallow.worker.handover.restored import load_restored
+from fallow.worker.handover.snapshot import load_from_host
 from fallow.worker.handover.standing import FRESH, TORN
 from fallow.worker.handover.transfer import Roles, transfer
 from fallow.worker.loop import agreement
@@ -26,8 +26,7 @@ from fallow.worker.loop.member import Member
 from fallow.worker.loop.place import Position
 from fallow.worker.prepared.checksum import fingerprint, majority_and_others
 from fallow.worker.session.ends import Answered, OthersEnded
-from fallow.worker.transport.group import ControlExchange
-from fallow.worker.transport.waits import Interrupted
+from fallow.worker.transport.waits import Exchange, Interrupted
 
 _ANSWER = struct.Struct("<d")
 
@@ -40,10 +39,8 @@ class Met(NamedTuple):
     """All members are at one operation."""
 
     kind: Kind
-    openings: list[Opening]
-    "by rank"
     outcome: bytes | None = None
-    "what the others have concluded, if this member is one operation behind: it has to go on by that"
+    "what a joint call gives, or what the others have concluded of an inner loop: this member has to go on by that"
     generation: int | None = None
     "in which they did, if not in this one: it becomes `Position.concluded`, which donors must have alike"
 
@@ -57,7 +54,7 @@ class Meeting:
         self.call = Call()
         self.compared: tuple[int, int] | None = None
         "generation and number of the call in which all members' openings were alike"
-        self._exchange: ControlExchange | None = None
+        self._exchange: Exchange | None = None
 
     # ------------------------------------------------------------------------------------------------ an opening
 
@@ -164,7 +161,7 @@ class Meeting:
                 self.open(kind, **opening)
                 openings = self.hear()
                 if not generations.fresh:
-                    return Met(kind, openings)
+                    return _met(kind, openings)
                 ranks = agreement.ranked(openings)
                 if ranks.behind:
                     # Those who are one operation behind learn what the others have concluded.
@@ -172,7 +169,7 @@ class Meeting:
                     texts = group.gather(member.place.position.outcome if group.rank == source else b"")
                     self.forget()
                     if group.rank in ranks.behind:
-                        return Met(kind, openings, texts[source], openings[source].concluded - 1)
+                        return Met(kind, texts[source], openings[source].concluded - 1)
                     continue  # this member opens the next operation when it comes to it
                 rewind()
                 self._hand_over(openings, ranks, time.monotonic() - began)
@@ -182,13 +179,14 @@ class Meeting:
                 if ranks.late or where is Kind.STEP:
                     self.forget()  # the operation begins with an opening of its own
                 if member.group.rank in ranks.late:
-                    return Met(where, openings, member.place.position.outcome)
+                    return Met(where, member.place.position.outcome)
                 if ranks.late:
                     continue
-                met = Met(where, openings)
+                met = _met(where, openings)
                 if member.group.rank in ranks.stale:  # the members trained without this one
                     self._follow(met)
                     member.place.trained_without()
+                    return Met(where)
                 return met
             except Interrupted:
                 self.forget()
@@ -273,7 +271,7 @@ class Meeting:
 
     def load(self, tree: dict[str, object]) -> None:
         """Take the state that a checkpoint holds."""
-        self._take_plain(load_restored(self._member.prepared, tree))
+        self._take_plain(load_from_host(self._member.prepared, tree))
 
     # -------------------------------------------------------------------------------------------------- joint calls
 
@@ -283,8 +281,8 @@ class Meeting:
 
     def _follow(self, met: Met) -> None:
         """What the members do together where this one comes to them is done by now."""
-        if met.kind is not Kind.STEP:
-            self._conclude(met.kind, _mean(met))
+        if met.outcome is not None:
+            self._conclude(met.kind, met.outcome)
         self._member.place.came_at_end = met.kind is Kind.END
 
     def joint(self, kind: Kind, value: float = 0.0, *, mid_update: bool = False, ended: bool = False) -> float:
@@ -299,17 +297,18 @@ class Meeting:
             with self._generations.asking():
                 met = self.come_together(kind, value=value, mid_update=mid_update, ended=ended)
         except Answered as answered:
-            met = Met(kind, [], _ANSWER.pack(answered.answer))
+            met = Met(kind, _ANSWER.pack(answered.answer))
         except OthersEnded as others:
             if others.agreed <= begun or not self._member.standing.holds:
                 raise
-            met = Met(kind, [], _ANSWER.pack(others.answer))
+            met = Met(kind, _ANSWER.pack(others.answer))
         self._generations.report_arrival()
         if place.went_back:
             self.forget()
             return value
         if place.position.op == begun:
-            self._conclude(kind, _mean(met) if met.outcome is None else met.outcome, met.generation)
+            assert met.outcome is not None, "members that come together in a joint call are all in it"
+            self._conclude(kind, met.outcome, met.generation)
         return self.answer
 
     @property
@@ -326,6 +325,9 @@ class Meeting:
         self.forget()
 
 
-def _mean(met: Met) -> bytes:
-    values = [one.value for one in met.openings if one.kind == met.kind]
-    return _ANSWER.pack(exact_sum(values) / len(values))
+def _met(kind: Kind, openings: Sequence[Opening]) -> Met:
+    """All members are at an operation; the mean over those that are in a joint call is what that call gives."""
+    if kind is Kind.STEP:
+        return Met(kind)
+    values = [one.value for one in openings if one.kind == kind]
+    return Met(kind, _ANSWER.pack(exact_sum(values) / len(values)))

@@ -21,8 +21,8 @@ from fallow.worker.loop.place import Place
 from fallow.worker.prepared.objects import Prepared
 from fallow.worker.reduction.buffers import StepBuffers
 from fallow.worker.reduction.reduction import Reduction
-from fallow.worker.session.progress import Progress
 from fallow.worker.session.session import Session
+from fallow.worker.session.status import Progress
 from fallow.worker.transport.affinity import bind
 from fallow.worker.transport.group import Group
 
@@ -103,14 +103,14 @@ class Member:
         if self.source is not None:
             at = self.place.position
             self.source.replan(Key(at.data_epoch, at.index, 0), self.shards)
-            self.progress.shards = self.division.shares(self.source.shards)[self.group.rank]
+            self.progress.tell(shards=self.division.shares(self.source.shards)[self.group.rank])
 
     def reached(self) -> Reached:
         """Where the members are; for a newcomer, as far as it has heard of them."""
         at = self.place.position
         if self.place.joined or self.session is None:
             return Reached(at.data_epoch, at.index)
-        return Reached(*self.session.members_reached)
+        return Reached(*self.session.news.newest.reached)
 
     def follow(self) -> bool:
         """While there is no place yet: read what the members have read, see `Source.follow`."""

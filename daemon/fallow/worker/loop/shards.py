@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from fallow.worker.data.source import Key
 from fallow.worker.data.stream_loader import copied
 from fallow.worker.guards.watch import Steering
 from fallow.worker.loop.agreement import check_parts
-from fallow.worker.loop.exchange import Ended, Kind, Outcome, Part, decode_outcome, decode_part, encode
+from fallow.worker.loop.exchange import Kind, Outcome, Part, decode_outcome, decode_part, encode
 from fallow.worker.loop.figures import Figures
 from fallow.worker.reduction.step_sums import Sums
 from fallow.worker.transport.waits import Interrupted
@@ -54,17 +55,13 @@ class InnerLoop(Iterator[Any]):
         self.begun = False
         self.inside = False
         "the script has a batch in its hands"
-        self.ended = Ended.AGAIN
-        self._queue: list[Duty] = []
-        "shards that the script has not got yet"
+        self.whole = False
+        "all members have the sums, and the script may act"
+        self.left = False
+        "the script has left it in the middle"
         self._shard, self._weight = 0, 0.0
         "of the batch that it got last"
         self._figures = Figures()
-
-    @property
-    def last_out(self) -> bool:
-        """The script has this member's last shard in its hands."""
-        return self.inside and not self._queue
 
     def note(self, figures: dict[str, Any]) -> None:
         """Figures of the shard that the script has in its hands."""
@@ -73,7 +70,7 @@ class InnerLoop(Iterator[Any]):
 
     def leave(self) -> str:
         """The script goes on without an end of this; returns what to say of it."""
-        self.ended = Ended.LEFT
+        self.left = True
         self._member.reduction.drop()
         return (
             f"step {self._update.step}: the inner loop was left before its end (break, return, itertools.islice, or an "
@@ -82,8 +79,8 @@ class InnerLoop(Iterator[Any]):
         )
 
     def complete(self) -> bool:
-        """Behind the backward of the last shard, for the short loop: True if all members have the sums."""
-        return True
+        """Behind a backward, for the short loop: True if it was the last shard's, and all members have the sums."""
+        return self.inside
 
 
 class RehearsedShards(InnerLoop):
@@ -97,7 +94,7 @@ class RehearsedShards(InnerLoop):
             self._figures.send()
             member.group.wait_and_verify()
             told = self._figures.told()
-            self.ended = Ended.WHOLE
+            self.whole = True
             self._update.close(self.phase, {name: sum(by_shard.values()) for name, by_shard in told.items()})
             raise StopIteration
         self.begun, self._weight = True, 1.0
@@ -111,57 +108,67 @@ class RehearsedShards(InnerLoop):
         return batches[0]
 
 
+@dataclass(slots=True)
+class _Attempt:
+    """This member's shards in one generation, from the beginning."""
+
+    queue: list[Duty]
+    "shards that the script has not got yet"
+    steering: Steering
+    weight_sample: torch.Tensor
+    has_begun: bool = False
+    "one of them was handed out"
+    samples: int = 0
+    crc: int = 0
+    "both of the shards that were handed out"
+
+
 class Shards(InnerLoop):
     """This member's shards, handed out again as long as the sums are not whole and certain."""
 
     def __init__(self, loop: Loop, update: Update, phase: str) -> None:
         super().__init__(loop, update, phase)
-        self._dealt = False
+        self._attempt: _Attempt | None = None
         "in the generation at work"
-        self._handed = False
-        "one of them was handed out"
         self._sums_of = 0
         "generation + 1 in which this member got their sums"
-        self._samples = self._crc = 0
-        "of the shards that it has computed"
-        self._steering = Steering(0, ())
-        self._weight_sample = torch.empty(0, device="cpu")
         at = self._member.place.position
         self._cut = update.cut = self._source.cut(at.data_epoch, at.index)
 
     def __next__(self) -> Any:
-        if self.ended is Ended.LEFT:
+        if self.left:
             raise FallowError(self.leave(), Exit.DATA)
-        if self.inside and self.ended is Ended.WHOLE:  # since the backward of the body that is over now
+        if self.inside and self.whole:  # since the backward of the body that is over now
             self.inside = False
             self._member.reduction.end_body()
-        while self.ended is not Ended.WHOLE:
+        while not self.whole:
             try:
                 if self.inside:
                     self._end_body()
                 elif self._member.group.broken is not None or self._loop.generations.fresh:
                     self._come_together()
-                elif not self._dealt:
+                elif self._attempt is None:
                     self._deal()
-                elif self._queue:
-                    return self._hand_out()
+                elif self._attempt.queue:
+                    return self._hand_out(self._attempt)
                 else:
-                    self._finish()
+                    self._finish(self._attempt)
             except Interrupted:
                 continue
         raise StopIteration
 
     def complete(self) -> bool:
+        if not self.inside or self._attempt is None or self._attempt.queue:
+            return False
         try:
             self._end_body()
-            self._finish()
+            self._finish(self._attempt)
         except Interrupted:
             self._come_together()
-        whole = self.ended is Ended.WHOLE
-        if whole:
+        if self.whole:
             self.inside = True
             self._member.reduction.resume_body()
-        return whole
+        return self.whole
 
     # ------------------------------------------------------------------------------------------------- one attempt
 
@@ -172,12 +179,10 @@ class Shards(InnerLoop):
             raise FallowError(_IN_FRONT.format(step=at.step), Exit.DATA)
         self._loop.watch.begin_step()
         self._loop.meeting.open(Kind.STEP)
-        self._dealt, self.begun = True, True
-        self._queue = member.duties(len(cut.sizes))
-        self._samples = self._crc = 0
-        self._handed = False
+        self.begun = True
+        watch = self._loop.watch
+        self._attempt = _Attempt(member.duties(len(cut.sizes)), watch.steering(), watch.start_weight_sample(at.step))
         self._figures = Figures()
-        self._weight_sample, self._steering = self._loop.watch.start_weight_sample(at.step), self._loop.watch.steering()
         if not self._update.phases_done:
             member.pace.begin_step()
         member.buffers.begin()
@@ -191,21 +196,21 @@ class Shards(InnerLoop):
             return []
         return [size / cut.samples for size in cut.sizes]
 
-    def _hand_out(self) -> Any:
+    def _hand_out(self, attempt: _Attempt) -> Any:
         member, at = self._member, self._member.place.position
-        duty = self._queue.pop(0)
+        duty = attempt.queue.pop(0)
         size = self._cut.sizes[duty.shard]
-        if self._handed:
+        if attempt.has_begun:
             member.buffers.restore()
-        self._handed = True
+        attempt.has_begun = True
         self._shard, self._weight = duty.shard, size / self._cut.samples if duty.counts else 0.0
-        member.reduction.begin_body(self._weight, final=not self._queue)
+        member.reduction.begin_body(self._weight, final=not attempt.queue)
         member.pace.begin_body(is_full=size == self._source.batch_size)
         member.seed_random("batch", at.step, duty.shard)
         batch = self._batch(Key(at.data_epoch, at.index, duty.shard))
         if duty.counts:
-            self._samples += size
-            self._crc += self._cut.crcs[duty.shard]
+            attempt.samples += size
+            attempt.crc += self._cut.crcs[duty.shard]
             self._record(duty.shard)
         member.seed_random("body", at.step, self.phase, duty.shard)
         self._loop.generations.report_arrival()
@@ -252,10 +257,10 @@ class Shards(InnerLoop):
 
     # ------------------------------------------------------------------------------------------------- its end
 
-    def _finish(self) -> None:
+    def _finish(self, attempt: _Attempt) -> None:
         """Wait for the sums, and for all to have them. Raises Interrupted: then others alone may be certain."""
         member, at = self._member, self._member.place.position
-        if self._loop.watch.steering() != self._steering:
+        if self._loop.watch.steering() != attempt.steering:
             raise FallowError(_CHANGED.format(step=at.step), Exit.DATA)
         self._loop.meeting.hear()
         self._figures.send()
@@ -268,7 +273,7 @@ class Shards(InnerLoop):
             if not member.standing.complete():
                 raise Interrupted(member.group.broken or "the state did not come")
             member.ledger.flush()
-            own = encode(self._part(sums, next(rounds)))
+            own = encode(self._part(attempt, sums, next(rounds)))
             parts[:] = map(decode_part, self._loop.generations.hear(lambda: member.group.gather(own)))
             check_parts(parts, at.step, self._cut, drift=not member.prepared.reproducible)
             return Sums.joined([part.sums for part in parts])
@@ -276,18 +281,18 @@ class Shards(InnerLoop):
         sums = member.reduction.finish(tell)
         self._take(Outcome.of(parts, sums))
 
-    def _part(self, sums: Sums, number: int) -> Part:
+    def _part(self, attempt: _Attempt, sums: Sums, number: int) -> Part:
         member, at = self._member, self._member.place.position
         return Part(
             place=(at.op, at.step, *self._update.phases_done, self.phase, number),
-            samples=self._samples,
-            crc=self._crc,
-            switch=member.session.switch_offered if member.session is not None else 0,
+            samples=attempt.samples,
+            crc=attempt.crc,
+            switch=member.session.orders.switch_offered if member.session is not None else 0,
             checkpoint=member.saver.wish(member.group.size) if member.saver is not None else 0.0,
             checkpoints_asked=member.session.news.checkpoints_asked if member.session is not None else 0,
             pace=member.pace.value,
-            weight_checksum=self._loop.watch.weight_checksum(self._weight_sample),
-            agreement=self._loop.watch.agreement(self._steering),
+            weight_checksum=self._loop.watch.weight_checksum(attempt.weight_sample),
+            agreement=self._loop.watch.agreement(attempt.steering),
             acts=at.acts,
             sums=sums,
             notes=self._figures.told(),
@@ -301,7 +306,7 @@ class Shards(InnerLoop):
             member.reduction.drop()
             member.replan()
             member.buffers.restore()
-            self._dealt = False
+            self._attempt = None
             return
         member.buffers.settle()
         member.standing.settle()  # others told that they have what they took from here
@@ -309,7 +314,7 @@ class Shards(InnerLoop):
         at.acts = 0
         self._loop.meeting.forget()
         self._loop.meeting.compared = generation, at.call
-        self.ended, self._queue = Ended.WHOLE, []
+        self.whole = True
         self._update.close(self.phase, outcome.means, outcome, generation)
         member.seed_random("behind", at.step, self.phase)
 
@@ -317,7 +322,7 @@ class Shards(InnerLoop):
         """In a new generation: go on by others' sums, or hand out the shards of its division."""
         member = self._member
         self.inside = False
-        if self._dealt:
+        if self._attempt is not None:
             # Now, and once: members compare their state, and what this one receives may not be overwritten.
             member.buffers.restore()
 
@@ -325,7 +330,7 @@ class Shards(InnerLoop):
             member.reduction.drop()
             member.reduction.forget()
 
-        if not self._dealt or not member.reduction.held:
+        if self._attempt is None or not member.reduction.held:
             self._sums_of = 0
         mid_update = bool(self._update.phases_done)
         met = self._loop.meeting.come_together(Kind.STEP, sums_of=self._sums_of, mid_update=mid_update, rewind=rewind)
@@ -333,8 +338,8 @@ class Shards(InnerLoop):
             self._take(decode_outcome(met.outcome))
             return
         # Those who trained on without this member have told of the step that they discarded.
-        member.discarded += self._dealt and not member.place.went_back
+        member.discarded += self._attempt is not None and not member.place.went_back
         self._loop.check_place(mid_update=mid_update)
         at = member.place.position
         self._cut = self._update.cut = self._source.cut(at.data_epoch, at.index)
-        self._dealt = False
+        self._attempt = None

@@ -89,9 +89,8 @@ class Loop:
             with nullcontext() if alone else graphs_cut_at_buckets():
                 if not place.joined:
                     if session is not None:
-                        if session.joins:
-                            news = session.news.newest
-                            yield from self._rehearse(news.step if news is not None else 0)
+                        if session.news.newest.joins:
+                            yield from self._rehearse(session.news.newest.step)
                         self._announce(session, source, epochs, max_steps)
                     else:
                         _check_fixed_world(member.group, member.prepared)
@@ -217,7 +216,8 @@ class Loop:
         prepared = self.member.prepared
         ends = [max_steps, None if source.steps is None else source.steps * epochs]
         total = min((end for end in ends if end is not None), default=inf) * self.member.place.epochs_in_loop
-        total_steps = self.member.progress.total_steps = int(total) if total <= MOST else None
+        total_steps = int(total) if total <= MOST else None
+        self.member.progress.tell(total_steps=total_steps)
         layout = prepared.layout()
         session.announce(
             Contract(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -63,9 +62,7 @@ class Arithmetic:
                 small[place] = grad
             elif total.filled[place] or place in small:
                 view.add_(grad, alpha=weight)
-            elif grad.dtype == torch.float32:
-                torch.mul(grad, _factor(weight), out=view)
-            else:  # half precision is multiplied by the number as it is, not by one that was rounded to it
+            else:
                 torch.mul(grad, weight, out=view)
             total.filled[place] = True
         if small:
@@ -124,9 +121,3 @@ class Arithmetic:
             self._sums[bucket.number, late] = total
             total.clear()
         return total
-
-
-@functools.lru_cache(maxsize=4)
-def _factor(weight: float) -> torch.Tensor:
-    """The weight as a tensor: of a Python number torch makes one in each call, which takes longer than a small sum."""
-    return torch.tensor(weight, dtype=torch.float32, device="cpu")

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import torch
 
-from fallow.worker.reduction.step_sums import PATIENCE, bitmap, count_unused, flags
+from fallow.worker.reduction.step_sums import PATIENCE, count_unused
 from fallow.worker.transport.device import to_device, to_host
 from fallow.worker.transport.group import Group
 
@@ -105,17 +105,13 @@ class StepBuffers:
         group.copy(room.bytes, root)
         self._arrivals.append((numbers, room))
 
-    def changed(self) -> bytes:
-        """Bitmap of the buffers that shard 0 changed, after `Group.wait_and_verify`; empty where shard 0 is not."""
-        if self._changed_words is None:
-            return b""
-        words = self._changed_words.numpy()
-        return bitmap(words[1:] > words[:-1])
+    def changed(self) -> list[int]:
+        """Numbers of the buffers that shard 0 changed, after `Group.wait_and_verify`; none where shard 0 is not."""
+        return [] if self._changed_words is None else self._changed_words.diff().nonzero().flatten().tolist()
 
-    def missing(self, changed: bytes) -> list[int]:
+    def missing(self, changed: Sequence[int]) -> list[int]:
         """Numbers of the buffers that were changed and did not travel."""
-        is_changed = flags(changed, len(self._unchanged_sums))
-        return [number for number, sums in enumerate(self._unchanged_sums) if is_changed[number] and sums >= PATIENCE]
+        return [number for number in changed if self._unchanged_sums[number] >= PATIENCE]
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -136,9 +132,9 @@ class StepBuffers:
         """The group was abandoned: a late peer may still write into what was to arrive."""
         self._shard_0_room, self._arrivals = None, []
 
-    def count(self, changed: bytes) -> None:
+    def count(self, changed: Sequence[int]) -> None:
         """The sum counts: learn from what all members say which buffers change."""
-        self._unchanged_sums = count_unused(self._unchanged_sums, flags(changed, len(self._unchanged_sums)))
+        self._unchanged_sums = count_unused(self._unchanged_sums, changed)
 
     def export(self) -> dict[str, list[int]]:
         """Return what a newcomer needs, as plain values."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from fallow.worker.reduction.arithmetic import Arithmetic
 from fallow.worker.reduction.backwards import call_at_end
 from fallow.worker.reduction.buckets import Bucket, lay_out
 from fallow.worker.reduction.buffers import StepBuffers
-from fallow.worker.reduction.step_sums import PATIENCE, Sums, bitmap, count_unused, flags
+from fallow.worker.reduction.step_sums import PATIENCE, Sums, count_unused
 from fallow.worker.transport.device import asynchronous, capturing
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted
@@ -37,6 +38,20 @@ _CAPTURED = (
     "while the graph is captured, and in no replay: take torch.cuda.make_graphed_callables in front of the loop, or "
     'torch.compile(model, mode="reduce-overhead")'
 )
+
+
+@dataclass(slots=True)
+class _Body:
+    """A shard that the script is at."""
+
+    weight: float
+    "its part of the step's samples"
+    is_final: bool
+    "the member's last one in this attempt"
+    is_live: bool
+    "no rehearsal"
+    script_thread: int
+    in_backward: bool = False
 
 
 class Reduction:
@@ -79,13 +94,9 @@ class Reduction:
         self._phase = ""
         self._takes_gradients = False
         "gradients are taken: between `begin` and `give_out`, in bodies that are not rehearsals"
-        self._in_body = self._is_live = self._is_final = self._in_backward = False
-        self._weight = 0.0
-        self._script_thread = threading.get_ident()
+        self._body: _Body | None = None
         self._next = 0
         "number of the bucket that leaves next"
-        self.backwards = 0
-        "outermost backwards of this body"
         self._mistake: Exception | None = None
         "raised in a hook"
         self._handed_gradients: list[torch.Tensor | None] = [None] * len(self._params)
@@ -130,8 +141,7 @@ class Reduction:
             final: it is the member's last one in this attempt.
             live: False in a rehearsal: gradients stay as autograd makes them.
         """
-        self._weight, self._is_final, self._is_live, self._in_body = weight, final, live, True
-        self._in_backward, self.backwards, self._script_thread = False, 0, threading.get_ident()
+        self._body = _Body(weight, final, live, threading.get_ident())
         for bucket, *counts in zip(self._buckets, *self._body_counts[self._phase], strict=True):
             bucket.count, bucket.expected = 0, max(counts)
         self.arithmetic.begin_body()
@@ -142,8 +152,8 @@ class Reduction:
         Raises:
             FallowError: a backward raised and the body went on, or something went wrong in a hook.
         """
-        self._in_body = False
-        if self._in_backward:
+        body, self._body = self._body, None
+        if body is not None and body.in_backward:
             raise FallowError(
                 "a backward raised and the body went on, though a part of its gradients is counted already: let the "
                 "exception end the script, or leave the batch out before its backward",
@@ -151,12 +161,12 @@ class Reduction:
             )
         if self._mistake is not None and not isinstance(self._mistake, Interrupted):
             raise self._mistake
-        if self._is_live and self._takes_gradients:
+        if body is not None and body.is_live and self._takes_gradients:
             self._body_counts[self._phase].append([bucket.count for bucket in self._buckets])
 
     def resume_body(self) -> None:
         """The sums were given out inside of a body: a gradient that comes until `end_body` is a mistake."""
-        self._in_body = True
+        self._body = _Body(0.0, is_final=True, is_live=True, script_thread=threading.get_ident())
 
     def finish(self, tell: Callable[[Sums], Sums], *, root: int = 0) -> Sums:
         """Complete the sums of this attempt on all members.
@@ -179,12 +189,11 @@ class Reduction:
             self._launch_ready(rest=True)
             self.buffers.share(self._group, root)
             sums = self._round(tell, last=False)
-            late, missing = flags(sums.late, len(self._buckets)), self.buffers.missing(sums.buffers)
-            if not any(late) and not missing:
+            missing = self.buffers.missing(sums.buffers)
+            if not sums.late and not missing:
                 return sums
-            for bucket, is_late in zip(self._buckets, late, strict=True):
-                if is_late:
-                    self.arithmetic.launch(self._group, bucket, late=True)
+            for number in sums.late:
+                self.arithmetic.launch(self._group, self._buckets[number], late=True)
             self.buffers.share(self._group, root, missing)
             return self._round(tell, last=True)
 
@@ -194,13 +203,13 @@ class Reduction:
         self._group.wait_and_verify()  # only now may this member say that it has the sums
         decides_order = self._touched and self._group.rank == 0 and self.order is None
         part = Sums(
-            late=bitmap(bucket.is_late for bucket in self._buckets),
-            touched=bitmap(map(self._touched.__contains__, range(len(self._params)))),
+            late=[bucket.number for bucket in self._buckets if bucket.is_late],
+            untouched=[index for index in range(len(self._params)) if index not in self._touched],
             extents=self.arithmetic.extents(),
             order=list(self._touched) if decides_order else None,
             buffers=self.buffers.changed(),
         )
-        self.held = last or not (any(part.late) or self.buffers.missing(part.buffers))
+        self.held = last or not (part.late or self.buffers.missing(part.buffers))
         return tell(part)
 
     def give_out(self, sums: Sums) -> bool:
@@ -216,14 +225,14 @@ class Reduction:
         if not self.arithmetic.judge(sums.extents):
             return False
         self._takes_gradients = False
-        touched = flags(sums.touched, len(self._params))
-        self.nothing = not any(touched)
-        used = [any(touched[index] for index in bucket.members) for bucket in self._buckets]
+        untouched = set(sums.untouched)
+        self.nothing = len(untouched) == len(self._params)
+        used = {bucket.number for bucket in self._buckets if not untouched.issuperset(bucket.members)}
         with torch.no_grad():
-            for bucket, is_used in zip(self._buckets, used, strict=True):
-                if is_used:
-                    for index, grad in zip(bucket.members, self.arithmetic.results(bucket), strict=True):
-                        self._handed_gradients[index] = self._params[index].grad = grad if touched[index] else None
+            for number in used:
+                bucket = self._buckets[number]
+                for index, grad in zip(bucket.members, self.arithmetic.results(bucket), strict=True):
+                    self._handed_gradients[index] = self._params[index].grad = None if index in untouched else grad
         self._unused[self._phase] = count_unused(self._unused_sums(), used)
         self.buffers.count(sums.buffers)
         if sums.order is not None and self.order is None:
@@ -233,7 +242,8 @@ class Reduction:
 
     def drop(self) -> None:
         """This attempt is void."""
-        self._takes_gradients = self._in_body = self.held = False
+        self._takes_gradients = self.held = False
+        self._body = None
         self._clear()
 
     def forget(self) -> None:
@@ -269,9 +279,8 @@ class Reduction:
         size = 0 if asynchronous(parameter.device) else parameter.nbytes  # a kernel for all of a bucket is best there
 
         def hook(_: torch.Tensor) -> None:
-            if not self._in_backward and not self._begin_backward(index):
-                return
-            if not self._is_live:
+            body = self._body
+            if body is None or not (body.in_backward or self._begin_backward(body, index)) or not body.is_live:
                 return
             bucket, place = places[index]
             bucket.waiting.append((place, parameter.grad))  # type: ignore[arg-type]
@@ -283,10 +292,8 @@ class Reduction:
 
         return hook
 
-    def _begin_backward(self, index: int) -> bool:
-        """Call for the first gradient of a backward; False if the backward is none of a body that takes gradients."""
-        if not self._in_body:
-            return False
+    def _begin_backward(self, body: _Body, index: int) -> bool:
+        """Call for the first gradient of a backward; False if the body does not take gradients."""
         if capturing(self._params[index].device):
             self._mistake = self._mistake or FallowError(_CAPTURED, Exit.DATA)
             return False
@@ -299,18 +306,18 @@ class Reduction:
                 Exit.DATA,
             )
             return False
-        self._in_backward = True
-        call_at_end(self._script_thread, self._end_backward)
+        body.in_backward = True
+        call_at_end(body.script_thread, self._end_backward)
         return True
 
     def _end_backward(self, outermost: bool) -> None:
-        self._in_backward = False
+        if self._body is not None:
+            self._body.in_backward = False
         for bucket in self._buckets:
             if bucket.waiting:
                 self._fill(bucket)
         # Where all gradients come in inner backwards, nobody tells the outermost one's end.
         if outermost or all(bucket.count >= bucket.expected for bucket in self._buckets):
-            self.backwards += 1
             self.after_backward()
 
     def _fill(self, bucket: Bucket) -> None:
@@ -318,14 +325,15 @@ class Reduction:
         try:
             with torch.no_grad():
                 self._add(bucket)
-                if self._is_final and bucket.count >= bucket.expected:
+                if self._body is not None and self._body.is_final and bucket.count >= bucket.expected:
                     self._launch_ready()
         except Exception as error:
             self._mistake = self._mistake or error
 
     def _add(self, bucket: Bucket) -> None:
         arrived, bucket.waiting, bucket.waiting_bytes = bucket.waiting, [], 0
-        if not arrived or not self._weight or self._mistake is not None:
+        weight = self._body.weight if self._body is not None else 0.0
+        if not arrived or not weight or self._mistake is not None:
             return
         for place, grad in arrived:
             index = bucket.members[place]
@@ -337,7 +345,7 @@ class Reduction:
                 )
             self._touched[index] = None
         bucket.is_late = bucket.is_late or bucket.has_left
-        self.arithmetic.add(bucket, arrived, self._weight, late=bucket.has_left)
+        self.arithmetic.add(bucket, arrived, weight, late=bucket.has_left)
 
     def _launch_ready(self, *, rest: bool = False) -> None:
         """Launch the next buckets that are complete, or the `rest` of them. Raises Interrupted."""
@@ -367,7 +375,6 @@ class Reduction:
         return self._unused.get(self._phase, [PATIENCE * bucket.silent for bucket in self._buckets])
 
     def _clear(self) -> None:
-        self._in_backward = False
         for parameter in self._params:
             parameter.grad = None
         for bucket in self._buckets:

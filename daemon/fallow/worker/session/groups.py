@@ -31,24 +31,24 @@ class Groups:
         self._gathering = gathering
         self._grouped = grouped
         self._retired: list[Group] = []
+        "those of earlier generations"
         self._peers: frozenset[str] = frozenset()
         "addresses of the other nodes of the current generation"
-        self._link_load = LinkLoad()
+        self.link_load = LinkLoad()
 
-    def build(self, upcoming: Upcoming, done: Callable[[Built], None], *, holds: bool) -> None:
+    def build(self, upcoming: Upcoming, done: Callable[[Built], None]) -> None:
         """Make the group of a generation beside the current one, on a thread of its own.
 
         Args:
             upcoming: the generation.
             done: called there, with what came of it.
-            holds: this worker has the run's state.
         """
 
         def run() -> None:
             built = Built()
             if self._grouped:
                 gathers = self._gathering.of(upcoming.generation)
-                built = upcoming.build(self.address, gathers, holds=holds, device=self.device, ports=self.ports)
+                built = upcoming.build(self.address, gathers, device=self.device, ports=self.ports)
             done(built)
 
         threading.Thread(target=run, name=f"build-{upcoming.generation}", daemon=True).start()
@@ -63,27 +63,19 @@ class Groups:
         if self.current is not None and self.current.generation <= generation:
             self.current.interrupt(reason)
 
-    def enter(self, taken: Upcoming) -> Group | None:
-        """Make the group of a generation the current one; returns the one before, which is to be retired."""
+    def enter(self, taken: Upcoming) -> None:
+        """Make the group of a generation the current one. The one before is taken down by `reap_retired`."""
         self._gathering.drop_before(taken.generation)
         self._peers = frozenset() if taken.ranks is None else taken.ranks.addresses - {self.address}
-        old, self.current = self.current, taken.group
-        return old
-
-    def retire(self, old: Group) -> None:
-        """Free the device of a group. It is taken down by `reap_retired`.
-
-        Raises:
-            FallowError: see `Group.retire`.
-        """
-        old.retire()
-        self._retired.append(old)
+        if self.current is not None:
+            self._retired.append(self.current)
+        self.current = taken.group
 
     def reap_retired(self) -> None:
         """Take down the groups of earlier generations, which costs time that the pause need not wait for."""
         while self._retired:
             reap(self._retired.pop())
 
-    def busy_links(self) -> dict[str, float]:
-        """See `protocol.Progress.busy_links`."""
-        return self._link_load.measure(self._peers)
+    def measure_links(self) -> None:
+        """Bring `link_load` up to date. Call it with every beat."""
+        self.link_load.measure(self._peers)

@@ -14,12 +14,14 @@ class HeadNews:
     """Set by the channel's thread, and read by the others: single assignments only.
 
     Attributes:
-        newest: as the head sent it; None: nothing has come yet.
+        newest: as the head sent it.
+        is_known: it has said something.
         checkpoint_due_at: when the next periodic one is due, on the monotonic clock; None: the head has not said.
     """
 
     def __init__(self) -> None:
-        self.newest: News | None = None
+        self.newest = News(term=0)
+        self.is_known = False
         self.checkpoint_due_at: float | None = None
         self._heard_at = time.monotonic()
         self._ends_at: float | None = None
@@ -29,10 +31,9 @@ class HeadNews:
 
     def take(self, news: News) -> None:
         """Take what the head says; a head that was replaced does not count."""
-        known = self.newest
-        if known is not None and news.term < known.term:
+        if self.is_known and news.term < self.newest.term:
             return
-        if known is None:
+        if not self.is_known:
             self._checkpoints_made = news.checkpoints_asked  # those before are the members' affair
         # A store that was lost may have lost the count, too.
         self._checkpoints_made = min(self._checkpoints_made, news.checkpoints_asked)
@@ -41,7 +42,7 @@ class HeadNews:
             self._ends_at = now + news.ends_in_s
         if news.checkpoint_in_s is not None:
             self.checkpoint_due_at = now + news.checkpoint_in_s
-        self.newest = news
+        self.newest, self.is_known = news, True
 
     def hear(self, silent_s: float) -> None:
         """The agent says for how long it has heard nothing from the head."""
@@ -79,7 +80,7 @@ class HeadNews:
     @property
     def checkpoints_asked(self) -> int:
         """How many somebody has asked for, as far as this worker has heard, if one of them was not made; else 0."""
-        asked = self.newest.checkpoints_asked if self.newest is not None else 0
+        asked = self.newest.checkpoints_asked
         return asked if asked > self._checkpoints_made else 0
 
     def note_checkpoint(self, asked: int) -> None:

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from fallow.core.membership.messages import Order, Peer, Plan
 from fallow.core.membership.roster import check_of
-from fallow.worker.transport.rank_map import RankMap
-from fallow.worker.transport.upcoming import Built, Upcoming
+from fallow.worker.transport.upcoming import Built, RankMap, Upcoming
 
 
 class Moves(NamedTuple):

@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
 from fallow.core.checks.network import data_address, port_range
-from fallow.core.membership.messages import Checkpoint, Contract, Gathered, Order
+from fallow.core.membership.messages import Contract, Gathered, Order
 from fallow.core.protocol.agents import News, Setup
 from fallow.core.protocol.workers import FromWorker, Heard, Start, ToWorker
-from fallow.model import Exit, FallowError
+from fallow.model import Doing, Exit, FallowError
 from fallow.wire.address import interfaces
 from fallow.worker.session.device_watch import watch_device
+from fallow.worker.session.ends import Answered, Dismissed, HeadSilent, OthersEnded
 from fallow.worker.session.gathering import Gathering
 from fallow.worker.session.groups import Groups
 from fallow.worker.session.news import HeadNews
 from fallow.worker.session.orders import Orders
-from fallow.worker.session.passage import Passage
-from fallow.worker.session.progress import Progress
-from fallow.worker.session.statement import Statement
+from fallow.worker.session.status import Progress, Statement
 from fallow.worker.transport import device as devices
 from fallow.worker.transport.upcoming import Built, Upcoming
 
@@ -35,6 +35,10 @@ _LONGEST_REASON = 1000
 
 _LAST_WORDS_S = 5.0
 """The agent gets what was said last within this, or it is stopped."""
+
+_LOST_S, _LATE_S = 0.3, 5.0
+"""Others' scripts have ended: for so long a worker waits for a new generation, and for them, before it ends, too. What
+is on its way already takes less."""
 
 
 class Channel(Protocol):
@@ -61,8 +65,8 @@ class Session:
         self.news = HeadNews()
         self._grouped = grouped
         self._changed = threading.Condition()
+        "guards orders and groups, and is notified of whatever comes from the head"
         self._start: Start | None = None
-        self._passage: Passage | None = None
         self._failure: FallowError | None = None
         "why this worker cannot even begin"
         self._statement = Statement()
@@ -70,8 +74,8 @@ class Session:
         self._channel = connect(self._on_message, self._on_end)
         self.gathering = Gathering(self._channel.send)
         # Of nobody, until the first message says who this worker is.
-        self._orders = Orders(0, 0)
-        self._groups = Groups(self.gathering, "", None, grouped=grouped)
+        self.orders = Orders(0, 0)
+        self.groups = Groups(self.gathering, "", None, grouped=grouped)
 
     # ------------------------------------------------------------------------------------------------ begin and end
 
@@ -83,10 +87,10 @@ class Session:
         """
         self._channel.start()
         with self._changed:
-            self._changed.wait_for(lambda: self._failure or (self._start and self.news.newest), patience_s)
+            self._changed.wait_for(lambda: self._failure or (self._start and self.news.is_known), patience_s)
             if self._failure is not None:
                 raise self._failure
-            if self._start is None or self.news.newest is None:
+            if self._start is None or not self.news.is_known:
                 raise FallowError(
                     f"the node's agent did not answer for {patience_s:g} s; see `fallow doctor`", Exit.TEMPFAIL
                 )
@@ -114,16 +118,6 @@ class Session:
         """What does not change as long as the run lives."""
         return self.start.setup
 
-    @property
-    def address(self) -> str:
-        """Local address for process groups."""
-        return self._groups.address
-
-    @property
-    def ports(self) -> range | None:
-        """On which process groups listen; None: the kernel chooses."""
-        return self._groups.ports
-
     # -------------------------------------------------------------------------------------------- what is said
 
     def say(self, **facts: Any) -> None:
@@ -137,12 +131,6 @@ class Session:
         with self._changed:
             self._statement.say(**facts)
 
-    def say_saved(self, checkpoint: Checkpoint) -> None:
-        """A checkpoint is complete; said until the head has noted it."""
-        with self._changed:
-            self._statement.say_saved(checkpoint)
-            self._speak()
-
     def announce(self, contract: Contract, device: torch.device = devices.HOST) -> None:
         """Rehearsal done.
 
@@ -150,9 +138,9 @@ class Session:
             contract: what the head is told.
             device: of the parameters; groups are made for it from now on.
         """
-        if devices.asynchronous(device) and self._groups.device == devices.HOST:
-            watch_device(self.worker, device, self.setup.beat_s, lambda: self._groups.current, self._closed)
-        self._groups.device = device
+        if devices.asynchronous(device) and self.groups.device == devices.HOST:
+            watch_device(self.worker, device, self.setup.beat_s, lambda: self.groups.current, self._closed)
+        self.groups.device = device
         self.say(ready=contract)
 
     def hold(self, generation: int, reason: str) -> None:
@@ -163,9 +151,9 @@ class Session:
             reason: why it broke; of no interest if the head has given the generation up.
         """
         with self._changed:
-            if generation > self._orders.given_up:
+            if generation > self.orders.given_up:
                 self._statement.say(break_reason=reason[:_LONGEST_REASON])
-            self._orders.give_up(generation)
+            self.orders.give_up(generation)
             self._speak()
 
     def leave(self, last: int, left: int) -> None:
@@ -176,21 +164,21 @@ class Session:
             left: the first one without it; `last` if nobody has ordered it to leave.
         """
         with self._changed:
-            self._orders.give_up(last)
+            self.orders.give_up(last)
             self._statement.say(left=left)
             self._speak()
 
     def _speak(self) -> None:
         # Made and sent in one piece: a status that was made before another one must not be sent behind it.
-        self._channel.send(self._statement.status(self._orders, self.progress, self._groups.current))
+        self._channel.send(self._statement.status(self.orders, self.progress, self.groups))
 
     def _beats(self) -> None:
         while not self._closed.wait(self.setup.beat_s):
-            self.progress.busy_links = self._groups.busy_links()
+            self.groups.measure_links()
             with self._changed:
                 self._speak()
-                if self._passage is not None and self._passage.waits_in_vain():
-                    self._groups.interrupt(self._orders.taken, "the others have finished")
+                if self._waits_in_vain():
+                    self.groups.interrupt(self.orders.taken, "the others have finished")
                     self._changed.notify_all()
             self.gathering.repeat()
 
@@ -227,27 +215,25 @@ class Session:
             self._failure = error
             return
         ports = port_range(network.member_ports) if network.member_ports else None
-        self._groups = Groups(self.gathering, address, ports, grouped=self._grouped)
-        self._orders = Orders(start.node, start.slot)
-        self._passage = Passage(start, self._changed, self._orders, self._groups, self.news, self.progress, self._speak)
+        self.groups = Groups(self.gathering, address, ports, grouped=self._grouped)
+        self.orders = Orders(start.node, start.slot)
         self._start = start
 
     def _obey(self, order: Order) -> None:
-        moves = self._orders.obey(order)
-        self._statement.note(self._orders.newest.noted)
+        moves = self.orders.obey(order)
+        self._statement.note(self.orders.newest.noted)
         reason = order.end.reason if order.end is not None else f"the head gives up generation {moves.interrupt}"
-        self._groups.interrupt(moves.interrupt, reason)
+        self.groups.interrupt(moves.interrupt, reason)
         if moves.drop is not None:
-            self._groups.drop(moves.drop, "the head has given it up")
+            self.groups.drop(moves.drop, "the head has given it up")
         if moves.build is not None:
             upcoming = moves.build
-            holds = self._statement.facts.has_state
-            self._groups.build(upcoming, lambda built: self._take_built(upcoming, built), holds=holds)
+            self.groups.build(upcoming, lambda built: self._take_built(upcoming, built))
         self._speak()
 
     def _take_built(self, upcoming: Upcoming, built: Built) -> None:
         with self._changed:
-            is_wanted = self._orders.upcoming is upcoming
+            is_wanted = self.orders.upcoming is upcoming
             if is_wanted:
                 upcoming.built = built
                 self._changed.notify_all()
@@ -260,42 +246,12 @@ class Session:
     @property
     def is_main(self) -> bool:
         """As long as this worker is in no generation: it is the main one, as the head last said."""
-        return self._orders.newest.is_main and self.start.slot == 0
-
-    @property
-    def joins(self) -> bool:
-        """Members train already, as the head last said."""
-        return self.news.newest is not None and self.news.newest.joins
-
-    @property
-    def members_reached(self) -> tuple[int, int]:
-        """Where the members are in their data, as the head last said."""
-        return self.news.newest.reached if self.news.newest is not None else (0, 0)
+        return self.orders.newest.is_main and self.start.slot == 0
 
     @property
     def computed(self) -> int:
         """The generation in which this worker has computed last, with the whole state; 0: in none."""
         return self._statement.facts.generation
-
-    @property
-    def checkpoint_given_up(self) -> tuple[int, int]:
-        """(generation, step) of the run's last checkpoint that could not be written."""
-        return self._orders.newest.unsaved
-
-    @property
-    def switch_offered(self) -> int:
-        """Number of the next generation once it is committed and its group stands here; 0: there is none."""
-        return self._orders.switch_offered
-
-    @property
-    def superseded(self) -> bool:
-        """The generation that was taken is over: a newer one is committed, or it was given up, or this worker ends."""
-        return self._orders.superseded
-
-    @property
-    def ended(self) -> bool:
-        """The head has told this worker to end."""
-        return self._orders.newest.end is not None
 
     # ---------------------------------------------------------------------------------------- the next generation
 
@@ -311,12 +267,54 @@ class Session:
         Raises:
             Answered: it does; the generation is left for the next call.
             Dismissed: the head has told this worker to end.
-            FallowError: the head was silent for its whole patience, or others' scripts have ended; or the device does
-                not get rid of the group before (`Group.retire`).
+            FallowError: the head was silent for its whole patience, or others' scripts have ended.
         """
-        assert self._passage is not None, "the session is not open"
-        return self._passage.await_commit(meanwhile, answers)
+        since = self.progress.awaiting_since = time.monotonic()
+        is_busy = True
+        try:
+            with self._changed:
+                while True:
+                    upcoming, is_offered = self.orders.upcoming, self.orders.switch_offered > 0
+                    if not is_offered:
+                        self._raise_end()
+                    if upcoming is not None and upcoming.plan.outcome is not None and answers(upcoming):
+                        raise Answered(upcoming.plan.outcome)
+                    if is_offered:
+                        return self._take()
+                    left_s = self.setup.patience_s - min(self.news.silent_s, time.monotonic() - since)
+                    if left_s <= 0:
+                        raise HeadSilent(self.worker, self.setup.patience_s)
+                    if not is_busy:
+                        self._changed.wait(min(left_s, _LOST_S))
+                    if not self.orders.switch_offered:
+                        self._changed.release()  # messages arrive while something else is done
+                        try:
+                            is_busy = meanwhile()
+                        finally:
+                            self._changed.acquire()
+        finally:
+            self.progress.awaiting_since = None
+            self.progress.move()
 
-    def reap_retired(self) -> None:
-        """Take down the groups of earlier generations, which costs time that the pause need not wait for."""
-        self._groups.reap_retired()
+    def _take(self) -> Upcoming:
+        taken = self.orders.take()
+        self.groups.enter(taken)
+        if taken.generation <= self.orders.given_up:
+            self.groups.interrupt(taken.generation, "the head has given it up")
+        self._speak()
+        return taken
+
+    def _raise_end(self) -> None:
+        order = self.orders.newest
+        if order.end is not None:
+            raise Dismissed(order.end)
+        if order.finish is not None and self._waits_in_vain():
+            raise OthersEnded(order.finish)
+
+    def _waits_in_vain(self) -> bool:
+        """Others' scripts have ended, and this worker, a member, waits for them."""
+        if self.orders.newest.finish is None or not self.orders.taken:
+            return False
+        doing, stalled_s = self.progress.doing(self.groups.current)
+        patience_s = _LATE_S if self.progress.awaiting_since is None else _LOST_S
+        return doing is Doing.WAITING and stalled_s > patience_s

@@ -86,7 +86,7 @@ class Handler(RendezvousHandler):
         return True
 
     def is_closed(self) -> bool:
-        return self.session.ended
+        return self.session.orders.newest.end is not None
 
     def set_closed(self) -> None:
         """Only the head ends a run."""
@@ -94,7 +94,7 @@ class Handler(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """1 when the script has to be stopped for another generation. Asked by torchrun as long as the script runs."""
         self.session.progress.move(in_loop=False)
-        return int(self.session.superseded)
+        return int(self.session.orders.superseded)
 
     def shutdown(self) -> bool:
         self.session.close()
@@ -113,14 +113,14 @@ class Handler(RendezvousHandler):
             shards = self._shards
             contract = Contract(signature=_LAYOUT, layout=(_LAYOUT,), shards=shards, global_batch=shards, restarts=True)
             session.announce(contract)
-        elif not session.superseded:
+        elif not session.orders.superseded:
             self._begin_again("its script has failed")
         while True:
             taken = self._taken = self._await_generation()
             info = self._meet(taken)
             if info is not None:
                 return info
-            if not session.superseded:
+            if not session.orders.superseded:
                 self._begin_again(f"the members did not meet within {MEET_S:g} s")
 
     def _begin_again(self, reason: str) -> None:
@@ -159,9 +159,9 @@ class Handler(RendezvousHandler):
         assert taken.ranks is not None
         rank = taken.ranks.rank
         # Bound now and kept, so that nobody can take the port; it is needed if the store goes here.
-        with listen(session.address, session.ports) as listening:
+        with listen(session.groups.address, session.groups.ports) as listening:
             port = listening.getsockname()[1]
-            addresses = self._exchange(taken.generation, f"{session.address} {port}".encode())
+            addresses = self._exchange(taken.generation, f"{session.groups.address} {port}".encode())
             if addresses is None:
                 return None
             # A script may have ended just before its agent could hear of this generation: the others do without it.
@@ -188,7 +188,7 @@ class Handler(RendezvousHandler):
         end = time.monotonic() + MEET_S
         try:
             gathers.give(_MEETING, own)
-            while not self.session.superseded and time.monotonic() < end:
+            while not self.session.orders.superseded and time.monotonic() < end:
                 told = gathers.parts(_MEETING, _LOOK_S)
                 if told is not None:
                     return told
@@ -209,9 +209,9 @@ class Handler(RendezvousHandler):
             DistStoreError: the generation is over.
         """
         session = self.session
-        if self._taken is generation and not session.superseded:
+        if self._taken is generation and not session.orders.superseded:
             return
-        if self._ended and session.switch_offered:
+        if self._ended and session.orders.switch_offered:
             session.gathering.of(self._await_generation().generation).give(_MEETING, _DONE)
         raise DistStoreError("this generation is over")
 

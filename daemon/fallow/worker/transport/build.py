@@ -49,7 +49,6 @@ def build_group(
     *,
     device: torch.device = devices.HOST,
     siblings: Sequence[int] = (),
-    holds: bool = False,
     ports: range | None = None,
     dropped: Callable[[], object] = devices.never,
 ) -> Group:
@@ -64,7 +63,6 @@ def build_group(
         timeout_s: seconds until the attempt fails.
         device: of the tensors that will be summed.
         siblings: ranks on this member's node, with its own.
-        holds: this member has the run's state; those who have not open lines to some who have.
         ports: to listen on; None: the kernel chooses.
         dropped: returns something true once the group is not wanted any more.
 
@@ -79,7 +77,7 @@ def build_group(
     tried: dict[int, str] = {}
     reason = ""
     try:
-        tried = _connect(group, siblings, address, timeout_s, ports, dropped, holds=holds)
+        tried = _connect(group, siblings, address, timeout_s, ports, dropped)
     except (RuntimeError, OSError) as error:
         reason = gloo.reason(error)
     # Outside of `except`: the error's traceback keeps the listening device alive, and gloo ends the process when a late
@@ -106,13 +104,11 @@ def _connect(
     timeout_s: float,
     ports: range | None,
     dropped: Callable[[], object],
-    *,
-    holds: bool,
 ) -> dict[int, str]:
     """Connect the members; returns those that are not reached, as `Streams.meet` does. No group is made then."""
     connections, rank, size = group.connections, group.rank, group.size
     end = time.monotonic() + timeout_s
-    streams = connections.streams = Streams(group.generation, rank, size, address, ports, holds=holds)
+    streams = connections.streams = Streams(group.generation, rank, size, address, ports)
     tried = streams.meet(connections.store, _MEETING_SHARE * timeout_s)
     if not tried:
         names = ["control"] if communicators.exists(group.device) else ["control", "sums"]
@@ -121,18 +117,12 @@ def _connect(
             connections.gloo_groups.append(one)
         group.connect_transport(group.device, max(0.0, end - time.monotonic()), dropped)
         if len(siblings) > 1:
-            group.node = _connect_node(connections, siblings, rank, address, end, ports)
-        streams.connect_ahead()
+            name, left_s = f"node-{siblings[0]}", max(0.1, end - time.monotonic())
+            place, count = siblings.index(rank), len(siblings)
+            (one,) = gloo.connect(connections.store, [name], place, count, address, left_s, ports)
+            connections.gloo_groups.append(one)
+            group.node = Node(one, count)
     return tried
-
-
-def _connect_node(
-    connections: Connections, siblings: Sequence[int], rank: int, address: str, end: float, ports: range | None
-) -> Node:
-    place, size, left_s = siblings.index(rank), len(siblings), max(0.1, end - time.monotonic())
-    (one,) = gloo.connect(connections.store, [f"node-{siblings[0]}"], place, size, address, left_s, ports)
-    connections.gloo_groups.append(one)
-    return Node(one, size)
 
 
 def take_to_device(group: Group, device: torch.device, timeout_s: float) -> None:

@@ -30,7 +30,7 @@ from fallow.worker.transport import device as devices
 from fallow.worker.transport.device_progress import DeviceProgress
 from fallow.worker.transport.node import Node
 from fallow.worker.transport.stream import Streams
-from fallow.worker.transport.waits import Interrupted, Waits
+from fallow.worker.transport.waits import Exchange, Interrupted, Waits
 
 _DRAIN_S = 5.0
 """For so long an aborted communicator may take to end what it has on the device."""
@@ -50,24 +50,6 @@ class Connections:
     streams: Streams | None = None
     store: Any = None
     "kept: a communicator may ask it again, and torch does not keep what is written in Python"
-
-
-class ControlExchange:
-    """An exchange of bytes among all members: `works` fill `taken`, by rank, with `lengths` bytes of each member."""
-
-    def __init__(self, group: Group, taken: torch.Tensor, lengths: list[int], works: Sequence[Any] = ()) -> None:
-        self._group, self._taken, self._lengths, self._works = group, taken, lengths, works
-
-    def wait(self) -> list[bytes]:
-        """Wait for the bytes of all members, by rank.
-
-        Raises:
-            Interrupted: the group is broken.
-        """
-        self._group.finish(self._works)
-        self._group._control_exchanges.discard(self)
-        self._works = ()
-        return gloo.parts_of(self._taken, self._lengths)
 
 
 class Group(Waits):
@@ -93,7 +75,6 @@ class Group(Waits):
         self.connections = connections or Connections()
         self._launched: list[tuple[Any, Sequence[torch.Tensor]]] = []
         "works of the transport; on a device the tensors stay until a stream waits for the work"
-        self._control_exchanges: set[ControlExchange] = set()
         self._room = _ROOM_STEP
         "of a part in a gather: the same on all members, since all have seen the same ones"
         self._aborting: threading.Thread | None = None
@@ -169,11 +150,11 @@ class Group(Waits):
             gloo.close_connections(one)
             one.shutdown()
         self._launched.clear()
-        self._control_exchanges.clear()
+        self.exchanges.clear()
 
     # -------------------------------------------------------------------------------------------------- control
 
-    def tell(self, part: bytes) -> ControlExchange:
+    def tell(self, part: bytes) -> Exchange:
         """Launch an exchange of a few bytes among all.
 
         Args:
@@ -201,19 +182,10 @@ class Group(Waits):
         begun = (text[_LENGTH_BYTES:][:length] for text, length in zip(told, lengths, strict=True))
         return [head + tail for head, tail in zip(begun, rest, strict=True)]
 
-    def _tell(self, part: bytes, lengths: list[int]) -> ControlExchange:
+    def _tell(self, part: bytes, lengths: list[int]) -> Exchange:
         if self.size == 1 or not any(lengths):
-            return ControlExchange(self, gloo.as_tensor(part), lengths)
-        if self.broken is not None:
-            raise Interrupted(self.broken)
-        try:
-            taken, work = gloo.tell(self.connections.gloo_groups[0], part, lengths)
-        except RuntimeError as error:
-            self.interrupt(gloo.reason(error))
-            raise Interrupted(self.broken) from None
-        exchange = ControlExchange(self, taken, lengths, [work])
-        self._control_exchanges.add(exchange)
-        return exchange
+            return Exchange(self, gloo.as_tensor(part), lengths)
+        return self.launch_exchange(self.connections.gloo_groups[0], part, lengths)
 
     # ------------------------------------------------------------------------------------------------- transport
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any
 
-from fallow.worker.transport import gloo
 from fallow.worker.transport.waits import Interrupted, Waits
 
 PATIENCE_S = 5.0
@@ -37,6 +36,7 @@ class Node(Waits):
 
     def __init__(self, process_group: Any = None, size: int = 1) -> None:
         super().__init__()
+        self.patience_s = PATIENCE_S
         self._process_group = process_group
         self.size = size
 
@@ -61,22 +61,16 @@ class Node(Waits):
             return heard
         try:
             length = len(heard or b"").to_bytes(_LENGTH_BYTES)
-            told = self._exchange(bytes([state]) + length, [1 + _LENGTH_BYTES] * self.size)
+            told = self.launch_exchange(
+                self._process_group, bytes([state]) + length, [1 + _LENGTH_BYTES] * self.size
+            ).wait()
             states = [_State(text[0]) for text in told]
             if _State.HEARD in states and len(set(states)) > 1:
-                answers = self._exchange(heard or b"", [int.from_bytes(text[1:]) for text in told])
+                lengths = [int.from_bytes(text[1:]) for text in told]
+                answers = self.launch_exchange(self._process_group, heard or b"", lengths).wait()
                 heard = answers[states.index(_State.HEARD)]
         except Interrupted:
             return heard
         if _State.LEAVES in states:
             self.interrupt("a worker of this node has left the generation")
         return heard
-
-    def _exchange(self, part: bytes, lengths: list[int]) -> list[bytes]:
-        try:
-            taken, work = gloo.tell(self._process_group, part, lengths)
-        except RuntimeError as error:
-            self.interrupt(gloo.reason(error))
-            raise Interrupted(self.broken) from None
-        self.finish([work], PATIENCE_S)
-        return gloo.parts_of(taken, lengths)

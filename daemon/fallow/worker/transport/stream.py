@@ -54,8 +54,6 @@ class Card(msgspec.Struct, frozen=True):
     address: str
     port: int
     token: bytes
-    holds: bool
-    "it had the run's state when the group was built"
 
     @property
     def endpoint(self) -> str:
@@ -79,21 +77,18 @@ def sources(donors: Sequence[int], receivers: Sequence[int], *, several_lines: b
 class Streams:
     """One member's listening socket in one generation, and its lines to other members.
 
-    It listens on `address` alone, on one of `ports` (None: the kernel chooses). Its card tells whether it `holds` the
-    run's state.
+    It listens on `address` alone, on one of `ports` (None: the kernel chooses).
 
     Raises:
         OSError: the address is not this host's, or no port is free.
     """
 
-    def __init__(
-        self, generation: int, rank: int, size: int, address: str, ports: range | None = None, *, holds: bool = False
-    ) -> None:
+    def __init__(self, generation: int, rank: int, size: int, address: str, ports: range | None = None) -> None:
         self._generation = generation
         self._rank = rank
         self._size = size
         self._listener = listen(address, ports, backlog=max(_BACKLOG, size))
-        self.card = Card(address, self._listener.getsockname()[1], secrets.token_bytes(16), holds)
+        self.card = Card(address, self._listener.getsockname()[1], secrets.token_bytes(16))
         self.cards: dict[int, Card] = {}
         "of all members, by rank"
         self._changed = threading.Condition()
@@ -102,7 +97,6 @@ class Streams:
         self._serve: Callable[[socket.socket], None] | None = None
         self._closed = False
         self._open: set[socket.socket] = {self._listener}
-        self._lines: dict[int, socket.socket] = {}
         self._run(self._accept)
 
     def _run(self, target: Callable[..., None], *args: object) -> None:
@@ -157,7 +151,7 @@ class Streams:
 
     def _reach(self, other: int, timeout_s: float) -> None:
         with contextlib.suppress(OSError):
-            self.drop(self._connect(other, timeout_s))
+            self.drop(self.connect(other, timeout_s))
             self._note_reached(other)
 
     def _note_reached(self, other: int) -> None:
@@ -167,20 +161,8 @@ class Streams:
 
     # ------------------------------------------------------------------------------------------------ to take
 
-    def connect_ahead(self) -> None:
-        """Open lines to those who will send state to this member, in all likelihood. One that fails is tried later."""
-        donors = [rank for rank, card in self.cards.items() if card.holds]
-        receivers = [rank for rank, card in self.cards.items() if not card.holds]
-        if donors and self._rank in receivers:
-            for donor in sources(donors, receivers)[self._rank]:
-                with contextlib.suppress(OSError):
-                    self._lines[donor] = self._connect(donor, EXCHANGE_S)
-
-    def line(self, rank: int) -> socket.socket:
-        """The line to a member that was opened ahead, or a new one. Raises OSError."""
-        return self._lines.pop(rank, None) or self._connect(rank)
-
-    def _connect(self, rank: int, timeout_s: float = _HELLO_S) -> socket.socket:
+    def connect(self, rank: int, timeout_s: float = _HELLO_S) -> socket.socket:
+        """A new line to another member. Raises OSError."""
         card = self.cards[rank]
         line = socket.create_connection((card.address, card.port), timeout_s)
         try:
@@ -222,10 +204,7 @@ class Streams:
             size = _packet_size(line)
             line.sendall(size.to_bytes(2, "little").ljust(size, b"\0"))
             self._note_reached(caller)
-            # The caller may only have wanted to know whether the path is whole. Or it opened the line ahead, and may
-            # never ask for anything.
-            line.settimeout(None)
-            if not line.recv(1, socket.MSG_PEEK):
+            if not line.recv(1, socket.MSG_PEEK):  # the caller only wanted to know whether the path is whole
                 return
             line.settimeout(PATIENCE_S)
             with self._changed:
@@ -264,7 +243,7 @@ class Streams:
         for line in lines:
             with contextlib.suppress(OSError):
                 line.shutdown(socket.SHUT_RDWR)  # wakes threads that are in a call on it; they close it
-            if line is self._listener or line in self._lines.values():
+            if line is self._listener:
                 line.close()
 
 

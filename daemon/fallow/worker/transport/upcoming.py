@@ -1,23 +1,63 @@
-"""The generation that comes next, and the making of its group beside the current one."""
+"""The generation that comes next, who is in it, and the making of its group beside the current one."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
-from fallow.core.membership.messages import Plan, Refusal
+from fallow.core.membership.messages import Peer, Plan, Refusal
 from fallow.core.membership.names import member_name
 from fallow.model import FallowError
 from fallow.worker.transport import device as devices
 from fallow.worker.transport.build import CutOff, build_group, reap
 from fallow.worker.transport.group import Group
-from fallow.worker.transport.rank_map import RankMap
 from fallow.worker.transport.rendezvous import Gathers, GatherStore
 
 _SETTLE_S = 1.0
 """An agent tells of a worker's death much sooner than this."""
+
+
+@dataclass(frozen=True)
+class RankMap:
+    """The ranks of one generation, seen from one of its workers: nodes in their order, each with its workers.
+
+    Args:
+        peers: its nodes, in order.
+        node: number of this worker's node, which is one of them.
+        slot: this worker's place among those of its node, from 0.
+    """
+
+    peers: tuple[Peer, ...]
+    node: int
+    slot: int
+
+    @cached_property
+    def nodes(self) -> tuple[int, ...]:
+        """By rank, the number of its node."""
+        return tuple(peer.node for peer in self.peers for _ in range(peer.slots))
+
+    @property
+    def size(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def rank(self) -> int:
+        """Of this worker."""
+        return self.nodes.index(self.node) + self.slot
+
+    @property
+    def siblings(self) -> range:
+        """Ranks on this worker's node, with its own."""
+        first = self.nodes.index(self.node)
+        return range(first, first + self.nodes.count(self.node))
+
+    @property
+    def addresses(self) -> frozenset[str]:
+        """Where the workers of the other nodes listen."""
+        return frozenset(peer.entry for peer in self.peers if peer.node != self.node)
 
 
 @dataclass(slots=True)
@@ -87,7 +127,6 @@ class Upcoming:
         address: str,
         gathers: Gathers,
         *,
-        holds: bool,
         device: torch.device = devices.HOST,
         ports: range | None = None,
     ) -> Built:
@@ -111,7 +150,6 @@ class Upcoming:
                 patience_s,
                 device=device,
                 siblings=ranks.siblings,
-                holds=holds,
                 ports=ports,
                 dropped=lambda: self.dropped,
             )

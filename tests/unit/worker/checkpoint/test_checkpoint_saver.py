@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fallow.core.membership.messages import Checkpoint, Problem  # noqa: E402
+from fallow.core.membership.messages import Checkpoint, Order, Problem  # noqa: E402
 from fallow.core.protocol.agents import News, Setup  # noqa: E402
 from fallow.core.training.saving import RETRY_S, Saving  # noqa: E402
 from fallow.worker.checkpoint import writer as writing  # noqa: E402
@@ -20,7 +20,8 @@ from fallow.worker.checkpoint.restore import load  # noqa: E402
 from fallow.worker.checkpoint.saver import Saver  # noqa: E402
 from fallow.worker.prepared.objects import Prepared  # noqa: E402
 from fallow.worker.session.news import HeadNews  # noqa: E402
-from fallow.worker.session.progress import Progress  # noqa: E402
+from fallow.worker.session.orders import Orders  # noqa: E402
+from fallow.worker.session.status import Progress  # noqa: E402
 from fallow.worker.transport.group import Group  # noqa: E402
 
 
@@ -31,7 +32,7 @@ class Session:
         self.setup = setup
         self.news = HeadNews()
         self.progress = Progress()
-        self.checkpoint_given_up = 0, 0
+        self.orders = Orders(1, 0)
         self.written: list[Checkpoint] = []
         self.unsaved: list[Problem] = []
 
@@ -40,11 +41,9 @@ class Session:
         self.news.take(News(term=1, **news))
         self.news.hear(silent_s)
 
-    def say_saved(self, written: Checkpoint) -> None:
-        self.written.append(written)
-
-    def say(self, unsaved: Problem) -> None:
-        self.unsaved.append(unsaved)
+    def say(self, saved: Checkpoint | None = None, unsaved: Problem | None = None) -> None:
+        self.written += [saved] if saved is not None else []
+        self.unsaved += [unsaved] if unsaved is not None else []
 
 
 class Clock:
@@ -247,7 +246,7 @@ def test_one_that_another_member_gave_up_is_due_when_the_head_says(tmp_path: Pat
     member.session.news.checkpoint_due_at = clock.now + 10
     clock.now += 11
     assert member.saver.wish(2) == 0.0
-    member.session.checkpoint_given_up = 3, 10
+    member.session.orders.obey(Order(node=1, term=1, edition=1, unsaved=(3, 10)))
     assert member.saver.wish(2) == 1.0
     member.save(12)
     member.saver.finish()

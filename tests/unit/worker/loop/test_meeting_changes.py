@@ -247,7 +247,7 @@ def test_a_newcomer_that_is_in_another_call_is_left_out_and_the_others_go_on() -
         world = World(Path(folder), Generation("ab"), Generation("abc", at_step=1, breaks=Break(0)), Generation("ab"))
 
         def train(run: Run) -> Training:
-            training, most = Training(run), 9 if run._member.session.joins else 8  # type: ignore[union-attr]
+            training, most = Training(run), 9 if run._member.session.news.newest.joins else 8  # type: ignore[union-attr]
             for update in run.updates(training.loader, epochs=2, max_steps=most):
                 training.inner(update)
                 training.act()

@@ -19,7 +19,7 @@ from fallow.worker.reduction.arithmetic import Arithmetic
 from fallow.worker.reduction.buffers import StepBuffers
 from fallow.worker.reduction.exact import Exact
 from fallow.worker.reduction.reduction import Reduction
-from fallow.worker.reduction.step_sums import PATIENCE, Sums, bitmap, flags
+from fallow.worker.reduction.step_sums import PATIENCE, Sums
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted
 from members import build_world, telling, together, world
@@ -433,20 +433,26 @@ def checkpointed(times: int, *, reentrant: bool) -> Body:
 def test_activation_checkpointing(times: int, reentrant: bool) -> None:
     member = alone()
     ends: list[int] = []
-    member.reduction.after_backward = lambda: ends.append(member.reduction.backwards)
+    bodies: list[int] = []
+    member.reduction.after_backward = lambda: ends.append(len(bodies))
     body = checkpointed(times, reentrant=reentrant)
+
+    def counted(net: nn.Module, shard: int) -> None:
+        bodies.append(1)
+        body(net, shard)
+
     for _ in range(3):
-        assert_close(member.step(body, [0, 1], 2), plain(NET, body, 2))
+        assert_close(member.step(counted, [0, 1], 2), plain(NET, body, 2))
     if times == 1 or not reentrant:
-        assert ends == [1] * 6
+        assert ends == [1, 2, 3, 4, 5, 6], "once in each body"
 
 
 def test_a_gradient_that_comes_when_the_sums_were_handed_out_in_the_body_is_refused() -> None:
     member = alone()
 
     def complete() -> None:
-        if member.reduction.backwards == 1 and not member.reduction.held:
-            member.reduction.give_out(member.reduction.finish(lambda sums: sums))
+        member.reduction.after_backward = lambda: None
+        member.reduction.give_out(member.reduction.finish(lambda sums: sums))
 
     member.reduction.after_backward = complete
     with pytest.raises(
@@ -517,8 +523,7 @@ def test_who_told_and_was_interrupted_holds_the_sums_and_takes_the_others_outcom
     assert equal(first.gradients(), second.gradients())
 
 
-def test_flags_come_back_from_their_bitmap_and_those_that_were_not_packed_are_false() -> None:
-    for size in range(20):
-        some = [number % 3 == 1 for number in range(size)]
-        assert flags(bitmap(some), size + 9) == [*some, *[False] * 9]
-        assert flags(bitmap(some), size) == some
+def test_what_all_say_of_a_sum_is_late_for_any_and_untouched_for_all() -> None:
+    one = Sums(late=[2], untouched=[0, 1, 3], extents=[1, 5], order=[1, 0], buffers=[4])
+    two = Sums(late=[0, 2], untouched=[1, 2, 3], extents=[3, -2])
+    assert Sums.joined([one, two]) == Sums(late=[0, 2], untouched=[1, 3], extents=[3, 5], order=[1, 0], buffers=[4])

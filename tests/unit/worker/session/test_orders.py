@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from fallow.core.membership.messages import End, Order, Plan
 from fallow.core.membership.roster import check_of
 from fallow.worker.session.orders import Moves, Orders
-from fallow.worker.transport.rank_map import RankMap
-from fallow.worker.transport.upcoming import Built, Upcoming
+from fallow.worker.transport.upcoming import Built, RankMap, Upcoming
 from scripted_agent import peers, plan
 
 

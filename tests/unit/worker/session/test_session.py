@@ -18,7 +18,7 @@ from fallow.core.protocol.workers import Status
 from fallow.model import Doing, Exit
 from fallow.worker.session.ends import Answered, Dismissed, HeadSilent, OthersEnded, exit_code
 from fallow.worker.session.news import HEAD_SILENT_S
-from fallow.worker.session.progress import Progress
+from fallow.worker.session.status import Progress
 from scripted_agent import Agent, plan
 
 CONTRACT = Contract(signature="s", shards=1, global_batch=1)
@@ -40,15 +40,15 @@ def test_a_status_says_which_order_was_obeyed_and_how_far_that_has_come() -> Non
 
 def test_a_worker_goes_over_when_the_generation_is_committed_and_stands() -> None:
     agent = Agent()
-    assert agent.session.switch_offered == 0
+    assert agent.session.orders.switch_offered == 0
     agent.order(plan(2, 1))
     agent.until(lambda status: status.prepared == 2)
-    assert agent.session.switch_offered == 0, "it is not committed"
+    assert agent.session.orders.switch_offered == 0, "it is not committed"
     agent.order(plan(2, 1), committed=2)
-    assert agent.session.switch_offered == 2
+    assert agent.session.orders.switch_offered == 2
     taken = agent.session.await_commit(never)
     assert (taken.generation, taken.group is not None) == (2, True)
-    assert agent.session.switch_offered == 0
+    assert agent.session.orders.switch_offered == 0
     assert agent.status.prepared == 2
 
 
@@ -61,7 +61,7 @@ def test_a_member_whose_group_broke_gives_that_generation_up_and_no_other() -> N
     agent.commit(plan(2, 1, interrupt=True))
     agent.session.await_commit(never)
     assert agent.status.given_up == 1
-    assert not agent.session.superseded
+    assert not agent.session.orders.superseded
 
 
 def test_why_a_group_ended_that_an_order_has_given_up_is_no_news() -> None:
@@ -154,12 +154,12 @@ def test_where_there_are_no_groups_the_current_generation_outlives_one_that_is_g
     assert agent.session.await_commit(never).group is None
     agent.order(plan(2, 1), committed=1)
     agent.order(None, committed=1)
-    assert not agent.session.superseded
+    assert not agent.session.orders.superseded
     agent.session.gathering.of(1).give("at", b"here")
     agent.answer(1, "at", b"here")
     assert agent.session.gathering.of(1).parts("at", 9.0) == (b"here",)
     agent.order(None, committed=1, broken=1)
-    assert agent.session.superseded
+    assert agent.session.orders.superseded
 
 
 def test_a_member_leaves_without_the_head_only_where_its_node_goes_away_and_the_head_is_silent() -> None:
@@ -180,12 +180,12 @@ def test_a_head_that_was_replaced_says_nothing_any_more() -> None:
     agent = Agent()
     agent.say(News(term=3, joins=True, reached=(1, 7), checkpoint_in_s=60.0))
     agent.say(News(term=2))
-    assert (agent.session.joins, agent.session.members_reached) == (True, (1, 7))
+    assert (agent.session.news.newest.joins, agent.session.news.newest.reached) == (True, (1, 7))
     due_at = agent.session.news.checkpoint_due_at
     assert due_at is not None
     assert 50.0 < due_at - time.monotonic() <= 60.0
     agent.say(News(term=3, joins=False))
-    assert not agent.session.joins
+    assert not agent.session.news.newest.joins
     assert agent.session.news.checkpoint_due_at == due_at, "not known is no news"
 
 
@@ -232,7 +232,7 @@ def test_a_worker_that_is_told_to_end_waits_no_longer_and_its_group_is_interrupt
     assert group is not None
     agent.end(code, "the run is over")
     assert group.broken == "the run is over"
-    assert agent.session.ended
+    assert agent.session.orders.newest.end is not None
     with pytest.raises(Dismissed) as dismissed:
         agent.session.await_commit(never)
     assert (dismissed.value.code, dismissed.value.reason) == (code, "the run is over")
@@ -290,7 +290,7 @@ def test_a_standby_outlives_others_ends() -> None:
 def test_checkpoints_are_said_until_they_are_noted_the_newest_first() -> None:
     agent = Agent()
     for step in (5, 9):
-        agent.session.say_saved(Checkpoint(path=f"/c{step}", generation=1, step=step))
+        agent.session.say(saved=Checkpoint(path=f"/c{step}", generation=1, step=step))
     assert agent.status.saved == Checkpoint(path="/c9", generation=1, step=9)
     agent.order(noted="/c9")
     assert agent.status.saved == Checkpoint(path="/c5", generation=1, step=5)
@@ -301,7 +301,8 @@ def test_checkpoints_are_said_until_they_are_noted_the_newest_first() -> None:
 def test_a_beat_says_how_the_training_gets_on() -> None:
     agent = Agent(beat_s=0.02)
     progress = agent.session.progress
-    progress.step, progress.epoch, progress.loss, progress.scalars = 7, 2, 0.5, {"lr": 0.1}
+    progress.step = 7
+    progress.tell(epoch=2, loss=0.5, scalars={"lr": 0.1})
     progress.move(in_loop=True)
     said = agent.until(lambda status: status.step == 7 and status.progress.loss == 0.5)
     assert (said.progress.epoch, said.progress.scalars, said.doing) == (2, {"lr": 0.1}, Doing.WORKING)

@@ -195,7 +195,7 @@ def test_a_groups_listeners_are_all_within_the_range(size: int) -> None:
     groups: dict[int, Group] = {}
 
     def build(rank: int) -> None:
-        groups[rank] = build_group(1, rank, size, store, "127.0.0.1", 30.0, holds=True, ports=ports)
+        groups[rank] = build_group(1, rank, size, store, "127.0.0.1", 30.0, ports=ports)
         tensor = torch.full((1000,), float(rank + 1))
         groups[rank].sum(tensor)
         groups[rank].wait_and_verify()

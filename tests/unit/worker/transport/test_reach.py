@@ -37,7 +37,7 @@ def meet(store: HashStore, ranks: list[int], size: int, timeout_s: float) -> dic
 
 
 def publish(store: HashStore, rank: int, port: int) -> None:
-    store.set(f"card/{rank}", msgspec.json.encode(Card("127.0.0.1", port, bytes(16), holds=False)).decode())
+    store.set(f"card/{rank}", msgspec.json.encode(Card("127.0.0.1", port, bytes(16))).decode())
 
 
 @pytest.fixture

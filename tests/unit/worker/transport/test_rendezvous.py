@@ -17,9 +17,8 @@ from fallow.core.membership.messages import Gather, Gathered
 from fallow.core.protocol.workers import Part
 from fallow.worker.session.gathering import Gathering, GenerationGathers
 from fallow.worker.transport.build import build_group
-from fallow.worker.transport.rank_map import RankMap
 from fallow.worker.transport.rendezvous import GatherStore
-from fallow.worker.transport.upcoming import Upcoming
+from fallow.worker.transport.upcoming import RankMap, Upcoming
 from scripted_agent import plan
 
 GENERATION = 1
@@ -107,7 +106,7 @@ def test_a_member_that_does_not_come_is_named_in_the_refusal(node: int) -> None:
     """With the address where the lower rank of the two listens, if that is known."""
     planned = plan(GENERATION, 1, 2, timeout_s=2.0)
     upcoming = Upcoming(planned, RankMap(planned.more, node, 0))
-    upcoming.built = upcoming.build("127.0.0.1", Head(2).gathers(node), holds=False)
+    upcoming.built = upcoming.build("127.0.0.1", Head(2).gathers(node))
     refusal = upcoming.refusal
     assert refusal is not None
     assert (refusal.generation, refusal.unreachable) == (GENERATION, (3 - node,))
