@@ -74,7 +74,7 @@ def test_back_to_a_checkpoint_of_an_earlier_epoch_and_on(box: Box, plain: Callab
     listed = head.fallow("status", head.run)
     assert f"step {kept.step} " in listed
     assert "by hand" in listed
-    (row,) = json.loads(head.fallow("runs", "--json"))
+    (row,) = json.loads(head.fallow("status", head.run, "--json"))["runs"]
     assert len(row["checkpoints"]) >= 3
     with pytest.raises(
         FallowError, match=rf"no usable checkpoint of step 7; there are those of {kept.step}, "
