@@ -82,7 +82,8 @@ class _Draft:
         self._situation, self._eligibility = situation, Eligibility(situation)
         self._give_backs = _first_of_each([*situation.external.give_backs, *wanted_back(situation)])
         self._withdrawals, self._asks = self._lost(), list[Ask]()
-        waiting = [a for a in situation.pending if a.token not in self._going]
+        going = self._going
+        waiting = [a for a in situation.pending if a.token not in going]
         matched = match(waiting, situation.holes, self._eligibility)
         self._unmatched = matched.unmatched
         # Idle nodes come first: what waits for nodes that others still have must not keep anybody from asking for them.
@@ -93,7 +94,7 @@ class _Draft:
         self._offered = offers(situation, self._eligibility)
         shorter = _shorter(situation, self._withdrawals)
         self._asking = Asking(situation, self._eligibility, self._offered, matched.taken, self._caps, shorter)
-        have = _have(situation.harvest, self._going)
+        have = _have(situation.harvest, going)
         self._parties = {demand.run: _party(demand, have[demand.run], situation.rules) for demand in situation.demands}
         self._count(self._movable, -1)
         self._unmet: dict[str, int] = {}
@@ -181,10 +182,11 @@ class _Draft:
         back.
         """
         situation, reason = self._situation, "another run gains more from it"
-        waits = [a for a in self._unmatched if a.token not in self._going]
+        going, sellers = self._going, set[str]()
+        waits = [a for a in self._unmatched if a.token not in going]
         self._count(waits, -1)
         until = situation.at + MOVABLE_S
-        held = [a for a in situation.harvest if _is_held(a) and a.part is None and a.token not in self._going]
+        held = [a for a in situation.harvest if _is_held(a) and a.part is None and a.token not in going]
         leases = _newest_first(a for a in held if a.end_at is None or a.end_at >= until)
         next_s = next_node_s(situation.known.experience.between_s(situation.at))
         moved = 0
@@ -198,10 +200,11 @@ class _Draft:
             self._add(lease.run, -1)
             self._add(buyer, 1)
             self._give_backs.append(GiveBack(lease.token, reason))
-            self._losing.add(lease.run)
+            sellers.add(lease.run)
             moved += 1
-        self._withdrawals += [Withdraw(a.token, reason) for a in waits if a.run in self._losing]
-        self._count([a for a in waits if a.run not in self._losing], 1)
+        self._withdrawals += [Withdraw(a.token, reason) for a in waits if a.run in sellers]
+        self._count([a for a in waits if a.run not in sellers], 1)
+        self._losing |= sellers
 
     def _may_move(self, run: str, lease: Allocation) -> bool:
         """May this run ask for the node of that lease once it is idle?"""
@@ -233,7 +236,8 @@ class _Draft:
     def wait_for_others_nodes(self) -> None:
         """Make requests that wait for what others leave, for the runs that gain most."""
         situation = self._situation
-        free = situation.rules.ahead - len([a for a in self._unmatched if a.token not in self._going])
+        going = self._going
+        free = situation.rules.ahead - len([a for a in self._unmatched if a.token not in going])
         if free <= 0:
             return
         ours = {allocation.token for allocation in situation.allocations}

@@ -95,8 +95,12 @@ def withdrawals(situation: Situation, long: Collection[str], declined: Mapping[s
         idle = declined.get(allocation.token, ())
         if allocation.token in needless:
             found.append(Withdraw(allocation.token, "the run no longer needs it"))
+        elif situation.waited_s(allocation) > situation.rules.pending_patience_s and not _lasts(allocation, situation):
+            what = "it was not submitted" if allocation.queued else "Slurm did not start it"
+            reason = f"{what} within {situation.rules.pending_patience_s:.0f} s"
+            found.append(Withdraw(allocation.token, reason, declined=idle))
         elif why := _lost_its_point(allocation, situation):
-            found.append(Withdraw(allocation.token, why, declined=idle))
+            found.append(Withdraw(allocation.token, why))
         elif idle:
             waited_s = situation.waited_s(allocation)
             reason = f"Slurm did not start it within {waited_s:.0f} s, with {', '.join(idle[:3])} idle"
@@ -108,11 +112,8 @@ def withdrawals(situation: Situation, long: Collection[str], declined: Mapping[s
 
 def _lost_its_point(allocation: Allocation, situation: Situation) -> str:
     """Why a request had better not wait on, whatever is idle; empty: it may."""
-    rules, external, part = situation.rules, situation.external, allocation.part
+    external, part = situation.external, allocation.part
     pinned = situation.nodes.get(allocation.pinned)
-    if situation.waited_s(allocation) > rules.pending_patience_s and not _lasts(allocation, situation):
-        what = "it was not submitted" if allocation.queued else "Slurm did not start it"
-        return f"{what} within {rules.pending_patience_s:.0f} s"
     if allocation.token in external.competing_requests:
         return "somebody else waits for the same nodes"
     if _is_hopeless(allocation):
