@@ -399,15 +399,24 @@ class Head:
 
     async def _carry_out(self, turn: Turn) -> None:
         """What is durable by now; what cannot be done is counted, and the rest is done."""
-        for number, (peer, message) in enumerate(turn.messages, 1):
-            with self._counted(f"send {type(message).__name__}"):
-                self._router.send(peer, message)
-            if number % SENT_AT_ONCE == 0:
-                await self._router.encrypted()
         for run_id, token in turn.submissions:
             self._calls.submit(run_id, token)
         if turn.cancels:
             self._calls.cancel([job for _, _, job in turn.cancels])
+        try:
+            await self._send(turn)
+        finally:  # also if the head is stopped in the middle
+            self._clean_up(turn)
+
+    async def _send(self, turn: Turn) -> None:
+        keeps_up = True
+        for number, (peer, message) in enumerate(turn.messages, 1):
+            with self._counted(f"send {type(message).__name__}"):
+                self._router.send(peer, message)
+            if keeps_up and number % SENT_AT_ONCE == 0:
+                keeps_up = await self._router.encrypted()
+
+    def _clean_up(self, turn: Turn) -> None:
         for run_id in turn.ended:
             with self._counted("report", run_id):
                 self._write_report(self._book.runs[run_id])

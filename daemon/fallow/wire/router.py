@@ -321,17 +321,23 @@ class Router:
         self._large = message, raw, frame
         return frame
 
-    async def encrypted(self) -> None:
+    async def encrypted(self) -> bool:
         """Wait, not for long, until ZeroMQ's thread has encrypted the large messages that were sent.
 
         Until then each connection may hold a copy of its own. Call it again and again between sends to many peers.
+
+        Returns:
+            False if somebody does not read: to wait again would not help.
         """
         message, raw, frame = self._large
         if frame is not None:
             tracker, frame = frame.tracker, None
             self._large = message, raw, None
-            with contextlib.suppress(zmq.NotDone):
+            try:
                 await asyncio.to_thread(tracker.wait, _ENCRYPT_S)
+            except zmq.NotDone:
+                return False
+        return True
 
     def drop(self, peer: str) -> None:
         """Forget the route to a peer; a bare key forgets all agents under it."""

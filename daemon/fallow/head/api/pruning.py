@@ -68,7 +68,8 @@ class Pruning:
             FallowError: a named run has not ended, or still has jobs.
         """
         if runs:
-            chosen = [self._over(turn.book, name, checkpoints) for name in runs]
+            named = {run.id: run for run in (self._over(turn.book, name, checkpoints) for name in runs)}
+            chosen = list(named.values())
         else:
             keep = self._settings.keep if keep is None else keep
             older_than_s = self._settings.older_than_days * DAY_S if older_than_s is None else older_than_s
@@ -78,7 +79,7 @@ class Pruning:
 
     @staticmethod
     def _over(book: Book, name: str, checkpoints: bool) -> Run:
-        run = book.get(name)
+        run = book.get(name, by_name=True)
         if not run.ended:
             raise FallowError(
                 f"run {shown(run.id)} is {run.root.status}; only a run that has ended is pruned: "

@@ -9,6 +9,7 @@ projects and the worth of nodes are the same before and after. These sums grow w
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from fallow.core import records
 from fallow.core.accounting.fairshare import PastUse
 from fallow.core.accounting.usage import Tallies, by_month, merge
 from fallow.core.planning.gain import Curve
+from fallow.core.planning.valuing import ALIKE, measured
 
 if TYPE_CHECKING:
     from fallow.head.state.book import Run
@@ -28,6 +30,9 @@ NOTE = "pruned"
 LESSONS = 128
 """So many of the newest lessons are kept. An older one has faded (`core.gain.HALF_LIFE_S`), and a run of its script
 measures anew within minutes."""
+
+UNMEASURED = 2
+"""Of so many runs of a model is kept what they are, although nothing was measured."""
 
 NO_ACCOUNT = "-"
 """Stands for the owner's default account."""
@@ -72,8 +77,15 @@ def lesson_of(run: Run) -> Lesson:
 
 
 def newest(lessons: Iterable[Lesson]) -> list[Lesson]:
-    """Those that are kept, the newest first."""
-    return sorted(lessons, key=lambda lesson: -lesson.created_at)[:LESSONS]
+    """Those that are kept, the newest first; of each model no more than a run learns from."""
+    kept: list[Lesson] = []
+    alike = Counter[tuple[Model, bool]]()
+    for lesson in sorted(lessons, key=lambda lesson: -lesson.created_at):
+        kind = lesson.model, measured(lesson.curve)
+        alike[kind] += 1
+        if alike[kind] <= (ALIKE if measured(lesson.curve) else UNMEASURED):
+            kept.append(lesson)
+    return kept[:LESSONS]
 
 
 def project_of(run: Run) -> str:

@@ -353,29 +353,33 @@ class Book:
         self._new_id = new_id
         self._validate = validate
 
-    def get(self, run: str) -> Run:
+    def get(self, run: str, *, by_name: bool = False) -> Run:
         """The run that is meant: by its id, its name, the number of one of its Slurm jobs, or a beginning of its id.
 
-        Where that holds for several, the only one that has not ended is meant.
+        Of several with that name the only one that has not ended is meant.
+
+        Args:
+            run: what somebody typed.
+            by_name: neither a job nor a beginning will do: what is done to the run cannot be undone.
 
         Raises:
             FallowError: none, or more than one.
         """
         if run in self.runs:
             return self.runs[run]
-        ways: tuple[Callable[[Run], bool], ...] = (
-            lambda each: each.spec.name == run,
-            lambda each: any(allocation.job_id == run for allocation in each.allocations.values()),
-            lambda each: run != "" and each.id.startswith(run),
-        )
-        for is_meant in ways:
-            found = [each for each in self.runs.values() if is_meant(each)]
-            going = [each for each in found if not each.ended]
-            if len(found) == 1 or len(going) == 1:
-                return (going or found)[0]
-            if found:
-                ids = ", ".join(sorted(each.id for each in found))
-                raise FallowError(f"run {shown(run)}: that could be {len(found)} runs; say which: {ids}", Exit.USAGE)
+        found = [each for each in self.runs.values() if each.spec.name == run]
+        going = [each for each in found if not each.ended]
+        if len(going) == 1:
+            return going[0]
+        if not found and not by_name:
+            found = [each for each in self.runs.values() if any(a.job_id == run for a in each.allocations.values())]
+        if not found and not by_name and run:
+            found = [each for each in self.runs.values() if each.id.startswith(run)]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            ids = ", ".join(sorted(each.id for each in found))
+            raise FallowError(f"run {shown(run)}: that could be {len(found)} runs; say which: {ids}", Exit.USAGE)
         raise FallowError(f"run {shown(run)}: no such run; `fallow status` lists them", Exit.NOINPUT)
 
     def add(self, stored: StoredRun, revision: int, at: float) -> Run:
@@ -447,6 +451,7 @@ class Book:
         self._forget_keys(run)
         new = self.add(stored._replace(spec=run.spec), revision, at)
         new.looked_for_checkpoints, new.reached, new.written = True, run.reached, run.written
+        new.not_before, new.failures_seen, new.limited_by = run.not_before, run.failures_seen, run.limited_by
         return new
 
     def _forget_keys(self, run: Run) -> None:
