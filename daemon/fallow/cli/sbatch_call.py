@@ -32,6 +32,10 @@ class Outcome(msgspec.Struct, frozen=True):
     reason: str
 
 
+class NotStarted(Exception):
+    """There is no job, and sbatch was not even asked; says why."""
+
+
 def call_sbatch(
     argv: list[str], environment: Mapping[str, str], taken: Callable[[str], None], stdin: str | None = None
 ) -> Outcome:
@@ -44,7 +48,7 @@ def call_sbatch(
         stdin: the script, where no file holds it.
 
     Raises:
-        OSError: sbatch cannot be started.
+        NotStarted: sbatch cannot be started.
     """
     from fallow.slurm.parse import complaint, is_refusal
 
@@ -53,9 +57,12 @@ def call_sbatch(
         script.write(stdin or "")
         script.seek(0)
         pipe = subprocess.PIPE
-        process = subprocess.Popen(
-            argv, env=environment, stdin=script, stdout=pipe, stderr=pipe, text=True, errors="replace"
-        )
+        try:
+            process = subprocess.Popen(
+                argv, env=environment, stdin=script, stdout=pipe, stderr=pipe, text=True, errors="replace"
+            )
+        except OSError as error:
+            raise NotStarted(error.strerror) from error
     assert process.stdout is not None
     assert process.stderr is not None
     # The deadline is for Slurm's answer. Once the job is known, how long sbatch goes on (--wait) is the user's.

@@ -150,7 +150,7 @@ def read_script(path: Path) -> str:
 
 def submit_plan(made: Submission, source: Path | None) -> int:
     """Makes the run at the head, calls sbatch, and tells the head what came of it."""
-    from fallow.cli.sbatch_call import call_sbatch, look_up
+    from fallow.cli.sbatch_call import NotStarted, call_sbatch, look_up
 
     state = str(Paths.default().state)
     script = [str(source), *made.line.args] if source is not None else []
@@ -163,8 +163,8 @@ def submit_plan(made: Submission, source: Path | None) -> int:
     variables = job_environment(state, new.run, new.token, AllocationKind.BASE)
 
     def taken(line: str) -> None:
-        _announce(made, line, new.run)
         _tell_job(new, line.partition(";")[0])
+        _announce(made, line, new.run)
         _warn_of_refusal(new.run)
 
     try:
@@ -174,9 +174,9 @@ def submit_plan(made: Submission, source: Path | None) -> int:
             taken,
             made.spec.script if source is None and not made.asked("wrap") else None,
         )
-    except OSError as error:
+    except NotStarted as error:
         _tell_failure(new, str(error), unknown=False)
-        raise _no_sbatch(error.strerror) from error
+        raise _no_sbatch(str(error)) from error
     if outcome.job is not None:
         return outcome.code
     if outcome.refused:

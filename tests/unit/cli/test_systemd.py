@@ -121,4 +121,4 @@ def test_a_unit_that_cannot_be_written_is_named(
     (tmp_path / "config").touch()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     done = fallow("service", "install", "--user")
-    assert (done.code, f"{tmp_path}/config/systemd" in done.err) == (Exit.OSERR, True)
+    assert (done.code, f"{tmp_path}/config/systemd" in done.err) == (Exit.CANTCREAT, True)
