@@ -144,8 +144,9 @@ def _learned(where: str) -> Rate:
     except msgspec.MsgspecError as error:
         raise FallowError(f"{name}: not what `fallow status --json` prints ({error})", Exit.DATA) from None
     for each in status.runs:
-        if each.speeds and run in ("", each.run):
+        speeds = [speed for speed in each.speeds if speed.steps_per_s > 0.0]
+        if speeds and run in ("", each.run):
             # The speed of the fewest nodes is shared out: one node was perhaps not measured.
-            fewest = each.speeds[0]
-            return tuple((s.nodes, s.steps_per_s * fewest.nodes / fewest.steps_per_s) for s in each.speeds)
+            fewest = speeds[0]
+            return tuple((s.nodes, s.steps_per_s * fewest.nodes / fewest.steps_per_s) for s in speeds)
     raise FallowError(f"{name}: no speeds of {f'run {run}' if run else 'any run'} in it", Exit.DATA)

@@ -63,4 +63,6 @@ def play(
         if at >= told_at + PROGRESS_S:
             told_at = at
             progress(at, meter.score().ideal_ratio)
+    for waits in engine.held():
+        meter.waited(waits.job_id, waits.seconds)
     meter.pool(until, engine.idle_nodes())

@@ -66,7 +66,8 @@ class Cycle:
             if job.ours:
                 if job.granted_s not in self._wanted:
                     self._wanted[job.granted_s] = self._owners.wanted_by(self._now + job.granted_s)
-                self._start(job, allowed & ~self._wanted[job.granted_s])
+                # The main pass looks at owners first, in a moment.
+                self._start(job, allowed & ~self._wanted[job.granted_s] & ~self._cluster.awaited)
             return
         found = self._plan(job, allowed)
         if found is None:

@@ -13,7 +13,7 @@ from fallow.sim.slurm.lives import Lives
 from fallow.sim.slurm.owners import Owners
 from fallow.sim.slurm.scheduler import LOOK_S, Rounds
 from fallow.sim.slurm.view import View, config
-from fallow.sim.types import Happening, Holes, Plans, Pool, SimJob, Site, Wanted
+from fallow.sim.types import Happening, Holes, Plans, Pool, SimJob, Site, Waited, Wanted
 from fallow.slurm.client import SubmitRejected
 
 FIRST_JOB = 1_000_000_000
@@ -99,6 +99,10 @@ class SlurmSim:
         agenda.now = max(agenda.now, to)
         told, self._lives.told = self._lives.told, []
         return told
+
+    def held(self) -> list[Waited]:
+        """The jobs of others that nodes of ours alone keep from starting now."""
+        return self._lives.held()
 
     def _look_at_pool(self) -> None:
         idle = self.idle_nodes()

@@ -110,6 +110,12 @@ class Lives:
             job.held_since = None
             self._held.remove(job)
 
+    def held(self) -> list[Waited]:
+        """The jobs of others that nodes of ours alone keep from starting now."""
+        return [
+            Waited(at=self.now, job_id=job.job_id, seconds=self.now - (job.held_since or 0.0)) for job in self._held
+        ]
+
     # -- ending -----------------------------------------------------------------------------------------------------
 
     def cancel(self, job: Job) -> None:

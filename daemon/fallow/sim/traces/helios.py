@@ -45,7 +45,7 @@ def read(path: Path, window: Window, profile: Profile, scheduler: Scheduler) -> 
             tally.bad(number, "unknown queue", queue)
         elif not 0 < gpus <= HELIOS_GPUS * HELIOS_NODES[queue]:
             tally.bad(number, "more GPUs than the queue has, or none", row["gpus"])
-        elif not submit <= start < end:
+        elif not -math.inf < submit <= start < end < math.inf:
             tally.bad(number, "it ends before it starts, or starts before it is submitted")
         else:
             tally.use()

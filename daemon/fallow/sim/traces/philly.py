@@ -6,6 +6,7 @@ The node that became idle last is taken first, as if nodes were a stack: k idle 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isfinite
 from pathlib import Path
 
 from fallow.sim.traces.problems import Tally, table
@@ -39,6 +40,9 @@ class PhillyHoles:
                 at, active, total = (float(row[name]) for name in COLUMNS)
             except ValueError as error:
                 tally.bad(number, "not a number", str(error))
+                continue
+            if not all(map(isfinite, (at, active, total))):
+                tally.bad(number, "not a number")
                 continue
             if self._counts and at < self._counts[-1][0]:
                 tally.bad(number, "earlier than the line before")
