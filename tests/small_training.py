@@ -130,7 +130,7 @@ class Script:
                 behind(update)
 
 
-SUMS = Sums(late=[], untouched=[], extents=[])
+SUMS = Sums(late=[], touched=b"", extents=[])
 
 
 def part(**fields: Any) -> Part:

@@ -14,8 +14,8 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from fallow.worker.transport.build import build_group, reap
-from fallow.worker.transport.group import ControlExchange, Group
-from fallow.worker.transport.waits import Interrupted
+from fallow.worker.transport.group import Group
+from fallow.worker.transport.waits import Exchange, Interrupted
 
 FLOATS = 1 << 18
 "Elements of a sum: more than the kernel's buffers between two members take."
@@ -25,7 +25,7 @@ class Member:
     def __init__(self, store_port: int) -> None:
         self.store = TCPStore("127.0.0.1", store_port, is_master=False)
         self.group = Group(0, 0, 1)
-        self.told: ControlExchange | None = None
+        self.told: Exchange | None = None
         self.sums: list[torch.Tensor] = []
 
     def build(self, generation: int, rank: int, size: int) -> None:

@@ -98,7 +98,8 @@ class Intake:
         except Exception as error:  # whatever it is, the training thread must hear of it
             # Each sum was taken before the donor's memory changed.
             is_change = isinstance(error, Damaged) and part == MIDDLE
-            self._fail(Changed(_CHANGED) if is_change else error, f"state from rank {rank}: {error}")
+            failure = Changed(_CHANGED) if is_change else error
+            self._fail(failure, f"state from rank {rank}: {failure}")
         finally:
             if line is not None:
                 streams.drop(line)

@@ -94,9 +94,9 @@ class Generations:
             if dismissed.code == 0:
                 raise Released from None
             raise FallowError(dismissed.reason, exit_code(dismissed.code)) from None
+        member.group.retire()
         if upcoming.group is None:
             self._leave(upcoming)
-        member.group.retire()
         self._parts = Pause(drain=reached - member.boundary, group=time.monotonic() - reached)
         member.group, self.plan, self.fresh = upcoming.group, upcoming.plan, True
         member.standing.give_up()

@@ -25,7 +25,7 @@ from fallow.worker.reduction.arithmetic import Arithmetic
 from fallow.worker.reduction.backwards import call_at_end
 from fallow.worker.reduction.buckets import Bucket, lay_out
 from fallow.worker.reduction.buffers import StepBuffers
-from fallow.worker.reduction.step_sums import PATIENCE, Sums, count_unused
+from fallow.worker.reduction.step_sums import PATIENCE, Sums, bitmap, count_unused, numbers_in
 from fallow.worker.transport.device import asynchronous, capturing
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted
@@ -204,7 +204,7 @@ class Reduction:
         decides_order = self._touched and self._group.rank == 0 and self.order is None
         part = Sums(
             late=[bucket.number for bucket in self._buckets if bucket.is_late],
-            untouched=[index for index in range(len(self._params)) if index not in self._touched],
+            touched=bitmap(self._touched, len(self._params)),
             extents=self.arithmetic.extents(),
             order=list(self._touched) if decides_order else None,
             buffers=self.buffers.changed(),
@@ -225,14 +225,14 @@ class Reduction:
         if not self.arithmetic.judge(sums.extents):
             return False
         self._takes_gradients = False
-        untouched = set(sums.untouched)
-        self.nothing = len(untouched) == len(self._params)
-        used = {bucket.number for bucket in self._buckets if not untouched.issuperset(bucket.members)}
+        touched = numbers_in(sums.touched)
+        self.nothing = not touched
+        used = {bucket.number for bucket in self._buckets if not touched.isdisjoint(bucket.members)}
         with torch.no_grad():
             for number in used:
                 bucket = self._buckets[number]
                 for index, grad in zip(bucket.members, self.arithmetic.results(bucket), strict=True):
-                    self._handed_gradients[index] = self._params[index].grad = None if index in untouched else grad
+                    self._handed_gradients[index] = self._params[index].grad = grad if index in touched else None
         self._unused[self._phase] = count_unused(self._unused_sums(), used)
         self.buffers.count(sums.buffers)
         if sums.order is not None and self.order is None:

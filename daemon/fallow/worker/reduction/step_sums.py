@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
+from functools import reduce
+from operator import or_
 
 import msgspec
 
@@ -11,12 +13,12 @@ PATIENCE = 16
 
 
 class Sums(msgspec.Struct, frozen=True, array_like=True):
-    """One member's part, or what all parts together say. Numbers are those of buckets, parameters and buffers."""
+    """One member's part, or what all parts together say. Numbers are those of buckets and buffers."""
 
     late: list[int]
     "buckets whose gradients came when they had left"
-    untouched: list[int]
-    "parameters that received no gradient"
+    touched: bytes
+    "bitmap of the parameters that received a gradient: there may be thousands of frozen ones"
     extents: list[int]
     "see `Arithmetic.extents`"
     order: list[int] | None = None
@@ -29,11 +31,24 @@ class Sums(msgspec.Struct, frozen=True, array_like=True):
         """Put all members' parts together; the order of the parts is that of the ranks."""
         return Sums(
             late=sorted({bucket for part in parts for bucket in part.late}),
-            untouched=sorted(set(parts[0].untouched).intersection(*(part.untouched for part in parts))),
+            touched=bytes(reduce(or_, column) for column in zip(*(part.touched for part in parts), strict=True)),
             extents=[max(column) for column in zip(*(part.extents for part in parts), strict=True)],
             order=next((part.order for part in parts if part.order is not None), None),
             buffers=next((part.buffers for part in parts if part.buffers), []),
         )
+
+
+def bitmap(numbers: Iterable[int], count: int) -> bytes:
+    """Pack numbers below `count`, a bit for each."""
+    packed = bytearray(-(-count // 8))
+    for number in numbers:
+        packed[number >> 3] |= 1 << (number & 7)
+    return bytes(packed)
+
+
+def numbers_in(packed: bytes) -> set[int]:
+    """Unpack a bitmap."""
+    return {8 * place + bit for place, byte in enumerate(packed) if byte for bit in range(8) if byte >> bit & 1}
 
 
 def count_unused(sums: Sequence[int], used: Container[int]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from fallow.worker.transport.group import Group
 
 @dataclass(slots=True)
 class Progress:
-    """Written by the training thread, plain assignments only."""
+    """Written by the script's threads."""
 
     step: int = 0
     told: protocol.Progress = field(default_factory=protocol.Progress)
@@ -29,10 +30,12 @@ class Progress:
     "when it began to wait for a new generation, on the monotonic clock; None: it does not wait for one"
     moved_at: float = field(default_factory=time.monotonic)
     "when the training thread last began or ended a body"
+    _telling: threading.Lock = field(default_factory=threading.Lock)
 
     def tell(self, **figures: Any) -> None:
         """From now on these fields of `protocol.Progress` are so."""
-        self.told = replace(self.told, **figures)
+        with self._telling:  # scripts may log from threads of their own
+            self.told = replace(self.told, **figures)
 
     def move(self, *, in_loop: bool | None = None) -> None:
         """The training thread gets on, in `run.updates` or outside of it; None: where it was."""

@@ -86,7 +86,7 @@ def test_what_is_told_arrives_as_it_is(shares: list[int], data: st.DataObject) -
         crc=data.draw(st.integers(0, 2**34)),
         agreement=data.draw(st.integers(0, 2**32 - 1)),
         pace=data.draw(st.floats(0, 1e3)),
-        sums=Sums(late=[0, 1], untouched=[9], extents=[-3, 7], order=[2, 0, 1], buffers=[]),
+        sums=Sums(late=[0, 1], touched=b"\x01\x02", extents=[-3, 7], order=[2, 0, 1], buffers=[]),
     )
     assert decode_part(encode(sent)) == sent
     concluded = Outcome.of([sent, part()], sent.sums)

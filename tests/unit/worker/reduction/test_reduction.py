@@ -19,7 +19,7 @@ from fallow.worker.reduction.arithmetic import Arithmetic
 from fallow.worker.reduction.buffers import StepBuffers
 from fallow.worker.reduction.exact import Exact
 from fallow.worker.reduction.reduction import Reduction
-from fallow.worker.reduction.step_sums import PATIENCE, Sums
+from fallow.worker.reduction.step_sums import PATIENCE, Sums, bitmap
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted
 from members import build_world, telling, together, world
@@ -523,7 +523,9 @@ def test_who_told_and_was_interrupted_holds_the_sums_and_takes_the_others_outcom
     assert equal(first.gradients(), second.gradients())
 
 
-def test_what_all_say_of_a_sum_is_late_for_any_and_untouched_for_all() -> None:
-    one = Sums(late=[2], untouched=[0, 1, 3], extents=[1, 5], order=[1, 0], buffers=[4])
-    two = Sums(late=[0, 2], untouched=[1, 2, 3], extents=[3, -2])
-    assert Sums.joined([one, two]) == Sums(late=[0, 2], untouched=[1, 3], extents=[3, 5], order=[1, 0], buffers=[4])
+def test_what_all_say_of_a_sum_is_late_for_any_and_touched_for_any() -> None:
+    one = Sums(late=[2], touched=bitmap([2], 4), extents=[1, 5], order=[1, 0], buffers=[4])
+    two = Sums(late=[0, 2], touched=bitmap([0], 4), extents=[3, -2])
+    assert Sums.joined([one, two]) == Sums(
+        late=[0, 2], touched=bitmap([0, 2], 4), extents=[3, 5], order=[1, 0], buffers=[4]
+    )
