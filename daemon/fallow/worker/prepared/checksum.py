@@ -47,8 +47,9 @@ def row_hashes(flat: torch.Tensor) -> torch.Tensor:
     """A 512th of a tensor's bytes that tells them from others, computed on its device in one pass over its memory.
 
     Each 64-bit word of whole rows of 4 KiB is multiplied by an odd number that belongs to the word's place in the row,
-    and its upper half is folded into its lower half. So a changed bit changes its row's sum, and neither exchanged
-    words nor changes of opposite sign cancel. What is left of the last row is given as it is.
+    its upper half is folded into its lower half, and it is multiplied again, so that a change of its highest bits
+    reaches most of them. So a changed bit changes its row's sum, and neither exchanged words nor changes of opposite
+    sign cancel. What is left of the last row is given as it is.
 
     Args:
         flat: uint8, 1-D.
@@ -60,8 +61,10 @@ def row_hashes(flat: torch.Tensor) -> torch.Tensor:
     factors = _factors(words.device).repeat(min(words.numel(), _CHUNK) // row)
     parts = []
     for part in torch.split(words, _CHUNK):
-        product = part * factors[: part.numel()]
+        by_place = factors[: part.numel()]
+        product = part * by_place
         product ^= product >> 32
+        product *= by_place
         parts.append(as_bytes(product.view(-1, row).sum(1)))
     return torch.cat([*parts, flat[even:]])
 
