@@ -86,7 +86,7 @@ def test_a_small_cluster_is_planned_for_and_listened_to() -> None:
 def test_others_use_about_as_much_as_is_said() -> None:
     load = scale.Load(1000, 100.0)
     running = [job for job in load.jobs() if job.submit_at == 0.0]
-    assert sum(job.parts[0].nodes for job in running) == pytest.approx(700, rel=0.2)
+    assert sum(job.part.nodes for job in running) == pytest.approx(700, rel=0.2)
     assert all(0 < job.runs_s <= job.limit_s for job in load.jobs())
     assert list(load.jobs()) == list(load.jobs())
 
