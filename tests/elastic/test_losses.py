@@ -312,7 +312,7 @@ async def test_s5_the_coordinator_dies_between_a_commit_and_the_switch(
 
 async def test_e5_a_member_dies_while_the_head_is_away(make_rig: MakeRig, undisturbed: Undisturbed) -> None:
     """The survivors wait for it, and go on when it is back."""
-    async with make_rig(membership__lease_s=1.5) as rig:
+    async with make_rig(membership__lease_s=4.0) as rig:
         run = await (await rig.run()).begin(3)
         await rig.kill_head()
         run.kill("n0")
