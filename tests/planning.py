@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from fallow.core.allocations import Allocation
 from fallow.core.neighbour.needs import ExternalDemand, assess
@@ -29,33 +30,18 @@ def planned(
     return plan(Situation(cluster, demands, allocations, rules, known or Known(), external, asks_only))
 
 
-def actions(
-    cluster: ClusterState,
-    demands: Sequence[Demand],
-    allocations: Sequence[Allocation],
-    rules: HarvestRules,
-    known: Known | None = None,
-    external: ExternalDemand | None = None,
-    *,
-    asks_only: bool = False,
-) -> list[Action]:
-    """Of that plan, in the order in which they are carried out."""
-    return list(planned(cluster, demands, allocations, rules, known, external, asks_only=asks_only).actions)
+def actions(*situation: Any, **more: Any) -> list[Action]:
+    """Of that plan, in the order in which they are carried out. Args: as for `planned`."""
+    return list(planned(*situation, **more).actions)
 
 
 def asks(wishes: list[Action]) -> list[Ask]:
     return [wish for wish in wishes if isinstance(wish, Ask)]
 
 
-def asked(
-    cluster: ClusterState,
-    demands: Sequence[Demand],
-    allocations: Sequence[Allocation],
-    rules: HarvestRules,
-    known: Known | None = None,
-) -> list[Ask]:
-    """The requests of that plan alone."""
-    return list(planned(cluster, demands, allocations, rules, known).asks)
+def asked(*situation: Any, **more: Any) -> list[Ask]:
+    """The requests of that plan alone. Args: as for `planned`."""
+    return list(planned(*situation, **more).asks)
 
 
 def withdrawn(wishes: Sequence[Action]) -> list[str]:

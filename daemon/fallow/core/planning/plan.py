@@ -166,8 +166,7 @@ class _Draft:
         mine = [
             a for a in self._situation.harvest if a.run == party.run and a.token not in going and a.asked_at is None
         ]
-        requests = [a for a in mine if a.state in WAITING and a.asked_at is None]
-        waits = [a for a in requests if not (a.pinned or a.is_booting)][:number]
+        waits = [a for a in mine if a.state in WAITING and not (a.pinned or a.is_booting)][:number]
         held = _newest_first(filter(_is_held, mine))[: number - len(waits)]
         self._withdrawals += [Withdraw(a.token, reason) for a in waits]
         self._give_backs += [GiveBack(a.token, reason) for a in held]
