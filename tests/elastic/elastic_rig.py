@@ -193,7 +193,7 @@ class Elastic:
 
         Args:
             count: agents to start.
-            ready: wait until all are standbys (or members).
+            ready: wait until all are standbys (or members) and their processes are known.
             workers: of each agent; their number is up to the run's `workers_per_node` and the environment.
             namespace: the agents' network namespace, see `network.py`.
             environ: added to the agents' environment.
@@ -209,7 +209,9 @@ class Elastic:
                 await self.until(lambda view, came=came: phase(view, came) is not None, f"no agent for {came}")
         if ready:
             await self.until(
-                lambda view: all(phase(view, name) not in (None, MemberPhase.STARTING) for name in names),
+                lambda view: all(
+                    phase(view, name) not in (None, MemberPhase.STARTING) and name in self.pids for name in names
+                ),
                 f"{names} are not ready",
             )
         return names

@@ -204,9 +204,12 @@ class Driver:
         return time.monotonic() - self._began if self._by_seconds else view.step
 
     def _settled(self, view: RunView) -> bool:
-        """No change is under way or about to begin. Given up after `SETTLE_S`: a stopped member may never settle."""
+        """No change is under way or about to begin, and members' processes are known, as signals are for those.
+
+        Given up after `SETTLE_S`: a stopped member may never settle.
+        """
         members = [m for m in view.members if m.rank is not None]
-        calm = view.change is None and not any(m.phase is MemberPhase.LEAVING for m in members)
+        calm = view.change is None and all(m.phase is not MemberPhase.LEAVING and m.pids for m in members)
         full = not _ready(view) or len(members) >= view.useful
         alive = not self._killed.intersection(m.member for m in members)
         return (calm and full and alive) or time.monotonic() > self._settle_until
