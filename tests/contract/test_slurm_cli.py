@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fallow.cli.sbatch_call import look_up
 from fallow.core.neighbour.permission import nice_for
 from fallow.model import JobRequest
 from fallow.slurm.cli import CliClient
@@ -42,15 +43,15 @@ async def test_a_hung_slurmctld_makes_a_submit_unknown_and_the_job_is_found_late
         assert 2.0 <= time.monotonic() - began < 8.0
         assert caught.value.token == "fallow-u"
         with pytest.raises(SlurmUnavailable):
-            await client.find("fallow-u")
+            await client.own_jobs()
     finally:
         os.kill(pid, signal.SIGCONT)
     client = CliClient(testbed.conf)
     deadline = time.monotonic() + 120
-    while not (found := await client.find("fallow-u")):
+    while not (found := await client.own_jobs()):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.1)
-    assert len(found) == 1
+    assert [job.name for job in found] == ["fallow-u"]
 
 
 async def test_a_poll_sends_as_many_requests_as_are_counted(testbed: Testbed) -> None:
@@ -122,13 +123,18 @@ async def test_missing_commands_are_named(testbed: Testbed, monkeypatch: pytest.
             await client.config()
 
 
-async def test_components_of_a_heterogeneous_job_have_ids_of_their_own(testbed: Testbed) -> None:
+async def test_components_of_a_heterogeneous_job_have_ids_of_their_own_and_the_leader_is_found_by_the_comment(
+    testbed: Testbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = CliClient(testbed.conf)
-    options = ["--time=5", "--nodes=1", "--gres=gpu:1", "--output=/dev/null", ":", "--nodes=2", "--exclusive"]
-    job_id = await client.submit(request_of("fallow-h", options=options))
-    jobs = await client.find("fallow-h")
+    options = ["--time=5", "--nodes=1", "--gres=gpu:1", "--output=/dev/null", "--comment=r.0"]
+    await client.submit(request_of("fallow-other", options=[*options[:-1], "--comment=r.00"]))
+    job_id = await client.submit(request_of("fallow-h", options=[*options, ":", "--nodes=2", "--comment=r.0"]))
+    jobs = [job for job in await client.own_jobs() if job.name == "fallow-h"]
     assert [job.het_job_id for job in jobs] == [job_id, job_id]
     assert {job.job_id for job in jobs} == {job_id, str(int(job_id) + 1)}
+    monkeypatch.setenv("SLURM_CONF", str(testbed.conf))
+    assert await asyncio.to_thread(look_up, "r.0") == job_id
 
 
 async def test_gpus_in_use_planned_nodes_and_reservations_are_seen(testbed: Testbed) -> None:
