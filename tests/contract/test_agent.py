@@ -16,7 +16,6 @@ import msgspec
 import pytest
 
 from agent_head import DEADLINE_S, PUPPET, WAIT, Head, gone, until
-from fallow.agent.start import read_key_file
 from fallow.core.membership.messages import End, Fault
 from fallow.core.protocol.agents import (
     Admitted,
@@ -31,7 +30,7 @@ from fallow.core.protocol.agents import (
     Refused,
 )
 from fallow.files import read_struct, write_struct
-from fallow.model import HIDDEN, SHOWN, STACK_SIGNAL, Exit, FallowError, HeadFile
+from fallow.model import HIDDEN, SHOWN, STACK_SIGNAL, Exit, HeadFile
 from fallow.wire.keys import new_keypair
 from fallow.wire.router import agent_of, key_of
 
@@ -64,17 +63,6 @@ async def test_hello_start_end_and_the_agents_own_end(head: Head) -> None:
     log = head.run.log("n0")
     assert log.read_bytes().startswith(b"hello\n")
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
-
-
-async def test_an_end_that_is_noted_is_not_said_again(head: Head) -> None:
-    await head.launch("pass")
-    await head.begin()
-    await head.hear(Ended)
-    head.send(EndNoted(node=1, boot=1))
-    await head.beats()
-    heard = len(head.heard)
-    await head.beats(15)  # longer than it takes to say it again
-    assert not [said for said in head.heard[heard:] if isinstance(said, Ended)]
 
 
 async def test_hello_is_repeated_until_the_workers_are_admitted_and_none_runs_before(head: Head) -> None:
@@ -186,14 +174,6 @@ async def test_what_a_worker_says_of_its_own_output_counts_for_more(head: Head) 
     assert await head.ended() == (0, "before the loop\nstart\nof all\n", "loud\n")
     assert b"fallow output" not in log
     assert b"of othersof all\n" in log
-
-
-async def test_relay_shows_everything(head: Head) -> None:
-    await head.launch("print('seen')", "--relay")
-    await head.begin()
-    await head.hear(Ended)
-    head.send(EndAgent(term=1, code=0, reason="test"))
-    assert (await head.ended())[1] == "seen\n"
 
 
 async def test_sigterm_is_told_with_every_beat_and_workers_go_on(head: Head) -> None:
@@ -441,9 +421,3 @@ async def test_agent_ends_with_its_parent(head: Head) -> None:
     parent.kill()
     await parent.wait()
     await until(lambda: gone(agent) and gone(worker))
-
-
-async def test_h11_missing_key_file(tmp_path: Path) -> None:
-    with pytest.raises(FallowError, match="still missing") as caught:
-        read_key_file(tmp_path / "none.json", within_s=0.0)
-    assert caught.value.code is Exit.NOINPUT
