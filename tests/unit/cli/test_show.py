@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -18,7 +17,6 @@ from fallow.model import (
     CheckpointState,
     CheckpointView,
     EventRecord,
-    Exit,
     GenerationReport,
     NodeOwner,
     NodeView,
@@ -26,7 +24,6 @@ from fallow.model import (
     PauseReport,
     Quantiles,
     RunView,
-    Snapshot,
     SpeedView,
 )
 
@@ -149,36 +146,6 @@ def test_one_event_is_one_line(fallow: Fallow, head: list[tuple[str, dict[str, A
     assert [line.split()[0] for line in lines] == ["8", "9"]
     assert lines[0].endswith("n8 joined")
     assert head == [("events", {"since": 7, "limit": 5, "run": "r1"})]
-
-
-@pytest.mark.parametrize("words", [[], ["r"]], ids=["everything", "a run by the beginning of its name"])
-def test_events_are_followed_from_the_last_ones_on(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, fallow: Fallow
-) -> None:
-    def event(seq: int, run: str = "r1") -> EventRecord:
-        return EventRecord(seq=seq, at=0.0, run=run, kind="node", text="n8 joined")
-
-    class Client:
-        async def __aenter__(self) -> Client:
-            return self
-
-        async def __aexit__(self, *_: object) -> None: ...
-
-        async def call(self, method: str, type_: Any, **wanted: Any) -> list[EventRecord]:
-            assert wanted == {"since": 0, "limit": 5, "run": "r1" if words else None}
-            return [event(7), event(8)]
-
-        async def subscribe(self) -> AsyncIterator[Snapshot | EventRecord]:
-            for item in (SNAPSHOT, event(8), event(9, "r2"), SNAPSHOT, event(10)):
-                yield item
-
-    async def connect(_: object) -> Client:
-        return Client()
-
-    monkeypatch.setattr("fallow.control.client.ControlClient.connect", connect)
-    done = fallow("events", *words, "--follow", "--limit", "5")
-    assert done.code == Exit.UNAVAILABLE
-    assert [line.split()[0] for line in done.out.splitlines()] == (["7", "8", "10"] if words else ["7", "8", "9", "10"])
 
 
 def test_report(fallow: Fallow) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +10,10 @@ import views
 from command_line import Fallow
 from fallow.cli import usage as usage_command
 from fallow.cli.usage import first_day
-from fallow.config import Usage, load_config
 from fallow.model import (
     PRUNED,
     Amount,
     DelayReport,
-    Exit,
-    FallowError,
     LimitView,
     OwnerView,
     PriorityView,
@@ -123,14 +119,3 @@ def test_usage_as_json_is_one_value(asked: list[dict[str, Any]], fallow: Fallow)
 )
 def test_since(text: str, day: str) -> None:
     assert first_day(text, NOW) == day
-
-
-def test_a_price_table_is_read(tmp_path: Path) -> None:
-    (tmp_path / "c.toml").write_text('[usage]\ncurrency = "EUR"\n[usage.node_hour]\ngpu = 3\n"*" = 0.5\n')
-    config = load_config(
-        {"FALLOW_CONFIG": str(tmp_path / "c.toml"), "FALLOW_USAGE__GPU_HOUR": "gpu=0.7"}, tmp_path / "no"
-    )
-    assert config.usage == Usage(node_hour={"gpu": 3.0, "*": 0.5}, gpu_hour={"gpu": 0.7}, currency="EUR")
-    with pytest.raises(FallowError) as refused:
-        load_config({"FALLOW_CONFIG": str(tmp_path / "c.toml"), "FALLOW_USAGE__GPU_HOUR": "gpu=-1"}, tmp_path / "no")
-    assert refused.value.code == Exit.CONFIG
