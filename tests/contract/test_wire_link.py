@@ -132,36 +132,19 @@ async def test_many_threads_send(setup: Setup) -> None:
         assert mine == sorted(mine)
 
 
-async def test_same_port_after_a_restart(setup: Setup) -> None:
-    router = await setup.head()
-    setup.link(router).start()
-    assert await setup.next() == hello(1)
-    port = int(router.endpoint.rsplit(":", 1)[1])
-    await router.close()
-    await setup.head(port=port)
-    assert (await setup.next()).boot >= 2
-
-
-async def test_moved_head_with_a_new_key(setup: Setup) -> None:
+@pytest.mark.parametrize(("has_moved", "has_new_key"), [(False, False), (True, True), (False, True)])
+async def test_the_head_is_found_again(setup: Setup, has_moved: bool, has_new_key: bool) -> None:
     router = await setup.head()
     link = setup.link(router)
     link.start()
     assert await setup.next() == hello(1)
-    await router.close()
-    new = new_keypair()
-    router = await setup.head(new)
-    assert (await setup.next()).boot == 2
-    assert link.endpoint == router.endpoint
-
-
-async def test_same_place_with_a_new_key(setup: Setup) -> None:
-    router = await setup.head()
-    setup.link(router).start()
-    assert await setup.next() == hello(1)
     port = int(router.endpoint.rsplit(":", 1)[1])
     await router.close()
-    await setup.head(new_keypair(), port)
-    assert (await setup.next()).boot == 2
+    router = await setup.head(new_keypair() if has_new_key else HEAD, None if has_moved else port)
+    fields = msgspec.json.decode(setup.head_file.read_bytes())
+    write_private(setup.head_file, msgspec.json.encode(fields | {"colour": "a newer Fallow's"}))
+    assert (await setup.next()).boot >= 2
+    assert link.endpoint == router.endpoint
 
 
 async def test_key_that_is_accepted_later(setup: Setup) -> None:
@@ -282,17 +265,6 @@ async def test_faults_of_the_owner_do_not_end_the_link(setup: Setup) -> None:
     router.send(peer, News(term=1))
     link.send(beat(2))
     assert await setup.next() == beat(2)
-
-
-async def test_a_newer_fallows_head_file_is_read(setup: Setup) -> None:
-    router = await setup.head()
-    setup.link(router).start()
-    assert await setup.next() == hello(1)
-    await router.close()
-    await setup.head(new_keypair())
-    fields = msgspec.json.decode(setup.head_file.read_bytes())
-    write_private(setup.head_file, msgspec.json.encode(fields | {"colour": "red"}))
-    assert (await setup.next()).boot == 2
 
 
 def test_addresses() -> None:
