@@ -23,7 +23,8 @@ from fallow.core.protocol.agents import Ended, News, Setup
 from fallow.files import RunPaths
 
 Start = Callable[..., Crew]
-FINISH = "say(finish=Finish(generation=1, steps=1, digest='d'));"
+FINISHED = "Finish(generation=1, steps=1, digest='d')"
+FINISH = f"say(finish={FINISHED});"
 
 
 class Rig:
@@ -97,6 +98,23 @@ async def test_a_sibling_that_does_not_end_in_time_is_killed(tmp_path: Path, mon
         rig.order(f"if slot == 1: {FINISH} sys.exit(0)")
         ended = await rig.ended()
         assert (ended.code, ended.signal, ended.is_ordered) == (0, None, False), "the one that ended first"
+
+
+@pytest.mark.parametrize(("how", "code", "found"), [("left=2", 0, 0), ("finish=FINISHED", 5, 5)])
+async def test_one_that_has_left_or_finished_leaves_time_to_its_sibling_whose_failure_counts_for_more(
+    tmp_path: Path, how: str, code: int, found: int
+) -> None:
+    async with working(tmp_path) as rig:
+        first, second = rig.pids()
+        say = f"say({how.replace('FINISHED', FINISHED)})"
+        rig.order(f"if slot == 0: {say}; sys.exit(0)")
+        await rig.until(lambda: gone(first))
+        rig.order("say(step=9)")
+        await rig.until(lambda: rig.crew.facts()[1].status.step == 9)
+        assert not gone(second)
+        rig.order(f"{say}; sys.exit({code})")
+        ended = await rig.ended()
+        assert (ended.code, ended.is_ordered) == (found, False)
 
 
 async def test_an_order_to_end_is_enforced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
