@@ -21,7 +21,6 @@ from fallow.wire.address import host_of, local_address_towards, own_address, res
 from fallow.wire.keys import KeyPair, new_keypair
 from fallow.wire.link import Link
 from fallow.wire.router import Router
-from fallow.wire.waiting import MOST
 
 DEADLINE_S = 60.0
 HEAD, PEER = new_keypair(), new_keypair()
@@ -190,16 +189,6 @@ async def test_the_newest_of_each_kind_is_kept_while_the_head_is_away(setup: Set
     link.start()
     heard = [await setup.next() for _ in range(8)]
     assert heard == [hello(1), ended(1), beat(999), *said[-6:-3], ended(2), Left(code=0)]
-
-
-async def test_so_many_wait_at_most_while_the_head_is_away(setup: Setup) -> None:
-    link = setup.link(await setup.head())
-    for node in range(MOST + 10):
-        link.send(ended(node))
-    link.start()
-    first = [await setup.next() for _ in range(3)]
-    assert isinstance(first[0], Hello)
-    assert first[1].node >= 10
 
 
 async def test_close_flushes(setup: Setup) -> None:

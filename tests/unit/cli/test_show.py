@@ -11,7 +11,7 @@ import pytest
 import views
 from command_line import Fallow
 from fallow.cli import follow, show
-from fallow.cli.tables import duration, number, show_table
+from fallow.cli.tables import show_table
 from fallow.model import (
     ChangeKind,
     CheckpointState,
@@ -134,28 +134,11 @@ def test_ages_are_by_the_heads_clock(monkeypatch: pytest.MonkeyPatch, fallow: Fa
     assert "00:00:08" in fallow("status", "r1").out.splitlines()[-1].split()
 
 
-@pytest.mark.parametrize("words", [["status"], ["status", "r1"], ["events"], ["events", "r1"], ["report", "r1"]])
-def test_json_is_exactly_one_value(words: list[str], fallow: Fallow) -> None:
-    done = fallow(*words, "--json")
-    assert (done.code, done.err) == (0, "")
-    assert done.json
-
-
 def test_one_event_is_one_line(fallow: Fallow, head: list[tuple[str, dict[str, Any]]]) -> None:
     lines = fallow("events", "r1", "--since", "7", "--limit", "5").out.splitlines()
     assert [line.split()[0] for line in lines] == ["8", "9"]
     assert lines[0].endswith("n8 joined")
     assert head == [("events", {"since": 7, "limit": 5, "run": "r1"})]
-
-
-def test_report(fallow: Fallow) -> None:
-    shown = fallow("report", "r1").out
-    for text in (
-        "run r1: finished after 100 steps",
-        "6400 consumed, 0 lost, 0 duplicated",
-        "p95 0.02 s; unplanned p50 - s",
-    ):
-        assert text in shown
 
 
 def test_on_a_narrow_terminal_nothing_is_cut(
@@ -169,18 +152,6 @@ def test_on_a_narrow_terminal_nothing_is_cut(
     assert "train.sbatch-b5a901" in shown
     assert "…" not in shown
     assert len(shown.splitlines()) > 2, "the note is folded"
-
-
-def test_figures() -> None:
-    assert [duration(s) for s in (None, 0, 59.9, 3600, 90_061, -5)] == [
-        "-",
-        "00:00:00",
-        "00:00:59",
-        "01:00:00",
-        "1-01:01:01",
-        "00:00:00",
-    ]
-    assert [number(v) for v in (None, 0.5, 123456.0)] == ["-", "0.5", "1.235e+05"]
 
 
 def test_figures_that_are_no_numbers_come_through() -> None:
