@@ -8,7 +8,7 @@ fit never holds back one that does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from fallow.core.states import ENDED_STATES
 from fallow.model import ClusterConfig, ClusterState, JobInfo, JobRequest, NodeInfo, OwnerView, PartitionInfo
@@ -54,7 +54,7 @@ class FakeJob:
     "a reason for which it does not start: AssocGrpGRES, JobHeldUser ..."
     request: JobRequest | None = None
     state: str = "PENDING"
-    reason: str = "None"
+    reason: str = ""
     nodes: list[str] = field(default_factory=list)
     start_at: float | None = None
     end_at: float | None = None
@@ -72,31 +72,15 @@ class FakeJob:
     def info(self) -> JobInfo:
         """The job as clients see it."""
         return JobInfo(
-            job_id=self.job_id,
-            name=self.name,
-            user=self.user,
-            state=self.state,
-            partition=self.partition,
-            reason="" if self.reason == "None" else self.reason,
-            nodes=list(self.nodes),
-            num_nodes=self.num_nodes,
-            submit_at=self.submit_at,
-            start_at=self.start_at,
-            end_at=self.end_at,
+            **{name: getattr(self, name) for name in _SHOWN},
             time_limit_s=self.limit_s,
-            preempt_at=self.preempt_at,
-            priority=self.priority,
-            comment=self.comment,
-            exclusive=self.exclusive,
-            gpus_per_node=self.gpus_per_node,
-            cpus_per_node=self.cpus_per_node,
-            constraint=self.constraint,
-            account=self.account,
-            qos=self.qos,
+            required_nodes=self.nodelist,
+            excluded_nodes=self.exclude,
             dependency=",".join(f"afterany:{job_id}" for job_id in self.after),
-            required_nodes=list(self.nodelist),
-            excluded_nodes=list(self.exclude),
         )
+
+
+_SHOWN = [each.name for each in fields(FakeJob) if each.name in JobInfo.__struct_fields__]
 
 
 class FakeSlurm:
@@ -366,7 +350,7 @@ class FakeSlurm:
                     return
 
     def _start(self, job: FakeJob, nodes: list[str]) -> None:
-        job.state, job.reason, job.nodes = "RUNNING", "None", nodes
+        job.state, job.reason, job.nodes = "RUNNING", "", nodes
         job.start_at = self.now
         job.end_at = None if job.limit_s is None else self.now + job.limit_s
 
