@@ -18,7 +18,7 @@ import views
 from fallow.cli.follow import follow
 from fallow.control import server as server_module
 from fallow.control.broadcast import Broadcast
-from fallow.control.client import ControlClient, call, find_head
+from fallow.control.client import ControlClient, call
 from fallow.control.protocol import MAX_REQUEST, NewRun
 from fallow.control.server import ControlServer
 from fallow.files import write_struct
@@ -242,26 +242,25 @@ async def test_a_publisher_never_waits() -> None:
     assert broadcast.subscribers == 0
 
 
-def test_no_head(folder: Path) -> None:
-    with pytest.raises(FallowError, match=f"no head is running for {folder}; start one with: fallow daemon") as caught:
-        call(folder / "head.json", "status")
-    assert caught.value.code is Exit.UNAVAILABLE
+GONE = 2**22 + 1
+"No process has that number."
 
 
-def test_a_head_that_is_gone(folder: Path) -> None:
-    path = head_file(folder, pid=2**22 + 1)
-    with pytest.raises(FallowError, match=rf"pid {2**22 + 1} on .* is gone; start one"):
+@pytest.mark.parametrize(
+    ("head", "words"),
+    [
+        (None, "no head is running for .*; start one with: fallow daemon"),
+        ({"pid": GONE}, rf"pid {GONE} on .* is gone; start one"),
+        ({}, r"does not answer on .*control.sock"),
+        ({"host": "login7", "pid": 5}, r"runs on login7 \(pid 5\), this is .*ssh login7"),
+    ],
+    ids=["none", "gone", "mute", "elsewhere"],
+)
+def test_who_cannot_be_asked_from_here_is_told(folder: Path, head: dict[str, Any] | None, words: str) -> None:
+    path = folder / "head.json" if head is None else head_file(folder, **head)
+    with pytest.raises(FallowError, match=words) as caught:
         call(path, "status")
-
-
-def test_a_head_that_does_not_answer(folder: Path) -> None:
-    with pytest.raises(FallowError, match=r"does not answer on .*control.sock"):
-        call(head_file(folder), "status")
-
-
-def test_a_head_elsewhere(folder: Path) -> None:
-    with pytest.raises(FallowError, match=r"runs on login7 \(pid 5\), this is .*ssh login7"):
-        find_head(head_file(folder, host="login7", pid=5))
+    assert caught.value.code is Exit.UNAVAILABLE
 
 
 async def test_the_client_does_not_trust_another_users_socket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
