@@ -62,16 +62,16 @@ class Setup:
 
     def link(self, router: Router) -> Link:
         keys = HEAD.public, PEER.public, PEER.secret
-        self.made = Link(router.endpoint, *keys, self._hear, self.head_file, on_connect=self._connected)
+        self.made = Link(router.endpoint, *keys, self._hear, self.head_file, greeting=self._connected)
         return self.made
 
     def _hear(self, message: ToAgent) -> None:
         self.threads.add(threading.get_ident())
         self.loop.call_soon_threadsafe(self.heard.put_nowait, message)
 
-    def _connected(self) -> None:
+    def _connected(self) -> Hello:
         self.connections += 1
-        self.made.send(hello(self.connections))
+        return hello(self.connections)
 
     async def next(self) -> Any:
         assert self.router is not None
@@ -238,15 +238,11 @@ async def test_close_gives_up_in_time(setup: Setup) -> None:
 async def test_faults_of_the_owner_do_not_end_the_link(setup: Setup) -> None:
     router = await setup.head()
 
-    def connected() -> None:
-        link.send(hello(1))
-        raise ValueError("from on_connect")
-
     def hear(message: ToAgent) -> None:
         raise ValueError("from on_message")
 
     keys = HEAD.public, PEER.public, PEER.secret
-    link = setup.made = Link(router.endpoint, *keys, hear, setup.head_file, on_connect=connected)
+    link = setup.made = Link(router.endpoint, *keys, hear, setup.head_file, greeting=lambda: hello(1))
     link.start()
     link.send(beat(1))
     assert [await setup.next(), await setup.next()] == [hello(1), beat(1)]

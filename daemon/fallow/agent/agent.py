@@ -140,7 +140,7 @@ class Agent:
             keys.secret_key,
             self._receive,
             Path(keys.head_file),
-            on_connect=self._greet,
+            greeting=self._greet,
         )
 
     async def run(self) -> int:
@@ -240,10 +240,10 @@ class Agent:
 
     # -- what the head is told ------------------------------------------------------------------------------
 
-    def _greet(self) -> None:
+    def _greet(self) -> Hello:
         """In the link's thread, after each new connection."""
-        self._link.send(self._enrolment.hello)
         self._loop.call_soon_threadsafe(self._begin_connection)
+        return self._enrolment.hello
 
     def _begin_connection(self) -> None:
         self._enrolment.greet_again()
