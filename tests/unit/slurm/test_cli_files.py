@@ -1,4 +1,4 @@
-"""The file that sbatch is given: what becomes of a submission when it cannot be written, or is gone."""
+"""What keeps Slurm's commands from starting, and the file that sbatch is given: it cannot be written, or is gone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from fallow.model import JobRequest
 from fallow.slurm.cli import CliClient
-from fallow.slurm.client import SlurmUnavailable
+from fallow.slurm.client import SlurmUnavailable, SubmitRejected
 
 REQUEST = JobRequest(token="fallow-r-h1", options=["--time=5"], script="#!/bin/sh\nexit 0\n", cwd="/")
 
@@ -80,3 +80,15 @@ async def test_no_temporary_folder_at_all_is_told(scripts: Path, monkeypatch: py
     monkeypatch.setattr(tempfile, "tempdir", str(scripts / "nowhere"))
     with pytest.raises(SlurmUnavailable, match=f"cannot be written to {scripts}/nowhere .No such file"):
         await CliClient().submit(REQUEST)
+
+
+async def test_a_missing_working_folder_is_a_refusal(scripts: Path) -> None:
+    with pytest.raises(SubmitRejected, match="/nosuch/folder"):
+        await CliClient().submit(JobRequest(token="t", options=[], script=REQUEST.script, cwd="/nosuch/folder"))
+    assert os.listdir(scripts) == []
+
+
+async def test_missing_commands_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nosuch")
+    with pytest.raises(SlurmUnavailable, match=r"scontrol .*install"):
+        await CliClient().config()
