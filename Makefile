@@ -10,6 +10,7 @@ MAKEFLAGS += --no-print-directory
 unexport PYTHONDONTWRITEBYTECODE
 
 ARGS ?=
+TESTS ?=
 BIN := .venv/bin
 STAMP := .venv/.setup-done
 # Of pip, with builds of torch for CUDA; see docs/gpus.md.
@@ -50,7 +51,7 @@ picture: setup  ## docs/images/top.svg, of fallow top on its made-up cluster
 	@$(BIN)/python contrib/docs/picture.py
 
 check: setup  ## lint, types and unit tests, in two minutes; the slowest are shown
-	@$(MAKE) -j 2 lint compiled
+	@$(MAKE) -j 2 lint compiled TESTS=tests/unit
 	@$(BIN)/pytest -m "not soak" -n 2 --durations=10 tests/unit $(ARGS)
 
 test: setup  ## lint, docs and all tests that need neither a GPU nor patience, e.g. make test ARGS="-k planner", ARGS="-n 0 -s"
@@ -59,7 +60,7 @@ test: setup  ## lint, docs and all tests that need neither a GPU nor patience, e
 
 # Where nothing is compiled yet, each of the test processes would compile all tests by itself, and at the same time.
 compiled: setup
-	@$(BIN)/pytest --collect-only -qq >/dev/null || true
+	@$(BIN)/pytest --collect-only -qq $(TESTS) >/dev/null || true
 
 bench: setup  ## measured figures, e.g. make bench ARGS="pause --members 2,4 --json"
 	@$(BIN)/python -m bench $(ARGS)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fallow.core.membership.messages import Order, Report
-from fallow.core.protocol.agents import Admitted, Beat, Hello, News, Progress, Setup
+from fallow.core.protocol.agents import Admitted, Beat, EndAgent, Ended, EndNoted, Hello, News, Progress, Setup
 from fallow.files import Paths, write_struct
 from fallow.model import AllocationKind, HeadFile, KeyFile
 from fallow.wire.keys import new_keypair
@@ -199,6 +199,13 @@ class Head:
             out, err = await self.agent.communicate()
         assert self.agent.returncode is not None
         return self.agent.returncode, out.decode(), err.decode()
+
+    async def finish(self, code: int = 0) -> tuple[int, str, str]:
+        """Have the agent end; its exit code and output."""
+        self.send(EndAgent(term=self.term, code=code, reason="test", kill_after_s=0.0))
+        await self.hear(Ended)
+        self.send(EndNoted(node=1, boot=1))
+        return await self.ended()
 
     async def close(self) -> None:
         await self.router.close()

@@ -1,9 +1,14 @@
-"""A prompt: commands typed in this process, and what they print."""
+"""A prompt: commands typed in this process and what they print, and batch scripts."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -34,3 +39,22 @@ def fallow(capsys: pytest.CaptureFixture[str]) -> Fallow:
         return Printed(code, *capsys.readouterr())
 
     return run
+
+
+def as_a_batch_script(argv: list[str], folder: Path, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a batch script to its end; what it leaves behind is told to end then, as Slurm does."""
+    with subprocess.Popen(
+        argv,
+        env=environ,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a fake scancel signals the whole group, as Slurm does
+    ) as process:
+        returncode = process.wait(60)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGCONT)
+        stdout, stderr = process.communicate(timeout=180)
+    return subprocess.CompletedProcess(argv, returncode, stdout, stderr)

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from fake_slurm import FakeSlurm
 from fallow.config import Config
 from fallow.config import Harvest as HarvestSection
 from fallow.core.allocations import Agent, Allocation
@@ -25,7 +26,6 @@ from fallow.model import (
     PartitionInfo,
 )
 from fallow.slurm.client import SubmitRejected
-from fallow.slurm.fake import FakeSlurm
 from runs import CONTRACT, NOW, Nodes, new_book, new_run
 
 POLL_S = 30.0

@@ -14,33 +14,17 @@ from typing import Any
 
 import pytest
 
+import views
 from fallow.cli.follow import follow
 from fallow.control import server as server_module
 from fallow.control.broadcast import Broadcast
-from fallow.control.client import ControlClient, call, find_head
+from fallow.control.client import ControlClient, call
 from fallow.control.protocol import MAX_REQUEST, NewRun
 from fallow.control.server import ControlServer
 from fallow.files import write_struct
-from fallow.model import EventRecord, Exit, FallowError, HeadFile, HeadView, Snapshot
+from fallow.model import EventRecord, Exit, FallowError, HeadFile, Snapshot
 
-
-def snapshot(version: str = "1") -> Snapshot:
-    head = HeadView(
-        version=version,
-        host="h",
-        pid=1,
-        term=1,
-        uptime_s=0.0,
-        cluster=None,
-        slurm_version=None,
-        slurm_error=None,
-        poll_age_s=None,
-        poll_interval_s=30.0,
-        polls=0,
-        agents=0,
-        workers=0,
-    )
-    return Snapshot(at=0.0, head=head, nodes=[], runs=[], last_event=0)
+SNAPSHOT = views.snapshot()
 
 
 class Head:
@@ -55,7 +39,7 @@ class Head:
         self.asked.append((method, params))
         match method:
             case "status":
-                return snapshot()
+                return SNAPSHOT
             case "create_run":
                 return NewRun(run="r", token="t", folder="/f", key_file="/k")
             case "grow":
@@ -69,7 +53,7 @@ class Head:
         return None
 
     def subscribe(self) -> AsyncIterator[Snapshot | EventRecord]:
-        return self.broadcast.subscribe(first=snapshot())
+        return self.broadcast.subscribe(first=SNAPSHOT)
 
 
 def head_file(folder: Path, **changes: Any) -> Path:
@@ -119,7 +103,7 @@ async def raw(folder: Path, *lines: bytes) -> list[dict[str, Any]]:
 
 async def test_a_typed_answer(folder: Path) -> None:
     async with serving(folder) as (path, head), await ControlClient.connect(path) as client:
-        assert await client.call("status", Snapshot, run="r") == snapshot()
+        assert await client.call("status", Snapshot, run="r") == SNAPSHOT
         assert (await client.call("create_run", NewRun, spec={})).token == "t"
         assert await client.call("cancel", run="r") is None
         assert head.asked == [("status", {"run": "r"}), ("create_run", {"spec": {}}), ("cancel", {"run": "r"})]
@@ -135,7 +119,7 @@ async def test_the_heads_error_is_raised_and_the_connection_goes_on(folder: Path
         assert caught.value.code is Exit.SOFTWARE
         with pytest.raises(FallowError, match="knows no method"):
             await client.call("format_disk")
-        assert await client.call("status", Snapshot) == snapshot()
+        assert await client.call("status", Snapshot) == SNAPSHOT
 
 
 async def test_waiting_has_a_deadline(folder: Path) -> None:
@@ -213,7 +197,7 @@ async def test_a_line_without_end_is_cut_off(folder: Path) -> None:
 async def test_subscribing(folder: Path) -> None:
     async with serving(folder) as (path, head), await ControlClient.connect(path) as client:
         stream = client.subscribe()
-        assert await anext(stream) == snapshot()
+        assert await anext(stream) == SNAPSHOT
         event = EventRecord(seq=1, at=0.0, run=None, kind="poll", text="x")
         head.broadcast.publish(event)
         assert await anext(stream) == event
@@ -258,26 +242,25 @@ async def test_a_publisher_never_waits() -> None:
     assert broadcast.subscribers == 0
 
 
-def test_no_head(folder: Path) -> None:
-    with pytest.raises(FallowError, match=f"no head is running for {folder}; start one with: fallow daemon") as caught:
-        call(folder / "head.json", "status")
-    assert caught.value.code is Exit.UNAVAILABLE
+GONE = 2**22 + 1
+"No process has that number."
 
 
-def test_a_head_that_is_gone(folder: Path) -> None:
-    path = head_file(folder, pid=2**22 + 1)
-    with pytest.raises(FallowError, match=rf"pid {2**22 + 1} on .* is gone; start one"):
+@pytest.mark.parametrize(
+    ("head", "words"),
+    [
+        (None, "no head is running for .*; start one with: fallow daemon"),
+        ({"pid": GONE}, rf"pid {GONE} on .* is gone; start one"),
+        ({}, r"does not answer on .*control.sock"),
+        ({"host": "login7", "pid": 5}, r"runs on login7 \(pid 5\), this is .*ssh login7"),
+    ],
+    ids=["none", "gone", "mute", "elsewhere"],
+)
+def test_who_cannot_be_asked_from_here_is_told(folder: Path, head: dict[str, Any] | None, words: str) -> None:
+    path = folder / "head.json" if head is None else head_file(folder, **head)
+    with pytest.raises(FallowError, match=words) as caught:
         call(path, "status")
-
-
-def test_a_head_that_does_not_answer(folder: Path) -> None:
-    with pytest.raises(FallowError, match=r"does not answer on .*control.sock"):
-        call(head_file(folder), "status")
-
-
-def test_a_head_elsewhere(folder: Path) -> None:
-    with pytest.raises(FallowError, match=r"runs on login7 \(pid 5\), this is .*ssh login7"):
-        find_head(head_file(folder, host="login7", pid=5))
+    assert caught.value.code is Exit.UNAVAILABLE
 
 
 async def test_the_client_does_not_trust_another_users_socket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from fallow.cli.sbatch_call import look_up
 from fallow.core.neighbour.permission import nice_for
 from fallow.model import JobRequest
 from fallow.slurm.cli import CliClient
-from fallow.slurm.client import SlurmUnavailable, SubmitRejected, SubmitUnknown
+from fallow.slurm.client import SlurmUnavailable, SubmitUnknown
 from fallow.testbed.cluster import Testbed
 from slurm_fixtures import queries
 
@@ -42,15 +43,15 @@ async def test_a_hung_slurmctld_makes_a_submit_unknown_and_the_job_is_found_late
         assert 2.0 <= time.monotonic() - began < 8.0
         assert caught.value.token == "fallow-u"
         with pytest.raises(SlurmUnavailable):
-            await client.find("fallow-u")
+            await client.own_jobs()
     finally:
         os.kill(pid, signal.SIGCONT)
     client = CliClient(testbed.conf)
     deadline = time.monotonic() + 120
-    while not (found := await client.find("fallow-u")):
+    while not (found := await client.own_jobs()):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.1)
-    assert len(found) == 1
+    assert [job.name for job in found] == ["fallow-u"]
 
 
 async def test_a_poll_sends_as_many_requests_as_are_counted(testbed: Testbed) -> None:
@@ -109,26 +110,18 @@ async def test_a_job_starts_from_the_captured_environment_folder_and_umask(
     assert not {"PMIX_RANK", "SBATCH_PARTITION", "CUDA_VISIBLE_DEVICES"} & set(seen)
 
 
-async def test_a_missing_working_folder_is_a_refusal(testbed: Testbed) -> None:
-    with pytest.raises(SubmitRejected, match="/nosuch/folder"):
-        await CliClient(testbed.conf).submit(request_of("fallow-w", cwd="/nosuch/folder"))
-
-
-async def test_missing_commands_are_named(testbed: Testbed, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_components_of_a_heterogeneous_job_have_ids_of_their_own_and_the_leader_is_found_by_the_comment(
+    testbed: Testbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = CliClient(testbed.conf)
-    with monkeypatch.context() as empty:  # the testbed needs PATH to come down
-        empty.setenv("PATH", "/nosuch")
-        with pytest.raises(SlurmUnavailable, match=r"scontrol .*install"):
-            await client.config()
-
-
-async def test_components_of_a_heterogeneous_job_have_ids_of_their_own(testbed: Testbed) -> None:
-    client = CliClient(testbed.conf)
-    options = ["--time=5", "--nodes=1", "--gres=gpu:1", "--output=/dev/null", ":", "--nodes=2", "--exclusive"]
-    job_id = await client.submit(request_of("fallow-h", options=options))
-    jobs = await client.find("fallow-h")
+    options = ["--time=5", "--nodes=1", "--gres=gpu:1", "--output=/dev/null", "--comment=r.0"]
+    await client.submit(request_of("fallow-other", options=[*options[:-1], "--comment=r.00"]))
+    job_id = await client.submit(request_of("fallow-h", options=[*options, ":", "--nodes=2", "--comment=r.0"]))
+    jobs = [job for job in await client.own_jobs() if job.name == "fallow-h"]
     assert [job.het_job_id for job in jobs] == [job_id, job_id]
     assert {job.job_id for job in jobs} == {job_id, str(int(job_id) + 1)}
+    monkeypatch.setenv("SLURM_CONF", str(testbed.conf))
+    assert await asyncio.to_thread(look_up, "r.0") == job_id
 
 
 async def test_gpus_in_use_planned_nodes_and_reservations_are_seen(testbed: Testbed) -> None:
@@ -182,37 +175,6 @@ def _children(name: str) -> list[str]:
         ["ps", "--ppid", str(os.getpid()), "-o", "comm="], capture_output=True, text=True, check=False
     )
     return [line for line in listed.stdout.split() if line == name]
-
-
-async def test_what_pending_jobs_ask_for_and_nodes_have_given_away(testbed: Testbed) -> None:
-    def sbatch(*options: str) -> str:
-        fixed = ("sbatch", "--parsable", "--output=/dev/null", "--time=5", "--wrap=sleep 60")
-        return testbed.slurm(*fixed[:-1], *options, fixed[-1]).strip()
-
-    part = sbatch("--gpus-per-node=2", "--mem=1000", "--nodelist=n1")
-    whole = sbatch("--exclusive", "--nodes=4", "--account=physics")
-    later = sbatch("--begin=now+1hour", "--gpus=3", "--nodes=1")
-    behind = sbatch(f"--dependency=afterany:{later}", "--ntasks=2", "--cpus-per-task=2", "--nodes=1")
-    client = CliClient(testbed.conf)
-    deadline = time.monotonic() + 120
-    while True:
-        state = await client.poll("")
-        jobs = {job.job_id: job for job in state.jobs}
-        if jobs[part].state == "RUNNING" and jobs[whole].reason == "Resources":
-            break
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.1)
-    node = next(node for node in state.nodes if node.node == "n1")
-    assert (node.state, node.gpus_used, node.cpus_used, node.memory_used_mb) == ("MIXED", 2, 1, 1000)
-    assert node.arch == os.uname().machine and node.memory_mb == 4000 and node.gpu_types == {"": 4}
-    assert (jobs[part].gpus_per_node, jobs[part].memory_mb_per_node, jobs[part].exclusive) == (2, 1000, False)
-    assert jobs[part].required_nodes == ["n1"]
-    assert (jobs[whole].exclusive, jobs[whole].account, jobs[whole].num_nodes) == (True, "physics", 4)
-    assert jobs[later].gpus_per_node == 3 and 3500 < (jobs[later].eligible_at or 0) - state.at < 3700
-    assert jobs[behind].dependency.startswith(f"afterany:{later}") and jobs[behind].cpus_per_node == 4
-    partition = next(p for p in state.partitions if p.partition == "normal")
-    assert not partition.exclusive and partition.max_nodes is None and partition.allow_accounts == []
-    assert (await client.config()).select_type == "select/cons_tres"
 
 
 async def test_requests_wait_behind_others_jobs_whatever_the_sites_weights(testbed: Testbed) -> None:

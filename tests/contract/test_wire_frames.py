@@ -132,20 +132,6 @@ Worker = Callable[..., tuple[Ours, "subprocess.Popen[str]"]]
 # -- processes -------------------------------------------------------------------------------------------------------
 
 
-async def test_orders_and_statuses_in_their_order(worker: Worker) -> None:
-    ours, process = worker("repeat", 7)
-    ours.channel.send(START)
-    await until(lambda: ours.heard)
-    assert ours.heard == [Status(generation=7)]
-    for edition in range(1, 4):
-        ours.channel.send(Order(node=1, term=1, edition=edition))
-        await until(lambda edition=edition: len(ours.heard) > edition)
-    assert ours.heard[1:] == [Status(term=1, edition=n, step=n + 1) for n in (1, 2, 3)]
-    ours.channel.send(Heard(silent_s=0.0))
-    await until(lambda: ours.ends)
-    assert (ours.ends, await asyncio.to_thread(process.wait)) == ([""], 0)
-
-
 async def test_a_worker_learns_that_its_agent_has_ended_behind_all_that_it_had_written(worker: Worker) -> None:
     ours, process = worker("repeat")
     ours.channel.send(START)
@@ -292,14 +278,6 @@ async def test_half_a_message_is_no_damage(pair: tuple[socket.socket, socket.soc
     pair[1].close()
     await until(lambda: ours.ends)
     assert (ours.heard, ours.ends) == ([Status(step=1)], [""])
-
-
-async def test_messages_may_come_byte_by_byte(pair: tuple[socket.socket, socket.socket]) -> None:
-    ours = Ours(pair[0])
-    for byte in frame(encode(Status(step=1))) + frame(encode(Status(step=2))):
-        pair[1].sendall(bytes([byte]))
-        ours.channel.drain()
-    assert ours.heard == [Status(step=1), Status(step=2)]
 
 
 async def test_nothing_is_called_after_close(pair: tuple[socket.socket, socket.socket]) -> None:

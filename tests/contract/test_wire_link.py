@@ -21,7 +21,6 @@ from fallow.wire.address import host_of, local_address_towards, own_address, res
 from fallow.wire.keys import KeyPair, new_keypair
 from fallow.wire.link import Link
 from fallow.wire.router import Router
-from fallow.wire.waiting import MOST
 
 DEADLINE_S = 60.0
 HEAD, PEER = new_keypair(), new_keypair()
@@ -63,16 +62,16 @@ class Setup:
 
     def link(self, router: Router) -> Link:
         keys = HEAD.public, PEER.public, PEER.secret
-        self.made = Link(router.endpoint, *keys, self._hear, self.head_file, on_connect=self._connected)
+        self.made = Link(router.endpoint, *keys, self._hear, self.head_file, greeting=self._connected)
         return self.made
 
     def _hear(self, message: ToAgent) -> None:
         self.threads.add(threading.get_ident())
         self.loop.call_soon_threadsafe(self.heard.put_nowait, message)
 
-    def _connected(self) -> None:
+    def _connected(self) -> Hello:
         self.connections += 1
-        self.made.send(hello(self.connections))
+        return hello(self.connections)
 
     async def next(self) -> Any:
         assert self.router is not None
@@ -132,36 +131,19 @@ async def test_many_threads_send(setup: Setup) -> None:
         assert mine == sorted(mine)
 
 
-async def test_same_port_after_a_restart(setup: Setup) -> None:
-    router = await setup.head()
-    setup.link(router).start()
-    assert await setup.next() == hello(1)
-    port = int(router.endpoint.rsplit(":", 1)[1])
-    await router.close()
-    await setup.head(port=port)
-    assert (await setup.next()).boot >= 2
-
-
-async def test_moved_head_with_a_new_key(setup: Setup) -> None:
+@pytest.mark.parametrize(("has_moved", "has_new_key"), [(False, False), (True, True), (False, True)])
+async def test_the_head_is_found_again(setup: Setup, has_moved: bool, has_new_key: bool) -> None:
     router = await setup.head()
     link = setup.link(router)
     link.start()
     assert await setup.next() == hello(1)
-    await router.close()
-    new = new_keypair()
-    router = await setup.head(new)
-    assert (await setup.next()).boot == 2
-    assert link.endpoint == router.endpoint
-
-
-async def test_same_place_with_a_new_key(setup: Setup) -> None:
-    router = await setup.head()
-    setup.link(router).start()
-    assert await setup.next() == hello(1)
     port = int(router.endpoint.rsplit(":", 1)[1])
     await router.close()
-    await setup.head(new_keypair(), port)
-    assert (await setup.next()).boot == 2
+    router = await setup.head(new_keypair() if has_new_key else HEAD, None if has_moved else port)
+    fields = msgspec.json.decode(setup.head_file.read_bytes())
+    write_private(setup.head_file, msgspec.json.encode(fields | {"colour": "a newer Fallow's"}))
+    assert (await setup.next()).boot >= 2
+    assert link.endpoint == router.endpoint
 
 
 async def test_key_that_is_accepted_later(setup: Setup) -> None:
@@ -207,16 +189,6 @@ async def test_the_newest_of_each_kind_is_kept_while_the_head_is_away(setup: Set
     link.start()
     heard = [await setup.next() for _ in range(8)]
     assert heard == [hello(1), ended(1), beat(999), *said[-6:-3], ended(2), Left(code=0)]
-
-
-async def test_so_many_wait_at_most_while_the_head_is_away(setup: Setup) -> None:
-    link = setup.link(await setup.head())
-    for node in range(MOST + 10):
-        link.send(ended(node))
-    link.start()
-    first = [await setup.next() for _ in range(3)]
-    assert isinstance(first[0], Hello)
-    assert first[1].node >= 10
 
 
 async def test_close_flushes(setup: Setup) -> None:
@@ -266,15 +238,11 @@ async def test_close_gives_up_in_time(setup: Setup) -> None:
 async def test_faults_of_the_owner_do_not_end_the_link(setup: Setup) -> None:
     router = await setup.head()
 
-    def connected() -> None:
-        link.send(hello(1))
-        raise ValueError("from on_connect")
-
     def hear(message: ToAgent) -> None:
         raise ValueError("from on_message")
 
     keys = HEAD.public, PEER.public, PEER.secret
-    link = setup.made = Link(router.endpoint, *keys, hear, setup.head_file, on_connect=connected)
+    link = setup.made = Link(router.endpoint, *keys, hear, setup.head_file, greeting=lambda: hello(1))
     link.start()
     link.send(beat(1))
     assert [await setup.next(), await setup.next()] == [hello(1), beat(1)]
@@ -282,17 +250,6 @@ async def test_faults_of_the_owner_do_not_end_the_link(setup: Setup) -> None:
     router.send(peer, News(term=1))
     link.send(beat(2))
     assert await setup.next() == beat(2)
-
-
-async def test_a_newer_fallows_head_file_is_read(setup: Setup) -> None:
-    router = await setup.head()
-    setup.link(router).start()
-    assert await setup.next() == hello(1)
-    await router.close()
-    await setup.head(new_keypair())
-    fields = msgspec.json.decode(setup.head_file.read_bytes())
-    write_private(setup.head_file, msgspec.json.encode(fields | {"colour": "red"}))
-    assert (await setup.next()).boot == 2
 
 
 def test_addresses() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tui_rig import event, snapshot
 
+from fallow.model import EventRecord
 from fallow_tui.text import clean_item, count, duration, figure, fit, sparkline
 from fallow_tui.widgets.nodes import short_names
 
@@ -13,10 +14,7 @@ def test_clean_item_escapes_what_a_terminal_would_obey_and_keeps_the_rest() -> N
     hostile = event(1, text="\x1b]52;c;AAAA\x07\x1b[2Jnode\u202e [red]x[/red]\nü\x9b1m", run=None)
     assert clean_item(hostile).text == r"\x1b]52;c;AAAA\x07\x1b[2Jnode\u202e [red]x[/red] ü\x9b1m"
     assert clean_item(snapshot()) == snapshot()
-
-
-def test_clean_item_reaches_into_nested_data() -> None:
-    dirty = event(1).__class__(seq=1, at=0.0, run=None, kind="k", text="t", data={"a\x1b[1m": ["\x07b", 3]})
+    dirty = EventRecord(seq=1, at=0.0, run=None, kind="k", text="t", data={"a\x1b[1m": ["\x07b", 3]})
     assert clean_item(dirty).data == {r"a\x1b[1m": [r"\x07b", 3]}
 
 

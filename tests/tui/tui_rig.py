@@ -10,20 +10,8 @@ from typing import Any
 
 from textual.pilot import Pilot
 
-from fallow.model import (
-    AllocationKind,
-    AllocationState,
-    AllocationView,
-    EventRecord,
-    HeadView,
-    MemberPhase,
-    MemberView,
-    NodeOwner,
-    NodeView,
-    RunStatus,
-    RunView,
-    Snapshot,
-)
+import views
+from fallow.model import AllocationKind, EventRecord, MemberPhase, MemberView, NodeOwner, NodeView, RunView, Snapshot
 from fallow_tui.app import TopApp
 
 DEADLINE_S = 60.0
@@ -31,47 +19,19 @@ START = 1_790_000_000.0
 
 
 def member(node: str, rank: int | None = 0, phase: MemberPhase = MemberPhase.MEMBER, **more: Any) -> MemberView:
-    values: dict[str, Any] = {
-        "member": f"m-{node}",
-        "node": node,
-        "token": f"t-{node}",
-        "allocation": AllocationKind.HARVEST,
-        "phase": phase,
-        "rank": rank,
-        "workers": 1,
-        "step": 120,
-        "ends_in_s": 300.0,
-        "last_seen_s": 0.5,
-    }
-    return MemberView(**values | more)
+    kind = more.pop("allocation", AllocationKind.HARVEST)
+    made = views.member(node, rank=rank, phase=phase, allocation=kind, workers=1, ends_in_s=300.0)
+    return views.changed(made, **{"member": f"m-{node}", "token": f"t-{node}"} | more)
 
 
 def run_view(run: str = "digits-1", members: list[MemberView] | None = None, **more: Any) -> RunView:
     members = [member("n1", allocation=AllocationKind.BASE), member("n2", 1)] if members is None else members
-    values: dict[str, Any] = {
-        "run": run,
-        "name": run.rsplit("-", 1)[0],
-        "status": RunStatus.TRAINING,
-        "min_nodes": 1,
-        "max_nodes": 4,
-        "limit": 4,
-        "generation": 7,
-        "step": 120,
-        "total_steps": 1000,
-        "epoch": 0,
-        "loss": 0.731,
-        "samples_per_s": 1234.0,
-        "members": members,
-        "allocations": [_allocation(view) for view in members],
-        "change": None,
-    }
-    return RunView(**values | more)
-
-
-def _allocation(view: MemberView) -> AllocationView:
-    """The job of a member."""
-    of_it = {"token": view.token, "kind": view.allocation, "nodes": [view.node], "ends_in_s": view.ends_in_s}
-    return AllocationView(**of_it, state=AllocationState.RUNNING, job_id="71", partition="gpu")
+    jobs = [
+        views.allocation(each.node, token=each.token, kind=each.allocation, ends_in_s=each.ends_in_s)
+        for each in members
+    ]
+    made = views.run(run=run, name=run.rsplit("-", 1)[0], members=members, allocations=jobs, max_nodes=4, limit=4)
+    return views.changed(made, **{"generation": 7, "step": 120, "total_steps": 1000, "loss": 0.731} | more)
 
 
 def node_view(node: str, owner: NodeOwner = NodeOwner.IDLE, run: str | None = None, **more: Any) -> NodeView:
@@ -79,29 +39,12 @@ def node_view(node: str, owner: NodeOwner = NodeOwner.IDLE, run: str | None = No
 
 
 def snapshot(at: float = START, last_event: int = 0, **more: Any) -> Snapshot:
-    head = HeadView(
-        version="0.1.0",
-        host="login1",
-        pid=4242,
-        term=3,
-        uptime_s=60.0,
-        cluster="meadow",
-        slurm_version="25.11.2",
-        slurm_error=None,
-        poll_age_s=2.0,
-        poll_interval_s=10.0,
-        polls=6,
-        agents=2,
-        workers=2,
-    )
-    nodes = [
-        node_view("n1", NodeOwner.OURS, "digits-1"),
-        node_view("n2", NodeOwner.OURS, "digits-1"),
-        node_view("n3", NodeOwner.OTHERS),
-        node_view("n4"),
-    ]
-    values: dict[str, Any] = {"at": at, "head": head, "nodes": nodes, "runs": [run_view()]}
-    return Snapshot(last_event=last_event, **values | more)
+    """Of a cluster with two nodes that train, one that is idle and one of somebody else's."""
+    names = {"n1": NodeOwner.OURS, "n2": NodeOwner.OURS, "n3": NodeOwner.OTHERS, "n4": NodeOwner.IDLE}
+    nodes = [node_view(name, owner, "digits-1" if owner is NodeOwner.OURS else None) for name, owner in names.items()]
+    head = views.head(cluster="meadow", poll_age_s=2.0, poll_interval_s=10.0)
+    values: dict[str, Any] = {"head": head, "nodes": nodes, "runs": [run_view()]}
+    return views.changed(views.snapshot(), at=at, last_event=last_event, **values | more)
 
 
 def event(seq: int, kind: str = "absorb", text: str = "+n2 joined", run: str | None = "digits-1") -> EventRecord:

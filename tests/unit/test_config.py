@@ -34,7 +34,8 @@ def test_environment_beats_user_beats_system(tmp_path: Path) -> None:
 def test_values_from_the_environment(tmp_path: Path) -> None:
     config = load(
         tmp_path,
-        "[harvest]\nmax_nodes = 4\n",
+        '[harvest]\nmax_nodes = 4\n[usage.node_hour]\ngpu = 3\n"*" = 0.5\n',
+        FALLOW_USAGE__GPU_HOUR="gpu=0.7",
         FALLOW_HARVEST__PARTITIONS="a, b",
         FALLOW_HARVEST__MAX_NODES="",
         FALLOW_HARVEST__QOS="idle",
@@ -50,6 +51,7 @@ def test_values_from_the_environment(tmp_path: Path) -> None:
     assert (config.harvest.qos, config.harvest.account) == ("idle", None)
     assert config.membership.beat_s == 0.25
     assert config.head.redis_url == "rediss://h"
+    assert (config.usage.node_hour, config.usage.gpu_hour) == ({"gpu": 3.0, "*": 0.5}, {"gpu": 0.7})
 
 
 @pytest.mark.parametrize(
@@ -62,6 +64,7 @@ def test_values_from_the_environment(tmp_path: Path) -> None:
         ("[slurm]\nclient = 'soap'\n", "soap"),
         ("[harvest]\nqos = '--wrap=x'\n", r"\[harvest\] expected `str` matching regex .* at `qos`"),
         ("[harvest]\naccount = 'a b'\n", r"\[harvest\] expected `str` matching regex .* at `account`"),
+        ("[usage]\ngpu_hour = {gpu = -1}\n", r"\[usage\] expected `float` >= 0"),
         ("harvest = 3\n", "must be a section"),
         ("[harvest\n", "not valid TOML"),
         ("[membership]\nlease_s = 1\n", "less than three beats"),

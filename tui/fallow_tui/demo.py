@@ -44,7 +44,6 @@ class _Node:
     kind: AllocationKind = AllocationKind.HARVEST
     phase: MemberPhase = MemberPhase.STARTING
     since: float = 0.0
-    draining: bool = False
     number: int = 0
     "of the run's member there, in order of arrival"
 
@@ -57,11 +56,8 @@ class _Run:
     most: int
     total: int
     rate: float
-    limit: int = 0
     step: float = 0.0
     generation: int = 0
-    cancelled: bool = False
-    paused: bool = False
     nodes: list[_Node] = field(default_factory=list)
     arrivals: int = 0
 
@@ -82,7 +78,6 @@ class DemoCluster:
         ]
         free = list(self._nodes)
         for run in self._runs:
-            run.limit = run.most
             for _ in range(run.base):
                 self._take(run, free.pop(0), AllocationKind.BASE, 5400.0)
         for node in free:
@@ -134,34 +129,6 @@ class DemoCluster:
         ]
         return Snapshot(at=self.at, head=head, nodes=nodes, runs=runs, last_event=self._seq)
 
-    def act(self, method: str, params: dict[str, Any]) -> list[EventRecord]:
-        """Carries out an operator's request."""
-        run = next((run for run in self._runs if run.run == params.get("run")), None)
-        if run is None:
-            raise FallowError(f"there is no run {params.get('run')}", Exit.NOINPUT)
-        if method == "grow":
-            run.limit = min(run.most, run.limit + int(params["by"]))
-        elif method == "shrink":
-            run.limit = max(run.base, len(run.nodes) - int(params["by"]))
-            harvested = [node for node in run.nodes if node.kind is AllocationKind.HARVEST]
-            for node in harvested[-(len(run.nodes) - run.limit) :] if len(run.nodes) > run.limit else []:
-                node.draining = True
-        elif method == "drain":
-            for node in run.nodes:
-                node.draining |= node.name in params["nodes"]
-        elif method in ("pause", "resume"):
-            run.paused = method == "pause"
-            for node in run.nodes:
-                node.draining |= run.paused and node.kind is AllocationKind.HARVEST
-        elif method == "cancel":
-            run.cancelled = True
-            for node in run.nodes:
-                node.draining = True
-        else:
-            raise FallowError(f"the demonstration does not know {method}", Exit.USAGE)
-        details = ", ".join(f"{name} {value}" for name, value in params.items() if name != "run") or "all of it"
-        return [self._event(run, method, f"asked for by the operator ({details})")]
-
     def _move(self, node: _Node, events: list[EventRecord]) -> None:
         run = next((run for run in self._runs if node in run.nodes), None)
         if run is not None:
@@ -174,9 +141,7 @@ class DemoCluster:
             self._offer(node, events)
 
     def _move_ours(self, node: _Node, run: _Run, events: list[EventRecord]) -> None:
-        if node.phase is MemberPhase.STARTING and node.draining:
-            self._drop(node, run)
-        elif node.phase is MemberPhase.STARTING and self.at - node.since >= START_S:
+        if node.phase is MemberPhase.STARTING and self.at - node.since >= START_S:
             node.phase = MemberPhase.MEMBER
             run.generation += 1
             kind = "start" if run.generation == 1 else "absorb"
@@ -187,11 +152,8 @@ class DemoCluster:
         elif node.phase is MemberPhase.MEMBER and self._random.random() < 0.0004:
             events.append(self._event(run, "eject", f"-{node.name} stopped answering; one step was done again"))
             self._drop(node, run)
-        elif node.phase is MemberPhase.MEMBER and (node.draining or self.at >= node.until):
-            if node.draining:
-                why = "asked for by the operator"
-            else:
-                why = f"job {self._random.randint(71_000, 72_000)} of another user needs it"
+        elif node.phase is MemberPhase.MEMBER and self.at >= node.until:
+            why = f"job {self._random.randint(71_000, 72_000)} of another user needs it"
             events.append(self._event(run, "release", f"-{node.name} leaves at step {int(run.step)}: {why}"))
             node.phase, node.since = MemberPhase.LEAVING, self.at
         elif node.phase is MemberPhase.LEAVING and self.at - node.since >= LEAVE_S:
@@ -200,19 +162,19 @@ class DemoCluster:
     def _drop(self, node: _Node, run: _Run) -> None:
         run.nodes.remove(node)
         run.generation += 1
-        node.run, node.draining = None, False
+        node.run = None
         if self._random.random() < 0.7:
             node.owner, node.until = NodeOwner.PLANNED, self.at + self._random.uniform(2, 6)
         else:
             node.owner, node.until = NodeOwner.IDLE, self.at + self._random.uniform(4, 12)
 
     def _offer(self, node: _Node, events: list[EventRecord]) -> None:
-        wanting = [run for run in self._runs if not run.cancelled and not run.paused and len(run.nodes) < run.limit]
+        wanting = [run for run in self._runs if len(run.nodes) < run.most]
         hole = self._random.uniform(25, 160)
         if not wanting or self._random.random() < 0.3:
             node.owner, node.until = NodeOwner.PLANNED, self.at + self._random.uniform(2, 8)
             return
-        run = min(wanting, key=lambda run: len(run.nodes) / run.limit)
+        run = min(wanting, key=lambda run: len(run.nodes) / run.most)
         self._take(run, node, AllocationKind.HARVEST, hole)
         events.append(self._event(run, "submit", f"asks for {node.name}: idle, and likely to be so for {hole:.0f} s"))
 
@@ -248,21 +210,16 @@ class DemoCluster:
         ]
         size = sum(member.phase is MemberPhase.MEMBER for member in members)
         moving = [member.node for member in members if member.phase is not MemberPhase.MEMBER]
-        if run.cancelled:
-            status = RunStatus.CANCELLED
-        elif run.step >= run.total:
+        status = RunStatus.TRAINING if size else RunStatus.WAITING
+        if run.step >= run.total:
             status = RunStatus.FINISHED
-        else:
-            status = RunStatus.TRAINING if size else RunStatus.WAITING
         return RunView(
             run=run.run,
             name=run.name,
             status=status,
-            message="paused by hand" if run.paused else "",
-            paused="paused by hand" if run.paused else "",
             min_nodes=run.base,
             max_nodes=run.most,
-            limit=run.limit,
+            limit=run.most,
             generation=run.generation,
             step=int(run.step),
             total_steps=run.total,
@@ -295,7 +252,6 @@ class DemoSource:
     def __init__(self, seed: int = 7, wall: Callable[[], float] = time.time, tick_s: float = 1.0) -> None:
         self._cluster = DemoCluster(seed, start=wall() - WARM_UP)
         self._tick_s = tick_s
-        self._asked: list[EventRecord] = []
 
     async def subscribe(self) -> AsyncIterator[Snapshot | EventRecord]:
         for _ in range(WARM_UP):
@@ -304,10 +260,9 @@ class DemoSource:
             yield self._cluster.snapshot()
         while True:
             await asyncio.sleep(self._tick_s)
-            asked, self._asked = self._asked, []
-            for event in (*asked, *self._cluster.advance()):
+            for event in self._cluster.advance():
                 yield event
             yield self._cluster.snapshot()
 
     async def call(self, method: str, **params: Any) -> Any:
-        self._asked += self._cluster.act(method, params)
+        raise FallowError(f"{method}: the cluster is made up; it takes no requests", Exit.USAGE)

@@ -1,4 +1,4 @@
-"""`python -m fallow.agent --key-file PATH [--relay] [--patience SECONDS] -- CMD ARGS…`."""
+"""`python -m fallow.agent --key-file PATH [--patience SECONDS] -- CMD ARGS…`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="fallow.agent", description="Node agent; started by `fallow run`.")
     parser.add_argument("--key-file", type=Path, required=True, help="the allocation's KeyFile")
     parser.add_argument(
-        "--relay", action="store_true", help="copy the output of every worker, not only of the main one"
-    )
-    parser.add_argument(
         "--patience",
         type=float,
         default=PATIENCE_S,
@@ -35,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         keys = read_key_file(options.key_file)
         head = wait_for_head(Path(keys.head_file))
         place = look_around(keys, head)
-        agent = Agent(keys, head, place, options.command, relay=options.relay, patience_s=options.patience)
+        agent = Agent(keys, head, place, options.command, patience_s=options.patience)
         return asyncio.run(agent.run())
     except FallowError as error:
         print(f"fallow agent: {error.message}", file=sys.stderr)  # noqa: T201

@@ -78,7 +78,6 @@ class Agent:
         head: where it is.
         place: this node.
         command: what each worker runs.
-        relay: copy the output of every worker, not only of the main one.
         patience_s: end when no worker runs and the head is silent for so long.
         environ: of this process.
     """
@@ -90,12 +89,11 @@ class Agent:
         place: Place,
         command: Sequence[str],
         *,
-        relay: bool = False,
         patience_s: float = PATIENCE_S,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         self._patience_s = patience_s
-        self._launch = Launch(keys.run, place, command, environ, relay)
+        self._launch = Launch(keys.run, place, command, environ)
         self._parent = os.getppid()
         self._term = 0
         self._setup: Setup | None = None
@@ -142,7 +140,7 @@ class Agent:
             keys.secret_key,
             self._receive,
             Path(keys.head_file),
-            on_connect=self._greet,
+            greeting=self._greet,
         )
 
     async def run(self) -> int:
@@ -242,10 +240,10 @@ class Agent:
 
     # -- what the head is told ------------------------------------------------------------------------------
 
-    def _greet(self) -> None:
+    def _greet(self) -> Hello:
         """In the link's thread, after each new connection."""
-        self._link.send(self._enrolment.hello)
         self._loop.call_soon_threadsafe(self._begin_connection)
+        return self._enrolment.hello
 
     def _begin_connection(self) -> None:
         self._enrolment.greet_again()

@@ -113,10 +113,9 @@ class Pump(threading.Thread):
         log: the file that takes all of it.
         drained: called at the end, in this thread.
         shown: copy to our own output, too, as long as the worker itself has not said whether.
-        relays: copy everything, whatever the worker says.
     """
 
-    def __init__(self, worker: str, log: Path, drained: Callable[[], None], *, shown: bool, relays: bool) -> None:
+    def __init__(self, worker: str, log: Path, drained: Callable[[], None], *, shown: bool) -> None:
         super().__init__(name=f"output-{worker}", daemon=True)
         self.shown = shown
         "Set by the agent at any time."
@@ -124,7 +123,7 @@ class Pump(threading.Thread):
         self._stderr, error_end = os.pipe()
         self.ends = out_end, error_end
         "what the worker writes to; closed here by `start`"
-        self._relays, self._drained = relays, drained
+        self._drained = drained
         self._log_path = log
         self._sources = {stdout: sys.stdout, self._stderr: sys.stderr}
         self._marked = {source: Marked() for source in self._sources}
@@ -171,7 +170,7 @@ class Pump(threading.Thread):
         log.write(data)
         if source == self._stderr:
             self._keep(data)
-        shown = self._relays or (self.shown if speaks is None else speaks)
+        shown = self.shown if speaks is None else speaks
         if not shown and self._mid_line[source]:
             data, shown = b"\n", True  # another worker's output follows
         if shown and data:

@@ -33,14 +33,12 @@ class Launch:
         place: the node.
         command: argv.
         environ: the agent's environment.
-        relays: the output of all workers is copied to the agent's own.
     """
 
     run: str
     place: Place
     command: Sequence[str]
     environ: Mapping[str, str]
-    relays: bool
 
     def environment(self, start: Start) -> dict[str, str]:
         """Of the worker that is told this."""
@@ -81,7 +79,7 @@ class Worker:
         self._on_change, self._on_part = on_change, on_part
         ours, theirs = socket.socketpair()
         log_file = RunPaths(Path(start.setup.folder)).log(self._name)
-        self.output = Pump(self._name, log_file, drained, shown=shown, relays=launch.relays)
+        self.output = Pump(self._name, log_file, drained, shown=shown)
         self.process = WorkerProcess(launch.command, launch.environment(start), theirs.detach(), self.output)
         self.output.start()
         self.channel = WorkerChannel(ours, self._hear, self._lose_channel)

@@ -111,9 +111,9 @@ def look_up(token: str) -> str | None:
     from fallow.slurm.cli import CliClient
 
     try:
-        cluster = asyncio.run(CliClient(query_timeout_s=LOOK_UP_S).poll(token))
+        own = asyncio.run(CliClient(query_timeout_s=LOOK_UP_S).own_jobs())
     except FallowError:
         return None
     # Of a heterogeneous job every component has the comment; the leader comes first and has the smallest number.
-    ids = [job.het_job_id or job.job_id for job in cluster.jobs if token in job.comment.split()]
+    ids = [job.het_job_id or job.job_id for job in own if token in job.comment.split()]
     return min(ids, key=lambda text: int(re.sub(r"\D.*", "", text) or 0), default=None)

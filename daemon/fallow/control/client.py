@@ -165,18 +165,8 @@ def call(head_file: Path, method: str, type_: Any = Any, *, timeout_s: float = T
 
 def _gone(head_file: Path, head: HeadFile, error: OSError) -> FallowError:
     where = f"the head of {head_file.parent} (pid {head.pid} on {head.host})"
-    if _alive(head.pid):
+    if Path(f"/proc/{head.pid}").exists():
         text = f"{where} does not answer on {head.control} ({error.strerror or error}); look at its log"
     else:
         text = f"{where} is gone; {START_ADVICE}"
     return FallowError(text, Exit.UNAVAILABLE)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

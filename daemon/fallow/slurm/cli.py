@@ -24,13 +24,13 @@ from fallow.slurm import parse
 from fallow.slurm.client import SlurmUnavailable, SubmitRejected, SubmitUnknown
 from fallow.slurm.owner import owner
 from fallow.slurm.process import Done, job_environment, query_environment, run
-from fallow.slurm.state import cluster_state, earlier, on_our_clock, user_name
+from fallow.slurm.state import cluster_state, on_our_clock, user_name
 
 QUERY_TIMEOUT_S = 30.0
 "A hung slurmctld holds scontrol for 20 s (two tries of MessageTimeout=10); a busy one may need as long."
 SUBMIT_TIMEOUT_S = 60.0
 POLL_REQUESTS = 6
-"As sdiag of 22.05 counts a poll: nodes, partitions (three times), jobs, reservations."
+"As sdiag of 22.05 counts a poll: nodes, partitions (three times), jobs, reservations. pyslurm sends as many."
 ACCOUNTING_TIMEOUT_S = 5.0
 "Polls wait for this answer, and slurmdbd may be away while slurmctld is well."
 
@@ -40,7 +40,6 @@ _SQUEUE = ["squeue", "-h", "-a", "--local", "-t", "all"]
 # Below that, the difference is the time an answer takes and Slurm's rounding to whole seconds.
 _CLOCK_TOLERANCE_S = 2.0
 _JOB_ID = re.compile(r"\d+(?:[+_]\d+)?")
-_SIGNAL = re.compile(r"[A-Z0-9]{1,10}")
 
 
 class CliClient:
@@ -68,9 +67,6 @@ class CliClient:
         self.clock_offset_s = 0.0
         "what slurmctld's clock is ahead of ours"
         self._user = user_name(os.getuid())
-        self.polls = 0
-        self.commands = 0
-        "number of processes started"
         self._qos: str | None = None
         "what the accounting said last of who preempts whom"
 
@@ -93,7 +89,6 @@ class CliClient:
         return config
 
     async def poll(self, names_prefix: str) -> ClusterState:
-        self.polls += 1
         layout = parse.JobFormat.fresh(secrets.token_hex(4))
         answers = await asyncio.gather(
             self._show(),
@@ -114,25 +109,19 @@ class CliClient:
             return job_id
         raise _submit_error(request.token, done)
 
-    async def find(self, token: str) -> list[JobInfo]:
+    async def own_jobs(self) -> list[JobInfo]:
+        """The user's own jobs in all states that Slurm remembers; times are slurmctld's."""
+        # One user is a filter at slurmctld (but not where that user is root).
         layout = parse.JobFormat.fresh(secrets.token_hex(4))
-        # A single user is a filter at slurmctld, a name one in squeue; squeue takes no prefix for a name.
-        argv = [*_SQUEUE, f"--user={os.getuid()}", f"--name={token}", "-O", layout.option]
-        found = [job for job in parse.jobs(await self._query(argv), layout) if job.name == token]
-        return [earlier(job, self.clock_offset_s) for job in found]
+        return parse.jobs(await self._query([*_SQUEUE, f"--user={os.getuid()}", "-O", layout.option]), layout)
 
-    async def cancel(self, job_ids: Sequence[str], signal: str | None = None) -> None:
+    async def cancel(self, job_ids: Sequence[str]) -> None:
         if not job_ids:
             return
         for text in job_ids:
             if not _JOB_ID.fullmatch(text):
                 raise FallowError(f"{text!r} is no job id; give the number that sbatch printed", Exit.USAGE)
-        options = ["--quiet"]
-        if signal is not None:
-            if not _SIGNAL.fullmatch(signal):
-                raise FallowError(f"{signal!r} is no signal; use a name like USR1", Exit.USAGE)
-            options.append(f"--signal={signal}")
-        done = await self._start(["scancel", *options, *job_ids])
+        done = await self._start(["scancel", "--quiet", *job_ids])
         # Jobs that have ended are errors of scancel's too; one that is over is what was asked for.
         if done.code != 0 and not re.search(r"invalid job id|already complet", done.stderr, re.IGNORECASE):
             raise SlurmUnavailable(_failure(["scancel"], done))
@@ -200,7 +189,6 @@ class CliClient:
         return done.stdout
 
     async def _start(self, argv: list[str], stdin: str = "", timeout_s: float | None = None) -> Done:
-        self.commands += 1
         limit_s = self._query_timeout_s if timeout_s is None else timeout_s
         try:
             return await run(argv, environment=query_environment(self.conf), timeout_s=limit_s, stdin=stdin)
@@ -212,7 +200,6 @@ class CliClient:
         kept = [option for option in request.options if not option.startswith(("--job-name", "-J"))]
         script = _script_file(request.script.encode(errors="surrogateescape"))
         argv = ["sbatch", *options, f"--job-name={request.token}", *kept, str(script), *request.args]
-        self.commands += 1
         try:
             return await run(
                 argv,

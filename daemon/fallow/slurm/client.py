@@ -1,4 +1,4 @@
-"""What the head asks of Slurm, whoever answers: commands (`cli`), pyslurm (`pyslurm_client`) or a script (`fake`)."""
+"""What the head asks of Slurm, whoever answers: commands (`cli`) or pyslurm (`pyslurm_client`)."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class SubmitRejected(FallowError):
 
 
 class SubmitUnknown(FallowError):
-    """The job may exist. Look it up with `find(token)`; never simply submit again."""
+    """The job may exist: a later poll shows it by its name. Never simply submit again."""
 
     def __init__(self, token: str, reason: str) -> None:
         super().__init__(
-            f"job {token}: not known whether Slurm took it ({reason}); look it up by its name before asking again",
+            f"job {token}: not known whether Slurm took it ({reason}); look for it by its name before asking again",
             Exit.TEMPFAIL,
         )
         self.token = token
@@ -44,19 +44,17 @@ def carries(job: JobInfo, names_prefix: str) -> bool:
 class SlurmClient(Protocol):
     """Slurm for one user. Every call ends within a bounded time; all may be used at once."""
 
-    polls: int
-    "number of `poll` calls answered or not, for the head's statistics"
-    backend: str
-    "what answers, and why that, in words"
+    poll_requests: int
+    "requests to slurmctld that a `poll` takes"
 
     @property
-    def poll_requests(self) -> int:
-        """Requests to slurmctld that a `poll` takes, as things are."""
+    def backend(self) -> str:
+        """What answers, and why that, in words."""
         ...
 
     async def config(self) -> ClusterConfig:
         """What rarely changes. Call it first: it also learns the offset to slurmctld's clock, which is taken off all
-        times that `poll` and `find` return."""
+        times that `poll` returns."""
         ...
 
     async def poll(self, names_prefix: str) -> ClusterState:
@@ -64,8 +62,7 @@ class SlurmClient(Protocol):
 
         Jobs: everybody's that have not ended (as far as Slurm shows them), and our own ended ones that carry
         `names_prefix`, as long as Slurm remembers them (MinJobAge, 300 s by default).
-        No node of a running job is IDLE; a node may look taken for one poll longer than its job. Partitions may be a
-        minute old.
+        No node of a running job is IDLE; a node may look taken for one poll longer than its job.
         """
         ...
 
@@ -77,12 +74,8 @@ class SlurmClient(Protocol):
         """
         ...
 
-    async def find(self, token: str) -> list[JobInfo]:
-        """Our own jobs of exactly this name, in all states that Slurm remembers."""
-        ...
-
-    async def cancel(self, job_ids: Sequence[str], signal: str | None = None) -> None:
-        """Cancel jobs, or send their steps a signal (`USR1`). Jobs that have ended do not matter."""
+    async def cancel(self, job_ids: Sequence[str]) -> None:
+        """Cancel jobs. Jobs that have ended do not matter."""
         ...
 
     async def owner(self) -> OwnerView:

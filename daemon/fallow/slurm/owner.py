@@ -70,7 +70,7 @@ def parse_limits(text: str, user: str) -> Iterator[LimitView]:
 def _records(text: str, own: set[str]) -> Iterator[tuple[str, list[str]]]:
     """(whom it binds, its lines). Sections of a QOS for other users and accounts are left out."""
     of, body, inner, mine = "", list[str](), 0, False
-    for raw in _in_lines(text):
+    for raw in text.splitlines():
         line, depth = raw.strip(), len(raw) - len(raw.lstrip())
         found = _ASSOCIATION.match(raw)
         if found or (line.startswith("QOS=") and depth == 0):
@@ -98,36 +98,11 @@ def _records(text: str, own: set[str]) -> Iterator[tuple[str, list[str]]]:
         yield of, body
 
 
-def _in_lines(text: str) -> Iterator[str]:
-    """The lines of an answer; a record that `scontrol -o` printed in one line is taken apart."""
-    for raw in text.splitlines():
-        found = _ASSOCIATION.match(raw)
-        at_qos = raw.startswith("QOS=") and " " in raw.rstrip()
-        if found is None and not at_qos:
-            yield raw
-            continue
-        head, _, rest = raw.partition(" SharesRaw" if found is not None else " ")
-        yield f"{head} "
-        rest = f"SharesRaw{rest}" if found is not None and rest else rest
-        for section in re.split(r" +(?=(?:Account|User) Limits\b|UsageRaw/|ParentAccount=)", rest):
-            if not section.startswith(("Account Limits", "User Limits")):
-                yield f"    {section}"
-                continue
-            yield f"    {section[: section.index('Limits')]}Limits"
-            for name, limits in _OF_EACH.findall(section):
-                yield f"      {name}"
-                yield f"        {limits}"
-
-
-_OF_EACH = re.compile(r"(\S+) +(MaxJobsP[AU]=.*?)(?= +\S+ +MaxJobsP[AU]=|$)")
-"""In a line: a user or an account, and the limits of a QOS for each of them."""
-
-
 def _parents(text: str, accounts: Collection[str]) -> set[str]:
     """Accounts that these are in; the uppermost one is in none."""
     found: set[str] = set()
     ours = False
-    for raw in _in_lines(text):
+    for raw in text.splitlines():
         if head := _ASSOCIATION.match(raw):
             ours = not head["user"] and head["account"] in accounts
         elif ours:
@@ -149,7 +124,7 @@ def parse_shares(text: str, user: str) -> list[ShareView]:
     found: list[ShareView] = []
     account = partition = ""
     shares = factor = 0.0
-    for raw in _in_lines(text):
+    for raw in text.splitlines():
         head = _ASSOCIATION.match(raw)
         if head is not None:
             account = head["account"] if head["user"] == user else ""

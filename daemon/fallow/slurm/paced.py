@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from statistics import median
 from typing import TypeVar
 
-from fallow.model import ClusterConfig, ClusterState, FallowError, JobInfo, JobRequest, OwnerView
+from fallow.model import ClusterConfig, ClusterState, FallowError, JobRequest, OwnerView
 from fallow.slurm.client import SlurmClient
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class Bucket:
 
 
 class PacedClient:
-    """`SlurmClient` in front of another one."""
+    """What a `SlurmClient` does, at the pace that slurmctld can take."""
 
     def __init__(
         self,
@@ -99,24 +99,9 @@ class PacedClient:
         "(our clock, wall clock, answer)"
 
     @property
-    def polls(self) -> int:
-        return self._slurm.polls
-
-    @polls.setter
-    def polls(self, number: int) -> None:
-        self._slurm.polls = number
-
-    @property
-    def poll_requests(self) -> int:
-        return self._slurm.poll_requests
-
-    @property
     def backend(self) -> str:
+        """Who answers."""
         return self._slurm.backend
-
-    @backend.setter
-    def backend(self, words: str) -> None:
-        self._slurm.backend = words
 
     @property
     def least_interval_s(self) -> float:
@@ -137,7 +122,7 @@ class PacedClient:
         return found
 
     async def poll(self, names_prefix: str) -> ClusterState:
-        await self._wait(self._queries, self.poll_requests)
+        await self._wait(self._queries, self._slurm.poll_requests)
         began = self._clock()
         found = await self._watch(self._slurm.poll(names_prefix))
         # How long no answer took says nothing about slurmctld's load once it is back.
@@ -151,14 +136,10 @@ class PacedClient:
     async def submit(self, request: JobRequest) -> str:
         return await self._watch(self._slurm.submit(request))
 
-    async def find(self, token: str) -> list[JobInfo]:
-        await self._wait(self._queries)
-        return await self._watch(self._slurm.find(token))
-
-    async def cancel(self, job_ids: Sequence[str], signal: str | None = None) -> None:
+    async def cancel(self, job_ids: Sequence[str]) -> None:
         # Never held up: somebody may be waiting for the node. But what asks next is.
         self._queries.spend(len(job_ids))
-        await self._watch(self._slurm.cancel(job_ids, signal))
+        await self._watch(self._slurm.cancel(job_ids))
 
     async def test_only(self, request: JobRequest) -> str:
         await self._wait(self._queries, TEST_COST)

@@ -2,7 +2,7 @@
 
 A process of its own because pyslurm keeps the GIL in every call, for 20 s and more when slurmctld hangs, and because
 libslurm ends the process at import when it finds no usable slurm.conf. What it prints goes to standard error.
-Messages: length (4 bytes, big endian), then msgpack.
+A request is the `names_prefix` of a poll. Messages: length (4 bytes, big endian), then msgpack.
 """
 
 from __future__ import annotations
@@ -10,31 +10,19 @@ from __future__ import annotations
 import os
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import msgspec
 
-from fallow.model import ClusterState, PartitionInfo
+from fallow.model import ClusterState
 from fallow.slurm import parse, pyslurm_rows
 from fallow.slurm.state import cluster_state, user_name
 
-# slurm_errno.h
 _ACCESS_DENIED = 2002
-_INVALID_JOB_ID = 2017
-_ALREADY_DONE = 2021
+"slurm_errno.h"
 
 LENGTH = struct.Struct(">I")
-
-
-class Poll(msgspec.Struct, frozen=True, tag="poll"):
-    names_prefix: str
-    partitions: bool = True
-    "ask for them, too; else they are as at the last poll"
-
-
-class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    jobs: list[int]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -48,19 +36,13 @@ class Polled(msgspec.Struct, frozen=True, tag="polled"):
     "`at` is 0: the asker knows slurmctld's clock"
 
 
-class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
-    doubtful: list[int]
-    "jobs whose end was not confirmed"
-
-
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """slurmctld did not answer, or said no."""
 
     reason: str
 
 
-Request = Poll | Cancel
-Answer = Hello | Polled | Cancelled | Failed
+Answer = Hello | Polled | Failed
 
 
 def main() -> int:
@@ -69,30 +51,22 @@ def main() -> int:
     import pyslurm
 
     _send(answers, Hello(pyslurm.__version__))
-    decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-    partitions: list[PartitionInfo] = []
     while header := sys.stdin.buffer.read(LENGTH.size):
-        request = decoder.decode(sys.stdin.buffer.read(*LENGTH.unpack(header)))
+        names_prefix = msgspec.msgpack.decode(sys.stdin.buffer.read(*LENGTH.unpack(header)), type=str)
+        answer: Answer
         try:
-            answer: Answer
-            if isinstance(request, Poll):
-                answer = Polled(poll(pyslurm, request, partitions))
-                partitions = answer.state.partitions
-            else:
-                answer = cancel(pyslurm, request)
+            answer = Polled(poll(pyslurm, names_prefix))
         except pyslurm.RPCError as error:
             answer = Failed(error.msg or f"error {error.errno}")
         _send(answers, answer)
     return 0
 
 
-def poll(pyslurm: Any, request: Poll, partitions: Sequence[PartitionInfo]) -> ClusterState:
-    """Everything that `SlurmClient.poll` promises, but the time. Args: partitions: as of the last poll."""
+def poll(pyslurm: Any, names_prefix: str) -> ClusterState:
+    """Everything that `SlurmClient.poll` promises, but the time."""
     # Nodes first: a job that ends in between leaves its node taken for one poll longer, never idle too early.
     nodes = list(pyslurm.Nodes.load().values())
-    if request.partitions:
-        found = pyslurm.Partitions.load().values()
-        partitions = [parse.partition(pyslurm_rows.partition(each)) for each in found]
+    partitions = list(pyslurm.Partitions.load().values())
     try:
         reservations = list(pyslurm.Reservations.load().values())
     except pyslurm.RPCError as error:
@@ -103,28 +77,13 @@ def poll(pyslurm: Any, request: Poll, partitions: Sequence[PartitionInfo]) -> Cl
     used = pyslurm_rows.gpus_of_jobs(jobs, nodes)
     return cluster_state(
         [parse.node(pyslurm_rows.node(found, used.get(found.name, {}))) for found in nodes],
-        partitions,
+        [parse.partition(pyslurm_rows.partition(found)) for found in partitions],
         [info for found in reservations for info in parse.reservation(pyslurm_rows.reservation(found))],
         (parse.job(pyslurm_rows.job(found)) for found in jobs),
         at=0.0,
         user=user_name(os.getuid()),
-        names_prefix=request.names_prefix,
+        names_prefix=names_prefix,
     )
-
-
-def cancel(pyslurm: Any, request: Cancel) -> Cancelled:
-    """Cancel jobs; those that have ended do not matter.
-
-    pyslurm judges by the errno of the C library, which may be a stale one. So an error only makes a job doubtful.
-    """
-    doubtful = []
-    for job_id in request.jobs:
-        try:
-            pyslurm.Job(job_id).cancel()
-        except pyslurm.RPCError as error:
-            if error.errno not in (_INVALID_JOB_ID, _ALREADY_DONE):
-                doubtful.append(job_id)
-    return Cancelled(doubtful)
 
 
 def _send(out: BinaryIO, answer: Answer, encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode) -> None:

@@ -1,9 +1,9 @@
 """Slurm through pyslurm where that is better, and through its commands for the rest.
 
-Through pyslurm go the polls, which are most of what is asked, and cancellations. The rest is rare, and the commands
-do it better: pyslurm cannot submit heterogeneous jobs or ask when a job would start; of a plain job it cannot say
-`--mem=0` or `--propagate=NONE`, and it runs none of the site's SPANK and cli_filter plugins, so a harvest job would
-not be what the user's own sbatch makes; it cannot load the jobs of one user only; and slurmctld's clock stands in
+Through pyslurm go the polls, which are most of what is asked. The rest is rare, and the commands do it better: pyslurm
+cannot submit heterogeneous jobs or ask when a job would start; of a plain job it cannot say `--mem=0` or
+`--propagate=NONE`, and it runs none of the site's SPANK and cli_filter plugins, so a harvest job would not be what the
+user's own sbatch makes; what it says of a cancellation may be of another one; and slurmctld's clock stands in
 `scontrol show config` alone.
 """
 
@@ -15,11 +15,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from fallow.model import ClusterConfig, ClusterState, JobInfo, JobRequest, OwnerView
-from fallow.slurm.cli import QUERY_TIMEOUT_S, SUBMIT_TIMEOUT_S, CliClient
+from fallow.model import ClusterConfig, ClusterState, JobRequest, OwnerView
+from fallow.slurm.cli import POLL_REQUESTS, QUERY_TIMEOUT_S, SUBMIT_TIMEOUT_S, CliClient
 from fallow.slurm.client import SlurmUnavailable
-from fallow.slurm.pyslurm_child import Answer, Cancel, Cancelled, Failed, Poll, Polled, Request
-from fallow.slurm.pyslurm_process import CHILD, ChildDied, PyslurmProcess
+from fallow.slurm.pyslurm_process import ChildDied, PyslurmProcess
 from fallow.slurm.state import on_our_clock
 
 OLDEST = (25, 11)
@@ -27,16 +26,8 @@ OLDEST = (25, 11)
 
 START_TIMEOUT_S = 20.0
 "Of a child: importing pyslurm; a configless site's slurm.conf comes from slurmctld then."
-CANCEL_TIMEOUT_S = 5.0
-"After that scancel is tried; nodes that others wait for are given back meanwhile."
 RETRY_S, RETRY_MAX_S = 5.0, 300.0
-POLL_REQUESTS = 4
-"Nodes, partitions (`Nodes.load` asks for both), reservations, jobs."
-PARTITIONS_REQUESTS = 2
-"What `Partitions.load` asks for: partitions, and all of slurm.conf to see whether nodes are powered down."
-PARTITIONS_S = 60.0
-"For so long partitions are taken to be as they were: nobody waits for a change of theirs."
-ANSWERS_PER_CHILD = 1000
+POLLS_PER_CHILD = 1000
 "pyslurm is said to leak (PySlurm issue 60); at one poll in 30 s a child lives for 8 hours."
 
 
@@ -48,8 +39,9 @@ class PyslurmClient:
     Args:
         conf: the slurm.conf to use; None: what the environment says.
         insist: never let the commands answer a poll; say that Slurm is not available.
-        child: what to run.
     """
+
+    poll_requests = POLL_REQUESTS
 
     def __init__(
         self,
@@ -58,32 +50,17 @@ class PyslurmClient:
         insist: bool = False,
         query_timeout_s: float = QUERY_TIMEOUT_S,
         submit_timeout_s: float = SUBMIT_TIMEOUT_S,
-        child: Sequence[str] = CHILD,
     ) -> None:
         self._cli = CliClient(conf, query_timeout_s=query_timeout_s, submit_timeout_s=submit_timeout_s)
         self._insist = insist
         self._query_timeout_s = query_timeout_s
-        self._argv = child
         self._turn = asyncio.Lock()
         self._child: PyslurmProcess | None = None
-        self._answers = 0
-        self._partitions_at = -PARTITIONS_S
-        "monotonic time at which this child was asked for partitions last"
+        self._child_polls = 0
         self._release: tuple[int, int] | None = None
         self._failures = 0
         self._not_before = 0.0
         self.backend = "pyslurm, not asked yet"
-        self.polls = 0
-
-    @property
-    def poll_requests(self) -> int:
-        if self._child is None:
-            return self._cli.poll_requests
-        return POLL_REQUESTS + (PARTITIONS_REQUESTS if self._partitions_due else 0)
-
-    @property
-    def _partitions_due(self) -> bool:
-        return time.monotonic() - self._partitions_at >= PARTITIONS_S
 
     async def config(self) -> ClusterConfig:
         found = await self._configure()
@@ -92,16 +69,12 @@ class PyslurmClient:
         return found
 
     async def poll(self, names_prefix: str) -> ClusterState:
-        self.polls += 1
         async with self._turn:
-            began, due = time.monotonic(), self._partitions_due
-            answer = await self._ask(Poll(names_prefix, due), self._query_timeout_s)
-            if due and isinstance(answer, Polled) and self._child is not None:
-                self._partitions_at = began
-        if isinstance(answer, Polled):
+            state = await self._ask(names_prefix)
+        if state is not None:
             at, offset_s = time.time(), self._cli.clock_offset_s
             # In a thread, as the commands' answers are read.
-            return await asyncio.to_thread(on_our_clock, answer.state, at, offset_s)
+            return await asyncio.to_thread(on_our_clock, state, at, offset_s)
         if self._insist:
             raise SlurmUnavailable(f'{self.backend}; mend it, or set [slurm] client = "auto"')
         return await self._cli.poll(names_prefix)
@@ -109,15 +82,8 @@ class PyslurmClient:
     async def submit(self, request: JobRequest) -> str:
         return await self._cli.submit(request)
 
-    async def find(self, token: str) -> list[JobInfo]:
-        return await self._cli.find(token)
-
-    async def cancel(self, job_ids: Sequence[str], signal: str | None = None) -> None:
-        plain = signal is None and all(re.fullmatch("[0-9]{1,9}", text) for text in job_ids)
-        if plain and job_ids and not self._turn.locked():  # never behind a poll
-            async with self._turn:
-                job_ids = await self._cancel([int(text) for text in job_ids])
-        await self._cli.cancel(job_ids, signal)
+    async def cancel(self, job_ids: Sequence[str]) -> None:
+        await self._cli.cancel(job_ids)
 
     async def owner(self) -> OwnerView:
         return await self._cli.owner()
@@ -129,18 +95,10 @@ class PyslurmClient:
         async with self._turn:
             await self._end()
 
-    async def _cancel(self, jobs: list[int]) -> list[str]:
-        """Those that remain to be cancelled by other means."""
-        try:
-            answer = await self._ask(Cancel(jobs), CANCEL_TIMEOUT_S)
-        except SlurmUnavailable:
-            answer = None
-        return [str(job) for job in (answer.doubtful if isinstance(answer, Cancelled) else jobs)]
-
     # -- the child; all with the turn held ----------------------------------------------------------------------
 
-    async def _ask(self, request: Request, timeout_s: float) -> Answer | None:
-        """The child's answer; None: there is no child, ask the commands.
+    async def _ask(self, names_prefix: str) -> ClusterState | None:
+        """The child's poll, on slurmctld's clock; None: there is no child, ask the commands.
 
         Raises:
             SlurmUnavailable: slurmctld did not answer the child; so the commands would fare no better.
@@ -148,33 +106,31 @@ class PyslurmClient:
         child = await self._ready()
         if child is None:
             return None
-        answer: Answer | None = None
+        state: ClusterState | None = None
         try:
-            async with asyncio.timeout(timeout_s):
-                answer = await child.ask(request)
+            async with asyncio.timeout(self._query_timeout_s):
+                state = await child.poll(names_prefix)
         except TimeoutError:
-            reason = f"no answer within {timeout_s:g} s"
+            reason = f"no answer within {self._query_timeout_s:g} s"
             self._failed(reason)
             raise SlurmUnavailable(f"pyslurm: {reason}; check slurmctld with `scontrol ping`") from None
         except ChildDied as error:
             self._failed(f"ended: {error}")
             return None
         finally:
-            self._answers += 1
+            self._child_polls += 1
             # After an error too: a new one reads slurm.conf again, which may be what has changed.
-            if answer is None or isinstance(answer, Failed) or self._answers >= ANSWERS_PER_CHILD:
+            if state is None or self._child_polls >= POLLS_PER_CHILD:
                 await self._end()
         self._failures = 0
-        if isinstance(answer, Failed):
-            raise SlurmUnavailable(f"pyslurm: {answer.reason}; check slurmctld with `scontrol ping`")
-        return answer
+        return state
 
     async def _ready(self) -> PyslurmProcess | None:
         if self._child is not None or time.monotonic() < self._not_before:
             return self._child
         if self._release is None:
             await self._configure()
-        child = PyslurmProcess(self._cli.conf, self._argv)
+        child = PyslurmProcess(self._cli.conf)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 version = await child.start()
@@ -184,7 +140,7 @@ class PyslurmClient:
             self._failed(f"not started: {error}")
         else:
             if (unsuited := _unsuited(version, self._release)) is None:
-                self._child, self._answers = child, 0
+                self._child, self._child_polls = child, 0
                 self.backend = f"pyslurm {version}"
                 return child
             self._not_before = float("inf")  # until the cluster has another version
@@ -209,7 +165,6 @@ class PyslurmClient:
 
     async def _end(self) -> None:
         child, self._child = self._child, None
-        self._partitions_at = -PARTITIONS_S  # the next one knows of none
         if child is not None:
             await child.end()
 

@@ -7,14 +7,15 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
 
 import msgspec
 
+from fallow.model import ClusterState
+from fallow.slurm.client import SlurmUnavailable
 from fallow.slurm.process import query_environment
-from fallow.slurm.pyslurm_child import LENGTH, Answer, Hello, Request
+from fallow.slurm.pyslurm_child import LENGTH, Answer, Failed, Hello, Polled
 
-CHILD = (sys.executable, "-m", "fallow.slurm.pyslurm_child")
+_CHILD = (sys.executable, "-m", "fallow.slurm.pyslurm_child")
 
 _STDERR_BYTES = 4096
 
@@ -28,19 +29,13 @@ class PyslurmProcess:
 
     Args:
         conf: the slurm.conf to use; None: what the environment says.
-        argv: what to run.
     """
 
-    def __init__(self, conf: str | None, argv: Sequence[str] = CHILD) -> None:
+    def __init__(self, conf: str | None) -> None:
         self._conf = conf
-        self._argv = argv
         self._process: asyncio.subprocess.Process | None = None
         self._errors: asyncio.Task[bytes] | None = None
         self._decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
 
     async def start(self) -> str:
         """Start it; returns pyslurm's version. The caller sets the deadline.
@@ -50,7 +45,7 @@ class PyslurmProcess:
         """
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *self._argv,
+                *_CHILD,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
@@ -58,7 +53,7 @@ class PyslurmProcess:
                 start_new_session=True,  # a Ctrl-C is for the head, which ends it in its own time
             )
         except OSError as error:
-            raise ChildDied(f"{self._argv[0]}: {error.strerror}") from error
+            raise ChildDied(f"{_CHILD[0]}: {error.strerror}") from error
         assert self._process.stderr is not None
         self._errors = asyncio.create_task(_tail(self._process.stderr))
         match await self._receive():
@@ -67,20 +62,27 @@ class PyslurmProcess:
             case other:
                 raise ChildDied(f"began with {type(other).__name__}")
 
-    async def ask(self, request: Request) -> Answer:
-        """One question, one answer. The caller sets the deadline, and never asks twice at once.
+    async def poll(self, names_prefix: str) -> ClusterState:
+        """One poll, on slurmctld's clock. The caller sets the deadline, and never asks twice at once.
 
         Raises:
-            ChildDied: it ended without an answer.
+            SlurmUnavailable: slurmctld did not answer, or said no.
+            ChildDied: the process ended without an answer.
         """
         writer = self._running().stdin
         assert writer is not None
-        data = msgspec.msgpack.encode(request)
+        data = msgspec.msgpack.encode(names_prefix)
         # A broken pipe shows when the answer is read, with the reason.
         with contextlib.suppress(ConnectionError):
             writer.write(LENGTH.pack(len(data)) + data)
             await writer.drain()
-        return await self._receive()
+        match await self._receive():
+            case Polled(state):
+                return state
+            case Failed(reason):
+                raise SlurmUnavailable(f"pyslurm: {reason}; check slurmctld with `scontrol ping`")
+            case other:
+                raise ChildDied(f"answered with {type(other).__name__}")
 
     def _running(self) -> asyncio.subprocess.Process:
         assert self._process is not None, "start() comes first"

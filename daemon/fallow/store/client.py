@@ -17,7 +17,7 @@ import msgspec
 import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError, ResponseError
+from redis.exceptions import RedisError, ResponseError
 
 from fallow.model import EventRecord, Exit, FallowError
 from fallow.store import scripts
@@ -90,7 +90,7 @@ class Store:
         keys = [f"{{{namespace}}}:{name}" for name in ("term", "clock", "seq", "op", "kv", "events", "bytes")]
         self._save_keys = keys
         self._term_key, self._clock_key, self._seq_key, _, self._kv_key, self._events_key, _ = keys
-        self._shas: dict[str, str] = {}
+        self._begin_term, self._save = map(client.register_script, (scripts.BEGIN_TERM, scripts.SAVE))
         self._clock = 0
         self._saves = 0
         self._lock = asyncio.Lock()
@@ -146,7 +146,7 @@ class Store:
 
     async def begin_term(self, floor: int) -> int:
         """Take over: a term above the stored one and above `floor`. Older terms are refused from now on."""
-        term, clock = await self._script(scripts.BEGIN_TERM, [self._term_key, self._clock_key], [str(floor)])
+        term, clock = await self._call(self._begin_term([self._term_key, self._clock_key], [floor]))
         self.term, self._clock, self._saves = int(term), int(clock), 0
         return self.term
 
@@ -171,7 +171,7 @@ class Store:
             # Only a call that got an answer moves the counter: a repetition has the same number and content.
             content = hashlib.sha256(msgspec.msgpack.encode(args)).hexdigest()
             args[1] = f"{self.term}.{self._saves}.{content}"
-            answer = await self._script(scripts.SAVE, self._save_keys, args)
+            answer = await self._call(self._save(self._save_keys, args))
             self._saves += 1
             if answer[0] == b"fenced":
                 raise Fenced(self._where, _text(answer[1]), _text(answer[2]))
@@ -211,24 +211,10 @@ class Store:
         """Number of the newest event; 0 when there is none."""
         return int(await self._call(self._client.get(self._seq_key)) or 0)
 
-    async def _script(self, script: str, keys: list[str], args: list[Any]) -> list[Any]:
-        for _ in range(2):
-            sha = self._shas.get(script)
-            if sha is None:
-                sha = self._shas[script] = _text(await self._call(self._client.script_load(script)))
-            try:
-                return cast(list[Any], await self._call(self._client.evalsha(sha, len(keys), *keys, *args)))
-            except NoScriptError:
-                # A server that was started again has forgotten it.
-                del self._shas[script]
-        raise Unavailable(self._where, "forgets scripts as soon as they are loaded")
-
     async def _call(self, call: Any) -> Any:
         try:
             async with asyncio.timeout(self._deadline_s):
                 return await cast(Awaitable[Any], call)
-        except NoScriptError:
-            raise
         except TimeoutError:
             raise Unavailable(self._where, f"no answer within {self._deadline_s:g} s") from None
         except ResponseError as error:

@@ -1,7 +1,7 @@
 """The agent's end: a thread that owns one DEALER socket and finds the head again when it moves.
 
 Conversations are level-triggered (see `core.protocol`), so a link promises little: what is sent while the head is away
-waits in a short queue, and after every new connection `on_connect` runs first, so that the agent's hello goes before
+waits in a short queue, and after every new connection the `greeting` is asked for: the agent's hello, which goes before
 everything else. A head whose messages cannot be read counts as silent.
 """
 
@@ -50,7 +50,7 @@ class Link:
         public_key: of the allocation (Z85), with `secret_key`.
         on_message: called in the link's thread with each message from the head.
         head_file: read when the head is silent, for the place and key that it has now.
-        on_connect: called in the link's thread after every new connection. What it sends goes before everything else.
+        greeting: called in the link's thread after every new connection. What it returns goes before everything else.
     """
 
     def __init__(
@@ -62,17 +62,15 @@ class Link:
         on_message: Callable[[ToAgent], None],
         head_file: Path,
         *,
-        on_connect: Callable[[], None],
+        greeting: Callable[[], FromAgent],
     ) -> None:
         self._endpoint, self._server_key = endpoint, server_key
         self._public_key, self._secret_key = public_key, secret_key
         self._decoder: Decoder[ToAgent] = Decoder(ToAgent, always=Refused)
-        self._on_message, self._on_connect = on_message, on_connect
+        self._on_message, self._greeting = on_message, greeting
         self._head_file = head_file
         self._lock = threading.Lock()
         self._waiting = Waiting()
-        self._first: Waiting | None = None
-        "what `on_connect` sends, while it runs"
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing_at: float | None = None
         self._up = False
@@ -106,9 +104,7 @@ class Link:
             Unreadable: it is too large.
         """
         with self._lock:
-            if self._first is not None and threading.current_thread() is self._thread:
-                self._first.put(message)
-            elif self._closing_at is None:
+            if self._closing_at is None:
                 self._waiting.put(message)
                 os.eventfd_write(self._wake, 1)
 
@@ -220,11 +216,12 @@ class Link:
             if not self._up:
                 continue
             self._redial_s = _REDIAL_S[0]
-            self._first = Waiting()
-            self._guard(self._on_connect)
-            with self._lock:
-                self._first.put_behind(self._waiting)
-                self._waiting, self._first = self._first, None
+            self._guard(self._greet)
+
+    def _greet(self) -> None:
+        message = self._greeting()
+        with self._lock:
+            self._waiting.put_first(message)
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         # A bounded number, so that a flood cannot keep our own messages back.

@@ -35,10 +35,11 @@ class Waiting:
         if len(self._encoded) > MOST:
             del self._encoded[next(iter(self._encoded))]
 
-    def put_behind(self, later: Waiting) -> None:
-        """Add another one's messages, except those about the same things as these, and the oldest if they are many."""
-        others = [(subject, data) for subject, data in later._encoded.items() if subject not in self._encoded]
-        self._encoded.update(others[max(0, len(others) + len(self) - MOST) :])
+    def put_first(self, message: Wire) -> None:
+        """Add a message in front of all others."""
+        subject = _subject(message)
+        others = {other: data for other, data in self._encoded.items() if other != subject}
+        self._encoded = {subject: encode(message), **others}
 
     def first(self) -> bytes:
         """The next message to send. It stays until it is `sent`, or a newer one takes its place."""

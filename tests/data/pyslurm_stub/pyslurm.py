@@ -51,13 +51,9 @@ class Nodes:
 
 
 class Partitions:
-    loads = 0
-
-    @classmethod
-    def load(cls) -> dict:
-        """One partition, whose name says how often they were asked for."""
-        cls.loads += 1
-        partition = SimpleNamespace(name=f"load{cls.loads}", nodes="from-pyslurm", state="UP", is_default=True)
+    @staticmethod
+    def load() -> dict:
+        partition = SimpleNamespace(name="gpu", nodes="from-pyslurm", state="UP", is_default=True)
         lists = ("allowed_accounts", "denied_accounts", "allowed_qos", "denied_qos", "allowed_groups")
         vars(partition).update({name: [] for name in lists})
         vars(partition).update(max_time=None, priority_tier=1, preempt_mode=None, qos=None)
@@ -76,15 +72,3 @@ class Jobs:
     @staticmethod
     def load() -> dict:
         return {}
-
-
-class Job:
-    def __init__(self, job_id: int) -> None:
-        self.id = job_id
-
-    def cancel(self) -> None:
-        _behave()
-        if self.id == 7:
-            raise RPCError(115, "Operation now in progress")
-        if self.id == 8:
-            raise RPCError(2017, "Invalid job id specified")

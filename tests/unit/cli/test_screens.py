@@ -6,8 +6,6 @@ import asyncio
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -175,20 +173,6 @@ def test_local_shows_what_the_script_said_harmlessly(
     shown = "".join(capfd.readouterr())
     assert "newcomer(s) did not take part: " + SEEN in shown
     assert FORBIDDEN.findall(shown) == []
-
-
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_a_terminal_without_utf8_gets_escapes_and_no_traceback(encoding: str, tmp_path: Path) -> None:
-    environ = {**os.environ, "PYTHONIOENCODING": encoding, "FALLOW_STATE_DIR": str(tmp_path / "größe模")}
-    for words in (["status"], ["status", "--json"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "fallow", *words], env=environ, capture_output=True, timeout=120, check=False
-        )
-        said = (done.stdout + done.stderr).decode(encoding)
-        assert done.returncode == 69, said
-        assert r"\u6a21" in said
-        if "--json" in words:
-            assert "größe模" in json.loads(said)["error"]["message"]
 
 
 async def test_a_name_that_is_no_utf8_is_refused_in_words(tmp_path: Path) -> None:

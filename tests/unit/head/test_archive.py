@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from fake_slurm import FakeJob, FakeSlurm
 from fallow.core import records
 from fallow.core.planning.gain import Seen
 from fallow.head.deadlines import Deadlines
@@ -17,8 +18,6 @@ from fallow.head.slurm.gains import gains
 from fallow.head.state.archive import LESSONS, Archive
 from fallow.head.state.book import Run
 from fallow.model import AllocationKind, AllocationState, Exit, RunStatus
-from fallow.slurm.fake import FakeSlurm
-from fallow.slurm.virtual import FakeJob
 
 from test_gains import NOW, Desk  # isort: skip
 from slurm_side import Site, config  # isort: skip

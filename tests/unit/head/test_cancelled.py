@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fake_slurm import FakeJob, FakeSlurm
 from fallow.core.accounting.backoff import FIRST_S
 from fallow.core.accounting.cancelled import CANCELS, WITHIN_S, Cancels, by_others, note
 from fallow.core.accounting.spans import Span
@@ -16,8 +17,6 @@ from fallow.head.loop.turn import agent_peer
 from fallow.head.peers.agents import Agents
 from fallow.head.state.book import Run
 from fallow.model import AllocationKind, AllocationState, JobInfo
-from fallow.slurm.fake import FakeSlurm
-from fallow.slurm.virtual import FakeJob
 from runs import NOW
 from slurm_side import Site
 

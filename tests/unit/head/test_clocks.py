@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fake_slurm import FakeSlurm
 from fallow.config import Membership
 from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.head.loop.turn import Turn
@@ -23,10 +24,8 @@ from fallow.model import (
     ReservationInfo,
 )
 from fallow.slurm.cli import CliClient
-from fallow.slurm.fake import FakeSlurm
 from fallow.slurm.paced import PacedClient
 from fallow.slurm.process import Done
-from fallow.slurm.pyslurm_child import Polled
 from fallow.slurm.pyslurm_client import PyslurmClient
 from fallow.slurm.state import on_our_clock
 from planning import planned
@@ -123,8 +122,8 @@ async def test_both_clients_measure_the_offset_and_take_it_off(monkeypatch: pyte
     there = time.time() + ahead_s
     nodes = [NodeInfo(node="n1", state="IDLE", idle_since=there - 50.0)]
 
-    async def asked(*_: object) -> Polled:
-        return Polled(ClusterState(at=0.0, nodes=nodes, jobs=[], partitions=[]))
+    async def asked(*_: object) -> ClusterState:
+        return ClusterState(at=0.0, nodes=nodes, jobs=[], partitions=[])
 
     monkeypatch.setattr(by_pyslurm, "_ask", asked)
     await by_pyslurm._cli.config()

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from fake_slurm import FakeJob, FakeSlurm
 from fallow.core.accounting.duds import BACKOFF_S, DUDS, ROUNDS, Duds, came, ended, put_off_s
 from fallow.core.membership.failures import BAR_S
 from fallow.core.protocol.agents import Hello
@@ -15,8 +16,6 @@ from fallow.head.loop.turn import agent_peer
 from fallow.head.peers.agents import Agents
 from fallow.head.state.book import RunRecord
 from fallow.model import AllocationState
-from fallow.slurm.fake import FakeSlurm
-from fallow.slurm.virtual import FakeJob
 
 from runs import CONTRACT, Nodes  # isort: skip
 from slurm_side import POLL_S, Site, config  # isort: skip

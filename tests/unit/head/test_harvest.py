@@ -12,6 +12,7 @@ from unittest.mock import AsyncMock
 import msgspec
 import pytest
 
+from fake_slurm import FakeJob, FakeSlurm
 from fallow.config import Config
 from fallow.config import Harvest as HarvestSection
 from fallow.core.accounting.backoff import Asker
@@ -42,9 +43,7 @@ from fallow.model import (
     ShareView,
 )
 from fallow.slurm.client import SubmitRejected
-from fallow.slurm.fake import FakeSlurm
 from fallow.slurm.paced import PacedClient
-from fallow.slurm.virtual import FakeJob
 from planning import actions
 
 from runs import Nodes  # isort: skip

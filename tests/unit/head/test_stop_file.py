@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fake_slurm import FakeSlurm
 from fallow.config import Config, load_config
 from fallow.config import Harvest as HarvestSection
 from fallow.core.allocations import Agent
@@ -18,7 +19,6 @@ from fallow.head.loop.turn import Turn
 from fallow.head.slurm.harvest import Harvest
 from fallow.head.state.book import Book, Run
 from fallow.model import AllocationKind, AllocationState, FallowError, RunSpec
-from fallow.slurm.fake import FakeSlurm
 
 WHY = "the site's administrators have stopped it: /stop exists"
 

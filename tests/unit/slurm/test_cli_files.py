@@ -1,4 +1,4 @@
-"""The file that sbatch is given: what becomes of a submission when it cannot be written, or is gone."""
+"""What keeps Slurm's commands from starting, and the file that sbatch is given: it cannot be written, or is gone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from fallow.model import JobRequest
 from fallow.slurm.cli import CliClient
-from fallow.slurm.client import SlurmUnavailable
+from fallow.slurm.client import SlurmUnavailable, SubmitRejected
 
 REQUEST = JobRequest(token="fallow-r-h1", options=["--time=5"], script="#!/bin/sh\nexit 0\n", cwd="/")
 
@@ -67,17 +67,28 @@ async def test_a_full_temporary_folder_is_told_and_nothing_is_submitted(
             """Buffered: what there is no room for shows when it is closed."""
 
     monkeypatch.setattr(os, "fdopen", Full)
-    client = CliClient()
     with pytest.raises(SlurmUnavailable) as caught:
-        await client.submit(REQUEST)
+        await CliClient().submit(REQUEST)
     assert caught.value.message == (
         f"sbatch: its script cannot be written to {scripts} (No space left on device); "
         "make room there, or start the head with TMPDIR set to another folder"
     )
-    assert (client.commands, os.listdir(scripts)) == (0, [])
+    assert os.listdir(scripts) == []
 
 
 async def test_no_temporary_folder_at_all_is_told(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(scripts / "nowhere"))
     with pytest.raises(SlurmUnavailable, match=f"cannot be written to {scripts}/nowhere .No such file"):
         await CliClient().submit(REQUEST)
+
+
+async def test_a_missing_working_folder_is_a_refusal(scripts: Path) -> None:
+    with pytest.raises(SubmitRejected, match="/nosuch/folder"):
+        await CliClient().submit(JobRequest(token="t", options=[], script=REQUEST.script, cwd="/nosuch/folder"))
+    assert os.listdir(scripts) == []
+
+
+async def test_missing_commands_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nosuch")
+    with pytest.raises(SlurmUnavailable, match=r"scontrol .*install"):
+        await CliClient().config()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import pytest
-
 from fallow.model import Exit, FallowError, LimitView, OwnerView, PriorityView, ShareView
 from fallow.slurm.owner import owner, parse_limits, parse_priorities, parse_shares
 
@@ -43,27 +41,6 @@ def test_22_05_tells_a_users_limits_by_the_number_of_the_user() -> None:
         ("QOS harvest", "MaxTRESPU cpu"): (12.0, 4.0),
     }
     assert parse_shares(text, "ann")[0].account == "lab"
-
-
-def _in_one_line(text: str) -> str:
-    """As `scontrol -o show assoc_mgr` prints it: a blank in place of each new line and its indentation."""
-    lines: list[str] = []
-    for raw in text.splitlines():
-        if raw.startswith(" "):
-            lines[-1] += f" {raw.strip()}"
-        elif raw:
-            lines.append(raw.rstrip())
-    return "\n".join(lines) + "\n"
-
-
-@pytest.mark.parametrize("name", ["user", "user.22.05", "account"])
-def test_records_in_one_line_say_the_same(name: str) -> None:
-    text = (SAMPLES / f"assoc_mgr_{name}.txt").read_text()
-    found = [
-        {(limit.of, limit.name): limit for limit in parse_limits(each, "ann")} for each in (_in_one_line(text), text)
-    ]
-    assert found[0] == found[1] != {}
-    assert parse_shares(_in_one_line(text), "ann") == parse_shares(text, "ann")
 
 
 def test_fair_share() -> None:

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from fake_slurm import FakeSlurm
 from fallow.config import Config
 from fallow.core.neighbour.watch import WATCHFUL_S
-from fallow.model import ClusterConfig, ClusterState, FallowError, JobInfo
+from fallow.model import ClusterConfig, ClusterState, FallowError, JobRequest
 from fallow.slurm.cli import CliClient
 from fallow.slurm.client import SlurmUnavailable
-from fallow.slurm.fake import FakeSlurm
 from fallow.slurm.paced import BURST_S, CONFIG_S, STRAINED_S, UNKNOWN_S, Bucket, PacedClient
 from fallow.slurm.pyslurm_client import PyslurmClient
 
@@ -140,13 +140,13 @@ async def test_a_slow_slurmctld_and_one_that_limits_our_rate_are_asked_less() ->
     assert client.least_interval_s == 16.0, "an outage is no load"
 
     class Limiting(FakeSlurm):
-        async def find(self, token: str) -> list[JobInfo]:
+        async def test_only(self, request: JobRequest) -> str:
             raise SlurmUnavailable("squeue: Rate limit exceeded, please retry momentarily")
 
     clock = Clock()
     client, _ = paced(clock, Limiting(nodes=1))
     with pytest.raises(FallowError, match="Rate limit"):
-        await client.find("fallow-x")
+        await client.test_only(JobRequest(token="fallow-x", options=[], script=""))
     await client.poll("fallow-")
     await client.poll("fallow-")
     assert clock.slept == [2.0, 2.0], "nothing saved up, and half the rate"

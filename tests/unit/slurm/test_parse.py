@@ -69,14 +69,6 @@ def test_preempted_and_heterogeneous_jobs(version: str) -> None:
         assert parts == [leader, str(int(leader) + 1)]
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_names_users_and_counts(version: str) -> None:
-    jobs = {job.job_id: job for job in parse.jobs(sample(version, "squeue_o.1pending_running_het"), SQUEUE_SHORT)}
-    big = next(job for job in jobs.values() if job.state == "PENDING")
-    assert (big.name, big.partition, big.reason) == ("bigpend", "normal", "Resources")
-    assert big.num_nodes == len(big.planned_nodes) and big.priority > 0
-
-
 def test_reasons_are_sentences_and_limits_have_words() -> None:
     jobs = {job.job_id: job for job in parse.jobs(sample("22.05", "squeue_o.1pending_running_het"), SQUEUE_SHORT)}
     assert jobs["7"].reason.startswith("Nodes required for job are DOWN, DRAINED or reserved")

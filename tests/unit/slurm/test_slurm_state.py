@@ -50,5 +50,5 @@ async def test_only_this_cluster_of_a_federation_is_asked(tmp_path: Path, monkey
     monkeypatch.setenv("ASKED", str(tmp_path / "asked"))
     client = CliClient()
     assert [node.node for node in (await client.poll("fallow-")).nodes] == ["n1"]
-    await client.find("token")
+    await client.own_jobs()
     assert [name for name in os.listdir(tmp_path) if name.startswith("asked")] == ["asked.local"]

@@ -13,6 +13,7 @@ import torch
 from fallow.core.training.apart import Apart
 from fallow.model import FallowError
 from fallow.worker.api.run import Run
+from fallow.worker.checkpoint import writer
 from fallow.worker.checkpoint.saver import Saver
 from fallow.worker.data import ledger
 from scripted_group import Break, Generation, Killed
@@ -77,6 +78,7 @@ def saves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
         save(saver, group, *args, **asked)
 
     monkeypatch.setattr(Saver, "save", seen)
+    monkeypatch.setattr(writer, "HURRY_S", 0.2)  # the part of one who was killed never comes
     return found
 
 

@@ -1,4 +1,4 @@
-"""The agent of a node with one worker against a scripted head: real ZeroMQ, real processes."""
+"""The agent of a node against a scripted head: real ZeroMQ, real processes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import msgspec
 import pytest
 
 from agent_head import DEADLINE_S, PUPPET, WAIT, Head, gone, until
-from fallow.agent.start import read_key_file
-from fallow.core.membership.messages import End, Fault
+from fallow.core.membership.messages import End, Fault, Gather, Gathered
 from fallow.core.protocol.agents import (
     Admitted,
     Beat,
@@ -31,7 +30,7 @@ from fallow.core.protocol.agents import (
     Refused,
 )
 from fallow.files import read_struct, write_struct
-from fallow.model import HIDDEN, SHOWN, STACK_SIGNAL, Exit, FallowError, HeadFile
+from fallow.model import HIDDEN, SHOWN, STACK_SIGNAL, Exit, HeadFile
 from fallow.wire.keys import new_keypair
 from fallow.wire.router import agent_of, key_of
 
@@ -66,17 +65,6 @@ async def test_hello_start_end_and_the_agents_own_end(head: Head) -> None:
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
 
 
-async def test_an_end_that_is_noted_is_not_said_again(head: Head) -> None:
-    await head.launch("pass")
-    await head.begin()
-    await head.hear(Ended)
-    head.send(EndNoted(node=1, boot=1))
-    await head.beats()
-    heard = len(head.heard)
-    await head.beats(15)  # longer than it takes to say it again
-    assert not [said for said in head.heard[heard:] if isinstance(said, Ended)]
-
-
 async def test_hello_is_repeated_until_the_workers_are_admitted_and_none_runs_before(head: Head) -> None:
     await head.launch(WAIT)
     first = await head.hear(Hello)
@@ -84,8 +72,6 @@ async def test_hello_is_repeated_until_the_workers_are_admitted_and_none_runs_be
     assert head.workers() == []
     head.send(Admitted(node=1, boot=1))
     assert await head.hear(Hello) == first, "without the setup no worker can be started"
-    head.admit(boot=2)
-    assert await head.hear(Hello) == first, "that was about another start"
     head.admit()
     await head.report(lambda report: (report.node, report.boot) == (1, 1), pids=1)
     head.admit()
@@ -108,13 +94,6 @@ async def test_a_head_that_is_not_reached_is_named_in_the_jobs_output(head: Head
         assert agent.returncode is None
         agent.kill()
         await agent.wait()
-
-
-async def test_a_signal_that_ends_a_worker_is_told(head: Head) -> None:
-    await head.launch("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    await head.begin(beat_s=10 * DEADLINE_S)
-    ended = await head.hear(Ended)
-    assert (ended.code, ended.signal) == (None, signal.SIGKILL)
 
 
 async def test_command_that_cannot_start(head: Head) -> None:
@@ -157,43 +136,15 @@ def proc(pid: int, name: str) -> bytes:
     return Path(f"/proc/{pid}/{name}").read_bytes()
 
 
-async def test_output_of_the_main_node_is_shown(head: Head) -> None:
-    await head.launch()
-    await head.begin()
-    await head.obeyed(head.order(noted="print('before')"))
-    await head.obeyed(head.order(is_main=True, noted="print('shown'); sys.stderr.write('loud\\n')"))
-    await head.obeyed(head.order(noted="print('after')"))
-    head.send(EndAgent(term=1, code=0, reason="test", kill_after_s=0.0))
-    assert await head.ended() == (0, "shown\n", "loud\n")
-
-
-async def test_what_a_worker_says_of_its_own_output_counts_for_more(head: Head) -> None:
-    """Neither a line too many nor one too few where it becomes the main member, or is it no more."""
-    code = (
-        "import os\n"
-        f"shown, hidden = {SHOWN!r}, {HIDDEN!r}\n"
-        "print('before the loop', flush=True)\n"
-        "os.write(1, b'start' + hidden[:5])\nos.write(1, hidden[5:] + b'of others' + shown)\n"
-        "print('of all', flush=True)\nos.write(2, b'loud' + hidden + b'quiet')\n"
-        "os.write(1, hidden)\nprint('of others', flush=True)\nsys.exit()"
-    )
-    await head.launch()
-    await head.begin()
-    head.order(is_main=True, noted=code)
-    await head.hear(Ended)
-    log = head.run.log("n0").read_bytes()
-    head.send(EndAgent(term=1, code=0, reason="test"))
-    assert await head.ended() == (0, "before the loop\nstart\nof all\n", "loud\n")
-    assert b"fallow output" not in log
-    assert b"of othersof all\n" in log
-
-
-async def test_relay_shows_everything(head: Head) -> None:
-    await head.launch("print('seen')", "--relay")
-    await head.begin()
-    await head.hear(Ended)
-    head.send(EndAgent(term=1, code=0, reason="test"))
-    assert (await head.ended())[1] == "seen\n"
+async def test_output_of_the_main_nodes_first_worker_is_shown_as_long_as_it_does_not_say_itself(head: Head) -> None:
+    await head.launch_two()
+    await head.obeyed(head.order(noted="print('before', flush=True)"))
+    await head.obeyed(head.order(is_main=True, noted="print('worker', slot); sys.stderr.write('loud\\n')"))
+    await head.obeyed(head.order(is_main=True, noted=f"if slot == 0: os.write(1, {HIDDEN!r} + b'hidden')"))
+    await head.obeyed(head.order(noted=f"if slot == 0: os.write(1, {SHOWN!r} + b'shown')"))
+    assert await head.finish() == (0, "worker 0\nshown", "loud\n")
+    assert b"hidden" in head.run.log("n0.0").read_bytes()
+    assert b"worker 1" in head.run.log("n0.1").read_bytes()
 
 
 async def test_sigterm_is_told_with_every_beat_and_workers_go_on(head: Head) -> None:
@@ -223,16 +174,6 @@ async def test_end_agent_kills_what_does_not_leave(head: Head) -> None:
     await until(lambda: gone(worker) and gone(grandchild))
 
 
-async def test_an_order_to_kill_reaches_a_stopped_process(head: Head) -> None:
-    await head.launch(WAIT)
-    await head.begin()
-    await head.printed("n0", "up")
-    os.kill(head.workers()[0], signal.SIGSTOP)
-    head.order(end=End(code=75, reason="test", kill=True))
-    ended = await head.hear(Ended)
-    assert (ended.signal, ended.is_ordered) == (signal.SIGKILL, True)
-
-
 async def test_a_worker_that_hangs_writes_its_stack_before_it_is_killed(head: Head) -> None:
     code = (
         "import faulthandler, signal\n"
@@ -245,14 +186,6 @@ async def test_a_worker_that_hangs_writes_its_stack_before_it_is_killed(head: He
     ended = await head.hear(Ended)
     assert ended.signal == signal.SIGKILL
     assert "in hang" in ended.tail
-
-
-async def test_a_worker_ends_by_itself_when_an_order_says_so(head: Head) -> None:
-    await head.launch()
-    await head.begin()
-    head.order(end=End(code=4, reason="test"), noted="sys.exit(message.end.code)")
-    ended = await head.hear(Ended)
-    assert (ended.code, ended.signal, ended.is_ordered) == (4, None, True)
 
 
 async def test_a_process_that_is_stopped_is_told_at_once_and_for_how_long(head: Head) -> None:
@@ -407,25 +340,17 @@ async def test_silent_head_and_nothing_to_do(head: Head) -> None:
     await head.start()
 
 
-@pytest.mark.parametrize("is_refused", [False, True])
-async def test_slurm_takes_the_node_while_no_head_is_there(head: Head, is_refused: bool) -> None:
-    """A head that refuses to talk is none. Its workers leave by themselves, in order."""
+async def test_slurm_takes_the_node_while_no_head_is_there(head: Head) -> None:
+    """Its workers leave by themselves, in order."""
     code = "import signal, sys; signal.signal(15, lambda *_: (print('left', flush=True), sys.exit(0)))\n" + WAIT
     agent = await head.launch(code)
     await head.begin()
     await head.printed("n0", "up")
-    if not is_refused:
-        await head.router.close()
+    await head.router.close()
     agent.send_signal(signal.SIGTERM)
-    if is_refused:
-        async with asyncio.timeout(DEADLINE_S):
-            while head.workers():
-                head.peer, _ = await head.router.recv()
-                head.send(Refused(code=78, message="update the agent"))
     assert (await head.ended())[0] == Exit.NO_RESTART
     assert "left" in head.run.log("n0").read_text()
-    if not is_refused:
-        await head.start()
+    await head.start()
 
 
 async def test_agent_ends_with_its_parent(head: Head) -> None:
@@ -443,7 +368,29 @@ async def test_agent_ends_with_its_parent(head: Head) -> None:
     await until(lambda: gone(agent) and gone(worker))
 
 
-async def test_h11_missing_key_file(tmp_path: Path) -> None:
-    with pytest.raises(FallowError, match="still missing") as caught:
-        read_key_file(tmp_path / "none.json", within_s=0.0)
-    assert caught.value.code is Exit.NOINPUT
+async def test_a_worker_that_crashes_takes_its_sibling_with_it_and_one_end_is_told(head: Head) -> None:
+    await head.launch_two()
+    head.order(noted="if slot == 1: sys.stderr.write('out of memory'); sys.exit(3)")
+    ended = await head.hear(Ended)
+    assert (ended.node, ended.code, ended.signal, ended.tail) == (1, 3, None, "out of memory")
+    assert not ended.is_ordered
+    assert head.workers() == []
+    head.send(EndNoted(node=1, boot=1))
+    assert (await head.hear(Beat)).report is None
+    assert [said for said in head.heard if isinstance(said, Ended)] == [ended]
+
+
+async def test_a_gather_of_all_nodes_goes_through_the_head(head: Head) -> None:
+    await head.launch_two()
+    part = "channel.send(Part(generation=2, key='all', part=b'%d' % slot))"
+    await head.obeyed(head.order(noted=f"if slot == 1: {part}"))
+    assert not [said for said in head.heard if isinstance(said, Gather)], "the other part is missing"
+    head.order(noted=f"if slot == 0: {part}")
+    gather = await head.hear(Gather)
+    assert (gather.node, gather.generation, gather.key) == (1, 2, "all")
+    assert msgspec.msgpack.decode(gather.part) == [b"0", b"1"]
+    assert await head.hear(Gather) == gather, "said again until it is answered"
+    others = msgspec.msgpack.encode([b"x", b"y"])
+    head.send(Gathered(generation=2, key="all", parts=(others, gather.part)))
+    for name in ("n0.0", "n0.1"):
+        assert await head.printed(name, "all x y 0 1\n") == "all x y 0 1\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
@@ -14,6 +13,7 @@ import pytest
 
 import fallow
 import views
+from command_line import as_a_batch_script
 from fallow.cli import run as run_command
 from fallow.cli.main import invoke
 from fallow.cli.run import script_processes
@@ -114,24 +114,6 @@ class Job:
         return as_a_batch_script(
             ["bash", "-c", script], self.folder, {**self.environ, "TEST_CODE": str(code), **environ}
         )
-
-
-def as_a_batch_script(argv: list[str], folder: Path, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run a batch script to its end; what it leaves behind is told to end then, as Slurm does."""
-    with subprocess.Popen(
-        argv,
-        env=environ,
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # a fake scancel signals the whole group, as Slurm does
-    ) as process:
-        returncode = process.wait(60)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGCONT)
-        stdout, stderr = process.communicate(timeout=180)
-    return subprocess.CompletedProcess(argv, returncode, stdout, stderr)
 
 
 @pytest.fixture

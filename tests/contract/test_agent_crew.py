@@ -16,15 +16,15 @@ from fallow.agent import crew as crew_module
 from fallow.agent.crew import Crew
 from fallow.agent.merge import merge_report
 from fallow.agent.place import Place
-from fallow.agent.reporter import Reporter
 from fallow.agent.worker import Launch
 from fallow.core.checks.devices import Devices
 from fallow.core.membership.messages import End, Gather, Order
-from fallow.core.protocol.agents import Beat, Ended, News, Progress, Setup
+from fallow.core.protocol.agents import Ended, News, Setup
 from fallow.files import RunPaths
 
 Start = Callable[..., Crew]
-FINISH = "say(finish=Finish(generation=1, steps=1, digest='d'));"
+FINISHED = "Finish(generation=1, steps=1, digest='d')"
+FINISH = f"say(finish={FINISHED});"
 
 
 class Rig:
@@ -38,7 +38,6 @@ class Rig:
             place=Place("h", "1", slots, Devices({}, amd=False), "127.0.0.1", "127.0.0.1"),
             command=[sys.executable, "-u", "-c", code],
             environ=os.environ,
-            relays=False,
         )
         setup = Setup(
             run="r1", folder=str(self.paths.root), seed=0, max_workers=8, beat_s=1.0, lease_s=10.0, patience_s=600.0,
@@ -101,6 +100,23 @@ async def test_a_sibling_that_does_not_end_in_time_is_killed(tmp_path: Path, mon
         assert (ended.code, ended.signal, ended.is_ordered) == (0, None, False), "the one that ended first"
 
 
+@pytest.mark.parametrize(("how", "code", "found"), [("left=2", 0, 0), ("finish=FINISHED", 5, 5)])
+async def test_one_that_has_left_or_finished_leaves_time_to_its_sibling_whose_failure_counts_for_more(
+    tmp_path: Path, how: str, code: int, found: int
+) -> None:
+    async with working(tmp_path) as rig:
+        first, second = rig.pids()
+        say = f"say({how.replace('FINISHED', FINISHED)})"
+        rig.order(f"if slot == 0: {say}; sys.exit(0)")
+        await rig.until(lambda: gone(first))
+        rig.order("say(step=9)")
+        await rig.until(lambda: rig.crew.facts()[1].status.step == 9)
+        assert not gone(second)
+        rig.order(f"{say}; sys.exit({code})")
+        ended = await rig.ended()
+        assert (ended.code, ended.is_ordered) == (found, False)
+
+
 async def test_an_order_to_end_is_enforced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crew_module, "KILL_AFTER_S", 0.2)
     async with working(tmp_path, WAIT) as rig:
@@ -155,35 +171,3 @@ async def test_output_that_nobody_takes_holds_up_neither_siblings_nor_the_loop(t
         assert (await rig.ended()).code == 4
         async with asyncio.timeout(DEADLINE_S):
             assert await asyncio.to_thread(paths.log("n2.0").read_text) == "output\n"
-
-
-async def test_many_changes_make_few_beats() -> None:
-    sent = list[Beat]()
-    warnings = [0]
-    reporter = Reporter(lambda: Beat(warned=warnings[-1]), sent.append)
-    reporter.note_change()
-    for number in range(1, 200):
-        warnings.append(number)
-        reporter.note_change()
-    await until(lambda: sent)
-    assert [beat.warned for beat in sent] == [199]
-    reporter.note_change()
-    done = asyncio.get_running_loop().time() + 0.05
-    await until(lambda: asyncio.get_running_loop().time() > done)
-    assert len(sent) == 1, "nothing has changed"
-    reporter.tell()
-    assert len(sent) == 2
-
-
-async def test_how_the_training_gets_on_travels_with_heartbeats_and_with_new_processes_alone() -> None:
-    sent, stands = list[Beat](), [Beat(progress=Progress(shards=1))]
-    reporter = Reporter(lambda: stands[-1], sent.append)
-    reporter.tell()
-    newer = Progress(shards=2, pids=(7,))
-    for number, progress in enumerate((Progress(shards=2), newer), 1):
-        stands.append(Beat(warned=number, progress=progress))
-        reporter.note_change()
-        await until(lambda number=number: sent[-1].warned == number)
-    reporter.tell()
-    assert [beat.progress for beat in sent] == [Progress(shards=1), Progress(), newer, newer]
-    assert [beat.brief for beat in sent] == [False, True, False, False]

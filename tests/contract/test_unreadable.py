@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import fallow
+from command_line import as_a_batch_script
 from fallow.core.membership.records import Root
 from fallow.core.membership.roster import Roster
 from fallow.files import Paths, check_dir
@@ -21,7 +22,6 @@ from fallow.head.api.ledgers import count_samples
 from fallow.model import Exit, FallowError
 
 NOBODY = 65534
-DEADLINE_S = 60.0
 
 SCRIPT = """
 import os
@@ -59,17 +59,7 @@ class Stranger:
                 pytest.skip("root reads everything here, and no other user can start Python")
 
     def run(self, argv: list[str], **environ: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*self._prefix, *argv],
-            cwd=self.folder,
-            env=self.environ | environ,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
-            start_new_session=True,
-        )
+        return as_a_batch_script([*self._prefix, *argv], self.folder, self.environ | environ)
 
     def fallow(self, *words: str) -> subprocess.CompletedProcess[str]:
         return self.run([sys.executable, "-m", "fallow.cli.main", *words])

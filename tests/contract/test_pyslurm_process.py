@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -13,22 +12,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fallow.core.checks import site as checks
-from fallow.model import FallowError
 from fallow.slurm import pyslurm_client
 from fallow.slurm.choose import slurm_client
 from fallow.slurm.cli import CliClient
 from fallow.slurm.client import SlurmUnavailable
 from fallow.slurm.pyslurm_client import PyslurmClient
 
-STUB = Path(__file__).parents[2] / "data" / "pyslurm_stub"
+STUB = Path(__file__).parents[1] / "data" / "pyslurm_stub"
 COMMANDS = {
     "scontrol": """case "$*" in
 *config*) echo "ClusterName = c"; echo "SLURM_VERSION = $(cat "$WORLD/slurm")" ;;
 *) echo "NodeName=from-scontrol State=IDLE CPUTot=8" ;;
 esac""",
     "squeue": "exit 0",
-    "scancel": 'echo "$*" >> "$WORLD/scancel"',
 }
 
 
@@ -83,7 +79,7 @@ async def test_pyslurm_answers_polls_where_it_matches(client: PyslurmClient) -> 
     [node] = state.nodes
     assert (node.node, node.gpus, node.gpu_types, node.partitions) == ("from-pyslurm", 4, {"a100": 4}, ["gpu"])
     assert state.reservations == [], "hidden ones are none"
-    assert began <= state.at <= time.time() and client.polls == 1
+    assert began <= state.at <= time.time()
     assert client.backend == "pyslurm 25.11.2"
     (pid,) = children()
     await nodes(client)
@@ -91,28 +87,6 @@ async def test_pyslurm_answers_polls_where_it_matches(client: PyslurmClient) -> 
     await client.close()
     await client.close()
     assert children() == []
-
-
-async def test_partitions_are_asked_for_once_a_minute_and_of_every_new_process(
-    client: PyslurmClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What pyslurm 25.11.2 sends: `Partitions.load` asks for slurm.conf as well."""
-
-    async def partitions() -> tuple[int, list[str]]:
-        sent = client.poll_requests
-        return sent, [p.partition for p in (await client.poll("fallow-")).partitions]
-
-    await client.config()
-    assert await partitions() == (6, ["load1"])
-    assert await partitions() == (4, ["load1"])
-    monkeypatch.setattr(pyslurm_client, "PARTITIONS_S", 0.0)
-    assert await partitions() == (6, ["load2"])
-    monkeypatch.setattr(pyslurm_client, "PARTITIONS_S", 60.0)
-    (pid,) = children()
-    os.kill(pid, signal.SIGKILL)
-    monkeypatch.setattr(pyslurm_client, "RETRY_S", 0.0)
-    assert await nodes(client) == ["from-scontrol"]
-    assert (await partitions())[1] == ["load1"]
 
 
 @pytest.mark.parametrize(
@@ -196,16 +170,6 @@ async def test_a_slurmctld_that_is_away_is_no_failure_of_pyslurm(
     assert await nodes(client) == ["from-pyslurm"], "at once, and with slurm.conf read again"
 
 
-async def test_what_pyslurm_does_not_confirm_is_cancelled_by_scancel(client: PyslurmClient, tmp_path: Path) -> None:
-    await client.cancel(["1", "7", "8"])
-    assert (tmp_path / "scancel").read_text() == "--quiet 7\n"
-    await client.cancel(["1"], "USR1")
-    await client.cancel(["1+1"])
-    assert (tmp_path / "scancel").read_text().splitlines()[1:] == ["--quiet --signal=USR1 1", "--quiet 1+1"]
-    with pytest.raises(FallowError, match="no job id"):
-        await client.cancel(["1; rm"])
-
-
 def test_the_setting_decides() -> None:
     forced = slurm_client("cli")
     assert isinstance(forced, CliClient) and forced.backend == "command line (as configured)"
@@ -218,8 +182,3 @@ def test_auto_takes_the_commands_where_there_is_no_pyslurm(monkeypatch: pytest.M
     monkeypatch.undo()
     monkeypatch.syspath_prepend(str(STUB))
     assert isinstance(slurm_client("auto"), PyslurmClient)
-
-
-def test_doctor_warns_of_a_pyslurm_that_is_not_used() -> None:
-    assert checks.slurm_client("pyslurm 25.11.2", False).level == "OK"
-    assert checks.slurm_client("command line (pyslurm ended)", True).level == "WARN"
