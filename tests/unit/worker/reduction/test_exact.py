@@ -387,6 +387,16 @@ def test_a_change_of_the_group_forgets_the_attempt() -> None:
     assert (scales.export(), scales.shift(0)) == (before, shift)
 
 
+def test_nothing_is_learned_from_a_sum_of_which_gradients_are_missing() -> None:
+    """Else what was learned would depend on which members saw it so: those with one shard each."""
+    scales = Scales()
+    scales.begin("")
+    assert [scales.judge([5]), scales.judge([5])] == [False, True]
+    assert not scales.judge([-19], is_void=True)
+    assert scales.judge([1])
+    assert scales.export()["references"] == {"": [(0, 4)]}
+
+
 def test_phases_have_scales_of_their_own() -> None:
     exact, buckets = Exact(), buckets_for([torch.zeros(1)])
     exact.lay_out(buckets)
