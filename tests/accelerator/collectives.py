@@ -34,9 +34,6 @@ BACKEND = "fakenccl"
 _DEVICE = torch.device("privateuseone:0")  # called `fake` once the device is loaded
 _FINGERPRINT_BYTES = 192
 
-delay_s = 0.0
-"""For tests: seconds that each collective of a communicator made from now on takes more."""
-
 Tensors = Sequence[torch.Tensor]
 Exchange = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
 _alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
@@ -68,7 +65,7 @@ class Communicator(dist.ProcessGroup):
         rank: of this process.
         size: number of ranks.
         timeout: a connection or a collective that takes longer fails.
-        connects: now; else at the first collective, or when `_world.gloo` is called.
+        connects: now; else at the first collective, or when `_connect_gloo` is called.
 
     Raises:
         RuntimeError: the ranks do not find each other.
@@ -85,7 +82,7 @@ class Communicator(dist.ProcessGroup):
     ) -> None:
         super().__init__(rank, size)
         self.stream = torch.Stream(device=_DEVICE)
-        self.delay_s = delay_s
+        self.delay_s = 0.0
         self.ignores_abort = False
         self.launch_error = ""
         self.garbled: list[str] = []
@@ -94,10 +91,10 @@ class Communicator(dist.ProcessGroup):
         self._reason = ""
         self._aborted = False
         self._error = ErrorType.SUCCESS
-        self._world = _Channel(self, "world", self.stream, rank, size)
+        self._launched = 0
+        self._gloo: list[ProcessGroupGloo] = []
         if connects:
-            self._world.gloo()
-        self._pairs: dict[int, _Channel] = {}
+            self._connect_gloo()
         _alive.add(self)
 
     def abort(self) -> None:
@@ -128,35 +125,36 @@ class Communicator(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
         op = _reduce_op(opts)
-
-        def exchange(given: list[torch.Tensor], taken: list[torch.Tensor]) -> None:
-            self._world.sum(taken, given, op)
-
-        return self._world.launch(f"all_reduce {_name(op)}", tensors, tensors, exchange)
+        return self._launch(
+            f"all_reduce {_name(op)}", tensors, tensors, lambda given, taken: self._sum(taken, given, op)
+        )
 
     def broadcast(self, tensors: Tensors, opts: BroadcastOptions) -> Work:
-        return self._world.broadcast("broadcast", tensors, opts.rootRank)
+        def exchange(given: list[torch.Tensor], taken: list[torch.Tensor]) -> None:
+            for output, value in zip(taken, given, strict=False):  # `given` is empty except on the root
+                output.copy_(value)
+            self._finish(lambda: self._connect_gloo().broadcast(taken, opts))
+
+        given = tensors if self.rank() == opts.rootRank else ()
+        return self._launch(f"broadcast root {opts.rootRank}", given, tensors, exchange)
 
     def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
         def exchange(given: list[torch.Tensor], taken: list[torch.Tensor]) -> None:
-            self._world.gather(list(taken[0].view(-1).chunk(self.size())), given[0].view(-1))
+            self._gather(list(taken[0].view(-1).chunk(self.size())), given[0].view(-1))
 
-        return self._world.launch("all_gather", [given], [output], exchange)
+        return self._launch("all_gather", [given], [output], exchange)
 
     def allgather(self, outputs: Sequence[Tensors], given: Tensors, opts: Any = None) -> Work:
-        def exchange(given: list[torch.Tensor], taken: list[torch.Tensor]) -> None:
-            self._world.gather(taken, given[0])
-
-        return self._world.launch("all_gather", given, outputs[0], exchange)
+        return self._launch("all_gather", given, outputs[0], lambda given, taken: self._gather(taken, given[0]))
 
     def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
         op = _reduce_op(opts)
 
         def exchange(given: list[torch.Tensor], taken: list[torch.Tensor]) -> None:
-            self._world.sum(given, given, op)
+            self._sum(given, given, op)
             taken[0].view(-1).copy_(given[0].view(-1).chunk(self.size())[self.rank()])
 
-        return self._world.launch(f"reduce_scatter {_name(op)}", [given], [output], exchange)
+        return self._launch(f"reduce_scatter {_name(op)}", [given], [output], exchange)
 
     def alltoall_base(
         self,
@@ -167,16 +165,10 @@ class Communicator(dist.ProcessGroup):
         opts: Any = None,
     ) -> Work:
         def exchange(given: list[torch.Tensor], taken: list[torch.Tensor]) -> None:
-            gloo = self._world.gloo()
+            gloo = self._connect_gloo()
             self._finish(lambda: gloo.alltoall_base(taken[0], given[0], output_counts, given_counts, AllToAllOptions()))
 
-        return self._world.launch("all_to_all", [given], [output], exchange, compare_shapes=False)
-
-    def send(self, tensors: Tensors, peer: int, tag: int = 0) -> Work:
-        return self._pair(peer).broadcast(f"send/recv {tag}", tensors, int(self.rank() > peer))
-
-    def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> Work:
-        return self._pair(peer).broadcast(f"send/recv {tag}", tensors, int(peer > self.rank()))
+        return self._launch("all_to_all", [given], [output], exchange, compare_shapes=False)
 
     def barrier(self, opts: Any = None) -> Work:
         work = self.allreduce([torch.zeros(1, device=_DEVICE)])
@@ -208,14 +200,6 @@ class Communicator(dist.ProcessGroup):
     def group_name(self) -> str:
         return dist.distributed_c10d._world.pg_names[self]
 
-    def _pair(self, peer: int) -> _Channel:
-        """As in ProcessGroupNCCL, two ranks have a communicator and a stream of their own for `send` and `recv`."""
-        if peer not in self._pairs:
-            low, high = sorted((self.rank(), peer))
-            stream = torch.Stream(device=_DEVICE)
-            self._pairs[peer] = _Channel(self, f"{low}-{high}", stream, int(self.rank() == high), 2)
-        return self._pairs[peer]
-
     def _check_launch(self) -> None:
         """Raise DistBackendError if NCCL's launch would fail. `get_error` does not tell of it, or not yet."""
         if self.launch_error:
@@ -244,48 +228,27 @@ class Communicator(dist.ProcessGroup):
             raise _Ended
         future.value()
 
-
-class _Channel:
-    """Ranks that exchange in one order on one stream: all of a communicator, or two of them."""
-
-    def __init__(self, owner: Communicator, name: str, stream: torch.Stream, rank: int, size: int) -> None:
-        self._owner, self._name, self._stream = weakref.ref(owner), name, stream
-        self._rank, self._size = rank, size
-        self._launched = 0
-        self._gloo: list[ProcessGroupGloo] = []
-
-    def gloo(self) -> ProcessGroupGloo:
-        """Connects at the first use: of all ranks when the communicator is made, of two on their stream's thread."""
+    def _connect_gloo(self) -> ProcessGroupGloo:
+        """Connects all ranks at the first use."""
         if not self._gloo:
-            owner = self._owner()
-            store = dist.PrefixStore(f"{BACKEND}/{self._name}", owner._store)
-            self._gloo.append(ProcessGroupGloo(store, self._rank, self._size, owner._timeout))
-            weakref.finalize(owner, _destroy, self._gloo).atexit = False
+            store = dist.PrefixStore(BACKEND, self._store)
+            self._gloo.append(ProcessGroupGloo(store, self.rank(), self.size(), self._timeout))
+            weakref.finalize(self, _destroy, self._gloo).atexit = False
         return self._gloo[0]
 
-    def sum(self, outputs: list[torch.Tensor], given: list[torch.Tensor], op: Any) -> None:
+    def _sum(self, outputs: list[torch.Tensor], given: list[torch.Tensor], op: Any) -> None:
         options = AllreduceOptions()
         options.reduceOp = ReduceOp.SUM if op == ReduceOp.AVG else op
         for output, value in zip(outputs, given, strict=True):
             output.copy_(value)
-        self._owner()._finish(lambda: self.gloo().allreduce(outputs, options))
+        self._finish(lambda: self._connect_gloo().allreduce(outputs, options))
         for output in outputs if op == ReduceOp.AVG else ():
-            output.div_(self._size)
+            output.div_(self.size())
 
-    def gather(self, outputs: list[torch.Tensor], given: torch.Tensor) -> None:
-        self._owner()._finish(lambda: self.gloo().allgather([outputs], [given]))
+    def _gather(self, outputs: list[torch.Tensor], given: torch.Tensor) -> None:
+        self._finish(lambda: self._connect_gloo().allgather([outputs], [given]))
 
-    def broadcast(self, name: str, tensors: Tensors, root: int) -> Work:
-        def exchange(given: list[torch.Tensor], taken: list[torch.Tensor]) -> None:
-            options = BroadcastOptions()
-            options.rootRank = root
-            for output, value in zip(taken, given, strict=False):  # `given` is empty except on the root
-                output.copy_(value)
-            self._owner()._finish(lambda: self.gloo().broadcast(taken, options))
-
-        return self.launch(f"{name} root {root}", tensors if self._rank == root else (), tensors, exchange)
-
-    def launch(
+    def _launch(
         self, name: str, given: Tensors, outputs: Tensors, exchange: Exchange, *, compare_shapes: bool = True
     ) -> Work:
         """Queue a collective.
@@ -297,15 +260,14 @@ class _Channel:
             exchange: fills CPU tensors like `outputs` from CPU copies of `given`.
             compare_shapes: whether the ranks' shapes must be equal.
         """
-        owner = self._owner()
         for tensor in (*given, *outputs):
             if tensor.device.type != _DEVICE.type:
                 raise ValueError(f"{BACKEND}: {name}: tensors must be on the device, got one on {tensor.device}")
             if not tensor.is_contiguous():
                 raise ValueError(f"{BACKEND}: {name}: tensors must be contiguous")
-        if owner._reason:
-            raise dist.DistBackendError(f"{BACKEND}: {name}: the communicator is gone: {owner._reason}")
-        owner._check_launch()
+        if self._reason:
+            raise dist.DistBackendError(f"{BACKEND}: {name}: the communicator is gone: {self._reason}")
+        self._check_launch()
         self._launched += 1
         title = f"#{self._launched} {name}"
         shapes = f" {[(*tensor.shape,) for tensor in outputs]} {outputs[0].dtype}" if compare_shapes else ""
@@ -313,29 +275,29 @@ class _Channel:
         targets = [accelerator.host_view(tensor) for tensor in outputs]
         marks = [tensor.detach() for tensor in outputs]
         for tensor in (*given, *outputs):
-            tensor.record_stream(self._stream)  # as NCCL, which keeps them until they are done with
+            tensor.record_stream(self.stream)  # as NCCL, which keeps them until they are done with
 
         def task() -> None:
             try:
                 self._compare(title + shapes)
-                owner._pause(owner.delay_s)
+                self._pause(self.delay_s)
                 # Copies: after an abort gloo may still write.
                 copies = [torch.empty_like(target) for target in targets]
                 exchange([source.clone() for source in sources], copies)
                 for target, copy in zip(targets, copies, strict=True):
                     target.copy_(copy)
             except (RuntimeError, _Ended) as error:
-                owner.fail(str(error).partition("\n")[0], _kind(error))
-                owner.garbled.append(title)
+                self.fail(str(error).partition("\n")[0], _kind(error))
+                self.garbled.append(title)
                 for target, mark in zip(targets, marks, strict=True):
                     target.view(-1).view(torch.uint8).fill_(0xFF)
-                    accelerator.mark_garbage(mark, f"garbage of {title} ({owner._reason})")
+                    accelerator.mark_garbage(mark, f"garbage of {title} ({self._reason})")
             marks.clear()
 
-        self._stream.wait_event(torch.accelerator.current_stream().record_event())
-        with self._stream:
+        self.stream.wait_event(torch.accelerator.current_stream().record_event())
+        with self.stream:
             accelerator.enqueue(task, given, outputs, name.partition(" ")[0])
-            end = self._stream.record_event()
+            end = self.stream.record_event()
             future = torch.futures.Future(devices=[_DEVICE])
             future.set_result(list(outputs))  # done at once, as NCCL's: events say when the values are there
         return _Work(end, future)
@@ -343,8 +305,8 @@ class _Channel:
     def _compare(self, fingerprint: str) -> None:
         """Raise RuntimeError unless all ranks have come to the same collective."""
         raw = fingerprint.encode()[:_FINGERPRINT_BYTES].ljust(_FINGERPRINT_BYTES)
-        every = [torch.empty(_FINGERPRINT_BYTES, dtype=torch.uint8, device="cpu") for _ in range(self._size)]
-        self.gather(every, torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+        every = [torch.empty(_FINGERPRINT_BYTES, dtype=torch.uint8, device="cpu") for _ in range(self.size())]
+        self._gather(every, torch.frombuffer(bytearray(raw), dtype=torch.uint8))
         texts = [row.numpy().tobytes().decode().rstrip() for row in every]
         if len(set(texts)) > 1:
             told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
@@ -391,7 +353,6 @@ def end_all() -> None:
     _exiting.set()
     for communicator in communicators():
         communicator.abort()
-        for channel in (communicator._world, *communicator._pairs.values()):
-            for gloo in channel._gloo:
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))  # never destroyed: see `_destroy`
+        for gloo in communicator._gloo:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))  # never destroyed: see `_destroy`
     accelerator.reset()

@@ -29,9 +29,6 @@ from accelerator.collectives import BACKEND, Communicator
 _UNDEFINED = -(1 << 31)
 _ID = "unique id"
 
-stalled = threading.Event()
-"""For tests: set while connecting must not get on, as with a peer that died meanwhile."""
-
 
 class Config:
     """As `ncclConfig_t`."""
@@ -89,11 +86,9 @@ class ProcessGroupNCCL(Communicator):
             self._comm_ptr()
 
     def _connect(self) -> None:
-        while stalled.is_set() and not self._ended():
-            self._pause(1e-3)
         try:
             if not self._ended():
-                self._world.gloo()
+                self._connect_gloo()
         except RuntimeError as error:
             self._failure = dist.DistBackendError(str(error))
         self._connected.set()

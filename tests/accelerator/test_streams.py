@@ -115,16 +115,6 @@ def test_reads_beside_reads_and_ranges_beside_ranges_are_no_race() -> None:
 
 
 @on_device
-def test_races_can_be_recorded_instead_of_raised() -> None:
-    side, tensor = side_stream(), torch.ones(4, device="fake")
-    accelerator.report_races("record")
-    with side:
-        tensor.add_(1)
-    (report,) = accelerator.take_reports()
-    assert "nothing orders them" in report
-
-
-@on_device
 def test_memory_that_is_reused_while_another_stream_uses_it_is_found_at_the_next_allocation() -> None:
     side, tensor = side_stream(), torch.ones(4, device="fake")
     side.wait_event(current().record_event())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -15,7 +16,16 @@ import torch
 from gpu.crew import Crew, Member, decorators
 from gpu.device import chosen
 
-__all__ = ["DEVICE", "Crew", "Member", "on_both", "on_device", "on_two_devices", "without_communicator"]
+__all__ = [
+    "DEVICE",
+    "Crew",
+    "Member",
+    "on_both",
+    "on_device",
+    "on_two_devices",
+    "shared_device",
+    "without_communicator",
+]
 
 DEVICE = chosen()
 on_device, on_both, on_two_devices = decorators(DEVICE)
@@ -31,3 +41,8 @@ def without_communicator() -> Iterator[None]:
             yield
     finally:
         known[DEVICE.kind] = backend
+
+
+def shared_device() -> AbstractContextManager[None]:
+    """Inside, sums of both processes go through the host if they share one device: NCCL refuses that."""
+    return nullcontext() if DEVICE.count() > 1 else without_communicator()

@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import os
 import threading
-import time
 import warnings
 from collections.abc import Iterator
 from typing import Protocol
@@ -19,10 +18,6 @@ import torch
 
 HOLD_S = 60.0
 """A stream that a test still holds then is let go, so that nothing hangs for ever."""
-
-
-_CYCLES_PER_S = 1.5e9
-"""Of a GPU, about."""
 
 
 class Device(Protocol):
@@ -57,10 +52,6 @@ class Device(Protocol):
 
     def held(self, stream: torch.Stream) -> contextlib.AbstractContextManager[None]:
         """Inside, the stream begins nothing that it was not given before: an interleaving becomes certain."""
-        ...
-
-    def busy(self, seconds: float) -> None:
-        """Give the current stream something to do, for about so long."""
         ...
 
     def reset(self) -> list[str]:
@@ -125,11 +116,6 @@ class Fake:
         import accelerator
 
         return accelerator.held(stream)
-
-    def busy(self, seconds: float) -> None:
-        import accelerator
-
-        accelerator.enqueue(lambda: time.sleep(seconds), name="busy")
 
     def reset(self) -> list[str]:
         import accelerator
@@ -206,9 +192,6 @@ class Cuda:
             opening.cancel()
             gate.fill_(1)
             torch.cuda.synchronize()  # it reads the gate until then
-
-    def busy(self, seconds: float) -> None:
-        torch.cuda._sleep(int(seconds * _CYCLES_PER_S))
 
     def reset(self) -> list[str]:
         torch.cuda.set_sync_debug_mode("default")

@@ -16,7 +16,6 @@ from fallow.worker.transport import communicators
 from fallow.worker.transport import device as devices
 from fallow.worker.transport.build import build_group
 from fallow.worker.transport.group import Group
-from fallow.worker.transport.waits import Interrupted
 from gpu import DEVICE, Crew, Member, on_device, on_two_devices
 from gpu.device import require
 
@@ -120,17 +119,6 @@ def test_others_that_do_not_come_end_the_attempt_at_its_deadline_and_the_next_on
 
 
 @on_two_devices
-def test_it_sums_over_the_ranks(member: Member) -> None:
-    group = generation(member, 1)
-    given = ones() * (member.rank + 1)
-    group.sum(given)
-    group.wait_and_verify()
-    assert given.unique().tolist() == [3.0]
-    meet(member, "summed")
-    tear_down(member, group)
-
-
-@on_two_devices
 def test_one_takes_over_from_another_with_sums_on_both_sides_of_the_switch(member: Member) -> None:
     """As members switch: the next generation's is connected beside training, and used when the old one is drained."""
     old = generation(member, 1)
@@ -177,32 +165,6 @@ def test_memory_of_those_that_are_done_with_is_given_back(member: Member) -> Non
     for one in made:
         with pytest.raises(RuntimeError):
             one.allreduce([ones()])
-
-
-@on_two_devices
-def test_a_rank_is_lost_while_kernels_run(member: Member) -> None:
-    """What this rank computes goes on; the sum that nobody joins ends with the interrupt, and the next world stands."""
-    group = generation(member, 1)
-    group.sum(ones())
-    group.wait_and_verify()
-    if member.rank == 1:
-        member.store.wait(["survived"])
-        group.interrupt("lost, as it were")
-        return
-    kept = ones()
-    DEVICE.busy(0.2)
-    kept *= 3
-    group.sum(ones())
-    threading.Timer(0.1, group.interrupt, ["a peer was lost"]).start()
-    with pytest.raises(Interrupted, match="a peer was lost"):
-        group.wait_and_verify()
-    group.retire()
-    member.store.set("survived", "")
-    survivor = Group(2, 0, 1, None, DEVICE.here())
-    survivor.sum(kept)
-    value = devices.to_host(kept)
-    survivor.wait_and_verify()
-    assert value.unique().tolist() == [3.0]
 
 
 def tear_down(member: Member, group: Group) -> None:

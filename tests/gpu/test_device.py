@@ -9,30 +9,7 @@ import torch
 
 from fallow.worker.transport import device as devices
 from gpu import DEVICE, Crew, Member, crew, on_device
-from gpu.device import Fake, chosen, require
-
-
-def test_the_device_is_named_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = []
-    for name in ("fake", "cuda"):
-        monkeypatch.setenv("FALLOW_TEST_DEVICE", name)
-        kinds.append(chosen().kind)
-    monkeypatch.delenv("FALLOW_TEST_DEVICE")
-    assert [*kinds, chosen().kind] == ["fake", "cuda", "fake"]
-    monkeypatch.setenv("FALLOW_TEST_DEVICE", "tpu")
-    with pytest.raises(ValueError, match="FALLOW_TEST_DEVICE='tpu': tests run on fake or cuda"):
-        chosen()
-
-
-class One(Fake):
-    def count(self) -> int:
-        return 1
-
-
-def test_what_needs_two_is_skipped_where_there_is_one() -> None:
-    *_, on_two = crew.decorators(One())
-    with pytest.raises(pytest.skip.Exception, match="needs 2 GPUs, this machine has 1: NCCL refuses two ranks on one"):
-        on_two(test_a_busy_stream_ends_later)(crews={})
+from gpu.device import require
 
 
 def waits_for_one_that_raises(member: Member) -> None:
@@ -78,12 +55,3 @@ def test_a_stream_is_held_until_it_is_let_go() -> None:
             assert not copied.query()
         devices.wait(copied)
     assert value.tolist() == [7.0] * 3
-
-
-@on_device
-def test_a_busy_stream_ends_later() -> None:
-    DEVICE.busy(0.2)
-    busy = devices.event(DEVICE.here())
-    assert busy is not None
-    assert not busy.query()
-    devices.wait(busy)

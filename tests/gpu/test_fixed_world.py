@@ -24,7 +24,6 @@ LEARNED = 6
 """In the steps before, exact sums learn their scales, and are made again where one does not fit."""
 
 INPUTS = torch.randn(64, 8, generator=torch.Generator(device="cpu").manual_seed(1), device="cpu")
-EXACT = pytest.mark.parametrize("exact", [False, True], ids=["float", "exact"])
 
 
 @contextmanager
@@ -84,7 +83,7 @@ def assert_close(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
 
 
 @on_device
-@EXACT
+@pytest.mark.parametrize("exact", [False, True], ids=["float", "exact"])
 def test_alone_its_steps_are_right_and_wait_for_the_device_once(exact: bool) -> None:
     with place(0, 1):
         found, waits = train(DEVICE.kind, exact)
@@ -94,8 +93,7 @@ def test_alone_its_steps_are_right_and_wait_for_the_device_once(exact: bool) -> 
 
 
 @on_two_devices
-@EXACT
-@pytest.mark.parametrize("default", ["cpu", "device"])
+@pytest.mark.parametrize(("exact", "default"), [(False, "cpu"), (True, "device")])
 def test_its_steps_are_right_and_wait_for_the_device_once(member: Member, exact: bool, default: str) -> None:
     with world(member):
         torch.set_default_device(DEVICE.kind if default == "device" else default)

@@ -140,19 +140,6 @@ def test_sums_are_right_without_a_race_and_with_no_hidden_wait(member: Member, k
         assert len(waits) == len(script.launched) + 1, "one for each sum, and one for the late round of the second step"
 
 
-@on_two_devices
-@BOTH_KINDS
-def test_slow_collectives_are_waited_for(member: Member, kind: str) -> None:
-    with group_of(member) as group:
-        script = Script(group, KINDS[kind]())
-        found = []
-        for step in range(2):
-            if member.rank == step:
-                DEVICE.busy(0.1)  # the other one's collectives take as long
-            found.append(script.step(step))
-        assert_close(found)
-
-
 @on_both
 @BOTH_KINDS
 def test_sums_go_through_the_host_where_two_share_a_device(member: Member, kind: str) -> None:

@@ -17,7 +17,7 @@ from fallow.worker.transport import device as devices
 from fallow.worker.transport.build import build_group
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted
-from gpu import DEVICE, Member, on_both, on_device, on_two_devices, without_communicator
+from gpu import DEVICE, Member, on_both, on_two_devices, without_communicator
 
 PATIENCE_S = 180.0
 
@@ -119,22 +119,6 @@ def test_only_wait_and_verify_waits_for_the_device(member: Member) -> None:
 
 
 @on_two_devices
-def test_who_waits_for_others_on_the_device_says_so(member: Member) -> None:
-    with grouped(member) as group:
-        if member.rank == 0:
-            group.sum(filled(1.0))
-            wait = Waiter(group)
-            until(lambda: group.waiting)
-            member.store.set("waits", "")
-        else:
-            member.store.wait(["waits"])
-            group.sum(filled(1.0))
-            wait = Waiter(group)
-        assert wait.end() == ""
-        assert not group.waiting
-
-
-@on_two_devices
 def test_an_interrupt_ends_the_wait_and_what_was_computed_is_not_good(member: Member) -> None:
     with grouped(member) as group:
         if member.rank == 0:
@@ -201,46 +185,3 @@ def test_a_communicator_that_cannot_be_made_fails_the_build(member: Member) -> N
     finally:
         communicators.connect = real
     until(lambda: not any(thread.name.startswith("reaper") for thread in threading.enumerate()))
-
-
-@on_device
-def test_alone_on_a_device_the_wait_is_for_what_the_stream_was_given() -> None:
-    group = Group(1, 0, 1, None, DEVICE.here())
-    with DEVICE.hidden_syncs_raise(), DEVICE.held(torch.accelerator.current_stream()):
-        given = filled(1.0) + 1
-        group.sum(given)
-        value = devices.to_host(given)
-        wait = Waiter(group)
-        assert wait.waits
-    assert wait.end() == ""
-    assert value.unique().tolist() == [2.0]
-    group.retire()
-
-
-@on_device
-def test_copies_beside_the_stream() -> None:
-    with DEVICE.hidden_syncs_raise():
-        source, host = filled(1.0) + 1, torch.arange(10.0)
-        target = torch.empty(10, device=DEVICE.here())
-        pinned = host.pin_memory()
-        with devices.side_stream(DEVICE.here()):
-            out = devices.to_host(source)
-            target.copy_(pinned, non_blocking=True)
-            copied = devices.event(DEVICE.here())
-        devices.wait(copied)
-        more = devices.to_host(target + devices.to_device(host, DEVICE.here()))
-        devices.wait(devices.event(DEVICE.here()))
-    assert out.unique().tolist() == [2.0]
-    assert more.tolist() == (2 * host).tolist()
-
-
-@on_device
-def test_a_wait_is_ended_by_a_reason() -> None:
-    with DEVICE.held(torch.accelerator.current_stream()):
-        filled(1.0)
-        event = devices.event(DEVICE.here())
-        assert event is not None
-        devices.wait(event, lambda: "enough")
-        assert not event.query()
-    devices.wait(event)
-    assert event.query()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from fallow.worker.checkpoint.manifest import FORMAT, Chunk, Manifest, TensorInfo
-from fallow.worker.handover.snapshot import copies_through_ring
+from fallow.worker.handover.pieces import copies_through_ring
 from fallow.worker.prepared.objects import ModelNames
 from fallow.worker.prepared.state import Path, TensorSpec, decode, device_of, encode, host_copies, spec_of, to_bytes
 from fallow.worker.transport import device as devices

@@ -17,7 +17,7 @@ import torch
 
 from fallow.model import Exit, FallowError
 from fallow.worker.prepared.checksum import checksum
-from fallow.worker.prepared.state import device_of
+from fallow.worker.prepared.state import as_bytes, device_of, room, spec_of
 from fallow.worker.transport import device
 from fallow.worker.transport.stream import receive_into, send_all
 
@@ -60,7 +60,8 @@ class Ring:
         try:
             for number, chunk in enumerate(chunks):
                 buffer = self._buffer(number, chunk)
-                _gather(buffer, chunk)
+                for view, part in zip(_views(buffer, chunk), chunk, strict=True):
+                    view.copy_(part, non_blocking=True)
                 ready, ahead = ahead, ([buffer.numpy()], device.event(self._where))
                 if ready is not None:
                     device.wait(ready[1])
@@ -82,7 +83,8 @@ class Ring:
                 device.wait(emptied[number % 2])
                 buffer = self._buffer(number, chunk)
                 yield [buffer.numpy()]
-                _scatter(buffer, chunk)
+                for view, part in zip(_views(buffer, chunk), chunk, strict=True):
+                    part.copy_(view, non_blocking=True)
                 emptied[number % 2] = device.event(self._where)
         finally:
             device.wait(device.event(self._where))
@@ -151,42 +153,15 @@ def cut(memory: Sequence[torch.Tensor], number: int, pieces: int) -> Iterator[li
         yield chunk
 
 
-def copy_to_host(memory: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
-    """Copy flat uint8 tensors of a device, through a ring, to others of the same sizes on the host. Waits for it."""
+def copies_through_ring(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of a device's tensors as they are now, in one block of plain memory of the host. Waits for the device."""
+    copies = room([spec_of(tensor) for tensor in tensors])
+    memory, targets = [as_bytes(tensor) for tensor in tensors], [as_bytes(copy) for copy in copies]
     with contextlib.closing(Ring(device_of(memory)).to_host(cut(memory, 0, 1))) as chunks:
-        for (buffer,), targets in zip(chunks, cut(copies, 0, 1), strict=True):
-            for view, target in zip(_views(torch.from_numpy(buffer), targets), targets, strict=True):
-                target.copy_(view)
-
-
-def copy_to_device(copies: Sequence[torch.Tensor], memory: Sequence[torch.Tensor]) -> None:
-    """Do the inverse of `copy_to_host`."""
-    with contextlib.closing(Ring(device_of(memory)).from_host(cut(memory, 0, 1))) as chunks:
-        for (buffer,), sources in zip(chunks, cut(copies, 0, 1), strict=True):
-            for view, source in zip(_views(torch.from_numpy(buffer), sources), sources, strict=True):
-                view.copy_(source)
-
-
-def _gather(buffer: torch.Tensor, chunk: list[torch.Tensor]) -> None:
-    if _is_many(chunk):
-        buffer.copy_(torch.cat(chunk), non_blocking=True)
-        return
-    for view, part in zip(_views(buffer, chunk), chunk, strict=True):
-        view.copy_(part, non_blocking=True)
-
-
-def _scatter(buffer: torch.Tensor, chunk: list[torch.Tensor]) -> None:
-    views = _views(buffer.to(chunk[0].device, non_blocking=True) if _is_many(chunk) else buffer, chunk)
-    if _is_many(chunk):
-        torch._foreach_copy_(chunk, views)
-        return
-    for view, part in zip(views, chunk, strict=True):
-        part.copy_(view, non_blocking=True)
-
-
-def _is_many(chunk: list[torch.Tensor]) -> bool:
-    """Several tensors of a device: one kernel and one copy are cheaper than a copy for each."""
-    return len(chunk) > 1 and all(device.asynchronous(part.device) for part in chunk)
+        for (buffer,), parts in zip(chunks, cut(targets, 0, 1), strict=True):
+            for view, part in zip(_views(torch.from_numpy(buffer), parts), parts, strict=True):
+                part.copy_(view)
+    return copies
 
 
 def _views(buffer: torch.Tensor, chunk: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -69,8 +69,7 @@ class Supply:
         plain = prepared.plain_optimizers()
         late = {n for n, path in enumerate(encoded.paths) if _is_late(path, plain)}
         parts: list[list[int]] = [[] for _ in PARTS]
-        for n in sorted(range(len(specs)), key=lambda n: specs[n].on_device):  # a device's go many at a time
-            spec = specs[n]
+        for n, spec in enumerate(specs):
             part = EARLY if spec.nbytes < _LARGE else MIDDLE if n in middle else LATE if n in late else EARLY
             parts[part].append(n)
         outline = Outline(tree=encoded.tree, tensors=specs, parts=parts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +22,6 @@ from fallow.worker.reduction.buffers import StepBuffers
 from fallow.worker.reduction.reduction import Reduction
 from fallow.worker.session.session import Session
 from fallow.worker.session.status import Progress
-from fallow.worker.transport.affinity import bind
 from fallow.worker.transport.group import Group
 
 
@@ -58,10 +56,7 @@ class Member:
     @cached_property
     def reduction(self) -> Reduction:
         """Sums the gradients. Made at first use, when everything is prepared."""
-        prepared = self.prepared
-        if self.session is not None:
-            bind(prepared.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        return Reduction(prepared.parameters(), prepared.arithmetic, self.buffers)
+        return Reduction(self.prepared.parameters(), self.prepared.arithmetic, self.buffers)
 
     @cached_property
     def buffers(self) -> StepBuffers:

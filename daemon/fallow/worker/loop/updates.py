@@ -81,7 +81,6 @@ class Loop:
         source.moved = member.move
         member.move()
         self.watch.begin_call()
-        _ = member.reduction  # bound to its processors, which loader processes take over
         self.meeting.call = self._call_to_compare(source, epochs, max_steps)
         alone = session is None and member.group.size == 1
         self._in_call = True

@@ -49,8 +49,6 @@ class Bucket:
     numel: int
     batched: int
     "elements at the front whose gradients are added together; the other parameters are added one by one"
-    silent: bool
-    "the parameters gave no gradient when the order was learned"
     has_left: bool = False
     "its sum was launched, or nobody is expected to have use for it"
     is_late: bool = False
@@ -127,18 +125,18 @@ def lay_out(params: Sequence[nn.Parameter], order: Iterable[int]) -> list[Bucket
     """
     expected = list(order)
     others = sorted(set(range(len(params))).difference(expected), reverse=True)
-    loud, silent = _spread(params, expected), _spread(params, others)
-    return [_bucket(params, number, members, number >= len(loud)) for number, members in enumerate([*loud, *silent])]
+    buckets = [*_spread(params, expected), *_spread(params, others)]
+    return [_bucket(params, number, members) for number, members in enumerate(buckets)]
 
 
-def _bucket(params: Sequence[nn.Parameter], number: int, members: list[int], silent: bool) -> Bucket:
+def _bucket(params: Sequence[nn.Parameter], number: int, members: list[int]) -> Bucket:
     # On a device a call for each parameter is a kernel.
     limit = math.inf if asynchronous(params[members[0]].device) else SMALL
     members = sorted(members, key=lambda index: params[index].numel() >= limit)
     sizes = [params[index].numel() for index in members]
     *offsets, numel = accumulate(sizes, initial=0)
     batched = sum(size for size in sizes if size < limit)
-    return Bucket(number, members, [params[index] for index in members], offsets, numel, batched, silent)
+    return Bucket(number, members, [params[index] for index in members], offsets, numel, batched)
 
 
 def _spread(params: Sequence[nn.Parameter], order: Sequence[int]) -> list[list[int]]:

@@ -1,43 +1,34 @@
 """Buffers of the modules in a step: every shard starts from the step's own, and shard 0's are kept.
 
-All copies stay on the buffers' device, and the host waits for none. Buffers are compared there, because native
-BatchNorm and scripts that write to `.data` move no version counter. Buffers that nobody changed for a while do not
-travel.
+As under DDP, all buffers of the member that has shard 0 go to all members in each step, in one piece of memory. All
+copies stay on the buffers' device, and the host waits for none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from itertools import accumulate
 
 import torch
 
-from fallow.worker.reduction.step_sums import PATIENCE, count_unused
-from fallow.worker.transport.device import to_device, to_host
 from fallow.worker.transport.group import Group
 
 _ALIGN = 16
+ROOT = 0
+"""Rank of the member that has shard 0, in every division."""
 
 
 class _Room:
     """Memory for copies of all buffers, in one block of bytes."""
 
     def __init__(self, like: Sequence[torch.Tensor]) -> None:
-        self._ends: list[int] = []
-        at = 0
-        for tensor in like:
-            at += -(-tensor.nbytes // _ALIGN) * _ALIGN
-            self._ends.append(at)
-        self.bytes = torch.zeros(at, dtype=torch.uint8, device=like[0].device)
+        sizes = [-(-tensor.nbytes // _ALIGN) * _ALIGN for tensor in like]
+        *starts, size = accumulate(sizes, initial=0)
+        self.bytes = torch.zeros(size, dtype=torch.uint8, device=like[0].device)
         self.views = [
             self.bytes[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for start, tensor in zip([0, *self._ends], like, strict=False)
+            for start, tensor in zip(starts, like, strict=True)
         ]
-
-    @cached_property
-    def last_words(self) -> torch.Tensor:
-        """0, and by buffer the number of 8-byte words up to its end, on the device."""
-        return to_device(torch.tensor([0, *(end // 8 for end in self._ends)], device="cpu"), self.bytes.device)
 
 
 class StepBuffers:
@@ -47,16 +38,10 @@ class StepBuffers:
         self._all_live = live
         # One that covers the same memory several times, as an expanded one does, cannot be written to.
         self._writable = [not _overlaps(tensor) for tensor in live()]
-        self._unchanged_sums = [0] * sum(self._writable)
-        "by buffer, sums in a row in which shard 0 did not change it"
         self._step_room: _Room | None = None
-        "the step's own"
+        "the step's own; None: there are no buffers, or no step has begun"
         self._shard_0_room: _Room | None = None
-        "shard 0's"
-        self._arrivals: list[tuple[Sequence[int], _Room]] = []
-        "numbers of buffers on their way, and where they arrive"
-        self._changed_words: torch.Tensor | None = None
-        "on the host: 0, and by buffer the words that shard 0 changed, up to its end; None: another member has shard 0"
+        "shard 0's, on all members after `share`"
 
     def _live(self) -> list[torch.Tensor]:
         return [tensor for tensor, writable in zip(self._all_live(), self._writable, strict=True) if writable]
@@ -64,12 +49,10 @@ class StepBuffers:
     @torch.no_grad()
     def begin(self) -> None:
         """Remember the step's own buffers."""
-        if not self._unchanged_sums:
-            return
-        live = self._live()
-        self._step_room = self._step_room or _Room(live)
-        self._changed_words, self._arrivals = None, []
-        torch._foreach_copy_(self._step_room.views, live)
+        if any(self._writable):
+            live = self._live()
+            self._step_room = self._step_room or _Room(live)
+            torch._foreach_copy_(self._step_room.views, live)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -80,69 +63,27 @@ class StepBuffers:
     @torch.no_grad()
     def keep(self) -> None:
         """Shard 0's body is over, on this member: its buffers are the step's result."""
-        if self._step_room is None:
-            return
-        self._shard_0_room = self._shard_0_room or _Room(self._live())
-        torch._foreach_copy_(self._shard_0_room.views, self._live())
-        unlike = self._shard_0_room.bytes.view(torch.int64) != self._step_room.bytes.view(torch.int64)
-        # The sum before the first word is 0, and a buffer's last word stands in front of the place where it ends.
-        counts = torch.zeros(len(unlike) + 1, dtype=torch.int32, device=unlike.device)
-        torch.cumsum(unlike, 0, out=counts[1:])
-        self._changed_words = to_host(counts[self._shard_0_room.last_words])
+        if self._step_room is not None:
+            torch._foreach_copy_(self._room().views, self._live())
 
-    def share(self, group: Group, root: int, numbers: Sequence[int] | None = None) -> None:
-        """Launch that all members get shard 0's, which `root` has kept. `numbers`: default all that change at times."""
-        if numbers is None:
-            numbers = [number for number, sums in enumerate(self._unchanged_sums) if sums < PATIENCE]
-        if group.size == 1 or not numbers:
-            return
-        live = self._live()
-        room = self._shard_0_room = self._shard_0_room or _Room(live)
-        if len(numbers) < len(live):
-            room = _Room([live[number] for number in numbers])
-            if group.rank == root:
-                torch._foreach_copy_(room.views, [self._shard_0_room.views[number] for number in numbers])
-        group.copy(room.bytes, root)
-        self._arrivals.append((numbers, room))
-
-    def changed(self) -> list[int]:
-        """Numbers of the buffers that shard 0 changed, after `Group.wait_and_verify`; none where shard 0 is not."""
-        return [] if self._changed_words is None else self._changed_words.diff().nonzero().flatten().tolist()
-
-    def missing(self, changed: Sequence[int]) -> list[int]:
-        """Numbers of the buffers that were changed and did not travel."""
-        return [number for number in changed if self._unchanged_sums[number] >= PATIENCE]
+    def share(self, group: Group) -> None:
+        """Launch that all members get shard 0's, which rank `ROOT` has kept."""
+        if self._step_room is not None:
+            group.copy(self._room().bytes, ROOT)
 
     @torch.no_grad()
     def settle(self) -> None:
         """All members have shard 0's: they become the modules' own."""
-        if self._step_room is None:
-            return
-        wanted = list(self._step_room.views)
-        if self._changed_words is not None:
-            assert self._shard_0_room is not None
-            wanted = self._shard_0_room.views
-        for numbers, room in self._arrivals if self._changed_words is None else ():
-            for number, view in zip(numbers, room.views, strict=True):
-                wanted[number] = view
-        torch._foreach_copy_(self._live(), wanted)
-        self._arrivals = []
+        if self._step_room is not None:
+            torch._foreach_copy_(self._live(), self._room().views)
 
     def renew(self) -> None:
         """The group was abandoned: a late peer may still write into what was to arrive."""
-        self._shard_0_room, self._arrivals = None, []
+        self._shard_0_room = None
 
-    def count(self, changed: Sequence[int]) -> None:
-        """The sum counts: learn from what all members say which buffers change."""
-        self._unchanged_sums = count_unused(self._unchanged_sums, changed)
-
-    def export(self) -> dict[str, list[int]]:
-        """Return what a newcomer needs, as plain values."""
-        return {"": self._unchanged_sums}
-
-    def load(self, exported: dict[str, list[int]]) -> None:
-        """Take over what was exported."""
-        self._unchanged_sums = exported.get("", [0] * len(self._unchanged_sums))
+    def _room(self) -> _Room:
+        self._shard_0_room = self._shard_0_room or _Room(self._live())
+        return self._shard_0_room
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ import torch
 from fallow.worker.reduction.buckets import SMALL
 from fallow.worker.transport.device import asynchronous
 
-_CHUNK = 1 << 17
+_CHUNK = 1 << 16
 """Elements converted at a time: the scratch stays in the processor's second-level cache."""
 _CHUNK_DEVICE = 1 << 23
 

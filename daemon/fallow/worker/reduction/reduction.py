@@ -25,7 +25,7 @@ from fallow.worker.reduction.arithmetic import Arithmetic
 from fallow.worker.reduction.backwards import call_at_end
 from fallow.worker.reduction.buckets import Bucket, lay_out
 from fallow.worker.reduction.buffers import StepBuffers
-from fallow.worker.reduction.step_sums import PATIENCE, Sums, bitmap, count_unused, numbers_in
+from fallow.worker.reduction.step_sums import PATIENCE, Sums, bitmap, numbers_in
 from fallow.worker.transport.device import asynchronous, capturing
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted
@@ -168,13 +168,12 @@ class Reduction:
         """The sums were given out inside of a body: a gradient that comes until `end_body` is a mistake."""
         self._body = _Body(0.0, is_final=True, is_live=True, script_thread=threading.get_ident())
 
-    def finish(self, tell: Callable[[Sums], Sums], *, root: int = 0) -> Sums:
+    def finish(self, tell: Callable[[Sums], Sums]) -> Sums:
         """Complete the sums of this attempt on all members.
 
         Args:
             tell: tells all members this one's part of a round, and returns all parts joined. It is called when this
                 member has the round's sums.
-            root: the rank that has shard 0, whose buffers count.
 
         Returns:
             What all members say of the last round.
@@ -187,14 +186,12 @@ class Reduction:
             raise self._mistake
         with torch.no_grad():
             self._launch_ready(rest=True)
-            self.buffers.share(self._group, root)
+            self.buffers.share(self._group)
             sums = self._round(tell, last=False)
-            missing = self.buffers.missing(sums.buffers)
-            if not sums.late and not missing:
+            if not sums.late:
                 return sums
             for number in sums.late:
                 self.arithmetic.launch(self._group, self._buckets[number], late=True)
-            self.buffers.share(self._group, root, missing)
             return self._round(tell, last=True)
 
     def _round(self, tell: Callable[[Sums], Sums], *, last: bool) -> Sums:
@@ -207,9 +204,8 @@ class Reduction:
             touched=bitmap(self._touched, len(self._params)),
             extents=self.arithmetic.extents(),
             order=list(self._touched) if decides_order else None,
-            buffers=self.buffers.changed(),
         )
-        self.held = last or not (part.late or self.buffers.missing(part.buffers))
+        self.held = last or not part.late
         return tell(part)
 
     def give_out(self, sums: Sums) -> bool:
@@ -233,8 +229,10 @@ class Reduction:
                 bucket = self._buckets[number]
                 for index, grad in zip(bucket.members, self.arithmetic.results(bucket), strict=True):
                     self._handed_gradients[index] = self._params[index].grad = grad if index in touched else None
-        self._unused[self._phase] = count_unused(self._unused_sums(), used)
-        self.buffers.count(sums.buffers)
+        unused = enumerate(self._unused_sums())
+        self._unused[self._phase] = [
+            0 if n in used else min(sums_in_a_row + 1, PATIENCE) for n, sums_in_a_row in unused
+        ]
         if sums.order is not None and self.order is None:
             self.order = sums.order
             self._lay_out()
@@ -260,7 +258,6 @@ class Reduction:
         return {
             "scales": self.arithmetic.export(),
             "idle": dict(sorted(self._unused.items())),
-            "buffers": self.buffers.export(),
             "order": self.order,
         }
 
@@ -270,7 +267,6 @@ class Reduction:
         self.order = state["order"]
         self._lay_out()
         self._unused = dict(state["idle"])
-        self.buffers.load(state["buffers"])
 
     # ------------------------------------------------------------------------------------------------- in backward
 
@@ -365,14 +361,14 @@ class Reduction:
         found = {index: (bucket, place) for bucket in self._buckets for place, index in enumerate(bucket.members)}
         self._places[:] = [found[index] for index in range(len(self._params))]
         self._unused = {}
-        guess = [0 if bucket.silent else len(bucket.members) for bucket in self._buckets]
+        guess = [len(bucket.members) for bucket in self._buckets]
         self._body_counts: defaultdict[str, deque[list[int]]] = defaultdict(lambda: deque([guess], maxlen=PATIENCE))
         "phase -> by body of late, the gradients by bucket; begins with a guess"
         self.arithmetic.lay_out(self._buckets)
 
     def _unused_sums(self) -> list[int]:
-        """Those of the phase at work; buckets that were silent count as unused until they are used."""
-        return self._unused.get(self._phase, [PATIENCE * bucket.silent for bucket in self._buckets])
+        """Those of the phase at work."""
+        return self._unused.get(self._phase, [0] * len(self._buckets))
 
     def _clear(self) -> None:
         for parameter in self._params:

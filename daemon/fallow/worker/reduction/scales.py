@@ -75,11 +75,13 @@ class Scales:
 
         Args:
             extents: by parameter's index, the greatest exponent on any member.
-            is_void: the sum is made again whatever the scales are.
+            is_void: the sum is made again whatever the scales are, and `extents` lack some of its gradients.
 
         Raises:
             FallowError: the gradients are others in each attempt.
         """
+        if is_void:
+            return False
         self.not_finite = {index for index, found in enumerate(extents) if found == NOT_FINITE}
         largest = {index: found for index, found in enumerate(extents) if found not in (NOTHING, NOT_FINITE)}
         misfits = {
@@ -94,7 +96,7 @@ class Scales:
                 "and torch's, numpy's and random's own generators only",
                 Exit.DATA,
             )
-        if misfits or is_void:
+        if misfits:
             return False
         for index, found in largest.items():
             falls_slowly = index in self._phase_references and index not in self._trial

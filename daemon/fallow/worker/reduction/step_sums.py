@@ -1,8 +1,8 @@
-"""What members tell each other about the sums of a step, and for how long unused items still travel."""
+"""What members tell each other about the sums of a step, and for how long unused buckets still travel."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from operator import or_
 
@@ -13,7 +13,7 @@ PATIENCE = 16
 
 
 class Sums(msgspec.Struct, frozen=True, array_like=True):
-    """One member's part, or what all parts together say. Numbers are those of buckets and buffers."""
+    """One member's part, or what all parts together say."""
 
     late: list[int]
     "buckets whose gradients came when they had left"
@@ -23,8 +23,6 @@ class Sums(msgspec.Struct, frozen=True, array_like=True):
     "see `Arithmetic.extents`"
     order: list[int] | None = None
     "rank 0 alone, in the run's first sum: parameters as their gradients came"
-    buffers: list[int] = []
-    "the member with shard 0 alone: buffers that shard 0 has changed"
 
     @staticmethod
     def joined(parts: Sequence[Sums]) -> Sums:
@@ -34,7 +32,6 @@ class Sums(msgspec.Struct, frozen=True, array_like=True):
             touched=bytes(reduce(or_, column) for column in zip(*(part.touched for part in parts), strict=True)),
             extents=[max(column) for column in zip(*(part.extents for part in parts), strict=True)],
             order=next((part.order for part in parts if part.order is not None), None),
-            buffers=next((part.buffers for part in parts if part.buffers), []),
         )
 
 
@@ -49,8 +46,3 @@ def bitmap(numbers: Iterable[int], count: int) -> bytes:
 def numbers_in(packed: bytes) -> set[int]:
     """Unpack a bitmap."""
     return {8 * place + bit for place, byte in enumerate(packed) if byte for bit in range(8) if byte >> bit & 1}
-
-
-def count_unused(sums: Sequence[int], used: Container[int]) -> list[int]:
-    """Count by item, up to `PATIENCE`, the sums in a row in which no member had use for it: those before, and one."""
-    return [0 if number in used else min(count + 1, PATIENCE) for number, count in enumerate(sums)]

@@ -176,9 +176,14 @@ def connect(
         try:
             devices.enter(device)
             process_group = _make(backend, store, rank, size)
-            _begin_to_connect(process_group, device)
+            is_nccl = getattr(process_group, "supports_splitting", False)
+            if is_nccl:  # only begins here, so that an abort ends it
+                process_group.eager_connect_single_device(device)
             process_group_made.set_result(process_group)
-            _finish_connecting(process_group)
+            if is_nccl and hasattr(process_group, "_comm_ptr"):
+                # All have met behind this (torch 2.13, NCCLUtils.cpp). NCCL opens most connections between them in the
+                # first collective that needs them, so the first step with a communicator takes longer.
+                process_group._comm_ptr()
             connected.set_result(None)
         except Exception as error:
             connected.set_exception(error)
@@ -215,23 +220,6 @@ def release(communicator: Any) -> None:
         communicator.shutdown()
     except RuntimeError:  # a peer is gone meanwhile
         communicator.abort()
-
-
-def _begin_to_connect(process_group: Any, device: torch.device) -> None:
-    """Let the members meet before the first collective, if the communicator can do so.
-
-    NCCL only begins here. From now on the communicator is there, so that an `abort` ends it. The members have met in
-    `_finish_connecting`; NCCL opens most connections between them in the first collective that needs them, so that the
-    first step with a communicator takes longer than those behind it.
-    """
-    if getattr(process_group, "supports_splitting", False):
-        process_group.eager_connect_single_device(device)
-
-
-def _finish_connecting(process_group: Any) -> None:
-    """NCCL: wait until all have met. `_is_initialized` tells so only after this (torch 2.13, NCCLUtils.cpp)."""
-    if getattr(process_group, "supports_splitting", False) and hasattr(process_group, "_comm_ptr"):
-        process_group._comm_ptr()
 
 
 def _backend(device: torch.device) -> Any:

@@ -2,7 +2,8 @@
 
 The host runs ahead of such a device. A copy to the host is readable once an event behind the copy is complete; a device
 tensor is usable at once by whatever the same stream is given later. No other module knows of streams, and none
-waits for a device but through `wait`. On the host, and on the `meta` device, there is nothing to wait for.
+waits for a device but through `wait`, and `handover.snapshot` between steps. On the host, and on the `meta` device,
+there is nothing to wait for.
 """
 
 from __future__ import annotations

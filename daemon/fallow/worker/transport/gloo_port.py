@@ -25,7 +25,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
-from fallow.wire.address import all_taken, listen
+from fallow.wire.address import all_taken
 
 _BACKLOG = 128
 _BYTE = 256
@@ -89,21 +89,14 @@ def device_within(address: str, ports: range) -> tuple[Any, int, int]:
                 raise OSError(errno.ENOTSUP, "gloo's listener is not found; unset [network] member_ports")
             ((fd, first),) = new.items()
             port = usable.get(first % _BYTE)
-            if port is not None and _is_free(address, port) and _move(fd, address, port):
+            if port is not None and _move(fd, address, port):
                 return device, first, port
             del device
     raise all_taken(address, ports)
 
 
-def _is_free(address: str, port: int) -> bool:
-    with contextlib.suppress(OSError):
-        listen(address, range(port, port + 1)).close()
-        return True
-    return False
-
-
 def _move(fd: int, address: str, port: int) -> bool:
-    """False: somebody else was faster. The device is of no use then."""
+    """False: the port is taken. The device is of no use then."""
     epoll, event = _watcher(fd)
     _check(_libc.epoll_ctl(epoll, _EPOLL_DEL, fd, event))
     _check(_libc.connect(fd, _NOBODY, len(_NOBODY)))

@@ -36,8 +36,8 @@ _DRAIN_S = 5.0
 """For so long an aborted communicator may take to end what it has on the device."""
 
 _LENGTH_BYTES = 8
-_ROOM_STEP, _MOST_ROOM = 256, 4096
-"""Bytes by which the room for a part grows, and at most."""
+_ROOM = 2048
+"""Bytes of each part that a gather brings in one exchange; only longer parts need a second one."""
 
 
 @dataclass(slots=True)
@@ -75,8 +75,6 @@ class Group(Waits):
         self.connections = connections or Connections()
         self._launched: list[tuple[Any, Sequence[torch.Tensor]]] = []
         "works of the transport; on a device the tensors stay until a stream waits for the work"
-        self._room = _ROOM_STEP
-        "of a part in a gather: the same on all members, since all have seen the same ones"
         self._aborting: threading.Thread | None = None
         self.device_progress = DeviceProgress()
         self.node = Node()
@@ -168,17 +166,12 @@ class Group(Waits):
     def gather(self, part: bytes) -> list[bytes]:
         """Parts of unlike length of all members, by rank; waits.
 
-        In one exchange, which has room for parts as long as those of the gather before; where one is longer, the rest
-        comes in a second exchange.
-
         Raises:
             Interrupted: the group is broken.
         """
-        room = self._room
-        told = self.tell(len(part).to_bytes(_LENGTH_BYTES) + part[:room].ljust(room, b"\0")).wait()
+        told = self.tell(len(part).to_bytes(_LENGTH_BYTES) + part[:_ROOM].ljust(_ROOM, b"\0")).wait()
         lengths = [int.from_bytes(text[:_LENGTH_BYTES]) for text in told]
-        rest = self._tell(part[room:], [max(0, length - room) for length in lengths]).wait()
-        self._room = min(_MOST_ROOM, (max(lengths) // _ROOM_STEP + 1) * _ROOM_STEP)
+        rest = self._tell(part[_ROOM:], [max(0, length - _ROOM) for length in lengths]).wait()
         begun = (text[_LENGTH_BYTES:][:length] for text, length in zip(told, lengths, strict=True))
         return [head + tail for head, tail in zip(begun, rest, strict=True)]
 

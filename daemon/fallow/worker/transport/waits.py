@@ -113,31 +113,14 @@ class Waits:
 
     def _complete(self, future: Any) -> None:
         if not future.done():
-            waiter = _Waiter()
+            over = threading.Event()
             with self._guard:
-                self._wakes.append(waiter.wake)
+                self._wakes.append(over.set)
                 broken = self.broken
             if broken is None:
-                future.add_done_callback(lambda _: waiter.wake())
-                if not waiter.wait(self.patience_s):
+                future.add_done_callback(lambda _: over.set())
+                if not over.wait(self.patience_s):
                     self.interrupt(f"no answer from a peer within {self.patience_s:g} s")
-            self._wakes.remove(waiter.wake)
+            self._wakes.remove(over.set)
         if self.broken is None:
             future.value()
-
-
-class _Waiter:
-    """Lets one thread sleep until another wakes it, once: the cheapest there is in Python."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def wait(self, timeout_s: float | None) -> bool:
-        """False: nobody called `wake` in time."""
-        return self._lock.acquire(timeout=-1 if timeout_s is None else timeout_s)
-
-    def wake(self) -> None:
-        """May be called several times."""
-        with contextlib.suppress(RuntimeError):
-            self._lock.release()

@@ -14,31 +14,6 @@ from fallow.worker.reduction.reduction import Reduction
 from fallow.worker.transport.group import Group
 
 
-def compiled_pieces(y: torch.Tensor) -> int:
-    """Nodes of the autograd graph that are a compiled graph's backward: each hands out its gradients by itself."""
-    seen, todo = set(), [y.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            todo += [following for following, _ in node.next_functions]
-    return sum("Compiled" in node.name() for node in seen)
-
-
-def test_a_compiled_graph_ends_with_the_first_bucket() -> None:
-    pieces = []
-    for cut in (False, True):
-        torch._dynamo.reset()
-        model = torch.compile(nn.Sequential(*(nn.Linear(600, 600) for _ in range(3))), backend="aot_eager")
-        if cut:
-            with graphs_cut_at_buckets():
-                out = model(torch.ones(2, 600))
-        else:
-            out = model(torch.ones(2, 600))
-        pieces.append(compiled_pieces(out.sum()))
-    assert pieces == [1, 2], "1.4 MB a layer, 1 MiB in the first bucket"
-
-
 def test_torch_is_left_as_it_was() -> None:
     assert DistributedDataParallel._active_ddp_module is None
 

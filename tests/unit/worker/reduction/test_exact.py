@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
 
 import pytest
 import torch
@@ -200,20 +199,6 @@ def test_a_jump_voids_the_step_once_and_the_next_ones_pass(numel: int) -> None:
     assert state.repeated == 5
 
 
-def test_references_rise_at_once_and_fall_slowly() -> None:
-    def reference(state: Exact) -> int:
-        return int(state.export()["scales"]["references"][""][0][1])
-
-    _, state, _ = step([(1.0, [torch.tensor([0.6])])], [[0]])
-    assert reference(state) == 0
-    _, state, _ = step([(1.0, [torch.tensor([9.0])])], [[0]], state)
-    assert reference(state) == 4
-    _, state, _ = step([(1.0, [torch.tensor([0.6])])], [[0]], state)
-    assert reference(state) == 3
-    _, state, _ = step([(1.0, [torch.tensor([0.0])])], [[0]], state)
-    assert reference(state) == 3
-
-
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("numel", [3, LARGE])
 def test_what_is_not_finite_becomes_nan_everywhere_and_moves_no_reference(bad: float, numel: int) -> None:
@@ -287,87 +272,6 @@ def test_several_gradients_of_one_shard_do_not_overflow(parts: int, numel: int) 
     torch.testing.assert_close(exact.results(buckets[0])[0], parts * grad, rtol=1e-7, atol=0)
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_an_only_shard_whose_gradient_comes_in_parts_is_summed_as_integers_from_then_on(late: bool) -> None:
-    """Also if it comes when its bucket has left."""
-    grad = torch.full((LARGE,), 0.3)
-
-    def member(group: Group) -> tuple[list[bool], list[torch.Tensor], dict[str, Any]]:
-        exact, (bucket,) = Exact(), buckets_for([grad])
-        exact.lay_out([bucket])
-        good = []
-        while not any(good):
-            exact.begin("g", [0.5, 0.5])
-            exact.begin_body()
-            exact.add(bucket, [(0, grad.clone())], 0.5, late=False)
-            again = late and group.rank == 1
-            if group.rank == 1 and not late:
-                exact.add(bucket, [(0, grad.clone())], 0.5, late=False)
-            exact.launch(group, bucket, late=False)
-            exact.conclude(group)
-            if late:
-                if again:
-                    exact.add(bucket, [(0, grad.clone())], 0.5, late=True)
-                exact.launch(group, bucket, late=True)
-                exact.conclude(group)
-            group.wait_and_verify()
-            told = [text.decode().split() for text in group.gather(" ".join(map(str, exact.extents())).encode())]
-            good.append(exact.judge([max(map(int, column)) for column in zip(*told, strict=True)]))
-        return good, exact.results(bucket), exact.export()
-
-    for good, (result,), state in together(member, world(2)):
-        assert good[0] is False
-        torch.testing.assert_close(result, 1.5 * grad, rtol=1e-7, atol=0)
-        assert state["split_phases"] == ["g"]
-
-
-def test_a_gradient_of_a_bucket_that_was_never_used_comes_where_gradients_travel_as_they_are() -> None:
-    grad = torch.full((3,), 0.3)
-    exact, (bucket,) = Exact(), buckets_for([grad])
-    exact.lay_out([bucket])
-    good = []
-    while not any(good):
-        exact.begin("", [1.0])
-        exact.begin_body()
-        exact.add(bucket, [(0, grad.clone())], 1.0, late=True)
-        exact.launch(Group(0, 0, 1), bucket, late=True)
-        exact.conclude(Group(0, 0, 1))
-        good.append(exact.judge(exact.extents()))
-    torch.testing.assert_close(exact.results(bucket)[0], grad, rtol=1e-7, atol=0)
-
-
-def test_extents_do_not_depend_on_who_has_which_shard() -> None:
-    """One shard gives a large gradient, and another one several small ones."""
-    shards = [[0.9], [0.2, 0.2], [0.1] * 3]
-
-    def extents(mine: Sequence[int]) -> list[int]:
-        exact, buckets = Exact(), buckets_for([torch.zeros(3), torch.zeros(LARGE)])
-        exact.lay_out(buckets)
-        exact.begin("")
-        for shard in mine:
-            exact.begin_body()
-            for value in shards[shard]:
-                for bucket in buckets:
-                    exact.add(
-                        bucket,
-                        [(place, torch.full_like(p, value)) for place, p in enumerate(bucket.params)],
-                        0.25,
-                        late=False,
-                    )
-        exact.conclude(Group(0, 0, 1))
-        return exact.extents()
-
-    for first, second in (([0], [1, 2]), ([0, 1], [2]), ([], [2, 1, 0])):
-        assert list(map(max, extents(first), extents(second))) == extents([0, 1, 2]) == [0, 0, 0]
-
-
-def test_an_exponent_bounds_the_sum_of_parts() -> None:
-    for value in (0.5, 0.75, 1.0, 3.0):
-        for parts in range(1, 20):
-            assert parts * value <= 2.0 ** exponent(value, parts)
-    assert exponent(1.0, 1) == 1 and exponent(1.0, 2) == 2
-
-
 def test_gradients_that_change_by_themselves_end_in_words() -> None:
     scales = Scales()
     with pytest.raises(FallowError, match="did not settle"):  # noqa: PT012
@@ -387,6 +291,16 @@ def test_a_change_of_the_group_forgets_the_attempt() -> None:
     assert (scales.export(), scales.shift(0)) == (before, shift)
 
 
+def test_nothing_is_learned_from_a_sum_of_which_gradients_are_missing() -> None:
+    """Else what was learned would depend on which members saw it so: those with one shard each."""
+    scales = Scales()
+    scales.begin("")
+    assert [scales.judge([5]), scales.judge([5])] == [False, True]
+    assert not scales.judge([-19], is_void=True)
+    assert scales.judge([1])
+    assert scales.export()["references"] == {"": [(0, 4)]}
+
+
 def test_phases_have_scales_of_their_own() -> None:
     exact, buckets = Exact(), buckets_for([torch.zeros(1)])
     exact.lay_out(buckets)
@@ -396,8 +310,3 @@ def test_phases_have_scales_of_their_own() -> None:
                 good, grads = attempt(exact, Group(0, 0, 1), buckets, [(1.0, [torch.tensor([value])])], phase)
                 assert good == (number == attempts)
             assert grads[0].item() == pytest.approx(value)
-
-
-def test_complex_parameters_are_refused() -> None:
-    with pytest.raises(FallowError, match="complex64"):
-        Exact().lay_out(buckets_for([torch.zeros(1, dtype=torch.complex64)]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from fallow.worker.reduction.arithmetic import Arithmetic
 from fallow.worker.reduction.buffers import StepBuffers
 from fallow.worker.reduction.exact import Exact
 from fallow.worker.reduction.reduction import Reduction
-from fallow.worker.reduction.step_sums import PATIENCE, Sums, bitmap
+from fallow.worker.reduction.step_sums import PATIENCE, Sums
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted
 from members import build_world, telling, together, world
@@ -74,10 +75,15 @@ class Member:
         """What the script finds."""
         return [None if p.grad is None else p.grad.clone() for p in self.net.parameters()]
 
-    def step(self, body: Body, mine: Sequence[int], shards: int, phase: str = "") -> list[torch.Tensor | None]:
-        """One sum, in which this member computes some of the shards, all of which weigh the same."""
+    def step(
+        self, body: Body, mine: Sequence[int], shards: int, weights: Sequence[float] = ()
+    ) -> list[torch.Tensor | None]:
+        """One sum, in which this member computes some of the shards, all of which weigh the same.
+
+        `weights`: of the members' only shards, whose gradients then travel as they are.
+        """
         while True:
-            self.attempt(body, mine, shards, phase)
+            self.attempt(body, mine, shards, weights)
             rounds = 0
 
             def counted(sums: Sums) -> Sums:
@@ -92,10 +98,10 @@ class Member:
             self.reduction.drop()
             self.buffers.restore()
 
-    def attempt(self, body: Body, mine: Sequence[int], shards: int, phase: str = "") -> None:
+    def attempt(self, body: Body, mine: Sequence[int], shards: int, weights: Sequence[float] = ()) -> None:
         """All but its end."""
         self.buffers.begin()
-        self.reduction.begin(phase)
+        self.reduction.begin("", weights)
         for turn, shard in enumerate(mine or [0]):
             if turn:
                 self.buffers.restore()
@@ -169,7 +175,10 @@ SCRIPT = st.tuples(
 @pytest.mark.parametrize("bucket_bytes", [100, 1 << 20])
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=12, deadline=None)
-@given(steps=st.lists(SCRIPT, min_size=2, max_size=4), cuts=st.lists(st.integers(1, 4), max_size=2))
+@given(
+    steps=st.lists(SCRIPT, min_size=2, max_size=4),
+    cuts=st.one_of(st.lists(st.integers(1, 4), max_size=2), st.just([1, 2, 3])),
+)
 def test_any_way_through_the_model_gives_the_gradients_of_plain_pytorch(
     steps: list[tuple[list[list[tuple[int, ...]]], frozenset[int]]],
     cuts: list[int],
@@ -178,11 +187,12 @@ def test_any_way_through_the_model_gives_the_gradients_of_plain_pytorch(
 ) -> None:
     bodies = [scripted(*step) for step in steps]
     shares = divided(4, cuts)
+    weights = [0.25] * 4 if len(shares) == 4 else []
     net = copy.deepcopy(NET).double()  # in float32 backward itself errs by more than the sum
 
-    def member(group: Group) -> tuple[list[list[torch.Tensor | None]], object]:
+    def member(group: Group) -> tuple[list[list[torch.Tensor | None]], dict[str, Any]]:
         one = Member(group, net, kind())
-        return [one.step(body, shares[group.rank], 4) for body in bodies], one.reduction.export()
+        return [one.step(body, shares[group.rank], 4, weights) for body in bodies], one.reduction.export()
 
     with pytest.MonkeyPatch.context() as patched:
         for name in ("_FIRST_BYTES", "BUCKET_BYTES", "_LAST_BYTES"):
@@ -192,6 +202,7 @@ def test_any_way_through_the_model_gives_the_gradients_of_plain_pytorch(
         by_one = [single.step(body, EVERY, 4) for body in bodies]
     for results, state in found:
         assert state == found[0][1]
+        assert state["scales"].get("scales") == single.reduction.export()["scales"].get("scales")
         for step, body in enumerate(bodies):
             assert equal(results[step], found[0][0][step])
             assert_close(results[step], plain(net, body, 4), error=1e-12)
@@ -213,13 +224,6 @@ def test_buckets_leave_in_backward_once_it_is_known_what_a_body_gives(monkeypatc
         member.reduction.give_out(member.reduction.finish(lambda sums: sums))
         assert (count == len(sent)) == in_time or len(ways) == 2
         sent.clear()
-
-
-def test_a_second_backward_costs_a_second_round_once() -> None:
-    member = alone()
-    for ways in ([EVERY], [EVERY, EVERY], [EVERY, EVERY]):
-        assert_close(member.step(scripted([ways]), [0], 1), plain(NET, scripted([ways]), 1))
-    assert member.rounds == [1, 2, 1]
 
 
 def test_a_bucket_that_nobody_uses_is_not_reduced_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,17 +352,6 @@ def test_complex_parameters_add_up_as_they_are_and_are_refused_where_integers_ar
         alone(net, Exact())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", KINDS)
-def test_half_precision(kind: type[Arithmetic], dtype: torch.dtype) -> None:
-    net = copy.deepcopy(NET).to(dtype)
-    body = scripted([[EVERY]] * 2)
-    got = alone(net, kind()).step(body, [0, 1], 2)
-    for one, other in zip(got, plain(net, body, 2), strict=True):
-        assert one is not None and other is not None and one.dtype == dtype
-        torch.testing.assert_close(one.double(), other, rtol=0.05, atol=0.05 * float(other.abs().max()))
-
-
 def test_a_model_without_a_backward_gives_nothing() -> None:
     member = alone()
     assert member.step(lambda net, shard: None, [0], 1) == [None] * len(list(NET.parameters()))
@@ -464,25 +457,11 @@ def test_a_gradient_that_comes_when_the_sums_were_handed_out_in_the_body_is_refu
 # ------------------------------------------------------------------------------------------------- lost groups
 
 
-def test_a_broken_group_ends_the_sum_and_its_memory_is_not_used_again() -> None:
-    member = Member(build_world(1)[0], NET)
-    member.step(scripted([[EVERY]]), [0], 1)
-    before = next(p.grad for p in member.net.parameters() if p.grad is not None)  # kept: so nobody else gets the place
-
-    def body(net: nn.Module, shard: int) -> None:
-        member.group.interrupt("lost")
-        scripted([[EVERY]])(net, shard)
-
-    member.group.interrupt("a peer was lost")
-    group = build_world(2)
-    groups = [member, Member(group[1], NET)]
-    member.group = group[0]
-    member.reduction.attach(group[0])
-    groups[1].reduction.load(member.reduction.export())
-    together(lambda g: groups[g.rank].attempt(scripted([[EVERY]] * 2), [g.rank], 2), group)
-    group[0].interrupt("a peer was lost")
-    group[1].interrupt("a peer was lost")
-    for one in groups:
+def test_a_broken_group_ends_the_sum_and_the_next_one_makes_it_alone() -> None:
+    groups = build_world(2)
+    for one in together(lambda group: Member(group, NET), groups):
+        one.attempt(scripted([[EVERY]] * 2), [one.group.rank], 2)
+        one.group.interrupt("a peer was lost")
         with pytest.raises(Interrupted):
             one.reduction.finish(telling(one.group))
         assert not one.reduction.held
@@ -491,8 +470,6 @@ def test_a_broken_group_ends_the_sum_and_its_memory_is_not_used_again() -> None:
         one.group = Group(3, 0, 1)
         one.reduction.attach(one.group)
         assert_close(one.step(scripted([[EVERY]]), [0], 1), plain(NET, scripted([[EVERY]]), 1))
-    after = next(p.grad for p in member.net.parameters() if p.grad is not None)
-    assert after.data_ptr() != before.data_ptr()
 
 
 def test_who_told_and_was_interrupted_holds_the_sums_and_takes_the_others_outcome() -> None:
@@ -521,11 +498,3 @@ def test_who_told_and_was_interrupted_holds_the_sums_and_takes_the_others_outcom
     second.reduction.attach(Group(2, 0, 1))
     assert second.reduction.give_out(outcome[0])
     assert equal(first.gradients(), second.gradients())
-
-
-def test_what_all_say_of_a_sum_is_late_for_any_and_touched_for_any() -> None:
-    one = Sums(late=[2], touched=bitmap([2], 4), extents=[1, 5], order=[1, 0], buffers=[4])
-    two = Sums(late=[0, 2], touched=bitmap([0], 4), extents=[3, -2])
-    assert Sums.joined([one, two]) == Sums(
-        late=[0, 2], touched=bitmap([0, 2], 4), extents=[3, 5], order=[1, 0], buffers=[4]
-    )
