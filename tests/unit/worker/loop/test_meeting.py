@@ -105,11 +105,6 @@ def check(found: dict[str, Any], ends: dict[str, type], evaluates: bool = False)
             assert torch.equal(a, b), "all members hold the same bits"
 
 
-def test_two_members_train_as_one() -> None:
-    _, found = history(Generation("ab"))
-    check(found, {})
-
-
 @pytest.mark.parametrize("certain", ["", "a", "b", "ab", "abc"])
 @pytest.mark.parametrize("wait", range(1, 12))
 def test_a_member_is_killed_at_each_place_of_the_first_two_steps(wait: int, certain: str) -> None:

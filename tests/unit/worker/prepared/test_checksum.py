@@ -62,14 +62,6 @@ def test_the_fingerprint_sees_words_that_are_exchanged(seed: int, one: int, othe
     assert seen(changed, before)
 
 
-@given(st.integers(0, 99), st.permutations(range(8)), st.integers(0, 127))
-def test_the_fingerprint_sees_a_permutation(seed: int, order: list[int], first: int) -> None:
-    before = words(seed)
-    changed = before.clone()
-    changed[first * 8 : first * 8 + 8] = before[first * 8 : first * 8 + 8][list(order)]
-    assert seen(changed, before)
-
-
 @example(seed=0, pairs=[(191, 96)] * 3, bit=58)
 @given(st.integers(0, 99), st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=6), st.integers(0, 62))
 def test_the_fingerprint_sees_changes_of_opposite_sign(seed: int, pairs: list[tuple[int, int]], bit: int) -> None:
@@ -95,9 +87,3 @@ def test_the_fingerprint_does_not_depend_on_where_a_tensor_begins() -> None:
     block = torch.randn(4097, generator=torch.Generator().manual_seed(0))
     assert fingerprint([block[1:]]) == fingerprint([block[1:].clone()])
     assert torch.equal(row_hashes(as_bytes(block[1:])), row_hashes(as_bytes(block[1:].clone())))
-
-
-def test_tensors_of_equal_sum_are_not_mistaken_for_each_other() -> None:
-    one, other = torch.zeros(2048), torch.zeros(2048)
-    one[3], other[1900] = 1.0, 1.0
-    assert fingerprint([one, other]) != fingerprint([other, one])
