@@ -47,7 +47,9 @@ class Gathering:
 
     def repeat(self) -> None:
         """Send unanswered parts once more."""
-        for gathers in list(self._generations.values()):
+        with self._lock:
+            known = list(self._generations.values())
+        for gathers in known:
             gathers.repeat()
 
     def answer(self, gathered: Gathered) -> None:

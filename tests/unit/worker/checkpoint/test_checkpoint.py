@@ -17,7 +17,6 @@ torch = pytest.importorskip("torch")
 
 from fallow.core.membership.messages import Checkpoint, Problem  # noqa: E402
 from fallow.model import FallowError  # noqa: E402
-from fallow.worker.checkpoint import writer  # noqa: E402
 from fallow.worker.checkpoint.manifest import complete_ones, read_manifest  # noqa: E402
 from fallow.worker.checkpoint.parts import Slice, cut, take  # noqa: E402
 from fallow.worker.checkpoint.restore import load  # noqa: E402
@@ -130,23 +129,6 @@ def test_what_members_have_switched_is_kept_if_they_agree(tmp_path: Path) -> Non
         (done,) = reports
         assert isinstance(done, Checkpoint)
         assert load(Path(done.path))["modes"] == (second or None)
-
-
-def test_one_that_comes_late_to_claim_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two members find all parts there; the second claims when the first has taken the parts' notes away."""
-    sync = writer.sync_dir
-    late: list[bool] = []
-
-    def sync_dir(path: Path) -> None:
-        if path.suffix == ".tmp" and (path / "manifest").exists() and not late:
-            late.append(writer._claim(path))
-        sync(path)
-
-    monkeypatch.setattr(writer, "sync_dir", sync_dir)
-    (done,) = write(tmp_path, 7, 2)
-    assert late == [False]
-    assert isinstance(done, Checkpoint)
-    assert same(load(Path(done.path)), state() | {"modes": [], "extra": {}})
 
 
 class Scaled(torch.nn.Linear):
