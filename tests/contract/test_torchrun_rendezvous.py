@@ -220,7 +220,7 @@ class Agent:
                 time.sleep(0.005)
             if self._ends.is_set():
                 with contextlib.suppress(DistStoreError):
-                    store_util.barrier(info.store, info.world_size, "torchelastic/agent/terminal_state", 5.0)
+                    store_util.barrier(info.store, info.world_size, "torchelastic/agent/terminal_state", 1.0)
                 raise SystemExit(0)
 
 

@@ -167,47 +167,12 @@ def test_random_numbers_are_a_function_of_the_step_and_the_shard() -> None:
         def draw(_: Any, drawn_now: list[Any] = drawn_now, own: torch.Generator = own) -> None:
             drawn_now.append((float(torch.rand(())), float(torch.rand((), generator=own))))
 
-        def body(batch: Any, script: Script = script, draw: Any = draw) -> None:
+        def body(batch: Any, script: Script = script, draw: Any = draw, drawn: int = drawn) -> None:
             draw(batch)
+            torch.rand(drawn)  # as another division of the shards does
             script.loss(batch).backward()
 
         script.train(body, draw, draw)
         found.append(drawn_now)
     assert found[0] == found[1]
     assert len(set(found[0])) == 2 * (4 + 2)
-
-
-class Langevin(torch.optim.Optimizer):
-    """Its step adds noise, from torch's generator or from one that the script has prepared."""
-
-    def __init__(self, params: Any, generator: torch.Generator | None) -> None:
-        super().__init__(params, {"lr": 0.1})
-        self.generator = generator
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        """Follow the gradient, and a random walk."""
-        for parameter in self.param_groups[0]["params"]:
-            noise = torch.randn(parameter.shape, generator=self.generator)
-            parameter.sub_(0.1 * parameter.grad + 0.01 * noise)
-
-
-@pytest.mark.parametrize("own", [True, False])
-def test_noise_of_an_optimizer_does_not_depend_on_what_was_drawn_before(own: bool) -> None:
-    weights = []
-    for odd in range(2):
-        generator = torch.Generator()
-        script = Script()
-        script.optimizer = Langevin(script.model.parameters(), generator if own else None)
-        script.prepare(generator)
-
-        def body(batch: Any, script: Script = script, odd: int = odd) -> None:
-            if odd:  # as another division of the shards does
-                torch.rand(3)
-                torch.rand(3, generator=generator)  # noqa: B023  # of this turn
-            script.loss(batch).backward()
-
-        script.train(body)
-        weights.append(script.model)
-    for a, b in zip(*[model.parameters() for model in weights], strict=True):
-        assert torch.equal(a, b)

@@ -69,6 +69,7 @@ def test_one_members_wish_makes_a_checkpoint_of_all_behind_the_next_step(tmp_pat
 @pytest.fixture
 def saves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     """Worker, generation and step of each checkpoint that a member begins."""
+    monkeypatch.setattr("fallow.worker.checkpoint.writer.HURRY_S", 0.2)
     found: list[tuple[str, int, int]] = []
     save = Saver.save
 
