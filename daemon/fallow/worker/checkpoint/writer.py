@@ -65,7 +65,7 @@ class Writing(threading.Thread):
     @property
     def is_stuck(self) -> bool:
         """True if one part of the work takes so long that the file system does not seem to answer."""
-        return self.is_alive() and self._clock() - self._moved_at > STUCK_S
+        return self._clock() - self._moved_at > STUCK_S
 
     def _write(self, snapshot: PartSnapshot, began: float) -> None:
         generation, step = snapshot.manifest.generation, snapshot.manifest.step

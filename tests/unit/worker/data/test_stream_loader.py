@@ -128,14 +128,13 @@ def test_a_copied_batch_shares_nothing_that_a_body_may_change() -> None:
         copied(number for number in range(2))
 
 
-@pytest.mark.parametrize(("size", "sizes"), [(48, [12] * 4), (50, [12] * 4), (59, [12] * 4), (60, [12] * 5)])
-def test_drop_last_leaves_full_steps_only(size: int, sizes: list[int]) -> None:
-    assert [cut.samples for cut, *_ in passed(stream(size, drop_last=True), 0)] == sizes
-
-
-@pytest.mark.parametrize(("size", "sizes"), [(48, [12] * 4), (49, [12] * 4 + [1]), (3, [3]), (12, [12])])
-def test_the_last_step_is_known_as_such(size: int, sizes: list[int]) -> None:
-    assert [cut.samples for cut, *_ in passed(stream(size), 0)] == sizes
+@pytest.mark.parametrize(
+    ("size", "last", "full_last"),
+    [(48, [12], [12]), (49, [12, 1], [12]), (59, [12, 11], [12]), (60, [12, 12], [12, 12])],
+)
+def test_the_last_step_is_known_as_such(size: int, last: list[int], full_last: list[int]) -> None:
+    for drop_last, sizes in ((False, last), (True, full_last)):
+        assert [cut.samples for cut, *_ in passed(stream(size, drop_last=drop_last), 0)] == [12] * 3 + sizes
 
 
 def test_each_crc_knows_the_whole_step() -> None:

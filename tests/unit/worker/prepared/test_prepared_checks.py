@@ -80,12 +80,6 @@ def test_hooks_that_would_see_a_part_of_a_gradient(script: Script) -> None:
     assert (script.run.step, len(seen)) == (2, 8)
 
 
-def test_sparse_gradients() -> None:
-    script = Script(model=nn.Embedding(4, 2, sparse=True)).prepare()
-    with pytest.raises(FallowError, match=r"model\.0\.weight has a sparse gradient"):
-        script.train(lambda _: script.model(torch.tensor([1])).sum().backward())
-
-
 # ---------------------------------------------------------------------------------------------- parameters that change
 
 
