@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import subprocess
 import sys
+import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from fallow.core.membership.messages import Checkpoint, Problem  # noqa: E402
-from fallow.model import FallowError  # noqa: E402
-from fallow.worker.checkpoint.manifest import complete_ones, read_manifest  # noqa: E402
-from fallow.worker.checkpoint.parts import Slice, cut, take  # noqa: E402
-from fallow.worker.checkpoint.restore import load  # noqa: E402
-from fallow.worker.checkpoint.writer import Writing  # noqa: E402
-from fallow.worker.handover.transfer import export_state, load_state  # noqa: E402
-from fallow.worker.prepared import extra_state  # noqa: E402
-from fallow.worker.prepared.objects import Prepared  # noqa: E402
-from fallow.worker.prepared.state import TensorSpec  # noqa: E402
+from fallow.core.membership.messages import Checkpoint, Problem
+from fallow.model import FallowError
+from fallow.worker.checkpoint import dcp
+from fallow.worker.checkpoint.manifest import complete_ones, read_manifest
+from fallow.worker.checkpoint.parts import Slice, cut, take
+from fallow.worker.checkpoint.restore import load
+from fallow.worker.checkpoint.writer import Writing
+from fallow.worker.handover.transfer import export_state, load_state
+from fallow.worker.prepared import extra_state
+from fallow.worker.prepared.objects import Prepared
+from fallow.worker.prepared.state import TensorSpec
 
 Report = Checkpoint | Problem
 
@@ -162,7 +164,7 @@ class Tied(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_what_torchs_own_tools_read_loads_strictly_into_the_users_model(tmp_path: Path, compiled: bool) -> None:
-    import torch.distributed.checkpoint as dcp
+    import torch.distributed.checkpoint
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     torch.manual_seed(1)
@@ -181,7 +183,7 @@ def test_what_torchs_own_tools_read_loads_strictly_into_the_users_model(tmp_path
     assert same(dict(plain.state_dict()), dict(model.state_dict()))
     assert plain.inner.scales["steps"] == 41
     some = {"models.0.inner.weight": torch.zeros(5, 5)}
-    dcp.load(some, checkpoint_id=done.path)
+    torch.distributed.checkpoint.load(some, checkpoint_id=done.path)
     assert torch.equal(some["models.0.inner.weight"], model.inner.weight)
 
     again = Prepared()
@@ -311,6 +313,23 @@ def test_a_member_that_never_writes_its_part(tmp_path: Path, monkeypatch: pytest
     assert len(list(tmp_path.glob("*.tmp"))) == 1
     write(tmp_path, 9, 2)
     assert sorted(path.name[-3:] for path in tmp_path.iterdir()) == ["006", "009"]
+
+
+def test_what_one_member_cannot_write_is_said_once_and_no_rest_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_part(folder: Path, snapshot: Any) -> Any:
+        if snapshot.rank == 0:
+            return dcp.write_part(folder, snapshot)
+        while not (folder / "part-00000.json").exists():
+            time.sleep(0.001)
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr("fallow.worker.checkpoint.writer.write_part", write_part)
+    (failed,) = write(tmp_path, 7, 2)
+    assert isinstance(failed, Problem)
+    assert "your quota" in failed.reason
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_went_away_is_said_once_and_by_name(tmp_path: Path) -> None:

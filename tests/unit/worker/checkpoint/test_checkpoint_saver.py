@@ -9,20 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from fallow.core.membership.messages import Checkpoint, Order, Problem  # noqa: E402
-from fallow.core.protocol.agents import News, Setup  # noqa: E402
-from fallow.core.training.saving import RETRY_S, Saving  # noqa: E402
-from fallow.worker.checkpoint import writer as writing  # noqa: E402
-from fallow.worker.checkpoint.restore import load  # noqa: E402
-from fallow.worker.checkpoint.saver import Saver  # noqa: E402
-from fallow.worker.prepared.objects import Prepared  # noqa: E402
-from fallow.worker.session.news import HeadNews  # noqa: E402
-from fallow.worker.session.orders import Orders  # noqa: E402
-from fallow.worker.session.status import Progress  # noqa: E402
-from fallow.worker.transport.group import Group  # noqa: E402
+from fallow.core.membership.messages import Checkpoint, Order, Problem
+from fallow.core.protocol.agents import News, Setup
+from fallow.core.training.saving import RETRY_S, Saving
+from fallow.worker.checkpoint import writer as writing
+from fallow.worker.checkpoint.restore import load
+from fallow.worker.checkpoint.saver import Saver
+from fallow.worker.prepared.objects import Prepared
+from fallow.worker.session.news import HeadNews
+from fallow.worker.session.orders import Orders
+from fallow.worker.session.status import Progress
+from fallow.worker.transport.group import Group
 
 
 class Session:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from fallow.model import FallowError
 from fallow.worker.data.ledger import Fed, Ledger, read_ledger
-from fallow.worker.data.source import Calls
+from fallow.worker.data.source import Calls, Reached
 from small_training import Script, alone, net, no_watchers, points
 
 __all__ = ["no_watchers"]
@@ -127,6 +127,7 @@ def test_a_function_in_the_place_of_a_loader_gives_steps_without_end_that_are_cu
     cuts = [source.cut(0, step) for step in (0, 1, 10**9)]
     assert all(cut.sizes == (1, 1, 1) and not cut.last for cut in cuts)
     assert len({crc for cut in cuts for crc in cut.crcs}) == 9, "each shard of each step has a name of its own"
+    assert Calls(lambda: 5, 1).example(lambda: Reached(0, 40)) == 5
     for shards in (0, 1.5, "two"):
         with pytest.raises(FallowError, match=r"run\.updates: shards=.* is not a whole number above 0"):
             Calls(lambda: None, shards)  # type: ignore[arg-type]

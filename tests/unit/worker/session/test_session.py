@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
-
 from fallow.core.membership.messages import Checkpoint, Contract, Finish, Outcome
 from fallow.core.protocol.agents import News
 from fallow.core.protocol.workers import Status
