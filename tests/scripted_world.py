@@ -50,7 +50,6 @@ class ScriptedSession:
         self.news.take(News(term=1, joins=not world.is_first(worker)))
         self.orders = _Orders(self, world)
         self.groups = Groups(Gathering(lambda part: None), "", None, grouped=False)
-        self.held: list[int] = []
 
     def say(self, **facts: Any) -> None:
         for name, value in facts.items():
@@ -73,8 +72,7 @@ class ScriptedSession:
     def leave(self, last: int, left: int) -> None:
         self.say(left=left)
 
-    def hold(self, generation: int, reason: str) -> None:
-        self.held.append(generation)
+    def hold(self, generation: int, reason: str) -> None: ...
 
     def close(self) -> None: ...
 
@@ -211,7 +209,7 @@ class World:
 
     # ---------------------------------------------------------------------------------------- as an agent does
 
-    def train(self, script: Callable[[Run], Any], *, reproducible: bool = False) -> dict[str, Any]:
+    def train(self, script: Callable[[Run], Any]) -> dict[str, Any]:
         """Run a script on each worker that is in some generation.
 
         Returns:

@@ -46,9 +46,6 @@ _USES = {
         from torch._dynamo.utils import counters
         assert counters is sys.modules["torch._dynamo.utils"].counters
         assert config.__spec__ is sys.modules["torch._dynamo.config"].__spec__
-    """,
-    "torch.compiler.disable": """
-        assert torch.compiler.disable(step) is not step
         import torch._inductor.config as inductor
         assert inductor.deterministic
         inductor.deterministic = False
@@ -56,6 +53,7 @@ _USES = {
         assert inductor.deterministic
     """,
     "torch.compile": """
+        assert torch.compiler.disable(step) is not step
         graphs = []
         def count(graph, inputs):
             graphs.append(graph)

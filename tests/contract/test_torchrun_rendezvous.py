@@ -10,29 +10,26 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import msgspec
+import psutil
 import pytest
+from torch.distributed import DistStoreError, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousInfo
+from torch.distributed.elastic.utils import store as store_util
 
-pytest.importorskip("torch")
-psutil = pytest.importorskip("psutil")
-
-from torch.distributed import DistStoreError, TCPStore  # noqa: E402
-from torch.distributed.elastic.rendezvous import RendezvousInfo  # noqa: E402
-from torch.distributed.elastic.utils import store as store_util  # noqa: E402
-
-from fallow.agent.merge import Facts, merge_report  # noqa: E402
-from fallow.core.membership import events as ev  # noqa: E402
-from fallow.core.membership.gather import Gathers  # noqa: E402
-from fallow.core.membership.machine import Machine  # noqa: E402
-from fallow.core.membership.messages import Gather, Report  # noqa: E402
-from fallow.core.membership.names import member_name  # noqa: E402
-from fallow.core.membership.records import Root  # noqa: E402
-from fallow.core.membership.roster import Roster  # noqa: E402
-from fallow.core.membership.watch import Timing  # noqa: E402
-from fallow.core.protocol.agents import News, Setup  # noqa: E402
-from fallow.core.protocol.workers import FromWorker, Heard, Part, Start, Status, ToWorker  # noqa: E402
-from fallow.model import RunStatus  # noqa: E402
-from fallow.worker.session.session import Session  # noqa: E402
-from fallow.worker.torchrun.backend import Handler  # noqa: E402
+from fallow.agent.merge import Facts, merge_report
+from fallow.core.membership import events as ev
+from fallow.core.membership.gather import Gathers
+from fallow.core.membership.machine import Machine
+from fallow.core.membership.messages import Gather, Report
+from fallow.core.membership.names import member_name
+from fallow.core.membership.records import Root
+from fallow.core.membership.roster import Roster
+from fallow.core.membership.watch import Timing
+from fallow.core.protocol.agents import News, Setup
+from fallow.core.protocol.workers import FromWorker, Heard, Part, Start, Status, ToWorker
+from fallow.model import RunStatus
+from fallow.worker.session.session import Session
+from fallow.worker.torchrun.backend import Handler
 
 WITHIN_S = 90.0
 SETUP = Setup(
@@ -220,7 +217,7 @@ class Agent:
                 time.sleep(0.005)
             if self._ends.is_set():
                 with contextlib.suppress(DistStoreError):
-                    store_util.barrier(info.store, info.world_size, "torchelastic/agent/terminal_state", 5.0)
+                    store_util.barrier(info.store, info.world_size, "torchelastic/agent/terminal_state", 1.0)
                 raise SystemExit(0)
 
 

@@ -45,8 +45,7 @@ class Saver:
         self._began_at = clock()
         self._folder = Path(session.setup.checkpoint_folder)
         self._writing: Writing | None = None
-        self._abandoned: Writing | None = None
-        "its file system did not answer: until this thread ends, nothing else can be written"
+        "if its file system does not answer, nothing else can be written until this thread ends"
         self._newest: tuple[int, int] | None = None
         "(generation, step) of the last snapshot"
         self._took_s = 0.0
@@ -64,10 +63,6 @@ class Saver:
 
         Busy members veto: at most size - 1 others can want one at the same time.
         """
-        if self._writing is not None and self._writing.is_stuck:
-            assert self._newest is not None
-            self._abandoned, self._writing = self._writing, None
-            self._give_up(*self._newest, f"has not answered for {STUCK_S:.0f} s")
         if self._is_busy:
             return -float(size)
         self.import_ahead()
@@ -81,7 +76,7 @@ class Saver:
 
     @property
     def _is_busy(self) -> bool:
-        return self._writing is not None and self._writing.is_alive()
+        return self._writing is not None and self._writing.is_alive() and not self._writing.is_stuck
 
     def import_ahead(self) -> None:
         """Import in the background what writing needs, if the first checkpoint or the node's end is near."""
@@ -125,8 +120,9 @@ class Saver:
         # Without a word from the head, as early as to be complete when the interval is over.
         self._held_until = self._clock() + self._every_s - min(self._took_s, self._every_s / 2)
         self._newest = group.generation, step
-        if self._abandoned is not None and self._abandoned.is_alive():
-            self._give_up(group.generation, step, "does not answer")
+        if self._writing is not None and self._writing.is_alive():
+            why = f"the file system of {self._folder} has not answered for {STUCK_S:.0f} s"
+            self._report(failure(group.generation, step, why))
             return
         snapshot = take(
             export_state(prepared, plain, modes=False),
@@ -141,7 +137,6 @@ class Saver:
             asked=asked > 0,
             written_at=time.time(),
         )
-        assert not self._is_busy
         self._writing = Writing(self._folder, snapshot, self._report, self._clock)
         self._writing.start()
 
@@ -156,7 +151,7 @@ class Saver:
         """Let what is being written be complete, as long as this node has."""
         left, progress = self._session.news.ends_in_s, self._session.progress
         until = time.monotonic() + (PATIENCE_S if left is None else min(PATIENCE_S, left - _RESERVE_S))
-        while self._writing is not None and self._writing.is_alive():
+        while self._writing is not None and self._is_busy:
             self._writing.join(max(0.0, min(_SIGN_S, until - time.monotonic())))
             if time.monotonic() >= until:
                 return
@@ -175,9 +170,6 @@ class Saver:
     def _hurry(self) -> None:
         if self._writing is not None:
             self._writing.hurry.set()
-
-    def _give_up(self, generation: int, step: int, why: str) -> None:
-        self._report(failure(generation, step, f"the file system of {self._folder} {why}"))
 
     def _report(self, came_of_it: Checkpoint | Problem) -> None:
         if isinstance(came_of_it, Checkpoint):

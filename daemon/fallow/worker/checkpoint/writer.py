@@ -1,4 +1,4 @@
-"""Writing checkpoints beside the training. No member waits for another: whoever finds all parts there finishes.
+"""Writing checkpoints beside the training. The first member's thread waits for all parts and puts the whole together.
 
 A checkpoint that cannot be finished (a member was killed, the disk is full) is given up: its temporary folder goes,
 older ones stay as they are, and the next one is tried as usual.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import shutil
 import threading
 import time
@@ -43,9 +42,6 @@ STUCK_S = 1200.0
 
 LOOK_S = 0.1
 
-_CLAIM = "finishing"
-"""Made by the one member that puts the whole together."""
-
 
 class Writing(threading.Thread):
     """Writes one snapshot. `report` takes, on this thread, what the head should hear."""
@@ -69,7 +65,7 @@ class Writing(threading.Thread):
     @property
     def is_stuck(self) -> bool:
         """True if one part of the work takes so long that the file system does not seem to answer."""
-        return self.is_alive() and self._clock() - self._moved_at > STUCK_S
+        return self._clock() - self._moved_at > STUCK_S
 
     def _write(self, snapshot: PartSnapshot, began: float) -> None:
         generation, step = snapshot.manifest.generation, snapshot.manifest.step
@@ -82,7 +78,7 @@ class Writing(threading.Thread):
                 check_dir(folder)
             is_made = True
             self._write_part(snapshot, temporary)
-            if self._await_parts(snapshot, temporary):
+            if snapshot.rank == 0 and self._await_parts(snapshot.manifest.world, temporary):
                 self._moved_at = self._clock()
                 done = self._finish(snapshot, temporary, final)
                 self._sweep(step)
@@ -102,27 +98,21 @@ class Writing(threading.Thread):
         snapshot.copies.clear()
         self._moved_at = self._clock()
 
-    def _await_parts(self, snapshot: PartSnapshot, temporary: Path) -> bool:
-        """Return True if all parts are there and this member is the one to finish. Only the first member waits.
+    def _await_parts(self, world: int, temporary: Path) -> bool:
+        """Return True once all parts are there; False if another member has given the checkpoint up.
 
         Raises:
             FallowError: the others' parts did not come.
         """
         give_up_at = time.monotonic() + PATIENCE_S
         while temporary.exists():
-            missing = [rank for rank in range(snapshot.manifest.world) if not (temporary / _part_name(rank)).exists()]
-            if not missing and _claim(temporary):
+            missing = [rank for rank in range(world) if not (temporary / _part_name(rank)).exists()]
+            if not missing:
                 return True
-            if snapshot.rank:
-                return False
             if self.hurry.is_set():
                 give_up_at = min(give_up_at, time.monotonic() + HURRY_S)
             if time.monotonic() > give_up_at:
-                raise FallowError(
-                    f"the parts of ranks {', '.join(map(str, missing))} did not come"
-                    if missing
-                    else "the member that was to finish it is gone"
-                )
+                raise FallowError(f"the parts of ranks {', '.join(map(str, missing))} did not come")
             time.sleep(LOOK_S)
         return False
 
@@ -144,8 +134,6 @@ class Writing(threading.Thread):
             note.unlink()
         sync_dir(temporary)
         temporary.rename(final)
-        # Not before: somebody who found all parts there a moment ago may only now come to claim it.
-        (final / _CLAIM).unlink()
         sync_dir(self._folder)
         return announcement(final, manifest, digest)
 
@@ -166,14 +154,6 @@ def failure(generation: int, step: int, why: str) -> Problem:
 
 def _part_name(rank: int) -> str:
     return f"part-{rank:05d}.json"
-
-
-def _claim(folder: Path) -> bool:
-    try:
-        os.close(os.open(folder / _CLAIM, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
-    except FileExistsError:
-        return False
-    return True
 
 
 def _explain(error: BaseException, folder: Path) -> str:

@@ -142,17 +142,14 @@ class _Backlog:
         self.first_step: int | None = None
         "step of the first record"
         self.content = bytearray()
-        self._start_bytes = 0
-        "of the `Start`s, which tell whose the steps after them are and so are always kept"
         self._lost: Gap | None = None
         "steps of records that did not fit"
 
     def add(self, record: Record) -> None:
         line = _encoder.encode(record) + b"\n"
         step = record.first_step if isinstance(record, Start | Gap) else record.step
-        if isinstance(record, Start):
-            self._start_bytes += len(line)
-        elif len(self.content) - self._start_bytes + len(line) > KEPT_BYTES:
+        # A `Start` tells whose the steps after it are: it is always kept.
+        if len(self.content) + len(line) > KEPT_BYTES and not isinstance(record, Start):
             first = step if self._lost is None else min(self._lost.first_step, step)
             self._lost = Gap(first_step=first, last_step=step)
             return
@@ -165,7 +162,7 @@ class _Backlog:
         del self.content[:size]
         if self.content:
             return
-        self._start_bytes, self.first_step = 0, None
+        self.first_step = None
         if self._lost is not None:
             lost, self._lost = self._lost, None
             self.add(lost)

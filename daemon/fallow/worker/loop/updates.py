@@ -35,9 +35,6 @@ from fallow.worker.transport.waits import Interrupted
 _MEETING_S = 300.0
 """For so long the ranks of a fixed world wait for each other in front of the first step."""
 
-_MOST = 1 << 62
-"""Epochs or steps of a call beyond this, as `math.inf` is, are told as this: members send whole numbers."""
-
 
 class Loop:
     """Drives updates over shards, and changes the membership between them."""
@@ -241,10 +238,11 @@ class Loop:
             self._catch_up.keep(self.member.prepared)
 
     def _call_to_compare(self, source: Source, epochs: int, max_steps: int | None) -> Call:
-        # The script may have left the loop over epochs, too, when it tells that it has left the call.
+        # Members send whole numbers, and a limit may be `math.inf`. The script may have left the loop over epochs, too,
+        # when it tells that it has left the call.
         loop, epoch = self.member.place.epoch_entered or (-1, -1)
-        most = -1 if max_steps is None else int(min(max_steps, _MOST))
-        return Call(source.shards, source.batch_size, source.samples, int(min(epochs, _MOST)), most, loop, epoch)
+        most = -1 if max_steps is None else int(min(max_steps, MOST))
+        return Call(source.shards, source.batch_size, source.samples, int(min(epochs, MOST)), most, loop, epoch)
 
     # ------------------------------------------------------------------------------------------ between the calls
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from fallow.core.membership.messages import Gathered
 from fallow.core.protocol.workers import Part
@@ -17,6 +16,8 @@ _AGAIN_S = 1.0
 _QUESTION_S = 5.0
 """Whoever asks who is missing has waited for long already."""
 
+_Send = Callable[[Part], None]
+
 
 class Gathering:
     """The gathers of one worker.
@@ -25,32 +26,96 @@ class Gathering:
         send: to the agent; does not wait.
     """
 
-    def __init__(self, send: Callable[[Part], None]) -> None:
+    def __init__(self, send: _Send) -> None:
         self._send = send
-        self._changed = threading.Condition()
-        self._open: dict[tuple[int, str], Part] = {}
-        "(generation, key) -> this worker's part, as long as the answer has not come"
-        self._answers: dict[tuple[int, str], tuple[bytes, ...]] = {}
-        self._missing: dict[tuple[int, str], tuple[int, ...]] = {}
-        self._dropped: set[int] = set()
-        "generations of which nothing comes"
+        self._lock = threading.Lock()
+        self._generations: dict[int, GenerationGathers] = {}
         self._oldest: float = 0
         "generation; nothing comes of older ones"
 
     def of(self, generation: int) -> GenerationGathers:
         """Those of one generation."""
-        return GenerationGathers(self, generation)
+        with self._lock:
+            found = self._generations.get(generation)
+            if found is None:
+                found = GenerationGathers(self._send, generation)
+                if generation < self._oldest:
+                    found.close()
+                else:
+                    self._generations[generation] = found
+            return found
 
-    def give(self, part: Part) -> None:
-        """Take part in a gather; does not wait. Its part is sent again by `repeat`.
+    def repeat(self) -> None:
+        """Send unanswered parts once more."""
+        with self._lock:
+            known = list(self._generations.values())
+        for gathers in known:
+            gathers.repeat()
 
-        Raises:
-            RuntimeError: nothing comes of the generation.
-        """
+    def answer(self, gathered: Gathered) -> None:
+        """An answer came."""
+        self.of(gathered.generation).answer(gathered)
+
+    def drop(self, generation: int) -> None:
+        """Nothing comes of this generation: nobody waits for its gathers any more."""
+        self.of(generation).close()
+
+    def drop_before(self, generation: float) -> None:
+        """Nothing comes of older generations than this one."""
+        with self._lock:
+            self._oldest = max(self._oldest, generation)
+            over = [number for number in self._generations if number < self._oldest]
+            for number in over:
+                self._generations.pop(number).close()
+
+    def close(self) -> None:
+        """Nothing comes of any generation any more."""
+        self.drop_before(math.inf)
+
+
+class GenerationGathers:
+    """The gathers of one generation (`transport.rendezvous.Gathers`); they raise RuntimeError once it is given up."""
+
+    def __init__(self, send: _Send, generation: int) -> None:
+        self._send, self._generation = send, generation
+        self._changed = threading.Condition()
+        self._open: dict[str, Part] = {}
+        "key -> this worker's part, as long as the answer has not come"
+        self._answers: dict[str, tuple[bytes, ...]] = {}
+        self._missing: dict[str, tuple[int, ...]] = {}
+        self._is_over = False
+
+    def give(self, key: str, part: bytes, *, within_node: bool = False) -> None:
+        """Take part in a gather; does not wait. Its part is sent again by `repeat`."""
+        given = Part(generation=self._generation, key=key, part=part, within_node=within_node)
         with self._changed:
-            self._check(part.generation)
-            self._open[part.generation, part.key] = part
-        self._send(part)
+            self._check()
+            self._open[key] = given
+        self._send(given)
+
+    def parts(self, key: str, timeout_s: float) -> tuple[bytes, ...] | None:
+        """Wait for all parts, in the order of ranks; None: they were not all there within `timeout_s` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._answers or self._is_over, max(0.0, timeout_s))
+            self._check()
+            return self._answers.get(key)
+
+    def missing(self, key: str) -> tuple[int, ...]:
+        """Ask which nodes have not given their part. RuntimeError also means that the head does not answer."""
+        question = Part(generation=self._generation, key=key, part=b"")
+        end = time.monotonic() + _QUESTION_S
+        with self._changed:
+            self._missing.pop(key, None)
+        while (left_s := end - time.monotonic()) > 0:
+            self._send(question)
+            with self._changed:
+                is_told = self._changed.wait_for(
+                    lambda: key in self._missing or key in self._answers or self._is_over, min(left_s, _AGAIN_S)
+                )
+                self._check()
+                if is_told:
+                    return () if key in self._answers else self._missing[key]
+        raise RuntimeError(f"the head did not say who is missing in generation {self._generation}")
 
     def repeat(self) -> None:
         """Send unanswered parts once more."""
@@ -59,94 +124,22 @@ class Gathering:
         for part in unanswered:
             self._send(part)
 
-    def parts(self, generation: int, key: str, timeout_s: float) -> tuple[bytes, ...] | None:
-        """Wait for all parts, in the order of ranks; None: they were not all there within `timeout_s` seconds.
-
-        Raises:
-            RuntimeError: nothing comes of the generation.
-        """
-        at = generation, key
-        with self._changed:
-            self._changed.wait_for(lambda: at in self._answers or self._over(generation), max(0.0, timeout_s))
-            self._check(generation)
-            return self._answers.get(at)
-
-    def missing(self, generation: int, key: str) -> tuple[int, ...]:
-        """Ask which nodes have not given their part.
-
-        Raises:
-            RuntimeError: nothing comes of the generation, or the head does not answer.
-        """
-        at, question = (generation, key), Part(generation=generation, key=key, part=b"")
-        end = time.monotonic() + _QUESTION_S
-        with self._changed:
-            self._missing.pop(at, None)
-        while (left_s := end - time.monotonic()) > 0:
-            self._send(question)
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: at in self._missing or at in self._answers or self._over(generation), min(left_s, _AGAIN_S)
-                )
-                self._check(generation)
-                if at in self._answers:
-                    return ()
-                if at in self._missing:
-                    return self._missing[at]
-        raise RuntimeError(f"the head did not say who is missing in generation {generation}")
-
     def answer(self, gathered: Gathered) -> None:
         """An answer came."""
-        at = gathered.generation, gathered.key
         with self._changed:
             if gathered.missing:
-                self._missing[at] = gathered.missing
-            elif self._open.pop(at, None) is not None:
-                self._answers[at] = gathered.parts
+                self._missing[gathered.key] = gathered.missing
+            elif self._open.pop(gathered.key, None) is not None:
+                self._answers[gathered.key] = gathered.parts
             self._changed.notify_all()
 
-    def drop(self, generation: int) -> None:
-        """Nothing comes of this generation: nobody waits for its gathers any more."""
-        with self._changed:
-            self._dropped.add(generation)
-            self._forget()
-
-    def drop_before(self, generation: float) -> None:
-        """Nothing comes of older generations than this one."""
-        with self._changed:
-            self._oldest = max(self._oldest, generation)
-            self._dropped = {dropped for dropped in self._dropped if dropped >= self._oldest}
-            self._forget()
-
     def close(self) -> None:
-        """Nothing comes of any generation any more."""
-        self.drop_before(math.inf)
+        """Nothing comes of this generation any more."""
+        with self._changed:
+            self._is_over = True
+            self._open.clear()
+            self._changed.notify_all()
 
-    def _forget(self) -> None:
-        self._open = {at: part for at, part in self._open.items() if not self._over(at[0])}
-        self._answers = {at: parts for at, parts in self._answers.items() if not self._over(at[0])}
-        self._missing = {at: nodes for at, nodes in self._missing.items() if not self._over(at[0])}
-        self._changed.notify_all()
-
-    def _over(self, generation: int) -> bool:
-        return generation < self._oldest or generation in self._dropped
-
-    def _check(self, generation: int) -> None:
-        if self._over(generation):
-            raise RuntimeError(f"generation {generation} was given up")
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationGathers:
-    """The gathers of one generation (`transport.rendezvous.Gathers`)."""
-
-    gathering: Gathering
-    generation: int
-
-    def give(self, key: str, part: bytes, *, within_node: bool = False) -> None:
-        self.gathering.give(Part(generation=self.generation, key=key, part=part, within_node=within_node))
-
-    def parts(self, key: str, timeout_s: float) -> Sequence[bytes] | None:
-        return self.gathering.parts(self.generation, key, timeout_s)
-
-    def missing(self, key: str) -> Sequence[int]:
-        return self.gathering.missing(self.generation, key)
+    def _check(self) -> None:
+        if self._is_over:
+            raise RuntimeError(f"generation {self._generation} was given up")

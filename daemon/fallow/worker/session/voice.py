@@ -15,7 +15,6 @@ class IsMain:
     """A truth value that is looked up whenever it is asked for. It compares, prints and is copied as a plain bool."""
 
     __slots__ = ("_ask",)
-    __hash__ = None  # type: ignore[assignment]  # its value changes
 
     def __init__(self, ask: Callable[[], bool]) -> None:
         self._ask = ask
@@ -28,20 +27,6 @@ class IsMain:
 
     def __repr__(self) -> str:
         return repr(self._ask())
-
-    def __format__(self, spec: str) -> str:
-        return format(self._ask(), spec)
-
-    def __index__(self) -> int:
-        return int(self._ask())
-
-    def __and__(self, other: Any) -> Any:
-        return self._ask() & other
-
-    def __or__(self, other: Any) -> Any:
-        return self._ask() | other
-
-    __rand__, __ror__ = __and__, __or__
 
     def __reduce__(self) -> tuple[Any, ...]:
         return bool, (self._ask(),)

@@ -10,11 +10,10 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader
 
-from fallow.model import FallowError
 from fallow.worker.api.run import Run
 from scripted_group import Break, Generation, Killed
 from scripted_world import World
-from small_training import Script, alone, assert_close, filled, no_watchers, points
+from small_training import Script, assert_close, filled, no_watchers, points
 
 __all__ = ["no_watchers"]
 
@@ -66,16 +65,6 @@ class Pair:
         return self
 
 
-@pytest.mark.parametrize("batch_size", [4, 16])
-def test_two_phases_equal_plain_pytorch(batch_size: int) -> None:
-    run, pair, wanted = alone(), Pair(), Pair().plain()
-    pair.train(run, batch_size)
-    assert pair.acted == [(step, name) for step in range(6) for name in ("judge", "maker")]
-    assert run._place.position.samples == 96
-    assert_close(pair.make, wanted.make)
-    assert_close(pair.judge, wanted.judge)
-
-
 @pytest.mark.parametrize("certain", ["", "a", "abc"])
 @pytest.mark.parametrize("wait", range(2, 11))
 def test_each_phase_acts_once_whoever_is_lost_in_it(wait: int, certain: str, tmp_path: Any) -> None:
@@ -97,23 +86,6 @@ def test_a_newcomer_rehearses_all_phases(tmp_path: Any) -> None:
     assert_close(found["a"].judge, found["b"].judge, atol=0.0)
 
 
-def test_phases_draw_other_random_numbers_and_buffers_go_on_from_the_phase_before() -> None:
-    script = Script(model=nn.BatchNorm1d(5)).prepare(optimizer=False)
-    drawn: dict[str, list[float]] = {"a": [], "b": []}
-    for update in script.run.updates(script.loader):
-        for name, values in drawn.items():
-            for batch in update.phase(name):
-                values.append(float(torch.rand(())))
-                script.model(batch[0]).sum().backward()
-    assert len({*drawn["a"], *drawn["b"]}) == 16
-    reference = nn.BatchNorm1d(5)
-    for first in (0, 16):
-        for _ in range(2):
-            reference(points().tensors[0][first : first + 4])
-    assert int(script.model.num_batches_tracked) == 4
-    torch.testing.assert_close(script.model.running_mean, reference.running_mean)
-
-
 def test_a_phase_may_be_left_out_in_some_steps() -> None:
     script, steps = Script().prepare(), []
     for update in script.run.updates(script.loader, epochs=2):
@@ -124,31 +96,3 @@ def test_a_phase_may_be_left_out_in_some_steps() -> None:
             script.act()
             steps.append(update.step)
     assert (steps, script.run.step) == ([0, 2], 4)
-
-
-def test_a_loss_that_the_first_phase_notes_is_the_runs() -> None:
-    script = Script().prepare()
-    for update in script.run.updates(script.loader, max_steps=1):
-        for batch in update.phase("a"):
-            loss = script.loss(batch)
-            loss.backward()
-            update.note(loss=loss)
-        for batch in update.phase("b"):
-            script.loss(batch).backward()
-        mean = update.mean("loss")
-    assert script.run._place.position.loss == mean
-
-
-@pytest.mark.parametrize(
-    ("names", "said"), [(["a", "a"], "phase 'a' runs a second time"), (["", ""], "the inner loop runs a second time")]
-)
-def test_a_phase_runs_once_in_a_step(names: list[str], said: str) -> None:
-    script = Script().prepare()
-
-    def train() -> None:
-        for update in script.run.updates(script.loader):
-            for name in names:
-                script.inner(update, name)
-
-    with pytest.raises(FallowError, match=rf"^step 0: {said}.*update\.phase\(name\)"):
-        train()

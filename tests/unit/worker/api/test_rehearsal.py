@@ -115,26 +115,6 @@ def test_a_wish_for_a_checkpoint_in_a_rehearsal_is_none(tmp_path: Path) -> None:
         assert torch.equal(a, b)
 
 
-def test_gradients_of_the_rehearsal_go_into_no_sum() -> None:
-    script = Newcomer(Script().run)
-    script.run._member.source = script.loader
-    for update in script.run._loop._rehearse(0):
-        script.update(update)
-    reference = Newcomer(Script().run)
-    for one in (script, reference):
-        for update in one.run.updates(one.loader):
-            one.update(update)
-    for a, b in zip(script.model.state_dict().values(), reference.model.state_dict().values(), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_an_update_of_a_rehearsal_needs_its_inner_loop_too() -> None:
-    script = Newcomer(Script().run)
-    script.run._member.source = script.loader
-    with pytest.raises(FallowError, match="an update without its inner loop"):
-        list(script.run._loop._rehearse(0))
-
-
 def test_an_inner_loop_of_a_rehearsal_that_is_left_is_refused_as_any_other() -> None:
     script = Newcomer(Script().run)
     script.run._member.source = script.loader

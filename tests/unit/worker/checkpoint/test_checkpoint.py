@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
-import shutil
 import subprocess
 import sys
+import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from fallow.core.membership.messages import Checkpoint, Problem  # noqa: E402
-from fallow.model import FallowError  # noqa: E402
-from fallow.worker.checkpoint import writer  # noqa: E402
-from fallow.worker.checkpoint.manifest import complete_ones, read_manifest  # noqa: E402
-from fallow.worker.checkpoint.parts import Slice, cut, take  # noqa: E402
-from fallow.worker.checkpoint.restore import load  # noqa: E402
-from fallow.worker.checkpoint.writer import Writing  # noqa: E402
-from fallow.worker.handover.transfer import export_state, load_state  # noqa: E402
-from fallow.worker.prepared import extra_state  # noqa: E402
-from fallow.worker.prepared.objects import Prepared  # noqa: E402
-from fallow.worker.prepared.state import TensorSpec  # noqa: E402
+from fallow.core.membership.messages import Checkpoint, Problem
+from fallow.model import FallowError
+from fallow.worker.checkpoint import dcp
+from fallow.worker.checkpoint.manifest import complete_ones, read_manifest
+from fallow.worker.checkpoint.parts import Slice, cut, take
+from fallow.worker.checkpoint.restore import load
+from fallow.worker.checkpoint.writer import Writing
+from fallow.worker.handover.transfer import export_state, load_state
+from fallow.worker.prepared import extra_state
+from fallow.worker.prepared.objects import Prepared
+from fallow.worker.prepared.state import TensorSpec
 
 Report = Checkpoint | Problem
 
@@ -98,7 +98,7 @@ def test_parts_are_equally_large() -> None:
     assert cut(specs, 1) == [[Slice(0, 0, 1000), Slice(1, 0, 1), Slice(2, 0, 3000)]]
 
 
-@pytest.mark.parametrize("world", [1, 3, 8])
+@pytest.mark.parametrize("world", [1, 8])
 def test_what_several_members_wrote_comes_back_whole(tmp_path: Path, world: int) -> None:
     reports = write(tmp_path, 7, world, modes=["frozen model.0.weight"])
     assert [type(report) for report in reports] == [Checkpoint], "one member finishes, nobody complains"
@@ -133,43 +133,6 @@ def test_what_members_have_switched_is_kept_if_they_agree(tmp_path: Path) -> Non
         assert load(Path(done.path))["modes"] == (second or None)
 
 
-def test_one_that_comes_late_to_claim_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two members find all parts there; the second claims when the first has taken the parts' notes away."""
-    sync = writer.sync_dir
-    late: list[bool] = []
-
-    def sync_dir(path: Path) -> None:
-        if path.suffix == ".tmp" and (path / "manifest").exists() and not late:
-            late.append(writer._claim(path))
-        sync(path)
-
-    monkeypatch.setattr(writer, "sync_dir", sync_dir)
-    (done,) = write(tmp_path, 7, 2)
-    assert late == [False]
-    assert isinstance(done, Checkpoint)
-    assert same(load(Path(done.path)), state() | {"modes": [], "extra": {}})
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    (done,) = write(tmp_path, 7, 3)
-    assert isinstance(done, Checkpoint)
-    dcp_to_torch_save(done.path, tmp_path / "whole.pt")
-    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
-    wanted = state()["objects"]
-    assert same(whole["models"], [dict(wanted["models"][0])])
-    assert torch.equal(whole["optimizers"][0]["state"]["0"]["m"], wanted["optimizers"][0]["state"][0]["m"])
-    assert whole["optimizers"][0]["lr"] == 0.1
-
-    import torch.distributed.checkpoint as dcp
-
-    some = {"models.0.0.weight": torch.zeros(33, 7)}
-    dcp.load(some, checkpoint_id=done.path)
-    assert torch.equal(some["models.0.0.weight"], wanted["models"][0]["0.weight"])
-
-
 class Scaled(torch.nn.Linear):
     """Keeps scales as FP8 layers do: not in buffers."""
 
@@ -199,11 +162,9 @@ class Tied(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_what_torchs_own_tools_read_loads_strictly_into_the_users_model(
-    tmp_path: Path, world: int, compiled: bool
-) -> None:
+def test_what_torchs_own_tools_read_loads_strictly_into_the_users_model(tmp_path: Path, compiled: bool) -> None:
+    import torch.distributed.checkpoint
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     torch.manual_seed(1)
@@ -213,7 +174,7 @@ def test_what_torchs_own_tools_read_loads_strictly_into_the_users_model(
     prepared.add(torch.compile(model) if compiled else model)
     tree = export_state(prepared, {"step": 7})
     extra = extra_state.read(prepared.modules)
-    (done,) = write(tmp_path, 7, world, tree=tree, names=prepared.names(), extra=extra)
+    (done,) = write(tmp_path, 7, 3, tree=tree, names=prepared.names(), extra=extra)
     assert isinstance(done, Checkpoint)
     dcp_to_torch_save(done.path, tmp_path / "whole.pt")
     plain = Tied()
@@ -221,6 +182,9 @@ def test_what_torchs_own_tools_read_loads_strictly_into_the_users_model(
     plain.load_state_dict(found, strict=True)
     assert same(dict(plain.state_dict()), dict(model.state_dict()))
     assert plain.inner.scales["steps"] == 41
+    some = {"models.0.inner.weight": torch.zeros(5, 5)}
+    torch.distributed.checkpoint.load(some, checkpoint_id=done.path)
+    assert torch.equal(some["models.0.inner.weight"], model.inner.weight)
 
     again = Prepared()
     again.add(back := Tied())
@@ -236,8 +200,6 @@ OPTIMIZERS: dict[str, Any] = {
         [p for group in groups for p in group["params"]], lr=torch.tensor(0.1)
     ),
     "plain sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
-    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
-    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.1),
 }
 
 
@@ -353,6 +315,23 @@ def test_a_member_that_never_writes_its_part(tmp_path: Path, monkeypatch: pytest
     assert sorted(path.name[-3:] for path in tmp_path.iterdir()) == ["006", "009"]
 
 
+def test_what_one_member_cannot_write_is_said_once_and_no_rest_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_part(folder: Path, snapshot: Any) -> Any:
+        if snapshot.rank == 0:
+            return dcp.write_part(folder, snapshot)
+        while not (folder / "part-00000.json").exists():
+            time.sleep(0.001)
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr("fallow.worker.checkpoint.writer.write_part", write_part)
+    (failed,) = write(tmp_path, 7, 2)
+    assert isinstance(failed, Problem)
+    assert "your quota" in failed.reason
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_that_went_away_is_said_once_and_by_name(tmp_path: Path) -> None:
     (failed,) = write(tmp_path / "gone" / "checkpoints", 7, 1)
     assert isinstance(failed, Problem)
@@ -362,11 +341,10 @@ def test_a_folder_that_went_away_is_said_once_and_by_name(tmp_path: Path) -> Non
 FULL = """
 import resource, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[3])
+sys.path.insert(0, sys.argv[2])
 import test_checkpoint as t
 folder = Path(sys.argv[1])
-if sys.argv[2] == "limit":
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 t.state = lambda: {"objects": {"models": [{"w": t.torch.randn(100_000)}]}, "position": {}}
 for report in t.write(folder, 8, 1):
     print(type(report).__name__, getattr(report, "reason", ""))
@@ -374,27 +352,11 @@ print(sorted(path.name for path in folder.iterdir()))
 """
 
 
-@pytest.mark.parametrize("how", ["limit", "full"])
-def test_a_full_disk_is_said_and_harms_nothing(tmp_path: Path, how: str) -> None:
-    (tmp_path / "kept").mkdir(mode=0o700)
-    shutil.copytree(Path(write(tmp_path, 7, 1)[0].path), tmp_path / "kept" / "g00000002-s000000000007")  # type: ignore[union-attr]
-    script = [sys.executable, "-c", FULL, str(tmp_path / "kept"), how, str(Path(__file__).parent)]
-    if how == "full":
-        size = sum(path.stat().st_size for path in (tmp_path / "kept").rglob("*"))
-        mounted = (
-            f'cp -r "$3" "$3.old" && mount -t tmpfs -o size={size + 65536},mode=700 none "$3" && '
-            'mv "$3.old"/* "$3" && exec "$0" "$1" "$2" "$3" "$4" "$5"'
-        )
-        script = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mounted, *script]
-        if subprocess.run([*script[:4], "true"], capture_output=True).returncode:
-            pytest.skip("no user namespaces here")
+def test_no_room_is_said_and_harms_nothing(tmp_path: Path) -> None:
+    write(tmp_path, 7, 1)
+    script = [sys.executable, "-c", FULL, str(tmp_path), str(Path(__file__).parent)]
     done = subprocess.run(script, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
-    assert "Problem the checkpoint of step 8 was not written: " in done.stdout
-    wanted = {
-        "limit": "File too large; the limit on file sizes (ulimit -f)",
-        "full": "No space left on device; make room",
-    }
-    assert wanted[how] in done.stdout
+    assert "Problem the checkpoint of step 8 was not written: File too large; the limit on file sizes" in done.stdout
     assert "older ones are untouched" in done.stdout
     assert "['g00000002-s000000000007']" in done.stdout, "no rest is left behind"

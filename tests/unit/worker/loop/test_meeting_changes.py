@@ -211,35 +211,17 @@ def test_members_of_which_nobody_counts_and_that_have_no_checkpoint_give_way_to_
 # ------------------------------------------------------------------------------------------- members that go apart
 
 
-def apart(behind: Callable[[Run, Training, Any], object]) -> dict[str, Any]:
-    """Two members; `behind` says True where one leaves the loop."""
-    with tempfile.TemporaryDirectory() as folder:
+def test_one_member_that_puts_the_model_to_rest_is_found_at_the_next_operation(tmp_path: Path) -> None:
+    def train(run: Run) -> None:
+        training = Training(run)
+        for update in run.updates(training.loader, epochs=2):
+            training.inner(update)
+            training.act()
+            if update.step == 2 and run.rank == 0:
+                training.model.eval()
 
-        def train(run: Run) -> None:
-            training = Training(run)
-            for update in run.updates(training.loader, epochs=2):
-                training.inner(update)
-                training.act()
-                if update.step == 2 and behind(run, training, update):
-                    break
-            run.barrier()
-
-        return World(Path(folder), Generation("ab")).train(train)
-
-
-def test_one_member_that_leaves_the_loop_or_waits_alone_is_found_at_the_next_operation() -> None:
-    for behind, said in (
-        (lambda run, training, update: run.rank == 0, "1 of 2 members left the run.updates loop"),
-        (lambda run, training, update: run.rank == 0 and run.mean(1.0) < 0, "in different places of the script"),
-        (lambda run, training, update: run.rank == 0 and training.optimizer.step(), "have made 1 and 2 steps"),
-        (lambda run, training, update: run.rank == 0 and training.model.eval() is None, "frozen or in eval"),
-    ):
-        found = apart(behind)
-        assert any(isinstance(one, Apart) and said in one.message for one in found.values()), (said, found)
-
-
-def test_all_may_leave_the_loop() -> None:
-    assert apart(lambda run, training, update: True) == {"a": None, "b": None}
+    found = World(tmp_path, Generation("ab")).train(train)
+    assert any(isinstance(one, Apart) and "frozen or in eval" in one.message for one in found.values()), found
 
 
 def test_a_newcomer_that_is_in_another_call_is_left_out_and_the_others_go_on() -> None:

@@ -10,11 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.core.training.shares import divide
-from fallow.worker.loop.exchange import Outcome, decode_outcome, decode_part, encode, exact_sum
-from fallow.worker.reduction.step_sums import Sums
+from fallow.worker.loop.exchange import Outcome, exact_sum
 from small_training import SUMS, part
 
-SHARES = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(lambda shares: [shares[0] + 1, *shares[1:]])
 VALUES = st.floats(-1e300, 1e300) | st.sampled_from([math.nan, math.inf, -math.inf])
 
 
@@ -45,11 +43,7 @@ def test_what_is_not_finite_adds_up_as_floating_point_numbers_do(order: int) -> 
     assert exact_sum([-math.inf, 3.0][::order]) == -math.inf
     assert math.isnan(exact_sum([math.inf, -math.inf][::order]))
     assert math.isnan(exact_sum([math.nan, math.inf][::order]))
-
-
-def test_sums_that_are_too_large_are_infinite_with_their_sign() -> None:
-    assert exact_sum([1.7e308] * 2) == math.inf
-    assert exact_sum([-1.7e308] * 2) == -math.inf
+    assert exact_sum([1.7e308 * order] * 2) == math.inf * order
 
 
 def test_a_figure_that_only_one_member_has_is_all_members() -> None:
@@ -67,27 +61,3 @@ def test_one_wish_makes_a_checkpoint_and_one_busy_member_prevents_it() -> None:
     assert Outcome.of([part(checkpoint=1.0), part()], SUMS).checkpoint
     assert not Outcome.of([part(checkpoint=1.0), part(checkpoint=-2.0)], SUMS).checkpoint
     assert not Outcome.of([part(), part()], SUMS).checkpoint
-
-
-@pytest.mark.parametrize("checksums", [[5, 5, 5], [5, 7, 5], [7, 5, 5, 8, 5], [7, 5], [7, 7, 5, 5]])
-def test_members_have_drifted_where_their_weights_are_not_all_the_same(checksums: list[int]) -> None:
-    found = Outcome.of([part(weight_checksum=checksum) for checksum in checksums], SUMS)
-    assert found.drifted == (len(set(checksums)) > 1)
-
-
-@given(SHARES, st.data())
-def test_what_is_told_arrives_as_it_is(shares: list[int], data: st.DataObject) -> None:
-    notes = {
-        name: {shard: data.draw(st.floats(-1e300, 1e300)) for shard in range(sum(shares))}
-        for name in data.draw(st.lists(st.text(max_size=4), max_size=2, unique=True))
-    }
-    sent = part(
-        notes=notes,
-        crc=data.draw(st.integers(0, 2**34)),
-        agreement=data.draw(st.integers(0, 2**32 - 1)),
-        pace=data.draw(st.floats(0, 1e3)),
-        sums=Sums(late=[0, 1], touched=b"\x01\x02", extents=[-3, 7], order=[2, 0, 1], buffers=[]),
-    )
-    assert decode_part(encode(sent)) == sent
-    concluded = Outcome.of([sent, part()], sent.sums)
-    assert decode_outcome(encode(concluded)) == concluded

@@ -194,23 +194,6 @@ def test_loops_over_epochs_are_not_nested() -> None:
         next(outer)
 
 
-def test_members_that_went_back_and_leave_the_loop_give_way_to_new_processes() -> None:
-    """They are no strangers: nobody would be left."""
-    script = Script()
-    saved = None
-    for epoch in script.epochs(3):
-        for _ in script.steps("a"):
-            saved = saved or msgspec.structs.replace(script.place.position)
-        if epoch == 1:
-            assert saved is not None
-            script.place.position, script.place.went_back = saved, True
-            assert script.place.elsewhere(None)
-            break
-    with pytest.raises(FallowError, match="with new processes") as caught:
-        list(script.steps("b"))
-    assert caught.value.code == Exit.TEMPFAIL
-
-
 def test_who_ends_without_having_come_to_the_members_has_not_finished_the_training() -> None:
     run = Run(None, Group(0, 0, 1, None))
     place = run._place
@@ -229,35 +212,25 @@ def in_call(number: int, *, in_sync: bool = True) -> Place:
     place.joined, place.in_sync = True, in_sync
     for _ in range(number + 1):
         place.begin_call()
-    place.position = Position(call=number)
     return place
 
 
-def test_in_the_same_call_it_goes_on() -> None:
-    place = in_call(2)
-    place.position = Position(call=2, step=40)
-    place.trained_without()
-    assert not place.elsewhere(2)
-    assert place.in_sync
-
-
-def test_to_a_later_call_it_comes_as_a_newcomer_does() -> None:
-    place = in_call(2)
-    place.position = Position(call=4, step=40)
-    place.trained_without()
-    assert place.elsewhere(2)
-    assert not place.in_sync
+def test_who_was_left_behind_goes_on_comes_as_a_newcomer_does_or_gives_way_to_another_process() -> None:
+    for call, is_elsewhere in ((2, False), (4, True)):
+        place = in_call(2)
+        place.position = Position(call=call, step=40)
+        place.trained_without()
+        assert place.elsewhere(2) is is_elsewhere
+        assert place.in_sync is not is_elsewhere
+    assert place.stranger().code is Exit.TEMPFAIL, "it is none: nobody might be left"
     assert [place.behind(place.begin_call()) for _ in range(2)] == [True, False]
-
-
-@pytest.mark.parametrize("position", [Position(call=1, step=9), Position(call=0, loop=1, inside=True, step=9)])
-def test_where_it_does_not_come_any_more_it_ends_for_another_process(position: Position) -> None:
-    place = in_call(2)
-    place.position = position
-    place.trained_without()
-    with pytest.raises(FallowError, match=r"the members are at step 9, in a part of the script") as caught:
-        place.elsewhere(2)
-    assert caught.value.code is Exit.TEMPFAIL
+    for position in (Position(call=1, step=9), Position(call=0, loop=1, inside=True, step=9)):
+        place = in_call(2)
+        place.position = position
+        place.trained_without()
+        with pytest.raises(FallowError, match="the members are at step 9, in a part of the script") as caught:
+            place.elsewhere(2)
+        assert caught.value.code is Exit.TEMPFAIL
 
 
 @pytest.mark.parametrize("epoch", [3, 4])

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fallow.worker.prepared.checksum import checksum, fingerprint, row_hashes
+from fallow.worker.prepared.checksum import fingerprint, row_hashes
 from fallow.worker.prepared.state import as_bytes
-
-
-@given(st.binary(min_size=1, max_size=100), st.integers(0, 10**6))
-def test_the_sum_of_a_chunk_sees_a_single_bit(data: bytes, where: int) -> None:
-    chunk = [np.frombuffer(bytearray(data[: len(data) // 3]), np.uint8), np.frombuffer(bytearray(data), np.uint8)]
-    before = checksum(*chunk)
-    chunk[1][where % len(data)] ^= 1 << where % 8
-    assert checksum(*chunk) != before
 
 
 def test_the_fingerprint_depends_on_order_and_on_where_one_tensor_ends() -> None:
@@ -62,14 +53,6 @@ def test_the_fingerprint_sees_words_that_are_exchanged(seed: int, one: int, othe
     assert seen(changed, before)
 
 
-@given(st.integers(0, 99), st.permutations(range(8)), st.integers(0, 127))
-def test_the_fingerprint_sees_a_permutation(seed: int, order: list[int], first: int) -> None:
-    before = words(seed)
-    changed = before.clone()
-    changed[first * 8 : first * 8 + 8] = before[first * 8 : first * 8 + 8][list(order)]
-    assert seen(changed, before)
-
-
 @example(seed=0, pairs=[(191, 96)] * 3, bit=58)
 @given(st.integers(0, 99), st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=6), st.integers(0, 62))
 def test_the_fingerprint_sees_changes_of_opposite_sign(seed: int, pairs: list[tuple[int, int]], bit: int) -> None:
@@ -95,9 +78,3 @@ def test_the_fingerprint_does_not_depend_on_where_a_tensor_begins() -> None:
     block = torch.randn(4097, generator=torch.Generator().manual_seed(0))
     assert fingerprint([block[1:]]) == fingerprint([block[1:].clone()])
     assert torch.equal(row_hashes(as_bytes(block[1:])), row_hashes(as_bytes(block[1:].clone())))
-
-
-def test_tensors_of_equal_sum_are_not_mistaken_for_each_other() -> None:
-    one, other = torch.zeros(2048), torch.zeros(2048)
-    one[3], other[1900] = 1.0, 1.0
-    assert fingerprint([one, other]) != fingerprint([other, one])

@@ -132,21 +132,6 @@ def test_a_newcomer_trains_on_with_all_that_was_prepared() -> None:
     assert old.seen() == new.seen()
 
 
-def test_what_acts_once_per_step_is_listed() -> None:
-    script = Everything(1)
-    made = prepared(*script.things)
-    names = {type(thing).__name__: names for thing, names in made.acting()}
-    assert names == {
-        "AdamW": ["step"],
-        "SGD": ["step"],
-        "OneCycleLR": ["step"],
-        "ReduceLROnPlateau": ["step"],
-        "GradScaler": ["step", "update", "unscale_"],
-        "AveragedModel": ["update_parameters"],
-    }
-    assert len(made.acting()) == 7
-
-
 def test_parameters_that_are_frozen_later_keep_their_place() -> None:
     script = Everything(1)
     made = prepared(*script.things)

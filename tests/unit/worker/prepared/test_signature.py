@@ -68,11 +68,6 @@ def test_the_test_sums_tell_libraries_apart_that_look_alike(monkeypatch: pytest.
     assert "it computes with test sums on cpu of digest" in (refusal(members, sg.signature(CPU)) or "")
 
 
-@pytest.mark.parametrize(("members", "newcomer", "said"), [(["1 thread(s)"], [], "False"), ([], ["x"], "True")])
-def test_modes_do_not_mix(members: list[str], newcomer: list[str], said: str) -> None:
-    assert f"it says reproducible={said}, the members" in (refusal(members, newcomer) or "")
-
-
 def test_processor_of_other_kinds(tmp_path: Path) -> None:
     info = tmp_path / "cpuinfo"
     info.write_text("processor\t: 0\nvendor_id\t: GenuineIntel\nflags\t\t: fpu avx2 rdseed fma avx\n\nflags: amx\n")
