@@ -218,6 +218,12 @@ class State:
         return RunPhase.STEADY if root.change is None else RunPhase.SWITCHING
 
     @property
+    def open_ballot(self) -> Ballot:
+        """The ballot, in phases in which there is one."""
+        assert self.ballot is not None
+        return self.ballot
+
+    @property
     def voting(self) -> Ballot | None:
         """The generation that is voted on."""
         return None if self.ballot is None or self.ballot.change is self.roster.root.change else self.ballot
