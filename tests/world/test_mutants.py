@@ -63,7 +63,9 @@ BY_HAND: dict[str, Callable[[], None]] = {
     "overtaken reports count": (
         planned.test_s5_a_vote_for_another_generation_a_repeated_or_an_overtaken_report_counts_for_nothing
     ),
-    "a node that is heard again is ended": absent.test_a_member_that_is_heard_again_is_taken_back,
+    "a node that is heard again is ended": (
+        absent.test_one_that_thaws_while_the_others_vote_is_with_them_again_in_another_generation
+    ),
     "votes have no deadline (rebuilding)": rebuilt.test_a_rebuild_has_a_deadline_of_its_own,
     "votes have no deadline (planned)": (
         planned.test_a_newcomer_that_does_not_vote_is_given_up_and_one_that_hears_nothing_waits
@@ -85,7 +87,7 @@ BY_HAND: dict[str, Callable[[], None]] = {
     ),
     "a spoiled ballot is committed": planned.test_a_joiner_that_dies_before_the_commit_burns_only_its_number,
     "a checkpoint of a history that was left is loaded": (
-        saved.test_rollback_and_a_head_that_comes_back_in_the_middle_of_it
+        saved.test_going_back_drops_what_members_hold_and_what_was_saved_since
     ),
     "what a node held before a generation that the store lost counts": (
         absent.test_what_a_node_holds_from_before_a_generation_that_the_store_lost_does_not_count
@@ -116,7 +118,7 @@ BY_HAND: dict[str, Callable[[], None]] = {
         failures.test_the_same_exception_on_two_nodes_ends_the_run_another_one_is_the_nodes_own
     ),
     "nodes are forgotten though their end is not proved": (
-        absent.test_one_that_is_heard_again_after_the_others_have_gone_on_waits_for_a_seat
+        absent.test_one_that_thaws_behind_a_commit_without_it_gives_up_what_it_had_and_begins_as_a_newcomer_does
     ),
 }
 

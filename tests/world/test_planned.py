@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from fallow.core.membership import events as ev
-from fallow.core.membership.messages import Checkpoint, Pause, Refusal, Switch
+from fallow.core.membership.messages import Checkpoint, Refusal, Switch
 from fallow.core.membership.state import RunPhase
 from fallow.core.membership.tables import RUN
-from fallow.model import ChangeKind, MemberPhase, RunStatus
+from fallow.model import ChangeKind, MemberPhase, Parts, RunStatus
 from world.rig import CONTRACT, Rig, both, logs, orders, started
 
 
@@ -37,18 +37,6 @@ def test_s5_a_vote_for_another_generation_a_repeated_or_an_overtaken_report_coun
     assert rig.r.root.generation == 1
     rig.say(2, prepared=2)
     assert rig.r.root.generation == 2
-
-
-def test_joins_and_leaves_that_are_known_together_are_one_generation() -> None:
-    rig = started(2)
-    rig.join("c")
-    rig.join("d")
-    rig.release(1, reason="walltime")
-    rig.change()
-    rig.change()
-    assert rig.r.members == [2, 3, 4]
-    assert rig.completed[-1].change.kind is ChangeKind.MIXED
-    assert "walltime" in rig.completed[-1].change.reason
 
 
 def test_a_newcomer_that_does_not_vote_is_given_up_and_one_that_hears_nothing_waits() -> None:
@@ -108,7 +96,8 @@ def test_last_member_leaving_suspends_with_a_checkpoint_and_it_goes_on_from_ther
     rig.release(1, reason="walltime")
     rig.vote()
     rig.say(1, saved=Checkpoint(path="/c", generation=1, step=5))
-    rig.say(1, left=2, given_up=2)
+    (told,) = logs(rig.say(1, left=2, given_up=2), "suspend")
+    assert told.endswith("; the run goes on from the checkpoint of step 5")
     assert rig.r.root.status is RunStatus.SUSPENDED
     rig.join("b")
     assert rig.ballot is not None
@@ -189,16 +178,6 @@ def test_scripts_that_are_restarted_newcomers_wait_and_go_along_with_a_loss() ->
     assert rig.m.phase is RunPhase.PREPARING
 
 
-def test_newcomers_to_a_script_that_restarts_are_told_how_long_they_wait() -> None:
-    rig = Rig()
-    rig.contract = msgspec.structs.replace(CONTRACT, restarts=True)
-    rig.join("a")
-    rig.change()
-    rig.tick(60, 1)
-    rig.join("b")
-    assert rig.m.waiting().startswith("n1 (b) waits for another 4 min: a newcomer restarts the script everywhere")
-
-
 @pytest.mark.parametrize(
     ("what", "words"),
     [({"shards": 4}, "64 in 4 shards"), ({"signature": "x", "layout": ("w float32[3]",)}, "float32[3]")],
@@ -245,12 +224,12 @@ def test_the_pause_is_told_in_parts_of_the_node_that_stood_still_the_longest() -
     rig.join("b")
     rig.vote()
     for n, pause_s in ((1, 0.5), (2, 0.0)):
-        parts = Pause(drain=pause_s / 2, state=pause_s / 2)
+        parts = Parts(drain=pause_s / 2, state=pause_s / 2)
         switch = Switch(generation=2, first_step=3, pause_s=pause_s, parts=parts, bytes_in_pause=10, bytes_behind=5)
         rig.arrive(n, 2, 3, switch=switch)
     told, done = rig.completed[-1], rig.completed[-1].change
     assert (done.kind, told.members, told.joined, told.left) == (ChangeKind.ABSORB, (1, 2), (2,), ())
-    assert (done.first_step, done.pause_s, done.parts) == (3, 0.5, Pause(drain=0.25, state=0.25))
+    assert (done.first_step, done.pause_s, done.parts) == (3, 0.5, Parts(drain=0.25, state=0.25))
     assert (done.bytes_in_pause, done.bytes_behind) == (20, 10)
 
 
@@ -390,17 +369,6 @@ def test_a_script_that_hangs_before_the_loop_is_killed_at_its_deadline() -> None
     assert end is not None
     assert (end.kill, end.stack) == (True, True)
     assert rig.r.root.status is RunStatus.FAILED
-
-
-@pytest.mark.parametrize("is_saved", [True, False])
-def test_a_run_that_is_suspended_says_from_where_it_goes_on(is_saved: bool) -> None:
-    rig = started(1)
-    rig.release(1, reason="walltime")
-    rig.vote()
-    if is_saved:
-        rig.say(1, saved=Checkpoint(path="/c", generation=1, step=5))
-    (told,) = logs(rig.say(1, left=2, given_up=2), "suspend")
-    assert told.endswith(f"; the run goes on from {'the checkpoint of step 5' if is_saved else 'its beginning'}")
 
 
 def test_what_a_ledger_lacks_is_known_of_a_node_that_is_forgotten() -> None:
