@@ -653,7 +653,7 @@ def test_a_silent_agent_without_workers_keeps_no_allocation(talk: Talk, run: Run
 def test_an_agent_with_a_member_is_judged_by_the_membership_alone(talk: Talk, run: Run) -> None:
     cut_off, other = training(talk, run, "h1", "h2")
     allocation = run.allocations[cut_off.hello.token]
-    beat_all(talk, 60, other)
+    beat_all(talk, int(2 * MEMBERSHIP.head_patience_s), other)
     assert allocation.live and not allocation.agents["h1"].gone
     assert run.roster.nodes[cut_off.node].phase is MemberPhase.MEMBER, "nobody waits for it"
 
