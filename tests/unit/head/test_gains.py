@@ -20,7 +20,7 @@ from fallow.core.submission.deadline import deadline_at
 from fallow.core.submission.script import parse_script
 from fallow.core.tokens import names_harvest
 from fallow.head.api.metrics import Metrics
-from fallow.head.api.views import run_view, shown
+from fallow.head.api.views import run_view
 from fallow.head.loop.turn import Turn
 from fallow.head.peers import throughput
 from fallow.head.slurm import accounts
@@ -38,7 +38,6 @@ from fallow.model import (
     NodeInfo,
     PartitionInfo,
     RunStatus,
-    RunView,
 )
 
 from runs import CONTRACT, NOW, Nodes, new_book, new_run  # isort: skip
@@ -222,27 +221,6 @@ def test_a_run_without_nodes_has_done_what_it_has_done(desk: Desk) -> None:
     assert found is not None
     assert found.ahead_s == pytest.approx(1000.0 * step / 1000 - 100.0, abs=1.0)
     assert not found.behind
-
-
-def test_the_view_of_a_run_that_ended_a_while_ago_is_made_once(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-
-    def counting(run: Run, at: float, now: float) -> RunView:
-        made.append(run.spec.name)
-        return run_view(run, at, now)
-
-    monkeypatch.setattr("fallow.head.api.views.run_view", counting)
-    going, over = desk.run("going", members=1), desk.run("over", members=1)
-    over.root.status, over.record.ended_at = RunStatus.FINISHED, NOW
-    assert [shown(over, 0.0, NOW + 61.0).status for _ in range(3)] == [RunStatus.FINISHED] * 3
-    assert len(made) == 3, "its job has not ended"
-    next(iter(over.allocations.values())).state = AllocationState.ENDED
-    for after in (1.0, 2.0, 61.0, 62.0, 63.0):
-        assert shown(going, 0.0, NOW + after).name == "going"
-        assert shown(over, 0.0, NOW + after) == run_view(over, 0.0, NOW + after)
-    assert (made[3:].count("going"), made[3:].count("over")) == (5, 3)
-    over.root.message, over.written = "its checkpoints are gone", over.written + 1
-    assert shown(over, 0.0, NOW + 64.0).message == "its checkpoints are gone"
 
 
 def test_a_status_that_no_run_has_any_more_counts_none(desk: Desk) -> None:

@@ -202,7 +202,6 @@ class Durable:
 
     def _note_written(self, run: Run, values: dict[str, bytes | None]) -> None:
         self._originals.pop(run.id, None)
-        run.written += 1
         run.revision += "root" in values
         run.pending.clear()
         for key, value in values.items():
