@@ -329,16 +329,6 @@ def test_a_standby_that_fell_silent_is_given_up_after_its_lease_and_is_one_again
     assert run.rig.r.nodes[3].phase is MemberPhase.READY
 
 
-def test_votes_that_lie_unread_count_however_late_the_head_reads_them() -> None:
-    rig = started(2)
-    rig.join("c")
-    voted_at, rig.at = rig.at, 120.0
-    for n in (1, 2, 3):
-        rig.put(ev.Reported(at=voted_at, host=rig.r.nodes[n].host, report=rig.next_report(n, prepared=2)))
-    rig.put(ev.Ticked(at=rig.at))
-    assert rig.r.root.generation == 2
-
-
 def test_a_leaver_whose_node_went_with_it_holds_up_nobody() -> None:
     """It passed the boundary, as the new generation's members show, and nobody waits for it any more."""
     run = Live(2)

@@ -230,19 +230,6 @@ def test_survivors_that_report_the_group_they_were_taken_from_cause_no_further_c
     assert (rig.r.root.generation, rig.r.root.highest, rig.m.phase) == (2, 2, RunPhase.STEADY)
 
 
-def test_a_leaver_that_alone_has_the_state_is_kept_when_the_group_breaks() -> None:
-    rig = started(1)
-    rig.join("b")
-    rig.release(1, reason="walltime")
-    rig.vote()
-    rig.say(1, given_up=1)
-    rig.tick(1, 1, 2)
-    assert (rig.ballot.members, rig.ballot.change.interrupt) == ([1], True), "node 2 has no state yet"
-    while rig.m.state.ballot is not None:
-        rig.change()
-    assert [done.members for done in rig.completed[1:]] == [(1,), (1, 2), (2,)]
-
-
 def test_a_leaver_that_was_kept_for_its_state_is_not_forgotten_at_the_next_loss() -> None:
     """Nor by another head."""
     rig = started(3)
@@ -273,14 +260,6 @@ def test_a_head_that_comes_back_knows_that_the_generation_is_broken() -> None:
     assert rig.ballot.change.generation > burned, "its rendezvous was lost with the head"
     rig.change()
     assert (rig.ballot.members, rig.ballot.change.interrupt) == ([1, 3, 4], False)
-
-
-def test_who_goes_before_the_generation_without_another_is_complete_is_told_of_with_it() -> None:
-    rig = started(3)
-    rig.fails(2)
-    rig.gone(3, signal=9)
-    rig.change()
-    assert rig.completed[-1].change.reason == "n1 (h2) is gone: ValueError: bad; n2 (h3) is gone: killed by signal 9"
 
 
 def test_why_a_generation_was_begun_that_never_became_complete_is_told_with_the_next() -> None:
