@@ -405,14 +405,6 @@ def test_a_warning_before_its_time_means_that_slurm_takes_a_node_from_us(
     assert len(talk.texts("release")) == 1
 
 
-def test_a_warning_of_a_base_job_does_not_say_that_its_owner_has_cancelled_it(
-    talk: Talk, run: Run, allocation: Allocation
-) -> None:
-    talk.play(run, allocation).greet().beat(warned=15)
-    assert run.record.base_wanted and not run.ended
-    assert allocation.warned
-
-
 def absorbing(talk: Talk, run: Run) -> tuple[Played, Played, int]:
     """One that trains, one with which it is to go on, and the number of that generation, on which they vote."""
     one, two = (harvested(talk, run, host) for host in ("h1", "h2"))

@@ -285,18 +285,9 @@ async def test_a_replacement_is_not_one_too_many_while_it_starts(site: Site) -> 
     assert second.replaces == first.token and run.record.next_allocation == 2
 
 
-async def test_it_remembers_what_it_learned(site: Site, tmp_path: Path) -> None:
-    site.run(nodes=2)
-    for _ in range(3):
-        await site.poll()
-    site.harvest._learning.known.experience.started(5.0, 100.0, site.slurm.now)
-    turn = site.turn()
-    site.harvest.note(turn)
-    later = Site(tmp_path / "later", site.slurm)
-    later.harvest.recall(turn.notes)
-    assert later.harvest._learning.known.experience == site.harvest._learning.known.experience
-    later.harvest.recall({NOTE: b"\xc1 nonsense"})
-    assert later.harvest._learning.known.experience.starts == []
+def test_a_note_that_cannot_be_read_is_forgotten(site: Site) -> None:
+    site.harvest.recall({NOTE: b"\xc1 nonsense"})
+    assert site.harvest._learning.known.experience.starts == []
 
 
 def shared(tier: int = 1, **more: object) -> PartitionInfo:
