@@ -10,7 +10,7 @@ from fallow.core.membership.messages import Checkpoint, Refusal, Switch
 from fallow.core.membership.state import RunPhase
 from fallow.core.membership.tables import RUN
 from fallow.model import ChangeKind, MemberPhase, Parts, RunStatus
-from world.rig import CONTRACT, Rig, both, logs, orders, started
+from world.rig import CONTRACT, Rig, both, logs, notices, orders, started
 
 
 def test_waits_for_the_minimum_and_commits_only_with_every_vote() -> None:
@@ -28,6 +28,7 @@ def test_waits_for_the_minimum_and_commits_only_with_every_vote() -> None:
     assert "root" in turn.writes
 
 
+@notices("overtaken reports count")
 def test_s5_a_vote_for_another_generation_a_repeated_or_an_overtaken_report_counts_for_nothing() -> None:
     rig = started(1)
     rig.join("b")
@@ -39,6 +40,7 @@ def test_s5_a_vote_for_another_generation_a_repeated_or_an_overtaken_report_coun
     assert rig.r.root.generation == 2
 
 
+@notices("votes have no deadline (planned)")
 def test_a_newcomer_that_does_not_vote_is_given_up_and_one_that_hears_nothing_waits() -> None:
     rig = started(1)
     rig.join("b")
@@ -57,6 +59,7 @@ def test_a_newcomer_that_does_not_vote_is_given_up_and_one_that_hears_nothing_wa
     assert rig.r.nodes[3].phase is MemberPhase.READY
 
 
+@notices("a spoiled ballot is committed")
 def test_a_joiner_that_dies_before_the_commit_burns_only_its_number() -> None:
     rig = started(1)
     rig.join("b")
@@ -127,6 +130,7 @@ def test_a_deadline_counts_for_one_that_was_asked_to_leave_without_one() -> None
     assert rig.r.nodes[2].phase is MemberPhase.GONE
 
 
+@notices("leaving has no deadline")
 def test_who_is_asked_to_leave_by_a_time_is_gone_by_then() -> None:
     rig = started(2)
     rig.release(2, reason="urgent", by=4.0)
@@ -236,6 +240,7 @@ def test_the_pause_is_told_in_parts_of_the_node_that_stood_still_the_longest() -
 # -- who joins and leaves together -------------------------------------------------------------------------------------
 
 
+@notices("each release is a generation", 2)
 @pytest.mark.parametrize("events", [1, 2])
 def test_nodes_that_are_released_in_one_turn_leave_in_one_generation(events: int) -> None:
     rig = started(4)
