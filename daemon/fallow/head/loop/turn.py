@@ -190,9 +190,8 @@ class Turn:
     def _open_gathers(run: Run) -> None:
         """Take parts of a generation that is voted on from now, or that a head before has committed."""
         ballot = run.machine.state.ballot
-        if ballot is not None and ballot.change.generation > run.gathered:
-            run.gathered = ballot.change.generation
-            run.gathers.open(run.gathered, ballot.members)
+        if ballot is not None:
+            run.gathers.open(ballot.change.generation, ballot.members)
 
     def _note_complete(self, run: Run, done: ev.Completed) -> None:
         """Keep the report of a generation that has become complete, as a record of its own."""

@@ -164,8 +164,6 @@ class Run:
         self.generations: deque[GenerationReport] = deque(stored.generations, maxlen=KEPT_GENERATIONS)
         "those that became complete, the oldest first; each is a record of its own in the store"
         self.gathers = Gathers()
-        self.gathered = 0
-        "the newest generation of which parts are taken"
         self.progress: dict[int, Progress] = {}
         "by the number of the node"
         self.step = 0
