@@ -115,7 +115,11 @@ class Nodes:
 
     def settle(self, turn: Turn, step: int = 0) -> None:
         """Vote on what is proposed, and go over, until no change is under way. A first step is `step`."""
-        settle(self.run, self.said.__getitem__, partial(self.say, turn), step)
+        settle(self.run, self.said.__getitem__, partial(self.say, turn), partial(self.arrive, turn, step=step))
+
+    def arrive(self, turn: Turn, node: int, generation: int, step: int = 0) -> None:
+        """A node computes in this generation, with the state."""
+        self.say(turn, node, doing=Doing.WORKING, stalled_s=0.0, **arrived(generation, step))
 
     def step(self, turn: Turn, step: int, **progress: Any) -> None:
         """All members have finished so many steps; `progress`: what else their beats say."""
@@ -142,14 +146,22 @@ class Nodes:
         turn.apply(self.run, ev.Gone(at=turn.at, node=node, code=code, **{"reason": reason, **more}))
 
 
-def settle(run: Run, said: Callable[[int], Report], say: Callable[..., object], step: int = 0) -> None:
+def arrived(generation: int, step: int) -> dict[str, Any]:
+    """What a node reports that computes in this generation, since this step, with the state."""
+    switch = Switch(generation=generation, first_step=step)
+    return {"generation": generation, "has_state": True, "step": step, "switch": switch}
+
+
+def settle(
+    run: Run, said: Callable[[int], Report], say: Callable[..., object], arrive: Callable[[int, int], object]
+) -> None:
     """Have nodes vote on what is proposed, and go over, until no change is under way.
 
     Args:
         run: whose nodes they are.
         said: the newest report of a node.
         say: lets a node report as before, but for what it is given by name.
-        step: a generation's first one.
+        arrive: lets a node compute in a generation.
     """
     for _ in range(20):
         state = run.machine.state
@@ -162,11 +174,9 @@ def settle(run: Run, said: Callable[[int], Report], say: Callable[..., object], 
             continue
         for n in [n for n in ballot.change.leavers if run.roster.alive(n)]:
             say(n, left=generation, given_up=generation)
-        switch = Switch(generation=generation, first_step=step)
         for n in list(ballot.members):
             if state.going is not None:
-                what: dict[str, Any] = {"generation": generation, "has_state": True, "step": step, "switch": switch}
-                say(n, doing=Doing.WORKING, stalled_s=0.0, **what)
+                arrive(n, generation)
     raise AssertionError(f"the membership does not settle: {run.machine.state.ballot}")
 
 

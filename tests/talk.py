@@ -190,4 +190,7 @@ def settle(run: Run, *played: Played, step: int = 0) -> None:
         assert report is not None
         return report
 
-    runs.settle(run, said, lambda node, **what: by_node[node].beat(**what), step)
+    def arrive(node: int, generation: int) -> None:
+        by_node[node].beat(**runs.arrived(generation, step))
+
+    runs.settle(run, said, lambda node, **what: by_node[node].beat(**what), arrive)
