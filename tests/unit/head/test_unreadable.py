@@ -25,7 +25,9 @@ DEADLINE_S = 60.0
 
 SCRIPT = """
 import os
+from fallow.cli import run
 from fallow.cli.main import main
+run.SCRIPT_S = 0.5
 child = os.fork()
 if not child:
     main(["run", "--", "true"])
