@@ -309,18 +309,6 @@ def test_a_generation_whose_members_have_finished_before_they_were_heard_in_it_i
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_failure_behind_the_loop_does_not_undo_what_the_others_have_finished(first: bool) -> None:
-    rig = started(2)
-    if first:
-        rig.fails(2, step=9)
-    rig.finish(1)
-    if not first:
-        rig.fails(2, step=9)
-    rig.gone(1, code=0)
-    assert rig.r.root.status is RunStatus.FINISHED
-
-
-@pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("killed", [True, False])
 def test_what_the_main_member_had_to_do_behind_the_loop_is_done_by_nobody_else(first: bool, killed: bool) -> None:
     rig = started(3)

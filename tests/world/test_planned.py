@@ -81,19 +81,6 @@ def test_a_leaver_stays_known_until_its_processes_have_ended() -> None:
     assert list(rig.r.nodes) == [1]
 
 
-def test_a_leaver_that_alone_has_the_state_hands_it_over_first() -> None:
-    rig = started(1)
-    rig.r.root.limit = 1
-    rig.join("b")
-    rig.release(1, reason="walltime")
-    assert rig.ballot is not None
-    assert (rig.ballot.change.kind, rig.ballot.members) == (ChangeKind.ABSORB, [1, 2])
-    rig.change()
-    rig.change()
-    assert rig.r.members == [2]
-    assert [done.change.kind for done in rig.completed] == [ChangeKind.START, ChangeKind.ABSORB, ChangeKind.RELEASE]
-
-
 def test_last_member_leaving_suspends_with_a_checkpoint_and_it_goes_on_from_there() -> None:
     rig = started(1)
     rig.release(1, reason="walltime")
@@ -251,14 +238,6 @@ def test_nodes_that_are_released_in_one_turn_leave_in_one_generation(events: int
     assert (rig.ballot.members, rig.ballot.change.leavers) == ([1, 4], [2, 3])
 
 
-def test_nodes_that_reach_their_deadline_in_one_tick_leave_in_one_generation() -> None:
-    rig = started(3)
-    for n in (2, 3):
-        rig.put(ev.Ends(at=0, node=n, ends_at=100.0 + n / 10))
-    rig.tick(81, 1, 2, 3)
-    assert (rig.ballot.members, rig.ballot.change.leavers) == ([1], [2, 3])
-
-
 def test_who_is_released_with_a_lower_limit_is_not_replaced_by_a_standby() -> None:
     rig = started(3)
     rig.limit(3)
@@ -270,20 +249,6 @@ def test_who_is_released_with_a_lower_limit_is_not_replaced_by_a_standby() -> No
     rig.limit(3)
     rig.change()
     assert rig.r.members == [2, 3, 4]
-
-
-def test_a_leaver_hears_of_it_though_the_generation_without_it_breaks_and_the_next_one_too() -> None:
-    rig = started(4)
-    rig.release(4, reason="deadline")
-    rig.vote()
-    rig.gone(1, signal=9)
-    turn = rig.gone(2, signal=9)
-    assert (rig.ballot.members, rig.ballot.change.leavers) == ([3], [4])
-    told = orders(turn)[4].plan
-    assert told is not None
-    assert told.leave
-    rig.change()
-    assert (rig.r.nodes[4].phase, rig.r.members) == (MemberPhase.GONE, [3])
 
 
 def test_a_leaver_that_missed_the_generation_after_a_loss_breaks_nothing_and_hears_of_it_again() -> None:

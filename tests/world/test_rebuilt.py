@@ -373,16 +373,6 @@ def test_scripts_that_fail_and_are_restarted_eject_nobody() -> None:
     assert rig.r.members == [1, 2]
 
 
-@pytest.mark.parametrize("is_scripted", [False, True])
-def test_where_every_group_of_the_only_member_breaks_it_begins_again_with_new_processes(is_scripted: bool) -> None:
-    rig = started(1, scripted=is_scripted)
-    for _ in range(2):
-        breaks(rig, 1)
-        rig.change()
-    breaks(rig, 1)
-    assert (rig.r.nodes[1].phase, rig.r.root.status) == (MemberPhase.GONE, RunStatus.SUSPENDED)
-
-
 def test_a_node_that_can_never_build_the_group_in_place_of_a_broken_one_is_ejected() -> None:
     rig = started(3)
     rig.gone(3, signal=9)

@@ -36,21 +36,6 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_last_one_ends_the_run() -> 
     assert rig.r.root.message.startswith("/5 is torn; no older checkpoint is left. Put a good copy in its place")
 
 
-def test_a_rollback_takes_all_back_even_where_the_next_generation_comes_after_a_suspension() -> None:
-    rig = started(1)
-    for step in (4, 8):
-        rig.say(1, step=step, saved=Checkpoint(path=f"/{step}", generation=1, step=step))
-    rig.gone(1, signal=9)
-    turn = rig.put(ev.Rollback(at=0, step=4))
-    assert logs(turn, "rollback") == ["rolled back to step 4, from step 8"]
-    n = rig.join("b")
-    plan = rig.m.order(n).plan
-    assert plan is not None and (plan.checkpoints, rig.m.order(n).state_since) == (("/4",), plan.generation)
-    rig.change(4)
-    assert rig.r.root.rollback_below == 0
-    assert [(back.from_step, back.to_step) for back in rig.r.history.rollbacks] == [(8, 4)]
-
-
 def save(rig: Rig, step: int, generation: int = 1, n: int = 1, *, asked: bool = False) -> list[str]:
     """A checkpoint is complete. Returns those that are removed."""
     saved = Checkpoint(path=f"/{generation}-{step}", generation=generation, step=step, asked=asked)
@@ -106,18 +91,6 @@ def test_a_damaged_one_goes_when_enough_came_after_it() -> None:
     assert usable(rig) == [10]
     assert save(rig, 30) == []
     assert sorted(save(rig, 40)) == ["/1-10", "/1-20"]
-
-
-@pytest.mark.parametrize("keep", [1, 2, 3])
-def test_the_newest_usable_ones_are_never_spare(keep: int) -> None:
-    rig = started(1)
-    rig.restart(1, keep=9)
-    for step in range(5):
-        save(rig, step)
-    saved = list(rig.r.checkpoints.saved)
-    saved[4].problem, saved[3].aside = "torn", True
-    spare = checkpoints.take_spare(rig.r, keep)
-    assert spare == [one.checkpoint.path for one in saved[: max(0, 3 - keep)]]
 
 
 @notices("a checkpoint that turns up does not stop a start")
