@@ -35,12 +35,8 @@ class Serving:
         self.log = log
         self._is_by_hand = False
 
-    async def take(self, *items: Item) -> list[Item]:
-        """Let the head take these in one turn. Its own clock stands still from the first time on: turns never overlap.
-
-        Returns:
-            Those that it would take again, each by itself.
-        """
+    async def take(self, *items: Item) -> None:
+        """Let the head take these in one turn. From the first time on its clock stands still: turns never overlap."""
         if not self._is_by_hand:
             self._is_by_hand = self.head._tick_queued = True
             # Once the loop has come to this, it has done with all that was there.
@@ -48,7 +44,7 @@ class Serving:
             self.head._inbox.put_nowait(Asked("cancel", {"run": "no such run"}, answer))
             await asyncio.wait([answer])
             assert answer.exception() is not None
-        return await self.head._turn(list(items))
+        await self.head._turn(list(items))
 
     async def call(self, method: str, **params: Any) -> Any:
         return await self.control.call(method, **params)
@@ -57,8 +53,8 @@ class Serving:
         wanted = RunSpec(run="", name=name, min_nodes=1, max_nodes=4, local=local, **spec)
         return await self.control.call("create_run", NewRun, spec=msgspec.to_builtins(wanted))
 
-    async def snapshot(self) -> Snapshot:
-        return await self.control.call("status", Snapshot)
+    async def snapshot(self, run: str | None = None) -> Snapshot:
+        return await self.control.call("status", Snapshot, run=run)
 
     async def until(self, holds: Callable[[Snapshot], object], what: str) -> Snapshot:
         """Wait for something that `status` shows."""

@@ -7,7 +7,8 @@ says otherwise. So a test brings a run into a state as nodes would, and looks at
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,28 +115,11 @@ class Nodes:
 
     def settle(self, turn: Turn, step: int = 0) -> None:
         """Vote on what is proposed, and go over, until no change is under way. A first step is `step`."""
-        for _ in range(20):
-            ballot = self.run.machine.state.ballot
-            if ballot is None:
-                return
-            generation = ballot.change.generation
-            if self.run.machine.state.voting is not None:
-                for n in ballot.participants:
-                    given_up = max(self.said[n].given_up, self.run.machine.order(n).broken)
-                    self.say(turn, n, prepared=generation, given_up=given_up)
-                continue
-            for n in [n for n in ballot.change.leavers if self.run.roster.alive(n)]:
-                self.say(turn, n, left=generation, given_up=generation)
-            for n in list(ballot.members):
-                if self.run.machine.state.going is not None:
-                    self.arrive(turn, n, generation, step)
-        raise AssertionError(f"the membership does not settle: {self.run.machine.state.ballot}")
+        settle(self.run, self.said.__getitem__, partial(self.say, turn), partial(self.arrive, turn, step=step))
 
     def arrive(self, turn: Turn, node: int, generation: int, step: int = 0) -> None:
         """A node computes in this generation, with the state."""
-        switch = Switch(generation=generation, first_step=step)
-        what: dict[str, Any] = {"generation": generation, "has_state": True, "step": step, "switch": switch}
-        self.say(turn, node, doing=Doing.WORKING, stalled_s=0.0, **what)
+        self.say(turn, node, doing=Doing.WORKING, stalled_s=0.0, **arrived(generation, step))
 
     def step(self, turn: Turn, step: int, **progress: Any) -> None:
         """All members have finished so many steps; `progress`: what else their beats say."""
@@ -160,6 +144,40 @@ class Nodes:
         """All processes of a node have ended."""
         reason = f"exited with {code}" if code is not None else "killed by signal 9"
         turn.apply(self.run, ev.Gone(at=turn.at, node=node, code=code, **{"reason": reason, **more}))
+
+
+def arrived(generation: int, step: int) -> dict[str, Any]:
+    """What a node reports that computes in this generation, since this step, with the state."""
+    switch = Switch(generation=generation, first_step=step)
+    return {"generation": generation, "has_state": True, "step": step, "switch": switch}
+
+
+def settle(
+    run: Run, said: Callable[[int], Report], say: Callable[..., object], arrive: Callable[[int, int], object]
+) -> None:
+    """Have nodes vote on what is proposed, and go over, until no change is under way.
+
+    Args:
+        run: whose nodes they are.
+        said: the newest report of a node.
+        say: lets a node report as before, but for what it is given by name.
+        arrive: lets a node compute in a generation.
+    """
+    for _ in range(20):
+        state = run.machine.state
+        if state.ballot is None:
+            return
+        ballot, generation = state.ballot, state.ballot.change.generation
+        if state.voting is not None:
+            for n in ballot.participants:
+                say(n, prepared=generation, given_up=max(said(n).given_up, run.machine.order(n).broken))
+            continue
+        for n in [n for n in ballot.change.leavers if run.roster.alive(n)]:
+            say(n, left=generation, given_up=generation)
+        for n in list(ballot.members):
+            if state.going is not None:
+                arrive(n, generation)
+    raise AssertionError(f"the membership does not settle: {run.machine.state.ballot}")
 
 
 def train(turn: Turn, run: Run, hosts: Sequence[str], *, slots: int = 1, contract: Contract = CONTRACT) -> Nodes:

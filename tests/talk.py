@@ -7,18 +7,16 @@ from typing import Any, TypeVar
 
 import msgspec
 
+import runs
 from fallow.core.allocations import Allocation
-from fallow.core.membership.messages import Contract, Order, Report, Switch
+from fallow.core.membership.messages import Order, Report
 from fallow.core.protocol.agents import Admitted, Beat, Ended, FromAgent, Hello, Left, News, Progress, ToAgent
 from fallow.head.deadlines import Deadlines
 from fallow.head.loop.turn import Turn, agent_peer
 from fallow.head.peers.agents import Agents
 from fallow.head.state.book import Book, Run
-
-NOW = 1_000_000.0
-"""Unix time at which tests begin."""
-
-CONTRACT = Contract(signature="sig", shards=8, global_batch=64, total_steps=1000, layout=("w float32[2]",))
+from runs import CONTRACT as CONTRACT
+from runs import NOW as NOW
 
 M = TypeVar("M")
 
@@ -183,25 +181,16 @@ class Played:
         return self.say(Left(code=code))
 
 
-def settle(talk: Talk, run: Run, *played: Played, step: int = 0) -> None:
+def settle(run: Run, *played: Played, step: int = 0) -> None:
     """Vote on what is proposed, and go over, until no change is under way."""
     by_node = {one.node: one for one in played}
-    for _ in range(20):
-        ballot = run.machine.state.ballot
-        if ballot is None:
-            return
-        generation = ballot.change.generation
-        if run.machine.state.voting is not None:
-            for n in ballot.participants:
-                report, order = by_node[n].report, by_node[n].order
-                assert report is not None
-                broken = 0 if order is None else order.broken
-                by_node[n].beat(prepared=generation, given_up=max(report.given_up, broken))
-            continue
-        for n in [n for n in ballot.change.leavers if run.roster.alive(n)]:
-            by_node[n].beat(left=generation, given_up=generation)
-        for n in list(ballot.members):
-            if run.machine.state.going is not None:
-                switch = Switch(generation=generation, first_step=step)
-                by_node[n].beat(generation=generation, has_state=True, step=step, switch=switch)
-    raise AssertionError(f"the membership does not settle: {run.machine.state.ballot}")
+
+    def said(node: int) -> Report:
+        report = by_node[node].report
+        assert report is not None
+        return report
+
+    def arrive(node: int, generation: int) -> None:
+        by_node[node].beat(**runs.arrived(generation, step))
+
+    runs.settle(run, said, lambda node, **what: by_node[node].beat(**what), arrive)

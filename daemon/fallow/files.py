@@ -153,10 +153,6 @@ class Paths:
         return self.state / "head.json"
 
     @property
-    def head_lock(self) -> Path:
-        return self.state / "head.lock"
-
-    @property
     def head_wanted(self) -> Path:
         """A head that is starting leaves this file to ask a stand-in head to give way."""
         return self.state / "head.wanted"

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -28,7 +27,6 @@ from fallow.head.loop.turn import Turn, agent_peer
 from fallow.head.state.book import Run
 from fallow.head.state.salvage import salvage
 from fallow.model import AllocationKind, Exit, FallowError, MemberPhase, RunSpec, RunStatus
-from fallow.store.client import Write
 from fallow.wire.codec import Decoder
 from head_in_process import Serving, serving
 from runs import Nodes, new_book, new_run
@@ -73,19 +71,20 @@ async def refused_or_done(control: ControlClient, method: str, params: dict[str,
     return None
 
 
-@pytest.mark.parametrize("method", HARMLESS)
-async def test_extremes_of_each_parameter_are_refused_and_the_head_goes_on(tmp_path: Path, method: str) -> None:
+async def test_extremes_of_each_parameter_are_refused_and_the_head_goes_on(tmp_path: Path) -> None:
     async with serving(tmp_path) as head:
-        other, target = await head.create("other"), await head.create("target")
-        for params in cases(METHODS[method], usual(method, target.run), WRONG):
-            await refused_or_done(head.control, method, params)
-        if method in ("create_run", "prospect"):
-            for spec in cases(RunSpec, SPEC, WRONG):
-                code = await refused_or_done(head.control, method, {"spec": spec})
-                assert code in (None, Exit.USAGE, Exit.SOFTWARE, Exit.TEMPFAIL)
-        found = await head.snapshot()
-        assert found.head.internal_errors == []
-        assert {view.run: view.status for view in found.runs}[other.run] is RunStatus.WAITING
+        other = await head.create("other")
+        for method in HARMLESS:
+            target = await head.create("target")
+            for params in cases(METHODS[method], usual(method, target.run), WRONG):
+                await refused_or_done(head.control, method, params)
+            if method in ("create_run", "prospect"):
+                for spec in cases(RunSpec, SPEC, WRONG):
+                    code = await refused_or_done(head.control, method, {"spec": spec})
+                    assert code in (None, Exit.USAGE, Exit.SOFTWARE, Exit.TEMPFAIL)
+            assert (await head.snapshot(other.run)).head.internal_errors == [], method
+        (view,) = (await head.snapshot(other.run)).runs
+        assert view.status is RunStatus.WAITING
         assert await head.call("grow", run=other.run, by=1) == 1
 
 
@@ -124,8 +123,7 @@ class Scene:
         self.said = 0
 
     async def hear(self, peer: str, message: Any) -> None:
-        for item in await self.head.take(Heard(peer, message, 0.0)):
-            await self.head.take(item)
+        await self.head.take(Heard(peer, message, 0.0))
 
     async def join(self, run: Run) -> str:
         """Let an agent come; returns its name for the router."""
@@ -199,13 +197,11 @@ async def test_messages_of_a_legitimate_agent_cost_at_worst_its_own_run(tmp_path
         assert read_run(fuzzed.target.id, values)[0] == fuzzed.target.spec, "the next head can read it"
 
 
-@pytest.mark.parametrize("seed", range(3))
-async def test_messages_of_all_kinds_in_any_order_cost_at_worst_their_own_run(tmp_path: Path, seed: int) -> None:
+async def test_messages_of_all_kinds_in_any_order_cost_at_worst_their_own_run(tmp_path: Path) -> None:
     draws: list[dict[str, Any]] = []
     anything = st.one_of(*(within(struct_info(kind), WORDS) for kind in FROM_AGENT))
 
-    @hypothesis.seed(seed)
-    @settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=300, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(anything)
     def draw(one: dict[str, Any]) -> None:
         draws.append(one)
@@ -278,20 +274,3 @@ def test_a_damaged_record_is_read_or_salvaged(stored: Stored, which: int, where:
     assert (spec.run, roster.root.run) == (run_id, run_id)
     assert list(allocations) == [f.removeprefix("allocation/") for f in values if f.startswith("allocation/")]
     assert not record.base_wanted, "its jobs can be ended"
-
-
-@pytest.mark.parametrize(
-    ("key", "field"),
-    [("record", "slots"), ("record", "spent_node_s"), ("root", "generation"), ("root", "contract"), ("spec", "name")],
-)
-async def test_wrong_types_in_a_record_stop_its_run_alone(tmp_path: Path, key: str, field: str) -> None:
-    async with serving(tmp_path) as head:
-        bad, good = await head.create("bad"), await head.create("good")
-        store, name = head.head._durable.store, f"run/{bad.run}/{key}"
-        schema, fields = msgspec.msgpack.decode((await store.load(name))[name][1])
-        fields[field] = ["wrong"]
-        await store.save([Write(name, None, msgspec.msgpack.encode((schema, fields)))], [])
-    async with serving(tmp_path) as head:
-        views = {view.run: view for view in (await head.snapshot()).runs}
-        assert (views[bad.run].status, views[good.run].status) == (RunStatus.FAILED, RunStatus.WAITING)
-        assert await head.call("grow", run=good.run, by=1) == 1

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from fallow.files import Paths
-from fallow.model import EventRecord, Exit, FallowError
+from fallow.model import EventRecord, Exit, FallowError, NewEvent
 from fallow.store import client as client_module
-from fallow.store.client import Fenced, NewEvent, Store, Unavailable, Write
+from fallow.store.client import Fenced, Store, Unavailable, Write
 from fallow.store.server import RedisServer
 from store_servers import PROGRAMS
 
@@ -181,8 +181,8 @@ async def test_an_event_of_another_fallow_hides_no_other_one(store: Store, monke
     assert "schema is 2" in (await store.events(0, 10))[1].text
 
 
-async def test_repeated_save_takes_effect_once(store: Store) -> None:
-    """The answer to a save is lost: the same call again must neither fail nor write twice."""
+def lose_an_answer(store: Store) -> None:
+    """The next call is carried out, and its answer is lost."""
     real, lost = store._client.evalsha, [True]
 
     async def lose(*args: object, **options: object) -> object:
@@ -192,8 +192,13 @@ async def test_repeated_save_takes_effect_once(store: Store) -> None:
             raise TimeoutError
         return answer
 
-    await store.save([], [event(0)])
     store._client.evalsha = lose  # type: ignore[method-assign,assignment]
+
+
+async def test_repeated_save_takes_effect_once(store: Store) -> None:
+    """The answer to a save is lost: the same call again must neither fail nor write twice."""
+    await store.save([], [event(0)])
+    lose_an_answer(store)
     with pytest.raises(Unavailable):
         await store.save([Write("a", 0, b"1"), Write("b", None, b"1")], [event(1), event(2)])
     assert await store.save([Write("a", 0, b"1"), Write("b", None, b"1")], [event(1), event(2)]) == [2, 3]
@@ -203,16 +208,7 @@ async def test_repeated_save_takes_effect_once(store: Store) -> None:
 
 
 async def test_another_save_after_a_lost_answer_is_judged_by_itself(store: Store) -> None:
-    real, lost = store._client.evalsha, [True]
-
-    async def lose(*args: object, **options: object) -> object:
-        answer = await real(*args, **options)  # type: ignore[arg-type]
-        if lost:
-            lost.clear()
-            raise TimeoutError
-        return answer
-
-    store._client.evalsha = lose  # type: ignore[method-assign,assignment]
+    lose_an_answer(store)
     with pytest.raises(Unavailable):
         await store.save([Write("a", 0, b"1")], [])
     with pytest.raises(Fenced):

@@ -17,7 +17,7 @@ import fallow
 from command_line import as_a_batch_script
 from fallow.core.membership.records import Root
 from fallow.core.membership.roster import Roster
-from fallow.files import Paths, check_dir
+from fallow.files import Paths
 from fallow.head.api.ledgers import count_samples
 from fallow.model import Exit, FallowError
 
@@ -25,7 +25,9 @@ NOBODY = 65534
 
 SCRIPT = """
 import os
+from fallow.cli import run
 from fallow.cli.main import main
+run.SCRIPT_S = 0.5
 child = os.fork()
 if not child:
     main(["run", "--", "true"])
@@ -122,18 +124,3 @@ def test_ledgers_that_cannot_be_read_are_no_lost_samples(tmp_path: Path, monkeyp
         monkeypatch.setattr(os, name, refuse)
     with pytest.raises(FallowError, match=f"{tmp_path}: cannot be read .Permission denied.; check"):
         count_samples(tmp_path, roster, [])
-
-
-def test_a_folder_that_cannot_be_looked_into_is_told_in_words(stranger: Stranger) -> None:
-    """As by `fallow daemon`, which checks its folders first."""
-    state = stranger.paths.state
-    state.chmod(0)
-    user = os.geteuid()
-    try:
-        os.seteuid(NOBODY if user == 0 else user)
-        with pytest.raises(FallowError) as caught:
-            check_dir(state / "redis")
-    finally:
-        os.seteuid(user)
-    assert caught.value.code is Exit.NOPERM
-    assert caught.value.message.startswith(f"{state}/redis: cannot be read (Permission denied); check the owner and")

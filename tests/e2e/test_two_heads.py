@@ -1,4 +1,4 @@
-"""Two hosts whose locks do not meet: the second head is refused, and one that stood still gives way."""
+"""Two hosts: the second head is refused, and one that stood still gives way."""
 
 from __future__ import annotations
 
@@ -20,14 +20,9 @@ from fallow.model import Exit, HeadFile, RunSpec, Snapshot
 PATIENCE_S = 120.0
 
 HEAD = """
-import errno, fcntl, os, sys
+import sys
 from fallow.head.state import lease
 from fallow.head import main
-if sys.argv[2] == "none":
-    def flock(*_): raise OSError(errno.ENOTSUP, "Operation not supported")
-else:
-    def flock(*_): pass
-fcntl.flock = flock
 lease.this_place = lambda: sys.argv[1]
 from fallow.model import FallowError
 try:
@@ -61,8 +56,8 @@ class Hosts:
             "FALLOW_HEAD__ADDRESS": "127.0.0.1",
         }
 
-    def start(self, host: str, locks: str) -> subprocess.Popen[str]:
-        words = [sys.executable, "-c", HEAD, host, locks]
+    def start(self, host: str) -> subprocess.Popen[str]:
+        words = [sys.executable, "-c", HEAD, host]
         head = subprocess.Popen(words, env=self.environ(host), stderr=subprocess.PIPE, text=True)
         self.heads.append(head)
         return head
@@ -94,18 +89,17 @@ def until(fulfilled: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("locks", ["unshared", "none"])
-def test_a_second_head_is_refused_by_name_and_one_that_was_replaced_ends(hosts: Hosts, locks: str) -> None:
-    first = hosts.start("login1", locks)
+def test_a_second_head_is_refused_by_name_and_one_that_was_replaced_ends(hosts: Hosts) -> None:
+    first = hosts.start("login1")
     until(lambda: hosts.serves(first), "the first head serves")
-    second = hosts.start("login2", locks)
+    second = hosts.start("login2")
     said = second.communicate(timeout=PATIENCE_S)[1]
     assert second.returncode == Exit.CANTCREAT
     assert f"another head (pid {first.pid} on {os.uname().nodename}) serves {hosts.folder}/state" in said
     assert not (hosts.paths("login2").runtime / "redis.sock").exists(), "its store was never started"
 
     first.send_signal(signal.SIGSTOP)
-    third = hosts.start("login2", locks)
+    third = hosts.start("login2")
     until(lambda: hosts.serves(third), "the head of the other host takes over")
     spec = RunSpec(run="", name="kept", min_nodes=1, max_nodes=1)
     call(hosts.folder / "state" / "head.json", "create_run", spec=spec)
@@ -117,7 +111,7 @@ def test_a_second_head_is_refused_by_name_and_one_that_was_replaced_ends(hosts: 
     third.communicate(timeout=PATIENCE_S)
     assert third.returncode == 0
 
-    last = hosts.start("login1", locks)
+    last = hosts.start("login1")
     until(lambda: hosts.serves(last), "a head serves again")
     snapshot = call(hosts.folder / "state" / "head.json", "status", Snapshot)
     assert [run.name for run in snapshot.runs] == ["kept"]

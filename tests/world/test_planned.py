@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from fallow.core.membership import events as ev
-from fallow.core.membership.messages import Checkpoint, Pause, Refusal, Switch
+from fallow.core.membership.messages import Checkpoint, Refusal, Switch
 from fallow.core.membership.state import RunPhase
 from fallow.core.membership.tables import RUN
-from fallow.model import ChangeKind, MemberPhase, RunStatus
-from world.rig import CONTRACT, Rig, both, logs, orders, started
+from fallow.model import ChangeKind, MemberPhase, Parts, RunStatus
+from world.rig import CONTRACT, Rig, both, logs, notices, orders, started
 
 
 def test_waits_for_the_minimum_and_commits_only_with_every_vote() -> None:
@@ -28,6 +28,7 @@ def test_waits_for_the_minimum_and_commits_only_with_every_vote() -> None:
     assert "root" in turn.writes
 
 
+@notices("overtaken reports count")
 def test_s5_a_vote_for_another_generation_a_repeated_or_an_overtaken_report_counts_for_nothing() -> None:
     rig = started(1)
     rig.join("b")
@@ -39,18 +40,7 @@ def test_s5_a_vote_for_another_generation_a_repeated_or_an_overtaken_report_coun
     assert rig.r.root.generation == 2
 
 
-def test_joins_and_leaves_that_are_known_together_are_one_generation() -> None:
-    rig = started(2)
-    rig.join("c")
-    rig.join("d")
-    rig.release(1, reason="walltime")
-    rig.change()
-    rig.change()
-    assert rig.r.members == [2, 3, 4]
-    assert rig.completed[-1].change.kind is ChangeKind.MIXED
-    assert "walltime" in rig.completed[-1].change.reason
-
-
+@notices("votes have no deadline (planned)")
 def test_a_newcomer_that_does_not_vote_is_given_up_and_one_that_hears_nothing_waits() -> None:
     rig = started(1)
     rig.join("b")
@@ -69,6 +59,7 @@ def test_a_newcomer_that_does_not_vote_is_given_up_and_one_that_hears_nothing_wa
     assert rig.r.nodes[3].phase is MemberPhase.READY
 
 
+@notices("a spoiled ballot is committed")
 def test_a_joiner_that_dies_before_the_commit_burns_only_its_number() -> None:
     rig = started(1)
     rig.join("b")
@@ -90,25 +81,13 @@ def test_a_leaver_stays_known_until_its_processes_have_ended() -> None:
     assert list(rig.r.nodes) == [1]
 
 
-def test_a_leaver_that_alone_has_the_state_hands_it_over_first() -> None:
-    rig = started(1)
-    rig.r.root.limit = 1
-    rig.join("b")
-    rig.release(1, reason="walltime")
-    assert rig.ballot is not None
-    assert (rig.ballot.change.kind, rig.ballot.members) == (ChangeKind.ABSORB, [1, 2])
-    rig.change()
-    rig.change()
-    assert rig.r.members == [2]
-    assert [done.change.kind for done in rig.completed] == [ChangeKind.START, ChangeKind.ABSORB, ChangeKind.RELEASE]
-
-
 def test_last_member_leaving_suspends_with_a_checkpoint_and_it_goes_on_from_there() -> None:
     rig = started(1)
     rig.release(1, reason="walltime")
     rig.vote()
     rig.say(1, saved=Checkpoint(path="/c", generation=1, step=5))
-    rig.say(1, left=2, given_up=2)
+    (told,) = logs(rig.say(1, left=2, given_up=2), "suspend")
+    assert told.endswith("; the run goes on from the checkpoint of step 5")
     assert rig.r.root.status is RunStatus.SUSPENDED
     rig.join("b")
     assert rig.ballot is not None
@@ -138,6 +117,7 @@ def test_a_deadline_counts_for_one_that_was_asked_to_leave_without_one() -> None
     assert rig.r.nodes[2].phase is MemberPhase.GONE
 
 
+@notices("leaving has no deadline")
 def test_who_is_asked_to_leave_by_a_time_is_gone_by_then() -> None:
     rig = started(2)
     rig.release(2, reason="urgent", by=4.0)
@@ -189,16 +169,6 @@ def test_scripts_that_are_restarted_newcomers_wait_and_go_along_with_a_loss() ->
     assert rig.m.phase is RunPhase.PREPARING
 
 
-def test_newcomers_to_a_script_that_restarts_are_told_how_long_they_wait() -> None:
-    rig = Rig()
-    rig.contract = msgspec.structs.replace(CONTRACT, restarts=True)
-    rig.join("a")
-    rig.change()
-    rig.tick(60, 1)
-    rig.join("b")
-    assert rig.m.waiting().startswith("n1 (b) waits for another 4 min: a newcomer restarts the script everywhere")
-
-
 @pytest.mark.parametrize(
     ("what", "words"),
     [({"shards": 4}, "64 in 4 shards"), ({"signature": "x", "layout": ("w float32[3]",)}, "float32[3]")],
@@ -245,18 +215,19 @@ def test_the_pause_is_told_in_parts_of_the_node_that_stood_still_the_longest() -
     rig.join("b")
     rig.vote()
     for n, pause_s in ((1, 0.5), (2, 0.0)):
-        parts = Pause(drain=pause_s / 2, state=pause_s / 2)
+        parts = Parts(drain=pause_s / 2, state=pause_s / 2)
         switch = Switch(generation=2, first_step=3, pause_s=pause_s, parts=parts, bytes_in_pause=10, bytes_behind=5)
         rig.arrive(n, 2, 3, switch=switch)
     told, done = rig.completed[-1], rig.completed[-1].change
     assert (done.kind, told.members, told.joined, told.left) == (ChangeKind.ABSORB, (1, 2), (2,), ())
-    assert (done.first_step, done.pause_s, done.parts) == (3, 0.5, Pause(drain=0.25, state=0.25))
+    assert (done.first_step, done.pause_s, done.parts) == (3, 0.5, Parts(drain=0.25, state=0.25))
     assert (done.bytes_in_pause, done.bytes_behind) == (20, 10)
 
 
 # -- who joins and leaves together -------------------------------------------------------------------------------------
 
 
+@notices("each release is a generation", 2)
 @pytest.mark.parametrize("events", [1, 2])
 def test_nodes_that_are_released_in_one_turn_leave_in_one_generation(events: int) -> None:
     rig = started(4)
@@ -265,14 +236,6 @@ def test_nodes_that_are_released_in_one_turn_leave_in_one_generation(events: int
     assert rig.m.phase is RunPhase.STEADY
     rig.tick(0.25, 1, 2, 3, 4)
     assert (rig.ballot.members, rig.ballot.change.leavers) == ([1, 4], [2, 3])
-
-
-def test_nodes_that_reach_their_deadline_in_one_tick_leave_in_one_generation() -> None:
-    rig = started(3)
-    for n in (2, 3):
-        rig.put(ev.Ends(at=0, node=n, ends_at=100.0 + n / 10))
-    rig.tick(81, 1, 2, 3)
-    assert (rig.ballot.members, rig.ballot.change.leavers) == ([1], [2, 3])
 
 
 def test_who_is_released_with_a_lower_limit_is_not_replaced_by_a_standby() -> None:
@@ -286,20 +249,6 @@ def test_who_is_released_with_a_lower_limit_is_not_replaced_by_a_standby() -> No
     rig.limit(3)
     rig.change()
     assert rig.r.members == [2, 3, 4]
-
-
-def test_a_leaver_hears_of_it_though_the_generation_without_it_breaks_and_the_next_one_too() -> None:
-    rig = started(4)
-    rig.release(4, reason="deadline")
-    rig.vote()
-    rig.gone(1, signal=9)
-    turn = rig.gone(2, signal=9)
-    assert (rig.ballot.members, rig.ballot.change.leavers) == ([3], [4])
-    told = orders(turn)[4].plan
-    assert told is not None
-    assert told.leave
-    rig.change()
-    assert (rig.r.nodes[4].phase, rig.r.members) == (MemberPhase.GONE, [3])
 
 
 def test_a_leaver_that_missed_the_generation_after_a_loss_breaks_nothing_and_hears_of_it_again() -> None:
@@ -390,17 +339,6 @@ def test_a_script_that_hangs_before_the_loop_is_killed_at_its_deadline() -> None
     assert end is not None
     assert (end.kill, end.stack) == (True, True)
     assert rig.r.root.status is RunStatus.FAILED
-
-
-@pytest.mark.parametrize("is_saved", [True, False])
-def test_a_run_that_is_suspended_says_from_where_it_goes_on(is_saved: bool) -> None:
-    rig = started(1)
-    rig.release(1, reason="walltime")
-    rig.vote()
-    if is_saved:
-        rig.say(1, saved=Checkpoint(path="/c", generation=1, step=5))
-    (told,) = logs(rig.say(1, left=2, given_up=2), "suspend")
-    assert told.endswith(f"; the run goes on from {'the checkpoint of step 5' if is_saved else 'its beginning'}")
 
 
 def test_what_a_ledger_lacks_is_known_of_a_node_that_is_forgotten() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from fallow.core.membership import checkpoints
@@ -10,18 +9,7 @@ from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Checkpoint, Problem
 from fallow.core.membership.state import RunPhase
 from fallow.model import ChangeKind, RunStatus
-from world.rig import Rig, both, logs, orders, started
-
-
-def test_a_checkpoint_is_noted_once_and_its_node_hears_of_it() -> None:
-    rig = started(1)
-    saved = Checkpoint(path="/c", generation=1, step=5, nbytes=9)
-    turn = rig.say(1, saved=saved)
-    assert (orders(turn)[1].noted, logs(turn, "checkpoint")) == ("/c", ["checkpoint of step 5"])
-    for step in (6, 7):
-        turn = both(turn, rig.say(1, saved=msgspec.structs.replace(saved, path=f"/c{step}", step=step)))
-    assert [i.path for i in turn.then if isinstance(i, ev.RemoveCheckpoint)] == ["/c"]
-    assert not rig.say(1).then
+from world.rig import Rig, logs, notices, orders, started
 
 
 def test_a_checkpoint_that_could_not_be_written_is_told_to_all_and_forgotten_with_the_next_one() -> None:
@@ -48,38 +36,6 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_last_one_ends_the_run() -> 
     assert rig.r.root.message.startswith("/5 is torn; no older checkpoint is left. Put a good copy in its place")
 
 
-def test_rollback_and_a_head_that_comes_back_in_the_middle_of_it() -> None:
-    rig = started(2)
-    for step in (4, 8):
-        rig.say(1, step=step, saved=Checkpoint(path=f"/{step}", generation=1, step=step))
-        rig.say(2, step=step)
-    rig.put(ev.Rollback(at=0, step=4))
-    assert rig.ballot is not None
-    assert rig.m.order(1).state_since == rig.ballot.change.generation
-    assert rig.ballot.plans.delta.checkpoints == ("/4",)
-    rig.restart(1, 2)
-    assert rig.m.order(1).state_since == rig.ballot.change.generation, "it is not forgotten"
-    rig.change(4)
-    assert rig.r.root.rollback_below == 0
-    rig.say(1, saved=Checkpoint(path="/late", generation=1, step=8))
-    assert [s.aside for s in rig.r.checkpoints.saved if s.checkpoint.path == "/late"] == [True]
-
-
-def test_a_rollback_takes_all_back_even_where_the_next_generation_comes_after_a_suspension() -> None:
-    rig = started(1)
-    for step in (4, 8):
-        rig.say(1, step=step, saved=Checkpoint(path=f"/{step}", generation=1, step=step))
-    rig.gone(1, signal=9)
-    turn = rig.put(ev.Rollback(at=0, step=4))
-    assert logs(turn, "rollback") == ["rolled back to step 4, from step 8"]
-    n = rig.join("b")
-    plan = rig.m.order(n).plan
-    assert plan is not None and (plan.checkpoints, rig.m.order(n).state_since) == (("/4",), plan.generation)
-    rig.change(4)
-    assert rig.r.root.rollback_below == 0
-    assert [(back.from_step, back.to_step) for back in rig.r.history.rollbacks] == [(8, 4)]
-
-
 def save(rig: Rig, step: int, generation: int = 1, n: int = 1, *, asked: bool = False) -> list[str]:
     """A checkpoint is complete. Returns those that are removed."""
     saved = Checkpoint(path=f"/{generation}-{step}", generation=generation, step=step, asked=asked)
@@ -93,6 +49,7 @@ def usable(rig: Rig) -> list[int]:
 def test_the_newest_stay_and_those_that_were_asked_for() -> None:
     rig = started(1)
     assert save(rig, 10) == []
+    assert rig.orders[1].noted == "/1-10", "its node hears of it"
     assert save(rig, 20, asked=True) == []
     assert save(rig, 30) == []
     assert save(rig, 40) == ["/1-10"]
@@ -136,18 +93,7 @@ def test_a_damaged_one_goes_when_enough_came_after_it() -> None:
     assert sorted(save(rig, 40)) == ["/1-10", "/1-20"]
 
 
-@pytest.mark.parametrize("keep", [1, 2, 3])
-def test_the_newest_usable_ones_are_never_spare(keep: int) -> None:
-    rig = started(1)
-    rig.restart(1, keep=9)
-    for step in range(5):
-        save(rig, step)
-    saved = list(rig.r.checkpoints.saved)
-    saved[4].problem, saved[3].aside = "torn", True
-    spare = checkpoints.take_spare(rig.r, keep)
-    assert spare == [one.checkpoint.path for one in saved[: max(0, 3 - keep)]]
-
-
+@notices("a checkpoint that turns up does not stop a start")
 def test_one_that_turns_up_after_the_run_went_on_from_before_it_is_set_aside() -> None:
     rig = started(1)
     save(rig, 10)
@@ -168,6 +114,7 @@ def test_one_that_turns_up_after_the_run_went_on_from_before_it_is_set_aside() -
 # -- going back --------------------------------------------------------------------------------------------------------
 
 
+@notices("a checkpoint of a history that was left is loaded")
 def test_going_back_drops_what_members_hold_and_what_was_saved_since() -> None:
     rig = started(2)
     for step in (10, 20):
@@ -178,11 +125,14 @@ def test_going_back_drops_what_members_hold_and_what_was_saved_since() -> None:
     assert plan is not None
     assert (plan.checkpoints, rig.orders[1].state_since) == (("/1-10",), 2)
     assert rig.ballot.change.kind is ChangeKind.START
+    rig.restart(1, 2)
+    generation = rig.ballot.change.generation
+    assert rig.orders[1].state_since == generation, "another head has not forgotten it"
     save(rig, 26)
     assert (usable(rig), rig.r.front) == ([10], 10), "what is said meanwhile is of what is dropped"
     rig.change(10)
     save(rig, 27)
-    save(rig, 15, generation=2)
+    save(rig, 15, generation=generation)
     assert usable(rig) == [15, 10]
     assert [(back.generation, back.from_step, back.to_step) for back in rig.r.history.rollbacks] == [(2, 25, 10)]
 

@@ -54,7 +54,7 @@ def histories(first: int, count: int) -> Played:
     return found
 
 
-@pytest.mark.parametrize("chunk", range(15))
+@pytest.mark.parametrize("chunk", range(20))
 def test_nothing_forbidden_happens_and_everybody_trains_in_the_end(chunk: int) -> None:
     played = histories(chunk * CHUNK, CHUNK)
     assert not played.violations, played.violations[0]

@@ -278,8 +278,7 @@ class Head:
         # Not `while True`: a cancellation in the middle of a turn can get lost in a library's own clean-up.
         while not self._stop.is_set():
             items = await self._inbox.take(self._drain)
-            for item in await self._turn(items):
-                await self._turn([item])
+            await self._turn(items)
             if isinstance(items[0], Tick):
                 try:
                     self._metrics.update(self._book)
@@ -287,20 +286,10 @@ class Head:
                     self._faults.note("metrics", error)
                 self._notifier.alive(f"{len(self._book.runs)} runs, {len(self._router.connected)} peers")
 
-    async def _turn(self, items: list[Item]) -> list[Item]:
-        """One turn: decide, make it durable, carry it out.
-
-        Returns:
-            Items that are to be taken again, each by itself: what they led to was discarded with an item that failed.
-        """
+    async def _turn(self, items: list[Item]) -> None:
+        """One turn: decide, make it durable, carry it out."""
         turn = Turn(self._book, steady(), time.time())
-        answers: list[Callable[[], None] | None] = []
-        bad: set[int] = set()
-        for number, item in enumerate(items):
-            failures = len(turn.failures)
-            answers.append(self._decide(turn, item))
-            if len(turn.failures) > failures:
-                bad.add(number)
+        answers = [self._decide(turn, item) for item in items]
         if turn.began:
             self._harvest.plan_again(turn)
         if turn.taken:
@@ -317,10 +306,6 @@ class Head:
                 _refuse(item, turn.failures[0])
             elif answer is not None:
                 answer()
-        if len(items) == 1 or not turn.failures:
-            return []
-        whole = [item for number, item in enumerate(items) if number not in bad]
-        return [item for item in whole if self._run_of(item) in turn.failed]
 
     def _decide(self, turn: Turn, item: Item) -> Callable[[], None] | None:
         """Take an item. An unexpected error costs the item, and its run, or the runs that it has changed, the turn."""

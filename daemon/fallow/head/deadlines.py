@@ -6,7 +6,6 @@ Nodes are judged by the membership machine. What it does not see is an agent on 
 from __future__ import annotations
 
 from math import inf
-from pathlib import Path
 
 from fallow.config import Membership
 from fallow.core.allocations import Allocation
@@ -18,6 +17,7 @@ from fallow.head.peers.agents import agent_gone, give_up_agent
 from fallow.head.peers.hearing import Hearing
 from fallow.head.slurm import neighbours
 from fallow.head.state.book import Run
+from fallow.head.state.lease import start_of
 from fallow.model import AllocationKind, AllocationState, MemberPhase
 
 CLOSE_S = 1.0
@@ -143,12 +143,4 @@ def _is_killed(run: Run, allocation: Allocation, host: str) -> bool:
     kind, _, number = (allocation.job_id or "").partition("-")
     if kind == "local" and number.isdecimal():
         pids.append(int(number))
-    return bool(pids) and not any(map(_is_running, pids))
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in ("Z", "X")
+    return bool(pids) and all(start_of(pid) is None for pid in pids)

@@ -1,11 +1,9 @@
-"""Entry of `fallow daemon`: lock, signals, logging, and the exit code."""
+"""Entry of `fallow daemon`: one head per state folder, signals, logging, and the exit code."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import fcntl
 import logging
 import os
 import signal
@@ -26,9 +24,6 @@ from fallow.slurm.client import SlurmClient
 from fallow.text import clean
 
 log = structlog.get_logger("fallow.head")
-
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-"""How a file system without locks answers: Lustre mounted without flock, NFS without a lock manager."""
 
 E = TypeVar("E", bound=BaseException)
 
@@ -112,45 +107,39 @@ def slurm_client(config: Config) -> SlurmClient | None:
 
 @contextlib.contextmanager
 def serving_alone(paths: Paths, wait_s: float = 0.0) -> Iterator[Lease]:
-    """Be the only head of a state folder: by a lock, and by a lease where locks are not shared between hosts.
+    """Be the only head of a state folder.
 
     Args:
         paths: of the state folder.
         wait_s: a stand-in head is asked to give way, and has so long to do it.
 
     Raises:
-        FallowError: another head has it; the message says which.
+        FallowError: another head has it, and the message says which; or the folder cannot be used.
     """
+    lease = Lease(paths)
+    _acquire(paths, lease, wait_s)
     try:
-        fd = os.open(paths.head_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        raise FallowError(f"{paths.head_lock}: cannot be opened ({error.strerror})", Exit.TEMPFAIL) from error
-    try:
-        lease = Lease(paths)
-        _acquire(paths, fd, lease, wait_s)
-        try:
-            with lease.kept_up():
-                yield lease
-        finally:
-            lease.release()
+        with lease.kept_up():
+            yield lease
     finally:
-        os.close(fd)
+        lease.release()
 
 
-def _acquire(paths: Paths, fd: int, lease: Lease, wait_s: float) -> None:
-    """Lock the folder and acquire its lease, once a stand-in head has given way."""
+def _acquire(paths: Paths, lease: Lease, wait_s: float) -> None:
+    """Acquire the folder's lease, once a stand-in head has given way."""
     deadline = time.monotonic() + wait_s
     while True:
         try:
-            _lock(paths, fd)
             lease.acquire()
             break
         except FallowError as error:
-            if not wait_s or not _stand_in_serves(paths):
+            if not wait_s or error.code is not Exit.CANTCREAT or not _stand_in_serves(paths):
                 raise
             if time.monotonic() >= deadline:
                 text = f"{error.message}. This stand-in head does not end within {wait_s:g} s; start the head again"
                 raise FallowError(text, Exit.TEMPFAIL) from None
+        except OSError as error:
+            raise FallowError(f"{paths.state}: it cannot be leased ({error.strerror})", Exit.TEMPFAIL) from error
         with contextlib.suppress(OSError):
             paths.head_wanted.touch(mode=0o600)
         time.sleep(_LOOK_S)
@@ -159,31 +148,10 @@ def _acquire(paths: Paths, fd: int, lease: Lease, wait_s: float) -> None:
             paths.head_wanted.unlink(missing_ok=True)
 
 
-def _lock(paths: Paths, fd: int) -> None:
-    """Lock the folder where its file system has locks."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _NO_LOCKS:
-            log.warning("lock.none", folder=str(paths.state), error=error.strerror)
-        elif error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            raise FallowError(_who_has_it(paths), Exit.CANTCREAT) from None
-        else:
-            raise FallowError(f"{paths.head_lock}: cannot be locked: {error.strerror}", Exit.OSERR) from error
-
-
 def _stand_in_serves(paths: Paths) -> bool:
     with contextlib.suppress(FallowError, OSError):
         return read_struct(paths.head_file, HeadFile).stand_in
     return False
-
-
-def _who_has_it(paths: Paths) -> str:
-    who = ""
-    with contextlib.suppress(FallowError, OSError):
-        head = read_struct(paths.head_file, HeadFile)
-        who = f" (pid {head.pid} on {head.host})"
-    return f"another head{who} serves {paths.state}; stop it first, or set FALLOW_STATE_DIR to another folder"
 
 
 class _Lossy:

@@ -117,8 +117,8 @@ class Doing(StrEnum):
     "in code of the script's outside of `run.updates`"
 
 
-class Parts(Struct, frozen=True, kw_only=True):
-    """Where a pause went, in seconds."""
+class Parts(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a pause went, in seconds. Workers tell it to the head, so unknown fields are ignored."""
 
     drain: Seconds = 0.0
     "waiting for the slowest member's last step"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from fallow.model.base import AllocationKind, AllocationState, ChangeKind, MemberPhase, Parts, RunStatus, Struct
 from fallow.model.usage import DelayReport
@@ -78,6 +78,16 @@ class RunReport(Struct, frozen=True, kw_only=True):
     "the result does not depend on the membership, bit for bit"
     steps_repeated: int = 0
     "steps that were done again because a gradient outgrew its scale (reproducible mode only)"
+
+
+class NewEvent(NamedTuple):
+    """A line of the event log that has no number yet: an `EventRecord` but for `seq`."""
+
+    at: float
+    run: str | None
+    kind: str
+    text: str
+    data: dict[str, Any]
 
 
 class EventRecord(Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
-from fallow.model import EventRecord, Exit, FallowError
+from fallow.model import EventRecord, Exit, FallowError, NewEvent
 from fallow.store import scripts
 
 T = TypeVar("T")
@@ -68,16 +68,6 @@ class Write(NamedTuple):
     "that the key must have, else nothing of the whole call is written; None: whatever it has"
     value: bytes | None
     "None: delete the key"
-
-
-class NewEvent(NamedTuple):
-    """An event that has no number yet."""
-
-    at: float
-    run: str | None
-    kind: str
-    text: str
-    data: dict[str, Any]
 
 
 class Store:

@@ -16,7 +16,6 @@ from fallow.core.membership.messages import (
     Contract,
     Fault,
     Finish,
-    Pause,
     Problem,
     Refusal,
     Report,
@@ -24,7 +23,7 @@ from fallow.core.membership.messages import (
 )
 from fallow.core.protocol.agents import Beat, Progress
 from fallow.core.protocol.workers import Status
-from fallow.model import Doing
+from fallow.model import Doing, Parts
 
 COUNT = st.integers(0, 5)
 SECONDS = st.floats(0, 100)
@@ -52,7 +51,7 @@ STATUS = st.builds(
     switch=st.none()
     | st.builds(
         Switch, generation=COUNT, first_step=COUNT, pause_s=SECONDS, bytes_in_pause=COUNT, bytes_behind=COUNT,
-        parts=st.just(Pause()), discarded=COUNT,
+        parts=st.just(Parts()), discarded=COUNT,
     ),
     doing=st.sampled_from(Doing),
     stalled_s=SECONDS,

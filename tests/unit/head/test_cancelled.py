@@ -123,19 +123,6 @@ async def test_one_that_is_cancelled_before_its_agent_came_counts_unless_slurm_d
     assert run.record.cancelled.barred == run.shunned == nodes[1:]
 
 
-async def test_an_orphan_that_we_cancel_is_not_taken_for_somebody_elses_doing(tmp_path: Path) -> None:
-    site = Site(tmp_path, FakeSlurm(6))
-    run = site.run(nodes=1)
-    for _ in range(2):
-        await site.poll()
-    (lost,) = (a for a in run.live_allocations() if a.state is AllocationState.RUNNING)
-    site.book.end_allocation(run, lost, "no longer in Slurm")
-    for _ in range(2):
-        await site.poll()
-    assert lost.settled and lost.slurm_state == "CANCELLED"
-    assert run.record.cancelled == Cancels()
-
-
 async def test_where_requests_are_cancelled_the_partition_is_left_alone_for_a_while(tmp_path: Path) -> None:
     site = Site(tmp_path, FakeSlurm(6))
     run = site.run(nodes=1)

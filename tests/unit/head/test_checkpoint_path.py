@@ -11,7 +11,7 @@ from fallow.config import Checkpoint, Config, load_config
 from fallow.core.protocol.agents import Setup
 from fallow.head.loop.turn import Turn
 from fallow.head.peers import checkpoints
-from fallow.head.state.book import Book, Run, RunRecord, StoredRun
+from fallow.head.state.book import Book, RunRecord, StoredRun
 from fallow.model import AllocationKind, Exit, FallowError
 from runs import new_book, new_run
 from talk import Talk
@@ -21,54 +21,37 @@ def book(folder: Path, path: Path | None) -> Book:
     return new_book(folder, Config(checkpoint=Checkpoint(path=None if path is None else str(path))))
 
 
-def begin(known: Book) -> Run:
-    return new_run(known)
-
-
-def test_each_run_has_a_private_folder_below_the_path(tmp_path: Path) -> None:
+def test_each_run_has_a_private_folder_below_the_path_in_which_all_look_for_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir(mode=0o755)
     known = book(tmp_path, scratch)
-    run = begin(known)
-    assert known.checkpoint_folder(run) == scratch / "r-000000"
-    assert stat.S_IMODE((scratch / "r-000000").stat().st_mode) == 0o700
-
-
-def test_workers_are_told_where(tmp_path: Path) -> None:
-    known = book(tmp_path, tmp_path / "scratch")
-    run = begin(known)
+    run = new_run(known)
+    folder = scratch / run.id
+    assert known.checkpoint_folder(run) == folder
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     allocation = known.new_allocation(run, AllocationKind.BASE, 1000.0)
-    setup = Talk(known).play(run, allocation).greet().only(Setup)
-    assert setup.checkpoint_folder == str(tmp_path / "scratch" / run.id)
+    assert Talk(known).play(run, allocation).greet().only(Setup).checkpoint_folder == str(folder)
+    looked: list[Path] = []
+    monkeypatch.setattr(checkpoints, "complete_ones", lambda place: looked.append(place) or [])
+    checkpoints.adopt(Turn(known, 1.0, 1000.0))
+    assert looked == [folder]
 
 
 def test_a_run_keeps_its_place_when_the_setting_changes(tmp_path: Path) -> None:
-    run = begin(book(tmp_path, tmp_path / "scratch"))
+    run = new_run(book(tmp_path, tmp_path / "scratch"))
     later = book(tmp_path, None)
     assert later.checkpoint_folder(run) == tmp_path / "scratch" / run.id
     other = later.add(StoredRun(run.spec, RunRecord(), run.roster, {}), 0, 1.0)
     assert later.checkpoint_folder(other) == later.paths.run(run.id).checkpoints
 
 
-def test_checkpoints_that_no_head_saw_are_looked_for_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[Path] = []
-
-    def look(folder: Path) -> list[Path]:
-        looked.append(folder)
-        return []
-
-    monkeypatch.setattr(checkpoints, "complete_ones", look)
-    known = book(tmp_path, tmp_path / "scratch")
-    run = begin(known)
-    checkpoints.adopt(Turn(known, 1.0, 1000.0))
-    assert looked == [tmp_path / "scratch" / run.id]
-
-
 def test_a_place_that_cannot_be_used_refuses_the_run_and_names_the_setting(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     known = book(tmp_path, tmp_path / "file")
     with pytest.raises(FallowError, match=r"^\[checkpoint\] path cannot be used: .*/file/r-000000: "):
-        begin(known)
+        new_run(known)
     assert not known.runs
     assert not known.paths.run("r-000000").root.exists()
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from fake_slurm import FakeJob, FakeSlurm
-from fallow.core.accounting.duds import BACKOFF_S, DUDS, ROUNDS, Duds, came, ended, put_off_s
+from fallow.core.accounting.duds import DUDS, ROUNDS, Duds, came, ended, put_off_s
 from fallow.core.membership.failures import BAR_S
 from fallow.core.protocol.agents import Hello
 from fallow.head.api.views import run_view
@@ -18,7 +18,7 @@ from fallow.head.state.book import RunRecord
 from fallow.model import AllocationState
 
 from runs import CONTRACT, Nodes  # isort: skip
-from slurm_side import POLL_S, Site, config  # isort: skip
+from slurm_side import Site, config  # isort: skip
 
 CONTRACT_OF_MANY = msgspec.structs.replace(CONTRACT, shards=6400)
 
@@ -107,19 +107,6 @@ async def test_a_script_that_works_nowhere_is_tried_alone_and_then_paused(site: 
     for _ in range(4):
         await poll(site, nodes)
     assert len([a for a in run.live_allocations() if a.agents]) == 20 and not run.barred
-
-
-async def test_one_that_works_again_gets_all_its_nodes(site: Site) -> None:
-    site.slurm.black = frozenset(f"n{i}" for i in range(1, 21))  # type: ignore[attr-defined]
-    run = site.run(nodes=20)
-    nodes = Nodes(run, CONTRACT_OF_MANY)
-    while run.record.fruitless.rounds < 2:
-        await poll(site, nodes)
-    site.slurm.black = frozenset()  # type: ignore[attr-defined]
-    for _ in range(int(BACKOFF_S / POLL_S) + 8):
-        await poll(site, nodes)
-    assert len([a for a in run.live_allocations() if a.agents]) >= 19
-    assert (run.record.fruitless.in_a_row, run.record.fruitless.rounds) == (0, 0)
 
 
 def test_what_is_the_nodes_own_does_not_count_against_the_run() -> None:

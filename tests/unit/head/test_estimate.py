@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from fallow.core.allocations import Allocation
 from fallow.core.planning.rules import HarvestRules, Known
 from fallow.head.slurm.estimate import estimate
@@ -66,28 +64,3 @@ def test_why_nothing_would_be_harvested_is_said() -> None:
     named = estimate(state, spec(harvest_partitions=["gone"]), HarvestRules(), [], Known(), by_head=False)
     assert named.notes[0] == "there is no partition gone"
     assert estimate(state, spec(max_nodes=1), HarvestRules(), [], Known(), by_head=False).notes == []
-
-
-def test_the_work_grows_with_the_nodes_and_not_with_their_square() -> None:
-    """The head looks in its own loop."""
-
-    def lines(nodes: int) -> int:
-        """Lines of Python that it takes."""
-        count = 0
-
-        def trace(_frame: object, event: str, _arg: object) -> object:
-            nonlocal count
-            count += event == "line"
-            return trace
-
-        idle, wanted = cluster(nodes), spec(max_nodes=nodes)
-        before = sys.gettrace()
-        sys.settrace(trace)  # type: ignore[arg-type]
-        try:
-            assert estimate(idle, wanted, HarvestRules(), [], Known(), by_head=True).nodes == nodes
-        finally:
-            sys.settrace(before)
-        return count
-
-    few, many = lines(150), lines(600)
-    assert many < 5 * few

@@ -75,12 +75,6 @@ def test_a_run_is_never_made_smaller_than_it_may_be(turn: Turn, nodes: Nodes) ->
     assert "h2's link holds the run up" in run_view(nodes.run, turn.at, turn.now).message
 
 
-def test_equal_links_are_not_named(turn: Turn, nodes: Nodes) -> None:
-    go_on(turn, nodes, slow=None, seconds=300)
-    assert leaving(nodes) == [""]
-    assert run_view(nodes.run, turn.at, turn.now).message == ""
-
-
 def test_two_nodes_behind_one_name_are_not_judged(turn: Turn, nodes: Nodes) -> None:
     """Which connection leads to which node cannot be told."""
     nodes.run.roster.nodes[4].host = "h2"

@@ -316,27 +316,6 @@ def test_delays_of_an_older_head_are_read() -> None:
     assert neighbours.report(NOW) == DelayReport(jobs=7, p95_s=2.0, max_s=9.0)
 
 
-def test_a_submission_that_never_came_to_slurm_fails_the_run_and_is_asked_for_again_once_it_has_trained(
-    book: Book, run: Run
-) -> None:
-    empty = cluster(run, False, NOW + 60)
-    book.new_allocation(run, AllocationKind.BASE, NOW)
-    take_in(turn(book, NOW + 60), empty, 30.0)
-    assert run.root.status is RunStatus.WAITING, "it may be Slurm's first answer"
-    take_in(turn(book, NOW + 65), empty, 30.0)
-    assert (run.root.status, run.root.message) == (
-        RunStatus.FAILED,
-        "Slurm never had its job, as its answers show; submit it again",
-    )
-    trained = book.create(RunSpec(run="", name="r", min_nodes=1, max_nodes=4), 0.0, NOW)
-    book.new_allocation(trained, AllocationKind.BASE, NOW)
-    trained.root.generation = 3
-    for _ in range(2):
-        take_in(turn(book, NOW + 60), empty, 30.0)
-    assert trained.record.base_wanted
-    assert not trained.ended
-
-
 @pytest.mark.parametrize("marked", [True, False])
 @pytest.mark.parametrize("whose", ["theirs", "theirs, given up", "the head's"])
 def test_a_base_job_that_slurm_shows_after_it_was_lost_is_cancelled(

@@ -10,7 +10,6 @@ import pytest
 
 from fallow.config import Usage
 from fallow.core.accounting.backoff import FIRST_S
-from fallow.core.accounting.spans import Span
 from fallow.core.allocations import SUBMIT_S
 from fallow.core.membership.messages import Checkpoint
 from fallow.core.training.restarts import EVERY_S
@@ -416,22 +415,6 @@ def test_a_base_job_that_the_budget_does_not_cover_is_not_submitted_again(tmp_pa
     assert renewed.renewed
     # Its own time is booked from now on.
     assert left_s(desk.run, NOW) == 1800.0
-
-
-def test_what_was_not_used_can_be_asked_for_again(tmp_path: Path) -> None:
-    desk = Desk(tmp_path, budget_node_hours=0.5)
-    allocation = desk.hold(minutes=30)
-    desk.poll(desk.job(allocation, limit_s=1800.0))
-    allocation.agents["n1"].gone = True
-    desk.book.end_allocation(desk.run, allocation, "drained by hand")
-    assert desk.poll().submissions == [], "Slurm has not shown its end yet"
-    ended = msgspec.structs.replace(desk.job(allocation), state="CANCELLED", end_at=NOW + 60.0)
-    (again,) = desk.poll(ended).submissions
-    assert desk.run.allocations[again[1]].minutes == 29
-    assert allocation.spans == {
-        allocation.job_id: Span(nodes={"n1": 4}, partition="p", start_at=NOW, end_at=NOW + 60.0)
-    }
-    assert desk.run.root.status is RunStatus.WAITING
 
 
 def test_accounts_of_a_run_are_kept_when_its_jobs_are_forgotten(desk: Desk) -> None:

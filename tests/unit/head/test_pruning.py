@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fallow.cli.main import invoke
-from fallow.config import Config, Prune
+from fallow.config import Prune
 from fallow.control.protocol import Pruned
 from fallow.core.accounting.pruning import outdated
 from fallow.head.api.pruning import DAY_S, EVERY_S, Pruning, kept_report
@@ -119,20 +119,6 @@ def test_a_run_stays_while_nobody_can_look_for_its_checkpoints(desk: Desk, tmp_p
     assert desk.tick().forgotten == [run]
 
 
-def test_the_head_looks_again_after_an_hour(desk: Desk) -> None:
-    desk.run(1.0)
-    assert not desk.tick().removals
-    desk.run(40.0)
-    assert not desk.tick().removals
-    desk.at = EVERY_S
-    assert desk.tick().removals
-
-
-def test_the_newest_keep_theirs_however_old(desk: Desk) -> None:
-    desk.run(90.0)
-    assert not desk.tick().removals
-
-
 def test_the_audit_outlives_the_ledgers(desk: Desk) -> None:
     run = desk.run(40.0, checkpoint=True)
     desk.run(1.0)
@@ -214,7 +200,3 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert asked == [{"method": "prune", "checkpoints": False, "dry_run": True, **chosen}]
     assert invoke(["prune", "--older-than", "soon"]) == Exit.USAGE
     assert invoke(["prune", "--keep", "3", "r1"]) == Exit.USAGE
-
-
-def test_defaults_keep_twenty_and_a_month() -> None:
-    assert Config().prune == Prune(keep=20, older_than_days=30.0)

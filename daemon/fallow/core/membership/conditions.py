@@ -115,13 +115,13 @@ def is_voting(m: State) -> bool:
 
 
 def is_spoiled(m: State) -> bool:
-    return m.voting is not None and bool(m.voting.spoiled)
+    return bool(m.open_ballot.spoiled)
 
 
 def is_explained(m: State) -> bool:
     """Enough refusals are in to say who does not reach whom."""
-    ballot = m.voting
-    if ballot is None or ballot.refused_at is None:
+    ballot = m.open_ballot
+    if ballot.refused_at is None:
         return False
     accused = {n for refusal in ballot.refusals.values() for n in refusal.unreachable}
     decided_at = min(ballot.refused_at + m.timing.accuse_s, ballot.deadline)
@@ -129,7 +129,7 @@ def is_explained(m: State) -> bool:
 
 
 def is_unanimous(m: State) -> bool:
-    return m.voting is not None and not m.voting.awaited
+    return not m.open_ballot.awaited
 
 
 def is_mixed(m: State) -> bool:
@@ -137,18 +137,17 @@ def is_mixed(m: State) -> bool:
     contract = m.roster.root.contract
     if not is_unanimous(m) or (contract is not None and contract.restarts):
         return False
-    assert m.voting is not None
-    return len({m.has_state(n) for n in m.voting.members}) > 1
+    return len({m.has_state(n) for n in m.open_ballot.members}) > 1
 
 
 def may_commit(m: State) -> bool:
     """All have voted, and whatever was before is over for certain. This is the safety rule, see `machine`."""
     if not is_unanimous(m):
         return False
-    assert m.voting is not None
-    if not m.voting.change.interrupt and m.roster.present():
+    ballot = m.open_ballot
+    if not ballot.change.interrupt and m.roster.present():
         return True  # the members of the old generation agree on the boundary among themselves
-    voters = set(m.voting.members)
+    voters = set(ballot.members)
     generations = m.roster.generations_that_may_step()
     return all(any(n in voters or _has_ended(m, n, g) for n in members) for g, members in generations)
 
@@ -161,19 +160,20 @@ def _has_ended(m: State, node: int, generation: int) -> bool:
 
 def is_late(m: State) -> bool:
     """Looked at with ticks only: before one, all that has come is read."""
-    return m.is_tick and m.voting is not None and bool(m.voting.awaited) and m.watch.is_past(m.voting.deadline)
+    ballot = m.open_ballot
+    return m.is_tick and bool(ballot.awaited) and m.watch.is_past(ballot.deadline)
 
 
 def is_late_and_heard(m: State) -> bool:
     """Votes are late, and not just because connections come back one by one, or because no member is heard at all."""
     if not is_late(m):
         return False
-    assert m.voting is not None
-    late = [n for n in m.voting.awaited if m.roster.alive(n)]
+    ballot = m.open_ballot
+    late = [n for n in ballot.awaited if m.roster.alive(n)]
     if any(map(m.watch.may_reconnect, late)):
         return False
-    members = [n for n in m.voting.participants if m.roster.nodes[n].seat and m.roster.alive(n)]
-    since_s = m.watch.now - m.voting.began_at
+    members = [n for n in ballot.participants if m.roster.nodes[n].seat and m.roster.alive(n)]
+    since_s = m.watch.now - ballot.began_at
     return not members or any(n not in late or m.watch.unheard_s(n) < since_s for n in members)
 
 

@@ -196,7 +196,6 @@ class Barred:
     """Too much has failed on this host: give back whatever else the run has of it, and do not ask for it."""
 
     host: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)

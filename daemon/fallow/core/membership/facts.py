@@ -228,8 +228,7 @@ def note_left_alone(m: State, node: Node, report: Report) -> None:
 
 
 def note_refusal(m: State, node: Node, report: Report) -> None:
-    ballot, refusal, name = m.ballot, report.refusal, m.roster.name(node.id)
-    assert ballot is not None
+    ballot, refusal, name = m.open_ballot, report.refusal, m.roster.name(node.id)
     assert refusal is not None
     if set(refusal.unreachable) & set(ballot.members):
         ballot.refusals[node.id] = refusal
@@ -248,14 +247,12 @@ def note_refusal(m: State, node: Node, report: Report) -> None:
 
 
 def note_vote(m: State, node: Node, report: Report) -> None:
-    assert m.ballot is not None
-    m.ballot.awaited.discard(node.id)
+    m.open_ballot.awaited.discard(node.id)
 
 
 def note_arrival(m: State, node: Node, report: Report) -> None:
     """A member computes in the committed generation: all of its members have passed the boundary."""
-    ballot, root, switch = m.ballot, m.roster.root, report.switch
-    assert ballot is not None
+    ballot, root, switch = m.open_ballot, m.roster.root, report.switch
     ballot.awaited.discard(node.id)
     change = ballot.change
     if not root.entered:

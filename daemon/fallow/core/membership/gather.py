@@ -20,8 +20,8 @@ MOST_KEYS = 256
 
 @dataclass(slots=True)
 class _Generation:
-    ranks: dict[int, int]
-    "node -> its place in the order of ranks, in that order"
+    nodes: dict[int, None]
+    "participants in the order of ranks"
     parts: dict[str, dict[int, bytes]] = field(default_factory=dict)
     answers: dict[str, Gathered] = field(default_factory=dict)
 
@@ -34,8 +34,9 @@ class Gathers:
 
     def open(self, generation: int, participants: Sequence[int]) -> None:
         """A plan was sent: these nodes take part, in rank order. Saying it again changes nothing."""
-        ranks = {node: rank for rank, node in enumerate(participants)}
-        self._generations.setdefault(generation, _Generation(ranks))
+        if generation in self._generations:
+            return
+        self._generations[generation] = _Generation(dict.fromkeys(participants))
         for old in sorted(self._generations)[:-KEPT]:
             del self._generations[old]
 
@@ -46,7 +47,7 @@ class Gathers:
             the answer and the nodes to send it to; None and no nodes while parts are missing.
         """
         known = self._generations.get(said.generation)
-        if known is None or said.node not in known.ranks:
+        if known is None or said.node not in known.nodes:
             return None, []
         if said.key in known.answers:
             return known.answers[said.key], [said.node]  # the answer was lost, so the node asks again
@@ -54,12 +55,12 @@ class Gathers:
             return None, []
         parts = known.parts.setdefault(said.key, {})
         if not said.part:
-            missing = tuple(node for node in known.ranks if node not in parts)
+            missing = tuple(node for node in known.nodes if node not in parts)
             return Gathered(generation=said.generation, key=said.key, missing=missing), [said.node]
         parts[said.node] = said.part
-        if len(parts) < len(known.ranks):
+        if len(parts) < len(known.nodes):
             return None, []
         del known.parts[said.key]
-        ordered = tuple(parts[node] for node in known.ranks)
+        ordered = tuple(parts[node] for node in known.nodes)
         answer = known.answers[said.key] = Gathered(generation=said.generation, key=said.key, parts=ordered)
-        return answer, list(known.ranks)
+        return answer, list(known.nodes)

@@ -133,7 +133,7 @@ def note_failure(m: State, node: Node, kind: FailureKind, signature: str, text: 
 
 def tell_barred(m: State, host: str, reason: str) -> None:
     m.outbox.log("bar", f"{host} is barred from this run: {reason}", host=host)
-    m.outbox.instructions.append(ev.Barred(host, reason))
+    m.outbox.instructions.append(ev.Barred(host))
 
 
 def count_start_failure(m: State, what: str, traceback: str = "") -> None:

@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from fallow.model import Doing, Exit, FallowError
+from fallow.model import Doing, Exit, FallowError, Parts
 from fallow.model.bounds import Blob, Code, Count, Finite, Moment, Name, Prose, Seconds, Shards, Slots
 
 VERSION = 1
@@ -95,15 +95,6 @@ class Fault(Wire, frozen=True, kw_only=True):
     outcome: Outcome | None = None
 
 
-class Pause(Recorded, frozen=True, kw_only=True):
-    """Where a pause went, in seconds."""
-
-    drain: Seconds = 0.0
-    group: Seconds = 0.0
-    state: Seconds = 0.0
-    data: Seconds = 0.0
-
-
 class Switch(Wire, frozen=True, kw_only=True):
     """How the node went over to the generation in which it computes."""
 
@@ -111,7 +102,7 @@ class Switch(Wire, frozen=True, kw_only=True):
     first_step: Count
     pause_s: Seconds = 0.0
     "of the worker that stood still the longest"
-    parts: Pause = Pause()
+    parts: Parts = Parts()
     bytes_in_pause: Count = 0
     bytes_behind: Count = 0
     discarded: Count = 0
@@ -158,47 +149,36 @@ class Problem(Wire, frozen=True, kw_only=True):
     step: Count = 0
 
 
-class Report(Wire, frozen=True, kw_only=True, tag="report"):
-    """Where a node is. Its agent sends one with each heartbeat, and one at once when anything but the step changes."""
+class Standing(Wire, frozen=True, kw_only=True):
+    """Where a worker is; or a node, which has done something once all its workers have."""
 
-    node: Count
-    boot: Count
-    "which start of its workers by the agent: a number that a store forgot may belong to another node by now"
-    seq: Count
-    "counts up; a report that arrives after a newer one is dropped"
-    term: Count
-    edition: Count
-    "of the newest order that all workers have obeyed; 0, 0: none yet"
+    term: Count = 0
+    edition: Count = 0
+    "of the newest order that was obeyed; 0, 0: none yet"
     ready: Contract | None = None
     "rehearsed; repeated until an order says `accepted`"
     generation: Count = 0
-    "all workers compute in it; 0: in none"
-    highest: Count = 0
-    "highest number of a generation that the node was ever told of: the store may have lost it since"
+    "it computes in this one; 0: in none"
     prepared: Count = 0
-    "newest generation whose group stands on all workers: a vote for it"
+    "newest generation whose group stands: a vote for it"
     refusal: Refusal | None = None
     given_up: Count = 0
-    "no worker will finish a step in this generation or an older one any more"
+    "no step will be finished in this generation or an older one any more"
     break_reason: Prose = ""
-    "why the newest group that broke on one of the workers did; empty: only groups broke that an order had given up"
+    "why the newest group that broke did; empty: only groups broke that an order had given up"
     left: Count = 0
-    "newest generation that was told to be without this node, and whose boundary the node has passed"
+    "newest generation that was told to be without this node, and whose boundary it has passed"
     step: Count = 0
-    "finished by all workers"
+    "finished"
     has_state: bool = False
-    "all workers have the whole state"
+    "the whole of it"
     switch: Switch | None = None
     doing: Doing = Doing.WORKING
-    "WAITING and OUTSIDE only if all workers are"
+    "a node is WAITING or OUTSIDE only if all its workers are"
     stalled_s: Finite = 0.0
-    "since the worker that got on last did so"
-    stopped_s: Finite = 0.0
-    "for how long a worker's process has been stopped (SIGSTOP)"
-    mute_s: Finite = 0.0
-    "for how long a worker that runs has said nothing to its agent: its process comes to nothing, or hangs in one call"
+    "since it got on; of a node: since the worker that got on last did so"
     computes: bool = False
-    "a worker's device is at that worker's own work, or hangs in it; False for processors"
+    "the device is at this worker's own work, or hangs in it; of a node: that of one worker. False for processors"
     in_call: bool = False
     "it waits in run.mean or run.barrier"
     deserted: bool = False
@@ -215,6 +195,24 @@ class Report(Wire, frozen=True, kw_only=True, tag="report"):
     "the step at which its weights were not those of most members, and it received theirs; 0: never"
     unrecorded: Count | None = None
     "step from which on the ledger lacks records, because its file cannot be written; None: nothing is missing"
+
+
+class Report(Standing, frozen=True, kw_only=True, tag="report"):
+    """Where a node is. Its agent sends one with each heartbeat, and one at once when anything but the step changes."""
+
+    node: Count
+    boot: Count
+    "which start of its workers by the agent: a number that a store forgot may belong to another node by now"
+    seq: Count
+    "counts up; a report that arrives after a newer one is dropped"
+    term: Count
+    edition: Count
+    highest: Count = 0
+    "highest number of a generation that the node was ever told of: the store may have lost it since"
+    stopped_s: Finite = 0.0
+    "for how long a worker's process has been stopped (SIGSTOP)"
+    mute_s: Finite = 0.0
+    "for how long a worker that runs has said nothing to its agent: its process comes to nothing, or hangs in one call"
 
 
 class Peer(Wire, frozen=True, array_like=True):

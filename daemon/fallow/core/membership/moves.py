@@ -88,8 +88,7 @@ def rebuild_broken(m: State) -> None:
 
 
 def rebuild_again(m: State) -> None:
-    assert m.ballot is not None
-    rebuild(m, m.ballot.spoiled)
+    rebuild(m, m.open_ballot.spoiled)
 
 
 def rebuild_mixed(m: State) -> None:
@@ -218,8 +217,7 @@ def _plans(m: State, change: Change, members: list[int], wait_s: float) -> Plans
 
 def burn(m: State, reason: str = "", patience_s: float | None = None) -> None:
     """Give up a generation that is not committed. Its number is never used again; the old generation trains on."""
-    ballot = m.voting
-    assert ballot is not None
+    ballot = m.open_ballot
     m.outbox.log("abort", f"generation {ballot.change.generation}: {reason or ballot.spoiled}")
     m.trouble.retry_at = m.watch.now + (ballot.patience_s if patience_s is None else patience_s)
     m.tell(ballot.participants)
@@ -228,8 +226,7 @@ def burn(m: State, reason: str = "", patience_s: float | None = None) -> None:
 
 def burn_late(m: State) -> None:
     """Planned: newcomers that did not vote are given up, members train on."""
-    assert m.ballot is not None
-    late = [m.roster.nodes[n] for n in sorted(m.ballot.awaited)]
+    late = [m.roster.nodes[n] for n in sorted(m.open_ballot.awaited)]
     burn(m, f"no vote from {m.roster.names(node.id for node in late)}", m.timing.retry_s)
     newcomers = [node for node in late if not node.seat and node.alive]
     losses.eject(m, [_late(m, node) for node in newcomers if not m.watch.may_reconnect(node.id)])
@@ -246,8 +243,7 @@ def await_deserter(m: State) -> None:
 
 def drop_newcomers(m: State) -> None:
     """Planned: members that do not reach each other stay, because their own generation may work all the same."""
-    ballot = m.ballot
-    assert ballot is not None
+    ballot = m.open_ballot
     newcomers = frozenset(ballot.change.joined)
     dropped = [n for n in _cut_off(m, ballot, last=newcomers) if n in newcomers]
     named = [
@@ -260,16 +256,14 @@ def drop_newcomers(m: State) -> None:
 
 def drop_cut_off(m: State) -> None:
     """The others wait: the smallest set of nodes that explains the refusals goes, and the rest goes on."""
-    ballot = m.ballot
-    assert ballot is not None
+    ballot = m.open_ballot
     _give_up(m, _cut_off(m, ballot, last=frozenset()), ballot)
     rebuild(m, _who_is_lost(m) or "links are cut")
 
 
 def eject_late(m: State) -> None:
     """The others wait: nodes that did not vote are given up."""
-    assert m.ballot is not None
-    late = [m.roster.nodes[n] for n in sorted(m.ballot.awaited)]
+    late = [m.roster.nodes[n] for n in sorted(m.open_ballot.awaited)]
     losses.eject(m, [_late(m, node) for node in late if node.alive])
     if not m.roster.root.status.ended:
         rebuild(m, _who_is_lost(m) or "votes are missing")
@@ -310,8 +304,7 @@ def _give_up(m: State, nodes: list[int], ballot: Ballot) -> None:
 
 def commit(m: State) -> None:
     """The generation is the run's from now on. It is stored before anybody hears of it."""
-    r, root, ballot = m.roster, m.roster.root, m.ballot
-    assert ballot is not None
+    r, root, ballot = m.roster, m.roster.root, m.open_ballot
     change, chosen = ballot.change, set(ballot.members)
     gone = [n for n in r.members if n not in chosen]
     root.old_may_step, root.entered = bool(r.present()) and not change.interrupt, False
@@ -333,9 +326,8 @@ def commit(m: State) -> None:
 
 def complete(m: State) -> None:
     """All members have gone over, all leavers have left."""
-    r, root, ballot = m.roster, m.roster.root, m.ballot
-    assert ballot is not None
-    change, m.ballot = ballot.change, None
+    r, root, change = m.roster, m.roster.root, m.open_ballot.change
+    m.ballot = None
     root.change, root.old_may_step = None, False
     root.discarded += change.discarded
     # Generations in between may never have become complete: what they changed is told with this one.

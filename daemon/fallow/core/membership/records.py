@@ -10,9 +10,9 @@ from enum import StrEnum
 
 import msgspec
 
-from fallow.core.membership.messages import Checkpoint, Contract, Finish, Outcome, Pause
+from fallow.core.membership.messages import Checkpoint, Contract, Finish, Outcome
 from fallow.core.records import SCHEMAS
-from fallow.model import ChangeKind, MemberPhase, RunStatus
+from fallow.model import ChangeKind, MemberPhase, Parts, RunStatus
 
 
 class Node(msgspec.Struct, kw_only=True):
@@ -77,7 +77,7 @@ class Change(msgspec.Struct, kw_only=True):
     "only a look at the links; never committed"
     first_step: int | None = None
     pause_s: float = 0.0
-    parts: Pause = Pause()
+    parts: Parts = Parts()
     bytes_in_pause: int = 0
     bytes_behind: int = 0
     discarded: int = 0

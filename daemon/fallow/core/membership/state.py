@@ -136,6 +136,7 @@ class Outbox:
         "node -> edition of its newest order, and when it was sent"
         self.ends: dict[int, End] = {}
         self.first_edition = edition + 1
+        "a node that this machine has told nothing yet is told again where it has to be, unless it obeys a later one"
         self.instructions: list[ev.Instruction] = []
         self.admitted: list[ev.Admitted] = []
         "said behind the first order, so that an agent knows whose output is shown before it starts its workers"
@@ -216,6 +217,12 @@ class State:
             # If all have left together, the change is complete.
             return RunPhase.SWITCHING if self.going is not None and not self.roster.members else RunPhase.EMPTY
         return RunPhase.STEADY if root.change is None else RunPhase.SWITCHING
+
+    @property
+    def open_ballot(self) -> Ballot:
+        """The ballot, in phases in which there is one."""
+        assert self.ballot is not None
+        return self.ballot
 
     @property
     def voting(self) -> Ballot | None:

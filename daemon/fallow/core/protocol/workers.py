@@ -7,21 +7,9 @@ is read behind it.
 
 from __future__ import annotations
 
-from fallow.core.membership.messages import (
-    Checkpoint,
-    Contract,
-    Fault,
-    Finish,
-    Gathered,
-    Order,
-    Problem,
-    Refusal,
-    Switch,
-    Wire,
-)
+from fallow.core.membership.messages import Gathered, Order, Standing, Wire
 from fallow.core.protocol.agents import News, Progress, Setup
-from fallow.model import Doing
-from fallow.model.bounds import Blob, Count, Finite, Id, Name, Prose, Seconds, Slots
+from fallow.model.bounds import Blob, Count, Id, Name, Seconds, Slots
 
 # -- agent -> worker -------------------------------------------------------------------------------------------------
 
@@ -51,34 +39,9 @@ ToWorker = Start | Order | News | Heard | Gathered
 # -- worker -> agent -------------------------------------------------------------------------------------------------
 
 
-class Status(Wire, frozen=True, kw_only=True, tag="status"):
-    """How one worker stands. Fields that `membership.messages.Report` has, too, mean the same here, of one worker."""
+class Status(Standing, frozen=True, kw_only=True, tag="status"):
+    """How one worker stands."""
 
-    term: Count = 0
-    edition: Count = 0
-    ready: Contract | None = None
-    generation: Count = 0
-    prepared: Count = 0
-    refusal: Refusal | None = None
-    given_up: Count = 0
-    break_reason: Prose = ""
-    left: Count = 0
-    step: Count = 0
-    has_state: bool = False
-    switch: Switch | None = None
-    doing: Doing = Doing.WORKING
-    stalled_s: Finite = 0.0
-    computes: bool = False
-    "its device is at this worker's own work, or hangs in it; False for a processor"
-    in_call: bool = False
-    deserted: bool = False
-    finish: Finish | None = None
-    fault: Fault | None = None
-    saved: Checkpoint | None = None
-    unsaved: Problem | None = None
-    damaged: Problem | None = None
-    healed: Count = 0
-    unrecorded: Count | None = None
     progress: Progress = Progress()
 
 

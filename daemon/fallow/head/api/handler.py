@@ -189,6 +189,6 @@ class ControlHandler:
             at=now,
             head=head,
             nodes=views.node_views(self._harvest.cluster, runs, now, self._harvest.asking.unused),
-            runs=[views.shown(r, at, now) for r in runs],
+            runs=[views.run_view(r, at, now) for r in runs],
             last_event=self._durable.last_event,
         )

@@ -35,20 +35,6 @@ from fallow.model import (
     SpeedView,
 )
 
-LATE_S = 60.0
-"""After the end of a run its last members may still say something."""
-
-
-def shown(run: Run, at: float, now: float) -> RunView:
-    """As `run_view`. That of a run which ended a while ago is kept: there may be thousands, shown twice a second."""
-    ended_at = run.record.ended_at
-    over = ended_at is not None and now - ended_at > LATE_S and not run.barred and not run.live_allocations()
-    if not over:
-        return run_view(run, at, now)
-    if run.shown is None or run.shown[0] != run.written:
-        run.shown = run.written, run_view(run, at, now)
-    return run.shown[1]
-
 
 def run_view(run: Run, at: float, now: float) -> RunView:
     """What is shown of a run; `at`: now on the head's clock, `now`: Unix time."""

@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from math import inf
 from typing import TypeVar
 
 import msgspec
@@ -26,8 +25,8 @@ from fallow.head.loop.turn import Turn
 from fallow.head.state.archive import NOTE
 from fallow.head.state.book import Book, Run, RunRecord, StoredRun
 from fallow.head.state.salvage import salvage
-from fallow.model import EventRecord, Exit, FallowError, GenerationReport, RunSpec
-from fallow.store.client import Fenced, NewEvent, Store, Unavailable, Write
+from fallow.model import EventRecord, Exit, FallowError, GenerationReport, NewEvent, RunSpec
+from fallow.store.client import Fenced, Store, Unavailable, Write
 from fallow.store.server import RedisServer
 
 log = structlog.get_logger("fallow.head")
@@ -65,7 +64,6 @@ class Durable:
         self.problem = ""
         "why nothing can be written down now; empty: it can"
         self._waits = waits
-        self._idle_away: _Away | None = None
         self.last_event = 0
         "number of the newest line of the event log"
         self.notes: dict[str, bytes] = {}
@@ -76,7 +74,6 @@ class Durable:
         "of these runs: what keeps their unreadable values, and makes room for new ones"
         self._kept: dict[str, list[str]] = {}
         "run -> keys of its unreadable values; they go with the run"
-        self._note_revisions: dict[str, int] = {}
         self._paths = paths
         self._redis_url = redis_url
         self._redis = RedisServer(paths) if redis_url is None else None
@@ -142,9 +139,8 @@ class Durable:
                 ]
             else:
                 run.stored = _hashes(stored)
-        for key, (revision, note) in (await self.store.load("note/")).items():
+        for key, (_, note) in (await self.store.load("note/")).items():
             self.notes[key.removeprefix("note/")] = note
-            self._note_revisions[key.removeprefix("note/")] = revision
         self.last_event = await self.store.last_event()
 
     async def write(self, turn: Turn) -> list[EventRecord]:
@@ -156,34 +152,23 @@ class Durable:
         if not turn.changing:
             if self._redis is not None and not self._redis.alive:
                 # Nobody waits for it now, but whoever asks for the event log would be told that it is away.
-                self._idle_away = self._idle_away or _Away(inf)
-                if self._idle_away.is_news("its server has ended"):
-                    log.warning("store.away", error="its server has ended")
-                await self._revive(self._idle_away)
-            elif self._idle_away is not None:
-                self._note_back(self._idle_away)
-                self._idle_away = None
+                await self._patiently(self.store.check)
             return []
         values = self._values_of(turn)
         writes = [write for run_id in values for write in self._run_writes(turn.book.runs[run_id], values[run_id])]
         if turn.forgotten:
             turn.notes[NOTE] = records.encode(turn.book.archive.pruned)
         for key, note in turn.notes.items():
-            writes.append(Write(f"note/{key}", self._note_revisions.get(key, 0), note))
+            writes.append(Write(f"note/{key}", None, note))
         for run in turn.forgotten:
             writes += [Write(f"run/{run.id}/{key}", None, None) for key in _keys_of(run)]
             writes += [Write(key, None, None) for key in self._kept.get(run.id, ())]
-        seqs = await self._save(writes, [NewEvent(r.at, r.run, r.kind, r.text, r.data) for r in turn.records])
+        seqs = await self._save(writes, turn.records)
         for run_id, changed in values.items():
             self._note_written(turn.book.runs[run_id], changed)
         for run in turn.forgotten:
             self._kept.pop(run.id, None)
-        for key in turn.notes:
-            self._note_revisions[key] = self._note_revisions.get(key, 0) + 1
-        lines = [
-            EventRecord(seq=seq, at=r.at, run=r.run, kind=r.kind, text=r.text, data=r.data)
-            for seq, r in zip(seqs, turn.records, strict=True)
-        ]
+        lines = [EventRecord(seq=seq, **event._asdict()) for seq, event in zip(seqs, turn.records, strict=True)]
         if lines:
             self.last_event = lines[-1].seq
         return lines
@@ -217,7 +202,6 @@ class Durable:
 
     def _note_written(self, run: Run, values: dict[str, bytes | None]) -> None:
         self._originals.pop(run.id, None)
-        run.written += 1
         run.revision += "root" in values
         run.pending.clear()
         for key, value in values.items():

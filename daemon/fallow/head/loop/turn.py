@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import structlog
 
 from fallow.core.allocations import Allocation, forgo
@@ -22,22 +21,11 @@ from fallow.model import (
     Exit,
     FallowError,
     GenerationReport,
-    Parts,
+    NewEvent,
     RunStatus,
 )
 
 log = structlog.get_logger("fallow.head")
-
-
-@dataclass(frozen=True, slots=True)
-class NewRecord:
-    """A line for the event log, before it has a number."""
-
-    at: float
-    run: str | None
-    kind: str
-    text: str
-    data: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +47,8 @@ class Turn:
     now: float
     messages: list[tuple[str, ToAgent]] = field(default_factory=list)
     "(peer, message)"
-    records: list[NewRecord] = field(default_factory=list)
+    records: list[NewEvent] = field(default_factory=list)
+    "lines for the event log"
     dirty: set[str] = field(default_factory=set)
     submissions: list[tuple[str, str]] = field(default_factory=list)
     "(run, token) of allocations to submit"
@@ -134,7 +123,7 @@ class Turn:
         return bool(self.dirty or self.records or self.notes or self.forgotten)
 
     def record(self, run: Run | None, kind: str, text: str, **data: Any) -> None:
-        self.records.append(NewRecord(self.now, None if run is None else run.id, kind, text, data))
+        self.records.append(NewEvent(self.now, None if run is None else run.id, kind, text, data))
 
     def new_allocation(self, run: Run, kind: AllocationKind, **known: object) -> Allocation | None:
         """Reserve an allocation and have it submitted; None: its key file could not be written."""
@@ -192,7 +181,7 @@ class Turn:
                 self._note_complete(run, instruction)
             case ev.RemoveCheckpoint(path):
                 self.removals.append(path)
-            case ev.Barred(host, _):
+            case ev.Barred(host):
                 self._let_go_of_host(run, host)
             case ev.RunEnded(status, message):
                 self._end_run(run, status, message)
@@ -201,9 +190,8 @@ class Turn:
     def _open_gathers(run: Run) -> None:
         """Take parts of a generation that is voted on from now, or that a head before has committed."""
         ballot = run.machine.state.ballot
-        if ballot is not None and ballot.change.generation > run.gathered:
-            run.gathered = ballot.change.generation
-            run.gathers.open(run.gathered, ballot.members)
+        if ballot is not None:
+            run.gathers.open(ballot.change.generation, ballot.members)
 
     def _note_complete(self, run: Run, done: ev.Completed) -> None:
         """Keep the report of a generation that has become complete, as a record of its own."""
@@ -337,7 +325,7 @@ def generation_report(completed: ev.Completed, now: float) -> GenerationReport:
         members=[member_name(n) for n in completed.members],
         first_step=done.first_step,
         pause_s=done.pause_s or None,
-        parts=Parts(**msgspec.structs.asdict(done.parts)),
+        parts=done.parts,
         bytes_in_pause=done.bytes_in_pause,
         bytes_behind=done.bytes_behind,
         reason=done.reason,

@@ -1,4 +1,8 @@
-"""Whether an agent's silence is its own. A head that was stopped, cut off or busy hears nobody, and blames nobody."""
+"""Whether an agent's silence is its own. A head that was stopped, cut off or busy hears nobody, and blames nobody.
+
+The membership judges nodes in the same manner (`core.membership.watch`), by what their workers report. This is for
+agents that have no worker to report for, and it counts agents of all runs.
+"""
 
 from __future__ import annotations
 

@@ -47,7 +47,6 @@ from fallow.model import (
     KeyFile,
     MemberPhase,
     RunSpec,
-    RunView,
 )
 from fallow.text import shown
 from fallow.wire.keys import new_keypair
@@ -162,13 +161,9 @@ class Run:
         "records of its membership that the next turn has to write, by key; None: to be deleted"
         self.stored: dict[str, int] = {}
         "key -> hash of what is in the store, but for the membership's records (`head.loop.durable`)"
-        self.written = 0
-        "how often something of it was"
         self.generations: deque[GenerationReport] = deque(stored.generations, maxlen=KEPT_GENERATIONS)
         "those that became complete, the oldest first; each is a record of its own in the store"
         self.gathers = Gathers()
-        self.gathered = 0
-        "the newest generation of which parts are taken"
         self.progress: dict[int, Progress] = {}
         "by the number of the node"
         self.step = 0
@@ -197,8 +192,6 @@ class Run:
         "the job that waits for a limit, because of which nothing is asked for, as of the last plan"
         self.target: int | None = None
         "harvested nodes that it should have, as of the last plan"
-        self.shown: tuple[int, RunView] | None = None
-        "`written` and view (`head.api.views`), once it has ended"
         self.held_back = ""
         "why its base job is not submitted again"
         self.looked_for_checkpoints = False
@@ -450,7 +443,7 @@ class Book:
         """Put a run's durable records in the place of what is in memory, as for a head that has just begun."""
         self._forget_keys(run)
         new = self.add(stored._replace(spec=run.spec), revision, at)
-        new.looked_for_checkpoints, new.reached, new.written = True, run.reached, run.written
+        new.looked_for_checkpoints, new.reached = True, run.reached
         new.not_before, new.failures_seen, new.limited_by = run.not_before, run.failures_seen, run.limited_by
         return new
 

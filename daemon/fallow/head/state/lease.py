@@ -1,10 +1,10 @@
-"""One head per state folder, also where locks are not shared between hosts: the head keeps a file alive.
+"""One head per state folder: the head keeps a file alive.
 
-Lustre without flock has no locks, and with `localflock` two hosts lock past each other. So each head that serves a
-folder makes a file of its own, `STATE/head.lease.N`, and counts a number up in it every `BEAT_S`. Another head that
-finds the file watches it for `WATCH_S`. If the number moves, somebody lives, and the other head refuses. If not, it
-makes `head.state.lease.N+1`, which only one can, removes the former file, and makes the store's files its own: what the
-former head may still write to them does not count.
+Locks would not do: Lustre without flock has none, and with `localflock` two hosts lock past each other. So each head
+that serves a folder makes a file of its own, `STATE/head.lease.N`, and counts a number up in it every `BEAT_S`. Another
+head that finds the file watches it for `WATCH_S`. If the number moves, somebody lives, and the other head refuses. If
+not, it makes `STATE/head.lease.N+1`, which only one can, removes the former file, and makes the store's files its own:
+what the former head may still write to them does not count.
 
 A head acts only while its lease is valid: for `VALID_S` from the last look that found its own file and no later one.
 `VALID_S` is shorter than `WATCH_S`, so a head that stood still, or whose folder hung, notices that it was replaced
@@ -110,6 +110,7 @@ class Lease:
 
         Raises:
             FallowError: another head lives.
+            OSError: the file cannot be read or made.
         """
         number, found = self._newest()
         former = _decode(found)

@@ -10,9 +10,9 @@ from typing import NoReturn
 import msgspec
 from msgspec.structs import replace
 
-from fallow.core.membership.messages import Pause, Plan, Problem, Switch
+from fallow.core.membership.messages import Plan, Problem, Switch
 from fallow.core.training.shares import Division
-from fallow.model import FallowError
+from fallow.model import FallowError, Parts
 from fallow.worker.checkpoint.restore import load_newest
 from fallow.worker.data.ledger import LEAVING_S, Start
 from fallow.worker.loop.member import Member
@@ -56,7 +56,7 @@ class Generations:
         self._unreported: Switch | None = None
         "that this member computes in the generation, as far as it was known on entering"
         self._entered_at = 0.0
-        self._parts = Pause()
+        self._parts = Parts()
         "of the pause, until the members of the next generation come together"
 
     @property
@@ -97,7 +97,7 @@ class Generations:
         member.group.retire()
         if upcoming.group is None:
             self._leave(upcoming)
-        self._parts = Pause(drain=reached - member.boundary, group=time.monotonic() - reached)
+        self._parts = Parts(drain=reached - member.boundary, group=time.monotonic() - reached)
         member.group, self.plan, self.fresh = upcoming.group, upcoming.plan, True
         member.standing.give_up()
         self._is_forgotten = not upcoming.counts(session.computed)
@@ -180,7 +180,7 @@ class Generations:
         state: dict[str, object] | None = load_newest(self.plan.checkpoints, report, self._member.move)
         return state
 
-    def entered(self, paces: list[float], parts: Pause, *, healed: bool, went_back: bool) -> None:
+    def entered(self, paces: list[float], parts: Parts, *, healed: bool, went_back: bool) -> None:
         """All members are there, and have the run's state: from here on this one computes in the generation.
 
         Args:

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from fallow.core.membership.messages import Pause
-from fallow.model import Exit, FallowError
+from fallow.model import Exit, FallowError, Parts
 from fallow.worker.handover.snapshot import load_from_host
 from fallow.worker.handover.standing import FRESH, TORN
 from fallow.worker.handover.transfer import Roles, transfer
@@ -232,7 +231,7 @@ class Meeting:
             self._take_plain(given)
         self._generations.entered(
             [one.pace for one in openings],
-            Pause(drain=waited_s, state=time.monotonic() - began),
+            Parts(drain=waited_s, state=time.monotonic() - began),
             healed=group.rank in healed,
             went_back=not holders,
         )

@@ -44,7 +44,7 @@ class Life:
     def settle(self) -> None:
         self.talk.tick()
         self.step += 10
-        settle(self.talk, self.run, *self.there, step=self.step)
+        settle(self.run, *self.there, step=self.step)
 
     def go(self, agent: Played, *, killed: bool) -> None:
         """It is released, or its workers are killed. Then its agent ends, and so does its job."""
