@@ -94,18 +94,18 @@ def until(fulfilled: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("locks", ["unshared", "none"])
-def test_a_second_head_is_refused_by_name_and_one_that_was_replaced_ends(hosts: Hosts, locks: str) -> None:
-    first = hosts.start("login1", locks)
+def test_a_second_head_is_refused_by_name_and_one_that_was_replaced_ends(hosts: Hosts) -> None:
+    """The file system's locks are each host's own on one, and none at all on the other."""
+    first = hosts.start("login1", "unshared")
     until(lambda: hosts.serves(first), "the first head serves")
-    second = hosts.start("login2", locks)
+    second = hosts.start("login2", "none")
     said = second.communicate(timeout=PATIENCE_S)[1]
     assert second.returncode == Exit.CANTCREAT
     assert f"another head (pid {first.pid} on {os.uname().nodename}) serves {hosts.folder}/state" in said
     assert not (hosts.paths("login2").runtime / "redis.sock").exists(), "its store was never started"
 
     first.send_signal(signal.SIGSTOP)
-    third = hosts.start("login2", locks)
+    third = hosts.start("login2", "none")
     until(lambda: hosts.serves(third), "the head of the other host takes over")
     spec = RunSpec(run="", name="kept", min_nodes=1, max_nodes=1)
     call(hosts.folder / "state" / "head.json", "create_run", spec=spec)
@@ -117,7 +117,7 @@ def test_a_second_head_is_refused_by_name_and_one_that_was_replaced_ends(hosts: 
     third.communicate(timeout=PATIENCE_S)
     assert third.returncode == 0
 
-    last = hosts.start("login1", locks)
+    last = hosts.start("login1", "unshared")
     until(lambda: hosts.serves(last), "a head serves again")
     snapshot = call(hosts.folder / "state" / "head.json", "status", Snapshot)
     assert [run.name for run in snapshot.runs] == ["kept"]
