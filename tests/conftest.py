@@ -30,13 +30,13 @@ settings.load_profile("untimed")
 
 START = str(Path(__file__).parent / "start")
 SLURM = "slurm"
-PROCESSES = ("hosts", "e2e", "elastic")
-"""Folders whose tests start many processes."""
+LONG = ("hosts", "e2e", "elastic", "world")
+"""Folders whose files take long; most of their tests start many processes."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """First what waits for Slurm and what starts many processes; many short files are left for the end."""
-    items.sort(key=lambda item: (SLURM, *PROCESSES, "rest").index(_kind(item.nodeid)))
+    """First what waits for Slurm and what takes long; many short files are left for the end."""
+    items.sort(key=lambda item: (SLURM, *LONG, "rest").index(_kind(item.nodeid)))
 
 
 def _kind(nodeid: str) -> str:
@@ -44,7 +44,7 @@ def _kind(nodeid: str) -> str:
     folder = path.parent.name if len(path.parts) == 3 else "rest"
     if folder == SLURM or path.name.startswith("test_slurm_"):
         return SLURM
-    return folder if folder in PROCESSES else "rest"
+    return folder if folder in LONG else "rest"
 
 
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]
@@ -54,7 +54,7 @@ class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         return SLURM if _kind(nodeid) == SLURM else nodeid.partition("::")[0]
 
     def _reschedule(self, node: WorkerController) -> None:
-        """The process with the testbeds mostly waits: as a third one it does nothing else, and two go on in the end."""
+        """The process with the testbeds mostly waits: beside two others it does nothing else, and they go on."""
         if self.numnodes > 2 and SLURM in self.assigned_work[node]:
             node.shutdown()  # when it has done what it has
         else:

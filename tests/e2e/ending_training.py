@@ -4,14 +4,12 @@ usage: ending_training.py --folder FOLDER [--harm NAME]
 
 HARM `links`: at each of them n1's group breaks just when the others have the result (as if somebody else had died in
 that moment), and n2 dies in one. `break`: the main member alone leaves the loop, behind a step after which the shards
-are divided anew. `late`: it raises after the loop. `late alone`: likewise, while n1 has not heard yet that the loop is
-over. `late break`: likewise, and all have left the loop by break.
+are divided anew. `late alone`: it raises after the loop, while n1 has not heard yet that the loop is over. `late
+break`: it raises after the loop, which all have left by break.
 `between`: the main member raises between the loops, while n1 has not heard yet that the first one is over.
-`exit0`: all leave the second loop at step 9 by `sys.exit(0)`. `exit3`: the main member ends by SystemExit(3) after the
-loop, n1 by SystemExit(4). `mean alone`: the main member alone asks for one behind a step. `barrier alone`: it waits for
-the others in one.
-`hang`: the main member's process does not end. `desert`: n1's script ends in the loop. `linger`: so it does, and its
-process takes its time to end. `last`: n2 dies in the step in which the others leave the loop for good.
+`exit0`: all leave the second loop at step 9 by `sys.exit(0)`. `mean alone`: the main member alone asks for one behind
+a step. `hang`: the main member's process does not end. `desert`: n1's script ends in the loop. `last`: n2 dies in the
+step in which the others leave the loop for good.
 `behind`: all leave the loop by break behind a step whose outcome n1 learns from the others, since its group breaks just
 when they have it.
 """
@@ -19,7 +17,6 @@ when they have it.
 from __future__ import annotations
 
 import argparse
-import atexit
 import gc
 import json
 import os
@@ -39,7 +36,6 @@ import fallow
 from fallow.core.training.shares import Division
 
 WORKER = os.environ.get("FALLOW_WORKER", "")
-LINGERS_S = 12.0
 
 
 CUTS: list[int] = []
@@ -112,8 +108,6 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    if args.harm == "linger" and WORKER == "n1":
-        atexit.register(time.sleep, LINGERS_S)  # runs behind what Fallow has registered
     run = fallow.init()
     if args.harm == "links":
         harm(run)
@@ -139,8 +133,6 @@ def main() -> None:
             update.note(loss=loss)
         if args.harm == "mean alone" and run.is_main and update.step == 3:
             run.mean(1.0)
-        if args.harm == "barrier alone" and run.is_main and update.step == 3:
-            run.barrier()
         optimizer.step()
         optimizer.zero_grad()
         schedule.step(update.mean("loss"))
@@ -166,10 +158,8 @@ def main() -> None:
         if args.harm in ("last", "late break") and update.step == 9:
             break
         schedule.step(update.mean("loss"))
-        if (args.harm == "exit0" and update.step == 9) or (args.harm in ("desert", "linger") and WORKER == "n1"):
+        if (args.harm == "exit0" and update.step == 9) or (args.harm == "desert" and WORKER == "n1"):
             sys.exit(0)
-    if args.harm == "exit3":
-        raise SystemExit(3 if run.is_main else 4)
     if args.harm == "hang" and run.is_main:
         gc.freeze = threading.Event().wait  # what comes after all that the script has registered
     if args.harm == "late break" and run.is_main:

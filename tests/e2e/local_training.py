@@ -80,17 +80,16 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--global-batch", type=int, default=32)
     parser.add_argument("--num-workers", type=int, default=0)
-    parser.add_argument("--drop-last", action="store_true")
     parser.add_argument("--extras", action="store_true", help="what scripts do beside the training")
     parser.add_argument("--stream", action="store_true", help="of an IterableDataset")
     parser.add_argument("--pace", type=float, default=0.02, help="seconds that a step takes at least")
-    parser.add_argument("--shard-s", type=float, default=0.0, help="seconds that a shard takes at least")
+    parser.add_argument("--hurry", type=Path, help="a file; from when it is there steps take no longer than they must")
     parser.add_argument("--told-s", type=float, default=0.0, help="seconds that a shard takes by the stopwatch alone")
     parser.add_argument("--slow", help="WORKER:FACTOR:FIRST:END: its shards take that much longer in these steps")
     parser.add_argument("--by-epoch", action="store_true", help="for epoch in run.epochs(...), as many as fit")
     parser.add_argument("--fail-at", type=int, help="raise in a body of this step")
     parser.add_argument("--odd", help="this worker's model has one more output")
-    parser.add_argument("--early", choices=["return", "no-loop", "raise", "exit"], help="never reach the loop")
+    parser.add_argument("--early", choices=["return", "raise"], help="never reach the loop")
     parser.add_argument("--float32", action="store_true")
     parser.add_argument("--reproducible", action="store_true")
     parser.add_argument("--many-threads", help="this worker computes with two threads")
@@ -104,8 +103,6 @@ def main() -> None:
         return
     if args.early == "raise":
         raise RuntimeError("the data are not where they were")
-    if args.early == "exit":
-        raise SystemExit(5)
     run = fallow.init()
     outputs = 4 if args.odd is not None and os.environ.get("FALLOW_WORKER") == args.odd else 3
     layers = [nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, outputs)]
@@ -118,14 +115,11 @@ def main() -> None:
         Stream(inputs, targets) if args.stream else TensorDataset(inputs, targets),
         batch_size=args.batch_size,
         shuffle=not args.stream,
-        drop_last=args.drop_last,
         num_workers=args.num_workers,
     )
     model, optimizer, loader = run.prepare(
         model, optimizer, loader, global_batch=args.global_batch, reproducible=args.reproducible
     )
-    if args.early == "no-loop":
-        return
     slow, factor, *span = (args.slow or "-:1:0:0").split(":")
     slow_in = range(*map(int, span)) if os.environ.get("FALLOW_WORKER") == slow else range(0)
     stopwatch = Stopwatch()
@@ -138,9 +132,7 @@ def main() -> None:
         for x, y in update:
             if args.fail_at == update.step and not run.rehearsing:
                 raise ValueError(f"sample in step {update.step} is broken")
-            times = float(factor) if update.step in slow_in else 1.0
-            stopwatch.now += args.told_s * times
-            time.sleep(args.shard_s * times)
+            stopwatch.now += args.told_s * (float(factor) if update.step in slow_in else 1.0)
             loss = nn.functional.cross_entropy(model(x), y)
             update.note(loss=loss)
             loss.backward()
@@ -149,7 +141,8 @@ def main() -> None:
         mean = update.mean("loss")
         if args.extras:
             evaluate(run, model, inputs)
-        time.sleep(args.pace)
+        if args.hurry is None or not args.hurry.exists():
+            time.sleep(args.pace)
     if run.is_main and args.result is not None:
         weights = {name: value.tolist() for name, value in model.state_dict().items()}
         extras = {"resized": resized} if args.extras else {}

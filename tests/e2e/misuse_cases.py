@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.data import DataLoader, IterableDataset
 from worlds import world
 
 from fallow.worker.api.lazy_imports import put_off_compiler
@@ -22,6 +23,16 @@ from fallow.worker.data.source import Calls
 
 STEPS, ODD = 8, 3
 """Steps of a case, and the one in which something is odd."""
+
+
+class Stream(IterableDataset[Any]):
+    """Samples without numbers, from one on."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((torch.full((4,), float(number % 16)), number % 2) for number in range(self.first, self.first + 16))
 
 
 def boom(grad: torch.Tensor) -> None:
@@ -143,7 +154,19 @@ class Script:
                 return True
             case "one member breaks":
                 return run.rank == 0
+            case "rate of one member" if run.rank == 0:
+                self.optimizer.param_groups[0]["lr"] *= 0.9
+            case "freezing of one member" if run.rank == 0:
+                self.model[1].bias.requires_grad_(False)
+            case "evaluation of one member" if run.rank == 0:
+                self.model.eval()
         return False
+
+    def samples_of_one_member(self) -> None:
+        loader = self.run.prepare(DataLoader(Stream(self.run.rank), 2), global_batch=8)
+        for update in self.run.updates(loader):
+            self.inner(update)
+            self.act()
 
     def forgotten_inner_loop(self) -> None:
         for _ in self.updates():
@@ -201,6 +224,7 @@ INSIDE = [
     *("run.mean inside", "run.barrier inside", "exception in a backward caught", "half a backward caught"),
     *("one member raises", "nested updates", "nested inner loops", "weights inside", "rate inside"),
     *("inner loop twice", "mean of one member", "regularizer behind", "all break", "one member breaks"),
+    *("rate of one member", "freezing of one member", "evaluation of one member"),
     *("forgotten zero_grad", "backward in front", "step of one member", "note behind", "mean of nothing"),
 ]
 WHOLE: dict[str, Callable[[Script], None]] = {
@@ -208,6 +232,7 @@ WHOLE: dict[str, Callable[[Script], None]] = {
     "no inner loop": Script.no_inner_loop,
     "list of an update": Script.list_of_an_update,
     "list of updates": Script.list_of_updates,
+    "samples of one member": Script.samples_of_one_member,
     "unprepared scaler": Script.unprepared_scaler,
     "short": Script.short,
     "short, two backwards": Script.short,

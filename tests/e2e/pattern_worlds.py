@@ -92,7 +92,7 @@ class Parts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c, self.d = (nn.Linear(12, 12) for _ in range(4))
-        self.never, self.out = nn.Linear(12, 12), nn.Linear(12, 3)
+        self.seldom, self.late, self.never, self.out = (nn.Linear(12, n) for n in (12, 12, 12, 3))
         self.large = nn.Linear(12, 1200)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -101,61 +101,38 @@ class Parts(nn.Module):
         return y
 
 
-class TwoBackwards(Pattern):
-    """The second one through layers that the first one has used, and through others."""
+class Ways(Pattern):
+    """Other layers by step and by shard, several backwards in a body, shards that are left out by `continue`."""
 
     def body(self, step: int, phase: str, x: torch.Tensor, y: torch.Tensor, backward: Backward) -> None:
-        m = self.model
-        h = torch.relu(m.a(x))
-        backward(F.cross_entropy(m.out(torch.relu(m.b(h))), y), retain_graph=True)
-        backward(0.5 * F.cross_entropy(m.out(torch.relu(m.c(h))), y))
-
-
-class BySteps(Pattern):
-    """Another layer in each step, a large one from step 20 on, and a second backward in some."""
-
-    def body(self, step: int, phase: str, x: torch.Tensor, y: torch.Tensor, backward: Backward) -> None:
-        m = self.model
+        m, total = self.model, float(x.sum())
+        if total > 3:
+            return
         h = (m.b, m.c, m.d)[step % 3](torch.relu(m.a(x)))
-        if step >= 20:
+        if step >= 20:  # a large one, from then on
             h = h + 0.01 * m.large(h)[:, :12]
-        if step % 5 == 4:
+        if step % 5 == 4:  # a second one, through layers that the first one has used
             backward(0.1 * m.out(h).square().mean(), retain_graph=True)
-        backward(F.cross_entropy(m.out(h), y))
-
-
-class ByShards(Pattern):
-    """A layer that some shards of a step do not use."""
-
-    def body(self, step: int, phase: str, x: torch.Tensor, y: torch.Tensor, backward: Backward) -> None:
-        m = self.model
-        h = torch.relu(m.a(x))
-        backward(F.cross_entropy(m.out(m.b(h) if float(x.sum()) > 0 else h), y))
-
-
-class Skipped(Pattern):
-    """Shards that are left out by `continue`."""
-
-    def body(self, step: int, phase: str, x: torch.Tensor, y: torch.Tensor, backward: Backward) -> None:
-        if float(x.sum()) <= 3:
-            super().body(step, phase, x, y, backward)
+        if step % 7 == 6:  # and through others
+            backward(0.5 * F.cross_entropy(m.out(torch.relu(m.late(h))), y), retain_graph=True)
+        backward(F.cross_entropy(m.out(m.seldom(h) if total > 0 else h), y))
 
 
 class Frozen(Pattern):
-    """A layer without gradients, which is used."""
+    """A layer without gradients, which is used; another one rests for so long that nobody expects its gradients."""
 
     def make(self) -> nn.Module:
         model = Parts()
-        model.a.requires_grad_(False)
+        model.b.requires_grad_(False)
         return model
-
-
-class Refrozen(Pattern):
-    """Frozen, for so long that nobody expects its gradients any more, and thawed."""
 
     def between(self, step: int) -> None:
         if step in (5, 28):
             self.model.a.requires_grad_(step == 28)
+
+    def body(self, step: int, phase: str, x: torch.Tensor, y: torch.Tensor, backward: Backward) -> None:
+        m = self.model
+        backward(F.cross_entropy(m.out(torch.relu(m.b(torch.relu(m.a(x))))), y))
 
 
 class Scaled(Pattern):
@@ -211,9 +188,7 @@ class Gan(Pattern):
             optimizer.zero_grad()
 
 
-PATTERNS = {
-    one.__name__: one for one in (TwoBackwards, BySteps, ByShards, Skipped, Frozen, Refrozen, Scaled, Usual, Gan)
-}
+PATTERNS = {one.__name__: one for one in (Ways, Frozen, Scaled, Usual, Gan)}
 
 
 def data() -> DataLoader[Any]:

@@ -123,8 +123,9 @@ class Training:
         return self.rig.status(self.run).runs[0]
 
     def members(self) -> list[MemberView]:
-        """Members of the current generation, by rank."""
-        return sorted((m for m in self.view().members if m.rank is not None), key=lambda m: m.rank or 0)
+        """Members of the current generation: those of the base job first, then by rank."""
+        there = (m for m in self.view().members if m.rank is not None)
+        return sorted(there, key=lambda m: (m.allocation != "base", m.rank))
 
     def events(self, *kinds: str) -> list[EventRecord]:
         """The run's events, oldest first; all of them, or those of some kinds."""

@@ -5,7 +5,6 @@ usage: slurm_train.py FOLDER STEPS PACE
 Each step takes at least PACE seconds until a file `hurry` is in FOLDER; then the rest goes as fast as it can. So the
 number of steps is fixed beforehand, as members must agree on it, and the test still says when the training ends.
 Each worker notes `GENERATION STEP RANK` for every step in `FOLDER/WORKER-PID.steps`.
-TRAIN_WIDTH in the environment is the width of the model.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import fallow
 SAMPLES = 64
 GLOBAL_BATCH = 16
 BATCH = 1
-WIDTH = int(os.environ.get("TRAIN_WIDTH", "16"))
+WIDTH = 16
 
 
 class Points(Dataset[tuple[torch.Tensor, torch.Tensor]]):

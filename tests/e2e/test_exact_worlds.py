@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from local_rig import Script
 
-torch = pytest.importorskip("torch")
-
-SCRIPT = Path(__file__).with_name("exact_world.py")
+SCRIPT = str(Path(__file__).with_name("exact_world.py"))
 DENSE = [
     *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax"),
     *("ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
@@ -21,15 +20,21 @@ DENSE = [
 """What torch.optim has without LBFGS (a closure) and SparseAdam (sparse gradients)."""
 
 
-def results(*cases: dict[str, Any]) -> list[dict[str, Any]]:
-    """The first optimizer's result in each case."""
-    words = [sys.executable, str(SCRIPT), json.dumps([{"optimizers": ["AdamW"], **case} for case in cases])]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=550, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+Results = Callable[..., list[dict[str, Any]]]
 
 
-def test_one_digest_for_every_world() -> None:
+@pytest.fixture
+def results(script: Script) -> Results:
+    """Each case's results, by optimizer."""
+
+    def of(*cases: dict[str, Any]) -> list[dict[str, Any]]:
+        printed = script(SCRIPT, json.dumps([{"optimizers": ["AdamW"], **case} for case in cases]))
+        return [json.loads(line) for line in printed.splitlines()]
+
+    return of
+
+
+def test_one_digest_for_every_world(results: Results) -> None:
     """Dropout, batch norm, autocast, clipping, schedule, averages, a partial last step, layers that are seldom used."""
     worlds = [{"world": n} for n in (1, 2, 5, 8)] + [{"world": 3, "shares": 1}, {"world": 4, "shares": 2}]
     first, *others = (result["AdamW"] for result in results(*worlds))
@@ -40,7 +45,7 @@ def test_one_digest_for_every_world() -> None:
 
 
 @pytest.mark.soak
-def test_one_digest_for_the_worlds_between() -> None:
+def test_one_digest_for_the_worlds_between(results: Results) -> None:
     """As above, with more skewed shares."""
     worlds = [{"world": n} for n in (1, 3, 4, 6, 7)] + [{"world": n, "shares": n} for n in (5, 6, 7, 8)]
     first, *others = (result["AdamW"] for result in results(*worlds))
@@ -48,13 +53,13 @@ def test_one_digest_for_the_worlds_between() -> None:
 
 
 @pytest.mark.soak
-def test_floating_sums_would_differ() -> None:
+def test_floating_sums_would_differ(results: Results) -> None:
     """The trainings above are able to tell."""
     one, three = results({"world": 1, "reproducible": False}, {"world": 3, "reproducible": False})
     assert one["AdamW"]["digest"] != three["AdamW"]["digest"]
 
 
-def test_scaler_several_backwards_and_an_infinite_loss() -> None:
+def test_scaler_several_backwards_and_an_infinite_loss(results: Results) -> None:
     """A shard's infinity makes every member skip that step; the scale goes down; nothing else is hurt."""
     case = {"scaler": True, "backwards": 2, "spoil": 4}
     one, fine, *others = (
@@ -74,7 +79,7 @@ def test_scaler_several_backwards_and_an_infinite_loss() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.soak)])
-def test_every_optimizer_with_newcomers_state(dtype: str) -> None:
+def test_every_optimizer_with_newcomers_state(dtype: str, results: Results) -> None:
     """All ranks begin anew in the middle, from the state that rank 0 hands over."""
     case = {"optimizers": DENSE, "dtype": dtype, "autocast": False, "steps": 4}
     one, three = results({"world": 1, **case}, {"world": 3, "reborn": True, **case})

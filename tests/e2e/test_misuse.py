@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from local_rig import Script
 
-pytest.importorskip("torch")
-
-SCRIPT = Path(__file__).with_name("misuse_cases.py")
+SCRIPT = str(Path(__file__).with_name("misuse_cases.py"))
 
 INSIDE = "step 3: an optimizer's step inside the inner loop, or behind a break from it"
 LEFT = "step 3: the inner loop was left before its end"
 CHANGED = "step 3: weights or learning rates were changed inside the inner loop"
+UNLIKE = "step 4: the members' weights, learning rates, or what is frozen or in eval() differ"
+ALIKE = "on all members: no `if` around it"
 PLACES = "the members are in different places of the script"
 TWO_LEVELS = "`for update in run.updates(loader)"
 
@@ -37,7 +36,11 @@ REFUSED = {
     "mean of one member": [PLACES, "1 in run.mean", "1 in the next step of a run.updates loop"],
     "one member breaks": ["step 4: 1 of 2 members left the run.updates loop"],
     "backward in front": ["step 3: a backward in front of the inner loop"],
-    "step of one member": ["step 4: the members' optimizers have made 0 and 1 steps"],
+    "step of one member": ["step 4: the members' optimizers have made 0 and 1 steps", ALIKE],
+    "rate of one member": [UNLIKE, ALIKE],
+    "freezing of one member": [UNLIKE, ALIKE],
+    "evaluation of one member": [UNLIKE, ALIKE],
+    "samples of one member": ["other samples than the step has", "the dataset must be the same on every node"],
     "note behind": ["update.note belongs inside the inner loop"],
     "mean of nothing": ["update.mean('loss') belongs behind an inner loop with update.note"],
     "forgotten inner loop": ["step 0: an optimizer's step in front of the inner loop"],
@@ -56,11 +59,9 @@ SAME_AS_USUAL = ["zero_grad inside", "forgotten zero_grad", "short"]
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, Any]:
+def told(script: Script) -> dict[str, Any]:
     """Case -> what each of the two members says."""
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=550)
-    assert done.returncode == 0, done.stderr
-    return dict(map(json.loads, done.stdout.splitlines()))
+    return dict(map(json.loads, script(SCRIPT).splitlines()))
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from local_rig import Script
 
-pytest.importorskip("torch")
-
-SCRIPT = Path(__file__).with_name("pattern_worlds.py")
-PATTERNS = ["TwoBackwards", "BySteps", "ByShards", "Skipped", "Frozen", "Refrozen", "Scaled", "Usual", "Gan"]
-CLOSE = 2e-7
+SCRIPT = str(Path(__file__).with_name("pattern_worlds.py"))
+PATTERNS = ["Ways", "Frozen", "Scaled", "Usual", "Gan"]
+CLOSE = 1e-6
 """Of float32 sums in another order, after 36 steps."""
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_worlds_of_any_size_train_as_plain_torch_does(pattern: str) -> None:
-    done = subprocess.run([sys.executable, str(SCRIPT), pattern], capture_output=True, text=True, timeout=550)
-    assert done.returncode == 0, done.stderr
-    worlds = [json.loads(line) for line in done.stdout.splitlines()]
+def test_worlds_of_any_size_train_as_plain_torch_does(pattern: str, script: Script) -> None:
+    worlds: list[dict[str, Any]] = [json.loads(line) for line in script(SCRIPT, pattern).splitlines()]
     assert [(world["size"], world["reproducible"]) for world in worlds] == [
         (size, reproducible) for reproducible in (False, True) for size in (1, 2, 3)
     ]

@@ -5,16 +5,10 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
-
-pytest.importorskip("torch")
-
-sys.path.insert(0, str(Path(__file__).parent))
 from slurm_rig import REACT_S, START_S, Rig, Training, telling, wait_for
 
 from fallow.model import AllocationState, RunStatus
@@ -27,8 +21,8 @@ pytestmark = pytest.mark.slurm
 
 @pytest.fixture(scope="module")
 def with_grace(slurm_installed: None) -> Iterator[Rig]:
-    """Preempted jobs get SIGTERM 10 s before their end. An agent that falls silent is given up after 20 s."""
-    with Rig("preempt", nodes=4, FALLOW_MEMBERSHIP__HEAD_PATIENCE_S="20") as rig:
+    """Preempted jobs get SIGTERM 10 s before their end. An agent that falls silent is given up after 10 s."""
+    with Rig("preempt", nodes=4, FALLOW_MEMBERSHIP__HEAD_PATIENCE_S="10") as rig:
         yield rig
 
 
@@ -69,8 +63,8 @@ def agent_of(job: str) -> psutil.Process:
 
 
 def test_scancel_of_the_base_job_ends_the_run(rig: Rig) -> None:
-    training = rig.submit("--nodes=1:3")
-    training.wait_members(3)
+    training = rig.submit("--nodes=1:2")
+    training.wait_members(2)
     before = training.jobs()
     rig.scancel(training.job)
     training.wait_for("cancelled", lambda: training.view().status is RunStatus.CANCELLED)
@@ -80,80 +74,55 @@ def test_scancel_of_the_base_job_ends_the_run(rig: Rig) -> None:
     assert training.view().message == f"job {training.job}, its base job, was cancelled"
 
 
-def test_a_run_outlives_its_base_job_where_the_user_says_so(rig: Rig) -> None:
-    training = rig.submit("--nodes=1:3", "--fallow=outlive-base")
-    training.wait_members(3)
-    rig.scancel(training.job)
-    training.wait_for("n0 left", lambda: "n0" not in {m.member for m in training.members()})
-    training.wait_steps()
-    training.finish()
-    # The base job is not requested again. The script ends in a job that is left.
-    assert training.base_jobs() == [training.job]
-    (last,) = training.lines_after()
-    assert last in training.harvest_jobs()
-    assert rig.job_states()[last] == "COMPLETED"
-
-
-def test_a_finished_run_lets_jobs_start_that_depend_on_its_success(rig: Rig) -> None:
-    training = rig.submit("--nodes=1:3")
-    successor = after_ok(rig, training.job)
-    harvested = training.wait_members(3)[1:]
-    rig.command("fallow", "drain", training.run, harvested[0].node)
-    drained = next(job for job, token in training.jobs().items() if token == harvested[0].token)
+def test_slurm_gets_the_exit_code_of_the_batch_script_and_jobs_that_depend_on_it_start_or_not(rig: Rig) -> None:
+    """Two runs at once, one of which ends with 7 by its script's own will."""
+    well, badly = rig.submit("--nodes=1:2"), rig.submit("--nodes=1:2", before="trap 'exit 7' EXIT")
+    after_well, after_badly = after_ok(rig, well.job), after_ok(rig, badly.job)
+    harvested = well.wait_members(2)[1]
+    badly.wait_members(2)
+    (harvest,) = badly.harvest_jobs()
+    rig.command("fallow", "drain", well.run, harvested.node)
+    drained = next(job for job, token in well.jobs().items() if token == harvested.token)
     rig.wait_job(drained, "COMPLETED")
-    training.finish()
-    rig.wait_job(successor, "COMPLETED")
-    states, came = rig.job_states(), " ".join(event.text for event in training.events("node"))
+    well.finish()
+    rig.wait_job(after_well, "COMPLETED")
+    states, came = rig.job_states(), " ".join(event.text for event in well.events("node"))
     # One that was asked for in the drained one's place may not have started by then.
-    assert {states[job] for job, token in training.jobs().items() if job in states and token in came} == {"COMPLETED"}
-    assert "ExitCode=0:0" in shown(rig, training.job)
-    assert training.lines_after() == [training.job]
+    assert {states[job] for job, token in well.jobs().items() if job in states and token in came} == {"COMPLETED"}
+    assert "ExitCode=0:0" in shown(rig, well.job)
+    assert well.lines_after() == [well.job]
 
-
-def test_slurm_gets_the_exit_code_of_the_batch_script(rig: Rig) -> None:
-    training = rig.submit("--nodes=1:2", before="trap 'exit 7' EXIT")
-    successor = after_ok(rig, training.job)
-    training.wait_members(2)
-    (harvest,) = training.harvest_jobs()
-    training.finish()
-    rig.wait_job(training.job, "FAILED")
-    assert "ExitCode=7:0" in shown(rig, training.job)
+    badly.finish()
+    rig.wait_job(badly.job, "FAILED")
+    assert "ExitCode=7:0" in shown(rig, badly.job)
     # The rest of the script, its traps included, is the base job's alone.
     rig.wait_job(harvest, "COMPLETED")
-    wait_for("never satisfied", lambda: "DependencyNeverSatisfied" in shown(rig, successor), REACT_S, rig.story)
-    rig.scancel(successor)
+    wait_for("never satisfied", lambda: "DependencyNeverSatisfied" in shown(rig, after_badly), REACT_S, rig.story)
+    rig.scancel(after_badly)
 
 
-@pytest.mark.parametrize(
-    ("requeue", "grace"),
-    [
-        (True, True),
-        (False, False),
-        pytest.param(True, False, marks=pytest.mark.soak),
-        pytest.param(False, True, marks=pytest.mark.soak),
-    ],
-)
-def test_a_preempted_base_job_comes_back(with_grace: Rig, without_grace: Rig, grace: bool, requeue: bool) -> None:
-    rig, nodes = (with_grace, 4) if grace else (without_grace, 2)
+@pytest.mark.parametrize("grace", [True, pytest.param(False, marks=pytest.mark.soak)])
+def test_preempted_base_jobs_come_back(with_grace: Rig, request: pytest.FixtureRequest, grace: bool) -> None:
+    """Slurm puts one back into the queue; for the other, which it may not requeue, the head submits another one."""
+    rig: Rig = with_grace if grace else request.getfixturevalue("without_grace")
     with telling(rig):
-        option = "--requeue" if requeue else "--no-requeue"
-        training = rig.submit("--nodes=1:1", "--partition=scavenge", option)
-        training.wait_members(1)
-        training.wait_steps()
-        other = rig.others(nodes)
+        again, anew = (rig.submit("--nodes=1:1", "--partition=scavenge", how) for how in ("--requeue", "--no-requeue"))
+        for training in (again, anew):
+            training.wait_members(1)
+            training.wait_steps()
+        other = rig.others(4 if grace else 2)
         rig.wait_job(other, "RUNNING")
-        assert not training.view().status.ended
-        if not requeue:
-            training.wait_for("the base job is submitted again", lambda: len(training.base_jobs()) == 2)
+        anew.wait_for("the base job is submitted again", lambda: len(anew.base_jobs()) == 2)
+        assert not again.view().status.ended
         rig.scancel(other)
-        training.wait_members(1)
-        training.wait_steps()
-        training.finish()
-        # Slurm has put the job back into the queue, or the head has submitted another one.
-        assert len(training.base_jobs()) == (1 if requeue else 2)
-        assert ("Restarts=1" in shown(rig, training.job)) == requeue
-        assert training.lines_after() == training.base_jobs()[-1:]
-        assert rig.job_states()[training.base_jobs()[-1]] == "COMPLETED"
+        for training in (again, anew):
+            training.wait_members(1)
+            training.wait_steps()
+            training.finish()
+            assert training.lines_after() == training.base_jobs()[-1:]
+            assert rig.job_states()[training.base_jobs()[-1]] == "COMPLETED"
+        assert len(again.base_jobs()) == 1
+        assert ("Restarts=1" in shown(rig, again.job), "Restarts=1" in shown(rig, anew.job)) == (True, False)
 
 
 def running(training: Training) -> list[str | None]:

@@ -1,17 +1,11 @@
-"""Harvesting on a real Slurm that shares nodes between jobs: idle GPUs, renewals, refusals."""
+"""Harvesting on a real Slurm: idle GPUs of shared nodes, renewals, refusals, nodes that sleep."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from datetime import datetime
-from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-
-sys.path.insert(0, str(Path(__file__).parent))
 from slurm_rig import REACT_S, START_S, Rig, telling, wait_for
 
 pytestmark = pytest.mark.slurm
@@ -92,6 +86,46 @@ def test_a_partition_that_takes_no_jobs_of_ours_is_left_alone(rig: Rig) -> None:
     finally:
         rig.testbed.slurm("scontrol", "update", "PartitionName=scavenge", "MaxMemPerNode=0")
     training.finish()
+
+
+POWER_SAVING = """
+SlurmctldParameters=power_save_interval=1
+SuspendProgram=/bin/true
+ResumeProgram={resume}
+SuspendTime=86400
+SuspendTimeout=2
+ResumeTimeout=60
+"""
+
+
+def test_a_sleeping_node_is_not_woken(rig: Rig) -> None:
+    folder = rig.testbed.folder
+    resume = folder / "resume"
+    resume.write_text(f'#!/bin/sh\necho "$1" >> {folder}/resumed\n')
+    resume.chmod(0o755)
+    with rig.testbed.conf.open("a") as conf:
+        conf.write(POWER_SAVING.format(resume=resume))
+    rig.testbed.slurm("scontrol", "reconfigure")
+    rig.testbed.slurm("scontrol", "update", "NodeName=n3", "State=POWER_DOWN")
+
+    def sleeps() -> bool:
+        return "State=IDLE+POWERED_DOWN" in _node(rig, "n3")
+
+    wait_for("the node sleeps", sleeps, REACT_S, rig.story)
+    stranger = rig.others(1)
+    rig.wait_job(stranger, "RUNNING")
+    training = rig.submit("--nodes=1:3")
+    training.wait_members(1)
+    # No node is idle and awake, so it waits for the stranger's.
+    job = training.wait_for("a request waits", training.harvest_jobs)[0]
+    shown = rig.testbed.slurm("scontrol", "show", "job", job)
+    assert "JobState=PENDING" in shown and "ExcNodeList=n3" in shown, shown
+    training.wait_steps(30)
+    rig.scancel(stranger)
+    training.wait_members(2, START_S)
+    training.finish()
+    assert sleeps()
+    assert not (folder / "resumed").exists(), (folder / "resumed").read_text()
 
 
 def _part(rig: Rig, gpus: int, *options: str) -> str:

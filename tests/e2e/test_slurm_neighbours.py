@@ -6,16 +6,10 @@ import json
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-
-sys.path.insert(0, str(Path(__file__).parent))
 from slurm_rig import START_S, Rig, Training, telling, wait_for
 
 pytestmark = pytest.mark.slurm
@@ -97,47 +91,30 @@ def _at(shown: str, key: str) -> float:
 
 
 @pytest.mark.soak
-def test_a_slurmctld_that_dies_ends_no_allocation(rig: Rig) -> None:
-    training, members = _started(rig)
-    os.kill(rig.testbed.daemon_pid("slurmctld"), signal.SIGKILL)
-    _away(rig, training)
-    rig.testbed.restart_slurmctld()
-    _back(rig, training, members)
-
-
-@pytest.mark.soak
-def test_a_slurmctld_that_hangs_ends_no_allocation(rig: Rig) -> None:
-    training, members = _started(rig)
-    slurmctld = rig.testbed.daemon_pid("slurmctld")
-    os.kill(slurmctld, signal.SIGSTOP)
-    try:
-        _away(rig, training)
-    finally:
-        os.kill(slurmctld, signal.SIGCONT)
-    _back(rig, training, members)
+def test_a_slurmctld_that_dies_or_hangs_ends_no_allocation(rig: Rig) -> None:
+    training = rig.submit("--nodes=1:2", "--time=10", steps=1200)
+    members = [(m.member, m.pids[0]) for m in training.wait_members(2)]
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        slurmctld = rig.testbed.daemon_pid("slurmctld")
+        os.kill(slurmctld, number)
+        try:
+            wait_for("the head has noticed", lambda: rig.head_view().slurm_error, 60.0, rig.story)
+            training.wait_steps(10)
+            assert len(_held(training)) == 2
+        finally:
+            if number == signal.SIGKILL:
+                rig.testbed.restart_slurmctld()
+            else:
+                os.kill(slurmctld, signal.SIGCONT)
+        wait_for("Slurm answers again", lambda: rig.head_view().slurm_error is None, START_S, rig.story)
+        polls = rig.head_view().polls
+        wait_for("three polls more", lambda: rig.head_view().polls >= polls + 3, START_S, rig.story)  # noqa: B023
+        assert len(_held(training)) == 2
+        assert [(m.member, m.pids[0]) for m in training.members()] == members
+    assert not training.events("eject", "failed", "lost", "orphan")
+    training.finish()
 
 
 def _held(training: Training) -> set[str]:
     """Its running allocations; requests may wait besides, for the time after."""
     return {a.token for a in training.view().allocations if a.state == "running"}
-
-
-def _started(rig: Rig) -> tuple[Training, list[tuple[str, int]]]:
-    training = rig.submit("--nodes=1:2", "--time=10", steps=800)
-    return training, [(m.member, m.pids[0]) for m in training.wait_members(2)]
-
-
-def _away(rig: Rig, training: Training) -> None:
-    wait_for("the head has noticed", lambda: rig.head_view().slurm_error, 60.0, rig.story)
-    training.wait_steps(10)
-    assert len(_held(training)) == 2
-
-
-def _back(rig: Rig, training: Training, members: list[tuple[str, int]]) -> None:
-    wait_for("Slurm answers again", lambda: rig.head_view().slurm_error is None, START_S, rig.story)
-    polls = rig.head_view().polls
-    wait_for("three polls more", lambda: rig.head_view().polls >= polls + 3, START_S, rig.story)
-    assert len(_held(training)) == 2
-    assert [(m.member, m.pids[0]) for m in training.members()] == members
-    assert not training.events("eject", "failed", "lost", "orphan")
-    training.finish()

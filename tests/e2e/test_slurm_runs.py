@@ -6,8 +6,7 @@ import contextlib
 import json
 import os
 import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,10 +14,6 @@ from typing import Any
 
 import psutil
 import pytest
-
-pytest.importorskip("torch")
-
-sys.path.insert(0, str(Path(__file__).parent))
 from slurm_rig import POLL_S, REACT_S, START_S, Rig, Training, environment_of, kinds_of, telling, wait_for
 
 from fallow.model import RunReport, RunStatus
@@ -28,18 +23,121 @@ LEFT = ("release", "mixed")
 pytestmark = pytest.mark.slurm
 
 
+@dataclass(frozen=True)
+class Begun:
+    """Three runs whose jobs have a time limit of one minute."""
+
+    harvested: Training
+    "one base node with time enough, one harvest node at a time"
+    ending: Training
+    "its base job has one minute, too"
+    alone: Training
+    "one node and no other: when it goes, nobody is left"
+
+
 @pytest.fixture(scope="module")
 def shared(slurm_installed: None) -> Iterator[Rig]:
-    # Nine: when the jobs of one minute are asked for again, all at about the same time, no base job
+    # Twelve: when the jobs of one minute are asked for again, all at about the same time, no base job
     # of theirs finds the nodes taken and preempts a harvest node.
-    with Rig("preempt", nodes=9) as rig:
+    with Rig("preempt", nodes=12) as rig:
         yield rig
 
 
+@pytest.fixture(scope="module")
+def begun(shared: Rig) -> Begun:
+    """They train while the tests of other runs are at it, which takes longer than a minute."""
+    harvested = shared.submit("--nodes=1:2", pace_s=0.4, steps=800)
+    ending = shared.submit("--nodes=1:2", "--time=1", pace_s=0.4, steps=800)
+    alone = shared.submit("--nodes=1:1", "--time=1", pace_s=0.4, steps=800)
+    for training in (harvested, ending, alone):
+        training.wait_steps()
+    return Begun(harvested, ending, alone)
+
+
 @pytest.fixture
-def rig(shared: Rig) -> Iterator[Rig]:
+def rig(shared: Rig, begun: Begun) -> Iterator[Rig]:
     with telling(shared):
         yield shared
+
+
+def test_jobs_that_are_cancelled_from_outside_leave_in_order(rig: Rig) -> None:
+    training = rig.submit("--nodes=1:2", "--fallow=outlive-base")
+    harvested = training.wait_members(2)[1]
+    rig.scancel(next(job for job, token in training.jobs().items() if token == harvested.token))
+    training.wait_for("it left", lambda: harvested.member not in {m.member for m in training.members()})
+    training.wait_members(2)
+    training.wait_for("it is known whose doing it was", lambda: training.events("cancelled"))
+    rig.scancel(training.job)
+    training.wait_for("n0 left", lambda: "n0" not in {m.member for m in training.members()})
+    training.wait_steps()
+    report = training.finish()
+
+    assert not training.events("eject", "failed", "lost")
+    assert report.steps_discarded == 0
+    # Nobody asks for the base job again behind the user's back; the script ends in a job that is left.
+    assert training.base_jobs() == [training.job]
+    (last,) = training.lines_after()
+    assert last in training.harvest_jobs()
+    assert rig.job_states()[last] == "COMPLETED"
+
+
+def test_a_cancelled_run_ends_all_its_jobs(rig: Rig) -> None:
+    waiting = rig.submit("--nodes=1:2", "--begin=now+1hour")
+    training = rig.submit("--nodes=1:2")
+    members = training.wait_members(2)
+    # Harvested nodes go and come by hand, too.
+    rig.command("fallow", "pause", training.run)
+    assert [m.allocation for m in training.wait_members(1)] == ["base"]
+    rig.command("fallow", "resume", training.run)
+    members = training.wait_members(2)
+    rig.command("fallow", "cancel", training.run)
+    training.wait_for("cancelled", lambda: training.view().status is RunStatus.CANCELLED)
+    training.wait_jobs_gone()
+    wait_for("its workers are gone", lambda: not any(psutil.pid_exists(m.pids[0]) for m in members), REACT_S)
+    assert training.lines_after() == []
+    assert not training.events("eject", "failed", "lost")
+    # A run whose base job is cancelled before it began is not wanted.
+    assert waiting.view().status is RunStatus.WAITING
+    assert waiting.jobs_alive() == [waiting.job]
+    rig.scancel(waiting.job)
+    waiting.wait_for("cancelled", lambda: waiting.view().status is RunStatus.CANCELLED)
+    waiting.wait_jobs_gone()
+
+
+def test_jobs_that_come_to_nothing_are_not_asked_for_without_end(rig: Rig) -> None:
+    broken = rig.submit("--nodes=1:2", before="exit 3")
+    broken.wait_for("failed", lambda: broken.view().status is RunStatus.FAILED)
+    assert broken.view().message.startswith(
+        f"job {broken.job} ended (FAILED) before an agent of it had come to the head"
+    )
+    broken.wait_jobs_gone()
+    # Where the script works on the base node only, the training goes on there, and requests become rare.
+    training = rig.submit("--nodes=1:2", before='[ "$FALLOW_KIND" = base ] || exit 3')
+    barred = training.wait_for("a node is barred", lambda: training.events("bar"), START_S)[0]
+    training.wait_members(1)
+    assert "2 jobs in a row came to nothing there, the last: job " in barred.text
+    # One at a time is wanted: two on each node before it is barred, until three have no explanation.
+    training.wait_for("put off", lambda: training.events("pause"), START_S)
+    assert training.events("pause")[0].text == "3 jobs in a row came to nothing; the next one is tried in 2 s"
+    training.finish()
+    assert broken.jobs() == {broken.job: broken.jobs()[broken.job]}
+    assert training.lines_after() == [training.job]
+
+
+def test_s9_one_run_spans_the_components_of_a_heterogeneous_job(rig: Rig) -> None:
+    training = rig.submit(heterogeneous=True)
+    members = training.wait_members(4)
+    base = [m for m in members if m.allocation == "base"]
+    assert len(base) == 3
+    assert len({m.token for m in base}) == 1
+    assert len({m.node for m in members}) == 4
+    training.wait_steps()
+    training.finish()
+    assert not training.events("eject", "failed", "lost", "refuse")
+    assert training.lines_after() == [training.job]
+    component = str(int(training.job) + 1)
+    wait_for("both components are over", lambda: rig.job_states()[component] == "COMPLETED", REACT_S, rig.story)
+    assert rig.job_states()[training.job] == "COMPLETED"
 
 
 @pytest.fixture(scope="module")
@@ -49,31 +147,53 @@ def lasting(slurm_installed: None) -> Iterator[Rig]:
         yield rig
 
 
-def test_a_run_grows_onto_idle_nodes_without_a_restart(lasting: Rig) -> None:
-    training = lasting.submit("--nodes=1:3")
-    members = training.wait_members(3)
-    base = members[0]
-    assert base.allocation == "base"
-    assert len({m.node for m in members}) == 3
+def test_s2_a_run_grows_without_a_restart_and_survives_its_heads_absence_and_preemption_without_grace(
+    lasting: Rig,
+) -> None:
+    rig = lasting  # a harvest node whose end is near would leave by itself
+    training = rig.submit("--nodes=1:2", steps=1000)
+    members = training.wait_members(2)
+    base, harvested = members
+    assert (base.allocation, harvested.allocation) == ("base", "harvest")
     training.wait_steps()
-    report = training.finish()
+    kinds = "start", "absorb", "eject", "release", "mixed"
+    assert [event.kind for event in training.changes(*kinds)] == ["start", "absorb"]
+    # What comes before `fallow run` is the same in every job.
+    jobs = [training.job, *training.harvest_jobs()]
+    places = [(training.folder / f"place.{job}").read_text() for job in jobs]
+    assert places == 2 * [f"{training.folder} {_umask()} an argument\n"]
+    first, second = (environment_of(training.folder / f"env.{job}") for job in jobs)
+    assert first == second
 
-    assert kinds_of(report)[0] == "start"
-    assert set(kinds_of(report)[1:]) == {"absorb"}
+    rig.kill_head()
+    training.wait_steps(20)
+    rig.start_head()
+    assert rig.head_view().term > 1
+    assert [(m.member, m.pids[0]) for m in training.wait_members(2)] == [(m.member, m.pids[0]) for m in members]
+    training.wait_steps()
+    # The new head can do what the old one could: let a node go, take another one in.
+    rig.command("fallow", "drain", training.run, harvested.node)
+    training.wait_for("released", lambda: training.changes("release"))
+    training.wait_for("absorbed", lambda: len(training.changes("absorb")) > 1)
+    # The drained one is idle, but of no use to the run until it is resumed.
+    assert harvested.node not in [m.node for m in training.wait_members(2)]
+    assert training.view().drained == [harvested.node]
     assert not training.events("eject", "refuse", "failed", "abort", "lost", "orphan")
-    # One process from the first step to the last.
+    # Others take that node and the harvested one, and what they leave is harvested again.
+    others = rig.others(2)
+    rig.wait_job(others, "RUNNING")
+    assert [m.member for m in training.wait_members(1)] == [base.member]
+    training.wait_steps()
+    rig.scancel(others)
+    training.wait_members(2)
+    training.finish()
+    assert not training.events("refuse", "lost", "orphan", "cancelled")
+    # One process all the time; the step that a loss interrupted may be begun again. The rest of the batch script, once.
     trace = training.trace(base.member)
     assert trace.pid == base.pids[0]
-    assert [step for _, step, _ in trace.steps] == list(range(training.steps))
-    # The rest of the batch script, once; what comes before it, the same everywhere.
+    steps = [step for _, step, _ in trace.steps]
+    assert sorted(set(steps)) == list(range(steps[0], training.steps))
     assert training.lines_after() == [training.job]
-    jobs = [training.job, *training.harvest_jobs()]
-    assert len(jobs) == 3
-    places = [(training.folder / f"place.{job}").read_text() for job in jobs]
-    assert places == 3 * [f"{training.folder} {_umask()} an argument\n"]
-    wanted = environment_of(training.folder / f"env.{training.job}")
-    for job in training.harvest_jobs():
-        assert environment_of(training.folder / f"env.{job}") == wanted
 
 
 def _umask() -> str:
@@ -84,14 +204,11 @@ def _umask() -> str:
 
 @dataclass(frozen=True)
 class Minutes:
-    """Three runs at once whose jobs have a time limit of one minute; all have finished."""
+    """The three runs when they have finished."""
 
     harvested: Training
-    "one base node with time enough, one harvest node at a time"
     ending: Training
-    "its base job has one minute, too"
     alone: Training
-    "one node and no other: when it goes, nobody is left"
     reports: dict[str, RunReport]
     states: dict[str, str]
     "how Slurm's jobs ended"
@@ -101,14 +218,9 @@ class Minutes:
 
 
 @pytest.fixture(scope="module")
-def minutes(shared: Rig) -> Iterator[Minutes]:
+def minutes(shared: Rig, begun: Begun) -> Iterator[Minutes]:
     with telling(shared):
-        harvested = shared.submit("--nodes=1:2", pace_s=0.4)
-        ending = shared.submit("--nodes=1:2", "--time=1", pace_s=0.4)
-        alone = shared.submit("--nodes=1:1", "--time=1", pace_s=0.4)
-        everybody = (harvested, ending, alone)
-        for training in everybody:
-            training.wait_steps()
+        harvested, ending, alone = everybody = begun.harvested, begun.ending, begun.alone
         before = shared.head_view()
         # A node whose successor is ready leaves as that comes: one change, mixed.
         for training, kinds in ((harvested, LEFT), (ending, LEFT), (alone, ("suspend",))):
@@ -118,17 +230,10 @@ def minutes(shared: Rig) -> Iterator[Minutes]:
         ending.wait_for("the base worker left", lambda: "n0" not in {m.member for m in ending.members()})
         for training in everybody:
             training.wait_steps()
-        after = shared.head_view()
+        now = shared.head_view()
         reports = {training.run: training.finish() for training in everybody}
-        yield Minutes(
-            harvested,
-            ending,
-            alone,
-            reports,
-            shared.job_states(),
-            after.polls - before.polls,
-            after.uptime_s - before.uptime_s,
-        )
+        polls, seconds = now.polls - before.polls, now.uptime_s - before.uptime_s
+        yield Minutes(*everybody, reports, shared.job_states(), polls, seconds)
 
 
 def test_s1_harvest_nodes_are_left_before_their_walltime_and_asked_for_again(minutes: Minutes) -> None:
@@ -220,29 +325,30 @@ def test_slurm_is_asked_once_an_interval_whatever_the_number_of_runs(minutes: Mi
     assert minutes.polls >= 0.5 * minutes.seconds / POLL_S
 
 
-def test_s2_a_preempted_node_is_left_within_the_grace(rig: Rig) -> None:
-    """And one that Slurm takes for nobody is given back by the head."""
-    waits: list[str] = []
-
-    def take() -> list[str]:
-        above = rig.others(7)
-        # Slurm preempts one of ours for it. Nobody but the head makes room for a job of our own tier; were that one
-        # first, the other would take the room.
-        rig.wait_job(above, "RUNNING")
-        waits.append(rig.others(1, "scavenge"))
-        return [above, *waits]
-
-    training = _play_preemption(rig, take)
+def test_s2_a_preempted_node_is_left_within_the_grace(rig: Rig, minutes: Minutes) -> None:
+    """And one that Slurm takes for nobody is given back by the head. The nodes are free of other runs by then."""
+    training = rig.submit("--nodes=1:3")
+    base = training.wait_members(3)[0]
+    above = rig.others(10)
+    # Slurm preempts one of ours for it. Nobody but the head makes room for a job of our own tier; were that one
+    # first, the other would take the room.
+    rig.wait_job(above, "RUNNING")
+    waits = rig.others(1, "scavenge")
+    rig.wait_job(waits, "RUNNING")
+    assert [m.member for m in training.wait_members(1)] == [base.member]
+    training.wait_steps()
+    rig.scancel(above, waits)
+    # What they leave is harvested again.
+    training.wait_members(3)
+    training.finish()
+    assert training.trace(base.member).pid == base.pids[0]
+    assert "TIMEOUT" not in {rig.job_states()[job] for job in training.jobs()}
+    assert not training.events("cancelled")
     assert not training.events("eject", "failed", "lost")
     assert training.lines_after() == [training.job]
     reasons = [event.text for event in training.events("release")]
     assert any("warned by Slurm" in text for text in reasons), reasons
-    assert any(f"job {waits[0]} of " in text for text in reasons), reasons
-
-
-def test_s2_a_run_survives_preemption_without_grace(lasting: Rig) -> None:
-    training = _play_preemption(lasting, lambda: [lasting.others(2)])
-    assert training.lines_after() == [training.job]
+    assert any(f"job {waits} of " in text for text in reasons), reasons
 
 
 def test_a_script_that_knows_nothing_of_fallow_is_restarted_on_the_nodes_that_are_there(lasting: Rig) -> None:
@@ -268,113 +374,6 @@ def test_a_script_that_knows_nothing_of_fallow_is_restarted_on_the_nodes_that_ar
     (training.folder / "hurry").touch()
     training.wait_for("the end of the run", lambda: training.view().status is RunStatus.FINISHED)
     training.wait_jobs_gone()
-    assert training.lines_after() == [training.job]
-
-
-def _play_preemption(rig: Rig, take: Callable[[], list[str]]) -> Training:
-    """Others take both harvest nodes of a run, and what is idle. Args: take: returns their jobs."""
-    training = rig.submit("--nodes=1:3")
-    base = training.wait_members(3)[0]
-    others = take()
-    for other in others:
-        rig.wait_job(other, "RUNNING")
-    assert [m.member for m in training.wait_members(1)] == [base.member]
-    training.wait_steps()
-    rig.scancel(*others)
-    # What they leave is harvested again.
-    training.wait_members(3)
-    training.finish()
-    assert training.trace(base.member).pid == base.pids[0]
-    assert "TIMEOUT" not in {rig.job_states()[job] for job in training.jobs()}
-    assert not training.events("cancelled")
-    return training
-
-
-def test_jobs_that_are_cancelled_from_outside_leave_in_order(rig: Rig) -> None:
-    training = rig.submit("--nodes=1:3", "--fallow=outlive-base")
-    members = training.wait_members(3)
-    harvested = members[1]
-    rig.scancel(next(job for job, token in training.jobs().items() if token == harvested.token))
-    training.wait_for("it left", lambda: harvested.member not in {m.member for m in training.members()})
-    training.wait_members(3)
-    training.wait_for("it is known whose doing it was", lambda: training.events("cancelled"))
-    rig.scancel(training.job)
-    training.wait_for("n0 left", lambda: "n0" not in {m.member for m in training.members()})
-    training.wait_steps()
-    report = training.finish()
-
-    assert not training.events("eject", "failed", "lost")
-    assert report.steps_discarded == 0
-    # Nobody asks for the base job again behind the user's back; the script ends in a job that is left.
-    assert training.base_jobs() == [training.job]
-    (last,) = training.lines_after()
-    assert last in training.harvest_jobs()
-
-
-def test_a_cancelled_run_ends_all_its_jobs(rig: Rig) -> None:
-    waiting = rig.submit("--nodes=1:2", "--begin=now+1hour")
-    training = rig.submit("--nodes=1:2")
-    members = training.wait_members(2)
-    # Harvested nodes go and come by hand, too.
-    rig.command("fallow", "pause", training.run)
-    assert [m.allocation for m in training.wait_members(1)] == ["base"]
-    rig.command("fallow", "resume", training.run)
-    members = training.wait_members(2)
-    rig.command("fallow", "cancel", training.run)
-    training.wait_for("cancelled", lambda: training.view().status is RunStatus.CANCELLED)
-    training.wait_jobs_gone()
-    wait_for("its workers are gone", lambda: not any(psutil.pid_exists(m.pids[0]) for m in members), REACT_S)
-    assert training.lines_after() == []
-    assert not training.events("eject", "failed", "lost")
-    # A run whose base job is cancelled before it began is not wanted.
-    assert waiting.view().status is RunStatus.WAITING
-    assert waiting.jobs_alive() == [waiting.job]
-    rig.scancel(waiting.job)
-    waiting.wait_for("cancelled", lambda: waiting.view().status is RunStatus.CANCELLED)
-    waiting.wait_jobs_gone()
-
-
-def test_jobs_that_come_to_nothing_are_not_asked_for_without_end(rig: Rig) -> None:
-    broken = rig.submit("--nodes=1:2", before="exit 3")
-    broken.wait_for("failed", lambda: broken.view().status is RunStatus.FAILED)
-    assert broken.view().message.startswith(
-        f"job {broken.job} ended (FAILED) before an agent of it had come to the head"
-    )
-    broken.wait_jobs_gone()
-    # Where the script works on the base node only, the training goes on there, and requests become rare.
-    training = rig.submit("--nodes=1:2", before='[ "$FALLOW_KIND" = base ] || exit 3')
-    barred = training.wait_for("a node is barred", lambda: training.events("bar"), START_S)[0]
-    training.wait_members(1)
-    assert "2 jobs in a row came to nothing there, the last: job " in barred.text
-    # One at a time is wanted: two on each node before it is barred, until three have no explanation.
-    training.wait_for("put off", lambda: training.events("pause"), START_S)
-    assert training.events("pause")[0].text == "3 jobs in a row came to nothing; the next one is tried in 2 s"
-    training.finish()
-    assert broken.jobs() == {broken.job: broken.jobs()[broken.job]}
-    assert training.lines_after() == [training.job]
-
-
-def test_training_goes_on_while_the_head_is_away(lasting: Rig) -> None:
-    rig = lasting  # a harvest node whose end is near would leave by itself
-    training = rig.submit("--nodes=1:2")
-    members = training.wait_members(2)
-    rig.kill_head()
-    training.wait_steps(20)
-    rig.start_head()
-    assert rig.head_view().term > 1
-    assert [(m.member, m.pids[0]) for m in training.wait_members(2)] == [(m.member, m.pids[0]) for m in members]
-    training.wait_steps()
-    # And the new head can do what the old one could: let a node go, take another one in.
-    rig.command("fallow", "drain", training.run, members[1].node)
-    training.wait_for("released", lambda: training.changes("release"))
-    training.wait_for("absorbed", lambda: len(training.changes("absorb")) > 1)
-    # The drained one is idle, but of no use to the run until it is resumed.
-    assert members[1].node not in [m.node for m in training.wait_members(2)]
-    assert training.view().drained == [members[1].node]
-    training.finish()
-    assert not training.events("eject", "failed", "lost", "orphan")
-    trace = training.trace("n0")
-    assert [step for _, step, _ in trace.steps] == list(range(training.steps))
     assert training.lines_after() == [training.job]
 
 
@@ -411,22 +410,6 @@ def test_a_base_job_that_loses_its_head_and_a_harvest_node_finishes_the_training
     assert len(steps) <= training.steps + 1
     training.wait_jobs_gone()
     assert training.lines_after() == [training.job]
-
-
-def test_s9_one_run_spans_the_components_of_a_heterogeneous_job(rig: Rig) -> None:
-    training = rig.submit(heterogeneous=True)
-    members = training.wait_members(4)
-    base = [m for m in members if m.allocation == "base"]
-    assert len(base) == 3
-    assert len({m.token for m in base}) == 1
-    assert len({m.node for m in members}) == 4
-    training.wait_steps()
-    training.finish()
-    assert not training.events("eject", "failed", "lost", "refuse")
-    assert training.lines_after() == [training.job]
-    component = str(int(training.job) + 1)
-    wait_for("both components are over", lambda: rig.job_states()[component] == "COMPLETED", REACT_S, rig.story)
-    assert rig.job_states()[training.job] == "COMPLETED"
 
 
 @pytest.mark.soak

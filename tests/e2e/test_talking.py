@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("psutil")
-
-sys.path.insert(0, str(Path(__file__).parent))
 import torch
+from local_rig import Box
 from talking_training import Net
-from test_local import Box, box
-
-__all__ = ["box"]
 
 SCRIPT = str(Path(__file__).parent / "talking_training.py")
 STEPS = 60
@@ -34,24 +26,24 @@ WHOLE = [
 ]
 
 
-def test_each_line_is_shown_once_whoever_is_main(box: Box) -> None:
-    """Absorbed, rank 0 released, the next rank 0 killed; and an absorb again."""
-    words = [SCRIPT, "--kill", "n1", "--pace", "0.05"]
-    done = box.finish(box.local(*words, members=2, schedule="+1@4,-m0@10,+1@30")).trained(STEPS, 480)
+def test_each_line_is_shown_once_whoever_is_main_and_what_it_saves_loads_without_fallow(box: Box) -> None:
+    """Absorbed, rank 0 released, the next rank 0 killed, and an absorb again; extra state came with the rest."""
+    file = box.folder / "saved.pt"
+    words = [SCRIPT, "--kill", "n1", "--pace", "0.05", "--save", str(file)]
+    done = box.finish(box.local(*words, schedule="+1@4,-m0@10,+1@30")).trained(STEPS, 480)
     assert done.members == [["n0", "n1"], ["n0", "n1", "n2"], ["n1", "n2"], ["n2"], ["n2", "n3"]]
     # Two agents write to one output: the order of their lines may change where one takes over from the other.
     assert sorted(talk(done.stderr)) == sorted(WHOLE)
     assert talk(done.stderr)[:4] == WHOLE[:4]
+    saved: Any = torch.load(file, weights_only=True)
+    model = Net()
+    model.load_state_dict(saved["model"], strict=True)
+    torch.optim.SGD(model.parameters(), lr=0.01).load_state_dict(saved["optimizer"])
+    assert model.inner.scale["history"] == [STEPS - 1.0]
 
 
-def test_one_member_alone_is_heard(box: Box) -> None:
-    done = box.finish(box.local(SCRIPT, members=1)).trained(STEPS, 480)
-    assert talk(done.stderr) == WHOLE
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_in_a_fixed_world_rank_0_is_main_from_the_start(box: Box, size: int) -> None:
-    done = box.fixed(size, SCRIPT)
+def test_in_a_fixed_world_rank_0_is_main_from_the_start(box: Box) -> None:
+    done = box.fixed(2, SCRIPT)
     assert done.code == 0, done.stderr
     assert talk(done.stdout) == WHOLE
 
@@ -67,16 +59,3 @@ def test_a_script_that_fails_before_its_loop_shows_its_traceback(box: Box, fail:
     assert talk(done.stderr) in (WHOLE[:1], 2 * WHOLE[:1])
     assert error in done.stderr
     assert f'File "{SCRIPT}", line' in done.stderr
-
-
-def test_what_the_main_member_saves_loads_strictly_without_fallow(box: Box) -> None:
-    """The one that saves it has joined on the way; extra state came with the rest."""
-    file = box.folder / "saved.pt"
-    words = [SCRIPT, "--save", str(file), "--pace", "0.05"]
-    done = box.finish(box.local(*words, members=1, schedule="+1@4,-m0@10")).trained(STEPS, 480)
-    assert done.members[-1] == ["n1"]
-    saved: Any = torch.load(file, weights_only=True)
-    model = Net()
-    model.load_state_dict(saved["model"], strict=True)
-    torch.optim.SGD(model.parameters(), lr=0.01).load_state_dict(saved["optimizer"])
-    assert model.inner.scale["history"] == [STEPS - 1.0]

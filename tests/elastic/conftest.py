@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 
-from elastic_rig import Rig
+from elastic_rig import MakeRig, Rig, Undisturbed
 
 from fallow.model import RunReport
 from nursery_client import NurseryClient
-
-MakeRig = Callable[..., Rig]
-Undisturbed = Callable[..., Awaitable[RunReport]]
 
 
 @pytest.fixture

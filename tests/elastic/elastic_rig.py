@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ class Rig:
         self._control: ControlClient
 
     async def __aenter__(self) -> Rig:
-        self._control = await self.head.start()
+        await self.start_head()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -138,8 +138,9 @@ class Rig:
         self._control = control
 
     async def start_head(self) -> None:
-        """Have it come back."""
-        self._control = await self.head.start()
+        """Have it come, or come back."""
+        with self.nursery.forks_for_asyncio():
+            self._control = await self.head.start()
 
     async def kill_store(self) -> None:
         """As a crash would; the head starts it again, and has done so with one that was killed before."""
@@ -251,9 +252,6 @@ class Elastic:
     async def grow(self, by: int = 1) -> None:
         await self.rig.call("grow", run=self.id, by=by)
 
-    async def shrink(self, by: int = 1) -> None:
-        await self.rig.call("shrink", run=self.id, by=by)
-
     async def release(self, *members: str) -> None:
         await self.rig.call("release", run=self.id, members=list(members))
 
@@ -279,19 +277,9 @@ class Elastic:
         self.signal(worker, signal.SIGCONT)
         await until(lambda: not alive(self.pids[worker]), "the zombie lives")
 
-    def plan(self, action: str, worker: str, step: int) -> Path:
-        """Have this worker do that (see the training) in its last body of that step."""
-        gate = self.gates / f"{action}-{step}-{worker}"
-        gate.touch()
-        return gate
-
-    def hold_newcomer(self, worker: str) -> Path:
-        """Have this worker wait while it takes over the members' state."""
-        return self.plan_newcomer("hold", worker)
-
-    def plan_newcomer(self, action: str, worker: str) -> Path:
-        """Have this worker do that (`hold`, `fail`) while it takes over the members' state."""
-        gate = self.gates / f"{action}-load-{worker}"
+    def plan(self, action: str, worker: str, place: int | str) -> Path:
+        """Have this worker do that at a place (see the training), as in its first body of a step."""
+        gate = self.gates / f"{action}-{place}-{worker}"
         gate.touch()
         return gate
 
@@ -305,16 +293,12 @@ class Elastic:
         """Wait until it does so: what comes before that part has been handed over."""
         await until((self.gates / f"held-{what}-{part}-{worker}").exists, f"{worker} does not {what} the {part} part")
 
-    async def taking_over(self, worker: str) -> None:
-        """Wait until it does so."""
-        await until((self.gates / f"held-load-{worker}").exists, f"{worker} does not take over the state")
+    def hold(self, worker: str, place: int | str) -> Path:
+        """Have this worker wait there; `unlink` lets it go on."""
+        return self.plan("hold", worker, place)
 
-    def hold(self, worker: str, step: int) -> Path:
-        """Have this worker wait in its last body of that step; `unlink` lets it go on."""
-        return self.plan("hold", worker, step)
-
-    async def held(self, worker: str, step: int) -> None:
-        await until((self.gates / f"held-{step}-{worker}").exists, f"{worker} did not come to step {step}")
+    async def held(self, worker: str, place: int | str) -> None:
+        await until((self.gates / f"held-{place}-{worker}").exists, f"{worker} did not come to {place}")
 
     def hurry(self) -> None:
         """Steps as fast as they can be from now on."""
@@ -350,7 +334,8 @@ class Elastic:
         def there(view: RunView) -> bool:
             now = ranked(view)
             same = sorted(now) == sorted(members) and now[: len(stay)] == stay
-            return same and view.change is None and view.status is RunStatus.TRAINING
+            settled = same and view.change is None and view.status is RunStatus.TRAINING
+            return settled and self.pids.keys() >= set(members)
 
         view = await self.until(there, f"the members are not {members}", within_s)
         self.known = ranked(view)
@@ -416,6 +401,10 @@ class Elastic:
         return msgspec.convert(await self.rig.call("report", run=self.id), RunReport)
 
 
+MakeRig = Callable[..., Rig]
+Undisturbed = Callable[..., Awaitable[RunReport]]
+
+
 def ranked(view: RunView) -> list[str]:
     """The members in rank order."""
     members = [m for m in view.members if m.rank is not None and m.phase is not MemberPhase.GONE]
@@ -434,6 +423,15 @@ def phase(view: RunView, name: str) -> MemberPhase | None:
 def send(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+async def stop(pid: int, seconds: float) -> None:
+    """Have that process stand still for so long."""
+    send(pid, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        send(pid, signal.SIGCONT)
 
 
 def alive(pid: int) -> bool:

@@ -6,13 +6,13 @@ average besides.
 The runtime is told to take it for a large model: a step has several buckets, and parts of the state are handed over
 while the members compute. In the folder `--gates` the tests say what happens when:
 
-`ACTION-STEP-WORKER`: in its first body of that step, behind the forward, this worker does what `ACTIONS` says
+`ACTION-PLACE-WORKER`: this worker does what `ACTIONS` says at that place: STEP (in its first body of that step, behind
+the forward), `optSTEP` (when the first optimizer has acted in that step), `give` (where its state is asked for) or
+`load` (while it takes over the state that others hand to it)
 `switch-STEP-WORKER`: there this worker waits until it has heard of a change's commit
 `fast`: steps take no longer than they must, from now on
 `hold-evaluation-PLACE-STEP`: the main member waits in its evaluation at that place of that step (`--evaluate`)
 `late-WORKER`: this worker waits at the end of the script until the file is gone
-`hold-load-WORKER`: this worker waits while it takes over the state that others hand to it; `held-load-WORKER` says so
-`fail-load-WORKER`: this worker raises there
 `hold-give-PART-WORKER`, `hold-take-PART-WORKER`: before it sends, or receives, that part of the state (`PARTS`)
 
 There the main members also leave the time of each step (`times`, seconds of the monotonic clock, one per line), and
@@ -28,6 +28,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -49,6 +50,7 @@ from fallow.worker.reduction import buckets, integers, reduction
 WORKER = os.environ.get("FALLOW_WORKER", "alone")
 PARTS = ("early", "middle", "late")
 MATRICES: Any = getattr(torch.optim, "Muon", torch.optim.AdamW)  # it came with 2.9
+SAMPLES, BATCH = 250, 4
 FROZEN, RESTS_NO_MORE = 5, 40
 "Steps of `--thaw`."
 
@@ -89,13 +91,13 @@ class Guest:
         self.gates, self.run = gates, run
 
     def state_dict(self) -> dict[str, Any]:
+        if not self.run.rehearsing:
+            gates(self.gates, "give")
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for action in (hold, fail):
-            gate = self.gates / f"{action.__name__}-load-{WORKER}"
-            if gate.exists() and not self.run.rehearsing:
-                action(gate)
+        if not self.run.rehearsing:
+            gates(self.gates, "load")
 
 
 class Pull:
@@ -206,8 +208,6 @@ def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--samples", type=int, default=250)
-    parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--global-batch", type=int, default=32)
     parser.add_argument("--pace", type=float, default=0.02, help="seconds that a step takes at least")
     parser.add_argument("--gates", type=Path, required=True)
@@ -223,7 +223,6 @@ def main() -> None:
     parser.add_argument("--evaluate", action="store_true", help="by the main member, now and then, while others wait")
     parser.add_argument("--clip", type=float, help="each step begins by cutting off weights beyond that")
     parser.add_argument("--device", default="cpu", help="`fake`: the asynchronous accelerator of the tests")
-    parser.add_argument("--short", action="store_true", help="by run.steps, in which members do nothing else together")
     args = parser.parse_args()
     device = load_device(args.device)
     take_for_large(args.gates)
@@ -242,42 +241,44 @@ def main() -> None:
         first: Any = partial(torch.optim.AdamW, fused=True) if fused else MATRICES
         optimizers = [first(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01, fused=fused)]
     scaler = torch.amp.GradScaler(args.device, init_scale=2.0**16, growth_interval=20, enabled=args.rich)
-    forward: Any = torch.compile(model, backend="aot_eager") if args.compiled else model
+    compiled_in: list[int] = []
+    "generations, without the rehearsal: 0"
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled_in.append(run.generation)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    forward: Any = torch.compile(model, backend=backend) if args.compiled else model
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     pull = Pull(model, average, scaler)
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9) for optimizer in optimizers]
-    inputs = torch.randn(args.samples, 8, generator=torch.Generator().manual_seed(1))
+    inputs = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(1))
     targets = (inputs[:, 0] > 0).long() + (inputs[:, 1] > 0.5).long()
     data = TensorDataset(inputs, targets)
     source: Dataset[Any] = Stream(data) if args.stream else data
     source = source if args.loaders is None else Noisy(data)
     pinned = args.device != "cpu"
     loader = DataLoader(
-        source, batch_size=args.batch, shuffle=not args.stream, num_workers=args.loaders or 0, pin_memory=pinned
+        source, batch_size=BATCH, shuffle=not args.stream, num_workers=args.loaders or 0, pin_memory=pinned
     )
     rich = (scaler, average, pull) if args.rich else ()
     objects = (forward, *optimizers, *schedulers, *rich, Guest(args.gates, run), loader)
     *_, loader = run.prepare(*objects, global_batch=args.global_batch, reproducible=not args.floating)
     training = Training(args, device, run, model, forward, optimizers, schedulers, scaler, average, pull)
-    how = {"epochs": args.steps, "max_steps": args.steps}
-    if args.short:
-        for x, y in run.steps(loader, **how):
-            training.backward(training.loss(x, y))
-            training.act()
-    else:
-        for update in run.updates(loader, **how):
-            with device.watched():
-                two_levels(training, update, inputs, targets)
+    for update in run.updates(loader, epochs=args.steps, max_steps=args.steps):
+        with device.watched():
+            one_step(training, update, inputs, targets)
     device.check()
     assert len({id(bucket) for bucket, _ in run._member.reduction._places}) > 2, "it is not taken for a large model"
     place = {name: os.environ.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    (args.gates / f"place-{WORKER}").write_text(json.dumps({**place, "rank": run.rank, "size": run.size}))
+    told = {**place, "rank": run.rank, "size": run.size, "compiled_in": compiled_in}
+    (args.gates / f"place-{WORKER}").write_text(json.dumps(told))
     while (args.gates / f"late-{WORKER}").exists():
         time.sleep(0.01)
 
 
-def two_levels(training: Training, update: Any, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-    """One step."""
+def one_step(training: Training, update: Any, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    """Bodies, and what comes behind them."""
     args, run, model = training.args, training.run, training.model
     evaluates = args.evaluate and update.step % 10 == 9
     if evaluates:
@@ -303,7 +304,7 @@ def two_levels(training: Training, update: Any, inputs: torch.Tensor, targets: t
 
 @dataclass
 class Training:
-    """What a step does, in whichever loop."""
+    """What a step does."""
 
     args: argparse.Namespace
     device: Device
@@ -330,7 +331,10 @@ class Training:
         here = run.generation, run.step
         if not run.rehearsing and self.seen != here:
             self.seen = here
-            gates(args.gates, run)
+            if (args.gates / f"switch-{run.step}-{WORKER}").exists():
+                while not run._session.orders.switch_offered:
+                    time.sleep(0.005)
+            gates(args.gates, str(run.step))
         return loss
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -346,6 +350,8 @@ class Training:
             nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
         for optimizer in self.optimizers:
             self.scaler.step(optimizer)
+            if optimizer is self.optimizers[0] and not run.rehearsing:
+                gates(args.gates, f"opt{run.step}")
         self.scaler.update()
         if args.rich:
             with self.device.unwatched():
@@ -353,9 +359,8 @@ class Training:
                 self.pull.update()
         for scheduler in self.schedulers:
             scheduler.step()
-        acted = self.model[4].weight.grad is not None  # in the last body of the short loop, always in the other
         self.model.zero_grad()
-        if acted and not run.rehearsing:
+        if not run.rehearsing:
             self.note_end()
 
     def note_end(self) -> None:
@@ -438,20 +443,35 @@ def launch(gate: Path) -> None:
     communicators()[-1].launch_error = "NCCL error: remote process exited"
 
 
+def kill(gate: Path) -> None:
+    """As the out-of-memory killer does it."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(gate: Path) -> None:
+    """Stand still, until somebody wakes it."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hang(gate: Path) -> None:
+    """Wait for what never comes, while other threads run."""
+    threading.Event().wait()
+
+
 def freeze(gate: Path) -> None:
     """Native code that never gives the interpreter's lock back: no other thread runs either."""
     ctypes.PyDLL(None).sleep(1000)
 
 
-ACTIONS = {action.__name__: action for action in (hold, fail, leave, interrupt, vanish, crash, launch, freeze)}
+ACTIONS = {
+    action.__name__: action
+    for action in (hold, fail, leave, interrupt, vanish, crash, launch, kill, stop, hang, freeze)
+}
 
 
-def gates(folder: Path, run: Any) -> None:
-    """What the tests want of this worker in this step."""
-    end = f"-{run.step}-{WORKER}"
-    if (folder / f"switch{end}").exists():
-        while not run._session.orders.switch_offered:
-            time.sleep(0.005)
+def gates(folder: Path, place: str) -> None:
+    """What the tests want of this worker there."""
+    end = f"-{place}-{WORKER}"
     for name in os.listdir(folder):
         action = ACTIONS.get(name.removesuffix(end)) if name.endswith(end) else None
         if action is not None:

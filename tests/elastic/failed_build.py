@@ -1,5 +1,4 @@
-"""A process group that is of no use because the peer goes silent (`silent`), or that cannot be built because the peer
-comes too late (`late`), or too late for the second of its connections (`half`).
+"""Process groups that are of no use: the peer goes silent, comes too late, or too late for its second connection.
 
 The process has to survive what follows.
 """
@@ -8,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -40,10 +38,9 @@ def peer(store: HashStore, late_for: str) -> None:
     del groups
 
 
-def main() -> None:
+def fail(late_for: str) -> None:
     """Fail, and wait until nothing of it is left."""
     store = HashStore()
-    late_for = {"silent": "", "late": "control", "half": "sums"}[sys.argv[1]]
     other = threading.Thread(target=peer, args=(store, late_for))
     other.start()
     try:
@@ -56,13 +53,13 @@ def main() -> None:
     except Interrupted as error:
         print(error)
         reap(group)
-        other.join()
     other.join()
     while any(thread.name.startswith("reaper") for thread in threading.enumerate()):
         time.sleep(0.01)
-    print("alive", flush=True)
-    os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    for late_for in ("", "control", "sums"):
+        fail(late_for)
+    print("alive", flush=True)
+    os._exit(0)

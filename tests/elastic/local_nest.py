@@ -1,7 +1,7 @@
-"""`fallow local` as a fork of the nursery: its agents and their workers are forks, too, and children as ever.
+"""`fallow local` as a fork of the nursery: its head, its agents and their workers are forks, too, and children as ever.
 
-The head and its store are started as usual. An agent is a child of `fallow local` that was there before its first
-thread, as a worker is of its agent (see `nursery`).
+An agent or a head is a child of `fallow local` that was there before its first thread, as a worker is of its agent (see
+`nursery`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import nursery
 
 from fallow.cli.main import main as fallow_main
 
-AGENTS = 8
-"""At most so many in a test."""
+AGENTS, HEADS = 8, 2
+"""At most so many agents in a test, and heads that are forks."""
 WORKERS = 2
 """Of each agent: one may be started again."""
 
@@ -28,14 +28,16 @@ WORKERS = 2
 def be_local(request: dict[str, Any]) -> NoReturn:
     """What `fallow ARGV` would be, with agents that hatch."""
     os.chdir(request["folder"])
-    null = os.open(os.devnull, os.O_RDONLY)
-    out, error = (os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for name in ("out", "error"))
-    nursery.become(["fallow", *request["argv"]], request["environ"], (null, out, error))
-    nest = [nursery.lay(be_a_hatched_agent) for _ in range(AGENTS)]
+    nursery.become(["fallow", *request["argv"]], request["environ"], nursery.streams_of(request))
+    nests = {
+        "fallow.agent": [nursery.lay(be_a_hatched_agent) for _ in range(AGENTS)],
+        "fallow.head": [nursery.lay(be_a_hatched_head) for _ in range(HEADS)],
+    }
     usual = asyncio.create_subprocess_exec
 
     async def start(*command: Any, **options: Any) -> Any:
-        if command[1:3] != ("-m", "fallow.agent"):
+        nest = nests.get(command[2]) if command[1] == "-m" else None
+        if not nest:
             return await usual(*command, **options)
         return Hatched(*nest.pop(0), command, **options)
 
@@ -44,16 +46,16 @@ def be_local(request: dict[str, Any]) -> NoReturn:
 
 
 class Hatched:
-    """The part of `asyncio.subprocess.Process` that `fallow local` uses, for an agent that is there already."""
+    """The part of `asyncio.subprocess.Process` that `fallow local` uses, for a process that is there already."""
 
     def __init__(self, pid: int, orders: socket.socket, command: tuple[str, ...], **options: Any) -> None:
         self.pid = pid
         self.returncode: int | None = None
         self._ended = asyncio.Event()
-        out = sys.stdout.fileno() if options["stdout"] is None else options["stdout"]
+        streams = [options.get(name) or getattr(sys, name) for name in ("stdout", "stderr")]
         told = {"argv": command[3:], "environ": dict(options["env"])}
         with orders:
-            descriptors = array.array("i", [out, sys.stderr.fileno()])
+            descriptors = array.array("i", [one if isinstance(one, int) else one.fileno() for one in streams])
             orders.sendmsg([json.dumps(told).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
         ended = os.pidfd_open(pid)
         asyncio.get_running_loop().add_reader(ended, self._reap, ended)
@@ -69,6 +71,10 @@ class Hatched:
         await self._ended.wait()
         return self.returncode
 
+    def terminate(self) -> None:
+        """SIGTERM."""
+        os.kill(self.pid, signal.SIGTERM)
+
     def kill(self) -> None:
         """SIGKILL."""
         os.kill(self.pid, signal.SIGKILL)
@@ -81,3 +87,9 @@ def be_a_hatched_agent(orders: socket.socket) -> NoReturn:
     null = os.open(os.devnull, os.O_RDONLY)
     nursery.become(["fallow.agent", *told["argv"]], told["environ"], (null, out, error))
     nursery.run_agent(told["argv"], WORKERS)
+
+
+def be_a_hatched_head(orders: socket.socket) -> NoReturn:
+    """What `python -m fallow.head` would be, as soon as `fallow local` says so."""
+    told, (out, error) = nursery.told_by(orders, 2)
+    nursery.be_a_head(told["environ"], (os.open(os.devnull, os.O_RDONLY), out, error))

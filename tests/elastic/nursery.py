@@ -1,4 +1,4 @@
-"""Starts agents and their workers as forks of one process that has imported PyTorch: 30 ms instead of 2 s each.
+"""Starts agents, their workers and heads as forks of one process that has imported all: 30 ms instead of 2 s each.
 
 Everything but the `exec` is as usual: one agent process per node, one worker process per agent with its secret in an
 inherited pipe, its own session and its agent as parent. The fork is sound because the parent is bare: it has one thread
@@ -6,10 +6,11 @@ inherited pipe, its own session and its agent as parent. The fork is sound becau
 An agent has threads, so it cannot fork workers itself. It comes with `eggs`, children from before its first thread,
 that wait for what `exec` would have given them: argv, environment, standard streams and the pipe.
 
-The requests are JSON objects over the sequenced-packet socket whose descriptor is the first argument:
-`{"argv": [...], "environ": {...}, "log": PATH, "eggs": N, "namespace": PATH}` is answered with `{"pid": N}`. A request
-with a `folder` starts `fallow ARGV` instead (see `local_nest`). `{}` is answered with `{"ended": {PID: STATUS}}`, the
-wait statuses of all processes that were started here and have ended so far. When the socket closes, all end.
+The requests are JSON objects over the sequenced-packet socket whose descriptor is the first argument. All have `argv`,
+`environ` and the paths `out` and `error`, some the path of a network `namespace`. They are answered with `{"pid": N}`.
+One with `eggs` (a number) starts an agent, one with `head` a head, one with `script` and `folder` is `python ARGV`, and
+one with `folder` alone `fallow ARGV` (see `local_nest`). `{}` is answered with `{"ended": {PID: STATUS}}`: the wait
+statuses of all processes that were started here and have ended so far. When the socket closes, all end.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ import torch.distributed
 import torch.utils.data
 
 import fallow.agent.process
+import fallow.head.main
 import fallow.worker.api.run
 from fallow.agent.__main__ import main as agent_main
 from fallow.worker.api.lazy_imports import put_off_compiler
@@ -57,6 +59,8 @@ class Nursery:
     def __init__(self, tests: socket.socket) -> None:
         self._tests = tests
         self._alive: set[int] = set()
+        self._heads: set[int] = set()
+        "they end their stores"
         self._ended: dict[int, int] = {}
 
     def serve(self) -> None:
@@ -68,7 +72,7 @@ class Nursery:
             self._tests.send(json.dumps(answer).encode())
         for pid in self._alive:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGTERM if pid in self._heads else signal.SIGKILL)
 
     def _reap(self) -> None:
         for pid in list(self._alive):
@@ -82,22 +86,47 @@ class Nursery:
         pid = os.fork()
         if pid == 0:
             self._tests.close()
-            if "namespace" in request:
+            if request.get("namespace"):
+                network.enter(request["namespace"])
+            if "eggs" in request:
                 be_an_agent(request)
+            if "script" in request:
+                be_a_script(request)
+            if "head" in request:
+                be_a_head(request["environ"], streams_of(request))
             importlib.import_module("local_nest").be_local(request)
         self._alive.add(pid)
+        if "head" in request:
+            self._heads.add(pid)
         return pid
 
 
 def be_an_agent(request: dict[str, Any]) -> NoReturn:
     """What `python -m fallow.agent ARGV` would be, with workers that hatch."""
     os.setsid()
-    if request["namespace"]:
-        network.enter(request["namespace"])
-    null = os.open(os.devnull, os.O_RDONLY)
-    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    become(request["argv"], request["environ"], (null, log, log))
+    become(request["argv"], request["environ"], streams_of(request))
     run_agent(request["argv"], request["eggs"])
+
+
+def be_a_head(environ: dict[str, str], streams: tuple[int, int, int]) -> NoReturn:
+    """What `python -m fallow.head` would be: it ends with who started it, in order."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    become(["fallow.head"], environ, streams)
+    end(exit_code_of(lambda: runpy.run_module("fallow.head", run_name="__main__")))
+
+
+def be_a_script(request: dict[str, Any]) -> NoReturn:
+    """What `python ARGV` would be."""
+    os.chdir(request["folder"])
+    become(request["argv"], request["environ"], streams_of(request))
+    run_script()
+
+
+def streams_of(request: dict[str, Any]) -> tuple[int, int, int]:
+    """No input, and the files that the request names for the output."""
+    out, error = (os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for name in ("out", "error"))
+    return os.open(os.devnull, os.O_RDONLY), out, error
 
 
 def run_agent(argv: list[str], eggs: int) -> NoReturn:
@@ -161,6 +190,11 @@ def be_a_worker(orders: socket.socket) -> NoReturn:
     os.set_inheritable(channel, True)
     null = os.open(os.devnull, os.O_RDONLY)
     become(told["argv"], {**told["environ"], "FALLOW_CHANNEL_FD": str(channel)}, (null, out, error))
+    run_script()
+
+
+def run_script() -> NoReturn:
+    """The script that `sys.argv` names, to its end."""
     # Signals are at their defaults, as after an exec.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-import signal
 import time
 
 import pytest
-from elastic_rig import Elastic, judge, send
+from elastic_rig import Elastic, MakeRig, Undisturbed, judge, stop
 
-from conftest import MakeRig, Undisturbed
 from fallow.local.driver import store_pid
 
 LEASE_S = 1.5
@@ -24,25 +22,17 @@ async def stand_still(run: Elastic, pid: int, seconds: float) -> None:
     assert run.steps_seen() > before + 3, "nobody trained meanwhile"
 
 
-async def stop(pid: int, seconds: float) -> None:
-    send(pid, signal.SIGSTOP)
-    try:
-        await asyncio.sleep(seconds)
-    finally:
-        send(pid, signal.SIGCONT)
-
-
 @pytest.mark.parametrize("what", ["head", pytest.param("store", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     "seconds",
-    [9.0, pytest.param(55.0, marks=pytest.mark.soak)],
+    [8.0, pytest.param(55.0, marks=pytest.mark.soak)],
 )
 async def test_d1_a_head_or_store_that_stood_still_ejects_nobody_and_costs_no_step(
     make_rig: MakeRig, undisturbed: Undisturbed, what: str, seconds: float
 ) -> None:
     """For far longer than the lease. Where it is the store, the head waits for it to write a newcomer down."""
     async with make_rig(membership__lease_s=LEASE_S) as rig:
-        run = await (await rig.run("--steps", 120, "--pace", max(0.4, seconds / 40))).begin(3)
+        run = await (await rig.run("--steps", 120, "--pace", max(0.2, seconds / 40))).begin(3)
         await run.arrive()
         await run.goes_on()
         if what == "head":

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from elastic_rig import Rig, judge, phase
+from elastic_rig import Rig, Undisturbed, judge, phase, stop, until
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from conftest import Undisturbed
+from fallow.local.driver import store_pid
 from fallow.model import CheckpointState, MemberPhase, RunReport, RunStatus
 from gpu.device import DEVICES, require
 from nursery_client import NurseryClient
@@ -30,7 +30,7 @@ Event = tuple[str, int, bool]
 
 KINDS = [
     *("join", "join-two", "leave", "kill", "kill-two", "kill-during-join"),
-    *("stop", "freeze-and-thaw", "head-kill", "store-kill"),
+    *("stop", "freeze-and-thaw", "head-kill", "store-kill", "head-stop", "store-stop"),
     *("save", "go-back", "suspend", "lose-all"),
 ]
 """freeze-and-thaw: stopped with its agent for less than its lease; the member goes on as if nothing had happened.
@@ -159,6 +159,11 @@ class Story:
             await self.rig.start_head()
         elif kind == "store-kill":
             await self.rig.kill_store()
+        elif kind == "head-stop":
+            await stop(self.rig.head.pid, 1.5 * LEASE_S)
+        elif kind == "store-stop":
+            await until(self.rig.store_there, "the store does not come back")
+            await stop(store_pid(self.rig.paths), 1.5 * LEASE_S)
         elif kind == "save":
             await self.rig.call("checkpoint", run=run.id)
         elif kind == "go-back":
@@ -243,10 +248,9 @@ def device() -> None:
 
 
 @settings(max_examples=1, deadline=None, phases=[Phase.explicit], suppress_health_check=list(HealthCheck))
-@given(history=st.lists(EVENTS, min_size=3, max_size=9), options=OPTIONS)
-@example(history=TOGETHER, options=PLAIN)
-@example(history=ALL, options=("--rich", "--loaders", "1"))
-def test_p3_short_histories_on_an_asynchronous_device(
+@given(history=st.lists(EVENTS), options=OPTIONS)
+@example(history=[*TOGETHER, *ALL], options=("--rich", "--loaders", "1"))
+def test_p3_a_history_on_an_asynchronous_device(
     history: list[Event],
     options: tuple[str, ...],
     device: None,
@@ -254,7 +258,7 @@ def test_p3_short_histories_on_an_asynchronous_device(
     undisturbed: Undisturbed,
     loop: asyncio.Runner,
 ) -> None:
-    loop.run(judged(history, nursery, undisturbed, "--steps", 240, *DEVICE, *options))
+    loop.run(judged(history, nursery, undisturbed, "--steps", 160, *DEVICE, *options))
 
 
 @pytest.mark.soak
@@ -276,7 +280,7 @@ def test_p3_any_history_on_an_asynchronous_device(
 @pytest.mark.timeout(7200)
 @settings(max_examples=60, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
 @given(history=st.lists(EVENTS, min_size=10, max_size=40), options=OPTIONS)
-def test_p1_any_long_history(
+def test_p1_s5_any_long_history(
     history: list[Event],
     options: tuple[str, ...],
     nursery: NurseryClient,

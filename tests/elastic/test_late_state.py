@@ -10,10 +10,8 @@ import asyncio
 import signal
 
 import pytest
-from elastic_rig import Elastic, Rig, judge
+from elastic_rig import Elastic, MakeRig, Rig, Undisturbed, judge
 from elastic_training import FROZEN, RESTS_NO_MORE
-
-from conftest import MakeRig, Undisturbed
 
 SWITCH = 10
 """The step after which newcomers come in. There is no `run.mean` in the next one, which would hold donors back, too."""

@@ -7,9 +7,8 @@ import signal
 import time
 
 import pytest
-from elastic_rig import LOOK_S, Elastic, Rig, alive, judge, send, until
+from elastic_rig import LOOK_S, Elastic, MakeRig, Rig, Undisturbed, alive, judge, send, until
 
-from conftest import MakeRig, Undisturbed
 from fallow.files import read_struct
 from fallow.model import FallowError, HeadFile, RunReport
 from fallow.worker.checkpoint.manifest import complete_ones
@@ -59,28 +58,12 @@ async def begin_in_a_base_job(rig: Rig, *options: object, members: int) -> Elast
     return run
 
 
-async def test_o2_members_train_on_past_the_patience_and_write_checkpoints(
+async def test_o2_survivors_train_on_under_a_stand_in_head_and_write_checkpoints(
     make_rig: MakeRig, undisturbed: Undisturbed
 ) -> None:
     """Whether or not the head comes back: the stand-in head takes the result, and everything ends in order."""
-    async with make_rig(membership__head_patience_s=PATIENCE_S, checkpoint__interval_s=2) as rig:
-        run = await begin_in_a_base_job(rig, "--steps", 150, members=2)
-        old = read_struct(rig.paths.head_file, HeadFile)
-        await rig.kill_head()
-        written = {path.name for path in (run.folder / "checkpoints").iterdir()}
-        await stand_in(rig, old)
-        await until(
-            lambda: {path.name for path in (run.folder / "checkpoints").iterdir()} - written, "no checkpoint is written"
-        )
-        report = await ends_with_its_stand_in(rig, run)
-        # The lines after `fallow run` go on where srun, whose code is the highest of its tasks, gives 0.
-        assert [await rig.agent_ends(pid) for pid in rig.agents] == [0, 0]
-    judge(report, await undisturbed("--steps", 150))
-
-
-async def test_o2_survivors_of_a_loss_go_on_under_a_stand_in_head(make_rig: MakeRig, undisturbed: Undisturbed) -> None:
-    async with make_rig(membership__head_patience_s=PATIENCE_S, membership__lease_s=6) as rig:
-        run = await begin_in_a_base_job(rig, "--steps", 60, members=3)
+    async with make_rig(membership__head_patience_s=PATIENCE_S, membership__lease_s=6, checkpoint__interval_s=2) as rig:
+        run = await begin_in_a_base_job(rig, members=3)
         await run.reaches(3)
         old = read_struct(rig.paths.head_file, HeadFile)
         await rig.kill_head()
@@ -88,8 +71,12 @@ async def test_o2_survivors_of_a_loss_go_on_under_a_stand_in_head(make_rig: Make
             send(pid, signal.SIGKILL)
         await stand_in(rig, old)
         await run.becomes(["n0", "n1"], within_s=COMES_S)
+        before = complete_checkpoints(run)
+        await until(lambda: complete_checkpoints(run) - before, "no checkpoint is written")
         report = await ends_with_its_stand_in(rig, run)
-    judge(report, await undisturbed("--steps", 60), losses=1, unheard=True)
+        # The lines after `fallow run` go on where srun, whose code is the highest of its tasks, gives 0.
+        assert [await rig.agent_ends(run.agent_of[worker]) for worker in ("n0", "n1")] == [0, 0]
+    judge(report, await undisturbed(), losses=1, unheard=True)
     assert [generation.kind for generation in report.generations] == ["start", "eject"]
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from elastic_rig import Elastic, judge, phase, until
+import json
 
-from conftest import MakeRig
+from elastic_rig import Elastic, MakeRig, judge, phase, until
 
 
 async def test_s24_a_compiled_model_is_reproducible(make_rig: MakeRig) -> None:
@@ -27,7 +27,9 @@ async def test_s24_a_compiled_model_is_reproducible(make_rig: MakeRig) -> None:
         await run.becomes(["n1"])
         await alone.grow()
         report, whole = await run.ends(), await alone.ends()
+        compiled_in = json.loads((run.gates / "place-n1").read_text())["compiled_in"]
     judge(report, whole)
+    assert compiled_in[0] == 0, "the newcomer has not compiled in its rehearsal"
     assert [g.kind for g in report.generations] == ["start", "absorb", "eject"]
     assert [g.first_step for g in report.generations][::2] == [0, 15]
 

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from elastic_rig import Elastic, Rig, judge, until
+from elastic_rig import Elastic, Rig, Undisturbed, judge, until
 from test_histories import LEASE_S, Story
 
-from conftest import Undisturbed
 from fallow.local.driver import store_pid
 from nursery_client import NurseryClient
 

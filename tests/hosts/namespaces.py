@@ -1,8 +1,7 @@
 """Several hosts on this machine: Linux namespaces with their own name, addresses, processes, /tmp and /run.
 
-Each host has one port at the switch `mgmt` and, if asked for, one at the switch `fast`. A port can be unplugged. A host
-can be killed whole, as by a power cut, or refuse what comes in for one TCP port, as a firewall does. Every process of
-a host ends with the process that made the host.
+Each host has a port at a switch, which can be unplugged. A host can be killed whole, as by a power cut, or refuse what
+comes in for one TCP port, as a firewall does. Every process of a host ends with the process that made the host.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ _START_S = 120.0
 _prctl = ctypes.CDLL(None).prctl
 
 SFTP_SERVER = "/usr/lib/openssh/sftp-server"
-MGMT, FAST = "mgmt", "fast"
-"""Names of the two switches; a host's interfaces at them are eth0 and eth1."""
 
 
 class NoHostsError(Exception):
@@ -45,7 +42,7 @@ def wait_until(what: str, condition: Callable[[], bool], seconds: float) -> None
 
 
 class Namespaces:
-    """The switches and the hosts at them.
+    """The switch and the hosts at it.
 
     Args:
         folder: what all hosts share; visible everywhere under the same path, so not below /tmp or /run.
@@ -63,19 +60,17 @@ class Namespaces:
         self._pids: dict[str, int] = {}
         self._switch = self._hold("switch", ["unshare", "-n", "--fork", "--kill-child", "sleep", "infinity"])
         try:
-            wait_until("the switches' namespace", lambda: bool(_children(self._switch.pid)), _START_S)
+            wait_until("the switch's namespace", lambda: bool(_children(self._switch.pid)), _START_S)
             self._pids["switch"] = _children(self._switch.pid)[0]
-            wait_until("the switches' namespace", lambda: _own_network(self._pids["switch"]), _START_S)
-            self._do("switch", "ip link set lo up")
-            for bridge in (MGMT, FAST):
-                self._do("switch", f"ip link add {bridge} type bridge")
-                self._do("switch", f"ip link set {bridge} up")
+            wait_until("the switch's namespace", lambda: _own_network(self._pids["switch"]), _START_S)
+            for command in ("ip link set lo up", "ip link add bridge type bridge", "ip link set bridge up"):
+                self._do("switch", command)
         except (AssertionError, subprocess.CalledProcessError) as error:
             self.close()
             raise NoHostsError(f"the kernel does not allow it: {error}") from None
 
-    def add(self, name: str, mgmt: str, fast: str = "") -> None:
-        """Boot a host with these IPv4 addresses, each in a network of 256."""
+    def add(self, name: str, address: str) -> None:
+        """Boot a host with this IPv4 address, in a network of 256."""
         ready = self.folder / f"{name}.ready"
         ready.unlink(missing_ok=True)
         hosts = self.folder / f"{name}.hosts"
@@ -87,36 +82,26 @@ class Namespaces:
         wait_until(f"host {name} is up", ready.exists, _START_S)
         self._pids[name] = _children(holder.pid)[0]
         self._do(name, "ip link set lo up")
-        self._plug(name, "eth0", MGMT, mgmt)
-        if fast:
-            self._plug(name, "eth1", FAST, fast)
+        self._do("switch", f"ip link add {name} type veth peer name eth0 netns {self._pids[name]}")
+        self._do("switch", f"ip link set {name} master bridge")
+        self._do("switch", f"ip link set {name} up")
+        self._do(name, f"ip addr add {address}/24 dev eth0")
+        self._do(name, "ip link set eth0 up")
 
     def kill(self, name: str) -> None:
         """End a host and all its processes at once, as a power cut does."""
         os.kill(self._pids[name], signal.SIGKILL)
         self._holders.pop(name).wait(timeout=_START_S)
-        for bridge in (MGMT, FAST):
-            with contextlib.suppress(subprocess.CalledProcessError):
-                self._do("switch", f"ip link del {name}-{bridge}")
+        with contextlib.suppress(subprocess.CalledProcessError):
+            self._do("switch", f"ip link del {name}")
 
-    def unplug(self, name: str, bridge: str = MGMT) -> None:
-        """Take a host off a network: what it sends vanishes, and what is sent to it."""
-        self._do("switch", f"ip link set {name}-{bridge} down")
+    def unplug(self, name: str) -> None:
+        """Take a host off the network: what it sends vanishes, and what is sent to it."""
+        self._do("switch", f"ip link set {name} down")
 
-    def plug(self, name: str, bridge: str = MGMT) -> None:
+    def plug(self, name: str) -> None:
         """Undo `unplug`."""
-        self._do("switch", f"ip link set {name}-{bridge} up")
-
-    def limit(self, name: str, bridge: str, bits_per_s: int) -> None:
-        """Send to this host, and take from it, no faster than that."""
-        queue = f"tbf rate {bits_per_s}bit burst 20000 latency 100ms"
-        self._do("switch", f"tc qdisc replace dev {name}-{bridge} root {queue}")
-        self._do(name, f"tc qdisc replace dev {'eth0' if bridge == MGMT else 'eth1'} root {queue}")
-
-    def unlimit(self, name: str, bridge: str) -> None:
-        """Undo `limit`."""
-        self._do("switch", f"tc qdisc del dev {name}-{bridge} root")
-        self._do(name, f"tc qdisc del dev {'eth0' if bridge == MGMT else 'eth1'} root")
+        self._do("switch", f"ip link set {name} up")
 
     def block(self, name: str, port: int) -> None:
         """Drop what comes in for a TCP port of this host, as a firewall does."""
@@ -161,12 +146,6 @@ class Namespaces:
                         found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         return found
 
-    def received_bytes(self, name: str, interface: str) -> int:
-        """Bytes that came in over an interface."""
-        lines = self.run(name, "cat", "/proc/net/dev").splitlines()
-        (fields,) = (line.split() for line in lines if line.strip().startswith(f"{interface}:"))
-        return int(fields[1])
-
     def close(self) -> None:
         """End all hosts."""
         for name in list(self._holders):
@@ -191,15 +170,6 @@ class Namespaces:
         self._holders[name] = holder
         return holder
 
-    def _plug(self, name: str, interface: str, bridge: str, address: str) -> None:
-        port = f"{name}-{bridge}"
-        pid = self._pids[name]
-        self._do("switch", f"ip link add {port} type veth peer name {interface} netns {pid}")
-        self._do("switch", f"ip link set {port} master {bridge}")
-        self._do("switch", f"ip link set {port} up")
-        self._do(name, f"ip addr add {address}/24 dev {interface}")
-        self._do(name, f"ip link set {interface} up")
-
     def _do(self, name: str, command: str) -> None:
         argv = ["nsenter", "-t", str(self._pids[name]), "-n", *command.split()]
         subprocess.run(argv, env=self.environ, capture_output=True, text=True, timeout=180, check=True)
@@ -212,7 +182,7 @@ class Namespaces:
 def _check_possible() -> None:
     if os.geteuid() != 0:
         raise NoHostsError("only root may make them")
-    for program, package in (("ip", "iproute2"), ("tc", "iproute2"), ("nsenter", "util-linux"), ("sshfs", "sshfs")):
+    for program, package in (("ip", "iproute2"), ("nsenter", "util-linux"), ("sshfs", "sshfs")):
         if shutil.which(program, path=program_path()) is None:
             raise NoHostsError(f"no command `{program}` (Debian: {package})")
     done = subprocess.run(["unshare", "-m", "-u", "-n", "-p", "-i", "--fork", "true"], capture_output=True, check=False)

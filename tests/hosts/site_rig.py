@@ -1,8 +1,7 @@
 """A small Slurm site of several hosts: a controller, a login node and compute nodes, with a shared home folder.
 
-Every host has an address in 10.77.0.0/24 (its eth0) and a compute node a second one in 10.78.0.0/24 (eth1). The login
-node sees the shared home through a file server that can hang, as NFS does. Two partitions: `normal` preempts
-`scavenge`, where harvest jobs go.
+Every host has an address in 10.77.0.0/24. The login node sees the shared home through a file server that can hang, as
+NFS does. Two partitions: `normal` preempts `scavenge`, where harvest jobs go.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ poll_interval_s = 1
 queries_per_min = 600
 [membership]
 beat_s = 0.2
-lease_s = 6
+lease_s = 4
 release_margin_s = 10
 [checkpoint]
 interval_s = 0
@@ -83,8 +82,8 @@ interval_s = 0
 _SCRIPT = """\
 #!/bin/bash
 #SBATCH --partition=normal --exclusive --output={output}
-#FALLOW workers-per-node=1 {words}
-export OMP_NUM_THREADS=1 {exports}
+#FALLOW workers-per-node=1
+export OMP_NUM_THREADS=1
 fallow run -- {python} {training} {folder} {steps} {pace}
 echo "$SLURM_JOB_ID" >> {folder}/after
 """
@@ -151,10 +150,14 @@ class Site:
     def _open(self) -> None:
         (self.home / ".config" / "fallow").mkdir(parents=True)
         self.home.chmod(0o700)
-        self.configure()
+        file = self.home / ".config" / "fallow" / "config.toml"
+        file.touch(mode=0o600)
+        file.write_text(_SETTINGS)
         addresses = ADDRESSES | {node: f"10.77.0.{10 + int(node[1:])}" for node in self.nodes}
-        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
         for name in addresses:
+            # On the login node its own name stands for loopback, as Debian's installer has it.
+            seen = addresses | ({LOGIN: "127.0.1.1"} if name == LOGIN else {})
+            lines = ["127.0.0.1 localhost", *(f"{address} {other}" for other, address in seen.items())]
             (self.folder / f"{name}.hosts").write_text("\n".join(lines) + "\n")
         node_lines = "\n".join(
             f"NodeName={node} NodeHostname={node} NodeAddr={addresses[node]} CPUs=2 RealMemory=2000"
@@ -184,8 +187,7 @@ class Site:
 
     def boot(self, node: str) -> None:
         """Boot a compute node. The first start of slurmd sometimes ends silently, so it is tried more than once."""
-        number = 10 + int(node[1:])
-        self.hosts.add(node, f"10.77.0.{number}", f"10.78.0.{number}")
+        self.hosts.add(node, f"10.77.0.{10 + int(node[1:])}")
         self._start_munge(node)
         (self.folder / f"spool.{node}").mkdir(exist_ok=True)
 
@@ -222,19 +224,6 @@ class Site:
         if self._file_server is not None:
             os.kill(self._file_server.pid, signal.SIGCONT)
 
-    @contextlib.contextmanager
-    def name_means_loopback(self, host: str) -> Iterator[None]:
-        """On this host its own name stands for 127.0.1.1, as Debian's installer has it."""
-        file = self.folder / f"{host}.hosts"
-        before = file.read_text()
-        lines = [line for line in before.splitlines() if line.split()[1] != host]
-        # Written in place: the host has this very file mounted.
-        file.write_text("\n".join([*lines, f"127.0.1.1 {host}"]) + "\n")
-        try:
-            yield
-        finally:
-            file.write_text(before)
-
     # -- Slurm ------------------------------------------------------------------------------------------------------
 
     def slurm(self, *argv: str) -> str:
@@ -252,12 +241,6 @@ class Site:
         return self.slurm("squeue", "-h", "-o", "%A").split()
 
     # -- the head and its runs ---------------------------------------------------------------------------------------
-
-    def configure(self, text: str = "") -> None:
-        """Write the user's configuration: what all tests need, and `text` behind it."""
-        file = self.home / ".config" / "fallow" / "config.toml"
-        file.touch(mode=0o600)
-        file.write_text(_SETTINGS + text)
 
     @contextlib.contextmanager
     def head(self) -> Iterator[Head]:
@@ -278,7 +261,6 @@ class Site:
             self.slurm("scancel", job)
         self.wait_for("no job is left", lambda: not self.live_jobs(), REACT_S)
         shutil.rmtree(self.home / ".local", ignore_errors=True)
-        self.configure()
 
     def wait_for(self, what: str, condition: Callable[[], T], seconds: float) -> T:
         """The first true answer of `condition`.
@@ -326,14 +308,6 @@ class Head:
 
         self.site.wait_for("the head answers", answers, REACT_S)
 
-    def pid(self) -> int:
-        """The daemon's process id outside of its host."""
-        found = [
-            pid for pid, line in self.site.hosts.processes(LOGIN).items() if line.rstrip().endswith("fallow daemon")
-        ]
-        assert len(found) == 1, found
-        return found[0]
-
     def port(self) -> int:
         """The TCP port on which agents and workers reach the head."""
         file = self.site.home / ".local" / "state" / "fallow" / "head.json"
@@ -353,9 +327,7 @@ class Head:
         """The JSON that a command prints on the login node."""
         return json.loads(self.site.hosts.run(LOGIN, "fallow", *argv, "--json"))
 
-    def submit(
-        self, *options: str, steps: int = 400, pace_s: float = 0.1, words: str = "", exports: str = ""
-    ) -> Training:
+    def submit(self, *options: str, steps: int = 400, pace_s: float = 0.1) -> Training:
         """Submit a training with `fallow submit` on the login node."""
         self._count += 1
         folder = self.site.home / f"training{self._count}"
@@ -369,8 +341,6 @@ class Head:
             folder=folder,
             steps=steps,
             pace=pace_s,
-            words=words,
-            exports=exports,
         )
         script.write_text(text)
         argv = ("fallow", "submit", "--parsable", *options, str(script))
