@@ -171,18 +171,13 @@ class Training:
         return wait_for(f"run {self.run}: {what}", condition, seconds, self.rig.story)
 
     def wait_members(self, count: int, seconds: float = START_S) -> list[MemberView]:
-        """Wait for exactly so many members, all of which the head has heard, and no change under way.
-
-        Base jobs' come first: whose script is ready first has rank 0.
-        """
+        """Wait for exactly so many members, all of which the head has heard, and no change under way."""
 
         def settled() -> list[MemberView]:
             view = self.view()
             members = [m for m in view.members if m.rank is not None]
             calm = view.change is None and all(m.phase is MemberPhase.MEMBER and m.pids for m in members)
-            if not calm or len(members) != count:
-                return []
-            return sorted(self.members(), key=lambda m: m.allocation != "base")
+            return self.members() if calm and len(members) == count else []
 
         return self.wait_for(f"{count} members", settled, seconds)
 
