@@ -73,8 +73,11 @@ class Nobody:
     def told(self, happening: Happening | Active | Measured) -> None:
         """Nothing matters."""
 
+    def close(self) -> None:
+        """Nothing was opened."""
 
-class Greedy:
+
+class Greedy(Nobody):
     """See `fallow.sim.types.Head`. Arguments: as of `VirtualHead`."""
 
     def __init__(self, engine: SlurmSim, runs: Work, plans: Sequence[RunPlan], options: Options) -> None:

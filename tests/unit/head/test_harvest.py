@@ -20,7 +20,7 @@ from fallow.core.planning.allowance import AHEAD
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.rules import Demand, HarvestRules, Known
 from fallow.head.api.views import node_views
-from fallow.head.loop.inbox import Due, Inbox, Item, Polled, Submitted, TrialRefused
+from fallow.head.loop.inbox import Inbox, Item, Polled, TrialRefused
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm.asking import Asking
 from fallow.head.slurm.calls import SlurmCalls
@@ -426,13 +426,8 @@ class Loop:
     def take(self, item: Item) -> Turn:
         """One turn; what it asks for waits in our own queue."""
         turn = Turn(self.site.book, self.site.slurm.now, self.site.slurm.now)
-        match item:
-            case Due():
-                self.calls.take_due(turn, item)()
-            case Submitted():
-                self.calls.take_submission(turn, item)
-            case Polled(cluster):
-                self.calls.take_poll(turn, cluster)
+        if (answer := self.calls.take(turn, item)) is not None:
+            answer()
         for run, token in turn.submissions:
             self.calls.submit(run, token)
         return turn
