@@ -1,25 +1,23 @@
-"""Holes as on Summit: what is known of the source comes out again."""
+"""Holes as on Summit: what is known of the source is in the file."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 from fallow.model import Exit, FallowError
-from fallow.sim.traces.recorded import Window
-from fallow.sim.traces.summit import NODES, SummitHoles, read_percentiles
-from fallow.sim.types import Scheduler
-from fallow.traces import trace_path
+from fallow.sim.traces import open_trace
+from fallow.sim.traces.summit import COLUMNS, NODES, SummitHoles
 
 DAY_S = 86400.0
 
 
-def drawn(days: float, seed: int = 0, begin_day: float = 0.0) -> SummitHoles:
-    window = Window(seed=seed, begin_day=begin_day, days=days)
-    return SummitHoles(trace_path("summit"), window, "nograce", Scheduler())
+def opened(days: float, begin_day: float = 0.0) -> SummitHoles:
+    found = open_trace("summit", days=days, begin_day=begin_day)
+    assert isinstance(found, SummitHoles)
+    return found
 
 
 @dataclass
@@ -42,10 +40,9 @@ class Seen:
         return sum(max(0.0, length - cost_s) for length in self.lengths) / sum(self.lengths)
 
 
-@cache
-def seen(days: float, seed: int) -> Seen:
+def seen(days: float) -> Seen:
     """Checks on the way that nodes come and go in turn."""
-    holes = drawn(days, seed)
+    holes = opened(days)
     found = Seen(holes)
     since: dict[int, float] = {}
     last = holes.begin
@@ -84,38 +81,29 @@ def agrees(found: Seen, days: float) -> None:
     assert len(found.lengths) / days == pytest.approx(28367, rel=0.1)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_five_days_are_as_the_source(seed: int) -> None:
-    agrees(seen(5, seed), 5)
+def test_five_days_are_as_the_source() -> None:
+    agrees(seen(5), 5)
 
 
-def test_the_same_seed_draws_the_same_holes() -> None:
-    assert list(drawn(0.05, 3).changes()) == list(drawn(0.05, 3).changes())
-    assert list(drawn(0.05, 3).changes()) != list(drawn(0.05, 4).changes())
-    assert drawn(0.05, 3, begin_day=2).begin == drawn(0.05, 3).begin + 2 * DAY_S
-
-
-def test_the_last_percentile_has_the_known_mean() -> None:
-    means = {"hole_length_s": 1192.0, "join_batch_nodes": 29.0, "inter_event_s": 53.9}
-    for name, column in read_percentiles(trace_path("summit")).items():
-        parts = 20_000
-        mean = sum(column.at((part + 0.5) / parts) for part in range(parts)) / parts
-        assert mean == pytest.approx(means[name], rel=0.01)
-        assert column.at(1.0) > column.at(0.999) > column.at(0.99)
+def test_a_later_part_begins_with_as_many_as_are_idle_then() -> None:
+    whole, part = opened(1), opened(1, 0.5)
+    assert part.begin == whole.begin + DAY_S / 2
+    before = [(joined, left) for at, joined, left in whole.changes() if at <= part.begin]
+    (at, joined, left), *_ = part.changes()
+    assert (at, len(joined), left) == (part.begin, sum(len(came) - len(went) for came, went in before), ())
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("row", "message"),
     [
-        (lambda text: text.replace("hole_length_s", "length"), "hole_length_s"),
-        (lambda text: text.replace("\n7,82,", "\n7,x,"), "'x'"),
-        (lambda text: text.replace("\n7,82,2,1,1,10", ""), "101 percentiles"),
-        (lambda text: text.replace("\n7,82,", "\n7,70,"), "column hole_length_s"),
+        ("0,x,1", "'x'"),
+        ("100,90,1", "it ends before it begins"),
+        (f"0,10,{NODES}\n5,10,1", f"more than {NODES} nodes are idle at once"),
     ],
 )
-def test_a_table_that_cannot_be_used_is_refused(tmp_path: Path, change: object, message: str) -> None:
-    path = tmp_path / "percentiles.csv"
-    path.write_text(change(trace_path("summit").read_text()))  # type: ignore[operator]
+def test_a_table_that_cannot_be_used_is_refused(tmp_path: Path, row: str, message: str) -> None:
+    path = tmp_path / "holes.csv"
+    path.write_text(f"{','.join(COLUMNS)}\n{row}\n")
     with pytest.raises(FallowError, match=message) as refused:
-        read_percentiles(path)
+        open_trace(path)
     assert refused.value.code == Exit.DATA
