@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from math import inf, nextafter
 from selectors import SelectorKey, SelectSelector
 from typing import Any
@@ -33,6 +33,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Have something done at that Unix time."""
         self.due = min(self.due, at)
         return self.call_at(at - self._began, what, *args)
+
+    def keep(self, serve: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+        """Run a task whose error ends the play."""
+
+        async def run() -> None:
+            await serve()
+
+        task = self.create_task(run())
+        task.add_done_callback(lambda task: None if task.cancelled() else task.result())
+        return task
 
     def play(self, at: float) -> None:
         """It is `at`, in Unix time: do all that is due.

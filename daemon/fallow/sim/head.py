@@ -83,7 +83,7 @@ class VirtualHead:
         self._look: asyncio.TimerHandle | None = None
         self._members = {plan.run: Members(self._add(plan), plan.shards, options.costs.absorb[1]) for plan in plans}
         sources = [*self._calls.sources(self._book).values(), self._turns]
-        self._tasks = [self._loop.create_task(source()) for source in sources]
+        self._tasks = [self._loop.keep(source) for source in sources]
 
     def _add(self, plan: RunPlan) -> Run:
         """A run whose script is known to work, and all of whose nodes are harvested."""
