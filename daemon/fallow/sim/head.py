@@ -38,7 +38,7 @@ from fallow.sim.slurm import SlurmSim
 from fallow.sim.types import Active, Ended, Happening, Measured, Notice, Options, Pool, RunPlan, Started, Waited
 from fallow.sim.work import Work
 from fallow.slurm.paced import PacedClient
-from fallow.wire.router import KEY_LENGTH
+from fallow.wire.keys import KEY_LENGTH
 
 NEVER = 1 << 30
 """Failures after which a node is barred: what happens to nodes here is never their fault."""

@@ -80,7 +80,7 @@ class SummitHoles:
             busy.extend(left := leaving.pop(at, []))
             joined: list[int] = []
             for end, number in joining.get(at, ()):
-                nodes = [busy.popleft() for _ in range(number)]
-                joined += nodes
-                leaving.setdefault(end, []).extend(nodes)
+                chosen = [busy.popleft() for _ in range(number)]
+                joined += chosen
+                leaving.setdefault(end, []).extend(chosen)
             yield at, tuple(sorted(joined)), tuple(sorted(left))
