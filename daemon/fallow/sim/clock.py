@@ -23,6 +23,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         "Unix time: as it is, and when there is something to do (infinity: never)"
         self._began = now
         self._error: BaseException | None = None
+        self._kept: list[asyncio.Task[None]] = []
         super().__init__(_NeverWaiting(self._idle))
         self.set_exception_handler(self._fail)
 
@@ -34,15 +35,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.due = min(self.due, at)
         return self.call_at(at - self._began, what, *args)
 
-    def keep(self, serve: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-        """Run a task whose error ends the play."""
+    def keep(self, serve: Callable[[], Awaitable[None]]) -> None:
+        """Run a task until the loop is closed. Its error ends the play."""
 
         async def run() -> None:
-            await serve()
+            try:
+                await serve()
+            except Exception as error:
+                self._error = error
 
-        task = self.create_task(run())
-        task.add_done_callback(lambda task: None if task.cancelled() else task.result())
-        return task
+        self._kept.append(self.create_task(run()))
 
     def play(self, at: float) -> None:
         """It is `at`, in Unix time: do all that is due.
@@ -54,6 +56,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.run_forever()
         if self._error is not None:
             raise self._error
+
+    def close(self) -> None:
+        for task in self._kept:
+            task.cancel()
+        self.run_forever()
+        super().close()
 
     def _idle(self, timeout: float | None) -> None:
         """Nothing is due, for so long."""

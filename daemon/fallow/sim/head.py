@@ -82,8 +82,8 @@ class VirtualHead:
         "run -> when time makes one of its allocations leave"
         self._look: asyncio.TimerHandle | None = None
         self._members = {plan.run: Members(self._add(plan), plan.shards, options.costs.absorb[1]) for plan in plans}
-        sources = [*self._calls.sources(self._book).values(), self._turns]
-        self._tasks = [self._loop.keep(source) for source in sources]
+        for serve in (*self._calls.sources(self._book).values(), self._turns):
+            self._loop.keep(serve)
 
     def _add(self, plan: RunPlan) -> Run:
         """A run whose script is known to work, and all of whose nodes are harvested."""
@@ -122,9 +122,6 @@ class VirtualHead:
             self._loop.post(happening.at, self._hear, happening)
 
     def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
         self._loop.close()
 
     # -- turns ------------------------------------------------------------------------------------------------------

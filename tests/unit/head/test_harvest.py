@@ -543,8 +543,7 @@ async def test_no_poll_is_asked_for_before_the_one_before_it_was_taken_in(
 ) -> None:
     """It may be late already: a poll that waited for its turn, while Slurm takes nodes from us."""
     loop = Loop(site, queries_per_min=60_000, submits_per_min=60_000)
-    monkeypatch.setattr(site.harvest, "next_in_s", lambda _: 0.0)
-    monkeypatch.setattr(site.harvest, "longest_interval_s", lambda _: 0.0)
+    monkeypatch.setattr(site.harvest, "next_poll_s", lambda *_: 0.0)
     if not answers:
         monkeypatch.setattr(site.slurm, "poll", AsyncMock(side_effect=FallowError("Slurm does not answer")))
     polling, submitting = (serve() for serve in loop.calls.sources(site.book).values())

@@ -52,13 +52,17 @@ def test_what_is_posted_is_done_at_its_time_in_this_order(loop: VirtualLoop) -> 
 
 
 @pytest.mark.parametrize("in_a_task", [False, True])
-def test_an_error_ends_the_play(loop: VirtualLoop, in_a_task: bool) -> None:
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_an_error_and_ctrl_c_end_the_play(loop: VirtualLoop, error: type[BaseException], in_a_task: bool) -> None:
+    def fail() -> None:
+        raise error
+
     async def failing() -> None:
-        raise ZeroDivisionError
+        fail()
 
     if in_a_task:
         loop.keep(failing)
     else:
-        loop.post(NOW, lambda: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
+        loop.post(NOW, fail)
+    with pytest.raises(error):
         loop.play(NOW)

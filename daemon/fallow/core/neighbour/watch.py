@@ -160,8 +160,6 @@ class Watch:
     def is_watchful(self, allocations: Iterable[Allocation]) -> bool:
         """Return True if polls must come soon: we hold nodes that nobody but us would give back, or somebody waits for
         the end of a job of ours there."""
-        if not self.unpreempted:
-            return self._awaited
         return self._awaited or any(a.harvested and a.live and self._is_ours_to_give(a) for a in allocations)
 
     def _is_ours_to_give(self, allocation: Allocation) -> bool:

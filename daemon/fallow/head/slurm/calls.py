@@ -11,7 +11,6 @@ from typing import Any
 import structlog
 
 from fallow.core.allocations import Allocation
-from fallow.core.neighbour.watch import poll_interval_s
 from fallow.files import Paths
 from fallow.head.loop.faults import Faults
 from fallow.head.loop.inbox import Due, Inbox, Item, Polled, Submitted, TrialRefused
@@ -112,8 +111,7 @@ class SlurmCalls:
     async def _wait(self, slurm: PacedClient, book: Book, began: float, failures: int) -> None:
         """Until the next poll is due. What is submitted or taken in between may make that sooner."""
         while True:
-            interval, longest = self._harvest.next_in_s(book), self._harvest.longest_interval_s(book)
-            self.interval_s = poll_interval_s(interval, slurm.least_interval_s, failures, longest)
+            self.interval_s = self._harvest.next_poll_s(book, slurm.least_interval_s, failures)
             left = began + self.interval_s - _now()
             if left <= 0:
                 return
