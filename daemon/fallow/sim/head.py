@@ -148,7 +148,8 @@ class VirtualHead:
             run = self._book.runs[run_id]
             run.pending.clear()
             for allocation in run.live_allocations():
-                if allocation.state is AllocationState.RELEASING and allocation.token not in self._leaving:
+                is_told = allocation.state is AllocationState.RELEASING and bool(allocation.agents)
+                if is_told and allocation.token not in self._leaving:
                     self._leave(run, allocation)
             self._looks_at[run_id] = deadlines.next_at(run, self._config.membership)
         self._look_at(min(self._looks_at.values(), default=inf))
@@ -199,7 +200,6 @@ class VirtualHead:
 
     def _come(self, turn: Turn, run: Run, allocation: Allocation, started: Started) -> None:
         (node,) = started.nodes
-        self._runs.join(run.id, node, started.job_id, turn.now)
         hello = Hello(
             host=node,
             token=allocation.token,
@@ -210,6 +210,11 @@ class VirtualHead:
             entry=f"{node}:1 -",
         )
         self._agents.hear(turn, agent_peer(allocation, node), hello, turn.at)
+        if allocation.agents:
+            self._runs.join(run.id, node, started.job_id, turn.now)
+        else:
+            # It was turned away.
+            self._engine.left(started.job_id)
 
     def _leave(self, run: Run, allocation: Allocation) -> None:
         """Its node leaves the training, as it was told to, and then the job ends."""
