@@ -17,6 +17,8 @@ from fallow import __version__
 from fallow.config import Config, Membership, Site, Slurm
 from fallow.config import Harvest as HarvestSection
 from fallow.core.allocations import Allocation
+from fallow.core.membership import events as ev
+from fallow.core.membership.messages import Contract, Report
 from fallow.core.membership.records import Root
 from fallow.core.membership.roster import Roster
 from fallow.core.neighbour.preemption import as_for_us
@@ -29,11 +31,11 @@ from fallow.head.loop.turn import Turn, agent_peer
 from fallow.head.peers.agents import Agents
 from fallow.head.slurm.calls import SlurmCalls
 from fallow.head.slurm.harvest import Harvest
-from fallow.head.state.book import Book, Run, RunRecord, StoredRun
+from fallow.head.state.book import Book, Run, RunRecord, StoredRun, timing
 from fallow.model import AllocationKind, AllocationState, ClusterState, Exit, RunSpec
 from fallow.sim.client import SimClient
 from fallow.sim.clock import VirtualLoop
-from fallow.sim.members import Members
+from fallow.sim.members import AtOnce
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.types import Active, Ended, Happening, Measured, Notice, Options, Pool, RunPlan, Started, Waited
 from fallow.sim.work import Work
@@ -61,7 +63,7 @@ class VirtualHead:
         self._engine, self._runs = engine, runs
         self._loop = VirtualLoop(engine.now)
         config = self._config = _config(engine, options)
-        self._book = _Book(config)
+        self._book = _Book(config, options.costs.absorb[1])
         self.harvest = Harvest(config)
         self._agents = Agents()
         self._inbox = Inbox()
@@ -81,12 +83,12 @@ class VirtualHead:
         self._looks_at: dict[str, float] = {}
         "run -> when time makes one of its allocations leave"
         self._look: asyncio.TimerHandle | None = None
-        self._members = {plan.run: Members(self._add(plan), plan.shards, options.costs.absorb[1]) for plan in plans}
+        self._contracts = {plan.run: self._add(plan) for plan in plans}
         for serve in (*self._calls.sources(self._book).values(), self._turns):
             self._loop.keep(serve)
 
-    def _add(self, plan: RunPlan) -> Run:
-        """A run whose script is known to work, and all of whose nodes are harvested."""
+    def _add(self, plan: RunPlan) -> Contract:
+        """Begin a run whose script is known to work, and all of whose nodes are harvested; returns what these say."""
         now = self._loop.now
         spec = RunSpec(
             run=plan.run,
@@ -102,7 +104,8 @@ class VirtualHead:
         )
         root = Root(run=plan.run, minimum=plan.min_nodes, maximum=plan.max_nodes, limit=plan.max_nodes)
         record = RunRecord(base_wanted=False, slots=1)
-        return self._book.add(StoredRun(spec, record, Roster(root), {}), 0, self._loop.time())
+        self._book.add(StoredRun(spec, record, Roster(root), {}), 0, self._loop.time())
+        return Contract(signature="", shards=plan.shards, global_batch=plan.shards)
 
     # -- for who plays it -------------------------------------------------------------------------------------------
 
@@ -146,7 +149,6 @@ class VirtualHead:
         self._calls.carry_out(turn)
         for run_id in turn.dirty:
             run = self._book.runs[run_id]
-            run.pending.clear()
             for allocation in run.live_allocations():
                 is_told = allocation.state is AllocationState.RELEASING and bool(allocation.agents)
                 if is_told and allocation.token not in self._leaving:
@@ -189,8 +191,10 @@ class VirtualHead:
                 self._come(turn, run, allocation, happening)
             case Active():
                 allocation.active_at = turn.now
-                for node in allocation.members:
-                    self._members[run.id].join(turn, node)
+                for host, agent in allocation.agents.items():
+                    ready = self._contracts[run.id]
+                    report = Report(node=agent.node, boot=agent.boot, seq=1, term=0, edition=1, ready=ready)
+                    turn.apply(run, ev.Reported(at=turn.at, host=host, report=report))
             case Notice() if allocation.agents:
                 self._agents.hear(turn, _peer(allocation), Beat(warned=SIGTERM), turn.at)
             case Ended() if allocation.agents:
@@ -220,9 +224,6 @@ class VirtualHead:
         """Its node leaves the training, as it was told to, and then the job ends."""
         self._leaving.add(allocation.token)
         left_at = self._runs.release(run.id, list(allocation.agents), self._loop.now)
-        turn = self._turn()
-        self._members[run.id].settle(turn)
-        self._carry_out(turn)
         self._loop.post(left_at, self._left, run, allocation)
 
     def _left(self, run: Run, allocation: Allocation) -> None:
@@ -234,18 +235,21 @@ class VirtualHead:
 
     def _gone(self, turn: Turn, run: Run, allocation: Allocation, code: int) -> None:
         self._leaving.discard(allocation.token)
-        numbers = allocation.members
         self._agents.hear(turn, _peer(allocation), Left(code=code), turn.at)
-        self._members[run.id].settle(turn)
-        self._members[run.id].forget(numbers)
 
 
 class _Book(Book):
-    """A book without files."""
+    """A book without files, of runs whose members come and go at once."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, pause_s: float) -> None:
+        self._pause_s = pause_s
         nowhere, self._numbers = Path("/nonexistent"), count()
         super().__init__(Paths(state=nowhere, runtime=nowhere), config, lambda: f"{next(self._numbers):06x}")
+
+    def add(self, stored: StoredRun, revision: int, at: float) -> Run:
+        run = super().add(stored, revision, at)
+        run.machine = AtOnce(run.roster, self._pause_s, term=self.term, timing=timing(self.config.membership), at=at)
+        return run
 
     def leave_keys(self, run: Run, kind: AllocationKind, token: str) -> str:
         return f"{next(self._numbers):0{KEY_LENGTH}x}"

@@ -1,79 +1,73 @@
-"""The nodes of a run in the simulation, as its membership sees them: they do at once what they are told."""
+"""The membership of a simulated run: changes happen at once. What they cost is for `sim.work` to say."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-import msgspec
-
 from fallow.core.membership import events as ev
-from fallow.core.membership.messages import Contract, Report, Switch
-from fallow.head.loop.turn import Turn
-from fallow.head.state.book import Run
-from fallow.model import ChangeKind, Doing
-
-ROUNDS = 20
-"""One change may follow from another so often."""
+from fallow.core.membership.machine import Machine
+from fallow.core.membership.messages import Report
+from fallow.core.membership.records import Change, Node
+from fallow.core.membership.roster import Roster
+from fallow.model import ChangeKind, MemberPhase, RunStatus
 
 
-class Members:
-    """Reports that the agents of one run would send.
+class AtOnce(Machine):
+    """Lets in whoever reports, and forgets whoever is gone. No votes are asked for, and nothing is written down.
 
     Args:
-        run: whose nodes they are.
-        shards: of a step.
-        pause_s: for so long all stop at each change but the first.
+        roster, more: as of `Machine`.
+        pause_s: for so long all are said to stop when somebody joins.
     """
 
-    def __init__(self, run: Run, shards: int, pause_s: float) -> None:
-        self._run = run
-        self._contract = Contract(signature="", shards=shards, global_batch=shards)
+    def __init__(self, roster: Roster, pause_s: float, **more: Any) -> None:
+        super().__init__(roster, **more)
         self._pause_s = pause_s
-        self._said: dict[int, Report] = {}
-        "the newest report of each node"
 
-    def join(self, turn: Turn, node: int) -> None:
-        """A node is ready, and is absorbed."""
-        self._say(turn, node, ready=self._contract)
-        self.settle(turn)
+    def handle(self, event: ev.Event) -> ev.Turn:
+        nodes, then = self.roster.nodes, list[ev.Instruction]()
+        match event:
+            case ev.Expected():
+                then.append(self._expect_node(event))
+            case ev.Reported(report=report):
+                then.append(self._join(report, event.at))
+            case ev.Ends() if event.node in nodes:
+                nodes[event.node].ends_at = event.ends_at
+            case ev.Release():
+                for number in event.nodes:
+                    nodes[number].leaving = event.reason
+            case ev.Gone() if event.node in nodes:
+                self._forget(nodes[event.node])
+        return ev.Turn({}, then)
 
-    def forget(self, nodes: Iterable[int]) -> None:
-        """They say nothing any more."""
-        for node in nodes:
-            self._said.pop(node, None)
+    def _expect_node(self, event: ev.Expected) -> ev.Admitted:
+        root = self.roster.root
+        number, root.next_id = root.next_id, root.next_id + 1
+        self.roster.add(
+            Node(id=number, host=event.host, token=event.token, boot=event.boot, slots=event.slots, entry=event.entry)
+        )
+        return ev.Admitted(number, event.host, event.token, event.boot)
 
-    def settle(self, turn: Turn) -> None:
-        """Vote on what is proposed, and go over, until no change is under way."""
-        machine = self._run.machine
-        for _ in range(ROUNDS):
-            ballot = machine.state.ballot
-            if ballot is None:
-                return
-            generation = ballot.change.generation
-            if machine.state.voting is not None:
-                for node in ballot.participants:
-                    given_up = max(self._said[node].given_up, machine.order(node).broken)
-                    self._say(turn, node, prepared=generation, given_up=given_up)
-                continue
-            for node in [node for node in ballot.change.leavers if self._run.roster.alive(node)]:
-                self._say(turn, node, left=generation, given_up=generation)
-            for node in list(ballot.members):
-                if machine.state.going is not None:
-                    self._arrive(turn, node, generation)
-        raise AssertionError(f"the membership does not settle: {machine.state.ballot}")
+    def _join(self, report: Report, at: float) -> ev.Completed:
+        root, before, number = self.roster.root, self.roster.members, report.node
+        members = [*before, number]
+        root.generation, root.contract, root.status = root.generation + 1, report.ready, RunStatus.TRAINING
+        self.roster.nodes[number].phase = MemberPhase.READY
+        self.roster.seat(members, [number])
+        change = Change(
+            generation=root.generation,
+            replaces=root.generation - 1,
+            kind=ChangeKind.ABSORB if before else ChangeKind.START,
+            leavers=[],
+            joined=[number],
+            reason="",
+            began_at=at,
+            first_step=0,
+            pause_s=self._pause_s if before else 0.0,
+        )
+        return ev.Completed(change, tuple(members), (number,), (), 0.0)
 
-    def _arrive(self, turn: Turn, node: int, generation: int) -> None:
-        """A node computes in this generation, with the state."""
-        change = self._run.root.change
-        pause_s = 0.0 if change is None or change.kind is ChangeKind.START else self._pause_s
-        switch = Switch(generation=generation, first_step=0, pause_s=pause_s)
-        self._say(turn, node, generation=generation, has_state=True, switch=switch, doing=Doing.WORKING)
-
-    def _say(self, turn: Turn, node: int, **what: Any) -> None:
-        """A node reports as before, but for `what`."""
-        known, order = self._run.roster.nodes[node], self._run.machine.order(node)
-        last = self._said.get(node) or Report(node=node, boot=known.boot, seq=0, term=0, edition=0)
-        told = {"seq": last.seq + 1, "term": order.term, "edition": order.edition}
-        report = self._said[node] = msgspec.structs.replace(last, **told, **what)
-        turn.apply(self._run, ev.Reported(at=turn.at, host=known.host, report=report))
+    def _forget(self, node: Node) -> None:
+        self.roster.seat([number for number in self.roster.members if number != node.id], [])
+        node.phase, node.exited = MemberPhase.GONE, True
+        self.roster.forget(node)
