@@ -12,6 +12,7 @@ import math
 import random
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 from msgspec.structs import replace
 
@@ -67,9 +68,9 @@ class TimedHead(VirtualHead):
     polls_s: list[float]
 
     def wake(self, at: float) -> None:
-        before, began = self.cluster, time.process_time()
+        before, began = self.harvest.cluster, time.process_time()
         super().wake(at)
-        if self.cluster is not before:
+        if self.harvest.cluster is not before:
             self.polls_s.append(time.process_time() - began)
 
 
@@ -84,9 +85,9 @@ def decide(nodes: int, runs: int, lasts_s: float) -> tuple[list[float], str]:
     plans = [replace(model, run=f"r{number}", rate=curves[number % len(curves)]) for number in range(runs)]
     engine, meter = SlurmSim(load.site, 0, load.begin, load.jobs()), Tally(plans, nodes, load.begin)
     work = Work(plans, IN_PLACE, 0, meter, load.begin)
-    virtual = TimedHead(engine, work, plans, OPTIONS)
-    virtual.polls_s = []
-    play(engine, virtual, work, meter, load.end)
+    with closing(TimedHead(engine, work, plans, OPTIONS)) as virtual:
+        virtual.polls_s = []
+        play(engine, virtual, work, meter, load.end)
     training = sum(work.members(plan.run) for plan in plans)
     requests = meter.score().slurmctld_rpcs_per_min
     per_min = f"{len(virtual.polls_s) * 60 / lasts_s:.1f} polls and {requests:.0f} requests a minute"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,21 +67,6 @@ def job(
     return SimJob(
         job_id=job_id, user=more.pop("user", "u"), submit_at=at, runs_s=runs_s, limit_s=limit_s, part=part, **more
     )
-
-
-def load(
-    seed: int, begin: float, lasts_s: float, nodes: int, every_s: float, partitions: Sequence[str]
-) -> list[SimJob]:
-    """Jobs at random whose times are no whole seconds, so that nothing else happens in the same moment; every fourth
-    in the second partition."""
-    rng, at, found = random.Random(f"{seed}/load"), begin, []
-    while (at := at + rng.expovariate(1 / every_s)) < begin + lasts_s:
-        runs_s = min(7000.0, rng.lognormvariate(6.5, 1.0))
-        size = min(nodes, 1 + int(rng.expovariate(1.0)))
-        limit_s = 60.0 * rng.choice((10, 30, 60, 120)) + runs_s
-        partition = partitions[0] if len(found) % 4 else partitions[-1]
-        found.append(job(str(len(found) + 1), at, size, limit_s, runs_s, partition))
-    return found
 
 
 def wanted(minutes: int = 60, **more: Any) -> Wanted:

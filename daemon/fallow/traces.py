@@ -12,7 +12,7 @@ SHIPPED = {
     "earth": "helios_earth_2020-05_jobs.csv.gz",
     "helios": "helios_earth_2020-05_jobs.csv.gz",
     "philly": "philly_2017_active_nodes.csv.gz",
-    "summit": "summit_2021-02_idle_percentiles.csv",
+    "summit": "summit_like_holes.csv.gz",
 }
 """Name -> file; contrib/traces/README.md says what each of them is."""
 

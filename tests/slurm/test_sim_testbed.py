@@ -21,6 +21,7 @@ from fallow.testbed.load import make_jobs
 pytestmark = pytest.mark.slurm
 MakeTestbed = Callable[..., Testbed]
 DATA = Path(__file__).parents[1] / "data" / "sim"
+LOOK_S = 5.0
 MAIN_S = 3.0
 "The main scheduler starts a job so long after what lets it start; Slurm tells whole seconds, and looks once a second."
 
@@ -80,10 +81,12 @@ def test_starts_of_a_load_from_a_seed(make_testbed: MakeTestbed) -> None:
 
 
 def play(testbed: Testbed, load: list[Line]) -> dict[str, Seen]:
-    """Have the real Slurm run it."""
-    began = time.monotonic()
+    """Have the real Slurm run it. Slurm forgets ended jobs after MinJobAge, so they are looked at all the time."""
+    began, seen = time.monotonic(), dict[str, Seen]()
     for job in load:
-        time.sleep(max(0.0, began + job.at_s - time.monotonic()))
+        while (left_s := began + job.at_s - time.monotonic()) > 0:
+            time.sleep(min(left_s, LOOK_S))
+            seen |= look(testbed)
         options = [f"--job-name={job.name}", f"--nodes={job.nodes}", f"--time={job.limit}"]
         options += [f"--partition={job.partition}", "--exclusive", "--no-requeue", "--output=/dev/null", "--chdir=/"]
         testbed.slurm("sbatch", *options, f"--wrap=exec sleep {job.runs_s:g}")
@@ -91,9 +94,19 @@ def play(testbed: Testbed, load: list[Line]) -> dict[str, Seen]:
     while testbed.slurm("squeue", "-h", "-o", "%j"):
         assert time.monotonic() < deadline, f"jobs are left: {testbed.slurm('squeue')}"
         time.sleep(0.2)
+        seen |= look(testbed)
+    return seen | look(testbed)
+
+
+def look(testbed: Testbed) -> dict[str, Seen]:
+    """The jobs that have started, by name."""
     text = testbed.slurm("env", "SLURM_TIME_FORMAT=%s", "squeue", "-h", "-t", "all", "-o", "%j|%V|%S|%e|%l|%T")
     rows = [line.split("|") for line in text.split()]
-    return {row[0]: Seen(float(row[1]), float(row[2]), float(row[3]), row[4], row[5]) for row in rows}
+    return {
+        name: Seen(float(submit), float(start), float(end), limit, state)
+        for name, submit, start, end, limit, state in rows
+        if state != "PENDING"
+    }
 
 
 def simulate(testbed: Testbed, load: list[Line], real: dict[str, Seen]) -> dict[str, Seen]:

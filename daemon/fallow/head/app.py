@@ -290,12 +290,7 @@ class Head:
         """One turn: decide, make it durable, carry it out."""
         turn = Turn(self._book, steady(), time.time())
         answers = [self._decide(turn, item) for item in items]
-        if turn.began:
-            self._harvest.plan_again(turn)
-        if turn.taken:
-            with turn.apart("neighbours"):
-                self._harvest.neighbours.taken(turn.now)
-            self._calls.pace()
+        self._calls.follow_up(turn)
         accounts.note(turn)
         await self._persist(turn)
         await self._carry_out(turn)
@@ -346,16 +341,10 @@ class Head:
                 self._deadlines.tick(turn)
                 with turn.apart("pruning"):
                     self._pruning.tick(turn)
-            case Polled(cluster):
-                self._calls.take_poll(turn, cluster)
-            case Due():
-                return self._calls.take_due(turn, item)
-            case Submitted():
-                self._calls.take_submission(turn, item)
+            case Polled() | Due() | Submitted() | TrialRefused():
+                return self._calls.take(turn, item)
             case Switched(why):
                 self._harvest.asking.switch(turn, why)
-            case TrialRefused(run_id, partition, reason):
-                self._harvest.tested(turn, self._book.runs[run_id], partition, reason)
             case Asked():
                 return self._take_request(turn, item)
         return None
@@ -384,10 +373,7 @@ class Head:
 
     async def _carry_out(self, turn: Turn) -> None:
         """What is durable by now; what cannot be done is counted, and the rest is done."""
-        for run_id, token in turn.submissions:
-            self._calls.submit(run_id, token)
-        if turn.cancels:
-            self._calls.cancel([job for _, _, job in turn.cancels])
+        self._calls.carry_out(turn)
         try:
             await self._send(turn)
         finally:  # also if the head is stopped in the middle

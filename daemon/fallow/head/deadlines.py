@@ -44,29 +44,14 @@ class Deadlines:
             self._end_stragglers(turn, run)
             return
         run.look_how_far()
-        margin_s = turn.book.config.membership.release_margin_s + run.longest_pause_s() + run.longest_save_s()
-        for allocation in run.live_allocations():
-            self._watch_walltime(turn, run, allocation, margin_s)
+        watch_time(turn, run)
         turn.apply(run, ev.Ticked(at=turn.at))
         _look_for_agents(turn, run)
         for allocation in run.live_allocations():
-            neighbours.hurry(turn, run, allocation)
             for host in allocation.hosts:
                 self._watch_agent(turn, run, allocation, host)
             restarts.due(turn, run, allocation)
         forget(turn, run)
-
-    @staticmethod
-    def _watch_walltime(turn: Turn, run: Run, allocation: Allocation, margin_s: float) -> None:
-        """Tell the membership when nodes go away, and release them so long before."""
-        if allocation.end_at is None:
-            return
-        ends_at = allocation.end_at + turn.at - turn.now
-        for node in [run.roster.nodes[n] for n in allocation.members if n in run.roster.nodes]:
-            if node.alive and (node.ends_at is None or abs(node.ends_at - ends_at) > CLOSE_S):
-                turn.apply(run, ev.Ends(at=turn.at, node=node.id, ends_at=ends_at))
-        if allocation.state is AllocationState.RUNNING and turn.now >= allocation.end_at - margin_s:
-            turn.release_allocation(run, allocation, allocation.ends_because)
 
     def _watch_agent(self, turn: Turn, run: Run, allocation: Allocation, host: str) -> None:
         """Give up a silent agent on whose node nothing is left, or of which all processes are known to have ended."""
@@ -90,6 +75,36 @@ class Deadlines:
                 seen_at = run.agent_seen.setdefault((allocation.token, host), turn.at)
                 if turn.at - seen_at > turn.book.config.membership.lease_s:
                     give_up_agent(turn, run, allocation, host, "the run is over")
+
+
+def watch_time(turn: Turn, run: Run) -> None:
+    """Release nodes so long before they go away, and end what has not left in time."""
+    margin_s = _margin_s(run, turn.book.config.membership)
+    for allocation in run.live_allocations():
+        if allocation.end_at is not None:
+            _tell_end(turn, run, allocation, allocation.end_at + turn.at - turn.now)
+            if allocation.state is AllocationState.RUNNING and turn.now >= allocation.end_at - margin_s:
+                turn.release_allocation(run, allocation, allocation.ends_because)
+        neighbours.hurry(turn, run, allocation)
+
+
+def next_at(run: Run, config: Membership) -> float:
+    """Unix time at which `watch_time` has something to do, as things are; infinity: never."""
+    live, margin_s = run.live_allocations(), _margin_s(run, config)
+    ends = [a.end_at - margin_s for a in live if a.state is AllocationState.RUNNING and a.end_at is not None]
+    return min([inf, *ends, *(a.gone_by for a in live if a.gone_by is not None)])
+
+
+def _margin_s(run: Run, config: Membership) -> float:
+    """How long before its end a node is released."""
+    return config.release_margin_s + run.longest_pause_s() + run.longest_save_s()
+
+
+def _tell_end(turn: Turn, run: Run, allocation: Allocation, ends_at: float) -> None:
+    """Tell the membership when nodes go away. Args: ends_at: on the head's clock."""
+    for node in [run.roster.nodes[n] for n in allocation.members if n in run.roster.nodes]:
+        if node.alive and (node.ends_at is None or abs(node.ends_at - ends_at) > CLOSE_S):
+            turn.apply(run, ev.Ends(at=turn.at, node=node.id, ends_at=ends_at))
 
 
 def _patience_s(run: Run, allocation: Allocation, host: str, config: Membership) -> float:

@@ -7,14 +7,12 @@ end, or until the node is gone.
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from math import inf
-from typing import Literal
 
+from fallow.sim.clock import VirtualLoop
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.types import (
     POLL_REQUESTS,
@@ -73,6 +71,9 @@ class Nobody:
     def told(self, happening: Happening | Active | Measured) -> None:
         """Nothing matters."""
 
+    def close(self) -> None:
+        """Nothing was opened."""
+
 
 class Greedy:
     """See `fallow.sim.types.Head`. Arguments: as of `VirtualHead`."""
@@ -85,36 +86,26 @@ class Greedy:
         self._held = dict.fromkeys(self._plans, 0)
         "run -> its nodes, those that start up included"
         self._lead_s = min(LEAVING_S, options.costs.release[1])
-        self._now = engine.now
-        self._bucket = Bucket(options.submits_per_min, lambda: self._now)
-        self._look_at = engine.now
-        self._timers: list[tuple[float, int, Literal["submit", "leave", "left"], str]] = []
-        "(Unix time, order, what is due, partition or job id)"
-        self._order = count()
+        self._loop = VirtualLoop(engine.now)
+        self._loop.post(engine.now, self._look)
+        self._bucket = Bucket(options.submits_per_min, self._loop.time)
         self._queued: Counter[str] = Counter()
         "partition -> requests that wait for their turn at sbatch"
         self._jobs: dict[str, _Job] = {}
 
     def next_at(self) -> float:
-        return min(self._look_at, self._timers[0][0] if self._timers else inf)
+        return self._loop.due
 
     def wake(self, at: float) -> None:
-        self._now = at
-        while self._timers and self._timers[0][0] <= at:
-            _, _, what, which = heapq.heappop(self._timers)
-            if what == "submit":
-                self._submit(which)
-            elif which in self._jobs:
-                if what == "left":
-                    self._engine.left(which)
-                else:
-                    self._leave(which)
-        if self._look_at <= at:
-            self._look_at = at + self._options.poll_s
-            self._look()
+        self._loop.play(at)
 
     def told(self, happening: Happening | Active | Measured) -> None:
-        self._now = happening.at
+        self._loop.post(happening.at, self._hear, happening)
+
+    def close(self) -> None:
+        self._loop.close()
+
+    def _hear(self, happening: Happening | Active | Measured) -> None:
         if isinstance(happening, Started):
             self._started(happening)
         elif isinstance(happening, Notice) and happening.kill_at > happening.at:
@@ -122,7 +113,7 @@ class Greedy:
         elif isinstance(happening, Ended):
             job = self._jobs.pop(happening.job_id, None)
             if job is not None and job.run:
-                self._runs.lost(job.run, [job.node], self._now)
+                self._runs.lost(job.run, [job.node], happening.at)
                 self._held[job.run] -= 1
 
     # -- nodes ------------------------------------------------------------------------------------------------------
@@ -137,19 +128,23 @@ class Greedy:
         job.run = min(users, key=self._held.__getitem__)
         self._held[job.run] += 1
         self._runs.join(job.run, job.node, started.job_id, started.at)
-        self._later(started.end_at - self._lead_s, "leave", started.job_id)
+        self._loop.post(started.end_at - self._lead_s, self._leave, started.job_id)
 
     def _leave(self, job_id: str) -> None:
         """Have the node of a job leave its run, and the job end."""
         job = self._jobs.get(job_id)
         if job is None or job.is_leaving or not job.node:
             return
-        job.is_leaving, left_at = True, self._now
+        job.is_leaving, left_at = True, self._loop.now
         if job.run:
-            left_at = self._runs.release(job.run, [job.node], self._now)
+            left_at = self._runs.release(job.run, [job.node], self._loop.now)
             self._held[job.run] -= 1
             job.run = ""
-        self._later(left_at, "left", job_id)
+        self._loop.post(left_at, self._left, job_id)
+
+    def _left(self, job_id: str) -> None:
+        if job_id in self._jobs:
+            self._engine.left(job_id)
 
     def _users(self, partition: str) -> list[str]:
         """Runs that may use nodes of this partition."""
@@ -159,9 +154,10 @@ class Greedy:
 
     def _look(self) -> None:
         """Poll, withdraw what has waited for long, and ask for what is idle and useful."""
+        self._loop.post(self._loop.now + self._options.poll_s, self._look)
         self.calls += POLL_REQUESTS
         for job_id, job in list(self._jobs.items()):
-            if not job.node and not job.is_leaving and self._now - job.asked_at > STALE_S:
+            if not job.node and not job.is_leaving and self._loop.now - job.asked_at > STALE_S:
                 job.is_leaving = True
                 self.calls += 1
                 self._engine.cancel(job_id)
@@ -175,16 +171,13 @@ class Greedy:
             room = sum(self._plans[run].max_nodes - self._held[run] for run in self._users(partition))
             for _ in range(min(number, room) - waiting[partition]):
                 self._queued[partition] += 1
-                self._later(self._now + self._bucket.take(), "submit", partition)
+                self._loop.post(self._loop.now + self._bucket.take(), self._submit, partition)
 
     def _submit(self, partition: str) -> None:
         self.calls += 1
         self._queued[partition] -= 1
         job_id = self._engine.submit(Wanted(token=NAME, partition=partition, minutes=MINUTES))
-        self._jobs[job_id] = _Job(partition, self._now)
-
-    def _later(self, at: float, what: Literal["submit", "leave", "left"], which: str) -> None:
-        heapq.heappush(self._timers, (at, next(self._order), what, which))
+        self._jobs[job_id] = _Job(partition, self._loop.now)
 
 
 def lowest_partitions(site: Site) -> dict[str, str]:

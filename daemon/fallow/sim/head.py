@@ -1,52 +1,52 @@
-"""The head in virtual time: what `harvest`, `asking` and `calls` of `head.slurm` do, without their processes.
+"""The head's own Slurm side in virtual time: `head.slurm` over a simulated cluster, with runs whose nodes are played.
 
-All that decides is the head's own, out of `fallow.core`. Here is the order in which it is done, and what happens
-between two decisions: it waits for Slurm's answers and for its turns at sbatch, hears of its nodes and lets them go in
-time. Nothing is put off, paused, paid for or hurried: no job comes to nothing, and runs have no budget and no deadline.
+All that is decided is decided by the head's own code: what a poll shows, what is asked for, whose turn it is at sbatch.
+Here is what surrounds it: the time, and agents that say that they have come, were warned or have left.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from itertools import count
 from math import inf
+from pathlib import Path
+from typing import NoReturn
 
-from msgspec import structs
-
-from fallow.core.accounting.spans import by_token
+from fallow import __version__
+from fallow.config import Config, Membership, Site, Slurm
+from fallow.config import Harvest as HarvestSection
 from fallow.core.allocations import Allocation
-from fallow.core.neighbour.needs import ExternalDemand, GiveBack
+from fallow.core.membership import events as ev
+from fallow.core.membership.messages import Contract, Report
+from fallow.core.membership.records import Root
+from fallow.core.membership.roster import Roster
 from fallow.core.neighbour.preemption import as_for_us
-from fallow.core.neighbour.watch import Manners, Watch, interval_s, longest_interval_s, poll_interval_s
-from fallow.core.planning import allowance
-from fallow.core.planning.allowance import Limits
-from fallow.core.planning.asking import Ask
-from fallow.core.planning.learner import Learner, withdrawn
-from fallow.core.planning.plan import plan
-from fallow.core.planning.rules import HarvestRules
-from fallow.core.planning.situation import Situation
-from fallow.core.planning.withdrawals import Withdraw
-from fallow.model import ClusterConfig, ClusterState
-from fallow.sim.book import Book
-from fallow.sim.leases import ASKER, Leases
+from fallow.core.protocol.agents import Beat, Hello, Left
+from fallow.files import Paths
+from fallow.head import deadlines
+from fallow.head.loop.faults import Faults
+from fallow.head.loop.inbox import Inbox
+from fallow.head.loop.turn import Turn, agent_peer
+from fallow.head.peers.agents import Agents
+from fallow.head.slurm.calls import SlurmCalls
+from fallow.head.slurm.harvest import Harvest
+from fallow.head.state.book import Book, Run, RunRecord, StoredRun, timing
+from fallow.model import AllocationKind, AllocationState, ClusterState, Exit, RunSpec
+from fallow.sim.client import SimClient
+from fallow.sim.clock import VirtualLoop
+from fallow.sim.members import AtOnce
 from fallow.sim.slurm import SlurmSim
-from fallow.sim.types import (
-    POLL_REQUESTS,
-    Active,
-    Ended,
-    Happening,
-    Measured,
-    Notice,
-    Options,
-    Pool,
-    RunPlan,
-    Started,
-    Waited,
-)
+from fallow.sim.types import Active, Ended, Happening, Measured, Notice, Options, Pool, RunPlan, Started, Waited
 from fallow.sim.work import Work
-from fallow.slurm.paced import BUSY, CONFIG_S, Bucket
+from fallow.slurm.paced import PacedClient
+from fallow.wire.keys import KEY_LENGTH
 
-ANSWER_S = 0.2
-"""From a poll to its answer."""
+NEVER = 1 << 30
+"""Failures after which a node is barred: what happens to nodes here is never their fault."""
+
+SIGTERM, KILLED = 15, 137
+"""With what Slurm warns, and the exit code of what it kills."""
 
 
 class VirtualHead:
@@ -60,181 +60,227 @@ class VirtualHead:
     """
 
     def __init__(self, engine: SlurmSim, runs: Work, plans: Sequence[RunPlan], options: Options) -> None:
-        self._polls = 0
-        "requests to slurmctld that polls were"
-        self.cluster: ClusterState | None = None
-        "the last poll, put right (`core.neighbour.preemption`)"
-        self.learner = Learner()
-        self.book = Book(plans, options.costs)
-        self._engine = engine
-        self._limits = _limits(engine, options)
-        self.watch = Watch(
-            # What a trace does not say of others is not hidden from us: there is nothing behind it.
-            Manners(allow_without_preemption=self._limits.allow_without_preemption, harvest_unseen=True)
+        self._engine, self._runs = engine, runs
+        self._loop = VirtualLoop(engine.now)
+        config = self._config = _config(engine, options)
+        self._book = _Book(config, options.costs.absorb[1])
+        self.harvest = Harvest(config)
+        self._agents = Agents()
+        self._inbox = Inbox()
+        self._client = SimClient(engine, self._has_job)
+        paced = PacedClient(
+            self._client,
+            queries_per_min=config.slurm.queries_per_min,
+            submits_per_min=config.slurm.submits_per_min,
+            clock=self._loop.time,
+            wall=lambda: self._loop.now,
         )
-        self._now = engine.now
-        self._queries = Bucket(options.queries_per_min, lambda: self._now)
-        self._leases = Leases(engine, runs, self.book, self.learner, self._limits, self._queries)
-        self._config: ClusterConfig | None = None
-        self._config_at = -inf
-        self._interval_s = options.poll_s
-        "from one poll to the next, as of the last one"
-        self._began, self._poll_at = -inf, engine.now
-        self._sends_at = inf
-        "when slurmctld may be asked, once that is wanted"
-        self._answer: ClusterState | None = None
-        "what the poll says that is under way"
-        self._answer_at = inf
-        "when that comes"
-        self._external = ExternalDemand()
-        "what others' jobs needed of us by the last poll"
+        self._calls = SlurmCalls(paced, self._book.paths, self.harvest, self._inbox, _NoFaults())
+        self._jobs: dict[str, tuple[Run, str]] = {}
+        "job id -> run, token"
+        self._leaving: set[str] = set()
+        "tokens of those that are about to leave"
+        self._looks_at: dict[str, float] = {}
+        "run -> when time makes one of its allocations leave"
+        self._look: asyncio.TimerHandle | None = None
+        self._contracts = {plan.run: self._add(plan) for plan in plans}
+        for serve in (*self._calls.sources(self._book).values(), self._turns):
+            self._loop.keep(serve)
 
-    # -- what happens -----------------------------------------------------------------------------------------------
+    def _add(self, plan: RunPlan) -> Contract:
+        """Begin a run whose script is known to work, and all of whose nodes are harvested; returns what these say."""
+        now = self._loop.now
+        spec = RunSpec(
+            run=plan.run,
+            name=plan.run,
+            min_nodes=plan.min_nodes,
+            max_nodes=plan.max_nodes,
+            # Runs of one script learn from each other.
+            script=f"#!/bin/sh\n# {plan.rate}\n",
+            cwd="/",
+            weight=plan.weight,
+            harvest_partitions=list(plan.partitions),
+            created_at=now,
+        )
+        root = Root(run=plan.run, minimum=plan.min_nodes, maximum=plan.max_nodes, limit=plan.max_nodes)
+        record = RunRecord(base_wanted=False, slots=1)
+        self._book.add(StoredRun(spec, record, Roster(root), {}), 0, self._loop.time())
+        return Contract(signature="", shards=plan.shards, global_batch=plan.shards)
+
+    # -- for who plays it -------------------------------------------------------------------------------------------
 
     @property
     def calls(self) -> int:
         """Requests to slurmctld so far."""
-        return self._polls + self._leases.calls
+        return self._client.requests
 
     def next_at(self) -> float:
-        return min(self._poll_at, self._sends_at, self._answer_at, self._leases.next_at())
+        return self._loop.due
 
     def wake(self, at: float) -> None:
-        while self.next_at() <= at:
-            self._now = at
-            if self._leases.next_at() <= at:
-                if self._leases.play(at):
-                    self._pace()
-                if self._leases.next_at() > at:
-                    return  # what follows in the cluster comes before what is asked and answered in the same moment
-            elif self._answer is not None and self._answer_at <= at:
-                shown, self._answer, self._answer_at = self._answer, None, inf
-                self._polled(shown)
-                self._pace()
-            elif self._sends_at <= at:
-                self._sends_at = inf
-                self._answer, self._answer_at = self._engine.poll(), self._now + ANSWER_S
-                self._polls += POLL_REQUESTS
-            else:
-                # What was the interval when this was fixed may not be it any more.
-                self._pace()
-                if self._poll_at <= at:
-                    self._began, self._poll_at = self._now, inf
-                    self._sends_at = self._now + self._wait_for_tokens_s()
+        self._loop.play(at)
 
     def told(self, happening: Happening | Active | Measured) -> None:
-        self._now = happening.at
+        if not isinstance(happening, Pool | Waited):  # nobody tells the head of those
+            self._loop.post(happening.at, self._hear, happening)
+
+    def close(self) -> None:
+        self._loop.close()
+
+    # -- turns ------------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> Turn:
+        return Turn(self._book, self._loop.time(), self._loop.now)
+
+    async def _turns(self) -> None:
+        """As the head's loop, with nothing to be written down."""
+        while True:
+            item = await self._inbox.get()
+            turn = self._turn()
+            answer = self._calls.take(turn, item)
+            self._carry_out(turn)
+            if answer is not None:
+                answer()
+
+    def _carry_out(self, turn: Turn) -> None:
+        self._calls.follow_up(turn)
+        if turn.failures:
+            raise turn.failures[0].error
+        self._calls.carry_out(turn)
+        for run_id in turn.dirty:
+            run = self._book.runs[run_id]
+            for allocation in run.live_allocations():
+                is_told = allocation.state is AllocationState.RELEASING and bool(allocation.agents)
+                if is_told and allocation.token not in self._leaving:
+                    self._leave(run, allocation)
+            self._looks_at[run_id] = deadlines.next_at(run, self._config.membership)
+        self._look_at(min(self._looks_at.values(), default=inf))
+
+    # -- what time brings -------------------------------------------------------------------------------------------
+
+    def _look_at(self, at: float) -> None:
+        if self._look is not None:
+            self._look.cancel()
+        self._look = None if at == inf else self._loop.post(at, self._look_at_time)
+
+    def _look_at_time(self) -> None:
+        self._look, turn = None, self._turn()
+        for run_id in [run_id for run_id, at in self._looks_at.items() if at <= turn.now]:
+            deadlines.watch_time(turn, self._book.runs[run_id])
+            turn.dirty.add(run_id)
+        self._carry_out(turn)
+
+    # -- what the nodes say -----------------------------------------------------------------------------------------
+
+    def _has_job(self, job_id: str, token: str) -> None:
+        run = next(run for run in self._book.runs.values() if token in run.allocations)
+        self._jobs[job_id] = run, token
+
+    def _hear(self, happening: Started | Active | Notice | Ended | Measured) -> None:
         if isinstance(happening, Measured):
-            self.book.measured(happening)
+            curve = self._book.runs[happening.run].record.curve
+            curve.observe(happening.members, happening.step_s, happening.lasted_s, happening.at)
             return
-        if isinstance(happening, Pool | Waited):
-            return  # nobody tells the head
-        allocation = self.book.of_job(happening.job_id)
+        run, token = self._jobs[happening.job_id]
+        allocation = run.allocations.get(token)
         if allocation is None or not allocation.live:
             return
+        turn = self._turn()
         match happening:
             case Started():
-                self._leases.started(allocation, happening)
+                self._come(turn, run, allocation, happening)
             case Active():
-                if self._leases.trains(allocation, happening):
-                    self._plan_again()
-            case Notice():
-                if self._leases.noticed(allocation, happening):
-                    self.watch.taken(self._now)
-                    self._pace()
-            case Ended():
-                self._leases.ended(allocation, happening)
+                allocation.active_at = turn.now
+                for host, agent in allocation.agents.items():
+                    ready = self._contracts[run.id]
+                    report = Report(node=agent.node, boot=agent.boot, seq=1, term=0, edition=1, ready=ready)
+                    turn.apply(run, ev.Reported(at=turn.at, host=host, report=report))
+            case Notice() if allocation.agents:
+                self._agents.hear(turn, _peer(allocation), Beat(warned=SIGTERM), turn.at)
+            case Ended() if allocation.agents:
+                self._runs.lost(run.id, list(allocation.agents), turn.now)
+                self._gone(turn, run, allocation, KILLED)
+        self._carry_out(turn)
 
-    # -- polls ------------------------------------------------------------------------------------------------------
+    def _come(self, turn: Turn, run: Run, allocation: Allocation, started: Started) -> None:
+        (node,) = started.nodes
+        hello = Hello(
+            host=node,
+            token=allocation.token,
+            version=__version__,
+            job_id=started.job_id,
+            boot=1,
+            slots=1,
+            entry=f"{node}:1 -",
+        )
+        self._agents.hear(turn, agent_peer(allocation, node), hello, turn.at)
+        if allocation.agents:
+            self._runs.join(run.id, node, started.job_id, turn.now)
+        else:
+            # It was turned away.
+            self._engine.left(started.job_id)
 
-    def _pace(self) -> None:
-        """When to poll next; what has come since the last one may make that sooner."""
-        if self._answer_at < inf or self._sends_at < inf:
-            return
-        usual_s, watches = self._limits.poll_interval_s, self._watches()
-        longest = longest_interval_s(usual_s, watches)
-        wanted_s = interval_s(usual_s, watches or self.watch.alert > 0)
-        self._poll_at = max(self._now, self._began + poll_interval_s(wanted_s, ANSWER_S / BUSY, 0, longest))
+    def _leave(self, run: Run, allocation: Allocation) -> None:
+        """Its node leaves the training, as it was told to, and then the job ends."""
+        self._leaving.add(allocation.token)
+        left_at = self._runs.release(run.id, list(allocation.agents), self._loop.now)
+        self._loop.post(left_at, self._left, run, allocation)
 
-    def _wanted_s(self) -> float:
-        """From one poll to the next, with what we hold now."""
-        return interval_s(self._limits.poll_interval_s, self._watches())
+    def _left(self, run: Run, allocation: Allocation) -> None:
+        if allocation.live:
+            turn = self._turn()
+            self._gone(turn, run, allocation, Exit.NO_RESTART)
+            self._carry_out(turn)
+            self._engine.left(allocation.job_id or "")
 
-    def _watches(self) -> bool:
-        return self.watch.is_watchful(self.book.allocations.values())
-
-    def _wait_for_tokens_s(self) -> float:
-        """Seconds to wait until slurmctld may be asked."""
-        if self._now - self._config_at >= CONFIG_S:
-            self._config, self._config_at = self._engine.config(), self._now
-            self._polls += 1
-            self._queries.take()
-        return self._queries.take(POLL_REQUESTS)
-
-    def _polled(self, shown: ClusterState) -> None:
-        """As `Harvest.polled`."""
-        cluster = self.cluster = as_for_us(shown, self._config, None)
-        jobs = by_token(cluster.jobs)
-        self._leases.observe(jobs, cluster.at, self._now)
-        live, over = self.book.live(), self.book.over()
-        self._external, _ = self.watch.look(cluster, self._config, live, over)
-        self._leases.nice = self.watch.nice
-        self._interval_s = self._wanted_s()
-        rules = self._rules(cluster.at)
-        harvest = [(allocation, ASKER) for allocation in self.book.allocations.values()]
-        self.learner.take_in(cluster, harvest, rules, self._now)
-        self.book.forget(over, jobs)
-        self._plan(cluster, rules, live)
-
-    def _rules(self, at: float) -> HarvestRules:
-        experience, refused = self.learner.known.experience, self.watch.refused
-        rules = allowance.rules(self._limits, self._config, refused, experience, at, self._interval_s)
-        # No run takes parts of nodes, so they need not be looked for.
-        return structs.replace(rules, whole_nodes=True)
-
-    # -- plans ------------------------------------------------------------------------------------------------------
-
-    def _plan(
-        self, cluster: ClusterState, rules: HarvestRules, live: list[Allocation], *, asks_only: bool = False
-    ) -> None:
-        """As `Asking.plan`."""
-        known = self.learner.known
-        start_s = known.experience.wait_s(cluster.at) + known.experience.start_s(cluster.at)
-        gains = self.book.gains(cluster.at, start_s)
-        demands = [self.book.demand(run, gain.worth) for run, gain in gains.items()]
-        if not asks_only:
-            known.unstarted.look(cluster)
-        situation = Situation(cluster, demands, live, rules, known, self._external, asks_only=asks_only)
-        for action in plan(situation).actions:
-            match action:
-                case Ask():
-                    self._leases.ask(action, self._now)
-                case Withdraw(token, reason):
-                    allocation = self.book.allocations[token]
-                    if allocation.asked_at is None:
-                        withdrawn(situation, action, allocation)
-                        self._leases.cancel(allocation, reason, self._now)
-                case GiveBack(token, reason, urgent):
-                    let_go = self._leases.give_back if urgent else self._leases.release
-                    let_go(self.book.allocations[token], reason, self._now)
-
-    def _plan_again(self) -> None:
-        """As `Harvest.plan_again`: a run begins to train."""
-        cluster = self.cluster
-        if cluster is None or self._now - cluster.at > self._wanted_s():
-            return
-        live = self.book.live()
-        held = {node for a in live for node in (*a.nodes, *a.agents)}
-        nodes = [structs.replace(node, state="ALLOCATED") if node.node in held else node for node in cluster.nodes]
-        self._plan(structs.replace(cluster, nodes=nodes), self._rules(cluster.at), live, asks_only=True)
+    def _gone(self, turn: Turn, run: Run, allocation: Allocation, code: int) -> None:
+        self._leaving.discard(allocation.token)
+        self._agents.hear(turn, _peer(allocation), Left(code=code), turn.at)
 
 
-def _limits(engine: SlurmSim, options: Options) -> Limits:
-    """The configuration's defaults, as far as the options do not say otherwise."""
+class _Book(Book):
+    """A book without files, of runs whose members come and go at once."""
+
+    def __init__(self, config: Config, pause_s: float) -> None:
+        self._pause_s = pause_s
+        nowhere, self._numbers = Path("/nonexistent"), count()
+        super().__init__(Paths(state=nowhere, runtime=nowhere), config, lambda: f"{next(self._numbers):06x}")
+
+    def add(self, stored: StoredRun, revision: int, at: float) -> Run:
+        run = super().add(stored, revision, at)
+        run.machine = AtOnce(run.roster, self._pause_s, term=self.term, timing=timing(self.config.membership), at=at)
+        return run
+
+    def leave_keys(self, run: Run, kind: AllocationKind, token: str) -> str:
+        return f"{next(self._numbers):0{KEY_LENGTH}x}"
+
+    def close(self, run: Run, allocation: Allocation) -> None:
+        self.principals.pop(allocation.public_key, None)
+
+
+class _NoFaults(Faults):
+    """An error ends the simulation."""
+
+    def note(self, source: str, error: BaseException, run: str | None = None) -> NoReturn:
+        raise error
+
+
+def _config(engine: SlurmSim, options: Options) -> Config:
+    """The defaults, as far as the options do not say otherwise."""
     at_first = ClusterState(at=engine.now, nodes=[], jobs=[], partitions=list(engine.site.partitions))
-    found = as_for_us(at_first, engine.config(), None)
-    return Limits(
-        allow_without_preemption=not any(partition.preempts for partition in found.partitions),
-        poll_interval_s=options.poll_s,
-        submits_per_min=options.submits_per_min,
+    preempts = any(p.preempts for p in as_for_us(at_first, engine.config(), None).partitions)
+    return Config(
+        # What a trace does not say of others is not hidden from us: there is nothing behind it.
+        site=Site(harvest_unseen=True),
+        harvest=HarvestSection(allow_without_preemption=not preempts),
+        slurm=Slurm(
+            poll_interval_s=options.poll_s,
+            queries_per_min=options.queries_per_min,
+            submits_per_min=options.submits_per_min,
+        ),
+        membership=Membership(bar_after=NEVER),
     )
+
+
+def _peer(allocation: Allocation) -> str:
+    return agent_peer(allocation, next(iter(allocation.agents)))

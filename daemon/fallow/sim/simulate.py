@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -116,12 +117,12 @@ def _play(setup: Setup, ground: _Ground, name: str, progress: Progress) -> tuple
     meter = (IdealTally if name == "ideal" else Tally)(ground.plans, len(source.site.nodes), begin)
     costs = ground.restart_costs if name == "restart" else ground.costs
     runs = Work(ground.plans, costs, setup.seed, meter, begin)
-    head = _head(name, engine, runs, ground.plans, Options(poll_s=setup.poll_s, costs=costs))
     stopped = False
-    try:
-        play(engine, head, runs, meter, end, lambda at, ratio: progress(name, (at - begin) / (end - begin), ratio))
-    except KeyboardInterrupt:
-        stopped = True
+    with closing(_head(name, engine, runs, ground.plans, Options(poll_s=setup.poll_s, costs=costs))) as head:
+        try:
+            play(engine, head, runs, meter, end, lambda at, ratio: progress(name, (at - begin) / (end - begin), ratio))
+        except KeyboardInterrupt:
+            stopped = True
     score = meter.score()
     notes = [f"{len(engine.refused)} jobs of others ask for more than there is, and were left out"]
     found = PolicyScore(

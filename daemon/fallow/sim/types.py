@@ -299,3 +299,7 @@ class Head(Protocol):
     def told(self, happening: Happening | Active | Measured) -> None:
         """What our jobs' agents and the runs notice at once."""
         ...
+
+    def close(self) -> None:
+        """Nothing more is played."""
+        ...

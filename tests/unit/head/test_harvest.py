@@ -20,7 +20,7 @@ from fallow.core.allocations import SUBMIT_S, Agent, Allocation
 from fallow.core.planning.allowance import AHEAD
 from fallow.core.planning.rules import HarvestRules, Known
 from fallow.head.api.views import node_views
-from fallow.head.loop.inbox import Due, Inbox, Item, Polled, Submitted, TrialRefused
+from fallow.head.loop.inbox import Inbox, Item, Polled, TrialRefused
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm.asking import Asking
 from fallow.head.slurm.calls import SlurmCalls
@@ -369,13 +369,8 @@ class Loop:
     def take(self, item: Item) -> Turn:
         """One turn; what it asks for waits in our own queue."""
         turn = Turn(self.site.book, self.site.slurm.now, self.site.slurm.now)
-        match item:
-            case Due():
-                self.calls.take_due(turn, item)()
-            case Submitted():
-                self.calls.take_submission(turn, item)
-            case Polled(cluster):
-                self.calls.take_poll(turn, cluster)
+        if (answer := self.calls.take(turn, item)) is not None:
+            answer()
         for run, token in turn.submissions:
             self.calls.submit(run, token)
         return turn
@@ -491,8 +486,7 @@ async def test_no_poll_is_asked_for_before_the_one_before_it_was_taken_in(
 ) -> None:
     """It may be late already: a poll that waited for its turn, while Slurm takes nodes from us."""
     loop = Loop(site, queries_per_min=60_000, submits_per_min=60_000)
-    monkeypatch.setattr(site.harvest, "next_in_s", lambda _: 0.0)
-    monkeypatch.setattr(site.harvest, "longest_interval_s", lambda _: 0.0)
+    monkeypatch.setattr(site.harvest, "next_poll_s", lambda *_: 0.0)
     if not answers:
         monkeypatch.setattr(site.slurm, "poll", AsyncMock(side_effect=FallowError("Slurm does not answer")))
     polling, submitting = (serve() for serve in loop.calls.sources(site.book).values())

@@ -18,7 +18,6 @@ from fallow.head.deadlines import Deadlines
 from fallow.head.loop.turn import Turn
 from fallow.head.peers.hearing import Hearing
 from fallow.head.slurm import submissions
-from fallow.head.slurm.calls import poll_interval_s
 from fallow.head.slurm.harvest import Harvest
 from fallow.head.slurm.jobs import take_in
 from fallow.head.slurm.neighbours import DELAYS, END_S, LEAVE_S, Neighbours, give_back, hurry
@@ -96,7 +95,7 @@ def test_polls_come_soon_once_slurm_has_taken_a_node_from_us(book: Book, run: Ru
     found = []
     for at in (NOW + 6.9, NOW + 7, NOW + 12, NOW + 42):
         harvest.neighbours.polled(turn(book), cluster(run, False, at), SITE)
-        found.append(harvest.next_in_s(book))
+        found.append(harvest.next_poll_s(book))
     assert found == [5.0, 5.0, 30.0, 30.0], "one poll was under way"
     assert harvest.interval_s(book) == 30.0, "what is asked for does not change by that"
 
@@ -119,7 +118,7 @@ def test_after_an_outage_polls_come_soon_while_we_hold_what_nobody_takes_from_us
     harvest.neighbours.polled(turn(book), cluster(run, False), SITE)
 
     def after(failures: int, least_s: float = 0.0) -> float:
-        return poll_interval_s(harvest.interval_s(book), least_s, failures, harvest.longest_interval_s(book))
+        return harvest.next_poll_s(book, least_s, failures)
 
     assert [after(n) for n in range(6)] == [30.0, 60.0, 120.0, 240.0, 300.0, 300.0]
     held(book, run)

@@ -17,7 +17,6 @@ from rich.progress import Progress, TaskID
 
 from fallow.cli.main import invoke
 from fallow.model import Exit, SimReport
-from fallow.sim.traces.sacct import COMMAND
 
 HOUR_S = 3600
 
@@ -66,11 +65,6 @@ def test_people_get_a_table_and_its_foot(trace: Path, capsys: pytest.CaptureFixt
     assert lines[0].split()[:2] == ["POLICY", "IDEAL"]
     assert lines[1].split()[0] == "ours"
     assert lines[2].startswith("made-up.swf: ")
-
-
-def test_help_has_the_command_that_makes_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
-    assert invoke(["simulate", "--help"]) == Exit.OK
-    assert COMMAND in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -72,16 +72,6 @@ def test_an_owner_who_is_back_has_us_preempted_and_waits_until_we_have_left() ->
     assert engine.poll().nodes[0].state == "ALLOCATED"
 
 
-@pytest.mark.parametrize(("profile", "first", "last"), [("preempt", 115.2, 145.2), ("nograce", 104.7, 104.7)])
-def test_who_does_not_leave_is_killed(profile: Profile, first: float, last: float) -> None:
-    """After the grace, at a sweep, and KillWait; without grace at once and a little sooner."""
-    engine = hole_sim(holes((0.0, (0,), ()), (100.0, (), (0,)), profile=profile))
-    ask(engine)
-    [ended] = of(Ended, until(engine, 200.0))
-    assert first - 0.01 <= ended.at <= last + 0.01
-    assert ended.state == "PREEMPTED"
-
-
 def test_without_preemption_an_owner_waits_for_the_end_of_our_job() -> None:
     engine = hole_sim(holes((0.0, (0,), ()), (100.0, (), (0,)), profile="plain"))
     job_id = ask(engine, 5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +31,8 @@ def played(policy: str, source: Listed, plans: list[RunPlan], costs: Costs = FRE
     head: Head = Nobody()
     if policy != "ideal":
         head = (VirtualHead if policy == "ours" else Greedy)(engine, runs, plans, options)
-    play(engine, head, runs, meter, until)
+    with closing(head):
+        play(engine, head, runs, meter, until)
     return meter.score()
 
 

@@ -6,6 +6,8 @@ starts what is asked for at once; here a backfill cycle comes each second, and a
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 
 from fallow.model import Score
@@ -29,8 +31,8 @@ def score(words: str, days: float) -> Score:
     runs, costs = plans(DEFAULT, ("scavenge",)), restart(words, (0.0, 0.0))
     meter = Tally(runs, len(holes.site.nodes), holes.begin)
     work = Work(runs, costs, 0, meter, holes.begin)
-    head = Greedy(engine, work, runs, Options(poll_s=5.0, costs=costs, submits_per_min=1e9))
-    play(engine, head, work, meter, holes.end)
+    with closing(Greedy(engine, work, runs, Options(poll_s=5.0, costs=costs, submits_per_min=1e9))) as head:
+        play(engine, head, work, meter, holes.end)
     return meter.score()
 
 

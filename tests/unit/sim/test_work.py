@@ -128,13 +128,6 @@ def test_luck_is_the_same_for_all_and_spread_as_told() -> None:
     assert drawn((5, 5), "x") == 5 and drawn((0, 0), "x") == 0
 
 
-def test_a_loaded_seed_makes_another_start() -> None:
-    first, second = (Work(linear(), IN_PLACE, seed, Noted(), 0.0) for seed in (0, 1))
-    for runs in (first, second):
-        join(runs, 0, "a")
-    assert first.next_at() != second.next_at()
-
-
 # -- curves ---------------------------------------------------------------------------------------------------------
 
 

@@ -160,7 +160,8 @@ class Watch:
     def is_watchful(self, allocations: Iterable[Allocation]) -> bool:
         """Return True if polls must come soon: we hold nodes that nobody but us would give back, or somebody waits for
         the end of a job of ours there."""
-        return self._awaited or any(a.harvested and a.live and self._is_ours_to_give(a) for a in allocations)
+        ours = (a for a in allocations if a.partition in self.unpreempted and a.harvested and a.live)
+        return self._awaited or any(map(self._is_ours_to_give, ours))
 
     def _is_ours_to_give(self, allocation: Allocation) -> bool:
         """Return True if nobody but us would give back what the allocation has, or may get."""

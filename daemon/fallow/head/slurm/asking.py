@@ -13,6 +13,7 @@ from fallow.core.accounting.cancelled import Cancels, awaits_verdict
 from fallow.core.accounting.duds import DUDS, Duds, put_off_s
 from fallow.core.accounting.prices import Prices, WakePrice
 from fallow.core.allocations import WAITING, Allocation
+from fallow.core.holes import SLEEPING
 from fallow.core.kinds import Kind
 from fallow.core.membership import events as ev
 from fallow.core.neighbour.needs import ExternalDemand, GiveBack
@@ -288,9 +289,12 @@ def _make_anew(
 ) -> None:
     """Withdraw requests whose list of excluded nodes is out of date: Slurm might wake a node for them."""
     kinds = {demand.run: demand.kind for demand in demands}
+    some_sleep = any(not SLEEPING.isdisjoint(node.flags) for node in cluster.nodes)
     for run in runs.values():
         for allocation in run.live_allocations():
             if allocation.state not in WAITING or allocation.asked_at is not None or not allocation.harvested:
+                continue
+            if not (some_sleep or allocation.exclude):
                 continue
             if why := outdated(allocation, _unfolded(allocation.exclude), kinds.get(run.id, Kind()), cluster, rules):
                 turn.record(run, "withdraw", f"{allocation.token} (job {allocation.job_id}): {why}")

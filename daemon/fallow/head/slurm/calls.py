@@ -11,10 +11,9 @@ from typing import Any
 import structlog
 
 from fallow.core.allocations import Allocation
-from fallow.core.neighbour.watch import poll_interval_s
 from fallow.files import Paths
 from fallow.head.loop.faults import Faults
-from fallow.head.loop.inbox import Due, Inbox, Polled, Submitted, TrialRefused
+from fallow.head.loop.inbox import Due, Inbox, Item, Polled, Submitted, TrialRefused
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm import submissions
 from fallow.head.slurm.harvest import Harvest
@@ -86,7 +85,7 @@ class SlurmCalls:
         """One batch per interval, whatever the number of runs; slower while slurmctld is slow or does not answer."""
         failures = 0
         while True:
-            began = time.monotonic()
+            began = _now()
             self._taken.clear()
             try:
                 self.config = await slurm.config()
@@ -112,9 +111,8 @@ class SlurmCalls:
     async def _wait(self, slurm: PacedClient, book: Book, began: float, failures: int) -> None:
         """Until the next poll is due. What is submitted or taken in between may make that sooner."""
         while True:
-            interval, longest = self._harvest.next_in_s(book), self._harvest.longest_interval_s(book)
-            self.interval_s = poll_interval_s(interval, slurm.least_interval_s, failures, longest)
-            left = began + self.interval_s - time.monotonic()
+            self.interval_s = self._harvest.next_poll_s(book, slurm.least_interval_s, failures)
+            left = began + self.interval_s - _now()
             if left <= 0:
                 return
             self._sooner.clear()
@@ -122,7 +120,36 @@ class SlurmCalls:
                 async with asyncio.timeout(left):
                     await self._sooner.wait()
 
-    def take_poll(self, turn: Turn, cluster: ClusterState | FallowError) -> None:
+    def take(self, turn: Turn, item: Item) -> Callable[[], None] | None:
+        """Let the machines have what a call has led to; returns what tells its sender, once the turn is durable."""
+        match item:
+            case Polled(cluster):
+                self._take_poll(turn, cluster)
+            case Due():
+                return self._take_due(turn, item)
+            case Submitted():
+                self._take_submission(turn, item)
+            case TrialRefused(run_id, partition, reason):
+                self._harvest.tested(turn, turn.book.runs[run_id], partition, reason)
+        return None
+
+    def follow_up(self, turn: Turn) -> None:
+        """What a turn leads to at once: nodes for a run that begins to train, and polls that come sooner."""
+        if turn.began:
+            self._harvest.plan_again(turn)
+        if turn.taken:
+            with turn.apart("neighbours"):
+                self._harvest.neighbours.taken(turn.now)
+            self.pace()
+
+    def carry_out(self, turn: Turn) -> None:
+        """Submit and cancel what a turn asks for, beside the loop. The turn is durable."""
+        for run_id, token in turn.submissions:
+            self.submit(run_id, token)
+        if turn.cancels:
+            self.cancel([job for _, _, job in turn.cancels])
+
+    def _take_poll(self, turn: Turn, cluster: ClusterState | FallowError) -> None:
         self._taken.set()
         if isinstance(cluster, FallowError):
             if self.error is None:
@@ -183,14 +210,14 @@ class SlurmCalls:
             if await wanted:
                 return run_id, token
 
-    def take_due(self, turn: Turn, item: Due) -> Callable[[], None]:
+    def _take_due(self, turn: Turn, item: Due) -> Callable[[], None]:
         """Note that an allocation is submitted now; returns what to do when that is durable."""
         wanted = self._harvest.send(turn, turn.book.runs[item.run], item.token)
         return lambda: None if item.wanted.done() else item.wanted.set_result(wanted)
 
     async def test(self, run: Run) -> str:
         """Why harvest jobs of this run would be refused; empty: nothing is known against them."""
-        now = time.monotonic()
+        now = _now()
         if self._slurm is None or run.ended or now - self._tested_at < TEST_EVERY_S:
             return ""
         example = self._harvest.example(run)
@@ -207,7 +234,7 @@ class SlurmCalls:
             log.warning("test.failed", run=run.id, error=error.message)
         return ""
 
-    def take_submission(self, turn: Turn, item: Submitted) -> None:
+    def _take_submission(self, turn: Turn, item: Submitted) -> None:
         run = turn.book.runs[item.run]
         self.pace()
         match item.outcome:
@@ -231,8 +258,8 @@ class SlurmCalls:
     def _owner_asked(self, slurm: PacedClient) -> asyncio.Task[None]:
         """The question that is under way, or the last one where its answer is not old yet."""
         asked = self._owner_task
-        if asked is None or (asked.done() and time.monotonic() - self._owner_at > OWNER_EVERY_S):
-            self._owner_at = time.monotonic()
+        if asked is None or (asked.done() and _now() - self._owner_at > OWNER_EVERY_S):
+            self._owner_at = _now()
             asked = self._owner_task = self._keep("Slurm owner", self._ask_owner(slurm))
         return asked
 
@@ -270,3 +297,8 @@ class SlurmCalls:
         except FallowError as error:
             # The next poll shows what is still there, and it is cancelled again.
             log.warning("cancel.failed", jobs=jobs, error=error.message)
+
+
+def _now() -> float:
+    """Seconds, on the clock by which the loop waits."""
+    return asyncio.get_running_loop().time()

@@ -11,7 +11,7 @@ from fallow.core.allocations import Allocation, send
 from fallow.core.kinds import may_use
 from fallow.core.neighbour.needs import ExternalDemand
 from fallow.core.neighbour.preemption import as_for_us
-from fallow.core.neighbour.watch import interval_s, longest_interval_s
+from fallow.core.neighbour.watch import interval_s, longest_interval_s, poll_interval_s
 from fallow.core.planning.allowance import horizon_s
 from fallow.core.planning.rules import HarvestRules, harvestable
 from fallow.head.loop.turn import Turn
@@ -73,13 +73,16 @@ class Harvest:
         """From one poll to the next, with what we hold now."""
         return self.neighbours.interval_s(book)
 
-    def next_in_s(self, book: Book) -> float:
-        """From the last poll to the next one."""
-        return interval_s(self.interval_s(book), self.neighbours.alert > 0)
+    def next_poll_s(self, book: Book, least_s: float = 0.0, failures: int = 0) -> float:
+        """From the begin of the last poll to that of the next one.
 
-    def longest_interval_s(self, book: Book) -> float:
-        """Between polls that get no answer: others' jobs may wait for what only we give back."""
-        return longest_interval_s(self.usual_interval_s, self.neighbours.watchful(book))
+        Args:
+            book: with what we hold now.
+            least_s, failures: as in `poll_interval_s`.
+        """
+        usual_s, watches = self.usual_interval_s, self.neighbours.watchful(book)
+        wanted_s = interval_s(usual_s, watches or self.neighbours.alert > 0)
+        return poll_interval_s(wanted_s, least_s, failures, longest_interval_s(usual_s, watches))
 
     def polled(self, turn: Turn, cluster: ClusterState, site: ClusterConfig | None) -> None:
         """Take in one poll, then plan. `site` is None as long as Slurm has not told its configuration."""

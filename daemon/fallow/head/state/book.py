@@ -474,16 +474,23 @@ class Book:
         number = run.record.next_allocation
         run.record.next_allocation += 1
         token = new_token(run.id, kind, number, self._new_id()[:6], hurried=bool(known.get("hurried")))
-        keys = new_keypair()
-        allocation = Allocation(
+        public_key = self.leave_keys(run, kind, token)
+        # Only now: without its keys nobody can use it.
+        allocation = run.allocations[token] = Allocation(
             token=token,
             run=run.id,
             kind=kind,
-            public_key=keys.public,
+            public_key=public_key,
             number=number,
             requested_at=now,
             **known,  # type: ignore[arg-type]
         )
+        self.principals[public_key] = Principal(run.id, token)
+        return allocation
+
+    def leave_keys(self, run: Run, kind: AllocationKind, token: str) -> str:
+        """Make the keys of an allocation, and leave them in its file; returns the public one."""
+        keys = new_keypair()
         stands_in = kind is AllocationKind.BASE and not run.spec.local
         key_file = KeyFile(
             run=run.id,
@@ -497,10 +504,7 @@ class Book:
         )
         with unwritable():
             write_struct(self.paths.run(run.id).key(token), key_file)
-        # Only now: without its keys nobody can use it.
-        run.allocations[token] = allocation
-        self.principals[keys.public] = Principal(run.id, token)
-        return allocation
+        return keys.public
 
     def end_allocation(self, run: Run, allocation: Allocation, reason: str) -> None:
         """Give an allocation up. Its workers are told by whoever noticed.

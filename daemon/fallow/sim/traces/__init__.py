@@ -31,9 +31,9 @@ def open_trace(
     Args:
         name: the format of a file is found by its first line.
         site_folder: outputs of `scontrol` (`sites.SITE_FILES`), for the jobs of sacct.
-        seed: of walltimes and holes that are drawn.
+        seed: of walltimes that are drawn.
         begin_day: days that are left out at the beginning.
-        days: what is played; None: all of it, or two days of what is drawn.
+        days: what is played; None: all of it, or two days of `summit`.
         profile: whether Slurm takes our nodes for others, at a site that is made up.
         scheduler: of such a site.
 
@@ -56,7 +56,7 @@ def open_trace(
         return helios.read(path, window, profile, scheduler)
     if "active_nodes" in words:
         return philly.PhillyHoles(path, window, profile, scheduler)
-    if "percentile" in words:
+    if "begin_s" in words:
         return SummitHoles(path, window, profile, scheduler)
     if not first:
         raise FallowError(f"{path}: it is empty", Exit.DATA)
