@@ -11,18 +11,17 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
+from math import floor
 
 from fallow.core.allocations import Allocation
 from fallow.core.holes import CLOSED, Hole, Part, is_idle, planned_ends, waits
 from fallow.core.kinds import Kind
 from fallow.core.neighbour.waiting import nodes_for
 from fallow.core.planning.caps import Caps
-from fallow.core.planning.eligibility import Eligibility
-from fallow.core.planning.offers import Offer
+from fallow.core.planning.offers import Eligibility, Offer
 from fallow.core.planning.rules import Demand, HarvestRules, sleeping_nodes
 from fallow.core.planning.share import Party, Supply
 from fallow.core.planning.situation import Situation
-from fallow.core.planning.time_limits import time_limit
 from fallow.core.planning.unstarted import RunClass
 from fallow.model import ClusterState
 from fallow.text import counted
@@ -83,7 +82,7 @@ class Asking:
             hole = queue.popleft()
             if hole.node in self.taken:
                 continue
-            if why := self._refusal(demand, hole.partition) or self.full(hole.partition):
+            if why := self._refusal(demand) or self.full(hole.partition):
                 self.reasons.setdefault(hole.node, why)
             elif (minutes := self._minutes(hole, demand)) is not None:
                 self.taken.add(hole.node)
@@ -117,7 +116,7 @@ class Asking:
         partition = self._situation.by_partition.get(leaving.partition)
         if partition is None or len(leaving.nodes) != 1 or leaving.end_at is None:
             return None
-        if self._refusal(demand, leaving.partition):
+        if self._refusal(demand):
             return None
         (name,) = leaving.nodes
         node = self._situation.nodes.get(name)
@@ -177,9 +176,9 @@ class Asking:
             self._budgets[demand.run] = budget - 60.0 * ask.minutes
         return ask
 
-    def _refusal(self, demand: Demand, partition: str) -> str:
-        """Why the run may make no request there now; empty: it may."""
-        if not self._caps.requests_left(partition):
+    def _refusal(self, demand: Demand) -> str:
+        """Why the run may make no request now; empty: it may."""
+        if not self._caps.requests_left():
             return f"too many requests: {self._caps.waiting} wait already, as many as may at once"
         if not self._caps.may_wait(demand.asker):
             return f"limited: there may be no room for more by {demand.asker} than waits already"
@@ -195,16 +194,30 @@ class Asking:
         return self._queues[demand.run]
 
     def _minutes(self, hole: Hole, demand: Demand) -> int | None:
-        bounds = (
-            self._situation.known.backoff.longest(demand.asker, hole.partition, self._situation.at),
+        """As long as the hole lasts, within what is allowed; None: that is too short, and why is noted.
+
+        A longer limit costs nobody anything: the node goes back whenever somebody else wants it.
+        """
+        rules, known = self._situation.rules, self._situation.known
+        partition, budget_s = self._situation.by_partition[hole.partition], self._budgets[demand.run]
+        least = max(rules.min_minutes, demand.min_minutes)
+        most = min([rules.max_minutes, *(floor(s / 60) for s in (partition.max_time_s, budget_s) if s is not None)])
+        fits = most if hole.length_s is None else max(0, floor((hole.length_s - rules.slack_s) / 60))
+        below = (
+            known.backoff.longest(demand.asker, hole.partition, self._situation.at),
             self._shorter.get(hole.partition),
         )
-        below = min((bound for bound in bounds if bound is not None), default=None)
-        partition, budget = self._situation.by_partition[hole.partition], self._budgets[demand.run]
-        limit = time_limit(hole, partition, demand, self._situation.rules, budget_node_s=budget, below=below)
-        if limit.minutes is None:
-            self.reasons[hole.node] = limit.why
-        return limit.minutes
+        starts = min((bound for bound in below if bound is not None), default=most)
+        if most < least:
+            why = f"limited: {most} min are all that may be asked for, and at least {least} min are wanted"
+        elif fits < least:
+            why = f"too short: somebody else has it in {hole.length_s or 0.0:.0f} s, and at least {least} min are asked for"
+        elif starts < least:
+            why = f"too long: requests of {least} min did not start there"
+        else:
+            return min(most, fits, starts)
+        self.reasons[hole.node] = why
+        return None
 
     # -- which nodes ----------------------------------------------------------------------------------------------
 

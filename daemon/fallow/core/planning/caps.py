@@ -23,8 +23,6 @@ class Caps:
         self._rules, self._backoff, self._at = situation.rules, situation.known.backoff, situation.at
         self._held = Counter[str]()
         self._waiting = self._fresh = 0
-        self._stale = Counter[str]()
-        "requests by partition that have waited for long: they keep nobody from asking elsewhere"
         self._by_asker = Counter[Asker]()
         held = list(held)
         live, waits = {allocation.token for allocation in held}, {allocation.token for allocation in pending}
@@ -33,11 +31,10 @@ class Caps:
             if not (allocation.pinned and allocation.token in waits and allocation.replaces in live):
                 self.add_node(allocation.partition)
             if allocation.token in waits:
+                # Those that have waited for long keep nobody from asking elsewhere.
                 is_old = situation.waited_s(allocation) > self._rules.start_patience_s
                 demand = situation.by_run.get(allocation.run)
                 self._count(None if demand is None else demand.asker, counts=not (allocation.ahead or is_old))
-                if is_old and not allocation.ahead:
-                    self._stale[allocation.partition] += 1
 
     def _count(self, asker: Asker | None, *, counts: bool) -> None:
         self._waiting += 1
@@ -74,11 +71,9 @@ class Caps:
         most = ((self._rules.partition_nodes.get(name, 1 << 30), self._held[name]) for name in partitions)
         return min(self.nodes_left(), sum(max(0, cap - held) for cap, held in most))
 
-    def requests_left(self, partition: str) -> int:
-        """Requests more that may wait for idle nodes there."""
-        most = self._rules.max_pending
-        here = min(most - self._stale[partition], 2 * most - self._stale.total()) - self._fresh
-        return max(0, min(here, self._rules.max_waiting - self._waiting))
+    def requests_left(self) -> int:
+        """Requests more that may wait for idle nodes."""
+        return max(0, min(self._rules.max_pending - self._fresh, self._rules.max_waiting - self._waiting))
 
     def may_wait(self, asker: Asker) -> bool:
         """May one more request wait in this name? Its account or QOS may have been at a limit of late."""
@@ -88,11 +83,6 @@ class Caps:
     def may_wait_ahead(self) -> bool:
         """May one more request wait for a node that others still have?"""
         return self._waiting < self._rules.max_waiting
-
-    @property
-    def are_used_up(self) -> bool:
-        """May no more requests for idle nodes wait, wherever?"""
-        return self._fresh >= self._rules.max_pending or not self.may_wait_ahead()
 
     @property
     def waiting(self) -> int:

@@ -1,17 +1,98 @@
-"""Which idle nodes can be asked for, and which of them requests that wait will take. Pure."""
+"""Which idle nodes can be asked for by which runs, and which of them requests that wait will take. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from fallow.core.allocations import Allocation
-from fallow.core.holes import Hole
-from fallow.core.planning.eligibility import Eligibility
+from fallow.core.holes import Hole, Part
+from fallow.core.kinds import may_use
+from fallow.core.planning.rules import may_take
 from fallow.core.planning.situation import Situation
-from fallow.core.planning.unstarted import RunClass
+from fallow.core.planning.unstarted import FIRST_S, RunClass
+
+
+class Eligibility:
+    """Answers for one situation.
+
+    Args:
+        situation: of the plan.
+    """
+
+    def __init__(self, situation: Situation) -> None:
+        self._situation = situation
+        self._partitions: dict[RunClass, frozenset[str]] = {}
+        self._declined: set[tuple[RunClass, str, str]] = set()
+        "(class of runs, node, partition) that were found in this plan"
+
+    def partitions(self, run_class: RunClass) -> frozenset[str]:
+        """Names of the partitions in which such runs may ask now."""
+        if run_class not in self._partitions:
+            _, named, asker = run_class
+            backoff, at = self._situation.known.backoff, self._situation.at
+            self._partitions[run_class] = frozenset(
+                p.partition
+                for p in self._situation.partitions
+                if (not named or p.partition in named)
+                and may_use(p, asker.account, asker.qos)
+                and backoff.until(asker, p.partition) <= at
+            )
+        return self._partitions[run_class]
+
+    def why_not(self, run_class: RunClass, node: str, partition: str, part: Part | None = None) -> str:
+        """Why such runs cannot use this node, or this part of it, in this partition; empty: they can."""
+        if partition not in self.partitions(run_class):
+            if words := self._situation.known.backoff.words(run_class[2], partition, self._situation.at):
+                return f"left alone: {words}"
+            return f"not open: no run may use {partition}"
+        if not self._suits(run_class, node, part):
+            return "of another kind: no run can use it"
+        left_s = self._declined_s(run_class, node, partition)
+        return f"declined: Slurm starts no request there; left alone for {left_s:.0f} s" if left_s else ""
+
+    def usable_in(self, run_class: RunClass, node: str) -> list[str]:
+        """Partitions in which such runs can use this node as a whole."""
+        return [name for name in self._partitions_of.get(node, ()) if not self.why_not(run_class, node, name)]
+
+    def could_take(self, allocation: Allocation, hole: Hole) -> bool:
+        """Could Slurm start a request on this hole now?"""
+        fits = may_take(allocation, hole.length_s, self._situation.at, self._situation.rules)
+        return fits and self.stands_for(allocation, hole)
+
+    def stands_for(self, allocation: Allocation, hole: Hole) -> bool:
+        """Is this hole one that a request waits for, if only it is short enough?"""
+        if hole.partition != allocation.partition or not _has(hole.part, allocation.part):
+            return False
+        demand = self._situation.by_run.get(allocation.run)
+        if demand is None:
+            return True
+        suits = hole.node not in demand.barred and self._suits(demand.run_class, hole.node, hole.part)
+        return suits and not self._declined_s(demand.run_class, hole.node, hole.partition)
+
+    def decline(self, run: str, node: str, partition: str) -> None:
+        """Slurm does not start this run's requests there: no run like it asks there in this plan."""
+        self._declined.add((self._situation.by_run[run].run_class, node, partition))
+
+    def _suits(self, run_class: RunClass, node: str, part: Part | None) -> bool:
+        known = self._situation.nodes.get(node)
+        return known is not None and run_class[0].suits(known, part)
+
+    def _declined_s(self, run_class: RunClass, node: str, partition: str) -> float:
+        if (run_class, node, partition) in self._declined:
+            return FIRST_S
+        return self._situation.known.unstarted.declined_s(node, run_class, partition, self._situation.at)
+
+    @cached_property
+    def _partitions_of(self) -> Mapping[str, Sequence[str]]:
+        found: dict[str, list[str]] = {}
+        for partition in self._situation.partitions:
+            for node in partition.nodes:
+                found.setdefault(node, []).append(partition.partition)
+        return found
 
 
 class Offer(NamedTuple):
@@ -65,3 +146,10 @@ def match(pending: Iterable[Allocation], holes: Sequence[Hole], eligibility: Eli
         else:
             found.unmatched.append(allocation)
     return found
+
+
+def _has(idle: Part | None, wanted: Part | None) -> bool:
+    """Does a hole have what a request asks for: both a whole node, or enough GPUs of one type on one node?"""
+    if wanted is None or idle is None:
+        return wanted is None and idle is None
+    return (wanted.node, wanted.gpu_type) == (idle.node, idle.gpu_type) and wanted.gpus <= idle.gpus

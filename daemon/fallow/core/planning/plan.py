@@ -22,8 +22,7 @@ from fallow.core.holes import find_coming
 from fallow.core.neighbour.needs import GiveBack
 from fallow.core.planning.asking import Ask, Asking
 from fallow.core.planning.caps import Caps
-from fallow.core.planning.eligibility import Eligibility
-from fallow.core.planning.offers import match, offers
+from fallow.core.planning.offers import Eligibility, match, offers
 from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.core.planning.share import Party, Worth, linear, move, share, step_up, useful
 from fallow.core.planning.situation import Situation
@@ -152,7 +151,7 @@ class _Draft:
         """Take nodes from runs that gain nothing from them, or less than another one would."""
         if self._situation.asks_only:
             return
-        growing = {ask.run for ask in self._asks}.union(self._unmet if self._caps.are_used_up else ())
+        growing = {ask.run for ask in self._asks}.union(() if self._caps.requests_left() else self._unmet)
         for party in [party for run, party in self._parties.items() if run not in growing]:
             self._drop_useless(party)
         if not growing:
@@ -193,7 +192,7 @@ class _Draft:
             list(self._parties.values()), leases, self._may_move, stay_s=stay_s(situation.rules), next_s=next_s
         ):
             lease, buyer = found
-            if moved >= self._caps.requests_left(lease.partition):
+            if moved >= self._caps.requests_left():
                 break
             leases.remove(lease)
             self._add(lease.run, -1)

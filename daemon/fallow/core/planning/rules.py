@@ -36,7 +36,7 @@ class HarvestRules(msgspec.Struct, frozen=True):
     groups: frozenset[str] | None = None
     "of the owner, for partitions that are open to some groups only; None: not known"
     max_pending: int = 4
-    "requests that may wait at once; those that have for long count in their own partition only"
+    "requests for idle nodes that may wait at once; those that have for long do not count"
     max_waiting: int = 1 << 30
     "requests that may wait in all"
     max_nodes: int | None = None

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from fallow.core.holes import idle_nodes
 from fallow.core.planning.asking import Asking
-from fallow.core.planning.eligibility import Eligibility
-from fallow.core.planning.offers import Offer
+from fallow.core.planning.offers import Eligibility, Offer
 from fallow.core.planning.rules import NOT_TAKEN_BACK, Demand, not_harvested, off_limits
 from fallow.core.planning.situation import Situation
 

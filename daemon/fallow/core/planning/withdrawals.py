@@ -9,7 +9,7 @@ from fallow.core.accounting.backoff import Scope, scope_of
 from fallow.core.allocations import Allocation
 from fallow.core.holes import CLOSED, WANTED_BACK, Part, idle_gpus
 from fallow.core.neighbour.needs import GiveBack
-from fallow.core.planning.eligibility import Eligibility
+from fallow.core.planning.offers import Eligibility
 from fallow.core.planning.rules import HarvestRules
 from fallow.core.planning.situation import Situation
 from fallow.core.planning.unstarted import LEAST_S
