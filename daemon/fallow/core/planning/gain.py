@@ -13,8 +13,7 @@ with 64 workers of 64 shards. Published curves of training on idle nodes have 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import msgspec
 
@@ -67,37 +66,17 @@ class Curve(msgspec.Struct, kw_only=True):
             del self.seen[min(others, key=lambda m: _faded(self.seen[m], at))]
 
 
-class Evidence(NamedTuple):
-    """What a curve says at some moment."""
-
-    shard_s: float | None
-    seen: list[tuple[int, float, float]]
-    "(workers, seconds behind it that have not faded, mean step)"
-
-
-def evidence(curve: Curve, at: float) -> Evidence:
-    """Args: at: Unix time."""
-    return Evidence(curve.shard_s, [(workers, _faded(seen, at), seen.step_s) for workers, seen in curve.seen.items()])
-
-
-def pooled(own: Curve, others: Iterable[Curve], at: float) -> Curve:
-    """A run's curve with those of earlier runs of the same script and model, which count half."""
-    return pool(evidence(own, at), [evidence(other, at) for other in others], at)
-
-
-def pool(own: Evidence, others: Iterable[Evidence], at: float) -> Curve:
-    """As `pooled`, of what these curves say at that time: runs that learn from each other ask for the same."""
+def pooled(own: Curve, others: Sequence[Curve], at: float) -> Curve:
+    """A run's curve with those of earlier runs of the same script and model, which count half. Args: at: Unix time."""
     sums: dict[int, tuple[float, float]] = {}
-    paces = [] if own.shard_s is None else [own.shard_s]
     for share, curve in [(1.0, own), *((0.5, other) for other in others)]:
-        if not paces and curve.shard_s is not None:
-            paces.append(curve.shard_s)
-        for workers, weight_s, step_s in curve.seen:
-            weight = share * weight_s
+        for workers, seen in curve.seen.items():
+            weight = share * _faded(seen, at)
             total, times = sums.get(workers, (0.0, 0.0))
-            sums[workers] = (total + weight, times + weight * step_s)
+            sums[workers] = (total + weight, times + weight * seen.step_s)
     merged = {m: Seen(times / weight, min(weight, MEMORY_S), at) for m, (weight, times) in sums.items() if weight > 0}
-    return Curve(seen=merged, shard_s=paces[0] if paces else None)
+    paces = (curve.shard_s for curve in (own, *others) if curve.shard_s is not None)
+    return Curve(seen=merged, shard_s=next(paces, None))
 
 
 def _faded(seen: Seen, at: float) -> float:
