@@ -125,10 +125,6 @@ class PartitionInfo(Struct, frozen=True, kw_only=True):
         """Does Slurm itself give nodes back? A suspended job keeps its GPUs."""
         return self.preempt_mode in ("CANCEL", "REQUEUE")
 
-    def preempts_on(self, node: str) -> bool:
-        """Does it so on this node?"""
-        return self.preempts and node not in self.unpreempted
-
 
 class ReservationInfo(Struct, frozen=True, kw_only=True):
     reservation: str
