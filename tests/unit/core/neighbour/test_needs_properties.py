@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
-import subprocess
-import sys
 from collections.abc import Sequence
 from itertools import combinations
 
@@ -142,35 +138,3 @@ def test_nothing_is_given_back_that_slurm_takes(case: tuple[ClusterState, list[A
     others = assess(state, ours)
     assert found.give_backs == () and not found.kept_nodes.get("low")
     assert (found.delayed_jobs, found.offers) == (others.delayed_jobs, others.offers), "it takes as long all the same"
-
-
-def decisions(seed: int) -> list[object]:
-    """What is given back in made-up clusters where jobs, and what is held, have several nodes."""
-    dice, found = random.Random(seed), list[object]()
-    for _ in range(40):
-        names = [f"n{number}" for number in range(12)]
-        nodes = [node(name, "ALLOCATED", features=dice.sample("abc", 2)) for name in names]
-        dice.shuffle(names)
-        ours: list[Allocation] = []
-        while names:
-            mine = [names.pop() for _ in range(min(len(names), dice.randint(1, 3)))]
-            leaves = RELEASING if dice.random() < 0.4 else AllocationState.RUNNING
-            ours.append(replace(held(mine[0], dice.randint(10, 500)), nodes=mine, state=leaves))
-        shapes = [{"constraint": dice.choice(["", "a", "b|c"]), "exclusive": dice.random() < 0.5} for _ in range(6)]
-        jobs = [waits(str(i), dice.randint(1, 4), cpus_per_node=dice.randint(1, 3), **s) for i, s in enumerate(shapes)]
-        told = assess(cluster(nodes, jobs, ours), ours)
-        found += [told.give_backs, sorted(told.kept_nodes), [sorted(nodes) for _, nodes in told.offers]]
-    return found
-
-
-def test_the_same_is_given_back_in_every_process() -> None:
-    """Sets of names come in another order in each."""
-    code = f"import sys; sys.path[:0] = {sys.path!r}; from test_needs_properties import decisions; print(decisions(1))"
-    printed = []
-    for hash_seed in ("1", "2", "3"):
-        command = [sys.executable, "-c", code]
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=True)
-        printed.append(done.stdout)
-    assert "GiveBack" in printed[0]
-    assert len(set(printed)) == 1

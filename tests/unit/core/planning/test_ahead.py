@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from builders import NOW, allocation, cluster, node, partition, preempting, request, runs, waits
 from fallow.core.allocations import Allocation
-from fallow.core.kinds import Kind
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.plan import Action
 from fallow.core.planning.rules import Demand, HarvestRules
@@ -114,12 +113,6 @@ def test_a_request_waits_for_nodes_that_the_run_can_use_however_many_others_come
     assert [(ask.partition, ask.ahead) for ask in found] == [("p", True)] * 2
 
 
-def test_runs_of_different_sorts_wait_for_the_same_nodes() -> None:
-    """Each is shown all that comes, from the first on, though only what is looked at is worked out."""
-    demands = [Demand("any", 1), Demand("named", 1, partitions=("p",))]
-    assert [ask.run for ask in asked(preempting(TAKEN[:1], THEIRS[:1]), demands, [], AHEAD)] == ["any", "named"]
-
-
 @pytest.mark.parametrize(
     ("rules", "asks"),  # two may wait, or one may be held, beside the one that it has
     [
@@ -203,13 +196,6 @@ def test_a_place_under_a_cap_passes_from_a_request_ahead_to_a_run_that_has_an_id
     for state, nodes in ((AllocationState.PENDING, []), (AllocationState.RUNNING, ["m1"])):
         has = allocation("b1", state, run="b", partition="other", requested_at=NOW, minutes=120, nodes=nodes)
         assert passes(1, replace(TAKER, nodes=1), has) == []
-
-
-def test_a_place_under_the_cap_of_a_partition_passes_likewise() -> None:
-    state = preempting([*TAKEN, node("z1", features=["new"])], THEIRS)
-    demands = [Demand("r", 1, kind=Kind(constraint="old")), Demand("b", 1, kind=Kind(constraint="new"))]
-    found = planned(state, demands, [ahead(waited_s=5.0)], replace(AHEAD, partition_nodes={"p": 1}))
-    assert ([wish.token for wish in found.withdrawals], [ask.run for ask in found.asks]) == (["h1"], ["b"])
 
 
 @pytest.mark.parametrize(

@@ -34,15 +34,6 @@ def test_nodes_that_come_at_once_are_counted_and_count_less_with_time() -> None:
     assert at_once(3660.0, "n1", "n8") == 1.5
 
 
-def test_only_so_much_is_remembered() -> None:
-    experience = Experience()
-    for i in range(2000):
-        experience.started(1.0, float(i), float(i))
-    assert len(experience.starts) == len(experience.waits) == 32
-    assert experience.start_s(2000.0) == 1983.5
-    assert experience.start_s(1e6) == 30.0, "too long ago"
-
-
 def test_how_often_nodes_come() -> None:
     experience = Experience()
     assert experience.between_s(NOW) == inf, "nobody knows"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fallow.core.planning.gain import MEMORY_S, SIZES, Curve, Seen, pooled, speeds
+from fallow.core.planning.gain import MEMORY_S, SIZES, Curve, pooled, speeds
 
 NOW = 1_000_000.0
 
@@ -28,13 +28,6 @@ def test_without_any_measurement_the_shape_is_near_the_best_published_curves() -
     assert 0.7 < known[64] / known[1] / 64 < 0.9
     unit = dict(speeds(Curve(shard_s=0.5), 64, 1, 64))
     assert unit[64] == pytest.approx(2 * known[64]), "in steps per second once workers have told their pace"
-
-
-def test_members_beyond_the_shards_gain_nothing_and_only_whole_shards_count() -> None:
-    known = learned(8, {1: 8.2})
-    assert [nodes for nodes, _ in speeds(known, 8, 1, 100)] == [1, 2, 3, 4, 8]
-    assert [nodes for nodes, _ in speeds(known, 8, 4, 100)] == [1, 2]
-    assert [nodes for nodes, _ in speeds(Curve(), 64, 1, 20)] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 13, 16]
 
 
 def test_measured_sizes_are_met_and_the_others_follow_the_shape_between_them() -> None:
@@ -96,10 +89,3 @@ def test_earlier_runs_of_the_same_script_tell_what_to_expect() -> None:
     later = NOW + 60 * 86400.0
     own.observe(4, 4.8, 60.0, later)
     assert pooled(own, [before], later).seen[4].step_s > 4.7, "old ones fade"
-
-
-def test_a_curve_survives_the_store() -> None:
-    curve = learned(8, {1: 8.0, 4: 2.4}, 1.0)
-    again = msgspec.msgpack.decode(msgspec.msgpack.encode(curve), type=Curve)
-    assert again == curve
-    assert again.seen[4] == Seen(2.4, 600.0, NOW)

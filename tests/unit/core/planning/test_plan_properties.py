@@ -8,7 +8,7 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from builders import NOW, allocation, gpu_node, node, preempting, request, waits
+from builders import NOW, allocation, gpu_node, preempting, request, waits
 from fallow.core.allocations import Allocation
 from fallow.core.holes import planned_ends
 from fallow.core.kinds import Kind
@@ -104,25 +104,3 @@ def test_never_above_caps_budgets_or_deadlines_and_stable(drawn: Drawn) -> None:
         if demand.budget_node_s is not None:
             assert sum(60 * ask.minutes for ask in mine) <= demand.budget_node_s
         assert len({ask.replaces for ask in mine if ask.replaces}) == sum(1 for ask in mine if ask.replaces)
-
-
-@settings(max_examples=200)
-@given(
-    idle=st.integers(0, 12),
-    demands=st.lists(st.integers(-2, 6), max_size=4),
-    waiting=st.integers(0, 5),
-    max_pending=st.integers(1, 6),
-    max_nodes=st.none() | st.integers(0, 8),
-    running=st.integers(0, 5),
-)
-def test_a_request_that_waits_stands_for_an_idle_node(
-    idle: int, demands: list[int], waiting: int, max_pending: int, max_nodes: int | None, running: int
-) -> None:
-    state = preempting([node(f"n{i}") for i in range(idle)])
-    mine = [request(f"p{i}", 0.0) for i in range(waiting)]
-    mine += [allocation(f"h{i}", nodes=[f"x{i}"]) for i in range(running)]
-    rules = HarvestRules(max_pending=max_pending, max_nodes=max_nodes)
-    new = planned(state, [Demand(f"r{i}", n) for i, n in enumerate(demands)], mine, rules).asks
-    assert len(new) <= max(0, min(idle, max_pending) - waiting)
-    if max_nodes is not None and new:
-        assert running + waiting + len(new) <= max_nodes

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from builders import NOW, allocation, node, partition, request
+from builders import NOW, allocation, node, partition
 from builders import cluster as poll_of
 from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import Allocation
@@ -134,13 +134,6 @@ def test_room_under_a_cap_goes_to_nodes_that_can_be_had_in_no_other_way() -> Non
     assert [ask.partition for ask in found] == ["p", "p"]
 
 
-def test_a_request_stands_for_no_node_of_another_partition() -> None:
-    site = Site(0, 1)
-    demands = [Demand("a", 0, partitions=("p",)), Demand("b", 1, partitions=("q",))]
-    found = asked(site.cluster(), demands, [request(run="a")], RULES)
-    assert [(ask.run, ask.partition) for ask in found] == [("b", "q")]
-
-
 def test_a_held_node_goes_to_a_run_that_has_it_through_another_partition() -> None:
     site = Site(0, 0, both=8)
     for _ in range(8):
@@ -167,27 +160,6 @@ def test_no_node_is_taken_from_a_run_before_idle_ones_have_been_asked_for() -> N
     assert [type(w) for w in wishes] == [Ask] * 4
     plenty = actions(site.cluster(), demands, site.mine, HarvestRules(max_pending=100))
     assert sum(isinstance(w, Ask) for w in plenty) == 10, "all that are idle"
-
-
-def test_requests_that_wait_for_long_elsewhere_keep_no_node_where_it_is_worth_less() -> None:
-    site = Site(20, 0)
-    for _ in range(20):
-        site.give("rich", "p")
-    demands = [
-        demand(site, "rich", 20, Worth(curve(64), base=12)),
-        demand(site, "poor", 40, Worth(curve(64)), "p"),
-        Demand("other", 0, partitions=("q",)),
-    ]
-
-    def moved(waiting_s: float) -> int:
-        fields = {"run": "other", "partition": "q", "minutes": 60, "sent_by": NOW - waiting_s}
-        waits = [request(f"w{i}", waiting_s, **fields) for i in range(4)]
-        wishes = actions(site.cluster(), demands, [*site.mine, *waits], HarvestRules(max_pending=4))
-        assert all(isinstance(w, GiveBack) for w in wishes)
-        return len(wishes)
-
-    assert moved(300.0) == 4, "as many as can be asked for again"
-    assert moved(10.0) == 0
 
 
 def test_targets_are_told() -> None:

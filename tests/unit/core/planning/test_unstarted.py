@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
-
 from builders import NOW, node, partition, request
 from builders import cluster as poll_of
 from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.rules import Demand, HarvestRules, Known
-from fallow.core.planning.unstarted import FIRST_S, LONGEST_S, AllDeclined, Unstarted
 from fallow.core.planning.withdrawals import Withdraw
 from fallow.model import ClusterState, NodeInfo
 from planning import actions, asked, planned
@@ -130,23 +127,6 @@ def test_a_request_is_taken_back_for_each_node_beside_it_and_not_asked_for_there
     assert len(head.asked()) == 3
 
 
-def test_a_head_that_comes_back_leaves_a_node_alone_that_looks_as_it_did() -> None:
-    bad, sort = node("bad"), Demand("r", 1, partitions=("p",)).run_class
-    former = Unstarted()
-    former.look(cluster(NOW, [bad, node("used")]))
-    for name in ("bad", "used"):
-        former.decline(name, sort, "p", NOW + 100.0)
-    note = msgspec.msgpack.encode(former.remembered())
-    head = Unstarted()
-    head.recall(msgspec.msgpack.decode(note, type=AllDeclined))
-    head.look(cluster(NOW + 130.0, [bad, mixed("used")]))
-    assert head.declined_s("bad", sort, "p", NOW + 130.0) == FIRST_S - 30.0
-    assert head.idle_s("bad", NOW + 130.0) == 130.0
-    assert head.nodes() == {"bad"}
-    head.decline("bad", sort, "p", NOW + 1000.0)
-    assert head.declined_s("bad", sort, "p", NOW + 1000.0) == 2 * FIRST_S, "it is the second time"
-
-
 def test_one_that_waits_ahead_is_not_taken_back_for_a_node_that_has_just_fallen_idle() -> None:
     head = Head(lambda a, at: "")
     used = node("n", "ALLOCATED")
@@ -156,18 +136,3 @@ def test_one_that_waits_ahead_is_not_taken_back_for_a_node_that_has_just_fallen_
     for _ in range(5):
         head.poll([node("n")], Demand("r", 0))
     assert list(head.pending), "and it may still start there"
-
-
-def test_times_grow_up_to_a_bound_and_a_clock_that_is_set_back_ends_them() -> None:
-    found = Unstarted()
-    found.look(cluster(NOW, [node("n")]))
-    at, waits = NOW, []
-    for _ in range(8):
-        found.decline("n", "sort", "p", at)
-        waits.append(found.declined_s("n", "sort", "p", at))
-        at += waits[-1]
-        assert found.declined_s("n", "sort", "p", at) == 0.0
-    assert waits[:3] == [FIRST_S, 2 * FIRST_S, 4 * FIRST_S] and waits[-1] == LONGEST_S
-    assert found.declined_s("n", "sort", "other", at) == 0.0
-    found.decline("n", "sort", "p", at)
-    assert found.declined_s("n", "sort", "p", at - 86400.0) == 0.0
