@@ -102,15 +102,3 @@ def test_which_jobs_wait_still_is_known_to_a_head_that_comes_back(polls: list[di
         back = stored(delays)
         assert delays.note(shown, delayed) == back.note(shown, delayed)
         assert delays == back
-
-
-@given(st.lists(st.tuples(st.floats(0.1, 60), st.booleans()), max_size=20))
-def test_delays_are_never_longer_than_the_time_that_passed(polls: list[tuple[float, bool]]) -> None:
-    delays, at = Delays(), NOW
-    for step, late in polls:
-        at += step
-        delays.note(poll(at, job("1", "PENDING", submit_at=NOW)), {"1": A} if late else {})
-    delays.note(poll(at, job("1", "RUNNING", start_at=at + 5.0)), {})
-    report = delays.report(at)
-    assert 0 <= report.max_s <= at - NOW + 1e-6
-    assert report.jobs == any(late for _, late in polls[1:] if late) or report.jobs <= 1

@@ -81,12 +81,6 @@ def test_a_request_is_shorter_than_its_hole_by_what_the_plan_of_slurm_is_rounded
     assert [ask.minutes for ask in asked(state, [Demand("r", 1)], [], replace(RULES, slack_s=slack_s))] == [minutes]
 
 
-def test_budget_shortens_requests_and_then_stops_them() -> None:
-    state = preempting([node("n1"), node("n2")])
-    assert asked(state, [Demand("r", 2, budget_node_s=600.0)], [], HarvestRules()) == [Ask("r", "p", 10)]
-    assert actions(state, [Demand("r", 2, budget_node_s=60.0)], [], HarvestRules()) == []
-
-
 def test_what_does_not_start_beside_idle_nodes_was_too_long_and_is_asked_for_with_half_of_the_time() -> None:
     nodes, known = [node("n1"), node("n2")], Known()
     late = request(waited_s=100.0, minutes=90, reason="Priority")

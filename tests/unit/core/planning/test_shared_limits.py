@@ -193,10 +193,6 @@ def test_a_quarter_of_each_limit_is_left(of: str, name: str, kind: Kind, most: i
     assert found.most.get("r") == most
 
 
-def test_without_limits_nothing_is_bounded() -> None:
-    assert room(None) == Room() == room(told())
-
-
 def test_what_others_use_and_what_we_have_counts() -> None:
     owner = told(("account lab", "GrpTRES node", 20.0, 7.0))
     others = theirs("1", num_nodes=5)
