@@ -7,15 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from builders import cluster
 from fallow.core.checks import site as checks
 from fallow.core.neighbour.preemption import as_for_us
 from fallow.core.planning.rules import HarvestRules, harvestable
-from fallow.model import ClusterConfig, ClusterState, PartitionInfo
+from fallow.model import ClusterConfig, ClusterState
 from fallow.slurm import parse
 from fallow.slurm.cli import CliClient
 
@@ -89,6 +87,7 @@ def test_by_partition_only_a_higher_tier_on_the_same_nodes_preempts(text: str, p
 def test_a_higher_tier_preempts_on_its_own_nodes_only() -> None:
     text = line("top", 10, nodes="n[1-2]") + line("all", 5, nodes="n[1-4]") + line("low", 1, nodes="n[3-6]")
     state = seen(text, configured("partition_prio"))
+    assert as_for_us(state, configured("partition_prio"), None) == state, "twice is once"
     assert {p.partition: (p.preempts, p.unpreempted) for p in state.partitions} == {
         "top": (False, frozenset()),
         "all": (True, {"n3", "n4"}),
@@ -259,46 +258,3 @@ async def test_polls_do_not_wait_long_for_an_accounting_that_hangs(
     monkeypatch.setattr("fallow.slurm.cli.ACCOUNTING_TIMEOUT_S", 0.2)
     async with asyncio.timeout(120):
         assert (await CliClient().config()).qos_unknown
-
-
-@given(
-    st.lists(
-        st.builds(
-            PartitionInfo,
-            partition=st.sampled_from(["a", "b", "c", "d"]),
-            nodes=st.lists(st.sampled_from(["n1", "n2", "n3"]), unique=True),
-            up=st.booleans(),
-            priority_tier=st.integers(0, 3),
-            preempt_mode=st.sampled_from(["OFF", "CANCEL", "REQUEUE", "SUSPEND"]),
-        ),
-        unique_by=lambda p: p.partition,
-    ),
-    st.sampled_from(["preempt/partition_prio", "preempt/qos", ""]),
-    st.sampled_from([None, "idle"]),
-)
-def test_twice_is_once_and_only_a_qos_makes_anything_preemptable(
-    partitions: list[PartitionInfo], kind: str, qos: str | None
-) -> None:
-    site = ClusterConfig(
-        cluster="c",
-        slurm_version="1.0",
-        preempt_type=kind,
-        qos_preempt_modes={"idle": "CANCEL"},
-        qos_preempted_by={"idle": ["high"]},
-        qos_grace_s={"idle": 7.0},
-    )
-    before = cluster([], partitions=partitions)
-    after = as_for_us(before, site, qos)
-    assert as_for_us(after, site, qos) == after
-    top = max((p.priority_tier for p in partitions), default=0)
-    for was, now in zip(before.partitions, after.partitions, strict=True):
-        if kind == "preempt/qos" and qos:
-            there = {node for p in partitions if p.up for node in p.nodes}.intersection(was.nodes)
-            alone = frozenset(was.nodes) - there
-            by_qos = {"preempt_mode": "CANCEL", "grace_s": 7.0, "preempted_by": ["high"], "unpreempted": alone}
-            assert now == replace(was, **by_qos) if there else not now.preempts
-            continue
-        assert not now.unpreempted.difference(now.nodes)
-        now = replace(now, unpreempted=frozenset())
-        assert now == was or (was.preempts and now == replace(was, preempt_mode="OFF"))
-        assert not (now.preempts and kind == "preempt/partition_prio" and now.priority_tier == top)

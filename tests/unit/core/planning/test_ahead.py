@@ -160,17 +160,6 @@ def test_a_request_that_waits_ahead_is_left_where_the_idle_node_is_of_no_use(
     assert actions(state, [demand], mine, AHEAD) == []
 
 
-def test_a_request_that_waits_ahead_gives_way_to_one_that_fits_a_short_hole() -> None:
-    def found(hole_s: float, wants: int, rules: HarvestRules) -> list[Action]:
-        theirs = waits(planned_nodes=["n1"], start_at=NOW + hole_s, reason="BeginTime", partition="other")
-        return actions(preempting([node("n1")], [theirs]), [Demand("r", wants)], [ahead()], rules)
-
-    swapped = [Withdraw("h1", INSTEAD), Ask("r", "p", 10)]
-    assert found(600, 0, AHEAD) == swapped
-    assert found(600, 1, replace(AHEAD, partition_nodes={"p": 1})) == swapped
-    assert found(60, 0, AHEAD) == []
-
-
 WAITING_RUN, TAKER = Demand("r", 1, partitions=("p",)), Demand("b", 2, partitions=("other",))
 
 
