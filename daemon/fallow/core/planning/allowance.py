@@ -116,7 +116,7 @@ def beside(rules: HarvestRules, nodes: Counter[str]) -> HarvestRules:
     """What is left under the caps beside so many nodes of normal priority, by partition."""
     most = None if rules.max_nodes is None else max(0, rules.max_nodes - nodes.total())
     each = {name: max(0, number - nodes[name]) for name, number in rules.partition_nodes.items()}
-    return replace(rules, max_nodes=most, partition_nodes=each, hurried=nodes)
+    return replace(rules, max_nodes=most, partition_nodes=each)
 
 
 def _at_once(limits: Limits, site: ClusterConfig | None, interval_s: float, most: int) -> int:

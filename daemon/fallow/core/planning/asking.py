@@ -24,7 +24,6 @@ from fallow.core.planning.share import Party, Supply
 from fallow.core.planning.situation import Situation
 from fallow.core.planning.unstarted import RunClass
 from fallow.model import ClusterState
-from fallow.text import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +161,11 @@ class Asking:
 
     def full(self, partition: str) -> str:
         """That no more nodes may be held, in words; empty: more may be."""
-        rules = self._situation.rules
-        if not self._caps.is_full(partition):
-            return ""
         if not self._caps.nodes_left():
-            return _at_most("", rules.max_nodes, sum(rules.hurried.values()))
-        return _at_most(f" of {partition}", rules.partition_nodes.get(partition), rules.hurried.get(partition, 0))
+            return "limited: as many nodes are held as [harvest] max_nodes allows"
+        if self._caps.is_capped(partition):
+            return f"limited: as many nodes of {partition} are held as [harvest] partition_nodes allows"
+        return ""
 
     def _made(self, demand: Demand, ask: Ask) -> Ask:
         self._caps.add_request(demand.asker, ask.partition, pinned=bool(ask.node), ahead=ask.ahead)
@@ -275,9 +273,3 @@ def outdated(
     back = (n.node for n in nodes if n.node in excluded and n.node not in closed and is_idle(n) and named.suits(n))
     woken = next(back, "")
     return f"{woken} is awake and idle, and it leaves out that node" if woken else ""
-
-
-def _at_most(where: str, most: int | None, hurried: int) -> str:
-    """That no more nodes may be held. Args: most: that may, beside the `hurried` ones of normal priority."""
-    besides = f" besides {hurried} of normal priority" if hurried else ""
-    return f"limited: {counted(most or 0, 'node')}{where} may be held at most{besides}"

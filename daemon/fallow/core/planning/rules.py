@@ -42,8 +42,6 @@ class HarvestRules(msgspec.Struct, frozen=True):
     max_nodes: int | None = None
     partition_nodes: Mapping[str, int] = {}
     "at most so many nodes held or asked for in a partition"
-    hurried: Mapping[str, int] = {}
-    "nodes of normal priority by partition that have been taken off these caps"
     max_minutes: int = 120
     min_minutes: int = 2
     pending_patience_s: float = 600.0

@@ -34,6 +34,8 @@ def three_idle_nodes() -> ClusterState:
     return preempting([node("n1"), node("n2"), node("n3"), node("n4", "ALLOCATED")], [soon])
 
 
+MOST = "limited: as many nodes are held as [harvest] max_nodes allows"
+MOST_OF_P = "limited: as many nodes of p are held as [harvest] partition_nodes allows"
 GREEDY = Demand("r", 3, barred=frozenset({"n3"}))
 
 
@@ -51,17 +53,11 @@ def test_every_idle_node_that_is_not_used_has_a_reason() -> None:
     ("rules", "why"),
     [
         (HarvestRules(max_pending=1), "too many requests: 1 wait already, as many as may at once"),
-        (HarvestRules(max_nodes=1), "limited: 1 node may be held at most"),
-        (HarvestRules(partition_nodes={"p": 1}), "limited: 1 node of p may be held at most"),
+        (HarvestRules(max_nodes=1), MOST),
+        (HarvestRules(partition_nodes={"p": 1}), MOST_OF_P),
         # Of a cap of three, nodes of normal priority have two; those elsewhere are none of a partition's.
-        (
-            allowance.beside(HarvestRules(max_nodes=3), Counter(p=2)),
-            "limited: 1 node may be held at most besides 2 of normal priority",
-        ),
-        (
-            allowance.beside(HarvestRules(partition_nodes={"p": 3}), Counter(p=2, normal=4)),
-            "limited: 1 node of p may be held at most besides 2 of normal priority",
-        ),
+        (allowance.beside(HarvestRules(max_nodes=3), Counter(p=2)), MOST),
+        (allowance.beside(HarvestRules(partition_nodes={"p": 3}), Counter(p=2, normal=4)), MOST_OF_P),
     ],
 )
 def test_a_node_that_a_limit_keeps_idle_names_it(rules: HarvestRules, why: str) -> None:
