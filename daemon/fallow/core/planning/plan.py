@@ -188,13 +188,16 @@ class _Draft:
         leases = _newest_first(a for a in held if a.end_at is None or a.end_at >= until)
         next_s = next_node_s(situation.known.experience.between_s(situation.at))
         moved = 0
-        while found := move(
-            list(self._parties.values()), leases, self._may_move, stay_s=stay_s(situation.rules), next_s=next_s
-        ):
+
+        def parties() -> list[Party]:
+            return [party._replace(room=0) if run in sellers else party for run, party in self._parties.items()]
+
+        while found := move(parties(), leases, self._may_move, stay_s=stay_s(situation.rules), next_s=next_s):
             lease, buyer = found
             if moved >= self._caps.requests_left():
                 break
-            leases.remove(lease)
+            # Nobody both gets and gives: what is given up for one that has yet to come may go to somebody else.
+            leases = [each for each in leases if each is not lease and each.run != buyer]
             self._add(lease.run, -1)
             self._add(buyer, 1)
             self._give_backs.append(GiveBack(lease.token, reason))

@@ -91,7 +91,7 @@ def test_a_run_that_waits_for_nothing_takes_no_slots_from_others_elsewhere() -> 
     """Where others wait, too, requests are left to wait for longer."""
     nodes = [*(node(f"a{i}", partitions=["a"]) for i in range(5)), *(node(f"b{i}", partitions=["b"]) for i in range(2))]
     old = [request(f"t{i}", 300.0, run="A", partition="a", minutes=60, sent_by=NOW - 300.0) for i in range(4)]
-    demands = [Demand("A", 1, partitions=("a",)), Demand("B", 2, partitions=("b",))]
+    demands = [Demand("A", 0, partitions=("a",)), Demand("B", 2, partitions=("b",))]
     found = asked(cluster(NOW, nodes), demands, old, HarvestRules())
     assert [(ask.run, ask.partition) for ask in found] == [("B", "b")] * 2
     for in_all, more in (4, 0), (5, 1), (6, 2):
