@@ -121,6 +121,14 @@ def test_a_stream_comes_out_the_same_whoever_computes_it(box: Box, plain: Plain)
     assert done.result == plain(TINY, *words, "--pace", "0", "--result", "RESULT")
 
 
+def test_nodes_of_several_workers_come_and_go_as_a_whole(box: Box, tiny: Plain) -> None:
+    done = box.tiny(options=["--workers-per-node", "2"], schedule="+1@20,kill:1@40,-m0@60")
+    done.trained(90, expected_samples(90))
+    assert done.members == [["n0", "n1"], ["n0", "n1", "n2"], ["n0", "n2"], ["n2"]]
+    assert done.kinds == ["start", "absorb", "eject", "release"]
+    same(done, tiny())
+
+
 # --------------------------------------------------------------------------------------------- what users get wrong
 
 

@@ -17,6 +17,30 @@ from fallow.model import Exit
 FOLDER = Path(__file__).parents[3] / "contrib" / "systemd"
 SYSTEM, USER = "fallow@.service", "fallow-user.service"
 
+BOTH = {
+    "Type": "notify",
+    "NotifyAccess": "main",
+    "WatchdogSec": "30",
+    "Restart": "on-failure",
+    "KillMode": "mixed",
+    "UMask": "0077",
+    "NoNewPrivileges": "yes",
+    "RestrictAddressFamilies": "AF_UNIX AF_INET AF_INET6",
+    "RestrictNamespaces": "yes",
+    "RestrictSUIDSGID": "yes",
+    "LockPersonality": "yes",
+    "SystemCallFilter": "@system-service",
+    "SystemCallArchitectures": "native",
+}
+ONLY_SYSTEM = {
+    "User": "%i",
+    "ProtectSystem": "strict",
+    "PrivateTmp": "yes",
+    "CapabilityBoundingSet": "",
+    "StateDirectoryMode": "0700",
+    "RuntimeDirectoryMode": "0700",
+}
+
 
 def _keys(unit: str) -> dict[str, str]:
     found: dict[str, str] = {}
@@ -28,14 +52,18 @@ def _keys(unit: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("unit", [SYSTEM, USER])
-def test_unit_says_what_the_head_relies_on(unit: str) -> None:
+@pytest.mark.parametrize(("unit", "wanted"), [(SYSTEM, BOTH | ONLY_SYSTEM), (USER, BOTH)])
+def test_unit_says_what_the_head_relies_on(unit: str, wanted: dict[str, str]) -> None:
     keys = _keys(unit)
-    assert (keys["Type"], keys["NotifyAccess"], keys["UMask"]) == ("notify", "main", "0077")
+    assert {key: keys.get(key) for key in wanted} == wanted
     assert keys["ExecStart"].endswith("fallow daemon")
     # An exit code that starting again cannot mend.
-    final = {Exit.NO_RESTART, Exit.CONFIG, Exit.USAGE, Exit.CANTCREAT}
-    assert {int(code) for code in keys["RestartPreventExitStatus"].split()} == final
+    assert {int(code) for code in keys["RestartPreventExitStatus"].split()} == {
+        Exit.NO_RESTART,
+        Exit.CONFIG,
+        Exit.USAGE,
+        Exit.CANTCREAT,
+    }
     assert int(keys["TimeoutStopSec"]) > int(keys["WatchdogSec"])
 
 
