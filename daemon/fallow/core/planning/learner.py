@@ -59,21 +59,22 @@ class Learner:
         whole = [a for a, _ in harvest if (a.state in held or a.is_booting) and a.part is None]
         ours = {node for a in whole for node in a.nodes}
         self._count_fallen_idle(cluster, ours, {p.partition for p in harvestable(cluster, rules)})
-        is_now = {a.token: _now(a, asker) for a, asker in harvest}
+        before, self._was = self._was, {a.token: _now(a, asker) for a, asker in harvest}
         # What began before this head did has been taken note of by the one before.
-        before, self._was = is_now if self._was is None else self._was, is_now
-        for allocation, asker in harvest:
+        for allocation, asker in harvest if before is not None else ():
             self._follow_start(allocation, asker, before.get(allocation.token), now)
         # Those that start and those that wait in one poll tell of the same limit, which is at the last that started.
         pending = AllocationState.PENDING
         waits = [(a, asker) for a, asker in harvest if a.state is pending and a.asked_at is None]
         news = [(a.run, self._follow_wait(a, asker, now)) for a, asker in waits]
         # What waited while a job of ours ended says nothing about the room that this left.
-        holds = {token for token, each in is_now.items() if each.holds}
-        left = (was.asker for token, was in before.items() if was.holds and token not in holds)
+        left = (was.asker for token, was in (before or {}).items() if was.holds and not self._holds(token))
         for asker, count in Counter(left).items():
             self.known.backoff.eased(asker, now, count)
         return [(run, text) for run, text in news if text]
+
+    def _holds(self, token: str) -> bool:
+        return self._was is not None and token in self._was and self._was[token].holds
 
     def _count_fallen_idle(self, cluster: ClusterState, ours: Collection[str], partitions: AbstractSet[str]) -> None:
         """How many nodes have fallen idle since the last poll? One that we have, or had a moment ago, is idle to us."""
