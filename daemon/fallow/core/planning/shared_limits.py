@@ -1,8 +1,8 @@
 """Limits of accounts and QOS that our harvest jobs share with jobs of their owner and the owner's group. Pure.
 
 Two rules keep such a limit from being ours. Who waits for a limit that harvest jobs help to fill gets room: harvest
-jobs end, the newest first, until what the waiting job needs is free. And harvest jobs never fill a limit: none is asked
-for in a part of each one that Slurm tells (`[harvest] limit_reserve`).
+jobs end, the newest first, until what the waiting job needs is free. And harvest jobs never fill a limit: a part of
+each one that Slurm tells (`[harvest] limit_reserve`) is left to others.
 Reasons: squeue(1), JOB REASON CODES. Limits: https://slurm.schedmd.com/resource_limits.html.
 """
 
@@ -214,7 +214,7 @@ class Reserve:
         whole: Collection[str],
         qos: Collection[str],
     ) -> Room:
-        """Return what each run may ask for; below 0: it has so many requests too many.
+        """Return what each run may ask for, and what is given back because there is too much of ours.
 
         Args:
             owner: what Slurm told of the limits; None: nothing.
@@ -244,6 +244,7 @@ class Reserve:
             left.append(limit.limit * (1.0 - self._reserve) - used - _sum(ours, needs, limit))
         most: dict[str, int] = {}
         because: dict[str, str] = {}
+        give_back: list[GiveBack] = []
         for demand in demands:
             asker, need = askers.get(demand.run, Asker()), needs[demand.run]
             mine = [i for i, limit in enumerate(limits) if _binds(limit, asker, accounts, qos) and _counts(need, limit)]
@@ -254,10 +255,13 @@ class Reserve:
             room, limit = rooms[tightest], limits[tightest]
             most[demand.run] = room
             because[demand.run] = f"{limit.of}: {limit.name}={limit.limit:g}, of which {self._reserve:.0%} are left"
-            taken = min(demand.nodes, room)
-            for i in mine if taken > 0 else ():
+            taken = min(max(0, demand.nodes), room) if room >= 0 else -len(_too_many(ours, demand.run, room))
+            for i in mine:
                 left[i] -= taken * need.of(_unit(limits[i]))
-        return Room(most=most, because=because)
+            waits = len([a for a in ours if a.run == demand.run and _is_request(a)])
+            running = _too_many([a for a in ours if not _is_request(a)], demand.run, room + waits)
+            give_back += [GiveBack(a.token, f"too much of a limit is ours: {because[demand.run]}") for a in running]
+        return Room(tuple(give_back), {}, most, because)
 
 
 def capped(demands: Iterable[Demand], rooms: Sequence[Room]) -> list[Demand]:
@@ -273,6 +277,12 @@ def capped(demands: Iterable[Demand], rooms: Sequence[Room]) -> list[Demand]:
 def _is_request(allocation: Allocation) -> bool:
     """Return True for one that Slurm has given no node yet."""
     return allocation.state in WAITING and not allocation.is_booting
+
+
+def _too_many(ours: Sequence[Allocation], run: str, room: int) -> list[Allocation]:
+    """As many of a run's allocations as are too many, requests first, then the newest."""
+    mine = sorted((a for a in ours if a.run == run), key=lambda a: (not _is_request(a), -(a.start_at or 0.0), a.token))
+    return mine[: max(0, -room)]
 
 
 def _unit(limit: LimitView) -> str:

@@ -167,7 +167,7 @@ class Asking:
             turn.record(run, "withdraw", f"{token} (job {allocation.job_id}): {why}")
             turn.cancel(run, allocation, why)
         given = {wish.token for wish in external.give_backs}
-        more = {wish.token: wish for wish in waits.give_back if wish.token not in given}
+        more = {wish.token: wish for wish in (*kept.give_back, *waits.give_back) if wish.token not in given}
         both = (*external.give_backs, *more.values())
         return capped(demands, (waits, kept)), msgspec.structs.replace(external, give_backs=both)
 

@@ -231,12 +231,13 @@ def test_runs_of_one_account_share_what_is_left() -> None:
     assert [demand.nodes for demand in capped([Demand("r", 10), Demand("s", 10)], [found])] == [10, 5]
 
 
-def test_requests_that_reach_into_the_reserve_are_too_many() -> None:
+def test_what_reaches_into_the_reserve_is_given_back_requests_first_then_the_newest() -> None:
     owner = told(("account lab", "GrpJobs", 8.0, 0.0))
     allocations = (*(held(i) for i in range(6)), held(6, AllocationState.PENDING))
     found = room(owner, theirs("1"), theirs("2"), *map(ours, range(6)), allocations=allocations)
     # Six may be used, two of them are others', seven are ours.
-    assert found.most == {"r": -3} and found.give_back == ()
+    assert found.most == {"r": -3}
+    assert [wish.token for wish in found.give_back] == [token(5), token(4)]
     assert capped([Demand("r", 5)], [found]) == [Demand("r", -3)]
 
 
