@@ -92,7 +92,11 @@ class _Strikes:
     count: int = 0
     until: float = 0.0
     tries: int = 1
-    "requests that may wait after that; one more each time that one starts"
+    "requests that may wait after that; twice as many each time that all of them start"
+    freed: int = 0
+    "jobs of ours that have ended, and in whose place none has started yet: as many may be asked for at once"
+    freed_now: tuple[float, int] = (0.0, 0)
+    "when the last ones did, and how many"
 
 
 class LeftAlone(msgspec.Struct, frozen=True):
@@ -123,10 +127,13 @@ class Backoff:
             self.too_long(partition, minutes, now, asker if _OWNER.search(_plain(reason)) else None)
             return True
         strikes = self._alone.setdefault(_key(scope, asker, partition), _Strikes())
-        strikes.tries = 1
-        if now >= strikes.until:
+        at, freed = strikes.freed_now
+        # What waited before the last of ours ended says nothing about the room that this left.
+        since = min(strikes.freed, freed) if at == now else 0
+        if now >= strikes.until or since < strikes.freed:
             strikes.until = now + min(LONGEST_S, FIRST_S * 2.0**strikes.count)
             strikes.count += 1
+        strikes.tries, strikes.freed = 1, since
         return True
 
     def too_long(self, partition: str, minutes: int, now: float, asker: Asker | None = None) -> None:
@@ -140,21 +147,27 @@ class Backoff:
         To ask for all that is idle then would have all but a few wait, again after every job that ends.
         """
         self._alone.pop(_key(Scope.PARTITION, asker, partition), None)
-        if strikes := self._alone.get(_key(Scope.OWNER, asker, "")):
+        strikes = self._alone.get(_key(Scope.OWNER, asker, ""))
+        if strikes is None:
+            return
+        if strikes.freed:
+            strikes.freed -= 1
+        else:
             strikes.count, strikes.tries = max(0, strikes.count - 1), strikes.tries + 1
             strikes.until = min(strikes.until, now)
 
     def eased(self, asker: Asker, now: float, jobs: int = 1) -> None:
         """So many of our jobs have ended: a limit of this account or QOS may have room for as many again."""
         if strikes := self._alone.get(_key(Scope.OWNER, asker, "")):
-            strikes.until, strikes.tries = min(strikes.until, now), max(strikes.tries, jobs)
+            strikes.freed += jobs
+            strikes.freed_now = now, jobs
 
     def room(self, asker: Asker, now: float) -> int | None:
         """As many requests may wait in this name; None: no limit of its account or QOS is known."""
         strikes = self._alone.get(_key(Scope.OWNER, asker, ""))
         if strikes is None:
             return None
-        return 0 if now < strikes.until else strikes.tries
+        return strikes.freed if now < strikes.until else max(strikes.freed, strikes.tries)
 
     def forget(self, asker: Asker) -> None:
         """Somebody says that it is all right now: leave nothing alone for the sake of this account and QOS."""
@@ -189,7 +202,7 @@ class Backoff:
     def owner_until(self, asker: Asker) -> float:
         """Unix time before which nothing is asked for in this name anywhere; 0: now."""
         strikes = self._alone.get(_key(Scope.OWNER, asker, ""))
-        return strikes.until if strikes else 0.0
+        return strikes.until if strikes and not strikes.freed else 0.0
 
     def words(self, asker: Asker, partition: str, now: float) -> str:
         """What is left alone there, and for how long; empty: nothing."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
-from typing import NamedTuple
 
 from fallow.core.accounting.backoff import Asker, Scope, scope_of
 from fallow.core.allocations import LIVE, Allocation
@@ -19,23 +18,17 @@ Asked = tuple[Allocation, Asker]
 """A harvest allocation, and in whose name it is asked for."""
 
 
-class _Was(NamedTuple):
-    """A harvest allocation as the last poll left it."""
-
-    asker: Asker
-    holds: bool
-    "a node"
-    started: bool
-    trained: bool
-
-
 class Learner:
     """Keeps `known` up to date."""
 
     def __init__(self) -> None:
         self.known = Known()
-        self._was: dict[str, _Was] | None = None
-        "by token; None: no poll has been seen yet"
+        self._begun: set[str] | None = None
+        "tokens whose start has been taken note of; None: no poll has been seen yet"
+        self._trained: set[str] = set()
+        "tokens whose first step has been taken note of"
+        self._holders: dict[str, Asker] = {}
+        "token that held a node in the last poll -> in whose name"
         self._idle: set[str] | None = None
         "nodes that the last poll showed idle, ours included; None: no poll has been seen yet"
 
@@ -54,27 +47,31 @@ class Learner:
             (run, text) of what is left alone from now on.
         """
         self.known.backoff.bound(now)
-        self.known.unstarted.look(cluster)
         held = (AllocationState.RUNNING, AllocationState.RELEASING)
         whole = [a for a, _ in harvest if (a.state in held or a.is_booting) and a.part is None]
         ours = {node for a in whole for node in a.nodes}
         self._count_fallen_idle(cluster, ours, {p.partition for p in harvestable(cluster, rules)})
-        before, self._was = self._was, {a.token: _now(a, asker) for a, asker in harvest}
-        # What began before this head did has been taken note of by the one before.
-        for allocation, asker in harvest if before is not None else ():
-            self._follow_start(allocation, asker, before.get(allocation.token), now)
+        self._ease(harvest, now)
+        if self._begun is None:
+            # Those that began before this head did have been taken note of by the one before.
+            self._begun = {a.token for a, _ in harvest if a.start_at is not None}
+            self._trained = {a.token for a, _ in harvest if a.active_at is not None}
+        if len(self._begun) > len(harvest):
+            # No token comes again, so those that are not kept any more must only not pile up.
+            tokens = {a.token for a, _ in harvest}
+            self._begun &= tokens
+            self._trained &= tokens
+        begun, trained = self._begun, self._trained
+        for allocation, asker in harvest:
+            token, start_at = allocation.token, allocation.start_at
+            if start_at is None or (token in begun and (token in trained or allocation.active_at is None)):
+                continue
+            self._follow_start(begun, allocation, start_at, asker, now)
         # Those that start and those that wait in one poll tell of the same limit, which is at the last that started.
         pending = AllocationState.PENDING
         waits = [(a, asker) for a, asker in harvest if a.state is pending and a.asked_at is None]
-        news = [(a.run, self._follow_wait(a, asker, now)) for a, asker in waits]
-        # What waited while a job of ours ended says nothing about the room that this left.
-        left = (was.asker for token, was in (before or {}).items() if was.holds and not self._holds(token))
-        for asker, count in Counter(left).items():
-            self.known.backoff.eased(asker, now, count)
+        news = ((a.run, self._follow_wait(a, asker, now)) for a, asker in waits)
         return [(run, text) for run, text in news if text]
-
-    def _holds(self, token: str) -> bool:
-        return self._was is not None and token in self._was and self._was[token].holds
 
     def _count_fallen_idle(self, cluster: ClusterState, ours: Collection[str], partitions: AbstractSet[str]) -> None:
         """How many nodes have fallen idle since the last poll? One that we have, or had a moment ago, is idle to us."""
@@ -85,6 +82,14 @@ class Learner:
             self._idle |= ending
             matter = {n.node for n in cluster.nodes if n.node in fresh and not partitions.isdisjoint(n.partitions)}
             self.known.experience.came(len(matter), cluster.at)
+
+    def _ease(self, harvest: Sequence[Asked], now: float) -> None:
+        """Where jobs of ours have ended, a limit of their account or QOS has room for as many again."""
+        before = self._holders
+        self._holders = {a.token: who for a, who in harvest if a.start_at is not None and a.state in LIVE}
+        ended = before.keys() - self._holders.keys()
+        for asker, count in Counter([who for token, who in before.items() if token in ended]).items() if ended else ():
+            self.known.backoff.eased(asker, now, count)
 
     def _follow_wait(self, allocation: Allocation, asker: Asker, now: float) -> str:
         """Returns: what is left alone from now on, in words."""
@@ -97,14 +102,18 @@ class Learner:
             return ""
         return self.strike(asker, allocation.partition, allocation.minutes, allocation.reason, now)
 
-    def _follow_start(self, allocation: Allocation, asker: Asker, was: _Was | None, now: float) -> None:
-        start_at, active_at = allocation.start_at, allocation.active_at
-        if start_at is not None and not (was and was.started):
+    def _follow_start(self, begun: set[str], allocation: Allocation, start_at: float, asker: Asker, now: float) -> None:
+        experience = self.known.experience
+        if allocation.token not in begun:
+            begun.add(allocation.token)
             self.known.backoff.started(asker, allocation.partition, now)
-        # A successor is ready early and joins when the node before it leaves.
-        if start_at is not None and active_at is not None and not (was and was.trained) and not allocation.replaces:
-            wait_s = None if allocation.ahead else start_at - allocation.requested_at
-            self.known.experience.started(wait_s, active_at - start_at, active_at)
+        if allocation.active_at is not None and allocation.token not in self._trained:
+            self._trained.add(allocation.token)
+            # A successor is ready early and joins when the node before it leaves.
+            if not allocation.replaces:
+                wait_s = None if allocation.ahead else start_at - allocation.requested_at
+                start_s = allocation.active_at - start_at
+                experience.started(wait_s, start_s, allocation.active_at)
 
     def strike(self, asker: Asker, partition: str, minutes: int | None, reason: str, now: float) -> str:
         """Slurm said no, or lets a request wait, for a reason that may be none to leave anything alone.
@@ -118,11 +127,6 @@ class Learner:
         if backoff.until(asker, partition) > before:
             return f"Slurm says {reason}: {backoff.words(asker, partition, now)}"
         return ""
-
-
-def _now(allocation: Allocation, asker: Asker) -> _Was:
-    started = allocation.start_at is not None
-    return _Was(asker, started and allocation.state in LIVE, started, allocation.active_at is not None)
 
 
 def withdrawn(situation: Situation, withdrawal: Withdraw, allocation: Allocation) -> None:

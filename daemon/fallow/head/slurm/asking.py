@@ -108,6 +108,8 @@ class Asking:
             _make_anew(turn, runs, demands, cluster, rules)
         demands, external = self._within_limits(turn, runs, cluster, demands, rules, external, again=again)
         live = [a for run in runs.values() for a in run.live_allocations()]
+        if not again:
+            self._known.unstarted.look(cluster)
         # Nodes of normal priority count under the caps, too.
         left = allowance.beside(rules, allowance.held_or_asked(a for a in live if a.hurried))
         situation = Situation(cluster, demands, live, left, self._known, external, asks_only=again)
