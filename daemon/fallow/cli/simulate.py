@@ -85,7 +85,7 @@ Ctrl-C ends it with what is known so far (exit code 75).
     "--poll", "poll_s", type=Finite(5, 3600), default=30.0, show_default=True, metavar="S", help="Between polls."
 )
 @click.option("--begin", "begin_day", type=_number, default=0.0, show_default=True, metavar="DAY", help="Of the trace.")
-@click.option("--days", type=_above, metavar="N", help="Default: all; summit: 2.")
+@click.option("--days", type=_above, metavar="N", help="Default: all; summit: 2 of 14.")
 @click.option("--site", metavar="FOLDER", help="The cluster's nodes, partitions and configuration.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @json_option

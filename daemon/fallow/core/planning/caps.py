@@ -22,7 +22,7 @@ class Caps:
     def __init__(self, situation: Situation, held: Iterable[Allocation], pending: Iterable[Allocation]) -> None:
         self._rules, self._backoff, self._at = situation.rules, situation.known.backoff, situation.at
         self._held = Counter[str]()
-        self._waiting = self._fresh = 0
+        self._waiting = self._fresh = self._old = 0
         self._by_asker = Counter[Asker]()
         held = list(held)
         live, waits = {allocation.token for allocation in held}, {allocation.token for allocation in pending}
@@ -35,6 +35,7 @@ class Caps:
                 is_old = situation.waited_s(allocation) > self._rules.start_patience_s
                 demand = situation.by_run.get(allocation.run)
                 self._count(None if demand is None else demand.asker, counts=not (allocation.ahead or is_old))
+                self._old += is_old and not allocation.ahead
 
     def _count(self, asker: Asker | None, *, counts: bool) -> None:
         self._waiting += 1
@@ -73,7 +74,9 @@ class Caps:
 
     def requests_left(self) -> int:
         """Requests more that may wait for idle nodes."""
-        return max(0, min(self._rules.max_pending - self._fresh, self._rules.max_waiting - self._waiting))
+        most = self._rules.max_pending
+        fresh = min(most, 2 * most - self._old) - self._fresh
+        return max(0, min(fresh, self._rules.max_waiting - self._waiting))
 
     def may_wait(self, asker: Asker) -> bool:
         """May one more request wait in this name? Its account or QOS may have been at a limit of late."""
