@@ -1,7 +1,7 @@
 """A head that this agent starts on its node when no other head is heard.
 
 Without a head a run that loses a member cannot go on, and a run that ends is not told so. The stand-in head serves the
-same state folder as the head that fell silent, with that head's configuration. The lock of the state folder and the
+same state folder as the head that fell silent, with that head's configuration. The lease of the state folder and the
 store's term keep it from serving beside another one: where the other head lives, the stand-in ends at once and is tried
 again later.
 """

@@ -130,7 +130,7 @@ class Head:
     # -- life ---------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serve until `stop` or a fatal error. The state folder's lock is held by the caller."""
+        """Serve until `stop` or a fatal error. The state folder's lease is held by the caller."""
         loop = asyncio.get_running_loop()
         before = loop.get_exception_handler()
         loop.set_exception_handler(self._stray)

@@ -1,1 +1,1 @@
-"""What Fallow asks of Slurm: the protocol (`client`), the command line (`cli`) and a scripted fake (`fake`)."""
+"""What Fallow asks of Slurm: the protocol (`client`), the command line (`cli`) and pyslurm in a process of its own."""

@@ -98,6 +98,33 @@ def test_a_head_that_ended_well_leaves_the_folder_free(world: World) -> None:
     assert world.now == 0.0
 
 
+def test_who_watches_takes_over_as_soon_as_the_folder_is_given_up(world: World) -> None:
+    first = world.lease("login1")
+    first.acquire()
+    world.beside = first.release
+    second = world.lease("login2")
+    second.acquire()
+    assert world.now < BEAT_S
+    assert world.may_act(second)
+
+
+def test_who_watches_sees_another_one_come_when_the_folder_is_given_up(world: World) -> None:
+    for place in ("login1", "login2"):  # of the second one the number is higher than the third one's will be
+        first = world.lease(place)
+        first.acquire()
+    third = world.lease("login3")
+
+    def pass_on() -> None:
+        world.beside = lambda: None
+        first.release()
+        third.acquire()
+
+    world.beside = pass_on
+    with pytest.raises(FallowError, match="another head"):
+        world.lease("login4").acquire()
+    assert world.may_act(third)
+
+
 def test_of_a_dead_host_the_folder_is_taken_over_after_a_watch(world: World) -> None:
     world.lease("login1").acquire()
     world.lease("login2").acquire()

@@ -209,7 +209,8 @@ class Asking:
         if most < least:
             why = f"limited: {most} min are all that may be asked for, and at least {least} min are wanted"
         elif fits < least:
-            why = f"too short: somebody else has it in {hole.length_s or 0.0:.0f} s, and at least {least} min are asked for"
+            soon = f"somebody else has it in {hole.length_s or 0.0:.0f} s"
+            why = f"too short: {soon}, and at least {least} min are asked for"
         elif starts < least:
             why = f"too long: requests of {least} min did not start there"
         else:

@@ -115,8 +115,9 @@ class Lease:
         number, found = self._newest()
         former = _decode(found)
         may_live = number > 0 and (former is None or not self._is_gone(former))
-        if may_live:
-            self._wait_for_signs(number, found, former)
+        if may_live and not self._stays_silent(number, found, former):
+            self.acquire()
+            return
         self._file = self._paths.head_lease(number + 1)
         began = self._clock()
         try:
@@ -124,11 +125,16 @@ class Lease:
         except FileExistsError:
             raise self._refusal(_decode(self._newest()[1])) from None
         self._valid_until = began + VALID_S
+        if may_live:
+            try:
+                own_files(self._paths.redis_dir)
+            except OSError:
+                # Whoever tries again has to do this first, too.
+                self._file.unlink()
+                raise
         for older in self._paths.head_leases:
             if _number(older) <= number:
                 older.unlink(missing_ok=True)
-        if may_live:
-            own_files(self._paths.redis_dir)
 
     def release(self) -> None:
         """Let the next head start at once."""
@@ -144,14 +150,18 @@ class Lease:
             raise self._refusal(former)
         return True
 
-    def _wait_for_signs(self, number: int, found: bytes, former: Claim | None) -> None:
+    def _stays_silent(self, number: int, found: bytes, former: Claim | None) -> bool:
+        """Watch the newest claim; False: it was given up meanwhile."""
         until = self._clock() + WATCH_S
         log.info("lease.watched", host="" if former is None else former.host, seconds=WATCH_S)
         while self._clock() < until:
             self._sleep(LOOK_S)
             now = self._newest()
-            if now[0] > number or (now[0] == number and now[1] != found):
+            if now[0] == 0:
+                return False
+            if now != (number, found):
                 raise self._refusal(_decode(now[1]) or former)
+        return True
 
     def _refusal(self, former: Claim | None) -> FallowError:
         who = "" if former is None else f" (pid {former.pid} on {former.host})"
