@@ -154,6 +154,8 @@ class Saver:
         while self._writing is not None and self._is_busy:
             self._writing.join(max(0.0, min(_SIGN_S, until - time.monotonic())))
             if time.monotonic() >= until:
+                if self._newest is not None and self._writing.completes:
+                    self._report(failure(*self._newest, "this node went away before all parts were there"))
                 return
             progress.move()
 

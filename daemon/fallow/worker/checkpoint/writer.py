@@ -61,6 +61,8 @@ class Writing(threading.Thread):
         "when the last part of the work began"
         self.hurry = threading.Event()
         "a member was lost: its part may never come"
+        self.completes = snapshot.rank == 0
+        "the first member sees to the whole"
 
     @property
     def is_stuck(self) -> bool:
@@ -78,7 +80,7 @@ class Writing(threading.Thread):
                 check_dir(folder)
             is_made = True
             self._write_part(snapshot, temporary)
-            if snapshot.rank == 0 and self._await_parts(snapshot.manifest.world, temporary):
+            if self.completes and self._await_parts(snapshot.manifest.world, temporary):
                 self._moved_at = self._clock()
                 done = self._finish(snapshot, temporary, final)
                 self._sweep(step)

@@ -78,6 +78,7 @@ class Loop:
         source.moved = member.move
         member.move()
         self.watch.begin_call()
+        _ = member.reduction  # what it refuses, it refuses before others meet this member
         self.meeting.call = self._call_to_compare(source, epochs, max_steps)
         alone = session is None and member.group.size == 1
         self._in_call = True

@@ -367,8 +367,10 @@ class Reduction:
         self.arithmetic.lay_out(self._buckets)
 
     def _unused_sums(self) -> list[int]:
-        """Those of the phase at work."""
-        return self._unused.get(self._phase, [0] * len(self._buckets))
+        """Those of the phase at work; what is frozen is expected to stay so."""
+        if self._phase in self._unused:
+            return self._unused[self._phase]
+        return [0 if any(p.requires_grad for p in bucket.params) else PATIENCE for bucket in self._buckets]
 
     def _clear(self) -> None:
         for parameter in self._params:

@@ -96,7 +96,7 @@ def device_within(address: str, ports: range) -> tuple[Any, int, int]:
 
 
 def _move(fd: int, address: str, port: int) -> bool:
-    """False: the port is taken. The device is of no use then."""
+    """False: the port cannot be had. The device is of no use then."""
     epoll, event = _watcher(fd)
     _check(_libc.epoll_ctl(epoll, _EPOLL_DEL, fd, event))
     _check(_libc.connect(fd, _NOBODY, len(_NOBODY)))
@@ -106,7 +106,7 @@ def _move(fd: int, address: str, port: int) -> bool:
             listener.bind((address, port))
             listener.listen(_BACKLOG)
         except OSError as error:
-            if error.errno != errno.EADDRINUSE:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
             # gloo takes it out of the set when it ends the device.
             listener.bind((address, 0))

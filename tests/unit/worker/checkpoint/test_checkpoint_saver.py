@@ -183,6 +183,7 @@ def test_nobody_waits_longer_than_the_node_has(tmp_path: Path, gate: threading.E
     member.session.hear(ends_in_s=1.1)
     member.suspend(10)
     assert member.session.written == []
+    assert [(one.generation, one.step) for one in member.session.unsaved] == [(3, 10)], "nobody else finishes it"
     gate.set()
     member.session.hear(ends_in_s=600.0)
     member.saver.finish()
