@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from fallow.model import ChangeKind, EventRecord, RunStatus
+from fallow.model import ChangeKind, EventRecord, MemberPhase, RunStatus
 
 CHANGES = frozenset(kind.value for kind in ChangeKind)
+_SEATED = (MemberPhase.MEMBER, MemberPhase.LEAVING)
 ENDS = frozenset((RunStatus.FINISHED.value, RunStatus.FAILED.value, RunStatus.CANCELLED.value))
 
 
@@ -69,7 +70,8 @@ class _Run:
             case "lost":
                 self._is_empty = True
             case "back":
-                self._is_empty = self._is_empty and event.data["member"] not in self._members
+                # Whoever is only ready again lost its seat to a generation that was committed without it.
+                self._is_empty = self._is_empty and event.data["phase"] not in _SEATED
             case "rollback":
                 self._back_to.append((event.data["generation"], event.data["step"]))
             case "checkpoint" if "step" in event.data and "set aside" not in event.text:

@@ -232,7 +232,7 @@ async def test_the_newest_order_wins(head: Head) -> None:
     await head.obeyed(newest)
     head.term = 2
     await head.obeyed(head.order(edition=1, noted="print('term 2', flush=True)"))
-    assert head.run.log("n0").read_text() == "3\nterm 2\n"
+    assert await head.printed("n0", "term 2\n") == "3\nterm 2\n"
 
 
 async def test_s5_a_head_of_an_older_term_is_ignored(head: Head) -> None:
@@ -259,7 +259,7 @@ async def test_workers_are_started_anew_when_the_head_wants_it(head: Head) -> No
     assert (hello.boot, hello.node) == (2, 0)
     head.order(node=1, noted="print('for the former ones', flush=True)")
     await head.obeyed(head.order(node=5, noted="print('anew', flush=True)"))
-    assert head.run.log("n4").read_text() == "anew\n"
+    assert await head.printed("n4", "anew\n") == "anew\n"
     assert await head.hear(Ended) == ended, "that end has not been noted"
     await head.report(lambda report: (report.node, report.boot) == (5, 2), pids=1)
 
@@ -323,7 +323,8 @@ async def test_workers_train_on_while_a_head_of_another_version_refuses_their_ag
             head.send(Refused(code=78, message="update the agent"))
             await head.beats(1)
         await head.obeyed(head.order(noted="print('on', silent_s, flush=True)"))
-    assert float(head.run.log("n0").read_text().split()[1]) > 0.3, "workers take it for silence"
+    text = await head.printed("n0", "\n")
+    assert float(text.split()[1]) > 0.3, "workers take it for silence"
     assert len(head.workers()) == 1
     agent.send_signal(signal.SIGKILL)
     _, _, err = await head.ended()

@@ -48,16 +48,15 @@ class Observer:
         self._highest, self._ever_highest = root.highest, max(root.highest, self._ever_highest)
         if not root.generation or not (nodes_changed or root.generation not in self.committed):
             return
-        seats = self._seats()
-        if root.generation not in self.committed and root.generation <= max(self.committed, default=0):
-            self.w.fail(f"generation {root.generation} is committed after {max(self.committed)}")
-        if root.generation in self._lost and not self._has_witness(root.generation):
-            self._lost.discard(root.generation)
-            self.committed[root.generation] = seats
+        for generation in [g for g in self._lost if g >= root.generation and not self._has_witness(g)]:
+            self._lost.discard(generation)
+            del self.committed[generation]
             self.w.plane.acted = min(self.w.plane.acted, root.generation - 1)
-        known = self.committed.setdefault(root.generation, seats)
-        if known != seats:
-            self.w.fail(f"generation {root.generation} has two lists of members: {known} and {seats}")
+        if root.generation not in self.committed and root.generation < max(self.committed, default=0):
+            self.w.fail(f"generation {root.generation} is committed after {max(self.committed)}")
+        seats = self._seats()
+        if self.committed.setdefault(root.generation, seats) != seats:
+            self.w.fail(f"generation {root.generation} has two lists: {self.committed[root.generation]} and {seats}")
 
     def _seats(self) -> tuple[int, ...]:
         stored = self.w.store.records.items()

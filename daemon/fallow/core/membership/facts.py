@@ -61,7 +61,7 @@ def take_back(m: State, node: Node, report: Report) -> None:
     else:
         node.phase = MemberPhase.READY if node.accepted else MemberPhase.STARTING
     m.tell([node.id])
-    m.outbox.log("back", f"{text}: {node.phase}", node=node.id)
+    m.outbox.log("back", f"{text}: {node.phase}", node=node.id, phase=node.phase)
 
 
 def note_progress(m: State, node: Node, report: Report) -> None:
