@@ -69,6 +69,8 @@ class Exact(Arithmetic):
         "phases in which a shard gives a parameter several gradients, so that there is no one as it is"
         self._is_split = False
         "one did in this attempt, here"
+        self._was_split = False
+        "one did on some member in an earlier attempt at this sum"
 
     @property
     def repeated(self) -> int:
@@ -95,7 +97,7 @@ class Exact(Arithmetic):
 
     def begin(self, phase: str, single_shard_weights: Sequence[float] = ()) -> None:
         self._phase, self._is_split = phase, False
-        self._single_shard_weights = () if phase in self._split_phases else single_shard_weights
+        self._single_shard_weights = () if self._was_split or phase in self._split_phases else single_shard_weights
         super().begin(phase)
         self._scales.begin(phase)
         self._main_sums, self._launched = {}, []
@@ -241,11 +243,17 @@ class Exact(Arithmetic):
 
     def judge(self, extents: Sequence[int]) -> bool:
         *exponents, is_split = extents
-        if is_split:
+        self._was_split = self._was_split or bool(is_split)
+        if not self._scales.judge(exponents, is_void=bool(is_split)):
+            return False
+        # Not before: where the group breaks, some members may have heard of a void attempt and others not.
+        if self._was_split:
             self._split_phases.add(self._phase)
-        return self._scales.judge(exponents, is_void=bool(is_split))
+        self._was_split = False
+        return True
 
     def forget(self) -> None:
+        self._was_split = False
         self._scales.forget()
 
     def export(self) -> dict[str, Any]:
@@ -253,6 +261,7 @@ class Exact(Arithmetic):
         return {"scales": self._scales.export(), "split_phases": sorted(self._split_phases)}
 
     def load(self, state: Mapping[str, Any]) -> None:
+        self._was_split = False
         self._scales.load(state["scales"])
         self._split_phases = set(state["split_phases"])
 

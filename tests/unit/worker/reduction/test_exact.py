@@ -41,8 +41,9 @@ def attempt(
     mine: Sequence[Shard],
     phase: str = "",
     weights: Sequence[float] = (),
+    backwards: int = 1,
 ) -> tuple[bool, list[torch.Tensor]]:
-    """One attempt at a sum by one member.
+    """One attempt at a sum by one member, whose shards give each parameter so many gradients.
 
     Returns:
         Whether the sum is good; then its gradients.
@@ -50,7 +51,7 @@ def attempt(
     exact.begin(phase, weights)
     for weight, grads in mine:
         exact.begin_body()
-        for bucket in buckets if weight else ():
+        for bucket in [*buckets] * backwards if weight else ():
             arrived = [(place, grads[index].clone()) for place, index in enumerate(bucket.members)]
             exact.add(bucket, arrived, weight, late=False)
     for bucket in buckets:
@@ -216,6 +217,27 @@ def test_what_is_not_finite_becomes_nan_everywhere_and_moves_no_reference(bad: f
     assert after.export() == other.export()
     references = dict(after.export()["scales"]["references"][""])
     assert references == {0: 1, 1: 10}
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_an_unfinished_sum_teaches_nothing(breaks: bool) -> None:
+    """A shard gives a parameter two gradients, and so does not travel as it is. Not all members may have heard it."""
+    exact, (bucket,), shard = Exact(), buckets_for([torch.ones(3)]), [(1.0, [torch.full((3,), 0.1)])]
+    exact.lay_out([bucket])
+    before = exact.export()
+
+    def member(group: Group) -> list[bool]:
+        good = []
+        for number in range(2 + breaks):
+            if breaks and number == 1:
+                exact.forget()
+                assert exact.export() == before
+            good.append(attempt(exact, group, [bucket], shard, weights=[1.0], backwards=2)[0])
+        return good
+
+    (good,) = together(member, world(1))
+    assert good == [False] * (1 + breaks) + [True]
+    assert exact.export()["split_phases"] == [""]
 
 
 def test_a_weight_of_zero_leaves_no_trace() -> None:
