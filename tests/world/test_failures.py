@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -53,6 +55,17 @@ def test_h6_a_script_that_never_reaches_the_loop_or_deserts_it_fails_the_run() -
     rig = started(2)
     rig.gone(2, code=0)
     assert "inside of the run.updates loop" in rig.r.root.message
+
+
+@pytest.mark.parametrize("how", [{"taken": True}, {"signal": 15}, {"taken": True, "node_failed": True}])
+def test_a_node_that_slurm_takes_while_its_script_starts_fails_no_run(how: dict[str, Any]) -> None:
+    rig = Rig()
+    rig.expect("a")
+    turn = rig.gone(1, reason="Slurm has requeued its job", **how)
+    assert logs(turn, "eject") == ["n0 (a) is gone: Slurm has requeued its job"]
+    assert rig.r.root.status is RunStatus.WAITING
+    rig.gone(rig.expect("b"), signal=9)
+    assert rig.r.root.status is RunStatus.FAILED
 
 
 def test_a_script_that_never_begins_is_told_what_to_write() -> None:

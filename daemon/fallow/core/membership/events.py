@@ -61,6 +61,8 @@ class Gone(Event):
     "the agent's last one: it has what workers said at their end, in case earlier reports were lost"
     is_ordered: bool = False
     "an order had told them to end; the store may have lost why"
+    taken: bool = False
+    "Slurm has taken the node: preempted, requeued, cancelled or failed"
     node_failed: bool = False
     "Slurm says NODE_FAIL"
 

@@ -6,6 +6,7 @@ A loss is only noted here. Which generation follows from it is for the rules in 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from signal import SIGTERM
 
 from fallow.core.membership import events as ev
 from fallow.core.membership import failures
@@ -74,6 +75,10 @@ def dismiss(m: State, node: Node, code: Exit, reason: str, *, kill: bool = False
 def end_early(m: State, node: Node, event: ev.Gone) -> None:
     """The node's workers have ended before their script had."""
     node.code, kind, signature, reason = event.code, None, "", event.reason
+    if node.phase is MemberPhase.STARTING and (event.taken or event.signal == SIGTERM):
+        # Slurm's signal reaches the script, which does not handle it yet, before anybody says that the node has to go.
+        m.outbox.log("eject", f"{m.roster.name(node.id)} is gone: {reason}", node=node.id)
+        node.leaving = node.leaving or reason
     if event.signal in failures.CRASHES:
         kind, signature = FailureKind.CRASH, f"signal {event.signal}"
     elif event.code not in (None, Exit.OK, Exit.TEMPFAIL):

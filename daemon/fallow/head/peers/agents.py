@@ -311,12 +311,19 @@ class Agents:
 
 
 def agent_gone(
-    turn: Turn, run: Run, allocation: Allocation, host: str, reason: str, *, node_failed: bool = False
+    turn: Turn,
+    run: Run,
+    allocation: Allocation,
+    host: str,
+    reason: str,
+    *,
+    taken: bool = False,
+    node_failed: bool = False,
 ) -> None:
-    """An agent has ended for certain, or its node is lost: so have its workers."""
+    """An agent has ended for certain, or (taken) Slurm has taken its node: so have its workers."""
     for node in run.roster.at_place(host, allocation.token):
         if not node.exited:
-            turn.apply(run, ev.Gone(at=turn.at, node=node.id, reason=reason, node_failed=node_failed))
+            turn.apply(run, ev.Gone(at=turn.at, node=node.id, reason=reason, taken=taken, node_failed=node_failed))
     give_up_agent(turn, run, allocation, host, reason)
 
 

@@ -72,7 +72,7 @@ def _adopt_requeued(turn: Turn, run: Run, jobs: Shown) -> None:
         if run.ended or run.spec.local or others or not requeued(allocation, jobs.of(allocation)):
             continue
         for host in list(allocation.hosts):
-            agent_gone(turn, run, allocation, host, "Slurm has requeued its job")
+            agent_gone(turn, run, allocation, host, "Slurm has requeued its job", taken=True)
         begin_again(allocation, turn.now)
         turn.dirty.add(run.id)
         turn.record(run, "job", f"{allocation.token} (job {allocation.job_id}): Slurm has requeued it")
@@ -105,8 +105,9 @@ def _observe(
 
 def _ended(turn: Turn, run: Run, allocation: Allocation) -> None:
     reason = f"job {allocation.job_id} ended ({allocation.reason or 'no longer in Slurm'})"
+    taken, node_failed = allocation.reason not in DUD, allocation.reason == "NODE_FAIL"
     for host in list(allocation.hosts):
-        agent_gone(turn, run, allocation, host, reason, node_failed=allocation.reason == "NODE_FAIL")
+        agent_gone(turn, run, allocation, host, reason, taken=taken, node_failed=node_failed)
     vanished = allocation.reason == "" and allocation.start_at is None
     if allocation.kind is AllocationKind.BASE and allocation.state is AllocationState.LOST:
         # Nobody cancelled it: its submission came to nothing. A run that has trained asks again by itself.
