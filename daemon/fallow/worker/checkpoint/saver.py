@@ -119,7 +119,7 @@ class Saver:
         self.asked = False
         # Without a word from the head, as early as to be complete when the interval is over.
         self._held_until = self._clock() + self._every_s - min(self._took_s, self._every_s / 2)
-        self._newest = group.generation, step
+        before, self._newest = self._newest, (group.generation, step)
         if self._writing is not None and self._writing.is_alive():
             why = f"the file system of {self._folder} has not answered for {STUCK_S:.0f} s"
             self._report(failure(group.generation, step, why))
@@ -137,7 +137,7 @@ class Saver:
             asked=asked > 0,
             written_at=time.time(),
         )
-        self._writing = Writing(self._folder, snapshot, self._report, self._clock)
+        self._writing = Writing(self._folder, snapshot, self._report, before[1] if before else 0, self._clock)
         self._writing.start()
 
     def suspend(self, group: Group, prepared: Prepared, plain: dict[str, Any], step: int, epoch: int) -> None:

@@ -44,18 +44,24 @@ LOOK_S = 0.1
 
 
 class Writing(threading.Thread):
-    """Writes one snapshot. `report` takes, on this thread, what the head should hear."""
+    """Writes one snapshot. `report` takes, on this thread, what the head should hear.
+
+    Args:
+        before: step of the snapshot before; what is left of older ones is removed, as nobody finishes it.
+    """
 
     def __init__(
         self,
         folder: Path,
         snapshot: PartSnapshot,
         report: Callable[[Checkpoint | Problem], None],
+        before: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(target=self._write, args=(snapshot, time.monotonic()), name="checkpoint", daemon=True)
         self._folder = folder
         self._report = report
+        self._before = before
         self._clock = clock
         self._moved_at = clock()
         "when the last part of the work began"
@@ -79,6 +85,7 @@ class Writing(threading.Thread):
                 folder.mkdir(mode=0o700, exist_ok=True)
                 check_dir(folder)
             is_made = True
+            self._sweep(self._before - 1)  # the one before may still be put together
             self._write_part(snapshot, temporary)
             if self.completes and self._await_parts(snapshot.manifest.world, temporary):
                 self._moved_at = self._clock()
@@ -140,7 +147,7 @@ class Writing(threading.Thread):
         return announcement(final, manifest, digest)
 
     def _sweep(self, upto: int) -> None:
-        """Remove what was given up: nothing older than a complete checkpoint is worth finishing."""
+        """Remove what was given up: nobody finishes it any more."""
         with contextlib.suppress(OSError):
             for path in self._folder.iterdir():
                 step = path.stem.rpartition("-s")[2]

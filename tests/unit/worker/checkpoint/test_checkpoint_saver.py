@@ -170,6 +170,16 @@ def test_suspending_in_the_middle_of_a_periodic_one_keeps_both(tmp_path: Path, g
     assert not any(member.session.unsaved for member in members)
 
 
+def test_parts_that_nobody_puts_together_do_not_pile_up(tmp_path: Path) -> None:
+    """The first member's file system does not answer, and the others write theirs with each retry."""
+    member = Member(tmp_path, 1, 2, every_s=600.0)
+    for step in (10, 12, 14, 16):
+        member.save(step)
+        member.saver.finish()
+    left = sorted(path.name[-6:] for path in (tmp_path / "checkpoints").iterdir())
+    assert left == ["14.tmp", "16.tmp"]
+
+
 def test_a_step_that_is_being_written_is_not_written_twice(tmp_path: Path, gate: threading.Event) -> None:
     member = Member(tmp_path, 0, 1, every_s=600.0)
     member.save(10)
