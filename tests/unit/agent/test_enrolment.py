@@ -22,6 +22,7 @@ def test_workers_are_started_once_and_say_their_number_from_then_on(running: Enr
     assert running.admit(Admitted(node=3, boot=1)) is Admission.KNOWN
     assert running.unanswered() == []
     running.greet_again()
+    assert running.admit(Admitted(node=9, boot=2)) is Admission.STALE, "of another start"
     (hello,) = running.unanswered()
     assert isinstance(hello, Hello)
     assert (hello.node, hello.boot) == (3, 1)
@@ -29,32 +30,22 @@ def test_workers_are_started_once_and_say_their_number_from_then_on(running: Enr
     assert running.node == 5
 
 
-def test_an_admission_of_another_start_is_stale(running: Enrolment) -> None:
-    running.greet_again()
-    assert running.admit(Admitted(node=9, boot=2)) is Admission.STALE
-    assert running.node == 3
-    assert running.unanswered()
-
-
-def test_an_end_is_said_until_it_is_noted_also_while_others_run(running: Enrolment) -> None:
+def test_workers_are_wanted_anew_once_the_former_ones_have_ended_and_that_is_said_until_it_is_noted(
+    running: Enrolment,
+) -> None:
+    assert not running.want(2)
     running.end(CRASH)
+    assert not running.want(1)
     assert running.want(2)
-    assert running.admit(Admitted(node=4, boot=2)) is Admission.START
+    (hello, _) = running.unanswered()
+    assert isinstance(hello, Hello)
+    assert (hello.node, hello.boot) == (0, 2)
+    assert running.want(3), "none has been admitted for the second start"
+    assert running.admit(Admitted(node=4, boot=3)) is Admission.START
     running.note_end(EndNoted(node=3, boot=2))
     assert running.unanswered() == running.unnoted() == [CRASH]
     running.note_end(EndNoted(node=3, boot=1))
     assert running.unanswered() == []
-
-
-def test_workers_are_wanted_anew_only_once_the_former_ones_have_ended(running: Enrolment) -> None:
-    assert not running.want(2)
-    running.end(CRASH)
-    assert not running.want(1)
-    assert running.want(3)
-    (hello, _) = running.unanswered()
-    assert isinstance(hello, Hello)
-    assert (hello.node, hello.boot) == (0, 3)
-    assert running.want(4), "none has been admitted for the third start"
 
 
 def test_a_head_that_has_forgotten_an_end_hears_of_it_again_but_does_not_count_it_twice(running: Enrolment) -> None:

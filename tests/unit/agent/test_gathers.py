@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import msgspec
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.agent.gathers import Answer, NodeGathers
 from fallow.core.membership.gather import KEPT, Gathers
-from fallow.core.membership.messages import Gather, Gathered, Unreadable
+from fallow.core.membership.messages import Gather, Gathered
 from fallow.core.protocol.workers import Part
 
 
@@ -59,25 +58,6 @@ def test_a_gather_within_the_node_is_one_of_its_own() -> None:
     answer = gathers.take(0, part(value=b"a", within_node=True))
     assert answer == Answer(Gathered(generation=1, key="k", parts=(b"a", b"b")), range(2))
     assert gathers.unanswered() == []
-
-
-def test_only_what_is_complete_waits_for_the_head() -> None:
-    gathers = NodeGathers(4, 2)
-    gathers.take(0, part(value=b"a"))
-    assert gathers.unanswered() == []
-    said = gathers.take(1, part(value=b"b"))
-    assert said == Gather(node=4, generation=1, key="k", part=msgspec.msgpack.encode([b"a", b"b"]))
-    assert gathers.take(1, part(value=b"b")) is None
-    assert gathers.unanswered() == [said]
-
-
-def test_an_answer_that_nobody_asked_for_is_nothing() -> None:
-    gathers = NodeGathers(1, 1)
-    assert gathers.hear(Gathered(generation=1, key="k", parts=())) is None
-    gathers.take(0, part())
-    assert gathers.hear(Gathered(generation=1, key="other", parts=())) is None
-    with pytest.raises(Unreadable, match="k of generation 1"):
-        gathers.hear(Gathered(generation=1, key="k", parts=(b"\xc1",)))
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=20))

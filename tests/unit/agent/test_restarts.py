@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from fallow.agent.restart import under_torchrun
-from fallow.cli.main import invoke
 from fallow.core.training.restarts import ATTEMPTS, WELL_S, Attempts
-from fallow.model import AllocationKind, Exit, FallowError
+from fallow.model import Exit, FallowError
 
 ROOT = Path(__file__).parents[3]
 
@@ -52,7 +51,9 @@ def test_e2_torchrun_finds_the_backend_and_says_where_it_works(
     assert "fallow run -- torchrun" in capsys.readouterr().err
 
 
-def test_a_command_goes_under_torchrun(tmp_path: Path) -> None:
+def test_a_command_goes_under_torchrun_unless_it_does_so_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "train.py"
     script.touch()
     ours = [sys.executable, "-m", "fallow.worker.torchrun.restart"]
@@ -65,41 +66,12 @@ def test_a_command_goes_under_torchrun(tmp_path: Path) -> None:
     ):
         with pytest.raises(FallowError, match=words):
             under_torchrun(command)
-
-
-def test_fallow_run_has_its_agents_start_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch")
-    from fallow.cli import run as cli
-
-    steps: list[list[str]] = []
-    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
-    monkeypatch.setattr(cli, "find_allocation", lambda: (AllocationKind.BASE, Path("/key")))
-    monkeypatch.setattr(cli, "wait_for_step", lambda argv, _: steps.append(argv) or Exit.OK)
-    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
-    assert cli.run.main(["--restart", "--", "sh", "-c", "x"], standalone_mode=False) == Exit.OK
-    words = steps[0][steps[0].index("fallow.agent") :]
-    assert words == ["fallow.agent", "--key-file", "/key", "--", *under_torchrun(["sh", "-c", "x"])]
-
-
-def test_a_command_that_is_refused_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert invoke(["local", "--members", "2", "--restart", "--", str(tmp_path / "no.py")]) == Exit.NOINPUT
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_restart_without_pytorch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(FallowError, match="has no PyTorch"):
-        under_torchrun(["sh"])
-
-
-def test_a_script_that_follows_by_itself_is_told_to_leave_restart_out(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     import fallow
 
     monkeypatch.setenv("FALLOW_RESTART", "1")
     with pytest.raises(FallowError, match="leave --restart"):
-        fallow.init()
+        fallow.init()  # a script that follows by itself
 
 
 def test_a_tied_command_dies_with_its_parent_and_is_not_started_without_it() -> None:

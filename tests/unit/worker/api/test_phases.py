@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from fallow.worker.api.run import Run
 from scripted_group import Break, Generation, Killed
 from scripted_world import World
-from small_training import Script, assert_close, filled, no_watchers, points
+from small_training import assert_close, filled, no_watchers, points
 
 __all__ = ["no_watchers"]
 
@@ -84,15 +84,3 @@ def test_a_newcomer_rehearses_all_phases(tmp_path: Any) -> None:
     found = World(tmp_path, Generation("a"), Generation("ab", at_step=2)).train(lambda run: Pair().train(run))
     assert found["b"].acted == found["a"].acted[4:]
     assert_close(found["a"].judge, found["b"].judge, atol=0.0)
-
-
-def test_a_phase_may_be_left_out_in_some_steps() -> None:
-    script, steps = Script().prepare(), []
-    for update in script.run.updates(script.loader, epochs=2):
-        script.inner(update, "a")
-        script.act()
-        if update.step % 2 == 0:
-            script.inner(update, "b")
-            script.act()
-            steps.append(update.step)
-    assert (steps, script.run.step) == ([0, 2], 4)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import random
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
-from fallow.model import FallowError
 from fallow.worker.api.run import Run
 from scripted_group import Generation
 from scripted_world import World
@@ -29,24 +25,12 @@ class Newcomer(Script):
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
         self.average = torch.optim.swa_utils.AveragedModel(self.model)
         self.state: dict[str, Any] = {"count": 0, "best": [1.0, None]}
-        self.bodies = 0
         self.seen: list[tuple[bool, int, bool, float]] = []
         self.prepare(self.schedule, self.average, self.state)
-
-    def export(self) -> list[Any]:
-        """Everything that an update changes, and the random numbers that come next."""
-        numbers = float(torch.rand(())), random.random()
-        tensors = [t.clone() for t in (*self.model.state_dict().values(), *self.average.state_dict().values())]
-        grads = [p.grad for p in self.model.parameters()]
-        optimizer = {number: dict(entry) for number, entry in self.optimizer.state_dict()["state"].items()}
-        return copy.deepcopy(
-            [numbers, [t.tolist() for t in tensors], grads, optimizer, self.schedule.state_dict(), self.state]
-        )
 
     def update(self, update: Any) -> None:
         """A whole one, with all that a script may do in it."""
         for batch in update:
-            self.bodies += 1
             loss = self.loss(batch)
             loss.backward()
             update.note(loss=loss)
@@ -60,39 +44,6 @@ class Newcomer(Script):
         self.run.checkpoint()
         self.run.barrier()
         self.seen.append((self.run.rehearsing, update.step, bool(self.run.is_main), self.run.mean(4.0)))
-
-
-def test_a_rehearsal_computes_a_whole_update_and_all_is_as_before() -> None:
-    script = Newcomer(Script().run)
-    loop, member = script.run._loop, script.run._member
-    torch.manual_seed(5)
-    random.seed(5)
-    before = script.export()
-    torch.manual_seed(5)
-    random.seed(5)
-    member.source = script.loader
-    weight = script.model[0].weight.detach().clone()
-    for update in loop._rehearse(40):
-        script.update(update)
-        assert not torch.equal(weight, script.model[0].weight)
-    assert script.export() == before
-    assert script.seen == [(True, 40, False, 4.0)]
-    assert script.bodies == 1
-    assert not script.run.rehearsing
-    assert script.run.step == 0
-
-
-def test_a_newcomer_that_leaves_its_first_update_has_its_own_state_back() -> None:
-    """It may have come as the members left the loop: it begins the next one as it began this."""
-    script = Newcomer(Script().run)
-    script.run._member.source = script.loader
-    weight = script.model[0].weight.detach().clone()
-    loop = script.run._loop._rehearse(0)
-    script.update(next(loop))
-    loop.close()
-    assert torch.equal(weight, script.model[0].weight)
-    assert script.state["count"] == 0
-    assert not script.run.rehearsing
 
 
 def test_a_wish_for_a_checkpoint_in_a_rehearsal_is_none(tmp_path: Path) -> None:
@@ -113,14 +64,3 @@ def test_a_wish_for_a_checkpoint_in_a_rehearsal_is_none(tmp_path: Path) -> None:
     assert world.checkpoints == []
     for a, b in zip(found["a"].average.parameters(), found["b"].average.parameters(), strict=True):
         assert torch.equal(a, b)
-
-
-def test_an_inner_loop_of_a_rehearsal_that_is_left_is_refused_as_any_other() -> None:
-    script = Newcomer(Script().run)
-    script.run._member.source = script.loader
-    rehearsal = script.run._loop._rehearse(0)
-    for _ in next(rehearsal):
-        break
-    with pytest.raises(FallowError, match="the inner loop was left before its end"):
-        next(rehearsal)
-    assert not script.run.rehearsing

@@ -51,27 +51,6 @@ def test_usual_bodies_equal_plain_pytorch(
     assert_close(script.model, reference(3, clip))
 
 
-def test_schedulers_scalers_and_averages_act_once_per_step() -> None:
-    script = Script()
-    schedule = torch.optim.lr_scheduler.ExponentialLR(script.optimizer, 0.5)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
-    average = torch.optim.swa_utils.AveragedModel(script.model)
-    script.prepare(schedule, scaler, average)
-    for batch in script.run.steps(script.loader):
-        scaler.scale(script.loss(batch)).backward()
-        scaler.unscale_(script.optimizer)
-        nn.utils.clip_grad_norm_(script.model.parameters(), 1.0)
-        scaler.step(script.optimizer)
-        scaler.update()
-        script.optimizer.zero_grad()
-        schedule.step()
-        average.update_parameters(script.model)
-    assert script.optimizer.param_groups[0]["lr"] == 0.1 * 0.25
-    assert scaler.get_scale() == 32.0
-    assert int(average.n_averaged) == 2
-    assert "step" not in schedule.state_dict()
-
-
 @pytest.mark.parametrize("certain", ["", "a", "abc"])
 @pytest.mark.parametrize("wait", range(2, 10))
 def test_who_is_interrupted_acts_once_as_the_others(wait: int, certain: str, tmp_path: Path) -> None:
@@ -92,15 +71,9 @@ def test_who_is_interrupted_acts_once_as_the_others(wait: int, certain: str, tmp
     assert isinstance(found.pop("c"), Killed)
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5, last_epoch=-1)
-    acted = []
-
-    def halve() -> None:
-        if acted:
-            schedule.step()
-        acted.append(True)
-
-    plain(model, optimizer, 1, halve)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer.register_step_post_hook(lambda *_: schedule.step())
+    plain(model, optimizer)
     for script in found.values():
         assert isinstance(script, Script), script
         assert script.optimizer.param_groups[0]["lr"] == 0.1 * 0.25
@@ -126,20 +99,6 @@ def test_a_newcomer_rehearses_a_body_that_acts(tmp_path: Path) -> None:
         assert isinstance(script, Script), script
         assert_close(script.model, reference(2))
     assert acts == {"a": [False] * 4, "b": [True, False, False]}
-
-
-def test_a_step_whose_gradients_outgrow_their_scale_is_done_again_and_acts_once() -> None:
-    script, acts = Script(), []
-    script.prepare(reproducible=True)
-    script.optimizer.register_step_post_hook(lambda *_: acts.append(script.run.step))
-    bodies = 0
-    for batch in script.run.steps(script.loader):
-        bodies += 1
-        (1000 * script.loss(batch)).backward()
-        script.act()
-    assert acts == [0, 1]
-    assert bodies > 8
-    assert bodies % 4 == 0
 
 
 @pytest.mark.parametrize("leaves", [4, 6])
@@ -173,19 +132,28 @@ def test_a_backward_behind_the_step_is_refused_as_a_second_one(batch_size: int) 
         train()
 
 
-def test_what_acts_in_the_short_loop_stays_what_it_is_and_copies_act_by_themselves(tmp_path: Path) -> None:
+def test_what_acts_once_per_step_stays_what_it_is_and_copies_act_by_themselves(tmp_path: Path) -> None:
     script = Script()
     schedule = torch.optim.lr_scheduler.ExponentialLR(script.optimizer, 0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
     average = torch.optim.swa_utils.AveragedModel(script.model)
-    script.prepare(schedule, average)
+    script.prepare(schedule, scaler, average)
     for number, batch in enumerate(script.run.steps(script.loader)):
         if number == 0:
             kept = copy.deepcopy(average)
             kept.update_parameters(net())
             assert (int(kept.n_averaged), int(average.n_averaged)) == (1, 0)
             torch.save([average, schedule], tmp_path / "whole.pt")
-        script.loss(batch).backward()
-        script.act()
+        scaler.scale(script.loss(batch)).backward()
+        scaler.unscale_(script.optimizer)
+        nn.utils.clip_grad_norm_(script.model.parameters(), 1.0)
+        scaler.step(script.optimizer)
+        scaler.update()
+        script.optimizer.zero_grad()
+        schedule.step()
+        average.update_parameters(script.model)
+    assert script.optimizer.param_groups[0]["lr"] == 0.1 * 0.25
+    assert (scaler.get_scale(), int(average.n_averaged)) == (32.0, 2)
     loaded = torch.load(tmp_path / "whole.pt", weights_only=False)
     plain_types = [torch.optim.swa_utils.AveragedModel, torch.optim.lr_scheduler.ExponentialLR]
     assert [type(one) for one in (kept, *loaded)] == [plain_types[0], *plain_types]

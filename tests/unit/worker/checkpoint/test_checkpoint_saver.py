@@ -13,9 +13,8 @@ import torch
 
 from fallow.core.membership.messages import Checkpoint, Order, Problem
 from fallow.core.protocol.agents import News, Setup
-from fallow.core.training.saving import RETRY_S, Saving
+from fallow.core.training.saving import Saving
 from fallow.worker.checkpoint import writer as writing
-from fallow.worker.checkpoint.restore import load
 from fallow.worker.checkpoint.saver import Saver
 from fallow.worker.prepared.objects import Prepared
 from fallow.worker.session.news import HeadNews
@@ -48,8 +47,7 @@ class Session:
 class Clock:
     """Time as the test wants it."""
 
-    def __init__(self) -> None:
-        self.now = 1000.0
+    now = 1000.0
 
     def __call__(self) -> float:
         return self.now
@@ -137,39 +135,6 @@ def test_wishes_and_the_veto_of_the_busy(tmp_path: Path, gate: threading.Event) 
     assert due.saver.wish(1) == 1.0
 
 
-def test_a_request_that_a_member_hears_of_when_it_was_met_is_met(tmp_path: Path) -> None:
-    """Another one's agent was faster, and all have written the checkpoint."""
-    member = Member(tmp_path, 0, 1, every_s=0.0)
-    member.session.hear(checkpoints_asked=0)
-    member.save(1, asked=1)
-    member.saver.finish()
-    member.session.hear(checkpoints_asked=1)
-    assert member.saver.wish(1) == 0.0
-    member.session.hear(checkpoints_asked=2)
-    assert member.saver.wish(1) == 1.0
-    member.session.hear(checkpoints_asked=1)
-    member.session.hear(checkpoints_asked=0)
-    member.session.hear(checkpoints_asked=1)
-    assert member.saver.wish(1) == 1.0, "the store has lost the count, and somebody has asked since"
-
-
-def test_suspending_in_the_middle_of_a_periodic_one_keeps_both(tmp_path: Path, gate: threading.Event) -> None:
-    members = [Member(tmp_path, rank, 2, every_s=600.0) for rank in range(2)]
-    for member in members:
-        member.save(10)
-    leaving = [threading.Thread(target=member.suspend, args=(12,)) for member in members]
-    for thread in leaving:
-        thread.start()
-    gate.set()
-    for thread in leaving:
-        thread.join(30)
-        assert not thread.is_alive()
-    written = sorted((one for member in members for one in member.session.written), key=lambda one: one.step)
-    assert [one.step for one in written] == [10, 12]
-    assert [load(Path(one.path))["plain"]["step"] for one in written] == [10, 12]
-    assert not any(member.session.unsaved for member in members)
-
-
 def test_parts_that_nobody_puts_together_do_not_pile_up(tmp_path: Path) -> None:
     """The first member's file system does not answer, and the others write theirs with each retry."""
     member = Member(tmp_path, 1, 2, every_s=600.0)
@@ -178,14 +143,6 @@ def test_parts_that_nobody_puts_together_do_not_pile_up(tmp_path: Path) -> None:
         member.saver.finish()
     left = sorted(path.name[-6:] for path in (tmp_path / "checkpoints").iterdir())
     assert left == ["14.tmp", "16.tmp"]
-
-
-def test_a_step_that_is_being_written_is_not_written_twice(tmp_path: Path, gate: threading.Event) -> None:
-    member = Member(tmp_path, 0, 1, every_s=600.0)
-    member.save(10)
-    gate.set()
-    member.suspend(10)
-    assert [one.step for one in member.session.written] == [10]
 
 
 def test_nobody_waits_longer_than_the_node_has(tmp_path: Path, gate: threading.Event) -> None:
@@ -198,54 +155,6 @@ def test_nobody_waits_longer_than_the_node_has(tmp_path: Path, gate: threading.E
     member.session.hear(ends_in_s=600.0)
     member.saver.finish()
     assert len(member.session.written) == 1
-
-
-def test_the_interval_holds_where_no_member_lives_as_long(tmp_path: Path) -> None:
-    """Nodes that come every four minutes and go after eight, with an interval of ten."""
-    clock, saving, every_s, step_s = Clock(), Saving(), 600.0, 20.0
-    members: list[tuple[float, Member]] = []
-    written: list[float] = []
-    oldest = 0.0
-    saving.began(clock.now)
-    for step in range(300):
-        clock.now += step_s
-        members = [(came, member) for came, member in members if clock.now - came < 480]
-        if step % 12 == 0:
-            members.append((clock.now, Member(tmp_path, 0, 1, every_s, clock)))
-        here = [member for _, member in members]
-        for rank, member in enumerate(here):
-            member.group = Group(step // 12, rank, len(here), None)
-            member.session.news.checkpoint_due_at = clock.now + saving.due_in_s(every_s, clock.now)
-        if sum(member.saver.wish(len(here)) for member in here) > 0:
-            for member in here:
-                member.save(step)
-            for member in here:
-                member.saver.finish()
-            (done,) = [one for member in here for one in member.session.written if one.step == step]
-            saving.written(clock.now, done.took_s)
-            written.append(clock.now)
-        oldest = max(oldest, clock.now - saving.safe_at)
-    assert len(here) == 2
-    assert oldest <= every_s
-    assert len(written) == 300 * step_s // every_s
-
-
-def test_one_that_was_broken_off_is_due_again_at_once(tmp_path: Path) -> None:
-    """A member is killed while it writes its part; nobody can tell the head."""
-    clock = Clock()
-    member = Member(tmp_path, 1, 2, 600.0, clock)  # rank 0 writes nothing
-    clock.now += 600
-    member.session.news.checkpoint_due_at = clock.now
-    assert member.saver.wish(2) == 1.0
-    member.save(10)
-    member.saver.finish()
-    assert member.saver.wish(2) == 0.0, "it may be complete in a moment"
-    member.saver.lost()
-    assert member.saver.wish(1) == 0.0
-    clock.now += RETRY_S
-    assert member.saver.wish(1) == 1.0
-    member.session.news.checkpoint_due_at = clock.now + 595
-    assert member.saver.wish(1) == 0.0, "it was complete after all"
 
 
 def test_one_that_another_member_gave_up_is_due_when_the_head_says(tmp_path: Path) -> None:

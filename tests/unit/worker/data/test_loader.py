@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
 import random
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,13 +19,11 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
-    get_worker_info,
 )
 
 from fallow.model import FallowError
 from fallow.worker.data.loader import ElasticLoader, check_loader
 from fallow.worker.data.source import Key
-from fallow.worker.data.stream_loader import StreamLoader
 
 
 class Noisy(Dataset[Any]):
@@ -92,35 +84,6 @@ def test_samplers_with_randomness_of_their_own_are_the_same_everywhere(make: Cal
     assert orders[0][0] != orders[0][1]
 
 
-class Opened(Dataset[Any]):
-    """Its file, so to say, is opened in each loader process."""
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> tuple[int, bool]:
-        info = get_worker_info()
-        assert info is not None
-        return self.value, info.dataset is self
-
-
-def open_own(number: int) -> None:
-    info = get_worker_info()
-    assert info is not None
-    info.dataset.value = 10 + number  # type: ignore[attr-defined]
-
-
-def test_loader_processes_see_the_scripts_own_data_set() -> None:
-    source = DataLoader(Opened(), 2, num_workers=1, worker_init_fn=open_own, multiprocessing_context="spawn")
-    loader = ElasticLoader(source, 3, 2)
-    loader.replan(Key(0, 0, 0), range)
-    values, own = loader.fetch(Key(0, 0, 0))
-    assert (values.tolist(), own.tolist()) == ([10, 10], [True, True])
-
-
 class Own(Sampler[int]):
     """`numbers` of an epoch, which `set_epoch` tells."""
 
@@ -134,7 +97,7 @@ class Own(Sampler[int]):
         return iter(self.numbers(self.epoch))
 
 
-def test_a_sampler_is_told_the_epoch_by_the_time_its_order_is_wanted() -> None:
+def test_a_sampler_is_told_the_epoch_by_the_time_its_order_is_wanted_and_keeps_its_length() -> None:
     def numbers(epoch: int) -> list[int]:
         return torch.randperm(24, generator=torch.Generator().manual_seed(epoch)).tolist()
 
@@ -142,6 +105,10 @@ def test_a_sampler_is_told_the_epoch_by_the_time_its_order_is_wanted() -> None:
     used = [index for indices, _ in epochs_of(loader) for index in indices]
     assert used == numbers(0) + numbers(1)
     assert elastic(sampler=Own(numbers)).order(1).tolist() == numbers(1)
+    loader = elastic(sampler=Own(lambda epoch: list(range(24 - 8 * epoch))), num_workers=1)
+    assert len(epochs_of(loader, epochs=1)) == 6
+    with pytest.raises(FallowError, match="sampler Own gives 16 samples in epoch 1 and gave 24 in the first one"):
+        loader.cut(1, 0)
 
 
 def test_a_sampler_whose_order_is_no_function_of_the_epoch_is_refused() -> None:
@@ -153,13 +120,6 @@ def test_a_sampler_whose_order_is_no_function_of_the_epoch_is_refused() -> None:
     one, two = (elastic(sampler=seeded) for _ in range(2))
     one.order(1)
     assert one.order(2) == two.order(2)
-
-
-def test_another_number_of_samples_in_a_later_epoch_is_refused_when_that_comes() -> None:
-    loader = elastic(sampler=Own(lambda epoch: list(range(24 - 8 * epoch))), num_workers=1)
-    assert len(epochs_of(loader, epochs=1)) == 6
-    with pytest.raises(FallowError, match="sampler Own gives 16 samples in epoch 1 and gave 24 in the first one"):
-        loader.cut(1, 0)
 
 
 class Stream(IterableDataset[int]):
@@ -192,110 +152,15 @@ def test_a_prepared_loader_is_not_iterated_by_itself() -> None:
         iter(elastic())
 
 
-class Plain(Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([index], device="cpu")
-
-
-class Flow(IterableDataset[torch.Tensor]):
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (torch.tensor([index], device="cpu") for index in range(8))
-
-
-@pytest.mark.parametrize("make", [ElasticLoader, StreamLoader])
-def test_a_default_device_of_the_script_is_no_matter_of_ours(make: Callable[..., Any]) -> None:
+def test_a_default_device_of_the_script_is_no_matter_of_ours() -> None:
     """Nothing of a loader's own may be on `meta`: its values could not be read."""
     torch.set_default_device("meta")
     try:
-        options: dict[str, Any] = {"shuffle": True} if make is ElasticLoader else {}
-        dataset = Plain() if make is ElasticLoader else Flow()
-        loader = make(DataLoader(dataset, 2, num_workers=1, pin_memory=True, **options), 3, 4)
-        cut = loader.cut(0, 0)
+        loader = elastic(shuffle=True, num_workers=1, pin_memory=True)
         loader.replan(Key(0, 0, 0), range)
-        batches = [loader.fetch(Key(0, 0, shard)) for shard in range(len(cut.sizes))]
-        sampled = ElasticLoader(DataLoader(Plain(), 2, sampler=SubsetRandomSampler(range(8))), 3, 4).order(0)
+        batches = [loader.fetch(Key(0, 0, shard))[0] for shard in range(2)]
+        sampled = elastic(sampler=SubsetRandomSampler(range(8))).order(0)
     finally:
         torch.set_default_device(None)
     assert {batch.device.type for batch in batches} == {"cpu"}
     assert sorted(sampled) == list(range(8))
-
-
-@pytest.mark.parametrize("make", [ElasticLoader, StreamLoader])
-def test_processes_of_a_loader_that_is_collected_hear_of_their_end(
-    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch waits for those that do not."""
-    gc.collect()
-    codes: list[int | None] = []
-    join = multiprocessing.process.BaseProcess.join
-
-    def joined(process: Any, timeout: float | None = None) -> None:
-        join(process, timeout)
-        codes.append(process.exitcode)
-
-    monkeypatch.setattr(multiprocessing.process.BaseProcess, "join", joined)
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 15.0)
-    loader = make(DataLoader(Noisy() if make is ElasticLoader else Flow(), 4, num_workers=2), 3, 4)
-    loader.itself = loader
-    if make is ElasticLoader:
-        loader.replan(Key(0, 0, 0), range)
-    loader.cut(0, 0)
-    loader.fetch(Key(0, 0, 0))
-    del loader
-    gc.collect()
-    assert codes == [0, 0]
-
-
-SLOW = """
-import os, sys, time
-from torch.utils.data import DataLoader, Dataset
-from fallow.worker.data.loader import ElasticLoader
-from fallow.worker.data.source import Key
-
-class Slow(Dataset):
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        if index >= 8:
-            os.write(1, b"%d\\n" % os.getpid())  # at once: print may write the end of the line by itself
-            time.sleep(600)
-        return index
-
-if __name__ == "__main__":
-    loader = ElasticLoader(DataLoader(Slow(), 2, num_workers=2, multiprocessing_context="fork"), 3, 4)
-    loader.replan(Key(0, 0, 0), range)
-    for shard in range(2):
-        loader.fetch(Key(0, 0, shard))
-    sys.stdin.read()
-"""
-
-
-@pytest.mark.timeout(120)
-def test_loader_processes_end_with_a_script_that_is_killed(tmp_path: Path) -> None:
-    """They hold its sockets: were they to finish their batches first, others would take the script for alive."""
-    script = tmp_path / "slow.py"
-    script.write_text(SLOW)
-    words = [sys.executable, str(script)]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        loaders = {int(process.stdout.readline()) for _ in range(2)}
-        process.kill()
-        process.wait(60)
-        end = time.monotonic() + 120
-        while alive(loaders) and time.monotonic() < end:
-            time.sleep(0.01)
-        assert not alive(loaders)
-
-
-def alive(processes: set[int]) -> list[int]:
-    def runs(number: int) -> bool:
-        try:
-            return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        except (FileNotFoundError, ProcessLookupError):
-            return False
-
-    return [number for number in processes if runs(number)]

@@ -11,41 +11,13 @@ import pytest
 import torch
 from test_meeting import STEPS, Training, check, history, reference
 
-from fallow.core.training.apart import Apart, Stranger
 from fallow.model import Exit, FallowError
 from fallow.worker.api.run import Run
-from fallow.worker.loop.generations import Released
 from scripted_group import Break, Generation, Killed
 from scripted_world import World
 from small_training import GLOBAL_BATCH, no_watchers
 
 __all__ = ["no_watchers"]
-
-
-def test_a_newcomer_rehearses_receives_the_state_and_trains_on_with_the_others() -> None:
-    world, found = history(Generation("ab"), Generation("abc", at_step=2))
-    check(found, {})
-    assert found["c"].acted == [2, 3]
-    (ready,) = world.sessions["c"].said("ready")
-    assert ready.shards == 4
-    first = {name: [switch.first_step for switch in world.sessions[name].said("switch")] for name in "abc"}
-    # Nothing is told of a generation that was over when the thread that received the state found it complete.
-    assert first.pop("b") in ([0, 2], [2])
-    assert first == {"a": [0, 2], "c": [2]}
-
-
-def test_a_member_leaves_between_two_updates_and_another_comes() -> None:
-    _, found = history(Generation("ab"), Generation("bc", at_step=1), Generation("c", at_step=3))
-    check(found, {"a": Released, "b": Released})
-    assert found["c"].acted == [1, 2, 3]
-
-
-def test_a_newcomer_comes_while_the_members_wait_for_each_other_at_the_end() -> None:
-    """Behind the last step: its script has nothing to do in the call, and makes the joint call behind it."""
-    _, found = history(Generation("ab"), Generation("abc", at_step=4))
-    check(found, {})
-    assert found["c"].acted == []
-    assert found["c"].joint == [7.0]
 
 
 @pytest.mark.parametrize("certain", ["", "a", "abc"])
@@ -85,13 +57,6 @@ def saved(run: Run, training: Training, update: Any) -> None:
         run.checkpoint()
 
 
-def assert_they_give_way(found: dict[str, Any]) -> None:
-    """The first one says so; the other one may lose its group before it does."""
-    assert all(isinstance(one, FallowError) for one in found.values()), found
-    (said,) = {one.message for one in found.values() if one.code == Exit.TEMPFAIL}
-    assert "with new processes" in said
-
-
 @pytest.mark.parametrize("wait", [14, 15, 16, 17, 18])
 def test_members_inside_of_an_update_go_back_to_a_checkpoint_in_the_same_call(wait: int) -> None:
     def script(run: Run, training: Training) -> None:
@@ -108,29 +73,27 @@ def test_members_inside_of_an_update_go_back_to_a_checkpoint_in_the_same_call(wa
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_members_behind_an_inner_loop_give_way_to_new_processes_if_they_have_to_go_back() -> None:
-    """What follows there would act with gradients of another step."""
+@pytest.mark.parametrize(("phases", "wait"), [(["all"], 21), (["first", "second"], 32)])
+def test_members_in_the_middle_of_an_update_give_way_to_new_processes_if_they_have_to_go_back(
+    phases: list[str], wait: int
+) -> None:
+    """Behind the inner loop they would act with gradients of another step; the phase before has not been done."""
 
     def script(run: Run, training: Training) -> None:
         for update in run.updates(training.loader, epochs=2):
-            training.inner(update)
-            run.mean(1.0)
+            for phase in phases:
+                training.inner(update, phase)
+                if phase == "first":
+                    training.act()
+            if phases == ["all"]:
+                run.mean(1.0)
             saved(run, training, update)
 
-    assert_they_give_way(go_back(script, 21))
-
-
-def test_members_in_a_later_phase_give_way_to_new_processes_if_they_have_to_go_back() -> None:
-    """The phase before has not been done from the checkpoint on."""
-
-    def script(run: Run, training: Training) -> None:
-        for update in run.updates(training.loader, epochs=2):
-            training.inner(update, "first")
-            training.act()
-            training.inner(update, "second")
-            saved(run, training, update)
-
-    assert_they_give_way(go_back(script, 32))
+    found = go_back(script, wait)
+    assert all(isinstance(one, FallowError) for one in found.values()), found
+    # The first one says so; the other one may lose its group before it does.
+    (said,) = {one.message for one in found.values() if one.code == Exit.TEMPFAIL}
+    assert "with new processes" in said
 
 
 @pytest.mark.parametrize("where", ["behind the loop", "at the end of the loop"])
@@ -206,37 +169,3 @@ def test_members_of_which_nobody_counts_and_that_have_no_checkpoint_give_way_to_
         found = world.train(lambda run: Training(run).run_through())
     assert all(isinstance(one, FallowError) for one in found.values()), found
     assert any(isinstance(one, FallowError) and one.code == Exit.TEMPFAIL for one in found.values())
-
-
-# ------------------------------------------------------------------------------------------- members that go apart
-
-
-def test_one_member_that_puts_the_model_to_rest_is_found_at_the_next_operation(tmp_path: Path) -> None:
-    def train(run: Run) -> None:
-        training = Training(run)
-        for update in run.updates(training.loader, epochs=2):
-            training.inner(update)
-            training.act()
-            if update.step == 2 and run.rank == 0:
-                training.model.eval()
-
-    found = World(tmp_path, Generation("ab")).train(train)
-    assert any(isinstance(one, Apart) and "frozen or in eval" in one.message for one in found.values()), found
-
-
-def test_a_newcomer_that_is_in_another_call_is_left_out_and_the_others_go_on() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        world = World(Path(folder), Generation("ab"), Generation("abc", at_step=1, breaks=Break(0)), Generation("ab"))
-
-        def train(run: Run) -> Training:
-            training, most = Training(run), 9 if run._member.session.news.newest.joins else 8  # type: ignore[union-attr]
-            for update in run.updates(training.loader, epochs=2, max_steps=most):
-                training.inner(update)
-                training.act()
-            return training
-
-        found = world.train(train)
-    assert isinstance(found["c"], Stranger), found
-    assert found["c"].message.startswith("rank 2 is in run.updates(epochs=2, max_steps=9)")
-    for name in "ab":
-        assert found[name].run.step == STEPS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -77,82 +78,7 @@ def test_statistics_and_scales_are_as_if_nobody_was_lost(
     assert_alike(found, alone(reproducible), gone="c")
 
 
-@pytest.mark.parametrize("body", [1, 2])
-def test_a_step_that_breaks_off_behind_a_forward_leaves_the_buffers_as_they_were(body: int, tmp_path: Path) -> None:
-    world, broken = World(tmp_path, Generation("ab"), Generation("ab")), []
-
-    def train(run: Run) -> Training:
-        training, bodies = Training(run), 0
-        for update in run.updates(training.loader, epochs=2):
-            for batch in update:
-                loss = training.loss(batch)
-                bodies += update.step == 1
-                if bodies == body and run.rank == 1 and not broken:
-                    broken.append(update.step)
-                    run._member.group.interrupt("the test breaks it")
-                loss.backward()
-            nn.utils.clip_grad_norm_(training.model.parameters(), 0.1)
-            training.act()
-        return training
-
-    assert_alike(world.train(train), alone(False))
-    assert broken == [1]
-
-
 # ----------------------------------------------------------------------------------------- state that comes late
-
-
-class Held:
-    """The last part of the state is sent when `released` says so, or after a while."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, released: Callable[[], bool], patience_s: float) -> None:
-        self._send, self._released, self._patience_s = supply.send_piece, released, patience_s
-        self._parts: dict[int, int] = {}
-        self._lock = threading.Lock()
-        self.found: list[bool] = []
-        "by line: it was released in time"
-        monkeypatch.setattr(supply, "send_piece", self._hold)
-
-    def _hold(self, line: Any, memory: Any, number: int, pieces: int) -> None:
-        with self._lock:
-            part = self._parts[id(line)] = self._parts.get(id(line), -1) + 1
-        if part == supply.LATE and memory:
-            end, wake = time.monotonic() + self._patience_s, threading.Event()
-            while not self._released() and time.monotonic() < end:
-                wake.wait(0.005)
-            self.found.append(self._released())
-        self._send(line, memory, number, pieces)
-
-
-def test_a_newcomer_that_lacks_a_part_of_the_state_lets_nobody_act(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It does not tell that it has the step's sums."""
-    world = World(tmp_path, Generation("a"), Generation("ab", at_step=2))
-    tells = 4  # the first exchange, the opening, the sums, and then this
-
-    def told() -> bool:
-        group = world.sessions["b"].group
-        return group is not None and group.waits_so_far >= tells  # type: ignore[attr-defined]
-
-    held = Held(monkeypatch, told, 0.5)
-    assert_alike(world.train(lambda run: Training(run, large=True).run_through()))
-    assert held.found == [False]
-
-
-def test_members_at_the_end_of_the_loop_wait_until_a_newcomer_has_all_of_the_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What stands behind the loop may change it."""
-    world = World(tmp_path, Generation("a"), Generation("ab", at_step=STEPS))
-
-    def is_past_the_end() -> bool:
-        run = world.sessions["a"].run
-        return run is not None and run._place.position.call > 0
-
-    held = Held(monkeypatch, is_past_the_end, 0.5)
-    assert_alike(world.train(lambda run: Training(run, large=True).run_through()))
-    assert held.found == [False]
 
 
 def test_who_lacks_a_part_of_the_state_and_an_answer_gets_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +90,18 @@ def test_who_lacks_a_part_of_the_state_and_an_answer_gets_both(tmp_path: Path, m
         first = world.sessions["a"]
         return first.generation == 3 or (first.group is not None and first.group.broken is not None)
 
-    Held(monkeypatch, is_broken, 20.0)
+    send, parts, lock = supply.send_piece, Counter[int](), threading.Lock()
+
+    def hold(line: Any, memory: Any, number: int, pieces: int) -> None:
+        with lock:
+            part = parts[id(line)]
+            parts[id(line)] += 1
+        end, wake = time.monotonic() + 20.0, threading.Event()
+        while part == supply.LATE and memory and not is_broken() and time.monotonic() < end:
+            wake.wait(0.005)
+        send(line, memory, number, pieces)
+
+    monkeypatch.setattr(supply, "send_piece", hold)
     answers: dict[str, list[float]] = {"a": [], "b": [], "c": []}
 
     def train(run: Run) -> Training:

@@ -46,18 +46,10 @@ def test_what_is_not_finite_adds_up_as_floating_point_numbers_do(order: int) -> 
     assert exact_sum([1.7e308 * order] * 2) == math.inf * order
 
 
-def test_a_figure_that_only_one_member_has_is_all_members() -> None:
-    found = Outcome.of([part(notes={"a": {0: 0.5}}), part(), part(notes={"a": {3: 0.25}, "b": {3: 1.0}})], SUMS)
-    assert found.means == {"a": 0.75, "b": 1.0}
-
-
-def test_members_change_over_only_where_all_can_change_to_the_same_generation() -> None:
+def test_all_change_over_to_one_generation_one_wish_makes_a_checkpoint_and_one_busy_member_prevents_it() -> None:
     assert Outcome.of([part(switch=7), part(switch=7)], SUMS).switch == 7
     assert Outcome.of([part(switch=7), part(switch=0)], SUMS).switch == 0
     assert Outcome.of([part(switch=7), part(switch=8)], SUMS).switch == 0
-
-
-def test_one_wish_makes_a_checkpoint_and_one_busy_member_prevents_it() -> None:
     assert Outcome.of([part(checkpoint=1.0), part()], SUMS).checkpoint
     assert not Outcome.of([part(checkpoint=1.0), part(checkpoint=-2.0)], SUMS).checkpoint
     assert not Outcome.of([part(), part()], SUMS).checkpoint

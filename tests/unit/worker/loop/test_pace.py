@@ -83,11 +83,6 @@ def test_a_pace_is_told_after_some_steps_and_outliers_do_not_show(monkeypatch: p
     assert run.step(2.0, 2.0) == run.step(50.0) == run.step(2.0) == 2.0
 
 
-def test_waiting_for_others_and_what_stands_behind_the_bodies_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Bodies(monkeypatch)
-    assert [run.step(1.0, 1.0, tail=4.0) for _ in range(ENOUGH)][-1] == 1.0
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(("processes", "seconds"), [(0, 4.0), (1, 3.0), (2, 1.5), (4, 1.0)])
 def test_loading_counts_where_it_holds_bodies_up(

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from fallow.core.training.apart import Stranger
-from fallow.model import Exit, FallowError
+from fallow.model import FallowError
 from fallow.worker.api.run import Run
-from fallow.worker.loop.place import Place, Position
+from fallow.worker.loop.place import Place
 from fallow.worker.transport.group import Group
 
 
@@ -64,13 +64,6 @@ class Script:
                 place.position.finish_operation(b"", 1)
 
 
-def warm_up(script: Script) -> Iterator[str]:
-    yield from script.steps("warm")
-    for _ in script.epochs(3):
-        yield from script.steps("a")
-        yield from script.steps("b")
-
-
 def several(script: Script) -> Iterator[str]:
     for _ in script.epochs(2):
         yield from script.steps("a")
@@ -82,6 +75,9 @@ def several(script: Script) -> Iterator[str]:
 
 
 def left(script: Script) -> Iterator[str]:
+    for _ in script.epochs(2):
+        yield from script.steps("f")
+        break
     for epoch in script.epochs(5):
         yield from script.steps("a")
         if epoch == 1:
@@ -124,14 +120,7 @@ def waiting(script: Script) -> Iterator[str]:
     yield from script.steps("d")
 
 
-def left_at_once(script: Script) -> Iterator[str]:
-    for _ in script.epochs(2):
-        yield from script.steps("a")
-        break
-    yield from script.steps("b")
-
-
-@pytest.mark.parametrize("way", [warm_up, several, left, held, waiting, left_at_once])
+@pytest.mark.parametrize("way", [several, left, held, waiting])
 @pytest.mark.parametrize("stale", [False, True])
 def test_a_newcomer_begins_with_the_call_that_the_members_are_in(
     way: Callable[[Script], Iterator[str]], stale: bool
@@ -170,21 +159,6 @@ def test_a_newcomer_that_leaves_a_loop_by_what_is_another_thing_now_is_a_strange
         list(newcomer.epochs(2))
 
 
-def test_a_newcomer_that_stays_in_a_loop_that_the_members_have_left_is_a_stranger() -> None:
-    first = Script()
-    members = left(first)
-    for _ in range(3):
-        next(members)
-
-    def stays(script: Script) -> Iterator[str]:
-        for _ in range(2):
-            for _ in script.epochs(5):
-                yield from script.steps("a")
-
-    with pytest.raises(Stranger):
-        list(stays(Script(first.place)))
-
-
 def test_loops_over_epochs_are_not_nested() -> None:
     script = Script()
     outer = script.epochs(2)
@@ -201,43 +175,3 @@ def test_who_ends_without_having_come_to_the_members_has_not_finished_the_traini
     place.position.call_steps = 1
     with pytest.raises(Stranger):
         run._finished()
-
-
-# ------------------------------------------------------------------------- the members trained without it for a while
-
-
-def in_call(number: int, *, in_sync: bool = True) -> Place:
-    """A script without run.epochs, in its run.updates call of that number."""
-    place = Place(in_sync=False)
-    place.joined, place.in_sync = True, in_sync
-    for _ in range(number + 1):
-        place.begin_call()
-    return place
-
-
-def test_who_was_left_behind_goes_on_comes_as_a_newcomer_does_or_gives_way_to_another_process() -> None:
-    for call, is_elsewhere in ((2, False), (4, True)):
-        place = in_call(2)
-        place.position = Position(call=call, step=40)
-        place.trained_without()
-        assert place.elsewhere(2) is is_elsewhere
-        assert place.in_sync is not is_elsewhere
-    assert place.stranger().code is Exit.TEMPFAIL, "it is none: nobody might be left"
-    assert [place.behind(place.begin_call()) for _ in range(2)] == [True, False]
-    for position in (Position(call=1, step=9), Position(call=0, loop=1, inside=True, step=9)):
-        place = in_call(2)
-        place.position = position
-        place.trained_without()
-        with pytest.raises(FallowError, match="the members are at step 9, in a part of the script") as caught:
-            place.elsewhere(2)
-        assert caught.value.code is Exit.TEMPFAIL
-
-
-@pytest.mark.parametrize("epoch", [3, 4])
-def test_one_that_was_still_on_its_way_looks_whether_its_epoch_is_theirs(epoch: int) -> None:
-    place = in_call(0, in_sync=False)
-    place.epoch_entered = 0, 3
-    place.position = Position(inside=True, loop_epoch=epoch)
-    place.trained_without()
-    assert not place.elsewhere(0)
-    assert place.wrong_epoch is (epoch != 3)

@@ -66,81 +66,14 @@ def test_an_object_that_is_given_twice_or_has_no_state_is_refused() -> None:
         prepared(object())
 
 
-class Everything:
-    """A script with most kinds of objects."""
-
-    def __init__(self, seed: int) -> None:
-        torch.manual_seed(seed)
-        body = parametrizations.weight_norm(nn.Linear(4, 4))
-        self.model: Any = nn.Sequential(nn.Linear(3, 4), body, nn.BatchNorm1d(4), nn.Linear(4, 4))
-        self.tied = nn.Linear(4, 4)
-        self.tied.weight = self.model[3].weight
-        self.model.append(self.tied)
-        self.critic = torch.compile(nn.Linear(4, 1), backend="eager")
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.other = torch.optim.SGD(self.critic.parameters(), lr=0.1, momentum=0.9)
-        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 1.0, total_steps=50)
-        self.plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(self.other, patience=0)
-        self.scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) for _ in range(2)]
-        self.average = torch.optim.swa_utils.AveragedModel(self.model)
-        self.generator = torch.Generator()
-        self.things = [
-            self.model,
-            self.critic,
-            self.optimizer,
-            self.other,
-            self.schedule,
-            self.plateau,
-            *self.scalers,
-            self.average,
-            self.generator,
-        ]
-
-    def train(self, steps: int) -> None:
-        for step in range(steps):
-            x = torch.randn(6, 3, generator=torch.Generator().manual_seed(step))
-            out = self.model(x)
-            for loss, optimizer, scaler in zip(
-                (out.square().mean(), self.critic(out.detach()).mean()),
-                (self.optimizer, self.other),
-                self.scalers,
-                strict=True,
-            ):
-                scaler.scale(loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-            self.schedule.step()
-            self.plateau.step(float(step))
-            self.average.update_parameters(self.model)
-
-    def seen(self) -> list[Any]:
-        rates = [group["lr"] for one in (self.optimizer, self.other) for group in one.param_groups]
-        return [*rates, *(scaler.get_scale() for scaler in self.scalers), *self.tensors()]
-
-    def tensors(self) -> list[Any]:
-        return [tensor.tolist() for tensor in state.encode(prepared(*self.things).export(), "test").tensors]
-
-
-def test_a_newcomer_trains_on_with_all_that_was_prepared() -> None:
-    old, new = Everything(1), Everything(2)
-    old.train(3)
-    hand_over(prepared(*old.things), prepared(*new.things))
-    assert new.tied.weight is new.model[3].weight
-    for script in (old, new):
-        script.train(3)
-    assert old.seen() == new.seen()
-
-
 def test_parameters_that_are_frozen_later_keep_their_place() -> None:
-    script = Everything(1)
-    made = prepared(*script.things)
-    names = [name for name, _ in made.parameters()]
+    model = nn.Sequential(nn.Linear(3, 4), parametrizations.weight_norm(nn.Linear(4, 4)))
+    made = prepared(model, torch.compile(nn.Linear(4, 1), backend="eager"))
+    names, layout = [name for name, _ in made.parameters()], made.layout()
     assert "model.0.0.weight" in names
     assert len(names) == len(set(names))
     assert not any("_orig_mod" in name for name in names), "a compiled module has the names of its own"
-    layout = made.layout()
-    script.model.requires_grad_(False)
+    model.requires_grad_(False)
     assert [name for name, _ in made.parameters()] == names
     assert signature_of(made.layout()) == signature_of(layout)
 

@@ -65,19 +65,3 @@ def test_small_parameters_lie_together_at_the_front() -> None:
     room.filled[3] = True
     room.complete()
     assert [float(view.sum()) for view in room.views] == [0, 0, 0, 7 * SMALL]
-
-
-def test_places_have_the_strides_of_their_parameters() -> None:
-    parameter = nn.Parameter(torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last))
-    (bucket,) = lay_out([parameter], [0])
-    assert Sum(bucket, torch.float32).views[0].stride() == parameter.stride()
-
-
-def test_memory_that_somebody_holds_is_known() -> None:
-    (bucket,) = lay_out([nn.Parameter(torch.empty(3))], [0])
-    room = Sum(bucket, torch.float32)
-    assert not room.shared
-    held = room.views[0].detach()[1:]
-    assert room.shared
-    del held
-    assert not room.shared

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from fallow.worker.reduction.buffers import StepBuffers
 from fallow.worker.transport.group import Group
@@ -66,24 +65,6 @@ def test_all_have_what_shard_0_left(steps: list, size: int) -> None:
         assert all(map(torch.equal, live, alone))
 
 
-def test_statistics_of_batch_norm_are_those_of_shard_0() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(3, 8, 4)
-    net, alone = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
-    shared = StepBuffers(lambda: list(net.buffers()))
-    for _ in range(3):
-        shared.begin()
-        for shard in (1, 0, 2):
-            shared.restore()
-            net(x[shard])
-            if shard == 0:
-                shared.keep()
-        shared.share(Group(0, 0, 1))
-        shared.settle()
-        alone(x[0])
-    assert all(map(torch.equal, net.buffers(), alone.buffers()))
-
-
 def test_a_buffer_that_is_replaced_counts_and_one_that_covers_its_memory_twice_is_left_alone() -> None:
     live = [torch.zeros(2), torch.zeros(1).expand(5)]
     shared = StepBuffers(lambda: live)
@@ -96,12 +77,3 @@ def test_a_buffer_that_is_replaced_counts_and_one_that_covers_its_memory_twice_i
     shared.restore()
     shared.settle()
     assert live[0].tolist() == [2, 2]
-
-
-def test_no_buffers_are_no_work() -> None:
-    shared = StepBuffers(list)
-    shared.begin()
-    shared.restore()
-    shared.keep()
-    shared.share(Group(0, 0, 1))
-    shared.settle()

@@ -14,7 +14,7 @@ from fallow.worker.reduction.reduction import Reduction
 from fallow.worker.transport.group import Group
 
 
-def test_torch_is_left_as_it_was() -> None:
+def test_torch_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     assert DistributedDataParallel._active_ddp_module is None
 
     def interrupted() -> None:
@@ -25,19 +25,13 @@ def test_torch_is_left_as_it_was() -> None:
     with pytest.raises(KeyError):
         interrupted()
     assert DistributedDataParallel._active_ddp_module is None
-
-
-def test_a_real_ddp_module_at_work_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     own = object()
     monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", own)
     with graphs_cut_at_buckets():
-        assert DistributedDataParallel._active_ddp_module is own
-
-
-def test_a_torch_without_it_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+        assert DistributedDataParallel._active_ddp_module is own, "a real one at work stays"
     monkeypatch.delattr(DistributedDataParallel, "_active_ddp_module")
     with graphs_cut_at_buckets():
-        assert not hasattr(DistributedDataParallel, "_active_ddp_module")
+        assert not hasattr(DistributedDataParallel, "_active_ddp_module"), "another version of torch"
 
 
 def test_gradients_of_a_compiled_model_come_in_pieces_and_are_summed() -> None:

@@ -20,10 +20,8 @@ from fallow.worker.reduction.arithmetic import Arithmetic
 from fallow.worker.reduction.buffers import StepBuffers
 from fallow.worker.reduction.exact import Exact
 from fallow.worker.reduction.reduction import Reduction
-from fallow.worker.reduction.step_sums import PATIENCE, Sums
 from fallow.worker.transport.group import Group
-from fallow.worker.transport.waits import Interrupted
-from members import build_world, telling, together, world
+from members import telling, together, world
 
 torch.set_num_threads(1)
 
@@ -68,8 +66,6 @@ class Member:
         self.buffers = StepBuffers(lambda: list(self.net.buffers()))
         self.reduction = Reduction(list(self.net.named_parameters()), arithmetic or Arithmetic(), self.buffers)
         self.reduction.attach(group)
-        self.rounds: list[int] = []
-        "of each finished sum"
 
     def gradients(self) -> list[torch.Tensor | None]:
         """What the script finds."""
@@ -84,15 +80,7 @@ class Member:
         """
         while True:
             self.attempt(body, mine, shards, weights)
-            rounds = 0
-
-            def counted(sums: Sums) -> Sums:
-                nonlocal rounds
-                rounds += 1
-                return telling(self.group)(sums)
-
-            if self.reduction.give_out(self.reduction.finish(counted)):
-                self.rounds.append(rounds)
+            if self.reduction.give_out(self.reduction.finish(telling(self.group))):
                 self.buffers.settle()
                 return self.gradients()
             self.reduction.drop()
@@ -209,69 +197,7 @@ def test_any_way_through_the_model_gives_the_gradients_of_plain_pytorch(
             assert kind is Arithmetic or equal(results[step], by_one[step])
 
 
-# ------------------------------------------------------------------------------------------------- late gradients
-
-
-def test_buckets_leave_in_backward_once_it_is_known_what_a_body_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_FIRST_BYTES", "BUCKET_BYTES", "_LAST_BYTES"):
-        monkeypatch.setattr(buckets, name, 100)
-    member = alone()
-    sent: list[str] = []
-    monkeypatch.setattr(member.group, "sum", lambda tensor: sent.append("sum"))
-    for ways, in_time in (([EVERY], True), ([EVERY, EVERY], True), ([EVERY, EVERY], True), ([EVERY], False)):
-        member.attempt(scripted([ways]), [0], 1)
-        count = len(sent)
-        member.reduction.give_out(member.reduction.finish(lambda sums: sums))
-        assert (count == len(sent)) == in_time or len(ways) == 2
-        sent.clear()
-
-
-def test_a_bucket_that_nobody_uses_is_not_reduced_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "_FIRST_BYTES", 100)
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 100)
-    member = alone()
-    member.step(scripted([[EVERY]]), [0], 1)
-    sums = []
-    monkeypatch.setattr(member.group, "sum", lambda tensor: sums.append(tensor.numel()))
-    for _ in range(PATIENCE + 1):
-        member.step(scripted([[(1, 2)]]), [0], 1)
-        sums.append(0)
-    counts = [len(list(group)) for zero, group in itertools.groupby(sums, lambda size: size == 0) if not zero]
-    assert counts[0] == counts[-2] > counts[-1]
-    assert_close(member.step(scripted([[EVERY]]), [0], 1), plain(NET, scripted([[EVERY]]), 1))
-    member.step(scripted([[EVERY]]), [0], 1)
-    assert member.rounds[-2:] == [2, 1]
-
-
-def test_the_order_of_rank_0_decides_the_layout_for_all() -> None:
-    def member(group: Group) -> Member:
-        one = Member(group, NET)
-        one.step(scripted([[EVERY[::-1]], [EVERY]]), [group.rank], 2)
-        return one
-
-    first, second = together(member, world(2))
-    order = first.reduction.order
-    assert order == second.reduction.order
-    assert order is not None
-    assert set(order[:4]) == {0, 1, 2, 3}, "block 0 is the last on this way"
-    assert sorted(order) == list(range(4 * BLOCKS))
-    newcomer = alone()
-    newcomer.reduction.load(first.reduction.export())
-    assert newcomer.reduction.export() == first.reduction.export()
-
-
 # ------------------------------------------------------------------------------------------------- what scripts do
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_frozen_when_the_run_begins_may_train_later_and_rest_again(kind: type[Arithmetic]) -> None:
-    net = copy.deepcopy(NET)
-    net.blocks[1].requires_grad_(False)
-    member = alone(net, kind())
-    assert not any(p.requires_grad for p in member.net.blocks[1].parameters())
-    for frozen in ({1}, set(), {0}, {0, 1}, set()):
-        body = scripted([[EVERY]] * 2, frozenset(frozen))
-        assert_close(member.step(body, [0, 1], 2), plain(NET, body, 2))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -308,27 +234,6 @@ def test_gradients_that_a_script_keeps_stay_as_they_are_and_others_memory_is_use
     assert places[2] == places[3], "nobody does"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_memory_is_used_again_among_several_members(kind: type[Arithmetic]) -> None:
-    def member(group: Group) -> list[int]:
-        one = Member(group, NET, kind())
-        places = []
-        for _ in range(4):
-            one.step(scripted([[EVERY]] * 2), [group.rank], 2)
-            places.append(next(p.grad for p in one.net.parameters() if p.grad is not None).data_ptr())
-        return places
-
-    for places in together(member, world(2)):
-        assert places[-1] == places[-2]
-
-
-def test_sparse_gradients_are_refused_at_the_end_of_the_body() -> None:
-    net = nn.Sequential(nn.Embedding(4, 2, sparse=True))
-    member = alone(net)
-    with pytest.raises(FallowError, match=r"0\.weight has a sparse gradient.*sparse=False"):
-        member.attempt(lambda net, _: net(torch.tensor([1])).sum().backward(), [0], 1)
-
-
 def test_complex_parameters_add_up_as_they_are_and_are_refused_where_integers_are_summed() -> None:
     class Complex(nn.Module):
         def __init__(self) -> None:
@@ -339,71 +244,13 @@ def test_complex_parameters_add_up_as_they_are_and_are_refused_where_integers_ar
         ((net.weight * (shard + 1j)).abs().square().sum()).backward()  # type: ignore[operator]
 
     net = Complex()
-
-    def member(group: Group) -> list[torch.Tensor | None]:
-        return Member(group, net).step(body, [group.rank], 2)
-
     wanted = copy.deepcopy(net)
     body(wanted, 0)
     body(wanted, 1)
-    for (got,) in together(member, world(2)):
-        torch.testing.assert_close(got, wanted.weight.grad / 2)
+    (got,) = alone(net).step(body, [0, 1], 2)
+    torch.testing.assert_close(got, wanted.weight.grad / 2)
     with pytest.raises(FallowError, match="complex64"):
         alone(net, Exact())
-
-
-def test_a_model_without_a_backward_gives_nothing() -> None:
-    member = alone()
-    assert member.step(lambda net, shard: None, [0], 1) == [None] * len(list(NET.parameters()))
-    assert member.reduction.nothing
-    member.step(scripted([[EVERY]]), [0], 1)
-    assert not member.reduction.nothing
-
-
-def test_gradients_that_were_made_outside_are_told_from_those_handed_out() -> None:
-    member = alone()
-    member.step(scripted([[EVERY]]), [0], 1)
-    assert not member.reduction.stray()
-    sum(p.square().sum() for p in member.net.parameters()).backward()  # a penalty, on top of what was handed out
-    assert not member.reduction.stray()
-    member.net.zero_grad()
-    assert not member.reduction.stray()
-    member.net(BATCHES[0], EVERY).backward()
-    assert member.reduction.stray()
-
-
-def test_a_rehearsal_leaves_gradients_as_autograd_makes_them() -> None:
-    member = alone()
-    member.reduction.begin("")
-    member.reduction.begin_body(0.0, final=True, live=False)
-    member.net(BATCHES[0], EVERY).backward()
-    member.reduction.end_body()
-    assert_close(member.gradients(), plain(NET, scripted([[EVERY]]), 1))
-
-
-def test_a_backward_that_raised_must_end_the_script() -> None:
-    class Refuses(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):  # type: ignore[no-untyped-def]
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):  # type: ignore[no-untyped-def]
-            raise ZeroDivisionError
-
-    def body(net: nn.Module, shard: int) -> None:
-        first, *others = net.blocks  # type: ignore[misc]
-        x = Refuses.apply(first(BATCHES[shard]))
-        for block in others:
-            x = block(x)
-        with pytest.raises(ZeroDivisionError):
-            x.sum().backward()
-
-    member = alone()
-    with pytest.raises(FallowError, match="a backward raised and the body went on"):
-        member.attempt(body, [0], 1)
-    member.reduction.drop()
-    assert_close(member.step(scripted([[EVERY]]), [0], 1), plain(NET, scripted([[EVERY]]), 1))
 
 
 # ------------------------------------------------------------------------------------------------- checkpointing
@@ -438,63 +285,3 @@ def test_activation_checkpointing(times: int, reentrant: bool) -> None:
         assert_close(member.step(counted, [0, 1], 2), plain(NET, body, 2))
     if times == 1 or not reentrant:
         assert ends == [1, 2, 3, 4, 5, 6], "once in each body"
-
-
-def test_a_gradient_that_comes_when_the_sums_were_handed_out_in_the_body_is_refused() -> None:
-    member = alone()
-
-    def complete() -> None:
-        member.reduction.after_backward = lambda: None
-        member.reduction.give_out(member.reduction.finish(lambda sums: sums))
-
-    member.reduction.after_backward = complete
-    with pytest.raises(
-        FallowError, match=r"twice in one backward.*call torch\.utils\.checkpoint with use_reentrant=False"
-    ):
-        member.attempt(checkpointed(2, reentrant=True), [0], 1)
-
-
-# ------------------------------------------------------------------------------------------------- lost groups
-
-
-def test_a_broken_group_ends_the_sum_and_the_next_one_makes_it_alone() -> None:
-    groups = build_world(2)
-    for one in together(lambda group: Member(group, NET), groups):
-        one.attempt(scripted([[EVERY]] * 2), [one.group.rank], 2)
-        one.group.interrupt("a peer was lost")
-        with pytest.raises(Interrupted):
-            one.reduction.finish(telling(one.group))
-        assert not one.reduction.held
-        one.reduction.drop()
-        one.reduction.forget()
-        one.group = Group(3, 0, 1)
-        one.reduction.attach(one.group)
-        assert_close(one.step(scripted([[EVERY]]), [0], 1), plain(NET, scripted([[EVERY]]), 1))
-
-
-def test_who_told_and_was_interrupted_holds_the_sums_and_takes_the_others_outcome() -> None:
-    outcome: list[Sums] = []
-
-    def member(group: Group) -> Member:
-        one = Member(group, NET)
-        one.attempt(scripted([[EVERY]] * 2), [group.rank], 2)
-
-        def tell(sums: Sums) -> Sums:
-            joined = telling(group)(sums)
-            if group.rank:
-                raise Interrupted("lost while it heard")
-            outcome.append(joined)
-            return joined
-
-        if group.rank:
-            with pytest.raises(Interrupted):
-                one.reduction.finish(tell)
-            assert one.reduction.held
-        else:
-            one.reduction.give_out(one.reduction.finish(tell))
-        return one
-
-    first, second = together(member, world(2))
-    second.reduction.attach(Group(2, 0, 1))
-    assert second.reduction.give_out(outcome[0])
-    assert equal(first.gradients(), second.gradients())

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fallow.core.membership.messages import End, Order, Plan
 from fallow.core.membership.roster import check_of
 from fallow.worker.session.orders import Moves, Orders
-from fallow.worker.transport.upcoming import Built, RankMap, Upcoming
+from fallow.worker.transport.upcoming import Built, Upcoming
 from scripted_agent import peers, plan
 
 
@@ -47,21 +45,6 @@ def nodes(upcoming: Upcoming | None) -> list[int]:
     return [peer.node for peer in upcoming.ranks.peers]
 
 
-# ----------------------------------------------------------------------------------------------------------- ranks
-
-
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=6))
-def test_ranks_go_to_workers_in_the_order_of_nodes(slots: list[int]) -> None:
-    members = tuple(peers(10 + n, slots=count)[0] for n, count in enumerate(slots))
-    seen = [RankMap(members, 10 + n, slot) for n, count in enumerate(slots) for slot in range(count)]
-    assert [one.rank for one in seen] == list(range(sum(slots)))
-    assert {one.size for one in seen} == {sum(slots)}
-    for one in seen:
-        assert one.nodes[one.rank] == one.node
-        assert [one.nodes[rank] for rank in one.siblings] == [one.node] * len(one.siblings)
-        assert one.siblings[one.slot] == one.rank
-
-
 # ----------------------------------------------------------------------------------------------------------- lists
 
 
@@ -73,14 +56,6 @@ def test_a_delta_counts_on_from_the_generation_that_was_built_before() -> None:
     assert nodes(burned.build) == [1, 3, 4, 5]
     worker.obey(None, committed=2)
     assert nodes(worker.obey(delta(4, 2, [1, 4], without=(3,)), committed=2).build) == [1, 4]
-
-
-def test_a_delta_on_a_generation_that_was_committed_and_never_entered_is_understood() -> None:
-    worker = Worker()
-    worker.go(plan(1, 1, 2))
-    worker.obey(delta(2, 1, [1, 2, 3], more=peers(3)), committed=1)
-    worker.obey(delta(2, 1, [1, 2, 3], more=peers(3)), committed=2)
-    assert nodes(worker.obey(delta(3, 2, [1, 3], without=(2,)), committed=2).build) == [1, 3]
 
 
 @pytest.mark.parametrize(
@@ -116,18 +91,6 @@ def test_an_older_order_changes_nothing() -> None:
     assert (orders.newest.term, orders.newest.edition, orders.given_up) == (2, 1, 0)
 
 
-def test_the_same_plan_again_builds_nothing_anew() -> None:
-    worker = Worker()
-    first = worker.obey(plan(2, 1, 2))
-    assert first.build is worker.orders.upcoming
-    again = worker.obey(plan(2, 1, 2), state_since=2)
-    assert (again.build, again.drop, worker.orders.upcoming) == (None, None, first.build)
-    assert first.build is not None
-    assert not first.build.counts(1)
-    worker.obey(plan(2, 1, 2), state_since=1)
-    assert first.build.counts(1)
-
-
 def test_what_a_newer_order_does_not_plan_is_dropped_unless_it_is_committed() -> None:
     worker = Worker()
     first = worker.obey(plan(2, 1, 2)).build
@@ -139,54 +102,3 @@ def test_what_a_newer_order_does_not_plan_is_dropped_unless_it_is_committed() ->
     assert worker.obey(None, committed=4).drop is None
     assert worker.orders.upcoming is third
     assert worker.obey(None, committed=3).drop is third, "the store has lost the commit"
-
-
-def test_a_generation_that_was_given_up_is_never_built_again() -> None:
-    worker = Worker()
-    worker.obey(plan(2, 1))
-    worker.obey(None)
-    assert worker.obey(plan(2, 1)).build is None
-    assert worker.orders.upcoming is None
-
-
-def test_a_head_that_came_back_names_a_committed_generation_by_its_number_alone() -> None:
-    worker = Worker()
-    built = worker.obey(plan(2, 1, 2)).build
-    assert built is not None
-    built.built = Built()
-    restored = Plan(generation=2, replaces=1, base=2)
-    assert worker.orders.obey(Order(node=1, term=2, edition=1, plan=restored, committed=2)) == Moves()
-    assert worker.orders.switch_offered == 2
-    assert nodes(worker.orders.take()) == [1, 2]
-    assert worker.orders.obey(Order(node=1, term=2, edition=2, plan=restored, committed=2)) == Moves()
-
-
-# -------------------------------------------------------------------------------------------------- what is given up
-
-
-def test_a_plan_that_interrupts_gives_up_the_generation_that_it_replaces() -> None:
-    worker = Worker()
-    worker.go(plan(3, 1, 2))
-    assert not worker.orders.superseded
-    moves = worker.obey(plan(4, 1, interrupt=True), committed=3)
-    assert (moves.interrupt, worker.orders.given_up, worker.orders.superseded) == (3, 3, True)
-    assert worker.obey(None, broken=2).interrupt == 2
-    assert worker.orders.given_up == 3, "never taken back"
-
-
-def test_a_worker_that_ends_gives_up_everything() -> None:
-    worker = Worker()
-    worker.go(plan(3, 1, 2))
-    upcoming = worker.obey(plan(4, 1, 2), committed=3).build
-    moves = worker.obey(None, committed=3, end=End(code=0, reason="released"))
-    assert (moves.interrupt, moves.drop, worker.orders.given_up) == (4, upcoming, 4)
-
-
-def test_a_leaver_needs_no_list_and_votes_at_once() -> None:
-    worker = Worker()
-    worker.go(plan(1, 1, 2))
-    assert worker.obey(plan(2, leave=True), committed=1).build is None
-    assert worker.orders.prepared == 2
-    worker.obey(plan(2, leave=True), committed=2)
-    taken = worker.orders.take()
-    assert (taken.ranks, taken.group, worker.orders.taken) == (None, None, 2)

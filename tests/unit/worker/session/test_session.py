@@ -10,7 +10,6 @@ import pytest
 
 from fallow.core.membership.messages import Checkpoint, Contract, Finish, Outcome
 from fallow.core.protocol.agents import News
-from fallow.core.protocol.workers import Status
 from fallow.model import Doing, Exit
 from fallow.worker.session.ends import Answered, Dismissed, HeadSilent, OthersEnded, exit_code
 from fallow.worker.session.news import HEAD_SILENT_S
@@ -23,29 +22,6 @@ CONTRACT = Contract(signature="s", shards=1, global_batch=1)
 def never() -> bool:
     """There is nothing to do meanwhile."""
     return False
-
-
-def test_a_status_says_which_order_was_obeyed_and_how_far_that_has_come() -> None:
-    agent = Agent()
-    order = agent.order(plan(2, 1), broken=1)
-    said = agent.until(lambda status: status.prepared == 2)
-    assert (said.term, said.edition, said.given_up, said.generation) == (1, order.edition, 1, 0)
-    agent.order(None)
-    assert agent.status.prepared == 0, "it is not committed, and nobody wants it any more"
-
-
-def test_a_worker_goes_over_when_the_generation_is_committed_and_stands() -> None:
-    agent = Agent()
-    assert agent.session.orders.switch_offered == 0
-    agent.order(plan(2, 1))
-    agent.until(lambda status: status.prepared == 2)
-    assert agent.session.orders.switch_offered == 0, "it is not committed"
-    agent.order(plan(2, 1), committed=2)
-    assert agent.session.orders.switch_offered == 2
-    taken = agent.session.await_commit(never)
-    assert (taken.generation, taken.group is not None) == (2, True)
-    assert agent.session.orders.switch_offered == 0
-    assert agent.status.prepared == 2
 
 
 def test_a_member_whose_group_broke_gives_that_generation_up_and_no_other() -> None:
@@ -124,21 +100,6 @@ def test_a_status_that_does_not_know_of_a_vote_is_not_sent_after_it(monkeypatch:
     assert all(status.healed == 7 for status in agent.statuses)
 
 
-def test_where_there_are_no_groups_the_current_generation_outlives_one_that_is_given_up() -> None:
-    """Its members still gather: they wait there for each other's scripts to end."""
-    agent = Agent(grouped=False)
-    agent.commit(plan(1, 1))
-    assert agent.session.await_commit(never).group is None
-    agent.order(plan(2, 1), committed=1)
-    agent.order(None, committed=1)
-    assert not agent.session.orders.superseded
-    agent.session.gathering.of(1).give("at", b"here")
-    agent.answer(1, "at", b"here")
-    assert agent.session.gathering.of(1).parts("at", 9.0) == (b"here",)
-    agent.order(None, committed=1, broken=1)
-    assert agent.session.orders.superseded
-
-
 def test_a_member_leaves_without_the_head_only_where_its_node_goes_away_and_the_head_is_silent() -> None:
     agent = Agent()
     news = agent.session.news
@@ -186,21 +147,6 @@ def test_a_worker_with_infinite_patience_waits_for_a_silent_head_and_another_one
         other.session.await_commit(never)
 
 
-def test_a_head_that_is_heard_is_waited_for_beyond_all_patience() -> None:
-    agent = Agent(patience_s=0.2)
-    end = time.monotonic() + 0.6
-
-    def look() -> bool:
-        agent.silent(0.0)
-        if time.monotonic() < end:
-            return True
-        agent.end()
-        return False
-
-    with pytest.raises(Dismissed):
-        agent.session.await_commit(look)
-
-
 @pytest.mark.parametrize(("code", "known"), [(0, Exit.OK), (75, Exit.TEMPFAIL), (3, Exit.SOFTWARE)])
 def test_a_worker_that_is_told_to_end_waits_no_longer_and_its_group_is_interrupted(code: int, known: Exit) -> None:
     agent = Agent()
@@ -232,38 +178,6 @@ def test_a_member_whose_others_have_finished_ends_if_it_waits_for_them_and_else_
     agent.session.close()
 
 
-def test_a_member_whose_others_have_finished_does_not_wait_in_its_group_without_end() -> None:
-    agent, finish = Agent(beat_s=0.02), Finish(generation=1, steps=9, digest="d")
-    agent.commit(plan(1, 1))
-    group = agent.session.await_commit(never).group
-    assert group is not None
-    interrupted = threading.Event()
-    group.on_break(interrupted.set)
-    with group.waits():
-        group.turned_at -= 100.0
-        agent.order(None, committed=1, finish=finish)
-        assert interrupted.wait(30.0)
-    agent.session.close()
-
-
-def test_a_standby_outlives_others_ends() -> None:
-    """The head says when it may go."""
-    agent = Agent()
-    agent.order(None, finish=Finish(generation=1, steps=9, digest="d"))
-    agent.session.progress.awaiting_since = time.monotonic() - 100.0
-    looks = 0
-
-    def look() -> bool:
-        nonlocal looks
-        looks += 1
-        if looks == 3:
-            agent.end()
-        return looks < 3
-
-    with pytest.raises(Dismissed):
-        agent.session.await_commit(look)
-
-
 def test_checkpoints_are_said_until_they_are_noted_the_newest_first() -> None:
     agent = Agent()
     for step in (5, 9):
@@ -273,20 +187,6 @@ def test_checkpoints_are_said_until_they_are_noted_the_newest_first() -> None:
     assert agent.status.saved == Checkpoint(path="/c5", generation=1, step=5)
     agent.order(noted="/c5")
     assert agent.status.saved is None
-
-
-def test_whoever_waits_for_a_new_generation_says_so() -> None:
-    agent, seen = Agent(beat_s=0.02), list[Status]()
-
-    def look() -> bool:
-        seen.append(agent.until(lambda status: status.doing is Doing.WAITING and status.stalled_s > 0.05))
-        agent.end()
-        return False
-
-    with pytest.raises(Dismissed):
-        agent.session.await_commit(look)
-    assert len(seen) == 1
-    agent.session.close()
 
 
 def test_only_the_first_worker_of_a_node_is_the_main_one() -> None:

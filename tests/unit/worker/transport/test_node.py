@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("torch")
 
-import torch
 from torch._C._distributed_c10d import HashStore
 
 from fallow.worker.transport import node as node_module
@@ -57,22 +56,6 @@ def test_all_have_what_one_has_heard(groups: list[Group], heard: tuple[bool, ...
         assert found == [answer if any(heard) else None] * 3
 
 
-def test_sums_and_what_members_tell_still_go_to_all(groups: list[Group]) -> None:
-    def act(group: Group) -> tuple[float, list[bytes]]:
-        values = torch.full((3,), float(group.rank))
-        group.sum(values)
-        group.wait_and_verify()
-        return float(values[0]), group.gather(bytes([group.rank]))
-
-    assert on_all(groups, act) == [(6.0, [b"\0", b"\1", b"\2", b"\3"])] * SIZE
-
-
-def test_a_worker_without_siblings_keeps_what_it_has(groups: list[Group]) -> None:
-    node = groups[1].node
-    assert (node.size, node.share(b"x"), node.share(None)) == (1, b"x", None)
-    node.leave()
-
-
 def test_nobody_waits_for_a_worker_that_leaves_the_generation(groups: list[Group]) -> None:
     def act(group: Group) -> tuple[bytes | None, bytes | None]:
         if group.rank == 0:
@@ -86,13 +69,11 @@ def test_nobody_waits_for_a_worker_that_leaves_the_generation(groups: list[Group
     assert time.monotonic() - began < node_module.PATIENCE_S
 
 
-def test_nobody_waits_long_for_a_worker_that_hangs(groups: list[Group]) -> None:
-    groups[0].node.patience_s = 0.2
+def test_nobody_waits_long_for_a_worker_that_hangs_and_one_that_is_gone_is_found_at_once(groups: list[Group]) -> None:
+    patience_s, groups[0].node.patience_s = groups[0].node.patience_s, 0.2
     assert groups[0].node.share(b"heard") == b"heard"
     assert groups[0].node.share(None) is None
-
-
-def test_a_worker_that_is_gone_is_found_at_once(groups: list[Group]) -> None:
+    groups[0].node.patience_s = patience_s
     groups[3].interrupt("gone")
     groups[3].destroy()
     began = time.monotonic()

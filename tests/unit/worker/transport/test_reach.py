@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -15,25 +15,16 @@ pytest.importorskip("torch")
 from torch.distributed import HashStore
 
 from fallow.worker.transport import stream
-from fallow.worker.transport.build import CutOff, build_group
 from fallow.worker.transport.stream import Card, Streams
 
 
 def meet(store: HashStore, ranks: list[int], size: int, timeout_s: float) -> dict[int, dict[int, str]]:
-    found: dict[int, dict[int, str]] = {}
-    members = {rank: Streams(1, rank, size, "127.0.0.1") for rank in ranks}
-
-    def one(rank: int) -> None:
-        found[rank] = members[rank].meet(store, timeout_s)
-
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    for streams in members.values():
+    members = [Streams(1, rank, size, "127.0.0.1") for rank in ranks]
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        found = list(pool.map(lambda streams: streams.meet(store, timeout_s), members))
+    for streams in members:
         streams.close()
-    return found
+    return dict(zip(ranks, found, strict=True))
 
 
 def publish(store: HashStore, rank: int, port: int) -> None:
@@ -78,27 +69,3 @@ def test_whoever_does_not_know_the_token_is_nobody(mute: socket.socket) -> None:
         stranger.shutdown(socket.SHUT_WR)
         assert streams.meet(store, 0.5) == {1: streams.card.endpoint}
     streams.close()
-
-
-def test_a_packet_that_is_not_whole_is_none(mute: socket.socket) -> None:
-    """Its end never arrives. The answer to one that is whole is a full packet, too."""
-    store, streams = HashStore(), Streams(1, 0, 2, "127.0.0.1")
-    publish(store, 1, mute.getsockname()[1])
-    with socket.create_connection((streams.card.address, streams.card.port), timeout=5) as caller:
-        caller.sendall(stream._HELLO.pack(1000, streams.card.token, 1))
-        assert streams.meet(store, 0.5) == {1: streams.card.endpoint}
-        caller.sendall(bytes(1000 - stream._HELLO.size))
-        size = int.from_bytes(stream.receive(caller, 2), "little")
-        assert size >= 536
-        stream.receive(caller, size - 2)
-        assert streams.meet(store, 0.5) == {}
-    streams.close()
-
-
-def test_a_group_whose_members_do_not_reach_each_other_is_not_built(mute: socket.socket) -> None:
-    store, port = HashStore(), mute.getsockname()[1]
-    publish(store, 0, port)
-    text = rf"rank 1 of 2.*on 127.0.0.1: no connection to rank 0 \(tried 127.0.0.1:{port}\); check that the nodes"
-    with pytest.raises(CutOff, match=text) as caught:
-        build_group(1, 1, 2, store, "127.0.0.1", 1.0)
-    assert caught.value.tried == {0: f"127.0.0.1:{port}"}
