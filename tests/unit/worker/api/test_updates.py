@@ -101,9 +101,6 @@ def test_parameters_may_lie_in_memory_in_any_order(reproducible: bool) -> None:
     assert_close(script.model, reference, atol=2e-6)
 
 
-# ------------------------------------------------------------------------------------------- buffers and random numbers
-
-
 class Noisy(Dataset[Any]):
     """Draws numbers for each sample."""
 

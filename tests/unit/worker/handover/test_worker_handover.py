@@ -295,9 +295,6 @@ def test_donors_with_different_optimizer_state_are_found_out() -> None:
     assert "different optimizer or other state" in error.message
 
 
-# ------------------------------------------------------------------------------------------------------ breaks
-
-
 def test_s20_a_donor_hears_of_a_break_before_anybody_has_asked_it_for_anything() -> None:
     """The newcomer dies before its first question: no line is there whose end would tell."""
     old, new = trained(0), Member(2, OPTIMIZERS["adamw"])
@@ -400,9 +397,6 @@ def test_optimizers_that_load_in_their_own_way_and_state_of_another_dtype_are_re
         assert (got.dtype == torch.float64) == (type(new.optimizer) is torch.optim.SGD)
 
 
-# ----------------------------------------------------------------------------------------------------- snapshots
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_rehearsal_leaves_nothing_behind(name: str) -> None:
     """Whoever has rehearsed trains on as one that has not."""
@@ -423,9 +417,6 @@ def test_a_rehearsal_leaves_nothing_behind(name: str) -> None:
     for member in (one, other):
         member.train(2)
     equal(one, other)
-
-
-# ---------------------------------------------------------------------------------------------------------- pure
 
 
 @given(st.integers(1, 12), st.integers(0, 12), st.booleans())

@@ -32,9 +32,6 @@ def two(**second: Any) -> list[Part]:
     return [part(samples=4, crc=7), part(**{"samples": 4, "crc": 8, **second})]
 
 
-# ------------------------------------------------------------------------------------------------------- places
-
-
 @pytest.mark.parametrize("other", [Kind.STEP, Kind.END, Kind.BARRIER])
 def test_who_makes_a_joint_call_alone_is_told_where_the_others_are(other: Kind) -> None:
     where = {Kind.STEP: "in the next step of", Kind.END: "at the end of", Kind.BARRIER: "in run.barrier"}[other]
@@ -42,9 +39,6 @@ def test_who_makes_a_joint_call_alone_is_told_where_the_others_are(other: Kind) 
         check_places([opening(kind=Kind.MEAN), opening(kind=other), opening(kind=other)])
     with pytest.raises(Apart, match=r"step 3: 1 of 3 members left the run\.updates loop .* update\.mean"):
         check_places([opening(kind=Kind.STEP), opening(kind=Kind.END), opening(kind=Kind.STEP)])
-
-
-# -------------------------------------------------------------------------------------------------------- calls
 
 
 def test_who_came_first_decides_how_a_step_is_cut() -> None:
@@ -77,9 +71,6 @@ def test_who_has_other_data_or_is_in_another_call_is_refused_instead_of_waited_f
         check_calls([odd, old], 0)
     with pytest.raises(Apart, match="rank 1 has 90 samples in an epoch, rank 0 has 96: every member runs the same"):
         check_calls([opening(samples=96), opening(samples=90)], 0)
-
-
-# -------------------------------------------------------------------------------------------------------- parts
 
 
 def check(parts: list[Part], *, drift: bool = False) -> None:

@@ -78,9 +78,6 @@ def test_statistics_and_scales_are_as_if_nobody_was_lost(
     assert_alike(found, alone(reproducible), gone="c")
 
 
-# ----------------------------------------------------------------------------------------- state that comes late
-
-
 def test_who_lacks_a_part_of_the_state_and_an_answer_gets_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others heard the answer; the newcomer lost its group before, and its state has not come."""
     breaks = Break(2, "a")

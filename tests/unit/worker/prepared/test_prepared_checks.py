@@ -20,9 +20,6 @@ def script() -> Script:
     return Script()
 
 
-# --------------------------------------------------------------------------------------------------- what is prepared
-
-
 @pytest.mark.parametrize("make", [nn.DataParallel, nn.SyncBatchNorm, nn.LazyLinear])
 def test_wrapped_and_unfinished_modules(make: Callable[..., nn.Module], script: Script) -> None:
     part = make(nn.Linear(3, 1)) if make is nn.DataParallel else make(3)
@@ -58,9 +55,6 @@ def test_hooks_that_would_see_a_part_of_a_gradient(script: Script) -> None:
     script.model[2].bias.register_hook(seen.append)
     script.train()
     assert (script.run.step, len(seen)) == (2, 8)
-
-
-# ---------------------------------------------------------------------------------------------- parameters that change
 
 
 def test_what_comes_behind_the_first_loop(script: Script) -> None:

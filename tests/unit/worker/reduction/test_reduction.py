@@ -197,9 +197,6 @@ def test_any_way_through_the_model_gives_the_gradients_of_plain_pytorch(
             assert kind is Arithmetic or equal(results[step], by_one[step])
 
 
-# ------------------------------------------------------------------------------------------------- what scripts do
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_tied_weights_and_create_graph(kind: type[Arithmetic]) -> None:
     net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
@@ -251,9 +248,6 @@ def test_complex_parameters_add_up_as_they_are_and_are_refused_where_integers_ar
     torch.testing.assert_close(got, wanted.weight.grad / 2)
     with pytest.raises(FallowError, match="complex64"):
         alone(net, Exact())
-
-
-# ------------------------------------------------------------------------------------------------- checkpointing
 
 
 def checkpointed(times: int, *, reentrant: bool) -> Body:

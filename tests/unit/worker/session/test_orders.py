@@ -45,9 +45,6 @@ def nodes(upcoming: Upcoming | None) -> list[int]:
     return [peer.node for peer in upcoming.ranks.peers]
 
 
-# ----------------------------------------------------------------------------------------------------------- lists
-
-
 def test_a_delta_counts_on_from_the_generation_that_was_built_before() -> None:
     worker = Worker()
     worker.go(plan(1, 1, 2, 3))
@@ -78,9 +75,6 @@ def test_a_list_that_is_another_one_here_is_refused(planned: Plan) -> None:
     worker.obey(planned, committed=2)
     assert worker.orders.switch_offered == 0
     assert nodes(worker.obey(plan(3, 1, 2), committed=1).build) == [1, 2], "the whole list helps"
-
-
-# ------------------------------------------------------------------------------------------------ newest order only
 
 
 def test_an_older_order_changes_nothing() -> None:

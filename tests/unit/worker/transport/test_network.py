@@ -5,13 +5,15 @@ from __future__ import annotations
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import AsyncMock
 
-import msgspec
 import pytest
 
 from fallow.config import Config, Network, load_config
 from fallow.core.checks.network import Interface, data_address, port_range
-from fallow.model import ClusterConfig, DataNetwork, FallowError
+from fallow.head.peers.whereabouts import find_address
+from fallow.model import DataNetwork, FallowError
+from fallow.slurm import parse
 from fallow.wire.address import listen
 
 HOST = [
@@ -23,6 +25,23 @@ HOST = [
     Interface("ib0", "fd78::11"),
 ]
 MGMT = "10.77.0.11"
+
+
+@pytest.mark.parametrize(
+    ("controllers", "address"),
+    [(["ctl(10.77.0.1)"], "10.77.0.3"), (["127.0.0.1", "10.77.0.1"], "10.77.0.3"), ([], "192.168.7.7")],
+)
+async def test_the_host_name_does_not_decide_the_heads_address_where_slurmctld_or_the_default_route_does(
+    controllers: list[str], address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Debian's /etc/hosts has `127.0.1.1 login`."""
+    config, _ = parse.config("".join(f"SlurmctldHost[{n}] = {host}\n" for n, host in enumerate(controllers)))
+    slurm = AsyncMock()
+    slurm.config.return_value = config
+    leads = {"10.77.0.1": "10.77.0.3", "127.0.0.1": "127.0.0.1", "192.0.2.1": "192.168.7.7"}
+    monkeypatch.setattr("fallow.wire.address.resolve", lambda host: "127.0.1.1")
+    monkeypatch.setattr("fallow.head.peers.whereabouts.local_address_towards", leads.__getitem__)
+    assert await find_address(slurm) == address
 
 
 @pytest.mark.parametrize(
@@ -157,13 +176,3 @@ async def test_the_head_takes_a_port_of_its_range() -> None:
     finally:
         for router in routers:
             await router.close()
-
-
-def test_slurmctlds_hosts_are_read() -> None:
-    from fallow.slurm import parse
-
-    config, _ = parse.config(
-        "SlurmctldHost[0]        = ctl(10.77.0.1)\nSlurmctldHost[1] = login2\nSlurmctldPort = 6817\n"
-    )
-    assert config.controllers == ["10.77.0.1", "login2"]
-    assert msgspec.json.decode(msgspec.json.encode(config), type=ClusterConfig) == config
