@@ -7,6 +7,7 @@ import io
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -309,6 +310,32 @@ def test_s20_a_donor_hears_of_a_break_before_anybody_has_asked_it_for_anything()
         with pytest.raises(Interrupted, match="the newcomer is gone"):
             run.result(DEADLINE_S)
     assert old.standing.holds
+
+
+def test_a_newcomer_whose_last_part_is_under_way_when_the_group_breaks_is_torn(monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = trained(2), Member(2, OPTIMIZERS["adamw"])
+    members, ours, is_broken, sent = [old, new], build_world(2), threading.Event(), Counter[socket.socket]()
+    real = pieces.send_piece
+
+    def send(line: socket.socket, memory: Sequence[pieces.Bytes], number: int, count: int) -> None:
+        part, sent[line] = sent[line], sent[line] + 1
+        if part == supply.LATE:
+            assert is_broken.wait(DEADLINE_S)
+        real(line, memory, number, count)
+
+    monkeypatch.setattr(supply, "send_piece", send)
+    roles, fingerprint = agreed(members), state_sum(old.prepared.weights())
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda group, member: meet(group, member, roles, fingerprint), ours, members))
+    assert all(map(torch.equal, old.model.parameters(), new.model.parameters())), "forward and backward may run"
+    ours[1].interrupt("on purpose")
+    is_broken.set()
+    assert [member.standing.settle() for member in members] == [False, False]
+    assert [member.standing.value for member in members] == [HOLDS, TORN]
+    for member in members:
+        member.standing.give_up()
+    change([new, old])
+    equal(old, new)
 
 
 class Damage:
