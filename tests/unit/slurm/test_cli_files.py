@@ -76,19 +76,7 @@ async def test_a_full_temporary_folder_is_told_and_nothing_is_submitted(
     assert os.listdir(scripts) == []
 
 
-async def test_no_temporary_folder_at_all_is_told(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(scripts / "nowhere"))
-    with pytest.raises(SlurmUnavailable, match=f"cannot be written to {scripts}/nowhere .No such file"):
-        await CliClient().submit(REQUEST)
-
-
 async def test_a_missing_working_folder_is_a_refusal(scripts: Path) -> None:
     with pytest.raises(SubmitRejected, match="/nosuch/folder"):
         await CliClient().submit(JobRequest(token="t", options=[], script=REQUEST.script, cwd="/nosuch/folder"))
     assert os.listdir(scripts) == []
-
-
-async def test_missing_commands_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nosuch")
-    with pytest.raises(SlurmUnavailable, match=r"scontrol .*install"):
-        await CliClient().config()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from fallow.model import Exit, FallowError, LimitView, OwnerView, PriorityView, ShareView
+from fallow.model import Exit, FallowError, LimitView, OwnerView, PriorityView
 from fallow.slurm.owner import owner, parse_limits, parse_priorities, parse_shares
 
 NOW = 1_000_000.0
@@ -41,12 +41,6 @@ def test_22_05_tells_a_users_limits_by_the_number_of_the_user() -> None:
         ("QOS harvest", "MaxTRESPU cpu"): (12.0, 4.0),
     }
     assert parse_shares(text, "ann")[0].account == "lab"
-
-
-def test_fair_share() -> None:
-    text = (SAMPLES / "assoc_mgr_user.txt").read_text()
-    assert parse_shares(text, "ann") == [ShareView(account="lab", partition="", shares=0.25, usage=0.4, factor=0.33)]
-    assert parse_shares(text, "bob") == []
 
 
 def test_priorities() -> None:

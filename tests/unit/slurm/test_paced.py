@@ -8,16 +8,11 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from fake_slurm import FakeSlurm
-from fallow.config import Config
-from fallow.core.neighbour.watch import WATCHFUL_S
-from fallow.model import ClusterConfig, ClusterState, FallowError, JobRequest
-from fallow.slurm.cli import CliClient
+from fallow.model import ClusterState, FallowError, JobRequest
 from fallow.slurm.client import SlurmUnavailable
-from fallow.slurm.paced import BURST_S, CONFIG_S, STRAINED_S, UNKNOWN_S, Bucket, PacedClient
-from fallow.slurm.pyslurm_client import PyslurmClient
+from fallow.slurm.paced import BURST_S, CONFIG_S, STRAINED_S, Bucket, PacedClient
 
 
 @dataclass
@@ -86,11 +81,6 @@ async def test_what_is_really_sent_counts() -> None:
     assert clock.slept[before:] == [pytest.approx(6.0)]
 
 
-def test_every_client_says_what_a_poll_sends() -> None:
-    assert CliClient().poll_requests == PyslurmClient().poll_requests == 6
-    assert Config().slurm.queries_per_min * WATCHFUL_S / 60 >= CliClient().poll_requests
-
-
 async def test_the_configuration_is_asked_for_once_an_hour() -> None:
     clock = Clock()
     client, slurm = paced(clock)
@@ -100,24 +90,6 @@ async def test_the_configuration_is_asked_for_once_an_hour() -> None:
     clock.now += CONFIG_S
     with pytest.raises(SlurmUnavailable):
         await client.config()
-
-
-async def test_a_configuration_without_what_the_accounting_says_is_asked_for_again_soon() -> None:
-    clock = Clock()
-
-    class Away(FakeSlurm):
-        away = True
-
-        async def config(self) -> ClusterConfig:
-            return replace(await super().config(), qos_unknown=self.away)
-
-    slurm = Away(nodes=2)
-    client, _ = paced(clock, slurm)
-    assert (await client.config()).qos_unknown
-    slurm.away = False
-    assert (await client.config()).qos_unknown
-    clock.now += UNKNOWN_S
-    assert not (await client.config()).qos_unknown
 
 
 async def test_a_slow_slurmctld_and_one_that_limits_our_rate_are_asked_less() -> None:

@@ -30,14 +30,6 @@ SQUEUE_LONG = parse.JobFormat(
     separator="|",
     end="\n",
 )
-SQUEUE_SHORT = parse.JobFormat(
-    fields=(
-        *("HetId", "JobID", "Name", "State", "Reason", "UserName", "Partition", "NodeList", "StartTime", "EndTime"),
-        *("TimeLimit", "TimeLeft", "SchedNodes", "NumNodes", "PriorityLong", "Comment"),
-    ),
-    separator="|",
-    end="\n",
-)
 
 
 def sample(version: str, name: str) -> str:
@@ -55,26 +47,6 @@ def test_jobs_in_grace(version: str) -> None:
     [pending] = [job for job in jobs if job.state == "PENDING"]
     assert pending.reason == "Resources" and pending.time_limit_s == 1200.0 and pending.nodes == []
     assert pending.planned_nodes[:2] == ["n0", "n1"] and pending.start_at is not None
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_preempted_and_heterogeneous_jobs(version: str) -> None:
-    jobs = {job.job_id: job for job in parse.jobs(sample(version, "squeue_O.3preempted"), SQUEUE_LONG)}
-    states = {job.state for job in jobs.values() if job.preempt_at}
-    assert states <= {"PREEMPTED", "COMPLETING"} and states
-    leaders = {job.het_job_id for job in jobs.values()} - {None}
-    for leader in leaders:
-        assert leader is not None
-        parts = [job_id for job_id, job in jobs.items() if job.het_job_id == leader]
-        assert parts == [leader, str(int(leader) + 1)]
-
-
-def test_reasons_are_sentences_and_limits_have_words() -> None:
-    jobs = {job.job_id: job for job in parse.jobs(sample("22.05", "squeue_o.1pending_running_het"), SQUEUE_SHORT)}
-    assert jobs["7"].reason.startswith("Nodes required for job are DOWN, DRAINED or reserved")
-    assert jobs["6"].time_limit_s == 365 * 86400.0
-    assert jobs["5"].time_limit_s is None, "UNLIMITED"
-    assert jobs["7"].user == "bob" and jobs["6"].user == "alice"
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -308,12 +280,6 @@ def test_configuration() -> None:
     assert config.private_data == ["jobs", "usage"] and config.preempt_type == ""
     bare, nothing = parse.config("")
     assert nothing is None and bare.backfill_interval_s == 30.0 and bare.private_data == []
-
-
-def test_job_id_behind_a_site_banner() -> None:
-    assert parse.submitted_id("Welcome! 42 jobs run now\n1234\n") == "1234"
-    assert parse.submitted_id("99\nnote: quota 80 %\n1234;cluster\n") == "1234"
-    assert parse.submitted_id("Submitted batch job\n") is None
 
 
 @pytest.mark.parametrize(

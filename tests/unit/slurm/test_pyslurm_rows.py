@@ -101,16 +101,6 @@ def test_gpus_per_job_are_known_where_they_are_counted_as_tres() -> None:
     assert job.gpus_per_node == 3, "6 tasks on 2 nodes"
 
 
-def test_names_that_are_no_text_are_empty() -> None:
-    class Undecodable(SimpleNamespace):
-        @property
-        def name(self) -> str:
-            return b"\xff".decode()
-
-    fields = {name: value for name, value in JOB.items() if name != "name"}
-    assert parse.job(pyslurm_rows.job(Undecodable(**fields))).name == ""
-
-
 def test_gpus_in_use_come_from_the_jobs_where_tres_do_not_tell() -> None:
     layout = {"n2": {"gres": {"gpu": {"count": 1, "indexes": "0"}}}, "n9": {"gres": {"gpu:a100": 2}}}
     running = SimpleNamespace(state="RUNNING", get_resource_layout_per_node=lambda: layout)
@@ -120,14 +110,6 @@ def test_gpus_in_use_come_from_the_jobs_where_tres_do_not_tell() -> None:
     info = parse.node(pyslurm_rows.node(node, used["n2"]))
     assert (info.state, info.flags, info.gpus, info.gpus_used) == ("MIXED", ["PLANNED"], 4, 1)
     assert (info.cpus, info.cpus_used, info.memory_mb, info.memory_used_mb) == (4, 1, 4000, 1000)
-
-
-def test_gpus_in_use_come_from_tres_where_they_tell() -> None:
-    counted = {"cpu": 1, "gres/gpu": 3, "gres/gpu:a100": 3}
-    node = SimpleNamespace(**NODE | {"allocated_tres": counted, "configured_gres": {"gpu:a100": 4}})
-    assert pyslurm_rows.gpus_of_jobs([SimpleNamespace(state="RUNNING")], [node]) == {}, "no job is asked"
-    info = parse.node(pyslurm_rows.node(node, {}))
-    assert (info.gpus_used, info.gpu_types, info.gpu_types_used) == (3, {"a100": 4}, {"a100": 3})
 
 
 def test_partitions_and_reservations() -> None:

@@ -266,32 +266,6 @@ def test_a_poll_tells_what_was_held() -> None:
     assert mine.spans["5"] == Span(nodes={"n1": 8}, partition="p", start_at=NOW, end_at=NOW + 70)
 
 
-def test_a_job_that_may_have_come_and_gone_between_two_polls_is_booked() -> None:
-    """Its answer was lost, and the head did not look for longer than Slurm remembers."""
-    mine = harvest(minutes=10, requested_at=NOW - 500.0)
-    observe(mine, [], NOW - 100.0, HORIZON_S)
-    assert send(mine, NOW)
-    sent(mine, NOW)
-    for seconds in (5.0, 10.0, 41.0, 61.0):
-        observe(mine, [], NOW + seconds, HORIZON_S)
-        assert (mine.state is AllocationState.LOST) == (seconds > HORIZON_S)
-    assert budget.booked(mine, NOW + 61) == 31.0
-
-
-def test_nothing_is_lost_while_its_sbatch_may_still_bring_it_to_slurm() -> None:
-    mine = harvest(minutes=10, requested_at=NOW - 1000.0)
-    assert send(mine, NOW)
-    assert not send(mine, NOW), "once"
-    for seconds in (40.0, 70.0, SUBMIT_S - 1, SUBMIT_S):
-        observe(mine, [], NOW + seconds, HORIZON_S)
-    assert mine.blind_s == 40.0, "it may have come, run and gone since sbatch was called"
-    sent(mine, NOW + SUBMIT_S)
-    observe(mine, [], NOW + SUBMIT_S + HORIZON_S, HORIZON_S)
-    assert mine.state is AllocationState.UNKNOWN
-    observe(mine, [], NOW + SUBMIT_S + HORIZON_S + 1.0, HORIZON_S)
-    assert mine.state is AllocationState.LOST
-
-
 def test_a_forgotten_job_ended_at_its_limit_at_the_latest() -> None:
     mine = harvest(job_id="5", state=AllocationState.ENDED, limit_s=600.0, spans={"5": span(NOW)})
     assert follow(mine, [], NOW + 100_000, {}, ENDED_STATES)

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fallow.core.accounting.prices import Prices
 from fallow.core.accounting.spans import Span, Use
 from fallow.core.accounting.usage import (
     DAY_S,
@@ -149,14 +148,6 @@ def test_every_node_second_is_counted_once(held: list[Allocation], now: float) -
     assert sum(one.jobs for one in sums.values()) == sum(bool(a.spans) or a.live for a in held)
 
 
-def test_a_job_that_slurm_refused_was_none() -> None:
-    sums: Tallies = {}
-    tally(sums, held(spans={}), NOW)
-    assert [(one.jobs, one.useless) for one in sums.values()] == [(0, 0)]
-    tally(sums, held(spans={}, job_id="7"), NOW)
-    assert [(one.jobs, one.useless) for one in sums.values()] == [(1, 1)]
-
-
 def test_time_is_split_at_midnight_utc() -> None:
     midnight = 12 * DAY_S
     allocation = held(
@@ -168,13 +159,6 @@ def test_time_is_split_at_midnight_utc() -> None:
         "1970-01-12 p": {Source.NOTHING: 1200.0},
         "1970-01-13 p": {Source.NOTHING: 2400.0},
     }
-
-
-def test_prices() -> None:
-    prices = Prices({"gpu": 2.0, "*": 1.0}, {"gpu": 0.5})
-    assert prices.cost("gpu", 3600, 4 * 3600) == 4.0
-    assert prices.cost("cpu", 1800, 0) == 0.5
-    assert not Prices()
 
 
 def test_days_of_long_ago_are_shown_as_months() -> None:

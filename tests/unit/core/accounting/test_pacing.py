@@ -12,14 +12,6 @@ from fallow.core.accounting.pacing import URGENT, dispensable, extra_nodes, sche
 SPEEDS = ((1, 1.0), (2, 1.9), (4, 3.5), (8, 6.0))
 
 
-def test_on_schedule_is_uniform_progress() -> None:
-    half = schedule(0.0, 1000.0, 500, 250, 500.0)
-    assert (half.ahead_s, half.span_s, half.speed) == (0.0, 1000.0, 0.5)
-    assert not half.behind
-    assert schedule(0.0, 1000.0, 500, 249, 500.0).behind
-    assert schedule(0.0, 1000.0, 500, 350, 500.0).ahead_s == pytest.approx(200.0)
-
-
 def test_a_run_ahead_asks_for_nothing_and_one_behind_for_what_it_takes() -> None:
     ahead = schedule(0.0, 1000.0, 2000, 1200, 500.0)
     assert extra_nodes(ahead, SPEEDS, held=0, most=8) == 0
@@ -40,12 +32,6 @@ def test_after_the_deadline_a_run_is_held_to_the_speed_that_the_schedule_took() 
     done = schedule(0.0, 1000.0, 2000, 2000, 1500.0)
     assert not done.behind
     assert done.nodes(SPEEDS) == 0
-
-
-def test_clocks_that_differ_do_no_harm() -> None:
-    odd = schedule(1000.0, 1000.0, 2000, 0, 1000.0)
-    assert odd.urgency == URGENT
-    assert schedule(1000.0, 990.0, 2000, 5, 1000.0).nodes(SPEEDS) == 8
 
 
 def test_extra_nodes_go_only_with_some_slack_and_if_the_rest_is_fast_enough() -> None:

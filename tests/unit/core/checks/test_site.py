@@ -89,16 +89,6 @@ def test_what_may_be_harvested(
     assert {c.name: c.level for c in checks.partitions(cluster(*partitions), named, allowed, {})} == levels
 
 
-def test_partitions_of_other_groups_are_not_offered() -> None:
-    closed = msgspec.structs.replace(LOW, allow_groups=["bio"])
-    assert [c.level for c in checks.partitions(cluster(closed), [], False, {}, groups={"bio", "all"})] == [Level.OK]
-    (unnamed,) = checks.partitions(cluster(closed), [], False, {}, groups={"all"})
-    assert unnamed.found == "no partition preempts its jobs for others"
-    (named,) = checks.partitions(cluster(closed), ["low"], False, {}, groups={"all"})
-    assert (named.level, named.found) == (Level.FAIL, "not open to your groups")
-    assert "only members of bio" in named.fix
-
-
 def test_a_qos_for_harvest_jobs_that_nobody_preempts_is_told() -> None:
     plain = ClusterConfig(cluster="c", slurm_version="25.11.1", preempt_type="preempt/partition_prio")
     by_qos = msgspec.structs.replace(
@@ -115,8 +105,3 @@ def test_where_others_could_not_be_served_nothing_is_harvested() -> None:
     (verdict,) = checks.partitions(cluster(GPU), ["gpu"], True, refused)
     assert (verdict.level, verdict.found) == (Level.FAIL, "not harvested: others' jobs cannot be seen")
     assert "[site]" in verdict.fix
-
-
-def test_the_worst_one_counts() -> None:
-    found = [Check("a", level, "") for level in (Level.OK, Level.WARN, Level.FAIL)]
-    assert [checks.worst(found[:n]) for n in (0, 1, 2, 3)] == [Level.OK, Level.OK, Level.WARN, Level.FAIL]

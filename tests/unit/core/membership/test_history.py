@@ -100,21 +100,3 @@ def test_a_member_that_moves_to_another_host_is_told_and_events_in_disorder_are(
     problems = check_history(log(START, change("release", 2, 1, 4, "", "1"), moved))
     assert problems == ["run r, event 3 (absorb): n1 was on h1 and is on elsewhere"]
     assert check_history(WHOLE[1::-1])[0] == "event 1 comes behind event 2"
-
-
-def test_the_state_of_a_node_that_comes_back_as_a_newcomer_does_not_count() -> None:
-    """A generation was committed without it, and its members were lost before they told so."""
-    later = [
-        START,
-        SAVED,
-        ("lost", {}),
-        ("back", {"member": "n1", "phase": "ready"}),
-        change("start", 3, 1, 0, "", "0"),
-    ]
-    assert check_history(log(*later)) == []
-    later[3] = "back", {"member": "n1", "phase": "member"}
-    assert len(check_history(log(*later))) == 1
-
-
-def test_one_step_behind_a_checkpoint_may_be_done_again_when_a_member_is_lost() -> None:
-    assert check_history(log(START, SAVED, change("eject", 2, 1, 8, "", "1"))) == []

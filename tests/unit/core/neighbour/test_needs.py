@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from builders import NOW, allocation, node, partition, runs, site, waits
+from builders import NOW, allocation, node, partition, runs, waits
 from fallow.core.holes import waits as is_waiting
 from fallow.core.neighbour.needs import ExternalDemand, assess
-from fallow.core.neighbour.site import LOOKED_AT, SiteRules, site_rules
+from fallow.core.neighbour.site import LOOKED_AT, SiteRules
 from fallow.core.submission.sbatch import harvest_options
 from fallow.core.tokens import new_token
 from fallow.model import AllocationKind, JobInfo, RunSpec
@@ -148,12 +148,6 @@ def test_a_job_below_one_that_waits_in_a_higher_partition_waits_for_nodes_too(re
     assert given_back(standing(nodes, [*jobs, far], THREE, partitions=partitions)) == [], "not for nodes of ours"
 
 
-def test_of_two_partitions_a_job_takes_the_one_that_costs_us_least() -> None:
-    partitions = [partition("q", ["n1"]), partition("p", ["n4"])]
-    found = standing(FOUR, [waits("1", partition="q,p")], [held("n1", partition="q")], partitions=partitions)
-    assert (given_back(found), found.kept_nodes) == ([], {"p": {"n4"}})
-
-
 def test_a_node_of_ours_counts_before_a_poll_shows_its_job_but_not_once_it_is_down() -> None:
     for state, names in (("ALLOCATED", ["n1"]), ("DOWN", [])):
         assert given_back(assess(cluster([node("n1", state)], [waits("1")]), [held("n1")])) == names
@@ -201,13 +195,6 @@ def test_a_hurried_job_takes_no_node_of_its_own_run() -> None:
     assert given_back(standing(FOUR[:3], [job], [*THREE, hurried])) == ["n3"]
 
 
-def test_all_of_ours_leave_a_shared_node() -> None:
-    ours = [held("n1", 300), held("n1", 200)]
-    ours[1].token = "ours-too"
-    state = cluster([node("n1", "ALLOCATED", cpus_used=4)], [waits("1")], ours)
-    assert [wish.token for wish in assess(state, ours).give_backs] == ["ours-too", "ours-n1"]
-
-
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_thousands_that_wait_in_another_partition_hide_nobody(everywhere: bool) -> None:
     """The 3,001st of all is the first that waits for nodes of ours, also where some partition has all nodes."""
@@ -229,10 +216,3 @@ def test_of_one_partition_the_first_are_looked_at_and_as_many_as_the_site_looks_
     state = cluster(nodes, [*wide, waits("4000", priority=4000)], [held("n1")])
     assert given_back(assess(state, [held("n1")])) == []
     assert given_back(assess(state, [held("n1")], site=SiteRules(looked_at=LOOKED_AT + 1))) == ["n1"]
-
-
-@pytest.mark.parametrize(
-    ("said", "most"), [("bf_interval=1", 500), ("bf_max_job_test=20", 500), ("x,bf_max_job_test=2000", 2000)]
-)
-def test_how_many_are_looked_at(said: str, most: int) -> None:
-    assert (site_rules(site(scheduler_parameters=said)).looked_at, site_rules(None).looked_at) == (most, LOOKED_AT)

@@ -77,16 +77,6 @@ def test_where_no_nice_helps_nothing_is_harvested_unless_slurm_preempts(config: 
     assert not refused(state, config, allow_unfair=True)
 
 
-def test_where_slurm_preempts_on_some_nodes_only_something_may_speak_against_the_others() -> None:
-    mixed = replace(PLAIN, preempt_mode="CANCEL", unpreempted=frozenset(PLAIN.nodes[:1]))
-    state = cluster(mixed)
-    found = refused(state, unseen=True)
-    assert found["plain"].startswith("on nodes where nobody preempts its jobs: others' jobs cannot be seen")
-    assert not refused(state)
-    (check,) = checks.partitions(state, ["plain"], True, found)
-    assert "not on 1 of its" in check.found
-
-
 def test_nice_does_not_help_against_partitions_of_a_lower_tier() -> None:
     found = refused(cluster(PLAIN, LOW))
     assert found == {"plain": "its requests would come before all jobs of low, whose priority tier is lower"}

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from builders import NOW, node, partition, runs, site, waits
+from builders import NOW, node, partition, runs, waits
 from fallow.core.neighbour.needs import assess
-from fallow.core.neighbour.site import site_rules
 from fallow.core.neighbour.watch import Manners, Watch
 from fallow.model import JobInfo
 from neighbours import FOUR, PENDING, RELEASING, THREE, TIERS, cluster, given_back, held, standing
@@ -111,19 +110,3 @@ def test_a_node_that_slurm_has_just_taken_is_out_of_reach_of_our_requests() -> N
     assert found(above, above_too := waits("3", partition="normal"), going) == (True, True), "it needs another node"
     assert found(above, above_too, gone) == (True, True)
     assert found(beside, going) == found(beside, gone) == (True, True), "Slurm took it for somebody else"
-
-
-@pytest.mark.parametrize(
-    ("kill_wait_s", "ago_s", "given"), [(30.0, 101.0, []), (120.0, 101.0, ["n3", "n2"]), (120.0, 191.0, [])]
-)
-def test_where_jobs_are_given_longer_to_end_others_preempt_again_later(
-    kill_wait_s: float, ago_s: float, given: list[str]
-) -> None:
-    ours = [held("n1", 300), held("n2", 200), held("n3", 100, RELEASING)]
-    going = runs("93", ["n3"], name="ours-n3", preempt_at=NOW - ago_s)
-    waiting = [waits("1", partition="normal"), waits("2", partition="normal")]
-    slow = site(preempt_type="preempt/partition_prio", kill_wait_s=kill_wait_s)
-    seen = cluster(FOUR[:3], [*waiting, going], ours[:2], partitions=TIERS)
-    assert given_back(Watch(Manners()).look(seen, slow, ours, [])[0]) == given
-    usual = site_rules(replace(slow, kill_wait_s=30.0))
-    assert usual.preempts_again_s == site_rules(None).preempts_again_s == 100.0

@@ -157,10 +157,6 @@ def test_where_new_jobs_are_safe_nobody_takes_a_node_back(
     assert preempted or partition_qos != "N/A" or (told is not None and "no preemption" in told.found)
 
 
-def test_a_site_that_has_not_told_its_configuration_is_not_believed_to_preempt() -> None:
-    assert {p.preempt_mode for p in seen(line("a", 1) + line("b", 2), None, "idle").partitions} == {"OFF"}
-
-
 def test_how_jobs_of_a_qos_are_preempted() -> None:
     assert parse.qos_preempt_modes(QOS, "CANCEL") == {"normal": "CANCEL", "idle": "CANCEL", "calm": "SUSPEND"}
     assert parse.qos_preempt_modes("sacctmgr: error: no\n\nidle||cancel,within||\nh|idle|off||\n", "OFF") == {
@@ -248,13 +244,3 @@ async def test_an_accounting_that_is_away_makes_no_partition_preempt(command: Ca
     for kind in ("accounting_storage/none", "(null)"):
         store(kind)
         assert preempts(await CliClient().config())
-
-
-async def test_polls_do_not_wait_long_for_an_accounting_that_hangs(
-    command: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command("scontrol", CONFIG.format(kind="qos", exempt="0") + "AccountingStorageType = x/slurmdbd\n")
-    command("sacctmgr", "", before="exec sleep 300")
-    monkeypatch.setattr("fallow.slurm.cli.ACCOUNTING_TIMEOUT_S", 0.2)
-    async with asyncio.timeout(120):
-        assert (await CliClient().config()).qos_unknown

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from builders import NOW, node, partition, runs, waits
 from fallow.core.neighbour.constraint import alternatives
 from fallow.core.neighbour.needs import ExternalDemand, assess
-from fallow.core.neighbour.site import SiteRules
 from fallow.core.neighbour.waiting import array_elements
 from fallow.model import JobInfo, NodeInfo, ReservationInfo
 from neighbours import FOUR, RELEASING, THREE, cluster, given_back, held, standing
@@ -71,21 +70,6 @@ def test_reservations() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "starts"),
-    [
-        ({}, True),
-        ({"up": False}, False),
-        ({"max_nodes": 1}, False),
-        ({"max_nodes": 2}, True),
-        ({"requires_reservation": True}, False),
-    ],
-)
-def test_limits_of_a_partition(limits: dict[str, Any], starts: bool) -> None:
-    known = partition("p", ["n1", "n2", "n3", "n4"], **limits)
-    assert given_back(standing(FOUR, [waits("1", 2)], THREE, partitions=[known])) == (["n3"] if starts else [])
-
-
-@pytest.mark.parametrize(
     ("first", "small", "kept"),
     [
         (node("n1"), {}, {"n1"}),
@@ -109,16 +93,6 @@ def test_what_is_free_of_a_node(first: NodeInfo, small: dict[str, Any], kept: se
     assert standing(nodes, [job, *bobs], [held("n2")]).kept_nodes.get("p", set()) == kept
 
 
-def test_nobody_starts_beside_a_job_that_takes_whole_nodes() -> None:
-    nodes = [node("n1", "MIXED", cpus_used=1), node("n2")]
-    small = waits("1", exclusive=False)
-    assert standing(nodes, [small, runs("5", ["n1"])]).kept_nodes == {"p": {"n2"}}
-    two = [small, waits("2", exclusive=False)]
-    assert standing(nodes[1:], two).kept_nodes == {"p": {"n2"}}
-    alone = assess(cluster([node("n2"), node("n3")], two), [], site=SiteRules(whole_nodes=True))
-    assert alone.kept_nodes == {"p": {"n2", "n3"}}, "where the site shares no nodes"
-
-
 @pytest.mark.parametrize(
     ("one", "other", "together"),
     [
@@ -139,16 +113,6 @@ def test_two_jobs_on_one_node(one: dict[str, Any], other: dict[str, Any], togeth
     nodes = [node("n1", gpu_types={"a": 1, "b": 1}, gpus=2), node("n2", gpu_types={"a": 2, "b": 2}, gpus=4)]
     jobs = [waits("1", **{"exclusive": False, **one}), waits("2", **{"exclusive": False, **other})]
     assert standing(nodes, jobs).kept_nodes == {"p": {"n1"} if together else {"n1", "n2"}}
-
-
-def test_what_one_job_cannot_have_another_one_may() -> None:
-    """Jobs that differ in nothing but their user, or in whether they share nodes."""
-    mixed, bobs = node("n1", "MIXED", cpus_used=1), runs("5", ["n1"], exclusive=False)
-    shy = [waits(str(i), exclusive=False, exclusive_user=True, user=user) for i, user in enumerate(("alice", "bob"))]
-    assert [w.user for w, _ in standing([mixed], [*shy, bobs]).offers] == ["bob"]
-    for more in ({"exclusive": True}, {"exclusive_user": True}):
-        jobs = [waits("1", **{"exclusive": False, **more}), waits("2", exclusive=False)]
-        assert [w.job_id for w, _ in standing([mixed], [*jobs, bobs]).offers] == ["2"]
 
 
 @pytest.mark.parametrize("by_partition", [False, True], ids=["--exclusive=user", "ExclusiveUser=YES"])
@@ -174,16 +138,6 @@ def test_jobs_that_share_nodes_with_their_own_user_alone(by_partition: bool) -> 
         plain = waits("2", user="bob", exclusive=False)
         assert given([shy("1", "alice"), plain], node("n1")) == ["n2"]
         assert given([plain, waits("3", user="alice", exclusive=False)], node("n1")) == []
-
-
-def test_completing_jobs_are_waited_for_unless_they_are_stuck() -> None:
-    def ending(ago: float) -> list[str]:
-        nodes = [node("n1", "ALLOCATED"), node("n2", "IDLE", "COMPLETING")]
-        job = replace(runs("5", ["n2"]), state="COMPLETING", end_at=NOW - ago)
-        return given_back(standing(nodes, [waits("1"), job], [held("n1")]))
-
-    assert ending(1) == []
-    assert ending(60) == ["n1"]
 
 
 @pytest.mark.parametrize("cpus_used", [0, 4])

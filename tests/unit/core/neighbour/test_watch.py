@@ -84,14 +84,6 @@ def test_a_job_array_whose_elements_start_is_not_passed_over() -> None:
         assert site.poll([array, *others]) == {free}
 
 
-def test_while_slurm_is_away_it_passes_nothing_over() -> None:
-    site = Site(6)
-    site.poll(LICENSED)
-    assert site.poll(LICENSED, 3600.0)
-    assert site.until(LICENSED, TRIED_S - LOOKS_AGAIN_S - POLL_S)
-    assert site.until(LICENSED, 2 * POLL_S) == set()
-
-
 def test_what_a_head_that_is_no_more_holds_keeps_nothing_back_for_long() -> None:
     """Its jobs go on until their time is over; a job that needs their nodes, too, cannot start before."""
     site, token = Site(2), new_token("s-1", AllocationKind.HARVEST, 7, "0a1b2c")

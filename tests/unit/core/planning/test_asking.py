@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import grp
-import os
-
 import pytest
 from msgspec.structs import replace
 
 from builders import NOW, cluster, gpu_node, node, partition, preempting, request, runs, waits
 from fallow.core.accounting.backoff import Asker
-from fallow.core.holes import find_holes, planned_ends
+from fallow.core.holes import find_holes
 from fallow.core.kinds import Kind, likeness, may_use
 from fallow.core.planning import allowance
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.experience import Experience
-from fallow.core.planning.rules import Demand, HarvestRules, Known, harvestable
+from fallow.core.planning.rules import Demand, HarvestRules, Known
 from fallow.core.planning.share import Worth, linear
 from fallow.core.planning.unstarted import Unstarted
 from fallow.core.planning.withdrawals import Withdraw
 from fallow.model import ClusterState, NodeInfo, ReservationInfo
-from fallow.slurm.state import own_groups
 from planning import actions, asked, planned
 
 RULES = HarvestRules(max_pending=64)
@@ -39,13 +35,6 @@ def test_idle_nodes_only_and_the_longest_hole_first() -> None:
 
 
 # -- how long ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_hole_ends_at_the_earliest_thing_that_is_planned_by_others() -> None:
-    jobs = [waits(str(s), planned_nodes=["n1"], start_at=NOW + s, name=f"job{s}") for s in (600, 300)]
-    state = cluster([node("n1")], jobs)
-    assert planned_ends(state) == {"n1": NOW + 300}
-    assert planned_ends(state, {"job300"}) == {"n1": NOW + 600}, "ours bounds nothing"
 
 
 def test_asks_for_what_a_run_can_use_with_a_limit_that_fits_the_hole() -> None:
@@ -156,13 +145,6 @@ def test_a_node_that_the_first_run_does_without_is_for_the_next_one() -> None:
         assert [ask.run for ask in asked(state, [first, other], pending, RULES)] == ["b"]
 
 
-def test_a_request_that_is_too_long_for_an_idle_node_does_not_stand_for_it() -> None:
-    planned_there = waits(planned_nodes=["n1"], start_at=NOW + 600, reason="BeginTime", partition="other")
-    state = preempting([node("n1")], [planned_there])
-    for minutes, more in ((90, [Ask("r", "p", 10)]), (11, [])):
-        assert asked(state, [Demand("r", 1)], [request(waited_s=60, minutes=minutes)], RULES) == more
-
-
 # -- which partitions -------------------------------------------------------------------------------------------------
 
 
@@ -176,30 +158,10 @@ def test_partitions_that_the_account_may_not_use() -> None:
         assert len(asked(state, [Demand("r", 1, asker=Asker(account))], [], RULES)) == number
 
 
-def test_partitions_of_other_groups_are_left_alone_where_the_groups_are_known() -> None:
-    state = preempting([node("n1")], allow_groups=["bio", "ml"])
-    wanted = {None: 1, frozenset({"users", "ml"}): 1, frozenset({"users"}): 0, frozenset[str](): 0}
-    for groups, number in wanted.items():
-        assert len(asked(state, [Demand("r", 1)], [], replace(RULES, groups=groups))) == number
-    mine = own_groups()
-    assert mine is None or grp.getgrgid(os.getgid()).gr_name in mine
-
-
 def test_a_partition_without_preemption_is_harvested_only_if_allowed_and_uncontested() -> None:
     hopeless = waits(nodes=4)
     for rules, jobs, number in ((RULES, [], 0), (ALLOWED, [], 1), (ALLOWED, [waits()], 0), (ALLOWED, [hopeless], 1)):
         assert len(actions(preempting([node("n1")], jobs, preempt_mode="OFF"), [Demand("r", 1)], [], rules)) == number
-
-
-def test_a_partition_that_suspends_is_one_that_preempts_nobody() -> None:
-    suspends, off = (preempting([node("n1")], preempt_mode=mode) for mode in ("SUSPEND", "OFF"))
-    demand = [Demand("r", 1)]
-    assert asked(suspends, demand, [], ALLOWED) == asked(off, demand, [], ALLOWED) != []
-    assert asked(suspends, demand, [], RULES) == []
-    low = partition("low", ["n1"], preempt_mode="SUSPEND", priority_tier=1)
-    high = partition("high", ["n1"], preempt_mode="REQUEUE", priority_tier=2)
-    both = cluster([node("n1")], partitions=[low, high])
-    assert [p.partition for p in harvestable(both, ALLOWED)] == ["high", "low"]
 
 
 MIXED = [

@@ -64,12 +64,6 @@ def test_what_slurm_says_at_limits_of_qos_and_accounts(said: str, scope: Scope) 
     assert scope_of(parse.complaint(said)) is scope
 
 
-def test_a_request_below_a_higher_partition_waits_as_it_should() -> None:
-    for more in ("", ", REBOOTING"):
-        text = f"Nodes required for job are DOWN, DRAINED{more} or reserved for jobs in higher priority partitions"
-        assert scope_of(f"({text.replace(' ', '_')})") is scope_of(text) is Scope.NOTHING
-
-
 def test_a_clock_that_is_set_back_keeps_nothing_alone_for_a_day(tmp_path: Path) -> None:
     book, learning, day = new_book(tmp_path), Learning(), 86_400.0
     backoff = learning.known.backoff
@@ -83,18 +77,6 @@ def test_a_clock_that_is_set_back_keeps_nothing_alone_for_a_day(tmp_path: Path) 
     later = back + LONGEST_S / 2
     learning.polled(Turn(book, 0.0, later), cluster([], at=later), HarvestRules())
     assert backoff.until(BIO, "p") == back + LONGEST_S, "it does not move on with the clock"
-
-
-def test_what_is_left_alone_is_named() -> None:
-    backoff = Backoff()
-    assert not backoff.words(BIO, "p", NOW)
-    backoff.strike("PartitionDown", BIO, "p", 30, NOW)
-    assert backoff.words(BIO, "p", NOW) == "nothing is asked for in p for 60 s"
-    backoff.strike("AssocMaxSubmitJobLimit", BIO, "p", 30, NOW + 10.0)
-    for partition in ("p", "q"):
-        words = backoff.words(BIO, partition, NOW + 10.0)
-        assert words == "nothing is asked for by account bio, QOS by default for 60 s"
-    assert not backoff.words(CHEM, "q", NOW)
 
 
 def test_a_job_of_ours_that_ends_leaves_room_under_the_accounts_limit() -> None:

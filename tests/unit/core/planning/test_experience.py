@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from math import inf
 from pathlib import Path
 
 import pytest
 
 from builders import NOW, allocation, cluster, gpu_node, preempting
 from fallow.core.accounting.backoff import Asker
-from fallow.core.planning.experience import Experience
 from fallow.core.planning.learner import Learner
 from fallow.core.planning.rules import HarvestRules
 from fallow.head.loop.turn import Turn
@@ -32,15 +30,6 @@ def test_nodes_that_come_at_once_are_counted_and_count_less_with_time() -> None:
     assert at_once(60.0, "n1", ours=("n2", "n5", "n6", "n7")) == 3.0, "those that a request waited for, too"
     assert at_once(90.0, "n1", "n8", ours=("n2", "n5", "n6", "n7")) == pytest.approx(3.0, rel=0.01)
     assert at_once(3660.0, "n1", "n8") == 1.5
-
-
-def test_how_often_nodes_come() -> None:
-    experience = Experience()
-    assert experience.between_s(NOW) == inf, "nobody knows"
-    for number in range(11):
-        experience.started(None, 20.0, NOW - 1000.0 + 10.0 * number)
-    assert experience.between_s(NOW) == pytest.approx(100.0), "that none has come for long counts, too"
-    assert experience.between_s(NOW + 7 * 3600.0) == inf
 
 
 def test_each_start_is_taken_note_of_once_whatever_the_run_forgets(tmp_path: Path) -> None:

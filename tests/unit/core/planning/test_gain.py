@@ -30,14 +30,6 @@ def test_without_any_measurement_the_shape_is_near_the_best_published_curves() -
     assert unit[64] == pytest.approx(2 * known[64]), "in steps per second once workers have told their pace"
 
 
-def test_measured_sizes_are_met_and_the_others_follow_the_shape_between_them() -> None:
-    times = {1: 33.0, 4: 9.0, 16: 3.0}
-    found = dict(speeds(learned(32, times), 32, 1, 32))
-    for workers, step_s in times.items():
-        assert found[workers] == pytest.approx(1.0 / step_s)
-    assert found[4] < found[8] < found[16] < found[32] < 2 * found[16]
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     times=st.dictionaries(st.integers(1, 64), st.floats(0.01, 100), max_size=8),
@@ -54,13 +46,6 @@ def test_speeds_rise_with_the_nodes_whatever_was_measured(
         assert fewer < more
         assert 0 < slower < faster < math.inf
     assert found[-1][0] <= max(1, -(-shards // slots))
-
-
-def test_a_size_that_turns_out_bad_makes_larger_ones_look_worse() -> None:
-    hopeful = dict(speeds(learned(32, {1: 32.2}), 32, 1, 32))
-    sobered = dict(speeds(learned(32, {1: 32.2, 8: 30.0}), 32, 1, 32))
-    assert hopeful[16] > 1 / 3
-    assert max(sobered.values()) < 1 / 5
 
 
 def test_newer_measurements_replace_older_ones_and_memory_is_bounded() -> None:

@@ -48,18 +48,6 @@ def test_no_part_where_the_site_the_partition_or_the_run_takes_whole_nodes(
 BUSY = gpu_node("m", "MIXED", cpus_used=16, memory_used_mb=64_000, gpus_used=1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "part"),
-    [
-        (Kind(gpus=1, part_gpus=1), Part("m", 1, "", 16, 64_000)),
-        (Kind(gpus=2, part_gpus=1, cpus=8, memory_mb=4000), Part("m", 2, "", 8, 4000)),
-        (Kind(gpus=4, part_gpus=1, cpus=64, memory_mb=256_000), Part("m", 3, "", 48, 192_000)),
-    ],
-)
-def test_no_more_of_a_shared_node_is_asked_for_than_the_script_asks_for(kind: Kind, part: Part) -> None:
-    assert [ask.part for ask in asked(preempting([BUSY]), [Demand("r", 3, kind=kind)], [], SHARED)] == [part]
-
-
 def test_a_request_for_some_idle_gpus_of_a_node_that_never_starts_is_withdrawn() -> None:
     """Though more GPUs are idle there than it asks for."""
     state, known = preempting([BUSY]), Known()

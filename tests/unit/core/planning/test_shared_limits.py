@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
-from builders import NOW, allocation, gpu_node, job, partition, site
+from builders import NOW, allocation, gpu_node, job, partition
 from builders import cluster as poll_of
 from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind
-from fallow.core.planning import allowance
-from fallow.core.planning.experience import Experience
 from fallow.core.planning.rules import Demand
 from fallow.core.planning.shared_limits import Reserve, Room, capped, fills, named, waits_for_limit, yielded
 from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo, LimitView, OwnerView, ShareView
@@ -88,13 +85,6 @@ def test_whose_limit_our_jobs_fill(reason: str, who: dict[str, str], shares: boo
     assert fills(ours(1), job, {p.partition: p for p in PARTITIONS}) is shares
 
 
-def test_the_qos_of_a_partition_binds_the_jobs_in_it() -> None:
-    by_partition = {p.partition: p for p in PARTITIONS}
-    job = waits("QOSMaxJobsPerUserLimit", user="ann")
-    assert fills(ours(1, partition="normal"), job, by_partition)
-    assert not fills(ours(1), job, by_partition)
-
-
 def test_who_waits_for_a_limit_of_the_group_gets_what_the_job_needs_of_us() -> None:
     job = waits("AssocGrpNodeLimit", num_nodes=2, gpus_per_node=1)
     found = yielded(cluster(job, *map(ours, range(4))), [held(i) for i in range(4)], {"r": ME})
@@ -103,12 +93,6 @@ def test_who_waits_for_a_limit_of_the_group_gets_what_the_job_needs_of_us() -> N
     assert found.give_back[0].reason == "job 9 of bob waits for AssocGrpNodeLimit"
     (demand,) = capped([Demand("r", 5)], [found])
     assert (demand.nodes, demand.renew) == (0, False)
-
-
-def test_as_many_gpus_are_given_back_as_the_job_needs() -> None:
-    job = waits("AssocGrpGRES", gpus_per_node=3)
-    found = yielded(cluster(job, *map(ours, range(4))), [held(i) for i in range(4)], {"r": ME})
-    assert len(found.give_back) == 3
 
 
 def test_what_is_on_its_way_out_or_has_just_left_is_not_given_back_twice() -> None:
@@ -123,16 +107,6 @@ def test_what_is_on_its_way_out_or_has_just_left_is_not_given_back_twice() -> No
     both = cluster(job, waits("AssocGrpNodeLimit", "10"), ours(0), ours(1), ours(2))
     found = yielded(both, [leaving, held(1), held(2)], {"r": ME})
     assert [wish.token for wish in found.give_back] == [token(2)]
-
-
-def test_requests_make_room_too_and_other_runs_are_left_alone() -> None:
-    job = waits("QOSMaxSubmitJobPerUserLimit", user="ann", qos="idle")
-    pending = held(1, AllocationState.PENDING)
-    other = held(2, run="s")
-    state = cluster(job, ours(1, "PENDING"), ours(2, qos="normal"))
-    found = yielded(state, [pending, other], {"r": ME, "s": Asker("lab", "normal")})
-    assert found.withdraw == {token(1): "job 9 of ann waits for QOSMaxSubmitJobPerUserLimit"}
-    assert found.give_back == () and set(found.most) == {"r"}
 
 
 def test_a_run_whose_base_job_is_in_the_account_asks_for_nothing_while_somebody_waits() -> None:
@@ -246,18 +220,3 @@ def test_a_node_that_is_asked_for_again_counts_once() -> None:
     successor = held(2, AllocationState.PENDING, replaces=token(1), pinned="n1")
     found = room(owner, ours(1), ours(2, "PENDING"), allocations=(held(1), successor))
     assert found.most == {"r": 14} and found.renews
-
-
-@pytest.mark.parametrize(
-    ("known", "accounting", "max_pending", "most"),
-    [(False, True, None, 8), (True, True, None, 1 << 30), (False, False, None, 1 << 30), (False, True, 50, 50)],
-)
-def test_few_requests_wait_where_the_limits_are_not_known(
-    known: bool, accounting: bool, max_pending: int | None, most: int
-) -> None:
-    limits = allowance.Limits(max_pending=max_pending)
-    found = allowance.rules(limits, site(accounting=accounting), {}, Experience(), NOW, 30.0, None, known)
-    assert found.max_waiting >= most if most > 8 else found.max_waiting == most
-    assert replace(found, max_waiting=0) == replace(
-        allowance.rules(limits, site(accounting=accounting), {}, Experience(), NOW, 30.0), max_waiting=0
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +10,6 @@ from builders import NOW, allocation, node, partition
 from builders import cluster as poll_of
 from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import Allocation
-from fallow.core.kinds import Kind
 from fallow.core.neighbour.needs import GiveBack
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.gain import Curve, speeds
@@ -81,13 +79,6 @@ def places(site: Site, rules: HarvestRules, *demands: Demand) -> list[tuple[str,
     return sorted((ask.run, ask.partition) for ask in asked(site.cluster(), demands, site.mine, rules))
 
 
-def test_a_run_that_can_go_elsewhere_leaves_the_node_that_another_one_needs() -> None:
-    site = Site(1, 1)
-    one = Worth(curve(1))
-    demands = [demand(site, "both", 1, one), demand(site, "only", 1, one, "p")]
-    assert places(site, RULES, *demands) == [("both", "q"), ("only", "p")]
-
-
 def test_a_node_of_several_partitions_is_offered_in_each_of_them() -> None:
     site = Site(0, 0, both=4)
     only_q = Demand("q", 2, partitions=("q",))
@@ -114,26 +105,6 @@ def test_a_node_of_several_partitions_is_offered_in_each_of_them() -> None:
     assert [(ask.run, ask.partition) for ask in asked(site.cluster(), demands, [], RULES, known)] == [("b", "q")]
 
 
-def test_room_under_a_cap_goes_to_nodes_that_can_be_had_in_no_other_way() -> None:
-    # Those that come first by name are open through another partition, too.
-    capped = HarvestRules(partition_nodes={"p": 2})
-    assert places(Site(2, 0, both=2), capped, Demand("any", 4)) == [
-        *[("any", "p")] * 2,
-        *[("any", "q")] * 2,
-    ]
-    # What nobody can use takes no room from others.
-    site = Site(0, 0, both=2)
-    site.names["p"] += ["z1", "z2"]
-    site.idle |= {"z1", "z2"}
-    state = site.cluster()
-    arch = {node.node: "aarch64" if node.node[0] == "z" else "x86_64" for node in state.nodes}
-    nodes = [msgspec.structs.replace(node, arch=arch[node.node]) for node in state.nodes]
-    rules = HarvestRules(partition_nodes={"p": 2, "q": 0})
-    arm = Demand("arm", 4, kind=Kind(arch="aarch64"))
-    found = asked(msgspec.structs.replace(state, nodes=nodes), [arm], [], rules)
-    assert [ask.partition for ask in found] == ["p", "p"]
-
-
 def test_a_held_node_goes_to_a_run_that_has_it_through_another_partition() -> None:
     site = Site(0, 0, both=8)
     for _ in range(8):
@@ -146,20 +117,6 @@ def test_a_held_node_goes_to_a_run_that_has_it_through_another_partition() -> No
     assert wishes and all(isinstance(w, GiveBack) for w in wishes)
     full = HarvestRules(max_pending=100, partition_nodes={"q": 0})
     assert actions(site.cluster(), demands, site.mine, full) == []
-
-
-def test_no_node_is_taken_from_a_run_before_idle_ones_have_been_asked_for() -> None:
-    site = Site(30, 0)
-    for _ in range(20):
-        site.give("rich", "p")
-    demands = [
-        demand(site, "rich", 20, Worth(curve(64), base=12)),
-        demand(site, "poor", 40, Worth(curve(64)), "p"),
-    ]
-    wishes = actions(site.cluster(), demands, site.mine, HarvestRules(max_pending=4))
-    assert [type(w) for w in wishes] == [Ask] * 4
-    plenty = actions(site.cluster(), demands, site.mine, HarvestRules(max_pending=100))
-    assert sum(isinstance(w, Ask) for w in plenty) == 10, "all that are idle"
 
 
 def test_targets_are_told() -> None:

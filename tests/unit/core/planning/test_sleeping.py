@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from builders import cluster, gpu_node, partition, preempting, request, runs, waits
+from builders import gpu_node, preempting, request, runs
 from fallow.core.accounting.prices import Prices, WakePrice
 from fallow.core.allocations import Allocation
 from fallow.core.holes import find_holes
 from fallow.core.kinds import Kind
-from fallow.core.neighbour.needs import assess
 from fallow.core.planning.asking import outdated
 from fallow.core.planning.rules import Demand, HarvestRules
 from planning import actions, asked
@@ -24,12 +23,6 @@ def test_no_request_can_be_given_a_node_that_sleeps(flag: str) -> None:
     asleep = [gpu_node("n2", "IDLE", flag), gpu_node("n3", "IDLE", "CLOUD", flag)]
     state = preempting([gpu_node("n1"), *asleep, gpu_node("n4", "IDLE", "CLOUD")])
     assert [ask.exclude for ask in asked(state, [Demand("r", 4)], [], RULES)] == [("n2", "n3")] * 2
-
-
-def test_requests_that_wait_for_nodes_of_others_leave_sleeping_nodes_out_too() -> None:
-    nodes = [gpu_node("n1", "ALLOCATED"), gpu_node("n2", "IDLE", "POWERED_DOWN")]
-    found = asked(preempting(nodes, [runs("7", ["n1"])]), [Demand("r", 4)], [], RULES)
-    assert [(ask.ahead, ask.exclude) for ask in found] == [(True, ("n2",))] * 2
 
 
 ASLEEP = gpu_node("n2", "IDLE", "POWERING_DOWN")
@@ -83,9 +76,3 @@ def test_a_request_whose_node_boots_waits_for_no_other_and_is_not_withdrawn() ->
     state = preempting([gpu_node("n1", "ALLOCATED", "POWERING_UP"), gpu_node("n2")], [SHOWN])
     (ask,) = actions(state, [Demand("r", 1)], [booting(3000.0)], HarvestRules(max_pending=8))
     assert ask == asked(state, [Demand("r", 1)], [booting(3000.0)], HarvestRules(max_pending=8))[0]
-
-
-def test_a_node_that_boots_for_us_is_given_back_like_any_other() -> None:
-    partitions = [partition("p", ["n1"]), partition("urgent", ["n1"], priority_tier=10)]
-    state = cluster([gpu_node("n1", "ALLOCATED")], [SHOWN, waits(partition="urgent")], partitions=partitions)
-    assert [wish.token for wish in assess(state, [booting()]).give_backs] == ["h"]

@@ -12,7 +12,7 @@ from fallow.core.planning.asking import Ask
 from fallow.core.planning.rules import Demand, HarvestRules, Known
 from fallow.core.planning.withdrawals import Withdraw
 from fallow.model import ClusterState, NodeInfo
-from planning import actions, asked, planned
+from planning import actions
 
 POLL_S = 10.0
 RULES = HarvestRules(whole_nodes=False)
@@ -85,23 +85,6 @@ def test_parts_that_slurm_does_not_give_hold_no_whole_node_up_and_come_again_eve
     assert len(asked) == 5 and all(at <= 110.0 for at, _ in asked), "not after ten minutes"
     again = [at for at, what in head.asked() if what == "m0"]
     assert again == [0.0, 700.0, 2000.0], "600 s, then 1200 s after it was taken back"
-
-
-def test_a_run_that_waits_for_nothing_takes_no_slots_from_others_elsewhere() -> None:
-    """Where others wait, too, requests are left to wait for longer."""
-    nodes = [*(node(f"a{i}", partitions=["a"]) for i in range(5)), *(node(f"b{i}", partitions=["b"]) for i in range(2))]
-    old = [request(f"t{i}", 300.0, run="A", partition="a", minutes=60, sent_by=NOW - 300.0) for i in range(4)]
-    demands = [Demand("A", 0, partitions=("a",)), Demand("B", 2, partitions=("b",))]
-    found = asked(cluster(NOW, nodes), demands, old, HarvestRules())
-    assert [(ask.run, ask.partition) for ask in found] == [("B", "b")] * 2
-    for in_all, more in (4, 0), (5, 1), (6, 2):
-        found = planned(cluster(NOW, nodes), demands, old, HarvestRules(max_waiting=in_all))
-        assert [(ask.run, ask.partition) for ask in found.asks] == [("B", "b")] * more
-        told = f"too many requests: {in_all} wait already, as many as may at once"
-        assert [found.unused[name] for name in ("b0", "b1")].count(told) == 2 - more
-    for allocation in old:
-        allocation.requested_at = allocation.sent_by = NOW - 10.0
-    assert actions(cluster(NOW, nodes), demands, old, HarvestRules()) == [], "four may wait at once"
 
 
 def test_a_request_is_taken_back_for_each_node_beside_it_and_not_asked_for_there() -> None:

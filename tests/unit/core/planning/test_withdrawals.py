@@ -57,19 +57,6 @@ def test_what_waits_in_our_own_queue_is_withdrawn_as_what_was_not_submitted() ->
     assert reasons() == [], "Slurm has it only now"
 
 
-@pytest.mark.parametrize("reason", ["QOSMaxJobsPerUserLimit", "AssocGrpGRES", "ReqNodeNotAvail,_UnavailableNodes:n1"])
-def test_requests_that_slurm_will_not_start_are_withdrawn(reason: str) -> None:
-    (wish,) = actions(preempting([node("n1")]), [Demand("r", 0)], [request(reason=reason, minutes=30)], RULES)
-    assert isinstance(wish, Withdraw) and reason in wish.reason
-
-
-def test_what_is_left_alone_is_not_asked_for() -> None:
-    state, known, bio = preempting([node("n1")]), Known(), Asker("bio")
-    known.backoff.strike("AssocGrpGRES", bio, "p", 30, NOW)
-    for asker, at, number in ((bio, NOW, 0), (Asker("physics"), NOW, 1), (bio, NOW + 61.0, 1)):
-        assert len(asked(replace(state, at=at), [Demand("r", 1, asker=asker)], [], RULES, known)) == number
-
-
 # -- nodes that go back -----------------------------------------------------------------------------------------------
 
 
@@ -154,13 +141,6 @@ def test_with_no_idle_node_the_same_one_is_asked_for_again_unless_somebody_waits
     assert len(asked(state, [demand], [ending()], full)) == 1
     assert actions(state, [Demand("r", -1)], [ending(), PINNED], full) == []
     assert withdrawn(actions(contested, [demand], [ending(), PINNED], full)) == ["s"]
-
-
-def test_no_successor_is_asked_for_on_a_node_that_nobody_would_take_back() -> None:
-    nodes = [node("n1", "ALLOCATED"), node("n2", "ALLOCATED")]
-    state = preempting(nodes, unpreempted=frozenset(["n2"]))
-    ours = [allocation(f"t{n}", nodes=[n], start_at=NOW - 7000, end_at=NOW + 30) for n in ("n1", "n2")]
-    assert [ask.node for ask in asked(state, [Demand("r", 0)], ours, HarvestRules(lead_s=60.0))] == ["n1"]
 
 
 @pytest.mark.parametrize("flag", ["REBOOT_REQUESTED", "MAINT", "INVALID_REG", "BLOCKED", "NOT_RESPONDING"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from fallow.core.holes import Part
 from fallow.core.submission.prepare import Submission, plan
 from fallow.core.submission.sbatch import base_options, captured_environment, harvest_options, job_environment
-from fallow.core.submission.sbatch_line import CommandLine, Given, in_force, parse_nodes, refuse, split
+from fallow.core.submission.sbatch_line import CommandLine, in_force, parse_nodes, refuse, split
 from fallow.core.submission.sbatch_table import BY_LONG, OPTIONS, Reach, Value
 from fallow.core.submission.script import parse_script
 from fallow.model import AllocationKind, Exit, FallowError, RunSpec
@@ -110,12 +109,6 @@ def test_every_way_of_writing_an_option_means_the_same(
     assert again.components == parsed.components
 
 
-@given(st.lists(st.text(max_size=10), max_size=8))
-def test_nonsense_is_split_or_refused(argv: list[str]) -> None:
-    with contextlib.suppress(FallowError):
-        split(argv)
-
-
 @pytest.mark.parametrize(
     ("text", "base", "low", "high"),
     [
@@ -151,25 +144,11 @@ def test_nodes_that_cannot_be(text: str, message: str) -> None:
         parse_nodes(text)
 
 
-def test_command_line_beats_environment_beats_script() -> None:
-    header = (Given("account", "script"), Given("time", "1"), Given("partition", "p"))
-    environment = (Given("account", "env"), Given("time", "2"))
-    (options,) = in_force([(Given("account", "line"),)], [header], environment)
-    assert [options[name].value for name in ("account", "time", "partition")] == ["line", "2", "p"]
-
-
 def test_later_components_keep_what_is_about_the_whole_job() -> None:
     first, second = in_force(split(["-A", "acc", "-C", "x", "-N1", ":", "-N2", "s"]).components, [()])
     assert "constraint" in first
     assert "constraint" not in second
     assert second["account"].value == "acc"
-
-
-def test_the_last_component_of_the_line_serves_further_ones_of_the_script() -> None:
-    header = [(Given("nodes", "1"),), (Given("nodes", "2"),)]
-    first, second = in_force([(Given("partition", "p"),)], header)
-    assert (first["nodes"].value, second["nodes"].value) == ("1", "2")
-    assert first["partition"] == second["partition"]
 
 
 @pytest.mark.parametrize("option", ["array=1-3", "clusters=b", "uid=1", "external"])
@@ -335,12 +314,6 @@ def test_a_harvest_job_takes_as_much_of_a_node_as_the_base_job(argv: str, wanted
     for part, words in ((None, wanted), (Part("n1", 1, "", 4, 1000), there)):
         made_for_it = harvest_options(made.spec, "t", "low", 30, "o", 1, part=part)
         assert {word for word in made_for_it if word.startswith(shape)} == words
-
-
-def test_the_cluster_that_slurms_own_variable_names_counts_like_sbatchs() -> None:
-    for name in ("SLURM_CLUSTERS", "SBATCH_CLUSTERS"):
-        with pytest.raises(FallowError, match="--clusters cannot be used"):
-            planned(["job.sh"], **{name: "other"})
 
 
 def test_options_from_sbatchs_environment_reach_harvest_jobs() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fallow.core.submission.script import harvest_script, parse_script, split_directive, typed_settings, wrap
+from fallow.core.submission.script import harvest_script, parse_script, split_directive, typed_settings
 from fallow.model import Exit, FallowError
 
 SCRIPT = """\
@@ -112,20 +112,12 @@ def test_a_harvest_job_that_ends_as_planned_succeeds(tmp_path: Path, interpreter
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_a_harvest_job_whose_script_is_killed_fails(tmp_path: Path) -> None:
-    assert run_as_harvest_job(tmp_path, "#!/bin/sh\nkill -KILL $$\n").returncode == 137
-
-
 def test_a_run_may_outlive_its_base_job() -> None:
     assert not typed_settings(parse_script("#!/bin/sh\n", "s").settings, "s").outlive_base
     for line in ("#FALLOW outlive-base", "#FALLOW nodes=1:2 --outlive-base"):
         assert typed_settings(parse_script(f"#!/bin/sh\n{line}\n", "s").settings, "s").outlive_base
     with pytest.raises(FallowError, match="line 2: #FALLOW outlive-base takes no value"):
         parse_script("#!/bin/sh\n#FALLOW outlive-base=yes\n", "s")
-
-
-def test_wrapping_as_sbatch_does() -> None:
-    assert wrap("echo hi") == "#!/bin/sh\n# This script was created by sbatch --wrap.\n\necho hi\n"
 
 
 @pytest.mark.parametrize(

@@ -77,14 +77,6 @@ def test_a_reproducible_run_refuses_what_others_do(body: Callable[[Script, Any],
     assert script.run.step == 0
 
 
-def test_a_rate_that_is_a_tensor_is_watched_too() -> None:
-    script = Script()
-    script.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
-    script.prepare()
-    with pytest.raises(FallowError, match="weights or learning rates were changed inside"):
-        script.train(lambda batch: rate_inside(script, batch))
-
-
 @pytest.mark.parametrize("then", ["step", "another loop", "nothing", "barrier"])
 @pytest.mark.parametrize("number", [0, 3])
 def test_an_inner_loop_that_is_left_early(number: int, then: str, script: Script) -> None:
@@ -106,17 +98,6 @@ def test_an_inner_loop_that_is_left_early(number: int, then: str, script: Script
     assert script.run.step == 0
 
 
-def test_an_inner_loop_that_was_left_gives_no_further_batch(script: Script) -> None:
-    for update in script.run.updates(script.loader):
-        batches = iter(update)
-        next(batches)
-        with pytest.raises(FallowError, match="left before its end"):
-            update.phase("more")
-        with pytest.raises(FallowError, match="left before its end"):
-            next(batches)
-        break
-
-
 def test_loops_that_are_read_side_by_side(script: Script) -> None:
     with pytest.raises(FallowError, match="an inner loop inside an inner loop"):
         script.train(front=lambda update: zip(update, update, strict=True))
@@ -136,10 +117,3 @@ def test_an_exception_on_its_way_out_of_the_loop_is_the_scripts_own(script: Scri
 
     with pytest.raises(ZeroDivisionError):
         train()
-
-
-def test_a_step_on_nothing_that_all_members_make_is_harmless(script: Script) -> None:
-    before = script.model[0].weight.detach().clone()
-    script.train(lambda _: None)
-    assert script.run.step == 2
-    assert torch.equal(before, script.model[0].weight)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -24,7 +23,7 @@ from fallow.core.training.audit import audit
 from fallow.head.api.ledgers import count_samples
 from fallow.model import ChangeKind, GenerationReport, Parts
 from fallow.worker.data import ledger as ledgers
-from fallow.worker.data.ledger import Done, Fed, Gap, Ledger, Record, Start, read_ledger
+from fallow.worker.data.ledger import Fed, Gap, Ledger, Record, Start, read_ledger
 
 
 def fed(step: int, generation: int = 1) -> Fed:
@@ -96,19 +95,6 @@ def test_memory_is_bounded_and_what_was_lost_is_in_the_file(tmp_path: Path, caps
     assert "cannot be written (No space left on device); the training goes on" in warned[0]
     report = audit(records, {1: 0}, steps=60, per_step=4)
     assert (report.consumed, report.unknown, report.lost) == (4 * len(kept), 4 * (50 - len(kept)), 40)
-
-
-def test_a_file_that_cannot_be_made_for_want_of_room_is_made_later(tmp_path: Path) -> None:
-    path, told = tmp_path / "n0.ledger", list[int | None]()
-    with mock.patch("fallow.worker.data.ledger.os.open", side_effect=OSError(errno.EDQUOT, "Disk quota exceeded")):
-        ledger = Ledger(path, told.append)
-        ledger.add(fed(3))
-        ledger.flush()
-    assert told == [3]
-    ledger.add(Done(generation=1, step=3))
-    ledger.flush()
-    assert told == [3, None]
-    assert read_ledger(path) == [fed(3), Done(generation=1, step=3)]
 
 
 @pytest.mark.parametrize("is_forgotten", [False, True])
@@ -229,21 +215,3 @@ def test_a_disk_that_hangs_is_waited_for_once_and_gets_every_record_in_order(
     warned = capsys.readouterr().err.splitlines()
     assert len(warned) == 2
     assert "cannot be written (no answer for 0." in warned[0]
-
-
-@pytest.mark.usefixtures("shared_file_system")
-def test_a_disk_that_hangs_from_the_start_ends_nothing(tmp_path: Path) -> None:
-    path, told = tmp_path / "n0.ledger", list[int | None]()
-    os.mkfifo(path, 0o600)  # opened, it blocks until somebody reads
-    with mock.patch("fallow.worker.data.ledger._OPENING_S", 0.05):
-        ledger = Ledger(path, told.append)
-    ledger.add(fed(0))
-    ledger.flush()
-    assert told == [0]
-    reader = os.open(path, os.O_RDONLY)
-    ledger.flush(60.0)
-    assert told == [0, None]
-    (tmp_path / "content").write_bytes(os.read(reader, 4096))
-    assert read_ledger(tmp_path / "content") == [fed(0)]
-    os.close(reader)
-    close(ledger)

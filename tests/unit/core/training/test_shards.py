@@ -114,20 +114,6 @@ def test_samples_are_counted_as_consumed_lost_or_duplicated(
     assert (report.consumed, report.lost, report.duplicated) == counted
 
 
-def test_steps_of_a_generation_that_was_broken_off_early_count() -> None:
-    """Generation 2 computed step 1, then a member died before the newcomer had said that it was there."""
-    records: list[Record] = []
-    for generation in (1, 2, 3):
-        step = generation - 1
-        records += [
-            Start(generation=generation, first_step=step),
-            fed(generation, step, 0, total=4),
-            Done(generation=generation, step=step),
-        ]
-    report = audit([*records, fed(2, 2, 0, total=4)], {1: 0, 3: 2}, steps=3, per_step=4)  # done again by generation 3
-    assert (report.consumed, report.lost, report.duplicated) == (12, 0, 0)
-
-
 def test_who_computes_one_shard_each_is_known_by_the_full_step() -> None:
     assert lone(2, 2, (6, 2)) == (0.75, 0.25)
     assert lone(2, 3, (6, 2)) == (0.75, 0.25, 0.0)
