@@ -113,12 +113,8 @@ def test_26_05_has_other_words_for_whole_nodes() -> None:
     [
         ("NO", "NODE", True),  # these two as a real 26.05.5 showed a job with --exclusive and one without
         ("NO", "NO", False),
-        ("NO", "USER", False),
-        ("NO", "TOPO", True),
         ("NO", "", True),  # older: squeue has no such field
-        ("TOPO", "", True),
         ("USER", "", False),
-        ("OK", "", False),
     ],
 )
 def test_whether_a_job_takes_whole_nodes(shared: str, exclusive: str, whole: bool) -> None:
@@ -161,9 +157,6 @@ def test_what_a_job_needs_on_each_node() -> None:
         ("gpu:a100:2(S:0-1),gpu:a100:2(S:2-3)", {"a100": 4}),
         ("gres/gpu:a100=2,cpu=4", {"a100": 2}),
         ("gres:gpu:1g.5gb:7", {"1g.5gb": 7}),
-        ("gpu", {"": 1}),
-        ("gpu:a100", {"a100": 1}),
-        ("(null)", {}),
         ("shard:8,mps:200", {}),
     ],
 )
@@ -201,12 +194,9 @@ def test_output_of_one_scontrol_with_three_commands() -> None:
 @pytest.mark.parametrize(
     ("text", "base", "flags"),
     [
-        ("IDLE", "IDLE", []),
-        ("idle+planned", "IDLE", ["PLANNED"]),
         ("MIXED-", "MIXED", ["PLANNED"]),
         ("IDLE+CLOUD+POWERED_DOWN", "IDLE", ["CLOUD", "POWERED_DOWN"]),
         ("DOWN*+DRAIN+MAINT", "DOWN", ["NOT_RESPONDING", "DRAIN", "MAINTENANCE"]),
-        ("IDLE+DRAIN*", "IDLE", ["DRAIN", "NOT_RESPONDING"]),
         ("SOMETHING_NEW+ELSE", "SOMETHING_NEW", ["ELSE"]),
         ("", "", []),
     ],
@@ -288,7 +278,6 @@ def test_configuration() -> None:
         "sbatch: error: Batch job submission failed: Invalid partition name specified",
         "sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates "
         "accounting/QOS policy (job submit limit, user's size and/or time limits)",
-        "sbatch: unrecognized option '--bogus'",
         "allocation failure: Requested node configuration is not available",
     ],
 )
@@ -302,11 +291,8 @@ def test_refusals(message: str) -> None:
     [
         "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation",
         "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)",
-        "sbatch: error: Batch job submission failed: Zero Bytes were transmitted or received",
-        "sbatch: error: Batch job submission failed: Slurm backup controller in standby mode",
         "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying",
         "sbatch: error: Batch job submission failed: Rate limit exceeded, please retry momentarily",
-        "Segmentation fault",
         "",
     ],
 )

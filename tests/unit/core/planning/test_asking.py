@@ -114,16 +114,12 @@ RACKS = [
     ("nodes", "kind", "excluded"),
     [
         (CPUS, Kind(arch="x86_64"), [("arm",)] * 2),
-        (GPUS, Kind(), [()] * 3),
         (GPUS, Kind(gpus=4), [()] * 2),
-        (GPUS, Kind(gpus=4, gpu_type="a100"), [()]),
         (UNLIKE, Kind(gpus=4, gpu_type="a100"), [()]),
         (GPUS, Kind(alike=(likeness(GPUS[1]),)), [("a", "c")]),
         # What sbatch is told needs no names.
         (RACKS, Kind(constraint="ib"), [()] * 2),
-        (RACKS, Kind(constraint="rack2|rack3"), [()] * 2),
         (RACKS, Kind(constraint="[rack1*2&rack2*4]"), [()] * 2),
-        (RACKS, Kind(constraint="ib&rack3"), [()]),
         (RACKS, Kind(constraint="gone"), []),
     ],
 )

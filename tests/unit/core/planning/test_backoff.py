@@ -43,17 +43,10 @@ def test_a_limit_of_one_account_shortens_nobody_elses_requests() -> None:
     ("said", "scope"),
     [
         ("QOSMaxJobsPerUserLimit", Scope.OWNER),
-        ("QOSGrpNodeLimit", Scope.OWNER),
-        ("QOSMaxCpuPerUserLimit", Scope.OWNER),
-        ("AssocGrpCpuLimit", Scope.OWNER),
-        ("AssocMaxJobsLimit", Scope.OWNER),
         ("MaxJobsPerAccount", Scope.OWNER),
-        ("MaxNodePerAccount", Scope.OWNER),
         ("MaxGRESRunMinsPerUser", Scope.OWNER),
         ("MaxMemPerLimit", Scope.PARTITION),
-        ("QOSMaxWallDurationPerJobLimit", Scope.LENGTH),
         (f"sbatch: error: QOSMaxSubmitJobPerUserLimit\n{DENIED}", Scope.OWNER),
-        (f"sbatch: error: AssocMaxSubmitJobLimit\n{DENIED}", Scope.OWNER),
         (f"sbatch: error: QOSMaxWallDurationPerJobLimit\n{DENIED}", Scope.LENGTH),  # a QOS with the flag DenyOnLimit
         ("sbatch: error: Batch job submission failed: Invalid qos specification", Scope.PARTITION),
     ],

@@ -67,16 +67,12 @@ def test_reasons_that_the_end_of_a_job_of_ours_can_ease(reasons: str, shared: bo
 @pytest.mark.parametrize(
     ("reason", "who", "shares"),
     [
-        ("AssocGrpNodeLimit", {"user": "bob", "account": "lab"}, True),
         ("AssocGrpNodeLimit", {"user": "ann", "account": "other"}, True),
         ("AssocGrpNodeLimit", {"user": "bob", "account": "other"}, False),
-        ("AssocMaxJobsLimit", {"user": "ann", "account": "lab"}, True),
         ("AssocMaxJobsLimit", {"user": "bob", "account": "lab"}, False),
         ("QOSMaxJobsPerUserLimit", {"user": "ann", "qos": "idle"}, True),
         ("QOSMaxJobsPerUserLimit", {"user": "ann", "qos": "normal"}, False),
-        ("QOSMaxJobsPerUserLimit", {"user": "bob", "qos": "idle"}, False),
         ("MaxJobsPerAccount", {"user": "bob", "qos": "idle", "account": "lab"}, True),
-        ("QOSGrpCpuLimit", {"user": "eve", "qos": "idle", "account": "other"}, True),
         ("QOSGrpCpuLimit", {"user": "eve", "qos": "normal", "account": "lab"}, False),
     ],
 )
@@ -149,14 +145,11 @@ def room(
 @pytest.mark.parametrize(
     ("of", "name", "kind", "most"),
     [
-        ("user ann in account lab", "MaxSubmitJobs", Kind(), 15),
         ("user ann in account lab", "MaxJobs", Kind(), 15),
         ("account lab", "GrpTRES gres/gpu", Kind(gpus=2), 7),
-        ("account lab", "GrpTRES gres/gpu", Kind(), None),
         ("account lab", "GrpTRES cpu", Kind(cpus=4), 3),
         ("account physics", "GrpTRES node", Kind(), 15),
         ("QOS idle", "MaxTRESPU gres/gpu", Kind(gpus=1), 15),
-        ("QOS scavenge-qos", "GrpJobs", Kind(), 15),
         ("QOS normal", "GrpJobs", Kind(), None),
         ("QOS idle", "MaxTRESPJ gres/gpu", Kind(gpus=1), None),
         ("account lab", "GrpTRESMins cpu", Kind(), None),

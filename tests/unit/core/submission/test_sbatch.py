@@ -26,18 +26,11 @@ def canonical(line: CommandLine) -> list[list[str]]:
     [
         (["--partit=x", "a.sh"], [["--partition=x"]], "a.sh", ()),
         (["-Hvv", "a.sh"], [["--hold", "--verbose", "--verbose"]], "a.sh", ()),
-        (["-HN2", "a.sh"], [["--hold", "--nodes=2"]], "a.sh", ()),
         (["-HN", "2", "a.sh"], [["--hold", "--nodes=2"]], "a.sh", ()),
         (["--nice", "a.sh", "5"], [["--nice"]], "a.sh", ("5",)),
         (["a.sh", "-N2", "--", "x"], [[]], "a.sh", ("-N2", "--", "x")),
-        (["-W", "--", "-odd.sh", "-N2"], [["--wait"]], "-odd.sh", ("-N2",)),
-        (["--wrap", "echo hi; true"], [["--wrap=echo hi; true"]], None, ()),
         (["-J", "-x", "a.sh"], [["--job-name=-x"]], "a.sh", ()),
         (["-N1", "-C", "a", ":", "-N2", "a.sh", "b"], [["--nodes=1", "--constraint=a"], ["--nodes=2"]], "a.sh", ("b",)),
-        (["a.sh", "x", ":", "y"], [[]], "a.sh", ("x", "y")),
-        (["--container-image=x.sqsh", "a.sh"], [["--container-image=x.sqsh"]], "a.sh", ()),
-        (["--site-thing=5", "a.sh"], [["--site-thing=5"]], "a.sh", ()),
-        ([], [[]], None, ()),
     ],
 )
 def test_what_only_sbatch_reads_so_is_split_as_sbatch_does(
@@ -52,12 +45,9 @@ def test_what_only_sbatch_reads_so_is_split_as_sbatch_does(
     ("line", "message"),
     [
         (["--nodse=2", "a.sh"], "did you mean --nodes?"),
-        (["--no-such-thing", "a.sh"], "--name=value"),
         (["--ntasks-per=2"], "could be any of"),
         (["-Z", "a.sh"], "no option -Z"),
-        (["-N"], "-N needs a value"),
         (["-N", ":", "-N2", "a.sh"], "-N needs a value"),
-        (["--time"], "--time needs a value"),
         (["--hold=yes", "a.sh"], "takes no value"),
     ],
 )
@@ -113,11 +103,8 @@ def test_every_way_of_writing_an_option_means_the_same(
     ("text", "base", "low", "high"),
     [
         ("1:4", "1", 1, 4),
-        ("4", "4", 4, 4),
-        ("2-6", "2-6", 2, 6),
         ("1k", "1k", 1024, 1024),
         ("1,4,8-16:4", "1,4,8-16:4", 1, 16),
-        ("2-8:2", "2-8:2", 2, 8),
     ],
 )
 def test_nodes(text: str, base: str, low: int, high: int) -> None:
@@ -130,12 +117,8 @@ def test_nodes(text: str, base: str, low: int, high: int) -> None:
     [
         ("4:1", "did you mean --nodes=1:4"),
         ("0:4", "at least one node"),
-        ("0", "at least one node"),
         ("5-2", "minimum is above"),
         (":4", "MIN:MAX"),
-        ("1:", "MIN:MAX"),
-        ("one", "MIN:MAX"),
-        ("=2", "MIN:MAX"),
         ("1:99999999", "more than"),
     ],
 )
@@ -166,11 +149,8 @@ def planned(argv: list[str], text: str = "#!/bin/sh\nfallow run -- x\n", **envir
     ("argv", "header", "limits", "size"),
     [
         (["--nodes=2:8"], "", (2, 8), "--nodes=2"),
-        (["-N3"], "", (3, 3), "--nodes=3"),
-        ([], "", (1, 1), None),
         ([], "#FALLOW nodes=2:8", (2, 8), "--nodes=2"),
         ([], "#SBATCH -N4\n#FALLOW nodes=2:8", (2, 8), None),
-        (["-N4"], "#FALLOW nodes=2:8", (2, 8), "--nodes=4"),
         (["--nodes=1:3"], "#SBATCH -N4\n#FALLOW nodes=2:8", (1, 3), "--nodes=1"),
         (["--fallow=nodes=1:5"], "#FALLOW nodes=2:8", (1, 5), "--nodes=1"),
         (["-n8", "--ntasks-per-node=4"], "", (2, 2), None),
@@ -201,10 +181,8 @@ EXPORTED = job_environment("/state", "r1", "r1.0", AllocationKind.BASE)
     ("argv", "wanted"),
     [
         ([], None),
-        (["--export=ALL"], "--export=ALL"),
         (["--export=ALL,A=1"], "--export=ALL,A=1"),
         (["--export=A,B=2"], "--export=A,B=2,FALLOW_STATE_DIR,FALLOW_RUN,FALLOW_TOKEN,FALLOW_KIND"),
-        (["--export=NONE"], "--export=FALLOW_STATE_DIR,FALLOW_RUN,FALLOW_TOKEN,FALLOW_KIND"),
     ],
 )
 def test_our_variables_always_reach_the_job(argv: list[str], wanted: str | None) -> None:
@@ -275,15 +253,11 @@ def test_what_kind_of_node_reaches_harvest_jobs_and_what_meant_the_base_job_does
         ("-N2 --gpus=a100:8", ["--gpus-per-node=a100:4"]),
         ("-N2 --gpus-per-task=1 --ntasks-per-node=4", ["--gpus-per-node=4", "--ntasks-per-node=4"]),
         ("-N2 -n4 --gpus-per-task=h100:2", ["--gpus-per-node=h100:4", "--ntasks-per-node=2"]),
-        ("-N2 -n4 --tres-per-task=gres/gpu:2", ["--gpus-per-node=4", "--ntasks-per-node=2"]),
         ("-N1 --tres-per-task=gres/gpu:a100=2", ["--gpus-per-node=a100:2"]),
-        ("-N1 --tres-per-task=gres:gpu:a100:2", ["--gpus-per-node=a100:2"]),
-        ("-N1 --tres-per-task=gres/gpu", ["--gpus-per-node=1"]),
         (
             "-N1 --tres-per-task=cpu=4,gres/gpu=1,gres/nvme=1",
             ["--gpus-per-node=1", "--cpus-per-task=4", "--tres-per-task=gres/nvme=1"],
         ),
-        ("--gpus-per-socket=2 --sockets-per-node=2", ["--sockets-per-node=2", "--gpus-per-node=4"]),
         ("--gpus-per-socket=a100:1 -B 2:8", ["--extra-node-info=2:8", "--gpus-per-node=a100:2"]),
         ("-N2 --gpus=8 --ntasks-per-gpu=2", ["--gpus-per-node=4", "--ntasks-per-node=8"]),
         ("-N2 --gpus-per-node=4 --gpus=8", ["--gpus-per-node=4"]),
@@ -297,13 +271,10 @@ def test_gpus_of_the_whole_job_become_gpus_of_a_node(argv: str, wanted: list[str
 @pytest.mark.parametrize(
     ("argv", "wanted"),
     [
-        ("--gres=gpu:1", {"--gres=gpu:1"}),
         ("--gres=gpu:1 -c8 --mem=16G", {"--gres=gpu:1", "--cpus-per-task=8", "--mem=16G"}),
         ("-N2 -G4 --cpus-per-gpu=8 --mem-per-gpu=4G", {"--gpus-per-node=2", "--cpus-per-gpu=8", "--mem-per-gpu=4G"}),
-        ("-c2 --mem-per-cpu=1G", {"--cpus-per-task=2", "--mem-per-cpu=1G"}),
         ("-N2 --ntasks=8 -c2", {"--cpus-per-task=2", "--ntasks-per-node=4"}),
         ("--exclusive --gres=gpu:4 --mem-per-cpu=1G", {"--exclusive", "--mem=0", "--gres=gpu:4"}),
-        ("--exclusive=user -c2", {"--exclusive=user", "--cpus-per-task=2"}),
     ],
 )
 def test_a_harvest_job_takes_as_much_of_a_node_as_the_base_job(argv: str, wanted: set[str]) -> None:

@@ -30,18 +30,12 @@ def test_all_kinds_of_items_in_order_of_step() -> None:
     [
         ("+1@1,jump@2", r"item 2 \('jump@2'\) is none of"),
         ("+1@1 -1@2", "separated by commas"),
-        ("+1", "is none of"),
-        ("+1@x", "is none of"),
-        ("kill@3", "is none of"),
         ("+0@3", "changes nothing"),
         ("+1@1,+1@" + "9" * 5000, r"item 2 \('\+1@9{60}…'\) has a number of more than 18 digits"),
-        ("+" + "9" * 5000 + "@1", "has a number of more than 18 digits"),
         ("+1@1,,+1@2", "item 2 .* is empty"),
         ("-3@1", "only 2 of the members are left at step 1"),
         ("kill:2@1", "no member 2 by step 1; .* 0 to 1"),
-        ("+1@5,kill:2@4", "no member 2 by step 4"),
         ("kill:0@1,-m0@2", "member 0 has left before step 2"),
-        ("-1@1,kill:1@2", "member 1 has left"),
     ],
 )
 def test_errors_point_at_the_bad_item(text: str, message: str) -> None:
@@ -55,10 +49,8 @@ def test_errors_point_at_the_bad_item(text: str, message: str) -> None:
     [
         (["python", "train.py", "--lr", "1"], "train"),
         (["python", "-m", "pkg.train"], "pkg.train"),
-        (["/opt/bin/train"], "train"),
         (["python", "-u", "my train.py"], "my-train"),
         (["python", "-"], "python"),
-        (["train.py", "data"], "train"),
     ],
 )
 def test_a_local_run_is_named_after_its_script(command: list[str], name: str) -> None:
