@@ -119,16 +119,6 @@ def test_what_is_given_back_starts_jobs_on_nodes_that_they_may_use(case: tuple[C
 
 @settings(max_examples=100, deadline=None)
 @given(small_clusters(jobs=4))
-def test_what_does_not_fit_as_a_whole_leaves_no_trace(case: tuple[ClusterState, list[Allocation]]) -> None:
-    state, ours = case
-    wide = [waits("90", 9, priority=999), waits("91", het_job_id="91", priority=999), waits("92", 9, het_job_id="91")]
-    more = replace(state, jobs=[*wide, *state.jobs])
-    found, before = assess(more, ours), assess(state, ours)
-    assert replace(found, contested_partitions=before.contested_partitions) == before
-
-
-@settings(max_examples=100, deadline=None)
-@given(small_clusters(jobs=4))
 def test_nothing_is_given_back_that_slurm_takes(case: tuple[ClusterState, list[Allocation]]) -> None:
     state, ours = case
     above = [replace(p, priority_tier=9) for p in state.partitions]

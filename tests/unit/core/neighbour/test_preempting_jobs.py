@@ -22,9 +22,6 @@ def test_what_slurm_does_not_take_on_this_node_is_given_back_by_us() -> None:
     # It may start in either of its partitions, and on n2 only in the one that preempts nobody.
     both = waits("1", partition="high,p", required_nodes=["n2"])
     assert given_back(standing(nodes, [both], ours, **known)) == ["n2"]
-    top = partition("top", ["n2"], priority_tier=9)
-    everywhere = replace(low, unpreempted=frozenset())
-    assert given_back(standing(nodes, [both], ours, partitions=[everywhere, high, top])) == ["n2"], "not for this job"
     by_qos = replace(low, preempted_by=["high"])
     there = [waits("1", qos="high", required_nodes=["n1"]), waits("2", qos="high", required_nodes=["n2"])]
     assert given_back(standing(nodes, there, ours, partitions=[by_qos])) == ["n2"]
@@ -54,7 +51,6 @@ def test_whom_slurm_makes_room_for_by_itself() -> None:
     ("job", "ago_s", "given"),
     [
         (waits("2", partition="normal"), 3.0, ["n3", "n2"]),
-        (waits("2", partition="normal"), 99.0, ["n3", "n2"]),
         (waits("2", partition="normal"), 101.0, []),
         (waits("2", partition="aside"), 3.0, ["n3"]),
     ],

@@ -35,8 +35,6 @@ def test_kinds_of_nodes(job: JobInfo, given: list[str]) -> None:
 def test_a_job_array_counts_as_many_elements_as_it_may_start() -> None:
     jobs = [waits("1", array_job_id="1", array_tasks="2-9%3"), runs("5", ["n9"], array_job_id="1")]
     assert given_back(standing(FOUR, jobs, THREE)) == ["n3"], "two elements, one of them on the idle node"
-    stopped = replace(jobs[1], state="STOPPED")
-    assert given_back(standing(FOUR, [jobs[0], stopped], THREE)) == ["n3"], "it has its node all the same"
     two = standing(FOUR, [waits("1", array_job_id="1", array_tasks="2-4")], THREE)
     assert two.delayed_jobs == {"1": {"ours-n3", "ours-n2"}}
     assert array_elements("1-9:2,12%3") == (6, 3)
@@ -58,8 +56,6 @@ def test_reservations() -> None:
     inside = [ReservationInfo(reservation="exam", nodes=["n2"], start_at=NOW - 1, end_at=NOW + 9000)]
     member = waits("1", 1, time_limit_s=60.0, reservation="exam")
     assert given_back(standing(FOUR, [member], THREE, reservations=inside)) == ["n2"]
-    over = [ReservationInfo(reservation="exam", nodes=["n2"], start_at=NOW - 9, end_at=NOW - 1)]
-    assert given_back(standing(FOUR, [member], THREE, reservations=over)) == []
     flagged = [FOUR[0], node("n2", "ALLOCATED", "RESERVED"), *FOUR[2:]]
     assert given_back(standing(flagged, [member], THREE, reservations=inside)) == ["n2"]
     assert given_back(standing(flagged, [waits("1", 3)], THREE)) == ["n3", "n1"], "of one that is not listed"
@@ -122,10 +118,6 @@ def test_jobs_that_share_nodes_with_their_own_user_alone(by_partition: bool) -> 
     assert given([shy("1", "alice")], node("n1", "MIXED", cpus_used=1)) == ["n2"], "whose job it is nobody shows"
     assert given([shy("1", "alice"), shy("2", "bob")], node("n1")) == ["n2"]
     assert given([shy("1", "alice"), shy("2", "alice")], node("n1")) == []
-    if not by_partition:
-        plain = waits("2", user="bob", exclusive=False)
-        assert given([shy("1", "alice"), plain], node("n1")) == ["n2"]
-        assert given([plain, waits("3", user="alice", exclusive=False)], node("n1")) == []
 
 
 @pytest.mark.parametrize("cpus_used", [0, 4])

@@ -61,8 +61,6 @@ def test_nodes_are_kept_for_a_job_until_slurm_has_looked_and_then_not_for_a_whil
     ("interval_s", "parameters", "cycle_s"),
     [
         (30.0, "bf_interval=30,bf_max_time=600", 630.0),
-        (120.0, "bf_interval=120", 240.0),
-        (30.0, "bf_continue", 60.0),
         (5.0, "bf_interval=5,bf_max_time=10", LOOKS_AGAIN_S),
     ],
 )

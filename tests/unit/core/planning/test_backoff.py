@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from builders import NOW, allocation, cluster, node, preempting, request
-from fallow.core.accounting.backoff import LONGEST_S, SHORTER_S, Asker, Backoff, Scope, scope_of
+from fallow.core.accounting.backoff import Asker, Backoff, Scope, scope_of
 from fallow.core.planning.learner import Learner
 from fallow.core.planning.rules import Demand, HarvestRules, Known
-from fallow.head.loop.turn import Turn
-from fallow.head.slurm.learning import Learning
 from fallow.model import AllocationState
 from fallow.slurm import parse
 from planning import asked
-from runs import new_book
 
 BIO, CHEM = Asker("bio"), Asker("chem")
 DENIED = (
@@ -55,21 +50,6 @@ def test_what_slurm_says_at_limits_of_qos_and_accounts(said: str, scope: Scope) 
     """Reasons of pending jobs, and what sbatch printed where a job was refused."""
     assert not said.startswith("sbatch") or parse.is_refusal(said)
     assert scope_of(parse.complaint(said)) is scope
-
-
-def test_a_clock_that_is_set_back_keeps_nothing_alone_for_a_day(tmp_path: Path) -> None:
-    book, learning, day = new_book(tmp_path), Learning(), 86_400.0
-    backoff = learning.known.backoff
-    for _ in range(9):
-        backoff.strike("QOSMaxJobsPerUserLimit", BIO, "p", 60, max(NOW, backoff.until(BIO, "p")))
-    backoff.too_long("p", 60, backoff.until(BIO, "p"))
-    back = NOW - day
-    learning.polled(Turn(book, 0.0, back), cluster([], at=back), HarvestRules())
-    assert backoff.until(BIO, "p") == back + LONGEST_S
-    assert backoff.longest(BIO, "p", back + SHORTER_S) is None
-    later = back + LONGEST_S / 2
-    learning.polled(Turn(book, 0.0, later), cluster([], at=later), HarvestRules())
-    assert backoff.until(BIO, "p") == back + LONGEST_S, "it does not move on with the clock"
 
 
 def test_a_job_of_ours_that_ends_leaves_room_under_the_accounts_limit() -> None:

@@ -8,13 +8,12 @@ from hypothesis import strategies as st
 
 from builders import NOW, allocation, node, partition
 from builders import cluster as poll_of
-from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import Allocation
 from fallow.core.neighbour.needs import GiveBack
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.gain import Curve, speeds
 from fallow.core.planning.plan import Action
-from fallow.core.planning.rules import Demand, HarvestRules, Known
+from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.core.planning.share import Worth, values
 from fallow.core.planning.withdrawals import Withdraw
 from fallow.model import ClusterState
@@ -85,24 +84,12 @@ def test_a_node_of_several_partitions_is_offered_in_each_of_them() -> None:
     assert places(site, HarvestRules(), only_q) == [("q", "q")] * 2
     assert places(site, HarvestRules(), Demand("any", 2)) == [("any", "p")] * 2, "the first will do"
     assert places(site, HarvestRules(), Demand("any", 9), only_q) == [*[("any", "p")] * 2, *[("q", "q")] * 2]
-    # A cap on one of them leaves the other, and what may be held there goes to whoever can have nothing else.
-    capped = HarvestRules(partition_nodes={"p": 1})
-    assert places(site, capped, Demand("any", 4)) == [("any", "p"), *[("any", "q")] * 3]
-    only_p = Demand("p", 4, partitions=("p",))
-    assert places(site, capped, only_p) == [("p", "p")]
-    assert places(site, capped, Demand("any", 3), only_p) == [*[("any", "q")] * 3, ("p", "p")]
     # Of two caps a node takes room under one, so that all are used; a run that can use one partition only has its part.
     both_capped = HarvestRules(partition_nodes={"p": 2, "q": 3})
     assert places(site, both_capped, Demand("any", 9)) == [*[("any", "p")] * 2, *[("any", "q")] * 2]
-    assert places(site, both_capped, only_p) == [("p", "p")] * 2
+    assert places(site, both_capped, Demand("p", 4, partitions=("p",))) == [("p", "p")] * 2
     assert places(site, both_capped, Demand("q", 9, partitions=("q",))) == [("q", "q")] * 3
     assert places(site, both_capped, Demand("any", 9), only_q) == [*[("any", "p")] * 2, *[("q", "q")] * 2]
-    # What one account may not use, or is kept from for a while, another partition has.
-    known = Known()
-    known.backoff.strike("AssocGrpNodeLimit", Asker("a"), "p", 30, NOW)
-    known.backoff.strike("PartitionNodeLimitNotAllowed", Asker("b"), "p", 30, NOW)
-    demands = [Demand(run, 1, asker=Asker(run)) for run in "ab"]
-    assert [(ask.run, ask.partition) for ask in asked(site.cluster(), demands, [], RULES, known)] == [("b", "q")]
 
 
 def test_a_held_node_goes_to_a_run_that_has_it_through_another_partition() -> None:
@@ -117,17 +104,6 @@ def test_a_held_node_goes_to_a_run_that_has_it_through_another_partition() -> No
     assert wishes and all(isinstance(w, GiveBack) for w in wishes)
     full = HarvestRules(max_pending=100, partition_nodes={"q": 0})
     assert actions(site.cluster(), demands, site.mine, full) == []
-
-
-def test_targets_are_told() -> None:
-    site = Site(10, 0)
-    found = planned(
-        site.cluster(),
-        [demand(site, "a", 64, Worth(curve(4), base=1)), demand(site, "b", 64, Worth(curve(64), base=1))],
-        [],
-        HarvestRules(),
-    )
-    assert found.targets == {"a": 3, "b": 7}
 
 
 def test_a_budget_for_one_node_is_no_reason_to_aim_at_eight() -> None:

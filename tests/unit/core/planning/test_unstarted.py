@@ -102,12 +102,6 @@ def test_a_request_is_taken_back_for_each_node_beside_it_and_not_asked_for_there
     head.poll([bad, node("good")], Demand("r", 2))
     head.poll([bad, node("good")], Demand("r", 1))
     assert len(head.asked()) == 2
-    # What has been used meanwhile is another matter.
-    head.busy.add("bad")
-    head.poll([bad, node("good")], Demand("r", 1))
-    head.busy.clear()
-    head.poll([bad, node("good")], Demand("r", 1))
-    assert len(head.asked()) == 3
 
 
 def test_one_that_waits_ahead_is_not_taken_back_for_a_node_that_has_just_fallen_idle() -> None:

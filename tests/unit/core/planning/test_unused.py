@@ -53,7 +53,6 @@ def test_every_idle_node_that_is_not_used_has_a_reason() -> None:
     [
         (HarvestRules(max_pending=1), "too many requests: 1 wait already, as many as may at once"),
         (HarvestRules(max_nodes=1), MOST),
-        (HarvestRules(partition_nodes={"p": 1}), MOST_OF_P),
         # Of a cap of three, nodes of normal priority have two; those elsewhere are none of a partition's.
         (allowance.beside(HarvestRules(max_nodes=3), Counter(p=2)), MOST),
         (allowance.beside(HarvestRules(partition_nodes={"p": 3}), Counter(p=2, normal=4)), MOST_OF_P),
