@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from fallow.model import Exit, FallowError, LimitView, OwnerView, PriorityView
+from fallow.model import Exit, FallowError, LimitView, OwnerView, PriorityView, ShareView
 from fallow.slurm.owner import owner, parse_limits, parse_priorities, parse_shares
 
 NOW = 1_000_000.0
@@ -61,25 +61,15 @@ def _ask(answers: dict[str, str | FallowError]) -> OwnerView:
     return asyncio.run(owner(query, "ann", NOW))
 
 
-def test_the_accounts_own_limits_are_asked_for() -> None:
-    view = _ask(
-        {
-            "users=ann": (SAMPLES / "assoc_mgr_user.txt").read_text(),
-            "accounts=lab": (SAMPLES / "assoc_mgr_account.txt").read_text(),
-            "accounts=root": "",
-            "sprio": "",
-        }
-    )
-    mine = [limit for limit in view.limits if limit.of == "account lab"]
-    assert mine == [
+def test_what_binds_others_of_the_account_is_none_of_our_business() -> None:
+    user, account = ((SAMPLES / f"assoc_mgr_{of}.txt").read_text() for of in ("user", "account"))
+    view = _ask({"users=ann": user, "accounts=lab": account, "accounts=root": "", "sprio": ""})
+    assert [limit for limit in view.limits if limit.of == "account lab"] == [
         LimitView(of="account lab", name="GrpJobs", limit=40, used=11),
         LimitView(of="account lab", name="GrpTRES gres/gpu", limit=64, used=24),
     ]
-    both = "".join((SAMPLES / f"assoc_mgr_{of}.txt").read_text() for of in ("user", "account"))
-    assert _ask({"assoc_mgr": both, "sprio": ""}).limits == list(parse_limits(both, "ann")), "22.05 tells it at once"
-    # Bob is in the same account; what binds him is none of our business.
     assert not [limit for limit in view.limits if "bob" in limit.of]
-    assert view.notes == []
+    assert view.shares == [ShareView(account="lab", partition="", shares=0.25, usage=0.4, factor=0.33)]
 
 
 def test_limits_of_the_accounts_above_are_asked_for_once_a_level() -> None:

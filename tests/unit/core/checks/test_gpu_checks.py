@@ -43,8 +43,8 @@ def test_what_all_nodes_say_is_said_once() -> None:
 
 
 def test_nodes_that_differ_are_named() -> None:
-    found = judged(node("n1"), node("n2", driver="NVIDIA 570.9"), node("n3"))
-    assert found["driver"].level is Level.WARN
+    found = judged(node("n1"), node("n2", driver="NVIDIA 570.9", devices=[]), node("n3"))
+    assert (found["driver"].level, found["GPUs"].level) == (Level.WARN, Level.WARN)
     assert found["driver"].found == "n[1,3]: NVIDIA 580.1; n2: NVIDIA 570.9"
 
 

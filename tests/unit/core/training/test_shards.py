@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fallow.core.training.audit import Done, Fed, Record, Start, audit
 from fallow.core.training.shards import duties, lone, make_layout, mix, shard_crc
-from fallow.core.training.shares import Division, divide
+from fallow.core.training.shares import divide
 from fallow.model import FallowError
 
 PACES = st.floats(0, 1e3, allow_nan=False)
@@ -47,21 +47,10 @@ def test_h14_every_sample_exactly_once_for_any_membership_and_speeds(layout, his
     assert sorted(used) == list(range(wanted))
 
 
-@given(st.integers(1, 40), st.lists(PACES, min_size=1, max_size=40))
-def test_blocks_are_contiguous_and_rank_0_has_shard_0(shards, paces) -> None:
-    shares, size = divide(shards, paces), len(paces)
-    counts = [sum(duty.counts for duty in duties(shares, rank)) for rank in range(size)]
-    assert counts == shares
-    assert duties(shares, 0)[0] == (0, True)
-    if shards >= size:
-        assert [d.shard for r in range(size) for d in duties(shares, r)] == list(range(shards))
-
-
 @pytest.mark.parametrize(
     ("length", "batch", "total", "drop_last", "said"),
     [
         (100, 8, 20, False, "global_batch=20 is not a multiple of the DataLoader's batch_size=8"),
-        (100, 8, 4, False, "batch_size=8"),
         (10, 8, 16, True, "10 samples are fewer than the global batch of 16"),
         (0, 8, 16, False, "no samples"),
     ],
@@ -119,8 +108,4 @@ def test_who_computes_one_shard_each_is_known_by_the_full_step() -> None:
     assert lone(2, 3, (6, 2)) == (0.75, 0.25, 0.0)
     assert lone(2, 2, (5,)) == (1.0, 0.0)
     assert lone(3, 2, (5,)) == (), "a partial step of a run in which members compute several"
-    for shards, members in ((2, 2), (1, 4)):
-        shares = Division((1.0,) * members).shares(shards)
-        weights = lone(shards, members, (8,) * shards)
-        assert [bool(weight) for weight in weights] == [share == 1 for share in shares]
     assert len(lone(2, 2)) == 2, "one who has left does not weigh, but speaks alike"
