@@ -43,17 +43,6 @@ def test_26_05_shows_jobs_and_nodes_like_the_others() -> None:
     assert (full.cpus, full.cpus_used, full.gpus, full.gpu_types) == (4, 4, 4, {"": 4})
 
 
-def test_what_the_system_keeps_to_itself_is_not_there_for_jobs() -> None:
-    text = (
-        "NodeName=n1 State=ALLOCATED CPUAlloc=62 CPUEfctv=62 CPUTot=64 "
-        "RealMemory=100000 AllocMem=1000 MemSpecLimit=2000\n"
-        "NodeName=n2 CPUAlloc=0 CPUTot=64 RealMemory=100000 AllocMem=0 State=IDLE\n"
-    )
-    kept, old = parse.cluster(text)[0]
-    assert (kept.cpus, kept.cpus_used, kept.memory_mb) == (62, 62, 98000)
-    assert (old.cpus, old.memory_mb) == (64, 100000)
-
-
 def test_partitions_say_who_may_use_them_and_how() -> None:
     text = (
         "PartitionName=gpu AllowGroups=ml,bio AllowAccounts=physics,bio DenyQos=long ExclusiveUser=YES "
@@ -125,21 +114,6 @@ def test_what_a_job_needs_on_each_node() -> None:
     assert (typed.gpus_per_node, typed.gpu_type, typed.memory_mb_per_node) == (3, "a100", 1024)
     assert (typed.account, typed.eligible_at) == ("foo", 1795278833.0)
     assert (newer.gpus_per_node, newer.gpu_type, newer.account) == (1, "", "")
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("gpu:4", {"": 4}),
-        ("gpu:a100:2(IDX:0,2),gpu:v100:1,nvme:1", {"a100": 2, "v100": 1}),
-        ("gpu:a100:2(S:0-1),gpu:a100:2(S:2-3)", {"a100": 4}),
-        ("gres/gpu:a100=2,cpu=4", {"a100": 2}),
-        ("gres:gpu:1g.5gb:7", {"1g.5gb": 7}),
-        ("shard:8,mps:200", {}),
-    ],
-)
-def test_gpu_types(text: str, found: dict[str, int]) -> None:
-    assert parse.gpu_types(text) == found
 
 
 def test_output_of_one_scontrol_with_three_commands() -> None:

@@ -118,22 +118,6 @@ def test_nothing_waits_for_ever_for_the_word_of_slurm(desk: Desk) -> None:
     assert [awaits_verdict(base, NOW + s) for s in (VERDICT_S + 4.0, VERDICT_S + 5.0)] == [True, False]
 
 
-@pytest.mark.parametrize("state", ["NODE_FAIL", "FAILED"])
-def test_the_end_of_a_job_proves_that_its_workers_have_ended_and_a_failed_node_is_barred(
-    desk: Desk, state: str
-) -> None:
-    nodes, turn = Nodes(desk.run), desk.turn()
-    held = [desk.hold() for _ in range(2)]
-    numbers = [nodes.come(turn, allocation, host) for allocation, host in zip(held, ("n1", "n2"), strict=True)]
-    nodes.ready(turn, *numbers)
-    nodes.settle(turn)
-    turn = desk.poll(desk.job(held[0], state), desk.job(held[1]))
-    gone, stays = (desk.run.roster.nodes[number] for number in numbers)
-    assert (gone.proved_gone, gone.exited, stays.proved_gone) == (True, True, False)
-    assert ("n1" in desk.run.barred) == (state == "NODE_FAIL")
-    assert desk.run.machine.state.voting is not None, "the other one goes on without it"
-
-
 def test_a_node_whose_agent_was_given_up_is_gone_for_certain_when_its_job_is_over(desk: Desk) -> None:
     """Silence is no proof. Before there is one, nobody may act in its place."""
     nodes, turn = Nodes(desk.run), desk.turn()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fallow.core.accounting.fairshare import HALF_LIFE_S, LEAST, MOST, factors, faded_use
-from fallow.core.accounting.pacing import URGENT, dispensable, extra_nodes, schedule
+from fallow.core.accounting.pacing import dispensable, extra_nodes, schedule
 
 SPEEDS = ((1, 1.0), (2, 1.9), (4, 3.5), (8, 6.0))
 
@@ -41,13 +39,6 @@ def test_extra_nodes_go_only_with_some_slack_and_if_the_rest_is_fast_enough() ->
     assert well.comfortable
     assert dispensable(well, SPEEDS, held=3, extra=1)
     assert not dispensable(well, SPEEDS, held=2, extra=1)
-
-
-@given(st.integers(0, 2000), st.floats(0, 2000))
-def test_urgency_has_no_jumps(done: int, at: float) -> None:
-    now, soon = (schedule(0.0, 1000.0, 2000, done, at + s).urgency for s in (0.0, 1.0))
-    assert 1.0 <= now <= soon <= URGENT
-    assert soon <= now * 1.04
 
 
 def test_use_fades_by_half_in_a_half_life() -> None:

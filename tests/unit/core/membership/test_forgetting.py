@@ -125,17 +125,3 @@ def test_after_hundreds_of_changes_no_more_is_known_and_written_than_after_some(
     assert life.run.roster.front == life.step
 
 
-def test_one_that_may_still_run_is_told_to_end_however_long_it_was_silent(tmp_path: Path) -> None:
-    life = Life(tmp_path, local=True)
-    first, second = life.come(), life.come()
-    second.beat(stopped_s=5.0)
-    life.talk.tick(0.5)
-    assert life.run.roster.nodes[second.node].phase is MemberPhase.GONE
-    life.there.remove(second)
-    life.settle()
-    for _ in range(20):
-        life.pass_time()
-    assert life.run.roster.members == [first.node]
-    second.order = None
-    second.beat(stopped_s=0.0, term=0, edition=0)
-    assert second.order is not None and second.order.end is not None

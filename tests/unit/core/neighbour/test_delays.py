@@ -6,8 +6,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from builders import NOW, cluster, job
 from fallow.core.neighbour.delays import Delays
@@ -78,15 +76,3 @@ def test_all_delays_count_and_the_longest_is_never_forgotten(monkeypatch: pytest
     assert 19.0 <= report.p95_s <= 19.0 * 1.1
     assert len(delays.jobs) == 100
     assert stored(delays).report(at) == delays.report(at)
-
-
-@given(st.lists(st.dictionaries(st.sampled_from("123456"), st.sampled_from(["a", "b"])), max_size=20))
-def test_which_jobs_wait_still_is_known_to_a_head_that_comes_back(polls: list[dict[str, str]]) -> None:
-    delays, at = Delays(), NOW
-    for waits in polls:
-        at += 10.0
-        delayed = {job_id: frozenset([token]) for job_id, token in waits.items()}
-        shown = poll(at, *(job(job_id, "PENDING", submit_at=NOW) for job_id in waits))
-        back = stored(delays)
-        assert delays.note(shown, delayed) == back.note(shown, delayed)
-        assert delays == back

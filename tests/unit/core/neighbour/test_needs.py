@@ -7,11 +7,11 @@ from msgspec.structs import replace
 
 from builders import NOW, allocation, node, partition, runs, waits
 from fallow.core.holes import waits as is_waiting
-from fallow.core.neighbour.needs import ExternalDemand, assess
+from fallow.core.neighbour.needs import ExternalDemand
 from fallow.core.submission.sbatch import harvest_options
 from fallow.core.tokens import new_token
 from fallow.model import AllocationKind, JobInfo, RunSpec
-from neighbours import FOUR, PENDING, RELEASING, THREE, TIERS, cluster, given_back, held, standing
+from neighbours import FOUR, PENDING, THREE, TIERS, given_back, held, standing
 
 
 def test_the_newest_go_and_idle_nodes_count() -> None:
@@ -20,16 +20,6 @@ def test_the_newest_go_and_idle_nodes_count() -> None:
     assert found.give_backs[0].reason == "job 1 of alice waits for a node"
     assert found.kept_nodes == {"p": {"n2", "n3", "n4"}}
     assert found.delayed_jobs == {"1": {"ours-n2", "ours-n3"}}
-
-
-def test_a_node_that_is_being_left_counts_and_delays_all_the_same() -> None:
-    ours = [held("n1", 300), held("n2", 200), held("n3", 100, RELEASING)]
-    found = standing(FOUR, [waits("1", 2)], ours)
-    assert [(wish.token, wish.urgent) for wish in found.give_backs] == [("ours-n3", True)], "it has to hurry now"
-    assert found.delayed_jobs == {"1": {"ours-n3"}}
-    # Its head has forgotten it, but Slurm shows it still.
-    state = cluster(FOUR, [waits("1", 2)], ours)
-    assert assess(state, ours[:2], former=["ours-n3"]).delayed_jobs == {"1": {"ours-n3"}}
 
 
 @pytest.mark.parametrize(

@@ -85,24 +85,3 @@ def test_where_qos_decide_slurm_makes_room_for_jobs_of_some_alone() -> None:
     assert given_back(standing(FOUR, mixed, THREE, partitions=partitions)) == ["n3", "n2", "n1"]
     both = [waits("1", 3, qos="high"), waits("2", 1, qos="low")]
     assert given_back(standing(FOUR, both, THREE, partitions=partitions)) == ["n1"], "for the second one"
-
-
-def test_a_node_that_slurm_has_just_taken_is_out_of_reach_of_our_requests() -> None:
-    """The jobs that Slurm took it for come before ours; all requests were withdrawn, and none made, on each poll that
-    came while one such node was left."""
-    request, leaving = held("h9", 0, PENDING), held("n3", 100, RELEASING)
-    going = runs("93", ["n3"], name="ours-n3", preempt_at=NOW - 1.0)
-    gone = replace(going, state="COMPLETED")
-
-    def found(*jobs: JobInfo) -> tuple[bool, bool]:
-        ours = [held("n1", 300), held("n2", 200)]
-        over = gone in jobs
-        seen = cluster([*FOUR[:2], node("n3") if over else FOUR[2]], jobs, ours, partitions=TIERS)
-        told = assess(seen, [*ours, request, *([] if over else [leaving])], former=["ours-n3"] if over else [])
-        return "p" in told.kept_nodes, bool(told.competing_requests)
-
-    above, beside = waits("1", partition="normal"), waits("2", partition="p")
-    assert found(above, going) == found(above, gone) == (False, False)
-    assert found(above, above_too := waits("3", partition="normal"), going) == (True, True), "it needs another node"
-    assert found(above, above_too, gone) == (True, True)
-    assert found(beside, going) == found(beside, gone) == (True, True), "Slurm took it for somebody else"

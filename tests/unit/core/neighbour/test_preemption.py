@@ -147,20 +147,6 @@ def test_where_new_jobs_are_safe_nobody_takes_a_node_back(
 
 # `sacctmgr -n -P show qos` of 22.05.8. There, in a partition with PreemptMode=OFF and GraceTime=0, a job of `harvest`
 # was preempted for one of `normal`, with 10 s from PreemptTime to EndTime.
-RECORDED = "normal|harvest|cluster||00:00:00\nharvest||requeue||00:00:10\nhigh|harvest,normal|cluster||00:00:00\n"
-
-
-def recorded(qos: str) -> list[tuple[str, float, list[str] | None]]:
-    """How, after how long and by whom jobs of this QOS are preempted in each of two partitions."""
-    text = line("normal", 10) + line("scavenge", 1, mode="OFF")
-    partitions = seen(text, configured("qos", RECORDED), qos).partitions
-    return [(p.preempt_mode, p.grace_s, p.preempted_by) for p in partitions]
-
-
-def test_where_qos_decide_a_partition_has_no_say_in_it() -> None:
-    assert recorded("harvest") == [("REQUEUE", 10.0, ["normal", "high"])] * 2
-    assert recorded("normal") == [("REQUEUE", 0.0, ["high"])] * 2
-    assert {mode for mode, *_ in recorded("high")} == {"OFF"}
 
 
 @pytest.fixture

@@ -5,31 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from builders import NOW, node, partition, runs, waits
 from fallow.core.neighbour.constraint import alternatives
-from fallow.core.neighbour.needs import ExternalDemand, assess
 from fallow.core.neighbour.waiting import array_elements
 from fallow.model import JobInfo, NodeInfo, ReservationInfo
-from neighbours import FOUR, RELEASING, THREE, cluster, given_back, held, standing
-
-
-@pytest.mark.parametrize(
-    ("job", "given"),
-    [
-        (waits("1", constraint="a|c"), ["n1"]),
-        (waits("1", gpus_per_node=1, gpu_type="h100"), ["n1"]),
-        (waits("1", 2, constraint="[a|b]"), []),
-    ],
-)
-def test_kinds_of_nodes(job: JobInfo, given: list[str]) -> None:
-    nodes = [
-        node("n1", "ALLOCATED", features=["a"], gpus=4, gpu_types={"h100": 4}),
-        node("n2", "ALLOCATED", features=["b"], gpus=2, gpu_types={"a100": 2}),
-        node("n3", "ALLOCATED"),
-    ]
-    assert given_back(standing(nodes, [job], THREE)) == given
+from neighbours import FOUR, THREE, given_back, held, standing
 
 
 def test_a_job_array_counts_as_many_elements_as_it_may_start() -> None:
@@ -118,22 +99,6 @@ def test_jobs_that_share_nodes_with_their_own_user_alone(by_partition: bool) -> 
     assert given([shy("1", "alice")], node("n1", "MIXED", cpus_used=1)) == ["n2"], "whose job it is nobody shows"
     assert given([shy("1", "alice"), shy("2", "bob")], node("n1")) == ["n2"]
     assert given([shy("1", "alice"), shy("2", "alice")], node("n1")) == []
-
-
-@pytest.mark.parametrize("cpus_used", [0, 4])
-def test_a_node_on_which_a_job_of_ours_is_stuck_does_not_shield_the_others(cpus_used: int) -> None:
-    def ending(ago: float) -> ExternalDemand:
-        over = held("n1", state=RELEASING)
-        ours = [over, held("n2")]
-        nodes = [node("n1", "ALLOCATED", "COMPLETING", cpus_used=cpus_used), node("n2", "ALLOCATED")]
-        state = cluster(nodes, [waits("1")], ours)
-        jobs = [
-            replace(job, state="COMPLETING", end_at=NOW - ago) if job.name == over.token else job for job in state.jobs
-        ]
-        return assess(replace(state, jobs=jobs), ours)
-
-    assert given_back(ending(45)) == ["n1"], "it may be cleaned up behind"
-    assert given_back(ending(61)) == ["n2"]
 
 
 @pytest.mark.parametrize(

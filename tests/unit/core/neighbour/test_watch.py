@@ -12,8 +12,7 @@ from builders import NOW, cluster, node, runs, waits
 from builders import site as config
 from fallow.core.neighbour.site import LOOKS_AGAIN_S
 from fallow.core.neighbour.watch import AGAIN, CYCLES, Manners, Watch
-from fallow.core.tokens import new_token
-from fallow.model import AllocationKind, ClusterConfig, JobInfo
+from fallow.model import ClusterConfig, JobInfo
 
 POLL_S = 30.0
 TRIED_S = CYCLES * LOOKS_AGAIN_S
@@ -80,14 +79,6 @@ def test_a_job_array_whose_elements_start_is_not_passed_over() -> None:
         free = f"n{number // 2 % 8}"
         others = [runs(f"5{n}", [n]) for n in site.nodes if n != free]
         assert site.poll([array, *others]) == {free}
-
-
-def test_what_a_head_that_is_no_more_holds_keeps_nothing_back_for_long() -> None:
-    """Its jobs go on until their time is over; a job that needs their nodes, too, cannot start before."""
-    site, token = Site(2), new_token("s-1", AllocationKind.HARVEST, 7, "0a1b2c")
-    jobs = [waits("1", 2), runs("7", ["n1"], name=token, user="carol")]
-    assert site.poll(jobs) == {"n0"}, "a head that lives gives its node back any moment now"
-    assert site.until(jobs, TRIED_S + POLL_S) == set()
 
 
 @settings(max_examples=50, deadline=None)

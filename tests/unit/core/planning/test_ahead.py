@@ -86,14 +86,6 @@ def test_a_run_that_loses_nodes_by_a_plan_asks_for_none_ahead_in_it() -> None:
     assert {ask.run for ask in found.asks} == {"new"}
 
 
-def test_a_request_that_waits_for_what_others_leave_is_no_node_that_could_change_hands() -> None:
-    """Two runs alike gave each other the only node at every poll, each time that the other one waited for one, too."""
-    mine, ours = held("a", "h0", "m0", age_s=900.0)
-    state = preempting([*TAKEN, node("m0", "ALLOCATED")], [*THEIRS, ours])
-    demands = [Demand(run, 3, worth=Worth(linear(8))) for run in "ab"]
-    assert actions(state, demands, [mine, *(ahead(f"w{run}", run=run) for run in "ab")], AHEAD) == []
-
-
 def test_nobody_waits_ahead_for_fewer_nodes_than_the_next_stair_takes() -> None:
     """They would gain the run nothing, so the next plan would withdraw them, and the one after ask again."""
     for stair, number in {2: 1, 3: 2, 4: 0}.items():  # two may wait, beside the one that it has

@@ -7,7 +7,6 @@ from msgspec.structs import replace
 
 from builders import NOW, cluster, gpu_node, node, partition, preempting, request, waits
 from fallow.core.accounting.backoff import Asker
-from fallow.core.holes import find_holes
 from fallow.core.kinds import Kind, likeness, may_use
 from fallow.core.planning import allowance
 from fallow.core.planning.asking import Ask
@@ -16,22 +15,11 @@ from fallow.core.planning.rules import Demand, HarvestRules, Known
 from fallow.core.planning.share import Worth, linear
 from fallow.core.planning.unstarted import Unstarted
 from fallow.core.planning.withdrawals import Withdraw
-from fallow.model import ClusterState, NodeInfo, ReservationInfo
+from fallow.model import ClusterState, NodeInfo
 from planning import actions, asked, planned
 
 RULES = HarvestRules(max_pending=64)
 ALLOWED = HarvestRules(max_pending=64, allow_without_preemption=True)
-
-
-def test_idle_nodes_only_and_the_longest_hole_first() -> None:
-    nodes = [node("n1"), node("n2"), node("n3", "ALLOCATED"), node("n4", "IDLE", "DRAIN")]
-    maintenance = ReservationInfo(reservation="maint", nodes=["n2"], start_at=NOW + 60, end_at=NOW + 120)
-    state = replace(
-        preempting([*nodes, node("n5", "IDLE", "COMPLETING")], [waits("1", planned_nodes=["n1"], start_at=NOW + 600)]),
-        reservations=[maintenance],
-    )
-    holes = [(hole.node, hole.partition, hole.length_s) for hole in find_holes(state, state.partitions)]
-    assert holes == [("n1", "p", 600.0), ("n1", "urgent", 600.0), ("n2", "p", 60.0), ("n2", "urgent", 60.0)]
 
 
 # -- how long ---------------------------------------------------------------------------------------------------------

@@ -23,13 +23,6 @@ def learned(shards: int, times: dict[int, float], shard_s: float | None = None) 
     return curve
 
 
-def test_without_any_measurement_the_shape_is_near_the_best_published_curves() -> None:
-    known = dict(speeds(Curve(), 64, 1, 64))
-    assert 0.7 < known[64] / known[1] / 64 < 0.9
-    unit = dict(speeds(Curve(shard_s=0.5), 64, 1, 64))
-    assert unit[64] == pytest.approx(2 * known[64]), "in steps per second once workers have told their pace"
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     times=st.dictionaries(st.integers(1, 64), st.floats(0.01, 100), max_size=8),

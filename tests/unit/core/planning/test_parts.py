@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from builders import NOW, gpu_node, preempting, request
-from fallow.core.holes import Part, find_holes
+from fallow.core.holes import Part
 from fallow.core.kinds import Kind
 from fallow.core.planning.rules import Demand, HarvestRules, Known
 from fallow.core.planning.withdrawals import Withdraw
@@ -55,19 +55,3 @@ def test_a_request_for_some_idle_gpus_of_a_node_that_never_starts_is_withdrawn()
     pending = request(waited_s=500, part=Part("m", 1, "", 16, 64_000), minutes=10)
     wishes = actions(state, [Demand("r", 1, kind=Kind(gpus=1, part_gpus=1))], [pending], SHARED, known)
     assert [(wish.token, wish.declined) for wish in wishes if isinstance(wish, Withdraw)] == [("h", ("m",))]
-
-
-def test_each_type_of_gpu_that_is_idle_on_a_node_is_a_part() -> None:
-    node = gpu_node("m", "MIXED", gpus=7, gpu_types={"a": 2, "b": 4, "c": 1})
-    mixed = replace(node, gpus_used=4, gpu_types_used={"a": 1, "b": 2, "c": 1})
-    state = preempting([mixed])
-    holes = find_holes(state, state.partitions[:1], whole_nodes=False)
-    parts = [(h.part.gpu_type, h.part.gpus, h.part.cpus) for h in holes if h.part is not None]
-    assert parts == [("b", 2, 18), ("a", 1, 9)], "most first"
-    for gpu_type, found in (("a", [1]), ("b", [2]), ("c", []), ("", [2])):
-        wants = Demand("r", 3, kind=Kind(gpus=2, part_gpus=1, gpu_type=gpu_type))
-        assert [ask.part.gpus for ask in asked(state, [wants], [], SHARED) if ask.part] == found
-    # One has asked for the one of type a, and somebody else was given it.
-    gone = preempting([replace(node, gpus_used=5, gpu_types_used={"a": 2, "b": 3})])
-    wants = Demand("r", 3, kind=Kind(gpus=1, part_gpus=1, gpu_type="a"))
-    assert withdrawn(actions(gone, [wants], [request(part=Part("m", 1, "a", 9, 1), minutes=10)], SHARED)) == ["h"]

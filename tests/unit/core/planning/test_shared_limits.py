@@ -12,8 +12,8 @@ from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind
 from fallow.core.planning.rules import Demand
-from fallow.core.planning.shared_limits import Reserve, Room, capped, fills, named, waits_for_limit, yielded
-from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo, LimitView, OwnerView, ShareView
+from fallow.core.planning.shared_limits import Reserve, Room, capped, fills, waits_for_limit, yielded
+from fallow.model import AllocationState, ClusterState, JobInfo, LimitView, OwnerView, ShareView
 
 ME = Asker("lab", "idle")
 NAMES = [f"n{i}" for i in range(40)]
@@ -91,15 +91,6 @@ def test_what_is_on_its_way_out_or_has_just_left_is_not_given_back_twice() -> No
     both = cluster(job, waits("AssocGrpNodeLimit", "10"), ours(0), ours(1), ours(2))
     found = yielded(both, [leaving, held(1), held(2)], {"r": ME})
     assert [wish.token for wish in found.give_back] == [token(2)]
-
-
-def test_a_run_whose_base_job_is_in_the_account_asks_for_nothing_while_somebody_waits() -> None:
-    base = held(1, kind=AllocationKind.BASE)
-    shown = ours(1, comment=token(1), name="train", partition="normal", qos="normal")
-    state = cluster(waits("AssocGrpNodeLimit"), shown)
-    assert yielded(state, [base], {"r": Asker()}).most == {"r": 0}
-    assert yielded(state, [base], {"r": Asker("spare", "idle")}).most == {}, "its harvest jobs are in another account"
-    assert named(state, [base], {"r": Asker(), "s": Asker()}) == {"r": Asker("lab", "normal"), "s": Asker()}
 
 
 def test_others_requests_for_idle_nodes_are_nobody_who_waits() -> None:

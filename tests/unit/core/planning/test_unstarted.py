@@ -102,14 +102,3 @@ def test_a_request_is_taken_back_for_each_node_beside_it_and_not_asked_for_there
     head.poll([bad, node("good")], Demand("r", 2))
     head.poll([bad, node("good")], Demand("r", 1))
     assert len(head.asked()) == 2
-
-
-def test_one_that_waits_ahead_is_not_taken_back_for_a_node_that_has_just_fallen_idle() -> None:
-    head = Head(lambda a, at: "")
-    used = node("n", "ALLOCATED")
-    head.poll([node("n")], Demand("r", 1))
-    for _ in range(20):
-        head.poll([used], Demand("r", 0))
-    for _ in range(5):
-        head.poll([node("n")], Demand("r", 0))
-    assert list(head.pending), "and it may still start there"

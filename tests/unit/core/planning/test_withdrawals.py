@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from builders import NOW, allocation, cluster, node, preempting, request, waits
+from builders import NOW, allocation, node, preempting, request, waits
 from fallow.core.allocations import Allocation
 from fallow.core.neighbour.needs import GiveBack
 from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.core.planning.withdrawals import Withdraw
-from fallow.model import AllocationState, ClusterState, ReservationInfo
+from fallow.model import ClusterState, ReservationInfo
 from planning import actions, asked, planned, withdrawn
 
 RULES = HarvestRules(max_pending=64)
@@ -41,17 +41,6 @@ def test_on_an_old_poll_what_would_be_withdrawn_keeps_its_place(idle: int, rules
     assert {wish.token for wish in found.withdrawals} == {"p0", "p1"}
     assert [ask.run for ask in found.asks] == ["new", "new"]
     assert actions(state, demands, mine, rules, asks_only=True) == [], "nobody withdraws the two now"
-
-
-def test_what_waits_in_our_own_queue_is_withdrawn_as_what_was_not_submitted() -> None:
-    queued = request("tok", RULES.pending_patience_s + 1, state=AllocationState.UNKNOWN, minutes=10)
-
-    def reasons() -> list[str]:
-        return [wish.reason for wish in planned(cluster([]), [], [queued], RULES).withdrawals]
-
-    assert reasons() == ["it was not submitted within 600 s"]
-    queued.sent_by = NOW
-    assert reasons() == [], "Slurm has it only now"
 
 
 # -- nodes that go back -----------------------------------------------------------------------------------------------
@@ -144,9 +133,3 @@ def test_a_node_that_takes_no_job_any_more_is_not_asked_for_again(flag: str) -> 
     assert asked(state, [Demand("r", 0)], [ending()], LEAD) == []
     found = planned(state, [Demand("r", 0)], [ending(), PINNED], LEAD)
     assert found.withdrawals == (Withdraw("s", "n-h takes no job any more"),)
-
-
-def test_a_successor_waits_for_its_node_whatever_that_is_called() -> None:
-    for reason, gone in (("ReqNodeNotAvail, May be reserved for other job", []), ("AssocGrpGRES", ["s"])):
-        mine = [ending(), request("s", 1.0, pinned="n-h", replaces="h", minutes=30, reason=reason)]
-        assert withdrawn(actions(preempting(BUSY[:1]), [Demand("r", 0)], mine, LEAD)) == gone

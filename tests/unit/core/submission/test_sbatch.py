@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fallow.core.holes import Part
 from fallow.core.submission.prepare import Submission, plan
-from fallow.core.submission.sbatch import base_options, captured_environment, harvest_options, job_environment
+from fallow.core.submission.sbatch import captured_environment, harvest_options, job_environment
 from fallow.core.submission.sbatch_line import CommandLine, in_force, parse_nodes, refuse, split
 from fallow.core.submission.sbatch_table import BY_LONG, OPTIONS, Reach, Value
 from fallow.core.submission.script import parse_script
@@ -166,12 +166,6 @@ def test_the_base_job_is_the_users_own_with_the_token_in_its_comment() -> None:
     assert planned(["job.sh"]).options("r1.0", EXPORTED) == ["--comment=r1.0", "--no-requeue"]
     components = planned(["-N1", "--comment=x", ":", "-N2", "job.sh"]).options("t", {})
     assert components.count("--comment=x t") == 2, "in every component"
-
-
-def test_submitting_the_base_job_again() -> None:
-    made = planned(["--nodes=2:4", "--wait", "-d", "afterok:1", "--export=NONE", "--comment=c", "job.sh"])
-    again = base_options(made.spec.sbatch_options, token="t", exported={"FALLOW_RUN": "r"})
-    assert again == ["--nodes=2", "--comment=c t", "--no-requeue", "--export=FALLOW_RUN"]
 
 
 def spec(*options: str) -> RunSpec:

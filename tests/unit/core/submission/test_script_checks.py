@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 
 from fallow.model import FallowError
-from small_training import Script, no_watchers, points
+from small_training import Script, no_watchers
 
 __all__ = ["no_watchers"]
 
@@ -20,25 +18,6 @@ __all__ = ["no_watchers"]
 @pytest.fixture
 def script() -> Script:
     return Script().prepare()
-
-
-def test_the_usual_update_is_not_refused(script: Script) -> None:
-    def front(update: Any) -> None:
-        for group in script.optimizer.param_groups:
-            group["lr"] = 0.1 / (1 + update.step)
-
-    def behind(_: Any) -> None:
-        script.act()
-        script.model.eval()
-        with torch.no_grad():  # an evaluation
-            script.loss(points().tensors)
-            script.model[0].weight.clamp_(-1, 1)
-        script.model.train()
-        copy.deepcopy(script.model)
-        torch.save(script.model, io.BytesIO())
-
-    script.train(behind=behind, front=front, epochs=3)
-    assert script.run.step == 6
 
 
 def weights_inside(script: Script, _: Any) -> None:

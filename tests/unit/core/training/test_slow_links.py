@@ -52,13 +52,6 @@ def test_the_node_of_the_busy_links_is_named_after_a_minute_and_not_before() -> 
     assert 11 * PACE_S <= found.without_s < 0.5
 
 
-def test_what_was_measured_without_the_node_counts_more_than_the_estimate() -> None:
-    links = SlowLinks()
-    observe_for(links, ring(3), 0.16, 15)
-    found = observe_for(links, ring(4, "n3"), 0.7, 60, generation=2)
-    assert found == Finding("n3", 0.7, 0.16)
-
-
 def test_a_change_of_the_membership_and_one_quiet_stretch_begin_the_minute_anew() -> None:
     links = SlowLinks()
     assert observe_for(links, ring(4, "n3"), 0.7, 45) is None
