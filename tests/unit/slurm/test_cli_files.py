@@ -67,3 +67,9 @@ async def test_a_missing_working_folder_is_a_refusal(scripts: Path) -> None:
     with pytest.raises(SubmitRejected, match="/nosuch/folder"):
         await CliClient().submit(JobRequest(token="t", options=[], script=REQUEST.script, cwd="/nosuch/folder"))
     assert os.listdir(scripts) == []
+
+
+async def test_missing_commands_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nosuch")
+    with pytest.raises(SlurmUnavailable, match=r"scontrol .*install"):
+        await CliClient().config()

@@ -75,45 +75,16 @@ def test_26_05_has_other_words_for_whole_nodes() -> None:
     assert found == {"NO": (False, False), "NODE": (True, False), "USER": (False, True), "TOPO": (True, False)}
 
 
-@pytest.mark.parametrize(
-    ("shared", "exclusive", "whole"),
-    [
+def test_whether_a_job_takes_whole_nodes() -> None:
+    for shared, exclusive, whole in (
         ("NO", "NODE", True),  # these two as a real 26.05.5 showed a job with --exclusive and one without
         ("NO", "NO", False),
         ("NO", "", True),  # older: squeue has no such field
         ("USER", "", False),
-    ],
-)
-def test_whether_a_job_takes_whole_nodes(shared: str, exclusive: str, whole: bool) -> None:
-    row = {"JobID": "1", "State": "PENDING", "OverSubscribe": shared, "Exclusive": exclusive}
-    assert parse.job(row).exclusive is whole
-    assert parse.job(row).exclusive_user is ("USER" in (shared, exclusive))
-
-
-def test_what_a_job_needs_on_each_node() -> None:
-    # values as Slurm 22.05.8 printed them, in the order of the fields
-    layout = parse.JobFormat(
-        fields=(
-            *("JobID", "State", "NumNodes", "NumCPUs", "NumTasks", "MinMemory", "tres-alloc", "tres-per-job"),
-            *("tres-per-node", "tres-per-task", "OverSubscribe", "ReqNodes", "Dependency", "EligibleTime", "Account"),
-        ),
-        separator=";",
-        end="\n",
-    )
-    rows = (
-        "3;PENDING;3;3;3;0;cpu=3,mem=12000M,node=3,billing=3;N/A;N/A;N/A;NO;n2;(null);2026-11-21T16:33:53;(null)\n"
-        "5;PENDING;2;3;3;1000M;cpu=3,mem=3000M,node=1,billing=3;N/A;N/A;gres:gpu:2;OK;;(null);2026-11-21T16:33:53;(null)\n"
-        "7;PENDING;3;5;5;1000M;cpu=5,mem=5000M,node=2,billing=5;N/A;N/A;N/A;USER;;afterany:1(unfulfilled);N/A;(null)\n"
-        "4;PENDING;1;1;1;1G;;gres:gpu:a100:3;N/A;N/A;OK;;(null);1795278833;foo\n"
-        "2;RUNNING;1;2;2;500M;cpu=2,mem=1000M,node=1;N/A;gres/gpu:1,gres/nvme:1;N/A;OK;;(null);N/A;(null)\n"
-    )
-    whole, tasks, waits, typed, newer = parse.jobs(rows, layout)
-    assert (whole.exclusive, whole.required_nodes, whole.memory_mb_per_node) == (True, ["n2"], 4000)
-    assert (tasks.exclusive, tasks.gpus_per_node, tasks.cpus_per_node, tasks.memory_mb_per_node) == (False, 3, 2, 1500)
-    assert (waits.dependency, waits.eligible_at, waits.exclusive) == ("afterany:1(unfulfilled)", None, False)
-    assert (typed.gpus_per_node, typed.gpu_type, typed.memory_mb_per_node) == (3, "a100", 1024)
-    assert (typed.account, typed.eligible_at) == ("foo", 1795278833.0)
-    assert (newer.gpus_per_node, newer.gpu_type, newer.account) == (1, "", "")
+    ):
+        row = {"JobID": "1", "State": "PENDING", "OverSubscribe": shared, "Exclusive": exclusive}
+        assert parse.job(row).exclusive is whole
+        assert parse.job(row).exclusive_user is ("USER" in (shared, exclusive))
 
 
 def test_output_of_one_scontrol_with_three_commands() -> None:

@@ -106,36 +106,9 @@ def test_gpus_in_use_come_from_the_jobs_where_tres_do_not_tell() -> None:
     assert (info.cpus, info.cpus_used, info.memory_mb, info.memory_used_mb) == (4, 1, 4000, 1000)
 
 
-def test_partitions() -> None:
-    found = SimpleNamespace(
-        name="scavenge",
-        nodes="n[1-4]",
-        max_time=1440,
-        state="UP",
-        is_default=False,
-        priority_tier=1,
-        preempt_mode="REQUEUE",
-        preemption_grace_time=10,
-        oversubscribe="EXCLUSIVE",
-        qos=None,
-        is_user_exclusive=False,
-        min_nodes=2,
-        max_nodes="UNLIMITED",
-        is_root_only=False,
-        requires_reservation=False,
-        allowed_accounts=["ALL"],
-        denied_accounts=["ALL"],
-        allowed_qos=["low"],
-        allowed_groups=["ml"],
-        denied_qos=["ALL"],
-    )
-    info = parse.partition(pyslurm_rows.partition(found))
-    assert (info.partition, info.nodes, info.max_time_s, info.up) == (
-        "scavenge",
-        ["n1", "n2", "n3", "n4"],
-        86400.0,
-        True,
-    )
-    assert (info.preempt_mode, info.grace_s, info.exclusive, info.max_nodes) == ("REQUEUE", 10.0, True, None)
-    assert info.min_nodes == 2
-    assert (info.allow_accounts, info.deny_accounts, info.allow_qos, info.allow_groups) == ([], [], ["low"], ["ml"])
+def test_gpus_in_use_come_from_tres_where_they_tell() -> None:
+    counted = {"cpu": 1, "gres/gpu": 3, "gres/gpu:a100": 3}
+    node = SimpleNamespace(**NODE | {"allocated_tres": counted, "configured_gres": {"gpu:a100": 4}})
+    assert pyslurm_rows.gpus_of_jobs([SimpleNamespace(state="RUNNING")], [node]) == {}, "no job is asked"
+    info = parse.node(pyslurm_rows.node(node, {}))
+    assert (info.gpus_used, info.gpu_types, info.gpu_types_used) == (3, {"a100": 4}, {"a100": 3})

@@ -34,18 +34,13 @@ GPU = PartitionInfo(partition="gpu", nodes=["n1"])
         (checks.head_address("10.77.0.3", True, True), Level.OK, "10.77.0.3"),
         (checks.head_address("127.0.1.1", True, True), Level.FAIL, "127.0.1.1 is loopback"),
         (checks.head_address(None, True, False), Level.FAIL, "no network address"),
-        (checks.agents(["job 12 runs on n3"]), Level.FAIL, "job 12 runs on n3"),
         (checks.slurm_version(config(slurm_version="20.11.9")), Level.WARN, "20.11.9"),
         (checks.scheduler(config(backfill_interval_s=120)), Level.WARN, "120 s"),
-        (checks.priority(config(), 100_000), Level.OK, "nice 100000"),
         (checks.priority(multifactor(Age=1000, QOS=99_000), 100_000), Level.WARN, "nice 100001 (configured: 100000"),
-        (checks.priority(multifactor(Age=1000), 100_000), Level.WARN, "nice 100000:"),
         (checks.priority(multifactor(), 100_000), Level.WARN, "weights: none; no --nice is large enough"),
         (checks.private_data(config(private_data=["jobs"])), Level.WARN, "jobs"),
         (checks.private_data(config(private_data=["nodes"])), Level.FAIL, "nodes"),
-        (checks.clock(-30.0), Level.WARN, "-30.0 s"),
         (checks.clock(None), Level.WARN, "not known"),
-        (checks.state_folder("/s", "nfs4", True), Level.OK, "nfs4"),
         (checks.state_folder("/s", None, True), Level.WARN, "local"),
         (checks.runtime_folder("/r", "nfs"), Level.FAIL, "nfs"),
         (checks.store(None, False), Level.FAIL, "no redis-server"),
@@ -58,21 +53,16 @@ def test_verdicts(check: Check, level: Level, words: str) -> None:
     assert check.fix or level is Level.OK
 
 
-@pytest.mark.parametrize(
-    ("partitions", "named", "allowed", "levels"),
-    [
+def test_what_may_be_harvested() -> None:
+    for partitions, named, allowed, levels in (
         ([LOW, GPU], [], False, {"harvest low": Level.OK}),
         ([GPU], [], False, {"harvest": Level.WARN}),
         ([GPU], ["gpu"], False, {"harvest gpu": Level.WARN}),
         ([GPU], ["gone"], True, {"harvest": Level.FAIL}),
         ([PartitionInfo(partition="s", nodes=[], preempt_mode="SUSPEND")], ["s"], False, {"harvest s": Level.FAIL}),
         ([PartitionInfo(partition="d", nodes=[], up=False)], ["d"], False, {"harvest d": Level.WARN}),
-    ],
-)
-def test_what_may_be_harvested(
-    partitions: list[PartitionInfo], named: list[str], allowed: bool, levels: dict[str, Level]
-) -> None:
-    assert {c.name: c.level for c in checks.partitions(cluster(*partitions), named, allowed, {})} == levels
+    ):
+        assert {c.name: c.level for c in checks.partitions(cluster(*partitions), named, allowed, {})} == levels
 
 
 def test_a_qos_for_harvest_jobs_that_nobody_preempts_is_told() -> None:

@@ -60,13 +60,6 @@ def test_nothing_is_wrong_in_a_whole_log() -> None:
     [
         ([START, change("absorb", 1, 3, 4, "2")], "generation 1 comes behind 1"),
         ([START, change("release", 2, 2, 4, "", "5")], "n5 left and was no member"),
-        ([START, change("absorb", 2, 4, 4, "2")], "4 members are told of, and there are 3: n0, n1, n2"),
-        ([START, change("absorb", 2, 2, 4, "2", "1")], "it takes nobody out, and n1 left"),
-        ([change("absorb", 1, 1, 0, "0")], "no member was there"),
-        (
-            [START, change("absorb", 2, 3, 7, "2"), change("eject", 3, 2, 6, "", "2")],
-            "though a member had the state of step 7",
-        ),
         (
             [START, SAVED, change("eject", 2, 1, 7, "", "1")],
             "it begins at step 7, though a member had the state of step 8",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 import pytest
 
@@ -42,26 +40,6 @@ def test_a_delay_lasts_until_our_node_is_free() -> None:
     (over,) = soon.note(poll(NOW + 3, job("2", "RUNNING", start_at=NOW + 1)), {})
     assert over.waited_s == 0.5
     assert stored(delays).report(NOW + 99) == delays.report(NOW + 99) == DelayReport(jobs=1, p95_s=5.0, max_s=5.0)
-
-
-OURS = {"name": "a", "end_at": NOW + 6}
-
-
-@pytest.mark.parametrize(
-    ("number", "state", "more"),
-    [
-        *(("7", state, OURS) for state in ("SUSPENDED", "CONFIGURING", "STOPPED", "REQUEUED")),
-        *(("1", state, {"start_at": NOW + 1}) for state in ("REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")),
-    ],
-)
-def test_a_job_of_ours_that_is_not_over_and_one_that_was_put_back_end_no_delay(
-    number: str, state: str, more: dict[str, Any]
-) -> None:
-    delays, waiting = Delays(polled_at=NOW), job("1", "PENDING", submit_at=NOW)
-    delays.note(poll(NOW + 5, waiting), {"1": A})
-    shown = {"1": waiting, number: job(number, state, **more)}
-    (over,) = delays.note(poll(NOW + 10, *shown.values()), {})
-    assert over.waited_s == 10.0
 
 
 def test_all_delays_count_and_the_longest_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

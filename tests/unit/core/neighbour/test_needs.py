@@ -14,23 +14,13 @@ from fallow.model import AllocationKind, JobInfo, RunSpec
 from neighbours import FOUR, PENDING, THREE, TIERS, given_back, held, standing
 
 
-def test_the_newest_go_and_idle_nodes_count() -> None:
-    found = standing(FOUR, [waits("1", 3)], THREE)
-    assert given_back(found) == ["n3", "n2"]
-    assert found.give_backs[0].reason == "job 1 of alice waits for a node"
-    assert found.kept_nodes == {"p": {"n2", "n3", "n4"}}
-    assert found.delayed_jobs == {"1": {"ours-n2", "ours-n3"}}
-
-
 @pytest.mark.parametrize(
     "job",
     [
         waits("1", 5),
         waits("1", 2, reason="QOSMaxJobsPerUserLimit"),
         waits("1", 2, reason="JobHeldUser", priority=0),
-        waits("1", 2, eligible_at=NOW + 60),
         waits("1", 2, required_nodes=["n9"]),
-        waits("1", 2, time_limit_s=7201.0),
         waits("1", 2, reservation="exam"),
         waits("1", 2, array_job_id="1", array_tasks="4-9%1"),
     ],
@@ -151,14 +141,6 @@ def test_jobs_of_ours_with_normal_priority_that_wait_are_others_to_what_was_pick
         assert (given_back(found), found.kept_nodes) == (["n3"], {"p": {"n3", "n4"}}), "what it needs and no more"
     base.asked_at = NOW - 1
     assert standing(FOUR, [job], [*THREE, base]) == ExternalDemand(), "it is being cancelled"
-
-
-def test_a_hurried_job_takes_no_node_of_its_own_run() -> None:
-    hurried = held("fast", 0, PENDING, hurried=True)
-    job = waits("1", name=hurried.token, user="me")
-    assert given_back(standing(FOUR[:3], [job], [*THREE, hurried])) == [], "the run would have no more than before"
-    hurried.run = "other"
-    assert given_back(standing(FOUR[:3], [job], [*THREE, hurried])) == ["n3"]
 
 
 def test_thousands_that_wait_in_another_partition_hide_nobody() -> None:

@@ -8,7 +8,6 @@ from msgspec.structs import replace
 from builders import NOW, node, partition, runs, waits
 from fallow.core.neighbour.needs import assess
 from fallow.core.neighbour.watch import Manners, Watch
-from fallow.model import JobInfo
 from neighbours import FOUR, PENDING, RELEASING, THREE, TIERS, cluster, given_back, held, standing
 
 
@@ -47,30 +46,25 @@ def test_whom_slurm_makes_room_for_by_itself() -> None:
     assert found.delayed_jobs == {"1": {"ours-n2", "ours-n3"}}, "it has to wait for the grace"
 
 
-@pytest.mark.parametrize(
-    ("job", "ago_s", "given"),
-    [
+def test_who_preempts_at_the_same_time_as_another_gets_a_node_from_us() -> None:
+    """Both may count on the same node; the one that does not get it does not preempt again for a while."""
+    for job, ago_s, given in (
         (waits("2", partition="normal"), 3.0, ["n3", "n2"]),
         (waits("2", partition="normal"), 101.0, []),
         (waits("2", partition="aside"), 3.0, ["n3"]),
-    ],
-)
-def test_who_preempts_at_the_same_time_as_another_gets_a_node_from_us(
-    job: JobInfo, ago_s: float, given: list[str]
-) -> None:
-    """Both may count on the same node; the one that does not get it does not preempt again for a while."""
-    partitions = [*TIERS, partition("aside", ["n1", "n2"], priority_tier=10)]
-    ours = [held("n1", 300), held("n2", 200), held("n3", 100, RELEASING)]
-    jobs = [waits("1", partition="normal"), job]
-    going = runs("93", ["n3"], name="ours-n3", preempt_at=NOW - ago_s)
-    seen = cluster(FOUR[:3], [*jobs, going], ours[:2], partitions=partitions)
-    found = assess(seen, ours)
-    assert given_back(found) == given
-    assert ("n2" in found.kept_nodes.get("p", ())) == ("n2" in given), "nor is it asked for again before that"
-    # Its node goes to the first job, and its job is over.
-    over = [jobs[1], runs("1", ["n3"]), replace(going, state="COMPLETED")]
-    seen = cluster(FOUR[:3], over, ours[:2], partitions=partitions)
-    assert given_back(assess(seen, ours[:2], former=["ours-n3"])) == [name for name in given if name != "n3"]
+    ):
+        partitions = [*TIERS, partition("aside", ["n1", "n2"], priority_tier=10)]
+        ours = [held("n1", 300), held("n2", 200), held("n3", 100, RELEASING)]
+        jobs = [waits("1", partition="normal"), job]
+        going = runs("93", ["n3"], name="ours-n3", preempt_at=NOW - ago_s)
+        seen = cluster(FOUR[:3], [*jobs, going], ours[:2], partitions=partitions)
+        found = assess(seen, ours)
+        assert given_back(found) == given
+        assert ("n2" in found.kept_nodes.get("p", ())) == ("n2" in given), "nor is it asked for again before that"
+        # Its node goes to the first job, and its job is over.
+        over = [jobs[1], runs("1", ["n3"]), replace(going, state="COMPLETED")]
+        seen = cluster(FOUR[:3], over, ours[:2], partitions=partitions)
+        assert given_back(assess(seen, ours[:2], former=["ours-n3"])) == [name for name in given if name != "n3"]
 
 
 def test_where_qos_decide_slurm_makes_room_for_jobs_of_some_alone() -> None:

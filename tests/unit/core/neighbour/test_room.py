@@ -43,27 +43,6 @@ def test_reservations() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "small", "kept"),
-    [
-        (node("n1", "DOWN"), {}, {"n2"}),
-        (node("n1", "IDLE", "DRAIN"), {}, {"n2"}),
-        (node("n1", "IDLE", "COMPLETING"), {}, {"n3"}),
-        # Beside bob's job:
-        (node("n1", "MIXED", cpus_used=2), {"cpus_per_node": 3}, {"n3"}),
-        (node("n1", "MIXED", cpus_used=0), {"cpus_per_node": 1}, {"n3"}),  # the client does not say
-        (node("n1", "MIXED", cpus_used=2, memory_used_mb=3000), {"memory_mb_per_node": 2000}, {"n3"}),
-        (node("n1", "MIXED", cpus_used=2, gpus=4, gpus_used=2), {"gpus_per_node": 2}, {"n1"}),
-    ],
-)
-def test_what_is_free_of_a_node(first: NodeInfo, small: dict[str, Any], kept: set[str]) -> None:
-    """The second node is ours, the third one is idle in all cases but one."""
-    nodes = [first, node("n2", "ALLOCATED"), node("n3", "DOWN" if kept == {"n2"} else "IDLE")]
-    bobs = [runs("5", ["n1"], exclusive=False)] if first.state == "MIXED" else []
-    job = waits("1", exclusive=not small, **small)
-    assert standing(nodes, [job, *bobs], [held("n2")]).kept_nodes.get("p", set()) == kept
-
-
-@pytest.mark.parametrize(
     ("one", "other", "together"),
     [
         ({"memory_mb_per_node": 2000}, {"memory_mb_per_node": 2001}, False),

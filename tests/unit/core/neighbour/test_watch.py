@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,20 +55,15 @@ def test_nodes_are_kept_for_a_job_until_slurm_has_looked_and_then_not_for_a_whil
     assert len(site.until(LICENSED, 2 * POLL_S)) == 5, "whatever kept them from starting may be over"
 
 
-@pytest.mark.parametrize(
-    ("interval_s", "parameters", "cycle_s"),
-    [
+def test_slurm_is_given_as_long_as_a_cycle_of_its_backfill_may_last() -> None:
+    for interval_s, parameters, cycle_s in (
         (30.0, "bf_interval=30,bf_max_time=600", 630.0),
         (5.0, "bf_interval=5,bf_max_time=10", LOOKS_AGAIN_S),
-    ],
-)
-def test_slurm_is_given_as_long_as_a_cycle_of_its_backfill_may_last(
-    interval_s: float, parameters: str, cycle_s: float
-) -> None:
-    site = Site(1, config(backfill_interval_s=interval_s, scheduler_parameters=parameters))
-    site.poll([waits("1")])
-    assert site.until([waits("1")], CYCLES * cycle_s) == {"n0"}
-    assert site.until([waits("1")], 2 * POLL_S) == set()
+    ):
+        site = Site(1, config(backfill_interval_s=interval_s, scheduler_parameters=parameters))
+        site.poll([waits("1")])
+        assert site.until([waits("1")], CYCLES * cycle_s) == {"n0"}
+        assert site.until([waits("1")], 2 * POLL_S) == set()
 
 
 def test_a_job_array_whose_elements_start_is_not_passed_over() -> None:

@@ -11,7 +11,7 @@ from fallow.core.allocations import Allocation
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.plan import Action
 from fallow.core.planning.rules import Demand, HarvestRules
-from fallow.core.planning.share import Worth, linear, values
+from fallow.core.planning.share import Worth, values
 from fallow.core.planning.withdrawals import Withdraw
 from fallow.model import AllocationState, ClusterState, JobInfo
 from planning import actions, asked, planned
@@ -74,16 +74,6 @@ def test_requests_ahead_keep_nobody_from_asking_for_what_is_idle() -> None:
         (busy(), [], replace(few, max_waiting=3), [True] * 3),
     ):
         assert [ask.ahead for ask in asked(state, [Demand("r", 9)], mine, rules)] == wanted
-
-
-def test_a_run_that_loses_nodes_by_a_plan_asks_for_none_ahead_in_it() -> None:
-    """Slurm would give it the very nodes back, poll by poll."""
-    one = Worth(linear(64), base=1)
-    mine, ours = zip(*(held("old", f"h{i}", f"m{i}") for i in range(5)), strict=True)
-    state = preempting([*TAKEN, *(node(f"m{i}", "ALLOCATED") for i in range(5))], [*THEIRS, *ours])
-    found = planned(state, [Demand("old", 5, worth=one), Demand("new", 5, worth=one)], mine, AHEAD)
-    assert found.give_backs, "a node is moved"
-    assert {ask.run for ask in found.asks} == {"new"}
 
 
 def test_nobody_waits_ahead_for_fewer_nodes_than_the_next_stair_takes() -> None:

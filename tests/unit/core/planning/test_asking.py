@@ -15,7 +15,7 @@ from fallow.core.planning.rules import Demand, HarvestRules, Known
 from fallow.core.planning.share import Worth, linear
 from fallow.core.planning.unstarted import Unstarted
 from fallow.core.planning.withdrawals import Withdraw
-from fallow.model import ClusterState, NodeInfo
+from fallow.model import ClusterState
 from planning import actions, asked, planned
 
 RULES = HarvestRules(max_pending=64)
@@ -98,9 +98,8 @@ RACKS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("nodes", "kind", "excluded"),
-    [
+def test_only_nodes_that_the_run_can_use_and_the_others_by_name_to_slurm() -> None:
+    for nodes, kind, excluded in (
         (CPUS, Kind(arch="x86_64"), [("arm",)] * 2),
         (GPUS, Kind(gpus=4), [()] * 2),
         (UNLIKE, Kind(gpus=4, gpu_type="a100"), [()]),
@@ -109,13 +108,9 @@ RACKS = [
         (RACKS, Kind(constraint="ib"), [()] * 2),
         (RACKS, Kind(constraint="[rack1*2&rack2*4]"), [()] * 2),
         (RACKS, Kind(constraint="gone"), []),
-    ],
-)
-def test_only_nodes_that_the_run_can_use_and_the_others_by_name_to_slurm(
-    nodes: list[NodeInfo], kind: Kind, excluded: list[tuple[str, ...]]
-) -> None:
-    found = asked(preempting(nodes), [Demand("r", 3, kind=kind)], [], RULES)
-    assert [ask.exclude for ask in found] == excluded
+    ):
+        found = asked(preempting(nodes), [Demand("r", 3, kind=kind)], [], RULES)
+        assert [ask.exclude for ask in found] == excluded
 
 
 def test_a_node_that_the_first_run_does_without_is_for_the_next_one() -> None:

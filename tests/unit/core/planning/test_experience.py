@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from builders import allocation, gpu_node, preempting
+from builders import NOW, allocation, cluster, gpu_node, preempting
 from fallow.core.accounting.backoff import Asker
 from fallow.core.planning.learner import Learner
 from fallow.core.planning.rules import HarvestRules
@@ -24,3 +24,11 @@ def test_nodes_that_come_at_once_are_counted_and_count_less_with_time() -> None:
     assert at_once(60.0, "n1", ours=("n2", "n5", "n6", "n7")) == 3.0, "those that a request waited for, too"
     assert at_once(90.0, "n1", "n8", ours=("n2", "n5", "n6", "n7")) == pytest.approx(3.0, rel=0.01)
     assert at_once(3660.0, "n1", "n8") == 1.5
+
+
+def test_each_start_is_taken_note_of_once() -> None:
+    learner, job = Learner(), allocation("t", start_at=NOW, active_at=NOW + 9.0)
+    for at in (NOW - 5.0, NOW + 30.0, NOW + 60.0):
+        mine = [(job, Asker())] if at > NOW else []
+        learner.take_in(cluster([], at=at), mine, HarvestRules(), at)
+    assert len(learner.known.experience.starts) == 1

@@ -23,6 +23,13 @@ def learned(shards: int, times: dict[int, float], shard_s: float | None = None) 
     return curve
 
 
+def test_measured_sizes_are_met_and_the_others_follow_the_shape_between_them() -> None:
+    times = {1: 33.0, 4: 9.0, 16: 3.0}
+    found = dict(speeds(learned(32, times), 32, 1, 32))
+    assert [found[workers] for workers in times] == pytest.approx([1.0 / step_s for step_s in times.values()])
+    assert found[4] < found[8] < found[16] < found[32] < 2 * found[16]
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     times=st.dictionaries(st.integers(1, 64), st.floats(0.01, 100), max_size=8),

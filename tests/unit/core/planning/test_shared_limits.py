@@ -13,7 +13,7 @@ from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind
 from fallow.core.planning.rules import Demand
 from fallow.core.planning.shared_limits import Reserve, Room, capped, fills, waits_for_limit, yielded
-from fallow.model import AllocationState, ClusterState, JobInfo, LimitView, OwnerView, ShareView
+from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo, LimitView, OwnerView, ShareView
 
 ME = Asker("lab", "idle")
 NAMES = [f"n{i}" for i in range(40)]
@@ -79,6 +79,9 @@ def test_who_waits_for_a_limit_of_the_group_gets_what_the_job_needs_of_us() -> N
     assert [wish.token for wish in found.give_back] == [token(3), token(2)], "the newest first"
     assert all(wish.urgent for wish in found.give_back)
     assert found.give_back[0].reason == "job 9 of bob waits for AssocGrpNodeLimit"
+    base = held(1, kind=AllocationKind.BASE)
+    shown = ours(1, comment=token(1), name="train", partition="normal", qos="normal")
+    assert yielded(cluster(job, shown), [base], {"r": Asker()}).most == {"r": 0}, "a base job in the account counts"
     (demand,) = capped([Demand("r", 5)], [found])
     assert (demand.nodes, demand.renew) == (0, False)
 
@@ -182,10 +185,3 @@ def test_what_reaches_into_the_reserve_is_given_back_requests_first_then_the_new
     assert found.most == {"r": -3}
     assert [wish.token for wish in found.give_back] == [token(5), token(4)]
     assert capped([Demand("r", 5)], [found]) == [Demand("r", -3)]
-
-
-def test_a_node_that_is_asked_for_again_counts_once() -> None:
-    owner = told(("account lab", "GrpJobs", 20.0, 0.0))
-    successor = held(2, AllocationState.PENDING, replaces=token(1), pinned="n1")
-    found = room(owner, ours(1), ours(2, "PENDING"), allocations=(held(1), successor))
-    assert found.most == {"r": 14} and found.renews

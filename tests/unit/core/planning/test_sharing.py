@@ -17,7 +17,7 @@ from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.core.planning.share import Worth, values
 from fallow.core.planning.withdrawals import Withdraw
 from fallow.model import ClusterState
-from planning import actions, asked, planned
+from planning import actions, asked
 
 RULES = HarvestRules()
 
@@ -104,14 +104,6 @@ def test_a_held_node_goes_to_a_run_that_has_it_through_another_partition() -> No
     assert wishes and all(isinstance(w, GiveBack) for w in wishes)
     full = HarvestRules(max_pending=100, partition_nodes={"q": 0})
     assert actions(site.cluster(), demands, site.mine, full) == []
-
-
-def test_a_budget_for_one_node_is_no_reason_to_aim_at_eight() -> None:
-    site = Site(10, 0)
-    poor = Demand(run="a", nodes=8, worth=Worth(curve(64)), budget_node_s=150.0)
-    found = planned(site.cluster(), [poor], [], HarvestRules(min_minutes=2))
-    assert found.targets == {"a": 1}
-    assert [ask.minutes for ask in found.asks] == [2]
 
 
 @settings(max_examples=150, deadline=None)

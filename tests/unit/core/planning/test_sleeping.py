@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from builders import gpu_node, preempting, request
+from builders import gpu_node, preempting, request, runs
 from fallow.core.accounting.prices import Prices, WakePrice
 from fallow.core.holes import find_holes
 from fallow.core.kinds import Kind
@@ -22,6 +22,12 @@ def test_no_request_can_be_given_a_node_that_sleeps(flag: str) -> None:
     asleep = [gpu_node("n2", "IDLE", flag), gpu_node("n3", "IDLE", "CLOUD", flag)]
     state = preempting([gpu_node("n1"), *asleep, gpu_node("n4", "IDLE", "CLOUD")])
     assert [ask.exclude for ask in asked(state, [Demand("r", 4)], [], RULES)] == [("n2", "n3")] * 2
+
+
+def test_requests_that_wait_for_nodes_of_others_leave_sleeping_nodes_out_too() -> None:
+    nodes = [gpu_node("n1", "ALLOCATED"), gpu_node("n2", "IDLE", "POWERED_DOWN")]
+    found = asked(preempting(nodes, [runs("7", ["n1"])]), [Demand("r", 4)], [], RULES)
+    assert [(ask.ahead, ask.exclude) for ask in found] == [(True, ("n2",))] * 2
 
 
 ASLEEP = gpu_node("n2", "IDLE", "POWERING_DOWN")

@@ -5,14 +5,12 @@ from __future__ import annotations
 import shlex
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fallow.core.holes import Part
 from fallow.core.submission.prepare import Submission, plan
-from fallow.core.submission.sbatch import captured_environment, harvest_options, job_environment
+from fallow.core.submission.sbatch import base_options, captured_environment, harvest_options, job_environment
 from fallow.core.submission.sbatch_line import CommandLine, in_force, parse_nodes, refuse, split
-from fallow.core.submission.sbatch_table import BY_LONG, OPTIONS, Reach, Value
+from fallow.core.submission.sbatch_table import BY_LONG, Reach
 from fallow.core.submission.script import parse_script
 from fallow.model import AllocationKind, Exit, FallowError, RunSpec
 
@@ -21,9 +19,8 @@ def canonical(line: CommandLine) -> list[list[str]]:
     return [[given.canonical for given in part] for part in line.components]
 
 
-@pytest.mark.parametrize(
-    ("line", "options", "script", "args"),
-    [
+def test_what_only_sbatch_reads_so_is_split_as_sbatch_does() -> None:
+    for line, options, script, args in (
         (["--partit=x", "a.sh"], [["--partition=x"]], "a.sh", ()),
         (["-Hvv", "a.sh"], [["--hold", "--verbose", "--verbose"]], "a.sh", ()),
         (["-HN", "2", "a.sh"], [["--hold", "--nodes=2"]], "a.sh", ()),
@@ -31,14 +28,10 @@ def canonical(line: CommandLine) -> list[list[str]]:
         (["a.sh", "-N2", "--", "x"], [[]], "a.sh", ("-N2", "--", "x")),
         (["-J", "-x", "a.sh"], [["--job-name=-x"]], "a.sh", ()),
         (["-N1", "-C", "a", ":", "-N2", "a.sh", "b"], [["--nodes=1", "--constraint=a"], ["--nodes=2"]], "a.sh", ("b",)),
-    ],
-)
-def test_what_only_sbatch_reads_so_is_split_as_sbatch_does(
-    line: list[str], options: list[list[str]], script: str | None, args: tuple[str, ...]
-) -> None:
-    found = split(line)
-    assert canonical(found) == options
-    assert (found.script, found.args) == (script, args)
+    ):
+        found = split(line)
+        assert canonical(found) == options
+        assert (found.script, found.args) == (script, args)
 
 
 @pytest.mark.parametrize(
@@ -55,48 +48,6 @@ def test_says_what_is_wrong_with_an_option(line: list[str], message: str) -> Non
     with pytest.raises(FallowError, match=message) as caught:
         split(line)
     assert caught.value.code is Exit.USAGE
-
-
-VALUES = st.text(min_size=1, max_size=8).filter(lambda text: text != ":")
-
-
-@st.composite
-def command_lines(draw: st.DrawFn) -> tuple[list[str], list[list[str]]]:
-    """Words, and what they must come out as, drawn from the table itself."""
-    argv: list[str] = []
-    wanted: list[list[str]] = [[]]
-    for _ in range(draw(st.integers(0, 8))):
-        if draw(st.integers(0, 9)) == 0:
-            argv.append(":")
-            wanted.append([])
-            continue
-        option = draw(st.sampled_from(OPTIONS))
-        name = {"tasks-per-node": "ntasks-per-node"}.get(option.long, option.long)
-        short = bool(option.short) and draw(st.booleans())
-        shown = f"-{option.short}" if short else f"--{option.long}"
-        if option.value is Value.NONE or (option.value is Value.OPTIONAL and draw(st.booleans())):
-            argv.append(shown)
-            wanted[-1].append(f"--{name}")
-        else:
-            value = draw(VALUES)
-            if option.value is Value.REQUIRED and draw(st.booleans()):
-                argv.extend([shown, value])
-            else:
-                argv.append(f"{shown}{value}" if short else f"{shown}={value}")
-            wanted[-1].append(f"--{name}={value}")
-    return argv, wanted
-
-
-@given(command_lines(), st.lists(st.text(max_size=6).filter(lambda t: t != ":"), max_size=3))
-def test_every_way_of_writing_an_option_means_the_same(
-    line: tuple[list[str], list[list[str]]], args: list[str]
-) -> None:
-    argv, wanted = line
-    parsed = split([*argv, "script.sh", *args])
-    assert canonical(parsed) == wanted
-    assert (parsed.script, list(parsed.args)) == ("script.sh", args)
-    again = split([word for i, part in enumerate(wanted) for word in ([":"] if i else []) + part] + ["script.sh"])
-    assert again.components == parsed.components
 
 
 def test_nodes() -> None:
@@ -121,9 +72,8 @@ def planned(argv: list[str], text: str = "#!/bin/sh\nfallow run -- x\n", **envir
     return plan(split(argv), parse_script(text, "job.sh"), environ=environ, cwd="/home/u", umask=0o22, now=1.0)
 
 
-@pytest.mark.parametrize(
-    ("argv", "header", "limits", "size"),
-    [
+def test_limits_of_the_run_and_size_of_the_base_job() -> None:
+    for argv, header, limits, size in (
         (["--nodes=2:8"], "", (2, 8), "--nodes=2"),
         ([], "#FALLOW nodes=2:8", (2, 8), "--nodes=2"),
         ([], "#SBATCH -N4\n#FALLOW nodes=2:8", (2, 8), None),
@@ -131,16 +81,12 @@ def planned(argv: list[str], text: str = "#!/bin/sh\nfallow run -- x\n", **envir
         (["--fallow=nodes=1:5"], "#FALLOW nodes=2:8", (1, 5), "--nodes=1"),
         (["-n8", "--ntasks-per-node=4"], "", (2, 2), None),
         (["-N1", ":", "--nodes=2:5"], "", (3, 6), "--nodes=1"),
-    ],
-)
-def test_limits_of_the_run_and_size_of_the_base_job(
-    argv: list[str], header: str, limits: tuple[int, int], size: str | None
-) -> None:
-    made = planned([*argv, "job.sh"], f"#!/bin/sh\n{header}\nfallow run -- x\n")
-    assert (made.spec.min_nodes, made.spec.max_nodes) == limits
-    options = made.options("t", {})
-    assert next((word for word in options if word.startswith("--nodes")), None) == size
-    assert not any(word.startswith("--fallow") for word in options)
+    ):
+        made = planned([*argv, "job.sh"], f"#!/bin/sh\n{header}\nfallow run -- x\n")
+        assert (made.spec.min_nodes, made.spec.max_nodes) == limits
+        options = made.options("t", {})
+        assert next((word for word in options if word.startswith("--nodes")), None) == size
+        assert not any(word.startswith("--fallow") for word in options)
 
 
 def test_a_base_job_that_leaves_no_room_to_grow_says_so_and_one_outside_of_the_limits_is_refused() -> None:
@@ -166,6 +112,12 @@ def test_the_base_job_is_the_users_own_with_the_token_in_its_comment() -> None:
     assert planned(["job.sh"]).options("r1.0", EXPORTED) == ["--comment=r1.0", "--no-requeue"]
     components = planned(["-N1", "--comment=x", ":", "-N2", "job.sh"]).options("t", {})
     assert components.count("--comment=x t") == 2, "in every component"
+
+
+def test_submitting_the_base_job_again() -> None:
+    made = planned(["--nodes=2:4", "--wait", "-d", "afterok:1", "--export=NONE", "--comment=c", "job.sh"])
+    again = base_options(made.spec.sbatch_options, token="t", exported={"FALLOW_RUN": "r"})
+    assert again == ["--nodes=2", "--comment=c t", "--no-requeue", "--export=FALLOW_RUN"]
 
 
 def spec(*options: str) -> RunSpec:
@@ -249,8 +201,9 @@ def test_options_from_sbatchs_environment_reach_harvest_jobs() -> None:
     assert made.spec.harvest_options == ["--account=acc"]
     assert made.spec.harvest_account == ""
     assert planned(["--fallow=harvest-account=spare", "job.sh"]).spec.harvest_account == "spare"
-    with pytest.raises(FallowError, match="--array cannot"):
-        planned(["job.sh"], SBATCH_ARRAY_INX="1-2")
+    for name, value in (("SBATCH_ARRAY_INX", "1-2"), ("SBATCH_CLUSTERS", "other"), ("SLURM_CLUSTERS", "other")):
+        with pytest.raises(FallowError, match=r"--(array|clusters) cannot"):
+            planned(["job.sh"], **{name: value})
 
 
 def test_a_harvest_jobs_environment_is_the_users_and_no_other_jobs() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from fallow.core.submission.schedule import Action, parse_schedule
-from fallow.local.driver import name_of
 from fallow.model import Exit, FallowError
 
 
@@ -42,16 +41,3 @@ def test_errors_point_at_the_bad_item(text: str, message: str) -> None:
     with pytest.raises(FallowError, match=message) as caught:
         parse_schedule(text, 2)
     assert caught.value.code is Exit.USAGE
-
-
-@pytest.mark.parametrize(
-    ("command", "name"),
-    [
-        (["python", "train.py", "--lr", "1"], "train"),
-        (["python", "-m", "pkg.train"], "pkg.train"),
-        (["python", "-u", "my train.py"], "my-train"),
-        (["python", "-"], "python"),
-    ],
-)
-def test_a_local_run_is_named_after_its_script(command: list[str], name: str) -> None:
-    assert name_of(command) == name

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.core.training.audit import Done, Fed, Record, Start, audit
-from fallow.core.training.shards import duties, make_layout, mix, shard_crc
+from fallow.core.training.shards import duties, lone, make_layout, mix, shard_crc
 from fallow.core.training.shares import divide
 from fallow.model import FallowError
 
@@ -86,18 +86,19 @@ def history() -> list[Record]:
 TWO = {1: 0, 2: 2}
 
 
-@pytest.mark.parametrize(
-    ("records", "generations", "steps", "counted"),
-    [
+def test_samples_are_counted_as_consumed_lost_or_duplicated() -> None:
+    for records, generations, steps, counted in (
         (history(), TWO, 3, (24, 0, 0)),
         (history(), {**TWO, 3: 3}, 3, (24, 0, 0)),  # one that computed nothing owns nothing
         ([record for record in history() if record != fed(1, 1, 1)], TWO, 3, (20, 4, 0)),
         (history(), TWO, 4, (24, 8, 0)),  # a step without any record
         ([*history(), fed(2, 2, 0)], TWO, 3, (24, 0, 4)),
-    ],
-)
-def test_samples_are_counted_as_consumed_lost_or_duplicated(
-    records: list[Record], generations: dict[int, int], steps: int, counted: tuple[int, int, int]
-) -> None:
-    report = audit(records, generations, steps, 8)
-    assert (report.consumed, report.lost, report.duplicated) == counted
+    ):
+        report = audit(records, generations, steps, 8)
+        assert (report.consumed, report.lost, report.duplicated) == counted
+
+
+def test_who_computes_one_shard_each_is_known_by_the_full_step() -> None:
+    assert lone(2, 3, (6, 2)) == (0.75, 0.25, 0.0)
+    assert lone(3, 2, (5,)) == (), "a partial step of a run in which members compute several"
+    assert len(lone(2, 2)) == 2, "one who has left does not weigh, but speaks alike"

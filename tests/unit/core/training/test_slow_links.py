@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fallow.core.training.slow_links import Finding, Member, SlowLinks
 
@@ -83,28 +81,3 @@ def test_of_two_members_the_younger_harvested_one_goes_if_the_other_alone_was_me
 )
 def test_no_link_is_suspected_where_another_reason_explains_the_step(members: list[Member], step_s: float) -> None:
     assert observe_for(SlowLinks(), members, step_s, 300) is None
-
-
-@given(st.integers(2, 6), st.data())
-def test_a_finding_always_promises_a_gain(nodes: int, data: st.DataObject) -> None:
-    """Whatever the members tell."""
-    names = [f"n{number}" for number in range(nodes)]
-    links = SlowLinks()
-    for _ in range(6):
-        members = [
-            Member(
-                node=name,
-                index=number,
-                harvested=data.draw(st.booleans()),
-                pace_s=data.draw(st.floats(0.0, 1.0)),
-                busy_links=data.draw(
-                    st.dictionaries(st.sampled_from([*names, "stranger"]), st.floats(0.0, 1.0), max_size=4)
-                ),
-            )
-            for number, name in enumerate(names)
-        ]
-        step_s = data.draw(st.floats(0.001, 100.0))
-        found = links.observe(members, generation=1, shards=SHARDS, step_s=step_s, lasted_s=30.0)
-        if found is not None:
-            assert found.node in names
-            assert found.without_s * 1.1 <= found.step_s == step_s
