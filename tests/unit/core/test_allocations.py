@@ -10,7 +10,7 @@ from builders import NOW, allocation, job, request
 from fallow.core.accounting.spans import follow
 from fallow.core.allocations import Agent, observe, preempted_until
 from fallow.core.states import ENDED_STATES
-from fallow.model import AllocationKind, AllocationState, JobInfo
+from fallow.model import AllocationState, JobInfo
 
 
 def ours(job_id: str, state: str, **more: Any) -> JobInfo:
@@ -57,17 +57,6 @@ def test_a_job_that_has_its_nodes_does_not_wait(state: str) -> None:
     assert mine.state is AllocationState.RUNNING
     assert follow(mine, [shown], NOW, {"n1": 4}, ENDED_STATES)
     assert mine.spans["7"].nodes == {"n1": 4}
-
-
-def test_a_heterogeneous_job_is_one_allocation() -> None:
-    mine = allocation("tok", AllocationState.UNKNOWN, kind=AllocationKind.BASE, partition="")
-    shared = {"name": "mine", "het_job_id": "10", "comment": "tok"}
-    parts = [
-        ours("11", "RUNNING", nodes=["n2"], end_at=NOW + 60, **shared),
-        ours("10", "RUNNING", nodes=["n1"], end_at=NOW + 90, **shared),
-    ]
-    observe(mine, parts, NOW, 30)
-    assert (mine.job_id, mine.nodes, mine.end_at) == ("10", ["n1", "n2"], NOW + 60)
 
 
 def test_a_job_whose_nodes_boot_has_not_started() -> None:

@@ -9,7 +9,7 @@ from builders import cluster as poll_of
 from builders import job, node, partition, site
 from fallow.core.checks import site as checks
 from fallow.core.checks.site import Level
-from fallow.core.neighbour.permission import MAX_NICE, Visibility, needed_nice, nice_for, refusals
+from fallow.core.neighbour.permission import Visibility, needed_nice, nice_for, refusals
 from fallow.model import ClusterConfig, ClusterState, JobInfo, PartitionInfo
 from fallow.slurm import parse
 
@@ -56,22 +56,6 @@ def test_weights_bound_priorities_only_where_factors_are_normalized(lines: str, 
     assert nice_for(config, 100_000) == 100_000
     found = refused(cluster(), config)
     assert (words in found.get("plain", "")) and bool(found) == bool(words)
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (site(priority_type="priority/multifactor", priority_weights={"Age": 1000}), ""),
-        (site(priority_type="priority/multifactor"), "the older job goes first"),
-        (site(priority_type="priority/multifactor", priority_weights={"QOS": MAX_NICE}), "weights add up to"),
-    ],
-)
-def test_where_no_nice_helps_nothing_is_harvested_unless_slurm_preempts(config: ClusterConfig, words: str) -> None:
-    state = cluster(PLAIN, replace(LOW, priority_tier=1))
-    found = refused(state, config)
-    assert set(found) == ({"plain"} if words else set())
-    assert words in found.get("plain", "")
-    assert not refused(state, config, allow_unfair=True)
 
 
 def test_nice_does_not_help_against_partitions_of_a_lower_tier() -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from builders import NOW, node, partition, runs, waits
+from builders import NOW, node, runs, waits
 from fallow.core.neighbour.constraint import alternatives
 from fallow.core.neighbour.waiting import array_elements
-from fallow.model import JobInfo, NodeInfo, ReservationInfo
-from neighbours import FOUR, THREE, given_back, held, standing
+from fallow.model import ReservationInfo
+from neighbours import FOUR, THREE, given_back, standing
 
 
 def test_a_job_array_counts_as_many_elements_as_it_may_start() -> None:
@@ -57,27 +57,6 @@ def test_two_jobs_on_one_node(one: dict[str, Any], other: dict[str, Any], togeth
     nodes = [node("n1", gpu_types={"a": 1, "b": 1}, gpus=2), node("n2", gpu_types={"a": 2, "b": 2}, gpus=4)]
     jobs = [waits("1", **{"exclusive": False, **one}), waits("2", **{"exclusive": False, **other})]
     assert standing(nodes, jobs).kept_nodes == {"p": {"n1"} if together else {"n1", "n2"}}
-
-
-@pytest.mark.parametrize("by_partition", [False, True], ids=["--exclusive=user", "ExclusiveUser=YES"])
-def test_jobs_that_share_nodes_with_their_own_user_alone(by_partition: bool) -> None:
-    """Slurm starts none of them beside somebody else's job, whatever is free there."""
-    partitions = [partition("p", ["n1", "n2"], exclusive_user=by_partition)]
-
-    def shy(job_id: str, user: str) -> JobInfo:
-        return waits(job_id, user=user, exclusive=False, exclusive_user=not by_partition)
-
-    def given(jobs: list[JobInfo], first: NodeInfo) -> list[str]:
-        nodes = [first, node("n2", "ALLOCATED", owner="me" if by_partition else "")]
-        return given_back(standing(nodes, jobs, [held("n2")], partitions=partitions))
-
-    bobs = runs("5", ["n1"], exclusive=False)
-    mixed = node("n1", "MIXED", cpus_used=1, owner="bob" if by_partition else "")
-    assert given([bobs, shy("1", "alice")], mixed) == ["n2"]
-    assert given([bobs, shy("1", "bob")], mixed) == []
-    assert given([shy("1", "alice")], node("n1", "MIXED", cpus_used=1)) == ["n2"], "whose job it is nobody shows"
-    assert given([shy("1", "alice"), shy("2", "bob")], node("n1")) == ["n2"]
-    assert given([shy("1", "alice"), shy("2", "alice")], node("n1")) == []
 
 
 @pytest.mark.parametrize(

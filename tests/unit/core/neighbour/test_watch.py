@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from builders import NOW, cluster, node, runs, waits
 from builders import site as config
 from fallow.core.neighbour.site import LOOKS_AGAIN_S
@@ -73,14 +70,3 @@ def test_a_job_array_whose_elements_start_is_not_passed_over() -> None:
         free = f"n{number // 2 % 8}"
         others = [runs(f"5{n}", [n]) for n in site.nodes if n != free]
         assert site.poll([array, *others]) == {free}
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(1, 8), st.lists(st.sampled_from([1, 1, 1, 2, 3]), min_size=1, max_size=5))
-def test_no_node_lies_idle_without_end_and_none_is_taken_at_once(nodes: int, sizes: list[int]) -> None:
-    site = Site(nodes)
-    jobs = [waits(str(i), size) for i, size in enumerate(sizes)]
-    first = site.poll(jobs)
-    while site.at < NOW + TRIED_S:
-        assert site.poll(jobs) == first
-    assert site.until(jobs, (len(sizes) + 1) * (TRIED_S + POLL_S)) == set()

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from builders import NOW, cluster, gpu_node, node, partition, preempting, request, waits
 from fallow.core.accounting.backoff import Asker
+from fallow.core.holes import planned_ends
 from fallow.core.kinds import Kind, likeness, may_use
 from fallow.core.planning import allowance
 from fallow.core.planning.asking import Ask
@@ -23,6 +24,13 @@ ALLOWED = HarvestRules(max_pending=64, allow_without_preemption=True)
 
 
 # -- how long ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_hole_ends_at_the_earliest_thing_that_is_planned_by_others() -> None:
+    jobs = [waits(str(s), planned_nodes=["n1"], start_at=NOW + s, name=f"job{s}") for s in (600, 300)]
+    state = cluster([node("n1")], jobs)
+    assert planned_ends(state) == {"n1": NOW + 300}
+    assert planned_ends(state, {"job300"}) == {"n1": NOW + 600}, "ours bounds nothing"
 
 
 def test_asks_for_what_a_run_can_use_with_a_limit_that_fits_the_hole() -> None:

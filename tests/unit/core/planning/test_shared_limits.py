@@ -96,6 +96,12 @@ def test_what_is_on_its_way_out_or_has_just_left_is_not_given_back_twice() -> No
     assert [wish.token for wish in found.give_back] == [token(2)]
 
 
+def test_requests_make_room_too() -> None:
+    job = waits("QOSMaxSubmitJobPerUserLimit", user="ann", qos="idle")
+    found = yielded(cluster(job, ours(1, "PENDING")), [held(1, AllocationState.PENDING)], {"r": ME})
+    assert found.withdraw == {token(1): "job 9 of ann waits for QOSMaxSubmitJobPerUserLimit"}
+
+
 def test_others_requests_for_idle_nodes_are_nobody_who_waits() -> None:
     request = waits("AssocGrpNodeLimit", name="fallow-x-h1-abcdef", comment="fallow-x-h1-abcdef harvest")
     assert yielded(cluster(request, ours(1)), [held(1)], {"r": ME}) == Room()

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from builders import gpu_node, preempting, request, runs
+from builders import cluster, gpu_node, partition, preempting, request, runs, waits
 from fallow.core.accounting.prices import Prices, WakePrice
 from fallow.core.holes import find_holes
 from fallow.core.kinds import Kind
+from fallow.core.neighbour.needs import assess
 from fallow.core.planning.asking import outdated
 from fallow.core.planning.rules import Demand, HarvestRules
 from planning import asked
@@ -68,3 +69,11 @@ def test_a_sleeping_node_that_costs_no_more_than_the_ceiling_may_be_woken(
         found = asked(state, [Demand("r", 4)], [], rules)
         assert [ask.exclude for ask in found] == wanted, "what a node costs must be known"
     assert find_holes(state, state.partitions[:1]) == []
+
+
+def test_a_node_that_boots_for_us_is_given_back_like_any_other() -> None:
+    partitions = [partition("p", ["n1"]), partition("urgent", ["n1"], priority_tier=10)]
+    boots = runs("12", ["n1"], state="CONFIGURING", name="h")
+    state = cluster([gpu_node("n1", "ALLOCATED")], [boots, waits(partition="urgent")], partitions=partitions)
+    mine = request(reason="Booting", nodes=["n1"], minutes=10, job_id="12")
+    assert [wish.token for wish in assess(state, [mine]).give_backs] == ["h"]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from builders import NOW, node, partition, request
-from builders import cluster as poll_of
+from builders import NOW, node, preempting, request
 from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.rules import Demand, HarvestRules, Known
 from fallow.core.planning.withdrawals import Withdraw
-from fallow.model import ClusterState, NodeInfo
+from fallow.model import NodeInfo
 from planning import actions
 
 POLL_S = 10.0
@@ -21,16 +20,6 @@ GPUS = {"cpus": 8, "gpus": 4, "gpu_types": {"": 4}}
 
 def mixed(name: str) -> NodeInfo:
     return node(name, "MIXED", **GPUS, cpus_used=2, gpus_used=2, gpu_types_used={"": 2})
-
-
-def cluster(at: float, nodes: list[NodeInfo]) -> ClusterState:
-    """Each node is in its partition, from which jobs of another one take it back."""
-    names: dict[str, list[str]] = {}
-    for each in nodes:
-        names.setdefault(each.partitions[0], []).append(each.node)
-    partitions = [partition(name, some, preempt_mode="REQUEUE") for name, some in names.items()]
-    above = partition("u", [each.node for each in nodes], priority_tier=9)
-    return poll_of(nodes, at=at, partitions=[*partitions, above])
 
 
 class Head:
@@ -46,7 +35,7 @@ class Head:
 
     def poll(self, nodes: list[NodeInfo], *demands: Demand, rules: HarvestRules = RULES) -> None:
         now = NOW + self.at
-        state = cluster(now, [n for n in nodes if n.node not in self.busy])
+        state = preempting([n for n in nodes if n.node not in self.busy], at=now)
         self.known.unstarted.look(state)
         for wish in actions(state, list(demands), list(self.pending.values()), rules, self.known):
             if isinstance(wish, Withdraw):

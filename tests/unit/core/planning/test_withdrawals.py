@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from builders import NOW, allocation, node, preempting, request, waits
 from fallow.core.allocations import Allocation
-from fallow.core.neighbour.needs import GiveBack
 from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.core.planning.withdrawals import Withdraw
 from fallow.model import ClusterState, ReservationInfo
@@ -43,6 +42,12 @@ def test_on_an_old_poll_what_would_be_withdrawn_keeps_its_place(idle: int, rules
     assert actions(state, demands, mine, rules, asks_only=True) == [], "nobody withdraws the two now"
 
 
+def test_requests_that_slurm_will_not_start_are_withdrawn() -> None:
+    stuck = request(reason="QOSMaxJobsPerUserLimit", minutes=30)
+    (wish,) = actions(preempting([node("n1")]), [Demand("r", 0)], [stuck], RULES)
+    assert isinstance(wish, Withdraw) and "QOSMaxJobsPerUserLimit" in wish.reason
+
+
 # -- nodes that go back -----------------------------------------------------------------------------------------------
 
 
@@ -58,21 +63,6 @@ def test_gives_back_the_newest_nodes_that_a_waiting_job_needs_where_nothing_pree
     assert given_back(preempting(nodes, [waits(nodes=3, partition="urgent")]), mine) == [], "Slurm takes them itself"
     for hopeless in (waits(nodes=5), waits(nodes=3, reason="QOSMaxJobsPerUserLimit")):
         assert actions(preempting(nodes, [hopeless], preempt_mode="OFF"), [], mine, RULES) == []
-
-
-@pytest.mark.parametrize(
-    ("flag", "why"),
-    [
-        ("DRAIN", "is being drained"),
-        ("FAIL", "is expected to fail"),
-        ("REBOOT_REQUESTED", "is to be rebooted"),
-    ],
-)
-def test_nodes_that_administrators_want_are_left_and_not_asked_for_again(flag: str, why: str) -> None:
-    state = preempting([node("n1", "ALLOCATED", flag), node("n2", "ALLOCATED")])
-    mine = [allocation(f"h{i}", nodes=[f"n{i}"], start_at=NOW - 3600.0, end_at=NOW + 100.0) for i in (1, 2)]
-    assert actions(state, [Demand("r", 0)], mine[:1], LEAD) == [GiveBack("h1", f"n1 {why}")]
-    assert given_back(state, mine) == ["h1"]
 
 
 @pytest.mark.parametrize(("ahead_s", "left"), [(70.0, ["h"]), (90.0, [])])

@@ -51,12 +51,10 @@ def test_says_what_is_wrong_with_an_option(line: list[str], message: str) -> Non
 
 
 def test_nodes() -> None:
-    for text, low, high in (("1:4", 1, 4), ("1k", 1024, 1024), ("1,4,8-16:4", 1, 16)):
-        limits = parse_nodes(text)
-        assert (limits.minimum, limits.maximum) == (low, high)
-    assert (parse_nodes("1:4").base, parse_nodes("1k").base) == ("1", "1k")
+    limits = parse_nodes("1,4,8-16:4")
+    assert (limits.minimum, limits.maximum, parse_nodes("1k").maximum) == (1, 16, 1024)
     wrong = {"4:1": "did you mean --nodes=1:4", "0:4": "at least one", "5-2": "minimum is above", ":4": "MIN:MAX"}
-    for text, message in {**wrong, "1:99999999": "more than"}.items():
+    for text, message in wrong.items():
         with pytest.raises(FallowError, match=message):
             parse_nodes(text)
 

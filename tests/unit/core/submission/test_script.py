@@ -41,6 +41,12 @@ def test_fallow_lines() -> None:
     assert (found.nodes, found.seed, found.partitions, found.workers_per_node) == ("2:8", 7, ("a", "b"), None)
 
 
+def test_components_of_a_heterogeneous_job() -> None:
+    script = parse_script("#!/bin/sh\n#SBATCH -N1 -C a\n#SBATCH hetjob\n#SBATCH -N2\n#SBATCH packjob -N3\nx\n", "s")
+    parts = [[given.canonical for given in part] for part in script.components]
+    assert parts == [["--nodes=1", "--constraint=a"], ["--nodes=2"], ["--nodes=3"]]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

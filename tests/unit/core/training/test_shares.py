@@ -18,15 +18,6 @@ def all_divisions(shards: int, size: int) -> list[list[int]]:
     return [[b - a for a, b in itertools.pairwise((0, *cut, shards))] for cut in cuts]
 
 
-@given(st.integers(1, 60), st.lists(PACE | st.just(0.0), min_size=1, max_size=20))
-def test_all_shards_are_given_out_and_nobody_is_left_out(shards, paces) -> None:
-    shares = divide(shards, paces)
-    assert sum(shares) == shards
-    assert len(shares) == len(paces)
-    assert min(shares) >= (1 if shards >= len(paces) else 0)
-    assert shares[0] >= 1
-
-
 @given(st.lists(PACE, min_size=1, max_size=4), st.integers(0, 8))
 def test_no_other_division_is_done_sooner(paces, more) -> None:
     shards = len(paces) + more
