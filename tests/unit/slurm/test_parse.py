@@ -90,7 +90,6 @@ def test_whether_a_job_takes_whole_nodes() -> None:
     ("text", "base", "flags"),
     [
         ("MIXED-", "MIXED", ["PLANNED"]),
-        ("IDLE+CLOUD+POWERED_DOWN", "IDLE", ["CLOUD", "POWERED_DOWN"]),
         ("DOWN*+DRAIN+MAINT", "DOWN", ["NOT_RESPONDING", "DRAIN", "MAINTENANCE"]),
         ("SOMETHING_NEW+ELSE", "SOMETHING_NEW", ["ELSE"]),
         ("", "", []),

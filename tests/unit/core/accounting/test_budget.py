@@ -245,6 +245,19 @@ def test_what_was_granted_more_than_asked_is_over_before_the_budget_is(
         assert held <= max(budget_s, already) + 1e-3
 
 
+def test_a_poll_tells_what_was_held() -> None:
+    mine, job = (
+        harvest(job_id="5", state=AllocationState.RUNNING),
+        SlurmJob("fallow-r-h1-x", "5", 900.0, "RUNNING", NOW),
+    )
+    assert follow(mine, [job.info()], NOW + 30, {"n1": 8}, ENDED_STATES)
+    assert not follow(mine, [job.info()], NOW + 60, {"n1": 8}, ENDED_STATES)
+    assert mine.limit_s == 900.0, "Slurm granted more than was asked for"
+    job.state, job.end_at = "CANCELLED", NOW + 70
+    assert follow(mine, [job.info()], NOW + 90, {}, ENDED_STATES) and mine.settled
+    assert mine.spans["5"] == Span(nodes={"n1": 8}, partition="p", start_at=NOW, end_at=NOW + 70)
+
+
 def test_a_forgotten_job_ended_at_its_limit_at_the_latest() -> None:
     mine = harvest(job_id="5", state=AllocationState.ENDED, limit_s=600.0, spans={"5": span(NOW)})
     assert follow(mine, [], NOW + 100_000, {}, ENDED_STATES)

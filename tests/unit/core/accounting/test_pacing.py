@@ -20,18 +20,6 @@ def test_a_run_ahead_asks_for_nothing_and_one_behind_for_what_it_takes() -> None
     assert extra_nodes(behind, SPEEDS, held=5, most=8) == 0
 
 
-def test_after_the_deadline_a_run_is_held_to_the_speed_that_the_schedule_took() -> None:
-    late = schedule(0.0, 1000.0, 2000, 1999, 1001.0)
-    assert late.behind
-    assert late.speed == 2.0
-    assert late.nodes(SPEEDS) == 4, "not all that help, for ever, for one step"
-    assert extra_nodes(late, SPEEDS, held=3, most=8) == 1
-    assert extra_nodes(late, SPEEDS, held=4, most=8) == 0
-    done = schedule(0.0, 1000.0, 2000, 2000, 1500.0)
-    assert not done.behind
-    assert done.nodes(SPEEDS) == 0
-
-
 def test_extra_nodes_go_only_with_some_slack_and_if_the_rest_is_fast_enough() -> None:
     slightly = schedule(0.0, 1000.0, 2000, 1050, 500.0)
     assert not dispensable(slightly, SPEEDS, held=8, extra=1), "asked back at once otherwise"

@@ -12,7 +12,6 @@ from fallow.head.deadlines import Deadlines
 from fallow.head.loop.turn import Turn
 from fallow.head.peers.hearing import Hearing
 from fallow.head.state.book import Run
-from fallow.model import AllocationState
 from runs import hold, new_book, new_run
 
 ENDPOINT = "tcp://10.77.0.3:4711"
@@ -58,9 +57,3 @@ def test_a_job_whose_agent_does_not_come_is_told_of_in_status_and_once_in_the_ev
     allocation.agents["n3"] = Agent()
     assert "no agent" not in tick(turn, run, 1.0)
     assert views.run_view(run, turn.at, turn.now).without_agent == []
-
-
-@pytest.mark.parametrize("state", [AllocationState.PENDING, AllocationState.RELEASING])
-def test_a_job_that_waits_or_goes_is_not_told_of(turn: Turn, run: Run, state: AllocationState) -> None:
-    starts(turn, run).state = state
-    assert "no agent" not in tick(turn, run, 100.0)

@@ -141,17 +141,3 @@ def test_jobs_of_ours_with_normal_priority_that_wait_are_others_to_what_was_pick
         assert (given_back(found), found.kept_nodes) == (["n3"], {"p": {"n3", "n4"}}), "what it needs and no more"
     base.asked_at = NOW - 1
     assert standing(FOUR, [job], [*THREE, base]) == ExternalDemand(), "it is being cancelled"
-
-
-def test_thousands_that_wait_in_another_partition_hide_nobody() -> None:
-    """The 3,001st of all is the first that waits for nodes of ours, also where some partition has all nodes."""
-    nodes = [node("n1", "ALLOCATED"), node("n2", "ALLOCATED"), node("n3", "ALLOCATED"), node("n4", "ALLOCATED")]
-    crowd = [waits(str(i), partition="cpu", reason="Priority", priority=9000 - i) for i in range(3000)]
-    alice = waits("4000", partition="cpu,gpu", priority=4000)
-    ours = [held("n3", 200, partition="gpu"), held("n4", 100, partition="gpu")]
-    theirs = [runs("5000", ["n1", "n2"], partition="cpu")]
-    partitions = [partition("cpu", ["n1", "n2"]), partition("gpu", ["n3", "n4"])]
-    partitions += [partition("all", ["n1", "n2", "n3", "n4"])]
-    found = standing(nodes, [*crowd, alice, *theirs], ours, partitions=partitions)
-    assert given_back(found) == ["n4"]
-    assert found.contested_partitions == {"cpu", "gpu"}

@@ -9,7 +9,7 @@ from builders import cluster as poll_of
 from builders import job, node, partition, site
 from fallow.core.checks import site as checks
 from fallow.core.checks.site import Level
-from fallow.core.neighbour.permission import Visibility, needed_nice, nice_for, refusals
+from fallow.core.neighbour.permission import MAX_NICE, Visibility, needed_nice, nice_for, refusals
 from fallow.model import ClusterConfig, ClusterState, JobInfo, PartitionInfo
 from fallow.slurm import parse
 
@@ -36,6 +36,8 @@ def test_nice_against_the_weights_of_a_site() -> None:
     assert config.priority_weights == {"Age": 1000, "QOS": 100000, "TRES CPU": 1000, "TRES GRES/gpu": 3000}
     assert (needed_nice(config), nice_for(config, 100_000), nice_for(config, 200_000)) == (105_001, 105_001, 200_000)
     assert nice_for(site(), 100_000) == 100_000
+    endless = site(priority_type="priority/multifactor", priority_weights={"QOS": MAX_NICE})
+    assert "weights add up to" in refused(cluster(), endless)["plain"]
     assert parse.config("PriorityWeightTRES = (null)\n")[0].priority_weights == {}
 
 

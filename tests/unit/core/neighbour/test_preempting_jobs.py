@@ -11,21 +11,6 @@ from fallow.core.neighbour.watch import Manners, Watch
 from neighbours import FOUR, PENDING, RELEASING, THREE, TIERS, cluster, given_back, held, standing
 
 
-def test_what_slurm_does_not_take_on_this_node_is_given_back_by_us() -> None:
-    nodes = [node("n1", "ALLOCATED"), node("n2", "ALLOCATED")]
-    low = partition("p", ["n1", "n2"], preempt_mode="CANCEL", unpreempted=frozenset(["n2"]))
-    high = partition("high", ["n1"], priority_tier=9)
-    ours = [held("n1", 200), held("n2", 100)]
-    known = {"partitions": [low, high]}
-    assert given_back(standing(nodes, [waits("1", partition="high")], ours, **known)) == []
-    # It may start in either of its partitions, and on n2 only in the one that preempts nobody.
-    both = waits("1", partition="high,p", required_nodes=["n2"])
-    assert given_back(standing(nodes, [both], ours, **known)) == ["n2"]
-    by_qos = replace(low, preempted_by=["high"])
-    there = [waits("1", qos="high", required_nodes=["n1"]), waits("2", qos="high", required_nodes=["n2"])]
-    assert given_back(standing(nodes, there, ours, partitions=[by_qos])) == ["n2"]
-
-
 @pytest.mark.parametrize(
     ("node_name", "allow", "watches"),
     [("n1", False, False), ("n2", False, True), ("", False, False), ("", True, True)],

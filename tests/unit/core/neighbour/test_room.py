@@ -10,7 +10,7 @@ from builders import NOW, node, runs, waits
 from fallow.core.neighbour.constraint import alternatives
 from fallow.core.neighbour.waiting import array_elements
 from fallow.model import ReservationInfo
-from neighbours import FOUR, THREE, given_back, standing
+from neighbours import FOUR, THREE, given_back, held, standing
 
 
 def test_a_job_array_counts_as_many_elements_as_it_may_start() -> None:
@@ -74,3 +74,10 @@ def test_two_jobs_on_one_node(one: dict[str, Any], other: dict[str, Any], togeth
 )
 def test_constraints(text: str, features: str, fits: list[bool]) -> None:
     assert [wanted(frozenset(features)) for wanted in alternatives(text)] == fits
+
+
+def test_a_job_that_shares_nodes_with_its_own_user_alone_does_not_start_beside_others() -> None:
+    nodes = [node("n1", "MIXED", cpus_used=1), node("n2", "ALLOCATED")]
+    for user, given in (("alice", ["n2"]), ("bob", [])):
+        shy = waits("1", user=user, exclusive=False, exclusive_user=True)
+        assert given_back(standing(nodes, [runs("5", ["n1"], exclusive=False), shy], [held("n2")])) == given

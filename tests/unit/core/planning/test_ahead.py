@@ -62,20 +62,6 @@ def test_requests_wait_for_nodes_that_others_still_have_where_slurm_would_take_t
         assert len(asked(state, [demand], held_nodes, rules)) == number
 
 
-def test_requests_ahead_keep_nobody_from_asking_for_what_is_idle() -> None:
-    """However many wait, and however long: they count only among all that may wait."""
-    waiting = [ahead(f"h{i}", 300) for i in range(4)]
-    idle = preempting([*TAKEN, *(node(f"i{i}") for i in range(7))], THEIRS)
-    few = HarvestRules(max_pending=2, ahead=4)
-    for state, mine, rules, wanted in (
-        (idle, waiting, few, [False, False, *[True] * 4]),  # four of the seven are for those that wait
-        (busy(), [], few, [True] * 4),
-        (idle, waiting, replace(few, max_waiting=5), [False]),
-        (busy(), [], replace(few, max_waiting=3), [True] * 3),
-    ):
-        assert [ask.ahead for ask in asked(state, [Demand("r", 9)], mine, rules)] == wanted
-
-
 def test_nobody_waits_ahead_for_fewer_nodes_than_the_next_stair_takes() -> None:
     """They would gain the run nothing, so the next plan would withdraw them, and the one after ask again."""
     for stair, number in {2: 1, 3: 2, 4: 0}.items():  # two may wait, beside the one that it has

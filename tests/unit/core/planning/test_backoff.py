@@ -39,7 +39,6 @@ def test_a_limit_of_one_account_shortens_nobody_elses_requests() -> None:
     [
         ("QOSMaxJobsPerUserLimit", Scope.OWNER),
         ("MaxJobsPerAccount", Scope.OWNER),
-        ("MaxGRESRunMinsPerUser", Scope.OWNER),
         ("MaxMemPerLimit", Scope.PARTITION),
         (f"sbatch: error: QOSMaxSubmitJobPerUserLimit\n{DENIED}", Scope.OWNER),
         (f"sbatch: error: QOSMaxWallDurationPerJobLimit\n{DENIED}", Scope.LENGTH),  # a QOS with the flag DenyOnLimit

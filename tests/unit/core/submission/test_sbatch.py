@@ -27,7 +27,6 @@ def test_what_only_sbatch_reads_so_is_split_as_sbatch_does() -> None:
         (["--nice", "a.sh", "5"], [["--nice"]], "a.sh", ("5",)),
         (["a.sh", "-N2", "--", "x"], [[]], "a.sh", ("-N2", "--", "x")),
         (["-J", "-x", "a.sh"], [["--job-name=-x"]], "a.sh", ()),
-        (["-N1", "-C", "a", ":", "-N2", "a.sh", "b"], [["--nodes=1", "--constraint=a"], ["--nodes=2"]], "a.sh", ("b",)),
     ):
         found = split(line)
         assert canonical(found) == options
@@ -165,10 +164,8 @@ def test_what_kind_of_node_reaches_harvest_jobs_and_what_meant_the_base_job_does
             "-N1 --tres-per-task=cpu=4,gres/gpu=1,gres/nvme=1",
             ["--gpus-per-node=1", "--cpus-per-task=4", "--tres-per-task=gres/nvme=1"],
         ),
-        ("--gpus-per-socket=a100:1 -B 2:8", ["--extra-node-info=2:8", "--gpus-per-node=a100:2"]),
-        ("-N2 --gpus=8 --ntasks-per-gpu=2", ["--gpus-per-node=4", "--ntasks-per-node=8"]),
-        ("-N2 --gpus-per-node=4 --gpus=8", ["--gpus-per-node=4"]),
         ("-N1 --export=NONE", ["--get-user-env"]),
+        ("-N2 --gpus=8 --ntasks-per-gpu=2", ["--gpus-per-node=4", "--ntasks-per-node=8"]),
     ],
 )
 def test_gpus_of_the_whole_job_become_gpus_of_a_node(argv: str, wanted: list[str]) -> None:

@@ -51,18 +51,14 @@ def test_components_of_a_heterogeneous_job() -> None:
     ("text", "message"),
     [
         ("", "empty"),
-        ("echo hi\n", "first line must be #!"),
         ("#!/bin/sh\r\necho\r\n", "DOS line ends"),
         ("#!/bin/sh\n\0", "NUL"),
         ("#!/bin/sh\n#SBATCH --nodse=2\n", r"s, line 2: .*did you mean --nodes\?"),
         ("#!/bin/sh\n#SBATCH -J 'a\n", "s, line 2: the quote ' is not closed"),
         ("#!/bin/sh\n#SBATCH --nodes=1:4\n", "write `#FALLOW nodes=1:4`"),
-        ("#!/bin/sh\n#SBATCH --dry-run\n", "write a #FALLOW line"),
         ("#!/bin/sh\n\n#FALLOW node=1:4\n", r"s, line 3: #FALLOW has no key 'node'; did you mean nodes\?"),
-        ("#!/bin/sh\n#FALLOW seed=x\n", "whole number"),
         ("#!/bin/sh\n#FALLOW harvest-account=--wrap=x\n", "no name of an account"),
         ("#!/bin/sh\n#FALLOW budget-node-hours=nan\n", "above 0"),
-        ("#!/bin/sh\n#FALLOW nodes=4:1\n", "minimum is above the maximum"),
     ],
 )
 def test_says_what_is_wrong_and_where(text: str, message: str) -> None:
