@@ -23,3 +23,8 @@ def test_those_left_reach_each_other_and_one_of_them_has_the_state(
     assert not [pair for pair in cut if left.issuperset(pair)]
     assert left & holders
     assert len(dropped) <= len(cut)
+
+
+def test_one_bad_node_is_found_whoever_it_is() -> None:
+    for bad in NAMES:
+        assert to_drop({bad: [name for name in NAMES if name != bad]}, NAMES, NAMES) == [bad]

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from builders import NOW, allocation, node, partition, runs, waits
 from fallow.core.holes import waits as is_waiting
 from fallow.core.neighbour.needs import ExternalDemand
+from fallow.core.neighbour.site import LOOKED_AT
 from fallow.core.submission.sbatch import harvest_options
 from fallow.core.tokens import new_token
 from fallow.model import AllocationKind, JobInfo, RunSpec
@@ -141,3 +142,11 @@ def test_jobs_of_ours_with_normal_priority_that_wait_are_others_to_what_was_pick
         assert (given_back(found), found.kept_nodes) == (["n3"], {"p": {"n3", "n4"}}), "what it needs and no more"
     base.asked_at = NOW - 1
     assert standing(FOUR, [job], [*THREE, base]) == ExternalDemand(), "it is being cancelled"
+
+
+def test_those_who_wait_in_another_partition_hide_nobody() -> None:
+    crowd = [waits(str(i), partition="cpu", reason="Priority", priority=9000 - i) for i in range(LOOKED_AT)]
+    jobs = [*crowd, waits("4000", partition="cpu,gpu", priority=1), runs("5000", ["n9"], partition="cpu")]
+    nodes, partitions = [node("n1", "ALLOCATED"), node("n9", "ALLOCATED")], [partition("cpu", ["n9"])]
+    partitions += [partition("gpu", ["n1"]), partition("all", ["n1", "n9"])]
+    assert given_back(standing(nodes, jobs, [held("n1", partition="gpu")], partitions=partitions)) == ["n1"]

@@ -25,12 +25,6 @@ def test_we_watch_over_nodes_that_nobody_takes_back_in_a_partition_that_preempts
     assert known.is_watchful([ours]) == watches
 
 
-def test_whom_slurm_makes_room_for_by_itself() -> None:
-    found = standing(FOUR, [waits("1", 3, partition="normal")], THREE, partitions=TIERS)
-    assert (given_back(found), "p" in found.kept_nodes) == ([], False)
-    assert found.delayed_jobs == {"1": {"ours-n2", "ours-n3"}}, "it has to wait for the grace"
-
-
 def test_who_preempts_at_the_same_time_as_another_gets_a_node_from_us() -> None:
     """Both may count on the same node; the one that does not get it does not preempt again for a while."""
     for job, ago_s, given in (

@@ -16,7 +16,7 @@ from fallow.core.planning.rules import Demand, HarvestRules, Known
 from fallow.core.planning.share import Worth, linear
 from fallow.core.planning.unstarted import Unstarted
 from fallow.core.planning.withdrawals import Withdraw
-from fallow.model import ClusterState
+from fallow.model import ClusterState, ReservationInfo
 from planning import actions, asked, planned
 
 RULES = HarvestRules(max_pending=64)
@@ -29,14 +29,9 @@ ALLOWED = HarvestRules(max_pending=64, allow_without_preemption=True)
 def test_a_hole_ends_at_the_earliest_thing_that_is_planned_by_others() -> None:
     jobs = [waits(str(s), planned_nodes=["n1"], start_at=NOW + s, name=f"job{s}") for s in (600, 300)]
     state = cluster([node("n1")], jobs)
-    assert planned_ends(state) == {"n1": NOW + 300}
+    over = ReservationInfo(reservation="r", nodes=["n1"], start_at=NOW - 9, end_at=NOW - 1)
+    assert planned_ends(replace(state, reservations=[over])) == {"n1": NOW + 300}
     assert planned_ends(state, {"job300"}) == {"n1": NOW + 600}, "ours bounds nothing"
-
-
-def test_asks_for_what_a_run_can_use_with_a_limit_that_fits_the_hole() -> None:
-    planned_there = waits("1", planned_nodes=["n2"], start_at=NOW + 630, reason="Priority", partition="urgent")
-    state = preempting([node("n1"), node("n2")], [planned_there])
-    assert asked(state, [Demand("r", 5)], [], HarvestRules()) == [Ask("r", "p", 120), Ask("r", "p", 10)]
 
 
 def test_r2_s4_holes_shorter_than_worthwhile_are_left_alone() -> None:

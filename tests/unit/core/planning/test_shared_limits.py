@@ -177,12 +177,6 @@ def test_a_whole_node_counts_with_all_that_it_has() -> None:
     assert room(told(("account lab", "GrpTRES cpu", 640.0, 0.0)), whole=True).most == {"r": 7}
 
 
-def test_runs_of_one_account_share_what_is_left() -> None:
-    owner = told(("account lab", "GrpJobs", 20.0, 0.0))
-    found = room(owner, demands=(Demand("r", 10), Demand("s", 10)))
-    assert [demand.nodes for demand in capped([Demand("r", 10), Demand("s", 10)], [found])] == [10, 5]
-
-
 def test_what_reaches_into_the_reserve_is_given_back_requests_first_then_the_newest() -> None:
     owner = told(("account lab", "GrpJobs", 8.0, 0.0))
     allocations = (*(held(i) for i in range(6)), held(6, AllocationState.PENDING))

@@ -24,6 +24,7 @@ def test_what_only_sbatch_reads_so_is_split_as_sbatch_does() -> None:
         (["--partit=x", "a.sh"], [["--partition=x"]], "a.sh", ()),
         (["-Hvv", "a.sh"], [["--hold", "--verbose", "--verbose"]], "a.sh", ()),
         (["-HN", "2", "a.sh"], [["--hold", "--nodes=2"]], "a.sh", ()),
+        (["--nodes", "2", "a.sh"], [["--nodes=2"]], "a.sh", ()),
         (["--nice", "a.sh", "5"], [["--nice"]], "a.sh", ("5",)),
         (["a.sh", "-N2", "--", "x"], [[]], "a.sh", ("-N2", "--", "x")),
         (["-J", "-x", "a.sh"], [["--job-name=-x"]], "a.sh", ()),
