@@ -82,6 +82,7 @@ def test_who_waits_for_a_limit_of_the_group_gets_what_the_job_needs_of_us() -> N
     base = held(1, kind=AllocationKind.BASE)
     shown = ours(1, comment=token(1), name="train", partition="normal", qos="normal")
     assert yielded(cluster(job, shown), [base], {"r": Asker()}).most == {"r": 0}, "a base job in the account counts"
+    assert yielded(cluster(job, shown), [base], {"r": Asker("spare", "idle")}).most == {}, "where harvest jobs go there"
     (demand,) = capped([Demand("r", 5)], [found])
     assert (demand.nodes, demand.renew) == (0, False)
 
