@@ -10,7 +10,7 @@ from builders import NOW, allocation, job, request
 from fallow.core.accounting.spans import follow
 from fallow.core.allocations import Agent, observe, preempted_until
 from fallow.core.states import ENDED_STATES
-from fallow.model import AllocationKind, AllocationState, JobInfo
+from fallow.model import AllocationState, JobInfo
 
 
 def ours(job_id: str, state: str, **more: Any) -> JobInfo:
@@ -26,13 +26,6 @@ def test_an_unknown_submission_is_adopted_when_it_shows_up_and_lost_after_the_ho
     assert lost.state is AllocationState.UNKNOWN, "Slurm may have been away, and this its first answer"
     observe(lost, [], NOW + 32, 30)
     assert lost.state is AllocationState.LOST
-
-
-def test_a_reused_job_id_with_another_name_is_not_ours() -> None:
-    mine = allocation("tok", job_id="7")
-    for _ in range(2):
-        observe(mine, [job("7", "RUNNING", nodes=["n5"])], NOW, 30)
-    assert mine.state is AllocationState.ENDED
 
 
 def test_one_poll_that_does_not_show_a_job_does_not_end_it() -> None:
@@ -55,7 +48,7 @@ def test_granted_end_is_read_back_and_preemption_shortens_it() -> None:
     assert preempted_until(mine, [grace]) == NOW + 10.0
 
 
-@pytest.mark.parametrize("state", ["SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"])
+@pytest.mark.parametrize("state", ["SUSPENDED", "STOPPED", "STAGE_OUT"])
 def test_a_job_that_has_its_nodes_does_not_wait(state: str) -> None:
     """`scancel --signal=STOP` on one that runs, and others that Slurm has a word of its own for."""
     mine = allocation("tok", job_id="7", start_at=NOW - 1200.0)
@@ -64,17 +57,6 @@ def test_a_job_that_has_its_nodes_does_not_wait(state: str) -> None:
     assert mine.state is AllocationState.RUNNING
     assert follow(mine, [shown], NOW, {"n1": 4}, ENDED_STATES)
     assert mine.spans["7"].nodes == {"n1": 4}
-
-
-def test_a_heterogeneous_job_is_one_allocation() -> None:
-    mine = allocation("tok", AllocationState.UNKNOWN, kind=AllocationKind.BASE, partition="")
-    shared = {"name": "mine", "het_job_id": "10", "comment": "tok"}
-    parts = [
-        ours("11", "RUNNING", nodes=["n2"], end_at=NOW + 60, **shared),
-        ours("10", "RUNNING", nodes=["n1"], end_at=NOW + 90, **shared),
-    ]
-    observe(mine, parts, NOW, 30)
-    assert (mine.job_id, mine.nodes, mine.end_at) == ("10", ["n1", "n2"], NOW + 60)
 
 
 def test_a_job_whose_nodes_boot_has_not_started() -> None:

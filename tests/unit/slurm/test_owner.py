@@ -43,12 +43,6 @@ def test_22_05_tells_a_users_limits_by_the_number_of_the_user() -> None:
     assert parse_shares(text, "ann")[0].account == "lab"
 
 
-def test_fair_share() -> None:
-    text = (SAMPLES / "assoc_mgr_user.txt").read_text()
-    assert parse_shares(text, "ann") == [ShareView(account="lab", partition="", shares=0.25, usage=0.4, factor=0.33)]
-    assert parse_shares(text, "bob") == []
-
-
 def test_priorities() -> None:
     text = " 4711|1063|13|1000|50|0|0|0\n4712|12|0|12|0|0|0|100000\nnot a line\n"
     assert parse_priorities(text) == [
@@ -67,48 +61,15 @@ def _ask(answers: dict[str, str | FallowError]) -> OwnerView:
     return asyncio.run(owner(query, "ann", NOW))
 
 
-def test_the_accounts_own_limits_are_asked_for() -> None:
-    view = _ask(
-        {
-            "users=ann": (SAMPLES / "assoc_mgr_user.txt").read_text(),
-            "accounts=lab": (SAMPLES / "assoc_mgr_account.txt").read_text(),
-            "accounts=root": "",
-            "sprio": "",
-        }
-    )
-    mine = [limit for limit in view.limits if limit.of == "account lab"]
-    assert mine == [
+def test_what_binds_others_of_the_account_is_none_of_our_business() -> None:
+    user, account = ((SAMPLES / f"assoc_mgr_{of}.txt").read_text() for of in ("user", "account"))
+    view = _ask({"users=ann": user, "accounts=lab": account, "accounts=root": "", "sprio": ""})
+    assert [limit for limit in view.limits if limit.of == "account lab"] == [
         LimitView(of="account lab", name="GrpJobs", limit=40, used=11),
         LimitView(of="account lab", name="GrpTRES gres/gpu", limit=64, used=24),
     ]
-    both = "".join((SAMPLES / f"assoc_mgr_{of}.txt").read_text() for of in ("user", "account"))
-    assert _ask({"assoc_mgr": both, "sprio": ""}).limits == list(parse_limits(both, "ann")), "22.05 tells it at once"
-    # Bob is in the same account; what binds him is none of our business.
     assert not [limit for limit in view.limits if "bob" in limit.of]
-    assert view.notes == []
-
-
-def test_limits_of_the_accounts_above_are_asked_for_once_a_level() -> None:
-    whole, asked = (SAMPLES / "assoc_mgr_account.txt").read_text(), list[str]()
-
-    def level(account: str, parent: str) -> str:
-        return whole.replace("Account=lab UserName= ", f"Account={account} UserName= ").replace(
-            "ParentAccount=root(1)", f"ParentAccount={parent}"
-        )
-
-    answers = {"lab": level("lab", "physics(5)"), "physics": level("physics", "root(1)"), "root": level("root", "")}
-
-    async def query(argv: list[str]) -> str:
-        if argv[0] == "sprio":
-            return ""
-        asked.append(argv[3])
-        key, _, account = argv[3].partition("=")
-        return answers[account] if key == "accounts" else (SAMPLES / "assoc_mgr_user.txt").read_text()
-
-    limits = asyncio.run(owner(query, "ann", NOW)).limits
-    assert asked == ["users=ann", "accounts=lab", "accounts=physics", "accounts=root"]
-    jobs = [limit.of for limit in limits if limit.name == "GrpJobs" and limit.of.startswith("account")]
-    assert jobs == ["account lab", "account physics", "account root"], "all of them bind"
+    assert view.shares == [ShareView(account="lab", partition="", shares=0.25, usage=0.4, factor=0.33)]
 
 
 def test_a_cluster_without_slurmdbd_is_told_in_words() -> None:

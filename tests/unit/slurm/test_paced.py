@@ -8,16 +8,11 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from fake_slurm import FakeSlurm
-from fallow.config import Config
-from fallow.core.neighbour.watch import WATCHFUL_S
-from fallow.model import ClusterConfig, ClusterState, FallowError, JobRequest
-from fallow.slurm.cli import CliClient
+from fallow.model import ClusterState, FallowError, JobRequest
 from fallow.slurm.client import SlurmUnavailable
-from fallow.slurm.paced import BURST_S, CONFIG_S, STRAINED_S, UNKNOWN_S, Bucket, PacedClient
-from fallow.slurm.pyslurm_client import PyslurmClient
+from fallow.slurm.paced import BURST_S, CONFIG_S, STRAINED_S, Bucket, PacedClient
 
 
 @dataclass
@@ -58,17 +53,6 @@ def test_a_bucket_never_gives_more_than_its_rate_and_one_burst(
             assert total <= burst + (used[last][0] - start) * per_min / 60 + used[first][1] + 1e-6
 
 
-async def test_polls_wait_for_their_turn_and_cancels_never_do() -> None:
-    clock = Clock()
-    client, slurm = paced(clock)
-    for _ in range(25):
-        await client.poll("fallow-")
-    assert slurm.polls == 25
-    assert sum(clock.slept) == pytest.approx(5.0)
-    await client.cancel(["1"])
-    assert sum(clock.slept) == pytest.approx(5.0)
-
-
 async def test_what_is_really_sent_counts() -> None:
     clock = Clock()
     client, slurm = paced(clock)
@@ -81,14 +65,6 @@ async def test_what_is_really_sent_counts() -> None:
     await client.owner()
     await client.cancel([str(number) for number in range(1000)])
     assert len(clock.slept) == before
-    # However many were cancelled, the next poll waits for no more than itself.
-    await client.poll("fallow-")
-    assert clock.slept[before:] == [pytest.approx(6.0)]
-
-
-def test_every_client_says_what_a_poll_sends() -> None:
-    assert CliClient().poll_requests == PyslurmClient().poll_requests == 6
-    assert Config().slurm.queries_per_min * WATCHFUL_S / 60 >= CliClient().poll_requests
 
 
 async def test_the_configuration_is_asked_for_once_an_hour() -> None:
@@ -102,25 +78,7 @@ async def test_the_configuration_is_asked_for_once_an_hour() -> None:
         await client.config()
 
 
-async def test_a_configuration_without_what_the_accounting_says_is_asked_for_again_soon() -> None:
-    clock = Clock()
-
-    class Away(FakeSlurm):
-        away = True
-
-        async def config(self) -> ClusterConfig:
-            return replace(await super().config(), qos_unknown=self.away)
-
-    slurm = Away(nodes=2)
-    client, _ = paced(clock, slurm)
-    assert (await client.config()).qos_unknown
-    slurm.away = False
-    assert (await client.config()).qos_unknown
-    clock.now += UNKNOWN_S
-    assert not (await client.config()).qos_unknown
-
-
-async def test_a_slow_slurmctld_and_one_that_limits_our_rate_are_asked_less() -> None:
+async def test_a_slow_slurmctld_is_asked_less() -> None:
     clock = Clock()
 
     class Slow(FakeSlurm):
@@ -139,6 +97,8 @@ async def test_a_slow_slurmctld_and_one_that_limits_our_rate_are_asked_less() ->
             await client.poll("fallow-")
     assert client.least_interval_s == 16.0, "an outage is no load"
 
+
+async def test_one_that_limits_our_rate_is_asked_half_as_often() -> None:
     class Limiting(FakeSlurm):
         async def test_only(self, request: JobRequest) -> str:
             raise SlurmUnavailable("squeue: Rate limit exceeded, please retry momentarily")

@@ -8,18 +8,14 @@ import pytest
 from msgspec.structs import replace
 
 from fallow.core.accounting.cancelled import VERDICT_S, awaits_verdict
-from fallow.core.accounting.spans import Span
-from fallow.core.allocations import Agent
 from fallow.head.peers.agents import agent_gone, give_up_agent
-from fallow.head.state.book import StoredRun
 from fallow.model import (
     AllocationKind,
     AllocationState,
     Exit,
-    MemberPhase,
     RunStatus,
 )
-from runs import NOW, Nodes, new_book
+from runs import NOW, Nodes
 from slurm_side import Desk
 
 
@@ -57,7 +53,6 @@ def test_somebody_elses_job_of_the_same_number_is_left_alone(desk: Desk) -> None
 def test_a_base_job_that_slurm_requeues_is_taken_up_again(desk: Desk) -> None:
     base = desk.hold(AllocationKind.BASE)
     desk.poll(desk.job(base, submit_at=NOW))
-    first = dict(base.spans)
     turn = desk.turn()
     Nodes(desk.run).come(turn, base, "n1")
     base.warned = True
@@ -72,10 +67,6 @@ def test_a_base_job_that_slurm_requeues_is_taken_up_again(desk: Desk) -> None:
     assert desk.book.allowed(base.public_key)
     assert turn.cancels == []
     assert AllocationKind.BASE not in [desk.run.allocations[t].kind for _, t in turn.submissions]
-    # What it held before stays booked.
-    assert base.job_id is not None
-    known: dict[str, Span] = base.spans
-    assert [(key, span.start_at) for key, span in known.items()] == [(f"{base.job_id}.1", first[base.job_id].start_at)]
     desk.poll(desk.job(base, submit_at=NOW + 30.0), after_s=2.0)
     assert base.state is AllocationState.RUNNING
     assert set(base.spans) == {f"{base.job_id}.1", base.job_id}
@@ -121,62 +112,10 @@ def test_keys_are_kept_until_slurm_shows_that_the_job_is_over(desk: Desk) -> Non
     assert not key_file.exists()
 
 
-def test_a_run_that_is_made_anew_keeps_the_keys_that_were_about_to_go(desk: Desk) -> None:
-    """The turn that let go of an allocation has failed: its agents still need the file."""
-    run, base = desk.run, desk.hold(AllocationKind.BASE)
-    desk.book.close(run, base)
-    desk.book.make_anew(run, StoredRun(run.spec, run.record, run.roster, run.allocations), 1, 0.0)
-    assert desk.book.take_revoked() == []
-    assert desk.book.allowed(base.public_key) and desk.book.paths.run(run.id).key(base.token).exists()
-
-
 def test_nothing_waits_for_ever_for_the_word_of_slurm(desk: Desk) -> None:
     """A job may complete for hours on a node that does not answer."""
     base = desk.hold(AllocationKind.BASE, AllocationState.ENDED, asked_at=NOW, left_at=NOW + 5.0)
-    assert [awaits_verdict(base, NOW + s) for s in (5.0, VERDICT_S + 4.0, VERDICT_S + 5.0)] == [True, True, False]
-    base.end_code = Exit.OK
-    assert not awaits_verdict(base, NOW + 5.0)
-
-
-def test_a_base_job_that_is_requeued_in_its_first_second_is_taken_up_again(desk: Desk) -> None:
-    """Slurm counts the restart before it gives the job its new submit time."""
-    base = desk.hold(AllocationKind.BASE)
-    desk.poll(desk.job(base, submit_at=NOW), after_s=1.0)
-    desk.poll(desk.job(base, "COMPLETING", submit_at=NOW, restarts=1), after_s=1.0)
-    turn = desk.poll(desk.job(base, "PENDING", submit_at=NOW + 1.0, restarts=1), after_s=1.0)
-    assert base.state is AllocationState.PENDING
-    assert not base.agents
-    assert not turn.submissions
-
-
-def test_a_poll_that_is_older_than_the_first_agent_shows_no_requeued_job(desk: Desk) -> None:
-    base = desk.hold(AllocationKind.BASE, submit_at=NOW)
-    desk.poll(desk.job(base, "PENDING", submit_at=NOW), after_s=1.0)
-    assert base.agents == {"n1": Agent()}
-
-
-def test_another_head_can_still_tell_the_agents_of_an_allocation_that_was_given_up(desk: Desk) -> None:
-    base = desk.hold(AllocationKind.BASE)
-    desk.book.end_allocation(desk.run, base, "agent on n1 silent for 16 s")
-    run, other = desk.run, new_book(desk.book.paths.state.parent)
-    other.add(StoredRun(run.spec, run.record, run.roster, run.allocations), 0, 0.0)
-    assert other.allowed(base.public_key)
-
-
-@pytest.mark.parametrize("state", ["NODE_FAIL", "FAILED"])
-def test_the_end_of_a_job_proves_that_its_workers_have_ended_and_a_failed_node_is_barred(
-    desk: Desk, state: str
-) -> None:
-    nodes, turn = Nodes(desk.run), desk.turn()
-    held = [desk.hold() for _ in range(2)]
-    numbers = [nodes.come(turn, allocation, host) for allocation, host in zip(held, ("n1", "n2"), strict=True)]
-    nodes.ready(turn, *numbers)
-    nodes.settle(turn)
-    turn = desk.poll(desk.job(held[0], state), desk.job(held[1]))
-    gone, stays = (desk.run.roster.nodes[number] for number in numbers)
-    assert (gone.proved_gone, gone.exited, stays.proved_gone) == (True, True, False)
-    assert ("n1" in desk.run.barred) == (state == "NODE_FAIL")
-    assert desk.run.machine.state.voting is not None, "the other one goes on without it"
+    assert [awaits_verdict(base, NOW + s) for s in (VERDICT_S + 4.0, VERDICT_S + 5.0)] == [True, False]
 
 
 def test_a_node_whose_agent_was_given_up_is_gone_for_certain_when_its_job_is_over(desk: Desk) -> None:
@@ -195,17 +134,3 @@ def test_a_node_whose_agent_was_given_up_is_gone_for_certain_when_its_job_is_ove
     desk.poll(desk.job(other))
     assert number not in desk.run.roster.nodes
     assert desk.run.roster.standbys() == [] and len(desk.run.roster.nodes) == 1
-
-
-def test_a_requeued_jobs_former_workers_are_gone_for_certain(desk: Desk) -> None:
-    base = desk.hold(AllocationKind.BASE)
-    desk.poll(desk.job(base, submit_at=NOW))
-    other, nodes, turn = desk.hold(), Nodes(desk.run), desk.turn()
-    number = nodes.come(turn, base, "n1")
-    nodes.come(turn, other, "n2")
-    nodes.ready(turn, *desk.run.roster.nodes)
-    nodes.settle(turn)
-    desk.poll(desk.job(base, "PENDING", submit_at=NOW + 30.0), desk.job(other), after_s=2.0)
-    assert base.state is AllocationState.PENDING
-    assert desk.run.roster.nodes[number].phase is MemberPhase.GONE
-    assert desk.run.roster.nodes[number].proved_gone

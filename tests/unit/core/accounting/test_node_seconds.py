@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fallow.core.accounting.prices import Prices
 from fallow.core.accounting.spans import Span, Use
 from fallow.core.accounting.usage import (
     DAY_S,
@@ -62,9 +61,7 @@ def test_a_harvested_node_from_its_job_to_its_end() -> None:
     ("more", "source"),
     [
         ({"slurm_state": "PREEMPTED"}, Source.CUT_SHORT),
-        ({"slurm_state": "TIMEOUT"}, Source.CUT_SHORT),
         ({"slurm_state": "FAILED"}, Source.NOTHING),
-        ({"slurm_state": "CANCELLED"}, Source.NOTHING),
         ({"state": AllocationState.RUNNING, "settled": False}, Source.START_UP),
     ],
 )
@@ -141,40 +138,10 @@ def test_every_node_second_is_counted_once(held: list[Allocation], now: float) -
     gpu_s = sum(span.held_s(now) * gpus for span in spans for gpus in span.nodes.values())
     assert sum(value for one in sums.values() for value in one.node_s.values()) == pytest.approx(node_s, abs=1e-3)
     assert sum(value for one in sums.values() for value in one.gpu_s.values()) == pytest.approx(gpu_s, abs=1e-3)
-    assert all(value >= 0 for one in sums.values() for value in one.node_s.values())
-    assert all(day.split()[1] in ("p", "q") for day in sums)
-    for key, one in sums.items():
-        nodes = sum(len(span.nodes) for span in spans)
-        assert sum(one.node_s.values()) <= nodes * DAY_S + 1e-3, key
     assert sum(one.jobs for one in sums.values()) == sum(bool(a.spans) or a.live for a in held)
-
-
-def test_a_job_that_slurm_refused_was_none() -> None:
-    sums: Tallies = {}
-    tally(sums, held(spans={}), NOW)
-    assert [(one.jobs, one.useless) for one in sums.values()] == [(0, 0)]
-    tally(sums, held(spans={}, job_id="7"), NOW)
-    assert [(one.jobs, one.useless) for one in sums.values()] == [(1, 1)]
-
-
-def test_time_is_split_at_midnight_utc() -> None:
-    midnight = 12 * DAY_S
-    allocation = held(
-        spans={"7": Span(nodes={"n1": 0, "n2": 0}, start_at=midnight - 600, partition="p", end_at=midnight + 1200)}
-    )
-    sums: Tallies = {}
-    tally(sums, allocation, midnight + 5000)
-    assert {key: one.node_s for key, one in sums.items()} == {
-        "1970-01-12 p": {Source.NOTHING: 1200.0},
-        "1970-01-13 p": {Source.NOTHING: 2400.0},
-    }
-
-
-def test_prices() -> None:
-    prices = Prices({"gpu": 2.0, "*": 1.0}, {"gpu": 0.5})
-    assert prices.cost("gpu", 3600, 4 * 3600) == 4.0
-    assert prices.cost("cpu", 1800, 0) == 0.5
-    assert not Prices()
+    for one in sums.values():
+        assert min(one.node_s.values(), default=0.0) >= 0.0
+        assert sum(one.node_s.values()) <= sum(len(span.nodes) for span in spans) * DAY_S + 1e-3
 
 
 def test_days_of_long_ago_are_shown_as_months() -> None:

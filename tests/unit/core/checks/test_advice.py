@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 from torch import distributed
 
 from fallow.model import FallowError
@@ -33,13 +32,6 @@ def test_a_process_group_of_the_scripts_own_must_be_the_same_world(monkeypatch: 
     monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
     with pytest.raises(FallowError, match="made this process rank 0 of 2, the environment says 0 of 1: leave init_pro"):
         init()
-
-
-@pytest.mark.usefixtures("own_group")
-def test_collectives_of_a_fixed_worlds_own_group_are_its_own_affair() -> None:
-    script = Script().prepare()
-    script.train(lambda batch: (script.loss(batch).backward(), distributed.all_reduce(torch.ones(1))))
-    assert script.run.step == 2
 
 
 def test_who_looks_for_a_process_group_is_told_what_to_write_instead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,8 @@ from fallow.core.checks.devices import Devices, visible
 @pytest.mark.parametrize(
     ("slots", "shares"),
     [
-        (1, ["0,1,2,3"]),
         (2, ["0,1", "2,3"]),
         (3, ["0", "1", "2,3"]),
-        (4, ["0", "1", "2", "3"]),
         (6, ["0", "1", "2", "3", "0", "1"]),
     ],
 )
@@ -27,9 +25,8 @@ def test_every_device_of_a_node_has_a_worker(name: str, slots: int, shares: list
     assert {place.environment(index)["LOCAL_RANK"] for index in range(slots)} == {"0"}
 
 
-@pytest.mark.parametrize("text", ["", "NoDevFiles", "-1"])
-def test_without_devices_a_worker_has_its_number(text: str) -> None:
-    devices = visible({"CUDA_VISIBLE_DEVICES": text}, amd=True)
+def test_without_devices_a_worker_has_its_number() -> None:
+    devices = visible({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, amd=True)
     place = Place("n1", "1", 2, devices, "10.0.0.1", "10.0.0.1")
     assert devices == Devices({}, amd=True)
     assert place.environment(1) == {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}

@@ -15,7 +15,7 @@ from fallow.core.membership import events as ev
 from fallow.core.membership.names import member_name
 from fallow.core.protocol.agents import Progress
 from fallow.head.slurm import accounts
-from fallow.model import AllocationKind, ChangeKind, MemberPhase
+from fallow.model import AllocationKind, ChangeKind
 from runs import new_book, new_run
 from talk import CONTRACT, Played, Talk, settle
 
@@ -23,11 +23,11 @@ from talk import CONTRACT, Played, Talk, settle
 class Life:
     """A run whose nodes come and go."""
 
-    def __init__(self, folder: Path, *, local: bool) -> None:
+    def __init__(self, folder: Path) -> None:
         membership = Membership(lease_s=1e9, progress_s=1e9, start_timeout_s=1e9)
         book = new_book(folder, Config(membership=membership))
         self.talk = Talk(book)
-        self.run = new_run(book, local=local)
+        self.run = new_run(book)
         self.run.root.limit = 8
         self.there: list[Played] = []
         self.step = 0
@@ -60,9 +60,8 @@ class Life:
             agent.end(0)
             self.there.remove(agent)
         agent.leave()
-        if not self.run.spec.local:
-            made.settled = True
-            self.talk.book.close(self.run, made)
+        made.settled = True
+        self.talk.book.close(self.run, made)
 
     def pass_time(self) -> None:
         self.talk.pass_s(300.0)
@@ -105,12 +104,11 @@ def objects(root: Any) -> int:
     return len(seen)
 
 
-@pytest.mark.parametrize("local", [False, True])
 def test_after_hundreds_of_changes_no_more_is_known_and_written_than_after_some(
-    tmp_path: Path, local: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fallow.head.state.book.KEPT_GENERATIONS", 60)
-    life = Life(tmp_path, local=local)
+    life = Life(tmp_path)
     first = life.come()
     assert life.run.generations[0].kind is ChangeKind.START
     life.live_on(100)
@@ -123,19 +121,3 @@ def test_after_hundreds_of_changes_no_more_is_known_and_written_than_after_some(
     assert first.node not in life.run.roster.nodes
     assert life.run.generations[-1].members == [member_name(life.there[0].node)]
     assert life.run.roster.front == life.step
-
-
-def test_one_that_may_still_run_is_told_to_end_however_long_it_was_silent(tmp_path: Path) -> None:
-    life = Life(tmp_path, local=True)
-    first, second = life.come(), life.come()
-    second.beat(stopped_s=5.0)
-    life.talk.tick(0.5)
-    assert life.run.roster.nodes[second.node].phase is MemberPhase.GONE
-    life.there.remove(second)
-    life.settle()
-    for _ in range(20):
-        life.pass_time()
-    assert life.run.roster.members == [first.node]
-    second.order = None
-    second.beat(stopped_s=0.0, term=0, edition=0)
-    assert second.order is not None and second.order.end is not None

@@ -12,7 +12,6 @@ from fallow.head.deadlines import Deadlines
 from fallow.head.loop.turn import Turn
 from fallow.head.peers.hearing import Hearing
 from fallow.head.state.book import Run
-from fallow.model import AllocationKind, AllocationState
 from runs import hold, new_book, new_run
 
 ENDPOINT = "tcp://10.77.0.3:4711"
@@ -30,8 +29,8 @@ def run(turn: Turn) -> Run:
     return new_run(turn.book, at=turn.at, now=turn.now)
 
 
-def starts(turn: Turn, run: Run, kind: AllocationKind, *nodes: str) -> Allocation:
-    return hold(turn, run, *nodes, kind=kind, job_id="12")
+def starts(turn: Turn, run: Run) -> Allocation:
+    return hold(turn, run, "n3", job_id="12")
 
 
 def tick(turn: Turn, run: Run, later_s: float) -> str:
@@ -41,7 +40,7 @@ def tick(turn: Turn, run: Run, later_s: float) -> str:
 
 
 def test_a_job_whose_agent_does_not_come_is_told_of_in_status_and_once_in_the_event_log(turn: Turn, run: Run) -> None:
-    allocation = starts(turn, run, AllocationKind.HARVEST, "n3")
+    allocation = starts(turn, run)
     assert "no agent" not in tick(turn, run, 29.0)
     said = tick(turn, run, 11.0)
     output = turn.book.paths.run(run.id).logs / f"{allocation.token}.out"
@@ -58,17 +57,3 @@ def test_a_job_whose_agent_does_not_come_is_told_of_in_status_and_once_in_the_ev
     allocation.agents["n3"] = Agent()
     assert "no agent" not in tick(turn, run, 1.0)
     assert views.run_view(run, turn.at, turn.now).without_agent == []
-
-
-def test_of_a_job_of_several_nodes_those_are_named_that_do_not_come(turn: Turn, run: Run) -> None:
-    allocation = starts(turn, run, AllocationKind.BASE, "n1", "n2", "n3", "n4", "n5")
-    allocation.agents["n1"] = Agent()
-    said = tick(turn, run, 40.0)
-    assert said.startswith("job 12 runs on n2, n3, n4 and 1 more nodes since 40 s, no agent has come: check that these")
-    assert said.endswith("its output: StdOut in: scontrol show job 12")
-
-
-@pytest.mark.parametrize("state", [AllocationState.PENDING, AllocationState.RELEASING])
-def test_a_job_that_waits_or_goes_is_not_told_of(turn: Turn, run: Run, state: AllocationState) -> None:
-    starts(turn, run, AllocationKind.HARVEST, "n3").state = state
-    assert "no agent" not in tick(turn, run, 100.0)

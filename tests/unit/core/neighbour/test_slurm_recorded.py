@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fallow.core.neighbour.waiting import others_waiting
 from fallow.model import ClusterState, JobInfo, NodeInfo, PartitionInfo
 from fallow.slurm import parse
 
@@ -94,12 +93,6 @@ def test_every_time_of_the_jobs(version: str) -> None:
     assert urgent.submit_at is not None and 0.0 <= harvest.preempt_at - urgent.submit_at <= 5.0
     assert later.submit_at is not None and later.eligible_at == later.start_at == later.submit_at + 3600.0
     assert jobs[8].eligible_at is None, "waits for another job"
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_what_waits_for_a_node(version: str) -> None:
-    waiting = others_waiting(cluster(version), ["harvest"])
-    assert [(other.job_id, other.startable) for other in waiting] == [("11", 1), ("12", 1)]
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from msgspec.structs import replace
 
 from builders import NOW, allocation, cluster, node, partition, preempting, request, runs, waits
@@ -12,7 +11,7 @@ from fallow.core.allocations import Allocation
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.plan import Action
 from fallow.core.planning.rules import Demand, HarvestRules
-from fallow.core.planning.share import Worth, linear, values
+from fallow.core.planning.share import Worth, values
 from fallow.core.planning.withdrawals import Withdraw
 from fallow.model import AllocationState, ClusterState, JobInfo
 from planning import actions, asked, planned
@@ -22,7 +21,6 @@ AHEAD = HarvestRules(max_pending=8, ahead=2)
 RUN = Demand("r", 5)
 TAKEN = [node(name, "ALLOCATED") for name in ("n1", "n2", "n3")]
 THEIRS = [runs("1", ["n1"], end_at=NOW + 900.0), runs("2", ["n2"], end_at=NOW + 60.0), runs("3", ["n3"])]
-INSTEAD = "an idle node is asked for instead"
 
 
 def busy(*jobs: JobInfo, **of_p: Any) -> ClusterState:
@@ -50,90 +48,31 @@ def held(run: str, token: str, name: str, age_s: float = 60.0) -> tuple[Allocati
 def test_requests_wait_for_nodes_that_others_still_have_where_slurm_would_take_them_back() -> None:
     assert actions(busy(), [RUN], [], AHEAD) == [Ask("r", "p", 120, ahead=True)] * 2
     alone = replace(AHEAD, allow_without_preemption=True)
-    for state, demand, mine, rules, number in (
+    mine, ours = held("r", "h1", "n1")
+    for state, demand, held_nodes, rules, number in (
         (busy(), Demand("r", 1), [], AHEAD, 1),
         (busy(), Demand("r", 0), [], AHEAD, 0),
         (busy(), RUN, [ahead(waited_s=300)], AHEAD, 1),  # one waits already
         (busy(), RUN, [], RULES, 0),
         (busy(preempt_mode="OFF"), RUN, [], alone, 0),  # nothing gives a node back but us
         (busy(waits(partition="urgent")), RUN, [], AHEAD, 0),  # somebody else waits
+        (preempting([node("n1", "ALLOCATED", "DRAIN")], THEIRS[:1]), RUN, [], AHEAD, 0),
+        (preempting(TAKEN[:1], [ours]), RUN, [mine], AHEAD, 0),  # its own
     ):
-        assert len(asked(state, [demand], mine, rules)) == number
+        assert len(asked(state, [demand], held_nodes, rules)) == number
 
 
-def test_no_request_waits_for_our_own_nodes_or_those_that_take_no_jobs() -> None:
-    mine, ours = zip(*(held("r", f"h{i}", f"n{i}") for i in (1, 2)), strict=True)
-    state = preempting([*TAKEN[:2], node("n3", "ALLOCATED", "DRAIN")], [*ours, THEIRS[2]])
-    assert asked(state, [RUN], mine, AHEAD) == []
-
-
-def test_requests_ahead_keep_nobody_from_asking_for_what_is_idle() -> None:
-    """However many wait, and however long: they count only among all that may wait."""
-    waiting = [ahead(f"h{i}", 300) for i in range(4)]
-    idle = preempting([*TAKEN, *(node(f"i{i}") for i in range(7))], THEIRS)
-    few = HarvestRules(max_pending=2, ahead=4)
-    for state, mine, rules, wanted in (
-        (idle, waiting, few, [False, False, *[True] * 4]),  # four of the seven are for those that wait
-        (busy(), [], few, [True] * 4),
-        (idle, waiting, replace(few, max_waiting=5), [False]),
-        (busy(), [], replace(few, max_waiting=3), [True] * 3),
-    ):
-        assert [ask.ahead for ask in asked(state, [Demand("r", 9)], mine, rules)] == wanted
-
-
-def test_requests_ahead_go_to_the_run_that_gains_most() -> None:
-    """And to none that loses nodes by the same plan: Slurm would give it the very nodes back, poll by poll."""
-    one = Worth(linear(64), base=1)
-    mine, ours = zip(*(held("old", f"h{i}", f"m{i}") for i in range(5)), strict=True)
-    state = preempting([*TAKEN, *(node(f"m{i}", "ALLOCATED") for i in range(5))], [*THEIRS, *ours])
-    rich, poor = Demand("old", 5, worth=one), Demand("new", 5, worth=one)
-    heavy = replace(rich, worth=Worth(tuple(9.0 * value for value in one.values), base=1))
-    for old, has, wanted in ((rich, 0, ["old", "new"]), (rich, 1, ["new", "old"]), (heavy, 1, ["old", "old"])):
-        assert [ask.run for ask in asked(state, [old, poor], mine[:has], AHEAD)] == wanted
-    found = planned(state, [rich, poor], mine, AHEAD)
-    assert found.give_backs, "a node is moved"
-    assert {ask.run for ask in found.asks} == {"new"}
-
-
-def test_a_request_that_waits_for_what_others_leave_is_no_node_that_could_change_hands() -> None:
-    """Two runs alike gave each other the only node at every poll, each time that the other one waited for one, too."""
-    mine, ours = held("a", "h0", "m0", age_s=900.0)
-    state = preempting([*TAKEN, node("m0", "ALLOCATED")], [*THEIRS, ours])
-    demands = [Demand(run, 3, worth=Worth(linear(8))) for run in "ab"]
-    assert actions(state, demands, [mine, *(ahead(f"w{run}", run=run) for run in "ab")], AHEAD) == []
-
-
-def test_a_request_waits_for_nodes_that_the_run_can_use_however_many_others_come_first() -> None:
-    names = [f"m{i}" for i in range(40)]
-    there = [partition("mine", names, preempt_mode="REQUEUE"), partition("above", names, priority_tier=10)]
-    jobs = [runs(f"1{i}", [name], end_at=NOW + 10.0) for i, name in enumerate(names)]
-    nodes = [*TAKEN, *(node(name, "ALLOCATED", partitions=["mine"]) for name in names)]
-    state = cluster(nodes, [*THEIRS, *jobs], partitions=[*busy().partitions, *there])
-    found = asked(state, [Demand("r", 5, partitions=("p",))], [], AHEAD)
-    assert [(ask.partition, ask.ahead) for ask in found] == [("p", True)] * 2
-
-
-@pytest.mark.parametrize(
-    ("rules", "asks"),  # two may wait, or one may be held, beside the one that it has
-    [
-        (AHEAD, {2: 1, 3: 2, 4: 0}),
-        (replace(AHEAD, max_nodes=1), {2: 1, 3: 0}),
-        (replace(AHEAD, partition_nodes={"p": 1}), {2: 1, 3: 0}),
-    ],
-)
-def test_nobody_waits_ahead_for_fewer_nodes_than_the_next_stair_takes(
-    rules: HarvestRules, asks: dict[int, int]
-) -> None:
+def test_nobody_waits_ahead_for_fewer_nodes_than_the_next_stair_takes() -> None:
     """They would gain the run nothing, so the next plan would withdraw them, and the one after ask again."""
-    for stair, number in asks.items():
+    for stair, number in {2: 1, 3: 2, 4: 0}.items():  # two may wait, beside the one that it has
         worth = Worth(values(((1, 1.0), (stair, 2.0)), 6), base=1)
-        assert len(asked(busy(), [replace(RUN, worth=worth)], [], rules)) == number
+        assert len(asked(busy(), [replace(RUN, worth=worth)], [], AHEAD)) == number
 
 
 def test_an_idle_node_elsewhere_is_asked_for_in_place_of_a_request_that_waits_ahead() -> None:
     run, two = Demand("r", 0), [ahead(), ahead("h2", minutes=119)]
     found = planned(beside("m1"), [run], two, AHEAD)
-    assert [wish.reason for wish in found.withdrawals] == [INSTEAD]
+    assert [wish.reason for wish in found.withdrawals] == ["an idle node is asked for instead"]
     assert found.asks == (Ask("r", "other", 120),)
     assert found.unused == {"m1": "asked for: a request waits for Slurm to start it"}
     assert actions(beside("m1"), [run], two, AHEAD, asks_only=True) == [], "nothing is withdrawn then"
@@ -142,22 +81,15 @@ def test_an_idle_node_elsewhere_is_asked_for_in_place_of_a_request_that_waits_ah
     assert actions(beside("m1"), [Demand("r", 1)], two, capped) == list(found.actions)
 
 
-@pytest.mark.parametrize(
-    ("state", "demand", "mine"),
-    [
-        (beside("m1"), Demand("r", 0, partitions=("p",)), [ahead()]),
+def test_a_request_that_waits_ahead_is_left_where_the_idle_node_is_of_no_use() -> None:
+    for state, demand, mine in (
         (beside("m1"), Demand("r", 0, barred=frozenset({"m1"})), [ahead()]),
         (beside("m1"), Demand("r", 0, budget_node_s=0.0), [ahead()]),
-        (preempting([node("n1"), node("n2")]), Demand("r", 0), [ahead(), ahead("h2")]),
+        (preempting([node("n1")]), Demand("r", 0), [ahead(waited_s=5000.0)]),  # it gets it itself
         (beside("m1"), Demand("r", 0), [ahead(ahead=False)]),
         (beside("m1"), Demand("r", 0), [ahead(asked_at=NOW), ahead("h2"), request("n1", 0.0, partition="other")]),
-    ],
-    ids=["cannot use it", "barred", "no budget", "gets it itself", "made for an idle node", "one is enough"],
-)
-def test_a_request_that_waits_ahead_is_left_where_the_idle_node_is_of_no_use(
-    state: ClusterState, demand: Demand, mine: list[Allocation]
-) -> None:
-    assert actions(state, [demand], mine, AHEAD) == []
+    ):
+        assert actions(state, [demand], mine, AHEAD) == []
 
 
 WAITING_RUN, TAKER = Demand("r", 1, partitions=("p",)), Demand("b", 2, partitions=("other",))
@@ -176,7 +108,7 @@ def passes(most: int, taker: Demand = TAKER, mine: Allocation | None = None) -> 
 
 def test_a_place_under_a_cap_passes_from_a_request_ahead_to_a_run_that_has_an_idle_node() -> None:
     """At once; it kept the place for as long as a request is waited for."""
-    assert passes(1) == [Withdraw("h1", INSTEAD), Ask("b", "other", 120)]
+    assert passes(1) == [Withdraw("h1", "an idle node is asked for instead"), Ask("b", "other", 120)]
     assert [type(wish) for wish in passes(2)] == [Withdraw, Ask, Ask], "the second idle node takes the place, too"
     assert [type(wish) for wish in passes(3)] == [Ask, Ask], "there is room for all"
     assert passes(1, replace(TAKER, nodes=0)) == []
@@ -187,22 +119,9 @@ def test_a_place_under_a_cap_passes_from_a_request_ahead_to_a_run_that_has_an_id
         assert passes(1, replace(TAKER, nodes=1), has) == []
 
 
-@pytest.mark.parametrize(
-    ("waiting", "rules", "mode", "left"),
-    [
-        (ahead(waited_s=5000.0), AHEAD, "REQUEUE", True),
-        (ahead(waited_s=5000.0, ahead=False), AHEAD, "REQUEUE", False),
-        (ahead(waited_s=5000.0), HarvestRules(partitions=("other",), ahead=2), "REQUEUE", False),
-        (ahead(waited_s=5000.0), HarvestRules(), "REQUEUE", False),
-        (ahead(waited_s=5000.0), replace(AHEAD, allow_without_preemption=True), "OFF", False),
-    ],
-)
-def test_a_request_ahead_waits_as_long_as_it_takes(
-    waiting: Allocation, rules: HarvestRules, mode: str, left: bool
-) -> None:
-    gone = [] if left else [Withdraw("h1", "Slurm did not start it within 600 s")]
-    assert actions(busy(preempt_mode=mode), [Demand("r", 0)], [waiting], rules) == gone
-
-
-def test_a_request_ahead_whose_node_came_has_it_in_a_moment() -> None:
-    assert actions(preempting([node("n1")]), [Demand("r", 0)], [ahead(waited_s=5000.0)], AHEAD) == []
+def test_a_request_ahead_waits_as_long_as_it_takes() -> None:
+    gone = [Withdraw("h1", "Slurm did not start it within 600 s")]
+    old, idle = ahead(waited_s=5000.0), ahead(waited_s=5000.0, ahead=False)
+    assert actions(busy(), [Demand("r", 0)], [old], AHEAD) == []
+    for waiting, rules in ((idle, AHEAD), (old, replace(AHEAD, partitions=("other",))), (old, HarvestRules())):
+        assert actions(busy(), [Demand("r", 0)], [waiting], rules) == gone

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from builders import NOW, allocation, cluster, node, preempting, request
-from fallow.core.accounting.backoff import LONGEST_S, SHORTER_S, Asker, Backoff, Scope, scope_of
+from fallow.core.accounting.backoff import Asker, Backoff, Scope, scope_of
 from fallow.core.planning.learner import Learner
 from fallow.core.planning.rules import Demand, HarvestRules, Known
-from fallow.head.loop.turn import Turn
-from fallow.head.slurm.learning import Learning
 from fallow.model import AllocationState
 from fallow.slurm import parse
 from planning import asked
-from runs import new_book
 
 BIO, CHEM = Asker("bio"), Asker("chem")
 DENIED = (
@@ -43,17 +38,9 @@ def test_a_limit_of_one_account_shortens_nobody_elses_requests() -> None:
     ("said", "scope"),
     [
         ("QOSMaxJobsPerUserLimit", Scope.OWNER),
-        ("QOSGrpNodeLimit", Scope.OWNER),
-        ("QOSMaxCpuPerUserLimit", Scope.OWNER),
-        ("AssocGrpCpuLimit", Scope.OWNER),
-        ("AssocMaxJobsLimit", Scope.OWNER),
         ("MaxJobsPerAccount", Scope.OWNER),
-        ("MaxNodePerAccount", Scope.OWNER),
-        ("MaxGRESRunMinsPerUser", Scope.OWNER),
         ("MaxMemPerLimit", Scope.PARTITION),
-        ("QOSMaxWallDurationPerJobLimit", Scope.LENGTH),
         (f"sbatch: error: QOSMaxSubmitJobPerUserLimit\n{DENIED}", Scope.OWNER),
-        (f"sbatch: error: AssocMaxSubmitJobLimit\n{DENIED}", Scope.OWNER),
         (f"sbatch: error: QOSMaxWallDurationPerJobLimit\n{DENIED}", Scope.LENGTH),  # a QOS with the flag DenyOnLimit
         ("sbatch: error: Batch job submission failed: Invalid qos specification", Scope.PARTITION),
     ],
@@ -62,39 +49,6 @@ def test_what_slurm_says_at_limits_of_qos_and_accounts(said: str, scope: Scope) 
     """Reasons of pending jobs, and what sbatch printed where a job was refused."""
     assert not said.startswith("sbatch") or parse.is_refusal(said)
     assert scope_of(parse.complaint(said)) is scope
-
-
-def test_a_request_below_a_higher_partition_waits_as_it_should() -> None:
-    for more in ("", ", REBOOTING"):
-        text = f"Nodes required for job are DOWN, DRAINED{more} or reserved for jobs in higher priority partitions"
-        assert scope_of(f"({text.replace(' ', '_')})") is scope_of(text) is Scope.NOTHING
-
-
-def test_a_clock_that_is_set_back_keeps_nothing_alone_for_a_day(tmp_path: Path) -> None:
-    book, learning, day = new_book(tmp_path), Learning(), 86_400.0
-    backoff = learning.known.backoff
-    for _ in range(9):
-        backoff.strike("QOSMaxJobsPerUserLimit", BIO, "p", 60, max(NOW, backoff.until(BIO, "p")))
-    backoff.too_long("p", 60, backoff.until(BIO, "p"))
-    back = NOW - day
-    learning.polled(Turn(book, 0.0, back), cluster([], at=back), HarvestRules())
-    assert backoff.until(BIO, "p") == back + LONGEST_S
-    assert backoff.longest(BIO, "p", back + SHORTER_S) is None
-    later = back + LONGEST_S / 2
-    learning.polled(Turn(book, 0.0, later), cluster([], at=later), HarvestRules())
-    assert backoff.until(BIO, "p") == back + LONGEST_S, "it does not move on with the clock"
-
-
-def test_what_is_left_alone_is_named() -> None:
-    backoff = Backoff()
-    assert not backoff.words(BIO, "p", NOW)
-    backoff.strike("PartitionDown", BIO, "p", 30, NOW)
-    assert backoff.words(BIO, "p", NOW) == "nothing is asked for in p for 60 s"
-    backoff.strike("AssocMaxSubmitJobLimit", BIO, "p", 30, NOW + 10.0)
-    for partition in ("p", "q"):
-        words = backoff.words(BIO, partition, NOW + 10.0)
-        assert words == "nothing is asked for by account bio, QOS by default for 60 s"
-    assert not backoff.words(CHEM, "q", NOW)
 
 
 def test_a_job_of_ours_that_ends_leaves_room_under_the_accounts_limit() -> None:

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from math import inf
-from pathlib import Path
-
 import pytest
 
 from builders import NOW, allocation, cluster, gpu_node, preempting
 from fallow.core.accounting.backoff import Asker
-from fallow.core.planning.experience import Experience
 from fallow.core.planning.learner import Learner
 from fallow.core.planning.rules import HarvestRules
-from fallow.head.loop.turn import Turn
-from fallow.head.slurm.learning import Learning
-from fallow.model import AllocationKind, AllocationState
-from runs import new_book, new_run
 
 
 def test_nodes_that_come_at_once_are_counted_and_count_less_with_time() -> None:
@@ -34,28 +26,9 @@ def test_nodes_that_come_at_once_are_counted_and_count_less_with_time() -> None:
     assert at_once(3660.0, "n1", "n8") == 1.5
 
 
-def test_how_often_nodes_come() -> None:
-    experience = Experience()
-    assert experience.between_s(NOW) == inf, "nobody knows"
-    for number in range(11):
-        experience.started(None, 20.0, NOW - 1000.0 + 10.0 * number)
-    assert experience.between_s(NOW) == pytest.approx(100.0), "that none has come for long counts, too"
-    assert experience.between_s(NOW + 7 * 3600.0) == inf
-
-
-def test_each_start_is_taken_note_of_once_whatever_the_run_forgets(tmp_path: Path) -> None:
-    book, learning = new_book(tmp_path), Learning()
-    run = new_run(book)
-
-    def look(at: float) -> None:
-        learning.polled(Turn(book, 0.0, at), cluster([], at=at), HarvestRules())
-
-    look(NOW)
-    for number in range(5):
-        job = book.new_allocation(run, AllocationKind.HARVEST, NOW, partition="p")
-        job.state, job.start_at, job.active_at = AllocationState.RUNNING, NOW + number, NOW + number + 9
-        look(NOW + 30 * number)
-        if number < 4:
-            del run.allocations[job.token]
-    look(NOW + 200)
-    assert len(learning.known.experience.starts) == 5
+def test_each_start_is_taken_note_of_once() -> None:
+    learner, job = Learner(), allocation("t", start_at=NOW, active_at=NOW + 9.0)
+    for at in (NOW - 5.0, NOW + 30.0, NOW + 60.0):
+        mine = [(job, Asker())] if at > NOW else []
+        learner.take_in(cluster([], at=at), mine, HarvestRules(), at)
+    assert len(learner.known.experience.starts) == 1

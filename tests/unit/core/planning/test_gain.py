@@ -23,18 +23,10 @@ def learned(shards: int, times: dict[int, float], shard_s: float | None = None) 
     return curve
 
 
-def test_without_any_measurement_the_shape_is_near_the_best_published_curves() -> None:
-    known = dict(speeds(Curve(), 64, 1, 64))
-    assert 0.7 < known[64] / known[1] / 64 < 0.9
-    unit = dict(speeds(Curve(shard_s=0.5), 64, 1, 64))
-    assert unit[64] == pytest.approx(2 * known[64]), "in steps per second once workers have told their pace"
-
-
 def test_measured_sizes_are_met_and_the_others_follow_the_shape_between_them() -> None:
     times = {1: 33.0, 4: 9.0, 16: 3.0}
     found = dict(speeds(learned(32, times), 32, 1, 32))
-    for workers, step_s in times.items():
-        assert found[workers] == pytest.approx(1.0 / step_s)
+    assert [found[workers] for workers in times] == pytest.approx([1.0 / step_s for step_s in times.values()])
     assert found[4] < found[8] < found[16] < found[32] < 2 * found[16]
 
 
@@ -56,13 +48,6 @@ def test_speeds_rise_with_the_nodes_whatever_was_measured(
     assert found[-1][0] <= max(1, -(-shards // slots))
 
 
-def test_a_size_that_turns_out_bad_makes_larger_ones_look_worse() -> None:
-    hopeful = dict(speeds(learned(32, {1: 32.2}), 32, 1, 32))
-    sobered = dict(speeds(learned(32, {1: 32.2, 8: 30.0}), 32, 1, 32))
-    assert hopeful[16] > 1 / 3
-    assert max(sobered.values()) < 1 / 5
-
-
 def test_newer_measurements_replace_older_ones_and_memory_is_bounded() -> None:
     curve = learned(8, {2: 10.0})
     for _ in range(40):
@@ -73,7 +58,6 @@ def test_newer_measurements_replace_older_ones_and_memory_is_bounded() -> None:
         curve.observe(m, 1.0, 15.0 if m != 2 else 600.0, NOW + m)
     assert len(curve.seen) == SIZES
     assert 2 in curve.seen, "the least certain goes first"
-    assert 199 in curve.seen
     assert len(msgspec.msgpack.encode(curve)) < 2500
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-from msgspec.structs import replace
-
-from builders import NOW, gpu_node, preempting, request
-from fallow.core.holes import Part, find_holes
+from builders import gpu_node, preempting, request
+from fallow.core.holes import Part
 from fallow.core.kinds import Kind
-from fallow.core.planning.rules import Demand, HarvestRules, Known
-from fallow.core.planning.withdrawals import Withdraw
+from fallow.core.planning.rules import Demand, HarvestRules
 from planning import actions, asked, withdrawn
 
 SHARED = HarvestRules(whole_nodes=False)
@@ -30,56 +26,11 @@ def test_idle_gpus_of_nodes_that_run_other_jobs() -> None:
     assert withdrawn(actions(taken, [wants], [pending], SHARED)) == ["h"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "rules", "exclusive"),
-    [
+def test_no_part_where_the_site_the_partition_or_the_run_takes_whole_nodes() -> None:
+    for kind, rules, exclusive in (
         (Kind(gpus=4, part_gpus=1), HarvestRules(), False),
         (Kind(gpus=4), SHARED, False),
         (Kind(gpus=4, part_gpus=4), SHARED, False),
         (Kind(gpus=4, part_gpus=1), SHARED, True),
-    ],
-)
-def test_no_part_where_the_site_the_partition_or_the_run_takes_whole_nodes(
-    kind: Kind, rules: HarvestRules, exclusive: bool
-) -> None:
-    assert asked(preempting([MIXED], exclusive=exclusive), [Demand("r", 3, kind=kind)], [], rules) == []
-
-
-BUSY = gpu_node("m", "MIXED", cpus_used=16, memory_used_mb=64_000, gpus_used=1)
-
-
-@pytest.mark.parametrize(
-    ("kind", "part"),
-    [
-        (Kind(gpus=1, part_gpus=1), Part("m", 1, "", 16, 64_000)),
-        (Kind(gpus=2, part_gpus=1, cpus=8, memory_mb=4000), Part("m", 2, "", 8, 4000)),
-        (Kind(gpus=4, part_gpus=1, cpus=64, memory_mb=256_000), Part("m", 3, "", 48, 192_000)),
-    ],
-)
-def test_no_more_of_a_shared_node_is_asked_for_than_the_script_asks_for(kind: Kind, part: Part) -> None:
-    assert [ask.part for ask in asked(preempting([BUSY]), [Demand("r", 3, kind=kind)], [], SHARED)] == [part]
-
-
-def test_a_request_for_some_idle_gpus_of_a_node_that_never_starts_is_withdrawn() -> None:
-    """Though more GPUs are idle there than it asks for."""
-    state, known = preempting([BUSY]), Known()
-    known.unstarted.look(replace(state, at=NOW - 900.0))
-    pending = request(waited_s=500, part=Part("m", 1, "", 16, 64_000), minutes=10)
-    wishes = actions(state, [Demand("r", 1, kind=Kind(gpus=1, part_gpus=1))], [pending], SHARED, known)
-    assert [(wish.token, wish.declined) for wish in wishes if isinstance(wish, Withdraw)] == [("h", ("m",))]
-
-
-def test_each_type_of_gpu_that_is_idle_on_a_node_is_a_part() -> None:
-    node = gpu_node("m", "MIXED", gpus=7, gpu_types={"a": 2, "b": 4, "c": 1})
-    mixed = replace(node, gpus_used=4, gpu_types_used={"a": 1, "b": 2, "c": 1})
-    state = preempting([mixed])
-    holes = find_holes(state, state.partitions[:1], whole_nodes=False)
-    parts = [(h.part.gpu_type, h.part.gpus, h.part.cpus) for h in holes if h.part is not None]
-    assert parts == [("b", 2, 18), ("a", 1, 9)], "most first"
-    for gpu_type, found in (("a", [1]), ("b", [2]), ("c", []), ("", [2])):
-        wants = Demand("r", 3, kind=Kind(gpus=2, part_gpus=1, gpu_type=gpu_type))
-        assert [ask.part.gpus for ask in asked(state, [wants], [], SHARED) if ask.part] == found
-    # One has asked for the one of type a, and somebody else was given it.
-    gone = preempting([replace(node, gpus_used=5, gpu_types_used={"a": 2, "b": 3})])
-    wants = Demand("r", 3, kind=Kind(gpus=1, part_gpus=1, gpu_type="a"))
-    assert withdrawn(actions(gone, [wants], [request(part=Part("m", 1, "a", 9, 1), minutes=10)], SHARED)) == ["h"]
+    ):
+        assert asked(preempting([MIXED], exclusive=exclusive), [Demand("r", 3, kind=kind)], [], rules) == []

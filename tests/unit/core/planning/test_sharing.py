@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import NOW, allocation, node, partition
 from builders import cluster as poll_of
-from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import Allocation
-from fallow.core.kinds import Kind
 from fallow.core.neighbour.needs import GiveBack
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.gain import Curve, speeds
 from fallow.core.planning.plan import Action
-from fallow.core.planning.rules import Demand, HarvestRules, Known
+from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.core.planning.share import Worth, values
 from fallow.core.planning.withdrawals import Withdraw
 from fallow.model import ClusterState
-from planning import actions, asked, planned
+from planning import actions, asked
 
 RULES = HarvestRules()
 
@@ -81,57 +78,18 @@ def places(site: Site, rules: HarvestRules, *demands: Demand) -> list[tuple[str,
     return sorted((ask.run, ask.partition) for ask in asked(site.cluster(), demands, site.mine, rules))
 
 
-def test_a_run_that_can_go_elsewhere_leaves_the_node_that_another_one_needs() -> None:
-    site = Site(1, 1)
-    one = Worth(curve(1))
-    demands = [demand(site, "both", 1, one), demand(site, "only", 1, one, "p")]
-    assert places(site, RULES, *demands) == [("both", "q"), ("only", "p")]
-
-
 def test_a_node_of_several_partitions_is_offered_in_each_of_them() -> None:
     site = Site(0, 0, both=4)
     only_q = Demand("q", 2, partitions=("q",))
     assert places(site, HarvestRules(), only_q) == [("q", "q")] * 2
     assert places(site, HarvestRules(), Demand("any", 2)) == [("any", "p")] * 2, "the first will do"
     assert places(site, HarvestRules(), Demand("any", 9), only_q) == [*[("any", "p")] * 2, *[("q", "q")] * 2]
-    # A cap on one of them leaves the other, and what may be held there goes to whoever can have nothing else.
-    capped = HarvestRules(partition_nodes={"p": 1})
-    assert places(site, capped, Demand("any", 4)) == [("any", "p"), *[("any", "q")] * 3]
-    only_p = Demand("p", 4, partitions=("p",))
-    assert places(site, capped, only_p) == [("p", "p")]
-    assert places(site, capped, Demand("any", 3), only_p) == [*[("any", "q")] * 3, ("p", "p")]
     # Of two caps a node takes room under one, so that all are used; a run that can use one partition only has its part.
     both_capped = HarvestRules(partition_nodes={"p": 2, "q": 3})
     assert places(site, both_capped, Demand("any", 9)) == [*[("any", "p")] * 2, *[("any", "q")] * 2]
-    assert places(site, both_capped, only_p) == [("p", "p")] * 2
+    assert places(site, both_capped, Demand("p", 4, partitions=("p",))) == [("p", "p")] * 2
     assert places(site, both_capped, Demand("q", 9, partitions=("q",))) == [("q", "q")] * 3
     assert places(site, both_capped, Demand("any", 9), only_q) == [*[("any", "p")] * 2, *[("q", "q")] * 2]
-    # What one account may not use, or is kept from for a while, another partition has.
-    known = Known()
-    known.backoff.strike("AssocGrpNodeLimit", Asker("a"), "p", 30, NOW)
-    known.backoff.strike("PartitionNodeLimitNotAllowed", Asker("b"), "p", 30, NOW)
-    demands = [Demand(run, 1, asker=Asker(run)) for run in "ab"]
-    assert [(ask.run, ask.partition) for ask in asked(site.cluster(), demands, [], RULES, known)] == [("b", "q")]
-
-
-def test_room_under_a_cap_goes_to_nodes_that_can_be_had_in_no_other_way() -> None:
-    # Those that come first by name are open through another partition, too.
-    capped = HarvestRules(partition_nodes={"p": 2})
-    assert places(Site(2, 0, both=2), capped, Demand("any", 4)) == [
-        *[("any", "p")] * 2,
-        *[("any", "q")] * 2,
-    ]
-    # What nobody can use takes no room from others.
-    site = Site(0, 0, both=2)
-    site.names["p"] += ["z1", "z2"]
-    site.idle |= {"z1", "z2"}
-    state = site.cluster()
-    arch = {node.node: "aarch64" if node.node[0] == "z" else "x86_64" for node in state.nodes}
-    nodes = [msgspec.structs.replace(node, arch=arch[node.node]) for node in state.nodes]
-    rules = HarvestRules(partition_nodes={"p": 2, "q": 0})
-    arm = Demand("arm", 4, kind=Kind(arch="aarch64"))
-    found = asked(msgspec.structs.replace(state, nodes=nodes), [arm], [], rules)
-    assert [ask.partition for ask in found] == ["p", "p"]
 
 
 def test_a_held_node_goes_to_a_run_that_has_it_through_another_partition() -> None:
@@ -146,39 +104,6 @@ def test_a_held_node_goes_to_a_run_that_has_it_through_another_partition() -> No
     assert wishes and all(isinstance(w, GiveBack) for w in wishes)
     full = HarvestRules(max_pending=100, partition_nodes={"q": 0})
     assert actions(site.cluster(), demands, site.mine, full) == []
-
-
-def test_no_node_is_taken_from_a_run_before_idle_ones_have_been_asked_for() -> None:
-    site = Site(30, 0)
-    for _ in range(20):
-        site.give("rich", "p")
-    demands = [
-        demand(site, "rich", 20, Worth(curve(64), base=12)),
-        demand(site, "poor", 40, Worth(curve(64)), "p"),
-    ]
-    wishes = actions(site.cluster(), demands, site.mine, HarvestRules(max_pending=4))
-    assert [type(w) for w in wishes] == [Ask] * 4
-    plenty = actions(site.cluster(), demands, site.mine, HarvestRules(max_pending=100))
-    assert sum(isinstance(w, Ask) for w in plenty) == 10, "all that are idle"
-
-
-def test_targets_are_told() -> None:
-    site = Site(10, 0)
-    found = planned(
-        site.cluster(),
-        [demand(site, "a", 64, Worth(curve(4), base=1)), demand(site, "b", 64, Worth(curve(64), base=1))],
-        [],
-        HarvestRules(),
-    )
-    assert found.targets == {"a": 3, "b": 7}
-
-
-def test_a_budget_for_one_node_is_no_reason_to_aim_at_eight() -> None:
-    site = Site(10, 0)
-    poor = Demand(run="a", nodes=8, worth=Worth(curve(64)), budget_node_s=150.0)
-    found = planned(site.cluster(), [poor], [], HarvestRules(min_minutes=2))
-    assert found.targets == {"a": 1}
-    assert [ask.minutes for ask in found.asks] == [2]
 
 
 @settings(max_examples=150, deadline=None)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from builders import NOW, node, partition, request
-from builders import cluster as poll_of
+from builders import NOW, node, preempting, request
 from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.rules import Demand, HarvestRules, Known
 from fallow.core.planning.withdrawals import Withdraw
-from fallow.model import ClusterState, NodeInfo
-from planning import actions, asked, planned
+from fallow.model import NodeInfo
+from planning import actions
 
 POLL_S = 10.0
 RULES = HarvestRules(whole_nodes=False)
@@ -21,16 +20,6 @@ GPUS = {"cpus": 8, "gpus": 4, "gpu_types": {"": 4}}
 
 def mixed(name: str) -> NodeInfo:
     return node(name, "MIXED", **GPUS, cpus_used=2, gpus_used=2, gpu_types_used={"": 2})
-
-
-def cluster(at: float, nodes: list[NodeInfo]) -> ClusterState:
-    """Each node is in its partition, from which jobs of another one take it back."""
-    names: dict[str, list[str]] = {}
-    for each in nodes:
-        names.setdefault(each.partitions[0], []).append(each.node)
-    partitions = [partition(name, some, preempt_mode="REQUEUE") for name, some in names.items()]
-    above = partition("u", [each.node for each in nodes], priority_tier=9)
-    return poll_of(nodes, at=at, partitions=[*partitions, above])
 
 
 class Head:
@@ -46,7 +35,7 @@ class Head:
 
     def poll(self, nodes: list[NodeInfo], *demands: Demand, rules: HarvestRules = RULES) -> None:
         now = NOW + self.at
-        state = cluster(now, [n for n in nodes if n.node not in self.busy])
+        state = preempting([n for n in nodes if n.node not in self.busy], at=now)
         self.known.unstarted.look(state)
         for wish in actions(state, list(demands), list(self.pending.values()), rules, self.known):
             if isinstance(wish, Withdraw):
@@ -87,23 +76,6 @@ def test_parts_that_slurm_does_not_give_hold_no_whole_node_up_and_come_again_eve
     assert again == [0.0, 700.0, 2000.0], "600 s, then 1200 s after it was taken back"
 
 
-def test_a_run_that_waits_for_nothing_takes_no_slots_from_others_elsewhere() -> None:
-    """Where others wait, too, requests are left to wait for longer."""
-    nodes = [*(node(f"a{i}", partitions=["a"]) for i in range(5)), *(node(f"b{i}", partitions=["b"]) for i in range(2))]
-    old = [request(f"t{i}", 300.0, run="A", partition="a", minutes=60, sent_by=NOW - 300.0) for i in range(4)]
-    demands = [Demand("A", 0, partitions=("a",)), Demand("B", 2, partitions=("b",))]
-    found = asked(cluster(NOW, nodes), demands, old, HarvestRules())
-    assert [(ask.run, ask.partition) for ask in found] == [("B", "b")] * 2
-    for in_all, more in (4, 0), (5, 1), (6, 2):
-        found = planned(cluster(NOW, nodes), demands, old, HarvestRules(max_waiting=in_all))
-        assert [(ask.run, ask.partition) for ask in found.asks] == [("B", "b")] * more
-        told = f"too many requests: {in_all} wait already, as many as may at once"
-        assert [found.unused[name] for name in ("b0", "b1")].count(told) == 2 - more
-    for allocation in old:
-        allocation.requested_at = allocation.sent_by = NOW - 10.0
-    assert actions(cluster(NOW, nodes), demands, old, HarvestRules()) == [], "four may wait at once"
-
-
 def test_a_request_is_taken_back_for_each_node_beside_it_and_not_asked_for_there() -> None:
     bad = node("bad")
     head = Head(lambda a, at: "")
@@ -119,20 +91,3 @@ def test_a_request_is_taken_back_for_each_node_beside_it_and_not_asked_for_there
     head.poll([bad, node("good")], Demand("r", 2))
     head.poll([bad, node("good")], Demand("r", 1))
     assert len(head.asked()) == 2
-    # What has been used meanwhile is another matter.
-    head.busy.add("bad")
-    head.poll([bad, node("good")], Demand("r", 1))
-    head.busy.clear()
-    head.poll([bad, node("good")], Demand("r", 1))
-    assert len(head.asked()) == 3
-
-
-def test_one_that_waits_ahead_is_not_taken_back_for_a_node_that_has_just_fallen_idle() -> None:
-    head = Head(lambda a, at: "")
-    used = node("n", "ALLOCATED")
-    head.poll([node("n")], Demand("r", 1))
-    for _ in range(20):
-        head.poll([used], Demand("r", 0))
-    for _ in range(5):
-        head.poll([node("n")], Demand("r", 0))
-    assert list(head.pending), "and it may still start there"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
 import pytest
 
-from builders import NOW, cluster, node, partition, preempting, request, waits
+from builders import NOW, node, preempting, request, waits
 from fallow.core.allocations import Allocation
 from fallow.core.planning import allowance
-from fallow.core.planning.rules import Demand, HarvestRules, harvestable
+from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.model import ClusterState
 from planning import planned
 
@@ -54,7 +53,6 @@ def test_every_idle_node_that_is_not_used_has_a_reason() -> None:
     [
         (HarvestRules(max_pending=1), "too many requests: 1 wait already, as many as may at once"),
         (HarvestRules(max_nodes=1), MOST),
-        (HarvestRules(partition_nodes={"p": 1}), MOST_OF_P),
         # Of a cap of three, nodes of normal priority have two; those elsewhere are none of a partition's.
         (allowance.beside(HarvestRules(max_nodes=3), Counter(p=2)), MOST),
         (allowance.beside(HarvestRules(partition_nodes={"p": 3}), Counter(p=2, normal=4)), MOST_OF_P),
@@ -83,36 +81,3 @@ def test_a_node_that_is_kept_for_others_says_for_whom() -> None:
         "n1": "kept for others: job 7 of alice can start there",
         "n2": "kept for others: a job that waits is about to start in the partition",
     }
-
-
-NOBODY = "Slurm would not take it back for others, and [harvest] allow_without_preemption is off"
-
-
-@pytest.mark.parametrize(
-    ("rules", "debug", "why"),
-    [
-        (HarvestRules(), {}, NOBODY),
-        (HarvestRules(), {"up": False}, f"p: {NOBODY}; debug: the partition is down"),
-        (
-            HarvestRules(groups=frozenset({"users"})),
-            {"allow_groups": ["physics"]},
-            f"p: {NOBODY}; debug: the partition is open to other groups only",
-        ),
-        (
-            HarvestRules(partitions=("debug",)),
-            {"up": False},
-            "p: the configuration does not name the partition; debug: the partition is down",
-        ),
-    ],
-)
-def test_a_node_of_partitions_that_are_not_harvested_says_why_each_is_not(
-    rules: HarvestRules, debug: dict[str, Any], why: str
-) -> None:
-    partitions = [partition("p", ["n1"]), partition("debug", ["n1"], **debug)]
-    here = node("n1", partitions=["p", "debug"])
-    for jobs in ([], [waits("7")]):  # nothing is kept for others where nothing is harvested anyway
-        state = cluster([here], jobs, partitions=partitions)
-        assert not harvestable(state, rules)
-        assert unused(state, [Demand("r", 1)], rules) == {"n1": f"not harvested: {why}"}
-    allowed = HarvestRules(allow_without_preemption=True)
-    assert unused(cluster([here], partitions=partitions), [Demand("r", 1)], allowed) == {"n1": ASKED}

@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from builders import NOW, allocation, cluster, node, preempting, request, waits
-from fallow.core.accounting.backoff import Asker
+from builders import NOW, allocation, node, preempting, request, waits
 from fallow.core.allocations import Allocation
-from fallow.core.neighbour.needs import GiveBack
-from fallow.core.planning.rules import Demand, HarvestRules, Known
+from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.core.planning.withdrawals import Withdraw
-from fallow.model import AllocationState, ClusterState, ReservationInfo
+from fallow.model import ClusterState, ReservationInfo
 from planning import actions, asked, planned, withdrawn
 
 RULES = HarvestRules(max_pending=64)
@@ -31,9 +29,7 @@ def test_pending_requests_count_against_idle_nodes_and_are_withdrawn_when_not_ne
     ("idle", "rules"),
     [
         (6, HarvestRules(max_nodes=4)),
-        (6, HarvestRules(partition_nodes={"p": 4})),
         (6, HarvestRules(max_pending=2)),
-        (2, HarvestRules()),
     ],
 )
 def test_on_an_old_poll_what_would_be_withdrawn_keeps_its_place(idle: int, rules: HarvestRules) -> None:
@@ -46,28 +42,10 @@ def test_on_an_old_poll_what_would_be_withdrawn_keeps_its_place(idle: int, rules
     assert actions(state, demands, mine, rules, asks_only=True) == [], "nobody withdraws the two now"
 
 
-def test_what_waits_in_our_own_queue_is_withdrawn_as_what_was_not_submitted() -> None:
-    queued = request("tok", RULES.pending_patience_s + 1, state=AllocationState.UNKNOWN, minutes=10)
-
-    def reasons() -> list[str]:
-        return [wish.reason for wish in planned(cluster([]), [], [queued], RULES).withdrawals]
-
-    assert reasons() == ["it was not submitted within 600 s"]
-    queued.sent_by = NOW
-    assert reasons() == [], "Slurm has it only now"
-
-
-@pytest.mark.parametrize("reason", ["QOSMaxJobsPerUserLimit", "AssocGrpGRES", "ReqNodeNotAvail,_UnavailableNodes:n1"])
-def test_requests_that_slurm_will_not_start_are_withdrawn(reason: str) -> None:
-    (wish,) = actions(preempting([node("n1")]), [Demand("r", 0)], [request(reason=reason, minutes=30)], RULES)
-    assert isinstance(wish, Withdraw) and reason in wish.reason
-
-
-def test_what_is_left_alone_is_not_asked_for() -> None:
-    state, known, bio = preempting([node("n1")]), Known(), Asker("bio")
-    known.backoff.strike("AssocGrpGRES", bio, "p", 30, NOW)
-    for asker, at, number in ((bio, NOW, 0), (Asker("physics"), NOW, 1), (bio, NOW + 61.0, 1)):
-        assert len(asked(replace(state, at=at), [Demand("r", 1, asker=asker)], [], RULES, known)) == number
+def test_requests_that_slurm_will_not_start_are_withdrawn() -> None:
+    stuck = request(reason="QOSMaxJobsPerUserLimit", minutes=30)
+    (wish,) = actions(preempting([node("n1")]), [Demand("r", 0)], [stuck], RULES)
+    assert isinstance(wish, Withdraw) and "QOSMaxJobsPerUserLimit" in wish.reason
 
 
 # -- nodes that go back -----------------------------------------------------------------------------------------------
@@ -85,23 +63,6 @@ def test_gives_back_the_newest_nodes_that_a_waiting_job_needs_where_nothing_pree
     assert given_back(preempting(nodes, [waits(nodes=3, partition="urgent")]), mine) == [], "Slurm takes them itself"
     for hopeless in (waits(nodes=5), waits(nodes=3, reason="QOSMaxJobsPerUserLimit")):
         assert actions(preempting(nodes, [hopeless], preempt_mode="OFF"), [], mine, RULES) == []
-
-
-@pytest.mark.parametrize(
-    ("flag", "why"),
-    [
-        ("DRAIN", "is being drained"),
-        ("FAIL", "is expected to fail"),
-        ("FAILING", "is expected to fail"),
-        ("REBOOT_REQUESTED", "is to be rebooted"),
-        ("POWER_DOWN", "is to be powered down"),
-    ],
-)
-def test_nodes_that_administrators_want_are_left_and_not_asked_for_again(flag: str, why: str) -> None:
-    state = preempting([node("n1", "ALLOCATED", flag), node("n2", "ALLOCATED")])
-    mine = [allocation(f"h{i}", nodes=[f"n{i}"], start_at=NOW - 3600.0, end_at=NOW + 100.0) for i in (1, 2)]
-    assert actions(state, [Demand("r", 0)], mine[:1], LEAD) == [GiveBack("h1", f"n1 {why}")]
-    assert given_back(state, mine) == ["h1"]
 
 
 @pytest.mark.parametrize(("ahead_s", "left"), [(70.0, ["h"]), (90.0, [])])
@@ -156,31 +117,9 @@ def test_with_no_idle_node_the_same_one_is_asked_for_again_unless_somebody_waits
     assert withdrawn(actions(contested, [demand], [ending(), PINNED], full)) == ["s"]
 
 
-def test_no_successor_is_asked_for_on_a_node_that_nobody_would_take_back() -> None:
-    nodes = [node("n1", "ALLOCATED"), node("n2", "ALLOCATED")]
-    state = preempting(nodes, unpreempted=frozenset(["n2"]))
-    ours = [allocation(f"t{n}", nodes=[n], start_at=NOW - 7000, end_at=NOW + 30) for n in ("n1", "n2")]
-    assert [ask.node for ask in asked(state, [Demand("r", 0)], ours, HarvestRules(lead_s=60.0))] == ["n1"]
-
-
-@pytest.mark.parametrize("flag", ["REBOOT_REQUESTED", "MAINT", "INVALID_REG", "BLOCKED", "NOT_RESPONDING"])
+@pytest.mark.parametrize("flag", ["MAINT", "NOT_RESPONDING"])
 def test_a_node_that_takes_no_job_any_more_is_not_asked_for_again(flag: str) -> None:
     state = preempting([node("n-h", "ALLOCATED", flag)])
     assert asked(state, [Demand("r", 0)], [ending()], LEAD) == []
     found = planned(state, [Demand("r", 0)], [ending(), PINNED], LEAD)
     assert found.withdrawals == (Withdraw("s", "n-h takes no job any more"),)
-
-
-def test_a_successor_waits_for_its_node_whatever_that_is_called() -> None:
-    for reason, gone in (("ReqNodeNotAvail, May be reserved for other job", []), ("AssocGrpGRES", ["s"])):
-        mine = [ending(), request("s", 1.0, pinned="n-h", replaces="h", minutes=30, reason=reason)]
-        assert withdrawn(actions(preempting(BUSY[:1]), [Demand("r", 0)], mine, LEAD)) == gone
-
-
-def test_at_a_limit_of_the_account_no_successor_is_asked_for_either() -> None:
-    """MaxSubmitJobs: one was refused at every poll until the node's time was over."""
-    state, known, run = preempting(BUSY[:1]), Known(), Demand("r", 0, asker=Asker("bio"))
-    known.backoff.strike("PartitionNodeLimit", run.asker, "p", 30, NOW)
-    assert [ask.node for ask in asked(state, [run], [ending()], LEAD, known)] == ["n-h"], "it has that node already"
-    known.backoff.strike("QOSMaxSubmitJobPerUserLimit", run.asker, "p", 30, NOW)
-    assert actions(state, [run], [ending()], LEAD, known) == []

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fallow.core.submission.schedule import Action, parse_schedule
-from fallow.local.driver import name_of
 from fallow.model import Exit, FallowError
 
 
@@ -31,45 +28,14 @@ def test_all_kinds_of_items_in_order_of_step() -> None:
     ("text", "message"),
     [
         ("+1@1,jump@2", r"item 2 \('jump@2'\) is none of"),
-        ("+1@1 -1@2", "separated by commas"),
-        ("+1", "is none of"),
-        ("+1@x", "is none of"),
-        ("kill@3", "is none of"),
         ("+0@3", "changes nothing"),
         ("+1@1,+1@" + "9" * 5000, r"item 2 \('\+1@9{60}…'\) has a number of more than 18 digits"),
-        ("+" + "9" * 5000 + "@1", "has a number of more than 18 digits"),
-        ("+1@1,,+1@2", "item 2 .* is empty"),
         ("-3@1", "only 2 of the members are left at step 1"),
         ("kill:2@1", "no member 2 by step 1; .* 0 to 1"),
-        ("+1@5,kill:2@4", "no member 2 by step 4"),
         ("kill:0@1,-m0@2", "member 0 has left before step 2"),
-        ("-1@1,kill:1@2", "member 1 has left"),
     ],
 )
 def test_errors_point_at_the_bad_item(text: str, message: str) -> None:
     with pytest.raises(FallowError, match=message) as caught:
         parse_schedule(text, 2)
     assert caught.value.code is Exit.USAGE
-
-
-@given(st.text(alphabet="+-mkil:stop@0123456789,cont head", max_size=30))
-def test_nonsense_is_parsed_or_refused(text: str) -> None:
-    try:
-        parse_schedule(text, 4)
-    except FallowError:
-        return
-
-
-@pytest.mark.parametrize(
-    ("command", "name"),
-    [
-        (["python", "train.py", "--lr", "1"], "train"),
-        (["python", "-m", "pkg.train"], "pkg.train"),
-        (["/opt/bin/train"], "train"),
-        (["python", "-u", "my train.py"], "my-train"),
-        (["python", "-"], "python"),
-        (["train.py", "data"], "train"),
-    ],
-)
-def test_a_local_run_is_named_after_its_script(command: list[str], name: str) -> None:
-    assert name_of(command) == name

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from fallow.core.training.slow_links import SUSTAINED_S, Finding, Member, SlowLinks, estimate_step_s, find_suspect
+from fallow.core.training.slow_links import Finding, Member, SlowLinks
 
 SHARDS = 32
 PACE_S = 0.02
@@ -53,16 +50,6 @@ def test_the_node_of_the_busy_links_is_named_after_a_minute_and_not_before() -> 
     assert 11 * PACE_S <= found.without_s < 0.5
 
 
-def test_what_was_measured_without_the_node_counts_more_than_the_estimate() -> None:
-    links = SlowLinks()
-    observe_for(links, ring(3), 0.16, 15)
-    found = observe_for(links, ring(4, "n3"), 0.7, 60, generation=2)
-    assert found == Finding("n3", 0.7, 0.16)
-    links = SlowLinks()
-    observe_for(links, ring(3), 0.68, 15)
-    assert observe_for(links, ring(4, "n3"), 0.7, 300, generation=2) is None
-
-
 def test_a_change_of_the_membership_and_one_quiet_stretch_begin_the_minute_anew() -> None:
     links = SlowLinks()
     assert observe_for(links, ring(4, "n3"), 0.7, 45) is None
@@ -70,15 +57,6 @@ def test_a_change_of_the_membership_and_one_quiet_stretch_begin_the_minute_anew(
     observe_for(links, ring(4), 0.2, 15, generation=2)
     assert observe_for(links, ring(4, "n3"), 0.7, 45, generation=2) is None
     assert observe_for(links, ring(4, "n3"), 0.7, 15, generation=2) is not None
-
-
-def test_one_long_stretch_is_not_enough() -> None:
-    links = SlowLinks()
-    found = [
-        links.observe(ring(4, "n3"), generation=1, shards=SHARDS, step_s=60.0, lasted_s=180.0) is not None
-        for _ in range(2)
-    ]
-    assert found == [False, True]
 
 
 def test_of_two_members_the_younger_harvested_one_goes_if_the_other_alone_was_measured_faster() -> None:
@@ -103,61 +81,3 @@ def test_of_two_members_the_younger_harvested_one_goes_if_the_other_alone_was_me
 )
 def test_no_link_is_suspected_where_another_reason_explains_the_step(members: list[Member], step_s: float) -> None:
     assert observe_for(SlowLinks(), members, step_s, 300) is None
-
-
-shares = st.floats(0.0, 1.0)
-
-
-@given(st.integers(3, 8), st.data())
-def test_equal_links_however_noisy_are_never_suspected_for_a_minute(nodes: int, data: st.DataObject) -> None:
-    """Noise within a factor of two."""
-    links, level = SlowLinks(), data.draw(st.floats(0.0, 0.5))
-    noise = st.floats(level, min(1.0, 1.99 * level))
-    names = [f"n{number}" for number in range(nodes)]
-    for _ in range(8):
-        busy: dict[str, dict[str, float]] = {name: {} for name in names}
-        for one, other in combinations(names, 2):
-            busy[one][other] = data.draw(noise)
-        members = [
-            Member(node=name, index=number, harvested=True, pace_s=PACE_S, busy_links=busy[name])
-            for number, name in enumerate(names)
-        ]
-        assert links.observe(members, generation=1, shards=SHARDS, step_s=5.0, lasted_s=15.0) is None
-
-
-@given(st.integers(3, 8), st.lists(st.tuples(st.floats(0.7, 1.0), st.floats(0.0, 0.3)), min_size=4, max_size=12))
-def test_the_slow_node_is_found_however_noisy_the_links(nodes: int, noise: list[tuple[float, float]]) -> None:
-    links = SlowLinks()
-    found = None
-    for busy, idle in noise:
-        members = ring(nodes, "n1", busy=busy, idle=idle)
-        found = links.observe(members, generation=1, shards=SHARDS, step_s=5.0, lasted_s=SUSTAINED_S / 4)
-    assert found is not None
-    assert found.node == "n1"
-
-
-@given(st.integers(2, 6), st.data())
-def test_a_finding_always_promises_a_gain(nodes: int, data: st.DataObject) -> None:
-    """Whatever the members tell."""
-    names = [f"n{number}" for number in range(nodes)]
-    links = SlowLinks()
-    for _ in range(6):
-        members = [
-            Member(
-                node=name,
-                index=number,
-                harvested=data.draw(st.booleans()),
-                pace_s=data.draw(st.floats(0.0, 1.0)),
-                busy_links=data.draw(st.dictionaries(st.sampled_from([*names, "stranger"]), shares, max_size=4)),
-            )
-            for number, name in enumerate(names)
-        ]
-        step_s = data.draw(st.floats(0.001, 100.0))
-        found = links.observe(members, generation=1, shards=SHARDS, step_s=step_s, lasted_s=30.0)
-        suspect = find_suspect(members)
-        if suspect is not None and (estimate := estimate_step_s(members, suspect, SHARDS, step_s)) is not None:
-            others = [member.pace_s for member in members if member.node != suspect.node]
-            assert estimate >= SHARDS / sum(1 / pace for pace in others) * 0.999
-        if found is not None:
-            assert found.node in names
-            assert found.without_s * 1.1 <= found.step_s == step_s
