@@ -1,7 +1,7 @@
 """One head and a run of a thousand nodes with eight workers each: what a change of the membership takes.
 
 The head is a real one in a process of its own, with its store, its encrypted socket and everybody's heartbeats. The
-agents are played (`tests/played_agents.py`): they answer at once for their workers. All share this machine's cores.
+agents are played (`played_agents`): they answer at once for their workers. All share this machine's cores.
 A node's workers are killed: the others prepare a group without them. Then workers are started anew there, and all
 prepare a group with them. A change lasts from the agent's word that sets it off until the last node is told to switch.
 """

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Collection
+from typing import Any
 
 import msgspec
 
@@ -20,22 +19,6 @@ from fallow.model import Doing, RunStatus
 TIMING = Timing(prepare_s=10, rebuild_s=10, start_s=60, lease_s=10, progress_s=40)
 CONTRACT = Contract(signature="s", shards=64, global_batch=64, layout=("w float32[2]",))
 WAITS: dict[str, Any] = {"doing": Doing.WAITING, "stalled_s": 20.0}
-
-
-NOTICED_BY: dict[str, Callable[[], None]] = {}
-"""Missing guard (`mutants`) -> a test that notices."""
-
-Test = TypeVar("Test", bound=Callable[..., None])
-
-
-def notices(mutant: str, *arguments: Any) -> Callable[[Test], Test]:
-    """The test fails where this guard is missing. Args: arguments: of the test, with which it does."""
-
-    def note(test: Test) -> Test:
-        NOTICED_BY[mutant] = partial(test, *arguments)
-        return test
-
-    return note
 
 
 class Rig:
