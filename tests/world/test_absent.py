@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from fallow.core.membership import events as ev
@@ -43,6 +44,16 @@ def test_steps_of_the_others_are_a_sign_of_life() -> None:
     assert rig.r.nodes[2].phase is MemberPhase.SILENT
 
 
+def test_after_an_absence_of_the_head_connections_have_time_to_come_back() -> None:
+    rig = started(3)
+    rig.tick(20)
+    waits = {"doing": WAITING, "stalled_s": 6.0}
+    rig.tick(45, 1, 3, **waits)
+    assert rig.r.nodes[2].phase is MemberPhase.MEMBER
+    rig.tick(55, 1, 3, **waits)
+    assert rig.r.nodes[2].phase is MemberPhase.SILENT
+
+
 @pytest.mark.parametrize(
     ("told_at", "stopped_s", "judged_at", "phase"),
     [
@@ -68,8 +79,8 @@ def test_members_that_wait_in_different_places_of_the_script_end_the_run() -> No
     while not rig.r.root.status.ended:
         rig.at += 1
         assert rig.at < 100
-        rig.say(1, doing=Doing.WAITING, stalled_s=rig.at, in_call=True)
-        rig.say(2, doing=Doing.WAITING, stalled_s=rig.at)
+        rig.say(1, doing=WAITING, stalled_s=rig.at, in_call=True)
+        rig.say(2, doing=WAITING, stalled_s=rig.at)
         rig.put(ev.Ticked(at=rig.at))
         if rig.m.phase is RunPhase.PROBING:
             rig.vote()
@@ -98,6 +109,27 @@ def test_a_store_that_went_back_in_time() -> None:
     rig.say(3, ready=CONTRACT, given_up=3)
     rig.change()
     assert rig.r.members == [1, 2, 3]
+
+
+@pytest.mark.parametrize("computed", [True, False])
+def test_a_number_that_a_store_lost_is_not_committed_again_though_the_witness_comes_late(computed: bool) -> None:
+    """It has computed in that generation, or was only told of it."""
+    rig = Rig()
+    rig.limit(8)
+    past = dict(rig.store)
+    rig.join("a")
+    rig.change()
+    lost, rig.store = rig.said.pop(1), past
+    if not computed:
+        lost = msgspec.structs.replace(lost, highest=lost.generation, generation=0, prepared=0, has_state=False)
+    rig.orders.clear()
+    rig.restart()
+    n = rig.join("b")
+    assert rig.ballot.change.generation == 1
+    rig.put(ev.Reported(at=rig.at, host="a", report=lost))
+    assert rig.ballot.change.generation == 2
+    rig.change()
+    assert (rig.r.members, rig.r.root.generation) == ([n], 2)
 
 
 # -- a node that was frozen or cut off is heard again ------------------------------------------------------------------

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from fallow.core.membership import events as ev
-from fallow.core.membership.messages import Switch
+from fallow.core.membership.messages import Checkpoint, Switch
 from fallow.core.membership.state import RunPhase
 from fallow.model import ChangeKind, MemberPhase, Parts, RunStatus
-from world.rig import CONTRACT, Rig, orders, started
+from world.rig import CONTRACT, Rig, logs, orders, started
 
 
 def test_s5_a_vote_for_another_generation_a_repeated_or_an_overtaken_report_counts_for_nothing() -> None:
@@ -21,6 +21,20 @@ def test_s5_a_vote_for_another_generation_a_repeated_or_an_overtaken_report_coun
     assert rig.r.root.generation == 1
     rig.say(2, prepared=2)
     assert rig.r.root.generation == 2
+
+
+def test_last_member_leaving_suspends_with_a_checkpoint_and_it_goes_on_from_there() -> None:
+    rig = started(1)
+    rig.release(1, reason="walltime")
+    rig.vote()
+    rig.say(1, saved=Checkpoint(path="/c", generation=1, step=5))
+    (told,) = logs(rig.say(1, left=2, given_up=2), "suspend")
+    assert told.endswith("; the run goes on from the checkpoint of step 5")
+    assert rig.r.root.status is RunStatus.SUSPENDED
+    rig.join("b")
+    assert rig.ballot.plans.whole.checkpoints == ("/c",)
+    rig.change(5)
+    assert rig.r.root.status is RunStatus.TRAINING
 
 
 def test_deadlines_a_node_leaves_before_its_end_or_is_ejected() -> None:
