@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from fallow.core.membership import events as ev
+from fallow.core.membership.messages import Fault
 from fallow.core.membership.state import RunPhase
 from fallow.model import Doing, MemberPhase
 from world.rig import CONTRACT, WAITS, Rig, orders, started
@@ -90,6 +91,21 @@ def test_members_that_wait_in_different_places_of_the_script_end_the_run() -> No
     )
 
 
+def test_a_head_that_comes_back_decides_nothing_before_it_has_heard_all_or_time_is_up() -> None:
+    rig = started(2)
+    rig.join("c")
+    rig.restart(1, 3)
+    assert rig.m.phase is RunPhase.LISTENING
+    rig.tick(rig.at + 3, 1, 3)
+    assert rig.m.phase is not RunPhase.LISTENING
+
+
+def test_a_node_that_claims_to_obey_a_newer_head_is_not_heard_and_ends_nobody() -> None:
+    rig = started(2)
+    turn = rig.say(2, term=5, fault=Fault(code=1, message="bad"))
+    assert (turn.writes, turn.then) == ({}, [])
+
+
 def test_a_store_that_went_back_in_time() -> None:
     """It has lost a committed generation, and the node that this one had taken in."""
     rig = started(2)
@@ -130,6 +146,31 @@ def test_a_number_that_a_store_lost_is_not_committed_again_though_the_witness_co
     assert rig.ballot.change.generation == 2
     rig.change()
     assert (rig.r.members, rig.r.root.generation) == ([n], 2)
+
+
+def test_a_newcomer_that_does_not_hear_of_its_change_after_an_absence_is_asked_again() -> None:
+    """The change is given up, for the members need not wait, but not the newcomer."""
+    rig = started(2)
+    rig.join("c")
+    for n in (1, 2):
+        rig.say(n, prepared=2)
+    rig.tick(5, 1, 2)
+    rig.tick(25)
+    rig.tick(45, 1, 2)
+    assert (rig.m.phase, rig.r.root.highest) == (RunPhase.STEADY, 2), "it cannot hear of another one"
+    rig.tick(48, 1, 2, 3)
+    assert (rig.m.phase, rig.ballot.members) == (RunPhase.PREPARING, [1, 2, 3])
+
+
+def test_a_script_may_say_nothing_until_it_is_ready() -> None:
+    rig = started(1)
+    n = rig.expect("late")
+    for at in range(1, 60):
+        rig.at = float(at)
+        rig.say(1, step=at)
+        rig.say(n, mute_s=rig.at)
+        rig.put(ev.Ticked(at=rig.at))
+    assert rig.r.nodes[n].phase is MemberPhase.STARTING
 
 
 # -- a node that was frozen or cut off is heard again ------------------------------------------------------------------
@@ -211,3 +252,12 @@ def test_a_long_body_that_makes_progress_and_code_behind_the_loop_are_no_hangs()
     for at in range(100, 300):
         rig.stand(at, {1: (OUTSIDE, at), 2: (OUTSIDE, at)})
     assert rig.r.root.highest == 1
+
+
+def test_a_leaver_that_hangs_is_ejected_from_a_generation_in_which_nobody_computes_yet() -> None:
+    rig = started(3)
+    rig.release(2)
+    rig.vote()
+    for at in range(1, 43):
+        rig.stand(at, {1: (WAITING, at - 1), 2: (WORKING, at), 3: (WAITING, at - 1)})
+    assert (rig.r.alive(2), rig.ballot.members) == (False, [1, 3])

@@ -82,6 +82,16 @@ def test_where_votes_show_that_some_have_lost_the_state_those_who_have_it_go_on(
     assert (rig.r.root.generation, rig.ballot.change.generation, rig.ballot.members) == (1, 3, [1])
 
 
+def test_a_group_that_breaks_in_its_first_exchange_is_rebuilt() -> None:
+    rig = started(2)
+    rig.join("c")
+    rig.vote()
+    for n in (1, 3):
+        rig.say(n, given_up=2)
+    rig.tick(1, 1, 2, 3)
+    assert (rig.m.phase, rig.m.order(2).broken) == (RunPhase.REBUILDING, 2)
+
+
 def test_slow_links_are_looked_at_and_eject_nobody_a_cut_one_drops_the_younger() -> None:
     rig = started(3)
     rig.wait(6)

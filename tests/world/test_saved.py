@@ -7,6 +7,7 @@ import pytest
 from fallow.core.membership import checkpoints
 from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Checkpoint, Problem
+from fallow.core.membership.state import RunPhase
 from fallow.model import ChangeKind, RunStatus
 from world.rig import Rig, logs, orders, started
 
@@ -138,3 +139,17 @@ def test_a_member_that_dies_on_the_way_back_does_not_undo_it(is_committed: bool)
     assert rig.orders[1].state_since < rig.ballot.change.generation, "later changes are ordinary ones"
     rig.change(11)
     assert rig.completed[-1].members == (1, n)
+
+
+def test_going_back_further_while_all_go_back_already() -> None:
+    rig = started(1)
+    for step in (10, 20):
+        save(rig, step)
+    rig.put(ev.Rollback(at=rig.at, step=20))
+    rig.vote()
+    rig.put(ev.Rollback(at=rig.at, step=10))
+    rig.switch(20)
+    assert (rig.ballot.change.generation, rig.ballot.plans.delta.checkpoints) == (3, ("/1-10",))
+    rig.change(10)
+    assert [back.to_step for back in rig.r.history.rollbacks] == [20, 10]
+    assert (rig.m.phase, rig.r.root.rollback_below) == (RunPhase.STEADY, 0)
