@@ -129,10 +129,8 @@ class Rig:
         """All members wait for each other until then."""
         turn = ev.Turn({}, [])
         while self.at < until:
-            self.at += 1
-            for n in self.r.present():
-                turn = both(turn, self.say(n, doing=Doing.WAITING, stalled_s=self.at))
-            turn = both(turn, self.put(ev.Ticked(at=self.at)))
+            at = self.at + 1
+            turn = both(turn, self.stand(at, dict.fromkeys(self.r.present(), (Doing.WAITING, at))))
         return turn
 
     def gone(self, n: int, code: int | None = None, signal: int | None = None, **more: Any) -> ev.Turn:
