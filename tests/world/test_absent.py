@@ -182,6 +182,17 @@ def freeze(rig: Rig, n: int, *others: int) -> None:
     assert rig.r.nodes[n].phase is MemberPhase.SILENT
 
 
+def test_one_that_thaws_while_the_others_vote_is_with_them_again_in_another_generation() -> None:
+    rig = started(3)
+    freeze(rig, 2, 1, 3)
+    burned = rig.ballot.change.generation
+    order = orders(rig.say(2))[2]
+    assert (rig.ballot.change.generation, rig.ballot.members) == (burned + 1, [1, 2, 3])
+    assert (order.broken, order.committed, order.end) == (1, 1, None)
+    rig.change()
+    assert rig.completed[-1].members == (1, 2, 3)
+
+
 def test_one_that_thaws_behind_a_commit_without_it_gives_up_what_it_had_and_begins_as_a_newcomer_does() -> None:
     rig = started(3)
     freeze(rig, 2, 1, 3)

@@ -23,6 +23,16 @@ def test_s5_a_vote_for_another_generation_a_repeated_or_an_overtaken_report_coun
     assert rig.r.root.generation == 2
 
 
+def test_a_joiner_that_dies_before_the_commit_burns_only_its_number() -> None:
+    rig = started(1)
+    rig.join("b")
+    told = orders(rig.gone(2, signal=9))
+    assert (told[1].plan, told[1].broken) == (None, 0)
+    rig.tick(2, 1)
+    rig.join("c")
+    assert rig.r.root.highest == 3
+
+
 def test_last_member_leaving_suspends_with_a_checkpoint_and_it_goes_on_from_there() -> None:
     rig = started(1)
     rig.release(1, reason="walltime")
