@@ -1,7 +1,7 @@
 """One head and a run of a thousand nodes with eight workers each: what a change of the membership takes.
 
 The head is a real one in a process of its own, with its store, its encrypted socket and everybody's heartbeats. The
-agents are played (`tests/played_agents.py`): they answer at once for their workers. All share this machine's cores.
+agents are played (`bench.played_agents`): they answer at once for their workers. All share this machine's cores.
 A node's workers are killed: the others prepare a group without them. Then workers are started anew there, and all
 prepare a group with them. A change lasts from the agent's word that sets it off until the last node is told to switch.
 """
@@ -10,23 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
+from bench.played_agents import Players
 from bench.rows import Progress, Row, Settings, ours
 from fallow.control.client import ControlClient
 from fallow.control.protocol import NewRun
 from fallow.files import Paths
 from fallow.local.headprocess import HeadProcess
 from fallow.model import Exit, FallowError, RunSpec, RunStatus, Snapshot
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-
-from played_agents import Players
 
 NODES, SLOTS = 1000, 8
 TIMES = 10

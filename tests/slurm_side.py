@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from builders import cluster, job, node, partition, site
 from fake_slurm import FakeSlurm
 from fallow.config import Config
 from fallow.config import Harvest as HarvestSection
@@ -16,15 +17,7 @@ from fallow.head.loop.turn import Turn
 from fallow.head.slurm import accounts
 from fallow.head.slurm.harvest import Harvest
 from fallow.head.state.book import Run
-from fallow.model import (
-    AllocationKind,
-    AllocationState,
-    ClusterConfig,
-    ClusterState,
-    JobInfo,
-    NodeInfo,
-    PartitionInfo,
-)
+from fallow.model import AllocationKind, AllocationState, ClusterConfig, JobInfo
 from fallow.slurm.client import SubmitRejected
 from runs import CONTRACT, NOW, Nodes, new_book, new_run
 
@@ -107,15 +100,12 @@ class Desk:
     def poll(self, *jobs: JobInfo, after_s: float = 30.0) -> Turn:
         self.at += after_s
         turn = self.turn()
-        nodes = [NodeInfo(node=n, state="IDLE", partitions=["p"], gpus=4) for n in NODES]
         partitions = [
-            PartitionInfo(partition="p", nodes=NODES, preempt_mode="REQUEUE"),
-            PartitionInfo(partition="high", nodes=NODES, priority_tier=2),
+            partition("p", NODES, preempt_mode="REQUEUE"),
+            partition("high", NODES, priority_tier=2),
         ]
-        site = ClusterConfig(cluster="c", slurm_version="25.11.1", preempt_type="preempt/partition_prio")
-        self.harvest.polled(
-            turn, ClusterState(at=NOW + self.at, nodes=nodes, jobs=list(jobs), partitions=partitions), site
-        )
+        seen = cluster([node(n, gpus=4) for n in NODES], jobs, at=NOW + self.at, partitions=partitions)
+        self.harvest.polled(turn, seen, site(preempt_type="preempt/partition_prio"))
         return turn
 
     def note(self) -> None:
@@ -147,16 +137,14 @@ class Desk:
         return numbers
 
     def job(self, allocation: Allocation, state: str = "RUNNING", limit_s: float = 600.0, **more: object) -> JobInfo:
-        return JobInfo(
-            job_id=allocation.job_id or "1",
+        if state == "RUNNING":
+            more |= {"nodes": ["n1"], "start_at": NOW, "end_at": NOW + limit_s}
+        return job(
+            allocation.job_id or "1",
+            state,
             name=allocation.token,
             user="me",
-            state=state,
-            partition="p",
-            nodes=["n1"] if state == "RUNNING" else [],
-            start_at=NOW if state == "RUNNING" else None,
-            end_at=NOW + limit_s if state == "RUNNING" else None,
             time_limit_s=limit_s,
             exclusive=True,
-            **more,  # type: ignore[arg-type]
+            **more,
         )

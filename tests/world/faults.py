@@ -96,22 +96,6 @@ def _cut_off(w: World, hosts: list[Host], lasts: float, *, hears: bool = False, 
     return bool(hosts)
 
 
-def partition(w: World, host: Host, lasts: float) -> bool:
-    return _cut_off(w, [host], lasts)
-
-
-def orders_lost(w: World, host: Host, lasts: float) -> bool:
-    return _cut_off(w, [host], lasts, is_heard=True)
-
-
-def reports_lost(w: World, host: Host, lasts: float) -> bool:
-    return _cut_off(w, [host], lasts, hears=True)
-
-
-def head_cut_off(w: World, host: Host, lasts: float) -> bool:
-    return _cut_off(w, w.running(), lasts)
-
-
 def members_cut_off(w: World, host: Host, lasts: float) -> bool:
     members = w.observer.committed.get(w.plane.acted, ())
     join(w, host, lasts)
@@ -125,14 +109,6 @@ def _cut_links(w: World, host: Host, others: list[Host], lasts: float) -> bool:
         one.cut_until = max(one.cut_until, w.t + lasts)
     w.after(lasts, lambda: w.cut.difference_update(pairs))
     return bool(pairs)
-
-
-def link_cut(w: World, host: Host, lasts: float) -> bool:
-    return _cut_links(w, host, [w.rng.choice(w.running())], lasts)
-
-
-def node_cut(w: World, host: Host, lasts: float) -> bool:
-    return _cut_links(w, host, w.running(), lasts)
 
 
 # -- nodes ------------------------------------------------------------------------------------------------------------
@@ -286,13 +262,13 @@ FAULTS: dict[str, tuple[int, Strike]] = {
     "second head at a write": (1, second_head_at_write),
     "store away": (1, store_away),
     "store goes back": (1, store_goes_back),
-    "partition": (2, partition),
-    "orders lost": (1, orders_lost),
-    "reports lost": (1, reports_lost),
-    "head cut off": (1, head_cut_off),
+    "partition": (2, lambda w, host, lasts: _cut_off(w, [host], lasts)),
+    "orders lost": (1, lambda w, host, lasts: _cut_off(w, [host], lasts, is_heard=True)),
+    "reports lost": (1, lambda w, host, lasts: _cut_off(w, [host], lasts, hears=True)),
+    "head cut off": (1, lambda w, host, lasts: _cut_off(w, w.running(), lasts)),
     "members cut off": (2, members_cut_off),
-    "link cut": (1, link_cut),
-    "node cut": (1, node_cut),
+    "link cut": (1, lambda w, host, lasts: _cut_links(w, host, [w.rng.choice(w.running())], lasts)),
+    "node cut": (1, lambda w, host, lasts: _cut_links(w, host, w.running(), lasts)),
     "join": (2, join),
     "worker killed": (3, worker_killed),
     "script fails": (1, script_fails),

@@ -116,8 +116,6 @@ class Head:
         self.frozen = False
         late, self._kernel = self._kernel, []
         self.w.rng.shuffle(late)
-        if self.w.mutant == "a tick comes ahead of what lies in the inbox" and self.alive and not self._busy:
-            self.apply(ev.Ticked(at=self.w.t))
         self._inbox += [(self.w.t, message) for message in late]
         self._step()
 

@@ -52,7 +52,7 @@ class World:
 
     Args:
         seed: decides everything.
-        mutant: a guard of the head's or of the agents' that is taken away, see `mutants`.
+        mutant: a guard of the head's or of the agents' that is taken away, see `test_mutants`.
         faults_s: for how long there are faults.
     """
 
