@@ -51,7 +51,7 @@ class Observer:
         for generation in [g for g in self._lost if g >= root.generation and not self._has_witness(g)]:
             self._lost.discard(generation)
             del self.committed[generation]
-            self.w.plane.acted = min(self.w.plane.acted, root.generation - 1)
+            self.w.plane.acted = min(self.w.plane.acted, max((g for g in self.committed if g < generation), default=0))
         if root.generation not in self.committed and root.generation < max(self.committed, default=0):
             self.w.fail(f"generation {root.generation} is committed after {max(self.committed)}")
         seats = self._seats()
