@@ -40,17 +40,6 @@ def test_whoever_sleeps_wakes_when_it_is_time(loop: VirtualLoop) -> None:
     assert loop.due == inf
 
 
-def test_what_is_posted_is_done_at_its_time_in_this_order(loop: VirtualLoop) -> None:
-    done: list[tuple[str, float]] = []
-    loop.play(NOW)
-    for at, name in ((5.0, "later"), (1.0, "soon")):
-        loop.post(NOW + at, lambda name: done.append((name, round(loop.now - NOW, 6))), name)
-    assert loop.due == NOW + 1.0
-    while loop.due < inf:
-        loop.play(loop.due)
-    assert done == [("soon", 1.0), ("later", 5.0)]
-
-
 @pytest.mark.parametrize("in_a_task", [False, True])
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 def test_an_error_and_ctrl_c_end_the_play(loop: VirtualLoop, error: type[BaseException], in_a_task: bool) -> None:

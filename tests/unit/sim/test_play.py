@@ -95,19 +95,6 @@ def test_requests_to_slurm_are_counted() -> None:
     assert CliClient.poll_requests == POLL_REQUESTS
 
 
-def test_progress_is_told_in_order() -> None:
-    source = holes(*((1000.0 * n, (0,), ()) if n % 2 == 0 else (1000.0 * n, (), (0,)) for n in range(10)), nodes=1)
-    engine, meter = hole_sim(source), Tally([], 1, 0.0)
-    told: list[float] = []
-    play(engine, Nobody(), Work([], FREE, 0, meter, 0.0), meter, 10_000.0, lambda at, _: told.append(at))
-    assert len(told) >= 5 and told == sorted(told)
-
-
-def test_nothing_idle() -> None:
-    score = played("greedy", holes(nodes=1), linear(), until=100.0)
-    assert (score.ideal_ratio, score.utility, score.idle_node_s, score.absorbs_per_day) == (1.0, 1.0, 0, 0)
-
-
 @st.composite
 def listed(draw: st.DrawFn) -> Listed:
     at, before, changes = 0.0, 0, list[Change]()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise, product
+from itertools import pairwise, product
 from math import log, log1p
 from pathlib import Path
 from statistics import mean, stdev
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.model import FallowError
-from fallow.sim.costs import IN_PLACE, P95, drawn, restart
+from fallow.sim.costs import P95, drawn
 from fallow.sim.curves import CURVES, curve_of, plans, rate_of, speeds
 from fallow.sim.meter import Tally, best_shares
 from fallow.sim.types import Active, Costs, Kind, Measured, RunPlan
@@ -55,21 +55,11 @@ def test_what_happens_together_is_one_change() -> None:
     assert [each for each in runs.advance(100) if isinstance(each, Active)] == []
     assert meter.changes == [(0, "absorb"), (100, "eject"), (100, "absorb")]
     assert meter.sizes[-1] == (100, 3, 118)
-    assert [each for each in runs.advance(118) if isinstance(each, Active)] == [
-        Active(at=118, job_id="job-c"),
-        Active(at=118, job_id="job-d"),
-    ]
-
-
-def test_change_within_a_change_begins_it_anew() -> None:
-    runs, meter = work(costing(18, 12))
-    join(runs, 0, "a")
-    runs.advance(0)
-    join(runs, 100, "b")
-    runs.advance(100)
-    join(runs, 110, "c")
+    join(runs, 110, "e")
     runs.advance(110)
-    assert meter.sizes[1:] == [(100, 2, 118), (110, 3, 128)]
+    assert meter.sizes[-1] == (110, 4, 128), "a change within a change begins it anew"
+    active = [each for each in runs.advance(128) if isinstance(each, Active)]
+    assert active == [Active(at=at, job_id=f"job-{node}") for at, node in ((118, "c"), (118, "d"), (128, "e"))]
 
 
 def test_release() -> None:
@@ -86,24 +76,6 @@ def test_release() -> None:
     assert runs.release("r0", ["d"], 61) == 61, "it has not trained yet"
     runs.advance(100)
     assert (runs.members("r0"), len(meter.changes)) == (1, 2)
-
-
-def test_who_restarts_is_gone_before_the_others_go_on() -> None:
-    runs, _ = work(costing(250, 250))
-    join(runs, 0, "a", "b")
-    runs.advance(0)
-    assert runs.release("r0", ["a"], 50) == 51
-
-
-def test_start_began_with_the_job() -> None:
-    runs, meter = work(costing(0, start=30))
-    runs.advance(20)
-    runs.join("r0", "a", "1", 0)
-    runs.join("r0", "b", "2", 20)
-    runs.advance(40)
-    runs.join("r0", "c", "3", 5)
-    runs.advance(100)
-    assert [at for at, _ in meter.changes] == [30, 40, 50]
 
 
 def test_stretches_are_cut_as_the_head_cuts_them() -> None:
@@ -153,12 +125,9 @@ def test_learned_curves(tmp_path: Path) -> None:
     assert curve_of(f"head:{file}:busy") == ((2, 2.0), (4, 3.0))
     with pytest.raises(FallowError, match="no speeds of run idle"):
         curve_of(f"head:{file}:idle")
-
-
-@pytest.mark.parametrize("name", ["LeNet", "head:", "head:/nowhere", "bftrainer:AlexNet"])
-def test_curves_that_do_not_exist(name: str) -> None:
-    with pytest.raises(FallowError):
-        curve_of(name)
+    for name in ("LeNet", "head:", "head:/nowhere", "bftrainer:AlexNet"):
+        with pytest.raises(FallowError):
+            curve_of(name)
 
 
 def test_runs_from_words() -> None:
@@ -199,34 +168,7 @@ def test_the_ideal_is_the_fairest_of_all_ways(curves: list[list[int]], nodes: in
         assert any(abs(work - other) < 1e-9 for other in works)
 
 
-@given(
-    steps=st.lists(st.integers(1, 100), max_size=5),
-    runs=st.integers(1, 3),
-    nodes=st.integers(0, 20),
-)
-def test_for_runs_alike_the_ideal_is_the_equal_split_and_nothing_does_more(
-    steps: list[int], runs: int, nodes: int
-) -> None:
-    rises = sorted((1.0, *(1 - step / 101 for step in steps)), reverse=True)
-    speed = [0.0, *accumulate(rises)]
-    some = runs_of(runs, *speed[1:])
-    most = len(rises)
-    for n, work in enumerate(best_shares(some, nodes)[0]):
-        low, more = divmod(min(n, runs * most), runs)
-        equal = (runs - more) * speed[low] + more * speed[min(low + 1, most)]
-        best = max(sum(speed[m] for m in way) for way in product(range(most + 1), repeat=runs) if sum(way) <= n)
-        assert work == pytest.approx(equal)
-        assert work == pytest.approx(best)
-
-
 # -- costs and scores -----------------------------------------------------------------------------------------------
-
-
-def test_costs_from_words() -> None:
-    assert restart("18-12") == Costs(absorb=(18, 18), release=(12, 12), eject=(12, 12), start=IN_PLACE.start)
-    for words in ("18", "a-b", "18-", "-1-2"):
-        with pytest.raises(FallowError):
-            restart(words)
 
 
 def test_what_was_before_the_begin_does_not_count() -> None:
