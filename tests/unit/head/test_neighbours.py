@@ -11,7 +11,6 @@ from fallow.config import Config, Slurm
 from fallow.config import Harvest as HarvestSection
 from fallow.core.allocations import Agent, Allocation
 from fallow.core.membership import events as ev
-from fallow.core.neighbour.site import site_rules
 from fallow.core.protocol.agents import EndAgent
 from fallow.files import write_private
 from fallow.head.deadlines import Deadlines
@@ -77,16 +76,6 @@ def cluster(run: Run, waiting: bool, at: float = NOW) -> ClusterState:
     return ClusterState(at=at, nodes=[NodeInfo(node="n1", state="ALLOCATED")], jobs=jobs, partitions=partitions)
 
 
-def test_polls_are_close_while_we_hold_what_nobody_takes_from_us(book: Book, run: Run) -> None:
-    neighbours = Neighbours(CONFIG)
-    neighbours.polled(turn(book), cluster(run, False), SITE)
-    assert neighbours.interval_s(book) == 30.0
-    allocation = held(book, run)
-    assert neighbours.interval_s(book) == 5.0
-    allocation.state = AllocationState.ENDED
-    assert neighbours.interval_s(book) == 30.0
-
-
 def test_polls_come_soon_once_slurm_has_taken_a_node_from_us(book: Book, run: Run) -> None:
     """Who came at the same time may have counted on it, too, and preempts nobody else for a while."""
     harvest = Harvest(CONFIG)
@@ -127,31 +116,6 @@ def test_after_an_outage_polls_come_soon_while_we_hold_what_nobody_takes_from_us
     assert after(0, 400.0) == 50.0
 
 
-def test_what_has_not_left_in_time_is_ended(book: Book, run: Run) -> None:
-    allocation = held(book, run)
-    standing = Neighbours(CONFIG).polled(turn(book), cluster(run, True), SITE)
-    (wish,) = standing.give_backs
-    assert (wish.token, wish.urgent) == (allocation.token, True)
-    now = turn(book)
-    give_back(now, run, allocation, wish.reason)
-    assert allocation.state is AllocationState.RELEASING
-    assert not now.cancels
-    early = turn(book, NOW + LEAVE_S - 0.1)
-    hurry(early, run, allocation)
-    assert not early.messages
-    late = turn(book, NOW + LEAVE_S)
-    hurry(late, run, allocation)
-    ((_, message),) = late.messages
-    assert isinstance(message, EndAgent)
-    assert message.kill_after_s == 0.0
-    last = turn(book, NOW + LEAVE_S + END_S)
-    hurry(last, run, allocation)
-    assert last.cancels == [(run.id, allocation.token, "7")]
-    after = turn(book, NOW + 60)
-    hurry(after, run, allocation)
-    assert not after.cancels
-
-
 def test_a_node_that_was_being_left_anyway_has_to_hurry_once_somebody_waits(book: Book, run: Run) -> None:
     """At 60 s a step, members that leave at the boundary would keep a node for a minute."""
     allocation, neighbours = held(book, run), Neighbours(CONFIG)
@@ -160,12 +124,17 @@ def test_a_node_that_was_being_left_anyway_has_to_hurry_once_somebody_waits(book
         (wish,) = neighbours.polled(turn(book, NOW + later), cluster(run, True, NOW + later), SITE).give_backs
         give_back(turn(book, NOW + later), run, allocation, wish.reason)
     assert (allocation.wanted_at, allocation.gone_by) == (NOW, NOW + LEAVE_S), "from when somebody was first seen"
-    ended, last = turn(book, NOW + LEAVE_S), turn(book, NOW + LEAVE_S + END_S)
+    early, ended, last = (turn(book, NOW + s) for s in (LEAVE_S - 0.1, LEAVE_S, LEAVE_S + END_S))
+    hurry(early, run, allocation)
+    assert not early.messages
     hurry(ended, run, allocation)
     assert [message.kill_after_s for _, message in ended.messages if isinstance(message, EndAgent)] == [0.0]
     assert not ended.cancels
     hurry(last, run, allocation)
     assert last.cancels == [(run.id, allocation.token, "7")]
+    idle = held(book, run, agents=False)
+    give_back(last, run, idle, "somebody waits")
+    assert last.cancels[1:] == [(run.id, idle.token, "7")], "its script has not come far: at once"
 
 
 def test_the_nodes_of_a_run_that_is_over_have_to_hurry_too(book: Book, run: Run) -> None:
@@ -225,23 +194,6 @@ def test_the_rest_of_a_batch_script_is_not_about_to_leave(book: Book, run: Run) 
     assert Neighbours(CONFIG).polled(turn(book), shown, SITE).delayed_jobs == {}
     book.end_allocation(run, base, "its agents are gone")
     assert Neighbours(CONFIG).polled(turn(book), shown, SITE).delayed_jobs == {}
-
-
-def test_a_node_whose_script_has_not_come_far_is_cancelled_at_once(book: Book, run: Run) -> None:
-    allocation = held(book, run, agents=False)
-    now = turn(book)
-    give_back(now, run, allocation, "somebody waits")
-    assert now.cancels == [(run.id, allocation.token, "7")]
-
-
-def test_a_job_of_ours_is_found_by_its_name_or_its_comment(book: Book, run: Run) -> None:
-    named, base = held(book, run), book.new_allocation(run, AllocationKind.BASE, NOW)
-    jobs = [
-        JobInfo(job_id="7", name=named.token, user="me", state="RUNNING", partition="p", nodes=["n1"], end_at=NOW + 9),
-        JobInfo(job_id="8", name="mine", user="me", state="PENDING", partition="p", comment=f"note {base.token}"),
-    ]
-    take_in(turn(book), ClusterState(at=NOW, nodes=[], jobs=jobs, partitions=[]), 30.0)
-    assert (named.end_at, base.job_id, base.state) == (NOW + 9, "8", AllocationState.PENDING)
 
 
 @pytest.mark.parametrize("comment", ["", "project x", "{token};project=x"])
@@ -342,15 +294,6 @@ def test_a_base_job_that_slurm_shows_after_it_was_lost_is_cancelled(
     cancels = [each.cancels for each in seen]
     assert cancels == [[(run.id, base.token, "8")], [], [(run.id, base.token, "8")]]
     assert {kind for kind, _ in told} == {"orphan"}
-
-
-@pytest.mark.parametrize(
-    ("select_type", "whole"),
-    [("select/linear", True), ("select/cons_tres", False), ("select/cons_res", False), ("", True)],
-)
-def test_nodes_are_shared_or_not_for_us_as_for_others(select_type: str, whole: bool) -> None:
-    site = msgspec.structs.replace(SITE, select_type=select_type)
-    assert (site_rules(site).whole_nodes, site_rules(None).whole_nodes) == (whole, True)
 
 
 def test_refusals_are_told_once(book: Book, run: Run) -> None:
