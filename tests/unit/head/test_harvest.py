@@ -33,7 +33,6 @@ from fallow.model import (
     ClusterConfig,
     FallowError,
     JobRequest,
-    LimitView,
     NodeOwner,
     OwnerView,
     PartitionInfo,
@@ -53,8 +52,7 @@ def site(tmp_path: Path) -> Site:
 
 async def test_a_node_that_was_just_given_back_is_none_of_others_until_slurm_shows_it_idle(site: Site) -> None:
     run = site.run(nodes=1)
-    await site.poll()
-    await site.poll()
+    await site.poll(times=2)
     (allocation,) = run.live_allocations()
     (held,) = allocation.nodes
 
@@ -101,21 +99,6 @@ async def test_a_run_that_begins_to_train_asks_at_once_for_what_the_last_poll_sh
     assert begins(POLL_S - 1) == 0, "it is asked for already"
 
 
-async def test_it_takes_the_idle_gpus_of_a_node_that_runs_another_job(site: Site) -> None:
-    site.slurm.other_job("alice", nodes=3, run_for_s=8e4, limit_s=8e4)
-    theirs = site.slurm.other_job("bob", gpus=3, run_for_s=8e4, limit_s=8e4)
-    run = site.run("--gres=gpu:2", "--ntasks-per-node=2", nodes=2)
-    await site.poll()
-    await site.poll()
-    (ours,) = [a for a in run.live_allocations() if not a.ahead]
-    assert ours.state is AllocationState.RUNNING and ours.nodes == site.slurm.jobs[theirs].nodes
-    node = site.slurm.node_info(ours.nodes[0])
-    assert (node.state, node.gpus_used) == ("MIXED", 4)
-    request = site.slurm.jobs[ours.job_id or ""].request
-    assert request is not None and "--gpus-per-node=1" in request.options
-    assert not [o for o in request.options if o.startswith(("--exclusive", "--gres", "--mem=0", "--ntasks-per-node"))]
-
-
 class Limited(FakeSlurm):
     """Lets so many jobs of ours run; more may wait, as at MaxJobsPerUser of a QOS."""
 
@@ -135,8 +118,7 @@ async def test_where_jobs_wait_at_a_limit_hardly_more_are_submitted_than_start(t
     draw, slurm = Random(seed), Limited(48, config=msgspec.structs.replace(config(), scheduler_parameters=""))
     site = Site(tmp_path, slurm)
     run = site.run(nodes=48)
-    for _ in range(3):
-        await site.poll()
+    await site.poll(times=3)
     assert len(slurm.running()) == 8
     first, ends, tries = len(site.kinds("withdraw")), 0, len(site.kinds("backoff"))
     for _ in range(240):
@@ -147,20 +129,17 @@ async def test_where_jobs_wait_at_a_limit_hardly_more_are_submitted_than_start(t
     cancelled, tries = len(site.kinds("withdraw")) - first, len(site.kinds("backoff")) - tries
     assert ends > 80 and cancelled <= ends + tries, "of those that never started"
     assert run.record.next_allocation <= 48 + 2 * ends + tries
-    for _ in range(4):
-        await site.poll()
+    await site.poll(times=4)
     assert len(slurm.running()) == 8, "what ends is replaced"
     slurm.most = 100
-    for _ in range(130):
-        await site.poll()
+    await site.poll(times=130)
     assert len(slurm.running()) == 48, "the limit is lifted: nodes are asked for again, within one back-off"
 
 
 async def test_a_refusal_for_a_limit_is_no_reason_to_give_the_run_up(site: Site) -> None:
     site.slurm.reject = "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
     run = site.run()
-    for _ in range(12):
-        await site.poll()
+    await site.poll(times=12)
     assert run.record.harvest_paused == "" and 2 <= len(site.kinds("refused")) <= 8
 
 
@@ -185,30 +164,14 @@ async def test_a_partition_that_refuses_a_run_does_not_keep_it_from_another(tmp_
     slurm.closed = frozenset({"physics"})
     site = Site(tmp_path, slurm, HarvestSection())
     run = site.run(nodes=4)
-    for _ in range(40):
-        await site.poll()
+    await site.poll(times=40)
     assert run.record.harvest_paused == "" and run.record.refusals["physics"] >= 3
     assert sorted({n for a in run.live_allocations() for n in a.nodes}) == ["n3", "n4"]
     slurm.closed = frozenset({"physics", "open"})
     for allocation in run.live_allocations():
         slurm.end(slurm.jobs[allocation.job_id or ""], "PREEMPTED")
-    for _ in range(6):
-        await site.poll()
+    await site.poll(times=6)
     assert "refused 3 submissions in a row: User's group" in run.record.harvest_paused, "nobody takes its jobs"
-
-
-async def test_the_rest_of_a_refused_batch_is_not_submitted(site: Site) -> None:
-    run = site.run(nodes=2)
-    first, second = (
-        site.book.new_allocation(run, AllocationKind.HARVEST, site.slurm.now, partition="scavenge", minutes=5)
-        for _ in range(2)
-    )
-    turn = site.turn()
-    assert site.harvest.send(turn, run, first.token)
-    site.harvest.refused(turn, run, first.token, "User's group not permitted to use this partition")
-    assert not site.harvest.send(turn, run, second.token)
-    assert (second.live, second.sent_by) == (False, None)
-    assert run.record.refusals == {"scavenge": 1}
 
 
 async def test_the_last_node_is_taken_over_from_itself_without_a_gap(site: Site) -> None:
@@ -234,8 +197,7 @@ async def test_a_replacement_is_not_one_too_many_while_it_starts(site: Site) -> 
     (first,) = run.live_allocations()
     site.slurm.hold_starts = True
     await site.poll((first.end_at or 0.0) - site.slurm.now - 100.0)
-    for _ in range(3):
-        await site.poll(1.0)
+    await site.poll(1.0, times=3)
     _, second = run.live_allocations()
     assert (second.replaces, site.kinds("withdraw")) == (first.token, [])
     site.slurm.hold_starts = False
@@ -274,8 +236,7 @@ BY_QOS = ClusterConfig(
 async def test_where_qos_decides_nothing_is_harvested_in_a_qos_that_nobody_preempts(tmp_path: Path) -> None:
     site = Site(tmp_path, FakeSlurm(4, partitions=[shared()], config=BY_QOS), HarvestSection())
     run = site.run("--qos=normal")
-    for _ in range(2):
-        await site.poll()
+    await site.poll(times=2)
     assert run.live_allocations() == []
     assert site.harvest.example(run) == (
         "in no partition would others' jobs preempt ours; see allow_without_preemption under [harvest]"
@@ -287,8 +248,7 @@ async def test_where_qos_decides_nothing_is_harvested_in_a_qos_that_nobody_preem
         HarvestSection(allow_without_preemption=True),
     )
     run = bold.run(nodes=1)
-    for _ in range(2):
-        await bold.poll()
+    await bold.poll(times=2)
     assert [a.partition for a in run.live_allocations()] == ["batch"]
     assert bold.harvest.interval_s(bold.book) == 5.0
 
@@ -297,8 +257,7 @@ async def test_harvest_jobs_run_under_the_qos_and_account_that_the_configuration
     section = HarvestSection(qos="idle", account="spare")
     site = Site(tmp_path, FakeSlurm(4, partitions=[shared(deny_qos=["normal"])], config=BY_QOS), section)
     run = site.run("--qos=normal", "--account=physics")
-    for _ in range(2):
-        await site.poll()
+    await site.poll(times=2)
     assert {a.partition for a in run.live_allocations()} == {"batch"}
     assert site.harvest.interval_s(site.book) == POLL_S, "Slurm gives these back"
     one = run.live_allocations()[0]
@@ -428,8 +387,7 @@ async def test_nothing_is_submitted_to_a_slurm_that_does_not_answer_and_the_next
 
 async def test_a_slurm_that_is_away_ends_no_allocation(site: Site) -> None:
     run = site.run(nodes=2)
-    await site.poll()
-    await site.poll()
+    await site.poll(times=2)
     held = {a.token: a.state for a in run.live_allocations()}
     assert set(held.values()) == {AllocationState.RUNNING}
     loop = Loop(site, queries_per_min=60_000, submits_per_min=60_000)
@@ -556,8 +514,7 @@ def test_requests_ahead_leave_room_for_what_is_idle() -> None:
 
 async def test_a_job_that_waits_for_a_limit_of_the_account_gets_a_node_of_ours(site: Site) -> None:
     run = site.run("--account=lab")
-    for _ in range(2):
-        await site.poll()
+    await site.poll(times=2)
     assert len(run.live_allocations()) == 2
     held_for = "AssocGrpNodeLimit"
     colleague = FakeJob("", "theirs", "bob", "normal", 1, 600.0, site.slurm.now, account="lab", held_for=held_for)
@@ -565,24 +522,12 @@ async def test_a_job_that_waits_for_a_limit_of_the_account_gets_a_node_of_ours(s
     await site.poll()
     (text,) = site.kinds("release")
     assert text.endswith(f"job {number} of bob waits for AssocGrpNodeLimit")
-    for _ in range(3):
-        await site.poll(1.0)
+    await site.poll(1.0, times=3)
     assert len(run.live_allocations()) == 1, "one node is enough, and none is asked for in its place"
     assert site.kinds("limit") == [f"nothing is asked for: job {number} of bob waits for AssocGrpNodeLimit"]
     site.slurm.finish(number)
-    for _ in range(2):
-        await site.poll()
+    await site.poll(times=2)
     assert len(run.live_allocations()) == 2
-
-
-async def test_a_quarter_of_a_limit_that_slurm_tells_is_never_used(site: Site) -> None:
-    share = ShareView(account="lab", partition="", shares=1.0, usage=0.0, factor=1.0)
-    limit = LimitView(of="account lab", name="GrpTRES node", limit=5.0, used=0.0)
-    site.harvest.asking.owner = OwnerView(user="me", at=0.0, limits=[limit], shares=[share])
-    run = site.run("--account=lab", nodes=8)
-    for _ in range(4):
-        await site.poll()
-    assert len(run.live_allocations()) == 3
 
 
 @pytest.mark.parametrize("accounting", [True, False])

@@ -89,19 +89,6 @@ def test_polls_come_soon_once_slurm_has_taken_a_node_from_us(book: Book, run: Ru
     assert harvest.interval_s(book) == 30.0, "what is asked for does not change by that"
 
 
-def test_where_slurm_would_take_no_request_none_is_made_though_it_preempts(book: Book) -> None:
-    big = PartitionInfo(partition="big", nodes=["n1"], preempt_mode="REQUEUE", min_nodes=2)
-    plain = PartitionInfo(partition="plain", nodes=["n1"], min_nodes=2)
-    state = ClusterState(at=NOW, nodes=[NodeInfo(node="n1", state="IDLE")], jobs=[], partitions=[big, plain])
-    why = "its jobs have 2 nodes at least, a request has one"
-    for names, refused in ([], {"big": why}), (["big"], {"big": why}), (["other"], {}):
-        neighbours, now = Neighbours(Config(harvest=HarvestSection(partitions=names))), turn(book)
-        neighbours.polled(now, state, SITE)
-        assert neighbours.refused == refused, "nobody wants to harvest where nothing preempts"
-        told = [record.text for record in now.records if record.text.startswith("partition")]
-        assert told == [f"partition {name} is not harvested: {why}" for name in refused]
-
-
 def test_after_an_outage_polls_come_soon_while_we_hold_what_nobody_takes_from_us(book: Book, run: Run) -> None:
     harvest = Harvest(CONFIG)
     harvest.neighbours.polled(turn(book), cluster(run, False), SITE)
@@ -185,15 +172,6 @@ def test_an_orphan_is_cancelled_in_whatever_state_it_lives(
     now = turn(book)
     sweep(now, msgspec.structs.replace(shown, jobs=jobs))
     assert now.cancels == ([(run.id, allocation.token, "7")] if is_cancelled else [])
-
-
-def test_the_rest_of_a_batch_script_is_not_about_to_leave(book: Book, run: Run) -> None:
-    base = book.new_allocation(run, AllocationKind.BASE, NOW - 60)
-    base.state, base.job_id, base.nodes = AllocationState.RUNNING, "7", ["n1"]
-    shown = cluster(run, True)
-    assert Neighbours(CONFIG).polled(turn(book), shown, SITE).delayed_jobs == {}
-    book.end_allocation(run, base, "its agents are gone")
-    assert Neighbours(CONFIG).polled(turn(book), shown, SITE).delayed_jobs == {}
 
 
 @pytest.mark.parametrize("comment", ["", "project x", "{token};project=x"])
