@@ -8,14 +8,11 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from bench import changes, gpu, harvest, scale, steady, steplog, workload
+from bench import changes, gpu, harvest, scale, steady, steplog
 from bench.__main__ import INTERRUPTED, main, measure
 from bench.rows import Progress, Row, Settings, ours
 from bench.steplog import Finished
-from fallow.core.submission.schedule import Action, parse_schedule
 from fallow.model import Exit, FallowError, JobInfo
 
 
@@ -50,17 +47,6 @@ def test_arms_are_compared_round_by_round() -> None:
     assert steady.ratio(theirs, hit).value == pytest.approx(0.8)
 
 
-@pytest.mark.parametrize("members", [1, 2, 4, 8])
-def test_schedules_keep_the_world(members: int) -> None:
-    alive = members
-    for item in parse_schedule(changes.pauses(members, 32), members):
-        alive += 1 if item.action is Action.ADD else -1
-        assert members <= alive <= members + 1
-    items = parse_schedule(changes.losses(members, 20), members)
-    kills = [item.member for item in items if item.action is Action.KILL]
-    assert len(kills) == len(set(kills)) == 20
-
-
 # -- the head, and clusters -------------------------------------------------------------------------------------------
 
 
@@ -87,24 +73,6 @@ def test_a_job_that_never_started_with_fallow_is_the_worst_harmed_not_a_missing_
 
 
 # -- devices ----------------------------------------------------------------------------------------------------------
-
-
-def test_workers_share_devices_where_there_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = dict(dist.Backend.default_device_backend_map)
-    monkeypatch.setattr(dist.Backend, "default_device_backend_map", known)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    used: list[int] = []
-    monkeypatch.setattr(torch.accelerator, "set_device_index", used.append)
-    monkeypatch.setenv("FALLOW_WORKER", "n3")
-    assert workload.sums_on("cuda", 2).startswith("each worker has a cuda: sums on the device;")
-    assert workload.take("cuda", 2) == torch.device("cuda:1")
-    assert known["cuda"] == "nccl"
-    assert workload.sums_on("cuda", 3).startswith("3 workers share 2 cuda: sums go through the host;")
-    assert workload.take("cuda", 3) == torch.device("cuda:1")
-    assert "cuda" not in known, "the transport finds no communicator"
-    assert used == [1, 1]
-    with pytest.raises(FallowError, match=r"3 members beside DDP need 3 devices \(cuda\)"):
-        steady.compare(1, 3, 1, 2, "cuda")
 
 
 def test_rows_of_a_benchmark_that_was_cut_off_are_in_the_report_of_the_gpu() -> None:

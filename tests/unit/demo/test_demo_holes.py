@@ -43,12 +43,6 @@ def test_a_hole_is_from_one_job_of_others_to_the_next_whatever_we_did_meanwhile(
     assert (watch.idle_node_s(), watch.harvested_node_s()) == (22.0, 13.0)
 
 
-def test_only_holes_that_are_longer_than_a_start_up_are_usable() -> None:
-    watch = watched((0, "xx"), (2, ".."), (4, ".x"), (10, "Mx"), (20, "Mx"))
-    assert spans(watch.holes) == [("n0", 1, 20), ("n1", 1, 3)]
-    assert (watch.idle_node_s(), watch.idle_node_s(2.0), watch.harvested_node_s(2.0)) == (21.0, 19.0, 13.0)
-
-
 def test_a_node_that_was_down_was_left_by_nobody_and_a_first_look_neither() -> None:
     watch = watched((0, "."), (2, "x"), (4, "!"), (6, "."), (8, "!"))
     assert [(hole.begin, hole.end, hole.left_by_others) for hole in watch.holes] == [(0, 1, False), (5, 7, False)]

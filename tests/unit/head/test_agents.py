@@ -25,7 +25,7 @@ from fallow.core.protocol.agents import (
     Setup,
 )
 from fallow.head.peers.agents import agent_gone
-from fallow.head.state.book import Run, StoredRun
+from fallow.head.state.book import Run
 from fallow.model import AllocationKind, AllocationState, ChangeKind, Exit, MemberPhase, RunStatus
 from runs import hold, new_book, new_run
 from talk import CONTRACT, NOW, Played, Talk, settle
@@ -139,30 +139,7 @@ def test_one_that_trains_is_told_to_end_where_a_stranger_is_refused(
         assert "is cancelled" in talk.play(run, allocation, "h4").greet().only(Refused).message
 
 
-def test_numbers_that_were_reserved_are_given_whatever_order_agents_come_in(talk: Talk) -> None:
-    local = new_run(talk.book, local=True, max_nodes=4)
-    made = [talk.book.new_allocation(local, AllocationKind.HARVEST, talk.now) for _ in range(4)]
-    for number, allocation in enumerate(made):
-        allocation.reserved = number + 1
-    agents = [talk.play(local, allocation, f"h{number}") for number, allocation in enumerate(made)]
-    for number in (2, 0, 3, 1):
-        agents[number].greet()
-    assert [agent.node for agent in agents] == [1, 2, 3, 4]
-    assert agents[0].start_again(2).only(Admitted).node == 5, "a second start has a number of its own"
-
-
 # -- it is to go before it comes --------------------------------------------------------------------------------------
-
-
-def test_an_agent_of_an_allocation_that_is_being_released_is_let_go(talk: Talk, run: Run) -> None:
-    made = hold(talk.turn, run, "h1", "h2", job_id="7")
-    first = talk.play(run, made, "h1").greet()
-    talk.turn.release_allocation(run, made, "somebody waits")
-    assert made.end_code == Exit.NO_RESTART
-    first.beat()
-    assert first.only(EndAgent).reason == "somebody waits"
-    late = talk.play(run, made, "h2").greet()
-    assert late.heard == [EndAgent(term=0, code=Exit.NO_RESTART, reason="somebody waits")]
 
 
 def test_a_late_agent_of_an_allocation_whose_members_still_leave_does_not_stay(talk: Talk, run: Run) -> None:
@@ -236,15 +213,6 @@ def test_another_agent_in_the_same_allocation_starts_workers_of_its_own(talk: Ta
     again.end(1)
     talk.tick()
     assert again.idle().news.boot == 3
-
-
-def test_another_agent_that_ends_at_once_takes_what_was_there_with_it(talk: Talk, run: Run) -> None:
-    one, _ = training(talk, run, "h1", "h2")
-    allocation = run.allocations[one.hello.token]
-    again = talk.play(run, allocation, "h1", job_id="job-h1", process="another").greet()
-    again.leave(Exit.TEMPFAIL)
-    assert run.roster.nodes[one.node].proved_gone
-    assert not allocation.live
 
 
 def test_workers_of_a_requeued_job_are_not_those_of_its_first_attempt(talk: Talk, run: Run) -> None:
@@ -371,20 +339,6 @@ def test_parts_of_all_nodes_are_answered_together_and_each_node_speaks_for_itsel
     assert one.only(Gathered) == two.only(Gathered) == answer
 
 
-def test_members_of_a_committed_generation_can_meet_through_a_head_that_comes_back(talk: Talk, run: Run) -> None:
-    """Scripts that are restarted meet only after the commit."""
-    one, two, generation = absorbing(talk, run)
-    for agent in (one, two):
-        agent.beat(prepared=generation)
-    assert run.root.generation == generation
-    two.say(part(two, generation))
-    talk.book.add(StoredRun(run.spec, run.record, run.roster, run.allocations), run.revision, talk.at)
-    for agent in (one, two):
-        agent.beat().say(part(agent, generation))
-    answer = Gathered(generation=generation, key="k", parts=(b"h1", b"h2"))
-    assert one.only(Gathered) == two.only(Gathered) == answer
-
-
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -434,18 +388,6 @@ def test_a_checkpoint_that_could_not_be_written_counts_once_and_is_put_off_ever_
     assert talk.texts("checkpoint") == ["disk full"] * 3
     agents[1].beat(saved=saved(9, took_s=0.0, generation=run.root.generation))
     assert run.record.saving.failures == 0
-
-
-def test_what_a_node_said_last_of_its_checkpoints_counts_when_it_has_ended(talk: Talk, run: Run) -> None:
-    one, two = training(talk, run, "h1", "h2")
-    talk.pass_s(600.0)
-    assert one.report is not None
-    last = msgspec.structs.replace(one.report, seq=one.report.seq + 1, saved=saved(9, took_s=5.0, generation=2))
-    one.end(None, signal=9, report=last)
-    assert run.record.saving.safe_at == talk.now - 5.0
-    last = msgspec.structs.replace(last, seq=1000, node=two.node, saved=None)
-    two.end(None, signal=9, report=msgspec.structs.replace(last, unsaved=Problem(reason="full", generation=1, step=9)))
-    assert run.record.saving.failures == 1
 
 
 def test_without_periodic_checkpoints_none_is_ever_due(tmp_path: Path) -> None:
@@ -525,21 +467,6 @@ def beat_all(talk: Talk, seconds: int, *agents: Played) -> None:
         for agent in agents:
             agent.beat()
         talk.tick()
-
-
-def test_a_silent_agent_without_workers_keeps_no_allocation(talk: Talk, run: Run) -> None:
-    """Its job may live on behind it for as long as Slurm has granted."""
-    dead, other = training(talk, run, "h1", "h2")
-    allocation = run.allocations[dead.hello.token]
-    dead.end(None, signal=9)
-    settle(run, other)
-    allocation.agents["h1"].again_at = talk.now + 1000.0
-    beat_all(talk, 8, other)
-    assert allocation.live
-    beat_all(talk, 8, other)
-    assert not allocation.live
-    assert talk.texts("node")[-1] == f"{allocation.token} ended: agent on h1 silent for 11 s"
-    assert run.allocations[other.hello.token].live
 
 
 def test_a_standby_that_is_not_heard_is_waited_for_as_long_as_it_waits_for_a_head(talk: Talk, run: Run) -> None:

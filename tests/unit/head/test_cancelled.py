@@ -30,22 +30,15 @@ from slurm_side import Site
         ({"start_at": NOW, "agents": {"n1": Agent()}}, False, False),  # `fallow run` ended it
         ({"start_at": NOW, "nodes": ["n1"]}, False, True),  # no agent of it ever came
         ({"spans": {"1": Span(nodes={"n1": 0}, start_at=NOW)}, "nodes": ["n1"]}, False, True),
-        ({"start_at": NOW, "nodes": ["n1"], "asked_at": NOW}, False, False),
         ({"start_at": NOW, "nodes": ["drained"]}, False, False),  # its prolog failed
         ({"warned": True, "start_at": NOW, "nodes": ["drained"]}, False, True),
         ({}, False, True),  # it never started
-        ({"asked_at": NOW}, False, False),
         ({"state": AllocationState.LOST}, False, False),  # an orphan, which we cancelled
         ({"told_to_end": True, "start_at": NOW}, False, False),  # its agent was refused
-        ({"kind": AllocationKind.BASE}, False, True),
         ({"kind": AllocationKind.BASE, "start_at": NOW, "agents": {"n1": Agent()}}, False, True),  # the head was away
-        ({"kind": AllocationKind.BASE, "warned": True, "asked_at": NOW, "agents": {"n1": Agent()}}, False, True),
         ({"kind": AllocationKind.BASE, "warned": True, "asked_at": NOW, "agents": {"n1": Agent()}}, True, False),
         ({"kind": AllocationKind.BASE, "asked_at": NOW, "agents": {"n1": Agent()}}, False, False),  # we ended it
-        ({"kind": AllocationKind.BASE, "told_to_end": True, "agents": {"n1": Agent()}}, False, False),
-        ({"kind": AllocationKind.BASE, "start_at": NOW, "nodes": ["drained"]}, False, False),
         ({"warned": True, "start_at": NOW, "slurm_state": "PREEMPTED"}, False, False),
-        ({"warned": True, "start_at": NOW, "slurm_state": "COMPLETED"}, False, False),
     ],
 )
 def test_who_cancelled_a_job(known: dict[str, object], preempted: bool, theirs: bool) -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from fake_slurm import FakeJob, FakeSlurm
-from fallow.core.accounting.duds import DUDS, ROUNDS, Duds, came, ended, put_off_s
+from fallow.core.accounting.duds import ROUNDS, Duds, came, ended
 from fallow.core.membership.failures import BAR_S
 from fallow.core.protocol.agents import Hello
 from fallow.head.api.views import run_view
@@ -122,10 +122,3 @@ def test_what_is_the_nodes_own_does_not_count_against_the_run() -> None:
     came(duds, "b")
     assert (duds.in_a_row, dud("b")) == (0, False), "b began anew"
     assert dud("b"), "agents of other nodes do not matter"
-
-
-def test_waits_get_longer_until_nothing_is_asked_for() -> None:
-    duds = Duds()
-    assert put_off_s(duds, DUDS - 1, 30.0) == 0.0
-    waits = [put_off_s(duds, DUDS, 30.0) for _ in range(ROUNDS + 1)]
-    assert waits == [60.0, 120.0, 240.0, 480.0, 600.0, None]

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from builders import job, node, partition
 from fallow.config import Config
 from fallow.config import Harvest as HarvestSection
 from fallow.core.accounting.backoff import Asker
@@ -33,10 +34,7 @@ from fallow.model import (
     ClusterConfig,
     ClusterState,
     FallowError,
-    JobInfo,
     JobRequest,
-    NodeInfo,
-    PartitionInfo,
     RunStatus,
 )
 
@@ -85,8 +83,8 @@ class Desk:
             self.nodes[run.id].step(turn, step, pace_s=pace_s)
             dirty = dirty or run.id in turn.dirty
             turn = self.turn()
-            for node in members:
-                throughput.heard(turn, run, node)
+            for member in members:
+                throughput.heard(turn, run, member)
             dirty = dirty or run.id in turn.dirty
         return step, dirty
 
@@ -112,15 +110,6 @@ def test_steady_training_is_measured_and_written_down_and_what_happens_around_a_
     desk.train(run, 40.0, 0.25, begin=step)
     assert list(seen) == [2, 4]
     assert (seen[2], seen[4].step_s) == (again.curve.seen[2], pytest.approx(0.25, rel=0.05))
-
-
-def test_nodes_that_share_a_machine_teach_nothing(desk: Desk) -> None:
-    """A testbed's nodes are all one: more of them are no faster, which says nothing of a real cluster."""
-    run = desk.run("a")
-    base = desk.book.new_allocation(run, AllocationKind.BASE, NOW)
-    desk.place(run, base, ["n0", "n1"], entry="10.0.0.1")
-    desk.train(run, 60.0, 0.4)
-    assert run.record.curve.seen == {}
 
 
 def test_a_new_run_of_the_same_script_begins_with_what_the_last_one_knew(desk: Desk) -> None:
@@ -203,8 +192,8 @@ def test_a_run_shows_its_curve_and_how_it_stands_to_its_deadline(desk: Desk) -> 
     assert late.schedule is not None
     assert late.schedule.behind
     assert late.worth.values[8] > 2 * run.gain.worth.values[8], "it is urgent"
-    for node in list(run.roster.members):
-        desk.nodes[run.id].end(desk.turn(), node, None)
+    for member in list(run.roster.members):
+        desk.nodes[run.id].end(desk.turn(), member, None)
     alone = gains(desk.book.runs.values(), NOW + desk.at, 30.0)[run.id].schedule
     assert alone is not None and not run.roster.present()
     assert (alone.ahead_s, alone.behind) == (view.ahead_s, False), "what is done is done: no nodes are bought for it"
@@ -235,15 +224,15 @@ class Slurm:
     def poll(self) -> Turn:
         self.desk.at += 30.0
         turn = self.desk.turn()
-        nodes = [NodeInfo(node=n, state="IDLE", partitions=["scavenge", "normal"]) for n in self.nodes]
-        idle = PartitionInfo(partition="scavenge", nodes=self.nodes, preempt_mode="REQUEUE")
-        normal = PartitionInfo(partition="normal", nodes=self.nodes, default=True, priority_tier=10)
+        nodes = [node(n, partitions=["scavenge", "normal"]) for n in self.nodes]
+        idle = partition("scavenge", self.nodes, preempt_mode="REQUEUE")
+        normal = partition("normal", self.nodes, default=True, priority_tier=10)
         jobs = [
-            JobInfo(
-                job_id=a.job_id,
+            job(
+                a.job_id,
+                a.state.name,
                 name=a.token,
                 user="me",
-                state="RUNNING" if a.state is AllocationState.RUNNING else "PENDING",
                 partition=a.partition,
                 nodes=a.nodes,
                 start_at=a.start_at,

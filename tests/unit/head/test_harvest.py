@@ -17,7 +17,6 @@ from fallow.config import Config
 from fallow.config import Harvest as HarvestSection
 from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import SUBMIT_S, Agent, Allocation
-from fallow.core.planning.allowance import AHEAD
 from fallow.core.planning.rules import HarvestRules, Known
 from fallow.head.api.views import node_views
 from fallow.head.loop.inbox import Inbox, Item, Polled, TrialRefused
@@ -38,7 +37,6 @@ from fallow.model import (
     PartitionInfo,
     ShareView,
 )
-from fallow.slurm.client import SubmitRejected
 from fallow.slurm.paced import PacedClient
 
 from runs import Nodes  # isort: skip
@@ -141,37 +139,6 @@ async def test_a_refusal_for_a_limit_is_no_reason_to_give_the_run_up(site: Site)
     run = site.run()
     await site.poll(times=12)
     assert run.record.harvest_paused == "" and 2 <= len(site.kinds("refused")) <= 8
-
-
-class Picky(FakeSlurm):
-    """Refuses harvest jobs in some partitions."""
-
-    closed: frozenset[str] = frozenset()
-
-    async def submit(self, request: JobRequest) -> str:
-        if any(f"--partition={name}" in request.options for name in self.closed):
-            raise SubmitRejected(request.token, "User's group not permitted to use this partition")
-        return await super().submit(request)
-
-
-async def test_a_partition_that_refuses_a_run_does_not_keep_it_from_another(tmp_path: Path) -> None:
-    there = [
-        PartitionInfo(partition=name, nodes=nodes, preempt_mode="REQUEUE", priority_tier=tier, max_time_s=3600.0)
-        for name, nodes, tier in (("physics", ["n1", "n2"], 1), ("open", ["n3", "n4"], 2))
-    ]
-    there.append(PartitionInfo(partition="normal", nodes=["n1", "n2", "n3", "n4"], priority_tier=10))
-    slurm = Picky(4, gpus=4, partitions=there, config=msgspec.structs.replace(config(), scheduler_parameters=""))
-    slurm.closed = frozenset({"physics"})
-    site = Site(tmp_path, slurm, HarvestSection())
-    run = site.run(nodes=4)
-    await site.poll(times=40)
-    assert run.record.harvest_paused == "" and run.record.refusals["physics"] >= 3
-    assert sorted({n for a in run.live_allocations() for n in a.nodes}) == ["n3", "n4"]
-    slurm.closed = frozenset({"physics", "open"})
-    for allocation in run.live_allocations():
-        slurm.end(slurm.jobs[allocation.job_id or ""], "PREEMPTED")
-    await site.poll(times=6)
-    assert "refused 3 submissions in a row: User's group" in run.record.harvest_paused, "nobody takes its jobs"
 
 
 async def test_the_last_node_is_taken_over_from_itself_without_a_gap(site: Site) -> None:
@@ -489,24 +456,6 @@ def test_as_many_requests_may_wait_as_can_be_submitted_until_one_is_seen_to_star
     few = rules(limited("bf_max_job_user=20,bf_max_job_assoc=12,bf_max_job_user_part=4"))
     assert (few.max_pending, few.max_waiting) == (2, 6)
     assert rules(limited("bf_max_job_user_part=4")).max_waiting >= 1 << 30, "of one partition only"
-
-
-def test_requests_ahead_leave_room_for_what_is_idle() -> None:
-    assert [rules(max_pending=most).ahead for most in (1, 2, 3, 4, 8)] == [0, 1, 1, 2, 2]
-    assert rules(config()).ahead == 1, "two may wait where backfill looks at four"
-    together = Known()
-    together.experience.came(20, 0.0)
-
-    waits = [rules(known=together, at=at).ahead for at in (0.0, 3600.0, 7 * 3600.0)]
-    assert waits == [20, 10, AHEAD], "as many as came at once of late"
-    together.experience.came(900, 0.0)
-    looked_at = [rules(limited(said), known=together).ahead for said in ("", "bf_max_job_test=60,bf_max_job_part=40")]
-    assert looked_at == [250, 20], "half of those that backfill looks at"
-    for found, expected in [
-        (rules(limited("bf_max_job_user=300"), known=together), (120, 75, 150)),
-        (rules(max_pending=8, known=together), (8, 4, 8)),
-    ]:
-        assert (found.max_pending, found.ahead, found.max_waiting) == expected
 
 
 # -- limits of accounts and QOS -------------------------------------------------------------------------------------

@@ -70,13 +70,6 @@ def test_a_head_that_lives_on_another_host_is_noticed_and_named(world: World) ->
     assert world.may_act(first)
 
 
-def test_a_head_of_the_same_place_is_refused_at_once_while_its_process_lives(world: World) -> None:
-    world.lease("login1").acquire()
-    with pytest.raises(FallowError, match="another head"):
-        world.lease("login1").acquire()
-    assert world.now == 0.0
-
-
 def test_a_head_of_the_same_place_that_was_killed_is_not_waited_for(world: World) -> None:
     code = (
         "import sys; from pathlib import Path; from fallow.files import Paths;"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from builders import cluster as poll_of
+from builders import job, node, runs, waits
 from fallow.config import Config, Slurm
 from fallow.config import Harvest as HarvestSection
 from fallow.core.allocations import Agent, Allocation
@@ -28,9 +31,6 @@ from fallow.model import (
     ClusterConfig,
     ClusterState,
     DelayReport,
-    JobInfo,
-    NodeInfo,
-    PartitionInfo,
     RunSpec,
     RunStatus,
 )
@@ -63,17 +63,9 @@ def turn(book: Book, now: float = NOW) -> Turn:
 
 
 def cluster(run: Run, waiting: bool, at: float = NOW) -> ClusterState:
-    jobs = [
-        JobInfo(job_id="7", name=a.token, user="me", state="RUNNING", partition="p", nodes=["n1"])
-        for a in run.live_allocations()
-    ]
-    if waiting:
-        other = JobInfo(
-            job_id="9", name="x", user="al", state="PENDING", partition="p", reason="Resources", submit_at=at
-        )
-        jobs.append(other)
-    partitions = [PartitionInfo(partition="p", nodes=["n1"])]
-    return ClusterState(at=at, nodes=[NodeInfo(node="n1", state="ALLOCATED")], jobs=jobs, partitions=partitions)
+    jobs = [runs("7", ["n1"], name=a.token, user="me", exclusive=False) for a in run.live_allocations()]
+    others = [waits(exclusive=False, submit_at=at)] if waiting else []
+    return poll_of([node("n1", "ALLOCATED")], [*jobs, *others], at=at)
 
 
 def test_polls_come_soon_once_slurm_has_taken_a_node_from_us(book: Book, run: Run) -> None:
@@ -154,68 +146,47 @@ def test_what_is_over_for_us_and_not_for_slurm_is_cancelled_soon_if_somebody_wai
     assert prompt.cancels == [(run.id, allocation.token, "7")]
 
 
-@pytest.mark.parametrize(
-    ("state", "is_cancelled"),
-    [
-        *((state, True) for state in ("PENDING", "RUNNING", "SUSPENDED", "CONFIGURING", "STOPPED", "RESIZING")),
-        *((state, True) for state in ("REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "SIGNALING")),
-        *((state, False) for state in ("COMPLETING", "STAGE_OUT", "COMPLETED", "CANCELLED", "TIMEOUT", "REVOKED")),
-    ],
-)
-def test_an_orphan_is_cancelled_in_whatever_state_it_lives(
-    book: Book, run: Run, state: str, is_cancelled: bool
-) -> None:
+def test_an_orphan_is_cancelled_in_whatever_state_it_lives(book: Book, run: Run) -> None:
     allocation = held(book, run)
-    shown = cluster(run, True)
     book.end_allocation(run, allocation, "its agents are gone")
-    jobs = [msgspec.structs.replace(job, state=state) if job.job_id == "7" else job for job in shown.jobs]
-    now = turn(book)
-    sweep(now, msgspec.structs.replace(shown, jobs=jobs))
-    assert now.cancels == ([(run.id, allocation.token, "7")] if is_cancelled else [])
+    living = "PENDING RUNNING SUSPENDED CONFIGURING STOPPED RESIZING REQUEUED REQUEUE_HOLD SPECIAL_EXIT SIGNALING"
+    over = "COMPLETING STAGE_OUT COMPLETED CANCELLED TIMEOUT REVOKED"
+    for state in f"{living} RESV_DEL_HOLD {over}".split():
+        allocation.asked_at, now = None, turn(book)
+        sweep(now, poll_of([], [job("7", state, name=allocation.token, user="me")]))
+        assert now.cancels == ([] if state in over.split() else [(run.id, allocation.token, "7")]), state
 
 
-@pytest.mark.parametrize("comment", ["", "project x", "{token};project=x"])
-def test_a_base_job_whose_comment_is_another_by_now_is_found_by_its_number(book: Book, run: Run, comment: str) -> None:
-    """A site's job_submit plugin writes comments of its own, or its owner has changed it."""
+@pytest.mark.parametrize("known", ["to the head", "in a file", "by its comment", "to nobody"])
+def test_a_base_job_is_found_by_its_number_or_its_comment(book: Book, run: Run, known: str) -> None:
+    """A site's job_submit plugin writes comments of its own. The head may have been away while it was submitted."""
     base = book.new_allocation(run, AllocationKind.BASE, NOW, sent_by=NOW + 90.0)
-    submissions.submitted(turn(book, NOW + 1.5), run, base.token, "8")
+    comment = f"note {base.token}" if known == "by its comment" else f"{base.token};project=x"
 
-    def poll(at: float, state: str, submit_at: float, **more: object) -> None:
-        text = comment.format(token=base.token)
-        known = {"job_id": "8", "name": "mine", "user": "me", "partition": "p", "comment": text, **more}
-        jobs = [JobInfo(state=state, submit_at=submit_at, **known)]  # type: ignore[arg-type]
-        seen, state_of_all = turn(book, at), ClusterState(at=at, nodes=[], jobs=jobs, partitions=[])
-        take_in(seen, state_of_all, 30.0)
+    def poll(at: float, state: str, submit_at: float = NOW + 1.0, **more: Any) -> None:
+        shown = job("8", state, **{"name": "mine", "user": "me", "submit_at": submit_at, "comment": comment, **more})
+        take_in(turn(book, at), poll_of([], [shown], at=at), 30.0)
 
-    for _ in range(3):
-        # A number that was given away again, and one whose comment says whose it is.
-        poll(NOW + 5.0, "PENDING", NOW + 30.0)
-        poll(NOW + 5.0, "PENDING", NOW + 1.0, comment="fallow-s-b1-0a1b2c")
-    assert base.submit_at is None
-    poll(NOW + 10.0, "PENDING", NOW + 1.0, reason="Resources")
-    assert (base.state, base.reason, base.submit_at) == (AllocationState.PENDING, "Resources", NOW + 1.0)
-    for at in (60.0, 65.0, 70.0):
-        poll(NOW + at, "RUNNING", NOW + 1.0, nodes=["n1"], start_at=NOW + 50.0)
-    assert (base.state, base.nodes, base.spans["8"].start_at) == (AllocationState.RUNNING, ["n1"], NOW + 50.0)
-    assert not run.ended
-
-
-@pytest.mark.parametrize("word", ['{"job_id": "8"}', "", None])
-def test_a_base_job_that_a_head_was_not_told_of_is_found_by_the_number_that_was_left_for_it(
-    book: Book, run: Run, word: str | None
-) -> None:
-    """The head was away while it was submitted, and the site's job_submit plugin has written a comment of its own."""
-    base = book.new_allocation(run, AllocationKind.BASE, NOW, sent_by=NOW + 90.0)
-    if word is not None:
-        write_private(book.paths.run(run.id).base_job(base.token), word.encode())
+    if known == "to the head":
+        submissions.submitted(turn(book, NOW + 1.5), run, base.token, "8")
+        for _ in range(3):
+            # A number that was given away again, and one whose comment says whose it is.
+            poll(NOW + 5.0, "PENDING", NOW + 30.0)
+            poll(NOW + 5.0, "PENDING", comment="fallow-s-b1-0a1b2c")
+        assert base.submit_at is None
+    elif known != "by its comment":
+        word = b'{"job_id": "8"}' if known == "in a file" else b""
+        write_private(book.paths.run(run.id).base_job(base.token), word)
     for at in (120.0, 125.0, 130.0):
-        job = JobInfo(job_id="8", name="mine", user="me", state="PENDING", partition="p", submit_at=NOW + 1.0)
-        take_in(turn(book, NOW + at), ClusterState(at=NOW + at, nodes=[], jobs=[job], partitions=[]), 30.0)
-    known = (base.job_id, base.state, base.submit_at, run.ended)
-    if word:
-        assert known == ("8", AllocationState.PENDING, NOW + 1.0, False)
-    else:
-        assert known == (None, AllocationState.LOST, None, True), "nothing tells it from any other job"
+        poll(NOW + at, "PENDING", reason="Resources")
+    if known == "to nobody":
+        assert (base.job_id, base.state, run.ended) == (None, AllocationState.LOST, True), "it may be any other job"
+        return
+    assert (base.job_id, base.state, base.submit_at) == ("8", AllocationState.PENDING, NOW + 1.0)
+    for at in (160.0, 165.0, 170.0):
+        poll(NOW + at, "RUNNING", nodes=["n1"], start_at=NOW + 150.0)
+    assert (base.state, base.nodes, base.spans["8"].start_at) == (AllocationState.RUNNING, ["n1"], NOW + 150.0)
+    assert not run.ended
 
 
 def test_delays_are_told_and_kept(book: Book, run: Run) -> None:
@@ -259,11 +230,11 @@ def test_a_base_job_that_slurm_shows_after_it_was_lost_is_cancelled(
     if whose == "theirs, given up":
         run.root.status = RunStatus.CANCELLED
     own = {"name": base.token} if base.renewed else {"name": "mine", "comment": base.token if marked else "x"}
-    job = JobInfo(job_id="8", user="me", state="RUNNING", partition="p", nodes=["n1"], submit_at=NOW, **own)  # type: ignore[arg-type]
+    lost = job("8", "RUNNING", nodes=["n1"], submit_at=NOW, **{"user": "me", **own})
     seen = []
     for at in (95.0, 100.0, 126.0):
         shown = cluster(run, True, NOW + at)
-        shown.jobs.append(job)
+        shown.jobs.append(lost)
         found = Neighbours(CONFIG).polled(turn(book), shown, SITE)
         assert (found.delayed_jobs != {}) == base.renewed, "its owner may hold nodes for as long as they like"
         seen.append(turn(book, NOW + at))

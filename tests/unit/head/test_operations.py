@@ -286,9 +286,7 @@ def test_a_run_goes_back_to_a_usable_checkpoint_only(desk: Desk) -> None:
     [
         ((), "pause", "nobody", Exit.NOINPUT, "run nobody: no such run; `fallow status` lists them"),
         ((), "pause", "one\ntwo\x1b[2J", Exit.NOINPUT, r"run 'one\ntwo\x1b[2J': no such run; "),
-        ((), "resume", "train", Exit.USAGE, "it is not paused"),
         (("pause",), "pause", "train", Exit.USAGE, "it is paused already; to go on: fallow resume train-"),
-        (("cancel",), "pause", "train", Exit.USAGE, "it is cancelled"),
         (("pause", "resume"), "resume", "train", Exit.USAGE, "it is not paused"),
         (("pause", "cancel"), "resume", "train", Exit.USAGE, "it is cancelled"),
     ],

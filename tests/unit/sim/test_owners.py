@@ -49,14 +49,6 @@ def test_an_owner_who_is_back_has_us_preempted_and_waits_until_we_have_left() ->
     assert engine.poll().nodes[0].state == "ALLOCATED"
 
 
-def test_an_owner_who_gives_up_before_we_have_left_does_not_matter_any_more() -> None:
-    engine = hole_sim(holes((0.0, (0,), ()), (100.0, (), (0,)), (150.0, (0,), ()), profile="plain"))
-    ask(engine)
-    until(engine, 200.0)
-    assert [job.user for job in engine.poll().jobs] == ["me"]
-    assert engine.idle_nodes() == 1
-
-
 @pytest.mark.parametrize(("minutes", "starts"), [(9, True), (11, False)])
 def test_where_ends_are_planned_nothing_starts_that_would_not_be_over_by_then(minutes: int, starts: bool) -> None:
     engine = hole_sim(holes((0.0, (0, 1), ()), (660.0, (), (0, 1))), "known")

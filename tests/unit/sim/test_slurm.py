@@ -51,26 +51,6 @@ def test_what_fits_before_a_planned_job_starts_and_what_does_not_waits_behind_it
     assert sim.ran["B"][1] + 0.5 == pytest.approx(sim.ran["D"][0])
 
 
-@pytest.mark.parametrize("limits", [(62 * MIN, 10 * MIN, 60 * MIN), (685, 600, 665)])
-def test_ends_that_are_far_away_are_taken_together(limits: tuple[float, ...]) -> None:
-    jobs = [job(f"j{number}", number, 1, limit_s - number) for number, limit_s in enumerate(limits)]
-    sim = sim_of(site(3), *jobs, job("two", 3, 2, MIN))
-    sim.advance(60.0)
-    [two] = [j for j in sim.poll().jobs if j.job_id == "two"]
-    # n3 is free before n1, but both are looked at in one, and n1 is the first of those. The windows end 30, 60, 120 s
-    # and so on after the first end, rounded up to half a minute.
-    assert (two.start_at, two.planned_nodes) == (0.2 + limits[0], ["n1", "n2"])
-
-
-@pytest.mark.parametrize(("resolution_s", "fits"), [(60.0, False), (1.0, True)])
-def test_plans_are_rounded_to_the_resolution(resolution_s: float, fits: bool) -> None:
-    """`wide` can start at 125 s, in a slot that begins at 120; `small` would end at 122."""
-    jobs = [job("runs", 0, 1, 125.0), job("wide", 33, 2, MIN), job("small", 40, 1, MIN)]
-    sim = sim_of(site(2, bf_resolution_s=resolution_s), *jobs)
-    sim.advance(100.0)
-    assert ("small" in sim.ran) is fits
-
-
 @pytest.mark.parametrize("tier", [1, 2])
 def test_a_blocked_job_keeps_the_nodes_of_its_partition_from_jobs_of_others_too(tier: int) -> None:
     partitions = [
@@ -141,19 +121,6 @@ def test_no_more_are_preempted_than_are_needed_and_the_smallest_first() -> None:
     assert starts(sim, "user") == [100.7]
 
 
-def test_who_could_not_preempt_enough_tries_again_when_kill_wait_and_message_timeout_are_over() -> None:
-    """One of ours is told to go for both jobs that come at once; the second has another one go later."""
-    jobs = [job(name, 99.5, 1, 60 * MIN, partition="normal") for name in ("one", "two")]
-    sim = sim_of(site(2, partitions=tiers(2), preempt=True), *jobs)
-    for node in ("n1", "n2"):
-        sim.submit(wanted(600, partition="scavenge", node=node, token=f"fallow-r-{node}-x"))
-    while sim.next_at() < 200.0:
-        for notice in of(Notice, sim.advance(sim.next_at())):
-            sim.left(notice.job_id)
-    one, two = starts(sim, "one", "two")
-    assert one < 102.0 and two < 99.5 + 2 * (5.0 + 10.0) + 2.0
-
-
 def test_who_waits_for_others_does_not_wait_for_us() -> None:
     """Of two nodes one is ours, and a job that wants both waits for the other one until 200 s, then for ours."""
     jobs = [job("runs", 0, 1, 100 * MIN, runs_s=200), job("wide", 100, 2, 60 * MIN)]
@@ -168,18 +135,6 @@ def test_who_waits_for_others_does_not_wait_for_us() -> None:
 
 
 # -- limits and cancellation ----------------------------------------------------------------------------------------
-
-
-def test_limits_are_noticed_at_the_next_sweep() -> None:
-    sim = sim_of(site(2), job("short", 0, 1, 10 * MIN, runs_s=100), job("long", 0, 1, 10 * MIN, runs_s=1000))
-    sim.advance(200.0)
-    mine = sim.submit(wanted(1))
-    told = sim.advance(5000.0)
-    [started], [notice], [ended] = of(Started, told), of(Notice, told), of(Ended, told)
-    assert 0.0 <= notice.at - started.end_at < 30.0
-    assert (ended.at, ended.job_id, ended.state) == (notice.kill_at, mine, "TIMEOUT")
-    assert notice.kill_at == notice.at + 5.0
-    assert sim.ran["short"] == (0.2, 100.2) and 600.2 <= sim.ran["long"][1] < 630.2
 
 
 def test_cancelling() -> None:
@@ -200,18 +155,6 @@ def test_cancelling() -> None:
 
 
 # -- shared nodes ---------------------------------------------------------------------------------------------------
-
-
-def test_jobs_share_a_node_and_the_fullest_is_taken_first() -> None:
-    gpus = {"a": 4, "b": 6, "c": 2, "d": 4, "e": 1}
-    jobs = [job(name, at, 1, 60 * MIN, gpus=each) for at, (name, each) in enumerate(gpus.items())]
-    sim = sim_of(site(2, bf_interval_s=0.0), *jobs, job("whole", 5, 1, 60 * MIN))
-    told = sim.advance(100.0)
-    state = sim.poll()
-    where = {"a": ["n1"], "b": ["n2"], "c": ["n2"], "d": ["n1"], "e": [], "whole": []}
-    assert {j.job_id: j.nodes for j in state.jobs} == where
-    assert [(n.state, n.gpus_used, n.cpus_used) for n in state.nodes] == [("ALLOCATED", 8, 16)] * 2
-    assert [p.idle for p in of(Pool, told)] == [2, 1, 0]
 
 
 # -- what is refused, and what is read ------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from fallow.model import Exit, FallowError
-from fallow.sim.traces import open_trace, walltimes
+from fallow.sim.traces import open_trace
 from fallow.sim.traces.recorded import RecordedJobs
 from fallow.sim.traces.sacct import COMMAND
-from fallow.sim.traces.sites import from_folder, harvested
+from fallow.sim.traces.sites import from_folder
 from fallow.sim.types import Holes, JobPart, SimJob, Trace
 from fallow.traces import FOLDER, HELIOS_NODES, trace_path
 
@@ -82,14 +82,6 @@ def test_swf_maps_its_fields() -> None:
         "cpu": (4, DAY_S),
     }
     assert [node.gpus for node in trace.site.nodes] == [4] * 4
-
-
-def test_swf_without_a_header_has_as_many_nodes_as_its_widest_job(tmp_path: Path) -> None:
-    path = tmp_path / "bare.swf"
-    path.write_text("\n".join(line for line in SWF.read_text().splitlines() if not line.startswith(";")))
-    trace = open_trace(path)
-    assert len(trace.site.nodes) == 16
-    assert "16 nodes of one processor: the header has no MaxNodes" in trace.problems.assumed
 
 
 HEADER = "JobID|Partition|State|Submit|Start|End|NNodes|NodeList\n"
@@ -294,32 +286,6 @@ def test_of_earth_jobs_are_left_out_that_cannot_have_run_together() -> None:
     assert (left_out, len(changes) // 2) == (5119, 30995)
 
 
-def test_earth_has_its_partitions_and_the_rows_that_cannot_have_run() -> None:
-    trace = open_trace("earth", days=2)
-    assert {p.partition: len(p.nodes) for p in trace.site.partitions}["scavenge"] == 107
-    assert len(trace.site.partitions) == 17
-    assert harvested(trace.site) == ("scavenge",)
-    assert trace.problems.bad["more GPUs than the queue has, or none"] == 4
-    assert trace.problems.read == 36118
-    assert (trace.begin, trace.end) == (1588291200.0, 1588291200.0 + 2 * DAY_S)
-
-
-def test_counted_holes_have_the_known_idle_share() -> None:
-    trace, nodes = open_trace("philly"), 420
-    assert len(trace.site.nodes) == nodes
-    free: set[int] = set()
-    node_s, last = 0.0, trace.begin
-    for at, joined, left in trace.changes():  # type: ignore[union-attr]
-        assert last <= at < trace.end
-        node_s += len(free) * (at - last)
-        last = at
-        assert free.isdisjoint(joined)
-        assert free.issuperset(left)
-        free = (free - set(left)) | set(joined)
-    node_s += len(free) * (trace.end - last)
-    assert node_s / (nodes * (trace.end - trace.begin)) == pytest.approx(0.26, abs=0.01)
-
-
 @pytest.mark.parametrize("name", ["philly", "summit"])
 def test_a_later_part_of_holes_begins_with_as_many_nodes_as_are_idle_then(name: str) -> None:
     whole, part = open_trace(name, days=2), open_trace(name, begin_day=1.5, days=0.1)
@@ -330,16 +296,3 @@ def test_a_later_part_of_holes_begins_with_as_many_nodes_as_are_idle_then(name: 
 
 
 # -- walltimes and sites ------------------------------------------------------------------------------------------
-
-
-def test_walltimes_are_what_people_ask_for() -> None:
-    longest_s = 5 * DAY_S
-    drawn = [(runs, walltimes.limit_s(0, str(runs), runs, longest_s)) for runs in range(10, 10_000, 3)]
-    assert all(limit >= runs for runs, limit in drawn)
-    assert len({limit for _, limit in drawn}) <= len(walltimes.MINUTES) + 1
-    assert sum(limit == longest_s for _, limit in drawn) / len(drawn) == pytest.approx(0.1, abs=0.02)
-    factors = sorted(limit / runs for runs, limit in drawn)
-    assert 2.5 < factors[len(factors) // 2] < 5.0  # rounded up
-    again = [(runs, walltimes.limit_s(0, str(runs), runs, longest_s)) for runs in range(10, 10_000, 3)]
-    assert again == drawn
-    assert walltimes.limit_s(0, "1", 9 * DAY_S, longest_s) == 9 * DAY_S

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise, product
-from math import log, log1p
+from math import log1p
 from pathlib import Path
-from statistics import mean, stdev
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.model import FallowError
-from fallow.sim.costs import P95, drawn
 from fallow.sim.curves import CURVES, curve_of, plans, rate_of, speeds
 from fallow.sim.meter import Tally, best_shares
 from fallow.sim.types import Active, Costs, Kind, Measured, RunPlan
@@ -90,14 +88,6 @@ def test_stretches_are_cut_as_the_head_cuts_them() -> None:
     assert [(each.at, each.members, each.lasted_s) for each in cut] == [(1000, 1, 224)], "14 whole steps of 232 s"
     join(runs, 1030, "c")
     assert [each for each in runs.advance(1030) if isinstance(each, Measured)] == [], "30 s are no three steps"
-
-
-def test_luck_is_the_same_for_all_and_spread_as_told() -> None:
-    assert drawn((10, 20), "x") == drawn((10, 20), "x") != drawn((10, 20), "y")
-    logs = [log(drawn((10.0, 20.0), f"start/{n}")) for n in range(2000)]
-    assert mean(logs) == pytest.approx(log(10), abs=0.03)
-    assert stdev(logs) == pytest.approx(log(2) / P95, rel=0.06)
-    assert drawn((5, 5), "x") == 5 and drawn((0, 0), "x") == 0
 
 
 # -- curves ---------------------------------------------------------------------------------------------------------
@@ -183,27 +173,3 @@ def test_what_was_before_the_begin_does_not_count() -> None:
     assert (score.idle_node_s, score.harvested_node_s) == (200, 150)
     assert score.ideal_ratio == pytest.approx((50 * 1.5 + 40) / 150)
     assert (score.absorbs_per_day, score.releases_per_day) == (0, 864)
-
-
-def test_nodes_whose_owners_wait_count_for_nothing() -> None:
-    meter = Tally(linear(), 4, 0.0)
-    meter.pool(0, 4)
-    meter.members(0, "r0", 4, 0)
-    meter.pool(100, 1)
-    meter.members(120, "r0", 1, 0)
-    meter.pool(200, 1)
-    score = meter.score()
-    assert (score.idle_node_s, score.harvested_node_s) == (500, 500)
-    assert score.ideal_ratio == 1
-
-
-def test_delays_and_calls() -> None:
-    meter = Tally(linear(), 1, 0.0)
-    for number in range(1, 21):
-        meter.waited(f"{number % 19}", number)
-    meter.waited("none", 0)
-    meter.calls = 6
-    meter.pool(120, 0)
-    score = meter.score()
-    assert (score.others_delayed.jobs, score.others_delayed.p95_s, score.others_delayed.max_s) == (19, 21, 21)
-    assert score.slurmctld_rpcs_per_min == 3
