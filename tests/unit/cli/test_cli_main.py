@@ -90,41 +90,19 @@ def test_a_bug_is_told_without_a_traceback(monkeypatch: pytest.MonkeyPatch, fall
         fallow("cancel", "r")
 
 
-def test_completion(fallow: Fallow) -> None:
-    assert "_FALLOW_COMPLETE" in fallow("completion", "fish").out
-
-
 def test_operator_commands_ask_the_head(monkeypatch: pytest.MonkeyPatch, fallow: Fallow) -> None:
     asked: list[tuple[str, dict[str, Any]]] = []
-
-    def ask(method: str, *_: Any, **params: Any) -> Any:
-        asked.append((method, params))
-        return 5
-
-    monkeypatch.setattr("fallow.cli.operate.ask", ask)
-    for words in (
-        ["grow", "r", "--by", "2"],
-        ["shrink", "r"],
-        ["shrink", "r", "--member", "n1", "--member", "n2"],
-        ["drain", "r", "n[01-02]", "x7"],
-        ["pause", "r"],
-        ["resume", "r"],
-        ["checkpoint", "r"],
-        ["rollback", "r", "--to", "40"],
-        ["cancel", "r"],
+    monkeypatch.setattr("fallow.cli.operate.ask", lambda method, *_, **params: asked.append((method, params)) or 5)
+    for words, method, params in (
+        (["grow", "r", "--by", "2"], "grow", {"by": 2}),
+        (["shrink", "r"], "shrink", {"by": 1}),
+        (["shrink", "r", "--member", "n1", "--member", "n2"], "release", {"members": ["n1", "n2"]}),
+        (["drain", "r", "n[01-02]", "x7"], "drain", {"nodes": ["n01", "n02", "x7"]}),
+        *(([name, "r"], name, {}) for name in ("pause", "resume", "checkpoint", "cancel")),
+        (["rollback", "r", "--to", "40"], "rollback", {"step": 40}),
     ):
         assert fallow(*words, "--json").json["run"] == "r"
-    assert asked == [
-        ("grow", {"run": "r", "by": 2}),
-        ("shrink", {"run": "r", "by": 1}),
-        ("release", {"run": "r", "members": ["n1", "n2"]}),
-        ("drain", {"run": "r", "nodes": ["n01", "n02", "x7"]}),
-        ("pause", {"run": "r"}),
-        ("resume", {"run": "r"}),
-        ("checkpoint", {"run": "r"}),
-        ("rollback", {"run": "r", "step": 40}),
-        ("cancel", {"run": "r"}),
-    ]
+        assert asked.pop() == (method, {"run": "r", **params})
 
 
 def test_top_needs_textual(monkeypatch: pytest.MonkeyPatch, fallow: Fallow) -> None:

@@ -12,18 +12,9 @@ from fallow.config import Checkpoint as CheckpointSection
 from fallow.config import Config, Membership
 from fallow.core.allocations import Allocation, begin_again
 from fallow.core.membership import events as ev
-from fallow.core.membership.messages import Checkpoint, Fault, Finish, Gather, Gathered, Order, Problem
+from fallow.core.membership.messages import Checkpoint, Fault, Gather, Gathered, Order, Problem
 from fallow.core.membership.records import HostBar
-from fallow.core.protocol.agents import (
-    Admitted,
-    EndAgent,
-    EndNoted,
-    Introduce,
-    News,
-    Progress,
-    Refused,
-    Setup,
-)
+from fallow.core.protocol.agents import Admitted, EndAgent, EndNoted, Introduce, News, Progress, Refused, Setup
 from fallow.head.peers.agents import agent_gone
 from fallow.head.state.book import Run
 from fallow.model import AllocationKind, AllocationState, ChangeKind, Exit, MemberPhase, RunStatus
@@ -540,34 +531,6 @@ def test_an_agent_of_a_local_run_is_gone_when_its_processes_are(
 # -- the end of a run -------------------------------------------------------------------------------------------------
 
 
-def test_at_the_end_one_allocation_is_elected_and_the_others_end(talk: Talk, run: Run) -> None:
-    base = hold(talk.turn, run, "h1", kind=AllocationKind.BASE, job_id="7")
-    waiting = hold(talk.turn, run, "h9", state=AllocationState.PENDING, job_id="9", sent_by=talk.now)
-    main = harvested(talk, run, "h2")
-    other = talk.play(run, base, "h1").greet()
-    for agent in (main, other):
-        agent.beat(ready=CONTRACT)
-        settle(run, main, other)
-    assert run.roster.members == [main.node, other.node]
-    for agent in (main, other):
-        agent.beat(finish=_finish(run.root.generation))
-    assert not run.ended, "the exit code of the main member is not known"
-    main.end(0)
-    assert run.root.status is RunStatus.FINISHED
-    assert run.record.ended_at == talk.now
-    codes = {agent.hello.host: agent.only(EndAgent).code for agent in (main, other)}
-    assert codes == {"h2": Exit.NO_RESTART, "h1": Exit.OK}, "a base job runs the rest of the batch script"
-    assert [token for _, token, _ in talk.turn.cancels] == [waiting.token]
-    for agent in (main, other):  # said again until it has left
-        assert agent.idle().only(EndAgent).code == codes[agent.hello.host]
-        agent.leave()
-    assert [a.live for a in run.allocations.values()] == [False, True, False]
-
-
-def _finish(generation: int) -> Finish:
-    return Finish(generation=generation, steps=10, digest="d")
-
-
 def test_a_failed_run_ends_everywhere_and_the_rest_of_the_script_hears_so(talk: Talk, run: Run) -> None:
     one, two = training(talk, run, "h1", "h2")
     for agent in (one, two):
@@ -585,23 +548,6 @@ def test_nobody_is_elected_when_a_run_is_cancelled(talk: Talk, run: Run) -> None
     agents[0].leave()
     talk.tick(11.0)
     assert not run.live_allocations(), "who falls silent then is forgotten"
-
-
-def test_a_base_job_that_the_run_has_let_go_of_ends(talk: Talk, run: Run) -> None:
-    """Its worker is gone for good, and others go on without it: no base job lives on behind a run."""
-    base = hold(talk.turn, run, "h1", kind=AllocationKind.BASE, job_id="7")
-    one, other = talk.play(run, base, "h1").greet(), harvested(talk, run, "h2")
-    for agent in (one, other):
-        agent.beat(ready=CONTRACT)
-        settle(run, one, other)
-    one.end(Exit.CONFIG)
-    settle(run, other)
-    for _ in range(3):
-        assert one.idle().only(EndAgent).code == Exit.NO_RESTART
-    assert base.asked_at is not None
-    one.leave(Exit.NO_RESTART)
-    assert not base.live
-    assert run.root.status is RunStatus.TRAINING
 
 
 # -- what is written --------------------------------------------------------------------------------------------------

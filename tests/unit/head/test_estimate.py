@@ -5,14 +5,7 @@ from __future__ import annotations
 from fallow.core.allocations import Allocation
 from fallow.core.planning.rules import HarvestRules, Known
 from fallow.head.slurm.estimate import estimate
-from fallow.model import (
-    AllocationKind,
-    AllocationState,
-    ClusterState,
-    NodeInfo,
-    PartitionInfo,
-    RunSpec,
-)
+from fallow.model import AllocationKind, AllocationState, ClusterState, NodeInfo, PartitionInfo, RunSpec
 
 NOW = 1_000_000.0
 

@@ -25,15 +25,7 @@ from fallow.head.slurm.jobs import take_in
 from fallow.head.slurm.neighbours import DELAYS, END_S, LEAVE_S, Neighbours, give_back, hurry
 from fallow.head.slurm.orphans import sweep
 from fallow.head.state.book import Book, Run
-from fallow.model import (
-    AllocationKind,
-    AllocationState,
-    ClusterConfig,
-    ClusterState,
-    DelayReport,
-    RunSpec,
-    RunStatus,
-)
+from fallow.model import AllocationKind, AllocationState, ClusterConfig, ClusterState, DelayReport, RunSpec, RunStatus
 
 from runs import NOW, new_book  # isort: skip
 

@@ -23,15 +23,6 @@ def sim_of(where: Site, *jobs: SimJob) -> SlurmSim:
 # -- main pass and backfill -----------------------------------------------------------------------------------------
 
 
-def test_behind_a_blocked_job_only_backfill_starts_one_and_cycles_are_bf_interval_apart() -> None:
-    """`wide` waits for both nodes, one of which is idle."""
-    sim = sim_of(site(2), job("runs", 0, 1, 100 * MIN), job("wide", 0, 2, 10 * MIN))
-    sim.advance(5.0)
-    sim.submit(wanted(10))
-    [started] = of(Started, sim.advance(60.0))
-    assert 30.0 < started.at <= 31.0
-
-
 def test_what_fits_before_a_planned_job_starts_and_what_does_not_waits_behind_it() -> None:
     jobs = [
         job("A", 0, 2, 100 * MIN, runs_s=40 * MIN),
