@@ -181,17 +181,6 @@ async def test_the_picture_is_up_to_date_and_asks_nobody_for_anything(monkeypatc
     assert re.findall(r"url\((?!#)[^)]*\)|href=|@import", made) == []
 
 
-def test_the_site_asks_nobody_for_anything(tmp_path: Path) -> None:
-    """No fonts, scripts or pictures from elsewhere. That pages and links are there is for `make docs`."""
-    pytest.importorskip("material")
-    build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
-    subprocess.run(build, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, check=True, timeout=120)
-    pages = list(tmp_path.rglob("*.html"))
-    assert len(pages) > len(PAGES)
-    fetched = r'<(?:script|img|iframe)[^>]*src="https?:|<link[^>]*href="https?:|class="mermaid"'
-    assert [page.name for page in pages if re.search(fetched, page.read_text())] == []
-
-
 # Code.
 
 

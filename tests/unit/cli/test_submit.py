@@ -218,22 +218,6 @@ def test_dry_run_submits_nothing(site: Site, fallow: Fallow, monkeypatch: pytest
     assert site.methods == ["prospect"]
 
 
-def test_dry_run_says_what_the_run_would_find(site: Site, fallow: Fallow) -> None:
-    shown = fallow("submit", "--dry-run", "--nodes=2:8", "--fallow=budget-node-hours=12", "job.sh").out.splitlines()
-    found = shown[shown.index("# now") + 1 :]
-    assert found[0].startswith("# of the base job Slurm says: Job 78 to start at 2099-01-31T12:00:00 ")
-    assert found[1].startswith("# idle where nodes may be harvested: 5 nodes, as the head saw ")
-    assert found[2:] == [
-        "# asked for as soon as the base job trains: 1 node for 60 min in scavenge, 3 nodes for 120 min in scavenge",
-        "# nodes to be expected, base job included: 7 of 2 to 8",
-        "# there is no partition gone",
-        "# budget for all but the first base job: 12 node-hours",
-    ]
-    assert site.methods == ["prospect"]
-    # The options of the base job itself, with the script, but nothing is submitted.
-    assert {"--test-only", "--nodes=2"} <= set(site.sbatch["argv"])
-
-
 def test_dry_run_as_json_is_one_value(site: Site, fallow: Fallow) -> None:
     shown = fallow("submit", "--dry-run", "--json", "--nodes=2:8", "job.sh", "--json").json
     assert (shown["base"][0], shown["base"][-1]) == ("sbatch", "--json"), "the script's own"

@@ -12,7 +12,7 @@ from fallow.config import Checkpoint as CheckpointSection
 from fallow.config import Config, Membership
 from fallow.core.allocations import Allocation, begin_again
 from fallow.core.membership import events as ev
-from fallow.core.membership.messages import Checkpoint, Fault, Gather, Gathered, Order, Problem
+from fallow.core.membership.messages import Checkpoint, Fault, Order
 from fallow.core.membership.records import HostBar
 from fallow.core.protocol.agents import Admitted, EndAgent, EndNoted, Introduce, News, Progress, Refused, Setup
 from fallow.head.peers.agents import agent_gone
@@ -305,31 +305,6 @@ def test_a_warning_before_its_time_means_that_slurm_takes_a_node_from_us(
     assert len(talk.texts("release")) == 1
 
 
-def absorbing(talk: Talk, run: Run) -> tuple[Played, Played, int]:
-    """One that trains, one with which it is to go on, and the number of that generation, on which they vote."""
-    one, two = (harvested(talk, run, host) for host in ("h1", "h2"))
-    for what in ({"ready": CONTRACT}, {"prepared": 1}, {"generation": 1, "has_state": True}):
-        one.beat(**what)
-    two.beat(ready=CONTRACT)
-    assert run.machine.state.voting is not None
-    return one, two, run.machine.state.voting.change.generation
-
-
-def part(agent: Played, generation: int, node: int = 0) -> Gather:
-    """What an agent says, of itself or of another node."""
-    return Gather(node=node or agent.node, generation=generation, key="k", part=agent.hello.host.encode())
-
-
-def test_parts_of_all_nodes_are_answered_together_and_each_node_speaks_for_itself(talk: Talk, run: Run) -> None:
-    one, two, generation = absorbing(talk, run)
-    two.say(part(two, generation))
-    two.say(part(two, generation, node=one.node))
-    assert not two.all(Gathered)
-    one.say(part(one, generation))
-    answer = Gathered(generation=generation, key="k", parts=(b"h1", b"h2"))
-    assert one.only(Gathered) == two.only(Gathered) == answer
-
-
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -364,21 +339,6 @@ def test_each_checkpoint_counts_also_where_an_older_one_goes_for_it(talk: Talk, 
         assert one.news.checkpoint_in_s == 594.0, "it began 3 s ago, and the next one takes as long"
     written_at = [known.checkpoint.written_at for known in run.roster.checkpoints.saved]
     assert sorted(written_at) == [talk.now - 603.0, talk.now - 3.0], "by the head's clock; the node's is far behind"
-
-
-def test_a_checkpoint_that_could_not_be_written_counts_once_and_is_put_off_ever_longer(talk: Talk, run: Run) -> None:
-    agents = training(talk, run, "h1", "h2", "h3")
-    talk.pass_s(600.0)
-    waits = []
-    for step in range(3):
-        for agent in agents:
-            agent.beat(unsaved=Problem(reason="disk full", generation=1, step=step + 1))
-        waits.append(agents[0].beat().news.checkpoint_in_s)
-        talk.pass_s(0.5)
-    assert waits == [10.0, 20.0, 40.0]
-    assert talk.texts("checkpoint") == ["disk full"] * 3
-    agents[1].beat(saved=saved(9, took_s=0.0, generation=run.root.generation))
-    assert run.record.saving.failures == 0
 
 
 def test_without_periodic_checkpoints_none_is_ever_due(tmp_path: Path) -> None:

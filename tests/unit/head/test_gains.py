@@ -112,22 +112,6 @@ def test_steady_training_is_measured_and_written_down_and_what_happens_around_a_
     assert (seen[2], seen[4].step_s) == (again.curve.seen[2], pytest.approx(0.25, rel=0.05))
 
 
-def test_a_new_run_of_the_same_script_begins_with_what_the_last_one_knew(desk: Desk) -> None:
-    before = desk.run("a", members=4)
-    desk.train(before, 120.0, 0.4)
-    before.root.status = RunStatus.FINISHED
-    fresh = desk.run("a2")
-    other = desk.run("b", script=SCRIPT + "# another\n")
-    found = gains(desk.book.runs.values(), NOW + desk.at, 30.0)
-    assert set(found) == {fresh.id, other.id}
-    assert found[fresh.id].measured == {4}
-    assert dict(found[fresh.id].speeds)[4] == pytest.approx(2.5, rel=0.1)
-    assert not found[other.id].known
-    changed = desk.run("a3", members=1, shards=16)
-    found = gains(desk.book.runs.values(), NOW + desk.at, 30.0)
-    assert found[changed.id].measured == set(), "the same script with another model is another thing"
-
-
 def weight_of(gain: Gain) -> float:
     """Of the run, as what its first node is worth shows it."""
     return gain.worth.values[1]
@@ -261,23 +245,6 @@ def base(desk: Desk, run: Run, job: str = "1") -> Allocation:
     allocation.start_at, allocation.end_at, allocation.nodes = NOW, NOW + 7200.0, [f"b{job}"]
     allocation.agents = {f"b{job}": agent for agent in allocation.agents.values()}
     return allocation
-
-
-def test_idle_nodes_go_where_measured_gain_is_and_status_tells(desk: Desk) -> None:
-    slurm = Slurm(desk, 6)
-    small, large = desk.run("small", members=1, shards=2), desk.run("large", members=1, shards=64)
-    for number, run in enumerate((small, large)):
-        base(desk, run, str(number + 1))
-        desk.train(run, 40.0, 0.4)
-    turn = slurm.poll()
-    asked = [run for run, _ in turn.submissions]
-    assert (asked.count(small.id), asked.count(large.id)) == (1, 5), "all that are idle"
-    views = {run.id: run_view(run, desk.at, NOW + desk.at) for run in (small, large)}
-    assert views[small.id].target == 1, "two shards are for two members"
-    assert views[large.id].target == 5
-    assert [one.nodes for one in views[small.id].speeds] == [1, 2]
-    again = slurm.poll()
-    assert again.submissions == again.cancels == []
 
 
 def test_a_run_behind_its_deadline_gets_nodes_of_normal_priority_and_returns_them_when_ahead(desk: Desk) -> None:

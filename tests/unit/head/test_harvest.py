@@ -140,22 +140,6 @@ async def test_a_refusal_for_a_limit_is_no_reason_to_give_the_run_up(site: Site)
     assert run.record.harvest_paused == "" and 2 <= len(site.kinds("refused")) <= 8
 
 
-async def test_the_last_node_is_taken_over_from_itself_without_a_gap(site: Site) -> None:
-    site.slurm.other_job("alice", nodes=3, run_for_s=8e4, limit_s=8e4)
-    run = site.run(nodes=1)
-    await site.poll()
-    await site.poll(1.0)
-    (first,) = run.live_allocations()
-    assert first.end_at is not None
-    await site.poll(first.end_at - site.slurm.now - 100.0)
-    await site.poll(1.0)
-    _, second = run.live_allocations()
-    assert (second.pinned, second.replaces, second.state) == (first.nodes[0], first.token, AllocationState.PENDING)
-    await site.poll(120.0)
-    assert second.nodes == first.nodes and second.start_at == first.end_at
-    assert second.state is AllocationState.RUNNING and run.record.next_allocation == 2
-
-
 async def test_a_replacement_is_not_one_too_many_while_it_starts(site: Site) -> None:
     run = site.run(nodes=1)
     await site.poll()

@@ -323,21 +323,6 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing_behind(
     assert desk.poll(desk.job(next(iter(desk.run.allocations.values())))).submissions
 
 
-def test_no_more_is_asked_for_than_the_budget_has(tmp_path: Path) -> None:
-    # Two hours at most each: the third would not fit.
-    desk = Desk(tmp_path, budget_node_hours=4.5)
-    turn = desk.poll()
-    asked = [desk.run.allocations[token] for _, token in turn.submissions]
-    assert sum(a.minutes or 0 for a in asked) == 270
-    assert len(asked) == 3
-    # Nobody knows what became of them: they stay booked.
-    for allocation in asked:
-        desk.harvest.unknown(turn, desk.run, allocation.token, "timed out")
-    assert desk.poll(after_s=20.0).submissions == []
-    # They never came: the budget is free again.
-    assert len(desk.poll(after_s=200.0).submissions) == 3
-
-
 def test_an_extended_job_goes_before_it_exceeds_the_budget(tmp_path: Path) -> None:
     desk = Desk(tmp_path, budget_node_hours=1.0)
     allocation = desk.hold(minutes=30)

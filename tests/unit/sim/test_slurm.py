@@ -23,45 +23,6 @@ def sim_of(where: Site, *jobs: SimJob) -> SlurmSim:
 # -- main pass and backfill -----------------------------------------------------------------------------------------
 
 
-def test_what_fits_before_a_planned_job_starts_and_what_does_not_waits_behind_it() -> None:
-    jobs = [
-        job("A", 0, 2, 100 * MIN, runs_s=40 * MIN),
-        job("B", 10, 4, 60 * MIN),
-        job("C", 20, 1, 90 * MIN, runs_s=20 * MIN),
-        job("D", 30, 1, 120 * MIN),
-    ]
-    sim = sim_of(site(4), *jobs)
-    sim.advance(100.0)
-    assert 20.0 < starts(sim, "C")[0] < 61.0
-    planned = {j.job_id: (j.start_at, j.planned_nodes) for j in sim.poll().jobs if j.state == "PENDING"}
-    assert planned["B"] == (0.2 + 100 * MIN, ["n1", "n2", "n3", "n4"])
-    assert planned["D"][0] is not None and planned["D"][0] >= 160 * MIN
-    # A ends at 40 minutes, and its nodes are free 0.3 s later; B runs to its limit.
-    sim.advance(12 * 60 * MIN)
-    assert 40 * MIN + 0.5 <= starts(sim, "B")[0] <= 40 * MIN + 0.7
-    assert sim.ran["B"][1] + 0.5 == pytest.approx(sim.ran["D"][0])
-
-
-@pytest.mark.parametrize("tier", [1, 2])
-def test_a_blocked_job_keeps_the_nodes_of_its_partition_from_jobs_of_others_too(tier: int) -> None:
-    partitions = [
-        PartitionInfo(partition="big", nodes=["n1", "n2"], priority_tier=tier),
-        PartitionInfo(partition="p", nodes=["n2", "n3"]),
-    ]
-    jobs = [
-        job("runs", 0, 1, 60 * MIN, partition="big"),
-        job("wide", 1, 2, 60 * MIN, partition="big"),
-        job("one", 2, 1, 60 * MIN),
-        job("two", 3, 1, 60 * MIN),
-    ]
-    sim = sim_of(site(3, partitions=partitions, bf_interval_s=0.0), *jobs)
-    sim.advance(100.0)
-    shown = {j.job_id: (j.state, j.reason, j.nodes) for j in sim.poll().jobs}
-    assert shown["one"] == ("RUNNING", "", ["n3"])
-    assert shown["wide"] == ("PENDING", "Resources", [])
-    assert shown["two"][:2] == ("PENDING", "Resources")
-
-
 @pytest.mark.parametrize(
     ("limits", "starts_ours"), [({}, True), ({"bf_max_job_user": 1}, False), ({"bf_max_job_test": 2}, False)]
 )
@@ -97,19 +58,6 @@ def test_preemption_when_we_stay(grace_s: float, notice_at: float, first: float,
     [ended] = of(Ended, told)
     assert first - 0.01 <= ended.at <= last + 0.01 and ended.state == "PREEMPTED"
     assert starts(sim, "user") == [round(ended.at + 0.5, 3)]
-
-
-def test_no_more_are_preempted_than_are_needed_and_the_smallest_first() -> None:
-    jobs = [
-        job("two", 0, 2, 600 * MIN, partition="scavenge"),
-        job("one", 1, 1, 600 * MIN, partition="scavenge"),
-        job("user", 100, 1, 60 * MIN, partition="normal"),
-    ]
-    sim = sim_of(site(3, partitions=tiers(3, 0.0), preempt=True, bf_interval_s=0.0), *jobs)
-    sim.advance(1000.0)
-    assert sim.ran["one"][1] == pytest.approx(100.2)
-    assert sim.ran["two"][1] == float("inf")
-    assert starts(sim, "user") == [100.7]
 
 
 def test_who_waits_for_others_does_not_wait_for_us() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise, product
+from itertools import product
 from math import log1p
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.model import FallowError
-from fallow.sim.curves import CURVES, curve_of, plans, rate_of, speeds
+from fallow.sim.curves import curve_of, plans, speeds
 from fallow.sim.meter import Tally, best_shares
 from fallow.sim.types import Active, Costs, Kind, Measured, RunPlan
 from fallow.sim.work import Work
@@ -91,18 +91,6 @@ def test_stretches_are_cut_as_the_head_cuts_them() -> None:
 
 
 # -- curves ---------------------------------------------------------------------------------------------------------
-
-
-def test_published_curves() -> None:
-    rate = curve_of("ShuffleNet")
-    assert rate[0] == (1, 1.0)
-    assert rate[-1] == (64, pytest.approx(145081.5 / 2831.0))
-    assert rate_of(rate, 3) == pytest.approx((5259.0 + 9988.0) / 2 / 2831.0)
-    assert rate_of(rate, 100) == rate[-1][1]
-    for name, each in CURVES.items():
-        assert each[0] == (1, 1.0), name
-        assert all(a[0] < b[0] and a[1] < b[1] for a, b in pairwise(each)), name
-        assert all(speed <= 1.1 * nodes for nodes, speed in each), name
 
 
 def test_learned_curves(tmp_path: Path) -> None:
