@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from textual.widgets import Input
-from textual.widgets._footer import FooterKey
 from tui_rig import START, event, member, node_view, opened, run_view, snapshot
 
 from fallow.control.client import START_ADVICE
@@ -73,21 +72,6 @@ async def test_the_newest_events_stay_in_sight_unless_somebody_has_gone_up_to_re
         await rig.press("end")
         await rig.send(event(61, text="story 61."))
         assert "story 61." in rig.text()
-
-
-@pytest.mark.parametrize("keys", [(), ("enter",)])
-async def test_the_footer_is_made_anew_only_where_other_keys_are_valid(keys: tuple[str, ...]) -> None:
-    async with opened(snapshot(), size=(100, 24)) as rig:
-        await rig.press(*keys)
-        before = list(rig.app.screen.query(FooterKey))
-        assert before
-        for number in range(3):
-            await rig.send(snapshot(runs=[run_view(step=200 + number)]))
-            await rig.pilot.pause()
-        assert list(rig.app.screen.query(FooterKey)) == before
-        await rig.send(snapshot(runs=[run_view(paused=True)]))
-        await rig.pilot.pause()
-        assert "Resume" in rig.screen()[-1]
 
 
 async def test_filter_narrows_the_events_until_escape() -> None:

@@ -8,7 +8,7 @@ from tui_rig import START, event, member, node_view, run_view, snapshot
 
 from fallow.model import AllocationKind, MemberPhase, NodeOwner, Snapshot
 from fallow_tui.palette import glyph
-from fallow_tui.view import RED_S, YELLOW_S, Cell, Freshness, View
+from fallow_tui.view import Cell, View
 
 
 def seen(*snapshots: Snapshot) -> View:
@@ -63,19 +63,3 @@ def test_events_are_taken_once_and_start_anew_with_another_state_folder() -> Non
     view.apply(snapshot(last_event=0), 1.0)
     view.apply(event(1, text="new"), 1.0)
     assert [item.text for item in view.events] == ["new"]
-
-
-def test_age_turns_yellow_then_red_and_the_first_loss_counts() -> None:
-    view = View()
-    assert view.freshness(0.0) is Freshness.STALE
-    view.apply(snapshot(), 10.0)
-    assert view.freshness(10.0) is Freshness.FRESH
-    assert view.freshness(10.0 + YELLOW_S) is Freshness.AGING
-    assert view.freshness(10.0 + RED_S) is Freshness.STALE
-    assert view.poll_age(13.0) == 5.0
-    view.lost("first", START + 1)
-    view.lost("second", START + 9)
-    assert (view.away_since, view.away_reason) == (START + 1, "second")
-    assert view.freshness(10.0) is Freshness.AGING
-    view.apply(snapshot(), 50.0)
-    assert view.away_since is None

@@ -70,6 +70,7 @@ def test_values_from_the_environment(tmp_path: Path) -> None:
         ("harvest = 3\n", "must be a section"),
         ("[harvest\n", "not valid TOML"),
         ("[membership]\nlease_s = 1\n", "less than three beats"),
+        ("[checkpoint]\npath = 'scratch'\n", "at `path`"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str | None, message: str) -> None:
@@ -127,3 +128,5 @@ def test_what_the_administrators_allow_is_theirs_alone(tmp_path: Path) -> None:
         load(tmp_path, user="[site]\nharvest_unseen = true\n")
     with pytest.raises(FallowError, match=r"\[site\] is the administrators'"):
         load(tmp_path, FALLOW_SITE__HARVEST_UNFAIR="true")
+    with pytest.raises(FallowError, match="at `stop_file`"):
+        load(tmp_path, "[site]\nstop_file = 'stop'\n")

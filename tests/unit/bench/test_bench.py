@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench import changes, gpu, harvest, scale, steady, steplog
+from bench import changes, harvest, scale, steady, steplog
 from bench.__main__ import INTERRUPTED, main, measure
 from bench.rows import Progress, Row, Settings, ours
 from bench.steplog import Finished
@@ -73,16 +73,6 @@ def test_a_job_that_never_started_with_fallow_is_the_worst_harmed_not_a_missing_
 
 
 # -- devices ----------------------------------------------------------------------------------------------------------
-
-
-def test_rows_of_a_benchmark_that_was_cut_off_are_in_the_report_of_the_gpu() -> None:
-    rows = """-c 'import sys; print("[{\\"name\\": \\"pause\\"}]"); sys.exit(130)'"""
-    told = gpu.run(rows, os.environ, 60.0)
-    assert (told["rows"], told["failed"]) == ([{"name": "pause"}], "exit code 130")
-    told = gpu.run("-c 'print(1); print(\"2 passed\")'", os.environ, 60.0)
-    assert told["output"] == ["1", "2 passed"]
-    assert "failed" not in told
-    assert gpu.run("-c 1", os.environ, 0.0)["failed"].startswith("not begun")
 
 
 # -- the command line -------------------------------------------------------------------------------------------------

@@ -77,15 +77,3 @@ def test_a_broken_configuration_is_found(tmp_path: Path) -> None:
     found = {check.name: check for check in doctor.examine()}
     assert found["configuration"].level is Level.FAIL
     assert "did you mean harvest?" in found["configuration"].found
-
-
-def test_no_colour_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    # On a terminal; elsewhere click leaves colours out by itself.
-    monkeypatch.setattr("click.utils.should_strip_ansi", lambda *_: False)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    doctor.show([Check("store", Level.OK, "there")])
-    monkeypatch.setenv("NO_COLOR", "1")
-    doctor.show([Check("store", Level.OK, "there")])
-    coloured, plain = capsys.readouterr().out.splitlines()
-    assert coloured == "\x1b[32mOK   \x1b[0m store: there"
-    assert plain == "OK    store: there"

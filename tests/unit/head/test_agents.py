@@ -17,7 +17,7 @@ from fallow.core.membership.records import HostBar
 from fallow.core.protocol.agents import Admitted, EndAgent, EndNoted, Introduce, News, Progress, Refused, Setup
 from fallow.head.peers.agents import agent_gone
 from fallow.head.state.book import Run
-from fallow.model import AllocationKind, AllocationState, ChangeKind, Exit, MemberPhase, RunStatus
+from fallow.model import AllocationKind, AllocationState, Exit, MemberPhase, RunStatus
 from runs import hold, new_book, new_run
 from talk import CONTRACT, NOW, Played, Talk, settle
 
@@ -511,29 +511,3 @@ def test_nobody_is_elected_when_a_run_is_cancelled(talk: Talk, run: Run) -> None
 
 
 # -- what is written --------------------------------------------------------------------------------------------------
-
-
-def test_what_all_members_say_at_once_is_written_down_once(talk: Talk, run: Run) -> None:
-    one, two = (harvested(talk, run, host) for host in ("h1", "h2"))
-
-    def writes(agent: Played, **what: Any) -> bool:
-        agent.beat(**what)
-        return run.id in talk.turn.dirty
-
-    assert run.spec.min_nodes == 1
-    assert writes(one, ready=CONTRACT), "a generation has its number"
-    assert writes(two, ready=CONTRACT)
-    assert writes(one, prepared=1), "all have voted"
-    assert writes(one, generation=1, has_state=True)
-    assert run.machine.state.voting is not None
-    assert not writes(one, step=5)
-    assert not writes(one, prepared=2)
-    assert writes(two, prepared=2)
-    assert writes(two, generation=2, has_state=True), "it is entered"
-    assert not writes(two, step=6)
-    assert writes(one, generation=2, step=6), "the change is complete"
-    assert [report.kind for report in run.generations] == [ChangeKind.START, ChangeKind.ABSORB]
-    assert [report.members for report in run.generations] == [["n0"], ["n0", "n1"]]
-    assert not writes(one, step=7)
-    talk.tick(0.25)
-    assert run.id not in talk.turn.dirty

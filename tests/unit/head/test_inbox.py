@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fallow.core.membership.messages import Report
 from fallow.core.protocol.agents import Beat, FromAgent, Left
 from fallow.head.app import HEARD_AT_ONCE, Head
-from fallow.head.loop.inbox import TOGETHER, Heard, Inbox, Item, Tick
+from fallow.head.loop.inbox import Heard, Inbox, Tick
 
 
 def beat(step: int) -> Beat:
@@ -21,26 +21,6 @@ def beat(step: int) -> Beat:
 
 def heard(peer: str, message: FromAgent | None = None) -> Heard:
     return Heard(peer, message or Beat(), 0.0)
-
-
-def test_a_tick_comes_after_all_that_waits_at_its_turn_and_before_all_that_comes_later() -> None:
-    """It judges who is silent. However much comes, it is put off once only: deadlines count most in a full inbox."""
-    inbox = Inbox()
-    waiting = [heard(f"peer {number}") for number in range(2 * TOGETHER)]
-    inbox.put_nowait(Tick())
-    for message in waiting:
-        inbox.put_nowait(message)
-
-    async def with_more_after_each() -> list[list[Item]]:
-        taken = []
-        for number in range(4):
-            taken.append(await inbox.take())
-            inbox.put_nowait(heard(f"later {number}"))
-        return taken
-
-    taken = asyncio.run(with_more_after_each())
-    assert taken[:3] == [waiting[:TOGETHER], waiting[TOGETHER:], [Tick()]]
-    assert taken[3] == [heard(f"later {number}") for number in range(3)]
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.booleans()) | st.none()))

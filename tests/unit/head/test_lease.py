@@ -132,23 +132,6 @@ def test_of_two_that_take_over_at_once_one_stays(world: World) -> None:
     assert world.may_act(third)
 
 
-def test_a_head_whose_folder_hung_while_it_counted_up_goes_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = world.lease("login1")
-    first.acquire()
-    write = os.pwrite
-
-    def hang(*args: Any) -> int:
-        world.now += 10 * VALID_S
-        return write(*args)
-
-    monkeypatch.setattr(os, "pwrite", hang)
-    first.renew()
-    assert not world.may_act(first)
-    monkeypatch.undo()
-    first.renew()
-    assert world.may_act(first)
-
-
 def test_a_head_whose_folder_hung_until_it_was_replaced_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = world.lease("login1"), world.lease("login2")
     first.acquire()

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from fake_slurm import FakeSlurm
-from fallow.config import Config, load_config
+from fallow.config import Config
 from fallow.core.allocations import Agent
 from fallow.head.app import Head
 from fallow.head.loop.inbox import Inbox, Switched
 from fallow.head.loop.stop_file import StopFile, exists
 from fallow.head.loop.turn import Turn
-from fallow.model import AllocationKind, AllocationState, FallowError
+from fallow.model import AllocationKind, AllocationState
 from runs import new_book
 from slurm_side import Site
 
@@ -90,12 +90,3 @@ def test_while_nobody_can_tell_the_switch_stays_as_it_was(tmp_path: Path, monkey
 
     monkeypatch.setattr("fallow.head.loop.stop_file.os.lstat", stale)
     assert (exists("/stop", True), exists("/stop", False)) == (True, False)
-
-
-def test_only_a_whole_path_names_a_switch(tmp_path: Path) -> None:
-    system = tmp_path / "system.toml"
-    system.write_text("[site]\nstop_file = '/etc/fallow/stop'\n")
-    assert load_config({"HOME": str(tmp_path)}, system).site.stop_file == "/etc/fallow/stop"
-    system.write_text("[site]\nstop_file = 'stop'\n")
-    with pytest.raises(FallowError, match="stop_file"):
-        load_config({"HOME": str(tmp_path)}, system)

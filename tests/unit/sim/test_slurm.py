@@ -76,23 +76,6 @@ def test_who_waits_for_others_does_not_wait_for_us() -> None:
 # -- limits and cancellation ----------------------------------------------------------------------------------------
 
 
-def test_cancelling() -> None:
-    sim = sim_of(site(1))
-    first, second = sim.submit(wanted()), sim.submit(wanted(token="fallow-r-h2-x"))
-    sim.advance(10.0)
-    for job_id in (second, first, "77"):
-        sim.cancel(job_id)
-    told = sim.advance(11.0)
-    assert [(e.job_id, e.state) for e in of(Ended, told)] == [(second, "CANCELLED")]
-    assert [(n.job_id, n.at, n.kill_at) for n in of(Notice, told)] == [(first, 10.03, 15.0)]
-    state = sim.poll()
-    assert {j.job_id: j.state for j in state.jobs} == {first: "COMPLETING", second: "CANCELLED"}
-    assert [(node.state, node.flags) for node in state.nodes] == [("IDLE", ["COMPLETING"])]
-    assert [(e.job_id, e.at) for e in of(Ended, sim.advance(20.0))] == [(first, 15.0)]
-    sim.advance(320.0)
-    assert sim.poll().jobs == []
-
-
 # -- shared nodes ---------------------------------------------------------------------------------------------------
 
 
