@@ -271,18 +271,6 @@ def test_each_heartbeat_is_answered(talk: Talk, run: Run) -> None:
     assert (run.progress[one.node].epoch, run.reached, run.step) == (2, (2, 5), 8), "a brief one tells no progress"
 
 
-def test_a_newcomer_is_told_whether_it_joins_a_training_and_how_far_that_is(talk: Talk, run: Run) -> None:
-    one, two, three = (harvested(talk, run, f"h{number}") for number in range(3))
-    assert [(agent.beat().news.joins, agent.news.step) for agent in (one, two)] == [(False, 0)] * 2
-    one.beat(ready=CONTRACT)
-    assert [agent.beat().news.joins for agent in (one, two)] == [False, True], "the first begins without the second"
-    settle(run, one)
-    one.beat(step=7)
-    assert (three.beat().news.joins, three.news.step) == (True, 7)
-    one.end(None, signal=9)
-    assert [agent.beat().news.joins for agent in (two, three)] == [False, False], "nobody is left: they begin together"
-
-
 @pytest.mark.parametrize(
     ("kind", "end_at", "taken"),
     [

@@ -191,16 +191,6 @@ async def test_where_qos_decides_nothing_is_harvested_in_a_qos_that_nobody_preem
     assert site.harvest.example(run) == (
         "in no partition would others' jobs preempt ours; see allow_without_preemption under [harvest]"
     )
-    # Asked to, it keeps an eye on the others: nobody else gives them our node.
-    bold = Site(
-        tmp_path / "bold",
-        FakeSlurm(4, partitions=[shared()], config=BY_QOS),
-        HarvestSection(allow_without_preemption=True),
-    )
-    run = bold.run(nodes=1)
-    await bold.poll(times=2)
-    assert [a.partition for a in run.live_allocations()] == ["batch"]
-    assert bold.harvest.interval_s(bold.book) == 5.0
 
 
 async def test_harvest_jobs_run_under_the_qos_and_account_that_the_configuration_orders(tmp_path: Path) -> None:

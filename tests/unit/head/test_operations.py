@@ -137,15 +137,6 @@ def test_a_base_job_that_slurm_took_and_forgot_was_not_cancelled(desk: Desk, has
         assert (desk.run.root.status, desk.run.root.message) == (RunStatus.FAILED, forgotten)
 
 
-def test_a_base_job_that_a_poll_has_shown_was_cancelled_when_none_shows_it_any_more(desk: Desk) -> None:
-    base = desk.hold(AllocationKind.BASE, AllocationState.PENDING, sent_by=NOW)
-    desk.poll(desk.job(base, "PENDING", submit_at=NOW))
-    for _ in range(3):
-        desk.poll()
-    assert (base.state, desk.run.root.status) == (AllocationState.ENDED, RunStatus.CANCELLED)
-    assert not desk.run.record.base_wanted
-
-
 def test_a_new_head_gives_up_what_the_one_before_had_not_submitted(desk: Desk) -> None:
     desk.run.record.base_wanted = False
     queued, unknown = desk.hold(state=AllocationState.UNKNOWN), desk.hold(state=AllocationState.UNKNOWN, sent_by=NOW)

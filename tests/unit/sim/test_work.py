@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fallow.model import FallowError
 from fallow.sim.curves import curve_of, plans, speeds
 from fallow.sim.meter import Tally, best_shares
-from fallow.sim.types import Active, Costs, Kind, Measured, RunPlan
+from fallow.sim.types import Active, Costs, Kind, RunPlan
 from fallow.sim.work import Work
 from sim_cases import FREE, costing, linear, runs_of
 
@@ -74,20 +74,6 @@ def test_release() -> None:
     assert runs.release("r0", ["d"], 61) == 61, "it has not trained yet"
     runs.advance(100)
     assert (runs.members("r0"), len(meter.changes)) == (1, 2)
-
-
-def test_stretches_are_cut_as_the_head_cuts_them() -> None:
-    """A step is 16 s on one node: three do not count, three are long enough, then ever longer pieces."""
-    runs, _ = work()
-    join(runs, 0, "a")
-    found = [each for each in runs.advance(1000) if isinstance(each, Measured)]
-    assert [(each.at, each.lasted_s) for each in found] == [(96, 48), (192, 96), (384, 192), (768, 384)]
-    assert {(each.members, each.step_s) for each in found} == {(1, 16.0)}
-    join(runs, 1000, "b")
-    cut = [each for each in runs.advance(1000) if isinstance(each, Measured)]
-    assert [(each.at, each.members, each.lasted_s) for each in cut] == [(1000, 1, 224)], "14 whole steps of 232 s"
-    join(runs, 1030, "c")
-    assert [each for each in runs.advance(1030) if isinstance(each, Measured)] == [], "30 s are no three steps"
 
 
 # -- curves ---------------------------------------------------------------------------------------------------------
