@@ -130,6 +130,16 @@ def test_one_that_trains_is_told_to_end_where_a_stranger_is_refused(
         assert "is cancelled" in talk.play(run, allocation, "h4").greet().only(Refused).message
 
 
+def test_numbers_that_were_reserved_are_given_whatever_order_agents_come_in(talk: Talk) -> None:
+    local = new_run(talk.book, local=True)
+    made = [talk.book.new_allocation(local, AllocationKind.HARVEST, talk.now, reserved=n) for n in (1, 2, 3)]
+    agents = [talk.play(local, allocation, allocation.token) for allocation in made]
+    for number in (2, 0, 1):
+        agents[number].greet()
+    assert [agent.node for agent in agents] == [1, 2, 3]
+    assert agents[0].start_again(2).only(Admitted).node == 4, "a second start has a number of its own"
+
+
 # -- it is to go before it comes --------------------------------------------------------------------------------------
 
 

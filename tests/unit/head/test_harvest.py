@@ -15,8 +15,9 @@ import pytest
 from fake_slurm import FakeJob, FakeSlurm
 from fallow.config import Config
 from fallow.config import Harvest as HarvestSection
-from fallow.core.accounting.backoff import Asker
+from fallow.core.accounting.backoff import FIRST_S, Asker
 from fallow.core.allocations import SUBMIT_S, Agent, Allocation
+from fallow.core.planning.allowance import AHEAD
 from fallow.core.planning.rules import HarvestRules, Known
 from fallow.head.api.views import node_views
 from fallow.head.loop.inbox import Inbox, Item, Polled, TrialRefused
@@ -138,6 +139,26 @@ async def test_a_refusal_for_a_limit_is_no_reason_to_give_the_run_up(site: Site)
     run = site.run()
     await site.poll(times=12)
     assert run.record.harvest_paused == "" and 2 <= len(site.kinds("refused")) <= 8
+
+
+async def test_a_run_pauses_only_when_it_is_refused_wherever_it_may_go(tmp_path: Path) -> None:
+    partitions = [
+        PartitionInfo(partition=name, nodes=nodes, preempt_mode=mode, priority_tier=tier)
+        for name, nodes, mode, tier in (
+            ("physics", ["n1", "n2"], "REQUEUE", 1),
+            ("open", ["n3", "n4"], "REQUEUE", 1),
+            ("normal", ["n1", "n2", "n3", "n4"], "OFF", 10),
+        )
+    ]
+    site = Site(tmp_path, FakeSlurm(4, partitions=partitions, config=config()), HarvestSection())
+    run = site.run(nodes=4)
+    await site.poll()
+    for each, name in enumerate(["physics"] * 4 + ["open"]):
+        assert run.record.harvest_paused == ""
+        request = site.book.new_allocation(run, AllocationKind.HARVEST, site.slurm.now, partition=name)
+        site.harvest.refused(site.turn(), run, request.token, "User's group not permitted to use this partition")
+        site.slurm.advance(FIRST_S * 2**each)
+    assert "refused 3 submissions in a row: User's group" in run.record.harvest_paused
 
 
 async def test_a_replacement_is_not_one_too_many_while_it_starts(site: Site) -> None:
@@ -371,6 +392,17 @@ def test_as_many_requests_may_wait_as_can_be_submitted_until_one_is_seen_to_star
     few = rules(limited("bf_max_job_user=20,bf_max_job_assoc=12,bf_max_job_user_part=4"))
     assert (few.max_pending, few.max_waiting) == (2, 6)
     assert rules(limited("bf_max_job_user_part=4")).max_waiting >= 1 << 30, "of one partition only"
+
+
+def test_requests_ahead_leave_room_for_what_is_idle() -> None:
+    assert [rules(max_pending=most).ahead for most in (1, 2, 3, 4, 8)] == [0, 1, 1, 2, 2]
+    together = Known()
+    together.experience.came(20, 0.0)
+    waits = [rules(known=together, at=at).ahead for at in (0.0, 3600.0, 7 * 3600.0)]
+    assert waits == [20, 10, AHEAD], "as many as came at once of late"
+    assert rules(limited("bf_max_job_test=60,bf_max_job_part=30"), known=together).ahead == 15, (
+        "half of those looked at"
+    )
 
 
 # -- limits of accounts and QOS -------------------------------------------------------------------------------------

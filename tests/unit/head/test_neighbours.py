@@ -14,6 +14,7 @@ from fallow.config import Config, Slurm
 from fallow.config import Harvest as HarvestSection
 from fallow.core.allocations import Agent, Allocation
 from fallow.core.membership import events as ev
+from fallow.core.neighbour.site import site_rules
 from fallow.core.protocol.agents import EndAgent
 from fallow.files import write_private
 from fallow.head.deadlines import Deadlines
@@ -235,6 +236,12 @@ def test_a_base_job_that_slurm_shows_after_it_was_lost_is_cancelled(
     cancels = [each.cancels for each in seen]
     assert cancels == [[(run.id, base.token, "8")], [], [(run.id, base.token, "8")]]
     assert {kind for kind, _ in told} == {"orphan"}
+
+
+def test_nodes_are_shared_or_not_for_us_as_for_others() -> None:
+    for select_type, whole in (("select/linear", True), ("select/cons_tres", False), ("", True)):
+        assert site_rules(msgspec.structs.replace(SITE, select_type=select_type)).whole_nodes is whole
+    assert site_rules(None).whole_nodes
 
 
 def test_refusals_are_told_once(book: Book, run: Run) -> None:
