@@ -8,7 +8,7 @@ from tui_rig import START, event, member, node_view, run_view, snapshot
 
 from fallow.model import AllocationKind, MemberPhase, NodeOwner, Snapshot
 from fallow_tui.palette import glyph
-from fallow_tui.view import Cell, View
+from fallow_tui.view import KEEP_S, Cell, View
 
 
 def seen(*snapshots: Snapshot) -> View:
@@ -52,6 +52,14 @@ def test_timeline_shows_when_a_node_was_ours_and_the_gap_of_an_outage() -> None:
     view.apply(snapshot(START + 8, nodes=idle, runs=[]), 8.0)
     assert glyphs(view, view.timeline(3, 1.0)["n1"]) == "aa·"
     assert view.timeline(1, 1.0) == {}
+
+
+def test_history_is_bounded_but_still_knows_what_was_at_the_horizon() -> None:
+    owners = [NodeOwner.IDLE, NodeOwner.OTHERS] * 5
+    polls = ((START + number * KEEP_S / 4, node_view("n1", owner)) for number, owner in enumerate(owners))
+    marks = seen(*(snapshot(at, nodes=[shown], runs=[]) for at, shown in polls)).history["n1"]
+    assert len(marks) <= 6
+    assert marks[0][0] <= START + 9 * KEEP_S / 4 - KEEP_S
 
 
 def test_events_are_taken_once_and_start_anew_with_another_state_folder() -> None:

@@ -216,6 +216,15 @@ def test_another_agent_in_the_same_allocation_starts_workers_of_its_own(talk: Ta
     assert again.idle().news.boot == 3
 
 
+def test_another_agent_that_ends_at_once_takes_what_was_there_with_it(talk: Talk, run: Run) -> None:
+    one, _ = training(talk, run, "h1", "h2")
+    allocation = run.allocations[one.hello.token]
+    again = talk.play(run, allocation, "h1", job_id="job-h1", process="another").greet()
+    again.leave(Exit.TEMPFAIL)
+    assert run.roster.nodes[one.node].proved_gone
+    assert not allocation.live
+
+
 def test_workers_of_a_requeued_job_are_not_those_of_its_first_attempt(talk: Talk, run: Run) -> None:
     """The node of that attempt stays on record for as long as its generation is the newest."""
     (first,) = training(talk, run, "h1")

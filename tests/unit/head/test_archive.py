@@ -15,7 +15,7 @@ from fallow.head.peers import checkpoints
 from fallow.head.peers.hearing import Hearing
 from fallow.head.slurm.accounts import KEEP_S
 from fallow.head.slurm.gains import gains
-from fallow.head.state.archive import Archive
+from fallow.head.state.archive import LESSONS, Archive
 from fallow.head.state.book import Run
 from fallow.model import AllocationKind, AllocationState, Exit, RunStatus
 
@@ -111,3 +111,16 @@ def test_what_runs_learn_from_those_that_were_pruned_is_the_same_for_the_next_he
         found = gains(fresh, at, 30.0, archive)
         assert found == wanted
     assert gains(fresh, at, 30.0) != wanted, "runs that know nothing learn from the others"
+
+
+def test_lessons_of_pruned_runs_are_bounded_and_the_newest_stay(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    for number in range(LESSONS + 20):
+        desk.at = float(number)
+        run = desk.run(f"r{number}", 2, f"#!/bin/sh\nfallow run -- {number}\n")
+        run.root.status = RunStatus.FINISHED
+        run.allocations.clear()
+        desk.turn().forget(run)
+    newest = [lesson.created_at for lesson in desk.book.archive.pruned.lessons]
+    assert newest == [NOW + number for number in reversed(range(20, LESSONS + 20))]
+    assert [lesson.created_at for lesson in desk.book.archive.lessons] == newest

@@ -49,6 +49,17 @@ def by_slurm(offset_s: float, now: float, token: str, state: str) -> ClusterStat
     return on_our_clock(raw, now, offset_s)
 
 
+@given(offset_s=OFFSETS)
+def test_every_time_of_a_poll_is_ours(offset_s: float) -> None:
+    state = by_slurm(offset_s, NOW + 5.0, "t", "RUNNING")
+    [job], [_, idle], [maintenance] = state.jobs, state.nodes, state.reservations
+    times = (state.at, job.submit_at, job.start_at, job.end_at, idle.idle_since, maintenance.start_at)
+    assert times == pytest.approx((NOW + 5.0, NOW, NOW, NOW + LIMIT_S, NOW, NOW + 60.0), abs=1e-3)
+    assert maintenance.end_at == pytest.approx(NOW + 120.0, abs=1e-3)
+    assert (job.preempt_at, job.eligible_at) == (None, None)
+    assert state.clock_offset_s == offset_s
+
+
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(offset_s=OFFSETS)
 def test_s5_no_node_is_held_into_the_margin_before_its_end_whatever_slurms_clock_says(

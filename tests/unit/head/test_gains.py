@@ -112,6 +112,15 @@ def test_steady_training_is_measured_and_written_down_and_what_happens_around_a_
     assert (seen[2], seen[4].step_s) == (again.curve.seen[2], pytest.approx(0.25, rel=0.05))
 
 
+def test_nodes_that_share_a_machine_teach_nothing(desk: Desk) -> None:
+    """A testbed's nodes are all one: more of them are no faster, which says nothing of a real cluster."""
+    run = desk.run("a")
+    base = desk.book.new_allocation(run, AllocationKind.BASE, NOW)
+    desk.place(run, base, ["n0", "n1"], entry="10.0.0.1")
+    desk.train(run, 60.0, 0.4)
+    assert run.record.curve.seen == {}
+
+
 def weight_of(gain: Gain) -> float:
     """Of the run, as what its first node is worth shows it."""
     return gain.worth.values[1]

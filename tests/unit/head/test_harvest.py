@@ -32,6 +32,7 @@ from fallow.model import (
     AllocationState,
     ClusterConfig,
     FallowError,
+    LimitView,
     NodeOwner,
     OwnerView,
     PartitionInfo,
@@ -424,6 +425,15 @@ async def test_a_job_that_waits_for_a_limit_of_the_account_gets_a_node_of_ours(s
     site.slurm.finish(number)
     await site.poll(times=2)
     assert len(run.live_allocations()) == 2
+
+
+async def test_a_quarter_of_a_limit_that_slurm_tells_is_never_used(site: Site) -> None:
+    share = ShareView(account="lab", partition="", shares=1.0, usage=0.0, factor=1.0)
+    limit = LimitView(of="account lab", name="GrpTRES node", limit=5.0, used=0.0)
+    site.harvest.asking.owner = OwnerView(user="me", at=0.0, limits=[limit], shares=[share])
+    run = site.run("--account=lab", nodes=8)
+    await site.poll(times=4)
+    assert len(run.live_allocations()) == 3
 
 
 @pytest.mark.parametrize("accounting", [True, False])
