@@ -12,7 +12,7 @@ from fallow.config import Checkpoint as CheckpointSection
 from fallow.config import Config, Membership
 from fallow.core.allocations import Allocation, begin_again
 from fallow.core.membership import events as ev
-from fallow.core.membership.messages import Checkpoint, Fault, Order
+from fallow.core.membership.messages import Checkpoint, Fault, Order, Problem
 from fallow.core.membership.records import HostBar
 from fallow.core.protocol.agents import Admitted, EndAgent, EndNoted, Introduce, News, Progress, Refused, Setup
 from fallow.head.peers.agents import agent_gone
@@ -346,6 +346,21 @@ def test_each_checkpoint_counts_also_where_an_older_one_goes_for_it(talk: Talk, 
         assert one.news.checkpoint_in_s == 594.0, "it began 3 s ago, and the next one takes as long"
     written_at = [known.checkpoint.written_at for known in run.roster.checkpoints.saved]
     assert sorted(written_at) == [talk.now - 603.0, talk.now - 3.0], "by the head's clock; the node's is far behind"
+
+
+def test_a_checkpoint_that_could_not_be_written_is_put_off_ever_longer(talk: Talk, run: Run) -> None:
+    agents = training(talk, run, "h1", "h2")
+    talk.pass_s(600.0)
+    waits = []
+    for step in range(3):
+        for agent in agents:
+            agent.beat(unsaved=Problem(reason="disk full", generation=1, step=step + 1))
+        waits.append(agents[0].beat().news.checkpoint_in_s)
+        talk.pass_s(0.5)
+    assert waits == [10.0, 20.0, 40.0], "once for all members"
+    last = agents[0].next_beat(saved=saved(9, took_s=5.0, generation=run.root.generation)).report
+    agents[0].end(None, signal=9, report=last)
+    assert (run.record.saving.failures, run.record.saving.safe_at) == (0, talk.now - 5.0), "its last words count"
 
 
 def test_without_periodic_checkpoints_none_is_ever_due(tmp_path: Path) -> None:
