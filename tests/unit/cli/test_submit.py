@@ -256,6 +256,16 @@ def test_what_is_wrong_is_said_before_anything_happens(
     assert not site.asked
 
 
+def test_options_of_the_users_own_job_do_not_reach_harvest_jobs(site: Site, fallow: Fallow) -> None:
+    own = ["--dependency=afterok:7", "-w", "n[1-2]", "--constraint=ib"]
+    done = fallow("submit", "--dry-run", *own, "job.sh")
+    base, harvest = (line for line in done.out.splitlines() if line.startswith("sbatch "))
+    for option in ("--dependency", "--nodelist"):
+        assert (option in base, option in harvest) == (True, False)
+    assert ("--constraint=ib" in base, "--constraint=ib" in harvest) == (True, True), "for every node"
+    assert "--nodelist holds for the base job alone" in done.err
+
+
 def test_the_wrapper_is_the_same_command(site: Site) -> None:
     wrapper = Path(__file__).parents[3] / "slurm_scripts" / "fallow-sbatch"
     fallow = site.folder / "bin" / "fallow"
