@@ -46,7 +46,11 @@ class Site:
     def turn(self) -> Turn:
         return Turn(self.book, self.slurm.now, self.slurm.now)
 
-    async def poll(self, after_s: float = POLL_S) -> None:
+    async def poll(self, after_s: float = POLL_S, times: int = 1) -> None:
+        for _ in range(times):
+            await self._poll(after_s)
+
+    async def _poll(self, after_s: float) -> None:
         self.slurm.advance(after_s)
         turn = self.turn()
         site = await self.slurm.config()

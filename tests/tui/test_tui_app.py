@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from textual.widgets import Input
-from textual.widgets._footer import FooterKey
 from tui_rig import START, event, member, node_view, opened, run_view, snapshot
 
 from fallow.control.client import START_ADVICE
@@ -35,29 +34,30 @@ async def test_shows_head_nodes_runs_membership_and_events(size: tuple[int, int]
         assert ("Last changes" in rig.text()) == (size[0] >= 100)
 
 
-@pytest.mark.parametrize("size", [(80, 24), (20, 5)])
-async def test_small_screens_and_large_clusters_do_not_crash(size: tuple[int, int]) -> None:
+async def test_small_screens_and_large_clusters_do_not_crash() -> None:
     nodes = [node_view(f"node{number:05}", NodeOwner.OTHERS) for number in range(800)]
     runs = [run_view(f"run-{number}", status=status) for number, status in enumerate(RunStatus)]
-    async with opened(snapshot(nodes=nodes, runs=runs), size=size) as rig:
+    async with opened(snapshot(nodes=nodes, runs=runs), size=(20, 5)) as rig:
         await rig.press("1", "j", "j", "l", "k", "h", "3", "j", "minus", "plus", "k", "2", "enter")
         assert isinstance(rig.app.screen, RunScreen)
+        await rig.press("escape")
+        await rig.send(snapshot(START + 1, nodes=[node_view("n1")], runs=[]))
+        assert rig.app.screen.query_one(NodeMap).selected == "n1"
 
 
-async def test_nothing_known_yet() -> None:
-    async with opened() as rig:
+async def test_before_a_head_is_there_it_says_what_to_do() -> None:
+    async with opened(size=(60, 20)) as rig:
         await rig.press("enter", "g", "d", "1", "right")
         assert "asking the head" in rig.screen()[0]
+        none = f"no head is running for /home/somebody/.local/state/fallow; {START_ADVICE}"
+        await rig.send(FallowError(none, Exit.UNAVAILABLE))
+        assert "✗ no head" in rig.screen()[0] and START_ADVICE in rig.text()
         await rig.send(snapshot(nodes=[], runs=[]))
         assert "no nodes known yet" in rig.text()
+        await rig.send(snapshot(START + 1, nodes=[node_view("n1", unused="too short: 60 s")], runs=[]))
+        assert "n1  idle  idle  too short: 60 s" in rig.text()
         await rig.pilot.press("q")
     assert rig.app.return_code == 0
-
-
-async def test_an_idle_node_says_why_it_is_not_used() -> None:
-    idle = node_view("n1", unused="too short: 60 s, a request takes 120 s")
-    async with opened(snapshot(nodes=[idle], runs=[]), size=(80, 24)) as rig:
-        assert "n1  idle  idle  too short: 60 s, a request takes 120 s" in rig.text()
 
 
 async def test_the_newest_events_stay_in_sight_unless_somebody_has_gone_up_to_read() -> None:
@@ -72,21 +72,6 @@ async def test_the_newest_events_stay_in_sight_unless_somebody_has_gone_up_to_re
         await rig.press("end")
         await rig.send(event(61, text="story 61."))
         assert "story 61." in rig.text()
-
-
-@pytest.mark.parametrize("keys", [(), ("enter",)])
-async def test_the_footer_is_made_anew_only_where_other_keys_are_valid(keys: tuple[str, ...]) -> None:
-    async with opened(snapshot(), size=(100, 24)) as rig:
-        await rig.press(*keys)
-        before = list(rig.app.screen.query(FooterKey))
-        assert before
-        for number in range(3):
-            await rig.send(snapshot(runs=[run_view(step=200 + number)]))
-            await rig.pilot.pause()
-        assert list(rig.app.screen.query(FooterKey)) == before
-        await rig.send(snapshot(runs=[run_view(paused=True)]))
-        await rig.pilot.pause()
-        assert "Resume" in rig.screen()[-1]
 
 
 async def test_filter_narrows_the_events_until_escape() -> None:
@@ -147,6 +132,9 @@ async def test_a_stray_key_does_not_cancel_a_run() -> None:
             await rig.press(no)
             assert isinstance(rig.app.screen, OverviewScreen)
         assert rig.source.calls == []
+        await rig.send(snapshot(START + 1, runs=[run_view(members=[], status=RunStatus.FINISHED)]))
+        assert "✓ finished" in rig.text()
+        assert "Cancel" not in rig.screen()[-1], "of a run that has ended"
 
 
 async def test_what_the_head_refuses_is_shown() -> None:
@@ -165,13 +153,10 @@ async def test_read_only_hides_and_disables_actions() -> None:
             await rig.press(*keys)
             assert not isinstance(rig.app.screen, Confirm)
             assert not {"Grow", "Shrink", "Drain", "Cancel"} & set(rig.screen()[-1].split())
+        await rig.press("question_mark")
+        assert isinstance(rig.app.screen, Help)
+        assert "member of that run" in rig.text() and "Shrink" not in rig.text()
         assert rig.source.calls == []
-
-
-async def test_ended_runs_offer_no_actions() -> None:
-    async with opened(snapshot(runs=[run_view(members=[], status=RunStatus.FINISHED)])) as rig:
-        assert "✓ finished" in rig.text()
-        assert "Cancel" not in rig.screen()[-1]
 
 
 async def test_head_away_keeps_the_last_data_and_comes_back() -> None:
@@ -187,13 +172,6 @@ async def test_head_away_keeps_the_last_data_and_comes_back() -> None:
         rig.app.draw()
         await rig.pilot.pause()
         assert "data 20s old STALE" in rig.screen()[0]
-
-
-async def test_where_there_is_no_head_it_says_what_to_do() -> None:
-    none = f"no head is running for /home/somebody/.local/state/fallow; {START_ADVICE}"
-    async with opened(FallowError(none, Exit.UNAVAILABLE), size=(60, 20)) as rig:
-        assert "✗ no head" in rig.screen()[0]
-        assert START_ADVICE in rig.text()
 
 
 async def test_details_of_a_run_and_back() -> None:
@@ -213,17 +191,6 @@ async def test_details_of_a_run_and_back() -> None:
         assert isinstance(rig.app.screen, OverviewScreen)
 
 
-async def test_help_lists_the_keys_that_are_valid() -> None:
-    async with opened(snapshot(), size=(120, 50), read_only=True) as rig:
-        await rig.press("question_mark")
-        assert isinstance(rig.app.screen, Help)
-        for word in ("Filter", "Quit", "member of that run", "held by others"):
-            assert word in rig.text()
-        assert "Shrink" not in rig.text()
-        await rig.press("escape")
-        assert isinstance(rig.app.screen, OverviewScreen)
-
-
 async def test_hostile_names_are_shown_as_they_are() -> None:
     evil = "[red]x[/] \x1b]0;t\x07[@click=app.quit]y"
     run = run_view(name=evil, change=evil, message=evil, members=[member(evil)])
@@ -237,12 +204,3 @@ async def test_hostile_names_are_shown_as_they_are() -> None:
         assert r"[red]x[/] \x1b]0;t\x07[@click=app.quit]y" in rig.text()
         await rig.press("d")
         assert "Drain node [red]x[/]" in rig.text()
-
-
-async def test_the_cursor_of_the_node_map_stays_inside() -> None:
-    async with opened(snapshot(), size=(80, 24)) as rig:
-        await rig.press("1", "left", "up", *["right"] * 9, "down")
-        nodes = rig.app.screen.query_one(NodeMap)
-        assert nodes.selected == "n4"
-        await rig.send(snapshot(START + 1, nodes=[node_view("n1")], runs=[]))
-        assert nodes.selected == "n1"

@@ -17,11 +17,6 @@ def _story(seed: int, seconds: int) -> tuple[View, list[EventRecord]]:
     return view, events
 
 
-def test_same_seed_same_story() -> None:
-    assert _story(3, 200)[1] == _story(3, 200)[1]
-    assert _story(3, 200)[1] != _story(4, 200)[1]
-
-
 def test_the_story_has_growth_and_shrinkage_on_nodes_that_are_idle() -> None:
     view, events = _story(7, 300)
     assert {"start", "absorb", "release"} <= {event.kind for event in events}

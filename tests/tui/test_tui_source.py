@@ -57,8 +57,3 @@ async def test_stream_and_calls_through_the_control_socket(tmp_path: Path) -> No
             await source.call("grow", run="digits-1", by=1)
     finally:
         await server.close()
-
-
-async def test_no_head_is_said_so(tmp_path: Path) -> None:
-    with pytest.raises(FallowError, match="no head is running"):
-        await anext(aiter(HeadSource(_paths(tmp_path)).subscribe()))

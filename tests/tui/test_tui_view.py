@@ -8,7 +8,7 @@ from tui_rig import START, event, member, node_view, run_view, snapshot
 
 from fallow.model import AllocationKind, MemberPhase, NodeOwner, Snapshot
 from fallow_tui.palette import glyph
-from fallow_tui.view import KEEP_S, NO_DATA, RED_S, YELLOW_S, Cell, Freshness, View
+from fallow_tui.view import KEEP_S, Cell, View
 
 
 def seen(*snapshots: Snapshot) -> View:
@@ -41,16 +41,6 @@ def test_cells_tell_base_harvest_starting_and_others_apart() -> None:
     assert glyphs(view, view.cells.values()) == "Aa+-·▒×+◇-!"
 
 
-def test_members_stand_for_themselves_without_slurm() -> None:
-    members = [member("here", number, member=f"n{number}") for number in range(3)]
-    assert list(seen(snapshot(nodes=[], runs=[run_view(members=members)])).cells) == ["n0", "n1", "n2"]
-
-
-def test_the_member_furthest_into_the_membership_speaks_for_its_node() -> None:
-    members = [member("n1", 0, member="n7"), member("n1", None, MemberPhase.STARTING, member="n8")]
-    assert seen(snapshot(runs=[run_view(members=members)])).cells["n1"].phase is MemberPhase.MEMBER
-
-
 def test_timeline_shows_when_a_node_was_ours_and_the_gap_of_an_outage() -> None:
     idle, ours = [node_view("n1")], [node_view("n1", NodeOwner.OURS, "digits-1")]
     runs = [run_view(members=[member("n1")])]
@@ -72,12 +62,6 @@ def test_history_is_bounded_but_still_knows_what_was_at_the_horizon() -> None:
     assert marks[0][0] <= START + 9 * KEEP_S / 4 - KEEP_S
 
 
-def test_a_node_that_left_the_cluster_has_no_data() -> None:
-    view = seen(snapshot(), snapshot(START + 1, nodes=[], runs=[]))
-    assert view.history["n1"][-1] == (START + 1, NO_DATA)
-    assert view.cells == {}
-
-
 def test_events_are_taken_once_and_start_anew_with_another_state_folder() -> None:
     view = View()
     for seq in (1, 2, 2, 1):
@@ -87,40 +71,3 @@ def test_events_are_taken_once_and_start_anew_with_another_state_folder() -> Non
     view.apply(snapshot(last_event=0), 1.0)
     view.apply(event(1, text="new"), 1.0)
     assert [item.text for item in view.events] == ["new"]
-
-
-def test_changes_are_membership_changes_newest_first() -> None:
-    view = View()
-    for seq, kind in enumerate(["absorb", "poll", "release", "submit", "eject"], 1):
-        view.apply(event(seq, kind), 0.0)
-    assert [item.kind for item in view.changes(2)] == ["eject", "release"]
-
-
-def test_age_turns_yellow_then_red_and_the_first_loss_counts() -> None:
-    view = View()
-    assert view.freshness(0.0) is Freshness.STALE
-    view.apply(snapshot(), 10.0)
-    assert view.freshness(10.0) is Freshness.FRESH
-    assert view.freshness(10.0 + YELLOW_S) is Freshness.AGING
-    assert view.freshness(10.0 + RED_S) is Freshness.STALE
-    assert view.poll_age(13.0) == 5.0
-    view.lost("first", START + 1)
-    view.lost("second", START + 9)
-    assert (view.away_since, view.away_reason) == (START + 1, "second")
-    assert view.freshness(10.0) is Freshness.AGING
-    view.apply(snapshot(), 50.0)
-    assert view.away_since is None
-
-
-def test_next_release_is_the_soonest_and_counts_down() -> None:
-    run = run_view(members=[member("n1", ends_in_s=90.0), member("n2", 1, ends_in_s=40.0)])
-    view = seen(snapshot(runs=[run]))
-    assert view.next_release(run, 15.0) == 25.0
-    assert view.next_release(run, 99.0) == 0.0
-    assert view.next_release(run_view(members=[]), 0.0) is None
-
-
-def test_letters_are_by_first_appearance_and_stay() -> None:
-    view = seen(snapshot(runs=[run_view("b-1"), run_view("a-1")]), snapshot(START + 1, runs=[run_view("a-1")]))
-    assert [view.letter(run) for run in ("b-1", "a-1")] == ["A", "B"]
-    assert glyph(view, Cell(NodeOwner.OURS, "a-1", AllocationKind.BASE, MemberPhase.MEMBER))[0] == "B"

@@ -16,8 +16,9 @@ def load(tmp_path: Path, system: str = "", user: str = "", **environ: str) -> Co
     return load_config({"FALLOW_CONFIG": str(tmp_path / "user.toml"), **environ}, tmp_path / "system.toml")
 
 
-def test_defaults_without_any_file(tmp_path: Path) -> None:
-    assert load_config({"HOME": str(tmp_path)}, tmp_path / "none") == Config()
+def test_where_the_users_file_is() -> None:
+    assert user_file({"XDG_CONFIG_HOME": "/x", "HOME": "/h"}) == Path("/x/fallow/config.toml")
+    assert user_file({"HOME": "/h"}) == Path("/h/.config/fallow/config.toml")
 
 
 def test_environment_beats_user_beats_system(tmp_path: Path) -> None:
@@ -45,6 +46,7 @@ def test_values_from_the_environment(tmp_path: Path) -> None:
         FALLOW_HEAD__REDIS_URL="rediss://h",
         FALLOW_STATE_DIR="/not/a/section",
     )
+    assert load(tmp_path) == Config()
     assert config.harvest.partitions == ["a", "b"]
     assert config.harvest.max_nodes is None
     assert config.harvest.allow_without_preemption
@@ -57,40 +59,26 @@ def test_values_from_the_environment(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (None, "no such file"),
         ("[harvst]\n", r"user.toml: \[harvst\] is not known; did you mean harvest\?"),
         ("[harvest]\nmax_node = 1\n", r"user.toml: \[harvest\] max_node is not known; did you mean max_nodes\?"),
         ("[harvest]\nnice = 'x'\n", r"user.toml: \[harvest\] expected `int`, got `str` at `nice`"),
         ("[harvest]\nmax_pending = 0\n", r"\[harvest\] expected `int` >= 1 at `max_pending`"),
-        ("[slurm]\nclient = 'soap'\n", "soap"),
         ("[harvest]\nqos = '--wrap=x'\n", r"\[harvest\] expected `str` matching regex .* at `qos`"),
         ("[harvest]\naccount = 'a b'\n", r"\[harvest\] expected `str` matching regex .* at `account`"),
         ("[usage]\ngpu_hour = {gpu = -1}\n", r"\[usage\] expected `float` >= 0"),
         ("harvest = 3\n", "must be a section"),
         ("[harvest\n", "not valid TOML"),
         ("[membership]\nlease_s = 1\n", "less than three beats"),
+        ("[checkpoint]\npath = 'scratch'\n", "at `path`"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
+def test_what_is_wrong_is_named(tmp_path: Path, text: str | None, message: str) -> None:
     with pytest.raises(FallowError, match=message) as caught:
-        load(tmp_path, user=text)
+        load(tmp_path, user=text or "", **({"FALLOW_CONFIG": str(tmp_path / "gone.toml")} if text is None else {}))
     assert caught.value.code is Exit.CONFIG
-
-
-def test_a_wrong_variable_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FallowError, match=r"FALLOW_HARVEST__NICE: .*expected `int`"):
-        load(tmp_path, FALLOW_HARVEST__NICE="kind")
     with pytest.raises(FallowError, match=r"FALLOW_HARVEST__NIZE: .*did you mean nice"):
         load(tmp_path, FALLOW_HARVEST__NIZE="1")
-
-
-def test_a_file_that_was_named_must_exist(tmp_path: Path) -> None:
-    with pytest.raises(FallowError, match="no such file"):
-        load_config({"FALLOW_CONFIG": str(tmp_path / "gone.toml")}, tmp_path / "none")
-
-
-def test_where_the_users_file_is() -> None:
-    assert user_file({"XDG_CONFIG_HOME": "/x", "HOME": "/h"}) == Path("/x/fallow/config.toml")
-    assert user_file({"HOME": "/h"}) == Path("/h/.config/fallow/config.toml")
 
 
 SITE_MAXIMA = """
@@ -140,3 +128,5 @@ def test_what_the_administrators_allow_is_theirs_alone(tmp_path: Path) -> None:
         load(tmp_path, user="[site]\nharvest_unseen = true\n")
     with pytest.raises(FallowError, match=r"\[site\] is the administrators'"):
         load(tmp_path, FALLOW_SITE__HARVEST_UNFAIR="true")
+    with pytest.raises(FallowError, match="at `stop_file`"):
+        load(tmp_path, "[site]\nstop_file = 'stop'\n")

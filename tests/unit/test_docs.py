@@ -59,14 +59,15 @@ def _blocks(name: str) -> list[Block]:
         r"(?:<!-- not run: (?P<excuse>.+?) -->\n)?^```(?P<language>\S*)\n(?P<code>.*?)^```$", re.M | re.S
     )
     found = [(text[: each.start("code")].count("\n"), each) for each in fence.finditer(text)]
+    assert {each["language"] for _, each in found} <= LANGUAGES, name
     return [Block(f"{name}:{line}", each["language"], each["code"], each["excuse"] or "") for line, each in found]
 
 
 BLOCKS = [block for name in OURS for block in _blocks(name)]
 
 
-def _in(language: str, excused: bool = False) -> list[Block]:
-    return [block for block in BLOCKS if block.language == language and (excused or not block.excuse)]
+def _in(language: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language == language and not block.excuse]
 
 
 def _inline(name: str) -> list[str]:
@@ -86,20 +87,15 @@ def test_a_text_is_short(name: str) -> None:
     assert len(_read(name).split()) <= LIMITS[name]
 
 
+def test_the_changelog_has_one_short_line_a_change() -> None:
+    changes = [line for line in _read("CHANGELOG.md").partition("\n## ")[2].splitlines()[1:] if line]
+    assert [line for line in changes if not line.startswith(("- ", "#")) or len(line.split()) > 26] == []
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_answers_one_question(name: str) -> None:
     (title,) = re.findall(r"^# (.+)$", re.sub(r"^```.*?^```$", "", _read(name), flags=re.M | re.S), re.M)
     assert title.endswith("?") or name == "docs/index.md"
-
-
-def test_the_changelog_has_one_short_line_a_change() -> None:
-    changes = _read("CHANGELOG.md").partition("\n## ")[2].splitlines()[1:]
-    assert [line for line in changes if line and not line.startswith(("- ", "#"))] == []
-    assert [line for line in changes if len(line.removeprefix("- ").split()) > 25] == []
-
-
-def test_every_block_names_its_language() -> None:
-    assert [block.where for block in BLOCKS if block.language not in LANGUAGES] == []
 
 
 # Names and links.
@@ -183,17 +179,6 @@ async def test_the_picture_is_up_to_date_and_asks_nobody_for_anything(monkeypatc
     made = await runpy.run_path(str(ROOT / "contrib" / "docs" / "picture.py"))["draw"]()
     assert made == _read("docs/images/top.svg"), "run: make picture"
     assert re.findall(r"url\((?!#)[^)]*\)|href=|@import", made) == []
-
-
-def test_the_site_asks_nobody_for_anything(tmp_path: Path) -> None:
-    """No fonts, scripts or pictures from elsewhere. That pages and links are there is for `make docs`."""
-    pytest.importorskip("material")
-    build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
-    subprocess.run(build, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, check=True, timeout=120)
-    pages = list(tmp_path.rglob("*.html"))
-    assert len(pages) > len(PAGES)
-    fetched = r'<(?:script|img|iframe)[^>]*src="https?:|<link[^>]*href="https?:|class="mermaid"'
-    assert [page.name for page in pages if re.search(fetched, page.read_text())] == []
 
 
 # Code.
@@ -312,11 +297,6 @@ def test_a_command_in_the_text_is_one_that_there_is(name: str) -> None:
             known |= set(re.findall(r"--[a-z-]+", command.get_help(click.Context(command)))) | {"--json"}
         before = code.partition(" -- ")[0]
         assert set(re.findall(r"(?<=[ \[])--[a-z][a-z-]*", before)) <= known, code
-
-
-@pytest.mark.parametrize("block", _in("python", excused=True), ids=lambda block: block.where)
-def test_python_compiles(block: Block) -> None:
-    compile(block.code, block.where, "exec")
 
 
 @pytest.fixture(scope="module")

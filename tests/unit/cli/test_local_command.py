@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import pytest
 
 import views
-from fallow.agent import restart
 from fallow.cli.main import invoke
 from fallow.model import Exit, RunReport, RunStatus
 
@@ -52,14 +51,6 @@ def test_a_report_that_cannot_be_written_is_a_failure_that_is_told_after_the_sum
     assert "run r1: finished after 100 steps" in out
     assert "--report /dev/full: cannot be written" in err
     assert local("--report", str(tmp_path / "no" / "report")) == Exit.CANTCREAT
-
-
-def test_a_script_that_is_restarted_gives_the_run_its_name(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    script = tmp_path / "train.py"
-    script.touch()
-    assert local("--restart", command=(str(script), "data")) == Exit.OK
-    assert Trained.started == [(restart.under_torchrun([str(script), "data"]), "train")]
 
 
 def test_a_script_without_its_interpreter_is_refused_with_the_command_that_would_do(

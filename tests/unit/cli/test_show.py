@@ -5,13 +5,11 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-import msgspec
 import pytest
 
 import views
 from command_line import Fallow
 from fallow.cli import follow, show
-from fallow.cli.tables import show_table
 from fallow.model import (
     ChangeKind,
     CheckpointState,
@@ -23,7 +21,6 @@ from fallow.model import (
     Parts,
     PauseReport,
     Quantiles,
-    RunView,
     SpeedView,
 )
 
@@ -59,7 +56,7 @@ RUN = views.run(
         checkpoint(3, CheckpointState.USABLE, asked=True),
     ],
 )
-SNAPSHOT = views.snapshot(RUN, head=views.head(slurm_error="hung \x1b[31m"))
+SNAPSHOT = views.snapshot(RUN, head=views.head(slurm_error="hung \x1b[31m"), at=8.0)
 EVENTS = [EventRecord(seq=n, at=0.0, run="r1", kind="absorb", text=f"n{n}\njoined") for n in (8, 9)]
 START = GenerationReport(
     generation=1, kind=ChangeKind.START, members=["n3"], first_step=0, pause_s=None, parts=Parts(), reason="start"
@@ -123,15 +120,10 @@ def test_one_run(fallow: Fallow, head: list[tuple[str, dict[str, Any]]]) -> None
     ):
         assert line.split() in shown
     assert ["behind", "its", "schedule", "by", "01:01:01"] in [line[-5:] for line in shown]
-    assert shown[-1][:3] == ["step", "3", "usable"]
+    assert shown[-1][:3] == ["step", "3", "usable"] and "00:00:08" in shown[-1], "by the head's clock"
     assert shown[-1][-5:] == shlex.split("1.5 kB by hand /c/3")
     assert shown[-2][-4:] == ["1.5", "kB", "/c/4", "(torn)"]
     assert head == [("status", {"run": "r1"})]
-
-
-def test_ages_are_by_the_heads_clock(monkeypatch: pytest.MonkeyPatch, fallow: Fallow) -> None:
-    monkeypatch.setattr(show, "ask", lambda *_, **__: views.changed(SNAPSHOT, at=8.0))
-    assert "00:00:08" in fallow("status", "r1").out.splitlines()[-1].split()
 
 
 def test_one_event_is_one_line(fallow: Fallow, head: list[tuple[str, dict[str, Any]]]) -> None:
@@ -139,23 +131,3 @@ def test_one_event_is_one_line(fallow: Fallow, head: list[tuple[str, dict[str, A
     assert [line.split()[0] for line in lines] == ["8", "9"]
     assert lines[0].endswith("n8 joined")
     assert head == [("events", {"since": 7, "limit": 5, "run": "r1"})]
-
-
-def test_on_a_narrow_terminal_nothing_is_cut(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Whoever has to type a run's name must be able to read it."""
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "40")
-    show_table(["RUN", "STATUS", "NOTE"], [["train.sbatch-b5a901", "training", "sbatch refused the base job: nope"]])
-    shown = capsys.readouterr().out
-    assert "train.sbatch-b5a901" in shown
-    assert "…" not in shown
-    assert len(shown.splitlines()) > 2, "the note is folded"
-
-
-def test_figures_that_are_no_numbers_come_through() -> None:
-    """JSON has no word for them."""
-    logged = views.changed(RUN, loss=float("nan"), scalars={"loss": float("nan"), "norm": float("inf")})
-    come = msgspec.json.decode(msgspec.json.encode(logged), type=RunView)
-    assert (come.loss, come.scalars) == (None, {"loss": None, "norm": None})

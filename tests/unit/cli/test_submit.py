@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from command_line import Fallow
-from fallow.cli.submit import find_script
 from fallow.control.protocol import BaseJob, NewRun
 from fallow.files import Paths, read_struct
 from fallow.model import Exit, FallowError, Prospect, WouldAsk
@@ -103,12 +102,14 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     return Site(tmp_path, monkeypatch)
 
 
-def test_a_submission(site: Site, fallow: Fallow) -> None:
-    done = fallow("submit", "-t", "10", "job.sh", "--lr", "1")
-    assert (done.code, done.out) == (0, "Submitted batch job 77\n")
-    assert "Welcome to the site" in done.err
+@pytest.mark.parametrize(("more", "code"), [([], 0), (["--wait"], 3)])
+def test_a_submission_and_with_wait_the_jobs_exit_code(site: Site, fallow: Fallow, more: list[str], code: int) -> None:
+    site.sbatch_does("wait" if more else "ok")
+    done = fallow("submit", *more, "-t", "10", "job.sh", "--lr", "1")
+    assert (done.code, done.out) == (code, "Submitted batch job 77\n")
+    assert more or "Welcome to the site" in done.err
     assert "fallow: run r1; see: fallow status r1" in done.err
-    options = ["--parsable", "--time=10", "--nodes=1", "--comment=r1.0", "--no-requeue"]
+    options = ["--parsable", *more, "--time=10", "--nodes=1", "--comment=r1.0", "--no-requeue"]
     assert site.sbatch["argv"] == [*options, str(site.folder / "job.sh"), "--lr", "1"]
     assert site.sbatch["env"]["FALLOW_TOKEN"] == "r1.0"
     assert site.sbatch["env"]["FALLOW_STATE_DIR"] == str(site.folder / "state")
@@ -119,17 +120,6 @@ def test_a_submission(site: Site, fallow: Fallow) -> None:
     assert site.asked[1:] == [told, ("test_harvest", {"run": "r1"})]
 
 
-def test_a_run_that_could_not_grow_is_told_at_once(site: Site, fallow: Fallow) -> None:
-    site.refusal = "scavenge: Invalid account"
-    done = fallow("submit", "--parsable", "job.sh")
-    assert (done.code, done.out) == (0, "77\n")
-    assert "run r1 cannot grow" in done.err
-    assert site.refusal in done.err
-    site.head_error["test_harvest"] = FallowError("gone", Exit.UNAVAILABLE)
-    done = fallow("submit", "--parsable", "job.sh")
-    assert (done.code, "cannot grow" in done.err) == (0, False)
-
-
 def test_parsable_prints_the_id_alone(site: Site, fallow: Fallow, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTER", "1")
     done = fallow("submit", "--parsable", "job.sh")
@@ -137,13 +127,6 @@ def test_parsable_prints_the_id_alone(site: Site, fallow: Fallow, monkeypatch: p
     assert site.asked[1][1]["job_id"] == "77"
     assert fallow("submit", "job.sh").out == "Submitted batch job 77 on cluster north\n"
     assert fallow("submit", "-Q", "job.sh").out == ""
-
-
-def test_waiting_passes_the_jobs_exit_code_on(site: Site, fallow: Fallow) -> None:
-    site.sbatch_does("wait")
-    done = fallow("submit", "--wait", "job.sh")
-    assert (done.code, done.out) == (3, "Submitted batch job 77\n")
-    assert site.methods == ["create_run", "base_submitted", "test_harvest"]
 
 
 def test_a_refusal(site: Site, fallow: Fallow) -> None:
@@ -184,9 +167,6 @@ def test_without_sbatch_nothing_stays_behind(site: Site, fallow: Fallow, monkeyp
     assert done.code == Exit.UNAVAILABLE
     assert "install Slurm's client commands" in done.err
     assert site.asked == []
-
-
-def test_without_a_head_nothing_is_submitted(site: Site, fallow: Fallow) -> None:
     site.head_error["create_run"] = FallowError("no head", Exit.UNAVAILABLE)
     assert fallow("submit", "job.sh").code == Exit.UNAVAILABLE
     assert not site.record.exists()
@@ -194,6 +174,13 @@ def test_without_a_head_nothing_is_submitted(site: Site, fallow: Fallow) -> None
 
 def test_a_head_that_goes_away_meanwhile_does_not_fail_the_submission(site: Site, fallow: Fallow) -> None:
     """It finds the job by its number, which is left for it, or else by its comment."""
+    site.refusal = "scavenge: Invalid account"
+    done = fallow("submit", "--parsable", "job.sh")
+    assert (done.code, done.out) == (0, "77\n")
+    assert "run r1 cannot grow" in done.err and site.refusal in done.err, "that is told at once"
+    site.head_error["test_harvest"] = FallowError("gone", Exit.UNAVAILABLE)
+    done = fallow("submit", "--parsable", "job.sh")
+    assert (done.code, "cannot grow" in done.err) == (0, False)
     site.head_error["base_submitted"] = FallowError("gone", Exit.UNAVAILABLE)
     assert fallow("submit", "job.sh").code == 0
     folder = Paths.default().run("r1").create()
@@ -229,22 +216,6 @@ def test_dry_run_submits_nothing(site: Site, fallow: Fallow, monkeypatch: pytest
         assert text in done.out
     assert done.out.count("#SBATCH -A acc") == 1
     assert site.methods == ["prospect"]
-
-
-def test_dry_run_says_what_the_run_would_find(site: Site, fallow: Fallow) -> None:
-    shown = fallow("submit", "--dry-run", "--nodes=2:8", "--fallow=budget-node-hours=12", "job.sh").out.splitlines()
-    found = shown[shown.index("# now") + 1 :]
-    assert found[0].startswith("# of the base job Slurm says: Job 78 to start at 2099-01-31T12:00:00 ")
-    assert found[1].startswith("# idle where nodes may be harvested: 5 nodes, as the head saw ")
-    assert found[2:] == [
-        "# asked for as soon as the base job trains: 1 node for 60 min in scavenge, 3 nodes for 120 min in scavenge",
-        "# nodes to be expected, base job included: 7 of 2 to 8",
-        "# there is no partition gone",
-        "# budget for all but the first base job: 12 node-hours",
-    ]
-    assert site.methods == ["prospect"]
-    # The options of the base job itself, with the script, but nothing is submitted.
-    assert {"--test-only", "--nodes=2"} <= set(site.sbatch["argv"])
 
 
 def test_dry_run_as_json_is_one_value(site: Site, fallow: Fallow) -> None:
@@ -293,13 +264,6 @@ def test_options_of_the_users_own_job_do_not_reach_harvest_jobs(site: Site, fall
         assert (option in base, option in harvest) == (True, False)
     assert ("--constraint=ib" in base, "--constraint=ib" in harvest) == (True, True), "for every node"
     assert "--nodelist holds for the base job alone" in done.err
-
-
-def test_where_scripts_are_looked_for(site: Site) -> None:
-    (site.folder / "sub").mkdir()
-    (site.folder / "sub" / "there.sh").write_text(SCRIPT)
-    assert find_script("there.sh", str(site.folder / "sub")) == site.folder / "sub" / "there.sh"
-    assert find_script("sbatch", None) == site.folder / "bin" / "sbatch"
 
 
 def test_the_wrapper_is_the_same_command(site: Site) -> None:

@@ -47,7 +47,7 @@ REPORT = UsageReport(
     by="run",
     since="2026-01-02",
     currency="EUR",
-    rows=[ROW],
+    rows=[ROW, views.changed(ROW, key=PRUNED)],
     total=ROW,
     others_delayed=DelayReport(jobs=2, p95_s=3.25, max_s=4.0),
     owner=OwnerView(
@@ -79,6 +79,7 @@ def test_usage_for_people(asked: list[dict[str, Any]], fallow: Fallow) -> None:
     for line in (
         "node-hours by run, since 2026-01-02 (UTC)",
         "train-1 10.000 4.000 5.500 0.500 (5%) 40.000 12 1 20.00 20.000 14.500",
+        "pruned runs 10.000 4.000 5.500 0.500 (5%) 40.000 12 1 20.00 20.000 14.500",
         "others' jobs that waited because a node was still ours: 2, p95 3.2 s, longest 4.0 s",
         "account lab GrpJobs 40 11",
         "fair share of account lab: 0.25 of the machine, used 0.4; factor 0.33 of 1",
@@ -88,23 +89,6 @@ def test_usage_for_people(asked: list[dict[str, Any]], fallow: Fallow) -> None:
     causes = [line[0] for line in shown if line and line[0] in ("drained", "start-up")]
     assert causes == ["drained", "start-up"], "most first"
     assert asked == [{"by": "run", "run": None, "since": "2026-01-02"}]
-
-
-def test_runs_that_were_pruned_are_told_by_name(monkeypatch: pytest.MonkeyPatch, fallow: Fallow) -> None:
-    pruned = views.changed(ROW, key=PRUNED)
-    monkeypatch.setattr(usage_command, "ask", lambda *_, **__: views.changed(REPORT, rows=[ROW, pruned]))
-    names = [line.split("  ")[0] for line in fallow("usage").out.splitlines()[2:5]]
-    assert names == ["train-1", "pruned runs", "train-1"]
-
-
-def test_usage_as_json_is_one_value(asked: list[dict[str, Any]], fallow: Fallow) -> None:
-    shown = fallow("usage", "train-1", "--by", "day", "--json").json
-    assert shown["rows"][0]["causes"] == {
-        "start_up": {"node_s": 450.0, "gpu_s": 1800.0, "cost": 0.25},
-        "drained": {"node_s": 1350.0, "gpu_s": 5400.0, "cost": 0.75},
-    }
-    assert shown["others_delayed"] == {"jobs": 2, "p95_s": 3.25, "max_s": 4.0}
-    assert asked == [{"by": "day", "run": "train-1", "since": None}]
 
 
 @pytest.mark.parametrize(

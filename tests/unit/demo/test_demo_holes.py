@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fallow.demo.holes import FREE, Hole, HoleWatch, quantiles, waits_s
-from fallow.model import NodeOwner, Quantiles
+from fallow.demo.holes import FREE, Hole, HoleWatch, waits_s
+from fallow.model import NodeOwner
 
 OWNERS = {
     ".": NodeOwner.IDLE,
@@ -43,37 +43,9 @@ def test_a_hole_is_from_one_job_of_others_to_the_next_whatever_we_did_meanwhile(
     assert (watch.idle_node_s(), watch.harvested_node_s()) == (22.0, 13.0)
 
 
-def test_only_holes_that_are_longer_than_a_start_up_are_usable() -> None:
-    watch = watched((0, "xx"), (2, ".."), (4, ".x"), (10, "Mx"), (20, "Mx"))
-    assert spans(watch.holes) == [("n0", 1, 20), ("n1", 1, 3)]
-    assert (watch.idle_node_s(), watch.idle_node_s(2.0), watch.harvested_node_s(2.0)) == (21.0, 19.0, 13.0)
-
-
 def test_a_node_that_was_down_was_left_by_nobody_and_a_first_look_neither() -> None:
     watch = watched((0, "."), (2, "x"), (4, "!"), (6, "."), (8, "!"))
     assert [(hole.begin, hole.end, hole.left_by_others) for hole in watch.holes] == [(0, 1, False), (5, 7, False)]
-
-
-def test_a_member_on_a_node_that_is_not_ours_does_not_train_there() -> None:
-    watch = HoleWatch()
-    for at in (0.0, 2.0):
-        watch.look(at, {"n0": NodeOwner.IDLE, "base": NodeOwner.OTHERS}, ["n0", "base", "unknown"])
-    assert watch.harvested_node_s() == 0.0
-    assert waits_s(watch.holes) == []
-
-
-def test_a_node_of_which_a_look_says_nothing_is_as_it_was() -> None:
-    watch = HoleWatch()
-    for at, owners in ((0.0, {"n0": NodeOwner.OURS}), (2.0, {}), (4.0, {"n0": NodeOwner.OURS})):
-        watch.look(at, owners, ["n0"])
-    (hole,) = watch.holes
-    assert (hole.begin, hole.end, hole.trained_s) == (0.0, 4.0, 4.0)
-
-
-def test_nothing_was_seen() -> None:
-    watch = HoleWatch()
-    assert (watch.holes, watch.start_up_s, watch.idle_node_s(), watch.harvested_node_s()) == ([], None, 0.0, 0.0)
-    assert quantiles([]) == Quantiles(p50=None, p95=None, max=None)
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 50.0), st.sampled_from(sorted(OWNERS))), min_size=2, max_size=30))

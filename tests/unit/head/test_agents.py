@@ -10,23 +10,14 @@ import pytest
 
 from fallow.config import Checkpoint as CheckpointSection
 from fallow.config import Config, Membership
-from fallow.core.allocations import Agent, Allocation, begin_again
+from fallow.core.allocations import Allocation, begin_again
 from fallow.core.membership import events as ev
-from fallow.core.membership.messages import Checkpoint, Fault, Finish, Gather, Gathered, Order, Problem
+from fallow.core.membership.messages import Checkpoint, Fault, Order, Problem
 from fallow.core.membership.records import HostBar
-from fallow.core.protocol.agents import (
-    Admitted,
-    EndAgent,
-    EndNoted,
-    Introduce,
-    News,
-    Progress,
-    Refused,
-    Setup,
-)
+from fallow.core.protocol.agents import Admitted, EndAgent, EndNoted, Introduce, News, Progress, Refused, Setup
 from fallow.head.peers.agents import agent_gone
-from fallow.head.state.book import Run, StoredRun
-from fallow.model import AllocationKind, AllocationState, ChangeKind, Exit, MemberPhase, RunStatus
+from fallow.head.state.book import Run
+from fallow.model import AllocationKind, AllocationState, Exit, MemberPhase, RunStatus
 from runs import hold, new_book, new_run
 from talk import CONTRACT, NOW, Played, Talk, settle
 
@@ -75,11 +66,8 @@ def test_an_agent_that_comes_is_told_all_that_its_workers_need(talk: Talk, run: 
     assert [order.node for order in agent.all(Order)] == [1]
     assert (allocation.state, allocation.job_id, run.record.slots) == (AllocationState.RUNNING, "7", 2)
     assert (allocation.members, allocation.hosts) == ([1], ["h1"])
-
-
-def test_only_a_base_job_waits_for_a_silent_head_to_its_end(talk: Talk, run: Run) -> None:
-    setup = harvested(talk, run, "h1").only(Setup)
-    assert setup.patience_s == MEMBERSHIP.head_patience_s + 120.0
+    patience_s = harvested(talk, run, "h2").only(Setup).patience_s
+    assert patience_s == MEMBERSHIP.head_patience_s + 120.0, "only a base job waits for a silent head to its end"
 
 
 def test_a_hello_may_be_said_any_number_of_times(talk: Talk, run: Run, allocation: Allocation) -> None:
@@ -136,49 +124,23 @@ def test_one_that_trains_is_told_to_end_where_a_stranger_is_refused(
     assert len(talk.texts("refuse")) == 1
     if why == "barred":
         assert other.beat().all(News)
-
-
-def test_one_whom_no_record_knows_any_more_is_told_to_end_when_its_run_has(
-    talk: Talk, run: Run, allocation: Allocation
-) -> None:
-    run.root.status = RunStatus.FAILED
-    agent = talk.play(run, allocation).greet(node=3)
-    assert agent.only(EndAgent).code == Exit.NO_RESTART
-    stranger = talk.play(run, allocation, "h2").greet()
-    assert "is failed" in stranger.only(Refused).message
+    else:
+        forgotten = talk.play(run, allocation, "h3").greet(node=9)
+        assert forgotten.only(EndAgent).code == Exit.NO_RESTART, "no record knows it, and it had been admitted"
+        assert "is cancelled" in talk.play(run, allocation, "h4").greet().only(Refused).message
 
 
 def test_numbers_that_were_reserved_are_given_whatever_order_agents_come_in(talk: Talk) -> None:
-    local = new_run(talk.book, local=True, max_nodes=4)
-    made = [talk.book.new_allocation(local, AllocationKind.HARVEST, talk.now) for _ in range(4)]
-    for number, allocation in enumerate(made):
-        allocation.reserved = number + 1
-    agents = [talk.play(local, allocation, f"h{number}") for number, allocation in enumerate(made)]
-    for number in (2, 0, 3, 1):
-        agents[number].greet()
-    assert [agent.node for agent in agents] == [1, 2, 3, 4]
-
-
-def test_a_second_start_of_workers_does_not_take_the_reserved_number_again(talk: Talk) -> None:
     local = new_run(talk.book, local=True)
-    allocation = talk.book.new_allocation(local, AllocationKind.HARVEST, talk.now)
-    allocation.reserved = 1
-    agent = talk.play(local, allocation).greet()
-    assert agent.start_again(2).only(Admitted).node == 2
+    made = [talk.book.new_allocation(local, AllocationKind.HARVEST, talk.now, reserved=n) for n in (1, 2, 3)]
+    agents = [talk.play(local, allocation, allocation.token) for allocation in made]
+    for number in (2, 0, 1):
+        agents[number].greet()
+    assert [agent.node for agent in agents] == [1, 2, 3]
+    assert agents[0].start_again(2).only(Admitted).node == 4, "a second start has a number of its own"
 
 
 # -- it is to go before it comes --------------------------------------------------------------------------------------
-
-
-def test_an_agent_of_an_allocation_that_is_being_released_is_let_go(talk: Talk, run: Run) -> None:
-    made = hold(talk.turn, run, "h1", "h2", job_id="7")
-    first = talk.play(run, made, "h1").greet()
-    talk.turn.release_allocation(run, made, "somebody waits")
-    assert made.end_code == Exit.NO_RESTART
-    first.beat()
-    assert first.only(EndAgent).reason == "somebody waits"
-    late = talk.play(run, made, "h2").greet()
-    assert late.heard == [EndAgent(term=0, code=Exit.NO_RESTART, reason="somebody waits")]
 
 
 def test_a_late_agent_of_an_allocation_whose_members_still_leave_does_not_stay(talk: Talk, run: Run) -> None:
@@ -278,12 +240,6 @@ def test_workers_of_a_requeued_job_are_not_those_of_its_first_attempt(talk: Talk
     assert run.roster.members == [2]
 
 
-def test_an_agent_that_begins_anew_before_it_was_admitted_is_the_first(talk: Talk, run: Run) -> None:
-    made = hold(talk.turn, run, "h1", job_id="7")
-    made.agents["h1"] = Agent(process="before")
-    assert talk.play(run, made, "h1").greet().only(Admitted) == Admitted(node=1, boot=1)
-
-
 def test_who_reports_for_a_node_of_another_allocation_changes_nothing_and_is_asked_who_it_is(
     talk: Talk, run: Run
 ) -> None:
@@ -297,38 +253,13 @@ def test_who_reports_for_a_node_of_another_allocation_changes_nothing_and_is_ask
     other.report = forged
     other.beat(progress=Progress(epoch=7))
     assert other.only(Introduce) == Introduce(node=one.node)
-    assert run.roster.nodes[one.node].step == 0
+    other.hello = msgspec.structs.replace(other.hello, node=one.node)
+    assert other.end(1).only(EndNoted) == EndNoted(node=one.node, boot=1)
+    known = run.roster.nodes[one.node]
+    assert (known.phase, known.step) == (MemberPhase.MEMBER, 0)
+    one.beat(boot=2, progress=Progress(epoch=7))
+    assert one.only(Introduce) == Introduce(node=one.node), "another start of its workers"
     assert run.progress[one.node].epoch == 0
-
-
-@pytest.mark.parametrize("wrong", ["boot", "unknown"])
-def test_progress_of_a_node_that_is_not_the_one_on_record_is_not_taken(talk: Talk, run: Run, wrong: str) -> None:
-    one = training(talk, run, "h1")[0]
-    run.progress.clear()
-    assert one.report is not None
-    field = {"boot": {"boot": 2}, "unknown": {"node": 77}}[wrong]
-    one.beat(progress=Progress(epoch=7, reached=(3, 3)), **field)
-    assert not run.progress and run.reached == (0, 0)
-    assert one.only(Introduce) == Introduce(node=one.report.node)
-
-
-def test_a_brief_report_leaves_progress_as_it_was_told_last(talk: Talk, run: Run) -> None:
-    one = training(talk, run, "h1")[0]
-    one.beat(progress=Progress(epoch=1, reached=(1, 3)), step=3)
-    one.beat(brief=True, step=4)
-    assert (run.progress[one.node].epoch, run.reached, run.step) == (1, (1, 3), 4)
-
-
-def test_a_node_that_the_store_lost_gets_its_number_back(talk: Talk, run: Run) -> None:
-    one, other = training(talk, run, "h1", "h2")
-    run.roster.forget(run.roster.nodes[one.node])
-    run.allocations[one.hello.token].agents["h1"].node = 0
-    run.roster._members = None  # as a head that loads what is left
-    one.beat()
-    assert one.only(Introduce) == Introduce(node=1)
-    assert one.greet().only(Admitted) == Admitted(node=1, boot=1)
-    assert sorted(run.roster.nodes) == [1, 2]
-    assert other.node == 2
 
 
 def test_an_agent_that_was_forgotten_is_asked_who_it_is(talk: Talk, run: Run) -> None:
@@ -339,26 +270,10 @@ def test_an_agent_that_was_forgotten_is_asked_who_it_is(talk: Talk, run: Run) ->
     assert one.beat().all(News)
 
 
-def test_an_end_of_workers_that_are_not_on_record_is_noted_and_forgotten(talk: Talk, run: Run) -> None:
-    one = training(talk, run, "h1")[0]
-    other = talk.play(run, hold(talk.turn, run, "h1", job_id="8"), "h1", job_id="8").greet()
-    other.hello = msgspec.structs.replace(other.hello, node=one.node)
-    assert other.end(1).only(EndNoted) == EndNoted(node=one.node, boot=1)
-    assert run.roster.nodes[one.node].phase is MemberPhase.MEMBER
-
-
 # -- it is there ------------------------------------------------------------------------------------------------------
 
 
 def test_each_heartbeat_is_answered(talk: Talk, run: Run) -> None:
-    one = training(talk, run, "h1")[0]
-    run.allocations[one.hello.token].end_at = talk.now + 300.0
-    one.beat(step=7, progress=Progress(epoch=2, reached=(2, 5)))
-    assert (one.news.step, one.news.epoch, one.news.reached, one.news.ends_in_s) == (7, 2, (2, 5), 300.0)
-    assert (one.news.boot, one.news.term) == (1, 0)
-
-
-def test_the_first_step_of_an_allocation_is_noted_once(talk: Talk, run: Run) -> None:
     one = harvested(talk, run, "h1")
     allocation = run.allocations[one.hello.token]
     one.beat(ready=CONTRACT)
@@ -366,20 +281,13 @@ def test_the_first_step_of_an_allocation_is_noted_once(talk: Talk, run: Run) -> 
     talk.pass_s(5.0)
     settle(run, one)
     talk.pass_s(5.0)
-    one.beat(step=1)
-    assert allocation.active_at == NOW + 5.0
-
-
-def test_a_newcomer_is_told_whether_it_joins_a_training_and_how_far_that_is(talk: Talk, run: Run) -> None:
-    one, two, three = (harvested(talk, run, f"h{number}") for number in range(3))
-    assert [(agent.beat().news.joins, agent.news.step) for agent in (one, two)] == [(False, 0)] * 2
-    one.beat(ready=CONTRACT)
-    assert [agent.beat().news.joins for agent in (one, two)] == [False, True], "the first begins without the second"
-    settle(run, one)
-    one.beat(step=7)
-    assert (three.beat().news.joins, three.news.step) == (True, 7)
-    one.end(None, signal=9)
-    assert [agent.beat().news.joins for agent in (two, three)] == [False, False], "nobody is left: they begin together"
+    allocation.end_at = talk.now + 300.0
+    one.beat(step=7, progress=Progress(epoch=2, reached=(2, 5)))
+    assert (one.news.step, one.news.epoch, one.news.reached, one.news.ends_in_s) == (7, 2, (2, 5), 300.0)
+    assert (one.news.boot, one.news.term) == (1, 0)
+    assert allocation.active_at == NOW + 5.0, "its first step is noted once"
+    one.beat(brief=True, step=8)
+    assert (run.progress[one.node].epoch, run.reached, run.step) == (2, (2, 5), 8), "a brief one tells no progress"
 
 
 @pytest.mark.parametrize(
@@ -388,7 +296,6 @@ def test_a_newcomer_is_told_whether_it_joins_a_training_and_how_far_that_is(talk
         (AllocationKind.HARVEST, NOW + 4000.0, True),
         (AllocationKind.HARVEST, NOW, False),
         (AllocationKind.BASE, NOW + 4000.0, True),
-        (AllocationKind.BASE, NOW, False),
     ],
 )
 def test_a_warning_before_its_time_means_that_slurm_takes_a_node_from_us(
@@ -403,45 +310,6 @@ def test_a_warning_before_its_time_means_that_slurm_takes_a_node_from_us(
     agent.beat(warned=15)
     assert not talk.turn.taken, "the same warning, said again"
     assert len(talk.texts("release")) == 1
-
-
-def absorbing(talk: Talk, run: Run) -> tuple[Played, Played, int]:
-    """One that trains, one with which it is to go on, and the number of that generation, on which they vote."""
-    one, two = (harvested(talk, run, host) for host in ("h1", "h2"))
-    for what in ({"ready": CONTRACT}, {"prepared": 1}, {"generation": 1, "has_state": True}):
-        one.beat(**what)
-    two.beat(ready=CONTRACT)
-    assert run.machine.state.voting is not None
-    return one, two, run.machine.state.voting.change.generation
-
-
-def part(agent: Played, generation: int, node: int = 0) -> Gather:
-    """What an agent says, of itself or of another node."""
-    return Gather(node=node or agent.node, generation=generation, key="k", part=agent.hello.host.encode())
-
-
-def test_parts_of_all_nodes_are_answered_together_and_each_node_speaks_for_itself(talk: Talk, run: Run) -> None:
-    one, two, generation = absorbing(talk, run)
-    two.say(part(two, generation))
-    two.say(part(two, generation, node=one.node))
-    assert not two.all(Gathered)
-    one.say(part(one, generation))
-    answer = Gathered(generation=generation, key="k", parts=(b"h1", b"h2"))
-    assert one.only(Gathered) == two.only(Gathered) == answer
-
-
-def test_members_of_a_committed_generation_can_meet_through_a_head_that_comes_back(talk: Talk, run: Run) -> None:
-    """Scripts that are restarted meet only after the commit."""
-    one, two, generation = absorbing(talk, run)
-    for agent in (one, two):
-        agent.beat(prepared=generation)
-    assert run.root.generation == generation
-    two.say(part(two, generation))
-    talk.book.add(StoredRun(run.spec, run.record, run.roster, run.allocations), run.revision, talk.at)
-    for agent in (one, two):
-        agent.beat().say(part(agent, generation))
-    answer = Gathered(generation=generation, key="k", parts=(b"h1", b"h2"))
-    assert one.only(Gathered) == two.only(Gathered) == answer
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -459,7 +327,9 @@ def test_members_are_told_when_the_run_has_to_be_saved(talk: Talk, run: Run) -> 
         agent.beat(ready=CONTRACT)
     settle(run, one, two)
     talk.pass_s(400.0)
-    assert one.beat().news.checkpoint_in_s == 200.0
+    assert (one.beat().news.checkpoint_in_s, one.news.checkpoints_asked) == (200.0, 0)
+    run.record.checkpoints_asked += 1
+    assert one.beat().news.checkpoints_asked == 1, "somebody asks for one"
     talk.pass_s(100.0)
     for agent in (one, two):
         agent.beat(saved=saved(6, took_s=20.0, generation=run.root.generation))
@@ -472,13 +342,14 @@ def test_each_checkpoint_counts_also_where_an_older_one_goes_for_it(talk: Talk, 
     one = training(talk, run, "h1")[0]
     for number in range(1, 6):
         talk.pass_s(600.0)
-        one.beat(saved=saved(number, took_s=0.0), step=number)
-        assert one.news.checkpoint_in_s == 600.0
-    assert len(run.roster.checkpoints.saved) == 2
+        one.beat(saved=saved(number, took_s=3.0), step=number)
+        assert one.news.checkpoint_in_s == 594.0, "it began 3 s ago, and the next one takes as long"
+    written_at = [known.checkpoint.written_at for known in run.roster.checkpoints.saved]
+    assert sorted(written_at) == [talk.now - 603.0, talk.now - 3.0], "by the head's clock; the node's is far behind"
 
 
-def test_a_checkpoint_that_could_not_be_written_counts_once_and_is_put_off_ever_longer(talk: Talk, run: Run) -> None:
-    agents = training(talk, run, "h1", "h2", "h3")
+def test_a_checkpoint_that_could_not_be_written_is_put_off_ever_longer(talk: Talk, run: Run) -> None:
+    agents = training(talk, run, "h1", "h2")
     talk.pass_s(600.0)
     waits = []
     for step in range(3):
@@ -486,36 +357,10 @@ def test_a_checkpoint_that_could_not_be_written_counts_once_and_is_put_off_ever_
             agent.beat(unsaved=Problem(reason="disk full", generation=1, step=step + 1))
         waits.append(agents[0].beat().news.checkpoint_in_s)
         talk.pass_s(0.5)
-    assert waits == [10.0, 20.0, 40.0]
-    assert talk.texts("checkpoint") == ["disk full"] * 3
-    agents[1].beat(saved=saved(9, took_s=0.0, generation=run.root.generation))
-    assert run.record.saving.failures == 0
-
-
-def test_what_a_node_said_last_of_its_checkpoints_counts_when_it_has_ended(talk: Talk, run: Run) -> None:
-    one, two = training(talk, run, "h1", "h2")
-    talk.pass_s(600.0)
-    assert one.report is not None
-    last = msgspec.structs.replace(one.report, seq=one.report.seq + 1, saved=saved(9, took_s=5.0, generation=2))
-    one.end(None, signal=9, report=last)
-    assert run.record.saving.safe_at == talk.now - 5.0
-    last = msgspec.structs.replace(last, seq=1000, node=two.node, saved=None)
-    two.end(None, signal=9, report=msgspec.structs.replace(last, unsaved=Problem(reason="full", generation=1, step=9)))
-    assert run.record.saving.failures == 1
-
-
-def test_a_checkpoint_is_dated_by_the_heads_clock(talk: Talk, run: Run) -> None:
-    """The node's clock is far behind."""
-    one = training(talk, run, "h1")[0]
-    one.beat(saved=saved(6, took_s=3.0))
-    assert [known.checkpoint.written_at for known in run.roster.checkpoints.saved] == [talk.now - 3.0]
-
-
-def test_somebody_asks_for_a_checkpoint(talk: Talk, run: Run) -> None:
-    one = training(talk, run, "h1")[0]
-    assert one.beat().news.checkpoints_asked == 0
-    run.record.checkpoints_asked += 1
-    assert one.beat().news.checkpoints_asked == 1
+    assert waits == [10.0, 20.0, 40.0], "once for all members"
+    last = agents[0].next_beat(saved=saved(9, took_s=5.0, generation=run.root.generation)).report
+    agents[0].end(None, signal=9, report=last)
+    assert (run.record.saving.failures, run.record.saving.safe_at) == (0, talk.now - 5.0), "its last words count"
 
 
 def test_without_periodic_checkpoints_none_is_ever_due(tmp_path: Path) -> None:
@@ -525,17 +370,6 @@ def test_without_periodic_checkpoints_none_is_ever_due(tmp_path: Path) -> None:
 
 
 # -- it goes ----------------------------------------------------------------------------------------------------------
-
-
-def test_an_allocation_of_several_nodes_lives_on_until_its_last_agent_has_left(talk: Talk, run: Run) -> None:
-    made = hold(talk.turn, run, "h1", "h2", job_id="7")
-    one, two = (talk.play(run, made, host).greet() for host in ("h1", "h2"))
-    one.leave()
-    assert made.live and made.hosts == ["h2"]
-    assert not run.roster.alive(one.node)
-    two.leave(Exit.NO_RESTART)
-    assert not made.live
-    assert (made.left_at, talk.texts("node")[-1]) == (talk.now, f"{made.token} ended: given back as planned")
 
 
 @pytest.mark.parametrize("end_code", [None, Exit.OK])
@@ -578,30 +412,11 @@ def test_the_first_crash_on_a_node_is_made_good_at_once_and_later_ones_after_a_w
         assert wanted() == boot + 1
     texts = talk.texts("restart")
     assert [text.rpartition(" on h1 ")[2] for text in texts] == ["now", "in 2 s", "in 4 s"]
-
-
-def test_a_restart_that_waits_keeps_no_node_that_is_to_go(talk: Talk, run: Run) -> None:
-    agent, other = training(talk, run, "h1", "h2")
+    agent.start_again(4).end(None, signal=9)
     allocation = run.allocations[agent.hello.token]
-    allocation.agents["h1"].restarts = 6
-    agent.end(None, signal=9)
-    settle(run, other)
-    assert allocation.agents["h1"].again_at == talk.now + 64.0
-    assert allocation.end_code is None
+    assert (allocation.agents["h1"].again_at, allocation.end_code) == (talk.now + 8.0, None)
     talk.turn.release_allocation(run, allocation, "somebody waits")
-    assert allocation.end_code == Exit.NO_RESTART
-    assert agent.idle().only(EndAgent).code == Exit.NO_RESTART
-
-
-def test_workers_that_ended_with_a_code_that_others_would_end_with_too_are_not_started_again(
-    talk: Talk, run: Run
-) -> None:
-    agent, other = training(talk, run, "h1", "h2")
-    agent.beat(deserted=True)
-    agent.end(Exit.DATA)
-    settle(run, other)
-    assert run.allocations[agent.hello.token].end_code == Exit.NO_RESTART
-    assert not talk.texts("restart")
+    assert agent.idle().only(EndAgent).code == Exit.NO_RESTART, "a restart that waits keeps no node that is to go"
 
 
 def test_a_stack_of_workers_that_hung_is_kept(talk: Talk, run: Run) -> None:
@@ -627,31 +442,9 @@ def beat_all(talk: Talk, seconds: int, *agents: Played) -> None:
         talk.tick()
 
 
-def test_a_silent_agent_without_workers_keeps_no_allocation(talk: Talk, run: Run) -> None:
-    """Its job may live on behind it for as long as Slurm has granted."""
-    dead, other = training(talk, run, "h1", "h2")
-    allocation = run.allocations[dead.hello.token]
-    dead.end(None, signal=9)
-    settle(run, other)
-    allocation.agents["h1"].again_at = talk.now + 1000.0
-    beat_all(talk, 8, other)
-    assert allocation.live
-    beat_all(talk, 8, other)
-    assert not allocation.live
-    assert talk.texts("node")[-1] == f"{allocation.token} ended: agent on h1 silent for 11 s"
-    assert run.allocations[other.hello.token].live
-
-
-def test_an_agent_with_a_member_is_judged_by_the_membership_alone(talk: Talk, run: Run) -> None:
-    cut_off, other = training(talk, run, "h1", "h2")
-    allocation = run.allocations[cut_off.hello.token]
-    beat_all(talk, int(2 * MEMBERSHIP.head_patience_s), other)
-    assert allocation.live and not allocation.agents["h1"].gone
-    assert run.roster.nodes[cut_off.node].phase is MemberPhase.MEMBER, "nobody waits for it"
-
-
 def test_a_standby_that_is_not_heard_is_waited_for_as_long_as_it_waits_for_a_head(talk: Talk, run: Run) -> None:
-    other = training(talk, run, "h1")[0]
+    """Of a member the membership alone judges, and nobody waits for this one."""
+    other, cut_off = training(talk, run, "h1", "h3")
     standby = harvested(talk, run, "h2")
     allocation = run.allocations[standby.hello.token]
     beat_all(talk, 90, other)
@@ -660,6 +453,8 @@ def test_a_standby_that_is_not_heard_is_waited_for_as_long_as_it_waits_for_a_hea
     beat_all(talk, 20, other)
     assert not allocation.live
     assert not run.roster.nodes[standby.node].proved_gone, "silence proves nothing"
+    assert run.roster.nodes[cut_off.node].phase is MemberPhase.MEMBER
+    assert run.allocations[cut_off.hello.token].hosts == ["h3"]
 
 
 def test_one_that_was_only_silent_is_taken_back(talk: Talk, run: Run) -> None:
@@ -669,7 +464,7 @@ def test_one_that_was_only_silent_is_taken_back(talk: Talk, run: Run) -> None:
     settle(run, two)
     one.end(1)
     beat_all(talk, 12, two)
-    assert made.hosts == ["h2"]
+    assert made.hosts == ["h2"] and made.live
     one.idle()
     assert made.hosts == ["h1", "h2"]
 
@@ -693,10 +488,12 @@ def test_s2_a_head_that_was_away_blames_nobody(talk: Talk, run: Run) -> None:
     assert not allocation.live
 
 
-@pytest.mark.parametrize("is_running", [True, False])
-@pytest.mark.parametrize("job_id", ["local-7", "7"])
+@pytest.mark.parametrize(
+    ("job_id", "workers", "is_running"),
+    [("local-7", (8,), True), ("local-7", (8,), False), ("local-7", (), False), ("7", (8,), True), ("7", (8,), False)],
+)
 def test_an_agent_of_a_local_run_is_gone_when_its_processes_are(
-    talk: Talk, monkeypatch: pytest.MonkeyPatch, is_running: bool, job_id: str
+    talk: Talk, monkeypatch: pytest.MonkeyPatch, job_id: str, workers: tuple[int, ...], is_running: bool
 ) -> None:
     """No Slurm tells of it. Under Slurm the job's id names no process, and its workers have to do."""
     alive = {7, 8} if is_running else set()
@@ -704,7 +501,8 @@ def test_an_agent_of_a_local_run_is_gone_when_its_processes_are(
     run = new_run(talk.book, local=True)
     allocation = talk.book.new_allocation(run, AllocationKind.HARVEST, talk.now)
     agent = talk.play(run, allocation, job_id=job_id).greet()
-    agent.beat(progress=Progress(pids=(8,)))
+    if workers:
+        agent.beat(progress=Progress(pids=workers))
     beat_all(talk, 8)
     assert allocation.live
     beat_all(talk, 8)
@@ -712,55 +510,7 @@ def test_an_agent_of_a_local_run_is_gone_when_its_processes_are(
     assert run.roster.alive(agent.node) is is_running
 
 
-def test_a_local_agent_that_was_killed_before_its_workers_began_is_gone(
-    talk: Talk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fallow.head.deadlines.start_of", lambda pid: None)
-    run = new_run(talk.book, local=True)
-    allocation = talk.book.new_allocation(run, AllocationKind.HARVEST, talk.now)
-    talk.play(run, allocation, job_id="local-7").greet()
-    beat_all(talk, 11)
-    assert not allocation.live
-
-
 # -- the end of a run -------------------------------------------------------------------------------------------------
-
-
-def test_at_the_end_one_allocation_is_elected_and_the_others_end(talk: Talk, run: Run) -> None:
-    base = hold(talk.turn, run, "h1", kind=AllocationKind.BASE, job_id="7")
-    waiting = hold(talk.turn, run, "h9", state=AllocationState.PENDING, job_id="9", sent_by=talk.now)
-    main = harvested(talk, run, "h2")
-    other = talk.play(run, base, "h1").greet()
-    for agent in (main, other):
-        agent.beat(ready=CONTRACT)
-        settle(run, main, other)
-    assert run.roster.members == [main.node, other.node]
-    for agent in (main, other):
-        agent.beat(finish=_finish(run.root.generation))
-    assert not run.ended, "the exit code of the main member is not known"
-    main.end(0)
-    assert run.root.status is RunStatus.FINISHED
-    assert run.record.ended_at == talk.now
-    codes = {agent.hello.host: agent.only(EndAgent).code for agent in (main, other)}
-    assert codes == {"h2": Exit.NO_RESTART, "h1": Exit.OK}, "a base job runs the rest of the batch script"
-    assert [token for _, token, _ in talk.turn.cancels] == [waiting.token]
-    for agent in (main, other):  # said again until it has left
-        assert agent.idle().only(EndAgent).code == codes[agent.hello.host]
-        agent.leave()
-    assert [a.live for a in run.allocations.values()] == [False, True, False]
-
-
-def _finish(generation: int) -> Finish:
-    return Finish(generation=generation, steps=10, digest="d")
-
-
-def test_without_a_base_job_the_main_members_allocation_is_elected(talk: Talk, run: Run) -> None:
-    one, two = training(talk, run, "h1", "h2")
-    assert run.roster.members[0] == one.node
-    for agent in (two, one):
-        agent.beat(finish=_finish(run.root.generation))
-    one.end(0)
-    assert [agent.only(EndAgent).code for agent in (one, two)] == [Exit.OK, Exit.NO_RESTART]
 
 
 def test_a_failed_run_ends_everywhere_and_the_rest_of_the_script_hears_so(talk: Talk, run: Run) -> None:
@@ -768,66 +518,18 @@ def test_a_failed_run_ends_everywhere_and_the_rest_of_the_script_hears_so(talk: 
     for agent in (one, two):
         agent.beat(fault=Fault(code=1, message="ValueError: bad", signature="same", traceback="Traceback: bad"))
     assert run.root.status is RunStatus.FAILED
-    ends = {agent.hello.host: agent.beat().only(EndAgent) for agent in (one, two)}
-    assert sorted(end.code for end in ends.values()) == [Exit.SOFTWARE, Exit.NO_RESTART]
-    assert all("Traceback: bad" in end.reason and "ValueError: bad" in end.reason for end in ends.values())
+    ends = [agent.beat().only(EndAgent) for agent in (one, two)]
+    assert [end.code for end in ends] == [Exit.SOFTWARE, Exit.NO_RESTART], "the main member's goes on with its script"
+    assert all("Traceback: bad" in end.reason and "ValueError: bad" in end.reason for end in ends)
 
 
 def test_nobody_is_elected_when_a_run_is_cancelled(talk: Talk, run: Run) -> None:
     agents = training(talk, run, "h1", "h2")
     talk.turn.apply(run, ev.Cancel(at=talk.at, reason="by hand"))
     assert [agent.beat().only(EndAgent).code for agent in agents] == [Exit.NO_RESTART] * 2
-
-
-def test_agents_of_an_ended_run_that_fell_silent_are_forgotten(talk: Talk, run: Run) -> None:
-    agents = training(talk, run, "h1", "h2")
-    talk.turn.apply(run, ev.Cancel(at=talk.at, reason="by hand"))
     agents[0].leave()
     talk.tick(11.0)
-    assert not run.live_allocations()
-
-
-def test_a_base_job_that_the_run_has_let_go_of_ends(talk: Talk, run: Run) -> None:
-    """Its worker is gone for good, and others go on without it: no base job lives on behind a run."""
-    base = hold(talk.turn, run, "h1", kind=AllocationKind.BASE, job_id="7")
-    one, other = talk.play(run, base, "h1").greet(), harvested(talk, run, "h2")
-    for agent in (one, other):
-        agent.beat(ready=CONTRACT)
-        settle(run, one, other)
-    one.end(Exit.CONFIG)
-    settle(run, other)
-    for _ in range(3):
-        assert one.idle().only(EndAgent).code == Exit.NO_RESTART
-    assert base.asked_at is not None
-    one.leave(Exit.NO_RESTART)
-    assert not base.live
-    assert run.root.status is RunStatus.TRAINING
+    assert not run.live_allocations(), "who falls silent then is forgotten"
 
 
 # -- what is written --------------------------------------------------------------------------------------------------
-
-
-def test_what_all_members_say_at_once_is_written_down_once(talk: Talk, run: Run) -> None:
-    one, two = (harvested(talk, run, host) for host in ("h1", "h2"))
-
-    def writes(agent: Played, **what: Any) -> bool:
-        agent.beat(**what)
-        return run.id in talk.turn.dirty
-
-    assert run.spec.min_nodes == 1
-    assert writes(one, ready=CONTRACT), "a generation has its number"
-    assert writes(two, ready=CONTRACT)
-    assert writes(one, prepared=1), "all have voted"
-    assert writes(one, generation=1, has_state=True)
-    assert run.machine.state.voting is not None
-    assert not writes(one, step=5)
-    assert not writes(one, prepared=2)
-    assert writes(two, prepared=2)
-    assert writes(two, generation=2, has_state=True), "it is entered"
-    assert not writes(two, step=6)
-    assert writes(one, generation=2, step=6), "the change is complete"
-    assert [report.kind for report in run.generations] == [ChangeKind.START, ChangeKind.ABSORB]
-    assert [report.members for report in run.generations] == [["n0"], ["n0", "n1"]]
-    assert not writes(one, step=7)
-    talk.tick(0.25)
-    assert run.id not in talk.turn.dirty

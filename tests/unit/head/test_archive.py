@@ -46,14 +46,12 @@ async def test_what_the_head_does_at_each_poll_and_tick_does_not_grow_with_runs_
     ended.root.status = RunStatus.FINISHED
     base.end_code = Exit.OK
     site.book.end_allocation(ended, base, "its agents are gone")
-    for _ in range(4):
-        await site.poll(KEEP_S)
+    await site.poll(KEEP_S, times=4)
     assert ended.id in site.book.current, "its batch script goes on"
     site.slurm.end(script, "COMPLETED")
     await site.poll()
     assert ended.id in site.book.current and base.counted
-    for _ in range(4):
-        await site.poll(KEEP_S)
+    await site.poll(KEEP_S, times=4)
     assert set(site.book.current) == {other.id} and len(site.book.runs) == 3
     ended.record = ended.spec = ended.machine = Untouchable()  # type: ignore[assignment]
     other.root.status = RunStatus.WAITING

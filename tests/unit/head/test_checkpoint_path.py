@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from fallow.config import Checkpoint, Config, load_config
+from fallow.config import Checkpoint, Config
 from fallow.core.protocol.agents import Setup
 from fallow.head.loop.turn import Turn
 from fallow.head.peers import checkpoints
 from fallow.head.state.book import Book, RunRecord, StoredRun
-from fallow.model import AllocationKind, Exit, FallowError
+from fallow.model import AllocationKind, FallowError
 from runs import new_book, new_run
 from talk import Talk
 
@@ -54,11 +54,3 @@ def test_a_place_that_cannot_be_used_refuses_the_run_and_names_the_setting(tmp_p
         new_run(known)
     assert not known.runs
     assert not known.paths.run("r-000000").root.exists()
-
-
-def test_the_path_is_absolute(tmp_path: Path) -> None:
-    environ = {"XDG_CONFIG_HOME": str(tmp_path)}
-    assert load_config({**environ, "FALLOW_CHECKPOINT__PATH": "/scratch/me"}).checkpoint.path == "/scratch/me"
-    with pytest.raises(FallowError, match="path") as caught:
-        load_config({**environ, "FALLOW_CHECKPOINT__PATH": "scratch"})
-    assert caught.value.code is Exit.CONFIG

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from fallow.core.allocations import Allocation
+from builders import NOW, allocation, cluster, node, partition
 from fallow.core.kinds import Kind
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.core.submission.reserved import within
 from fallow.head.slurm.demands import kind_of
-from fallow.model import (
-    AllocationKind,
-    AllocationState,
-    ClusterState,
-    NodeInfo,
-    PartitionInfo,
-    ReservationInfo,
-    RunSpec,
-)
+from fallow.model import ReservationInfo, RunSpec
 from planning import actions, planned
-
-NOW = 1_000_000.0
 
 
 def spec(*options: str) -> RunSpec:
@@ -32,7 +22,7 @@ def test_the_options_of_the_submission_say_which_nodes_are_of_use() -> None:
     assert kind_of(spec(), []) == Kind()
     wanted = kind_of(spec("--constraint=ib&v100", "--gres=gpu:v100:2", "--account=a"), [])
     assert wanted == Kind(gpus=2, part_gpus=1, gpu_type="v100", constraint="ib&v100")
-    home = NodeInfo(node="n1", state="ALLOCATED", arch="aarch64")
+    home = node("n1", "ALLOCATED", arch="aarch64")
     assert kind_of(spec("--gpus-per-node=4"), [home]) == Kind(arch="aarch64", gpus=4, part_gpus=1)
 
 
@@ -46,10 +36,9 @@ def test_what_a_script_asks_for_on_a_node_bounds_what_is_asked_for_of_shared_nod
 
 
 def test_the_nodes_of_a_reservation_are_for_runs_that_name_it() -> None:
-    nodes = [NodeInfo(node="n1", state="IDLE", flags=["RESERVED"]), NodeInfo(node="n2", state="IDLE")]
     mine = ReservationInfo(reservation="mine", nodes=["n1"], start_at=NOW - 60.0, end_at=NOW + 3600.0)
-    partition = PartitionInfo(partition="p", nodes=["n1", "n2"], preempt_mode="REQUEUE")
-    state = ClusterState(at=NOW, nodes=nodes, jobs=[], partitions=[partition], reservations=[mine])
+    open_to_all = partition("p", ["n1", "n2"], preempt_mode="REQUEUE")
+    state = cluster([node("n1", "IDLE", "RESERVED"), node("n2")], partitions=[open_to_all], reservations=[mine])
     inside, outside = kind_of(spec("--reservation=mine"), []), kind_of(spec(), [])
     demands = [Demand("in", 3, kind=inside), Demand("out", 3, kind=outside)]
     asked = actions(within(state, ["mine"]), demands, [], HarvestRules(max_pending=8))
@@ -59,8 +48,7 @@ def test_the_nodes_of_a_reservation_are_for_runs_that_name_it() -> None:
     (first, _) = (wish for wish in asked if isinstance(wish, Ask))
     assert "n1" not in first.exclude
     # Nobody has to leave it because it has begun.
-    held = Allocation(token="h", run="in", kind=AllocationKind.HARVEST, public_key="k", nodes=["n1"])
-    held.state = AllocationState.RUNNING
+    held = allocation("h", run="in", partition="", nodes=["n1"])
     assert planned(within(state, ["mine"]), demands, [held], HarvestRules()).give_backs == ()
     assert [each.token for each in planned(state, demands, [held], HarvestRules()).give_backs] == ["h"]
     later = replace(state, reservations=[replace(mine, start_at=NOW + 3600.0, end_at=NOW + 7200.0)])

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from fake_slurm import FakeJob, FakeSlurm
-from fallow.core.accounting.duds import DUDS, ROUNDS, Duds, came, ended, put_off_s
+from fallow.core.accounting.duds import ROUNDS, Duds, came, ended
 from fallow.core.membership.failures import BAR_S
 from fallow.core.protocol.agents import Hello
 from fallow.head.api.views import run_view
@@ -48,7 +48,7 @@ async def poll(site: Site, nodes: Nodes) -> None:
     await site.poll()
     turn, agents = site.turn(), Agents()
     for a in nodes.run.live_allocations():
-        if a.state is AllocationState.RUNNING and not a.agents and a.nodes and a.nodes[0] not in _black(site):
+        if a.state is AllocationState.RUNNING and not a.agents and a.nodes and a.nodes[0] not in _holes(site).black:
             host = a.nodes[0]
             hello = Hello(host=host, token=a.token, version="0", job_id=a.job_id or "", boot=1, slots=1, entry=host)
             agents.hear(turn, agent_peer(a, host), hello, turn.at)
@@ -58,20 +58,15 @@ async def poll(site: Site, nodes: Nodes) -> None:
     nodes.settle(turn)
 
 
-def _black(site: Site) -> frozenset[str]:
+def _holes(site: Site) -> Holes:
     assert isinstance(site.slurm, Holes)
-    return site.slurm.black
-
-
-def _died(site: Site) -> list[str]:
-    assert isinstance(site.slurm, Holes)
-    return site.slurm.died
+    return site.slurm
 
 
 @pytest.mark.parametrize("others_come", [True, False])
 async def test_a_node_that_swallows_jobs_is_barred_though_others_work(site: Site, others_come: bool) -> None:
     """Up to 2,880 jobs a day died there, for the agents of other nodes had the head forget."""
-    site.slurm.black = frozenset({"n13"})  # type: ignore[attr-defined]
+    _holes(site).black = frozenset({"n13"})
     run = site.run(nodes=20)
     nodes = Nodes(run, CONTRACT_OF_MANY)
     for each in range(100):
@@ -79,7 +74,7 @@ async def test_a_node_that_swallows_jobs_is_barred_though_others_work(site: Site
         good = [a for a in run.live_allocations() if a.agents]
         if others_come and each % 2 and good:
             site.slurm.end(site.slurm.jobs[good[0].job_id or ""], "PREEMPTED")
-    assert _died(site) == ["n13", "n13"], "within 50 minutes"
+    assert _holes(site).died == ["n13", "n13"], "within 50 minutes"
     assert "2 jobs in a row came to nothing there" in run.barred["n13"]
     assert not run.record.paused and len(run.live_allocations()) >= 18
     assert run.roster.failures.bars["n13"].until <= site.slurm.now + BAR_S
@@ -87,14 +82,14 @@ async def test_a_node_that_swallows_jobs_is_barred_though_others_work(site: Site
 
 async def test_a_script_that_works_nowhere_is_tried_alone_and_then_paused(site: Site) -> None:
     """20 jobs died at once every 10 minutes, for ever."""
-    site.slurm.black = frozenset(f"n{i}" for i in range(1, 21))  # type: ignore[attr-defined]
+    _holes(site).black = frozenset(f"n{i}" for i in range(1, 21))
     run, per_poll = site.run(nodes=20), []
     nodes = Nodes(run, CONTRACT_OF_MANY)
     for _ in range(400):
-        before = len(_died(site))
+        before = len(_holes(site).died)
         await poll(site, nodes)
-        per_poll.append(len(_died(site)) - before)
-    assert len(_died(site)) == 20 + ROUNDS, "all that were idle, and then one at a time"
+        per_poll.append(len(_holes(site).died) - before)
+    assert len(_holes(site).died) == 20 + ROUNDS, "all that were idle, and then one at a time"
     assert max(per_poll[per_poll.index(20) + 1 :] if 20 in per_poll else per_poll[5:]) == 1
     message = run_view(run, site.slurm.now, site.slurm.now).message
     assert f"fallow resume {run.id}" in message and "before an agent of it had come to the head" in message
@@ -102,7 +97,7 @@ async def test_a_script_that_works_nowhere_is_tried_alone_and_then_paused(site: 
     run.record = msgspec.msgpack.decode(msgspec.msgpack.encode(run.record), type=RunRecord)
     await poll(site, nodes)
     assert not run.live_allocations(), "also with another head"
-    site.slurm.black = frozenset()  # type: ignore[attr-defined]
+    _holes(site).black = frozenset()
     site.harvest.asking.resume(site.turn(), run)
     for _ in range(4):
         await poll(site, nodes)
@@ -122,10 +117,3 @@ def test_what_is_the_nodes_own_does_not_count_against_the_run() -> None:
     came(duds, "b")
     assert (duds.in_a_row, dud("b")) == (0, False), "b began anew"
     assert dud("b"), "agents of other nodes do not matter"
-
-
-def test_waits_get_longer_until_nothing_is_asked_for() -> None:
-    duds = Duds()
-    assert put_off_s(duds, DUDS - 1, 30.0) == 0.0
-    waits = [put_off_s(duds, DUDS, 30.0) for _ in range(ROUNDS + 1)]
-    assert waits == [60.0, 120.0, 240.0, 480.0, 600.0, None]

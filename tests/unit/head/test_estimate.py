@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from fallow.core.allocations import Allocation
+from builders import cluster, node, partition, request
 from fallow.core.planning.rules import HarvestRules, Known
 from fallow.head.slurm.estimate import estimate
-from fallow.model import (
-    AllocationKind,
-    AllocationState,
-    ClusterState,
-    NodeInfo,
-    PartitionInfo,
-    RunSpec,
-)
-
-NOW = 1_000_000.0
+from fallow.model import ClusterState, RunSpec
 
 
-def cluster(nodes: int, mode: str = "REQUEUE") -> ClusterState:
+def idle(nodes: int, mode: str = "REQUEUE") -> ClusterState:
     names = [f"n{i}" for i in range(1, nodes + 1)]
-    partition = PartitionInfo(partition="scavenge", nodes=names, preempt_mode=mode, max_time_s=7200.0)
-    infos = [NodeInfo(node=name, state="IDLE", partitions=["scavenge"]) for name in names]
-    return ClusterState(at=NOW, nodes=infos, jobs=[], partitions=[partition])
+    partitions = [partition("p", names, preempt_mode=mode, max_time_s=7200.0)]
+    return cluster([node(name) for name in names], partitions=partitions)
 
 
 def spec(**more: object) -> RunSpec:
@@ -29,38 +19,24 @@ def spec(**more: object) -> RunSpec:
 
 
 def test_a_run_that_does_not_exist_yet_is_planned_for() -> None:
-    idle = cluster(6)
-    found = estimate(idle, spec(), HarvestRules(max_pending=4), [], Known(), by_head=True)
+    found = estimate(idle(6), spec(), HarvestRules(max_pending=4), [], Known(), by_head=True)
     assert (found.idle_nodes, found.nodes, found.notes) == (6, 7, [])
     assert sum(one.nodes for one in found.asks) == 4
-    assert {one.partition for one in found.asks} == {"scavenge"}
+    assert {one.partition for one in found.asks} == {"p"}
     assert all(60 < one.minutes <= 120 for one in found.asks)
     # What is asked for already takes its part.
-    others = [
-        Allocation(
-            token="t",
-            run="other",
-            kind=AllocationKind.HARVEST,
-            public_key="k",
-            state=AllocationState.PENDING,
-            partition="scavenge",
-            requested_at=NOW,
-        )
-    ]
-    assert estimate(idle, spec(), HarvestRules(max_pending=4), others, Known(), by_head=True).nodes == 6
-    poor = estimate(idle, spec(budget_node_hours=3.0), HarvestRules(), [], Known(), by_head=False)
-    assert sum(one.nodes * one.minutes for one in poor.asks) <= 180
-    assert len(poor.asks) > 0
+    others = [request("t", run="other")]
+    assert estimate(idle(6), spec(), HarvestRules(max_pending=4), others, Known(), by_head=True).nodes == 6
+    poor = estimate(idle(6), spec(budget_node_hours=3.0), HarvestRules(), [], Known(), by_head=False)
+    assert 0 < sum(one.nodes * one.minutes for one in poor.asks) <= 180
 
 
 def test_why_nothing_would_be_harvested_is_said() -> None:
-    state = cluster(1, "OFF")
+    state = idle(1, "OFF")
     found = estimate(state, spec(), HarvestRules(), [], Known(), by_head=False)
     assert found.asks == []
-    assert found.notes == [
-        "nothing may be harvested in any partition: it is down, not open to your groups, or nobody would preempt "
-        "harvest jobs there and [harvest] allow_without_preemption is off"
-    ]
+    (note,) = found.notes
+    assert note.startswith("nothing may be harvested in any partition: it is down, not open to your groups, or ")
     named = estimate(state, spec(harvest_partitions=["gone"]), HarvestRules(), [], Known(), by_head=False)
     assert named.notes[0] == "there is no partition gone"
     assert estimate(state, spec(max_nodes=1), HarvestRules(), [], Known(), by_head=False).notes == []

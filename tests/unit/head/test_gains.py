@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from builders import job, node, partition
 from fallow.config import Config
 from fallow.config import Harvest as HarvestSection
 from fallow.core.accounting.backoff import Asker
@@ -33,10 +34,7 @@ from fallow.model import (
     ClusterConfig,
     ClusterState,
     FallowError,
-    JobInfo,
     JobRequest,
-    NodeInfo,
-    PartitionInfo,
     RunStatus,
 )
 
@@ -85,8 +83,8 @@ class Desk:
             self.nodes[run.id].step(turn, step, pace_s=pace_s)
             dirty = dirty or run.id in turn.dirty
             turn = self.turn()
-            for node in members:
-                throughput.heard(turn, run, node)
+            for member in members:
+                throughput.heard(turn, run, member)
             dirty = dirty or run.id in turn.dirty
         return step, dirty
 
@@ -96,9 +94,9 @@ def desk(tmp_path: Path) -> Desk:
     return Desk(tmp_path)
 
 
-def test_steady_training_is_measured_and_written_down(desk: Desk) -> None:
+def test_steady_training_is_measured_and_written_down_and_what_happens_around_a_change_is_not(desk: Desk) -> None:
     run = desk.run("a", members=2)
-    _, dirty = desk.train(run, 80.0, 0.4)
+    step, dirty = desk.train(run, 80.0, 0.4)
     assert dirty
     seen = run.record.curve.seen
     assert list(seen) == [2]
@@ -107,16 +105,11 @@ def test_steady_training_is_measured_and_written_down(desk: Desk) -> None:
     assert run.record.curve.shard_s == pytest.approx(0.1)  # eight of them
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(run.record), type=RunRecord)
     assert again.curve == run.record.curve
-
-
-def test_what_happens_around_a_change_is_not_measured(desk: Desk) -> None:
-    run = desk.run("a", members=2)
-    step, _ = desk.train(run, 10.0, 0.4)
     desk.place(run, next(iter(run.allocations.values())), ["n2", "n3"], step)
     desk.at += 100.0  # a long pause
     desk.train(run, 40.0, 0.25, begin=step)
-    assert list(run.record.curve.seen) == [4]
-    assert run.record.curve.seen[4].step_s == pytest.approx(0.25, rel=0.05)
+    assert list(seen) == [2, 4]
+    assert (seen[2], seen[4].step_s) == (again.curve.seen[2], pytest.approx(0.25, rel=0.05))
 
 
 def test_nodes_that_share_a_machine_teach_nothing(desk: Desk) -> None:
@@ -126,22 +119,6 @@ def test_nodes_that_share_a_machine_teach_nothing(desk: Desk) -> None:
     desk.place(run, base, ["n0", "n1"], entry="10.0.0.1")
     desk.train(run, 60.0, 0.4)
     assert run.record.curve.seen == {}
-
-
-def test_a_new_run_of_the_same_script_begins_with_what_the_last_one_knew(desk: Desk) -> None:
-    before = desk.run("a", members=4)
-    desk.train(before, 120.0, 0.4)
-    before.root.status = RunStatus.FINISHED
-    fresh = desk.run("a2")
-    other = desk.run("b", script=SCRIPT + "# another\n")
-    found = gains(desk.book.runs.values(), NOW + desk.at, 30.0)
-    assert set(found) == {fresh.id, other.id}
-    assert found[fresh.id].measured == {4}
-    assert dict(found[fresh.id].speeds)[4] == pytest.approx(2.5, rel=0.1)
-    assert not found[other.id].known
-    changed = desk.run("a3", members=1, shards=16)
-    found = gains(desk.book.runs.values(), NOW + desk.at, 30.0)
-    assert found[changed.id].measured == set(), "the same script with another model is another thing"
 
 
 def weight_of(gain: Gain) -> float:
@@ -208,37 +185,11 @@ def test_a_run_shows_its_curve_and_how_it_stands_to_its_deadline(desk: Desk) -> 
     assert late.schedule is not None
     assert late.schedule.behind
     assert late.worth.values[8] > 2 * run.gain.worth.values[8], "it is urgent"
-
-
-def test_a_run_without_nodes_has_done_what_it_has_done(desk: Desk) -> None:
-    """Its nodes are gone; nodes of normal priority are not bought for steps that are finished."""
-    run = desk.run("a", members=2, deadline_at=NOW + 1000.0)
-    step, _ = desk.train(run, 100.0, 0.4)
-    for node in list(run.roster.members):
-        desk.nodes[run.id].end(desk.turn(), node, None)
-    assert not run.roster.present()
-    found = gains(desk.book.runs.values(), NOW + desk.at, 30.0)[run.id].schedule
-    assert found is not None
-    assert found.ahead_s == pytest.approx(1000.0 * step / 1000 - 100.0, abs=1.0)
-    assert not found.behind
-
-
-def test_a_status_that_no_run_has_any_more_counts_none(desk: Desk) -> None:
-    metrics = Metrics(None)
-    metrics._served = True
-    runs = [desk.run("a"), desk.run("b")]
-
-    def numbers() -> dict[str, float]:
-        metrics.update(desk.book)
-        (family,) = metrics._runs.collect()
-        return {sample.labels["status"]: sample.value for sample in family.samples if sample.value}
-
-    assert numbers() == {"waiting": 2}
-    runs[0].root.status = RunStatus.CANCELLED
-    desk.book.rest(runs[0])
-    assert numbers() == {"waiting": 1, "cancelled": 1}
-    runs[1].root.status = RunStatus.TRAINING
-    assert numbers() == {"training": 1, "cancelled": 1}
+    for member in list(run.roster.members):
+        desk.nodes[run.id].end(desk.turn(), member, None)
+    alone = gains(desk.book.runs.values(), NOW + desk.at, 30.0)[run.id].schedule
+    assert alone is not None and not run.roster.present()
+    assert (alone.ahead_s, alone.behind) == (view.ahead_s, False), "what is done is done: no nodes are bought for it"
 
 
 def test_each_pause_is_counted_once(desk: Desk) -> None:
@@ -266,15 +217,15 @@ class Slurm:
     def poll(self) -> Turn:
         self.desk.at += 30.0
         turn = self.desk.turn()
-        nodes = [NodeInfo(node=n, state="IDLE", partitions=["scavenge", "normal"]) for n in self.nodes]
-        idle = PartitionInfo(partition="scavenge", nodes=self.nodes, preempt_mode="REQUEUE")
-        normal = PartitionInfo(partition="normal", nodes=self.nodes, default=True, priority_tier=10)
+        nodes = [node(n, partitions=["scavenge", "normal"]) for n in self.nodes]
+        idle = partition("scavenge", self.nodes, preempt_mode="REQUEUE")
+        normal = partition("normal", self.nodes, default=True, priority_tier=10)
         jobs = [
-            JobInfo(
-                job_id=a.job_id,
+            job(
+                a.job_id,
+                a.state.name,
                 name=a.token,
                 user="me",
-                state="RUNNING" if a.state is AllocationState.RUNNING else "PENDING",
                 partition=a.partition,
                 nodes=a.nodes,
                 start_at=a.start_at,
@@ -303,23 +254,6 @@ def base(desk: Desk, run: Run, job: str = "1") -> Allocation:
     allocation.start_at, allocation.end_at, allocation.nodes = NOW, NOW + 7200.0, [f"b{job}"]
     allocation.agents = {f"b{job}": agent for agent in allocation.agents.values()}
     return allocation
-
-
-def test_idle_nodes_go_where_measured_gain_is_and_status_tells(desk: Desk) -> None:
-    slurm = Slurm(desk, 6)
-    small, large = desk.run("small", members=1, shards=2), desk.run("large", members=1, shards=64)
-    for number, run in enumerate((small, large)):
-        base(desk, run, str(number + 1))
-        desk.train(run, 40.0, 0.4)
-    turn = slurm.poll()
-    asked = [run for run, _ in turn.submissions]
-    assert (asked.count(small.id), asked.count(large.id)) == (1, 5), "all that are idle"
-    views = {run.id: run_view(run, desk.at, NOW + desk.at) for run in (small, large)}
-    assert views[small.id].target == 1, "two shards are for two members"
-    assert views[large.id].target == 5
-    assert [one.nodes for one in views[small.id].speeds] == [1, 2]
-    again = slurm.poll()
-    assert again.submissions == again.cancels == []
 
 
 def test_a_run_behind_its_deadline_gets_nodes_of_normal_priority_and_returns_them_when_ahead(desk: Desk) -> None:
@@ -374,32 +308,23 @@ def test_nodes_of_normal_priority_count_under_the_caps(
 
 
 def test_a_run_that_was_shrunk_by_hand_gets_no_more_nodes_of_normal_priority_than_that(desk: Desk) -> None:
-    slurm = Slurm(desk, 0)
-    run = desk.run("a", members=1, deadline_at=NOW + 1000.0)
-    base(desk, run)
-    desk.train(run, 100.0, 4.0)
-    run.root.limit = 3
-    asked = [token for _, token in slurm.poll().submissions]
-    assert len(asked) == 2
-    run.root.limit = 2
-    assert len(slurm.poll().cancels) == 1, "that is one too many by now"
-    assert [run.allocations[token].asked_at is None for token in asked].count(True) == 1
-    assert slurm.poll().submissions == []
-
-
-def test_nodes_of_normal_priority_are_asked_for_as_long_as_the_base_job_was_granted(desk: Desk) -> None:
-    """Its end may be nearer: it is being preempted, or the budget is used up."""
+    """For as long as the base job was granted, whose end may be nearer: it is preempted, or the budget is used up."""
     slurm = Slurm(desk, 0)
     run = desk.run("a", members=1, deadline_at=NOW + 20_000.0)
     assert run.root.contract is not None
     run.root.contract, held = msgspec.structs.replace(run.root.contract, total_steps=10_000), base(desk, run)
     held.limit_s, held.end_at = 7200.0, NOW + 600.0
     desk.train(run, 100.0, 4.0)
-    turn = slurm.poll()
-    assert {run.allocations[token].minutes for _, token in turn.submissions} == {120}
+    run.root.limit = 3
+    asked = [token for _, token in slurm.poll().submissions]
+    assert [run.allocations[token].minutes for token in asked] == [120, 120]
+    run.root.limit = 2
+    assert len(slurm.poll().cancels) == 1, "that is one too many by now"
+    assert [run.allocations[token].asked_at is None for token in asked].count(True) == 1
+    assert slurm.poll().submissions == []
 
 
-def test_deadlines_are_days_times_and_weekdays() -> None:
+def test_deadlines_are_days_times_and_weekdays_and_weights_positive_numbers() -> None:
     now = datetime(2026, 11, 25, 12, 0).timestamp()  # a Wednesday
     for text, end in [
         ("2026-11-27", datetime(2026, 11, 28)),
@@ -413,11 +338,9 @@ def test_deadlines_are_days_times_and_weekdays() -> None:
     for wrong in ("soon", "2026-13-01", "2026-11-27T25:00", "", "2026-11-24"):
         with pytest.raises(FallowError):
             deadline_at(wrong, now)
-
-
-def test_weight_and_deadline_in_the_script() -> None:
-    script = parse_script("#!/bin/sh\n#FALLOW weight=2.5 deadline=friday-18:00\nfallow run -- true\n", "s.sh")
-    assert script.settings == {"weight": "2.5", "deadline": "friday-18:00"}
-    for wrong in ("weight=0", "weight=inf", "weight=x", "deadline=never", "deadline=2026-02-30"):
+    script = "#!/bin/sh\n#FALLOW {}\nfallow run -- true\n"
+    settings = {"weight": "2.5", "deadline": "friday-18:00"}
+    assert parse_script(script.format("weight=2.5 deadline=friday-18:00"), "s.sh").settings == settings
+    for wrong in ("weight=0", "weight=inf", "weight=x", "deadline=never"):
         with pytest.raises(FallowError, match=wrong.partition("=")[0]):
-            parse_script(f"#!/bin/sh\n#FALLOW {wrong}\ntrue\n", "s.sh")
+            parse_script(script.format(wrong), "s.sh")

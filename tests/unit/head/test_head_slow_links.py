@@ -68,13 +68,6 @@ def test_a_base_node_is_named_once_and_stays(turn: Turn, nodes: Nodes) -> None:
     assert run_view(nodes.run, turn.at, turn.now).message == ""
 
 
-def test_a_run_is_never_made_smaller_than_it_may_be(turn: Turn, nodes: Nodes) -> None:
-    nodes.run.root.minimum = len(HOSTS)
-    go_on(turn, nodes, slow=2, seconds=150)
-    assert leaving(nodes) == [""]
-    assert "h2's link holds the run up" in run_view(nodes.run, turn.at, turn.now).message
-
-
 def test_two_nodes_behind_one_name_are_not_judged(turn: Turn, nodes: Nodes) -> None:
     """Which connection leads to which node cannot be told."""
     nodes.run.roster.nodes[4].host = "h2"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fallow.core.membership.messages import Report
 from fallow.core.protocol.agents import Beat, FromAgent, Left
 from fallow.head.app import HEARD_AT_ONCE, Head
-from fallow.head.loop.inbox import TOGETHER, Heard, Inbox, Item, Tick
+from fallow.head.loop.inbox import Heard, Inbox, Tick
 
 
 def beat(step: int) -> Beat:
@@ -21,58 +21,6 @@ def beat(step: int) -> Beat:
 
 def heard(peer: str, message: FromAgent | None = None) -> Heard:
     return Heard(peer, message or Beat(), 0.0)
-
-
-def test_messages_that_wait_are_taken_together_and_nothing_changes_its_place() -> None:
-    inbox = Inbox()
-    messages = [heard(f"peer {number}") for number in range(TOGETHER + 3)]
-    first, second = Tick(), Tick()
-    for item in (*messages, first, second, messages[0]):
-        inbox.put_nowait(item)
-
-    async def all_of_them() -> list[list[Item]]:
-        return [await inbox.take() for _ in range(4)]
-
-    assert asyncio.run(all_of_them()) == [messages[:TOGETHER], messages[TOGETHER:], [first], [second]]
-    assert inbox.empty(), "the second beat of the first peer has taken the place of its first"
-
-
-def test_a_tick_comes_after_all_that_waits_at_its_turn_and_before_all_that_comes_later() -> None:
-    """It judges who is silent. However much comes, it is put off once only: deadlines count most in a full inbox."""
-    inbox = Inbox()
-    waiting = [heard(f"peer {number}") for number in range(2 * TOGETHER)]
-    inbox.put_nowait(Tick())
-    for message in waiting:
-        inbox.put_nowait(message)
-
-    async def with_more_after_each() -> list[list[Item]]:
-        taken = []
-        for number in range(4):
-            taken.append(await inbox.take())
-            inbox.put_nowait(heard(f"later {number}"))
-        return taken
-
-    taken = asyncio.run(with_more_after_each())
-    assert taken[:3] == [waiting[:TOGETHER], waiting[TOGETHER:], [Tick()]]
-    assert taken[3] == [heard(f"later {number}") for number in range(3)]
-
-
-async def test_an_item_is_taken_as_soon_as_it_comes() -> None:
-    inbox = Inbox()
-    waiting = asyncio.create_task(inbox.take())
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    inbox.put_nowait(Tick())
-    assert await asyncio.wait_for(waiting, 10) == [Tick()]
-
-
-def test_a_head_that_falls_behind_hears_how_things_stand_and_keeps_one_beat_of_each() -> None:
-    inbox = Inbox()
-    for step in range(10_000):
-        for peer in ("a", "b"):
-            inbox.put_nowait(heard(peer, beat(step)))
-    assert [inbox.get_nowait() for _ in range(2)] == [heard("a", beat(9999)), heard("b", beat(9999))]
-    assert inbox.empty()
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.booleans()) | st.none()))

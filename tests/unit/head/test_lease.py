@@ -70,13 +70,6 @@ def test_a_head_that_lives_on_another_host_is_noticed_and_named(world: World) ->
     assert world.may_act(first)
 
 
-def test_a_head_of_the_same_place_is_refused_at_once_while_its_process_lives(world: World) -> None:
-    world.lease("login1").acquire()
-    with pytest.raises(FallowError, match="another head"):
-        world.lease("login1").acquire()
-    assert world.now == 0.0
-
-
 def test_a_head_of_the_same_place_that_was_killed_is_not_waited_for(world: World) -> None:
     code = (
         "import sys; from pathlib import Path; from fallow.files import Paths;"
@@ -90,14 +83,6 @@ def test_a_head_of_the_same_place_that_was_killed_is_not_waited_for(world: World
     assert world.now == 0.0
 
 
-def test_a_head_that_ended_well_leaves_the_folder_free(world: World) -> None:
-    first = world.lease("login1")
-    first.acquire()
-    first.release()
-    world.lease("login2").acquire()
-    assert world.now == 0.0
-
-
 def test_who_watches_takes_over_as_soon_as_the_folder_is_given_up(world: World) -> None:
     first = world.lease("login1")
     first.acquire()
@@ -106,23 +91,6 @@ def test_who_watches_takes_over_as_soon_as_the_folder_is_given_up(world: World) 
     second.acquire()
     assert world.now < BEAT_S
     assert world.may_act(second)
-
-
-def test_who_watches_sees_another_one_come_when_the_folder_is_given_up(world: World) -> None:
-    for place in ("login1", "login2"):  # of the second one the number is higher than the third one's will be
-        first = world.lease(place)
-        first.acquire()
-    third = world.lease("login3")
-
-    def pass_on() -> None:
-        world.beside = lambda: None
-        first.release()
-        third.acquire()
-
-    world.beside = pass_on
-    with pytest.raises(FallowError, match="another head"):
-        world.lease("login4").acquire()
-    assert world.may_act(third)
 
 
 def test_of_a_dead_host_the_folder_is_taken_over_after_a_watch(world: World) -> None:
@@ -149,15 +117,6 @@ def test_a_head_that_stood_still_does_nothing_more_and_ends(world: World) -> Non
     assert world.may_act(second), "who was replaced takes nothing away"
 
 
-def test_a_head_that_stood_still_and_was_not_replaced_goes_on(world: World) -> None:
-    first = world.lease("login1")
-    first.acquire()
-    world.now += 3600.0
-    assert not world.may_act(first)
-    first.renew()
-    assert world.may_act(first)
-
-
 def test_of_two_that_take_over_at_once_one_stays(world: World) -> None:
     world.lease("login1").acquire()
     second, third = world.lease("login2"), world.lease("login3")
@@ -171,23 +130,6 @@ def test_of_two_that_take_over_at_once_one_stays(world: World) -> None:
     with pytest.raises(FallowError, match="another head"):
         second.acquire()
     assert world.may_act(third)
-
-
-def test_a_head_whose_folder_hung_while_it_counted_up_goes_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = world.lease("login1")
-    first.acquire()
-    write = os.pwrite
-
-    def hang(*args: Any) -> int:
-        world.now += 10 * VALID_S
-        return write(*args)
-
-    monkeypatch.setattr(os, "pwrite", hang)
-    first.renew()
-    assert not world.may_act(first)
-    monkeypatch.undo()
-    first.renew()
-    assert world.may_act(first)
 
 
 def test_a_head_whose_folder_hung_until_it_was_replaced_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

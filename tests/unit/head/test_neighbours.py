@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from builders import cluster as poll_of
+from builders import job, node, runs, waits
 from fallow.config import Config, Slurm
 from fallow.config import Harvest as HarvestSection
 from fallow.core.allocations import Agent, Allocation
@@ -23,18 +26,7 @@ from fallow.head.slurm.jobs import take_in
 from fallow.head.slurm.neighbours import DELAYS, END_S, LEAVE_S, Neighbours, give_back, hurry
 from fallow.head.slurm.orphans import sweep
 from fallow.head.state.book import Book, Run
-from fallow.model import (
-    AllocationKind,
-    AllocationState,
-    ClusterConfig,
-    ClusterState,
-    DelayReport,
-    JobInfo,
-    NodeInfo,
-    PartitionInfo,
-    RunSpec,
-    RunStatus,
-)
+from fallow.model import AllocationKind, AllocationState, ClusterConfig, ClusterState, DelayReport, RunSpec, RunStatus
 
 from runs import NOW, new_book  # isort: skip
 
@@ -64,27 +56,9 @@ def turn(book: Book, now: float = NOW) -> Turn:
 
 
 def cluster(run: Run, waiting: bool, at: float = NOW) -> ClusterState:
-    jobs = [
-        JobInfo(job_id="7", name=a.token, user="me", state="RUNNING", partition="p", nodes=["n1"])
-        for a in run.live_allocations()
-    ]
-    if waiting:
-        other = JobInfo(
-            job_id="9", name="x", user="al", state="PENDING", partition="p", reason="Resources", submit_at=at
-        )
-        jobs.append(other)
-    partitions = [PartitionInfo(partition="p", nodes=["n1"])]
-    return ClusterState(at=at, nodes=[NodeInfo(node="n1", state="ALLOCATED")], jobs=jobs, partitions=partitions)
-
-
-def test_polls_are_close_while_we_hold_what_nobody_takes_from_us(book: Book, run: Run) -> None:
-    neighbours = Neighbours(CONFIG)
-    neighbours.polled(turn(book), cluster(run, False), SITE)
-    assert neighbours.interval_s(book) == 30.0
-    allocation = held(book, run)
-    assert neighbours.interval_s(book) == 5.0
-    allocation.state = AllocationState.ENDED
-    assert neighbours.interval_s(book) == 30.0
+    jobs = [runs("7", ["n1"], name=a.token, user="me", exclusive=False) for a in run.live_allocations()]
+    others = [waits(exclusive=False, submit_at=at)] if waiting else []
+    return poll_of([node("n1", "ALLOCATED")], [*jobs, *others], at=at)
 
 
 def test_polls_come_soon_once_slurm_has_taken_a_node_from_us(book: Book, run: Run) -> None:
@@ -98,19 +72,6 @@ def test_polls_come_soon_once_slurm_has_taken_a_node_from_us(book: Book, run: Ru
         found.append(harvest.next_poll_s(book))
     assert found == [5.0, 5.0, 30.0, 30.0], "one poll was under way"
     assert harvest.interval_s(book) == 30.0, "what is asked for does not change by that"
-
-
-def test_where_slurm_would_take_no_request_none_is_made_though_it_preempts(book: Book) -> None:
-    big = PartitionInfo(partition="big", nodes=["n1"], preempt_mode="REQUEUE", min_nodes=2)
-    plain = PartitionInfo(partition="plain", nodes=["n1"], min_nodes=2)
-    state = ClusterState(at=NOW, nodes=[NodeInfo(node="n1", state="IDLE")], jobs=[], partitions=[big, plain])
-    why = "its jobs have 2 nodes at least, a request has one"
-    for names, refused in ([], {"big": why}), (["big"], {"big": why}), (["other"], {}):
-        neighbours, now = Neighbours(Config(harvest=HarvestSection(partitions=names))), turn(book)
-        neighbours.polled(now, state, SITE)
-        assert neighbours.refused == refused, "nobody wants to harvest where nothing preempts"
-        told = [record.text for record in now.records if record.text.startswith("partition")]
-        assert told == [f"partition {name} is not harvested: {why}" for name in refused]
 
 
 def test_after_an_outage_polls_come_soon_while_we_hold_what_nobody_takes_from_us(book: Book, run: Run) -> None:
@@ -127,31 +88,6 @@ def test_after_an_outage_polls_come_soon_while_we_hold_what_nobody_takes_from_us
     assert after(0, 400.0) == 50.0
 
 
-def test_what_has_not_left_in_time_is_ended(book: Book, run: Run) -> None:
-    allocation = held(book, run)
-    standing = Neighbours(CONFIG).polled(turn(book), cluster(run, True), SITE)
-    (wish,) = standing.give_backs
-    assert (wish.token, wish.urgent) == (allocation.token, True)
-    now = turn(book)
-    give_back(now, run, allocation, wish.reason)
-    assert allocation.state is AllocationState.RELEASING
-    assert not now.cancels
-    early = turn(book, NOW + LEAVE_S - 0.1)
-    hurry(early, run, allocation)
-    assert not early.messages
-    late = turn(book, NOW + LEAVE_S)
-    hurry(late, run, allocation)
-    ((_, message),) = late.messages
-    assert isinstance(message, EndAgent)
-    assert message.kill_after_s == 0.0
-    last = turn(book, NOW + LEAVE_S + END_S)
-    hurry(last, run, allocation)
-    assert last.cancels == [(run.id, allocation.token, "7")]
-    after = turn(book, NOW + 60)
-    hurry(after, run, allocation)
-    assert not after.cancels
-
-
 def test_a_node_that_was_being_left_anyway_has_to_hurry_once_somebody_waits(book: Book, run: Run) -> None:
     """At 60 s a step, members that leave at the boundary would keep a node for a minute."""
     allocation, neighbours = held(book, run), Neighbours(CONFIG)
@@ -160,12 +96,17 @@ def test_a_node_that_was_being_left_anyway_has_to_hurry_once_somebody_waits(book
         (wish,) = neighbours.polled(turn(book, NOW + later), cluster(run, True, NOW + later), SITE).give_backs
         give_back(turn(book, NOW + later), run, allocation, wish.reason)
     assert (allocation.wanted_at, allocation.gone_by) == (NOW, NOW + LEAVE_S), "from when somebody was first seen"
-    ended, last = turn(book, NOW + LEAVE_S), turn(book, NOW + LEAVE_S + END_S)
+    early, ended, last = (turn(book, NOW + s) for s in (LEAVE_S - 0.1, LEAVE_S, LEAVE_S + END_S))
+    hurry(early, run, allocation)
+    assert not early.messages
     hurry(ended, run, allocation)
     assert [message.kill_after_s for _, message in ended.messages if isinstance(message, EndAgent)] == [0.0]
     assert not ended.cancels
     hurry(last, run, allocation)
     assert last.cancels == [(run.id, allocation.token, "7")]
+    idle = held(book, run, agents=False)
+    give_back(last, run, idle, "somebody waits")
+    assert last.cancels[1:] == [(run.id, idle.token, "7")], "its script has not come far: at once"
 
 
 def test_the_nodes_of_a_run_that_is_over_have_to_hurry_too(book: Book, run: Run) -> None:
@@ -198,94 +139,47 @@ def test_what_is_over_for_us_and_not_for_slurm_is_cancelled_soon_if_somebody_wai
     assert prompt.cancels == [(run.id, allocation.token, "7")]
 
 
-@pytest.mark.parametrize(
-    ("state", "is_cancelled"),
-    [
-        *((state, True) for state in ("PENDING", "RUNNING", "SUSPENDED", "CONFIGURING", "STOPPED", "RESIZING")),
-        *((state, True) for state in ("REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "SIGNALING")),
-        *((state, False) for state in ("COMPLETING", "STAGE_OUT", "COMPLETED", "CANCELLED", "TIMEOUT", "REVOKED")),
-    ],
-)
-def test_an_orphan_is_cancelled_in_whatever_state_it_lives(
-    book: Book, run: Run, state: str, is_cancelled: bool
-) -> None:
+def test_an_orphan_is_cancelled_in_whatever_state_it_lives(book: Book, run: Run) -> None:
     allocation = held(book, run)
-    shown = cluster(run, True)
     book.end_allocation(run, allocation, "its agents are gone")
-    jobs = [msgspec.structs.replace(job, state=state) if job.job_id == "7" else job for job in shown.jobs]
-    now = turn(book)
-    sweep(now, msgspec.structs.replace(shown, jobs=jobs))
-    assert now.cancels == ([(run.id, allocation.token, "7")] if is_cancelled else [])
+    living = "PENDING RUNNING SUSPENDED CONFIGURING STOPPED RESIZING REQUEUED REQUEUE_HOLD SPECIAL_EXIT SIGNALING"
+    over = "COMPLETING STAGE_OUT COMPLETED CANCELLED TIMEOUT REVOKED"
+    for state in f"{living} RESV_DEL_HOLD {over}".split():
+        allocation.asked_at, now = None, turn(book)
+        sweep(now, poll_of([], [job("7", state, name=allocation.token, user="me")]))
+        assert now.cancels == ([] if state in over.split() else [(run.id, allocation.token, "7")]), state
 
 
-def test_the_rest_of_a_batch_script_is_not_about_to_leave(book: Book, run: Run) -> None:
-    base = book.new_allocation(run, AllocationKind.BASE, NOW - 60)
-    base.state, base.job_id, base.nodes = AllocationState.RUNNING, "7", ["n1"]
-    shown = cluster(run, True)
-    assert Neighbours(CONFIG).polled(turn(book), shown, SITE).delayed_jobs == {}
-    book.end_allocation(run, base, "its agents are gone")
-    assert Neighbours(CONFIG).polled(turn(book), shown, SITE).delayed_jobs == {}
-
-
-def test_a_node_whose_script_has_not_come_far_is_cancelled_at_once(book: Book, run: Run) -> None:
-    allocation = held(book, run, agents=False)
-    now = turn(book)
-    give_back(now, run, allocation, "somebody waits")
-    assert now.cancels == [(run.id, allocation.token, "7")]
-
-
-def test_a_job_of_ours_is_found_by_its_name_or_its_comment(book: Book, run: Run) -> None:
-    named, base = held(book, run), book.new_allocation(run, AllocationKind.BASE, NOW)
-    jobs = [
-        JobInfo(job_id="7", name=named.token, user="me", state="RUNNING", partition="p", nodes=["n1"], end_at=NOW + 9),
-        JobInfo(job_id="8", name="mine", user="me", state="PENDING", partition="p", comment=f"note {base.token}"),
-    ]
-    take_in(turn(book), ClusterState(at=NOW, nodes=[], jobs=jobs, partitions=[]), 30.0)
-    assert (named.end_at, base.job_id, base.state) == (NOW + 9, "8", AllocationState.PENDING)
-
-
-@pytest.mark.parametrize("comment", ["", "project x", "{token};project=x"])
-def test_a_base_job_whose_comment_is_another_by_now_is_found_by_its_number(book: Book, run: Run, comment: str) -> None:
-    """A site's job_submit plugin writes comments of its own, or its owner has changed it."""
+@pytest.mark.parametrize("known", ["to the head", "in a file", "by its comment", "to nobody"])
+def test_a_base_job_is_found_by_its_number_or_its_comment(book: Book, run: Run, known: str) -> None:
+    """A site's job_submit plugin writes comments of its own. The head may have been away while it was submitted."""
     base = book.new_allocation(run, AllocationKind.BASE, NOW, sent_by=NOW + 90.0)
-    submissions.submitted(turn(book, NOW + 1.5), run, base.token, "8")
+    comment = f"note {base.token}" if known == "by its comment" else f"{base.token};project=x"
 
-    def poll(at: float, state: str, submit_at: float, **more: object) -> None:
-        text = comment.format(token=base.token)
-        known = {"job_id": "8", "name": "mine", "user": "me", "partition": "p", "comment": text, **more}
-        jobs = [JobInfo(state=state, submit_at=submit_at, **known)]  # type: ignore[arg-type]
-        seen, state_of_all = turn(book, at), ClusterState(at=at, nodes=[], jobs=jobs, partitions=[])
-        take_in(seen, state_of_all, 30.0)
+    def poll(at: float, state: str, submit_at: float = NOW + 1.0, **more: Any) -> None:
+        shown = job("8", state, **{"name": "mine", "user": "me", "submit_at": submit_at, "comment": comment, **more})
+        take_in(turn(book, at), poll_of([], [shown], at=at), 30.0)
 
-    for _ in range(3):
-        # A number that was given away again, and one whose comment says whose it is.
-        poll(NOW + 5.0, "PENDING", NOW + 30.0)
-        poll(NOW + 5.0, "PENDING", NOW + 1.0, comment="fallow-s-b1-0a1b2c")
-    assert base.submit_at is None
-    poll(NOW + 10.0, "PENDING", NOW + 1.0, reason="Resources")
-    assert (base.state, base.reason, base.submit_at) == (AllocationState.PENDING, "Resources", NOW + 1.0)
-    for at in (60.0, 65.0, 70.0):
-        poll(NOW + at, "RUNNING", NOW + 1.0, nodes=["n1"], start_at=NOW + 50.0)
-    assert (base.state, base.nodes, base.spans["8"].start_at) == (AllocationState.RUNNING, ["n1"], NOW + 50.0)
-    assert not run.ended
-
-
-@pytest.mark.parametrize("word", ['{"job_id": "8"}', "", None])
-def test_a_base_job_that_a_head_was_not_told_of_is_found_by_the_number_that_was_left_for_it(
-    book: Book, run: Run, word: str | None
-) -> None:
-    """The head was away while it was submitted, and the site's job_submit plugin has written a comment of its own."""
-    base = book.new_allocation(run, AllocationKind.BASE, NOW, sent_by=NOW + 90.0)
-    if word is not None:
-        write_private(book.paths.run(run.id).base_job(base.token), word.encode())
+    if known == "to the head":
+        submissions.submitted(turn(book, NOW + 1.5), run, base.token, "8")
+        for _ in range(3):
+            # A number that was given away again, and one whose comment says whose it is.
+            poll(NOW + 5.0, "PENDING", NOW + 30.0)
+            poll(NOW + 5.0, "PENDING", comment="fallow-s-b1-0a1b2c")
+        assert base.submit_at is None
+    elif known != "by its comment":
+        word = b'{"job_id": "8"}' if known == "in a file" else b""
+        write_private(book.paths.run(run.id).base_job(base.token), word)
     for at in (120.0, 125.0, 130.0):
-        job = JobInfo(job_id="8", name="mine", user="me", state="PENDING", partition="p", submit_at=NOW + 1.0)
-        take_in(turn(book, NOW + at), ClusterState(at=NOW + at, nodes=[], jobs=[job], partitions=[]), 30.0)
-    known = (base.job_id, base.state, base.submit_at, run.ended)
-    if word:
-        assert known == ("8", AllocationState.PENDING, NOW + 1.0, False)
-    else:
-        assert known == (None, AllocationState.LOST, None, True), "nothing tells it from any other job"
+        poll(NOW + at, "PENDING", reason="Resources")
+    if known == "to nobody":
+        assert (base.job_id, base.state, run.ended) == (None, AllocationState.LOST, True), "it may be any other job"
+        return
+    assert (base.job_id, base.state, base.submit_at) == ("8", AllocationState.PENDING, NOW + 1.0)
+    for at in (160.0, 165.0, 170.0):
+        poll(NOW + at, "RUNNING", nodes=["n1"], start_at=NOW + 150.0)
+    assert (base.state, base.nodes, base.spans["8"].start_at) == (AllocationState.RUNNING, ["n1"], NOW + 150.0)
+    assert not run.ended
 
 
 def test_delays_are_told_and_kept(book: Book, run: Run) -> None:
@@ -329,11 +223,11 @@ def test_a_base_job_that_slurm_shows_after_it_was_lost_is_cancelled(
     if whose == "theirs, given up":
         run.root.status = RunStatus.CANCELLED
     own = {"name": base.token} if base.renewed else {"name": "mine", "comment": base.token if marked else "x"}
-    job = JobInfo(job_id="8", user="me", state="RUNNING", partition="p", nodes=["n1"], submit_at=NOW, **own)  # type: ignore[arg-type]
+    lost = job("8", "RUNNING", nodes=["n1"], submit_at=NOW, **{"user": "me", **own})
     seen = []
     for at in (95.0, 100.0, 126.0):
         shown = cluster(run, True, NOW + at)
-        shown.jobs.append(job)
+        shown.jobs.append(lost)
         found = Neighbours(CONFIG).polled(turn(book), shown, SITE)
         assert (found.delayed_jobs != {}) == base.renewed, "its owner may hold nodes for as long as they like"
         seen.append(turn(book, NOW + at))
@@ -344,13 +238,10 @@ def test_a_base_job_that_slurm_shows_after_it_was_lost_is_cancelled(
     assert {kind for kind, _ in told} == {"orphan"}
 
 
-@pytest.mark.parametrize(
-    ("select_type", "whole"),
-    [("select/linear", True), ("select/cons_tres", False), ("select/cons_res", False), ("", True)],
-)
-def test_nodes_are_shared_or_not_for_us_as_for_others(select_type: str, whole: bool) -> None:
-    site = msgspec.structs.replace(SITE, select_type=select_type)
-    assert (site_rules(site).whole_nodes, site_rules(None).whole_nodes) == (whole, True)
+def test_nodes_are_shared_or_not_for_us_as_for_others() -> None:
+    for select_type, whole in (("select/linear", True), ("select/cons_tres", False), ("", True)):
+        assert site_rules(msgspec.structs.replace(SITE, select_type=select_type)).whole_nodes is whole
+    assert site_rules(None).whole_nodes
 
 
 def test_refusals_are_told_once(book: Book, run: Run) -> None:

@@ -35,7 +35,7 @@ from fallow.model import (
     Source,
 )
 
-from runs import NOW  # isort: skip
+from runs import NOW, new_run  # isort: skip
 from slurm_side import Desk  # isort: skip
 
 
@@ -44,33 +44,27 @@ def desk(tmp_path: Path) -> Desk:
     return Desk(tmp_path)
 
 
-def test_a_name_means_the_run_that_has_not_ended(tmp_path: Path) -> None:
+def test_a_run_is_called_by_its_name_the_beginning_of_its_id_or_one_of_its_jobs(desk: Desk) -> None:
     """Somebody who submits a script again, after it was refused or had ended, goes on calling it by its name."""
-    desk = Desk(tmp_path)
+    assert desk.book.get(desk.hold(AllocationKind.BASE).job_id) is desk.run
     desk.do("cancel")
     assert desk.book.get("train") is desk.run
-    again = desk.book.create(RunSpec(run="", name="train", min_nodes=1, max_nodes=4), 0.0, NOW)
-    assert desk.book.get("train") is again
-    desk.book.create(RunSpec(run="", name="train", min_nodes=1, max_nodes=4), 0.0, NOW)
-    with pytest.raises(FallowError, match="3 runs") as refused:
-        desk.book.get("train")
-    assert refused.value.code is Exit.USAGE
-
-
-def test_a_run_is_called_by_the_beginning_of_its_id_or_by_one_of_its_jobs(desk: Desk) -> None:
-    base = desk.hold(AllocationKind.BASE)
-    other = desk.book.create(RunSpec(run="", name="trainer", min_nodes=1, max_nodes=4), 0.0, NOW)
-    assert desk.book.get(base.job_id) is desk.run
-    assert desk.book.get(other.id[:-1]) is other
+    again = new_run(desk.book, name="train")
+    assert desk.book.get("train") is again, "that has not ended"
+    other = new_run(desk.book, name="trainer")
     assert desk.book.get("traine") is other
-    with pytest.raises(FallowError, match="2 runs"):
-        desk.book.get("trai")
-    with pytest.raises(FallowError, match="no such run"):
-        desk.book.get("")
+    new_run(desk.book, name="train")
+    for name, words in (("train", "3 runs"), ("tra", "4 runs"), ("", "no such run")):
+        with pytest.raises(FallowError, match=words):
+            desk.book.get(name)
 
 
 def test_pause_gives_harvested_nodes_back_and_asks_for_none(desk: Desk) -> None:
-    base = desk.hold(AllocationKind.BASE)
+    base = desk.hold(AllocationKind.BASE, AllocationState.RELEASING)
+    assert demand(desk.run, {}, NOW, asks=True).nodes == 3, "none in the place of a base job that comes again"
+    desk.run.held_back = "the budget does not allow for it"
+    assert demand(desk.run, {}, NOW, asks=True).nodes == 4
+    base.state, base.nodes, desk.run.held_back = AllocationState.RUNNING, ["n1"], ""
     running, pending = desk.hold(), desk.hold(state=AllocationState.PENDING)
     unknown = desk.hold(state=AllocationState.UNKNOWN, sent_by=NOW)
     queued = desk.hold(state=AllocationState.UNKNOWN)
@@ -88,32 +82,22 @@ def test_pause_gives_harvested_nodes_back_and_asks_for_none(desk: Desk) -> None:
     base.state = AllocationState.ENDED
     assert desk.poll().submissions == []
     assert run_view(desk.run, 0.0, NOW).paused == "paused by hand"
+    # Another head keeps to it until somebody resumes the run.
+    desk.run.record = msgspec.msgpack.decode(msgspec.msgpack.encode(desk.run.record), type=RunRecord)
+    for allocation in (base, running, pending, unknown):
+        desk.book.end_allocation(desk.run, allocation, "over")
+    desk.run.record.base_wanted = False
+    assert desk.poll().submissions == []
+    assert [record.kind for record in desk.do("resume").records] == ["resume"]
+    assert len(desk.poll().submissions) == 4
 
 
-def test_nothing_is_asked_for_in_the_place_of_a_base_job_that_comes_again(desk: Desk) -> None:
-    base = desk.hold(AllocationKind.BASE, AllocationState.RELEASING)
-
-    def wanted() -> int:
-        return demand(desk.run, {}, NOW, asks=True).nodes
-
-    assert wanted() == 3
-    desk.run.held_back = "the budget does not allow for it"
-    assert wanted() == 4
-    desk.run.held_back, desk.run.record.base_wanted = "", False
-    assert wanted() == 4
-    desk.run.record.base_wanted, base.kind = True, AllocationKind.HARVEST
-    assert wanted() == 4
-
-
-def test_a_run_whose_script_is_restarted_wants_holes_in_which_that_pays(desk: Desk) -> None:
+def test_a_run_whose_script_is_restarted_takes_what_that_pays_for_and_says_why_a_newcomer_waits(desk: Desk) -> None:
     usual = demand(desk.run, {}, NOW, asks=True)
-    desk.train("n1", restarts=True)
-    wanted = demand(desk.run, {}, NOW, asks=True)
-    assert wanted.min_minutes > EVERY_S / 60 > usual.min_minutes
-
-
-def test_why_a_newcomer_of_such_a_run_waits_is_shown(desk: Desk) -> None:
     desk.train("h1", restarts=True)
+    assert demand(desk.run, {}, NOW, asks=True).min_minutes > EVERY_S / 60 > usual.min_minutes
+    with pytest.raises(FallowError, match="the script alone decides"):
+        desk.do("checkpoint")
     turn = desk.turn()
     desk.nodes.ready(turn, desk.nodes.come(turn, desk.hold(), "h2"))
     desk.nodes.pass_s(turn, 60)
@@ -138,31 +122,19 @@ def test_a_users_own_base_job_is_given_up_only_once_its_sbatch_must_have_ended(d
     )
 
 
-def test_a_base_job_that_slurm_took_and_forgot_was_not_cancelled(desk: Desk) -> None:
-    """slurmctld died before it had written it down."""
-    base = desk.hold(AllocationKind.BASE, AllocationState.PENDING, sent_by=NOW)
-    for _ in range(3):
-        desk.poll()
-    assert (base.state, desk.run.root.status) == (AllocationState.LOST, RunStatus.FAILED)
-    assert desk.run.root.message == f"Slurm took job {base.job_id} and has forgotten it; submit it again"
-
-
-def test_a_run_that_has_trained_asks_again_for_a_base_job_that_slurm_forgot(desk: Desk) -> None:
-    desk.run.root.next_id = 3
-    base = desk.hold(AllocationKind.BASE, AllocationState.PENDING, sent_by=NOW, renewed=True, limit_s=600.0)
-    asked = [again for _ in range(3) for again in desk.poll().submissions]
-    assert desk.run.record.base_wanted
-    kinds = [desk.run.allocations[token].kind for _, token in asked]
-    assert (base.state, kinds.count(AllocationKind.BASE)) == (AllocationState.LOST, 1)
-
-
-def test_a_base_job_that_a_poll_has_shown_was_cancelled_when_none_shows_it_any_more(desk: Desk) -> None:
-    base = desk.hold(AllocationKind.BASE, AllocationState.PENDING, sent_by=NOW)
-    desk.poll(desk.job(base, "PENDING", submit_at=NOW))
-    for _ in range(3):
-        desk.poll()
-    assert (base.state, desk.run.root.status) == (AllocationState.ENDED, RunStatus.CANCELLED)
-    assert not desk.run.record.base_wanted
+@pytest.mark.parametrize("has_trained", [True, False])
+def test_a_base_job_that_slurm_took_and_forgot_was_not_cancelled(desk: Desk, has_trained: bool) -> None:
+    """slurmctld died before it had written it down. A run that has trained asks for it again."""
+    desk.run.root.next_id = 3 if has_trained else 1
+    renewed = {"renewed": True, "limit_s": 600.0} if has_trained else {}
+    base = desk.hold(AllocationKind.BASE, AllocationState.PENDING, sent_by=NOW, **renewed)
+    asked = [desk.run.allocations[token].kind for _ in range(3) for _, token in desk.poll().submissions]
+    assert (base.state, asked.count(AllocationKind.BASE)) == (AllocationState.LOST, has_trained)
+    if has_trained:
+        assert desk.run.record.base_wanted
+    else:
+        forgotten = f"Slurm took job {base.job_id} and has forgotten it; submit it again"
+        assert (desk.run.root.status, desk.run.root.message) == (RunStatus.FAILED, forgotten)
 
 
 def test_a_new_head_gives_up_what_the_one_before_had_not_submitted(desk: Desk) -> None:
@@ -202,6 +174,9 @@ def test_a_drained_node_is_not_asked_for_again_until_the_run_is_resumed(desk: De
     unknown = desk.hold(state=AllocationState.UNKNOWN, sent_by=NOW)
     elsewhere = desk.hold(state=AllocationState.PENDING)
     elsewhere.pinned = "n2"
+    with pytest.raises(FallowError, match="holds no node n3"):
+        desk.do("drain", nodes=["n1", "n3"])
+    assert (held.state, desk.run.record.drained) == (AllocationState.RUNNING, [])
     turn = desk.do("drain", nodes=["n1"])
     assert held.state is AllocationState.RELEASING
     assert waiting.job_id in [job for _, _, job in turn.cancels], "Slurm could start it on the drained node"
@@ -221,22 +196,6 @@ def test_a_drained_node_is_not_asked_for_again_until_the_run_is_resumed(desk: De
     assert excluded(desk, desk.poll()) == [set()] * 4
 
 
-def test_nothing_is_drained_when_a_node_is_not_the_runs(desk: Desk) -> None:
-    held = desk.hold()
-    with pytest.raises(FallowError, match="holds no node n3"):
-        desk.do("drain", nodes=["n1", "n3"])
-    assert (held.state, desk.run.record.drained) == (AllocationState.RUNNING, [])
-
-
-def test_a_pause_survives_the_head_and_ends_with_resume(desk: Desk) -> None:
-    desk.do("pause")
-    desk.run.record = msgspec.msgpack.decode(msgspec.msgpack.encode(desk.run.record), type=RunRecord)
-    assert desk.poll().submissions == []
-    turn = desk.do("resume")
-    assert [record.kind for record in turn.records] == ["resume"]
-    assert len(desk.poll().submissions) == 4
-
-
 def test_resume_ends_an_automatic_pause(desk: Desk) -> None:
     for each in range(3):
         assert desk.run.record.paused == ""
@@ -246,17 +205,11 @@ def test_resume_ends_an_automatic_pause(desk: Desk) -> None:
             desk.harvest.refused(desk.turn(), desk.run, allocation.token, "Invalid feature specification")
         desk.at += FIRST_S * 2**each
     assert "Invalid feature specification" in run_view(desk.run, 0.0, NOW).message
-    assert desk.poll().submissions == []
-    desk.do("resume")
-    assert len(desk.poll().submissions) == 4
-    assert desk.run.record.refusals == {}
-
-
-def test_resume_does_not_wait_for_a_back_off(desk: Desk) -> None:
     desk.run.record.fruitless.in_a_row = 5
     assert desk.poll().submissions == []
     desk.do("resume")
-    assert len(desk.poll(after_s=0.5).submissions) == 4
+    assert len(desk.poll(after_s=0.5).submissions) == 4, "nor does it wait for a back-off"
+    assert desk.run.record.refusals == {}
 
 
 def test_shrink_and_grow_move_how_many_nodes_are_asked_for(desk: Desk) -> None:
@@ -306,12 +259,6 @@ def test_a_checkpoint_by_hand_is_asked_for_until_all_have_heard(desk: Desk) -> N
         assert (desk.run.record.checkpoints_asked, turn.dirty) == (asked, {desk.run.id})
 
 
-def test_a_script_that_is_restarted_writes_no_checkpoint_by_hand(desk: Desk) -> None:
-    desk.train("h1", restarts=True)
-    with pytest.raises(FallowError, match="the script alone decides"):
-        desk.do("checkpoint")
-
-
 def test_a_run_goes_back_to_a_usable_checkpoint_only(desk: Desk) -> None:
     (node,) = desk.train("h1")
     turn = desk.turn()
@@ -330,9 +277,7 @@ def test_a_run_goes_back_to_a_usable_checkpoint_only(desk: Desk) -> None:
     [
         ((), "pause", "nobody", Exit.NOINPUT, "run nobody: no such run; `fallow status` lists them"),
         ((), "pause", "one\ntwo\x1b[2J", Exit.NOINPUT, r"run 'one\ntwo\x1b[2J': no such run; "),
-        ((), "resume", "train", Exit.USAGE, "it is not paused"),
         (("pause",), "pause", "train", Exit.USAGE, "it is paused already; to go on: fallow resume train-"),
-        (("cancel",), "pause", "train", Exit.USAGE, "it is cancelled"),
         (("pause", "resume"), "resume", "train", Exit.USAGE, "it is not paused"),
         (("pause", "cancel"), "resume", "train", Exit.USAGE, "it is cancelled"),
     ],
@@ -367,21 +312,6 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing_behind(
     assert set(desk.run.allocations) == allocations
     monkeypatch.undo()
     assert desk.poll(desk.job(next(iter(desk.run.allocations.values())))).submissions
-
-
-def test_no_more_is_asked_for_than_the_budget_has(tmp_path: Path) -> None:
-    # Two hours at most each: the third would not fit.
-    desk = Desk(tmp_path, budget_node_hours=4.5)
-    turn = desk.poll()
-    asked = [desk.run.allocations[token] for _, token in turn.submissions]
-    assert sum(a.minutes or 0 for a in asked) == 270
-    assert len(asked) == 3
-    # Nobody knows what became of them: they stay booked.
-    for allocation in asked:
-        desk.harvest.unknown(turn, desk.run, allocation.token, "timed out")
-    assert desk.poll(after_s=20.0).submissions == []
-    # They never came: the budget is free again.
-    assert len(desk.poll(after_s=200.0).submissions) == 3
 
 
 def test_an_extended_job_goes_before_it_exceeds_the_budget(tmp_path: Path) -> None:
@@ -440,6 +370,8 @@ def test_accounts_of_a_run_are_kept_when_its_jobs_are_forgotten(desk: Desk) -> N
     desk.do("pause")
     desk.poll(after_s=10_000.0)
     assert desk.run.allocations == {}
+    desk.run.spec = msgspec.structs.replace(desk.run.spec, budget_node_hours=1.0)
+    assert left_s(desk.run, NOW) == 3600.0 - 70.0, "nor does a budget forget"
     for by, key in (("run", desk.run.id), ("project", "-"), ("day", "1970-01-12")):
         row, total = accounts.rows([desk.run], by, None, Usage(node_hour={"*": 36.0}), NOW + 20_000)
         assert (row.key, row.jobs, row.useless_jobs) == (key, 1, 0)
@@ -450,19 +382,6 @@ def test_accounts_of_a_run_are_kept_when_its_jobs_are_forgotten(desk: Desk) -> N
         assert total.allocated.cost == pytest.approx(0.7)
         assert (total.allocated.node_s, total.allocated.gpu_s) == (70.0, 280.0)
     assert accounts.rows([desk.run], "run", "1970-01-13", Usage(), NOW)[:-1] == []
-
-
-def test_the_budget_remembers_what_is_no_longer_kept(tmp_path: Path) -> None:
-    desk = Desk(tmp_path, budget_node_hours=1.0)
-    allocation = desk.hold(minutes=30)
-    desk.do("pause")
-    desk.poll(desk.job(allocation, limit_s=1800.0))
-    allocation.agents["n1"].gone = True
-    desk.book.end_allocation(desk.run, allocation, "drained by hand")
-    desk.poll(msgspec.structs.replace(desk.job(allocation), state="CANCELLED", end_at=NOW + 600.0))
-    desk.poll(after_s=5000.0)
-    assert desk.run.allocations == {}
-    assert left_s(desk.run, NOW) == 3000.0
 
 
 def test_pauses_and_discarded_steps_are_taken_off_once(desk: Desk) -> None:

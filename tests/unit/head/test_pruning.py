@@ -84,23 +84,15 @@ def test_the_head_removes_logs_and_ledgers_of_outdated_runs_one_at_a_time(desk: 
     assert len(desk.book.runs) == 4, "records stay, for checkpoints are left"
 
 
-def test_the_head_removes_all_of_outdated_runs_without_checkpoints(desk: Desk) -> None:
-    old, older = desk.run(40.0), desk.run(50.0)
-    young, going = desk.run(20.0), desk.run(None)
-    first, second, third = desk.tick(), desk.tick(), desk.tick()
-    assert (first.forgotten, second.forgotten, third.forgotten) == ([older], [old], [])
-    assert desk.removed(first) == {older.id, f"{older.id}/checkpoints"}
-    assert set(desk.book.runs) == {young.id, going.id}
-    assert [record.kind for record in first.records] == ["prune"]
-
-
 def test_a_run_goes_once_its_last_checkpoint_is_gone(desk: Desk) -> None:
     run = desk.run(40.0, checkpoint=True)
     desk.run(1.0)
     assert desk.tick().dirty == {run.id}
     (desk.book.paths.run(run.id).checkpoints / "step-1").rmdir()
     desk.at = EVERY_S
-    assert desk.tick().forgotten == [run]
+    turn = desk.tick()
+    assert (turn.forgotten, desk.removed(turn)) == ([run], {run.id, f"{run.id}/checkpoints"})
+    assert run.id not in desk.book.runs and [record.kind for record in turn.records] == ["prune"]
 
 
 def test_a_run_stays_while_nobody_can_look_for_its_checkpoints(desk: Desk, tmp_path: Path) -> None:
@@ -142,34 +134,21 @@ def test_without_a_report_ledgers_stay(desk: Desk, monkeypatch: pytest.MonkeyPat
     assert not run.record.pruned
 
 
-def test_a_run_with_checkpoints_keeps_them_and_its_record(desk: Desk) -> None:
+def test_by_hand_checkpoints_go_only_if_that_is_asked_for(desk: Desk) -> None:
     run = desk.run(40.0, checkpoint=True)
     turn = Turn(desk.book, 0.0, NOW)
+    assert [one.run for one in desk.pruning.prune(turn, keep=0, dry_run=True)] == [run.id]
+    assert (turn.removals, turn.changing, run.record.pruned) == ([], False, False)
     (found,) = desk.pruning.prune(turn, runs=[run.id])
     assert found == Pruned(run=run.id, name="r", ended_at=NOW - 40 * DAY_S, checkpoints_kept=1)
     assert desk.removed(turn) == {f"{run.id}/logs", f"{run.id}/ledger"}
     assert run.id in desk.book.runs
     assert desk.pruning.prune(Turn(desk.book, 0.0, NOW), runs=[run.id]) == []
-
-
-@pytest.mark.parametrize(("checkpoint", "asked"), [(False, False), (True, True)])
-def test_a_run_without_checkpoints_is_forgotten(desk: Desk, checkpoint: bool, asked: bool) -> None:
-    run = desk.run(1.0, checkpoint=checkpoint)
-    turn = Turn(desk.book, 0.0, NOW)
-    (found,) = desk.pruning.prune(turn, runs=[run.id], checkpoints=asked)
-    assert found.checkpoints_kept == 0
-    assert desk.removed(turn) == {run.id, f"{run.id}/checkpoints"}
-    assert turn.forgotten == [run]
-    assert run.id not in desk.book.runs
-    assert run.id not in desk.book.current
-    assert turn.dirty == set()
-
-
-def test_a_dry_run_changes_nothing(desk: Desk) -> None:
-    run = desk.run(40.0)
-    turn = Turn(desk.book, 0.0, NOW)
-    assert [one.run for one in desk.pruning.prune(turn, keep=0, dry_run=True)] == [run.id]
-    assert (turn.removals, turn.changing, run.record.pruned) == ([], False, False)
+    last = Turn(desk.book, 0.0, NOW)
+    (found,) = desk.pruning.prune(last, runs=[run.id], checkpoints=True)
+    assert (found.checkpoints_kept, desk.removed(last)) == (0, {run.id, f"{run.id}/checkpoints"})
+    assert (last.forgotten, last.dirty) == ([run], set())
+    assert run.id not in desk.book.runs and run.id not in desk.book.current
 
 
 def test_a_run_that_goes_on_or_still_has_jobs_is_never_pruned(desk: Desk) -> None:

@@ -8,47 +8,26 @@ from pathlib import Path
 import pytest
 
 from fake_slurm import FakeSlurm
-from fallow.config import Config, load_config
-from fallow.config import Harvest as HarvestSection
+from fallow.config import Config
 from fallow.core.allocations import Agent
-from fallow.files import Paths
 from fallow.head.app import Head
 from fallow.head.loop.inbox import Inbox, Switched
 from fallow.head.loop.stop_file import StopFile, exists
 from fallow.head.loop.turn import Turn
-from fallow.head.slurm.harvest import Harvest
-from fallow.head.state.book import Book, Run
-from fallow.model import AllocationKind, AllocationState, FallowError, RunSpec
+from fallow.model import AllocationKind, AllocationState
+from runs import new_book
+from slurm_side import Site
 
 WHY = "the site's administrators have stopped it: /stop exists"
 
 
-@pytest.fixture
-def paths(tmp_path: Path) -> Paths:
-    return Paths(state=tmp_path / "state", runtime=tmp_path / "runtime").create()
-
-
-@pytest.fixture
-def book(paths: Paths) -> Book:
-    return Book(paths, Config())
-
-
-@pytest.fixture
-def run(book: Book) -> Run:
-    run = book.create(RunSpec(run="", name="r", min_nodes=1, max_nodes=4), 0.0, 0.0)
-    run.record.base_wanted, run.record.slots = False, 1
-    return run
-
-
-async def test_all_that_is_harvested_goes_and_nothing_is_asked_for_until_the_switch_is_off(
-    book: Book, run: Run
-) -> None:
-    slurm = FakeSlurm(4)
-    harvest = Harvest(Config(harvest=HarvestSection(partitions=["scavenge"])))
+async def test_all_that_is_harvested_goes_and_nothing_is_asked_for_until_the_switch_is_off(tmp_path: Path) -> None:
+    site = Site(tmp_path, FakeSlurm(4))
+    book, harvest, slurm, run = site.book, site.harvest, site.slurm, site.run(nodes=4)
 
     async def poll() -> Turn:
         slurm.advance(30.0)
-        turn = Turn(book, slurm.now, slurm.now)
+        turn = site.turn()
         harvest.polled(turn, await slurm.poll("fallow-"), await slurm.config())
         return turn
 
@@ -59,7 +38,7 @@ async def test_all_that_is_harvested_goes_and_nothing_is_asked_for_until_the_swi
     pending.state, pending.job_id, pending.sent_by = AllocationState.PENDING, "2", slurm.now
     trains.state, trains.job_id, trains.sent_by = AllocationState.RUNNING, "3", slurm.now
     trains.agents = {"n1": Agent()}
-    turn = Turn(book, slurm.now, slurm.now)
+    turn = site.turn()
     harvest.asking.switch(turn, WHY)
     assert not queued.live
     assert turn.cancels == [(run.id, pending.token, "2")]
@@ -78,9 +57,7 @@ async def test_all_that_is_harvested_goes_and_nothing_is_asked_for_until_the_swi
     assert (await poll()).submissions
 
 
-async def test_the_head_hears_of_the_file_as_it_comes_and_goes(
-    tmp_path: Path, paths: Paths, book: Book, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_head_hears_of_the_file_as_it_comes_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fallow.head.loop.stop_file.LOOK_S", 0.01)
     file, inbox = tmp_path / "stop", Inbox()
     switch = StopFile(str(file), inbox)
@@ -96,7 +73,8 @@ async def test_the_head_hears_of_the_file_as_it_comes_and_goes(
         watching.cancel()
     assert isinstance(on, Switched) and str(file) in on.why
     assert off == Switched("")
-    head = Head(paths, Config(), None)
+    book = new_book(tmp_path)
+    head = Head(book.paths, Config(), None)
     head._take(Turn(book, 0.0, 0.0), on)
     assert head._harvest.asking.stopped == on.why
     head._take(Turn(book, 0.0, 0.0), off)
@@ -112,12 +90,3 @@ def test_while_nobody_can_tell_the_switch_stays_as_it_was(tmp_path: Path, monkey
 
     monkeypatch.setattr("fallow.head.loop.stop_file.os.lstat", stale)
     assert (exists("/stop", True), exists("/stop", False)) == (True, False)
-
-
-def test_only_a_whole_path_names_a_switch(tmp_path: Path) -> None:
-    system = tmp_path / "system.toml"
-    system.write_text("[site]\nstop_file = '/etc/fallow/stop'\n")
-    assert load_config({"HOME": str(tmp_path)}, system).site.stop_file == "/etc/fallow/stop"
-    system.write_text("[site]\nstop_file = 'stop'\n")
-    with pytest.raises(FallowError, match="stop_file"):
-        load_config({"HOME": str(tmp_path)}, system)

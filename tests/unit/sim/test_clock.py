@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
-from math import inf
 
 import pytest
 
@@ -19,36 +17,6 @@ def loop() -> Iterator[VirtualLoop]:
     found = VirtualLoop(NOW)
     yield found
     found.close()
-
-
-def test_whoever_sleeps_wakes_when_it_is_time(loop: VirtualLoop) -> None:
-    woke: list[float] = []
-
-    async def sleeper() -> None:
-        for seconds in (0.2, 1 / 3, 90_000.0, 0.0):
-            await asyncio.sleep(seconds)
-            woke.append(loop.now - NOW)
-
-    task = loop.create_task(sleeper())
-    turns = 0
-    while not task.done():
-        assert loop.now <= loop.due < inf
-        loop.play(loop.due)
-        turns += 1
-    assert woke == pytest.approx([0.2, 0.2 + 1 / 3, 90_000.2 + 1 / 3, 90_000.2 + 1 / 3])
-    assert turns <= 10
-    assert loop.due == inf
-
-
-def test_what_is_posted_is_done_at_its_time_in_this_order(loop: VirtualLoop) -> None:
-    done: list[tuple[str, float]] = []
-    loop.play(NOW)
-    for at, name in ((5.0, "later"), (1.0, "soon")):
-        loop.post(NOW + at, lambda name: done.append((name, round(loop.now - NOW, 6))), name)
-    assert loop.due == NOW + 1.0
-    while loop.due < inf:
-        loop.play(loop.due)
-    assert done == [("soon", 1.0), ("later", 5.0)]
 
 
 @pytest.mark.parametrize("in_a_task", [False, True])

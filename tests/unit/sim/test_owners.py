@@ -12,7 +12,7 @@ from fallow.model import JobInfo
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.traces.sites import Profile, harvested
 from fallow.sim.types import Ended, Happening, Notice, Pool, Started, Waited, Wanted
-from sim_cases import hole_sim, holes, of
+from sim_cases import hole_sim, holes
 
 
 def ask(engine: SlurmSim, minutes: int = 60, **more: object) -> str:
@@ -27,29 +27,6 @@ def until(engine: SlurmSim, to: float) -> list[Happening]:
 
 def shown(engine: SlurmSim, job_id: str) -> JobInfo:
     return next(info for info in engine.poll().jobs if info.job_id == job_id)
-
-
-def test_requests_start_in_backfill_cycles_only_on_the_first_idle_node() -> None:
-    engine = hole_sim(holes((0.0, (0, 1, 2), ())))
-    assert of(Pool, engine.advance(0.0))[-1] == Pool(at=0.0, idle=3)
-    first = ask(engine)
-    [started] = until(engine, 5.0)
-    assert isinstance(started, Started)
-    assert (started.job_id, started.nodes) == (first, ("n0",))
-    assert 0 < started.at <= 1.0, "backfill looks each second until it finds something to do"
-    until(engine, started.at + 10.0)
-    ask(engine)
-    [second] = of(Started, until(engine, started.at + 100.0))
-    assert second.at == pytest.approx(started.at + 30.0)
-    assert engine.idle_nodes() == 3
-
-
-def test_a_request_waits_for_the_next_hole() -> None:
-    engine = hole_sim(holes((0.0, (0,), ()), (50.0, (2,), ())))
-    first, second = ask(engine), ask(engine)
-    assert [each.job_id for each in of(Started, until(engine, 45.0))] == [first]
-    assert shown(engine, second).reason == "Priority"
-    assert [each.nodes for each in of(Started, until(engine, 90.0))] == [("n2",)]
 
 
 def test_an_owner_who_is_back_has_us_preempted_and_waits_until_we_have_left() -> None:
@@ -70,24 +47,6 @@ def test_an_owner_who_is_back_has_us_preempted_and_waits_until_we_have_left() ->
     assert isinstance(waited, Waited) and waited.seconds == pytest.approx(0.3), "from the pass until we have left"
     assert [job.user for job in engine.poll().jobs] == ["me"]
     assert engine.poll().nodes[0].state == "ALLOCATED"
-
-
-def test_without_preemption_an_owner_waits_for_the_end_of_our_job() -> None:
-    engine = hole_sim(holes((0.0, (0,), ()), (100.0, (), (0,)), profile="plain"))
-    job_id = ask(engine, 5)
-    found = until(engine, 1000.0)
-    [started], [ended], [waited] = of(Started, found), of(Ended, found), of(Waited, found)
-    assert (ended.job_id, ended.state) == (job_id, "TIMEOUT")
-    assert ended.at >= started.at + 300.0
-    assert waited.seconds == pytest.approx(ended.at - 100.2)
-
-
-def test_an_owner_who_gives_up_before_we_have_left_does_not_matter_any_more() -> None:
-    engine = hole_sim(holes((0.0, (0,), ()), (100.0, (), (0,)), (150.0, (0,), ()), profile="plain"))
-    ask(engine)
-    until(engine, 200.0)
-    assert [job.user for job in engine.poll().jobs] == ["me"]
-    assert engine.idle_nodes() == 1
 
 
 @pytest.mark.parametrize(("minutes", "starts"), [(9, True), (11, False)])

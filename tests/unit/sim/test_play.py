@@ -61,25 +61,6 @@ def test_who_knows_everything_gets_all_that_the_runs_can_use() -> None:
     assert (score.idle_node_s, score.harvested_node_s, score.absorbs_per_day) == (1600.0, 1000.0, 0.0)
 
 
-def test_greedy_gives_each_node_to_the_smallest_run_that_may_use_it() -> None:
-    four = holes((0.0, (0, 1, 2, 3), ()), nodes=4, **QUICK)
-    assert played("greedy", four, runs_of(2, 1, 1.5)).ideal_ratio > 0.97, "two and two"
-    nowhere = runs_of(1, 1, 1.5, partitions=("other",))
-    assert played("greedy", four, [*nowhere, *linear(1)[0:0]]).harvested_node_s == 0
-
-
-def test_utility_falls_below_the_ratio_where_runs_are_starved() -> None:
-    """Two runs of which the first has four of five nodes: by equal work, less than the best sum of logarithms."""
-    plans = linear(2, most=4)
-    meter = Tally(plans, 8, 0.0)
-    meter.pool(0.0, 4)
-    meter.members(0.0, "r0", 4, 0.0)
-    meter.pool(100.0, 4)
-    score = meter.score()
-    assert score.ideal_ratio == pytest.approx(1.0)
-    assert score.utility == pytest.approx(0.732, abs=0.001), "log 5 / (2 log 3)"
-
-
 @pytest.mark.parametrize("policy", ["greedy", "ours"])
 def test_a_loss_is_one_change_of_all_that_went(policy: str) -> None:
     """Without grace and with processes that need a while, both nodes are killed."""
@@ -93,19 +74,6 @@ def test_requests_to_slurm_are_counted() -> None:
     score = played("greedy", holes((0.0, (0,), ()), nodes=1, **QUICK), linear())
     assert score.slurmctld_rpcs_per_min == pytest.approx((201 * POLL_REQUESTS + 1) * 60 / 1000, rel=0.01)
     assert CliClient.poll_requests == POLL_REQUESTS
-
-
-def test_progress_is_told_in_order() -> None:
-    source = holes(*((1000.0 * n, (0,), ()) if n % 2 == 0 else (1000.0 * n, (), (0,)) for n in range(10)), nodes=1)
-    engine, meter = hole_sim(source), Tally([], 1, 0.0)
-    told: list[float] = []
-    play(engine, Nobody(), Work([], FREE, 0, meter, 0.0), meter, 10_000.0, lambda at, _: told.append(at))
-    assert len(told) >= 5 and told == sorted(told)
-
-
-def test_nothing_idle() -> None:
-    score = played("greedy", holes(nodes=1), linear(), until=100.0)
-    assert (score.ideal_ratio, score.utility, score.idle_node_s, score.absorbs_per_day) == (1.0, 1.0, 0, 0)
 
 
 @st.composite

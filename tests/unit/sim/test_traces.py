@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from fallow.model import Exit, FallowError
-from fallow.sim.traces import open_trace, walltimes
+from fallow.sim.traces import open_trace
 from fallow.sim.traces.recorded import RecordedJobs
 from fallow.sim.traces.sacct import COMMAND
-from fallow.sim.traces.sites import from_folder, harvested, made_up
-from fallow.sim.types import Holes, JobPart, Scheduler, SimJob, Trace
-from fallow.traces import FOLDER, HELIOS_NODES, trace_path
+from fallow.sim.traces.sites import from_folder
+from fallow.sim.types import Holes, JobPart, SimJob, Trace
+from fallow.traces import FOLDER, trace_path
 
 DATA = Path(__file__).parents[2] / "data"
 SWF, SACCT = DATA / "sim" / "small.swf", DATA / "sim" / "small.sacct.txt"
@@ -34,22 +34,6 @@ def refused(path: Path, **more: object) -> FallowError:
     with pytest.raises(FallowError) as found:
         open_trace(path, **more)  # type: ignore[arg-type]
     return found.value
-
-
-SWF_JOB = "{id} {submit} 0 {runs} {processors} -1 -1 -1 -1 -1 1 7 1 1 1 1 -1 -1"
-
-
-def swf(path: Path, header: str, *more: dict[str, object]) -> Path:
-    """Three sound jobs, and these."""
-    usual = {"submit": 0, "runs": 600, "processors": 4}
-    rows = [SWF_JOB.format(id=number, **usual | each) for number, each in enumerate([{}, {}, {}, *more], 1)]
-    path.write_text("\n".join([*header.split("|"), *rows]) + "\n")
-    return path
-
-
-def sacct(path: Path, *rows: str, header: str = "JobID|Partition|State|Submit|Start|End|NNodes|NodeList") -> Path:
-    path.write_text("\n".join([header, *rows]) + "\n")
-    return path
 
 
 # -- the Standard Workload Format ---------------------------------------------------------------------------------
@@ -100,26 +84,30 @@ def test_swf_maps_its_fields() -> None:
     assert [node.gpus for node in trace.site.nodes] == [4] * 4
 
 
-def test_swf_without_a_header_has_as_many_nodes_as_its_widest_job(tmp_path: Path) -> None:
-    path = tmp_path / "bare.swf"
-    path.write_text("\n".join(line for line in SWF.read_text().splitlines() if not line.startswith(";")))
+HEADER = "JobID|Partition|State|Submit|Start|End|NNodes|NodeList\n"
+SOUND = "1|gpu|COMPLETED|1790000000|1790000010|1790003600|2|n[1-2]\n"
+SWF_HEADER = "; MaxNodes: {nodes}\n; MaxProcs: 16\n"
+SWF_JOB = "{} {} 0 {} {} -1 -1 -1 -1 -1 1 7 1 1 1 1 -1 -1\n"
+SWF_SOUND = "".join(SWF_JOB.format(number, 0, 600, 4) for number in range(3))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (SWF_HEADER.format(nodes=4) + SWF_SOUND + SWF_JOB.format(3, 0, "1e300", 4), "a hundred years"),
+        (SWF_HEADER.format(nodes=4) + SWF_SOUND + SWF_JOB.format(3, 0, 600, 100_000), "than the header's MaxProcs"),
+        (HEADER + SOUND + "2|gpu|COMPLETED|1790000000|1790000010|179000000000000|1|n1\n", "later than 2106"),
+        (HEADER + SOUND + "2||COMPLETED|1790000000|1790000010|1790000600|1|n1\n", "no partition"),
+        ("\ufeff" + HEADER + SOUND + SOUND.replace("|2|", "|1.5K|"), "NNodes is not how many NodeList names"),
+    ],
+)
+def test_lines_that_cannot_be_true_are_skipped(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "log"
+    path.write_text(text)
     trace = open_trace(path)
-    assert len(trace.site.nodes) == 16
-    assert "16 nodes of one processor: the header has no MaxNodes" in trace.problems.assumed
-
-
-def test_swf_skips_what_cannot_be_true(tmp_path: Path) -> None:
-    wrong = {"runs": "1e300"}, {"submit": "1e15"}, {"processors": 100_000}
-    trace = open_trace(swf(tmp_path / "log.swf", "; MaxNodes: 4|; MaxProcs: 16", *wrong))
-    assert trace.problems.bad == {
-        "it ends after more than a hundred years": 2,
-        "more processors than the header's MaxProcs": 1,
-    }
-    assert len(trace.site.nodes) == 4
-
-
-def test_a_log_of_an_impossible_cluster_is_refused(tmp_path: Path) -> None:
-    assert "1,000,000 nodes" in refused(swf(tmp_path / "log.swf", "; MaxNodes: 1000000")).message
+    ((found, number),) = trace.problems.bad.items()
+    assert reason in found and number == 1
+    assert len(trace.site.nodes) == (4 if "Max" in text else 2)
 
 
 # -- sacct --------------------------------------------------------------------------------------------------------
@@ -177,17 +165,6 @@ def test_sacct_maps_its_columns() -> None:
     ]
 
 
-def test_jobs_that_run_as_the_window_begins_come_first_with_what_is_left_of_them() -> None:
-    trace = open_trace(SACCT, begin_day=600 / DAY_S, days=0.02)
-    first, *_ = trace.jobs()  # type: ignore[union-attr]
-    assert trace.begin == pytest.approx(1_001_200)
-    assert first.submit_at == trace.begin
-    assert first.priority == 101
-    running = jobs(trace)["101"]
-    assert running.runs_s == pytest.approx(3600 - 500)
-    assert running.limit_s == pytest.approx(7200 - 500)
-
-
 def test_the_site_of_ones_own_commands(tmp_path: Path) -> None:
     recorded = (DATA / "slurm" / "25.11" / "poll_scontrol.txt").read_text()
     (tmp_path / "nodes.txt").write_text(recorded)
@@ -225,17 +202,12 @@ def test_the_site_of_ones_own_commands(tmp_path: Path) -> None:
         ("", "it is empty"),
         ("a,b,c\n1,2,3\n", "not the format of any trace"),
         ("JobID|State\n1|COMPLETED\n", "column Partition is missing"),
-        ("JobID|Partition|State|Submit|Start|End|NNodes|NodeList\n", "none of its 0 lines can be used"),
-        (
-            "JobID|Partition|State|Submit|Start|End|NNodes|NodeList\n"
-            "1|p|COMPLETED|2026-10-01T00:00:00|2026-10-01T00:00:00|2026-10-01T00:10:00|1|n1\n",
-            "must be Unix seconds",
-        ),
-        (
-            "JobID|Partition|State|Submit|Start|End|NNodes|NodeList\n1|p|COMPLETED|5|5|9|1|n1\n2|p|X\n3|p|X\n",
-            "2 of 3 lines are bad; the first: line 3: not 8 fields",
-        ),
-        ("1 0 0 -1 1 -1 -1 1 60 -1 0 1 1 -1 1 1 -1 -1\n", "none of its 1 lines can be used"),
+        (HEADER, "none of its 0 lines can be used"),
+        (HEADER + "1|p|COMPLETED|2026-10-01T00:00:00|5|9|1|n1\n", "must be Unix seconds"),
+        (HEADER + SOUND + "2|p|X\n3|p|X\n", "2 of 3 lines are bad; the first: line 3: not 8 fields"),
+        (HEADER + "1|gpu|RUNNING|1790000000|1790000010|Unknown|1|n1\n", "no job in it has ended"),
+        ("1|1|ann|gpu|COMPLETED|1790000000|1790000010|1790003600|60|1|||n1|7\n", "--noheader"),
+        (SWF_HEADER.format(nodes=1_000_000) + SWF_SOUND, "1,000,000 nodes"),
         ("job_id,queue\n1,a\n", "column submit_time is missing"),
         ("time,active_nodes,total_nodes\n5,x,420\n", "1 of 1 lines are bad"),
         ("begin_s,end_s,nodes\n0,x,1\n", "'x'"),
@@ -259,50 +231,8 @@ def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
     path.write_bytes(b"no gzip")
     assert "cannot read it" in refused(path).message
     assert "they are earth, helios, philly, summit" in refused(Path("Earth")).message
-
-
-def test_a_packed_file_may_have_any_name(tmp_path: Path) -> None:
-    packed = tmp_path / "holes.csv"
-    packed.write_bytes(trace_path("summit").read_bytes())
-    assert open_trace(packed).site == open_trace("summit").site
-
-
-def test_a_part_outside_of_the_trace_is_refused() -> None:
-    assert "the trace ends 0.044 days after" in refused(SACCT, begin_day=3.0).message
-    assert refused(SACCT, begin_day=3.0).code == Exit.USAGE
-
-
-SOUND = "1|gpu|COMPLETED|1790000000|1790000010|1790003600|2|n[1-2]"
-
-
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ("2|gpu|COMPLETED|1790000000|1790000010|179000000000000|1|n1", "later than 2106"),
-        ("2|gpu|COMPLETED|1790000000|1790000010|1790000600|1.5K|n1", "NNodes is not how many NodeList names"),
-        ("2||COMPLETED|1790000000|1790000010|1790000600|1|n1", "no partition"),
-    ],
-)
-def test_sacct_skips_what_cannot_be_true(tmp_path: Path, row: str, reason: str) -> None:
-    trace = open_trace(sacct(tmp_path / "jobs.txt", SOUND, row))
-    assert trace.problems.bad == {reason: 1}
-    assert [node.node for node in trace.site.nodes] == ["n1", "n2"]
-
-
-def test_jobs_that_all_run_yet_say_nothing_of_a_month(tmp_path: Path) -> None:
-    row = "1|gpu|RUNNING|1790000000|1790000010|Unknown|1|n1"
-    assert "no job in it has ended" in refused(sacct(tmp_path / "jobs.txt", row)).message
-
-
-def test_a_header_that_was_left_away_is_missed(tmp_path: Path) -> None:
-    text = "1|1|ann|gpu|COMPLETED|1790000000|1790000010|1790003600|60|1|||n1|7"
-    assert "--noheader" in refused(sacct(tmp_path / "jobs.txt", header=text)).message
-
-
-def test_marks_of_byte_order_are_not_part_of_the_first_column(tmp_path: Path) -> None:
-    path = sacct(tmp_path / "jobs.txt", SOUND)
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert open_trace(path).problems.used == 1
+    outside = refused(SACCT, begin_day=3.0)
+    assert (outside.code, "the trace ends 0.044 days after" in outside.message) == (Exit.USAGE, True)
 
 
 def test_the_command_asks_for_what_is_read() -> None:
@@ -330,7 +260,7 @@ def test_earth_replayed_is_the_recorded_occupancy() -> None:
             if row["queue"] in queues:
                 recorded[row["queue"], True][float(row["time"])] = int(row["running_gpus_ge8"])
                 recorded[row["queue"], False][float(row["time"])] = int(row["running_gpus_lt8"])
-    assert len(recorded) == 6
+    assert (len(recorded), trace.problems.bad["more at once than the queue has"]) == (6, 5119)
     for key, series in recorded.items():
         known = now = 0
         before = [at for at in series if at <= trace.begin]
@@ -342,84 +272,4 @@ def test_earth_replayed_is_the_recorded_occupancy() -> None:
             assert now == known, (key, at)
 
 
-def test_of_earth_jobs_are_left_out_that_cannot_have_run_together() -> None:
-    trace = open_trace("earth")
-    left_out = trace.problems.bad["more at once than the queue has"]
-    used: dict[str, int] = defaultdict(int)
-    changes = []
-    for number, job in enumerate(jobs(trace).values()):
-        part = job.part
-        changes += [(job.submit_at, 1, number, part), (job.submit_at + job.runs_s, 0, number, part)]
-    for _, starts, _, part in sorted(changes, key=lambda change: change[:3]):
-        used[part.partition] += (1 if starts else -1) * part.nodes * part.gpus_per_node
-        assert used[part.partition] <= 8 * HELIOS_NODES[part.partition]
-    assert (left_out, len(changes) // 2) == (5119, 30995)
-
-
-def test_jobs_without_priorities_are_given_none() -> None:
-    """As under priority/basic: who comes first is first, and those that run as the window begins come first."""
-    found = list(open_trace("earth", begin_day=5, days=1).jobs())  # type: ignore[union-attr]
-    assert sum(job.submit_at == found[0].submit_at for job in found) == 49
-    assert {job.priority for job in found} == {0}
-
-
-def test_earth_has_its_partitions_and_the_rows_that_cannot_have_run() -> None:
-    trace = open_trace("earth", days=2)
-    assert {p.partition: len(p.nodes) for p in trace.site.partitions}["scavenge"] == 107
-    assert len(trace.site.partitions) == 17
-    assert harvested(trace.site) == ("scavenge",)
-    assert trace.problems.bad["more GPUs than the queue has, or none"] == 4
-    assert trace.problems.read == 36118
-    assert (trace.begin, trace.end) == (1588291200.0, 1588291200.0 + 2 * DAY_S)
-
-
-def test_counted_holes_have_the_known_idle_share() -> None:
-    trace, nodes = open_trace("philly"), 420
-    assert len(trace.site.nodes) == nodes
-    free: set[int] = set()
-    node_s, last = 0.0, trace.begin
-    for at, joined, left in trace.changes():  # type: ignore[union-attr]
-        assert last <= at < trace.end
-        node_s += len(free) * (at - last)
-        last = at
-        assert free.isdisjoint(joined)
-        assert free.issuperset(left)
-        free = (free - set(left)) | set(joined)
-    node_s += len(free) * (trace.end - last)
-    assert node_s / (nodes * (trace.end - trace.begin)) == pytest.approx(0.26, abs=0.01)
-
-
-@pytest.mark.parametrize("name", ["philly", "summit"])
-def test_a_later_part_of_holes_begins_with_as_many_nodes_as_are_idle_then(name: str) -> None:
-    whole, part = open_trace(name, days=2), open_trace(name, begin_day=1.5, days=0.1)
-    assert part.begin == whole.begin + 1.5 * DAY_S
-    before = [(joined, left) for at, joined, left in whole.changes() if at <= part.begin]  # type: ignore[union-attr]
-    (at, joined, left), *_ = part.changes()  # type: ignore[union-attr]
-    assert (at, len(joined), left) == (part.begin, sum(len(came) - len(went) for came, went in before), ())
-
-
 # -- walltimes and sites ------------------------------------------------------------------------------------------
-
-
-def test_walltimes_are_what_people_ask_for() -> None:
-    longest_s = 5 * DAY_S
-    drawn = [(runs, walltimes.limit_s(0, str(runs), runs, longest_s)) for runs in range(10, 10_000, 3)]
-    assert all(limit >= runs for runs, limit in drawn)
-    assert len({limit for _, limit in drawn}) <= len(walltimes.MINUTES) + 1
-    assert sum(limit == longest_s for _, limit in drawn) / len(drawn) == pytest.approx(0.1, abs=0.02)
-    factors = sorted(limit / runs for runs, limit in drawn)
-    assert 2.5 < factors[len(factors) // 2] < 5.0  # rounded up
-    again = [(runs, walltimes.limit_s(0, str(runs), runs, longest_s)) for runs in range(10, 10_000, 3)]
-    assert again == drawn
-    assert walltimes.limit_s(0, "1", 9 * DAY_S, longest_s) == 9 * DAY_S
-
-
-@pytest.mark.parametrize(("profile", "where", "grace"), [("preempt", "scavenge", 10.0), ("nograce", "scavenge", 0.0)])
-def test_profiles_with_preemption_have_a_partition_below_all(profile: str, where: str, grace: float) -> None:
-    site = made_up("s", {"a": ["n1"], "b": ["n2"]}, gpus=4, profile=profile, scheduler=Scheduler())  # type: ignore[arg-type]
-    (lowest,) = (p for p in site.partitions if p.partition == where)
-    assert (lowest.nodes, lowest.grace_s, lowest.preempt_mode) == (["n1", "n2"], grace, "CANCEL")
-    assert harvested(site) == (where,)
-    plain = made_up("s", {"a": ["n1"], "b": ["n2"]}, gpus=4, profile="plain", scheduler=Scheduler())
-    assert harvested(plain) == ("a", "b")
-    assert plain.preempt_type == ""
