@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from enum import Flag
 from types import SimpleNamespace
 
 import pytest
@@ -112,3 +113,48 @@ def test_gpus_in_use_come_from_tres_where_they_tell() -> None:
     assert pyslurm_rows.gpus_of_jobs([SimpleNamespace(state="RUNNING")], [node]) == {}, "no job is asked"
     info = parse.node(pyslurm_rows.node(node, {}))
     assert (info.gpus_used, info.gpu_types, info.gpu_types_used) == (3, {"a100": 4}, {"a100": 3})
+
+
+def test_partitions_and_reservations() -> None:
+    found = SimpleNamespace(
+        name="scavenge",
+        nodes="n[1-4]",
+        max_time=1440,
+        state="UP",
+        is_default=False,
+        priority_tier=1,
+        preempt_mode="REQUEUE",
+        preemption_grace_time=10,
+        oversubscribe="EXCLUSIVE",
+        qos=None,
+        is_user_exclusive=False,
+        min_nodes=2,
+        max_nodes="UNLIMITED",
+        is_root_only=False,
+        requires_reservation=False,
+        allowed_accounts=["ALL"],
+        denied_accounts=["ALL"],
+        allowed_qos=["low"],
+        allowed_groups=["ml"],
+        denied_qos=["ALL"],
+    )
+    info = parse.partition(pyslurm_rows.partition(found))
+    assert (info.partition, info.nodes, info.max_time_s, info.up) == (
+        "scavenge",
+        ["n1", "n2", "n3", "n4"],
+        86400.0,
+        True,
+    )
+    assert (info.preempt_mode, info.grace_s, info.exclusive, info.max_nodes) == ("REQUEUE", 10.0, True, None)
+    assert info.min_nodes == 2
+    assert (info.allow_accounts, info.deny_accounts, info.allow_qos, info.allow_groups) == ([], [], ["low"], ["ml"])
+
+    class Flags(Flag):
+        MAINTENANCE = 1
+        IGNORE_RUNNING_JOBS = 2
+        DAILY = 4
+
+    maint = SimpleNamespace(name="maint", nodes="n[1-2]", start_time=1795288156, end_time=1795291756, flags=Flags(3))
+    [reservation] = parse.reservation(pyslurm_rows.reservation(maint))
+    assert (reservation.nodes, reservation.flags) == (["n1", "n2"], ["MAINT", "IGNORE_JOBS"])
+    assert reservation.end_at - reservation.start_at == 3600.0
