@@ -26,7 +26,6 @@ from fallow.core.protocol.agents import (
     Hello,
     Introduce,
     Left,
-    News,
     Refused,
 )
 from fallow.files import read_struct, write_struct
@@ -72,10 +71,9 @@ async def test_hello_is_repeated_until_the_workers_are_admitted_and_none_runs_be
     assert head.workers() == []
     head.send(Admitted(node=1, boot=1))
     assert await head.hear(Hello) == first, "without the setup no worker can be started"
-    head.admit()
-    await head.report(lambda report: (report.node, report.boot) == (1, 1), pids=1)
-    head.admit()
-    await head.beats()
+    for _ in range(2):
+        head.admit()
+        await head.report(lambda report: (report.node, report.boot) == (1, 1), pids=1)
     assert len(head.workers()) == 1, "started only once"
 
 
@@ -195,9 +193,8 @@ async def test_a_process_that_is_stopped_is_told_at_once_and_for_how_long(head: 
     (worker,) = head.workers()
     os.kill(worker, signal.SIGSTOP)
     first = await head.report(lambda report: report.stopped_s > 0)
-    assert first.stopped_s < 1
     head.admit(beat_s=0.1)
-    await head.report(lambda report: report.stopped_s > 0.5)
+    await head.report(lambda report: report.stopped_s > first.stopped_s + 0.5)
     os.kill(worker, signal.SIGCONT)
     await head.report(lambda report: report.stopped_s == 0)
 
@@ -212,38 +209,20 @@ async def test_for_how_long_a_worker_has_said_nothing_is_told_until_it_has_said_
     await head.report(lambda report: report.mute_s == 0)
 
 
-async def test_last_words_of_a_worker_go_with_its_end(head: Head) -> None:
-    await head.launch()
-    await head.begin(beat_s=10 * DEADLINE_S)
-    fault = Fault(code=65, message="no", signature="ValueError at x.py:1")
-    head.order(noted=f"say(fault=Fault(**{msgspec.to_builtins(fault)!r})); os._exit(65)")
-    ended = await head.hear(Ended)
-    assert ended.code == 65
-    assert ended.report is not None
-    assert ended.report.fault == fault
-
-
-async def test_the_newest_order_wins(head: Head) -> None:
+async def test_s5_a_head_of_an_older_term_is_ignored(head: Head) -> None:
+    """Of one term the newest order counts."""
     await head.launch()
     await head.begin()
+    head.term = 5
     newest = head.order(edition=3, noted="print(3, flush=True)")
-    for stale in ({"edition": 2}, {"edition": 3}, {"node": 2, "edition": 4}, {"term": 0, "edition": 9}):
+    for stale in ({"edition": 2}, {"edition": 3}, {"node": 2, "edition": 4}, {"term": 4, "edition": 9}):
         head.order(noted="print('stale', flush=True)", **stale)
     await head.obeyed(newest)
-    head.term = 2
-    await head.obeyed(head.order(edition=1, noted="print('term 2', flush=True)"))
-    assert await head.printed("n0", "term 2\n") == "3\nterm 2\n"
-
-
-async def test_s5_a_head_of_an_older_term_is_ignored(head: Head) -> None:
-    await head.launch(WAIT)
-    await head.begin()
-    head.send(News(term=5))
-    head.term = 4
-    head.order(edition=9, end=End(code=0, reason="an old head", kill=True))
+    head.order(term=4, edition=9, end=End(code=0, reason="an old head", kill=True))
     head.send(EndAgent(term=4, code=0, reason="an old head", kill_after_s=0.0))
-    await head.beats(5)
-    assert len(head.workers()) == 1
+    head.term = 6
+    await head.obeyed(head.order(edition=1, noted="print('term 6', flush=True)"))
+    assert await head.printed("n0", "term 6\n") == "3\nterm 6\n"
 
 
 async def test_workers_are_started_anew_when_the_head_wants_it(head: Head) -> None:
@@ -280,29 +259,6 @@ async def test_hello_again_after_the_head_came_back_elsewhere(head: Head) -> Non
     assert not [said for said in head.heard[heard:] if isinstance(said, Ended)]
     text = await head.printed("n0", "silent for")
     assert float(text.split()[-1]) > 1, "workers were told"
-
-
-async def test_workers_that_no_record_knows_are_introduced_again(head: Head) -> None:
-    await head.launch()
-    await head.begin()
-    await head.obeyed(head.order())
-    head.send(Introduce(node=2))
-    head.send(Introduce(node=1))
-    hello = await head.hear(Hello)
-    assert (hello.boot, hello.node) == (1, 1)
-    head.admit()
-    await head.obeyed(head.order())
-
-
-async def test_workers_whose_number_somebody_else_has_are_ended(head: Head) -> None:
-    await head.launch()
-    await head.begin()
-    await head.obeyed(head.order())
-    head.send(Introduce(node=1))
-    await head.hear(Hello)
-    head.admit(node=9)
-    ended = await head.hear(Ended)
-    assert (ended.node, ended.signal, ended.is_ordered) == (9, signal.SIGKILL, False)
 
 
 async def test_a_refused_agent_ends(head: Head) -> None:
@@ -371,14 +327,18 @@ async def test_agent_ends_with_its_parent(head: Head) -> None:
 
 async def test_a_worker_that_crashes_takes_its_sibling_with_it_and_one_end_is_told(head: Head) -> None:
     await head.launch_two()
-    head.order(noted="if slot == 1: sys.stderr.write('out of memory'); sys.exit(3)")
+    fault = Fault(code=65, message="no", signature="ValueError at x.py:1")
+    last_words = f"say(fault=Fault(**{msgspec.to_builtins(fault)!r})); sys.stderr.write('out of memory'); os._exit(65)"
+    head.order(noted=f"if slot == 1: {last_words}")
     ended = await head.hear(Ended)
-    assert (ended.node, ended.code, ended.signal, ended.tail) == (1, 3, None, "out of memory")
+    assert (ended.node, ended.code, ended.signal, ended.tail) == (1, 65, None, "out of memory")
     assert not ended.is_ordered
+    assert ended.report is not None
+    assert ended.report.fault == fault
     assert head.workers() == []
     head.send(EndNoted(node=1, boot=1))
     assert (await head.hear(Beat)).report is None
-    assert [said for said in head.heard if isinstance(said, Ended)] == [ended]
+    assert all(said == ended for said in head.heard if isinstance(said, Ended)), "it may have been repeated by then"
 
 
 async def test_a_gather_of_all_nodes_goes_through_the_head(head: Head) -> None:
@@ -395,3 +355,22 @@ async def test_a_gather_of_all_nodes_goes_through_the_head(head: Head) -> None:
     head.send(Gathered(generation=2, key="all", parts=(others, gather.part)))
     for name in ("n0.0", "n0.1"):
         assert await head.printed(name, "all x y 0 1\n") == "all x y 0 1\n"
+
+
+async def test_workers_that_no_record_knows_are_introduced_again_and_end_if_another_has_their_number(
+    head: Head,
+) -> None:
+    await head.launch()
+    await head.begin()
+    await head.obeyed(head.order())
+    head.send(Introduce(node=2))
+    head.send(Introduce(node=1))
+    hello = await head.hear(Hello)
+    assert (hello.boot, hello.node) == (1, 1)
+    head.admit()
+    await head.obeyed(head.order())
+    head.send(Introduce(node=1))
+    await head.hear(Hello)
+    head.admit(node=9)
+    ended = await head.hear(Ended)
+    assert (ended.node, ended.signal, ended.is_ordered) == (9, signal.SIGKILL, False)
