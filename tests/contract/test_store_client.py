@@ -47,48 +47,22 @@ async def test_save_and_load(store: Store) -> None:
     assert await store.load("run/") == {"run/a": (2, b"new")}
     await store.save([Write("run/a", 2, None)], [])
     assert await store.load("run/") == {}
-    await store.save([Write("run/a", 0, b"again")], [])
-    assert await store.load("run/") == {"run/a": (1, b"again")}
-
-
-async def test_a_write_without_a_revision_is_made_whatever_is_there(store: Store) -> None:
     for revision in (1, 2):
-        await store.save([Write("node/1", None, b"%d" % revision)], [])
-        assert await store.load("node/") == {"node/1": (revision, b"%d" % revision)}
-    await store.save([Write("node/1", 2, b"x"), Write("node/1", None, None), Write("node/2", None, None)], [])
-    assert await store.load("node/") == {}
-
-
-async def test_one_revision_guards_all_writes_of_a_call(store: Store) -> None:
-    await store.save([Write("root", 0, b"1"), Write("node/1", None, b"1"), Write("node/2", None, b"1")], [])
-    before = await store.load("")
-    with pytest.raises(Fenced, match="root is 1 there"):
-        await store.save([Write("node/1", None, b"2"), Write("node/2", None, None), Write("root", 0, b"2")], [event(1)])
-    assert (await store.load(""), await store.events(0, 10)) == (before, [])
-    await store.save([Write("node/1", None, b"2"), Write("node/2", None, None), Write("root", 1, b"2")], [])
-    assert await store.load("") == {"root": (2, b"2"), "node/1": (2, b"2")}
-
-
-async def test_prefix_is_no_pattern(store: Store) -> None:
-    await store.save([Write("a*b", 0, b"1"), Write("axb", 0, b"2"), Write("a[x]", 0, b"3"), Write("a\\", 0, b"4")], [])
-    assert list(await store.load("a*")) == ["a*b"]
-    assert list(await store.load("a[x]")) == ["a[x]"]
-    assert list(await store.load("a\\")) == ["a\\"]
-
-
-async def test_many_keys(store: Store) -> None:
-    await store.save([Write(f"run/{n}", 0, b"%d" % n) for n in range(3000)], [])
-    assert len(await store.load("run/")) == 3000
+        await store.save([Write("run/a", None, b"whatever is there")], [])
+        assert await store.load("run/") == {"run/a": (revision, b"whatever is there")}
+    await store.save([Write("run/a", 2, b"x"), Write("run/a", None, None), Write("run/b", None, None)], [])
+    assert await store.load("run/") == {}
 
 
 async def test_e1_n1_stale_revision_is_refused_and_nothing_is_written(store: Store) -> None:
-    await store.save([Write("a", 0, b"1")], [])
+    await store.save([Write("a", 0, b"1"), Write("d", None, b"1")], [])
+    before = await store.load("")
     for stale in (Write("a", 0, b"2"), Write("a", 2, b"2"), Write("b", 1, b"2")):
         with pytest.raises(Fenced, match="refused a write"):
-            await store.save([Write("c", 0, b"x"), stale], [event(1)])
-    assert await store.load("") == {"a": (1, b"1")}
-    assert await store.events(0, 10) == []
-    await store.save([Write("a", 1, b"2")], [])
+            await store.save([Write("c", 0, b"x"), Write("d", None, None), stale], [event(1)])
+    assert (await store.load(""), await store.events(0, 10)) == (before, [])
+    await store.save([Write("d", None, None), Write("a", 1, b"2")], [])
+    assert await store.load("") == {"a": (2, b"2")}
 
 
 async def test_t7_n1_newer_term_fences_the_older(server: RedisServer, store: Store) -> None:
@@ -103,12 +77,8 @@ async def test_t7_n1_newer_term_fences_the_older(server: RedisServer, store: Sto
     assert await other.load("") == {"a": (1, b"2")}
     assert not await store.check()
     assert await other.check()
+    assert [await other.begin_term(floor) for floor in (41, 3)] == [42, 43]
     await other.close()
-
-
-async def test_term_goes_above_the_floor(store: Store) -> None:
-    assert await store.begin_term(41) == 42
-    assert await store.begin_term(3) == 43
 
 
 async def test_concurrent_saves_have_one_winner(server: RedisServer, store: Store) -> None:
@@ -195,34 +165,8 @@ def lose_an_answer(store: Store) -> None:
     store._client.evalsha = lose  # type: ignore[method-assign,assignment]
 
 
-async def test_repeated_save_takes_effect_once(store: Store) -> None:
-    """The answer to a save is lost: the same call again must neither fail nor write twice."""
-    await store.save([], [event(0)])
-    lose_an_answer(store)
-    with pytest.raises(Unavailable):
-        await store.save([Write("a", 0, b"1"), Write("b", None, b"1")], [event(1), event(2)])
-    assert await store.save([Write("a", 0, b"1"), Write("b", None, b"1")], [event(1), event(2)]) == [2, 3]
-    assert await store.load("") == {"a": (1, b"1"), "b": (1, b"1")}
-    assert len(await store.events(0, 10)) == 3
-    assert await store.check()
-
-
-async def test_another_save_after_a_lost_answer_is_judged_by_itself(store: Store) -> None:
-    lose_an_answer(store)
-    with pytest.raises(Unavailable):
-        await store.save([Write("a", 0, b"1")], [])
-    with pytest.raises(Fenced):
-        await store.save([Write("a", 0, b"other")], [])
-
-
-async def test_identical_saves_are_two(store: Store) -> None:
-    assert await store.save([], [event(1)]) == [1]
-    assert await store.save([], [event(1)]) == [2]
-
-
 async def test_kill_and_restart_keeps_everything(server: RedisServer, store: Store) -> None:
-    for n in range(50):
-        await store.save([Write("a", n, b"%d" % n)], [event(n)])
+    await save_often(store)
     await kill(server)
     with pytest.raises(Unavailable) as caught:
         await store.check()
@@ -238,29 +182,6 @@ async def kill(server: RedisServer) -> None:
     assert server.process is not None
     server.process.kill()
     await server.process.wait()
-
-
-async def test_lost_tail_is_noticed(server: RedisServer, store: Store) -> None:
-    for n in range(50):
-        await store.save([Write("a", n, b"%d" % n)], [event(n)])
-    await kill(server)
-    (log,) = server.config_file.parent.rglob("*.incr.aof")
-    os.truncate(log, log.stat().st_size - 1000)
-    await server.start()
-    (revision, _) = (await store.load(""))["a"]
-    assert revision < 50, "the server starts and says nothing"
-    assert not await store.check()
-
-
-async def test_empty_folder_is_noticed(server: RedisServer, store: Store) -> None:
-    await kill(server)
-    for path in server.config_file.parent.rglob("*.aof*"):
-        if path.is_file():
-            path.unlink()
-    await server.start()
-    assert not await store.check()
-    with pytest.raises(Fenced):
-        await store.save([Write("a", 0, b"1")], [])
 
 
 async def test_stopped_server_costs_a_deadline(server: RedisServer) -> None:
@@ -298,17 +219,64 @@ async def test_namespaces_do_not_meet(server: RedisServer) -> None:
     await two.close()
 
 
-async def test_nobody_there(tmp_path: Path) -> None:
+async def test_a_prefix_is_no_pattern_and_finds_any_number_of_keys(store: Store) -> None:
+    odd = ("a*b", "axb", "a[x]", "a\\")
+    await store.save([Write(key, 0, b"") for key in (*odd, *(f"run/{n}" for n in range(3000)))], [])
+    for prefix, found in (("a*", "a*b"), ("a[x]", "a[x]"), ("a\\", "a\\")):
+        assert list(await store.load(prefix)) == [found]
+    assert len(await store.load("run/")) == 3000
+
+
+async def test_a_save_whose_answer_is_lost_takes_effect_once(store: Store) -> None:
+    """The same call again must neither fail nor write twice; any other is judged by itself."""
+    await store.save([], [event(0)])
+    lose_an_answer(store)
+    with pytest.raises(Unavailable):
+        await store.save([Write("a", 0, b"1"), Write("b", None, b"1")], [event(1), event(2)])
+    assert await store.save([Write("a", 0, b"1"), Write("b", None, b"1")], [event(1), event(2)]) == [2, 3]
+    assert await store.load("") == {"a": (1, b"1"), "b": (1, b"1")}
+    assert len(await store.events(0, 10)) == 3
+    assert await store.check()
+    lose_an_answer(store)
+    with pytest.raises(Unavailable):
+        await store.save([Write("c", 0, b"1")], [])
+    with pytest.raises(Fenced):
+        await store.save([Write("c", 0, b"other")], [])
+    assert [await store.save([], [event(1)]) for _ in range(2)] == [[4], [5]], "alike, and no answer was lost"
+
+
+async def save_often(store: Store) -> None:
+    for n in range(50):
+        await store.save([Write("a", n, b"%d" % n)], [event(n)])
+
+
+async def test_a_lost_tail_and_an_empty_folder_are_noticed(server: RedisServer, store: Store) -> None:
+    await save_often(store)
+    await kill(server)
+    folder = server.config_file.parent
+    (log,) = folder.rglob("*.incr.aof")
+    os.truncate(log, log.stat().st_size - 1000)
+    await server.start()
+    (revision, _) = (await store.load(""))["a"]
+    assert revision < 50, "the server starts and says nothing"
+    assert not await store.check()
+    await kill(server)
+    for path in [path for path in folder.rglob("*.aof*") if path.is_file()]:
+        path.unlink()
+    await server.start()
+    assert not await store.check()
+    with pytest.raises(Fenced):
+        await store.save([Write("a", 0, b"1")], [])
+
+
+async def test_who_does_not_answer_is_named_without_the_password(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match=r"none\.sock"):
         await Store.open(tmp_path / "none.sock")
-
-
-async def test_password_of_a_url_is_not_shown() -> None:
-    with pytest.raises(Unavailable) as caught:
-        await Store.open("redis://me:sesame@127.0.0.1:1/0?db=0", deadline_s=1.0)
-    assert "sesame" not in str(caught.value)
-    assert "127.0.0.1:1" in str(caught.value)
-    for bad in ("http://sesame@x/", "redis://me:sesame@x/0?nonsense=sesame"):
-        with pytest.raises(FallowError, match="not a Redis URL") as refused:
-            await Store.open(bad)
-        assert "sesame" not in str(refused.value)
+    for url, kind, words in (
+        ("redis://me:sesame@127.0.0.1:1/0?db=0", Unavailable, "127.0.0.1:1"),
+        ("http://sesame@x/", FallowError, "not a Redis URL"),
+        ("redis://me:sesame@x/0?nonsense=sesame", FallowError, "not a Redis URL"),
+    ):
+        with pytest.raises(kind, match=words) as caught:
+            await Store.open(url, deadline_s=1.0)
+        assert "sesame" not in str(caught.value)

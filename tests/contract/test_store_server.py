@@ -70,19 +70,14 @@ async def test_is_private(server: RedisServer, paths: Paths) -> None:
     )
 
 
-async def test_start_twice_is_once(server: RedisServer) -> None:
-    await server.start()
-    pid = pid_of(server)
-    await server.start()
-    assert pid_of(server) == pid
-
-
 async def test_stop_and_start_keeps_everything(server: RedisServer) -> None:
     await server.start()
     store = await Store.open(server.socket)
     term = await store.begin_term(0)
     await store.save([Write("a", 0, b"1")], [])
     pid = pid_of(server)
+    await server.start()
+    assert pid_of(server) == pid, "it runs"
     await server.stop()
     assert gone(pid)
     assert not server.alive
@@ -112,23 +107,6 @@ async def test_server_of_an_earlier_head_is_ended_first(
     assert await store.begin_term(0) == 9
     await store.close()
     await second.stop()
-
-
-async def test_somebody_elses_pid_is_left_alone(server: RedisServer) -> None:
-    private_dir(server.pid_file.parent)
-    other = await asyncio.create_subprocess_exec("sleep", "1000")
-    server.pid_file.write_text(f"{other.pid}\n")
-    await server.start()
-    assert not gone(other.pid)
-    other.kill()
-    await other.wait()
-
-
-@pytest.mark.parametrize("content", ["", "x", "-1", "0", "1", "99999999999999999999"])
-async def test_nonsense_in_the_pid_file(server: RedisServer, content: str) -> None:
-    server.pid_file.write_text(content)
-    await server.start()
-    assert server.alive
 
 
 async def test_ends_with_its_head(server: RedisServer, paths: Paths) -> None:
@@ -191,3 +169,16 @@ async def test_awkward_folder_names(tmp_path: Path) -> None:
     server = RedisServer(Paths(folder / "s", tmp_path / "r").create())
     await server.start()
     await server.stop()
+
+
+async def test_nonsense_and_somebody_elses_pid_in_the_pid_file_are_left_alone(server: RedisServer) -> None:
+    private_dir(server.pid_file.parent)
+    other = await asyncio.create_subprocess_exec("sleep", "1000")
+    for content in ("", "x", "-1", "0", "1", "99999999999999999999", f"{other.pid}\n"):
+        server.pid_file.write_text(content)
+        await server.start()
+        assert server.alive, content
+        await server.stop()
+    assert not gone(other.pid)
+    other.kill()
+    await other.wait()
