@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from agent_head import DEADLINE_S, PUPPET, WAIT, Head, gone, until
-from fallow.core.membership.messages import End, Fault, Gather, Gathered
+from fallow.core.membership.messages import End, Fault
 from fallow.core.protocol.agents import (
     Admitted,
     Beat,
@@ -30,7 +30,6 @@ from fallow.core.protocol.agents import (
 )
 from fallow.files import read_struct, write_struct
 from fallow.model import HIDDEN, SHOWN, STACK_SIGNAL, Exit, HeadFile
-from fallow.wire.keys import new_keypair
 from fallow.wire.router import agent_of, key_of
 
 
@@ -225,66 +224,12 @@ async def test_s5_a_head_of_an_older_term_is_ignored(head: Head) -> None:
     assert await head.printed("n0", "term 6\n") == "3\nterm 6\n"
 
 
-async def test_workers_are_started_anew_when_the_head_wants_it(head: Head) -> None:
-    await head.launch()
-    await head.begin()
-    await head.obeyed(head.order(noted="print('up', flush=True)"))
-    head.boot = 2
-    await head.beats()
-    assert head.heard[-1].report.boot == 1, "not while the former ones run"
-    os.kill(head.workers()[0], signal.SIGKILL)
-    ended = await head.hear(Ended)
-    hello = await head.begin(node=5)
-    assert (hello.boot, hello.node) == (2, 0)
-    head.order(node=1, noted="print('for the former ones', flush=True)")
-    await head.obeyed(head.order(node=5, noted="print('anew', flush=True)"))
-    assert await head.printed("n4", "anew\n") == "anew\n"
-    assert await head.hear(Ended) == ended, "that end has not been noted"
-    await head.report(lambda report: (report.node, report.boot) == (5, 2), pids=1)
-
-
-async def test_hello_again_after_the_head_came_back_elsewhere(head: Head) -> None:
-    await head.launch()
-    await head.begin()
-    await head.obeyed(head.order())
-    workers = head.workers()
-    await head.router.close()
-    head.port, head.keys, head.term = None, new_keypair(), 2
-    await head.start()
-    hello = await head.begin()
-    assert (hello.boot, hello.node) == (1, 1)
-    heard = len(head.heard)
-    await head.obeyed(head.order(noted="print('silent for', silent_s)"))
-    assert head.workers() == workers, "not started twice"
-    assert not [said for said in head.heard[heard:] if isinstance(said, Ended)]
-    text = await head.printed("n0", "silent for")
-    assert float(text.split()[-1]) > 1, "workers were told"
-
-
 async def test_a_refused_agent_ends(head: Head) -> None:
     await head.launch(WAIT)
     await head.hear(Hello)
     head.send(Refused(code=93, message="not \x1b[31mwanted"))
     code, _, err = await head.ended()
     assert (code, err) == (93, "fallow agent: not \\x1b[31mwanted\n")
-
-
-async def test_workers_train_on_while_a_head_of_another_version_refuses_their_agent(head: Head) -> None:
-    agent = await head.launch()
-    await head.begin()
-    await head.obeyed(head.order())
-    head.answers = False
-    for times in (8, 2):
-        for _ in range(times):
-            head.send(Refused(code=78, message="update the agent"))
-            await head.beats(1)
-        await head.obeyed(head.order(noted="print('on', silent_s, flush=True)"))
-    text = await head.printed("n0", "\n")
-    assert float(text.split()[1]) > 0.3, "workers take it for silence"
-    assert len(head.workers()) == 1
-    agent.send_signal(signal.SIGKILL)
-    _, _, err = await head.ended()
-    assert err.count("update the agent") == 2, "once, and once after it was heard in between"
 
 
 async def test_silent_head_and_nothing_to_do(head: Head) -> None:
@@ -294,19 +239,6 @@ async def test_silent_head_and_nothing_to_do(head: Head) -> None:
     code, _, err = await head.ended()
     assert code == Exit.TEMPFAIL
     assert "silent" in err
-    await head.start()
-
-
-async def test_slurm_takes_the_node_while_no_head_is_there(head: Head) -> None:
-    """Its workers leave by themselves, in order."""
-    code = "import signal, sys; signal.signal(15, lambda *_: (print('left', flush=True), sys.exit(0)))\n" + WAIT
-    agent = await head.launch(code)
-    await head.begin()
-    await head.printed("n0", "up")
-    await head.router.close()
-    agent.send_signal(signal.SIGTERM)
-    assert (await head.ended())[0] == Exit.NO_RESTART
-    assert "left" in head.run.log("n0").read_text()
     await head.start()
 
 
@@ -339,22 +271,6 @@ async def test_a_worker_that_crashes_takes_its_sibling_with_it_and_one_end_is_to
     head.send(EndNoted(node=1, boot=1))
     assert (await head.hear(Beat)).report is None
     assert all(said == ended for said in head.heard if isinstance(said, Ended)), "it may have been repeated by then"
-
-
-async def test_a_gather_of_all_nodes_goes_through_the_head(head: Head) -> None:
-    await head.launch_two()
-    part = "channel.send(Part(generation=2, key='all', part=b'%d' % slot))"
-    await head.obeyed(head.order(noted=f"if slot == 1: {part}"))
-    assert not [said for said in head.heard if isinstance(said, Gather)], "the other part is missing"
-    head.order(noted=f"if slot == 0: {part}")
-    gather = await head.hear(Gather)
-    assert (gather.node, gather.generation, gather.key) == (1, 2, "all")
-    assert msgspec.msgpack.decode(gather.part) == [b"0", b"1"]
-    assert await head.hear(Gather) == gather, "said again until it is answered"
-    others = msgspec.msgpack.encode([b"x", b"y"])
-    head.send(Gathered(generation=2, key="all", parts=(others, gather.part)))
-    for name in ("n0.0", "n0.1"):
-        assert await head.printed(name, "all x y 0 1\n") == "all x y 0 1\n"
 
 
 async def test_workers_that_no_record_knows_are_introduced_again_and_end_if_another_has_their_number(

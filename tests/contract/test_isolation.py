@@ -16,12 +16,11 @@ from fallow.core import records
 from fallow.core.allocations import Allocation
 from fallow.core.protocol.agents import Beat, EndNoted, Setup
 from fallow.head.loop.faults import MAX_KINDS, MENDED_S, TEXT, Faults, Quarantine
-from fallow.head.loop.inbox import Due, Heard
+from fallow.head.loop.inbox import Heard
 from fallow.head.loop.turn import Turn, agent_peer
 from fallow.head.peers.agents import Agents
 from fallow.head.state.book import Run, RunRecord
 from fallow.model import (
-    AllocationKind,
     AllocationState,
     ClusterState,
     Exit,
@@ -194,22 +193,6 @@ async def test_a_record_that_cannot_be_written_costs_its_run_what_it_was_about_t
         assert first.peer in sent
         (error,) = (await head.snapshot()).head.internal_errors
         assert (error.source, error.run) == ("store", bad.id)
-
-
-async def test_an_error_while_a_job_is_due_lets_the_next_one_be_submitted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serving(tmp_path) as head:
-        run = head.head._book.runs[(await head.create(local=False)).run]
-        queued = head.head._book.new_allocation(run, AllocationKind.HARVEST, 0.0)
-        await head.head._persist(Turn(head.head._book, 0.0, 0.0, dirty={run.id}))
-        monkeypatch.setattr(head.head._harvest, "send", lambda *_: 1 // 0)
-        wanted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        head.head._inbox.put_nowait(Due(run.id, queued.token, wanted))
-        assert await asyncio.wait_for(wanted, 60) is False
-        await head.until(lambda seen: seen.head.internal_errors, "the error is shown")
-        run = head.head._book.runs[run.id]
-        assert not run.allocations[queued.token].live, "a new plan asks anew"
 
 
 async def test_a_request_that_fails_is_answered_and_changes_nothing(

@@ -17,8 +17,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fallow.core.membership.messages import VERSION, Gathered, Order, Unreadable, Wire
 from fallow.core.protocol.agents import News, Setup
@@ -261,21 +259,6 @@ async def test_damage_ends_the_channel_with_words_behind_what_was_good(
     assert pair[1].recv(100) == b"", "the worker's side is told by the end"
 
 
-async def test_nothing_is_called_after_close(pair: tuple[socket.socket, socket.socket]) -> None:
-    heard: list[FromWorker] = []
-
-    def hear(message: FromWorker) -> None:
-        heard.append(message)
-        channel.close()
-
-    channel = WorkerChannel(pair[0], hear, lambda reason: heard.clear())
-    pair[1].sendall(frame(encode(Status(step=1))) * 3)
-    pair[1].close()
-    await until(lambda: heard)
-    channel.drain()
-    assert heard == [Status(step=1)]
-
-
 async def test_faults_of_the_owner_do_not_end_the_channel(pair: tuple[socket.socket, socket.socket]) -> None:
     heard: list[Wire] = []
 
@@ -293,21 +276,6 @@ async def test_faults_of_the_owner_do_not_end_the_channel(pair: tuple[socket.soc
         await until(lambda number=number: len(heard) == 2 * number + 2)
     worker.close()
     agent.close()
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.binary(max_size=60), max_size=20), st.booleans())
-def test_no_bytes_break_the_agent(chunks: list[bytes], in_frames: bool) -> None:
-    async def play() -> None:
-        one, other = socket.socketpair()
-        ours = Ours(one)
-        for chunk in chunks:
-            other.sendall(frame(chunk) if in_frames else chunk)
-        other.close()
-        await until(lambda: ours.ends)
-        assert all(isinstance(message, Status | Part) for message in ours.heard)
-
-    asyncio.run(play())
 
 
 # -- the worker's end ------------------------------------------------------------------------------------------------

@@ -94,20 +94,6 @@ async def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         await made.router.close()
 
 
-async def test_many_threads_send(setup: Setup) -> None:
-    link = setup.link(await setup.head())
-    link.start()
-    assert await setup.next() == hello(1)
-    threads = [threading.Thread(target=lambda n=n: [link.send(ended(n * 50 + i)) for i in range(50)]) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    nodes = [(await setup.next()).node for _ in range(200)]
-    assert sorted(nodes) == list(range(200))
-    for n in range(4):
-        mine = [node for node in nodes if node // 50 == n]
-        assert mine == sorted(mine)
-
-
 @pytest.mark.parametrize(("has_moved", "has_new_key"), [(False, False), (True, True), (False, True)])
 async def test_the_head_is_found_again(setup: Setup, has_moved: bool, has_new_key: bool) -> None:
     router = await setup.head()
@@ -167,23 +153,6 @@ async def test_a_head_of_another_version_counts_as_silent_but_its_refusal_is_hea
     assert router.send(peer, News(term=3))
     assert await setup.back() == News(term=3)
     assert link.last_heard > before
-
-
-async def test_faults_of_the_owner_do_not_end_the_link(setup: Setup) -> None:
-    router = await setup.head()
-
-    def hear(message: ToAgent) -> None:
-        raise ValueError("from on_message")
-
-    keys = HEAD.public, PEER.public, PEER.secret
-    link = setup.made = Link(router.endpoint, *keys, hear, setup.head_file, greeting=lambda: hello(1))
-    link.start()
-    link.send(beat(1))
-    assert [await setup.next(), await setup.next()] == [hello(1), beat(1)]
-    (peer,) = router.connected
-    router.send(peer, News(term=1))
-    link.send(beat(2))
-    assert await setup.next() == beat(2)
 
 
 def test_addresses() -> None:

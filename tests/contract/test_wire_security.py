@@ -376,14 +376,6 @@ async def test_ipv6() -> None:
     await router.close()
 
 
-async def test_close_wakes_a_reader(router: Router) -> None:
-    reader = asyncio.create_task(router.recv())
-    await asyncio.sleep(0)
-    await router.close()
-    with pytest.raises(RouterDown):
-        await asyncio.wait_for(reader, DEADLINE_S)
-
-
 # -- the decoder --------------------------------------------------------------------------------------------
 
 DECODER: Decoder[FromAgent] = Decoder(FromAgent)
