@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fallow.core.membership.messages import VERSION, Gathered, Order, Unreadable, Wire
+from fallow.core.membership.messages import VERSION, Gathered, Order, Wire
 from fallow.core.protocol.agents import News, Setup
 from fallow.core.protocol.workers import FromWorker, Heard, Part, Start, Status, ToWorker
 from fallow.wire.codec import MAX_MESSAGE, Decoder, encode
@@ -192,24 +192,6 @@ async def test_a_stopped_worker_holds_nobody_up_and_finds_the_newest_of_each_kin
 
 
 # -- the agent's end -------------------------------------------------------------------------------------------------
-
-
-async def test_large_messages_arrive_whole(pair: tuple[socket.socket, socket.socket]) -> None:
-    ours, theirs = Ours(pair[0]), Theirs(pair[1])
-    theirs.channel.start()
-    parts = tuple(os.urandom(1 << 18) for _ in range(3))
-    for key in "abc":
-        ours.channel.send(Gathered(generation=1, key=key, parts=parts))
-    theirs.channel.send(Part(generation=1, key="k", part=os.urandom(1 << 18)))
-    await until(lambda: len(theirs.heard) == 3 and ours.heard)
-    assert theirs.heard == [Gathered(generation=1, key=key, parts=parts) for key in "abc"]
-    with pytest.raises(Unreadable, match="limit"):
-        ours.channel.send(Gathered(generation=1, key="d", parts=parts * 3))
-    ours.channel.send(News(term=1))
-    await until(lambda: len(theirs.heard) == 4)
-    ours.channel.close()
-    await until(lambda: theirs.ends)
-    assert theirs.ends == [""]
 
 
 async def test_answers_of_gathers_do_not_replace_each_other_and_are_bounded(
