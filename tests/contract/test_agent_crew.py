@@ -117,6 +117,14 @@ async def test_one_that_has_left_or_finished_leaves_time_to_its_sibling_whose_fa
         assert (ended.code, ended.is_ordered) == (found, False)
 
 
+async def test_an_order_to_end_is_enforced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew_module, "KILL_AFTER_S", 0.2)
+    async with working(tmp_path, WAIT) as rig:
+        rig.order(end=End(code=75, reason="test"))
+        ended = await rig.ended()
+        assert (ended.code, ended.signal, ended.is_ordered) == (None, 9, True)
+
+
 async def test_a_crash_before_the_order_is_no_ordered_end(tmp_path: Path) -> None:
     async with working(tmp_path) as rig:
         _, second = rig.pids()
