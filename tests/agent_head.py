@@ -39,7 +39,7 @@ from fallow.model import *
 from fallow.wire.frames import AgentChannel
 
 ctypes.CDLL(None).prctl(1, 9)
-status, silent_s, inbox = Status(), 0.0, queue.SimpleQueue()
+status, inbox = Status(), queue.SimpleQueue()
 channel = AgentChannel(int(os.environ["FALLOW_CHANNEL_FD"]), inbox.put, inbox.put)
 
 def say(**what):
@@ -54,12 +54,8 @@ while (message := inbox.get()) != "":
     if isinstance(message, Order):
         exec(message.noted)
         say(term=message.term, edition=message.edition)
-    elif isinstance(message, Gathered):
-        print(message.key, *[part.decode() for part in message.parts], flush=True)
     elif isinstance(message, News):
         news = message
-    elif isinstance(message, Heard):
-        silent_s = max(silent_s, message.silent_s)
 """
 
 
@@ -75,18 +71,13 @@ class Head:
         self.heard: list[Any] = []
         self.progress = Progress()
         "as its beats told it last"
-        self.term = self.boot = 1
-        "what it says with each answer to a beat"
-        self.answers = True
-        "beats are answered"
+        self.term = 1
         self.editions = 0
-        self.port: int | None = None
         self.agent: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
         self.router = Router(self.keys.public, self.keys.secret, lambda key: key == self.agent_keys.public)
-        endpoint = await self.router.start("127.0.0.1", self.port)
-        self.port = int(endpoint.rsplit(":", 1)[1])
+        endpoint = await self.router.start("127.0.0.1", None)
         write_struct(
             self.paths.head_file,
             HeadFile( version="0", host="h", pid=1, term=self.term, endpoint=endpoint,
@@ -128,10 +119,9 @@ class Head:
             while True:
                 self.peer, message = await self.router.recv()
                 self.heard.append(message)
-                if isinstance(message, Beat) and not message.brief:
-                    self.progress = message.progress
-                if isinstance(message, Beat) and self.answers:
-                    self.router.send(self.peer, News(term=self.term, boot=self.boot))
+                if isinstance(message, Beat):
+                    self.progress = self.progress if message.brief else message.progress
+                    self.router.send(self.peer, News(term=self.term))
                 if isinstance(message, kind) and where(message):
                     return message
 

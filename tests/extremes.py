@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -26,33 +27,62 @@ def deep(levels: int = 200) -> Any:
     return value
 
 
+def full(kind: type[Any]) -> Any:
+    """An instance of which no field has its default, and hardly any two the same value."""
+    return _value(mi.type_info(kind), itertools.count(1))
+
+
+def least(kind: type[Any]) -> Any:
+    """An instance with those fields only that must be there."""
+    return kind(**{f.name: _value(f.type, itertools.count(1)) for f in struct_info(kind).fields if f.required})
+
+
 def example(kind: mi.Type) -> Any:
     """A value of that type, somewhere in the middle."""
-    match kind:
-        case mi.BoolType():
-            return False
-        case mi.IntType():
-            return max(1, kind.ge or 0)
-        case mi.FloatType():
-            return 1.0
-        case mi.StrType():
-            return "x" * max(1, kind.min_length or 0)
-        case mi.BytesType():
-            return b"x"
-        case mi.EnumType():
-            return next(iter(kind.cls)).value
-        case mi.ListType() | mi.VarTupleType():
-            return [example(kind.item_type)]
-        case mi.TupleType():
-            return [example(item) for item in kind.item_types]
-        case mi.DictType():
-            return {example(kind.key_type): example(kind.value_type)}
-        case mi.StructType():
-            found = {f.encode_name: example(f.type) for f in kind.fields}
-            return {kind.tag_field: kind.tag, **found} if kind.tag_field else found
+    return msgspec.to_builtins(_value(kind, itertools.count(1)), builtin_types=(bytes,))
+
+
+def _value(info: mi.Type, numbers: Iterator[int]) -> Any:
+    match info:
+        case mi.StructType() | mi.DataclassType() | mi.NamedTupleType():
+            values = {field.name: _other(field, numbers) for field in info.fields}
+            return info.cls(**values)
+        case mi.Metadata():
+            return _value(info.type, numbers)
         case mi.UnionType():
-            return example(kind.types[0])
-    return None
+            return _value(next(one for one in info.types if not isinstance(one, mi.NoneType)), numbers)
+        case mi.IntType():
+            return max(next(numbers), info.ge or 0)
+        case mi.FloatType():
+            return next(numbers) / (8 if info.le is None or info.le > 1 else 1024)
+        case mi.StrType():
+            return f"text{next(numbers):0{info.min_length or 1}}"[: info.max_length]
+        case mi.BytesType():
+            return b"%d" % next(numbers)
+        case mi.BoolType():
+            return True
+        case mi.EnumType():
+            return list(info.cls)[-1]
+        case mi.ListType():
+            return [_value(info.item_type, numbers) for _ in range(2)]
+        case mi.VarTupleType():
+            return tuple(_value(info.item_type, numbers) for _ in range(2))
+        case mi.TupleType():
+            return tuple(_value(one, numbers) for one in info.item_types)
+        case mi.DictType():
+            return {_value(info.key_type, numbers): _value(info.value_type, numbers)}
+        case mi.AnyType():
+            return f"any{next(numbers)}"
+    raise AssertionError(f"no example of {info}")  # a set is written in another order each time
+
+
+def _other(field: mi.Field, numbers: Iterator[int]) -> Any:
+    value = _value(field.type, numbers)
+    if value != field.default:
+        return value
+    if isinstance(value, bool):
+        return not value
+    return next(iter(type(value)))
 
 
 def ends(kind: mi.Type) -> Iterator[Any]:

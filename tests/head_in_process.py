@@ -53,6 +53,10 @@ class Serving:
         wanted = RunSpec(run="", name=name, min_nodes=1, max_nodes=4, local=local, **spec)
         return await self.control.call("create_run", NewRun, spec=msgspec.to_builtins(wanted))
 
+    async def bad_and_good(self) -> list[NewRun]:
+        """Two runs: one for what goes wrong, and one that must not be concerned."""
+        return [await self.create(name, local=False) for name in ("bad", "good")]
+
     async def snapshot(self, run: str | None = None) -> Snapshot:
         return await self.control.call("status", Snapshot, run=run)
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import importlib.util
 import os
 import re
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from fallow.model import FallowError
 from fallow.testbed.cluster import Testbed
 from fallow.testbed.host import check_commands, parse_version, slurm_version
+
+T = TypeVar("T")
 
 
 def slurm_missing() -> str | None:
@@ -74,3 +79,17 @@ def queries(testbed: Testbed) -> Counter[str]:
     """Requests for information that slurmctld has had, as it counts them; sdiag's own is not among them."""
     found = re.findall(r"^\s*(REQUEST_\w+_INFO)\b.*?count:(\d+)", testbed.slurm("sdiag"), re.MULTILINE)
     return Counter({name: int(number) for name, number in found if name != "REQUEST_STATS_INFO"})
+
+
+async def pause() -> None:
+    """Let a real Slurm go on a little."""
+    await asyncio.sleep(0.1)
+
+
+async def until(ask: Callable[[], Awaitable[T | None]], step: Callable[[], Awaitable[None]] = pause) -> T:
+    """What `ask` finds, once it finds something; `step` passes the time in between."""
+    deadline = time.monotonic() + 120.0
+    while (found := await ask()) is None:
+        assert time.monotonic() < deadline, "condition not reached"
+        await step()
+    return found

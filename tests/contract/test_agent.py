@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from agent_head import DEADLINE_S, PUPPET, WAIT, Head, gone, until
-from fallow.core.membership.messages import End, Fault, Gather, Gathered
+from fallow.core.membership.messages import End, Fault
 from fallow.core.protocol.agents import (
     Admitted,
     Beat,
@@ -26,12 +26,10 @@ from fallow.core.protocol.agents import (
     Hello,
     Introduce,
     Left,
-    News,
     Refused,
 )
 from fallow.files import read_struct, write_struct
 from fallow.model import HIDDEN, SHOWN, STACK_SIGNAL, Exit, HeadFile
-from fallow.wire.keys import new_keypair
 from fallow.wire.router import agent_of, key_of
 
 
@@ -72,10 +70,9 @@ async def test_hello_is_repeated_until_the_workers_are_admitted_and_none_runs_be
     assert head.workers() == []
     head.send(Admitted(node=1, boot=1))
     assert await head.hear(Hello) == first, "without the setup no worker can be started"
-    head.admit()
-    await head.report(lambda report: (report.node, report.boot) == (1, 1), pids=1)
-    head.admit()
-    await head.beats()
+    for _ in range(2):
+        head.admit()
+        await head.report(lambda report: (report.node, report.boot) == (1, 1), pids=1)
     assert len(head.workers()) == 1, "started only once"
 
 
@@ -195,9 +192,8 @@ async def test_a_process_that_is_stopped_is_told_at_once_and_for_how_long(head: 
     (worker,) = head.workers()
     os.kill(worker, signal.SIGSTOP)
     first = await head.report(lambda report: report.stopped_s > 0)
-    assert first.stopped_s < 1
     head.admit(beat_s=0.1)
-    await head.report(lambda report: report.stopped_s > 0.5)
+    await head.report(lambda report: report.stopped_s > first.stopped_s + 0.5)
     os.kill(worker, signal.SIGCONT)
     await head.report(lambda report: report.stopped_s == 0)
 
@@ -212,97 +208,20 @@ async def test_for_how_long_a_worker_has_said_nothing_is_told_until_it_has_said_
     await head.report(lambda report: report.mute_s == 0)
 
 
-async def test_last_words_of_a_worker_go_with_its_end(head: Head) -> None:
-    await head.launch()
-    await head.begin(beat_s=10 * DEADLINE_S)
-    fault = Fault(code=65, message="no", signature="ValueError at x.py:1")
-    head.order(noted=f"say(fault=Fault(**{msgspec.to_builtins(fault)!r})); os._exit(65)")
-    ended = await head.hear(Ended)
-    assert ended.code == 65
-    assert ended.report is not None
-    assert ended.report.fault == fault
-
-
-async def test_the_newest_order_wins(head: Head) -> None:
+async def test_s5_a_head_of_an_older_term_is_ignored(head: Head) -> None:
+    """Of one term the newest order counts."""
     await head.launch()
     await head.begin()
+    head.term = 5
     newest = head.order(edition=3, noted="print(3, flush=True)")
-    for stale in ({"edition": 2}, {"edition": 3}, {"node": 2, "edition": 4}, {"term": 0, "edition": 9}):
+    for stale in ({"edition": 2}, {"edition": 3}, {"node": 2, "edition": 4}, {"term": 4, "edition": 9}):
         head.order(noted="print('stale', flush=True)", **stale)
     await head.obeyed(newest)
-    head.term = 2
-    await head.obeyed(head.order(edition=1, noted="print('term 2', flush=True)"))
-    assert await head.printed("n0", "term 2\n") == "3\nterm 2\n"
-
-
-async def test_s5_a_head_of_an_older_term_is_ignored(head: Head) -> None:
-    await head.launch(WAIT)
-    await head.begin()
-    head.send(News(term=5))
-    head.term = 4
-    head.order(edition=9, end=End(code=0, reason="an old head", kill=True))
+    head.order(term=4, edition=9, end=End(code=0, reason="an old head", kill=True))
     head.send(EndAgent(term=4, code=0, reason="an old head", kill_after_s=0.0))
-    await head.beats(5)
-    assert len(head.workers()) == 1
-
-
-async def test_workers_are_started_anew_when_the_head_wants_it(head: Head) -> None:
-    await head.launch()
-    await head.begin()
-    await head.obeyed(head.order(noted="print('up', flush=True)"))
-    head.boot = 2
-    await head.beats()
-    assert head.heard[-1].report.boot == 1, "not while the former ones run"
-    os.kill(head.workers()[0], signal.SIGKILL)
-    ended = await head.hear(Ended)
-    hello = await head.begin(node=5)
-    assert (hello.boot, hello.node) == (2, 0)
-    head.order(node=1, noted="print('for the former ones', flush=True)")
-    await head.obeyed(head.order(node=5, noted="print('anew', flush=True)"))
-    assert await head.printed("n4", "anew\n") == "anew\n"
-    assert await head.hear(Ended) == ended, "that end has not been noted"
-    await head.report(lambda report: (report.node, report.boot) == (5, 2), pids=1)
-
-
-async def test_hello_again_after_the_head_came_back_elsewhere(head: Head) -> None:
-    await head.launch()
-    await head.begin()
-    await head.obeyed(head.order())
-    workers = head.workers()
-    await head.router.close()
-    head.port, head.keys, head.term = None, new_keypair(), 2
-    await head.start()
-    hello = await head.begin()
-    assert (hello.boot, hello.node) == (1, 1)
-    heard = len(head.heard)
-    await head.obeyed(head.order(noted="print('silent for', silent_s)"))
-    assert head.workers() == workers, "not started twice"
-    assert not [said for said in head.heard[heard:] if isinstance(said, Ended)]
-    text = await head.printed("n0", "silent for")
-    assert float(text.split()[-1]) > 1, "workers were told"
-
-
-async def test_workers_that_no_record_knows_are_introduced_again(head: Head) -> None:
-    await head.launch()
-    await head.begin()
-    await head.obeyed(head.order())
-    head.send(Introduce(node=2))
-    head.send(Introduce(node=1))
-    hello = await head.hear(Hello)
-    assert (hello.boot, hello.node) == (1, 1)
-    head.admit()
-    await head.obeyed(head.order())
-
-
-async def test_workers_whose_number_somebody_else_has_are_ended(head: Head) -> None:
-    await head.launch()
-    await head.begin()
-    await head.obeyed(head.order())
-    head.send(Introduce(node=1))
-    await head.hear(Hello)
-    head.admit(node=9)
-    ended = await head.hear(Ended)
-    assert (ended.node, ended.signal, ended.is_ordered) == (9, signal.SIGKILL, False)
+    head.term = 6
+    await head.obeyed(head.order(edition=1, noted="print('term 6', flush=True)"))
+    assert await head.printed("n0", "term 6\n") == "3\nterm 6\n"
 
 
 async def test_a_refused_agent_ends(head: Head) -> None:
@@ -313,24 +232,6 @@ async def test_a_refused_agent_ends(head: Head) -> None:
     assert (code, err) == (93, "fallow agent: not \\x1b[31mwanted\n")
 
 
-async def test_workers_train_on_while_a_head_of_another_version_refuses_their_agent(head: Head) -> None:
-    agent = await head.launch()
-    await head.begin()
-    await head.obeyed(head.order())
-    head.answers = False
-    for times in (8, 2):
-        for _ in range(times):
-            head.send(Refused(code=78, message="update the agent"))
-            await head.beats(1)
-        await head.obeyed(head.order(noted="print('on', silent_s, flush=True)"))
-    text = await head.printed("n0", "\n")
-    assert float(text.split()[1]) > 0.3, "workers take it for silence"
-    assert len(head.workers()) == 1
-    agent.send_signal(signal.SIGKILL)
-    _, _, err = await head.ended()
-    assert err.count("update the agent") == 2, "once, and once after it was heard in between"
-
-
 async def test_silent_head_and_nothing_to_do(head: Head) -> None:
     await head.launch(WAIT, "--patience", "0.5")
     await head.hear(Hello)
@@ -338,19 +239,6 @@ async def test_silent_head_and_nothing_to_do(head: Head) -> None:
     code, _, err = await head.ended()
     assert code == Exit.TEMPFAIL
     assert "silent" in err
-    await head.start()
-
-
-async def test_slurm_takes_the_node_while_no_head_is_there(head: Head) -> None:
-    """Its workers leave by themselves, in order."""
-    code = "import signal, sys; signal.signal(15, lambda *_: (print('left', flush=True), sys.exit(0)))\n" + WAIT
-    agent = await head.launch(code)
-    await head.begin()
-    await head.printed("n0", "up")
-    await head.router.close()
-    agent.send_signal(signal.SIGTERM)
-    assert (await head.ended())[0] == Exit.NO_RESTART
-    assert "left" in head.run.log("n0").read_text()
     await head.start()
 
 
@@ -371,27 +259,34 @@ async def test_agent_ends_with_its_parent(head: Head) -> None:
 
 async def test_a_worker_that_crashes_takes_its_sibling_with_it_and_one_end_is_told(head: Head) -> None:
     await head.launch_two()
-    head.order(noted="if slot == 1: sys.stderr.write('out of memory'); sys.exit(3)")
+    fault = Fault(code=65, message="no", signature="ValueError at x.py:1")
+    last_words = f"say(fault=Fault(**{msgspec.to_builtins(fault)!r})); sys.stderr.write('out of memory'); os._exit(65)"
+    head.order(noted=f"if slot == 1: {last_words}")
     ended = await head.hear(Ended)
-    assert (ended.node, ended.code, ended.signal, ended.tail) == (1, 3, None, "out of memory")
+    assert (ended.node, ended.code, ended.signal, ended.tail) == (1, 65, None, "out of memory")
     assert not ended.is_ordered
+    assert ended.report is not None
+    assert ended.report.fault == fault
     assert head.workers() == []
     head.send(EndNoted(node=1, boot=1))
     assert (await head.hear(Beat)).report is None
-    assert [said for said in head.heard if isinstance(said, Ended)] == [ended]
+    assert all(said == ended for said in head.heard if isinstance(said, Ended)), "it may have been repeated by then"
 
 
-async def test_a_gather_of_all_nodes_goes_through_the_head(head: Head) -> None:
-    await head.launch_two()
-    part = "channel.send(Part(generation=2, key='all', part=b'%d' % slot))"
-    await head.obeyed(head.order(noted=f"if slot == 1: {part}"))
-    assert not [said for said in head.heard if isinstance(said, Gather)], "the other part is missing"
-    head.order(noted=f"if slot == 0: {part}")
-    gather = await head.hear(Gather)
-    assert (gather.node, gather.generation, gather.key) == (1, 2, "all")
-    assert msgspec.msgpack.decode(gather.part) == [b"0", b"1"]
-    assert await head.hear(Gather) == gather, "said again until it is answered"
-    others = msgspec.msgpack.encode([b"x", b"y"])
-    head.send(Gathered(generation=2, key="all", parts=(others, gather.part)))
-    for name in ("n0.0", "n0.1"):
-        assert await head.printed(name, "all x y 0 1\n") == "all x y 0 1\n"
+async def test_workers_that_no_record_knows_are_introduced_again_and_end_if_another_has_their_number(
+    head: Head,
+) -> None:
+    await head.launch()
+    await head.begin()
+    await head.obeyed(head.order())
+    head.send(Introduce(node=2))
+    head.send(Introduce(node=1))
+    hello = await head.hear(Hello)
+    assert (hello.boot, hello.node) == (1, 1)
+    head.admit()
+    await head.obeyed(head.order())
+    head.send(Introduce(node=1))
+    await head.hear(Hello)
+    head.admit(node=9)
+    ended = await head.hear(Ended)
+    assert (ended.node, ended.signal, ended.is_ordered) == (9, signal.SIGKILL, False)

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
+import builders
+from fake_slurm import FakeSlurm
 from fallow.core import records
 from fallow.core.allocations import Allocation
-from fallow.core.membership import events as ev
-from fallow.core.membership.machine import InvalidMembership, Machine
-from fallow.core.membership.messages import Report
 from fallow.core.protocol.agents import Beat, EndNoted, Setup
 from fallow.head.loop.faults import MAX_KINDS, MENDED_S, TEXT, Faults, Quarantine
-from fallow.head.loop.inbox import Due, Heard
+from fallow.head.loop.inbox import Heard
 from fallow.head.loop.turn import Turn, agent_peer
 from fallow.head.peers.agents import Agents
 from fallow.head.state.book import Run, RunRecord
 from fallow.model import (
-    AllocationKind,
     AllocationState,
-    ClusterConfig,
     ClusterState,
     Exit,
     FallowError,
@@ -35,37 +31,25 @@ from fallow.model import (
 )
 from fallow.store.client import Write
 from head_in_process import Serving, serving
-from talk import CONTRACT
 from talk import hello as hello_of
 
 
-class FaultySlurm:
+class FaultySlurm(FakeSlurm):
     """A cluster without nodes, whose answers a test can break."""
 
     def __init__(self) -> None:
-        self.polls = 0
-        self.backend = "a test"
-        self.poll_requests = 1
+        super().__init__(0)
         self.poll_errors: list[Exception] = []
         self.cancel_error: Exception | None = None
         self.cancelled: list[str] = []
-        self.jobs: list[JobInfo] = []
-
-    async def config(self) -> ClusterConfig:
-        return ClusterConfig(cluster="c", slurm_version="25.11.1")
+        self.shown: list[JobInfo] = []
 
     async def poll(self, names_prefix: str) -> ClusterState:
         if self.poll_errors:
             raise self.poll_errors.pop(0)
-        return ClusterState(at=time.time(), nodes=[], jobs=self.jobs, partitions=[])
+        return ClusterState(at=time.time(), nodes=[], jobs=self.shown, partitions=[])
 
-    async def submit(self, request: object) -> str:
-        return "1"
-
-    async def find(self, token: str) -> list[object]:
-        return []
-
-    async def cancel(self, job_ids: list[str], signal: str | None = None) -> None:
+    async def cancel(self, job_ids: Sequence[str]) -> None:
         if self.cancel_error is not None:
             raise self.cancel_error
         self.cancelled += job_ids
@@ -73,22 +57,23 @@ class FaultySlurm:
     async def owner(self) -> OwnerView:
         raise ZeroDivisionError("an accounting adapter that fails")
 
-    async def close(self) -> None:
-        pass
-
 
 FAST = {"slurm": {"poll_interval_s": 0.2}}
 
 
-async def test_an_error_of_the_slurm_client_costs_the_poll(tmp_path: Path) -> None:
+async def test_an_error_of_the_slurm_client_costs_that_call(tmp_path: Path) -> None:
     slurm = FaultySlurm()
     slurm.poll_errors = [OverflowError("a number of Slurm's"), OverflowError("a number of Slurm's")]
-    async with serving(tmp_path, slurm, **FAST) as head:  # type: ignore[arg-type]
+    slurm.cancel_error = ZeroDivisionError("an adapter that fails")
+    async with serving(tmp_path, slurm, **FAST) as head:
         found = await head.until(lambda seen: seen.head.poll_age_s is not None, "a good poll")
         (error,) = found.head.internal_errors
-        assert (error.source, error.count) == ("Slurm poll", 2)
-        assert error.error == "OverflowError: a number of Slurm's"
+        assert (error.source, error.count, error.error) == ("Slurm poll", 2, "OverflowError: a number of Slurm's")
         assert head.log.getvalue().count("Traceback (most recent call last)") == 1
+        head.head._calls.cancel(["7"])
+        found = await head.until(lambda seen: len(seen.head.internal_errors) == 2, "the error is shown")
+        errors = {error.source: error.error for error in found.head.internal_errors}
+        assert errors["Slurm cancel"] == "ZeroDivisionError: an adapter that fails"
 
 
 async def test_an_error_in_the_ticks_of_one_run_leaves_the_others_theirs(
@@ -117,35 +102,23 @@ async def test_an_error_in_the_ticks_of_one_run_leaves_the_others_theirs(
 
 
 @pytest.mark.parametrize(
-    ("kind", "damage"),
-    [
-        ("root", "cut"),
-        ("root", "missing"),
-        ("spec", "newer"),
-        ("spec", "missing"),
-        ("record", "renamed"),
-        ("node/1", "cut"),
-        ("allocation/", "newer"),
-    ],
+    ("kind", "is_missing"),
+    [("root", False), ("root", True), ("spec", True), ("record", False), ("node/1", False), ("allocation/", False)],
 )
 async def test_a_record_that_cannot_be_read_ends_the_jobs_of_its_run_and_nothing_else(
-    tmp_path: Path, kind: str, damage: str
+    tmp_path: Path, kind: str, is_missing: bool
 ) -> None:
+    slurm = FaultySlurm()
     async with serving(tmp_path) as head:
-        bad, good = [await head.create(name, local=False) for name in ("bad", "good")]
+        bad, good = await head.bad_and_good()
         for new, job in ((bad, "7"), (good, "8")):
             await head.take(hello(head, new.run, job_id=job))
+            slurm.shown.append(builders.job(job, "RUNNING", name="mine", user="me", comment=new.token, nodes=["h1"]))
         store = head.head._durable.store
-        prefix = f"run/{bad.run}/{kind}"
-        (key, (revision, value)), *_ = (await store.load(prefix)).items()
-        await store.save([Write(key, revision, damaged(value, damage))], [])
-    slurm = FaultySlurm()
-    for new, job in ((bad, "7"), (good, "8")):
-        slurm.jobs.append(
-            JobInfo(job_id=job, name="mine", user="me", state="RUNNING", partition="p", comment=new.token, nodes=["h1"])
-        )
+        (key, (revision, value)), *_ = (await store.load(f"run/{bad.run}/{kind}")).items()
+        await store.save([Write(key, revision, None if is_missing else value[: len(value) // 2])], [])
     for number in range(2):
-        async with serving(tmp_path, slurm, **FAST) as head:  # type: ignore[arg-type]
+        async with serving(tmp_path, slurm, **FAST) as head:
             views = {view.run: view for view in (await head.snapshot()).runs}
             assert views[bad.run].status is RunStatus.FAILED
             assert "cannot be read" in views[bad.run].message
@@ -163,30 +136,6 @@ async def test_a_record_that_cannot_be_read_ends_the_jobs_of_its_run_and_nothing
             assert not allocation.live or allocation.asked_at is not None
 
 
-def damaged(value: bytes, how: str) -> bytes | None:
-    if how == "missing":
-        return None
-    if how == "cut":
-        return value[: len(value) // 2]
-    schema, fields = msgspec.msgpack.decode(value)
-    if how == "newer":
-        return msgspec.msgpack.encode((schema + 1, fields))
-    first = next(iter(fields))
-    return msgspec.msgpack.encode((schema, {f"{first}_": fields.pop(first), **fields}))
-
-
-async def test_a_task_that_fails_is_noticed(tmp_path: Path) -> None:
-    slurm = FaultySlurm()
-    slurm.cancel_error = ZeroDivisionError("an adapter that fails")
-    async with serving(tmp_path, slurm, **FAST) as head:  # type: ignore[arg-type]
-        head.head._calls.cancel(["7"])
-        found = await head.until(lambda seen: seen.head.internal_errors, "the error is shown")
-        (error,) = found.head.internal_errors
-        assert (error.source, error.error) == ("Slurm cancel", "ZeroDivisionError: an adapter that fails")
-        assert json.loads(msgspec.json.encode(found))["head"]["internal_errors"][0]["count"] == 1
-        await asyncio.sleep(0)
-
-
 def hello(head: Serving, run: str, **more: Any) -> Heard:
     (allocation,) = head.head._book.runs[run].allocations.values()
     return Heard(agent_peer(allocation, "h1"), hello_of(allocation, **more), 0.0)
@@ -196,7 +145,7 @@ async def test_what_a_failed_message_half_did_is_undone_and_the_others_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(tmp_path) as head:
-        made = [await head.create(name, local=False) for name in ("bad", "good")]
+        made = await head.bad_and_good()
         book = head.head._book
         bad, good = (book.runs[new.run] for new in made)
         sent: list[tuple[str, object]] = []
@@ -230,7 +179,7 @@ async def test_a_record_that_cannot_be_written_costs_its_run_what_it_was_about_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(tmp_path) as head:
-        made = [await head.create(name, local=False) for name in ("bad", "good")]
+        made = await head.bad_and_good()
         book = head.head._book
         sent: list[str] = []
         monkeypatch.setattr(head.head._router, "send", lambda peer, message: sent.append(peer))
@@ -244,22 +193,6 @@ async def test_a_record_that_cannot_be_written_costs_its_run_what_it_was_about_t
         assert first.peer in sent
         (error,) = (await head.snapshot()).head.internal_errors
         assert (error.source, error.run) == ("store", bad.id)
-
-
-async def test_an_error_while_a_job_is_due_lets_the_next_one_be_submitted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serving(tmp_path) as head:
-        run = head.head._book.runs[(await head.create(local=False)).run]
-        queued = head.head._book.new_allocation(run, AllocationKind.HARVEST, 0.0)
-        await head.head._persist(Turn(head.head._book, 0.0, 0.0, dirty={run.id}))
-        monkeypatch.setattr(head.head._harvest, "send", lambda *_: 1 // 0)
-        wanted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        head.head._inbox.put_nowait(Due(run.id, queued.token, wanted))
-        assert await asyncio.wait_for(wanted, 60) is False
-        await head.until(lambda seen: seen.head.internal_errors, "the error is shown")
-        run = head.head._book.runs[run.id]
-        assert not run.allocations[queued.token].live, "a new plan asks anew"
 
 
 async def test_a_request_that_fails_is_answered_and_changes_nothing(
@@ -304,39 +237,6 @@ async def test_a_message_that_cannot_be_sent_costs_that_message(
         assert error.source == "send EndNoted"
 
 
-async def test_what_the_machine_itself_fails_at_costs_its_run_that_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The run goes on from its records: an event that fails each time is no crash loop."""
-    async with serving(tmp_path) as head:
-        made = [await head.create(name, local=False) for name in ("bad", "good")]
-        book = head.head._book
-        for new in made:
-            await head.take(hello(head, new.run))
-        poison = Heard(hello(head, made[0].run).peer, Beat(report=report(seq=1, step=2)), 0.0)
-        harmless = Heard(hello(head, made[1].run).peer, Beat(report=report(seq=1, ready=CONTRACT)), 0.0)
-        handle = Machine.handle
-
-        def fail(machine: Machine, event: ev.Event) -> ev.Turn:
-            done = handle(machine, event)
-            if isinstance(event, ev.Reported) and event.report.step == 2:
-                machine.roster.root.limit = 77
-                raise InvalidMembership("the rules do not come to rest")
-            return done
-
-        monkeypatch.setattr(Machine, "handle", fail)
-        for _ in range(5):
-            before = {new.run: book.runs[new.run].machine for new in made}
-            await head.take(poison, harmless)
-            assert book.runs[made[0].run].machine is not before[made[0].run]
-            assert book.runs[made[1].run].machine is before[made[1].run]
-        bad, good = (book.runs[new.run] for new in made)
-        assert (bad.ended, bad.root.limit, list(bad.roster.nodes)) == (False, 4, [1])
-        assert good.root.contract is not None
-        (error,) = (await head.snapshot()).head.internal_errors
-        assert (error.source, error.run, error.count) == ("message Beat", bad.id, 5)
-
-
 async def test_a_node_whose_every_message_fails_does_not_keep_its_run_from_going_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,7 +262,7 @@ async def test_a_run_that_fails_and_whose_records_cannot_be_read_any_more_ends_a
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(tmp_path) as head:
-        bad, good = [await head.create(name, local=False) for name in ("bad", "good")]
+        bad, good = await head.bad_and_good()
         await head.take(hello(head, bad.run))
         await head.head._durable.store.save([Write(f"run/{bad.run}/record", None, b"\xc1")], [])
         monkeypatch.setattr(Agents, "_beat", lambda *_: 1 // 0)
@@ -374,7 +274,7 @@ async def test_a_run_that_fails_and_whose_records_cannot_be_read_any_more_ends_a
 
 async def test_a_run_that_cannot_even_be_ended_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(tmp_path) as head:
-        bad, good = [await head.create(name, local=False) for name in ("bad", "good")]
+        bad, good = await head.bad_and_good()
         await head.take(hello(head, good.run))
         run = head.head._book.runs[bad.run]
         monkeypatch.setattr(run.machine, "handle", lambda _: 1 // 0)
@@ -398,10 +298,6 @@ def test_a_peer_at_whose_messages_the_head_fails_is_heard_ever_later() -> None:
     now += MENDED_S + 60.0
     quarantine.add("peer", now)
     assert not quarantine.holds("peer", now + 1.0)
-
-
-def report(**what: Any) -> Report:
-    return Report(node=1, boot=1, term=0, edition=0, **what)
 
 
 async def test_a_task_beside_the_loop_that_fails_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,7 @@ from fallow.core.membership import events as ev
 from fallow.files import Paths
 from fallow.head.api.pruning import DAY_S, EVERY_S, Pruning
 from fallow.head.api.views import run_report
-from fallow.head.deadlines import Deadlines
 from fallow.head.loop.durable import Durable
-from fallow.head.loop.faults import GIVE_UP_AFTER
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm import accounts
 from fallow.head.state.archive import NOTE, PrunedRuns
@@ -132,25 +130,28 @@ async def test_memory_and_store_stay_flat_over_hundreds_of_ended_runs_and_the_su
         await desk.durable.close()
 
 
-@pytest.mark.parametrize("by", ["project", "day"])
-async def test_what_usage_tells_is_the_same_before_and_after_and_for_the_next_head(tmp_path: Path, by: str) -> None:
+async def test_what_usage_tells_is_the_same_before_and_after_and_for_the_next_head(tmp_path: Path) -> None:
     desk = await Desk(tmp_path).open()
     for number, account in enumerate("aabca"):
         await desk.end_a_run(account, 1000.0 * (number + 1))
         desk.now += DAY_S / 2
     last = desk.now
-    told = desk.usage(by), desk.usage(by, since="1972-09-28")
+
+    def told() -> list[list[UsageRow]]:
+        return [desk.usage(by, since) for by in ("project", "day") for since in (None, "1972-09-28")]
+
+    before = told()
     accounts.settle(desk.turn(), last + DAY_S)
     used = {account: desk.book.archive.faded(account, last + DAY_S) for account in "abc"}
     turn = desk.turn()
     assert len(desk.pruning.prune(turn, keep=0, older_than_s=0.0)) == 5
     await desk.durable.write(turn)
-    assert (desk.usage(by), desk.usage(by, since="1972-09-28")) == told
+    assert told() == before
     assert await desk.keys() == [f"note/{NOTE}"]
     await desk.durable.close()
     await desk.open()
     try:
-        assert (desk.usage(by), desk.usage(by, since="1972-09-28")) == told
+        assert told() == before
         assert {a: desk.book.archive.faded(a, last + DAY_S) for a in "abc"} == pytest.approx(used)
         assert used["a"] > used["b"] > 0
     finally:
@@ -208,26 +209,3 @@ async def test_sums_that_cannot_be_read_are_kept_for_somebody_who_can(tmp_path: 
         assert notes[f"note/{NOTE}-unreadable"][1] == b"\xc1"
         assert second.head._book.archive.pruned == PrunedRuns()
         assert "internal.error" in second.log.getvalue()
-
-
-async def test_an_error_while_runs_are_pruned_costs_no_run_its_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tick = Deadlines.tick
-
-    def change_every_run(deadlines: Deadlines, turn: Turn) -> None:
-        tick(deadlines, turn)
-        turn.dirty.update(turn.book.current)
-
-    def fail(*_: object) -> None:
-        raise ZeroDivisionError("bad")
-
-    async with serving(tmp_path) as head:
-        await head.create("going")
-        monkeypatch.setattr(Deadlines, "tick", change_every_run)
-        monkeypatch.setattr(Pruning, "tick", fail)
-        found = await head.until(
-            lambda seen: any(error.count > 2 * GIVE_UP_AFTER for error in seen.head.internal_errors), "errors count"
-        )
-        assert [(error.source, error.run) for error in found.head.internal_errors] == [("pruning", None)]
-        assert [view.status for view in found.runs] == [RunStatus.WAITING]

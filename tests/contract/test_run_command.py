@@ -23,12 +23,22 @@ from fallow.files import Paths, write_struct
 from fallow.model import AllocationKind, Exit, FallowError, KeyFile, RunStatus
 
 
-def test_one_agent_per_node() -> None:
-    argv = step_command({"SLURM_JOB_NUM_NODES": "3"}, ["agent", "--", "x"])
+def test_one_agent_per_node_with_all_of_its_devices() -> None:
+    shape = {"SLURM_JOB_NUM_NODES": "3", "SLURM_GPUS_PER_TASK": "1", "SLURM_GPUS_ON_NODE": "4"}
+    argv = step_command(shape, ["agent", "--", "x"])
     assert argv[:4] == ["srun", "--nodes=3", "--ntasks=3", "--ntasks-per-node=1"]
     assert argv[-3:] == ["agent", "--", "x"]
     for word in ("--overlap", "--kill-on-bad-exit=0", "--wait=0", "--no-kill", "--export=ALL", "--mpi=none"):
         assert word in argv
+    assert "--gpus-per-node=4" in argv, "a share for each task is a share for the agent"
+    kept = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "SLURM_CONF": "/c", "PATH": "/bin"}
+    shaping = dict.fromkeys(
+        ["SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_MEM_PER_CPU"], "2"
+    )
+    assert step_environment(kept | shaping | {"SLURM_EXPORT_ENV": "NONE"}) == kept
+    for nodes in ({}, *({"SLURM_JOB_NUM_NODES": number} for number in ("", "0", "-1", "two"))):
+        with pytest.raises(FallowError, match="SLURM_JOB_NUM_NODES"):
+            step_command(nodes, ["a"])
 
 
 def test_one_step_over_all_components() -> None:
@@ -39,25 +49,6 @@ def test_one_step_over_all_components() -> None:
     assert argv[1:4] == ["--het-group=0", "--nodes=1", "--ntasks=1"]
     assert argv[middle + 1 : middle + 4] == ["--het-group=1", "--nodes=2", "--ntasks=2"]
     assert argv[middle - 1] == argv[-1] == "agent"
-
-
-def test_gpus_per_task_would_give_the_agent_one_share() -> None:
-    environ = {"SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_PER_TASK": "1", "SLURM_GPUS_ON_NODE": "4"}
-    assert "--gpus-per-node=4" in step_command(environ, ["a"])
-
-
-@pytest.mark.parametrize("nodes", [None, "", "0", "-1", "two"])
-def test_no_allocation(nodes: str | None) -> None:
-    with pytest.raises(FallowError, match="SLURM_JOB_NUM_NODES"):
-        step_command({} if nodes is None else {"SLURM_JOB_NUM_NODES": nodes}, ["a"])
-
-
-def test_the_step_takes_whole_nodes() -> None:
-    kept = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "SLURM_CONF": "/c", "PATH": "/bin"}
-    shaping = dict.fromkeys(
-        ["SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_MEM_PER_CPU"], "2"
-    )
-    assert step_environment(kept | shaping | {"SLURM_EXPORT_ENV": "NONE"}) == kept
 
 
 @pytest.mark.parametrize(
@@ -126,27 +117,13 @@ def harvest(tmp_path: Path) -> Job:
     return Job(tmp_path, AllocationKind.HARVEST)
 
 
-def test_the_elected_allocation_goes_on(base: Job) -> None:
-    done = base.run()
-    assert done.stdout == "code 0\nafter\n"
+def test_the_elected_allocation_goes_on_and_a_failed_training_is_the_scripts_business(base: Job) -> None:
+    for code in (0, Exit.SOFTWARE):
+        assert base.run(code).stdout == f"code {code}\nafter\n"
     words = (base.folder / "srun.args").read_text().splitlines()
-    agent = words.index("fallow.agent")
     key = str(base.folder / "state/runs/r1/keys/r1.0.json")
-    assert words[agent - 2 :] == [
-        sys.executable,
-        "-m",
-        "fallow.agent",
-        "--key-file",
-        key,
-        "--",
-        "python",
-        "t.py",
-        "--json",
-    ]
-
-
-def test_a_failed_training_is_the_scripts_business(base: Job) -> None:
-    assert base.run(Exit.SOFTWARE).stdout == f"code {Exit.SOFTWARE}\nafter\n"
+    agent = [sys.executable, "-m", "fallow.agent", "--key-file", key, "--", "python", "t.py", "--json"]
+    assert words[-len(agent) :] == agent
 
 
 @pytest.mark.parametrize("code", [Exit.TEMPFAIL, Exit.NO_RESTART, 137])
@@ -166,16 +143,11 @@ def test_the_rest_of_a_script_runs_where_the_report_says_so(base: Job, code: int
 
 def test_an_allocation_that_is_not_elected_ends_its_job(base: Job) -> None:
     done = base.run(Exit.NO_RESTART)
-    assert done.stdout == ""
-    assert done.returncode == -signal.SIGKILL
+    assert (done.stdout, done.returncode) == ("", -signal.SIGKILL)
     assert (base.folder / "scancel.args").read_text() == "5\n"
     assert "job 5 ends here" in done.stderr
-
-
-def test_a_trap_does_not_bring_the_next_line_about(base: Job) -> None:
     base.command("scancel", "kill -CONT 0; kill -TERM 0")
-    done = base.run(Exit.NO_RESTART, trap="trap 'echo trapped' TERM")
-    assert "after" not in done.stdout
+    assert "after" not in base.run(Exit.NO_RESTART, trap="trap 'echo trapped' TERM").stdout, "nor by a trap"
 
 
 def watch_script(job: Job) -> None:
@@ -191,6 +163,10 @@ def test_a_harvest_job_ends_whatever_the_code(harvest: Job) -> None:
         assert harvest.run(code).stdout == ""
         assert (harvest.folder / "how").read_text() == f"{how}\n"
     assert harvest.run(0).stdout == "code 0\nafter\n"
+    harvest.command("scancel", "echo $1 >scancel.args; exit 1")
+    done = harvest.run(1, SLURM_HET_JOB_ID="4")
+    assert (done.stdout, done.returncode) == ("", -signal.SIGKILL), "though Slurm does not end it"
+    assert (harvest.folder / "scancel.args").read_text() == "4\n", "the leader of a heterogeneous job is the job"
 
 
 @pytest.mark.parametrize("kind", list(AllocationKind))
@@ -230,29 +206,6 @@ def test_a_harvest_job_that_ends_as_planned_is_no_cancelled_one(harvest: Job) ->
     assert "job 5 ends here: this allocation is done" not in done.stderr
 
 
-def test_a_harvest_job_that_cannot_begin_ends_too(harvest: Job) -> None:
-    # The run may have ended while this job started: its key is gone, and the rest of the script has run already.
-    done = harvest.run(FALLOW_TOKEN="r1.9", FALLOW_KIND="harvest")
-    assert (done.stdout, done.returncode) == ("", -signal.SIGKILL)
-    assert "job 5 ends here" in done.stderr
-
-
-def test_a_base_job_that_begins_after_the_end_of_its_run_ends(base: Job) -> None:
-    write_struct(base.folder / "state/runs/r1/report.json", views.report(rest_in="r1.0"))
-    assert base.run(FALLOW_TOKEN="r1.9", FALLOW_KIND="base").stdout == ""
-
-
-def test_without_slurm_the_script_is_ended_all_the_same(harvest: Job) -> None:
-    harvest.command("scancel", "exit 1")
-    done = harvest.run(1)
-    assert (done.stdout, done.returncode) == ("", -signal.SIGKILL)
-
-
-def test_the_job_of_a_heterogeneous_allocation_is_the_leaders(harvest: Job) -> None:
-    harvest.run(1, SLURM_HET_JOB_ID="4")
-    assert (harvest.folder / "scancel.args").read_text() == "4\n"
-
-
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
@@ -281,3 +234,14 @@ def test_the_batch_script_is_everything_below_slurmstepd(tmp_path: Path) -> None
         (tmp_path / str(pid) / "stat").write_text(f"{pid} ({name}) S {parent} 1 1 0")
     assert script_processes(tmp_path) == [500, me]
     assert script_processes(tmp_path / "empty") == [me]
+
+
+@pytest.mark.parametrize("kind", list(AllocationKind))
+def test_a_job_that_begins_after_the_end_of_its_run_ends(tmp_path: Path, kind: AllocationKind) -> None:
+    """Its key is gone, and the rest of the script has run already."""
+    job = Job(tmp_path, kind)
+    if kind is AllocationKind.BASE:
+        write_struct(job.folder / "state/runs/r1/report.json", views.report(rest_in="r1.0"))
+    done = job.run(FALLOW_TOKEN="r1.9", FALLOW_KIND=kind.value)
+    assert (done.stdout, done.returncode) == ("", -signal.SIGKILL)
+    assert "job 5 ends here" in done.stderr

@@ -17,7 +17,6 @@ from fallow.model import JobRequest
 from fallow.slurm.cli import CliClient
 from fallow.slurm.client import SlurmUnavailable, SubmitUnknown
 from fallow.testbed.cluster import Testbed
-from slurm_fixtures import queries
 
 pytestmark = pytest.mark.slurm
 
@@ -52,13 +51,6 @@ async def test_a_hung_slurmctld_makes_a_submit_unknown_and_the_job_is_found_late
         assert time.monotonic() < deadline
         await asyncio.sleep(0.1)
     assert [job.name for job in found] == ["fallow-u"]
-
-
-async def test_a_poll_sends_as_many_requests_as_are_counted(testbed: Testbed) -> None:
-    client, before = CliClient(testbed.conf), queries(testbed)
-    await client.poll("fallow-")
-    sent = queries(testbed) - before
-    assert sent.total() == client.poll_requests, sent
 
 
 async def test_names_and_comments_of_others_cannot_forge_rows(testbed: Testbed) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from fallow.slurm.cli import CliClient
 from fallow.slurm.client import SlurmClient, SlurmUnavailable, SubmitRejected
 from fallow.slurm.pyslurm_client import PyslurmClient
 from fallow.testbed.cluster import Testbed
+from slurm_fixtures import pause, queries, until
 
 T = TypeVar("T")
 SCRIPT = "#!/bin/sh\nexec sleep 120\n"
@@ -32,12 +32,8 @@ class Setup:
     step: Callable[[], Awaitable[None]]
     break_slurm: Callable[[], None]
 
-    async def until(self, ask: Callable[[], Awaitable[T | None]], seconds: float = 20.0) -> T:
-        deadline = time.monotonic() + seconds
-        while (found := await ask()) is None:
-            assert time.monotonic() < deadline, "condition not reached"
-            await self.step()
-        return found
+    async def until(self, ask: Callable[[], Awaitable[T | None]]) -> T:
+        return await until(ask, self.step)
 
     async def running(self, job_id: str) -> tuple[ClusterState, JobInfo]:
         async def ask() -> tuple[ClusterState, JobInfo] | None:
@@ -71,9 +67,6 @@ async def setup(request: pytest.FixtureRequest) -> AsyncIterator[Setup]:
         request.getfixturevalue("pyslurm_installed")
     testbed: Testbed = request.getfixturevalue("testbed")
 
-    async def wait() -> None:
-        await asyncio.sleep(0.1)
-
     def unreachable() -> None:
         conf = testbed.conf.read_text()
         testbed.conf.write_text(conf.replace(f"SlurmctldPort={testbed.layout.first_port}", "SlurmctldPort=1"))
@@ -81,7 +74,7 @@ async def setup(request: pytest.FixtureRequest) -> AsyncIterator[Setup]:
     # An unreachable slurmctld keeps Slurm's commands busy for 9 s and more; nobody need wait so long.
     kind: type[CliClient] | type[PyslurmClient] = PyslurmClient if request.param == "pyslurm" else CliClient
     client = kind(testbed.conf, query_timeout_s=6.0)
-    yield Setup(client, wait, unreachable)
+    yield Setup(client, pause, unreachable)
     await client.close()
     assert client.backend.startswith("pyslurm" if request.param == "pyslurm" else "command line")
 
@@ -97,7 +90,10 @@ def request_of(token: str, *options: str, script: str = SCRIPT) -> JobRequest:
 
 
 async def test_poll_shows_the_cluster(setup: Setup) -> None:
-    state = await setup.client.poll("fallow-")
+    state, config = await setup.client.poll("fallow-"), await setup.client.config()
+    assert config.cluster and config.slurm_version
+    assert (config.preempt_type, config.kill_wait_s) == ("preempt/partition_prio", 5.0)
+    assert config.private_data == []
     assert [node.node for node in state.nodes] == ["n1", "n2", "n3", "n4"]
     assert {node.state for node in state.nodes} == {"IDLE"}
     assert {node.gpus for node in state.nodes} == {4}
@@ -105,7 +101,7 @@ async def test_poll_shows_the_cluster(setup: Setup) -> None:
     partitions = {info.partition: info for info in state.partitions}
     assert partitions["normal"].default and partitions["normal"].preempt_mode == "REQUEUE"
     # The cluster's mode: nobody preempts there, so it is not harvested by default.
-    seen = as_for_us(state, await setup.client.config(), None)
+    seen = as_for_us(state, config, None)
     assert [info.partition for info in harvestable(seen, HarvestRules())] == ["scavenge"]
     scavenge = partitions["scavenge"]
     assert (scavenge.preempt_mode, scavenge.grace_s, scavenge.max_time_s) == ("REQUEUE", 10.0, 86400.0)
@@ -115,7 +111,10 @@ async def test_poll_shows_the_cluster(setup: Setup) -> None:
 
 
 async def test_a_submitted_job_is_seen_where_it_runs(setup: Setup) -> None:
-    job_id = await setup.client.submit(request_of("fallow-a", "--partition=scavenge", "--comment=fallow:fallow-a"))
+    """By the name that it is looked for, whatever its options and its script say."""
+    options = ("--partition=scavenge", "--comment=fallow:fallow-a", "--job-name=other")
+    script = "#!/bin/sh\n#SBATCH --job-name=third\nsleep 60\n"
+    job_id = await setup.client.submit(request_of("fallow-a", *options, script=script))
     state, job = await setup.running(job_id)
     assert (job.name, job.partition, job.num_nodes, job.time_limit_s) == ("fallow-a", "scavenge", 1, 300.0)
     assert job.comment == "fallow:fallow-a" and job.het_job_id is None
@@ -124,13 +123,6 @@ async def test_a_submitted_job_is_seen_where_it_runs(setup: Setup) -> None:
     assert job.preempt_at is None
     [node] = [node for node in state.nodes if node.node in job.nodes]
     assert node.state == "ALLOCATED"
-
-
-async def test_options_cannot_change_the_name(setup: Setup) -> None:
-    job_id = await setup.client.submit(
-        request_of("fallow-n", "--job-name=other", script="#!/bin/sh\n#SBATCH --job-name=third\nsleep 60\n")
-    )
-    assert [job.job_id for job in await setup.named("fallow-n")] == [job_id]
 
 
 async def test_cancel_ends_a_job_and_may_be_repeated(setup: Setup) -> None:
@@ -151,10 +143,22 @@ async def test_cancel_ends_a_job_and_may_be_repeated(setup: Setup) -> None:
     assert (await setup.client.poll("other-")).jobs == []
 
 
-async def test_a_refusal_says_why_and_leaves_no_job(setup: Setup) -> None:
+async def test_a_refusal_says_why_and_neither_it_nor_a_test_leaves_a_job(setup: Setup) -> None:
     with pytest.raises(SubmitRejected, match="invalid partition"):
         await setup.client.submit(request_of("fallow-r", "--partition=nosuch"))
+    assert "n1" in await setup.client.test_only(request_of("fallow-r"))
+    with pytest.raises(SubmitRejected):
+        await setup.client.test_only(request_of("fallow-r", "--nodes=99"))
     assert await setup.named("fallow-r") == []
+
+
+@pytest.mark.parametrize("setup", REAL, indirect=True)
+async def test_a_poll_sends_as_many_requests_as_are_counted(setup: Setup, testbed: Testbed) -> None:
+    await setup.client.config()
+    before = queries(testbed)
+    await setup.client.poll("fallow-")
+    sent = queries(testbed) - before
+    assert sent.total() == setup.client.poll_requests, sent
 
 
 @pytest.mark.parametrize("setup", REAL, indirect=True)
@@ -197,20 +201,6 @@ async def test_preemption_shows_its_moment(setup: Setup) -> None:
     job = await setup.until(warned)
     assert job.preempt_at is not None and job.end_at is not None
     assert job.end_at - job.preempt_at <= 11.0
-
-
-async def test_test_only_names_a_node(setup: Setup) -> None:
-    assert "n1" in await setup.client.test_only(request_of("fallow-t"))
-    assert await setup.named("fallow-t") == []
-    with pytest.raises(SubmitRejected):
-        await setup.client.test_only(request_of("fallow-t", "--nodes=99"))
-
-
-async def test_config_names_the_site(setup: Setup) -> None:
-    config = await setup.client.config()
-    assert config.cluster and config.slurm_version
-    assert (config.preempt_type, config.kill_wait_s) == ("preempt/partition_prio", 5.0)
-    assert config.private_data == []
 
 
 async def test_s8_unreachable_slurm_is_said_within_the_deadline(setup: Setup) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeVar
+from collections.abc import AsyncIterator
 
 import msgspec
 import psutil
@@ -18,11 +16,9 @@ from fallow.slurm.cli import CliClient
 from fallow.slurm.client import SlurmUnavailable
 from fallow.slurm.pyslurm_client import PyslurmClient
 from fallow.testbed.cluster import Testbed
-from slurm_fixtures import queries
+from slurm_fixtures import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("pyslurm_installed")]
-
-T = TypeVar("T")
 
 
 @pytest.fixture
@@ -30,14 +26,6 @@ async def client(testbed: Testbed) -> AsyncIterator[PyslurmClient]:
     client = PyslurmClient(testbed.conf, query_timeout_s=5.0)
     yield client
     await client.close()
-
-
-async def until(ask: Callable[[], Awaitable[T | None]], seconds: float = 20.0) -> T:
-    deadline = time.monotonic() + seconds
-    while (found := await ask()) is None:
-        assert time.monotonic() < deadline, "condition not reached"
-        await asyncio.sleep(0.1)
-    return found
 
 
 def submit(testbed: Testbed, *options: str) -> str:
@@ -94,14 +82,6 @@ async def test_it_sees_what_the_commands_see(testbed: Testbed, client: PyslurmCl
     elements = [job for job in state.jobs if job.array_job_id and job.state == "RUNNING"]
     assert [arrays[job.array_job_id][0] for job in elements] == ["limited", "limited"]
     assert len(state.jobs) == 11 and len(state.reservations) == 1
-
-
-async def test_a_poll_sends_as_many_requests_as_are_counted(testbed: Testbed, client: PyslurmClient) -> None:
-    await client.config()
-    before = queries(testbed)
-    await client.poll("fallow-")
-    sent = queries(testbed) - before
-    assert sent.total() == client.poll_requests, sent
 
 
 async def test_names_and_comments_of_others_break_nothing(testbed: Testbed, client: PyslurmClient) -> None:

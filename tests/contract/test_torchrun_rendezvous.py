@@ -232,23 +232,6 @@ def worlds(*agents: Agent) -> list[tuple[int, int] | None]:
     return [agent.world for agent in agents]
 
 
-def test_e1_members_meet_anew_when_one_comes_leaves_or_is_lost(head: Head) -> None:
-    first, second = Agent(head, 0), Agent(head, 1)
-    until(lambda: worlds(first, second) == [(0, 2), (1, 2)])
-    third = Agent(head, 2)
-    until(lambda: worlds(first, second, third) == [(0, 3), (1, 3), (2, 3)])
-    until(lambda: head.roster.root.change is None)
-    head.apply(ev.Release(at=time.monotonic(), nodes=(1,), reason="asked", limit=2))
-    until(lambda: worlds(second, third) == [(0, 2), (1, 2)])
-    first.thread.join(WITHIN_S)
-    assert isinstance(first.exit, SystemExit)
-    assert first.exit.code == 0
-    third.die()
-    until(lambda: worlds(second) == [(0, 1)])
-    second.end()
-    until(lambda: head.roster.root.status is RunStatus.FINISHED)
-
-
 def test_e1_agents_share_a_store_and_scripts_one_that_listens_on_the_nodes_address_alone(head: Head) -> None:
     first, second = Agent(head, 0), Agent(head, 1)
     until(lambda: worlds(first, second) == [(0, 2), (1, 2)])

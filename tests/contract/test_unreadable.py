@@ -63,9 +63,6 @@ class Stranger:
     def run(self, argv: list[str], **environ: str) -> subprocess.CompletedProcess[str]:
         return as_a_batch_script([*self._prefix, *argv], self.folder, self.environ | environ)
 
-    def fallow(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return self.run([sys.executable, "-m", "fallow.cli.main", *words])
-
 
 @pytest.fixture
 def stranger() -> Iterator[Stranger]:
@@ -79,23 +76,18 @@ def stranger() -> Iterator[Stranger]:
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("words", [["status"], ["report", "r1"], ["events"], ["usage"]])
-def test_a_state_folder_that_cannot_be_read_is_named(stranger: Stranger, words: list[str]) -> None:
-    stranger.paths.state.chmod(0)
-    done = stranger.fallow(*words)
-    assert (done.returncode, done.stdout) == (Exit.NOPERM, "")
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"fallow: {stranger.paths.state}")
-    assert "cannot be read (Permission denied); check the owner and mode" in line
-
-
-def test_a_head_file_that_cannot_be_read_is_named(stranger: Stranger) -> None:
-    stranger.paths.head_file.write_text("{}")
-    stranger.paths.head_file.chmod(0)
-    done = stranger.fallow("status")
-    assert done.returncode == Exit.NOPERM
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"fallow: {stranger.paths.head_file}: cannot be read (Permission denied); check ")
+def test_a_state_folder_and_a_head_file_that_cannot_be_read_are_named(stranger: Stranger) -> None:
+    paths = stranger.paths
+    paths.head_file.write_text("{}")
+    paths.head_file.chmod(0)
+    for path, words in ((paths.head_file, ["status"]), (paths.state, ["status"]), (paths.state, ["report", "r1"])):
+        if path == paths.state:
+            path.chmod(0)
+        done = stranger.run([sys.executable, "-m", "fallow.cli.main", *words])
+        assert (done.returncode, done.stdout) == (Exit.NOPERM, "")
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(f"fallow: {path}")
+        assert "cannot be read (Permission denied); check the owner and mode" in line
 
 
 def test_a_job_whose_key_cannot_be_read_ends_and_runs_no_line_more(stranger: Stranger) -> None:

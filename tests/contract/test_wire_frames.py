@@ -17,10 +17,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from fallow.core.membership.messages import VERSION, Gathered, Order, Unreadable, Wire
+from fallow.core.membership.messages import VERSION, Gathered, Order, Wire
 from fallow.core.protocol.agents import News, Setup
 from fallow.core.protocol.workers import FromWorker, Heard, Part, Start, Status, ToWorker
 from fallow.wire.codec import MAX_MESSAGE, Decoder, encode
@@ -173,17 +171,6 @@ async def test_what_a_process_wrote_is_read_though_a_child_of_it_has_the_socket(
     await until(lambda: ours.ends)
 
 
-async def test_last_words_that_the_socket_does_not_take_at_once_are_written_before_the_end(worker: Worker) -> None:
-    ours, process = worker("last words", 150_000)
-    await until(lambda: ours.heard)
-    ours.channel.send(Heard(silent_s=0.0))
-    assert await asyncio.to_thread(process.wait) == 0
-    await until(lambda: ours.ends)
-    fault = ours.statuses[-1].fault
-    assert fault is not None
-    assert len(fault.message) == 150_000
-
-
 async def test_a_stopped_worker_holds_nobody_up_and_finds_the_newest_of_each_kind(worker: Worker) -> None:
     ours, process = worker("repeat")
     ours.channel.send(START)
@@ -205,24 +192,6 @@ async def test_a_stopped_worker_holds_nobody_up_and_finds_the_newest_of_each_kin
 
 
 # -- the agent's end -------------------------------------------------------------------------------------------------
-
-
-async def test_large_messages_arrive_whole(pair: tuple[socket.socket, socket.socket]) -> None:
-    ours, theirs = Ours(pair[0]), Theirs(pair[1])
-    theirs.channel.start()
-    parts = tuple(os.urandom(1 << 18) for _ in range(3))
-    for key in "abc":
-        ours.channel.send(Gathered(generation=1, key=key, parts=parts))
-    theirs.channel.send(Part(generation=1, key="k", part=os.urandom(1 << 18)))
-    await until(lambda: len(theirs.heard) == 3 and ours.heard)
-    assert theirs.heard == [Gathered(generation=1, key=key, parts=parts) for key in "abc"]
-    with pytest.raises(Unreadable, match="limit"):
-        ours.channel.send(Gathered(generation=1, key="d", parts=parts * 3))
-    ours.channel.send(News(term=1))
-    await until(lambda: len(theirs.heard) == 4)
-    ours.channel.close()
-    await until(lambda: theirs.ends)
-    assert theirs.ends == [""]
 
 
 async def test_answers_of_gathers_do_not_replace_each_other_and_are_bounded(
@@ -252,47 +221,24 @@ NEWER = msgspec.msgpack.encode((VERSION + 1, Status()))
         (frame(encode(News(term=1))), "cannot be read"),
         (frame(NEWER), f"version {VERSION + 1} cannot be read"),
         (struct.pack("!I", MAX_MESSAGE + 1), "the limit is"),
-        (b"\xff" * 100, "the limit is"),
+        (frame(encode(Status(step=2)))[:-1], ""),
     ],
-    ids=["garbage", "empty", "other direction", "other version", "too long", "noise"],
+    ids=["garbage", "empty", "other direction", "other version", "too long", "killed while it wrote"],
 )
 async def test_damage_ends_the_channel_with_words_behind_what_was_good(
     pair: tuple[socket.socket, socket.socket], damage: bytes, words: str
 ) -> None:
     ours = Ours(pair[0])
-    pair[1].sendall(frame(encode(Status(step=1))) + damage + frame(encode(Status(step=2))))
+    pair[1].sendall(frame(encode(Status(step=1))) + damage)
+    pair[1].shutdown(socket.SHUT_WR)
     await until(lambda: ours.ends)
     assert ours.heard == [Status(step=1)]
-    assert len(ours.ends) == 1
-    assert words in ours.ends[0]
+    (end,) = ours.ends
+    assert words in end and bool(words) == bool(end)
     ours.channel.send(News(term=1))
     ours.channel.drain()
     ours.channel.close()
     assert pair[1].recv(100) == b"", "the worker's side is told by the end"
-
-
-async def test_half_a_message_is_no_damage(pair: tuple[socket.socket, socket.socket]) -> None:
-    """It was killed while it wrote."""
-    ours = Ours(pair[0])
-    pair[1].sendall(frame(encode(Status(step=1))) + frame(encode(Status(step=2)))[:-1])
-    pair[1].close()
-    await until(lambda: ours.ends)
-    assert (ours.heard, ours.ends) == ([Status(step=1)], [""])
-
-
-async def test_nothing_is_called_after_close(pair: tuple[socket.socket, socket.socket]) -> None:
-    heard: list[FromWorker] = []
-
-    def hear(message: FromWorker) -> None:
-        heard.append(message)
-        channel.close()
-
-    channel = WorkerChannel(pair[0], hear, lambda reason: heard.clear())
-    pair[1].sendall(frame(encode(Status(step=1))) * 3)
-    pair[1].close()
-    await until(lambda: heard)
-    channel.drain()
-    assert heard == [Status(step=1)]
 
 
 async def test_faults_of_the_owner_do_not_end_the_channel(pair: tuple[socket.socket, socket.socket]) -> None:
@@ -312,21 +258,6 @@ async def test_faults_of_the_owner_do_not_end_the_channel(pair: tuple[socket.soc
         await until(lambda number=number: len(heard) == 2 * number + 2)
     worker.close()
     agent.close()
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.binary(max_size=60), max_size=20), st.booleans())
-def test_no_bytes_break_the_agent(chunks: list[bytes], in_frames: bool) -> None:
-    async def play() -> None:
-        one, other = socket.socketpair()
-        ours = Ours(one)
-        for chunk in chunks:
-            other.sendall(frame(chunk) if in_frames else chunk)
-        other.close()
-        await until(lambda: ours.ends)
-        assert all(isinstance(message, Status | Part) for message in ours.heard)
-
-    asyncio.run(play())
 
 
 # -- the worker's end ------------------------------------------------------------------------------------------------
@@ -352,43 +283,34 @@ def test_an_agent_that_does_not_read_stops_no_training() -> None:
     one.close()
 
 
-def test_many_threads_send() -> None:
+def test_close_writes_what_waits_and_gives_up_in_time() -> None:
+    """Also what many threads have sent."""
     one, other = socket.socketpair()
     theirs, raw = Theirs(other), Raw(one)
     theirs.channel.start()
+    large = os.urandom(1 << 16)
 
     def send(first: int) -> None:
-        for number in range(first, first + 50):
-            theirs.channel.send(Part(generation=1, key=str(number), part=b"x" * 3000))
+        for number in range(first, first + 5):
+            theirs.channel.send(Part(generation=1, key=str(number), part=large))
 
-    threads = [threading.Thread(target=send, args=(first,)) for first in range(0, 200, 50)]
+    threads = [threading.Thread(target=send, args=(first,)) for first in range(0, 20, 5)]
     for thread in threads:
         thread.start()
-    found = raw.read(FromWorker, lambda found: len(found) == 200)
     for thread in threads:
         thread.join()
-    assert sorted(int(part.key) for part in found) == list(range(200))
-    theirs.channel.close()
-    one.close()
-
-
-def test_close_writes_what_waits_and_gives_up_in_time() -> None:
-    one, other = socket.socketpair()
-    theirs, raw = Theirs(other), Raw(one)
-    theirs.channel.start()
-    large = [Part(generation=1, key=key, part=os.urandom(1 << 18)) for key in "abc"]
-    for part in large:
-        theirs.channel.send(part)
     closing = threading.Thread(target=theirs.channel.close, args=(DEADLINE_S,))
     closing.start()
-    assert raw.read(FromWorker) == large
+    found = raw.read(FromWorker)
+    assert sorted(int(part.key) for part in found) == list(range(20))
+    assert {part.part for part in found} == {large}
     closing.join()
     one.close()
     one, other = socket.socketpair()
     theirs = Theirs(other)
     theirs.channel.start()
-    for part in large:
-        theirs.channel.send(part)
+    send(0)
+    send(5)
     begun = time.monotonic()
     theirs.channel.close(0.1)
     assert time.monotonic() - begun < DEADLINE_S / 2

@@ -94,43 +94,6 @@ async def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         await made.router.close()
 
 
-async def test_hello_goes_first(setup: Setup) -> None:
-    link = setup.link(await setup.head())
-    link.send(ended(1))
-    link.send(beat(2))
-    link.start()
-    assert [await setup.next() for _ in range(3)] == [hello(1), ended(1), beat(2)]
-    assert link.connected
-
-
-async def test_answers_arrive_in_order_in_one_thread(setup: Setup) -> None:
-    router = await setup.head()
-    link = setup.link(router)
-    link.start()
-    peer, _ = await router.recv()
-    before = link.last_heard
-    for term in range(50):
-        assert router.send(peer, News(term=term))
-    assert [(await setup.back()).term for _ in range(50)] == list(range(50))
-    assert len(setup.threads) == 1
-    assert threading.get_ident() not in setup.threads
-    assert link.last_heard > before
-
-
-async def test_many_threads_send(setup: Setup) -> None:
-    link = setup.link(await setup.head())
-    link.start()
-    assert await setup.next() == hello(1)
-    threads = [threading.Thread(target=lambda n=n: [link.send(ended(n * 50 + i)) for i in range(50)]) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    nodes = [(await setup.next()).node for _ in range(200)]
-    assert sorted(nodes) == list(range(200))
-    for n in range(4):
-        mine = [node for node in nodes if node // 50 == n]
-        assert mine == sorted(mine)
-
-
 @pytest.mark.parametrize(("has_moved", "has_new_key"), [(False, False), (True, True), (False, True)])
 async def test_the_head_is_found_again(setup: Setup, has_moved: bool, has_new_key: bool) -> None:
     router = await setup.head()
@@ -144,30 +107,6 @@ async def test_the_head_is_found_again(setup: Setup, has_moved: bool, has_new_ke
     write_private(setup.head_file, msgspec.json.encode(fields | {"colour": "a newer Fallow's"}))
     assert (await setup.next()).boot >= 2
     assert link.endpoint == router.endpoint
-
-
-async def test_key_that_is_accepted_later(setup: Setup) -> None:
-    setup.allowed.clear()
-    router = await setup.head()
-    setup.link(router).start()
-    async with asyncio.timeout(DEADLINE_S):
-        while router.refused["unknown key"] < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    setup.allowed.add(PEER.public)
-    assert await setup.next() == hello(1)
-
-
-async def test_damaged_head_file_is_ignored(setup: Setup) -> None:
-    router = await setup.head()
-    link = setup.link(router)
-    link.start()
-    assert await setup.next() == hello(1)
-    endpoint = link.endpoint
-    for content in (b"", b"{}", b"\xff" * 100):
-        write_private(setup.head_file, content)
-        link.send(beat(1))
-        assert await setup.next() == beat(1)
-    assert link.endpoint == endpoint
 
 
 async def test_the_newest_of_each_kind_is_kept_while_the_head_is_away(setup: Setup) -> None:
@@ -191,28 +130,19 @@ async def test_the_newest_of_each_kind_is_kept_while_the_head_is_away(setup: Set
     assert heard == [hello(1), ended(1), beat(999), *said[-6:-3], ended(2), Left(code=0)]
 
 
-async def test_close_flushes(setup: Setup) -> None:
-    link = setup.link(await setup.head())
-    link.start()
-    assert await setup.next() == hello(1)
-    for node in range(100):
-        link.send(ended(node))
-    link.send(Left(code=0))
-    assert await asyncio.to_thread(link.close, 5.0)
-    assert [await setup.next() for _ in range(101)][-1] == Left(code=0)
-    link.send(beat(1))
-    assert await asyncio.to_thread(link.close, 0.0), "a second time does nothing"
-
-
 async def test_a_head_of_another_version_counts_as_silent_but_its_refusal_is_heard(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What comes is heard in order, in one thread that is the link's own."""
     router = await setup.head()
     link = setup.link(router)
     link.start()
     peer, _ = await router.recv()
-    assert router.send(peer, News(term=1))
-    assert await setup.back() == News(term=1)
+    for term in range(50):
+        assert router.send(peer, News(term=term))
+    assert [await setup.back() for _ in range(50)] == [News(term=term) for term in range(50)]
+    assert len(setup.threads) == 1
+    assert threading.get_ident() not in setup.threads
     before = link.last_heard
     monkeypatch.setattr(codec, "VERSION", VERSION + 1)
     assert router.send(peer, News(term=2))
@@ -223,33 +153,6 @@ async def test_a_head_of_another_version_counts_as_silent_but_its_refusal_is_hea
     assert router.send(peer, News(term=3))
     assert await setup.back() == News(term=3)
     assert link.last_heard > before
-
-
-async def test_close_gives_up_in_time(setup: Setup) -> None:
-    router = await setup.head()
-    link = setup.link(router)
-    await router.close()
-    link.start()
-    link.send(beat(1))
-    async with asyncio.timeout(DEADLINE_S):
-        assert not await asyncio.to_thread(link.close, 0.2)
-
-
-async def test_faults_of_the_owner_do_not_end_the_link(setup: Setup) -> None:
-    router = await setup.head()
-
-    def hear(message: ToAgent) -> None:
-        raise ValueError("from on_message")
-
-    keys = HEAD.public, PEER.public, PEER.secret
-    link = setup.made = Link(router.endpoint, *keys, hear, setup.head_file, greeting=lambda: hello(1))
-    link.start()
-    link.send(beat(1))
-    assert [await setup.next(), await setup.next()] == [hello(1), beat(1)]
-    (peer,) = router.connected
-    router.send(peer, News(term=1))
-    link.send(beat(2))
-    assert await setup.next() == beat(2)
 
 
 def test_addresses() -> None:
@@ -263,3 +166,41 @@ def test_addresses() -> None:
             host_of(bad)
     with pytest.raises(FallowError, match="does not resolve"):
         resolve("no-such-host.invalid")
+
+
+async def test_close_flushes_and_gives_up_in_time(setup: Setup) -> None:
+    router = await setup.head()
+    link = setup.link(router)
+    link.start()
+    assert await setup.next() == hello(1)
+    for node in range(100):
+        link.send(ended(node))
+    link.send(Left(code=0))
+    assert await asyncio.to_thread(link.close, 5.0)
+    assert [await setup.next() for _ in range(101)][-1] == Left(code=0)
+    link.send(beat(1))
+    assert await asyncio.to_thread(link.close, 0.0), "a second time does nothing"
+    link = setup.link(router)
+    await router.close()
+    link.start()
+    link.send(beat(1))
+    async with asyncio.timeout(DEADLINE_S):
+        assert not await asyncio.to_thread(link.close, 0.2)
+
+
+async def test_the_head_is_found_again_by_a_key_that_it_accepts_later(setup: Setup) -> None:
+    setup.allowed.clear()
+    router = await setup.head()
+    link = setup.link(router)
+    link.start()
+    async with asyncio.timeout(DEADLINE_S):
+        while router.refused["unknown key"] < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    setup.allowed.add(PEER.public)
+    assert await setup.next() == hello(1)
+    endpoint = link.endpoint
+    for content in (b"", b"{}", b"\xff" * 100):  # a damaged file is ignored
+        write_private(setup.head_file, content)
+        link.send(beat(1))
+        assert await setup.next() == beat(1)
+    assert link.endpoint == endpoint

