@@ -54,11 +54,15 @@ class Rig:
     Args:
         nursery: starts the agents.
         folder: private and empty.
+        undisturbed: what the runs are compared with.
         config: the head's configuration, e.g. `membership__lease_s=1.5`.
     """
 
-    def __init__(self, nursery: NurseryClient, folder: Path, **config: object) -> None:
+    def __init__(
+        self, nursery: NurseryClient, folder: Path, undisturbed: Undisturbed | None = None, **config: object
+    ) -> None:
         self.folder = folder
+        self.undisturbed = undisturbed
         self.nursery = nursery
         (folder / "config.toml").touch()
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("FALLOW_", "SLURM_"))}
@@ -116,7 +120,7 @@ class Rig:
         gates = self.folder / f"gates-{made.run}"
         gates.mkdir()
         command = [sys.executable, TRAINING, "--gates", str(gates), *map(str, options)]
-        return Elastic(self, made, command, gates, scripted)
+        return Elastic(self, made, command, gates, scripted, options)
 
     async def agent_ends(self, pid: int) -> int:
         """The exit code of an agent, when it has ended."""
@@ -171,8 +175,11 @@ class Rig:
 class Elastic:
     """One run."""
 
-    def __init__(self, rig: Rig, made: NewRun, command: list[str], gates: Path, scripted: bool) -> None:
+    def __init__(
+        self, rig: Rig, made: NewRun, command: list[str], gates: Path, scripted: bool, options: tuple[object, ...]
+    ) -> None:
         self.rig = rig
+        self.options = options
         self.id = made.run
         self.command = command
         self.gates = gates
@@ -249,6 +256,13 @@ class Elastic:
         await self.becomes([f"n{i}" for i in range(members)])
         return self
 
+    async def absorb(self, count: int = 1) -> None:
+        """So many newcomers come and are let in."""
+        there = ranked(await self.view())
+        names = await self.arrive(count)
+        await self.grow(count)
+        await self.becomes([*there, *names])
+
     async def grow(self, by: int = 1) -> None:
         await self.rig.call("grow", run=self.id, by=by)
 
@@ -283,18 +297,8 @@ class Elastic:
         gate.touch()
         return gate
 
-    def hold_part(self, what: str, part: str, worker: str) -> Path:
-        """Have this worker wait before it does that (`give`, `take`) with a part of the state (`middle`, `late`)."""
-        gate = self.gates / f"hold-{what}-{part}-{worker}"
-        gate.touch()
-        return gate
-
-    async def held_part(self, what: str, part: str, worker: str) -> None:
-        """Wait until it does so: what comes before that part has been handed over."""
-        await until((self.gates / f"held-{what}-{part}-{worker}").exists, f"{worker} does not {what} the {part} part")
-
     def hold(self, worker: str, place: int | str) -> Path:
-        """Have this worker wait there; `unlink` lets it go on."""
+        """Have this worker wait there, or at a part of the state (`give-late`); `unlink` lets it go on."""
         return self.plan("hold", worker, place)
 
     async def held(self, worker: str, place: int | str) -> None:
@@ -348,19 +352,22 @@ class Elastic:
         """Wait until so many further steps are finished."""
         return await self.reaches((await self.view()).step + steps)
 
-    def steps_seen(self) -> int:
-        """Finished steps as the members have noted them, without asking the head."""
+    def times(self) -> list[float]:
+        """When each step was finished (seconds), as the members have noted it, whoever finished it."""
         times = self.gates / "times"
-        return len(times.read_text().split()) if times.exists() else 0
+        return sorted(map(float, times.read_text().split())) if times.exists() else []
+
+    def steps_seen(self) -> int:
+        """Finished steps, without asking the head."""
+        return len(self.times())
 
     def coming_step(self) -> int:
         """A step that no member has begun, for a gate that is laid at once. What the head tells may be a second old."""
         return self.steps_seen() + 8
 
     def longest_gap(self) -> float:
-        """The longest time between two steps (seconds), whoever finished them."""
-        times = sorted(map(float, (self.gates / "times").read_text().split()))
-        return max(after - before for before, after in itertools.pairwise(times))
+        """The longest time between two steps (seconds)."""
+        return max(after - before for before, after in itertools.pairwise(self.times()))
 
     async def events(self, kind: str | None = None) -> list[EventRecord]:
         found = msgspec.convert(await self.rig.call("events", run=self.id, since=0, limit=10_000), list[EventRecord])
@@ -381,21 +388,32 @@ class Elastic:
     async def ends(self, within_s: float = 90.0) -> RunReport:
         """Let it train to its end, as a history in which nothing is wrong; its report."""
         self.hurry()
-        deadline = time.monotonic() + within_s
-        while not (view := await self.view()).status.ended:
-            assert time.monotonic() < deadline, f"it does not end: {self._story(view)}"
-            await asyncio.sleep(LOOK_S)
+        view = await self._ended(within_s)
         wrong = check_history(await self.events())
         assert not wrong, f"{wrong}: {self._story(view)}"
         return await self.report()
 
-    async def until_ended(self, status: RunStatus, within_s: float = WAIT_S) -> None:
-        """Wait for that end, and no other."""
+    async def judged(
+        self, *options: object, losses: int = 0, backs: int = 0, unheard: bool = False, within_s: float = 90.0
+    ) -> RunReport:
+        """Likewise, and compare it with the same training left undisturbed; `options` of that, if they are others."""
+        assert self.rig.undisturbed is not None
+        report = await self.ends(within_s)
+        judge(report, await self.rig.undisturbed(*(options or self.options)), losses, backs, unheard=unheard)
+        return report
+
+    async def fails(self) -> RunReport:
+        """Wait until it has failed, and not ended otherwise; its report."""
+        view = await self._ended(WAIT_S)
+        assert view.status is RunStatus.FAILED, self._story(view)
+        return await self.report()
+
+    async def _ended(self, within_s: float) -> RunView:
         deadline = time.monotonic() + within_s
         while not (view := await self.view()).status.ended:
             assert time.monotonic() < deadline, f"it does not end: {self._story(view)}"
             await asyncio.sleep(LOOK_S)
-        assert view.status is status, self._story(view)
+        return view
 
     async def report(self) -> RunReport:
         return msgspec.convert(await self.rig.call("report", run=self.id), RunReport)

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from elastic_rig import Rig, Undisturbed, judge, phase, stop, until
+from elastic_rig import Rig, Undisturbed, phase, stop, until
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from fallow.local.driver import store_pid
-from fallow.model import CheckpointState, MemberPhase, RunReport, RunStatus
+from fallow.model import CheckpointState, MemberPhase, RunStatus
 from gpu.device import DEVICES, require
 from nursery_client import NurseryClient
 
@@ -65,13 +65,15 @@ class Story:
     backs: int = 0
     "times that the training went on from a checkpoint by somebody's will, or because all were lost"
 
-    async def play(self, history: list[Event], start: int = 2) -> RunReport:
-        """From the start with so many members to the end of the training."""
-        await self.begin(start)
+    async def play(self, history: list[Event]) -> None:
+        """From the start with two members to the end of the training, as if it had been left alone."""
+        await self.begin(2)
         for kind, place, wait in history:
             await self.turn(kind, place, wait=wait)
         await self.settle()
-        return await self.run.ends()
+        await self.run.judged(losses=self.losses, backs=self.backs, unheard=self.unheard)
+        gap = self.run.longest_gap()
+        assert gap < GAP_S, f"no step for {gap:.1f} s"
 
     async def begin(self, start: int) -> None:
         self.run = await (await self.rig.run(*self.options, most=MOST)).begin(start)
@@ -202,9 +204,9 @@ def loop() -> Iterator[asyncio.Runner]:
 
 PLAIN, RICH, THAW = (), ("--rich",), ("--thaw",)
 DEVICE = "--device", "fake"
-"""Rich: an optimizer more, state of a scaler and an average, bfloat16, steps that are skipped; thaw: parts of the model
-are frozen or rest from some step on to another; device: on the fake accelerator, which finds what would be wrong on a
-GPU."""
+"""Rich: two phases in each step, an optimizer more, state of a scaler and an average, bfloat16, steps that are skipped;
+thaw: parts of the model are frozen or rest from some step on to another; device: on the fake accelerator, which finds
+what would be wrong on a GPU."""
 
 OPTIONS = st.sampled_from((PLAIN, RICH, THAW))
 
@@ -241,65 +243,38 @@ def test_d3_any_short_history(
     loop.run(judged(history, nursery, undisturbed, *options))
 
 
-@pytest.fixture(scope="module")
-def device() -> None:
-    """The fake accelerator can be had here."""
-    require(DEVICES["fake"])
-
-
-@settings(max_examples=1, deadline=None, phases=[Phase.explicit], suppress_health_check=list(HealthCheck))
-@given(history=st.lists(EVENTS), options=OPTIONS)
-@example(history=[*TOGETHER, *ALL], options=("--rich", "--loaders", "1"))
 def test_p3_a_history_on_an_asynchronous_device(
-    history: list[Event],
-    options: tuple[str, ...],
-    device: None,
-    nursery: NurseryClient,
-    undisturbed: Undisturbed,
-    loop: asyncio.Runner,
+    nursery: NurseryClient, undisturbed: Undisturbed, loop: asyncio.Runner
 ) -> None:
-    loop.run(judged(history, nursery, undisturbed, "--steps", 160, *DEVICE, *options))
+    options = ("--rich", "--loaders", 1, "--steps", 160, *DEVICE)
+    loop.run(judged([*TOGETHER, *ALL], nursery, undisturbed, *options))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-@settings(max_examples=34, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
-@given(history=st.lists(EVENTS, min_size=5, max_size=15), options=OPTIONS)
-def test_p3_any_history_on_an_asynchronous_device(
-    history: list[Event],
-    options: tuple[str, ...],
-    device: None,
-    nursery: NurseryClient,
-    undisturbed: Undisturbed,
-    loop: asyncio.Runner,
-) -> None:
-    loop.run(judged(history, nursery, undisturbed, "--steps", 1200, *DEVICE, *options))
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(7200)
-@settings(max_examples=60, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
-@given(history=st.lists(EVENTS, min_size=10, max_size=40), options=OPTIONS)
-def test_p1_s5_any_long_history(
+@pytest.mark.parametrize("device", [(), DEVICE], ids=["host", "device"])
+@settings(max_examples=50, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
+@given(history=st.lists(EVENTS, min_size=5, max_size=40), options=OPTIONS)
+def test_p1_p3_s5_any_long_history(
+    device: tuple[str, ...],
     history: list[Event],
     options: tuple[str, ...],
     nursery: NurseryClient,
     undisturbed: Undisturbed,
     loop: asyncio.Runner,
 ) -> None:
-    loop.run(judged(history, nursery, undisturbed, "--steps", 600, *options))
+    loop.run(judged(history, nursery, undisturbed, "--steps", 1200, *device, *options))
 
 
 async def judged(history: list[Event], nursery: NurseryClient, undisturbed: Undisturbed, *options: object) -> None:
     """Play it and compare."""
-    wanted = await undisturbed(*options)
+    if "--device" in options:
+        require(DEVICES["fake"])
     with tempfile.TemporaryDirectory(prefix="history-") as folder:
-        async with Rig(nursery, Path(folder), membership__lease_s=LEASE_S) as rig:
+        async with Rig(nursery, Path(folder), undisturbed, membership__lease_s=LEASE_S) as rig:
             story = Story(rig, options)
             try:
-                judge(await story.play(history), wanted, story.losses, story.backs, unheard=story.unheard)
-                gap = story.run.longest_gap()
-                assert gap < GAP_S, f"no step for {gap:.1f} s"
+                await story.play(history)
             except AssertionError as error:
                 error.add_note("\n".join(["what happened:", *story.told]))
                 raise

@@ -10,7 +10,7 @@ import asyncio
 import signal
 
 import pytest
-from elastic_rig import Elastic, MakeRig, Rig, Undisturbed, judge
+from elastic_rig import Elastic, MakeRig, Rig
 from elastic_training import FROZEN, RESTS_NO_MORE
 
 SWITCH = 10
@@ -30,67 +30,60 @@ async def switching(rig: Rig, members: int, *options: object) -> Elastic:
 
 @pytest.mark.parametrize("part", [pytest.param("middle", marks=pytest.mark.soak), "late"])
 async def test_s16_t8_donors_compute_but_no_optimizer_acts_before_a_newcomer_has_all_of_the_state(
-    part: str, make_rig: MakeRig, undisturbed: Undisturbed
+    part: str, make_rig: MakeRig
 ) -> None:
     """Donors send from live memory: held up there, they would send what the first step has changed."""
     async with make_rig() as rig:
         run = await switching(rig, 2)
         computing = run.hold("n0", SWITCH + 1)
-        gate = run.hold_part("give", part, "n1")
+        gate = run.hold("n1", f"give-{part}")
         await run.grow()
-        await run.held_part("give", part, "n1")
+        await run.held("n1", f"give-{part}")
         await run.held("n0", SWITCH + 1)  # behind its forward
         computing.unlink()
         await asyncio.sleep(1.0)  # a step takes 0.02 s
         assert (await run.view()).step == SWITCH + 1, "a step was finished without the newcomer's state"
         gate.unlink()
         await run.becomes(["n0", "n1", "n2"])
-        report = await run.ends()
-    judge(report, await undisturbed("--steps", 60))
+        report = await run.judged()
     assert [(g.kind, g.first_step) for g in report.generations] == [("start", 0), ("absorb", SWITCH + 1)]
     assert report.steps_discarded == 0
 
 
 @pytest.mark.parametrize("part", [pytest.param("middle", marks=pytest.mark.soak), "late"])
-async def test_s17_newcomer_and_donor_die_while_a_part_is_on_its_way(
-    part: str, make_rig: MakeRig, undisturbed: Undisturbed
-) -> None:
+async def test_s17_newcomer_and_donor_die_while_a_part_is_on_its_way(part: str, make_rig: MakeRig) -> None:
     """First the newcomer; then one of the next one's donors, which leaves it with a part that no one else sends."""
     async with make_rig() as rig:
         run = await switching(rig, 2)
-        run.hold_part("take", part, "n2")
+        run.hold("n2", f"take-{part}")
         await run.grow()
-        await run.held_part("take", part, "n2")
+        await run.held("n2", f"take-{part}")
         run.kill("n2")
         await run.becomes(["n0", "n1"])
         await run.arrive()
-        run.hold_part("give", part, "n0")
+        run.hold("n0", f"give-{part}")
         await run.grow()
-        await run.held_part("give", part, "n0")
+        await run.held("n0", f"give-{part}")
         run.kill("n0")
         await run.becomes(["n1", "n3"])
-        report = await run.ends()
-    judge(report, await undisturbed("--steps", 60))
+        report = await run.judged()
     assert [g.kind for g in report.generations] == ["start", "eject", "eject", "absorb"]
     assert report.generations[1].first_step == SWITCH + 1
 
 
 @pytest.mark.parametrize("part", ["early", "late"])
-async def test_s22_a_donor_that_is_stopped_while_it_hands_over_is_not_waited_for(
-    part: str, make_rig: MakeRig, undisturbed: Undisturbed
-) -> None:
+async def test_s22_a_donor_that_is_stopped_while_it_hands_over_is_not_waited_for(part: str, make_rig: MakeRig) -> None:
     """In the pause, and while all compute. Woken up, it sends the rest to nobody."""
     async with make_rig(membership__lease_s=1.5) as rig:
         run = await switching(rig, 2)
-        gate = run.hold_part("give", part, "n0")
+        gate = run.hold("n0", f"give-{part}")
         await run.grow()
-        await run.held_part("give", part, "n0")
+        await run.held("n0", f"give-{part}")
         run.signal("n0", signal.SIGSTOP)
         gate.unlink()
         await run.becomes(["n1", "n2"])
         await run.wakes_to_end("n0")
-        report = await run.ends()
-    judge(report, await undisturbed("--steps", 60))
+        report = await run.judged()
     kinds = [g.kind for g in report.generations]
     # While all compute, the newcomer may have all of the state before the donor is missed, or not; if it has, the
     # generation that it came with may have finished a step, or not.
@@ -99,26 +92,21 @@ async def test_s22_a_donor_that_is_stopped_while_it_hands_over_is_not_waited_for
     assert "n0" in report.generations[kinds.index("eject")].reason
 
 
-async def test_s18_weights_that_a_script_changes_while_they_are_sent(
-    make_rig: MakeRig, undisturbed: Undisturbed
-) -> None:
+async def test_s18_weights_that_a_script_changes_while_they_are_sent(make_rig: MakeRig) -> None:
     """The newcomer sees that they are torn; the step is done again, and from then on members wait for all weights."""
     options = ("--clip", 0.1)
     async with make_rig() as rig:
         run = await switching(rig, 2, *options)
         computing = run.hold("n1", SWITCH + 1)
-        gate = run.hold_part("give", "middle", "n1")
+        gate = run.hold("n1", "give-middle")
         await run.grow()
         await run.held("n1", SWITCH + 1)  # its weights are cut off now
         gate.unlink()
         await run.until(lambda view: view.generation == 3, "the group is not built again")
         computing.unlink()
         await run.becomes(["n0", "n1", "n2"])
-        await run.arrive()
-        await run.grow()
-        await run.becomes(["n0", "n1", "n2", "n3"])
-        report = await run.ends()
-    judge(report, await undisturbed("--steps", 60, *options), losses=1)
+        await run.absorb()
+        report = await run.judged(losses=1)
     _, again, *after = report.generations
     assert "the script changes them before a backward" in again.reason
     assert again.first_step == SWITCH + 1
@@ -129,7 +117,7 @@ async def test_s18_weights_that_a_script_changes_while_they_are_sent(
 
 
 async def test_s19_what_is_frozen_or_rests_is_so_for_newcomers_and_in_a_step_that_is_done_again(
-    make_rig: MakeRig, undisturbed: Undisturbed
+    make_rig: MakeRig,
 ) -> None:
     """A newcomer has not come by the lines that froze it; a member that died had come by those of the step at work."""
     options = ("--thaw", "--steps", 80)
@@ -147,9 +135,6 @@ async def test_s19_what_is_frozen_or_rests_is_so_for_newcomers_and_in_a_step_tha
         run.kill("n1")
         thawed.unlink()
         await run.becomes(["n0", "n2"])
-        await run.arrive()
-        await run.grow()
-        await run.becomes(["n0", "n2", "n3"])
-        report = await run.ends()
-    judge(report, await undisturbed(*options), losses=1)
+        await run.absorb()
+        report = await run.judged(losses=1)
     assert [g.first_step for g in report.generations][2] == RESTS_NO_MORE

@@ -9,16 +9,13 @@ import json
 import os
 import random
 import statistics
-import time
-from pathlib import Path
 
 import psutil
 import pytest
-from elastic_rig import Elastic, Rig, Undisturbed, judge, until
+from elastic_rig import Elastic, MakeRig, Rig, until
 from test_histories import LEASE_S, Story
 
 from fallow.local.driver import store_pid
-from nursery_client import NurseryClient
 
 EVENTS = int(os.environ.get("FALLOW_SOAK_EVENTS", "1000"))
 SEED = int(os.environ.get("FALLOW_SOAK_SEED", "1"))
@@ -87,16 +84,13 @@ def growth(samples: list[Figures], name: str) -> dict[str, float]:
     }
 
 
-async def test_p1_a_thousand_events(nursery: NurseryClient, undisturbed: Undisturbed, tmp_path: Path) -> None:
+async def test_p1_a_thousand_events(make_rig: MakeRig) -> None:
     """For the first and the last fifth everybody may go; between them one member, rank 0 by its age, stays."""
-    options = ("--steps", STEPS_PER_EVENT * EVENTS, "--pace", PACE_S, "--wide", WIDE)
     drawn = random.Random(SEED)
     samples: list[Figures] = []
-    (tmp_path / "rig").mkdir(mode=0o700)
-    async with Rig(nursery, tmp_path / "rig", membership__lease_s=LEASE_S) as rig:
-        story = Story(rig, options)
+    async with make_rig(membership__lease_s=LEASE_S) as rig:
+        story = Story(rig, ("--steps", STEPS_PER_EVENT * EVENTS, "--pace", PACE_S, "--wide", WIDE))
         await story.begin(3)
-        began = time.monotonic()
         while (done := len(story.told)) < EVENTS:
             if EVENTS // 5 <= done < EVENTS * 4 // 5:
                 story.anchor = story.anchor or story.settled[0]
@@ -110,26 +104,11 @@ async def test_p1_a_thousand_events(nursery: NurseryClient, undisturbed: Undistu
             if sample:
                 await until(rig.store_there, "the store does not come back")
                 samples.append(measure(rig, story.run, story.anchor))
-            if len(story.told) % 50 == 0:
-                print(len(story.told), "events", round(time.monotonic() - began), "s", flush=True)
         await story.settle()
-        took = time.monotonic() - began
-        report = await story.run.ends(within_s=1800)
-        gap = story.run.longest_gap()
+        await story.run.judged(losses=story.losses, within_s=1800)
+        assert story.run.longest_gap() < GAP_S
     grown = {name: growth(samples, name) for name in ("head", "store", "agent", "member")}
-    figures = {
-        "events": EVENTS,
-        "seconds": round(took),
-        "generations": len(report.generations),
-        "rank 0 went": len({g.members[0] for g in report.generations if g.members}) - 1,
-        "steps_discarded": report.steps_discarded,
-        "pause_s": [report.pause_s.planned.p50, report.pause_s.unplanned.p50],
-        "longest_gap_s": gap,
-        "grown": grown,
-    }
-    print(json.dumps(figures, default=str, indent=1))
-    judge(report, await undisturbed(*options), story.losses)
-    assert gap < GAP_S
+    print(json.dumps(grown, indent=1))
     for name, values in grown.items():
         for what, value in values.items():
             most = (MEMBER_MORE if name == "member" else MORE_THAN)[what]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import signal
 
-from elastic_rig import Elastic, MakeRig, Rig, Undisturbed, alive, judge, send, until
+from elastic_rig import Elastic, MakeRig, Rig, alive, send, until
 
-from fallow.model import Exit, RunStatus, RunView
+from fallow.model import Exit, RunStatus
 
 
-async def test_s11_a_stream_goes_on_from_its_checkpoint_when_all_were_lost(
-    make_rig: MakeRig, undisturbed: Undisturbed
-) -> None:
+async def test_s11_a_stream_goes_on_from_its_checkpoint_when_all_were_lost(make_rig: MakeRig) -> None:
     """In the middle of an epoch; those who come read their way there, and no sample is used twice in what counts."""
     options = ("--stream", "--steps", 60)
     async with make_rig() as rig:
@@ -21,11 +19,8 @@ async def test_s11_a_stream_goes_on_from_its_checkpoint_when_all_were_lost(
         for worker in ("n0", "n1"):
             run.kill(worker)
         await run.until(lambda view: view.status is RunStatus.SUSPENDED, "losing all does not suspend it")
-        await run.arrive(3)
-        await run.grow(3)
-        await run.becomes(["n2", "n3", "n4"])
-        report = await run.ends()
-    judge(report, await undisturbed(*options))
+        await run.absorb(3)
+        report = await run.judged()
     assert [g.first_step for g in report.generations] == [0, saved]
 
 
@@ -33,16 +28,12 @@ async def _save_within_an_epoch(rig: Rig, run: Elastic) -> int:
     """Step of the newest checkpoint. One at the end of an epoch, which the machine's pace may bring, proves less."""
     gates = {step: run.hold("n0", step) for step in (12, 20, 28)}
     saved = 0
-    for step, gate in gates.items():
+    for count, (step, gate) in enumerate(gates.items()):
         if not saved % 8:
             await run.held("n0", step)
             await rig.call("checkpoint", run=run.id)
             gate.unlink()
-
-            def newer(view: RunView, before: int = saved) -> bool:
-                return max((each.step for each in view.checkpoints), default=0) > before
-
-            view = await run.until(newer, "no checkpoint is written")
+            view = await run.until(lambda view, n=count: len(view.checkpoints) > n, "no checkpoint is written")
             saved = max(each.step for each in view.checkpoints)
         gate.unlink(missing_ok=True)
     assert saved % 8
@@ -54,39 +45,28 @@ BUSY_S = 2.0
 """A step, a heartbeat, and the writing, on a busy machine."""
 
 
-async def test_s26_all_nodes_and_the_head_are_lost_at_once(make_rig: MakeRig, undisturbed: Undisturbed) -> None:
+async def test_s26_all_nodes_and_the_head_are_lost_at_once(make_rig: MakeRig) -> None:
     """As without power: what is lost was computed within one interval, and the run goes on when they are back."""
     async with make_rig(checkpoint__interval_s=INTERVAL_S, membership__lease_s=1.5) as rig:
         run = await (await rig.run("--pace", 0.04)).begin(2)
-        await until(lambda: seconds(run)[-1] > 4 * INTERVAL_S, "it does not train")
+        await run.reaches(1)
+        await until(lambda: run.times()[-1] - run.times()[0] > 4 * INTERVAL_S, "it does not train")
         await rig.kill_head()
         for pid in (*run.agent_of.values(), *run.pids.values()):
             send(pid, signal.SIGKILL)
         await until(lambda: not any(map(alive, run.pids.values())), "a worker lives")
-        before = seconds(run)
+        before = run.times()
         await rig.start_head()
         await run.until(lambda view: view.status is RunStatus.SUSPENDED, "nobody is missed")
-        await run.arrive(2)
-        await run.grow(2)
-        await run.becomes(["n2", "n3"])
-        report = await run.ends()
-    judge(report, await undisturbed())
+        await run.absorb(2)
+        report = await run.judged()
     _, again = report.generations
     assert again.first_step, "there is no checkpoint"
     lost_s = before[-1] - before[again.first_step - 1]
     assert lost_s < INTERVAL_S + BUSY_S, f"{len(before) - again.first_step} steps"
 
 
-def seconds(run: Elastic) -> list[float]:
-    """When each step was finished, from the first on."""
-    file = run.gates / "times"
-    times = list(map(float, file.read_text().split())) if file.exists() else [0.0]
-    return [one - times[0] for one in times]
-
-
-async def test_h12_s12_a_suspended_run_is_rolled_back_and_goes_on_from_there(
-    make_rig: MakeRig, undisturbed: Undisturbed
-) -> None:
+async def test_h12_s12_a_suspended_run_is_rolled_back_and_goes_on_from_there(make_rig: MakeRig) -> None:
     """Nobody is there who could hear of it; whoever comes loads the older checkpoint, not the newest."""
     async with make_rig() as rig:
         run = await (await rig.run("--steps", 60)).begin(2)
@@ -104,19 +84,14 @@ async def test_h12_s12_a_suspended_run_is_rolled_back_and_goes_on_from_there(
         await rig.call("rollback", run=run.id, step=older)
         view = await run.view()
         assert (view.status, view.change) == (RunStatus.SUSPENDED, None)
-        await run.arrive()
-        await run.grow()
-        await run.becomes(["n2"])
-        report = await run.ends()
-    judge(report, await undisturbed("--steps", 60), backs=1)
+        await run.absorb()
+        report = await run.judged(backs=1)
     assert [g.kind for g in report.generations] == ["start", "release", "start"]
     assert report.generations[-1].first_step == older
     assert [(back.from_step, back.to_step) for back in report.rolled_back] == [(newest, older)]
 
 
-async def test_s10_a_signal_to_every_process_at_once_suspends_the_run_in_order(
-    make_rig: MakeRig, undisturbed: Undisturbed
-) -> None:
+async def test_s10_a_signal_to_every_process_at_once_suspends_the_run_in_order(make_rig: MakeRig) -> None:
     """As scancel and preemption do it: SIGTERM to agents and workers alike. Nothing is lost and nobody is left."""
     async with make_rig() as rig:
         run = await (await rig.run("--steps", 60)).begin(3)
@@ -129,11 +104,8 @@ async def test_s10_a_signal_to_every_process_at_once_suspends_the_run_in_order(
         await until(lambda: not any(map(alive, run.pids.values())), "a worker is left")
         (left,) = view.checkpoints
         assert "Traceback" not in "".join(run.log(worker) for worker in ("n0", "n1", "n2"))
-        await run.arrive()
-        await run.grow()
-        await run.becomes(["n3"])
-        report = await run.ends()
-    judge(report, await undisturbed("--steps", 60))
+        await run.absorb()
+        report = await run.judged()
     # One may have been warned a step before the others.
     assert report.generations[-1].first_step == left.step
     assert "eject" not in [g.kind for g in report.generations]
