@@ -127,9 +127,9 @@ def test_a_rule_of_the_sums(member: Member, kind: type[Arithmetic], rule: Callab
         for one in communicators():
             one.delay_s = 0.01
         script, wanted = Script(group, kind()), expected()
-        accelerator.report_syncs("raise")
+        accelerator.report_syncs(True)
         found = [script.step(step) for step in range(STEPS)]
-        accelerator.report_syncs("off")
+        accelerator.report_syncs(False)
         torch.accelerator.synchronize()
         for got, one_step in zip(found, wanted, strict=True):
             for tensor, other in zip(got, one_step, strict=True):

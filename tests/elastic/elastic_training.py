@@ -143,12 +143,13 @@ def check_device(name: str) -> None:
         assert not reports, reports
 
 
-def to_device(tensor: torch.Tensor, name: str) -> torch.Tensor:
+def to_device(tensor: torch.Tensor, args: argparse.Namespace) -> torch.Tensor:
     """As loaders and scripts for GPUs do it: the host goes on meanwhile."""
-    if name == "cpu":
+    if args.device == "cpu":
         return tensor
-    assert tensor.is_pinned(), "by the loader"
-    return tensor.to(name, non_blocking=True)
+    assert tensor.is_pinned() or args.rich, "by the loader"
+    # What a further phase is given is a copy, and not pinned.
+    return tensor.pin_memory().to(args.device, non_blocking=True)
 
 
 def take_for_large(gates: Path) -> None:
@@ -303,16 +304,18 @@ class Training:
 
     def judge_loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Of the judge, which sees what is true and what the model makes of a shard."""
-        x, y = (to_device(part, self.args.device) for part in (x, y))
+        x, y = (to_device(part, self.args) for part in (x, y))
         with torch.autocast(self.args.device, torch.bfloat16):
             made, true = self.forward(x).detach(), torch.eye(3, device=x.device)[y]
-            return nn.functional.softplus(self.judge(made) - self.judge(true)).mean()
+            loss = nn.functional.softplus(self.judge(made) - self.judge(true)).mean()
+        self.be_seen()
+        return loss
 
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Of a shard; behind the first one the tests have their way."""
+        """Of a shard."""
         args, run = self.args, self.run
         broken = args.rich and run.step % 30 == 17 and float(x[0, 0]) > 0
-        x, y = (to_device(part, args.device) for part in (x, y))
+        x, y = (to_device(part, args) for part in (x, y))
         with torch.autocast(args.device, torch.bfloat16, enabled=args.rich):
             made = self.forward(x).to(x.dtype)
             loss = nn.functional.cross_entropy(made, y)
@@ -320,6 +323,12 @@ class Training:
                 loss = loss - 0.1 * self.judge(made).mean()
         if broken:
             loss = loss * torch.inf  # the scaler has everybody skip this step
+        self.be_seen()
+        return loss
+
+    def be_seen(self) -> None:
+        """Behind the first forward of a step in a generation the tests have their way."""
+        args, run = self.args, self.run
         here = run.generation, run.step
         if not run.rehearsing and self.seen != here:
             self.seen = here
@@ -327,7 +336,6 @@ class Training:
                 while not run._session.orders.switch_offered:
                     time.sleep(0.005)
             gates(args.gates, str(run.step))
-        return loss
 
     def backward(self, loss: torch.Tensor) -> None:
         """Of the scaled loss."""

@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import os
 import threading
-import warnings
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -44,10 +43,6 @@ class Device(Protocol):
 
     def hidden_syncs_raise(self) -> contextlib.AbstractContextManager[None]:
         """Inside, an operator is an error if the host waits for the device without asking for that."""
-        ...
-
-    def hidden_syncs(self) -> contextlib.AbstractContextManager[list[str]]:
-        """What was a hidden wait inside: complete when the block is left."""
         ...
 
     def held(self, stream: torch.Stream) -> contextlib.AbstractContextManager[None]:
@@ -94,23 +89,11 @@ class Fake:
     def hidden_syncs_raise(self) -> Iterator[None]:
         import accelerator
 
-        accelerator.report_syncs("raise")
+        accelerator.report_syncs(True)
         try:
             yield
         finally:
-            accelerator.report_syncs("off")
-
-    @contextlib.contextmanager
-    def hidden_syncs(self) -> Iterator[list[str]]:
-        import accelerator
-
-        found: list[str] = []
-        accelerator.report_syncs("record")
-        try:
-            yield found
-        finally:
-            accelerator.report_syncs("off")
-            found += accelerator.take_reports()
+            accelerator.report_syncs(False)
 
     def held(self, stream: torch.Stream) -> contextlib.AbstractContextManager[None]:
         import accelerator
@@ -159,18 +142,6 @@ class Cuda:
             yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
-
-    @contextlib.contextmanager
-    def hidden_syncs(self) -> Iterator[list[str]]:
-        found: list[str] = []
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                yield found
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-            found += [text for one in caught if "called a synchronizing" in (text := str(one.message))]
 
     @contextlib.contextmanager
     def held(self, stream: torch.Stream) -> Iterator[None]:

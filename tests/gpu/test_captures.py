@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
 import threading
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,43 +16,26 @@ from fallow.worker.transport import device as devices
 from fallow.worker.transport.build import reap
 from fallow.worker.transport.group import Group
 from gpu import DEVICE, on_device
-from gpu.test_hang import PATIENCE_S, Wire, comes_true
+from gpu.test_hang import PATIENCE_S, comes_true
+from scripted_agent import Agent
 
-GLOBAL, THREAD_LOCAL = 0, 1
-
-DRIVER = """
-#include <sys/syscall.h>
-#include <unistd.h>
-
-static int threads[4096], modes[4096];
-
-static int* mode_of(int thread) {
-  int i = 0;
-  while (threads[i] != thread && !__sync_bool_compare_and_swap(&threads[i], 0, thread)) ++i;
-  return &modes[i];
-}
-
-extern "C" int cuThreadExchangeStreamCaptureMode(int* mode) {
-  int* own = mode_of(syscall(SYS_gettid));
-  int before = *own;
-  *own = *mode;
-  *mode = before;
-  return 0;
-}
-
-extern "C" int capture_mode(int thread) { return *mode_of(thread); }
-"""
-"""Stands in for NVIDIA's: keeps each thread's mode, and tells it."""
+THREAD_LOCAL = 1
 
 
-def load_driver(folder: Path) -> Callable[[threading.Thread], int]:
-    """Load the stand-in as `libcuda.so.1`, for good. Returns what tells a thread's capture mode."""
-    source, library = folder / "driver.cpp", folder / "driver.so"
-    source.write_text(DRIVER)
-    options = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library)]
-    subprocess.run([os.environ.get("CXX", "g++"), str(source), *options], check=True, timeout=120)
-    driver = ctypes.CDLL(str(library))
-    return lambda thread: int(driver.capture_mode(thread.native_id))
+class Driver:
+    """Stands in for NVIDIA's: keeps the mode of each thread."""
+
+    def __init__(self) -> None:
+        self.modes: dict[threading.Thread, int] = {}
+
+    def __call__(self, name: str, mode: int = 0) -> Driver:
+        """As `ctypes.CDLL`."""
+        if name != "libcuda.so.1":
+            raise OSError("it is not loaded")
+        return self
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> None:  # noqa: N802 (the driver's)
+        self.modes[threading.current_thread()] = mode._obj.value
 
 
 class Aborted:
@@ -67,34 +46,26 @@ class Aborted:
 
 @pytest.mark.skipif(DEVICE.kind == "cuda", reason="the real driver is loaded")
 @on_device
-def test_threads_of_the_engine_heed_no_capture_and_the_training_thread_does(tmp_path: Path) -> None:
-    mode_of, here = load_driver(tmp_path), DEVICE.here()
-
-    wire = Wire()
-    wire.session.announce(Contract(signature="s", shards=1, global_batch=1), here)
-    looks = thread_named("fallow-device")
-    assert comes_true(lambda: mode_of(looks) == THREAD_LOCAL)
-    wire.session.close()
-
-    aborts = communicators.abandon(Aborted())
-    aborts.join(PATIENCE_S)
-    assert mode_of(aborts) == THREAD_LOCAL
-
-    reap(Group(1, 0, 1, None, here))
-    reaps = thread_named("reaper-1")
-    assert comes_true(lambda: mode_of(reaps) == THREAD_LOCAL)
-
-    for where in ("cpu", here):
-        manifest: Any = None
-        copies = [torch.ones(3, device=where)]
-        snapshot = parts.PartSnapshot(0, manifest, [], copies, devices.event(here), {}, [])
-        writes = threading.Thread(target=snapshot.bring_to_host)
+def test_threads_of_the_engine_heed_no_capture_and_the_training_thread_does() -> None:
+    driver, here = Driver(), DEVICE.here()
+    manifest: Any = None
+    snapshot = parts.PartSnapshot(0, manifest, [], [torch.ones(3, device=here)], devices.event(here), {}, [])
+    writes = threading.Thread(target=snapshot.bring_to_host)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ctypes, "CDLL", driver)
+        agent = Agent(beat_s=0.01)
+        agent.session.announce(Contract(signature="s", shards=1, global_batch=1), here)
+        looks = thread_named("fallow-device")
+        aborts = communicators.abandon(Aborted())
+        reap(Group(1, 0, 1, None, here))
+        reaps = thread_named("reaper-1")
         writes.start()
+        assert comes_true(lambda: driver.modes.keys() >= {looks, aborts, reaps, writes})
         writes.join(PATIENCE_S)
-        assert mode_of(writes) == THREAD_LOCAL
-        assert snapshot.copies[0].tolist() == [1.0] * 3
-
-    assert mode_of(threading.current_thread()) == GLOBAL
+        agent.session.close()
+    assert snapshot.copies[0].tolist() == [1.0] * 3
+    assert set(driver.modes.values()) == {THREAD_LOCAL}
+    assert threading.current_thread() not in driver.modes
 
 
 def thread_named(name: str) -> threading.Thread:

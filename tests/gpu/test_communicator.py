@@ -42,18 +42,9 @@ def summed(communicator: Any) -> list[float]:
     return value.unique().tolist()
 
 
-def meet(member: Member, name: str) -> None:
-    member.store.set(f"{name}/{member.rank}", "")
-    member.store.wait([f"{name}/{rank}" for rank in range(member.size)])
-
-
 def generation(member: Member, number: int) -> Group:
     store = dist.PrefixStore(str(number), member.store)
     return build_group(number, member.rank, member.size, store, "127.0.0.1", PATIENCE_S, device=DEVICE.here())
-
-
-def free_bytes() -> int:
-    return int(torch.cuda.mem_get_info()[0])
 
 
 @on_device
@@ -138,7 +129,7 @@ def test_one_takes_over_from_another_with_sums_on_both_sides_of_the_switch(membe
         value = devices.to_host(given)
         following[0].wait_and_verify()
     assert value.unique().tolist() == [8.0]
-    meet(member, "switched")
+    member.meet("switched")
     for group in (old, following[0]):
         tear_down(member, group)
 
@@ -151,15 +142,15 @@ def test_memory_of_those_that_are_done_with_is_given_back(member: Member) -> Non
         group.sum(ones())
         group.wait_and_verify()
         made.append(group.connections.transport)
-        meet(member, f"built {number}")
+        member.meet(f"built {number}")
         if member.rank == 1:  # the higher rank first, as `reap` does
             group.destroy()
-        meet(member, f"one {number}")
+        member.meet(f"one {number}")
         if member.rank == 0:
             group.destroy()
-        meet(member, f"both {number}")
+        member.meet(f"both {number}")
         if DEVICE.kind == "cuda":
-            free.append(free_bytes())
+            free.append(torch.cuda.mem_get_info()[0])
     if DEVICE.kind == "cuda":
         assert free[0] - free[-1] < ROOM
     for one in made:
@@ -169,5 +160,5 @@ def test_memory_of_those_that_are_done_with_is_given_back(member: Member) -> Non
 
 def tear_down(member: Member, group: Group) -> None:
     group.interrupt("over")
-    meet(member, f"the end of {group.generation}")
+    member.meet(f"the end of {group.generation}")
     threading.Thread(target=group.destroy, daemon=True).start()
