@@ -56,9 +56,8 @@ def communicators() -> list[Communicator]:
 
 
 class Communicator(dist.ProcessGroup):
-    """A process group for device `fake` that behaves like ProcessGroupNCCL. For tests: `delay_s`, `ignores_abort`
-    (what is pending stays pending), `launch_error`, `fail`, `garbled` (collectives that ended with garbage) and
-    `stream` (to hold it).
+    """A process group for device `fake` that behaves like ProcessGroupNCCL. For tests: `ignores_abort` (what is
+    pending stays pending), `launch_error`, `fail` and `stream` (to hold it).
 
     Args:
         store: where the ranks find each other.
@@ -82,10 +81,8 @@ class Communicator(dist.ProcessGroup):
     ) -> None:
         super().__init__(rank, size)
         self.stream = torch.Stream(device=_DEVICE)
-        self.delay_s = 0.0
         self.ignores_abort = False
         self.launch_error = ""
-        self.garbled: list[str] = []
         self._store, self._timeout = store, timeout
         self._changed = threading.Condition()
         self._reason = ""
@@ -250,7 +247,6 @@ class Communicator(dist.ProcessGroup):
         def task() -> None:
             try:
                 self._compare(title + shapes)
-                self._pause(self.delay_s)
                 # Copies: after an abort gloo may still write.
                 copies = [torch.empty_like(target) for target in targets]
                 exchange([source.clone() for source in sources], copies)
@@ -258,7 +254,6 @@ class Communicator(dist.ProcessGroup):
                     target.copy_(copy)
             except (RuntimeError, _Ended) as error:
                 self.fail(str(error).partition("\n")[0], _kind(error))
-                self.garbled.append(title)
                 for target, mark in zip(targets, marks, strict=True):
                     target.view(-1).view(torch.uint8).fill_(0xFF)
                     accelerator.mark_garbage(mark, f"garbage of {title} ({self._reason})")

@@ -103,11 +103,6 @@ class Rig:
         """One request to the head."""
         return await self._control.call(method, **params)
 
-    async def ask_beside(self, method: str, **params: Any) -> Any:
-        """One request on a connection of its own, while another one waits for its answer."""
-        async with await ControlClient.connect(self.paths.head_file) as control:
-            return await control.call(method, **params)
-
     async def run(
         self, *options: object, members: int = 1, most: int = 4, scripted: bool = True, **spec: Any
     ) -> Elastic:
@@ -157,19 +152,6 @@ class Rig:
             return alive(store_pid(self.paths))
         except FileNotFoundError:
             return False  # it is being started
-
-    async def rosters(self) -> dict[str, Roster]:
-        """What the store knows of the runs' memberships, read behind the head's back."""
-        store = await Store.open(self.paths.redis_socket)
-        try:
-            found = await store.load("run/")
-        finally:
-            await store.close()
-        stored: dict[str, dict[str, bytes]] = {}
-        for key, (_, value) in found.items():
-            _, run, kind = key.split("/", 2)
-            stored.setdefault(run, {})[kind] = value
-        return {run: Roster.load(run, values) for run, values in stored.items()}
 
 
 class Elastic:
@@ -374,7 +356,13 @@ class Elastic:
         return [event for event in found if kind in (None, event.kind)]
 
     async def roster(self) -> Roster:
-        return (await self.rig.rosters())[self.id]
+        """What the store knows of its membership, read behind the head's back."""
+        store = await Store.open(self.rig.paths.redis_socket)
+        try:
+            found = await store.load(f"run/{self.id}/")
+        finally:
+            await store.close()
+        return Roster.load(self.id, {key.split("/", 2)[2]: value for key, (_, value) in found.items()})
 
     def log(self, worker: str) -> str:
         return (self.folder / "logs" / f"{worker}.log").read_text()

@@ -191,7 +191,6 @@ def main() -> None:
     parser.add_argument("--floating", action="store_true", help="not reproducible")
     parser.add_argument("--rich", action="store_true", help="with more that has a state")
     parser.add_argument("--thaw", action="store_true", help="parts of the model are frozen, or rest, for some steps")
-    parser.add_argument("--compiled", action="store_true", help="by torch.compile")
     parser.add_argument("--evaluate", action="store_true", help="by the main member, now and then, while others wait")
     parser.add_argument("--clip", type=float, help="each step begins by cutting off weights beyond that")
     parser.add_argument("--device", default="cpu", help="`fake`: the asynchronous accelerator of the tests")
@@ -213,14 +212,6 @@ def main() -> None:
         first: Any = partial(torch.optim.AdamW, fused=True) if fused else MATRICES
         optimizers = [first(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01, fused=fused)]
     scaler = torch.amp.GradScaler(args.device, init_scale=2.0**16, growth_interval=20, enabled=args.rich)
-    compiled_in: list[int] = []
-    "generations, without the rehearsal: 0"
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        compiled_in.append(run.generation)
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
-    forward: Any = torch.compile(model, backend=backend) if args.compiled else model
     judge = nn.Linear(3, 1).to(args.device)
     judging = torch.optim.SGD(judge.parameters(), lr=0.1)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -236,9 +227,9 @@ def main() -> None:
         source, batch_size=BATCH, shuffle=not args.stream, num_workers=args.loaders or 0, pin_memory=pinned
     )
     rich = (scaler, average, pull, judge, judging) if args.rich else ()
-    objects = (forward, *optimizers, *schedulers, *rich, Guest(args.gates, run), loader)
+    objects = (model, *optimizers, *schedulers, *rich, Guest(args.gates, run), loader)
     *_, loader = run.prepare(*objects, global_batch=args.global_batch, reproducible=not args.floating)
-    training = Training(args, run, model, forward, optimizers, schedulers, scaler, average, pull, judge, judging)
+    training = Training(args, run, model, optimizers, schedulers, scaler, average, pull, judge, judging)
     for update in run.updates(loader, epochs=args.steps, max_steps=args.steps):
         evaluates = args.evaluate and update.step % 10 == 9
         if evaluates:
@@ -251,7 +242,7 @@ def main() -> None:
     check_device(args.device)
     assert len({id(bucket) for bucket, _ in run._member.reduction._places}) > 2, "it is not taken for a large model"
     place = {name: os.environ.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    told = {**place, "rank": run.rank, "size": run.size, "compiled_in": compiled_in}
+    told = {**place, "rank": run.rank, "size": run.size}
     (args.gates / f"place-{WORKER}").write_text(json.dumps(told))
     while (args.gates / f"late-{WORKER}").exists():
         time.sleep(0.01)
@@ -291,7 +282,6 @@ class Training:
     args: argparse.Namespace
     run: Any
     model: nn.Sequential
-    forward: Any
     optimizers: list[torch.optim.Optimizer]
     schedulers: list[torch.optim.lr_scheduler.LRScheduler]
     scaler: torch.amp.GradScaler
@@ -306,7 +296,7 @@ class Training:
         """Of the judge, which sees what is true and what the model makes of a shard."""
         x, y = (to_device(part, self.args) for part in (x, y))
         with torch.autocast(self.args.device, torch.bfloat16):
-            made, true = self.forward(x).detach(), torch.eye(3, device=x.device)[y]
+            made, true = self.model(x).detach(), torch.eye(3, device=x.device)[y]
             loss = nn.functional.softplus(self.judge(made) - self.judge(true)).mean()
         self.be_seen()
         return loss
@@ -317,7 +307,7 @@ class Training:
         broken = args.rich and run.step % 30 == 17 and float(x[0, 0]) > 0
         x, y = (to_device(part, args) for part in (x, y))
         with torch.autocast(args.device, torch.bfloat16, enabled=args.rich):
-            made = self.forward(x).to(x.dtype)
+            made = self.model(x).to(x.dtype)
             loss = nn.functional.cross_entropy(made, y)
             if args.rich:
                 loss = loss - 0.1 * self.judge(made).mean()

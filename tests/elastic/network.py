@@ -23,10 +23,8 @@ FAST = "10.78.0.0/24"
 """The second network, see `Network.add_fast`."""
 
 _CLONE_NEWNET = 0x40000000
-_QUEUE = 8192
-"""Bytes that wait before a slow link; what comes when it is full is lost."""
 _NODE_QUEUE = 65536
-"""The same before a whole node's slow link, which several connections share."""
+"""Bytes that wait before a node's slow link; what comes when it is full is lost."""
 _LARGE = 1000
 """Bytes of the smallest packet that a link swallows which swallows large ones."""
 
@@ -108,20 +106,6 @@ class Network:
         for source, target in ((one, other), (other, one)):
             self._do(self._hub, f"ip rule add from {_address(source)} to {_address(target)} blackhole")
 
-    def open_only(self, ports: range) -> None:
-        """A firewall between all nodes: what leads to no port of the range, nor comes from one, vanishes."""
-        span = f"{ports[0]}-{ports[-1]}"
-        for source in range(len(self._nodes)):
-            for target in range(len(self._nodes)):
-                way = f"from {_address(source)} to {_address(target)}"
-                for end in ("sport", "dport"):
-                    self._do(self._hub, f"ip rule add pref 100 {way} ipproto tcp {end} {span} lookup main")
-                self._do(self._hub, f"ip rule add pref 200 {way} blackhole")
-
-    def slow_down(self, source: int, target: int, bits_per_s: int) -> None:
-        """What goes from `source` to `target` goes no faster than that from now on."""
-        self._by_another_link(source, target, f"rate {bits_per_s}bit burst 2000 limit {_QUEUE}")
-
     def slow_down_node(self, node: int, bits_per_s: int) -> None:
         """What goes to and from this node, all of it, goes no faster than that from now on, each way."""
         queue = f"rate {bits_per_s}bit burst 4000 limit {_NODE_QUEUE}"
@@ -146,11 +130,6 @@ class Network:
         for number, node in enumerate((here, there)):
             self._do(node, f"ip addr add {fast_address(number)}/24 dev {name}")
             self._do(node, f"ip link set {name} up")
-
-    def mend_slow(self, source: int, target: int) -> None:
-        """The other way leads through the hub again."""
-        for node in (source, target):
-            self._do(self._nodes[node], f"ip route del {_address(source + target - node)} dev beside")
 
     def close(self) -> None:
         """Let go of the namespaces; the kernel ends them with the last process in them."""

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import redis.asyncio
-from elastic_rig import LOOK_S, MakeRig, Rig, send, until
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from elastic_rig import MakeRig, send, until
 
 from fallow.model import RunStatus
 from lacking import lacks
@@ -55,50 +49,6 @@ def test_what_this_machine_lacks_fails_in_ci_and_is_left_out_elsewhere(
     monkeypatch.setenv("CI", ci)
     with pytest.raises(outcome, match="no network"):
         lacks("no network")
-
-
-async def overfill(rig: Rig) -> None:
-    """Use up what is left of the last block of the store's file: the little that a change takes may find room there."""
-    client = redis.asyncio.Redis(unix_socket_path=str(rig.paths.redis_socket), retry=Retry(NoBackoff(), 0))
-    with contextlib.suppress(RedisError):
-        await client.set("filler", b"x" * 8192)
-    await client.aclose()
-
-
-async def test_d8_a_full_state_folder_costs_no_training_and_not_the_head(make_rig: MakeRig) -> None:
-    """The head says which folder is full, waits for room, and then carries out what it was asked for."""
-    rig = make_rig(membership__lease_s=60)
-    with small_disk(rig.paths.state):
-        async with rig:
-            run = await (await rig.run(most=3)).begin(2)
-            await run.arrive()
-            await run.goes_on(3)
-            filler = fill(rig.paths.state)
-            await overfill(rig)
-            asked = asyncio.create_task(run.grow())
-
-            async def problem() -> str:
-                return str((await rig.ask_beside("status"))["head"]["store_problem"])
-
-            deadline = time.monotonic() + 120
-            full = f"{rig.paths.redis_dir}: No space left on device; make room on its file system"
-            while await problem() != full:
-                assert time.monotonic() < deadline, "the head misses no room"
-                await asyncio.sleep(LOOK_S)
-            steps = run.steps_seen()
-            await until(lambda: run.steps_seen() >= steps + 10, "the training stands still")
-            assert rig.head.running
-            assert not asked.done()
-            filler.unlink()
-            await asked
-            await run.becomes(["n0", "n1", "n2"])
-            assert await problem() == ""
-            report = await run.judged()
-            log = rig.head.log.read_text()
-    assert [generation.kind for generation in report.generations] == ["start", "absorb"]
-    assert "store.away" in log
-    assert "store.back" in log
-    assert "Traceback" not in log
 
 
 async def test_s14_a_full_disk_costs_records_and_checkpoints_and_no_training(make_rig: MakeRig) -> None:

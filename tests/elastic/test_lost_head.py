@@ -1,4 +1,4 @@
-"""A head, or its store, that stands still, goes away, or never comes back: the training goes on to its end."""
+"""A head that stands still, goes away, or never comes back: the training goes on to its end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from elastic_rig import LOOK_S, Elastic, MakeRig, Rig, alive, send, stop, until
 
 from fallow.files import read_struct
-from fallow.local.driver import store_pid
 from fallow.model import FallowError, HeadFile
 from fallow.worker.checkpoint.manifest import complete_ones
 
@@ -20,24 +19,17 @@ LEASE_S = 1.5
 """Far less than the absences, which are longer than ZeroMQ keeps a silent connection (6 s), too."""
 
 
-@pytest.mark.parametrize(
-    ("what", "seconds"),
-    [("head", 8.0), *(pytest.param(what, 55.0, marks=pytest.mark.soak) for what in ("head", "store"))],
-)
-async def test_d1_a_head_or_store_that_stood_still_ejects_nobody_and_costs_no_step(
-    what: str, seconds: float, make_rig: MakeRig
-) -> None:
-    """For far longer than the lease. Where it is the store, the head waits for it to write a newcomer down."""
+@pytest.mark.parametrize("seconds", [8.0, pytest.param(55.0, marks=pytest.mark.soak)])
+async def test_d1_a_head_that_stood_still_ejects_nobody_and_costs_no_step(seconds: float, make_rig: MakeRig) -> None:
+    """For far longer than the lease."""
     async with make_rig(membership__lease_s=LEASE_S) as rig:
         run = await (await rig.run("--pace", max(0.2, seconds / 40))).begin(3)
         await run.arrive()
         await run.goes_on()
         steps = run.steps_seen()
-        # Sent when this test first waits: the change must be written before anybody is told.
-        growing = [asyncio.create_task(run.grow())] if what == "store" else []
-        await stop(store_pid(rig.paths) if growing else rig.head.pid, seconds)
+        await stop(rig.head.pid, seconds)
         assert run.steps_seen() > steps + 3, "nobody trained meanwhile"
-        await (growing[0] if growing else run.grow())
+        await run.grow()
         await run.becomes(["n0", "n1", "n2", "n3"])
         await asyncio.sleep(LEASE_S + 1.0)
         report = await run.judged()
@@ -113,17 +105,3 @@ async def test_o2_a_stand_in_head_gives_way_to_one_that_is_started_by_hand(make_
         await run.becomes(["n0", "n1"])
         report = await run.judged(unheard=True)
     assert [generation.kind for generation in report.generations] == ["start"]
-
-
-async def test_o2_a_whole_run_that_is_taken_while_no_head_is_there_leaves_its_last_step(make_rig: MakeRig) -> None:
-    async with make_rig() as rig:
-        run = await begin_in_a_base_job(rig, "--steps", 200, members=2)
-        await run.goes_on(2)
-        await rig.kill_head()
-        steps = run.steps_seen()
-        for worker in ("n0", "n1"):
-            send(run.agent_of[worker], signal.SIGTERM)
-        assert [await rig.agent_ends(run.agent_of[worker]) for worker in ("n0", "n1")] == [93, 93]
-        await rig.start_head()
-        view = await run.until(lambda view: bool(view.checkpoints), "the head does not find the checkpoint")
-        assert view.checkpoints[-1].step >= steps

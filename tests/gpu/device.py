@@ -10,7 +10,6 @@ import ctypes
 import os
 import threading
 from collections.abc import Iterator
-from typing import Protocol
 
 import pytest
 import torch
@@ -19,51 +18,14 @@ HOLD_S = 60.0
 """A stream that a test still holds then is let go, so that nothing hangs for ever."""
 
 
-class Device(Protocol):
-    """A kind of device, in the process that it was loaded in."""
-
-    kind: str
-    "as torch names it; without a number it means this process's own"
-
-    def missing(self) -> str:
-        """Why nothing runs on it here; empty: it does. For pytest's own process, which does not load it."""
-        ...
-
-    def count(self) -> int:
-        """How many processes can have a device of their own."""
-        ...
-
-    def load(self, rank: int) -> None:
-        """Make a device of this kind this process's own, for good."""
-        ...
-
-    def here(self) -> torch.device:
-        """This process's device, with its number."""
-        ...
-
-    def hidden_syncs_raise(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, an operator is an error if the host waits for the device without asking for that."""
-        ...
-
-    def held(self, stream: torch.Stream) -> contextlib.AbstractContextManager[None]:
-        """Inside, the stream begins nothing that it was not given before: an interleaving becomes certain."""
-        ...
-
-    def reset(self) -> list[str]:
-        """Wait for all that was queued and put the modes back. Returns what was found to be wrong meanwhile."""
-        ...
-
-    def end(self) -> None:
-        """Before the process ends."""
-        ...
-
-
 class Fake:
     """The fake accelerator (tests/accelerator): each process has one of its own."""
 
     kind = "fake"
+    "as torch names it; without a number it means this process's own"
 
     def missing(self) -> str:
+        """Why nothing runs on it here; empty: it does. For pytest's own process, which does not load it."""
         from accelerator import build
 
         try:
@@ -73,9 +35,11 @@ class Fake:
         return ""
 
     def count(self) -> int:
+        """How many processes can have a device of their own."""
         return 2
 
     def load(self, rank: int) -> None:
+        """Make a device of this kind this process's own, for good."""
         import accelerator
         from accelerator.engine import permit_speculation
 
@@ -83,10 +47,12 @@ class Fake:
         permit_speculation()
 
     def here(self) -> torch.device:
+        """This process's device, with its number."""
         return torch.device("fake:0")
 
     @contextlib.contextmanager
     def hidden_syncs_raise(self) -> Iterator[None]:
+        """Inside, an operator is an error if the host waits for the device without asking for that."""
         import accelerator
 
         accelerator.report_syncs(True)
@@ -96,16 +62,19 @@ class Fake:
             accelerator.report_syncs(False)
 
     def held(self, stream: torch.Stream) -> contextlib.AbstractContextManager[None]:
+        """Inside, the stream begins nothing that it was not given before: an interleaving becomes certain."""
         import accelerator
 
         return accelerator.held(stream)
 
     def reset(self) -> list[str]:
+        """Wait for all that was queued and put the modes back. Returns what was found to be wrong meanwhile."""
         import accelerator
 
         return accelerator.reset()
 
     def end(self) -> None:
+        """Before the process ends."""
         from accelerator import collectives
 
         collectives.end_all()
@@ -173,6 +142,7 @@ class Cuda:
         """Nothing is left to do."""
 
 
+Device = Fake | Cuda
 DEVICES: dict[str, Device] = {"fake": Fake(), "cuda": Cuda()}
 
 

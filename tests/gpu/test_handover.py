@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -234,51 +233,31 @@ def test_a_checkpoint_holds_the_state_of_its_step_though_the_training_goes_on(tm
     script.train(2)
     script.backward()
     wanted, script_held = script.seen(), script.held()
+    reports: list[Any] = []
     with (
         pytest.MonkeyPatch.context() as patch,
         DEVICE.hidden_syncs_raise(),
         DEVICE.held(torch.accelerator.current_stream()),
     ):
         patch.setattr(torch.get_device_module(DEVICE.kind), "mem_get_info", lambda device: (has_room << 30, 1 << 30))
-        saving = Saving(script.prepared, tmp_path)
+        tree, prepared = export_state(script.prepared, {"step": 2}), script.prepared
+        about: dict[str, Any] = {"generation": 1, "step": 2, "epoch": 0, "modes": [], "asked": False, "written_at": 0.0}
+        extra = extra_state.read(prepared.modules)
+        snapshot = take(tree, 0, 1, names=prepared.names(), extra=extra, **about)
+        writing = Writing(tmp_path, snapshot, reports.append)
+        writing.start()
         script.step()
-        saving.writing.join(0.1)
-        assert saving.writing.is_alive(), "nothing is copied yet"
+        writing.join(0.1)
+        assert writing.is_alive(), "nothing is copied yet"
+    writing.join(DEADLINE_S)
+    assert not writing.is_alive()
     for steps in (0, 1):  # a newcomer, and a member that goes back
-        again, saved = Script(2, scaler=True), saving.load()
+        again, saved = Script(2, scaler=True), load(Path(reports[0].path))
         again.train(steps)
         assert load_from_host(again.prepared, saved) == {"step": 2}
         assert again.values["mean"].device.type == again.model[4].amax.device.type == DEVICE.kind
         assert again.held() == script_held
         assert not steps or again.seen() == wanted, "a scaler that has not been used yet looks different"
-
-
-class Saving:
-    """A checkpoint of one member that is on its way to the disk."""
-
-    def __init__(self, prepared: Prepared, folder: Path) -> None:
-        snapshot = take(
-            export_state(prepared, {"step": 2}),
-            0,
-            1,
-            names=prepared.names(),
-            extra=extra_state.read(prepared.modules),
-            generation=1,
-            step=2,
-            epoch=0,
-            modes=[],
-            asked=False,
-            written_at=0.0,
-        )
-        self._reports: list[Any] = []
-        self.writing = Writing(folder, snapshot, self._reports.append)
-        self.writing.start()
-
-    def load(self) -> Any:
-        """What it holds, when it is complete."""
-        self.writing.join(DEADLINE_S)
-        assert not self.writing.is_alive()
-        return load(Path(self._reports[0].path))
 
 
 @on_both
@@ -297,35 +276,3 @@ def test_members_that_came_apart_are_brought_together(member: Member) -> None:
         script.train(1)
         one, other = group.gather(repr(script.seen()).encode())
         assert one == other
-
-
-@on_device
-def test_many_small_tensors_of_a_device_and_of_the_host_pass_a_ring() -> None:
-    sizes = [4, 0, 1000, 7, pieces.CHUNK + 13, *range(1, 300), 2 * pieces.CHUNK]
-    places = ["cpu" if number % 5 == 0 else DEVICE.kind for number in range(len(sizes))]
-    given = [
-        torch.randint(256, (size,), dtype=torch.uint8).to(place) for size, place in zip(sizes, places, strict=True)
-    ]
-    taken = [torch.zeros_like(part) for part in given]
-    moves: list[int] = []
-    count = 3
-
-    def move(work: Callable[[int], object]) -> None:
-        devices.enter(DEVICE.here())
-        with devices.side_stream(DEVICE.here(), ready):
-            for number in range(count):
-                work(number)
-
-    ready = devices.event(DEVICE.here())
-    here, there = socket.socketpair()
-    here.settimeout(DEADLINE_S)
-    there.settimeout(DEADLINE_S)
-    with here, there, DEVICE.hidden_syncs_raise():
-        donor = threading.Thread(
-            target=move, args=(lambda number: pieces.send_piece(here, given, number, count),), daemon=True
-        )
-        donor.start()
-        move(lambda number: pieces.receive_piece(there, taken, number, count, lambda: moves.append(1)))
-        donor.join(DEADLINE_S)
-    assert moves
-    assert all(map(torch.equal, [part.cpu() for part in given], [part.cpu() for part in taken]))

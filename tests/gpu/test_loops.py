@@ -18,13 +18,10 @@ import fallow
 from fallow.model import FallowError
 from fallow.testbed.host import free_ports
 from fallow.worker.api import fixed
-from fallow.worker.handover.standing import HOLDS, Standing
-from fallow.worker.prepared.objects import Prepared
 from fallow.worker.prepared.state import digest
 from fallow.worker.reduction import integers
 from fallow.worker.transport.group import Group
 from gpu import DEVICE, Member, on_both, on_device, on_two_devices, shared_device
-from gpu.test_handover import connected, hand_over
 
 BATCH, SHARDS, STEPS = 8, 4, 6
 LEARNED = 6
@@ -51,6 +48,8 @@ class Way:
     optimizer: Callable[..., torch.optim.Optimizer] = FUSED
     memory: torch.memory_format = torch.contiguous_format
     half: bool = False
+    infinite: bool = False
+    "one member's loss is, in one step: with a scaler all skip the step"
     dropout: float = 0.2
     exact: bool = True
     steps: int = STEPS
@@ -119,14 +118,16 @@ def train(way: Way, device: str = DEVICE.kind) -> tuple[nn.Module, torch.optim.O
                 waits.clear()
             with DEVICE.hidden_syncs_raise() if update.step else nullcontext():  # what is made at first use may wait
                 for (x,) in update:
+                    infinite = way.infinite and update.step == 2 and bool(x[0].equal(INPUTS[BATCH * (SHARDS - 1)]))
                     x = x.to(device, non_blocking=True, memory_format=way.memory)
                     with torch.autocast(device, torch.bfloat16, enabled=way.half):
                         loss = forward(x).float().square().mean()
-                    scaler.scale(loss).backward()
+                    scaler.scale(loss * torch.inf if infinite else loss).backward()
                     update.note(loss=loss)
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()
+    assert not way.half or scaler.get_scale() == 2.0 ** (10 if way.infinite else 12)
     return model, optimizer, len(waits)
 
 
@@ -261,6 +262,7 @@ def beside(model: nn.Module) -> Forward:
 WAYS = {
     "plain": Way(),
     "channels-last-half": Way(memory=torch.channels_last, half=True),
+    "infinite": Way(half=True, infinite=True),
     "checkpointed": Way(partial(checkpointed, reentrant=False)),
     "checkpointed-reentrant": Way(partial(checkpointed, reentrant=True)),
     "graphed": Way(graphed),
@@ -348,103 +350,3 @@ def test_graphs_made_by_hand_are_refused_by_name(what: str, told: str) -> None:
                 acted += 1
         torch._dynamo.config.compiled_autograd = False
         assert acted == {"backward": 1, "step": 1, "nothing": 3}.get(what, 0)
-
-
-# ------------------------------------------------------------------------------------------------------- scalers
-
-
-class Scaled:
-    """Three models, each with an optimizer; the second scaler has two of them."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        with torch.device("cpu"):
-            models = [nn.Linear(8, 4) for _ in range(3)]
-        self.models: list[Any] = [model.to(DEVICE.kind) for model in models]
-        self.optimizers = [torch.optim.AdamW(model.parameters(), fused=True) for model in self.models]
-        self.scalers = [
-            torch.amp.GradScaler(DEVICE.kind, init_scale=256.0, growth_interval=2),
-            torch.amp.GradScaler(DEVICE.kind, init_scale=16.0, growth_interval=3),
-        ]
-        self.pairs = list(zip(self.models, self.optimizers, [self.scalers[n > 0] for n in range(3)], strict=True))
-        self.prepared, self.standing = Prepared(), Standing()
-        for thing in (*self.models, *self.optimizers, *self.scalers):
-            self.prepared.add(thing)
-
-    def backward(self, x: torch.Tensor, infinite: int | None = None) -> None:
-        for number, (model, _, scaler) in enumerate(self.pairs):
-            loss = model(x).square().mean()
-            scaler.scale(loss * torch.inf if number == infinite else loss).backward()
-
-    def act(self) -> None:
-        for _, optimizer, scaler in self.pairs:
-            scaler.step(optimizer)
-            optimizer.zero_grad()
-        for scaler in self.scalers:
-            scaler.update()
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            self.backward(torch.ones(2, 8, device=DEVICE.kind))
-            self.act()
-
-    def seen(self) -> list[Any]:
-        states = [scaler.state_dict() for scaler in self.scalers]
-        return [*states, digest([model.state_dict() for model in self.models])]
-
-
-@on_both
-@pytest.mark.parametrize("exact", [False, True], ids=["float", "exact"])
-def test_scalers_skip_by_themselves_and_all_members_skip_alike(member: Member, exact: bool) -> None:
-    data = INPUTS[:, 0, 0]
-    scales: list[list[float]] = []
-    weights: list[list[torch.Tensor]] = []
-    with together(member), small_scratch():
-        script = Scaled()
-        run = fallow.init()
-        loader: Any = DataLoader(TensorDataset(data), BATCH, pin_memory=True)
-        objects = (*script.models, *script.optimizers, *script.scalers, loader)
-        *_, loader = run.prepare(*objects, global_batch=BATCH * SHARDS, reproducible=exact)
-        for update in run.updates(loader, epochs=STEPS, max_steps=STEPS):
-            weights.append([model.weight.detach().clone() for model in script.models])
-            with DEVICE.hidden_syncs_raise():
-                for (x,) in update:
-                    is_last_shard = bool(x[0, 0] == data[BATCH * (SHARDS - 1), 0])
-                    infinite = {2: 0, 4: 1}.get(update.step) if is_last_shard else None
-                    script.backward(x.to(DEVICE.kind, non_blocking=True), infinite)
-                script.act()
-            scales.append([scaler.get_scale() for scaler in script.scalers])
-    assert scales == [[256.0, 16.0], [512.0, 16.0], [256.0, 32.0], [256.0, 32.0], [512.0, 16.0], [512.0, 16.0]]
-    weights.append([model.weight.detach() for model in script.models])
-    stood_still = [
-        (step, number)
-        for step in range(STEPS)
-        for number in range(3)
-        if torch.equal(weights[step][number], weights[step + 1][number])
-    ]
-    assert stood_still == [(2, 0), (4, 1)]
-    assert_alike(member, repr(script.seen()))
-
-
-@on_both
-def test_a_newcomer_gets_each_scaler_of_a_training_that_goes_on(member: Member) -> None:
-    """Between a backward and its step; the next infinite gradient is met by one of the scalers alone."""
-    script = Scaled()
-    script.train(3 if member.rank == 0 else 1)
-    if member.rank == 0:
-        script.standing.value = HOLDS
-    scales = []
-    with connected(member) as group:
-        with DEVICE.hidden_syncs_raise():
-            hand_over(group, script, [0])
-            script.backward(torch.ones(2, 8, device=DEVICE.kind))
-            assert script.standing.settle()
-            script.act()
-        for infinite in (None, 1, None):
-            scales.append([scaler.get_scale() for scaler in script.scalers])
-            script.backward(torch.ones(2, 8, device=DEVICE.kind), infinite)
-            script.act()
-        one, other = group.gather(repr(script.seen()).encode())
-    # Scales double after 2 and after 3 steps without an infinite gradient, which the newcomer has not seen itself.
-    assert scales == [[1024.0, 32.0], [1024.0, 32.0], [2048.0, 16.0]]
-    assert one == other

@@ -94,24 +94,6 @@ def test_collectives_are_launched_without_a_wait_and_are_there_after_the_one_wai
 
 
 @on_two_devices
-def test_only_wait_and_verify_waits_for_the_device(member: Member) -> None:
-    with grouped(member) as group:
-        held = DEVICE.held(torch.accelerator.current_stream())
-        with held:
-            summed = filled(1.0)
-            group.sum(summed)
-            group.stream_waits()
-            value = devices.to_host(summed)
-            assert group.tell(b"x").wait() == [b"x", b"x"]
-            assert group.gather(b"x" * member.rank) == [b"", b"x"]
-            wait = Waiter(group)
-            assert wait.is_alive()
-            assert not group.waiting, "it is this member that is not done"
-        assert wait.end() == ""
-        assert value.unique().tolist() == [2.0]
-
-
-@on_two_devices
 def test_a_mistake_at_a_launch_is_raised_and_the_group_stands(member: Member) -> None:
     with grouped(member) as group:
         with pytest.raises(TypeError, match=f"the transport is for {DEVICE.here()}, not for a tensor on cpu"):
