@@ -11,7 +11,7 @@ from fallow.model import FallowError
 from fallow.worker.transport import communicators
 from fallow.worker.transport import group as group_module
 from fallow.worker.transport.waits import Interrupted
-from gpu.test_transport import Waiter, filled, grouped
+from gpu.test_communicator import grouped, ones
 
 
 @on_both
@@ -19,12 +19,13 @@ def test_a_communicator_that_fails_alone_breaks_the_group(member: Member) -> Non
     """Its events complete, and there is garbage before them. What is launched later is refused."""
     with grouped(member) as group:
         if member.rank == 0:
-            group.sum(filled(1.0))
+            group.sum(ones())
             collectives.communicators()[-1].fail("a link went down")
-            assert Waiter(group).end() == "the communicator of fake:0 failed: COMM_ERROR"
+            with pytest.raises(Interrupted, match="the communicator of fake:0 failed: COMM_ERROR"):
+                group.wait_and_verify()
             assert group.broken == "the communicator of fake:0 failed: COMM_ERROR"
             with pytest.raises(Interrupted, match="failed"):
-                group.sum(filled(1.0))
+                group.sum(ones())
             group.retire()
 
 
@@ -34,7 +35,7 @@ def test_a_device_that_does_not_end_what_was_aborted_ends_this_member(member: Me
         if member.rank == 0:
             stubborn = collectives.communicators()[-1]
             stubborn.ignores_abort = True
-            group.sum(filled(1.0))
+            group.sum(ones())
             group.interrupt("over")
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(group_module, "_DRAIN_S", 0.1)

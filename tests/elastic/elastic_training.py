@@ -188,7 +188,6 @@ def main() -> None:
     parser.add_argument("--wide", type=int, default=16, help="width of the model")
     parser.add_argument("--stream", action="store_true", help="of an IterableDataset")
     parser.add_argument("--loaders", type=int, help="processes that load samples, with noise of their own")
-    parser.add_argument("--floating", action="store_true", help="not reproducible")
     parser.add_argument("--rich", action="store_true", help="with more that has a state")
     parser.add_argument("--thaw", action="store_true", help="parts of the model are frozen, or rest, for some steps")
     parser.add_argument("--evaluate", action="store_true", help="by the main member, now and then, while others wait")
@@ -228,7 +227,7 @@ def main() -> None:
     )
     rich = (scaler, average, pull, judge, judging) if args.rich else ()
     objects = (model, *optimizers, *schedulers, *rich, Guest(args.gates, run), loader)
-    *_, loader = run.prepare(*objects, global_batch=args.global_batch, reproducible=not args.floating)
+    *_, loader = run.prepare(*objects, global_batch=args.global_batch, reproducible=True)
     training = Training(args, run, model, optimizers, schedulers, scaler, average, pull, judge, judging)
     for update in run.updates(loader, epochs=args.steps, max_steps=args.steps):
         evaluates = args.evaluate and update.step % 10 == 9

@@ -2,8 +2,7 @@
 
 Each is a network namespace that exists as long as this process holds it, so nothing is left however the tests end. A
 link between two nodes leads through the hub, where it can be cut: packets vanish, as they do behind a broken switch,
-and nobody is told. Or it can be made slow, or to swallow large packets, by another link beside it that lets only so
-much through, or only small ones.
+and nobody is told. A node's own link can be made slow.
 """
 
 from __future__ import annotations
@@ -25,9 +24,6 @@ FAST = "10.78.0.0/24"
 _CLONE_NEWNET = 0x40000000
 _NODE_QUEUE = 65536
 """Bytes that wait before a node's slow link; what comes when it is full is lost."""
-_LARGE = 1000
-"""Bytes of the smallest packet that a link swallows which swallows large ones."""
-
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -88,12 +84,6 @@ class Network:
             yield
 
     @contextlib.contextmanager
-    def at_node(self, number: int) -> Iterator[str]:
-        """Likewise; gives the node's address."""
-        with self._inside(self._nodes[number]):
-            yield _address(number)
-
-    @contextlib.contextmanager
     def _inside(self, namespace: str) -> Iterator[None]:
         enter(namespace)
         try:
@@ -111,17 +101,6 @@ class Network:
         queue = f"rate {bits_per_s}bit burst 4000 limit {_NODE_QUEUE}"
         self._do(self._nodes[node], f"tc qdisc add dev eth0 root tbf {queue}")
         self._do(self._hub, f"tc qdisc add dev node{node} root tbf {queue}")
-
-    def swallow_large(self, source: int, target: int) -> None:
-        """Large packets from `source` to `target` vanish from now on, and nobody is told."""
-        self._by_another_link(source, target, f"rate 1gbit burst {_LARGE} limit {1 << 20}")
-
-    def _by_another_link(self, source: int, target: int, queue: str) -> None:
-        self._do(self._nodes[source], f"ip link add beside type veth peer name beside netns {self._nodes[target]}")
-        for here, there in ((source, target), (target, source)):
-            self._do(self._nodes[here], "ip link set beside up")
-            self._do(self._nodes[here], f"ip route add {_address(there)} dev beside src {_address(here)}")
-        self._do(self._nodes[source], f"tc qdisc add dev beside root tbf {queue}")
 
     def add_fast(self, name: str) -> None:
         """A second network that joins the first two nodes, without the hub: an interface of that name on each."""

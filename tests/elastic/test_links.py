@@ -6,15 +6,12 @@ The links to the head are whole: it hears of everybody, and has to find out who 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import pytest
 from elastic_rig import Elastic, MakeRig, phase
 from network import FAST, HUB, Network, NoNetworkError, fast_address
-from torch.distributed import HashStore
 
-from fallow.worker.transport.stream import Streams
 from lacking import lacks
 
 FOUND_S = 180.0
@@ -60,29 +57,6 @@ def on_network(make_rig: MakeRig) -> OnNetwork:
                 yield run
 
     return enter
-
-
-@pytest.mark.parametrize("source", [0, 1])
-def test_s13_a_path_that_swallows_large_packets_one_way_is_no_path(source: int, make_network: MakeNetwork) -> None:
-    """Whichever of the two calls."""
-    network = make_network(2)
-    for swallows in (False, True):
-        if swallows:
-            network.swallow_large(source, 1 - source)
-        store, timeout_s = HashStore(), 2.0 if swallows else 20.0
-        with ThreadPoolExecutor(2) as pool:
-            sides = [pool.submit(meet, network, store, rank, timeout_s) for rank in range(2)]
-        assert any(side.result() for side in sides) is swallows
-
-
-def meet(network: Network, store: HashStore, rank: int, timeout_s: float) -> dict[int, str]:
-    """Whom one of two members, each on a node of its own, does not reach."""
-    with network.at_node(rank) as address:
-        streams = Streams(1, rank, 2, address)
-        try:
-            return streams.meet(store, timeout_s)
-        finally:
-            streams.close()
 
 
 async def test_members_meet_on_the_network_that_the_configuration_names(

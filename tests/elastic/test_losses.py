@@ -8,7 +8,7 @@ import signal
 import pytest
 from elastic_rig import Elastic, MakeRig, alive, judge, member, phase, send, until
 
-from fallow.model import Exit, RunStatus
+from fallow.model import Exit
 from gpu.device import DEVICES, require
 
 
@@ -262,10 +262,10 @@ async def test_n7_a_node_that_keeps_failing_is_barred_and_may_not_come_back(make
         await run.until(lambda view: "node1" in view.barred, "it is not barred")
         await run.becomes(["n0"])
         told = [event.text for event in await run.events("eject") if not event.text.startswith("generation")]
-        raised = {"n1": step, "n2": "load"}
+        reason = "(node1) is gone: ValueError: fail"
         assert told == [
-            f"{worker} (node1) is gone: ValueError: fail-{place}-{worker}: a sample is broken"
-            for worker, place in raised.items()
+            f"n1 {reason}-{step}-n1: a sample is broken",
+            f"n2 {reason}-load-n2: a sample is broken",
         ]
         (barred,) = await run.events("bar")
         assert barred.text.startswith("node1 is barred from this run: 2 failures on it (exception)")
@@ -274,9 +274,7 @@ async def test_n7_a_node_that_keeps_failing_is_barred_and_may_not_come_back(make
         refused = (rig.folder / "agents.log").read_text()
         assert f"node node1 is barred from run {run.id}: 2 failures on it (exception)" in refused
         assert "a sample is broken" in refused
-        view = await run.view()
-        assert {member.member for member in view.members} <= {"n0", "n1", "n2"}, "a worker was planned on it"
-        assert list(view.barred) == ["node1"]
+        assert {one.member for one in (await run.view()).members} <= {"n0", "n1", "n2"}, "a worker was planned on it"
         await run.judged(losses=2)
 
 
@@ -340,19 +338,6 @@ async def test_p2_a_member_whose_weights_drifted_is_found_within_a_few_steps_and
     assert [g.kind for g in report.generations] == ["start"], "somebody was ejected for it"
     assert codes == [Exit.SOFTWARE, Exit.NO_RESTART, Exit.NO_RESTART], "n0's batch script is told"
     assert "the weights of rank 1 of 3 are not those of most members" in shown
-
-
-async def test_p2_where_bits_may_differ_a_member_that_drifted_is_brought_back_and_told_of(make_rig: MakeRig) -> None:
-    """Without reproducible=True unlike processors may be the reason, and the run goes on."""
-    async with make_rig() as rig:
-        run = await (await rig.run("--floating", "--steps", 60, "--drift", "10-n1")).begin(2)
-        report = await run.ends()
-        (healed,) = await run.events("healed")
-    assert (report.status, report.steps) == (RunStatus.FINISHED, 60)
-    assert report.message == "", "the members end with unlike weights"
-    assert [g.kind for g in report.generations] == ["start"]
-    assert healed.text.startswith("n1 (")
-    assert "its weights were not those of most members at step 13; it has received theirs" in healed.text
 
 
 async def test_o1_nothing_is_left_when_the_head_never_comes_back(make_rig: MakeRig) -> None:
