@@ -44,8 +44,6 @@ from nursery_client import NurseryClient
 TRAINING = str(Path(__file__).parent / "elastic_training.py")
 WAIT_S = 60.0
 LOOK_S = 0.05
-BATCH, SAMPLES = 32, 250
-"""Global batch and data set of the training: the last step of an epoch is a partial one."""
 
 
 class Rig:
@@ -452,11 +450,6 @@ async def until(condition: Callable[[], object], why: str, within_s: float = WAI
     while not condition():
         assert time.monotonic() < deadline, why
         await asyncio.sleep(LOOK_S)
-
-
-def expected_samples(steps: int, batch: int = BATCH, samples: int = SAMPLES) -> int:
-    per_epoch = -(-samples // batch)
-    return steps // per_epoch * samples + steps % per_epoch * batch
 
 
 def judge(report: RunReport, undisturbed: RunReport, losses: int = 0, backs: int = 0, *, unheard: bool = False) -> None:

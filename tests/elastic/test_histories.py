@@ -12,7 +12,6 @@ import random
 import signal
 import statistics
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -203,13 +202,6 @@ class Story:
             await self.rig.call("rollback", run=self.run.id, step=there[choice % len(there)])
 
 
-@pytest.fixture(scope="module")
-def loop() -> Iterator[asyncio.Runner]:
-    """Hypothesis calls a plain function many times."""
-    with asyncio.Runner() as runner:
-        yield runner
-
-
 PLAIN, RICH, THAW = (), ("--rich",), ("--thaw",)
 DEVICE = "--device", "fake"
 """Rich: two phases in each step, an optimizer more, state of a scaler and an average, bfloat16, steps that are skipped;
@@ -246,16 +238,13 @@ def test_d3_any_short_history(
     options: tuple[str, ...],
     nursery: NurseryClient,
     undisturbed: Undisturbed,
-    loop: asyncio.Runner,
 ) -> None:
-    loop.run(judged(history, nursery, undisturbed, *options))
+    asyncio.run(judged(history, nursery, undisturbed, *options))
 
 
-def test_p3_a_history_on_an_asynchronous_device(
-    nursery: NurseryClient, undisturbed: Undisturbed, loop: asyncio.Runner
-) -> None:
+def test_p3_a_history_on_an_asynchronous_device(nursery: NurseryClient, undisturbed: Undisturbed) -> None:
     options = ("--rich", "--loaders", 1, "--steps", 160, *DEVICE)
-    loop.run(judged([*TOGETHER, *ALL], nursery, undisturbed, *options))
+    asyncio.run(judged([*TOGETHER, *ALL], nursery, undisturbed, *options))
 
 
 @pytest.mark.soak
@@ -269,9 +258,8 @@ def test_p1_p3_s5_any_long_history(
     options: tuple[str, ...],
     nursery: NurseryClient,
     undisturbed: Undisturbed,
-    loop: asyncio.Runner,
 ) -> None:
-    loop.run(judged(history, nursery, undisturbed, "--steps", 1200, *device, *options))
+    asyncio.run(judged(history, nursery, undisturbed, "--steps", 1200, *device, *options))
 
 
 async def judged(history: list[Event], nursery: NurseryClient, undisturbed: Undisturbed, *options: object) -> None:

@@ -278,23 +278,6 @@ async def test_n7_a_node_that_keeps_failing_is_barred_and_may_not_come_back(make
         await run.judged(losses=2)
 
 
-async def test_p2_a_minority_that_drifted_is_healed_at_the_next_change_and_told_of(make_rig: MakeRig) -> None:
-    """In the last step before it, so nothing was computed with those weights: the others' replace them."""
-    async with make_rig() as rig:
-        run = await rig.run("--steps", 60, "--drift", "10-n1")
-        for worker in ("n0", "n1", "n2"):
-            run.plan("switch", worker, 10)
-        await run.begin(3)
-        await run.arrive()
-        await run.reaches(10)
-        await run.grow()
-        await run.becomes(["n0", "n1", "n2", "n3"])
-        (healed,) = await run.events("healed")
-        await run.judged("--steps", 60)
-    assert healed.text.startswith("n1 (")
-    assert "its weights were not those of most members at step 11; it has received theirs" in healed.text
-
-
 async def test_t3_e4_e7_a_node_is_lost_with_all_its_workers_and_comes_back(make_rig: MakeRig) -> None:
     """One of its two workers is killed amid a step, then an agent: what is left of the node goes with it.
 

@@ -10,7 +10,7 @@ import json
 import signal
 import time
 
-from elastic_rig import Elastic, MakeRig, Rig, expected_samples, phase, ranked, send
+from elastic_rig import Elastic, MakeRig, Rig, phase, ranked, send
 
 from fallow.model import MemberPhase, RunStatus
 
@@ -33,7 +33,7 @@ async def test_h1_h13_t1_t2_t4_d4_n11_survivors_keep_their_order_when_the_first_
         await rig.call("drain", run=run.id, nodes=["node5"])
         await run.becomes(["n3", "n4"])
         report = await run.judged("--rich")
-    assert report.samples.consumed == expected_samples(120)
+    assert report.samples.consumed == 15 * 250, "epochs of eight steps, the last of them a partial one"
     assert [g.kind for g in report.generations] == ["start", "absorb", "release", "release", "absorb", "release"]
     assert [len(g.members) for g in report.generations] == [2, 4, 2, 1, 3, 2]
     assert report.steps_discarded == 0
@@ -51,7 +51,7 @@ async def test_d1_d2_t10_the_global_batch_stays_when_the_members_do_not_divide_i
         await run.release("n0", "n3")
         await run.becomes([name for name in members if name not in ("n0", "n3")])
         report = await run.judged()
-    assert report.samples.consumed == expected_samples(15, 96)
+    assert report.samples.consumed == 5 * 250
     assert report.generations[1].first_step == 10, "it is not in the middle of an epoch, which has 3 steps"
 
 
@@ -197,6 +197,18 @@ async def test_s17_newcomer_and_donor_die_while_a_part_is_on_its_way(make_rig: M
         report = await run.judged()
     assert [g.kind for g in report.generations] == ["start", "eject", "eject", "absorb"]
     assert report.generations[1].first_step == SWITCH + 1
+
+
+async def test_p2_a_minority_that_drifted_is_healed_at_the_next_change_and_told_of(make_rig: MakeRig) -> None:
+    """In the last step before it, so nothing was computed with those weights: the others' replace them."""
+    async with make_rig() as rig:
+        run = await switching(rig, 3, "--drift", f"{SWITCH}-n1")
+        await run.grow()
+        await run.becomes(["n0", "n1", "n2", "n3"])
+        (healed,) = await run.events("healed")
+        await run.judged("--steps", 60)
+    assert healed.text.startswith("n1 (")
+    assert "its weights were not those of most members at step 11; it has received theirs" in healed.text
 
 
 async def test_s18_weights_that_a_script_changes_while_they_are_sent(make_rig: MakeRig) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,12 +165,6 @@ class Driver:
         self.modes[threading.current_thread()] = mode._obj.value
 
 
-class Aborted:
-    """A communicator that is aborted."""
-
-    def abort(self) -> None: ...
-
-
 @pytest.mark.skipif(DEVICE.kind == "cuda", reason="the real driver is loaded")
 @on_device
 def test_threads_of_the_engine_heed_no_capture_and_the_training_thread_does() -> None:
@@ -182,7 +177,7 @@ def test_threads_of_the_engine_heed_no_capture_and_the_training_thread_does() ->
         agent = Agent(beat_s=0.01)
         agent.session.announce(Contract(signature="s", shards=1, global_batch=1), here)
         looks = thread_named("fallow-device")
-        aborts = communicators.abandon(Aborted())
+        aborts = communicators.abandon(SimpleNamespace(abort=lambda: None))
         reap(Group(1, 0, 1, None, here))
         reaps = thread_named("reaper-1")
         writes.start()
