@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -21,17 +21,12 @@ __all__ = [
     "host_view",
     "load",
     "mark_garbage",
-    "poison_memory",
-    "protect_memory",
-    "report_races",
     "report_syncs",
     "reset",
     "speculating",
     "take_reports",
 ]
 
-Mode = Literal["off", "record", "raise"]
-_MODES: dict[Mode, int] = {"off": 0, "record": 1, "raise": 2}
 _loaded = False
 _held: set[int] = set()
 
@@ -54,26 +49,10 @@ def load() -> None:
     _loaded = True
 
 
-def report_syncs(mode: Mode) -> None:
-    """Say what happens when the host waits for the device without asking for it: `item`, `bool`, `.cpu()`,
-    `nonzero`, copies of pageable memory. The report names the operator. Default: "off"."""
-    _ops().set_mode("sync", _MODES[mode])
-
-
-def report_races(mode: Mode) -> None:
-    """Say what happens when nothing orders two accesses to the same memory from two streams, when memory is freed and
-    given out again too early, and when garbage is read. Default: "raise"."""
-    _ops().set_mode("race", _MODES[mode])
-
-
-def poison_memory(on: bool) -> None:
-    """Fill new memory, freed memory and pinned targets of copies with 0xFF, which is NaN. Default: on."""
-    _ops().set_mode("poison", int(on))
-
-
-def protect_memory(on: bool) -> None:
-    """Make memory allocated from now on accessible to the device's threads only; others get SIGSEGV. Default: off."""
-    _ops().set_mode("protect", int(on))
+def report_syncs(on: bool) -> None:
+    """Raise where the host waits for the device without asking for it: `item`, `bool`, `.cpu()`, `nonzero`, copies of
+    pageable memory. The report names the operator. Default: off."""
+    _ops().report_syncs(on)
 
 
 @contextlib.contextmanager
@@ -92,7 +71,7 @@ def take_reports() -> list[str]:
 
 
 def reset() -> list[str]:
-    """Make the device as new: release held streams, wait for all tasks, restore the modes. Returns the reports.
+    """Make the device as new: release held streams, wait for all tasks, report no hidden waits. Returns the reports.
 
     Memory that is still in use keeps its history; an unordered access to it is still found.
     """
@@ -102,10 +81,7 @@ def reset() -> list[str]:
     for _ in range(2):  # an asynchronous error is raised by the first of them
         with contextlib.suppress(RuntimeError):
             torch.accelerator.synchronize()
-    report_syncs("off")
-    report_races("raise")
-    poison_memory(True)
-    protect_memory(False)
+    report_syncs(False)
     return reports + take_reports()
 
 

@@ -56,9 +56,8 @@ def communicators() -> list[Communicator]:
 
 
 class Communicator(dist.ProcessGroup):
-    """A process group for device `fake` that behaves like ProcessGroupNCCL. For tests: `delay_s`, `ignores_abort`
-    (what is pending stays pending), `launch_error`, `fail`, `garbled` (collectives that ended with garbage) and
-    `stream` (to hold it).
+    """A process group for device `fake` that behaves like ProcessGroupNCCL. For tests: `ignores_abort` (what is
+    pending stays pending), `launch_error`, `fail` and `stream` (to hold it).
 
     Args:
         store: where the ranks find each other.
@@ -82,10 +81,8 @@ class Communicator(dist.ProcessGroup):
     ) -> None:
         super().__init__(rank, size)
         self.stream = torch.Stream(device=_DEVICE)
-        self.delay_s = 0.0
         self.ignores_abort = False
         self.launch_error = ""
-        self.garbled: list[str] = []
         self._store, self._timeout = store, timeout
         self._changed = threading.Condition()
         self._reason = ""
@@ -147,15 +144,6 @@ class Communicator(dist.ProcessGroup):
     def allgather(self, outputs: Sequence[Tensors], given: Tensors, opts: Any = None) -> Work:
         return self._launch("all_gather", given, outputs[0], lambda given, taken: self._gather(taken, given[0]))
 
-    def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
-        op = _reduce_op(opts)
-
-        def exchange(given: list[torch.Tensor], taken: list[torch.Tensor]) -> None:
-            self._sum(given, given, op)
-            taken[0].view(-1).copy_(given[0].view(-1).chunk(self.size())[self.rank()])
-
-        return self._launch(f"reduce_scatter {_name(op)}", [given], [output], exchange)
-
     def alltoall_base(
         self,
         output: torch.Tensor,
@@ -176,29 +164,8 @@ class Communicator(dist.ProcessGroup):
         torch.accelerator.current_stream().synchronize()
         return work
 
-    # For torch's functional collectives, which DTensor uses.
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
-        return [self.allreduce([tensor], opts) for tensor in tensors][-1]
-
-    def allgather_into_tensor_coalesced(self, outputs: Tensors, given: Tensors, opts: Any = None) -> Work:
-        return [self._allgather_base(*pair) for pair in zip(outputs, given, strict=True)][-1]
-
-    def reduce_scatter_tensor_coalesced(self, outputs: Tensors, given: Tensors, opts: Any = None) -> Work:
-        return [self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, given, strict=True)][-1]
-
-    # torch 2.13's names.
-    all_gather_single = _allgather_base
-    reduce_scatter_single = _reduce_scatter_base
-    all_to_all_single = alltoall_base
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
-
     def getBackendName(self) -> str:  # noqa: N802 (torch's)
         return BACKEND
-
-    @property
-    def group_name(self) -> str:
-        return dist.distributed_c10d._world.pg_names[self]
 
     def _check_launch(self) -> None:
         """Raise DistBackendError if NCCL's launch would fail. `get_error` does not tell of it, or not yet."""
@@ -280,7 +247,6 @@ class Communicator(dist.ProcessGroup):
         def task() -> None:
             try:
                 self._compare(title + shapes)
-                self._pause(self.delay_s)
                 # Copies: after an abort gloo may still write.
                 copies = [torch.empty_like(target) for target in targets]
                 exchange([source.clone() for source in sources], copies)
@@ -288,7 +254,6 @@ class Communicator(dist.ProcessGroup):
                     target.copy_(copy)
             except (RuntimeError, _Ended) as error:
                 self.fail(str(error).partition("\n")[0], _kind(error))
-                self.garbled.append(title)
                 for target, mark in zip(targets, marks, strict=True):
                     target.view(-1).view(torch.uint8).fill_(0xFF)
                     accelerator.mark_garbage(mark, f"garbage of {title} ({self._reason})")

@@ -19,6 +19,7 @@ import os
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,22 +27,14 @@ import torch.distributed as dist
 
 from accelerator.collectives import BACKEND, Communicator
 
-_UNDEFINED = -(1 << 31)
 _ID = "unique id"
-
-
-class Config:
-    """As `ncclConfig_t`."""
-
-    def __init__(self) -> None:
-        self.blocking = _UNDEFINED
 
 
 class Options:
     """As `ProcessGroupNCCL.Options`."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
-        self.config = Config()
+        self.config = SimpleNamespace(blocking=None)
         self.is_high_priority_stream = is_high_priority_stream
         self._timeout = timedelta(minutes=10)
 

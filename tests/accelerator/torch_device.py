@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -101,24 +101,21 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 def _register_convolution() -> None:
     """In two dimensions, without groups: the CPU has no kernels under the names that other devices are asked for."""
     aten = torch.library.Library("aten", "IMPL")
-    aten.impl("convolution_overrideable", _convolution, "PrivateUse1")
-    aten.impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1")
+    aten.impl("conv2d", _convolution, "AutogradPrivateUse1")
     _libraries.append(aten)
 
 
 def _convolution(
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    transposed: bool,
-    output_padding: list[int],
-    groups: int,
+    bias: torch.Tensor | None = None,
+    stride: Sequence[int] = (1, 1),
+    padding: Sequence[int] = (0, 0),
+    dilation: Sequence[int] = (1, 1),
+    groups: int = 1,
 ) -> torch.Tensor:
-    if x.dim() != 4 or transposed or groups != 1:
-        raise NotImplementedError("the fake accelerator has plain two-dimensional convolutions only")
+    if groups != 1:
+        raise NotImplementedError("the fake accelerator has no convolutions in groups")
     kernel = weight.shape[2:]
     out = weight.flatten(1) @ torch.ops.aten.im2col(x, kernel, dilation, padding, stride)
     if bias is not None:
@@ -126,25 +123,3 @@ def _convolution(
     sizes = zip(x.shape[2:], kernel, stride, padding, dilation, strict=True)
     shape = [(size + 2 * pad - spread * (width - 1) - 1) // step + 1 for size, width, step, pad, spread in sizes]
     return out.view(x.shape[0], weight.shape[0], *shape)
-
-
-def _convolution_backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    transposed: bool,
-    output_padding: list[int],
-    groups: int,
-    wanted: list[bool],
-) -> tuple[torch.Tensor | None, ...]:
-    how = weight.shape[2:], dilation, padding, stride
-    grad = grad.flatten(2)
-    of_x = torch.ops.aten.col2im(weight.flatten(1).t() @ grad, x.shape[2:], *how) if wanted[0] else None
-    of_weight = None
-    if wanted[1]:
-        columns = torch.ops.aten.im2col(x, *how)
-        of_weight = (grad @ columns.transpose(1, 2)).sum(0).view_as(weight)
-    return of_x, of_weight, grad.sum((0, 2)) if wanted[2] else None

@@ -44,8 +44,6 @@ from nursery_client import NurseryClient
 TRAINING = str(Path(__file__).parent / "elastic_training.py")
 WAIT_S = 60.0
 LOOK_S = 0.05
-BATCH, SAMPLES = 32, 250
-"""Global batch and data set of the training: the last step of an epoch is a partial one."""
 
 
 class Rig:
@@ -54,11 +52,15 @@ class Rig:
     Args:
         nursery: starts the agents.
         folder: private and empty.
+        undisturbed: what the runs are compared with.
         config: the head's configuration, e.g. `membership__lease_s=1.5`.
     """
 
-    def __init__(self, nursery: NurseryClient, folder: Path, **config: object) -> None:
+    def __init__(
+        self, nursery: NurseryClient, folder: Path, undisturbed: Undisturbed | None = None, **config: object
+    ) -> None:
         self.folder = folder
+        self.undisturbed = undisturbed
         self.nursery = nursery
         (folder / "config.toml").touch()
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("FALLOW_", "SLURM_"))}
@@ -99,11 +101,6 @@ class Rig:
         """One request to the head."""
         return await self._control.call(method, **params)
 
-    async def ask_beside(self, method: str, **params: Any) -> Any:
-        """One request on a connection of its own, while another one waits for its answer."""
-        async with await ControlClient.connect(self.paths.head_file) as control:
-            return await control.call(method, **params)
-
     async def run(
         self, *options: object, members: int = 1, most: int = 4, scripted: bool = True, **spec: Any
     ) -> Elastic:
@@ -116,7 +113,7 @@ class Rig:
         gates = self.folder / f"gates-{made.run}"
         gates.mkdir()
         command = [sys.executable, TRAINING, "--gates", str(gates), *map(str, options)]
-        return Elastic(self, made, command, gates, scripted)
+        return Elastic(self, made, command, gates, scripted, options)
 
     async def agent_ends(self, pid: int) -> int:
         """The exit code of an agent, when it has ended."""
@@ -154,25 +151,15 @@ class Rig:
         except FileNotFoundError:
             return False  # it is being started
 
-    async def rosters(self) -> dict[str, Roster]:
-        """What the store knows of the runs' memberships, read behind the head's back."""
-        store = await Store.open(self.paths.redis_socket)
-        try:
-            found = await store.load("run/")
-        finally:
-            await store.close()
-        stored: dict[str, dict[str, bytes]] = {}
-        for key, (_, value) in found.items():
-            _, run, kind = key.split("/", 2)
-            stored.setdefault(run, {})[kind] = value
-        return {run: Roster.load(run, values) for run, values in stored.items()}
-
 
 class Elastic:
     """One run."""
 
-    def __init__(self, rig: Rig, made: NewRun, command: list[str], gates: Path, scripted: bool) -> None:
+    def __init__(
+        self, rig: Rig, made: NewRun, command: list[str], gates: Path, scripted: bool, options: tuple[object, ...]
+    ) -> None:
         self.rig = rig
+        self.options = options
         self.id = made.run
         self.command = command
         self.gates = gates
@@ -249,6 +236,13 @@ class Elastic:
         await self.becomes([f"n{i}" for i in range(members)])
         return self
 
+    async def absorb(self, count: int = 1) -> None:
+        """So many newcomers come and are let in."""
+        there = ranked(await self.view())
+        names = await self.arrive(count)
+        await self.grow(count)
+        await self.becomes([*there, *names])
+
     async def grow(self, by: int = 1) -> None:
         await self.rig.call("grow", run=self.id, by=by)
 
@@ -283,18 +277,8 @@ class Elastic:
         gate.touch()
         return gate
 
-    def hold_part(self, what: str, part: str, worker: str) -> Path:
-        """Have this worker wait before it does that (`give`, `take`) with a part of the state (`middle`, `late`)."""
-        gate = self.gates / f"hold-{what}-{part}-{worker}"
-        gate.touch()
-        return gate
-
-    async def held_part(self, what: str, part: str, worker: str) -> None:
-        """Wait until it does so: what comes before that part has been handed over."""
-        await until((self.gates / f"held-{what}-{part}-{worker}").exists, f"{worker} does not {what} the {part} part")
-
     def hold(self, worker: str, place: int | str) -> Path:
-        """Have this worker wait there; `unlink` lets it go on."""
+        """Have this worker wait there, or at a part of the state (`give-late`); `unlink` lets it go on."""
         return self.plan("hold", worker, place)
 
     async def held(self, worker: str, place: int | str) -> None:
@@ -348,26 +332,35 @@ class Elastic:
         """Wait until so many further steps are finished."""
         return await self.reaches((await self.view()).step + steps)
 
-    def steps_seen(self) -> int:
-        """Finished steps as the members have noted them, without asking the head."""
+    def times(self) -> list[float]:
+        """When each step was finished (seconds), as the members have noted it, whoever finished it."""
         times = self.gates / "times"
-        return len(times.read_text().split()) if times.exists() else 0
+        return sorted(map(float, times.read_text().split())) if times.exists() else []
+
+    def steps_seen(self) -> int:
+        """Finished steps, without asking the head."""
+        return len(self.times())
 
     def coming_step(self) -> int:
         """A step that no member has begun, for a gate that is laid at once. What the head tells may be a second old."""
         return self.steps_seen() + 8
 
     def longest_gap(self) -> float:
-        """The longest time between two steps (seconds), whoever finished them."""
-        times = sorted(map(float, (self.gates / "times").read_text().split()))
-        return max(after - before for before, after in itertools.pairwise(times))
+        """The longest time between two steps (seconds)."""
+        return max(after - before for before, after in itertools.pairwise(self.times()))
 
     async def events(self, kind: str | None = None) -> list[EventRecord]:
         found = msgspec.convert(await self.rig.call("events", run=self.id, since=0, limit=10_000), list[EventRecord])
         return [event for event in found if kind in (None, event.kind)]
 
     async def roster(self) -> Roster:
-        return (await self.rig.rosters())[self.id]
+        """What the store knows of its membership, read behind the head's back."""
+        store = await Store.open(self.rig.paths.redis_socket)
+        try:
+            found = await store.load(f"run/{self.id}/")
+        finally:
+            await store.close()
+        return Roster.load(self.id, {key.split("/", 2)[2]: value for key, (_, value) in found.items()})
 
     def log(self, worker: str) -> str:
         return (self.folder / "logs" / f"{worker}.log").read_text()
@@ -381,21 +374,32 @@ class Elastic:
     async def ends(self, within_s: float = 90.0) -> RunReport:
         """Let it train to its end, as a history in which nothing is wrong; its report."""
         self.hurry()
-        deadline = time.monotonic() + within_s
-        while not (view := await self.view()).status.ended:
-            assert time.monotonic() < deadline, f"it does not end: {self._story(view)}"
-            await asyncio.sleep(LOOK_S)
+        view = await self._ended(within_s)
         wrong = check_history(await self.events())
         assert not wrong, f"{wrong}: {self._story(view)}"
         return await self.report()
 
-    async def until_ended(self, status: RunStatus, within_s: float = WAIT_S) -> None:
-        """Wait for that end, and no other."""
+    async def judged(
+        self, *options: object, losses: int = 0, backs: int = 0, unheard: bool = False, within_s: float = 90.0
+    ) -> RunReport:
+        """Likewise, and compare it with the same training left undisturbed; `options` of that, if they are others."""
+        assert self.rig.undisturbed is not None
+        report = await self.ends(within_s)
+        judge(report, await self.rig.undisturbed(*(options or self.options)), losses, backs, unheard=unheard)
+        return report
+
+    async def fails(self) -> RunReport:
+        """Wait until it has failed, and not ended otherwise; its report."""
+        view = await self._ended(WAIT_S)
+        assert view.status is RunStatus.FAILED, self._story(view)
+        return await self.report()
+
+    async def _ended(self, within_s: float) -> RunView:
         deadline = time.monotonic() + within_s
         while not (view := await self.view()).status.ended:
             assert time.monotonic() < deadline, f"it does not end: {self._story(view)}"
             await asyncio.sleep(LOOK_S)
-        assert view.status is status, self._story(view)
+        return view
 
     async def report(self) -> RunReport:
         return msgspec.convert(await self.rig.call("report", run=self.id), RunReport)
@@ -446,11 +450,6 @@ async def until(condition: Callable[[], object], why: str, within_s: float = WAI
     while not condition():
         assert time.monotonic() < deadline, why
         await asyncio.sleep(LOOK_S)
-
-
-def expected_samples(steps: int, batch: int = BATCH, samples: int = SAMPLES) -> int:
-    per_epoch = -(-samples // batch)
-    return steps // per_epoch * samples + steps % per_epoch * batch
 
 
 def judge(report: RunReport, undisturbed: RunReport, losses: int = 0, backs: int = 0, *, unheard: bool = False) -> None:

@@ -1,14 +1,14 @@
 """The training of `tests/elastic`: tiny, reproducible, with all that makes a step depend on where it is computed.
 
 Batch norm (buffers), dropout (random numbers), momentum (optimizer state), a scheduler and a last step of an epoch that
-is smaller than the others; with `--rich` Muon beside AdamW, bfloat16 autocast, clipping, GradScaler and a moving
-average besides.
+is smaller than the others; with `--rich` Muon beside AdamW, bfloat16 autocast, clipping, GradScaler, a moving average
+and a first phase of each step, in which a judge learns to tell the model's outputs from the truth.
 The runtime is told to take it for a large model: a step has several buckets, and parts of the state are handed over
 while the members compute. In the folder `--gates` the tests say what happens when:
 
 `ACTION-PLACE-WORKER`: this worker does what `ACTIONS` says at that place: STEP (in its first body of that step, behind
-the forward), `optSTEP` (when the first optimizer has acted in that step), `give` (where its state is asked for) or
-`load` (while it takes over the state that others hand to it)
+the forward), `judgeSTEP` (between the phases, when the judge's optimizer has acted), `optSTEP` (when the model's first
+optimizer has acted), `give` (where its state is asked for) or `load` (while it takes over others' state)
 `switch-STEP-WORKER`: there this worker waits until it has heard of a change's commit
 `fast`: steps take no longer than they must, from now on
 `hold-evaluation-PLACE-STEP`: the main member waits in its evaluation at that place of that step (`--evaluate`)
@@ -31,7 +31,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -119,65 +119,37 @@ class Pull:
         """Nothing."""
 
 
-class Device:
-    """The host: nothing is watched."""
+def load_device(name: str) -> Any:
+    """Have the fake accelerator for this process; nothing is watched on the host.
 
-    def watched(self) -> AbstractContextManager[None]:
-        """Around an update, in which the host may not wait for the device without asking for it."""
-        return nullcontext()
+    Returns:
+        Makes what a step is done in: there the host may not wait for the device without asking for it.
+    """
+    if name == "cpu":
+        return nullcontext
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from gpu.device import DEVICES
 
-    def unwatched(self) -> AbstractContextManager[None]:
-        """Around what the script itself wants to know of the device."""
-        return nullcontext()
-
-    def check(self) -> None:
-        """At the end of the training.
-
-        Raises:
-            AssertionError: the device has found accesses that nothing orders, or garbage was used.
-        """
+    DEVICES[name].load(0)
+    return DEVICES[name].hidden_syncs_raise
 
 
-class FakeDevice(Device):
-    """The asynchronous accelerator of the tests, from now on and for good."""
+def check_device(name: str) -> None:
+    """At the end of a training: no access was without an order, and no garbage was used."""
+    if name != "cpu":
+        from gpu.device import DEVICES
 
-    def __init__(self) -> None:
-        sys.path.insert(0, str(Path(__file__).parents[1]))
-        import accelerator
-        from accelerator.engine import permit_speculation
-
-        self._accelerator = accelerator
-        accelerator.load()
-        permit_speculation()
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        self._accelerator.report_syncs("raise")
-        yield
-        self._accelerator.report_syncs("off")
-
-    @contextmanager
-    def unwatched(self) -> Iterator[None]:
-        self._accelerator.report_syncs("off")
-        yield
-        self._accelerator.report_syncs("raise")
-
-    def check(self) -> None:
-        reports = self._accelerator.reset()
+        reports = DEVICES[name].reset()
         assert not reports, reports
 
 
-def load_device(name: str) -> Device:
-    """What a training on that device looks at."""
-    return FakeDevice() if name == "fake" else Device()
-
-
-def to_device(tensor: torch.Tensor, name: str) -> torch.Tensor:
+def to_device(tensor: torch.Tensor, args: argparse.Namespace) -> torch.Tensor:
     """As loaders and scripts for GPUs do it: the host goes on meanwhile."""
-    if name == "cpu":
+    if args.device == "cpu":
         return tensor
-    assert tensor.is_pinned(), "by the loader"
-    return tensor.to(name, non_blocking=True)
+    assert tensor.is_pinned() or args.rich, "by the loader"
+    # What a further phase is given is a copy, and not pinned.
+    return tensor.pin_memory().to(args.device, non_blocking=True)
 
 
 def take_for_large(gates: Path) -> None:
@@ -216,15 +188,13 @@ def main() -> None:
     parser.add_argument("--wide", type=int, default=16, help="width of the model")
     parser.add_argument("--stream", action="store_true", help="of an IterableDataset")
     parser.add_argument("--loaders", type=int, help="processes that load samples, with noise of their own")
-    parser.add_argument("--floating", action="store_true", help="not reproducible")
     parser.add_argument("--rich", action="store_true", help="with more that has a state")
     parser.add_argument("--thaw", action="store_true", help="parts of the model are frozen, or rest, for some steps")
-    parser.add_argument("--compiled", action="store_true", help="by torch.compile")
     parser.add_argument("--evaluate", action="store_true", help="by the main member, now and then, while others wait")
     parser.add_argument("--clip", type=float, help="each step begins by cutting off weights beyond that")
     parser.add_argument("--device", default="cpu", help="`fake`: the asynchronous accelerator of the tests")
     args = parser.parse_args()
-    device = load_device(args.device)
+    watched = load_device(args.device)
     take_for_large(args.gates)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32 if args.rich else torch.float64)  # autocast leaves float64 alone
@@ -241,14 +211,8 @@ def main() -> None:
         first: Any = partial(torch.optim.AdamW, fused=True) if fused else MATRICES
         optimizers = [first(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01, fused=fused)]
     scaler = torch.amp.GradScaler(args.device, init_scale=2.0**16, growth_interval=20, enabled=args.rich)
-    compiled_in: list[int] = []
-    "generations, without the rehearsal: 0"
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        compiled_in.append(run.generation)
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
-    forward: Any = torch.compile(model, backend=backend) if args.compiled else model
+    judge = nn.Linear(3, 1).to(args.device)
+    judging = torch.optim.SGD(judge.parameters(), lr=0.1)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     pull = Pull(model, average, scaler)
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9) for optimizer in optimizers]
@@ -261,33 +225,43 @@ def main() -> None:
     loader = DataLoader(
         source, batch_size=BATCH, shuffle=not args.stream, num_workers=args.loaders or 0, pin_memory=pinned
     )
-    rich = (scaler, average, pull) if args.rich else ()
-    objects = (forward, *optimizers, *schedulers, *rich, Guest(args.gates, run), loader)
-    *_, loader = run.prepare(*objects, global_batch=args.global_batch, reproducible=not args.floating)
-    training = Training(args, device, run, model, forward, optimizers, schedulers, scaler, average, pull)
+    rich = (scaler, average, pull, judge, judging) if args.rich else ()
+    objects = (model, *optimizers, *schedulers, *rich, Guest(args.gates, run), loader)
+    *_, loader = run.prepare(*objects, global_batch=args.global_batch, reproducible=True)
+    training = Training(args, run, model, optimizers, schedulers, scaler, average, pull, judge, judging)
     for update in run.updates(loader, epochs=args.steps, max_steps=args.steps):
-        with device.watched():
-            one_step(training, update, inputs, targets)
-    device.check()
+        evaluates = args.evaluate and update.step % 10 == 9
+        if evaluates:
+            evaluate("before", args.gates, run, model, inputs, targets)
+        with watched():
+            one_step(training, update)
+        training.end_step()
+        if evaluates:
+            evaluate("after", args.gates, run, model, inputs, targets)
+    check_device(args.device)
     assert len({id(bucket) for bucket, _ in run._member.reduction._places}) > 2, "it is not taken for a large model"
     place = {name: os.environ.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    told = {**place, "rank": run.rank, "size": run.size, "compiled_in": compiled_in}
+    told = {**place, "rank": run.rank, "size": run.size}
     (args.gates / f"place-{WORKER}").write_text(json.dumps(told))
     while (args.gates / f"late-{WORKER}").exists():
         time.sleep(0.01)
 
 
-def one_step(training: Training, update: Any, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+def one_step(training: Training, update: Any) -> None:
     """Bodies, and what comes behind them."""
     args, run, model = training.args, training.run, training.model
-    evaluates = args.evaluate and update.step % 10 == 9
-    if evaluates:
-        evaluate("before", args.gates, run, model, inputs, targets)
     if args.thaw:
         thaw(update.step, model)
     if args.clip is not None:
         for parameter in model.parameters():
             parameter.data.clamp_(-args.clip, args.clip)
+    if args.rich:
+        for x, y in update.phase("judge"):
+            training.judge_loss(x, y).backward()
+        training.judging.step()
+        training.judging.zero_grad()
+        if not run.rehearsing:
+            gates(args.gates, f"judge{run.step}")
     for x, y in update:
         loss = training.loss(x, y)
         update.note(loss=loss)
@@ -296,8 +270,6 @@ def one_step(training: Training, update: Any, inputs: torch.Tensor, targets: tor
     if update.step % 2 == 0:  # an exchange, after which nobody can be ahead of the others
         run.mean(update.mean("loss"))
     training.act()
-    if evaluates:
-        evaluate("after", args.gates, run, model, inputs, targets)
     if args.thaw and update.step == RESTS_NO_MORE:
         model[1].train()  # for the next step
 
@@ -307,27 +279,45 @@ class Training:
     """What a step does."""
 
     args: argparse.Namespace
-    device: Device
     run: Any
     model: nn.Sequential
-    forward: Any
     optimizers: list[torch.optim.Optimizer]
     schedulers: list[torch.optim.lr_scheduler.LRScheduler]
     scaler: torch.amp.GradScaler
     average: AveragedModel
     pull: Pull
+    judge: nn.Module
+    judging: torch.optim.Optimizer
     seen: tuple[int, int] = -1, -1
     "generation and step whose first body was there"
 
+    def judge_loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Of the judge, which sees what is true and what the model makes of a shard."""
+        x, y = (to_device(part, self.args) for part in (x, y))
+        with torch.autocast(self.args.device, torch.bfloat16):
+            made, true = self.model(x).detach(), torch.eye(3, device=x.device)[y]
+            loss = nn.functional.softplus(self.judge(made) - self.judge(true)).mean()
+        self.be_seen()
+        return loss
+
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Of a shard; behind the first one the tests have their way."""
+        """Of a shard."""
         args, run = self.args, self.run
         broken = args.rich and run.step % 30 == 17 and float(x[0, 0]) > 0
-        x, y = (to_device(part, args.device) for part in (x, y))
+        x, y = (to_device(part, args) for part in (x, y))
         with torch.autocast(args.device, torch.bfloat16, enabled=args.rich):
-            loss = nn.functional.cross_entropy(self.forward(x).to(x.dtype), y)
+            made = self.model(x).to(x.dtype)
+            loss = nn.functional.cross_entropy(made, y)
+            if args.rich:
+                loss = loss - 0.1 * self.judge(made).mean()
         if broken:
             loss = loss * torch.inf  # the scaler has everybody skip this step
+        self.be_seen()
+        return loss
+
+    def be_seen(self) -> None:
+        """Behind the first forward of a step in a generation the tests have their way."""
+        args, run = self.args, self.run
         here = run.generation, run.step
         if not run.rehearsing and self.seen != here:
             self.seen = here
@@ -335,7 +325,6 @@ class Training:
                 while not run._session.orders.switch_offered:
                     time.sleep(0.005)
             gates(args.gates, str(run.step))
-        return loss
 
     def backward(self, loss: torch.Tensor) -> None:
         """Of the scaled loss."""
@@ -353,19 +342,19 @@ class Training:
             if optimizer is self.optimizers[0] and not run.rehearsing:
                 gates(args.gates, f"opt{run.step}")
         self.scaler.update()
-        if args.rich:
-            with self.device.unwatched():
-                self.average.update_parameters(self.model)
-                self.pull.update()
         for scheduler in self.schedulers:
             scheduler.step()
         self.model.zero_grad()
-        if not run.rehearsing:
-            self.note_end()
+        self.judging.zero_grad()
 
-    def note_end(self) -> None:
-        """A step is over."""
+    def end_step(self) -> None:
+        """What may wait for a device; then the tests are told that a step is over."""
         args, run = self.args, self.run
+        if args.rich:
+            self.average.update_parameters(self.model)
+            self.pull.update()
+        if run.rehearsing:
+            return
         if args.drift == f"{run.step}-{WORKER}":
             with torch.no_grad():
                 self.model[0].weight.add_(1e-3)
@@ -415,24 +404,9 @@ def fail(gate: Path) -> None:
     raise ValueError(f"{gate.name}: a sample is broken")
 
 
-def leave(gate: Path) -> None:
-    """End by the script's own will, though not in order."""
-    sys.exit(5)
-
-
 def interrupt(gate: Path) -> None:
     """Ctrl-C of somebody at this process."""
     raise KeyboardInterrupt
-
-
-def vanish(gate: Path) -> None:
-    """End without any ceremony."""
-    os._exit(3)
-
-
-def crash(gate: Path) -> None:
-    """A bug in native code."""
-    os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def launch(gate: Path) -> None:
@@ -443,29 +417,18 @@ def launch(gate: Path) -> None:
     communicators()[-1].launch_error = "NCCL error: remote process exited"
 
 
-def kill(gate: Path) -> None:
-    """As the out-of-memory killer does it."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def stop(gate: Path) -> None:
-    """Stand still, until somebody wakes it."""
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def hang(gate: Path) -> None:
-    """Wait for what never comes, while other threads run."""
-    threading.Event().wait()
-
-
-def freeze(gate: Path) -> None:
-    """Native code that never gives the interpreter's lock back: no other thread runs either."""
-    ctypes.PyDLL(None).sleep(1000)
-
-
-ACTIONS = {
-    action.__name__: action
-    for action in (hold, fail, leave, interrupt, vanish, crash, launch, kill, stop, hang, freeze)
+ACTIONS: dict[str, Callable[[Path], object]] = {
+    "hold": hold,
+    "fail": fail,
+    "leave": lambda gate: sys.exit(5),
+    "interrupt": interrupt,
+    "vanish": lambda gate: os._exit(3),
+    "crash": lambda gate: os.kill(os.getpid(), signal.SIGSEGV),
+    "launch": launch,
+    "kill": lambda gate: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda gate: os.kill(os.getpid(), signal.SIGSTOP),
+    "hang": lambda gate: threading.Event().wait(),  # while other threads run
+    "freeze": lambda gate: ctypes.PyDLL(None).sleep(1000),  # with the interpreter's lock: no other thread runs
 }
 
 

@@ -2,8 +2,7 @@
 
 Each is a network namespace that exists as long as this process holds it, so nothing is left however the tests end. A
 link between two nodes leads through the hub, where it can be cut: packets vanish, as they do behind a broken switch,
-and nobody is told. Or it can be made slow, or to swallow large packets, by another link beside it that lets only so
-much through, or only small ones.
+and nobody is told. A node's own link can be made slow.
 """
 
 from __future__ import annotations
@@ -23,13 +22,8 @@ FAST = "10.78.0.0/24"
 """The second network, see `Network.add_fast`."""
 
 _CLONE_NEWNET = 0x40000000
-_QUEUE = 8192
-"""Bytes that wait before a slow link; what comes when it is full is lost."""
 _NODE_QUEUE = 65536
-"""The same before a whole node's slow link, which several connections share."""
-_LARGE = 1000
-"""Bytes of the smallest packet that a link swallows which swallows large ones."""
-
+"""Bytes that wait before a node's slow link; what comes when it is full is lost."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -90,12 +84,6 @@ class Network:
             yield
 
     @contextlib.contextmanager
-    def at_node(self, number: int) -> Iterator[str]:
-        """Likewise; gives the node's address."""
-        with self._inside(self._nodes[number]):
-            yield _address(number)
-
-    @contextlib.contextmanager
     def _inside(self, namespace: str) -> Iterator[None]:
         enter(namespace)
         try:
@@ -108,36 +96,11 @@ class Network:
         for source, target in ((one, other), (other, one)):
             self._do(self._hub, f"ip rule add from {_address(source)} to {_address(target)} blackhole")
 
-    def open_only(self, ports: range) -> None:
-        """A firewall between all nodes: what leads to no port of the range, nor comes from one, vanishes."""
-        span = f"{ports[0]}-{ports[-1]}"
-        for source in range(len(self._nodes)):
-            for target in range(len(self._nodes)):
-                way = f"from {_address(source)} to {_address(target)}"
-                for end in ("sport", "dport"):
-                    self._do(self._hub, f"ip rule add pref 100 {way} ipproto tcp {end} {span} lookup main")
-                self._do(self._hub, f"ip rule add pref 200 {way} blackhole")
-
-    def slow_down(self, source: int, target: int, bits_per_s: int) -> None:
-        """What goes from `source` to `target` goes no faster than that from now on."""
-        self._by_another_link(source, target, f"rate {bits_per_s}bit burst 2000 limit {_QUEUE}")
-
     def slow_down_node(self, node: int, bits_per_s: int) -> None:
         """What goes to and from this node, all of it, goes no faster than that from now on, each way."""
         queue = f"rate {bits_per_s}bit burst 4000 limit {_NODE_QUEUE}"
         self._do(self._nodes[node], f"tc qdisc add dev eth0 root tbf {queue}")
         self._do(self._hub, f"tc qdisc add dev node{node} root tbf {queue}")
-
-    def swallow_large(self, source: int, target: int) -> None:
-        """Large packets from `source` to `target` vanish from now on, and nobody is told."""
-        self._by_another_link(source, target, f"rate 1gbit burst {_LARGE} limit {1 << 20}")
-
-    def _by_another_link(self, source: int, target: int, queue: str) -> None:
-        self._do(self._nodes[source], f"ip link add beside type veth peer name beside netns {self._nodes[target]}")
-        for here, there in ((source, target), (target, source)):
-            self._do(self._nodes[here], "ip link set beside up")
-            self._do(self._nodes[here], f"ip route add {_address(there)} dev beside src {_address(here)}")
-        self._do(self._nodes[source], f"tc qdisc add dev beside root tbf {queue}")
 
     def add_fast(self, name: str) -> None:
         """A second network that joins the first two nodes, without the hub: an interface of that name on each."""
@@ -146,11 +109,6 @@ class Network:
         for number, node in enumerate((here, there)):
             self._do(node, f"ip addr add {fast_address(number)}/24 dev {name}")
             self._do(node, f"ip link set {name} up")
-
-    def mend_slow(self, source: int, target: int) -> None:
-        """The other way leads through the hub again."""
-        for node in (source, target):
-            self._do(self._nodes[node], f"ip route del {_address(source + target - node)} dev beside")
 
     def close(self) -> None:
         """Let go of the namespaces; the kernel ends them with the last process in them."""

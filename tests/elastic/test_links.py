@@ -5,21 +5,20 @@ The links to the head are whole: it hears of everybody, and has to find out who 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import pytest
-from elastic_rig import Elastic, MakeRig, Rig, Undisturbed, judge, phase
+from elastic_rig import Elastic, MakeRig, phase
 from network import FAST, HUB, Network, NoNetworkError, fast_address
-from torch.distributed import HashStore
 
-from fallow.worker.transport.stream import Streams
 from lacking import lacks
 
 FOUND_S = 180.0
 """To find a cut link: 5 s of waiting, up to 4 s for the bytes that do not come, and what a busy machine adds."""
 
 MakeNetwork = Callable[[int], Network]
+OnNetwork = Callable[..., AbstractAsyncContextManager[Elastic]]
 
 
 @pytest.fixture
@@ -39,189 +38,90 @@ def make_network() -> Iterator[MakeNetwork]:
         network.close()
 
 
-@pytest.mark.parametrize("source", [0, 1])
-def test_s13_a_path_that_swallows_large_packets_one_way_is_no_path(source: int, make_network: MakeNetwork) -> None:
-    """Whichever of the two calls."""
-    network = make_network(2)
-    for swallows in (False, True):
-        if swallows:
-            network.swallow_large(source, 1 - source)
-        store, timeout_s = HashStore(), 2.0 if swallows else 20.0
-        with ThreadPoolExecutor(2) as pool:
-            sides = [pool.submit(meet, network, store, rank, timeout_s) for rank in range(2)]
-        assert any(side.result() for side in sides) is swallows
+@pytest.fixture
+def on_network(make_rig: MakeRig) -> OnNetwork:
+    """`on_network(network, 2, "--steps", 60)`: a run whose member `nN` of two is on node N, to be entered."""
 
+    @asynccontextmanager
+    async def enter(network: Network, members: int, *options: object, **config: object) -> AsyncIterator[Elastic]:
+        rig = make_rig(head__address=HUB, **config)
+        assert rig.undisturbed is not None
+        await rig.undisturbed(*options)  # outside of the network
+        with network.at_the_hub():
+            async with rig:
+                run = await rig.run(*options)
+                for number in range(members):
+                    await run.arrive(namespace=network.node(number), SLURMD_NODENAME=f"node{number}")
+                await run.grow(members)
+                await run.becomes([f"n{number}" for number in range(members)])
+                yield run
 
-def meet(network: Network, store: HashStore, rank: int, timeout_s: float) -> dict[int, str]:
-    """Whom one of two members, each on a node of its own, does not reach."""
-    with network.at_node(rank) as address:
-        streams = Streams(1, rank, 2, address)
-        try:
-            return streams.meet(store, timeout_s)
-        finally:
-            streams.close()
-
-
-async def begin(rig: Rig, network: Network, members: int, *options: object) -> Elastic:
-    """A run whose member `nN` is on node N of the network."""
-    run = await rig.run(*options)
-    for number in range(members):
-        await run.arrive(namespace=network.node(number))
-    await run.grow(members)
-    await run.becomes([f"n{number}" for number in range(members)])
-    return run
-
-
-async def test_members_train_through_a_firewall_that_lets_their_ports_through(
-    make_rig: MakeRig, undisturbed: Undisturbed, make_network: MakeNetwork
-) -> None:
-    """`[network] member_ports`: with every other port they do not come together."""
-    network, ports = make_network(3), range(21000, 21064)
-    network.open_only(ports)
-    with network.at_the_hub():
-        async with make_rig(head__address=HUB, network__member_ports=f"{ports[0]}-{ports[-1]}") as rig:
-            run = await begin(rig, network, 3, "--steps", 60)
-            report = await run.ends()
-    judge(report, await undisturbed("--steps", 60))
-    assert report.generations[-1].members == ["n0", "n1", "n2"]
+    return enter
 
 
 async def test_members_meet_on_the_network_that_the_configuration_names(
-    make_rig: MakeRig, undisturbed: Undisturbed, make_network: MakeNetwork
+    on_network: OnNetwork, make_network: MakeNetwork
 ) -> None:
     """A second network beside that of the head."""
     network = make_network(2)
     network.add_fast("fast0")
-    with network.at_the_hub():
-        async with make_rig(head__address=HUB, network__subnet=FAST) as rig:
-            run = await begin(rig, network, 2, "--steps", 60)
-            addresses = [node.entry for node in (await run.roster()).nodes.values()]
-            report = await run.ends()
-    judge(report, await undisturbed("--steps", 60))
+    async with on_network(network, 2, "--steps", 60, network__subnet=FAST) as run:
+        addresses = [node.entry for node in (await run.roster()).nodes.values()]
+        await run.judged()
     assert addresses == [fast_address(0), fast_address(1)]
 
 
-@pytest.mark.parametrize(
-    ("how", "options"),
-    [(Network.cut, ()), pytest.param(Network.swallow_large, ("--wide", 512), marks=pytest.mark.soak)],
-)
 async def test_s13_a_link_that_is_cut_while_they_train_costs_one_of_the_two(
-    make_rig: MakeRig,
-    undisturbed: Undisturbed,
-    make_network: MakeNetwork,
-    how: Callable[[Network, int, int], None],
-    options: tuple[object, ...],
+    on_network: OnNetwork, make_network: MakeNetwork
 ) -> None:
-    """The younger; the third, which reaches both, is not touched. One that swallows large packets is as good as cut."""
+    """The younger; the third, which reaches both, is not touched."""
     network = make_network(3)
-    with network.at_the_hub():
-        async with make_rig(head__address=HUB) as rig:
-            run = await begin(rig, network, 3, "--steps", 60, *options)
-            how(network, 0, 1)
-            await run.becomes(["n0", "n2"], within_s=FOUND_S)
-            report = await run.ends()
-    judge(report, await undisturbed("--steps", 60, *options))
+    async with on_network(network, 3, "--steps", 60) as run:
+        network.cut(0, 1)
+        await run.becomes(["n0", "n2"], within_s=FOUND_S)
+        report = await run.judged()
     assert [g.kind for g in report.generations] == ["start", "eject"]
     assert "no connection between it and n0" in report.generations[1].reason
 
 
 async def test_s13_a_newcomer_with_a_cut_link_is_left_out_while_the_others_train(
-    make_rig: MakeRig, undisturbed: Undisturbed, make_network: MakeNetwork
+    on_network: OnNetwork, make_network: MakeNetwork
 ) -> None:
     """Its group is built beside the old one, which loses nothing by it."""
     network = make_network(3)
-    with network.at_the_hub():
-        async with make_rig(head__address=HUB) as rig:
-            run = await begin(rig, network, 2, "--steps", 60, "--pace", 0.1)
-            await run.arrive(namespace=network.node(2))
-            network.cut(1, 2)
-            await run.grow()
-            await run.until(lambda view: view.change is not None, "nothing is begun")
-            await run.goes_on(5)
-            await run.until(lambda view: phase(view, "n2") is None and view.change is None, "it is not left out")
-            told = " ".join(event.text for event in await run.events())
-            report = await run.ends()
-    judge(report, await undisturbed("--steps", 60))
+    async with on_network(network, 2, "--steps", 60, "--pace", 0.1) as run:
+        await run.arrive(namespace=network.node(2))
+        network.cut(1, 2)
+        await run.grow()
+        await run.until(lambda view: view.change is not None, "nothing is begun")
+        await run.goes_on(5)
+        await run.until(lambda view: phase(view, "n2") is None and view.change is None, "it is not left out")
+        told = " ".join(event.text for event in await run.events())
+        report = await run.judged()
     assert "no connection between it and n1" in told
     assert [g.kind for g in report.generations] == ["start"]
     assert report.steps_discarded == 0
 
 
 @pytest.mark.soak
-async def test_s13_a_link_that_is_cut_in_the_first_exchange_of_a_generation(
-    make_rig: MakeRig, undisturbed: Undisturbed, make_network: MakeNetwork
-) -> None:
-    """The group stands and is committed, so only the exchange's silence tells. The newcomer has nothing: it goes."""
-    network = make_network(3)
-    with network.at_the_hub():
-        async with make_rig(head__address=HUB) as rig:
-            run = await begin(rig, network, 2, "--steps", 60)
-            await run.arrive(namespace=network.node(2))
-            step = run.coming_step()
-            gate = run.hold("n1", step)
-            await run.held("n1", step)
-            await run.grow()
-            await run.until(lambda view: view.generation == 2, "the change is not committed")
-            network.cut(0, 2)
-            gate.unlink()
-            await run.becomes(["n0", "n1"], within_s=FOUND_S)
-            (told,) = [event.text for event in await run.events("eject") if event.text.startswith("n2 ")]
-            report = await run.ends()
-    judge(report, await undisturbed("--steps", 60))
-    assert "no connection between it and n0" in told
-    assert report.steps_discarded <= 1
-
-
-@pytest.mark.soak
-async def test_s13_a_slow_link_is_looked_at_and_nobody_goes(
-    make_rig: MakeRig, undisturbed: Undisturbed, make_network: MakeNetwork
-) -> None:
-    """A step takes longer than it takes to become suspicious."""
-    options = ("--steps", 30, "--wide", 512)
-    network = make_network(2)
-    with network.at_the_hub():
-        async with make_rig(head__address=HUB) as rig:
-            run = await begin(rig, network, 2, *options)
-            network.slow_down(0, 1, bits_per_s=64_000)
-            while not await run.events("probe"):
-                await run.goes_on(1)
-            await run.goes_on(2)
-            network.mend_slow(0, 1)
-            gone = await run.events("eject")
-            report = await run.ends()
-    judge(report, await undisturbed(*options))
-    assert gone == []
-    assert [g.kind for g in report.generations] == ["start"]
-    assert report.steps_discarded == 0
-
-
-@pytest.mark.soak
 async def test_s13_a_node_whose_link_holds_all_up_is_named_and_let_go(
-    make_rig: MakeRig, undisturbed: Undisturbed, make_network: MakeNetwork
+    on_network: OnNetwork, make_network: MakeNetwork
 ) -> None:
     """The other three train faster without it."""
-    options = ("--steps", 160, "--wide", 2048)
     network = make_network(4)
-    with network.at_the_hub():
-        async with make_rig(head__address=HUB) as rig:
-            run = await rig.run(*options)
-            for number in range(4):
-                await run.arrive(namespace=network.node(number), SLURMD_NODENAME=f"node{number}")
-            await run.grow(4)
-            await run.becomes(["n0", "n1", "n2", "n3"])
-            await run.goes_on(5)
-            network.slow_down_node(2, bits_per_s=1_000_000)
-            await run.goes_on(5)
-            slow_from = run.steps_seen()
-            view = await run.becomes(["n0", "n1", "n3"], within_s=180.0)
-            slow_to = run.steps_seen()
-            report = await run.ends()
-            times = sorted(map(float, (run.gates / "times").read_text().split()))
-            bars = [event.text for event in await run.events("bar")]
-    judge(report, await undisturbed(*options))
+    async with on_network(network, 4, "--steps", 160, "--wide", 2048) as run:
+        await run.goes_on(5)
+        network.slow_down_node(2, bits_per_s=1_000_000)
+        await run.goes_on(5)
+        slow_from = run.steps_seen()
+        view = await run.becomes(["n0", "n1", "n3"], within_s=180.0)
+        slow_to = run.steps_seen()
+        report = await run.judged()
+        times = run.times()
+        bars = [event.text for event in await run.events("bar")]
     assert list(view.barred) == ["node2"]
     assert "node2's link holds the run up: " in view.barred["node2"]
-    assert [text.partition(": ")[0] for text in bars] == ["node node2 is barred from this run"]
+    assert [text.partition(": ")[0] for text in bars] == ["node2 is barred from this run"]
     assert [(g.kind, g.members) for g in report.generations[1:]] == [("release", ["n0", "n1", "n3"])]
     assert report.steps_discarded == 0
     with_it = (times[slow_to - 1] - times[slow_from]) / (slow_to - 1 - slow_from)

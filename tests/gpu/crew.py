@@ -38,6 +38,11 @@ class Member:
     size: int
     store: Any
 
+    def meet(self, name: str) -> None:
+        """Until all are here."""
+        self.store.set(f"{name}/{self.rank}", "")
+        self.store.wait([f"{name}/{rank}" for rank in range(self.size)])
+
 
 class Crew:
     """Processes with a device each, or with one that all use; started once and used for many tests."""

@@ -9,9 +9,7 @@ import contextlib
 import ctypes
 import os
 import threading
-import warnings
 from collections.abc import Iterator
-from typing import Protocol
 
 import pytest
 import torch
@@ -20,55 +18,14 @@ HOLD_S = 60.0
 """A stream that a test still holds then is let go, so that nothing hangs for ever."""
 
 
-class Device(Protocol):
-    """A kind of device, in the process that it was loaded in."""
-
-    kind: str
-    "as torch names it; without a number it means this process's own"
-
-    def missing(self) -> str:
-        """Why nothing runs on it here; empty: it does. For pytest's own process, which does not load it."""
-        ...
-
-    def count(self) -> int:
-        """How many processes can have a device of their own."""
-        ...
-
-    def load(self, rank: int) -> None:
-        """Make a device of this kind this process's own, for good."""
-        ...
-
-    def here(self) -> torch.device:
-        """This process's device, with its number."""
-        ...
-
-    def hidden_syncs_raise(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, an operator is an error if the host waits for the device without asking for that."""
-        ...
-
-    def hidden_syncs(self) -> contextlib.AbstractContextManager[list[str]]:
-        """What was a hidden wait inside: complete when the block is left."""
-        ...
-
-    def held(self, stream: torch.Stream) -> contextlib.AbstractContextManager[None]:
-        """Inside, the stream begins nothing that it was not given before: an interleaving becomes certain."""
-        ...
-
-    def reset(self) -> list[str]:
-        """Wait for all that was queued and put the modes back. Returns what was found to be wrong meanwhile."""
-        ...
-
-    def end(self) -> None:
-        """Before the process ends."""
-        ...
-
-
 class Fake:
     """The fake accelerator (tests/accelerator): each process has one of its own."""
 
     kind = "fake"
+    "as torch names it; without a number it means this process's own"
 
     def missing(self) -> str:
+        """Why nothing runs on it here; empty: it does. For pytest's own process, which does not load it."""
         from accelerator import build
 
         try:
@@ -78,9 +35,11 @@ class Fake:
         return ""
 
     def count(self) -> int:
+        """How many processes can have a device of their own."""
         return 2
 
     def load(self, rank: int) -> None:
+        """Make a device of this kind this process's own, for good."""
         import accelerator
         from accelerator.engine import permit_speculation
 
@@ -88,41 +47,34 @@ class Fake:
         permit_speculation()
 
     def here(self) -> torch.device:
+        """This process's device, with its number."""
         return torch.device("fake:0")
 
     @contextlib.contextmanager
     def hidden_syncs_raise(self) -> Iterator[None]:
+        """Inside, an operator is an error if the host waits for the device without asking for that."""
         import accelerator
 
-        accelerator.report_syncs("raise")
+        accelerator.report_syncs(True)
         try:
             yield
         finally:
-            accelerator.report_syncs("off")
-
-    @contextlib.contextmanager
-    def hidden_syncs(self) -> Iterator[list[str]]:
-        import accelerator
-
-        found: list[str] = []
-        accelerator.report_syncs("record")
-        try:
-            yield found
-        finally:
-            accelerator.report_syncs("off")
-            found += accelerator.take_reports()
+            accelerator.report_syncs(False)
 
     def held(self, stream: torch.Stream) -> contextlib.AbstractContextManager[None]:
+        """Inside, the stream begins nothing that it was not given before: an interleaving becomes certain."""
         import accelerator
 
         return accelerator.held(stream)
 
     def reset(self) -> list[str]:
+        """Wait for all that was queued and put the modes back. Returns what was found to be wrong meanwhile."""
         import accelerator
 
         return accelerator.reset()
 
     def end(self) -> None:
+        """Before the process ends."""
         from accelerator import collectives
 
         collectives.end_all()
@@ -161,18 +113,6 @@ class Cuda:
             torch.cuda.set_sync_debug_mode("default")
 
     @contextlib.contextmanager
-    def hidden_syncs(self) -> Iterator[list[str]]:
-        found: list[str] = []
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                yield found
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-            found += [text for one in caught if "called a synchronizing" in (text := str(one.message))]
-
-    @contextlib.contextmanager
     def held(self, stream: torch.Stream) -> Iterator[None]:
         """By a number in pinned memory that the stream waits for (CUDA driver API, `cuStreamWaitValue32`)."""
         gate = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
@@ -202,6 +142,7 @@ class Cuda:
         """Nothing is left to do."""
 
 
+Device = Fake | Cuda
 DEVICES: dict[str, Device] = {"fake": Fake(), "cuda": Cuda()}
 
 

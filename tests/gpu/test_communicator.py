@@ -1,10 +1,12 @@
-"""The communicator of a device: made in the background, in use, aborted, and given back."""
+"""The communicator of a device, and groups whose transport it is: made in the background, used, aborted, given back."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -42,18 +44,29 @@ def summed(communicator: Any) -> list[float]:
     return value.unique().tolist()
 
 
-def meet(member: Member, name: str) -> None:
-    member.store.set(f"{name}/{member.rank}", "")
-    member.store.wait([f"{name}/{rank}" for rank in range(member.size)])
-
-
 def generation(member: Member, number: int) -> Group:
     store = dist.PrefixStore(str(number), member.store)
     return build_group(number, member.rank, member.size, store, "127.0.0.1", PATIENCE_S, device=DEVICE.here())
 
 
-def free_bytes() -> int:
-    return int(torch.cuda.mem_get_info()[0])
+def tear_down(member: Member, group: Group) -> None:
+    group.interrupt("over")
+    # gloo ends the process if both ends of a connection close at once
+    member.store.set(f"end-{group.generation}-{member.rank}", "")
+    member.store.wait([f"end-{group.generation}-{rank}" for rank in range(member.rank + 1, member.size)])
+    threading.Thread(target=group.destroy, daemon=True).start()
+
+
+@contextlib.contextmanager
+def grouped(member: Member) -> Iterator[Group]:
+    """A group of all, which is taken down in the end."""
+    group = generation(member, 1)
+    group.sum(ones())
+    group.wait_and_verify()
+    try:
+        yield group
+    finally:
+        tear_down(member, group)
 
 
 @on_device
@@ -138,7 +151,7 @@ def test_one_takes_over_from_another_with_sums_on_both_sides_of_the_switch(membe
         value = devices.to_host(given)
         following[0].wait_and_verify()
     assert value.unique().tolist() == [8.0]
-    meet(member, "switched")
+    member.meet("switched")
     for group in (old, following[0]):
         tear_down(member, group)
 
@@ -151,15 +164,15 @@ def test_memory_of_those_that_are_done_with_is_given_back(member: Member) -> Non
         group.sum(ones())
         group.wait_and_verify()
         made.append(group.connections.transport)
-        meet(member, f"built {number}")
+        member.meet(f"built {number}")
         if member.rank == 1:  # the higher rank first, as `reap` does
             group.destroy()
-        meet(member, f"one {number}")
+        member.meet(f"one {number}")
         if member.rank == 0:
             group.destroy()
-        meet(member, f"both {number}")
+        member.meet(f"both {number}")
         if DEVICE.kind == "cuda":
-            free.append(free_bytes())
+            free.append(torch.cuda.mem_get_info()[0])
     if DEVICE.kind == "cuda":
         assert free[0] - free[-1] < ROOM
     for one in made:
@@ -167,7 +180,43 @@ def test_memory_of_those_that_are_done_with_is_given_back(member: Member) -> Non
             one.allreduce([ones()])
 
 
-def tear_down(member: Member, group: Group) -> None:
-    group.interrupt("over")
-    meet(member, f"the end of {group.generation}")
-    threading.Thread(target=group.destroy, daemon=True).start()
+@on_two_devices
+def test_collectives_are_launched_without_a_wait_and_are_there_after_the_one_wait(member: Member) -> None:
+    mine = float(member.rank + 1)
+    with grouped(member) as group:
+        with DEVICE.hidden_syncs_raise():
+            summed, copied, whole = ones() * mine, ones() * mine, ones()[:2] * mine
+            taken = torch.empty(3 if member.rank else 1, device=DEVICE.here())
+            given = torch.arange(2.0, device=DEVICE.here())
+            group.sum(summed)
+            group.copy(copied, 1)
+            group.collect(whole)
+            # rank 0 has one element for itself and one for rank 1; rank 1 has none and two
+            group.exchange(given, [0, 2] if member.rank else [1, 1], taken, [1, 2] if member.rank else [1, 0])
+            group.stream_waits()
+            found = [devices.to_host(tensor) for tensor in (summed * 2, copied, whole, taken)]
+            told = group.tell(bytes([member.rank]))
+            group.wait_and_verify()
+        assert [found[0].unique().tolist(), found[1].unique().tolist()] == [[6.0], [2.0]]
+        assert found[2].tolist() == [1.0, 2.0]
+        assert found[3].tolist() == ([1.0, 0.0, 1.0] if member.rank else [0.0])
+        assert told.wait() == [b"\0", b"\1"]
+        assert group.broken is None
+
+
+@on_device
+def test_hidden_waits_are_found_and_a_stream_is_held_until_it_is_let_go() -> None:
+    x = torch.ones(3, device=DEVICE.kind)
+    for wait in (lambda: x[0].item(), lambda: x.to("cpu"), lambda: x.nonzero()):
+        with DEVICE.hidden_syncs_raise(), pytest.raises(RuntimeError, match="called a synchronizing"):
+            wait()
+        wait()
+    DEVICE.reset()
+    with DEVICE.hidden_syncs_raise():
+        with DEVICE.held(torch.accelerator.current_stream()):
+            value = devices.to_host(torch.full((3,), 7.0, device=DEVICE.kind))
+            copied = devices.event(DEVICE.here())
+            assert copied is not None
+            assert not copied.query()
+        devices.wait(copied)
+    assert value.tolist() == [7.0] * 3

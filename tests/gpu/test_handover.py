@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -183,17 +182,15 @@ def test_what_a_donor_has_to_send_does_not_wait_for_its_training(member: Member)
         script.train(2)
         script.standing.value = HOLDS
     with connected(member) as group:
-        gate = threading.Event()
-        if member.rank == 0:
-            plain = pieces.send_piece
+        gate, plain = threading.Event(), pieces.send_piece
 
-            def send(line: Any, memory: Any, number: int, count: int) -> None:
-                if memory is not supply_of(script)[supply.EARLY]:
-                    assert gate.wait(DEADLINE_S)
-                plain(line, memory, number, count)
+        def send(line: Any, memory: Any, number: int, count: int) -> None:
+            if memory is not supply_of(script)[supply.EARLY]:
+                assert gate.wait(DEADLINE_S)
+            plain(line, memory, number, count)
 
-            supply.send_piece = send
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(supply, "send_piece", send)
             hand_over(group, script, [0])
             if member.rank == 0:
                 with DEVICE.held(torch.accelerator.current_stream()):
@@ -204,8 +201,6 @@ def test_what_a_donor_has_to_send_does_not_wait_for_its_training(member: Member)
                     assert script.standing.settle()
             else:
                 assert script.standing.settle()
-        finally:
-            supply.send_piece = pieces.send_piece
         torch.accelerator.synchronize()
         assert len(set(group.gather(checksum.fingerprint(script.model.parameters()).to_bytes(8, "little")))) == 1
 
@@ -234,56 +229,35 @@ def test_a_rehearsal_leaves_nothing_behind() -> None:
 @on_device
 @pytest.mark.parametrize("has_room", [True, False])
 def test_a_checkpoint_holds_the_state_of_its_step_though_the_training_goes_on(tmp_path: Path, has_room: bool) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.get_device_module(DEVICE.kind), "mem_get_info", lambda device: (has_room << 30, 1 << 30))
-        check_checkpoint(tmp_path)
-
-
-def check_checkpoint(tmp_path: Path) -> None:
     script = Script(1, scaler=True)
     script.train(2)
     script.backward()
     wanted, script_held = script.seen(), script.held()
-    with DEVICE.hidden_syncs_raise(), DEVICE.held(torch.accelerator.current_stream()):
-        saving = Saving(script.prepared, tmp_path)
+    reports: list[Any] = []
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        DEVICE.hidden_syncs_raise(),
+        DEVICE.held(torch.accelerator.current_stream()),
+    ):
+        patch.setattr(torch.get_device_module(DEVICE.kind), "mem_get_info", lambda device: (has_room << 30, 1 << 30))
+        tree, prepared = export_state(script.prepared, {"step": 2}), script.prepared
+        about: dict[str, Any] = {"generation": 1, "step": 2, "epoch": 0, "modes": [], "asked": False, "written_at": 0.0}
+        extra = extra_state.read(prepared.modules)
+        snapshot = take(tree, 0, 1, names=prepared.names(), extra=extra, **about)
+        writing = Writing(tmp_path, snapshot, reports.append)
+        writing.start()
         script.step()
-        saving.writing.join(0.1)
-        assert saving.writing.is_alive(), "nothing is copied yet"
+        writing.join(0.1)
+        assert writing.is_alive(), "nothing is copied yet"
+    writing.join(DEADLINE_S)
+    assert not writing.is_alive()
     for steps in (0, 1):  # a newcomer, and a member that goes back
-        again, saved = Script(2, scaler=True), saving.load()
+        again, saved = Script(2, scaler=True), load(Path(reports[0].path))
         again.train(steps)
         assert load_from_host(again.prepared, saved) == {"step": 2}
         assert again.values["mean"].device.type == again.model[4].amax.device.type == DEVICE.kind
         assert again.held() == script_held
         assert not steps or again.seen() == wanted, "a scaler that has not been used yet looks different"
-
-
-class Saving:
-    """A checkpoint of one member that is on its way to the disk."""
-
-    def __init__(self, prepared: Prepared, folder: Path) -> None:
-        snapshot = take(
-            export_state(prepared, {"step": 2}),
-            0,
-            1,
-            names=prepared.names(),
-            extra=extra_state.read(prepared.modules),
-            generation=1,
-            step=2,
-            epoch=0,
-            modes=[],
-            asked=False,
-            written_at=0.0,
-        )
-        self._reports: list[Any] = []
-        self.writing = Writing(folder, snapshot, self._reports.append)
-        self.writing.start()
-
-    def load(self) -> Any:
-        """What it holds, when it is complete."""
-        self.writing.join(DEADLINE_S)
-        assert not self.writing.is_alive()
-        return load(Path(self._reports[0].path))
 
 
 @on_both
@@ -302,56 +276,3 @@ def test_members_that_came_apart_are_brought_together(member: Member) -> None:
         script.train(1)
         one, other = group.gather(repr(script.seen()).encode())
         assert one == other
-
-
-@on_device
-@pytest.mark.parametrize("count", [1, 3])
-def test_many_small_tensors_of_a_device_and_of_the_host_pass_a_ring(count: int) -> None:
-    sizes = [4, 0, 1000, 7, pieces.CHUNK + 13, *range(1, 300), 2 * pieces.CHUNK]
-    places = ["cpu" if number % 5 == 0 else DEVICE.kind for number in range(len(sizes))]
-    given = [
-        torch.randint(256, (size,), dtype=torch.uint8).to(place) for size, place in zip(sizes, places, strict=True)
-    ]
-    taken = [torch.zeros_like(part) for part in given]
-    moves: list[int] = []
-
-    def move(work: Callable[[int], object]) -> None:
-        devices.enter(DEVICE.here())
-        with devices.side_stream(DEVICE.here(), ready):
-            for number in range(count):
-                work(number)
-
-    ready = devices.event(DEVICE.here())
-    here, there = socket.socketpair()
-    here.settimeout(DEADLINE_S)
-    there.settimeout(DEADLINE_S)
-    with here, there, DEVICE.hidden_syncs_raise():
-        donor = threading.Thread(
-            target=move, args=(lambda number: pieces.send_piece(here, given, number, count),), daemon=True
-        )
-        donor.start()
-        move(lambda number: pieces.receive_piece(there, taken, number, count, lambda: moves.append(1)))
-        donor.join(DEADLINE_S)
-    assert moves
-    assert all(map(torch.equal, [part.cpu() for part in given], [part.cpu() for part in taken]))
-
-
-@on_device
-def test_the_fingerprint_is_taken_on_the_device_and_only_sums_of_sums_come_to_the_host() -> None:
-    host = [
-        torch.randn(1 << 20),
-        torch.randn(3, 700).t(),
-        torch.tensor(2),
-        torch.randn(2000).bfloat16(),
-        torch.empty(0),
-    ]
-    weights = [tensor.to(DEVICE.kind) for tensor in host]
-    rows = checksum.row_hashes(state.as_bytes(weights[0]))
-    assert rows.device.type == DEVICE.kind
-    assert torch.equal(rows.cpu(), checksum.row_hashes(state.as_bytes(host[0])))
-    with DEVICE.hidden_syncs_raise(), pinned_bytes() as peak:
-        before = checksum.fingerprint(weights)
-        assert before == checksum.fingerprint([tensor.clone() for tensor in weights])
-        weights[0][12345] += 1
-        assert before != checksum.fingerprint(weights)
-    assert 0 < peak[0] <= SUMS_BYTES

@@ -1,37 +1,33 @@
-"""A member whose kernel hangs is told from those who wait for it, wherever their hosts are stuck meanwhile."""
+"""Threads beside the training tell who hangs in a kernel and who waits for that one, and spoil no capture."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
-from fallow.core.membership import events as ev
-from fallow.core.membership.machine import Machine
-from fallow.core.membership.messages import Contract, Order, Peer, Plan, Report, Switch
-from fallow.core.membership.records import Root
-from fallow.core.membership.roster import Roster, check_of
-from fallow.core.membership.watch import Timing
-from fallow.core.protocol.agents import News, Setup
-from fallow.core.protocol.workers import FromWorker, Start, Status, ToWorker
+from fallow.core.membership.messages import Contract
 from fallow.model import Doing
-from fallow.worker.session.session import Session
+from fallow.worker.checkpoint import parts
 from fallow.worker.session.status import Progress
+from fallow.worker.transport import communicators
 from fallow.worker.transport import device as devices
-from fallow.worker.transport.device_progress import DeviceProgress
+from fallow.worker.transport.build import reap
+from fallow.worker.transport.group import Group
 from gpu import DEVICE, Member, on_both, on_device, on_two_devices, without_communicator
 from gpu.test_reduction import BOTH_KINDS, KINDS, Script, group_of
+from scripted_agent import Agent, plan
 
 PATIENCE_S = 20.0
-TIMING = Timing(progress_s=40.0, lease_s=100.0)
 HANGS = 0
 "Rank of the member whose stream does not go on."
 
@@ -45,56 +41,11 @@ def comes_true(condition: Callable[[], bool]) -> bool:
     return True
 
 
-class Head:
-    """The head's membership machine, with the first generation of so many nodes of one worker each."""
+def hang(member: Member, script: Script, work: Callable[[], object], wanted: tuple[Doing, bool]) -> None:
+    """All members `work`, and the device of one does not go on meanwhile.
 
-    def __init__(self, size: int) -> None:
-        self.size, self._seq = size, 0
-        roster = Roster(Root(run="r", minimum=size, maximum=size, limit=size))
-        self.machine = Machine(roster, term=1, timing=TIMING, at=0.0, validate=True)
-        for node in range(1, size + 1):
-            self.handle(ev.Expected(at=0.0, host=f"h{node}", token=f"t{node}", boot=1, slots=1, entry="e"))
-        self.report(ready=Contract(signature="s", shards=2, global_batch=2))
-        self.report(prepared=1)
-        self.report(generation=1, has_state=True, switch=Switch(generation=1, first_step=0))
-        assert roster.members == list(range(1, size + 1))
-
-    def handle(self, event: ev.Event) -> list[int]:
-        """Nodes that have to be killed."""
-        then = self.machine.handle(event).then
-        ends = {one.node: one.order.end for one in then if isinstance(one, ev.Send)}
-        return [node for node, end in ends.items() if end is not None and end.kill]
-
-    def report(self, *, at: float = 0.0, **said: Any) -> list[int]:
-        """All nodes say so."""
-        return [killed for node in range(1, self.size + 1) for killed in self.hear(at, node, said)]
-
-    def hear(self, at: float, node: int, said: dict[str, Any]) -> list[int]:
-        self._seq += 1
-        edition = self.machine.state.outbox.edition
-        report = Report(node=node, boot=1, seq=self._seq, term=1, edition=edition, **said)
-        return self.handle(ev.Reported(at=at, host=f"h{node}", report=report))
-
-
-def ejected(beats: list[Status]) -> list[int]:
-    """Ranks that the head has killed if these beats go on to be the last news until the deadline."""
-    head = Head(len(beats))
-    killed: list[int] = []
-    for at in range(1, int(TIMING.progress_s) + 3):
-        for rank, beat in enumerate(beats):
-            said = {"doing": beat.doing, "computes": beat.computes, "stalled_s": float(at)}
-            killed += head.hear(at, rank + 1, {"generation": 1, "has_state": True, "prepared": 1, **said})
-        killed += head.handle(ev.Ticked(at=at))
-        assert not killed or at >= TIMING.progress_s, "it is not late yet"
-    return [node - 1 for node in killed]
-
-
-def beats_of_a_hang(
-    member: Member, script: Script, work: Callable[[], object], wanted: tuple[Doing, bool]
-) -> list[Status]:
-    """All members' beats while all of them `work`, and the device of one does not go on.
-
-    `wanted`: what this one's beat comes to tell of its training thread and its device.
+    `wanted`: what this one's beat comes to tell of its training thread and its device. The head ejects who is WORKING
+    while others are WAITING, and where all are WORKING the one whose device computes (`tests/world/test_absent.py`).
     """
     progress, device = Progress(in_loop=True), script.group.device_progress
     thread = threading.Thread(target=work)
@@ -108,24 +59,20 @@ def beats_of_a_hang(
             stack.enter_context(DEVICE.held(torch.accelerator.current_stream()))
         thread.start()
         found = comes_true(lambda: tells() == wanted)
-        beat = Status(doing=progress.doing(script.group)[0], computes=device.computes)
-        member.store.set(f"beat-{member.rank}", msgspec.json.encode(beat).decode())
-        beats = [msgspec.json.decode(member.store.get(f"beat-{rank}"), type=Status) for rank in range(member.size)]
+        told = tells()
+        member.meet("told")
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
-    assert found, beats
+    assert found, told
     assert comes_true(lambda: tells() == (Doing.WORKING, False)), "it goes on"
-    return beats
 
 
 def hang_in_sums(member: Member, kind: str) -> None:
     with group_of(member) as group:
         script = Script(group, KINDS[kind]())
         script.step(0)
-        hangs = member.rank == HANGS
-        wanted = (Doing.WORKING, True) if hangs else (Doing.WAITING, False)
-        beats = beats_of_a_hang(member, script, lambda: script.step(1), wanted)
-        assert ejected(beats) == [HANGS]
+        wanted = (Doing.WORKING, True) if member.rank == HANGS else (Doing.WAITING, False)
+        hang(member, script, lambda: script.step(1), wanted)
 
 
 @on_two_devices
@@ -135,20 +82,16 @@ def test_who_hangs_in_a_kernel_is_found_by_those_who_wait_for_its_sums(member: M
 
 
 @on_both
-@BOTH_KINDS
-def test_it_is_found_as_well_where_sums_go_through_the_host(member: Member, kind: str) -> None:
+def test_it_is_found_as_well_where_sums_go_through_the_host(member: Member) -> None:
     with without_communicator():
-        hang_in_sums(member, kind)
+        hang_in_sums(member, "exact")
 
 
 @on_two_devices
-@BOTH_KINDS
-def test_where_all_processes_are_stuck_in_the_driver_only_the_one_whose_kernel_hangs_is_ejected(
-    member: Member, kind: str
-) -> None:
+def test_where_all_processes_are_stuck_in_the_driver_only_the_one_whose_kernel_hangs_computes(member: Member) -> None:
     """Allocating memory may wait for the whole device, and so for sums that were launched."""
     with group_of(member) as group:
-        script = Script(group, KINDS[kind]())
+        script = Script(group, KINDS["exact"]())
         script.step(0)
 
         def work() -> None:
@@ -156,135 +99,117 @@ def test_where_all_processes_are_stuck_in_the_driver_only_the_one_whose_kernel_h
             torch.accelerator.synchronize()
             script.reduction.finish(script.tell)
 
-        beats = beats_of_a_hang(member, script, work, (Doing.WORKING, member.rank == HANGS))
-        assert [beat.doing for beat in beats] == [Doing.WORKING] * 2
-        assert ejected(beats) == [HANGS]
-
-
-class Wire:
-    """The agent's end of a session."""
-
-    def __init__(self) -> None:
-        self.sent: list[FromWorker] = []
-        self.session = Session(self._connect)
-        setup = Setup(
-            run="r",
-            folder="",
-            seed=0,
-            max_workers=1,
-            beat_s=0.01,
-            lease_s=9.0,
-            patience_s=30.0,
-            checkpoint_folder="",
-        )
-        self.say(Start(worker="n0", node=1, slot=0, slots=1, address="127.0.0.1", setup=setup))
-        self.say(News(term=1))
-        self.session.open()
-
-    def _connect(self, on_message: Callable[[ToWorker], None], on_end: Callable[[str], None]) -> Any:
-        self.say = on_message
-        return self
-
-    def start(self) -> None: ...
-
-    def close(self, flush_s: float) -> None: ...
-
-    def send(self, message: FromWorker) -> None:
-        self.sent.append(message)
-
-    def status(self) -> Status:
-        return next(message for message in reversed(self.sent) if isinstance(message, Status))
-
-    def computes(self) -> bool:
-        """What a beat tells of the device."""
-        return self.status().computes
-
-
-def order(edition: int, committed: int = 0) -> Order:
-    """To go over to the first generation, of one worker."""
-    plan = Plan(generation=1, replaces=0, more=(Peer(1, 1, "127.0.0.1"),), check=check_of([1]), timeout_s=9.0)
-    return Order(node=1, term=1, edition=edition, plan=plan, committed=committed)
+        hang(member, script, work, (Doing.WORKING, member.rank == HANGS))
 
 
 @contextlib.contextmanager
-def trained() -> Iterator[Wire]:
+def trained() -> Iterator[Agent]:
     """The agent's end of a session that has a device and is alone in its generation."""
-    wire = Wire()
-    wire.session.announce(Contract(signature="s", shards=1, global_batch=1), DEVICE.here())
-    wire.say(order(1))
-    assert comes_true(lambda: wire.status().prepared == 1)
-    wire.say(order(2, committed=1))
-    wire.session.await_commit(lambda: False)
+    agent = Agent(beat_s=0.01)
+    agent.session.announce(Contract(signature="s", shards=1, global_batch=1), DEVICE.here())
+    agent.commit(plan(1, 1))
+    agent.session.await_commit(lambda: False)
     try:
-        yield wire
+        yield agent
     finally:
-        wire.session.close()
+        agent.session.close()
 
 
 @on_device
 def test_beats_tell_whether_the_device_computes_though_the_training_thread_tells_nothing() -> None:
-    with trained() as wire:
+    with trained() as agent:
         with DEVICE.held(torch.accelerator.current_stream()):
             torch.ones(8, device=DEVICE.here()).add_(1)
-            assert comes_true(wire.computes)
-        assert comes_true(lambda: not wire.computes())
-
-
-class Silent:
-    """A device that does not tell whether it is idle, `times` times; then it does."""
-
-    def __init__(self, times: int) -> None:
-        self.left = times
-        self._idle = devices.idle
-
-    def idle(self, device: torch.device) -> bool:
-        if self.left:
-            self.left -= 1
-            raise RuntimeError("CUDA error: not now")
-        return self._idle(device)
+            agent.until(lambda status: status.computes)
+        agent.until(lambda status: not status.computes)
 
 
 @on_device
 def test_a_device_that_does_not_tell_is_reported_once_and_looked_at_again() -> None:
-    silent, said = Silent(3), io.StringIO()
+    idle, said, fails = devices.idle, io.StringIO(), [True] * 3
+
+    def silent(device: torch.device) -> bool:
+        if fails:
+            fails.pop()
+            raise RuntimeError("CUDA error: not now")
+        return idle(device)
+
     with (
         pytest.MonkeyPatch.context() as patch,
         contextlib.redirect_stderr(said),
-        trained() as wire,
+        trained() as agent,
         DEVICE.held(torch.accelerator.current_stream()),
     ):
         torch.ones(8, device=DEVICE.here()).add_(1)
-        patch.setattr(devices, "idle", silent.idle)
-        assert comes_true(lambda: not silent.left and wire.computes())
+        patch.setattr(devices, "idle", silent)
+        agent.until(lambda status: not fails and status.computes)
     assert said.getvalue().count(f"worker n0: {DEVICE.here()} does not tell how far it is: CUDA error: not now") == 1
 
 
+THREAD_LOCAL = 1
+
+
+class Driver:
+    """Stands in for NVIDIA's: keeps the mode of each thread."""
+
+    def __init__(self) -> None:
+        self.modes: dict[threading.Thread, int] = {}
+
+    def __call__(self, name: str, mode: int = 0) -> Driver:
+        """As `ctypes.CDLL`."""
+        if name != "libcuda.so.1":
+            raise OSError("it is not loaded")
+        return self
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> None:  # noqa: N802 (the driver's)
+        self.modes[threading.current_thread()] = mode._obj.value
+
+
+@pytest.mark.skipif(DEVICE.kind == "cuda", reason="the real driver is loaded")
 @on_device
-def test_a_wait_for_others_is_over_when_what_launches_it_raises() -> None:
-    progress = DeviceProgress()
+def test_threads_of_the_engine_heed_no_capture_and_the_training_thread_does() -> None:
+    driver, here = Driver(), DEVICE.here()
+    manifest: Any = None
+    snapshot = parts.PartSnapshot(0, manifest, [], [torch.ones(3, device=here)], devices.event(here), {}, [])
+    writes = threading.Thread(target=snapshot.bring_to_host)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ctypes, "CDLL", driver)
+        agent = Agent(beat_s=0.01)
+        agent.session.announce(Contract(signature="s", shards=1, global_batch=1), here)
+        looks = thread_named("fallow-device")
+        aborts = communicators.abandon(SimpleNamespace(abort=lambda: None))
+        reap(Group(1, 0, 1, None, here))
+        reaps = thread_named("reaper-1")
+        writes.start()
+        assert comes_true(lambda: driver.modes.keys() >= {looks, aborts, reaps, writes})
+        writes.join(PATIENCE_S)
+        agent.session.close()
+    assert snapshot.copies[0].tolist() == [1.0] * 3
+    assert set(driver.modes.values()) == {THREAD_LOCAL}
+    assert threading.current_thread() not in driver.modes
 
-    def awaits_others() -> bool:
-        progress.look(DEVICE.here())
-        return progress.awaits_others
 
-    def launch() -> None:
-        with progress.wait(DEVICE.here()):
-            assert comes_true(awaits_others)
-            raise ValueError("not contiguous")
-
-    with pytest.raises(ValueError, match="not contiguous"):
-        launch()
-    assert comes_true(lambda: not awaits_others())
+def thread_named(name: str) -> threading.Thread:
+    return next(thread for thread in threading.enumerate() if thread.name == name)
 
 
+@pytest.mark.skipif(DEVICE.kind != "cuda", reason="the fake accelerator captures no graphs")
 @on_device
-def test_of_a_device_that_does_not_tell_nothing_is_known() -> None:
-    progress = DeviceProgress()
-    with DEVICE.held(torch.accelerator.current_stream()), pytest.MonkeyPatch.context() as patch:
-        torch.ones(8, device=DEVICE.here()).add_(1)
-        progress.look(DEVICE.here())
-        assert progress.computes
-        patch.setattr(devices, "idle", Silent(1).idle)
-        with pytest.raises(RuntimeError, match="not now"):
-            progress.look(DEVICE.here())
-        assert (progress.computes, progress.awaits_others) == (False, False)
+def test_an_event_is_asked_for_while_the_script_captures() -> None:
+    here, answers = DEVICE.here(), []
+    before = devices.event(here)
+    given = torch.ones(8, device=here)
+
+    def ask() -> None:
+        devices.enter(here)
+        answers.append(before is None or before.query())
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        taken = given + 1
+        asks = threading.Thread(target=ask)
+        asks.start()
+        asks.join(PATIENCE_S)
+    graph.replay()
+    assert answers == [True]
+    assert taken.tolist() == [2.0] * 8

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,28 +16,27 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fallow
 from fallow.model import FallowError
-from fallow.worker.data import rng
-from fallow.worker.data.loader import ElasticLoader
-from fallow.worker.data.source import Key
-from fallow.worker.handover.standing import HOLDS, Standing
-from fallow.worker.prepared.objects import Prepared
+from fallow.testbed.host import free_ports
+from fallow.worker.api import fixed
 from fallow.worker.prepared.state import digest
 from fallow.worker.reduction import integers
-from gpu import DEVICE, Member, on_both, on_device, shared_device
-from gpu.test_fixed_world import place, world
-from gpu.test_handover import connected, hand_over
+from fallow.worker.transport.group import Group
+from gpu import DEVICE, Member, on_both, on_device, on_two_devices, shared_device
 
 BATCH, SHARDS, STEPS = 8, 4, 6
+LEARNED = 6
+"""In the steps before, exact sums learn their scales, and are made again where one does not fit."""
+
 INPUTS = torch.randn(64, 3, 8, 8, generator=torch.Generator(device="cpu").manual_seed(1), device="cpu")
 FUSED = partial(torch.optim.AdamW, fused=True)
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
-def images() -> nn.Module:
+def images(dropout: float) -> nn.Module:
     """A small net for images, with buffers and random numbers."""
     head = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Tanh(), nn.Conv2d(8, 4, 3, 2), nn.Tanh())
-    return nn.Sequential(head, nn.Flatten(), nn.Dropout(0.2), nn.Linear(16, 1))
+    return nn.Sequential(head, nn.Flatten(), nn.Dropout(dropout), nn.Linear(16, 1))
 
 
 @dataclass(frozen=True)
@@ -50,6 +48,35 @@ class Way:
     optimizer: Callable[..., torch.optim.Optimizer] = FUSED
     memory: torch.memory_format = torch.contiguous_format
     half: bool = False
+    infinite: bool = False
+    "one member's loss is, in one step: with a scaler all skip the step"
+    dropout: float = 0.2
+    exact: bool = True
+    steps: int = STEPS
+
+
+@contextmanager
+def world(member: Member) -> Iterator[None]:
+    """The environment of a rank."""
+    if member.rank == 0:
+        member.store.set("port", str(free_ports(1)))
+    with place(member.rank, member.size, member.store.get("port").decode()):
+        yield
+
+
+@contextmanager
+def place(rank: int, size: int, port: str = "") -> Iterator[None]:
+    """The environment of a rank of a world."""
+    names = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in names.items():
+            patch.setenv(name, value)
+        groups: list[Group] = []
+        plain = fixed.build_world
+        patch.setattr(fixed, "build_world", lambda world: (groups.append(plain(world)), groups[-1])[1])
+        yield
+        for group in groups:
+            group.destroy()  # this process goes on, as no script does
 
 
 @contextmanager
@@ -68,32 +95,88 @@ def small_scratch() -> Iterator[None]:
 
 
 @small_scratch()
-def train(way: Way) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Train with exact sums."""
+def train(way: Way, device: str = DEVICE.kind) -> tuple[nn.Module, torch.optim.Optimizer, int]:
+    """Train; returns also how often the later steps waited for the device."""
+    waits: list[int] = []
+    wait_and_verify = Group.wait_and_verify
     torch.use_deterministic_algorithms(False)
     torch.manual_seed(0)
     with torch.device("cpu"):
-        model: Any = images()
-    model.to(DEVICE.kind, memory_format=way.memory)
+        model: Any = images(way.dropout)
+    model.to(device, memory_format=way.memory)
     run = fallow.init()
     optimizer: Any = way.optimizer(model.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler(DEVICE.kind, init_scale=2.0**10, growth_interval=3, enabled=way.half)
-    loader: Any = DataLoader(TensorDataset(INPUTS), BATCH, pin_memory=True)
-    *_, loader = run.prepare(model, optimizer, scaler, loader, global_batch=BATCH * SHARDS, reproducible=True)
-    assert torch.are_deterministic_algorithms_enabled(), "graphs keep the kernels that they are made with"
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=3, enabled=way.half)
+    loader: Any = DataLoader(TensorDataset(INPUTS), BATCH, pin_memory=device != "cpu")
+    *_, loader = run.prepare(model, optimizer, scaler, loader, global_batch=BATCH * SHARDS, reproducible=way.exact)
+    assert torch.are_deterministic_algorithms_enabled() is way.exact, "graphs keep the kernels that they are made with"
     forward = way.forward(model)
-    for update in run.updates(loader, epochs=STEPS, max_steps=STEPS):
-        with DEVICE.hidden_syncs_raise() if update.step else nullcontext():  # what is made at first use may wait
-            for (x,) in update:
-                x = x.to(DEVICE.kind, non_blocking=True, memory_format=way.memory)
-                with torch.autocast(DEVICE.kind, torch.bfloat16, enabled=way.half):
-                    loss = forward(x).float().square().mean()
-                scaler.scale(loss).backward()
-                update.note(loss=loss)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-    return model, optimizer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Group, "wait_and_verify", lambda self: (waits.append(1), wait_and_verify(self))[1])
+        for update in run.updates(loader, epochs=way.steps, max_steps=way.steps):
+            if update.step == LEARNED:
+                waits.clear()
+            with DEVICE.hidden_syncs_raise() if update.step else nullcontext():  # what is made at first use may wait
+                for (x,) in update:
+                    infinite = way.infinite and update.step == 2 and bool(x[0].equal(INPUTS[BATCH * (SHARDS - 1)]))
+                    x = x.to(device, non_blocking=True, memory_format=way.memory)
+                    with torch.autocast(device, torch.bfloat16, enabled=way.half):
+                        loss = forward(x).float().square().mean()
+                    scaler.scale(loss * torch.inf if infinite else loss).backward()
+                    update.note(loss=loss)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+    assert not way.half or scaler.get_scale() == 2.0 ** (10 if way.infinite else 12)
+    return model, optimizer, len(waits)
+
+
+def assert_close(found: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor], tolerance: float = 1e-4) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.cpu(), other.cpu(), rtol=tolerance, atol=tolerance / 10)
+
+
+HOST = Way(optimizer=partial(torch.optim.SGD, momentum=0.9, fused=True), dropout=0.0, steps=12)
+"""What the host and the device compute alike."""
+
+
+@on_device
+@pytest.mark.parametrize("exact", [False, True], ids=["float", "exact"])
+def test_alone_its_steps_are_right_and_wait_for_the_device_once(exact: bool) -> None:
+    with place(0, 1):
+        found, _, waits = train(replace(HOST, exact=exact))
+        wanted, _, _ = train(replace(HOST, exact=exact), "cpu")
+    assert waits == HOST.steps - LEARNED
+    assert_close(found.state_dict().values(), wanted.state_dict().values())
+
+
+@on_two_devices
+@pytest.mark.parametrize(("exact", "default"), [(False, "cpu"), (True, DEVICE.kind)])
+def test_its_steps_are_right_and_wait_for_the_device_once(member: Member, exact: bool, default: str) -> None:
+    """Whatever the script's default device is."""
+    torch.set_default_device(default)
+    try:
+        with world(member):
+            found, _, waits = train(replace(HOST, exact=exact))
+    finally:
+        torch.set_default_device("cpu")
+    with place(0, 1):
+        wanted, _, _ = train(replace(HOST, exact=exact), "cpu")
+    assert waits == HOST.steps - LEARNED
+    assert_close(found.state_dict().values(), wanted.state_dict().values())
+    assert_alike(member, digest([found.state_dict()]))
+
+
+def assert_alike(member: Member, told: str) -> None:
+    member.store.set(f"told-{member.rank}", told)
+    assert member.store.get("told-0") == member.store.get("told-1")
+
+
+@on_both
+def test_ranks_on_unlike_devices_are_told_so(member: Member) -> None:
+    device = ["cpu", DEVICE.kind][member.rank]
+    with world(member), pytest.raises(FallowError, match=rf"rank 1 trains on .*{DEVICE.kind}.*, rank 0 on cpu"):
+        train(HOST, device)
 
 
 # ------------------------------------------------------------------------------------- graphs, compiled and by hand
@@ -179,6 +262,7 @@ def beside(model: nn.Module) -> Forward:
 WAYS = {
     "plain": Way(),
     "channels-last-half": Way(memory=torch.channels_last, half=True),
+    "infinite": Way(half=True, infinite=True),
     "checkpointed": Way(partial(checkpointed, reentrant=False)),
     "checkpointed-reentrant": Way(partial(checkpointed, reentrant=True)),
     "graphed": Way(graphed),
@@ -192,27 +276,25 @@ WAYS = {
 @pytest.mark.parametrize("way", list(WAYS))
 def test_two_members_make_the_bits_of_one(member: Member, way: str) -> None:
     with together(member):
-        model, optimizer = train(WAYS[way])
+        model, optimizer, _ = train(WAYS[way])
     with place(0, 1):
-        alone, _ = train(WAYS[way])
+        alone, _, _ = train(WAYS[way])
     assert digest([model.state_dict()]) == digest([alone.state_dict()])
     for parameter in model.parameters():
         if parameter.dim() == 4:
             lying = [parameter, *(value for value in optimizer.state[parameter].values() if value.dim() == 4)]
             assert len(lying) >= 2
             assert all(one.is_contiguous(memory_format=WAYS[way].memory) for one in lying)
-    member.store.set(f"digest-{member.rank}", digest([model.state_dict()]))
-    assert member.store.get("digest-0") == member.store.get("digest-1")
+    assert_alike(member, digest([model.state_dict()]))
 
 
 @on_device
-@pytest.mark.parametrize("way", ["checkpointed", "checkpointed-reentrant", "graphed"])
+@pytest.mark.parametrize("way", ["checkpointed", "checkpointed-reentrant", "graphed", "compiled", "channels-last-half"])
 def test_it_is_the_same_training(way: str) -> None:
     with place(0, 1):
-        found, _ = train(WAYS[way])
-        wanted, _ = train(WAYS["plain"])
-    for one, other in zip(found.parameters(), wanted.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+        found, _, _ = train(replace(WAYS[way], optimizer=HOST.optimizer))
+        wanted, _, _ = train(Way(optimizer=HOST.optimizer))
+    assert_close(found.parameters(), wanted.parameters(), 1e-2 if WAYS[way].half else 1e-4)
 
 
 # ----------------------------------------------------------------------------------------------- what is refused
@@ -268,142 +350,3 @@ def test_graphs_made_by_hand_are_refused_by_name(what: str, told: str) -> None:
                 acted += 1
         torch._dynamo.config.compiled_autograd = False
         assert acted == {"backward": 1, "step": 1, "nothing": 3}.get(what, 0)
-
-
-# ------------------------------------------------------------------------------------------------------- scalers
-
-
-class Scaled:
-    """Three models, each with an optimizer; the second scaler has two of them."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        with torch.device("cpu"):
-            models = [nn.Linear(8, 4) for _ in range(3)]
-        self.models: list[Any] = [model.to(DEVICE.kind) for model in models]
-        self.optimizers = [torch.optim.AdamW(model.parameters(), fused=True) for model in self.models]
-        self.scalers = [
-            torch.amp.GradScaler(DEVICE.kind, init_scale=256.0, growth_interval=2),
-            torch.amp.GradScaler(DEVICE.kind, init_scale=16.0, growth_interval=3),
-        ]
-        self.pairs = list(zip(self.models, self.optimizers, [self.scalers[n > 0] for n in range(3)], strict=True))
-        self.prepared, self.standing = Prepared(), Standing()
-        for thing in (*self.models, *self.optimizers, *self.scalers):
-            self.prepared.add(thing)
-
-    def backward(self, x: torch.Tensor, infinite: int | None = None) -> None:
-        for number, (model, _, scaler) in enumerate(self.pairs):
-            loss = model(x).square().mean()
-            scaler.scale(loss * torch.inf if number == infinite else loss).backward()
-
-    def act(self) -> None:
-        for _, optimizer, scaler in self.pairs:
-            scaler.step(optimizer)
-            optimizer.zero_grad()
-        for scaler in self.scalers:
-            scaler.update()
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            self.backward(torch.ones(2, 8, device=DEVICE.kind))
-            self.act()
-
-    def seen(self) -> list[Any]:
-        states = [scaler.state_dict() for scaler in self.scalers]
-        return [*states, digest([model.state_dict() for model in self.models])]
-
-
-@on_both
-@pytest.mark.parametrize("exact", [False, True], ids=["float", "exact"])
-def test_scalers_skip_by_themselves_and_all_members_skip_alike(member: Member, exact: bool) -> None:
-    data = INPUTS[:, 0, 0]
-    scales: list[list[float]] = []
-    weights: list[list[torch.Tensor]] = []
-    with together(member), small_scratch():
-        script = Scaled()
-        run = fallow.init()
-        loader: Any = DataLoader(TensorDataset(data), BATCH, pin_memory=True)
-        objects = (*script.models, *script.optimizers, *script.scalers, loader)
-        *_, loader = run.prepare(*objects, global_batch=BATCH * SHARDS, reproducible=exact)
-        for update in run.updates(loader, epochs=STEPS, max_steps=STEPS):
-            weights.append([model.weight.detach().clone() for model in script.models])
-            with DEVICE.hidden_syncs_raise():
-                for (x,) in update:
-                    is_last_shard = bool(x[0, 0] == data[BATCH * (SHARDS - 1), 0])
-                    infinite = {2: 0, 4: 1}.get(update.step) if is_last_shard else None
-                    script.backward(x.to(DEVICE.kind, non_blocking=True), infinite)
-                script.act()
-            scales.append([scaler.get_scale() for scaler in script.scalers])
-    assert scales == [[256.0, 16.0], [512.0, 16.0], [256.0, 32.0], [256.0, 32.0], [512.0, 16.0], [512.0, 16.0]]
-    weights.append([model.weight.detach() for model in script.models])
-    stood_still = [
-        (step, number)
-        for step in range(STEPS)
-        for number in range(3)
-        if torch.equal(weights[step][number], weights[step + 1][number])
-    ]
-    assert stood_still == [(2, 0), (4, 1)]
-    member.store.set(f"seen-{member.rank}", repr(script.seen()))
-    assert member.store.get("seen-0") == member.store.get("seen-1")
-
-
-@on_both
-def test_a_newcomer_gets_each_scaler_of_a_training_that_goes_on(member: Member) -> None:
-    """Between a backward and its step; the next infinite gradient is met by one of the scalers alone."""
-    script = Scaled()
-    script.train(3 if member.rank == 0 else 1)
-    if member.rank == 0:
-        script.standing.value = HOLDS
-    scales = []
-    with connected(member) as group:
-        with DEVICE.hidden_syncs_raise():
-            hand_over(group, script, [0])
-            script.backward(torch.ones(2, 8, device=DEVICE.kind))
-            assert script.standing.settle()
-            script.act()
-        for infinite in (None, 1, None):
-            scales.append([scaler.get_scale() for scaler in script.scalers])
-            script.backward(torch.ones(2, 8, device=DEVICE.kind), infinite)
-            script.act()
-        one, other = group.gather(repr(script.seen()).encode())
-    # Scales double after 2 and after 3 steps without an infinite gradient, which the newcomer has not seen itself.
-    assert scales == [[1024.0, 32.0], [1024.0, 32.0], [2048.0, 16.0]]
-    assert one == other
-
-
-# ----------------------------------------------------------------------------------- beside the training's own stream
-
-
-@on_device
-def test_pinned_batches_are_right_whenever_the_division_changes() -> None:
-    seen: list[tuple[int, torch.Tensor]] = []
-    divisions = [[0, 1, 2, 3], [0, 1], [2, 3], [1], [0, 3], [0, 1, 2, 3]]
-    numbers = torch.arange(4 * 2 * len(divisions), device="cpu")
-    with DEVICE.hidden_syncs_raise():
-        loader = ElasticLoader(DataLoader(TensorDataset(numbers), 2, pin_memory=True, num_workers=2), 0, 8)
-        threads: set[int] = set()
-        for step, mine in enumerate(divisions):
-            loader.replan(Key(0, step, 0), lambda _, mine=mine: mine)  # type: ignore[misc]
-            for shard in mine:
-                (batch,) = loader.fetch(Key(0, step, shard))
-                assert batch.is_pinned()
-                seen.append((8 * step + 2 * shard, batch.to(DEVICE.kind, non_blocking=True)))
-            threads.add(threading.active_count())
-    assert [batch.tolist() for _, batch in seen] == [[first, first + 1] for first, _ in seen]
-    assert len(seen) == sum(map(len, divisions))
-    assert len(threads) == 1, "one thread pins all batches"
-
-
-@on_device
-def test_random_numbers_of_a_device_depend_on_the_seed_alone_and_are_put_back() -> None:
-    def draw() -> list[float]:
-        return torch.rand(4, device=DEVICE.kind).tolist()
-
-    rng.seed_everything(5)
-    first = draw()
-    with rng.kept():
-        rng.seed_everything(5)
-        assert draw() == first
-        second = draw()
-        draw()
-    assert draw() == second

@@ -30,7 +30,7 @@ inline std::string reuse_freed_locked(Stream& stream) {
       if (a.stream != stream.id && a.number > stream.clock.of(a.stream) && !block->recorded.count(a.stream))
         race = "memory of stream " + std::to_string(stream.id) + " was freed and is reused while " + a.task +
             " on stream " + std::to_string(a.stream) + " may still use it (hold the tensor, or record_stream)";
-    if (poison && block->recorded.empty())  // else it is given out later
+    if (block->recorded.empty())  // else it is given out later
       push_locked(stream, "reuse", {{block, 0, block->size, false, true}},
           [block] { std::memset(block->data, 0xff, block->size); });
   }
@@ -42,11 +42,10 @@ class DeviceAllocator final : public c10::DeviceAllocator {
  public:
   c10::DataPtr allocate(size_t size) override {
     auto block = std::make_shared<Block>(size, current_stream);
-    if (poison) std::memset(block->data, 0xff, size);
-    if (protect) block->guard();
+    std::memset(block->data, 0xff, size);  // NaN
     Lock lock(mutex);
     auto race = reuse_freed_locked(stream_locked(current_stream));
-    if (race_mode && !race.empty()) report_locked(race_mode, "fake: " + race);
+    if (!race.empty()) report_locked("fake: " + race);
     blocks[block->data] = block;
     return {block->data, block->data, &free, kDevice};
   }

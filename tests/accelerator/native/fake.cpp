@@ -34,14 +34,6 @@ void fail(std::string text) {
   if (device_error.empty()) device_error = text;
 }
 
-void set_mode(std::string name, int64_t value) {
-  if (name == "sync") sync_mode = (int)value;
-  else if (name == "race") race_mode = (int)value;
-  else if (name == "poison") poison = value;
-  else if (name == "protect") protect = value;
-  else TORCH_CHECK(false, "no such mode: ", name);
-}
-
 void hold(int64_t id, bool on) {
   Lock lock(mutex);
   auto& stream = stream_locked((int)id);
@@ -63,7 +55,7 @@ TORCH_LIBRARY(fallow_fake, m) {
   m.def("enqueue(int function, int token, Tensor[] reads, Tensor[] writes, str name) -> ()", enqueue);
   m.def("host_view(Tensor tensor) -> Tensor", [](const Tensor& tensor) { return Layout(tensor).on_host(); });
   m.def("fail(str text) -> ()", fail);
-  m.def("set_mode(str name, int value) -> ()", set_mode);
+  m.def("report_syncs(bool on) -> ()", [](bool on) { report_syncs = on; });
   m.def("hold(int stream, bool on) -> ()", hold);
   m.def("mark_garbage(Tensor tensor, str why) -> ()", mark_garbage);
   m.def("speculate(bool on) -> ()", [](bool on) { speculative = on; });
