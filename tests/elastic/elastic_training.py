@@ -147,9 +147,8 @@ def to_device(tensor: torch.Tensor, args: argparse.Namespace) -> torch.Tensor:
     """As loaders and scripts for GPUs do it: the host goes on meanwhile."""
     if args.device == "cpu":
         return tensor
-    assert tensor.is_pinned() or args.rich, "by the loader"
-    # What a further phase is given is a copy, and not pinned.
-    return tensor.pin_memory().to(args.device, non_blocking=True)
+    assert tensor.is_pinned(), "by the loader"
+    return tensor.to(args.device, non_blocking=True)
 
 
 def take_for_large(gates: Path) -> None:

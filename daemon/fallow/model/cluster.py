@@ -31,8 +31,6 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     "the only user whose jobs may run there now (ExclusiveUser)"
     reservation: str = ""
     "in which it is now, and which a run of the head's owner names"
-    idle_since: float | None = None
-    "Unix time at which the last job left; None: a job is there, or nobody says"
 
 
 class JobInfo(Struct, frozen=True, kw_only=True):
@@ -176,8 +174,6 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
     kill_wait_s: float = 30.0
     backfill_interval_s: float = 30.0
     message_timeout_s: float = 10.0
-    slurmd_timeout_s: float = 300.0
-    "a node that is silent for so long is DOWN; 0: never"
     private_data: list[str] = []
     priority_type: str = ""
     scheduler_parameters: str = ""

@@ -87,7 +87,6 @@ def node(found: Any, gpus_used: Mapping[str, int]) -> dict[str, str]:
         "GresUsed": _gres(counted or gpus_used),
         "ActiveFeatures": ",".join(found.active_features or ()),
         "Owner": found.owner or "",
-        "LastBusyTime": _number(found.last_busy_time),
     }
 
 

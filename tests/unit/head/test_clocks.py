@@ -43,7 +43,7 @@ def by_slurm(offset_s: float, now: float, token: str, state: str) -> ClusterStat
     there = NOW + offset_s
     times = {"start_at": there, "end_at": there + LIMIT_S} if state == "RUNNING" else {}
     job = JobInfo(job_id="7", name=token, user="me", state=state, partition="p", nodes=["n1"], submit_at=there, **times)
-    nodes = [NodeInfo(node="n1", state="ALLOCATED"), NodeInfo(node="n2", state="IDLE", idle_since=there)]
+    nodes = [NodeInfo(node="n1", state="ALLOCATED"), NodeInfo(node="n2", state="IDLE")]
     maintenance = ReservationInfo(reservation="m", nodes=["n2"], start_at=there + 60.0, end_at=there + 120.0)
     raw = ClusterState(at=0.0, nodes=nodes, jobs=[job], partitions=[], reservations=[maintenance])
     return on_our_clock(raw, now, offset_s)
@@ -52,9 +52,9 @@ def by_slurm(offset_s: float, now: float, token: str, state: str) -> ClusterStat
 @given(offset_s=OFFSETS)
 def test_every_time_of_a_poll_is_ours(offset_s: float) -> None:
     state = by_slurm(offset_s, NOW + 5.0, "t", "RUNNING")
-    [job], [_, idle], [maintenance] = state.jobs, state.nodes, state.reservations
-    times = (state.at, job.submit_at, job.start_at, job.end_at, idle.idle_since, maintenance.start_at)
-    assert times == pytest.approx((NOW + 5.0, NOW, NOW, NOW + LIMIT_S, NOW, NOW + 60.0), abs=1e-3)
+    [job], [maintenance] = state.jobs, state.reservations
+    times = (state.at, job.submit_at, job.start_at, job.end_at, maintenance.start_at)
+    assert times == pytest.approx((NOW + 5.0, NOW, NOW, NOW + LIMIT_S, NOW + 60.0), abs=1e-3)
     assert maintenance.end_at == pytest.approx(NOW + 120.0, abs=1e-3)
     assert (job.preempt_at, job.eligible_at) == (None, None)
     assert state.clock_offset_s == offset_s
@@ -107,7 +107,9 @@ async def test_both_clients_measure_the_offset_and_take_it_off(monkeypatch: pyte
         there = time.time() + ahead_s
         if "config" in argv:
             return Done(0, f"Configuration data as of {iso(there)}\nClusterName = c\nSLURM_VERSION = 25.11.2\n", "")
-        text = f"NodeName=n1 State=IDLE CPUTot=8 LastBusyTime={iso(there - 50.0)}\n" if argv[0] == "scontrol" else ""
+        node = "NodeName=n1 State=IDLE CPUTot=8\n"
+        reserved = f"ReservationName=m StartTime={iso(there)} EndTime={iso(there + 60.0)} Nodes=n1\n"
+        text = node + reserved if argv[0] == "scontrol" else ""
         return Done(0, text, "")
 
     monkeypatch.setattr(CliClient, "_start", answer)
@@ -116,20 +118,20 @@ async def test_both_clients_measure_the_offset_and_take_it_off(monkeypatch: pyte
     state = await cli.poll("fallow-")
     assert state.clock_offset_s == pytest.approx(ahead_s, abs=2.0)
     assert state.at == pytest.approx(time.time(), abs=2.0)
-    assert state.nodes[0].idle_since == pytest.approx(time.time() - 50.0, abs=4.0)
+    assert state.reservations[0].start_at == pytest.approx(time.time(), abs=4.0)
 
     by_pyslurm = PyslurmClient()
     there = time.time() + ahead_s
-    nodes = [NodeInfo(node="n1", state="IDLE", idle_since=there - 50.0)]
+    reserved = [ReservationInfo(reservation="m", nodes=["n1"], start_at=there, end_at=there + 60.0)]
 
     async def asked(*_: object) -> ClusterState:
-        return ClusterState(at=0.0, nodes=nodes, jobs=[], partitions=[])
+        return ClusterState(at=0.0, nodes=[], jobs=[], partitions=[], reservations=reserved)
 
     monkeypatch.setattr(by_pyslurm, "_ask", asked)
     await by_pyslurm._cli.config()
     state = await by_pyslurm.poll("fallow-")
     assert state.at == pytest.approx(time.time(), abs=2.0)
-    assert state.nodes[0].idle_since == pytest.approx(time.time() - 50.0, abs=4.0)
+    assert state.reservations[0].start_at == pytest.approx(time.time(), abs=4.0)
 
 
 async def test_s5_the_offset_is_measured_again_when_our_own_clock_steps() -> None:

@@ -53,10 +53,6 @@ class BatchScript(msgspec.Struct, frozen=True, kw_only=True):
     "keys and values of the `#FALLOW` lines, unchecked; see `typed_settings`"
     warnings: tuple[str, ...] = ()
 
-    @property
-    def heterogeneous(self) -> bool:
-        return len(self.components) > 1
-
 
 def parse_script(text: str, name: str) -> BatchScript:
     """Reads a batch script; `name` is how messages call it."""

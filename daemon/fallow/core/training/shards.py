@@ -122,21 +122,6 @@ def duties(shares: Sequence[int], rank: int) -> list[Duty]:
     return [Duty(shard, True) for shard in range(first, first + shares[rank])]
 
 
-def lone(shards: int, members: int, sizes: Sequence[int] = ()) -> tuple[float, ...]:
-    """By rank the weight of the only shard that it computes, 0 with none; nothing if members are fewer than shards.
-
-    Args:
-        shards: in a full step; a partial one, too, is then one of a shard for each at most.
-        members: of the group.
-        sizes: samples of each shard of the step.
-    """
-    if shards > members:
-        return ()
-    total = sum(sizes)
-    weights = [size / total for size in sizes]
-    return (*weights, *[0.0] * (members - len(sizes)))
-
-
 def mix(*parts: int | str) -> int:
     """A 63-bit seed from the parts: the same everywhere and for ever, unlike Python's `hash`."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()

@@ -30,7 +30,6 @@ def config(text: str) -> tuple[ClusterConfig, float | None]:
         kill_wait_s=_seconds(values.get("KillWait"), 30.0),
         backfill_interval_s=float(interval[1]) if interval else 30.0,
         message_timeout_s=_seconds(values.get("MessageTimeout"), 10.0),
-        slurmd_timeout_s=_seconds(values.get("SlurmdTimeout"), 300.0),
         private_data=[name for name in private.split(",") if name and name != "none"],
         priority_type=values.get("PriorityType", ""),
         scheduler_parameters=scheduler,

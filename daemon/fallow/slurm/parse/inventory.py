@@ -70,7 +70,6 @@ def node(row: Mapping[str, str]) -> NodeInfo:
         gpu_types_used={kind: number for kind, number in gpu_types(used).items() if number},
         features=names(row.get("ActiveFeatures", "")),
         owner=word(row.get("Owner", "")).partition("(")[0],
-        idle_since=when(row.get("LastBusyTime", "")) if state == "IDLE" else None,
     )
 
 

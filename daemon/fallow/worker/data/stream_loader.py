@@ -213,7 +213,8 @@ def copied(batch: Any) -> Any:
 
 def _copied(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return leaf.clone()
+        # A copy in pageable memory would make copies to a device wait.
+        return leaf.clone().pin_memory() if leaf.is_pinned() else leaf.clone()
     try:
         return copy.deepcopy(leaf)
     except Exception as error:  # whatever a class of the script says

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.core.training.audit import Done, Fed, Record, Start, audit
-from fallow.core.training.shards import duties, lone, make_layout, mix, shard_crc
+from fallow.core.training.shards import duties, make_layout, mix, shard_crc
 from fallow.core.training.shares import divide
 from fallow.model import FallowError
 
@@ -96,9 +96,3 @@ def test_samples_are_counted_as_consumed_lost_or_duplicated() -> None:
     ):
         report = audit(records, generations, steps, 8)
         assert (report.consumed, report.lost, report.duplicated) == counted
-
-
-def test_who_computes_one_shard_each_is_known_by_the_full_step() -> None:
-    assert lone(2, 3, (6, 2)) == (0.75, 0.25, 0.0)
-    assert lone(3, 2, (5,)) == (), "a partial step of a run in which members compute several"
-    assert len(lone(2, 2)) == 2, "one who has left does not weigh, but speaks alike"
