@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, TensorDataset
 
 import fallow
 from fallow.worker.loop import pace
@@ -30,25 +30,6 @@ def updates(run: Any, loader: Any, args: argparse.Namespace) -> Iterator[Any]:
         return
     for _ in run.epochs(args.steps // -(-args.samples // args.global_batch)):
         yield from run.updates(loader)
-
-
-class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
-    """The same samples without numbers; loader processes share them."""
-
-    def __init__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        self.data = inputs, targets
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Another order in each epoch."""
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        inputs, targets = self.data
-        info = get_worker_info()
-        order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(self.epoch)).tolist()
-        for index in order if info is None else order[info.id :: info.num_workers]:
-            yield inputs[index] + 0.01 * torch.randn(8), targets[index]
 
 
 def evaluate(run: Any, model: nn.Module, inputs: torch.Tensor) -> None:
@@ -81,7 +62,6 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, default=32)
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--extras", action="store_true", help="what scripts do beside the training")
-    parser.add_argument("--stream", action="store_true", help="of an IterableDataset")
     parser.add_argument("--pace", type=float, default=0.02, help="seconds that a step takes at least")
     parser.add_argument("--hurry", type=Path, help="a file; from when it is there steps take no longer than they must")
     parser.add_argument("--told-s", type=float, default=0.0, help="seconds that a shard takes by the stopwatch alone")
@@ -112,9 +92,9 @@ def main() -> None:
     inputs = torch.randn(args.samples, 8, generator=torch.Generator().manual_seed(1))
     targets = (inputs[:, 0] > 0).long() + (inputs[:, 1] > 0.5).long()
     loader: DataLoader[tuple[torch.Tensor, ...]] = DataLoader(
-        Stream(inputs, targets) if args.stream else TensorDataset(inputs, targets),
+        TensorDataset(inputs, targets),
         batch_size=args.batch_size,
-        shuffle=not args.stream,
+        shuffle=True,
         num_workers=args.num_workers,
     )
     model, optimizer, loader = run.prepare(
