@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from slurm_rig import REACT_S, START_S, Rig, Training, telling, wait_for
+from slurm_rig import Rig, telling
 
 from fallow.model import AllocationState, RunStatus
+from slurm_training import REACT_S, START_S, Training, wait_for
 
 ORPHAN_S = 180.0
 """No job of ours lives longer than this beyond what it is for."""

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from datetime import datetime
 
 import pytest
-from slurm_rig import REACT_S, START_S, Rig, telling, wait_for
+from slurm_rig import Rig, telling
+
+from slurm_training import REACT_S, START_S, wait_for
 
 pytestmark = pytest.mark.slurm
 

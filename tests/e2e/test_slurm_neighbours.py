@@ -10,7 +10,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from slurm_rig import START_S, Rig, Training, telling, wait_for
+from slurm_rig import Rig, telling
+
+from slurm_training import START_S, Training, wait_for
 
 pytestmark = pytest.mark.slurm
 

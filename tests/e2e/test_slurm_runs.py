@@ -14,9 +14,10 @@ from typing import Any
 
 import psutil
 import pytest
-from slurm_rig import POLL_S, REACT_S, START_S, Rig, Training, environment_of, kinds_of, telling, wait_for
+from slurm_rig import POLL_S, Rig, environment_of, kinds_of, telling
 
 from fallow.model import RunReport, RunStatus
+from slurm_training import REACT_S, START_S, Training, wait_for
 
 LEFT = ("release", "mixed")
 
