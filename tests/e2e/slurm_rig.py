@@ -26,7 +26,7 @@ import pytest
 from fallow.control.client import call
 from fallow.files import Paths
 from fallow.local.headprocess import HeadProcess
-from fallow.model import EventRecord, FallowError, HeadView, RunReport, Snapshot
+from fallow.model import EventRecord, FallowError, HeadView, Snapshot
 from fallow.testbed.cluster import Testbed
 from slurm_training import REACT_S, SUBMITTED, TRAIN, Training, wait_for
 
@@ -288,7 +288,3 @@ def environment_of(path: Path) -> dict[str, str]:
     pairs = (entry.partition("=") for entry in path.read_text().split("\0") if entry)
     own = ("SLURM", "FALLOW_TOKEN", "FALLOW_KIND", "FALLOW_BATCH_PID", "HOSTNAME")
     return {name: text for name, _, text in pairs if not name.startswith(own)}
-
-
-def kinds_of(report: RunReport) -> list[str]:
-    return [generation.kind.value for generation in report.generations]

@@ -65,22 +65,6 @@ def test_who_waits_gets_our_newest_node_and_keeps_it(rig: Rig) -> None:
     training.finish()
 
 
-@pytest.mark.soak
-def test_a_worker_that_does_not_leave_in_time_is_ended(rig: Rig) -> None:
-    fillers = rig.others(2)
-    rig.wait_job(fillers, "RUNNING")
-    training = rig.submit("--nodes=1:2", steps=40, pace_s=20.0)
-    training.wait_members(2)
-    other = rig.others(1)
-    rig.wait_job(other, "RUNNING", 2 * (POLL_S + IDLE_S + CYCLE_S))
-    assert _waited_s(rig.testbed.slurm("scontrol", "-o", "show", "job", other)) <= POLL_S + IDLE_S + CYCLE_S
-    training.wait_for("ejected", lambda: training.changes("eject"), START_S)
-    assert any("has not left in time" in event.text for event in training.events("release"))
-    rig.scancel(fillers, other)
-    report = training.finish()
-    assert report.steps_discarded <= 1
-
-
 def _waited_s(shown: str) -> float:
     return _at(shown, "StartTime") - _at(shown, "SubmitTime")
 
