@@ -12,25 +12,80 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
+import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from seams import cut_off, die, once, place
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fallow
+from fallow.worker.loop.exchange import Kind
+from fallow.worker.loop.meeting import Meeting
+from fallow.worker.reduction.reduction import Reduction
+from fallow.worker.transport.waits import Interrupted
 
 WORKER = os.environ.get("FALLOW_WORKER", "")
 
 
 CUTS: list[int] = []
 """Steps at which this member has lost its group on purpose."""
+
+
+def place(name: str, act: Callable[[], object]) -> None:
+    """Have `act` called each time that this process comes to a place, of which the engine itself knows nothing.
+
+    `certain`: it has the sums of a step, and has told nobody. `told`: it has heard that all members have them; the
+    script has not. `joint`: it has the answer of a `run.mean` or the end of a call, which nobody else may have.
+    """
+    if name == "joint":
+        plain_open, plain_hear, kinds = Meeting.open, Meeting.hear, {}
+
+        def opened(self: Meeting, kind: Kind, **how: Any) -> None:
+            kinds[self] = kind
+            plain_open(self, kind, **how)
+
+        def hear(self: Meeting) -> Any:
+            heard = plain_hear(self)
+            if kinds[self] in (Kind.END, Kind.MEAN):
+                act()
+            return heard
+
+        Meeting.open, Meeting.hear = opened, hear
+        return
+    plain = Reduction.finish
+
+    def finish(self: Reduction, tell: Callable[[Any], Any], **how: Any) -> Any:
+        def telling(sums: Any) -> Any:
+            if name == "certain":
+                act()
+            joined = tell(sums)
+            if name == "told":
+                act()
+            return joined
+
+        return plain(self, telling, **how)
+
+    Reduction.finish = finish
+
+
+def once(act: Callable[[], object], when: Callable[[], bool], count: int = 1) -> Callable[[], object]:
+    """`act`, the `count`-th time that `when` holds."""
+    times = itertools.count(1)
+    return lambda: act() if when() and next(times) == count else None
+
+
+def cut_off(run: Any) -> NoReturn:
+    """The connection to the others breaks just now, as if somebody else had died."""
+    run._member.group.interrupt("cut on purpose")
+    raise Interrupted("cut on purpose")
 
 
 def harm(run: Any) -> None:
@@ -41,7 +96,7 @@ def harm(run: Any) -> None:
         cut_off(run)
 
     if WORKER == "n2":
-        place("certain", once(die, lambda: run.step == 3))
+        place("certain", once(lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: run.step == 3))
     if WORKER != "n1":
         return
     for step in (5, 9):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -15,7 +14,7 @@ import psutil
 import pytest
 from slurm_rig import POLL_S, Rig, environment_of, telling
 
-from fallow.model import RunReport, RunStatus
+from fallow.model import RunStatus
 from slurm_training import REACT_S, START_S, wait_for
 
 LEFT = ("release", "mixed")
@@ -347,40 +346,5 @@ def test_a_script_that_knows_nothing_of_fallow_is_restarted_on_the_nodes_that_ar
     assert all(start[2] > 0 for start in starts()[2:]), "not from what it had saved"
     (training.folder / "hurry").touch()
     training.wait_for("the end of the run", lambda: training.view().status is RunStatus.FINISHED)
-    training.wait_jobs_gone()
-    assert training.lines_after() == [training.job]
-
-
-@pytest.fixture(scope="module")
-def headless(slurm_installed: None) -> Iterator[Rig]:
-    """Where nobody starts a head again, and harvest jobs last longer than a test."""
-    settings = {"FALLOW_MEMBERSHIP__HEAD_PATIENCE_S": "4", "FALLOW_HARVEST__MAX_MINUTES": "30"}
-    with Rig("preempt", nodes=3, **settings) as rig, telling(rig):
-        yield rig
-
-
-def test_a_base_job_that_loses_its_head_and_a_harvest_node_finishes_the_training(headless: Rig) -> None:
-    rig = headless
-    training = rig.submit("--nodes=1:2", pace_s=0.1)
-    base, harvested = training.wait_members(2)
-    (job,) = (job for job, token in training.jobs().items() if token == harvested.token)
-    rig.kill_head()
-    rig.scancel(job)
-    # Slurm gives it no time, as where a node dies: nobody may wait for its last words.
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(harvested.pids[0], signal.SIGKILL)
-    training.wait_steps(5, START_S)
-    assert training.trace(base.member).pid == base.pids[0]
-    (training.folder / "hurry").touch()
-    rig.wait_job(training.job, "COMPLETED", 2 * START_S)
-    rig.start_head()
-    training.wait_for("the run is over", lambda: training.view().status.ended)
-    report = rig.ask("report", RunReport, run=training.run)
-    assert (report.status, report.steps) == (RunStatus.FINISHED, training.steps)
-    assert (report.samples.lost, report.samples.duplicated) == (0, 0)
-    steps = [step for _, step, _ in training.trace(base.member).steps]
-    # The step that the loss interrupted may have been begun again.
-    assert sorted(set(steps)) == list(range(training.steps))
-    assert len(steps) <= training.steps + 1
     training.wait_jobs_gone()
     assert training.lines_after() == [training.job]
