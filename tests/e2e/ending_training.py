@@ -3,9 +3,8 @@
 usage: ending_training.py --folder FOLDER [--harm NAME]
 
 HARM `links`: at each of them n1's group breaks just when the others have the result (as if somebody else had died in
-that moment), and n2 dies in one. `behind`: all leave the loop by break behind a step whose outcome n1 learns from the
-others, since its group breaks just when they have it. `late`: the main member raises after the loops, while n1 has not
-heard yet that they are over. `hang`: the main member's process does not end.
+that moment), and n2 dies in one. `late`: the main member raises after the loops, while n1 has not heard yet that they
+are over. `hang`: the main member's process does not end.
 """
 
 from __future__ import annotations
@@ -105,21 +104,6 @@ def harm(run: Any) -> None:
         place("joint", once(cut, lambda: True, answer))
 
 
-def fall_behind(run: Any, past: Path) -> None:
-    """n1 does not hear of the others' sums in step 3, once n0 has acted on them."""
-
-    def wait_and_break() -> None:
-        deadline = time.monotonic() + 30
-        while not past.exists() and time.monotonic() < deadline:
-            time.sleep(0.001)
-        cut_off(run)
-
-    if WORKER == "n0":
-        place("told", once(past.touch, lambda: run.step == 3))
-    else:
-        place("told", once(wait_and_break, lambda: run.step == 3))
-
-
 def hear_late(run: Any) -> None:
     """n1 loses its group in the moment in which it would hear that the last loop is over; n0 has heard it."""
 
@@ -145,8 +129,6 @@ def main() -> None:
         harm(run)
     if args.harm == "late" and WORKER == "n1":
         hear_late(run)
-    if args.harm == "behind" and WORKER:
-        fall_behind(run, args.folder / "past")
     model = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0, threshold=0.5)
@@ -164,10 +146,6 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         schedule.step(update.mean("loss"))
-        if args.harm == "behind" and update.step == 3:
-            break
-    if args.harm == "behind":
-        schedule.step(1e9)  # acts once, on n1 too
     told.append(run.mean(0.25 * (1 + run.rank)))
     for update in run.updates(loader):
         for (x,) in update:

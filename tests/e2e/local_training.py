@@ -70,13 +70,12 @@ def main() -> None:
     parser.add_argument("--fail-at", type=int, help="raise in a body of this step")
     parser.add_argument("--odd", help="this worker's model has one more output")
     parser.add_argument("--early", choices=["return", "raise"], help="never reach the loop")
-    parser.add_argument("--float32", action="store_true")
     parser.add_argument("--reproducible", action="store_true")
     parser.add_argument("--many-threads", help="this worker computes with two threads")
     args = parser.parse_args()
     worker = os.environ.get("FALLOW_WORKER")
     torch.set_num_threads(2 if worker is not None and worker == args.many_threads else 1)
-    torch.set_default_dtype(torch.float32 if args.float32 else torch.float64)
+    torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
 
     if args.early == "return":
@@ -84,24 +83,20 @@ def main() -> None:
     if args.early == "raise":
         raise RuntimeError("the data are not where they were")
     run = fallow.init()
-    outputs = 4 if args.odd is not None and os.environ.get("FALLOW_WORKER") == args.odd else 3
+    outputs = 4 if worker is not None and worker == args.odd else 3
     layers = [nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, outputs)]
     model = nn.Sequential(*layers)
     # Not Adam: the bias before a batch norm has a gradient of nothing but rounding, which it blows up to full steps.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     inputs = torch.randn(args.samples, 8, generator=torch.Generator().manual_seed(1))
     targets = (inputs[:, 0] > 0).long() + (inputs[:, 1] > 0.5).long()
-    loader: DataLoader[tuple[torch.Tensor, ...]] = DataLoader(
-        TensorDataset(inputs, targets),
-        batch_size=args.batch_size,
-        shuffle=True,
-        num_workers=args.num_workers,
-    )
+    data = TensorDataset(inputs, targets)
+    loader: Any = DataLoader(data, args.batch_size, shuffle=True, num_workers=args.num_workers)
     model, optimizer, loader = run.prepare(
         model, optimizer, loader, global_batch=args.global_batch, reproducible=args.reproducible
     )
     slow, factor, *span = (args.slow or "-:1:0:0").split(":")
-    slow_in = range(*map(int, span)) if os.environ.get("FALLOW_WORKER") == slow else range(0)
+    slow_in = range(*map(int, span)) if worker == slow else range(0)
     stopwatch = Stopwatch()
     if args.told_s:
         pace.time = stopwatch  # type: ignore[attr-defined]

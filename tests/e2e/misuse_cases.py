@@ -91,10 +91,6 @@ class Script:
     def lower_rate(self) -> None:
         self.optimizer.param_groups[0]["lr"] *= 0.9
 
-    def shrink(self) -> None:
-        with torch.no_grad():
-            self.weight.mul_(0.99)
-
     def fail_backward(self, update: Any) -> None:
         """The script catches the error and goes on."""
 
@@ -159,17 +155,14 @@ TRAPS: dict[str, tuple[str, Callable[[Script, Any], object]]] = {
     "step inside": ("behind a backward", lambda script, _: script.optimizer.step()),
     "zero_grad inside": ("body", lambda script, _: script.optimizer.zero_grad()),
     "run.mean inside": ("body", lambda script, _: script.run.mean(1.0)),
-    "run.barrier inside": ("body", lambda script, _: script.run.barrier()),
     "exception in a backward caught": ("body", Script.fail_backward),
     "one member raises": ("body", lambda script, _: script.fail_on_rank_1()),
     "nested updates": ("body", lambda script, _: list(script.updates())),
     "nested inner loops": ("body", Script.inner),
-    "weights inside": ("behind a backward", lambda script, _: script.shrink()),
     "rate inside": ("behind a backward", lambda script, _: script.lower_rate()),
     "inner loop twice": ("behind", Script.inner),
     "mean of one member": ("behind", lambda script, _: script.run.rank == 0 and script.run.mean(1.0) < 0),
     "note behind": ("behind", lambda _, update: update.note(loss=1.0)),
-    "mean of nothing": ("behind", lambda _, update: update.mean("loss")),
     "all break": ("behind", lambda *_: True),
     "one member breaks": ("behind", lambda script, _: script.run.rank == 0),
     "rate of one member": ("behind", lambda script, _: script.run.rank == 0 and script.lower_rate()),

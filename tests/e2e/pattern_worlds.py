@@ -48,34 +48,32 @@ class Result(NamedTuple):
 class Pattern:
     """A training; subclasses say what is unusual."""
 
-    phases = ("",)
     infinite = -1
     "step with a loss that is infinite"
 
     def __init__(self) -> None:
         torch.manual_seed(3)
         self.model: Any = self.make()
-        self.optimizers: list[torch.optim.Optimizer] = self.make_optimizers()
+        self.optimizer: torch.optim.Optimizer = self.make_optimizer()
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5, enabled=self.infinite >= 0)
 
     def make(self) -> nn.Module:
         return Parts()
 
-    def make_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [torch.optim.SGD(self.model.parameters(), 0.05, momentum=0.9)]
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.model.parameters(), 0.05, momentum=0.9)
 
     def between(self, step: int) -> None:
         """In front of each step."""
 
-    def body(self, step: int, phase: str, x: torch.Tensor, y: torch.Tensor, backward: Backward) -> None:
+    def body(self, step: int, x: torch.Tensor, y: torch.Tensor, backward: Backward) -> None:
         """Of one shard."""
         backward(F.cross_entropy(self.model(x), y))
 
-    def act(self, phase: str) -> None:
+    def act(self) -> None:
         """With whole gradients."""
-        for optimizer in self.optimizers:
-            self.scaler.step(optimizer)
-            optimizer.zero_grad()
+        self.scaler.step(self.optimizer)
+        self.optimizer.zero_grad()
         self.scaler.update()
 
     def untouched(self) -> list[str]:
@@ -104,7 +102,7 @@ class Parts(nn.Module):
 class Ways(Pattern):
     """Other layers by step and by shard, several backwards in a body, shards that are left out by `continue`."""
 
-    def body(self, step: int, phase: str, x: torch.Tensor, y: torch.Tensor, backward: Backward) -> None:
+    def body(self, step: int, x: torch.Tensor, y: torch.Tensor, backward: Backward) -> None:
         m, total = self.model, float(x.sum())
         if total > 3:
             return
@@ -143,50 +141,23 @@ class Rich(Pattern):
     def make(self) -> nn.Module:
         return Symbols()
 
-    def make_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [torch.optim.AdamW(self.model.parameters(), 1e-3)]
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model.parameters(), 1e-3)
 
     def between(self, step: int) -> None:
-        self.optimizers[0].param_groups[0]["lr"] = 1e-3 * 0.98**step
+        self.optimizer.param_groups[0]["lr"] = 1e-3 * 0.98**step
 
-    def body(self, step: int, phase: str, x: torch.Tensor, y: torch.Tensor, backward: Backward) -> None:
+    def body(self, step: int, x: torch.Tensor, y: torch.Tensor, backward: Backward) -> None:
         loss = F.cross_entropy(self.model(x), y)
         backward(loss * torch.inf if step == self.infinite and float(x.sum()) > 0 else loss)
 
-    def act(self, phase: str) -> None:
-        self.scaler.unscale_(self.optimizers[0])
+    def act(self) -> None:
+        self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self.model.parameters(), 0.3)
-        super().act(phase)
+        super().act()
 
 
-class Gan(Pattern):
-    """Two phases, each with an optimizer of its own."""
-
-    phases = ("critic", "generator")
-
-    def make(self) -> nn.Module:
-        critic = nn.Sequential(
-            *(nn.Linear(12, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1))
-        )
-        return nn.ModuleDict({"generator": nn.Linear(4, 12), "critic": critic})
-
-    def make_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [torch.optim.SGD(self.model[phase].parameters(), 0.05, momentum=0.5) for phase in self.phases]
-
-    def body(self, step: int, phase: str, x: torch.Tensor, y: torch.Tensor, backward: Backward) -> None:
-        critic, fake = self.model["critic"], self.model["generator"](torch.randn(len(x), 4))
-        if phase == "critic":
-            backward(F.softplus(-critic(x)).mean() + F.softplus(critic(fake.detach())).mean())
-        else:
-            backward(F.softplus(-critic(fake)).mean())
-
-    def act(self, phase: str) -> None:
-        self.optimizers[self.phases.index(phase)].step()
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-
-PATTERNS = {one.__name__: one for one in (Ways, Rich, Gan)}
+PATTERNS = {one.__name__: one for one in (Ways, Rich)}
 
 
 def data() -> DataLoader[Any]:
@@ -197,7 +168,7 @@ def data() -> DataLoader[Any]:
 def elastic(run: Run, name: str, reproducible: bool) -> Result:
     """By Fallow."""
     pattern = PATTERNS[name]()
-    objects = (pattern.model, *pattern.optimizers, pattern.scaler, data())
+    objects = (pattern.model, pattern.optimizer, pattern.scaler, data())
     *_, loader = run.prepare(*objects, global_batch=GLOBAL, reproducible=reproducible)
     untouched = []
 
@@ -206,11 +177,10 @@ def elastic(run: Run, name: str, reproducible: bool) -> Result:
 
     for update in run.updates(loader, epochs=STEPS, max_steps=STEPS):
         pattern.between(update.step)
-        for phase in pattern.phases:
-            for x, y in update.phase(phase):
-                pattern.body(update.step, phase, x, y, backward)
-            untouched.append(pattern.untouched())
-            pattern.act(phase)
+        for x, y in update:
+            pattern.body(update.step, x, y, backward)
+        untouched.append(pattern.untouched())
+        pattern.act()
     return pattern.result(untouched)
 
 
@@ -221,22 +191,21 @@ def plain(run: Run, name: str) -> Result:
     for step, shards in enumerate(batches(run.seed)):
         pattern.between(step)
         total = sum(len(x) for x, _ in shards)
-        for phase in pattern.phases:
-            own = [buffer.clone() for buffer in pattern.model.buffers()]
-            kept = own
-            for number, (x, y) in enumerate(shards):
-                set_buffers(pattern.model, own)
-                rng.seed_everything(mix(run.seed, "body", step, phase, number))
+        own = [buffer.clone() for buffer in pattern.model.buffers()]
+        kept = own
+        for number, (x, y) in enumerate(shards):
+            set_buffers(pattern.model, own)
+            rng.seed_everything(mix(run.seed, "body", step, "", number))
 
-                def backward(loss: torch.Tensor, weight: float = len(x) / total, **how: bool) -> None:
-                    pattern.scaler.scale(loss * weight).backward(**how)
+            def backward(loss: torch.Tensor, weight: float = len(x) / total, **how: bool) -> None:
+                pattern.scaler.scale(loss * weight).backward(**how)
 
-                pattern.body(step, phase, x, y, backward)
-                if number == 0:
-                    kept = [buffer.clone() for buffer in pattern.model.buffers()]
-            set_buffers(pattern.model, kept)
-            untouched.append(pattern.untouched())
-            pattern.act(phase)
+            pattern.body(step, x, y, backward)
+            if number == 0:
+                kept = [buffer.clone() for buffer in pattern.model.buffers()]
+        set_buffers(pattern.model, kept)
+        untouched.append(pattern.untouched())
+        pattern.act()
     return pattern.result(untouched)
 
 

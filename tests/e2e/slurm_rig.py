@@ -58,16 +58,10 @@ echo "$PWD $(umask) $*" > "place.$SLURM_JOB_ID"
 fallow run {command}
 echo "$SLURM_JOB_ID" >> after
 """
-_HETEROGENEOUS = """#!/bin/bash
-#SBATCH --partition=normal --exclusive --nodes=1 --output=output
+_COMPONENTS = """#SBATCH --nodes=1
 #SBATCH hetjob
 #SBATCH --partition=normal --exclusive --nodes=2
-#FALLOW nodes=3:4 workers-per-node=1 min-minutes=1
-export OMP_NUM_THREADS=1
-{before}
-fallow run {command}
-echo "$SLURM_JOB_ID" >> after
-"""
+#FALLOW nodes=3:4 """
 
 
 class Rig:
@@ -215,7 +209,8 @@ class Rig:
         folder.mkdir(mode=0o700)
         train = f"-- {sys.executable} {TRAIN} {folder} {steps} {pace_s}"
         script = folder / "train.sbatch"
-        text = (_HETEROGENEOUS if heterogeneous else _SCRIPT).format(command=words or train, before=before)
+        text = _SCRIPT.replace("#FALLOW ", _COMPONENTS if heterogeneous else "#FALLOW ")
+        text = text.format(command=words or train, before=before)
         script.write_text(text if exclusive else text.replace("#SBATCH --exclusive\n", ""))
         job = self.command(str(_WRAPPER), "--parsable", *options, str(script), "an argument", cwd=folder).strip()
         # Of a job that is over already only the events tell.

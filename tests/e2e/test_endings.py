@@ -28,15 +28,6 @@ def test_what_is_done_together_has_one_result_though_members_are_lost_in_the_mid
     assert len(one["cuts"]) == 4, reasons
 
 
-def test_who_is_a_step_behind_when_the_others_leave_the_loop_does_once_what_comes_after_it(
-    box: Box, plain: Plain
-) -> None:
-    done = train(box, "behind").trained(10, 160)
-    wanted = plain(SCRIPT, "--folder", "FOLDER", "--harm", "behind")
-    assert done.result == wanted, "one rate, one model, to the last bit"
-    assert [generation["first_step"] for generation in done.report["generations"]] == [0, 4]
-
-
 def test_an_exception_of_the_main_member_after_the_loop_fails_the_run(box: Box) -> None:
     done = train(box, "late")
     assert (done.code, done.report["status"], done.report["steps"]) == (70, "failed", 12)

@@ -13,7 +13,6 @@ SCRIPT = str(Path(__file__).with_name("misuse_cases.py"))
 
 INSIDE = "step 3: an optimizer's step inside the inner loop, or behind a break from it"
 LEFT = "step 3: the inner loop was left before its end"
-CHANGED = "step 3: weights or learning rates were changed inside the inner loop"
 UNLIKE = "step 4: the members' weights, learning rates, or what is frozen or in eval() differ"
 ALIKE = "on all members: no `if` around it"
 PLACES = "the members are in different places of the script"
@@ -24,11 +23,9 @@ REFUSED = {
     "break without a step": [LEFT, "`continue`"],
     "step inside": [INSIDE],
     "run.mean inside": ["run.mean inside the inner loop", "update.note"],
-    "run.barrier inside": ["run.barrier inside the inner loop"],
     "nested updates": ["run.updates inside of another loop over run.updates"],
     "nested inner loops": ["step 3: ", "inner loop"],
-    "weights inside": [CHANGED],
-    "rate inside": [CHANGED],
+    "rate inside": ["step 3: weights or learning rates were changed inside the inner loop"],
     "inner loop twice": ["step 3: the inner loop runs a second time", "update.phase(name)"],
     "mean of one member": [PLACES, "1 in run.mean", "1 in the next step of a run.updates loop"],
     "one member breaks": ["step 4: 1 of 2 members left the run.updates loop"],
@@ -38,7 +35,6 @@ REFUSED = {
     "evaluation of one member": [UNLIKE, ALIKE],
     "samples of one member": ["other samples than the step has", "the dataset must be the same on every node"],
     "note behind": ["update.note belongs inside the inner loop"],
-    "mean of nothing": ["update.mean('loss') belongs behind an inner loop with update.note"],
     "forgotten inner loop": ["step 0: an optimizer's step in front of the inner loop"],
     "no inner loop": ["step 0: an update without its inner loop"],
     "list of an update": ["step 0: no shard made a backward inside the inner loop"],

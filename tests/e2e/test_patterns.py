@@ -10,12 +10,11 @@ import pytest
 from local_rig import Script
 
 SCRIPT = str(Path(__file__).with_name("pattern_worlds.py"))
-PATTERNS = ["Ways", "Rich", "Gan"]
 CLOSE = 1e-6
 """Of float32 sums in another order, after 36 steps."""
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", ["Ways", "Rich"])
 def test_worlds_of_any_size_train_as_plain_torch_does(pattern: str, script: Script) -> None:
     worlds: list[dict[str, Any]] = [json.loads(line) for line in script(SCRIPT, pattern).splitlines()]
     assert [(world["size"], world["reproducible"]) for world in worlds] == [

@@ -40,15 +40,7 @@ ProctrackType=proctrack/linuxproc
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 DefMemPerCPU=1000
-SchedulerType=sched/backfill
-PriorityType=priority/basic
 SchedulerParameters=bf_interval=1,bf_resolution=1,bf_window=1440,bf_continue,sched_interval=2,batch_sched_delay=0
-KillWait=5
-MinJobAge=300
-SlurmctldTimeout=30
-SlurmdTimeout=20
-MessageTimeout=10
-ReturnToService=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 {nodes}

@@ -12,7 +12,7 @@ import pytest
 from fallow.model import FallowError
 from fallow.testbed import registry
 from fallow.testbed.conf import Layout, Profile, cgroup_conf, gres_conf, slurm_conf
-from fallow.testbed.host import clean_environment, free_ports, parse_version
+from fallow.testbed.host import clean_environment, free_ports
 
 
 def layout(place: Path = Path("/t"), **fields: object) -> Layout:
@@ -64,11 +64,6 @@ def test_configuration_follows_the_layout() -> None:
     assert gres_conf(small) == ""
     assert "File=/t/gpu0\n" in gres_conf(layout(gpus=1))
     assert "CgroupPlugin=disabled" in cgroup_conf((25, 11)) and "CgroupPlugin" not in cgroup_conf((23, 2))
-
-
-def test_versions() -> None:
-    assert parse_version("slurm-wlm 22.05.8") == (22, 5)
-    assert parse_version("slurm 25.11.0-0rc1\n") == (25, 11)
 
 
 def test_environment_of_commands_forgets_an_outer_job(monkeypatch: pytest.MonkeyPatch) -> None:
