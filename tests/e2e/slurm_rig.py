@@ -31,21 +31,18 @@ from fallow.testbed.cluster import Testbed
 from slurm_training import REACT_S, SUBMITTED, TRAIN, Training, wait_for
 
 POLL_S = 1.0
-BEAT_S = 0.2
-MARGIN_S = 10.0
 SETTINGS = {
     "FALLOW_SLURM__POLL_INTERVAL_S": str(POLL_S),
     "FALLOW_SLURM__QUERIES_PER_MIN": "600",
     "FALLOW_HARVEST__MIN_MINUTES": "1",
     "FALLOW_HARVEST__MAX_MINUTES": "1",
     "FALLOW_HEAD__ADDRESS": "127.0.0.1",
-    "FALLOW_MEMBERSHIP__BEAT_S": str(BEAT_S),
-    "FALLOW_MEMBERSHIP__RELEASE_MARGIN_S": str(MARGIN_S),
+    "FALLOW_MEMBERSHIP__BEAT_S": "0.2",
+    "FALLOW_MEMBERSHIP__RELEASE_MARGIN_S": "10",
 }
 COMMAND_S = 180.0
 
-_HERE = Path(__file__).resolve().parent
-_WRAPPER = _HERE.parents[1] / "slurm_scripts" / "fallow-sbatch"
+_WRAPPER = Path(__file__).resolve().parents[2] / "slurm_scripts" / "fallow-sbatch"
 _SCRIPT = """#!/bin/bash
 #SBATCH --partition=normal
 #SBATCH --exclusive
