@@ -40,7 +40,6 @@ SETTINGS = {
     "FALLOW_MEMBERSHIP__BEAT_S": "0.2",
     "FALLOW_MEMBERSHIP__RELEASE_MARGIN_S": "10",
 }
-COMMAND_S = 180.0
 
 _WRAPPER = Path(__file__).resolve().parents[2] / "slurm_scripts" / "fallow-sbatch"
 _SCRIPT = """#!/bin/bash
@@ -180,7 +179,7 @@ class Rig:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=COMMAND_S,
+            timeout=180,
             check=False,
         )
         assert done.returncode == 0, f"{argv} -> {done.returncode}\n{done.stdout}\n{done.stderr}"

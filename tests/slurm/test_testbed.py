@@ -135,10 +135,6 @@ def test_errors_say_what_to_do(make_testbed: MakeTestbed, tmp_path: Path, monkey
         Testbed.up(tmp_path / "full")
     with pytest.raises(FallowError, match="too long"):
         Testbed.up(Path("/tmp") / ("x" * 80))
-    with pytest.raises(FallowError, match="no testbed here"):
-        Testbed.find(tmp_path)
-    with pytest.raises(FallowError, match="there is none"):
-        Testbed.find()
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
     with pytest.raises(FallowError, match="/etc/hosts"):
         Testbed.up()
