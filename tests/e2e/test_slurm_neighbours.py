@@ -22,7 +22,9 @@ POLL_S, IDLE_S, CYCLE_S = 5.0, 6.0, 1.0
 
 @pytest.fixture(scope="module")
 def shared(slurm_installed: None) -> Iterator[Rig]:
-    with Rig("plain", nodes=4, FALLOW_HARVEST__ALLOW_WITHOUT_PREEMPTION="true") as rig:
+    # Harvest jobs last longer than a test.
+    settings = {"FALLOW_HARVEST__ALLOW_WITHOUT_PREEMPTION": "true", "FALLOW_HARVEST__MAX_MINUTES": "30"}
+    with Rig("plain", nodes=4, **settings) as rig:
         yield rig
 
 
