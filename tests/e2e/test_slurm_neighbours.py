@@ -82,6 +82,8 @@ def _at(shown: str, key: str) -> float:
 def test_a_slurmctld_that_dies_or_hangs_ends_no_allocation(rig: Rig) -> None:
     training = rig.submit("--nodes=1:2", "--time=10", steps=1200)
     members = [(m.member, m.pids[0]) for m in training.wait_members(2)]
+    # By then slurmctld has written down that the jobs run: one that is killed earlier comes back without knowing.
+    training.wait_steps(80)
     for number in (signal.SIGKILL, signal.SIGSTOP):
         slurmctld = rig.testbed.daemon_pid("slurmctld")
         os.kill(slurmctld, number)
