@@ -9,8 +9,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 # Ordinary users have no sbin on PATH, where the daemons are.
 PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin
 packages=(slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge redis-server hostname iproute2 procps)
-# Only some tests use these, and are skipped without them.
-test_packages=(sshfs openssh-sftp-server g++)
+# Only some tests use it, and are skipped without it.
+test_packages=(g++)
 
 missing_commands() {
     local name missing=()
@@ -24,8 +24,7 @@ if [ "${SYSTEM:-yes}" = no ]; then
     say "leaving system packages alone (SYSTEM=no)"
     exit 0
 fi
-if { [ -n "$(missing_commands)" ] || ! command -v sshfs >/dev/null || ! command -v g++ >/dev/null; } &&
-    command -v apt-get >/dev/null; then
+if { [ -n "$(missing_commands)" ] || ! command -v g++ >/dev/null; } && command -v apt-get >/dev/null; then
     apt_install "${packages[@]}" "${test_packages[@]}" || say "apt-get did not install everything"
 fi
 missing=$(missing_commands)

@@ -3,37 +3,33 @@
 usage: ending_training.py --folder FOLDER [--harm NAME]
 
 HARM `links`: at each of them n1's group breaks just when the others have the result (as if somebody else had died in
-that moment), and n2 dies in one. `break`: the main member alone leaves the loop, behind a step after which the shards
-are divided anew. `late alone`: it raises after the loop, while n1 has not heard yet that the loop is over. `late
-break`: it raises after the loop, which all have left by break.
-`between`: the main member raises between the loops, while n1 has not heard yet that the first one is over.
-`exit0`: all leave the second loop at step 9 by `sys.exit(0)`. `mean alone`: the main member alone asks for one behind
-a step. `hang`: the main member's process does not end. `desert`: n1's script ends in the loop. `last`: n2 dies in the
-step in which the others leave the loop for good.
-`behind`: all leave the loop by break behind a step whose outcome n1 learns from the others, since its group breaks just
-when they have it.
+that moment), and n2 dies in one. `late`: the main member raises after the loops, while n1 has not heard yet that they
+are over. `hang`: the main member's process does not end.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
-import sys
+import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from seams import cut_off, die, once, place
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fallow
-from fallow.core.training.shares import Division
+from fallow.worker.loop.exchange import Kind
+from fallow.worker.loop.meeting import Meeting
+from fallow.worker.reduction.reduction import Reduction
+from fallow.worker.transport.waits import Interrupted
 
 WORKER = os.environ.get("FALLOW_WORKER", "")
 
@@ -42,10 +38,53 @@ CUTS: list[int] = []
 """Steps at which this member has lost its group on purpose."""
 
 
-def await_file(path: Path) -> None:
-    deadline = time.monotonic() + 30
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.001)
+def place(name: str, act: Callable[[], object]) -> None:
+    """Have `act` called each time that this process comes to a place, of which the engine itself knows nothing.
+
+    `certain`: it has the sums of a step, and has told nobody. `told`: it has heard that all members have them; the
+    script has not. `joint`: it has the answer of a `run.mean` or the end of a call, which nobody else may have.
+    """
+    if name == "joint":
+        plain_open, plain_hear, kinds = Meeting.open, Meeting.hear, {}
+
+        def opened(self: Meeting, kind: Kind, **how: Any) -> None:
+            kinds[self] = kind
+            plain_open(self, kind, **how)
+
+        def hear(self: Meeting) -> Any:
+            heard = plain_hear(self)
+            if kinds[self] in (Kind.END, Kind.MEAN):
+                act()
+            return heard
+
+        Meeting.open, Meeting.hear = opened, hear
+        return
+    plain = Reduction.finish
+
+    def finish(self: Reduction, tell: Callable[[Any], Any], **how: Any) -> Any:
+        def telling(sums: Any) -> Any:
+            if name == "certain":
+                act()
+            joined = tell(sums)
+            if name == "told":
+                act()
+            return joined
+
+        return plain(self, telling, **how)
+
+    Reduction.finish = finish
+
+
+def once(act: Callable[[], object], when: Callable[[], bool], count: int = 1) -> Callable[[], object]:
+    """`act`, the `count`-th time that `when` holds."""
+    times = itertools.count(1)
+    return lambda: act() if when() and next(times) == count else None
+
+
+def cut_off(run: Any) -> NoReturn:
+    """The connection to the others breaks just now, as if somebody else had died."""
+    run._member.group.interrupt("cut on purpose")
+    raise Interrupted("cut on purpose")
 
 
 def harm(run: Any) -> None:
@@ -56,7 +95,7 @@ def harm(run: Any) -> None:
         cut_off(run)
 
     if WORKER == "n2":
-        place("certain", once(die, lambda: run.step == 3))
+        place("certain", once(lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: run.step == 3))
     if WORKER != "n1":
         return
     for step in (5, 9):
@@ -65,21 +104,8 @@ def harm(run: Any) -> None:
         place("joint", once(cut, lambda: True, answer))
 
 
-def fall_behind(run: Any, past: Path) -> None:
-    """n1 does not hear of the others' sums in step 3, once n0 has acted on them."""
-
-    def wait_and_break() -> None:
-        await_file(past)
-        cut_off(run)
-
-    if WORKER == "n0":
-        place("told", once(past.touch, lambda: run.step == 3))
-    else:
-        place("told", once(wait_and_break, lambda: run.step == 3))
-
-
-def hear_late(run: Any, answer: int) -> None:
-    """n1 loses its group in the moment in which it would hear that answer of a joint call; n0 has heard it."""
+def hear_late(run: Any) -> None:
+    """n1 loses its group in the moment in which it would hear that the last loop is over; n0 has heard it."""
 
     def wait_and_break() -> None:
         deadline = time.monotonic() + 60
@@ -87,17 +113,7 @@ def hear_late(run: Any, answer: int) -> None:
             time.sleep(0.001)
         cut_off(run)
 
-    place("joint", once(wait_and_break, lambda: True, answer))
-
-
-def divide_anew(after: int) -> None:
-    """After so many steps n1 is found to be slow, as it may be by itself on a busy machine."""
-    plain = Division.revised
-
-    def revised(old: Division, shards: int, paces: Sequence[float], step: int) -> Division:
-        return Division((0.01, 0.03), step) if step == after else plain(old, shards, paces, step)
-
-    Division.revised = revised
+    place("joint", once(wait_and_break, lambda: True, 3))
 
 
 def main() -> None:
@@ -111,12 +127,8 @@ def main() -> None:
     run = fallow.init()
     if args.harm == "links":
         harm(run)
-    if args.harm in ("late alone", "between") and WORKER == "n1":
-        hear_late(run, 1 if args.harm == "between" else 3)  # the first, or the second loop's end
-    if args.harm == "break":
-        divide_anew(after=4)
-    if args.harm == "behind" and WORKER:
-        fall_behind(run, args.folder / "past")
+    if args.harm == "late" and WORKER == "n1":
+        hear_late(run)
     model = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0, threshold=0.5)
@@ -131,40 +143,21 @@ def main() -> None:
             loss = model(x).square().mean()
             loss.backward()
             update.note(loss=loss)
-        if args.harm == "mean alone" and run.is_main and update.step == 3:
-            run.mean(1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step(update.mean("loss"))
-        if args.harm == "break" and run.is_main and update.step == 3:
-            break
-        if args.harm == "behind" and update.step == 3:
-            break
-    if args.harm == "behind":
-        schedule.step(1e9)  # acts once, on n1 too
-    if args.harm == "between" and run.is_main:
-        (args.folder / f"between-{WORKER}").touch()
-        raise ValueError("the disk is full, say")
     told.append(run.mean(0.25 * (1 + run.rank)))
     for update in run.updates(loader):
         for (x,) in update:
-            if args.harm == "last" and update.step == 9 and WORKER == "n2":
-                die()
             loss = model(x).square().mean()
             loss.backward()
             update.note(loss=loss)
         optimizer.step()
         optimizer.zero_grad()
-        if args.harm in ("last", "late break") and update.step == 9:
-            break
         schedule.step(update.mean("loss"))
-        if (args.harm == "exit0" and update.step == 9) or (args.harm == "desert" and WORKER == "n1"):
-            sys.exit(0)
     if args.harm == "hang" and run.is_main:
         gc.freeze = threading.Event().wait  # what comes after all that the script has registered
-    if args.harm == "late break" and run.is_main:
-        await_file(args.folder / "told-n1")  # else the other may lose the last step with this member, and do it anew
-    if args.harm.startswith("late") and run.is_main:
+    if args.harm == "late" and run.is_main:
         raise ValueError("the disk is full, say")
     words = {"told": told, "main": bool(run.is_main), "rate": optimizer.param_groups[0]["lr"], "step": run.step}
     (args.folder / f"told-{WORKER}").write_text(json.dumps(words | {"cuts": CUTS}))

@@ -58,10 +58,6 @@ class Member:
         sums, self.sums = self.sums, []
         return [float(one[0]) if bool((one == one[0]).all()) else float("nan") for one in sums]
 
-    def newest_sum(self) -> float:
-        """Of the newest launched sum, whether verified or not."""
-        return float(self.sums[-1].mean())
-
 
 def main(line: Connection, store_port: int) -> None:
     """Do what comes down the line, (name of a `Member` method, arguments), and answer (result, reason of an end)."""

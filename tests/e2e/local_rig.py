@@ -4,8 +4,8 @@
 processor time. So does `Box.script` for a script without a head.
 
 The undisturbed run to compare with is the same script under plain `python`. Another order of a sum moves the last digit
-and training amplifies that slowly: in float64 to about 1e-9 after some hundred steps, and 1e-6 is allowed; in float32
-the GPT, which has no kinks, may be 1e-5 apart after its 90 steps. A lost or repeated sample would show at about 1e-3.
+and training amplifies that slowly: in float64 to about 1e-9 after some hundred steps, and 1e-6 is allowed. A lost or
+repeated sample would show at about 1e-3.
 """
 
 from __future__ import annotations

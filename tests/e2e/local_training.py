@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, TensorDataset
 
 import fallow
 from fallow.worker.loop import pace
@@ -30,25 +30,6 @@ def updates(run: Any, loader: Any, args: argparse.Namespace) -> Iterator[Any]:
         return
     for _ in run.epochs(args.steps // -(-args.samples // args.global_batch)):
         yield from run.updates(loader)
-
-
-class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
-    """The same samples without numbers; loader processes share them."""
-
-    def __init__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        self.data = inputs, targets
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Another order in each epoch."""
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        inputs, targets = self.data
-        info = get_worker_info()
-        order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(self.epoch)).tolist()
-        for index in order if info is None else order[info.id :: info.num_workers]:
-            yield inputs[index] + 0.01 * torch.randn(8), targets[index]
 
 
 def evaluate(run: Any, model: nn.Module, inputs: torch.Tensor) -> None:
@@ -81,7 +62,6 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, default=32)
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--extras", action="store_true", help="what scripts do beside the training")
-    parser.add_argument("--stream", action="store_true", help="of an IterableDataset")
     parser.add_argument("--pace", type=float, default=0.02, help="seconds that a step takes at least")
     parser.add_argument("--hurry", type=Path, help="a file; from when it is there steps take no longer than they must")
     parser.add_argument("--told-s", type=float, default=0.0, help="seconds that a shard takes by the stopwatch alone")
@@ -90,13 +70,12 @@ def main() -> None:
     parser.add_argument("--fail-at", type=int, help="raise in a body of this step")
     parser.add_argument("--odd", help="this worker's model has one more output")
     parser.add_argument("--early", choices=["return", "raise"], help="never reach the loop")
-    parser.add_argument("--float32", action="store_true")
     parser.add_argument("--reproducible", action="store_true")
     parser.add_argument("--many-threads", help="this worker computes with two threads")
     args = parser.parse_args()
     worker = os.environ.get("FALLOW_WORKER")
     torch.set_num_threads(2 if worker is not None and worker == args.many_threads else 1)
-    torch.set_default_dtype(torch.float32 if args.float32 else torch.float64)
+    torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
 
     if args.early == "return":
@@ -104,24 +83,20 @@ def main() -> None:
     if args.early == "raise":
         raise RuntimeError("the data are not where they were")
     run = fallow.init()
-    outputs = 4 if args.odd is not None and os.environ.get("FALLOW_WORKER") == args.odd else 3
+    outputs = 4 if worker is not None and worker == args.odd else 3
     layers = [nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, outputs)]
     model = nn.Sequential(*layers)
     # Not Adam: the bias before a batch norm has a gradient of nothing but rounding, which it blows up to full steps.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     inputs = torch.randn(args.samples, 8, generator=torch.Generator().manual_seed(1))
     targets = (inputs[:, 0] > 0).long() + (inputs[:, 1] > 0.5).long()
-    loader: DataLoader[tuple[torch.Tensor, ...]] = DataLoader(
-        Stream(inputs, targets) if args.stream else TensorDataset(inputs, targets),
-        batch_size=args.batch_size,
-        shuffle=not args.stream,
-        num_workers=args.num_workers,
-    )
+    data = TensorDataset(inputs, targets)
+    loader: Any = DataLoader(data, args.batch_size, shuffle=True, num_workers=args.num_workers)
     model, optimizer, loader = run.prepare(
         model, optimizer, loader, global_batch=args.global_batch, reproducible=args.reproducible
     )
     slow, factor, *span = (args.slow or "-:1:0:0").split(":")
-    slow_in = range(*map(int, span)) if os.environ.get("FALLOW_WORKER") == slow else range(0)
+    slow_in = range(*map(int, span)) if worker == slow else range(0)
     stopwatch = Stopwatch()
     if args.told_s:
         pace.time = stopwatch  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What becomes of scripts that do what they must not, in a world of two: misuse_cases.py [CASE ...].
+"""What becomes of scripts that do what they must not, in a world of two.
 
 Prints a line of JSON for each case: its name, and by rank either the error's text or what came out.
 """
@@ -6,12 +6,10 @@ Prints a line of JSON for each case: its name, and by rank either the error's te
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader, IterableDataset
@@ -31,17 +29,12 @@ class Stream(IterableDataset[Any]):
     def __init__(self, first: int) -> None:
         self.first = first
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         return ((torch.full((4,), float(number % 16)), number % 2) for number in range(self.first, self.first + 16))
 
 
-def boom(grad: torch.Tensor) -> None:
-    """A hook of the script's that fails."""
-    raise RuntimeError("boom")
-
-
 class Script:
-    """One rank's training."""
+    """One rank's training, which leaves its inner loop or its loop where a trap returns True."""
 
     def __init__(self, run: Run, case: str) -> None:
         self.run, self.case = run, case
@@ -64,8 +57,9 @@ class Script:
     def updates(self) -> Any:
         return self.run.updates(self.batch, shards=4, max_steps=STEPS)
 
-    def closure(self) -> float:
-        return float(self.loss(self.batch()))
+    def inner(self, update: Any) -> None:
+        for batch in update:
+            self.loss(batch).backward()
 
     def act(self) -> None:
         self.optimizer.step()
@@ -73,94 +67,46 @@ class Script:
 
     def train(self) -> None:
         """With all that is done wrong inside the usual loops."""
-        case, run = self.case, self.run
+
+        def trap(place: str, update: Any) -> Any:
+            where, act = TRAPS.get(self.case, ("", None))
+            return act(self, update) if act and where == place and update.step == ODD else None
+
         for update in self.updates():
-            odd = update.step == ODD
-            if odd and case == "backward in front":
-                self.weight.square().sum().backward()
-            for number, batch in enumerate(update):
-                if odd and case.startswith("break") and number == (case == "break in the last body"):
+            trap("in front", update)
+            for batch in update:
+                if trap("body", update):
                     break
-                if odd and self.odd_body(batch):
-                    continue
                 self.loss(batch).backward()
-                if odd and case == "weights inside":
-                    with torch.no_grad():
-                        self.weight.mul_(0.99)
-                if odd and case == "rate inside":
-                    self.optimizer.param_groups[0]["lr"] *= 0.9
-            if odd and self.odd_end(update):
+                trap("behind a backward", update)
+            if trap("behind", update):
                 break
-            if odd and case == "break without a step":
+            if self.case == "break without a step" and update.step == ODD:
                 continue
-            if not odd or case != "step of one member" or run.rank == 0:
+            if self.case != "step of one member" or update.step != ODD or self.run.rank == 0:
                 self.optimizer.step()
-            if case != "forgotten zero_grad":
+            if self.case != "forgotten zero_grad":
                 self.optimizer.zero_grad()
 
-    def odd_body(self, batch: Any) -> bool:
-        """True: without another backward."""
-        case, run = self.case, self.run
-        match case:
-            case "step inside":
-                self.loss(batch).backward()
-                self.optimizer.step()
-                return True
-            case "zero_grad inside":
-                self.optimizer.zero_grad()
-            case "collective inside":
-                dist.all_reduce(torch.zeros(1))
-            case "run.mean inside":
-                run.mean(1.0)
-            case "run.barrier inside":
-                run.barrier()
-            case "exception in a backward caught" | "half a backward caught":
-                hidden = self.model[0](batch[0])
-                loss = F.cross_entropy(self.model[1](hidden), batch[1])
-                (hidden if case.startswith("half") else loss).register_hook(boom)
-                try:
-                    loss.backward()
-                except RuntimeError:
-                    return True
-            case "one member raises" if run.rank == 1:
-                raise ValueError("a sample is broken")
-            case "nested updates":
-                list(self.updates())
-            case "nested inner loops":
-                self.inner(run._loop.update)
-            case _:
-                return False
-        return False
+    def lower_rate(self) -> None:
+        self.optimizer.param_groups[0]["lr"] *= 0.9
 
-    def inner(self, update: Any) -> None:
-        for batch in update:
-            self.loss(batch).backward()
+    def fail_backward(self, update: Any) -> None:
+        """The script catches the error and goes on."""
 
-    def odd_end(self, update: Any) -> bool:
-        """True: the loop is left."""
-        case, run = self.case, self.run
-        match case:
-            case "inner loop twice":
-                self.inner(update)
-            case "mean of one member" if run.rank == 0:
-                run.mean(1.0)
-            case "note behind":
-                update.note(loss=1.0)
-            case "mean of nothing":
-                update.mean("loss")
-            case "regularizer behind":
-                (0.01 * self.weight.square().sum()).backward()
-            case "all break":
-                return True
-            case "one member breaks":
-                return run.rank == 0
-            case "rate of one member" if run.rank == 0:
-                self.optimizer.param_groups[0]["lr"] *= 0.9
-            case "freezing of one member" if run.rank == 0:
-                self.model[1].bias.requires_grad_(False)
-            case "evaluation of one member" if run.rank == 0:
-                self.model.eval()
-        return False
+        def boom(grad: torch.Tensor) -> None:
+            raise RuntimeError("boom")
+
+        loss = self.loss(self.batch())
+        loss.register_hook(boom)
+        try:
+            loss.backward()
+        except RuntimeError:
+            return
+
+    def fail_on_rank_1(self) -> None:
+        if self.run.rank == 1:
+            raise ValueError("a sample is broken")
 
     def samples_of_one_member(self) -> None:
         loader = self.run.prepare(DataLoader(Stream(self.run.rank), 2), global_batch=8)
@@ -183,19 +129,12 @@ class Script:
                 self.loss(batch).backward()
             self.act()
 
-    def list_of_updates(self) -> None:
-        for update in list(self.updates()):
-            self.inner(update)
-            self.act()
-
     def unprepared_scaler(self) -> None:
         scaler = torch.amp.GradScaler("cpu")
         for update in self.updates():
             for batch in update:
                 scaler.scale(self.loss(batch)).backward()
             scaler.step(self.optimizer)
-            scaler.update()
-            self.optimizer.zero_grad()
 
     def short(self) -> None:
         for batch in self.run.steps(Calls(self.batch, 4), max_steps=STEPS):
@@ -204,58 +143,59 @@ class Script:
             if self.case == "short, step in front":
                 self.optimizer.step()
             self.loss(batch).backward()
-            if self.case == "short, two backwards":
-                (0.1 * self.weight.square().sum()).backward()
             if self.case == "short, closure":
-                self.optimizer.step(self.closure)
+                self.optimizer.step(lambda: 0.0)
             self.act()
 
 
-INSIDE = [
-    *(
-        "usual",
-        "break",
-        "break in the last body",
-        "break without a step",
-        "step inside",
-        "zero_grad inside",
-        "collective inside",
-    ),
-    *("run.mean inside", "run.barrier inside", "exception in a backward caught", "half a backward caught"),
-    *("one member raises", "nested updates", "nested inner loops", "weights inside", "rate inside"),
-    *("inner loop twice", "mean of one member", "regularizer behind", "all break", "one member breaks"),
-    *("rate of one member", "freezing of one member", "evaluation of one member"),
-    *("forgotten zero_grad", "backward in front", "step of one member", "note behind", "mean of nothing"),
-]
+TRAPS: dict[str, tuple[str, Callable[[Script, Any], object]]] = {
+    "backward in front": ("in front", lambda script, _: script.weight.square().sum().backward()),
+    "break": ("body", lambda *_: True),
+    "break without a step": ("body", lambda *_: True),
+    "step inside": ("behind a backward", lambda script, _: script.optimizer.step()),
+    "zero_grad inside": ("body", lambda script, _: script.optimizer.zero_grad()),
+    "run.mean inside": ("body", lambda script, _: script.run.mean(1.0)),
+    "run.barrier inside": ("body", lambda script, _: script.run.barrier()),
+    "exception in a backward caught": ("body", Script.fail_backward),
+    "one member raises": ("body", lambda script, _: script.fail_on_rank_1()),
+    "nested updates": ("body", lambda script, _: list(script.updates())),
+    "nested inner loops": ("body", Script.inner),
+    "rate inside": ("behind a backward", lambda script, _: script.lower_rate()),
+    "inner loop twice": ("behind", Script.inner),
+    "mean of one member": ("behind", lambda script, _: script.run.rank == 0 and script.run.mean(1.0) < 0),
+    "note behind": ("behind", lambda _, update: update.note(loss=1.0)),
+    "mean of nothing": ("behind", lambda _, update: update.mean("loss")),
+    "all break": ("behind", lambda *_: True),
+    "one member breaks": ("behind", lambda script, _: script.run.rank == 0),
+    "rate of one member": ("behind", lambda script, _: script.run.rank == 0 and script.lower_rate()),
+    "evaluation of one member": ("behind", lambda script, _: script.model.train(script.run.rank > 0) is None),
+}
+"""Case -> where in the odd step something is done, and what."""
+
 WHOLE: dict[str, Callable[[Script], None]] = {
+    **dict.fromkeys(("usual", *TRAPS, "step of one member", "forgotten zero_grad"), Script.train),
     "forgotten inner loop": Script.forgotten_inner_loop,
     "no inner loop": Script.no_inner_loop,
     "list of an update": Script.list_of_an_update,
-    "list of updates": Script.list_of_updates,
     "samples of one member": Script.samples_of_one_member,
     "unprepared scaler": Script.unprepared_scaler,
-    "short": Script.short,
-    "short, two backwards": Script.short,
-    "short, without a backward": Script.short,
-    "short, step in front": Script.short,
-    "short, closure": Script.short,
+    **dict.fromkeys(("short", "short, without a backward", "short, step in front", "short, closure"), Script.short),
 }
 
 
 def play(run: Run, case: str) -> dict[str, Any]:
     """Returns what came out."""
     script = Script(run, case)
-    WHOLE.get(case, Script.train)(script)
+    WHOLE[case](script)
     mean = run.mean(float(run.rank))
     weights = [value for parameter in script.model.parameters() for value in parameter.flatten().tolist()]
     return {"steps": run.step, "mean": mean, "weights": weights}
 
 
 def main() -> None:
-    """All cases, or those that are named."""
     torch.set_num_threads(1)
     put_off_compiler()  # as `import fallow` does in a worker
-    for case in sys.argv[1:] or [*INSIDE, *WHOLE]:
+    for case in WHOLE:
         print(json.dumps([case, world(2, lambda run: play(run, case))]), flush=True)  # noqa: B023
 
 

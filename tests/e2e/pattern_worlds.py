@@ -48,34 +48,32 @@ class Result(NamedTuple):
 class Pattern:
     """A training; subclasses say what is unusual."""
 
-    phases = ("",)
     infinite = -1
     "step with a loss that is infinite"
 
     def __init__(self) -> None:
         torch.manual_seed(3)
         self.model: Any = self.make()
-        self.optimizers: list[torch.optim.Optimizer] = self.make_optimizers()
+        self.optimizer: torch.optim.Optimizer = self.make_optimizer()
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5, enabled=self.infinite >= 0)
 
     def make(self) -> nn.Module:
         return Parts()
 
-    def make_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [torch.optim.SGD(self.model.parameters(), 0.05, momentum=0.9)]
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.model.parameters(), 0.05, momentum=0.9)
 
     def between(self, step: int) -> None:
         """In front of each step."""
 
-    def body(self, step: int, phase: str, x: torch.Tensor, y: torch.Tensor, backward: Backward) -> None:
+    def body(self, step: int, x: torch.Tensor, y: torch.Tensor, backward: Backward) -> None:
         """Of one shard."""
         backward(F.cross_entropy(self.model(x), y))
 
-    def act(self, phase: str) -> None:
+    def act(self) -> None:
         """With whole gradients."""
-        for optimizer in self.optimizers:
-            self.scaler.step(optimizer)
-            optimizer.zero_grad()
+        self.scaler.step(self.optimizer)
+        self.optimizer.zero_grad()
         self.scaler.update()
 
     def untouched(self) -> list[str]:
@@ -104,7 +102,7 @@ class Parts(nn.Module):
 class Ways(Pattern):
     """Other layers by step and by shard, several backwards in a body, shards that are left out by `continue`."""
 
-    def body(self, step: int, phase: str, x: torch.Tensor, y: torch.Tensor, backward: Backward) -> None:
+    def body(self, step: int, x: torch.Tensor, y: torch.Tensor, backward: Backward) -> None:
         m, total = self.model, float(x.sum())
         if total > 3:
             return
@@ -118,77 +116,48 @@ class Ways(Pattern):
         backward(F.cross_entropy(m.out(m.seldom(h) if total > 0 else h), y))
 
 
-class Frozen(Pattern):
-    """A layer without gradients, which is used; another one rests for so long that nobody expects its gradients."""
+class Symbols(nn.Module):
+    """An embedding whose weight is tied, a convolution, batch norm and dropout."""
 
-    def make(self) -> nn.Module:
-        model = Parts()
-        model.b.requires_grad_(False)
-        return model
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.conv = nn.Embedding(7, 6), nn.Conv1d(6, 8, 3, bias=False)
+        self.norm, self.wide = nn.BatchNorm1d(8), nn.Linear(80, 6)
+        self.out = nn.Linear(6, 7, bias=False)
+        self.out.weight = self.embed.weight
 
-    def between(self, step: int) -> None:
-        if step in (5, 28):
-            self.model.a.requires_grad_(step == 28)
-
-    def body(self, step: int, phase: str, x: torch.Tensor, y: torch.Tensor, backward: Backward) -> None:
-        m = self.model
-        backward(F.cross_entropy(m.out(torch.relu(m.b(torch.relu(m.a(x))))), y))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(n, 12) -> (n, 7)."""
+        h = torch.tanh(self.norm(self.conv(self.embed((x > 0).long()).transpose(1, 2))))
+        y: torch.Tensor = self.out(self.wide(F.dropout(h.flatten(1), 0.2, self.training)))
+        return y
 
 
-class Scaled(Pattern):
-    """A loss scale that falls with an infinite loss, and grows."""
+class Rich(Pattern):
+    """AdamW, clipping, a schedule, and a loss scale that falls with an infinite loss, and grows."""
 
     infinite = 7
 
-    def body(self, step: int, phase: str, x: torch.Tensor, y: torch.Tensor, backward: Backward) -> None:
+    def make(self) -> nn.Module:
+        return Symbols()
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model.parameters(), 1e-3)
+
+    def between(self, step: int) -> None:
+        self.optimizer.param_groups[0]["lr"] = 1e-3 * 0.98**step
+
+    def body(self, step: int, x: torch.Tensor, y: torch.Tensor, backward: Backward) -> None:
         loss = F.cross_entropy(self.model(x), y)
         backward(loss * torch.inf if step == self.infinite and float(x.sum()) > 0 else loss)
 
-
-class Usual(Pattern):
-    """Batch norm, dropout, AdamW and clipping."""
-
-    def make(self) -> nn.Module:
-        return nn.Sequential(
-            *(nn.Linear(12, 24, bias=False), nn.BatchNorm1d(24), nn.Tanh(), nn.Dropout(0.2), nn.Linear(24, 3))
-        )
-
-    def make_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [torch.optim.AdamW(self.model.parameters(), 1e-3)]
-
-    def act(self, phase: str) -> None:
+    def act(self) -> None:
+        self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self.model.parameters(), 0.3)
-        super().act(phase)
+        super().act()
 
 
-class Gan(Pattern):
-    """Two phases, each with an optimizer of its own."""
-
-    phases = ("critic", "generator")
-
-    def make(self) -> nn.Module:
-        critic = nn.Sequential(
-            *(nn.Linear(12, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1))
-        )
-        return nn.ModuleDict({"generator": nn.Linear(4, 12), "critic": critic})
-
-    def make_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [torch.optim.SGD(self.model[phase].parameters(), 0.05, momentum=0.5) for phase in self.phases]
-
-    def body(self, step: int, phase: str, x: torch.Tensor, y: torch.Tensor, backward: Backward) -> None:
-        critic, fake = self.model["critic"], self.model["generator"](torch.randn(len(x), 4))
-        if phase == "critic":
-            backward(F.softplus(-critic(x)).mean() + F.softplus(critic(fake.detach())).mean())
-        else:
-            backward(F.softplus(-critic(fake)).mean())
-
-    def act(self, phase: str) -> None:
-        self.optimizers[self.phases.index(phase)].step()
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-
-PATTERNS = {one.__name__: one for one in (Ways, Frozen, Scaled, Usual, Gan)}
+PATTERNS = {one.__name__: one for one in (Ways, Rich)}
 
 
 def data() -> DataLoader[Any]:
@@ -199,7 +168,7 @@ def data() -> DataLoader[Any]:
 def elastic(run: Run, name: str, reproducible: bool) -> Result:
     """By Fallow."""
     pattern = PATTERNS[name]()
-    objects = (pattern.model, *pattern.optimizers, pattern.scaler, data())
+    objects = (pattern.model, pattern.optimizer, pattern.scaler, data())
     *_, loader = run.prepare(*objects, global_batch=GLOBAL, reproducible=reproducible)
     untouched = []
 
@@ -208,11 +177,10 @@ def elastic(run: Run, name: str, reproducible: bool) -> Result:
 
     for update in run.updates(loader, epochs=STEPS, max_steps=STEPS):
         pattern.between(update.step)
-        for phase in pattern.phases:
-            for x, y in update.phase(phase):
-                pattern.body(update.step, phase, x, y, backward)
-            untouched.append(pattern.untouched())
-            pattern.act(phase)
+        for x, y in update:
+            pattern.body(update.step, x, y, backward)
+        untouched.append(pattern.untouched())
+        pattern.act()
     return pattern.result(untouched)
 
 
@@ -223,22 +191,21 @@ def plain(run: Run, name: str) -> Result:
     for step, shards in enumerate(batches(run.seed)):
         pattern.between(step)
         total = sum(len(x) for x, _ in shards)
-        for phase in pattern.phases:
-            own = [buffer.clone() for buffer in pattern.model.buffers()]
-            kept = own
-            for number, (x, y) in enumerate(shards):
-                set_buffers(pattern.model, own)
-                rng.seed_everything(mix(run.seed, "body", step, phase, number))
+        own = [buffer.clone() for buffer in pattern.model.buffers()]
+        kept = own
+        for number, (x, y) in enumerate(shards):
+            set_buffers(pattern.model, own)
+            rng.seed_everything(mix(run.seed, "body", step, "", number))
 
-                def backward(loss: torch.Tensor, weight: float = len(x) / total, **how: bool) -> None:
-                    pattern.scaler.scale(loss * weight).backward(**how)
+            def backward(loss: torch.Tensor, weight: float = len(x) / total, **how: bool) -> None:
+                pattern.scaler.scale(loss * weight).backward(**how)
 
-                pattern.body(step, phase, x, y, backward)
-                if number == 0:
-                    kept = [buffer.clone() for buffer in pattern.model.buffers()]
-            set_buffers(pattern.model, kept)
-            untouched.append(pattern.untouched())
-            pattern.act(phase)
+            pattern.body(step, x, y, backward)
+            if number == 0:
+                kept = [buffer.clone() for buffer in pattern.model.buffers()]
+        set_buffers(pattern.model, kept)
+        untouched.append(pattern.untouched())
+        pattern.act()
     return pattern.result(untouched)
 
 
@@ -268,12 +235,12 @@ def main() -> None:
     name = sys.argv[1]
     torch.set_num_threads(1)
     put_off_compiler()  # as `import fallow` does in a worker
-    # Shares follow the noise of a machine, and with them the order in which a sum is rounded.
-    Division.revised = lambda division, *_: division  # type: ignore[method-assign]
+    # Shares follow the noise of a machine, and with them the order in which a sum is rounded. Here they are uneven.
+    Division.revised = lambda _, __, paces, step: Division(tuple(range(1, 1 + len(paces))), 0)  # type: ignore
     vars(buckets).update(_FIRST_BYTES=700, BUCKET_BYTES=700)  # several of them
     (wanted,) = world(1, lambda run: plain(run, name))
     for reproducible in (False, True):
-        for size in (1, 2, 3):
+        for size in (1, 2, 5):
             results = world(size, lambda run: elastic(run, name, reproducible))  # noqa: B023
             told = {
                 "size": size,

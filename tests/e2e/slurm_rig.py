@@ -10,18 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import psutil
@@ -30,45 +26,22 @@ import pytest
 from fallow.control.client import call
 from fallow.files import Paths
 from fallow.local.headprocess import HeadProcess
-from fallow.model import (
-    EventRecord,
-    FallowError,
-    HeadView,
-    MemberPhase,
-    MemberView,
-    RunReport,
-    RunStatus,
-    RunView,
-    Snapshot,
-)
+from fallow.model import EventRecord, FallowError, HeadView, Snapshot
 from fallow.testbed.cluster import Testbed
-
-T = TypeVar("T")
+from slurm_training import REACT_S, SUBMITTED, TRAIN, Training, wait_for
 
 POLL_S = 1.0
-BEAT_S = 0.2
-MARGIN_S = 10.0
-SAMPLES_PER_STEP = 16
 SETTINGS = {
     "FALLOW_SLURM__POLL_INTERVAL_S": str(POLL_S),
     "FALLOW_SLURM__QUERIES_PER_MIN": "600",
     "FALLOW_HARVEST__MIN_MINUTES": "1",
     "FALLOW_HARVEST__MAX_MINUTES": "1",
     "FALLOW_HEAD__ADDRESS": "127.0.0.1",
-    "FALLOW_MEMBERSHIP__BEAT_S": str(BEAT_S),
-    "FALLOW_MEMBERSHIP__RELEASE_MARGIN_S": str(MARGIN_S),
+    "FALLOW_MEMBERSHIP__BEAT_S": "0.2",
+    "FALLOW_MEMBERSHIP__RELEASE_MARGIN_S": "10",
 }
-START_S = 240.0
-"""From a submission to a member: two processes that import torch, on cores shared with others."""
-REACT_S = 120.0
-"""From a signal or a decision to what follows from it, a start of a node included."""
-COMMAND_S = 180.0
-LOOK_S = 0.05
 
-_HERE = Path(__file__).resolve().parent
-_WRAPPER = _HERE.parents[1] / "slurm_scripts" / "fallow-sbatch"
-_GONE = frozenset(("CANCELLED", "COMPLETED", "FAILED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY"))
-_SUBMITTED = re.compile(r"^(\S+): job (\d+)")
+_WRAPPER = Path(__file__).resolve().parents[2] / "slurm_scripts" / "fallow-sbatch"
 _SCRIPT = """#!/bin/bash
 #SBATCH --partition=normal
 #SBATCH --exclusive
@@ -81,139 +54,10 @@ echo "$PWD $(umask) $*" > "place.$SLURM_JOB_ID"
 fallow run {command}
 echo "$SLURM_JOB_ID" >> after
 """
-_HETEROGENEOUS = """#!/bin/bash
-#SBATCH --partition=normal --exclusive --nodes=1 --output=output
+_COMPONENTS = """#SBATCH --nodes=1
 #SBATCH hetjob
 #SBATCH --partition=normal --exclusive --nodes=2
-#FALLOW nodes=3:4 workers-per-node=1 min-minutes=1
-export OMP_NUM_THREADS=1
-{before}
-fallow run {command}
-echo "$SLURM_JOB_ID" >> after
-"""
-
-
-def wait_for(what: str, condition: Callable[[], T], seconds: float, story: Callable[[], str] | None = None) -> T:
-    """The first true answer of `condition`; at the deadline the test fails and says what was waited for."""
-    deadline, nothing = time.monotonic() + seconds, threading.Event()
-    while not (answer := condition()):
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {seconds:g} s: {what}" + (f"\n{story()}" if story else ""))
-        nothing.wait(LOOK_S)
-    return answer
-
-
-@dataclass(frozen=True)
-class Trace:
-    """What one worker process wrote about its steps."""
-
-    worker: str
-    pid: int
-    steps: list[tuple[int, int, int]]
-    "(generation, step, rank) in order"
-
-
-class Training:
-    """One submitted run."""
-
-    def __init__(self, rig: Rig, folder: Path, run: str, job: str, steps: int) -> None:
-        self.rig, self.folder, self.run, self.job, self.steps = rig, folder, run, job, steps
-
-    def view(self) -> RunView:
-        return self.rig.status(self.run).runs[0]
-
-    def members(self) -> list[MemberView]:
-        """Members of the current generation: those of the base job first, then by rank."""
-        there = (m for m in self.view().members if m.rank is not None)
-        return sorted(there, key=lambda m: (m.allocation != "base", m.rank))
-
-    def events(self, *kinds: str) -> list[EventRecord]:
-        """The run's events, oldest first; all of them, or those of some kinds."""
-        found = self.rig.ask("events", list[EventRecord], run=self.run, limit=10_000)
-        return [event for event in found if not kinds or event.kind in kinds]
-
-    def changes(self, *kinds: str) -> list[EventRecord]:
-        """Completed changes of the membership of some kinds."""
-        return [event for event in self.events(*kinds) if "generation" in event.data]
-
-    def jobs(self) -> dict[str, str]:
-        """Job id -> token of everything that was submitted for this run."""
-        found = (_SUBMITTED.match(event.text) for event in self.events("submit"))
-        return {match[2]: match[1] for match in found if match}
-
-    def harvest_jobs(self) -> list[str]:
-        return [job for job, token in self.jobs().items() if re.search(r"-h\d+-", token)]
-
-    def base_jobs(self) -> list[str]:
-        return [job for job, token in self.jobs().items() if re.search(r"-b\d+-", token)]
-
-    def traces(self) -> list[Trace]:
-        """The workers' own notes, by worker number."""
-        found = []
-        for path in self.folder.glob("*.steps"):
-            worker, _, pid = path.stem.rpartition("-")
-            # The last line may be half written.
-            lines = path.read_text().rpartition("\n")[0].splitlines()
-            rows = [tuple(int(word) for word in line.split()) for line in lines]
-            found.append(Trace(worker, int(pid), [(row[0], row[1], row[2]) for row in rows]))
-        return sorted(found, key=lambda trace: int(trace.worker[1:]))
-
-    def trace(self, worker: str) -> Trace:
-        """The notes of a worker that must have been one single process."""
-        (found,) = (trace for trace in self.traces() if trace.worker == worker)
-        return found
-
-    def step(self) -> int:
-        """The newest step that any member has begun, without asking the head."""
-        return max((trace.steps[-1][1] for trace in self.traces() if trace.steps), default=-1)
-
-    def wait_for(self, what: str, condition: Callable[[], T], seconds: float = REACT_S) -> T:
-        return wait_for(f"run {self.run}: {what}", condition, seconds, self.rig.story)
-
-    def wait_members(self, count: int, seconds: float = START_S) -> list[MemberView]:
-        """Wait for exactly so many members, all of which the head has heard, and no change under way."""
-
-        def settled() -> list[MemberView]:
-            view = self.view()
-            members = [m for m in view.members if m.rank is not None]
-            calm = view.change is None and all(m.phase is MemberPhase.MEMBER and m.pids for m in members)
-            return self.members() if calm and len(members) == count else []
-
-        return self.wait_for(f"{count} members", settled, seconds)
-
-    def wait_steps(self, count: int = 5, seconds: float = REACT_S) -> None:
-        """Wait until the training has gone on by so many steps."""
-        start = self.step()
-        self.wait_for(f"{count} steps after step {start}", lambda: self.step() >= start + count, seconds)
-
-    def finish(self) -> RunReport:
-        """Let the training run to its end, and check what must hold at the end of every one of them."""
-        view = self.view()
-        assert not view.status.ended, f"ended before its time: {view}"
-        (self.folder / "hurry").touch()
-        self.wait_for("the end of the training", lambda: self.view().status.ended, START_S)
-        report: RunReport = self.rig.ask("report", RunReport, run=self.run)
-        assert report.status is RunStatus.FINISHED, report
-        assert report.steps == self.steps
-        assert (report.samples.lost, report.samples.duplicated) == (0, 0), report.samples
-        assert report.samples.consumed == self.steps * SAMPLES_PER_STEP
-        assert report.final_digest, report
-        assert not self.events("diverged"), "the members' final states differ"
-        self.wait_jobs_gone()
-        return report
-
-    def wait_jobs_gone(self) -> None:
-        """Wait until Slurm runs nothing more for this run, and nothing waits."""
-        self.wait_for("none of its jobs in Slurm", lambda: not self.jobs_alive())
-
-    def jobs_alive(self) -> list[str]:
-        states = self.rig.job_states()
-        return [job for job in self.jobs() if states.get(job, "GONE").split("+")[0] not in _GONE | {"GONE"}]
-
-    def lines_after(self) -> list[str]:
-        """Jobs in which the lines after `fallow run` were run."""
-        path = self.folder / "after"
-        return path.read_text().split() if path.exists() else []
+#FALLOW nodes=3:4 """
 
 
 class Rig:
@@ -335,7 +179,7 @@ class Rig:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=COMMAND_S,
+            timeout=180,
             check=False,
         )
         assert done.returncode == 0, f"{argv} -> {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -359,14 +203,15 @@ class Rig:
         self._count += 1
         folder = self.folder / f"training{self._count}"
         folder.mkdir(mode=0o700)
-        train = f"-- {sys.executable} {_HERE / 'slurm_train.py'} {folder} {steps} {pace_s}"
+        train = f"-- {sys.executable} {TRAIN} {folder} {steps} {pace_s}"
         script = folder / "train.sbatch"
-        text = (_HETEROGENEOUS if heterogeneous else _SCRIPT).format(command=words or train, before=before)
+        text = _SCRIPT.replace("#FALLOW ", _COMPONENTS if heterogeneous else "#FALLOW ")
+        text = text.format(command=words or train, before=before)
         script.write_text(text if exclusive else text.replace("#SBATCH --exclusive\n", ""))
         job = self.command(str(_WRAPPER), "--parsable", *options, str(script), "an argument", cwd=folder).strip()
         # Of a job that is over already only the events tell.
         submissions = [e for e in self.ask("events", list[EventRecord], limit=10_000) if e.kind == "submit"]
-        run = next(e.run for e in submissions if (match := _SUBMITTED.match(e.text)) and match[2] == job)
+        run = next(e.run for e in submissions if (match := SUBMITTED.match(e.text)) and match[2] == job)
         assert run is not None
         self.trainings.append(Training(self, folder, run, job, steps))
         return self.trainings[-1]
@@ -434,7 +279,3 @@ def environment_of(path: Path) -> dict[str, str]:
     pairs = (entry.partition("=") for entry in path.read_text().split("\0") if entry)
     own = ("SLURM", "FALLOW_TOKEN", "FALLOW_KIND", "FALLOW_BATCH_PID", "HOSTNAME")
     return {name: text for name, _, text in pairs if not name.startswith(own)}
-
-
-def kinds_of(report: RunReport) -> list[str]:
-    return [generation.kind.value for generation in report.generations]

@@ -16,29 +16,12 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import fallow
 
 SAMPLES = 64
 GLOBAL_BATCH = 16
-BATCH = 1
-WIDTH = 16
-
-
-class Points(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Points and which side of a plane they are on."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(7)
-        self.x = torch.randn(SAMPLES, 8, generator=generator)
-        self.y = (self.x.sum(1, keepdim=True) > 0).float()
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.x[index], self.y[index]
 
 
 def main() -> None:
@@ -46,9 +29,10 @@ def main() -> None:
     hurry, nothing = folder / "hurry", threading.Event()
     torch.set_num_threads(1)
     run = fallow.init()
-    model: nn.Module = nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    loader = DataLoader(Points(), batch_size=BATCH, shuffle=True)
+    x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(7))
+    loader = DataLoader(TensorDataset(x, (x.sum(1, keepdim=True) > 0).float()), batch_size=1, shuffle=True)
     model, optimizer, steps_of = run.prepare(model, optimizer, loader, global_batch=GLOBAL_BATCH)
     worker = os.environ.get("FALLOW_WORKER", "alone")
     with (folder / f"{worker}-{os.getpid()}.steps").open("a", buffering=1) as trace:

@@ -1,10 +1,9 @@
-"""A training that talks as nanoGPT does: `master_process` is set once, before the loop.
+"""A training with nanoGPT's habits: `master_process` is set once, before the loop, and batches come from a function.
 
-usage: talking_training.py [--fail import|init] [--pace SECONDS] [--kill WORKER] [--save FILE]
+usage: talking_training.py FILE [--pace SECONDS] [--kill WORKER]
 
-`--kill n1`: n1 is killed as soon as it has become the main member, in the middle of a step.
-
-Every line that it prints begins with `TALK`. Lines with `all` are printed by every member.
+The main member saves in FILE. `--kill n1`: n1 is killed as soon as it has become the main member, in the middle of a
+step. Every line that the script prints begins with `TALK`. Lines with `all` are printed by every member.
 """
 
 # ruff: noqa: E402  # its first line comes before everything
@@ -18,9 +17,10 @@ import time
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import fallow
+
+STEPS = 60
 
 
 class Scaled(nn.Linear):
@@ -40,51 +40,60 @@ class Scaled(nn.Linear):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = Scaled()
+        self.inner, self.drop = Scaled(), nn.Dropout(0.1)
         self.head = nn.Linear(8, 8, bias=False)
         self.tied = self.head
         self.register_buffer("mask", torch.ones(8), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.tied(self.inner(x) * self.mask)
+        return self.tied(self.drop(self.inner(x)) * self.mask)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--fail", default="")
+    parser.add_argument("file")
     parser.add_argument("--kill", default="")
     parser.add_argument("--pace", type=float, default=0.0)
-    parser.add_argument("--save", default="")
     args = parser.parse_args()
-    if args.fail == "import":
-        import no_such_module_of_mine  # noqa: F401
+    torch.set_num_threads(1)
     run = fallow.init()
     master_process = run.is_main
-    if args.fail == "init":
-        raise ValueError("no data in this folder")
     if master_process:
         print(f"TALK before the loop: {master_process}")
     torch.manual_seed(0)
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    data = TensorDataset(torch.randn(480, 8, generator=torch.Generator().manual_seed(1)))
-    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, batch_size=2), global_batch=8)
-    for update in run.updates(loader):  # 60 steps
-        for (x,) in update:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=15)
+    data = torch.randn(480, 8, generator=torch.Generator().manual_seed(1))
+    state = {"best": 1e9, "ema": {name: p.detach().clone() for name, p in model.named_parameters()}}
+    run.prepare(model, optimizer, scaler, state, reproducible=True)
+
+    def get_batch() -> torch.Tensor:
+        return data[torch.randint(len(data), (2,))]
+
+    for update in run.updates(get_batch, shards=4, max_steps=STEPS):
+        for x in update:
             time.sleep(args.pace)
             if args.kill and os.environ["FALLOW_WORKER"] == args.kill and master_process:
                 os.kill(os.getpid(), signal.SIGKILL)
-            model(x).square().mean().backward()
-        optimizer.step()
+            scaler.scale(model(x).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                state["ema"][name].lerp_(p, 0.05)
+            loss = float(model(get_batch()).square().mean())  # on all: random numbers are the same
+        state["best"] = min(state["best"], loss)
         model.inner.scale["history"][0] = float(update.step)
         print(f"TALK all: step {update.step}")
         if master_process:
-            print(f"TALK main: step {update.step}")
-    if args.save and master_process:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": run.step}
-        torch.save(state, args.save)
+            print(f"TALK main: step {update.step}, norm {norm:.6f}, loss {loss:.6f}, best {state['best']:.6f}")
     if master_process:
+        objects = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": state}
+        torch.save({**objects, "scale": scaler.get_scale()}, args.file)
         print("TALK behind the loop")
 
 

@@ -121,14 +121,6 @@ def useful_share(ends: Sequence[float], nodes: Sequence[Node], since: float, unt
     return sum(since < at <= until for at in ends) * step_node_s / available
 
 
-def test_useful_is_what_was_finished_once_and_available_what_was_there_and_sound() -> None:
-    killed, released = Node(came=0.0, gone=10.0), Node(came=0.0, gone=14.0)
-    newcomers = Node(came=10.0), Node(came=13.0)
-    nodes = [killed, released, *newcomers, Node(came=11.0, gone=12.0), Node(came=-5.0, gone=10.0)]
-    share = useful_share([9.0, 10.0, 10.5, 12.0, 20.0, 20.5], nodes, 10.0, 20.0, 1.5)
-    assert share == pytest.approx(3 * 1.5 / (4 + 10 + 7 + 1))
-
-
 @pytest.mark.soak
 @pytest.mark.timeout(4 * 3600)
 def test_chaos(tmp_path: Path) -> None:

@@ -5,19 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import sys
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 
-from torch.distributed import TCPStore
-
-sys.path.insert(0, str(Path(__file__).parent))
 import group_member
+from local_rig import wait
+from torch.distributed import TCPStore
 
 PATIENCE_S = 180.0
 
@@ -52,15 +48,6 @@ class Member:
         assert not interrupted
         return value
 
-    def interrupted(self) -> str:
-        return self.answer()[1]
-
-    def end(self) -> int | None:
-        """Let it end; its exit code."""
-        self.line.send(())
-        self.process.join(PATIENCE_S)
-        return self.process.exitcode
-
     def signal(self, number: int) -> None:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
@@ -91,32 +78,23 @@ def build(generation: int, members: list[Member]) -> None:
         member.result()
 
 
-def sums(members: list[Member], value: float) -> list[object]:
-    """Each member's sum of the same value."""
-    for member in members:
-        member.do("launch_sum", value)
+def launch(member: Member, kind: str) -> None:
+    """Have a member wait for the others, in one of three ways."""
+    if kind == "gather":
+        member.say("gather", "x")
+    elif kind == "told":
+        member.do("launch_tell", "x")
+        member.say("hear")
+    else:
+        member.do("launch_sum", 1.0)
         member.say("wait_and_verify")
-    return [member.result()[-1] for member in members]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def wait_in(members: list[Member], kind: str) -> None:
-    """Have members wait for the others, in one of three ways."""
+    """As `launch`; returns when all of them wait."""
     for member in members:
-        if kind == "gather":
-            member.say("gather", "x")
-        elif kind == "told":
-            member.do("launch_tell", "x")
-            member.say("hear")
-        else:
-            member.do("launch_sum", 1.0)
-            member.say("wait_and_verify")
+        launch(member, kind)
+    wait(lambda: all(member.do("waits") for member in members))
 
 
 def test_what_is_told_does_not_pair_with_sums_whatever_the_order_of_the_launches(start) -> None:
@@ -132,54 +110,36 @@ def test_what_is_told_does_not_pair_with_sums_whatever_the_order_of_the_launches
     assert [member.result() for member in members] == [["r0", "r1", "r2"]] * 3
 
 
-def test_who_tells_while_the_others_wait_for_its_sum_is_not_heard_and_gets_no_sum(start) -> None:
-    first, *others = members = start(3)
-    wait_in([first], "told")
-    wait_in(others, "sums")
-    until(lambda: all(member.do("waits") for member in members))
-    for member in members:
-        member.say("interrupt", "over")
-    assert [member.interrupted() for member in members] == ["over"] * 3
-
-
-def test_parts_of_unlike_length_are_gathered(start) -> None:
-    members = start(3)
-    for texts in (["", "bb", "ccc"], ["", "", ""], ["a", "b", "c"]):
-        for member, text in zip(members, texts, strict=True):
-            member.say("gather", text)
-        assert [member.result() for member in members] == [texts] * 3
-
-
 @pytest.mark.parametrize("kind", ["told", "sums", "gather"])
-def test_a_killed_peer_ends_every_wait(start, kind: str) -> None:
-    *survivors, victim = start(3)
+def test_a_peer_that_is_stopped_or_killed_ends_every_wait_and_the_others_sum_on(start, kind: str) -> None:
+    """By an interrupt in the first case, after which the peer goes on and harms nobody."""
+    *survivors, stopped = start(4)
     wait_in(survivors, kind)
-    until(lambda: all(member.do("waits") for member in survivors))
-    victim.signal(signal.SIGKILL)
-    for member in survivors:
-        assert "onnection" in member.interrupted()
-    build(2, survivors)
-    assert sums(survivors, 2.0) == [4.0, 4.0]
-
-
-@pytest.mark.parametrize("kind", ["told", "sums", "gather"])
-def test_an_interrupt_ends_every_wait_for_a_stopped_peer_which_harms_nobody_when_it_goes_on(start, kind: str) -> None:
-    *survivors, victim = start(3)
-    wait_in(survivors, kind)
-    until(lambda: all(member.do("waits") for member in survivors))
-    victim.signal(signal.SIGSTOP)
+    stopped.signal(signal.SIGSTOP)
     for member in survivors:
         member.say("interrupt", "stopped")
-        assert member.interrupted() == "stopped"
+        assert member.answer()[1] == "stopped"
     build(2, survivors)
     for member in survivors:
         member.do("launch_sum", 2.0)  # not the former sum's memory: that is kept
-    victim.signal(signal.SIGCONT)
-    wait_in([victim], kind)  # into the group that the others have left, whose data may be there
-    victim.answer()
+    stopped.signal(signal.SIGCONT)
+    launch(stopped, kind)  # into the group that the others have left, whose data may be there
+    stopped.answer()
     for member in survivors:
         member.say("wait_and_verify")
-    assert [member.result()[-1] for member in survivors] == [4.0, 4.0]
-    until(lambda: not any("reaper" in name for member in survivors for name in member.do("threads")))
-    assert sums(survivors, 3.0) == [6.0, 6.0]
-    assert [member.end() for member in survivors] == [0, 0]
+    assert [member.result()[-1] for member in survivors] == [6.0] * 3
+    wait(lambda: not any("reaper" in name for member in survivors for name in member.do("threads")))
+
+    *survivors, killed = survivors
+    wait_in(survivors, kind)
+    killed.signal(signal.SIGKILL)
+    for member in survivors:
+        assert "onnection" in member.answer()[1]
+    build(3, survivors)
+    for member in survivors:
+        launch(member, "sums")
+    assert [member.result()[-1] for member in survivors] == [2.0] * 2
+    for member in survivors:
+        member.line.send(())
+        member.process.join(PATIENCE_S)
+    assert [member.process.exitcode for member in survivors] == [0, 0]

@@ -10,16 +10,15 @@ import pytest
 from local_rig import Script
 
 SCRIPT = str(Path(__file__).with_name("pattern_worlds.py"))
-PATTERNS = ["Ways", "Frozen", "Scaled", "Usual", "Gan"]
 CLOSE = 1e-6
 """Of float32 sums in another order, after 36 steps."""
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", ["Ways", "Rich"])
 def test_worlds_of_any_size_train_as_plain_torch_does(pattern: str, script: Script) -> None:
     worlds: list[dict[str, Any]] = [json.loads(line) for line in script(SCRIPT, pattern).splitlines()]
     assert [(world["size"], world["reproducible"]) for world in worlds] == [
-        (size, reproducible) for reproducible in (False, True) for size in (1, 2, 3)
+        (size, reproducible) for reproducible in (False, True) for size in (1, 2, 5)
     ]
     assert not [world for world in worlds if world["refused"]]
     for world in worlds:
@@ -27,4 +26,5 @@ def test_worlds_of_any_size_train_as_plain_torch_does(pattern: str, script: Scri
         assert world["untouched"], "other parameters have no gradient than in plain torch"
         assert world["scale"]
         assert world["difference"] < CLOSE
-    assert len({world["digests"][0] for world in worlds if world["reproducible"]}) == 1
+    digests = [{world["digests"][0] for world in worlds if world["reproducible"] == exact} for exact in (False, True)]
+    assert (len(digests[0]) > 1, len(digests[1])) == (True, 1), "this training can tell, and there is one result"

@@ -1,12 +1,13 @@
-"""Harvesting on a real Slurm: idle GPUs of shared nodes, renewals, refusals, nodes that sleep."""
+"""Harvesting on a real Slurm: idle GPUs of shared nodes, refusals, nodes that sleep."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import datetime
 
 import pytest
-from slurm_rig import REACT_S, START_S, Rig, telling, wait_for
+from slurm_rig import Rig, telling
+
+from slurm_training import REACT_S, START_S, wait_for
 
 pytestmark = pytest.mark.slurm
 
@@ -23,52 +24,23 @@ def rig(shared: Rig) -> Iterator[Rig]:
         yield shared
 
 
-@pytest.mark.soak
-def test_the_idle_gpu_of_a_node_that_others_use_is_harvested_and_kept(rig: Rig) -> None:
-    whole = rig.others(1)
-    rig.wait_job(whole, "RUNNING")
-    # One GPU is idle on each of the other nodes: one for the base job, one to harvest.
-    shared_nodes = sorted({"n1", "n2", "n3"} - {_where(rig, whole)})
-    parts = [_part(rig, 3, f"--nodelist={name}") for name in shared_nodes]
+def test_the_idle_gpus_of_nodes_that_others_use_are_harvested_as_many_as_the_script_asks_for(rig: Rig) -> None:
+    parts = [_part_of(rig, node) for node in ("n1", "n2", "n3")]
     for job in parts:
         rig.wait_job(job, "RUNNING")
-    training = rig.submit("--nodes=1:2", "--gres=gpu:1", pace_s=0.4, exclusive=False)
-    base, node = (member.node for member in training.wait_members(2))
-    assert sorted((base, node)) == shared_nodes
-    wait_for("all its GPUs are used", lambda: "GresUsed=gpu:4" in _node(rig, node), REACT_S, rig.story)
-    assert "State=MIXED" in _node(rig, node)
-    (first,) = training.harvest_jobs()
-    training.wait_for("its successor is asked for", lambda: len(training.harvest_jobs()) > 1, 60.0)
-    second = training.harvest_jobs()[1]
-    assert (rig.job_states()[first], rig.job_states()[second]) == ("RUNNING", "PENDING")
-    rig.wait_job(second, "RUNNING")
-    # No other moment between them than Slurm needs.
-    assert (_times(rig, second)[0] - _times(rig, first)[1]).total_seconds() in (0.0, 1.0, 2.0)
-    training.wait_for("it trains there again", lambda: len(training.changes("absorb")) > 1, START_S)
-    assert training.wait_members(2)[1].node == node
-    training.wait_steps()
-    assert {rig.job_states()[job] for job in (whole, *parts)} == {"RUNNING"}
-    rig.scancel(whole, *parts)
-    training.finish()
-    assert not training.events("eject", "failed", "lost", "orphan")
-    assert rig.job_states()[first] == "COMPLETED", "it left before its walltime"
-
-
-def test_a_harvest_job_holds_as_many_gpus_as_its_script_asks_for(rig: Rig) -> None:
     training = rig.submit("--nodes=1:3", "--gres=gpu:1", exclusive=False)
-    training.wait_members(3)
+    assert {member.node for member in training.wait_members(3)} == {"n1", "n2", "n3"}
     harvest = [job for job in training.harvest_jobs() if rig.job_states()[job] == "RUNNING"]
     assert len(harvest) == 2
     for job in harvest:
         shown = rig.testbed.slurm("scontrol", "-d", "show", "job", job)
         assert "JOB_GRES=gpu:1\n" in shown and "NumCPUs=1 " in shown, shown
-    # A stranger's job runs on the same node beside it.
-    stranger = _part(rig, 1, f"--nodelist={_where(rig, harvest[0])}")
-    rig.wait_job(stranger, "RUNNING")
+    assert "State=MIXED" in _node(rig, "n1") and "GresUsed=gpu:4" in _node(rig, "n1"), _node(rig, "n1")
     training.wait_steps()
-    assert [rig.job_states()[job] for job in harvest] == ["RUNNING", "RUNNING"]
+    states = rig.job_states()
+    assert {states[job] for job in (*parts, *harvest)} == {"RUNNING"}
     assert not training.events("eject", "failed", "release")
-    rig.scancel(stranger)
+    rig.scancel(*parts)
     training.finish()
 
 
@@ -128,22 +100,11 @@ def test_a_sleeping_node_is_not_woken(rig: Rig) -> None:
     assert not (folder / "resumed").exists(), (folder / "resumed").read_text()
 
 
-def _part(rig: Rig, gpus: int, *options: str) -> str:
-    """Somebody's job on some GPUs of one node; returns its id."""
+def _part_of(rig: Rig, node: str) -> str:
+    """Somebody's job on three of a node's four GPUs; returns its id."""
     argv = ["sbatch", "--parsable", "--partition=normal", "--time=10", "--output=/dev/null", "--job-name=part"]
-    return rig.command(*argv, "--nodes=1", f"--gpus-per-node={gpus}", *options, "--wrap=sleep 600").strip()
-
-
-def _where(rig: Rig, job: str) -> str:
-    """Node of a job that runs."""
-    return rig.testbed.slurm("squeue", "-h", "-j", job, "-o", "%N").strip()
+    return rig.command(*argv, "--nodes=1", "--gpus-per-node=3", f"--nodelist={node}", "--wrap=sleep 600").strip()
 
 
 def _node(rig: Rig, name: str) -> str:
     return rig.testbed.slurm("scontrol", "-o", "-d", "show", "node", name)
-
-
-def _times(rig: Rig, job: str) -> tuple[datetime, datetime]:
-    """Start and end of a job, to the second."""
-    start, end = rig.testbed.slurm("squeue", "-h", "-t", "all", "-j", job, "-o", "%S %e").split()
-    return datetime.fromisoformat(start), datetime.fromisoformat(end)

@@ -10,7 +10,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from slurm_rig import START_S, Rig, Training, telling, wait_for
+from slurm_rig import Rig, telling
+
+from slurm_training import START_S, wait_for
 
 pytestmark = pytest.mark.slurm
 
@@ -20,7 +22,9 @@ POLL_S, IDLE_S, CYCLE_S = 5.0, 6.0, 1.0
 
 @pytest.fixture(scope="module")
 def shared(slurm_installed: None) -> Iterator[Rig]:
-    with Rig("plain", nodes=4, FALLOW_HARVEST__ALLOW_WITHOUT_PREEMPTION="true") as rig:
+    # Harvest jobs last longer than a test.
+    settings = {"FALLOW_HARVEST__ALLOW_WITHOUT_PREEMPTION": "true", "FALLOW_HARVEST__MAX_MINUTES": "30"}
+    with Rig("plain", nodes=4, **settings) as rig:
         yield rig
 
 
@@ -63,22 +67,6 @@ def test_who_waits_gets_our_newest_node_and_keeps_it(rig: Rig) -> None:
     training.finish()
 
 
-@pytest.mark.soak
-def test_a_worker_that_does_not_leave_in_time_is_ended(rig: Rig) -> None:
-    fillers = rig.others(2)
-    rig.wait_job(fillers, "RUNNING")
-    training = rig.submit("--nodes=1:2", steps=40, pace_s=20.0)
-    training.wait_members(2)
-    other = rig.others(1)
-    rig.wait_job(other, "RUNNING", 2 * (POLL_S + IDLE_S + CYCLE_S))
-    assert _waited_s(rig.testbed.slurm("scontrol", "-o", "show", "job", other)) <= POLL_S + IDLE_S + CYCLE_S
-    training.wait_for("ejected", lambda: training.changes("eject"), START_S)
-    assert any("has not left in time" in event.text for event in training.events("release"))
-    rig.scancel(fillers, other)
-    report = training.finish()
-    assert report.steps_discarded <= 1
-
-
 def _waited_s(shown: str) -> float:
     return _at(shown, "StartTime") - _at(shown, "SubmitTime")
 
@@ -94,13 +82,15 @@ def _at(shown: str, key: str) -> float:
 def test_a_slurmctld_that_dies_or_hangs_ends_no_allocation(rig: Rig) -> None:
     training = rig.submit("--nodes=1:2", "--time=10", steps=1200)
     members = [(m.member, m.pids[0]) for m in training.wait_members(2)]
+    # By then slurmctld has written down that the jobs run: one that is killed earlier comes back without knowing.
+    training.wait_steps(80)
     for number in (signal.SIGKILL, signal.SIGSTOP):
         slurmctld = rig.testbed.daemon_pid("slurmctld")
         os.kill(slurmctld, number)
         try:
             wait_for("the head has noticed", lambda: rig.head_view().slurm_error, 60.0, rig.story)
             training.wait_steps(10)
-            assert len(_held(training)) == 2
+            assert [a.state for a in training.view().allocations].count("running") == 2
         finally:
             if number == signal.SIGKILL:
                 rig.testbed.restart_slurmctld()
@@ -109,12 +99,7 @@ def test_a_slurmctld_that_dies_or_hangs_ends_no_allocation(rig: Rig) -> None:
         wait_for("Slurm answers again", lambda: rig.head_view().slurm_error is None, START_S, rig.story)
         polls = rig.head_view().polls
         wait_for("three polls more", lambda: rig.head_view().polls >= polls + 3, START_S, rig.story)  # noqa: B023
-        assert len(_held(training)) == 2
+        assert [a.state for a in training.view().allocations].count("running") == 2
         assert [(m.member, m.pids[0]) for m in training.members()] == members
     assert not training.events("eject", "failed", "lost", "orphan")
     training.finish()
-
-
-def _held(training: Training) -> set[str]:
-    """Its running allocations; requests may wait besides, for the time after."""
-    return {a.token for a in training.view().allocations if a.state == "running"}

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from slurm_rig import POLL_S, REACT_S, START_S, Rig, Training, environment_of, kinds_of, telling, wait_for
+from slurm_rig import POLL_S, Rig, environment_of, telling
 
-from fallow.model import RunReport, RunStatus
+from fallow.model import RunStatus
+from slurm_training import REACT_S, START_S, wait_for
 
 LEFT = ("release", "mixed")
 
 pytestmark = pytest.mark.slurm
-
-
-@dataclass(frozen=True)
-class Begun:
-    """Three runs whose jobs have a time limit of one minute."""
-
-    harvested: Training
-    "one base node with time enough, one harvest node at a time"
-    ending: Training
-    "its base job has one minute, too"
-    alone: Training
-    "one node and no other: when it goes, nobody is left"
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +30,46 @@ def shared(slurm_installed: None) -> Iterator[Rig]:
         yield rig
 
 
+class Begun:
+    """Three runs whose jobs have a time limit of one minute.
+
+    They train while the tests of other runs are at it, which takes longer than a minute.
+    """
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        submit = partial(rig.submit, pace_s=0.4, steps=800)
+        self.harvested = submit("--nodes=1:2")
+        "one base node with time enough, one harvest node at a time"
+        self.ending = submit("--nodes=1:2", "--time=1")
+        "its base job has one minute, too"
+        self.alone = submit("--nodes=1:1", "--time=1")
+        "one node and no other: when it goes, nobody is left"
+        self.trainings = (self.harvested, self.ending, self.alone)
+        for training in self.trainings:
+            training.wait_steps()
+
+    def finish(self) -> None:
+        """Let each be left by a node and go on, and then end."""
+        before = self.rig.head_view()
+        # A node whose successor is ready leaves as that comes: one change, mixed.
+        for training, kinds in ((self.harvested, LEFT), (self.ending, LEFT), (self.alone, ("suspend",))):
+            training.wait_for("a node left before its walltime", partial(training.changes, *kinds), START_S)
+        self.alone.wait_for("the run goes on", lambda: self.alone.changes("start")[1:], START_S)
+        more = partial(self.harvested.changes, "absorb", "mixed")
+        self.harvested.wait_for("another harvest node", lambda: len(more()) > 1, START_S)
+        self.ending.wait_for("the base worker left", lambda: "n0" not in {m.member for m in self.ending.members()})
+        for training in self.trainings:
+            training.wait_steps()
+        now = self.rig.head_view()
+        self.polls, self.seconds = now.polls - before.polls, now.uptime_s - before.uptime_s
+        self.reports = {training.run: training.finish() for training in self.trainings}
+        self.states = self.rig.job_states()
+
+
 @pytest.fixture(scope="module")
 def begun(shared: Rig) -> Begun:
-    """They train while the tests of other runs are at it, which takes longer than a minute."""
-    harvested = shared.submit("--nodes=1:2", pace_s=0.4, steps=800)
-    ending = shared.submit("--nodes=1:2", "--time=1", pace_s=0.4, steps=800)
-    alone = shared.submit("--nodes=1:1", "--time=1", pace_s=0.4, steps=800)
-    for training in (harvested, ending, alone):
-        training.wait_steps()
-    return Begun(harvested, ending, alone)
+    return Begun(shared)
 
 
 @pytest.fixture
@@ -202,41 +220,14 @@ def _umask() -> str:
     return f"{old:04o}"
 
 
-@dataclass(frozen=True)
-class Minutes:
-    """The three runs when they have finished."""
-
-    harvested: Training
-    ending: Training
-    alone: Training
-    reports: dict[str, RunReport]
-    states: dict[str, str]
-    "how Slurm's jobs ended"
-    polls: int
-    "while all three were active"
-    seconds: float
-
-
 @pytest.fixture(scope="module")
-def minutes(shared: Rig, begun: Begun) -> Iterator[Minutes]:
+def minutes(shared: Rig, begun: Begun) -> Begun:
     with telling(shared):
-        harvested, ending, alone = everybody = begun.harvested, begun.ending, begun.alone
-        before = shared.head_view()
-        # A node whose successor is ready leaves as that comes: one change, mixed.
-        for training, kinds in ((harvested, LEFT), (ending, LEFT), (alone, ("suspend",))):
-            training.wait_for("a node left before its walltime", partial(training.changes, *kinds), 100.0)
-        alone.wait_for("the run goes on", lambda: alone.changes("start")[1:], START_S)
-        harvested.wait_for("another harvest node", lambda: len(harvested.changes("absorb", "mixed")) > 1, START_S)
-        ending.wait_for("the base worker left", lambda: "n0" not in {m.member for m in ending.members()})
-        for training in everybody:
-            training.wait_steps()
-        now = shared.head_view()
-        reports = {training.run: training.finish() for training in everybody}
-        polls, seconds = now.polls - before.polls, now.uptime_s - before.uptime_s
-        yield Minutes(*everybody, reports, shared.job_states(), polls, seconds)
+        begun.finish()
+    return begun
 
 
-def test_s1_harvest_nodes_are_left_before_their_walltime_and_asked_for_again(minutes: Minutes) -> None:
+def test_s1_harvest_nodes_are_left_before_their_walltime_and_asked_for_again(minutes: Begun) -> None:
     training = minutes.harvested
     release = training.changes(*LEFT)[0]
     assert "walltime" in release.text
@@ -251,7 +242,7 @@ def test_s1_harvest_nodes_are_left_before_their_walltime_and_asked_for_again(min
     assert training.lines_after() == [training.job]
 
 
-def test_a_run_outlives_its_base_job(minutes: Minutes) -> None:
+def test_a_run_outlives_its_base_job(minutes: Begun) -> None:
     training = minutes.ending
     assert not training.events("eject", "failed", "lost")
     assert "TIMEOUT" not in {minutes.states[job] for job in training.jobs()}
@@ -264,7 +255,7 @@ def test_a_run_outlives_its_base_job(minutes: Minutes) -> None:
     assert training.job not in training.lines_after()
 
 
-def test_a_run_without_nodes_is_suspended_and_goes_on_by_itself(minutes: Minutes) -> None:
+def test_a_run_without_nodes_is_suspended_and_goes_on_by_itself(minutes: Begun) -> None:
     training, report = minutes.alone, minutes.reports[minutes.alone.run]
     assert not training.events("eject", "failed", "lost")
     assert "TIMEOUT" not in {minutes.states[job] for job in training.jobs()}
@@ -281,12 +272,10 @@ def test_a_run_without_nodes_is_suspended_and_goes_on_by_itself(minutes: Minutes
     assert len(training.lines_after()) == 1
 
 
-def test_usage_adds_up_to_what_slurm_allocated(shared: Rig, minutes: Minutes) -> None:
-    trainings = (minutes.harvested, minutes.ending, minutes.alone)
-    for training in trainings:
-        training.wait_jobs_gone()
+def test_usage_adds_up_to_what_slurm_allocated_and_slurm_is_asked_once_an_interval(shared: Rig, minutes: Begun) -> None:
+    assert 0.25 * minutes.seconds / POLL_S <= minutes.polls <= minutes.seconds / POLL_S + 1, "whatever number of runs"
     spans = shared.job_spans()
-    for training in trainings:
+    for training in minutes.trainings:
         slurm_s = sum(spans[job] for job in training.jobs() if job in spans)
 
         def settled(run: str = training.run, slurm_s: float = slurm_s) -> dict[str, Any]:
@@ -309,23 +298,7 @@ def test_usage_adds_up_to_what_slurm_allocated(shared: Rig, minutes: Minutes) ->
     assert minutes.harvested.run in shared.command("fallow", "usage")
 
 
-def test_a_dry_run_says_what_the_real_one_would_find(shared: Rig, minutes: Minutes) -> None:
-    script = str(minutes.alone.folder / "train.sbatch")
-    jobs = shared.job_states().keys()
-    found = json.loads(shared.command("fallow", "submit", "--dry-run", "--json", "--nodes=2:6", script))
-    assert "to start at" in found["start"]["says"]
-    assert not found["start"]["refused"]
-    assert found["prospect"]["nodes"] == 6
-    assert found["notes"] == found["prospect"]["notes"] == []
-    assert shared.job_states().keys() == jobs
-
-
-def test_slurm_is_asked_once_an_interval_whatever_the_number_of_runs(minutes: Minutes) -> None:
-    assert minutes.polls <= minutes.seconds / POLL_S + 1
-    assert minutes.polls >= 0.5 * minutes.seconds / POLL_S
-
-
-def test_s2_a_preempted_node_is_left_within_the_grace(rig: Rig, minutes: Minutes) -> None:
+def test_s2_a_preempted_node_is_left_within_the_grace(rig: Rig, minutes: Begun) -> None:
     """And one that Slurm takes for nobody is given back by the head. The nodes are free of other runs by then."""
     training = rig.submit("--nodes=1:3")
     base = training.wait_members(3)[0]
@@ -375,82 +348,3 @@ def test_a_script_that_knows_nothing_of_fallow_is_restarted_on_the_nodes_that_ar
     training.wait_for("the end of the run", lambda: training.view().status is RunStatus.FINISHED)
     training.wait_jobs_gone()
     assert training.lines_after() == [training.job]
-
-
-@pytest.fixture(scope="module")
-def headless(slurm_installed: None) -> Iterator[Rig]:
-    """Where nobody starts a head again, and harvest jobs last longer than a test."""
-    settings = {"FALLOW_MEMBERSHIP__HEAD_PATIENCE_S": "4", "FALLOW_HARVEST__MAX_MINUTES": "30"}
-    with Rig("preempt", nodes=3, **settings) as rig, telling(rig):
-        yield rig
-
-
-def test_a_base_job_that_loses_its_head_and_a_harvest_node_finishes_the_training(headless: Rig) -> None:
-    rig = headless
-    training = rig.submit("--nodes=1:2", pace_s=0.1)
-    base, harvested = training.wait_members(2)
-    (job,) = (job for job, token in training.jobs().items() if token == harvested.token)
-    rig.kill_head()
-    rig.scancel(job)
-    # Slurm gives it no time, as where a node dies: nobody may wait for its last words.
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(harvested.pids[0], signal.SIGKILL)
-    training.wait_steps(5, START_S)
-    assert training.trace(base.member).pid == base.pids[0]
-    (training.folder / "hurry").touch()
-    rig.wait_job(training.job, "COMPLETED", 2 * START_S)
-    rig.start_head()
-    training.wait_for("the run is over", lambda: training.view().status.ended)
-    report = rig.ask("report", RunReport, run=training.run)
-    assert (report.status, report.steps) == (RunStatus.FINISHED, training.steps)
-    assert (report.samples.lost, report.samples.duplicated) == (0, 0)
-    steps = [step for _, step, _ in training.trace(base.member).steps]
-    # The step that the loss interrupted may have been begun again.
-    assert sorted(set(steps)) == list(range(training.steps))
-    assert len(steps) <= training.steps + 1
-    training.wait_jobs_gone()
-    assert training.lines_after() == [training.job]
-
-
-@pytest.mark.soak
-def test_s9_a_component_of_a_heterogeneous_job_that_starts_in_part(rig: Rig) -> None:
-    gate = rig.folder / "gate"
-    training = rig.submit(heterogeneous=True, before=f"until [ -e {gate} ]; do sleep 0.1; done")
-    component = str(int(training.job) + 1)
-    wait_for("the job runs", lambda: rig.job_states().get(component) == "RUNNING", START_S, rig.story)
-    nodes = rig.testbed.slurm("squeue", "-h", "-j", component, "-o", "%N").strip()
-    starts, stays_out = rig.testbed.slurm("scontrol", "show", "hostnames", nodes).split()
-    slurmd = rig.testbed.daemon_pid(stays_out)
-    os.kill(slurmd, signal.SIGSTOP)
-    try:
-        gate.touch()
-        # srun gives that component's step up after some seconds, and kills what had started of it. The other goes on.
-        training.wait_for("ejected", lambda: len(training.changes("eject")) == 1)
-    finally:
-        os.kill(slurmd, signal.SIGCONT)
-    gone = training.changes("eject")[0]
-    assert starts in gone.text, gone
-    members = training.wait_members(2)
-    assert not {starts, stays_out} & {m.node for m in members}
-    training.wait_steps()
-    training.finish()
-    assert training.lines_after() == [training.job]
-
-
-@pytest.mark.soak
-def test_killed_workers_cost_no_sample(rig: Rig) -> None:
-    training = rig.submit("--nodes=1:3")
-    members = training.wait_members(3)
-    os.kill(members[1].pids[0], signal.SIGKILL)
-    training.wait_for("ejected", lambda: len(training.changes("eject")) == 1)
-    training.wait_members(3)
-    # The base worker, too: its job has nothing left to do, and the base is asked for again.
-    base = next(m for m in training.members() if m.member == "n0")
-    os.kill(base.pids[0], signal.SIGKILL)
-    training.wait_for("ejected", lambda: len(training.changes("eject")) == 2)
-    training.wait_members(3)
-    training.wait_steps()
-    report = training.finish()
-    assert kinds_of(report).count("eject") == 2
-    assert report.steps_discarded <= 2
-    assert len(training.lines_after()) == 1

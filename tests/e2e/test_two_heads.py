@@ -7,14 +7,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from local_rig import wait
 
 from fallow.control.client import call
-from fallow.files import Paths, read_struct
+from fallow.files import read_struct
 from fallow.model import Exit, HeadFile, RunSpec, Snapshot
 
 PATIENCE_S = 120.0
@@ -32,77 +32,50 @@ except FallowError as error:
     sys.exit(error.code)
 """
 
-
-class Hosts:
-    """Heads of one state folder, each with the runtime folder of a host of its own."""
-
-    def __init__(self, folder: Path, runtime: Path) -> None:
-        self.folder, self._runtime = folder, runtime
-        self.heads: list[subprocess.Popen[str]] = []
-
-    def paths(self, host: str) -> Paths:
-        return Paths.default(self.environ(host))
-
-    def environ(self, host: str) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("FALLOW_", "SLURM_"))}
-        runtime = self._runtime / host
-        runtime.mkdir(mode=0o700, exist_ok=True)
-        return {
-            **kept,
-            "FALLOW_STATE_DIR": str(self.folder / "state"),
-            "XDG_RUNTIME_DIR": str(runtime),
-            "XDG_CONFIG_HOME": str(runtime),
-            "FALLOW_SLURM__CLIENT": "none",
-            "FALLOW_HEAD__ADDRESS": "127.0.0.1",
-        }
-
-    def start(self, host: str) -> subprocess.Popen[str]:
-        words = [sys.executable, "-c", HEAD, host]
-        head = subprocess.Popen(words, env=self.environ(host), stderr=subprocess.PIPE, text=True)
-        self.heads.append(head)
-        return head
-
-    def serves(self, head: subprocess.Popen[str]) -> bool:
-        try:
-            return read_struct(self.folder / "state" / "head.json", HeadFile).pid == head.pid
-        except FileNotFoundError:
-            return False
+Start = Callable[[str], subprocess.Popen[str]]
 
 
 @pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[Hosts]:
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts heads of one state folder, each with the runtime folder of the host that is named."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("FALLOW_", "SLURM_"))}
+    ours = {"FALLOW_STATE_DIR": str(tmp_path), "FALLOW_SLURM__CLIENT": "none", "FALLOW_HEAD__ADDRESS": "127.0.0.1"}
+    heads: list[subprocess.Popen[str]] = []
+
+    def start(host: str) -> subprocess.Popen[str]:
+        own = Path(runtime, host)
+        own.mkdir(mode=0o700, exist_ok=True)
+        environ = {**kept, **ours, "XDG_RUNTIME_DIR": str(own), "XDG_CONFIG_HOME": str(own)}
+        words = [sys.executable, "-c", HEAD, host]
+        heads.append(subprocess.Popen(words, env=environ, stderr=subprocess.PIPE, text=True))
+        return heads[-1]
+
     # Short: sockets are in it.
     with tempfile.TemporaryDirectory(prefix="fh-", dir="/tmp", ignore_cleanup_errors=True) as runtime:
-        made = Hosts(tmp_path, Path(runtime))
-        yield made
-        for head in made.heads:
+        yield start
+        for head in heads:
             if head.poll() is None:
-                head.send_signal(signal.SIGCONT)
                 head.kill()
                 head.communicate(timeout=PATIENCE_S)
 
 
-def until(fulfilled: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not fulfilled():
-        assert time.monotonic() < deadline, f"never: {what}"
-        time.sleep(0.05)
+def test_a_second_head_is_refused_by_name_and_one_that_was_replaced_ends(start: Start, tmp_path: Path) -> None:
+    file = tmp_path / "head.json"
 
+    def serving(host: str) -> subprocess.Popen[str]:
+        head = start(host)
+        wait(lambda: file.exists() and read_struct(file, HeadFile).pid == head.pid, PATIENCE_S)
+        return head
 
-def test_a_second_head_is_refused_by_name_and_one_that_was_replaced_ends(hosts: Hosts) -> None:
-    first = hosts.start("login1")
-    until(lambda: hosts.serves(first), "the first head serves")
-    second = hosts.start("login2")
+    first = serving("login1")
+    second = start("login2")
     said = second.communicate(timeout=PATIENCE_S)[1]
     assert second.returncode == Exit.CANTCREAT
-    assert f"another head (pid {first.pid} on {os.uname().nodename}) serves {hosts.folder}/state" in said
-    assert not (hosts.paths("login2").runtime / "redis.sock").exists(), "its store was never started"
+    assert f"another head (pid {first.pid} on {os.uname().nodename}) serves {tmp_path}" in said
 
     first.send_signal(signal.SIGSTOP)
-    third = hosts.start("login2")
-    until(lambda: hosts.serves(third), "the head of the other host takes over")
-    spec = RunSpec(run="", name="kept", min_nodes=1, max_nodes=1)
-    call(hosts.folder / "state" / "head.json", "create_run", spec=spec)
+    third = serving("login2")
+    call(file, "create_run", spec=RunSpec(run="", name="kept", min_nodes=1, max_nodes=1))
     first.send_signal(signal.SIGCONT)
     said = first.communicate(timeout=PATIENCE_S)[1]
     assert first.returncode == Exit.CANTCREAT
@@ -111,8 +84,7 @@ def test_a_second_head_is_refused_by_name_and_one_that_was_replaced_ends(hosts: 
     third.communicate(timeout=PATIENCE_S)
     assert third.returncode == 0
 
-    last = hosts.start("login1")
-    until(lambda: hosts.serves(last), "a head serves again")
-    snapshot = call(hosts.folder / "state" / "head.json", "status", Snapshot)
+    serving("login1")
+    snapshot = call(file, "status", Snapshot)
     assert [run.name for run in snapshot.runs] == ["kept"]
     assert snapshot.head.term == 3

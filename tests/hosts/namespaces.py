@@ -1,7 +1,7 @@
 """Several hosts on this machine: Linux namespaces with their own name, addresses, processes, /tmp and /run.
 
-Each host has a port at a switch, which can be unplugged. A host can be killed whole, as by a power cut, or refuse what
-comes in for one TCP port, as a firewall does. Every process of a host ends with the process that made the host.
+Each host has a port at a switch, which can be unplugged. Every process of a host ends with the process that made the
+host.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from slurm_training import wait_for
 
 _HERE = Path(__file__).resolve().parent
 _CHECKOUT = _HERE.parents[1]
@@ -24,21 +25,9 @@ _PR_SET_PDEATHSIG = 1
 _START_S = 120.0
 _prctl = ctypes.CDLL(None).prctl
 
-SFTP_SERVER = "/usr/lib/openssh/sftp-server"
-
 
 class NoHostsError(Exception):
     """This machine or user may not make hosts; the text says what is missing."""
-
-
-def wait_until(what: str, condition: Callable[[], bool], seconds: float) -> None:
-    """Raises:
-    AssertionError: the condition was not true within so many seconds.
-    """
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        time.sleep(0.05)
 
 
 class Namespaces:
@@ -60,9 +49,9 @@ class Namespaces:
         self._pids: dict[str, int] = {}
         self._switch = self._hold("switch", ["unshare", "-n", "--fork", "--kill-child", "sleep", "infinity"])
         try:
-            wait_until("the switch's namespace", lambda: bool(_children(self._switch.pid)), _START_S)
+            wait_for("the switch's namespace", lambda: bool(_children(self._switch.pid)), _START_S)
             self._pids["switch"] = _children(self._switch.pid)[0]
-            wait_until("the switch's namespace", lambda: _own_network(self._pids["switch"]), _START_S)
+            wait_for("the switch's namespace", lambda: _own_network(self._pids["switch"]), _START_S)
             for command in ("ip link set lo up", "ip link add bridge type bridge", "ip link set bridge up"):
                 self._do("switch", command)
         except (AssertionError, subprocess.CalledProcessError) as error:
@@ -79,7 +68,7 @@ class Namespaces:
         init = [sys.executable, str(_HERE / "host_init.py"), name, str(self.folder), *_visible()]
         flags = ["-m", "-u", "-n", "-p", "-i", "--fork", "--kill-child"]
         holder = self._hold(name, ["unshare", *flags, *init])
-        wait_until(f"host {name} is up", ready.exists, _START_S)
+        wait_for(f"host {name} is up", ready.exists, _START_S)
         self._pids[name] = _children(holder.pid)[0]
         self._do(name, "ip link set lo up")
         self._do("switch", f"ip link add {name} type veth peer name eth0 netns {self._pids[name]}")
@@ -87,13 +76,6 @@ class Namespaces:
         self._do("switch", f"ip link set {name} up")
         self._do(name, f"ip addr add {address}/24 dev eth0")
         self._do(name, "ip link set eth0 up")
-
-    def kill(self, name: str) -> None:
-        """End a host and all its processes at once, as a power cut does."""
-        os.kill(self._pids[name], signal.SIGKILL)
-        self._holders.pop(name).wait(timeout=_START_S)
-        with contextlib.suppress(subprocess.CalledProcessError):
-            self._do("switch", f"ip link del {name}")
 
     def unplug(self, name: str) -> None:
         """Take a host off the network: what it sends vanishes, and what is sent to it."""
@@ -103,18 +85,6 @@ class Namespaces:
         """Undo `unplug`."""
         self._do("switch", f"ip link set {name} up")
 
-    def block(self, name: str, port: int) -> None:
-        """Drop what comes in for a TCP port of this host, as a firewall does."""
-        # By default the table of local addresses comes before all other rules.
-        if "lookup local" in self.run(name, "ip", "rule", "show", "pref", "0"):
-            self._do(name, "ip rule add pref 20 lookup local")
-            self._do(name, "ip rule del pref 0 lookup local")
-        self._do(name, f"ip rule add pref 10 iif eth0 ipproto tcp dport {port} blackhole")
-
-    def unblock(self, name: str, port: int) -> None:
-        """Undo `block`."""
-        self._do(name, f"ip rule del pref 10 iif eth0 ipproto tcp dport {port} blackhole")
-
     def run(self, name: str, *argv: str, timeout_s: float = 60.0, cwd: str = "/") -> str:
         """Standard output of a command on a host.
 
@@ -122,7 +92,7 @@ class Namespaces:
             subprocess.CalledProcessError: it failed.
             subprocess.TimeoutExpired: it took too long.
         """
-        command = self.inside(name, argv, cwd)
+        command = self._inside(name, argv, cwd)
         done = subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=timeout_s, check=False)
         if done.returncode:
             raise subprocess.CalledProcessError(done.returncode, argv, done.stdout, done.stderr)
@@ -132,19 +102,8 @@ class Namespaces:
         """Start a process on a host that goes on beside the test and ends with the host."""
         with log.open("ab") as file:
             return subprocess.Popen(
-                self.inside(name, argv), env=self.environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+                self._inside(name, argv), env=self.environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file
             )
-
-    def processes(self, name: str) -> dict[int, str]:
-        """Command lines of the host's processes by their id outside of it."""
-        inside = os.readlink(f"/proc/{self._pids[name]}/ns/pid")
-        found = {}
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                with contextlib.suppress(OSError):
-                    if os.readlink(entry / "ns" / "pid") == inside:
-                        found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        return found
 
     def close(self) -> None:
         """End all hosts."""
@@ -174,7 +133,7 @@ class Namespaces:
         argv = ["nsenter", "-t", str(self._pids[name]), "-n", *command.split()]
         subprocess.run(argv, env=self.environ, capture_output=True, text=True, timeout=180, check=True)
 
-    def inside(self, name: str, argv: Sequence[str], cwd: str = "/") -> list[str]:
+    def _inside(self, name: str, argv: Sequence[str], cwd: str = "/") -> list[str]:
         """The command line that runs a command on a host."""
         return ["nsenter", "-t", str(self._pids[name]), "-m", "-u", "-n", "-p", "-i", f"--wd={cwd}", "--", *argv]
 
@@ -182,16 +141,12 @@ class Namespaces:
 def _check_possible() -> None:
     if os.geteuid() != 0:
         raise NoHostsError("only root may make them")
-    for program, package in (("ip", "iproute2"), ("nsenter", "util-linux"), ("sshfs", "sshfs")):
+    for program, package in (("ip", "iproute2"), ("nsenter", "util-linux")):
         if shutil.which(program, path=program_path()) is None:
             raise NoHostsError(f"no command `{program}` (Debian: {package})")
     done = subprocess.run(["unshare", "-m", "-u", "-n", "-p", "-i", "--fork", "true"], capture_output=True, check=False)
     if done.returncode:
         raise NoHostsError(f"namespaces are not allowed: {done.stderr.decode().strip()}")
-    if not Path(SFTP_SERVER).exists():
-        raise NoHostsError(f"no {SFTP_SERVER} (Debian: openssh-sftp-server)")
-    if not Path("/dev/fuse").exists():
-        raise NoHostsError("the kernel has no FUSE (/dev/fuse)")
 
 
 def program_path() -> str:

@@ -20,6 +20,9 @@ pytestmark = pytest.mark.slurm
 
 
 def test_the_nodes_of_an_allocation_are_looked_at(testbed: Testbed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(FallowError, match="salloc"):
+        launch.examine()
     made = subprocess.run(
         ["salloc", "--no-shell", "--nodes=2", "--gres=gpu:2"],
         env={"PATH": os.environ["PATH"], **testbed.env()},
@@ -37,9 +40,3 @@ def test_the_nodes_of_an_allocation_are_looked_at(testbed: Testbed, monkeypatch:
     assert found["gradients"]["found"].startswith("gloo")
     assert "GB/s" in found["all-reduce"]["found"]
     assert "2 nodes" in found["all-reduce"]["found"]
-
-
-def test_outside_of_an_allocation_it_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    with pytest.raises(FallowError, match="salloc"):
-        launch.examine()

@@ -20,19 +20,14 @@ from fallow.cli.main import invoke
 from fallow.model import FallowError
 from fallow.testbed import registry
 from fallow.testbed.cluster import Testbed
+from fallow.testbed.conf import GRACE_S
 from fallow.testbed.host import check_commands, owned_processes
+from slurm_training import REACT_S, wait_for
 
 pytestmark = pytest.mark.slurm
 MakeTestbed = Callable[..., Testbed]
 # Lengths of sleep that no other test session on this host uses, to know our jobs' processes by.
 NAPS = [str(100_000 + 10 * os.getpid() + index) for index in range(4)]
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 15.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "condition not reached"
-        time.sleep(0.05)
 
 
 def sbatch(testbed: Testbed, script: str, *options: str) -> str:
@@ -61,10 +56,13 @@ def test_up_and_down_leaves_no_process_and_no_file(make_testbed: MakeTestbed) ->
         f"srun --ntasks=1 sh -c 'trap \"\" TERM; env -i sleep {NAPS[1]}; :'\n"
     )
     job_id = sbatch(testbed, script, "--nodes=1")
-    wait_for(lambda: _sleepers() >= set(NAPS[:2]))
+    wait_for("its processes run", lambda: _sleepers() >= set(NAPS[:2]), REACT_S)
     assert state_of(testbed, job_id) == "RUNNING"
     assert testbed.status().jobs == {"running": 1}
-    testbed.down()
+    with subprocess.Popen(["sleep", NAPS[3]], env={"PATH": os.environ["PATH"], **testbed.env()}) as looker:
+        testbed.down()
+        assert looker.poll() is None, "a shell that only looks at the testbed is left alone"
+        looker.kill()
     assert not testbed.folder.exists()
     assert owned_processes(testbed.folder, testbed.conf) == set()
     assert not _sleepers() & set(NAPS[:2])
@@ -75,7 +73,7 @@ def test_up_and_down_leaves_no_process_and_no_file(make_testbed: MakeTestbed) ->
 def test_down_of_a_testbed_whose_controller_is_gone_or_hangs(make_testbed: MakeTestbed) -> None:
     first, second = make_testbed(nodes=1), make_testbed(nodes=1)
     sbatch(first, f"#!/bin/sh\nexec sleep {NAPS[2]}\n")
-    wait_for(lambda: NAPS[2] in _sleepers())
+    wait_for("its process runs", lambda: NAPS[2] in _sleepers(), REACT_S)
     os.kill(first.daemon_pid("slurmctld"), signal.SIGKILL)
     os.kill(second.daemon_pid("slurmctld"), signal.SIGSTOP)
     first.down()
@@ -83,26 +81,29 @@ def test_down_of_a_testbed_whose_controller_is_gone_or_hangs(make_testbed: MakeT
     assert NAPS[2] not in _sleepers() and registry.layouts() == []
 
 
-def test_a_shell_that_only_looks_at_the_testbed_survives(make_testbed: MakeTestbed) -> None:
-    testbed = make_testbed(nodes=1)
-    with subprocess.Popen(["sleep", NAPS[3]], env={"PATH": os.environ["PATH"], **testbed.env()}) as looker:
-        testbed.down()
-        assert looker.poll() is None
-        looker.kill()
-
-
-def test_three_side_by_side(make_testbed: MakeTestbed) -> None:
-    testbeds = [make_testbed(nodes=nodes, gpus=gpus) for nodes, gpus in ((1, 0), (2, 1), (3, 4))]
-    ports = [set(range(t.layout.first_port, t.layout.first_port + t.layout.nodes + 1)) for t in testbeds]
-    assert not ports[0] & ports[1] and not ports[1] & ports[2] and not ports[0] & ports[2]
+def test_three_side_by_side_each_of_its_profile(make_testbed: MakeTestbed) -> None:
+    wanted = {
+        "plain": {"normal": ("1", "OFF", "0")},
+        "nograce": {"normal": ("10", "REQUEUE", "0"), "scavenge": ("1", "REQUEUE", "0")},
+        "preempt": {"normal": ("10", "REQUEUE", "0"), "scavenge": ("1", "REQUEUE", str(GRACE_S))},
+    }
+    testbeds = [make_testbed(nodes=n, gpus=n, profile=name, bf_interval=30) for n, name in enumerate(wanted, 1)]
+    ports = [range(t.layout.first_port, t.layout.first_port + t.layout.nodes + 1) for t in testbeds]
+    assert len({port for each in ports for port in each}) == sum(map(len, ports))
     assert [testbed.folder for testbed in Testbed.all()] == [testbed.folder for testbed in testbeds]
-    ids = [sbatch(testbed, "#!/bin/sh\nexec sleep 60\n") for testbed in testbeds]
-    for testbed, job_id in zip(testbeds, ids, strict=True):
-        wait_for(lambda testbed=testbed, job_id=job_id: state_of(testbed, job_id) == "RUNNING")  # type: ignore[misc]
+    for testbed, partitions in zip(testbeds, wanted.values(), strict=True):
+        found = {}
+        for line in testbed.slurm("scontrol", "-o", "show", "partition").splitlines():
+            values = dict(word.partition("=")[::2] for word in line.split())
+            found[values["PartitionName"]] = (values["PriorityTier"], values["PreemptMode"], values["GraceTime"])
+        assert found == partitions
+        assert "bf_interval=30" in testbed.slurm("scontrol", "show", "config")
+    job = sbatch(testbeds[1], "#!/bin/sh\nexec sleep 60\n")
+    wait_for("the job runs", lambda: state_of(testbeds[1], job) == "RUNNING", REACT_S)
     with pytest.raises(FallowError, match="several"):
         Testbed.find()
     Testbed.find(testbeds[0].folder).down()
-    assert state_of(testbeds[1], ids[1]) == "RUNNING"
+    assert state_of(testbeds[1], job) == "RUNNING"
     assert invoke(["testbed", "down", "--all"]) == 0
     assert Testbed.all() == []
 
@@ -118,30 +119,13 @@ def test_preemption_warns_a_step_that_has_its_fake_gpus(make_testbed: MakeTestbe
     step.chmod(0o755)
     options = ["--partition=scavenge", "--gres=gpu:2", "--no-requeue", "--time=5"]
     victim = sbatch(testbed, f"#!/bin/sh\nsrun {step}\n", *options)
-    wait_for((tmp_path / "gpus").exists)
+    wait_for("the step runs", (tmp_path / "gpus").exists, REACT_S)
     assert (tmp_path / "gpus").read_text().strip() == "0,1"
     began = time.monotonic()
     sbatch(testbed, "#!/bin/sh\nexec sleep 60\n", "--nodes=2", "--exclusive", "--partition=normal")
-    wait_for((tmp_path / "warned").exists)
+    wait_for("it is warned", (tmp_path / "warned").exists, REACT_S)
     assert time.monotonic() - began < 9.0, "a step is warned at once, not at the end of its grace"
-    wait_for(lambda: state_of(testbed, victim) in ("COMPLETED", "PREEMPTED"))
-
-
-@pytest.mark.parametrize(
-    ("profile", "partitions"),
-    [
-        ("nograce", {"normal": ("10", "REQUEUE", "0"), "scavenge": ("1", "REQUEUE", "0")}),
-        ("plain", {"normal": ("1", "OFF", "0")}),
-    ],
-)
-def test_profiles(make_testbed: MakeTestbed, profile: str, partitions: dict[str, tuple[str, str, str]]) -> None:
-    testbed = make_testbed(nodes=1, profile=profile, bf_interval=30)
-    found = {}
-    for line in testbed.slurm("scontrol", "-o", "show", "partition").splitlines():
-        values = dict(word.partition("=")[::2] for word in line.split())
-        found[values["PartitionName"]] = (values["PriorityTier"], values["PreemptMode"], values["GraceTime"])
-    assert found == partitions
-    assert "bf_interval=30" in testbed.slurm("scontrol", "show", "config")
+    wait_for("it ends", lambda: state_of(testbed, victim) in ("COMPLETED", "PREEMPTED"), REACT_S)
 
 
 def test_errors_say_what_to_do(make_testbed: MakeTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,10 +135,6 @@ def test_errors_say_what_to_do(make_testbed: MakeTestbed, tmp_path: Path, monkey
         Testbed.up(tmp_path / "full")
     with pytest.raises(FallowError, match="too long"):
         Testbed.up(Path("/tmp") / ("x" * 80))
-    with pytest.raises(FallowError, match="no testbed here"):
-        Testbed.find(tmp_path)
-    with pytest.raises(FallowError, match="there is none"):
-        Testbed.find()
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
     with pytest.raises(FallowError, match="/etc/hosts"):
         Testbed.up()
@@ -180,22 +160,11 @@ def test_a_failed_start_shows_the_logs_and_leaves_nothing(
 def test_an_ordinary_user_has_a_testbed_of_their_own() -> None:
     nobody = pwd.getpwnam("nobody")
     code = (
-        "import asyncio\n"
-        "from fallow.model import JobRequest\n"
-        "from fallow.slurm.cli import CliClient\n"
         "from fallow.testbed.cluster import Testbed\n"
-        "async def main(testbed):\n"
-        "    client = CliClient(testbed.conf)\n"
-        "    await client.config()\n"
-        "    request = JobRequest(token='fallow-o', options=['--output=/dev/null'],\n"
-        "                         script='#!/bin/sh\\nexec sleep 60\\n',\n"
-        "                         environment={'PATH': '/usr/bin:/bin'}, cwd='/tmp')\n"
-        "    job_id = await client.submit(request)\n"
-        "    while [job.state for job in (await client.poll('fallow-o')).jobs] != ['RUNNING']:\n"
-        "        await asyncio.sleep(0.05)\n"
-        "    print((await client.poll('fallow-o')).jobs[0].user, flush=True)\n"
-        "with Testbed.up(nodes=2) as testbed:\n"
-        "    asyncio.run(asyncio.wait_for(main(testbed), 30))\n"
+        "with Testbed.up(nodes=1) as testbed:\n"
+        "    testbed.slurm('sbatch', '--parsable', '--output=/dev/null', '--chdir=/tmp', '--wrap=true')\n"
+        "    while testbed.slurm('squeue', '-h', '-t', 'all', '-o', '%T %u').split() != ['COMPLETED', 'nobody']:\n"
+        "        pass\n"
         "print(testbed.folder.exists())\n"
     )
     with tempfile.TemporaryDirectory(prefix="fallow-") as place:
@@ -207,7 +176,7 @@ def test_an_ordinary_user_has_a_testbed_of_their_own() -> None:
             "FALLOW_STATE_DIR": f"{place}/state",
             "HOME": place,
         }
-        probe = [python, "-c", "import fallow.testbed.cluster, fallow.slurm.cli"]
+        probe = [python, "-c", "import fallow.testbed.cluster"]
         if subprocess.run(probe, env=environ, cwd="/tmp", capture_output=True, check=False, **_as(nobody)).returncode:
             pytest.skip("this checkout or its environment lies in a folder that is closed to other users")
         done = subprocess.run(
@@ -220,7 +189,7 @@ def test_an_ordinary_user_has_a_testbed_of_their_own() -> None:
             check=False,
             **_as(nobody),
         )
-    assert done.stdout.split() == ["nobody", "False"], done.stderr
+    assert done.stdout.split() == ["False"], done.stderr
 
 
 def _as(user: pwd.struct_passwd) -> dict[str, Any]:

@@ -63,12 +63,9 @@ def test_configuration_follows_the_layout() -> None:
     assert "Port=20001 " in text and "gpu" not in text and "Preempt" not in text and "scavenge" not in text
     assert gres_conf(small) == ""
     assert "File=/t/gpu0\n" in gres_conf(layout(gpus=1))
-    assert "CgroupPlugin=disabled" in cgroup_conf((25, 11)) and "CgroupPlugin" not in cgroup_conf((23, 2))
-
-
-def test_versions() -> None:
     assert parse_version("slurm-wlm 22.05.8") == (22, 5)
-    assert parse_version("slurm 25.11.0-0rc1\n") == (25, 11)
+    assert "CgroupPlugin=disabled" in cgroup_conf(parse_version("slurm 25.11.0-0rc1\n"))
+    assert "CgroupPlugin" not in cgroup_conf((23, 2))
 
 
 def test_environment_of_commands_forgets_an_outer_job(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -41,9 +42,10 @@ class Staged(Script):
         return self
 
 
-def test_a_newcomer_comes_by_the_lines_that_the_members_have_run(tmp_path: Path) -> None:
-    """Two stages: what was put back for the first one is not changed by the second."""
-    found = World(tmp_path, Generation("a"), Generation("ab", at_step=5)).train(lambda run: Staged(run).stages())
+@pytest.mark.parametrize("at_step", [4, 5])
+def test_a_newcomer_comes_by_the_lines_that_the_members_have_run(at_step: int, tmp_path: Path) -> None:
+    """In the middle of a loop or at its end. What was put back for the first stage is not changed by the second."""
+    found = World(tmp_path, Generation("a"), Generation("ab", at_step=at_step)).train(lambda run: Staged(run).stages())
     a, b = found["a"], found["b"]
     assert isinstance(b, Staged), b
     assert (a.counts, b.counts) == ({"calls": 3}, {"calls": 3})
