@@ -290,3 +290,16 @@ async def test_workers_that_no_record_knows_are_introduced_again_and_end_if_anot
     head.admit(node=9)
     ended = await head.hear(Ended)
     assert (ended.node, ended.signal, ended.is_ordered) == (9, signal.SIGKILL, False)
+
+
+async def test_slurm_takes_the_node_while_no_head_is_there(head: Head) -> None:
+    """Its workers leave by themselves, in order."""
+    code = "import signal, sys; signal.signal(15, lambda *_: (print('left', flush=True), sys.exit(0)))\n" + WAIT
+    agent = await head.launch(code)
+    await head.begin()
+    await head.printed("n0", "up")
+    await head.router.close()
+    agent.send_signal(signal.SIGTERM)
+    assert (await head.ended())[0] == Exit.NO_RESTART
+    assert "left" in head.run.log("n0").read_text()
+    await head.start()

@@ -252,3 +252,17 @@ async def test_a_subscriber_hears_all_and_is_forgotten_when_it_leaves(folder: Pa
             assert await anext(stream) == event
             head.broadcast.close()
             assert [item async for item in stream] == []
+
+
+async def test_a_slow_subscriber_is_dropped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "SLOW_S", 0.2)
+    async with serving(folder) as (_, head):
+        reader, writer = await asyncio.open_unix_connection(str(folder / "control.sock"), limit=100)
+        writer.write(b'{"method": "subscribe"}\n')
+        await reader.read(10)
+        big = EventRecord(seq=1, at=0.0, run=None, kind="x", text="x" * 500_000)
+        async with asyncio.timeout(120):
+            while head.broadcast.subscribers:
+                head.broadcast.publish(big)
+                await asyncio.sleep(0.02)
+        writer.close()

@@ -14,7 +14,9 @@ from fallow.core.membership import events as ev
 from fallow.files import Paths
 from fallow.head.api.pruning import DAY_S, EVERY_S, Pruning
 from fallow.head.api.views import run_report
+from fallow.head.deadlines import Deadlines
 from fallow.head.loop.durable import Durable
+from fallow.head.loop.faults import GIVE_UP_AFTER
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm import accounts
 from fallow.head.state.archive import NOTE, PrunedRuns
@@ -209,3 +211,26 @@ async def test_sums_that_cannot_be_read_are_kept_for_somebody_who_can(tmp_path: 
         assert notes[f"note/{NOTE}-unreadable"][1] == b"\xc1"
         assert second.head._book.archive.pruned == PrunedRuns()
         assert "internal.error" in second.log.getvalue()
+
+
+async def test_an_error_while_runs_are_pruned_costs_no_run_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tick = Deadlines.tick
+
+    def change_every_run(deadlines: Deadlines, turn: Turn) -> None:
+        tick(deadlines, turn)
+        turn.dirty.update(turn.book.current)
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("bad")
+
+    async with serving(tmp_path) as head:
+        await head.create("going")
+        monkeypatch.setattr(Deadlines, "tick", change_every_run)
+        monkeypatch.setattr(Pruning, "tick", fail)
+        found = await head.until(
+            lambda seen: any(error.count > 2 * GIVE_UP_AFTER for error in seen.head.internal_errors), "errors count"
+        )
+        assert [(error.source, error.run) for error in found.head.internal_errors] == [("pruning", None)]
+        assert [view.status for view in found.runs] == [RunStatus.WAITING]

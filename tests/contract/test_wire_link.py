@@ -204,3 +204,20 @@ async def test_the_head_is_found_again_by_a_key_that_it_accepts_later(setup: Set
         link.send(beat(1))
         assert await setup.next() == beat(1)
     assert link.endpoint == endpoint
+
+
+async def test_faults_of_the_owner_do_not_end_the_link(setup: Setup) -> None:
+    router = await setup.head()
+
+    def hear(message: ToAgent) -> None:
+        raise ValueError("from on_message")
+
+    keys = HEAD.public, PEER.public, PEER.secret
+    link = setup.made = Link(router.endpoint, *keys, hear, setup.head_file, greeting=lambda: hello(1))
+    link.start()
+    link.send(beat(1))
+    assert [await setup.next(), await setup.next()] == [hello(1), beat(1)]
+    (peer,) = router.connected
+    router.send(peer, News(term=1))
+    link.send(beat(2))
+    assert await setup.next() == beat(2)

@@ -350,3 +350,69 @@ def test_graphs_made_by_hand_are_refused_by_name(what: str, told: str) -> None:
                 acted += 1
         torch._dynamo.config.compiled_autograd = False
         assert acted == {"backward": 1, "step": 1, "nothing": 3}.get(what, 0)
+
+
+class Scaled:
+    """Three models, each with an optimizer; the second scaler has two of them."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        with torch.device("cpu"):
+            models = [nn.Linear(8, 4) for _ in range(3)]
+        self.models: list[Any] = [model.to(DEVICE.kind) for model in models]
+        self.optimizers = [torch.optim.AdamW(model.parameters(), fused=True) for model in self.models]
+        self.scalers = [
+            torch.amp.GradScaler(DEVICE.kind, init_scale=256.0, growth_interval=2),
+            torch.amp.GradScaler(DEVICE.kind, init_scale=16.0, growth_interval=3),
+        ]
+        self.pairs = list(zip(self.models, self.optimizers, [self.scalers[n > 0] for n in range(3)], strict=True))
+
+    def backward(self, x: torch.Tensor, infinite: int | None = None) -> None:
+        for number, (model, _, scaler) in enumerate(self.pairs):
+            loss = model(x).square().mean()
+            scaler.scale(loss * torch.inf if number == infinite else loss).backward()
+
+    def act(self) -> None:
+        for _, optimizer, scaler in self.pairs:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        for scaler in self.scalers:
+            scaler.update()
+
+    def seen(self) -> list[Any]:
+        states = [scaler.state_dict() for scaler in self.scalers]
+        return [*states, digest([model.state_dict() for model in self.models])]
+
+
+@on_both
+@pytest.mark.parametrize("exact", [False, True], ids=["float", "exact"])
+def test_scalers_skip_by_themselves_and_all_members_skip_alike(member: Member, exact: bool) -> None:
+    data = INPUTS[:, 0, 0]
+    scales: list[list[float]] = []
+    weights: list[list[torch.Tensor]] = []
+    with together(member), small_scratch():
+        script = Scaled()
+        run = fallow.init()
+        loader: Any = DataLoader(TensorDataset(data), BATCH, pin_memory=True)
+        objects = (*script.models, *script.optimizers, *script.scalers, loader)
+        *_, loader = run.prepare(*objects, global_batch=BATCH * SHARDS, reproducible=exact)
+        for update in run.updates(loader, epochs=STEPS, max_steps=STEPS):
+            weights.append([model.weight.detach().clone() for model in script.models])
+            with DEVICE.hidden_syncs_raise():
+                for (x,) in update:
+                    is_last_shard = bool(x[0, 0] == data[BATCH * (SHARDS - 1), 0])
+                    infinite = {2: 0, 4: 1}.get(update.step) if is_last_shard else None
+                    script.backward(x.to(DEVICE.kind, non_blocking=True), infinite)
+                script.act()
+            scales.append([scaler.get_scale() for scaler in script.scalers])
+    assert scales == [[256.0, 16.0], [512.0, 16.0], [256.0, 32.0], [256.0, 32.0], [512.0, 16.0], [512.0, 16.0]]
+    weights.append([model.weight.detach() for model in script.models])
+    stood_still = [
+        (step, number)
+        for step in range(STEPS)
+        for number in range(3)
+        if torch.equal(weights[step][number], weights[step + 1][number])
+    ]
+    assert stood_still == [(2, 0), (4, 1)]
+    member.store.set(f"seen-{member.rank}", repr(script.seen()))
+    assert member.store.get("seen-0") == member.store.get("seen-1")

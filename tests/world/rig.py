@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -21,14 +22,32 @@ CONTRACT = Contract(signature="s", shards=64, global_batch=64, layout=("w float3
 WAITS: dict[str, Any] = {"doing": Doing.WAITING, "stalled_s": 20.0}
 
 
-class Rig:
-    """Args: minimum: of nodes. shards: of the run. root: further fields of the root record."""
+NOTICED_BY: dict[str, Callable[[], None]] = {}
+"""Missing guard (`mutants`) -> a test that notices."""
 
-    def __init__(self, minimum: int = 1, shards: int = 64, **root: Any) -> None:
+Test = TypeVar("Test", bound=Callable[..., None])
+
+
+def notices(mutant: str, *arguments: Any) -> Callable[[Test], Test]:
+    """The test fails where this guard is missing. Args: arguments: of the test, with which it does."""
+
+    def note(test: Test) -> Test:
+        NOTICED_BY[mutant] = partial(test, *arguments)
+        return test
+
+    return note
+
+
+class Rig:
+    """Args: minimum: of nodes. timing, shards: of the run. root: further fields of the root record."""
+
+    def __init__(
+        self, minimum: int = 1, timing: Timing = TIMING, shards: int = 64, *, validate: bool = True, **root: Any
+    ) -> None:
         self.store: dict[str, bytes] = {}
         roster = Roster(Root(run="r", minimum=minimum, **{"maximum": 8, "limit": 8, **root}))
-        self.at = 0.0
-        self.m = Machine(roster, term=1, timing=TIMING, at=0.0, validate=True)
+        self.timing, self.at = timing, 0.0
+        self.m = Machine(roster, term=1, timing=timing, at=0.0, validate=validate)
         self.said: dict[int, Report] = {}
         self.orders: dict[int, Order] = {}
         "the newest of each node"
@@ -70,13 +89,13 @@ class Rig:
         """The head hears the node's next report."""
         return self.put(ev.Reported(at=self.at, host=self.r.nodes[n].host, report=self.next_report(n, **what)))
 
-    def expect(self, host: str, token: str = "", boot: int = 0, node: int = 0) -> int:
+    def expect(self, host: str, token: str = "", boot: int = 0, slots: int = 1, node: int = 0) -> int:
         boot = boot or self.r.root.next_id
-        event = ev.Expected(at=self.at, host=host, token=token or host, boot=boot, slots=1, entry=host, node=node)
+        event = ev.Expected(at=self.at, host=host, token=token or host, boot=boot, slots=slots, entry=host, node=node)
         return next(i.node for i in self.put(event).then if isinstance(i, ev.Admitted))
 
-    def join(self, host: str, token: str = "", **contract: Any) -> int:
-        n = self.expect(host, token)
+    def join(self, host: str, token: str = "", slots: int = 1, **contract: Any) -> int:
+        n = self.expect(host, token, slots=slots)
         self.say(n, ready=msgspec.structs.replace(self.contract, **contract))
         return n
 
@@ -129,8 +148,10 @@ class Rig:
         """All members wait for each other until then."""
         turn = ev.Turn({}, [])
         while self.at < until:
-            at = self.at + 1
-            turn = both(turn, self.stand(at, dict.fromkeys(self.r.present(), (Doing.WAITING, at))))
+            self.at += 1
+            for n in self.r.present():
+                turn = both(turn, self.say(n, doing=Doing.WAITING, stalled_s=self.at))
+            turn = both(turn, self.put(ev.Ticked(at=self.at)))
         return turn
 
     def gone(self, n: int, code: int | None = None, signal: int | None = None, **more: Any) -> ev.Turn:
@@ -141,8 +162,8 @@ class Rig:
         fault = Fault(code=1, message="ValueError: bad", signature=signature, traceback="Traceback", step=step, **more)
         return self.say(n, fault=fault)
 
-    def finish(self, n: int, digest: str = "d") -> ev.Turn:
-        finish = Finish(generation=1, steps=9, digest=digest, agreed=3, answer=0.5)
+    def finish(self, n: int, digest: str = "d", generation: int = 1) -> ev.Turn:
+        finish = Finish(generation=generation, steps=9, digest=digest, agreed=3, answer=0.5)
         return self.say(n, finish=finish)
 
     def want(self, kind: type[ev.Event], **what: Any) -> ev.Turn:
@@ -160,7 +181,7 @@ class Rig:
         """Another head takes over and hears these nodes. Args: keep: checkpoints."""
         term = self.m.state.outbox.term + 1
         roster = Roster.load("r", self.store)
-        self.m = Machine(roster, term=term, timing=TIMING, at=self.at, keep=keep, validate=True)
+        self.m = Machine(roster, term=term, timing=self.timing, at=self.at, keep=keep, validate=True)
         for n in heard:
             self.say(n)
         self.tick(self.at + 0.25)

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
 from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Fault
 from fallow.core.membership.state import RunPhase
-from fallow.model import Doing, MemberPhase
-from world.rig import CONTRACT, WAITS, Rig, orders, started
+from fallow.model import ChangeKind, Doing, Exit, MemberPhase
+from world.live import BEAT_S, Live
+from world.rig import CONTRACT, TIMING, WAITS, Rig, both, logs, notices, orders, started
 
-WAITING, WORKING, OUTSIDE = Doing.WAITING, Doing.WORKING, Doing.OUTSIDE
 
-
+@notices("silence counts though nobody waits")
 def test_a_silent_member_is_given_up_only_when_a_member_that_is_heard_waits_for_it() -> None:
     rig = started(3)
     rig.tick(30, 1, 3)
     assert rig.r.nodes[2].phase is MemberPhase.MEMBER, "it may be in a long step"
     rig.tick(34, 1, 3, **WAITS)
     assert rig.r.nodes[2].phase is MemberPhase.SILENT
+
+
+def test_no_planned_change_is_begun_while_a_member_is_not_heard() -> None:
+    rig = started(2)
+    rig.tick(12, 1)
+    rig.join("c")
+    assert rig.m.phase is RunPhase.STEADY
+    assert rig.m.waiting() == "n2 (c) cannot begin before n1 (h2) is heard, or is certain to have ended"
+    rig.say(2)
+    rig.tick(13, 1, 3)
+    assert rig.m.phase is RunPhase.PREPARING
 
 
 def test_where_no_member_is_heard_no_standby_begins_before_their_end_is_certain() -> None:
@@ -34,6 +47,7 @@ def test_where_no_member_is_heard_no_standby_begins_before_their_end_is_certain(
     assert (rig.m.phase, rig.ballot.members) == (RunPhase.PREPARING, [3])
 
 
+@notices("steps are no sign of life")
 def test_steps_of_the_others_are_a_sign_of_life() -> None:
     """Though they wait for node 2, and it is not heard: no step is finished without it."""
     rig = started(3)
@@ -45,10 +59,25 @@ def test_steps_of_the_others_are_a_sign_of_life() -> None:
     assert rig.r.nodes[2].phase is MemberPhase.SILENT
 
 
+def test_that_the_others_have_come_together_with_a_node_is_a_sign_of_its_life() -> None:
+    """A newcomer's reports are lost from its vote on."""
+    rig = started(2)
+    n = rig.join("c")
+    rig.vote()
+    rig.tick(rig.at + TIMING.lease_s, 1, 2, **WAITS)
+    assert rig.r.nodes[n].phase is MemberPhase.MEMBER
+    for member in (1, 2):
+        rig.arrive(member, 2)
+    rig.tick(rig.at + 2, 1, 2, **WAITS)
+    assert rig.r.nodes[n].phase is MemberPhase.MEMBER
+
+
+@notices("a tick comes ahead of what lies in the inbox")
+@notices("the clock goes on though nobody is heard")
 def test_after_an_absence_of_the_head_connections_have_time_to_come_back() -> None:
     rig = started(3)
     rig.tick(20)
-    waits = {"doing": WAITING, "stalled_s": 6.0}
+    waits = {"doing": Doing.WAITING, "stalled_s": 6.0}
     rig.tick(45, 1, 3, **waits)
     assert rig.r.nodes[2].phase is MemberPhase.MEMBER
     rig.tick(55, 1, 3, **waits)
@@ -75,13 +104,53 @@ def test_a_stopped_process_is_ejected_long_before_its_lease_unless_the_news_is_o
     assert rig.r.nodes[2].phase is phase
 
 
+def muted(rig: Rig, until: float, *, steps: bool = False) -> ev.Turn:
+    """Time passes in which a process of the second of two nodes says nothing to its agent; the first one waits."""
+    turn = ev.Turn({}, [])
+    while rig.at < until:
+        rig.at += 0.5
+        silent_s = rig.at - 0.1
+        doing = {"doing": Doing.WAITING, "stalled_s": silent_s}
+        turn = both(turn, rig.say(1, step=int(rig.at), generation=1) if steps else rig.say(1, generation=1, **doing))
+        turn = both(turn, rig.say(2, generation=1, mute_s=silent_s, **doing))
+        turn = both(turn, rig.put(ev.Ticked(at=rig.at)))
+    return turn
+
+
+def test_a_process_that_says_nothing_to_its_agent_is_ended_after_its_lease_and_tells_its_stack() -> None:
+    rig = started(2)
+    lease_s = rig.m.state.timing.lease_s
+    turn = muted(rig, lease_s)
+    assert not logs(turn, "probe") + logs(turn, "eject"), "they do not all wait, for all that is known"
+    end = orders(muted(rig, lease_s + 2))[2].end
+    assert end is not None
+    assert (end.kill, end.stack) == (True, True)
+    assert rig.r.nodes[2].phase is MemberPhase.GONE
+
+
+def test_a_process_that_says_nothing_and_finishes_steps_stays() -> None:
+    rig = started(2)
+    assert not logs(muted(rig, 3 * rig.m.state.timing.lease_s, steps=True), "eject")
+
+
+def test_a_script_may_say_nothing_until_it_is_ready() -> None:
+    rig = started(1)
+    n = rig.expect("late")
+    for at in range(1, 60):
+        rig.at = float(at)
+        rig.say(1, step=at)
+        rig.say(n, mute_s=rig.at)
+        rig.put(ev.Ticked(at=rig.at))
+    assert rig.r.nodes[n].phase is MemberPhase.STARTING
+
+
 def test_members_that_wait_in_different_places_of_the_script_end_the_run() -> None:
     rig = started(2)
     while not rig.r.root.status.ended:
         rig.at += 1
         assert rig.at < 100
-        rig.say(1, doing=WAITING, stalled_s=rig.at, in_call=True)
-        rig.say(2, doing=WAITING, stalled_s=rig.at)
+        rig.say(1, doing=Doing.WAITING, stalled_s=rig.at, in_call=True)
+        rig.say(2, doing=Doing.WAITING, stalled_s=rig.at)
         rig.put(ev.Ticked(at=rig.at))
         if rig.m.phase is RunPhase.PROBING:
             rig.vote()
@@ -91,6 +160,7 @@ def test_members_that_wait_in_different_places_of_the_script_end_the_run() -> No
     )
 
 
+@notices("a new head does not listen")
 def test_a_head_that_comes_back_decides_nothing_before_it_has_heard_all_or_time_is_up() -> None:
     rig = started(2)
     rig.join("c")
@@ -100,12 +170,35 @@ def test_a_head_that_comes_back_decides_nothing_before_it_has_heard_all_or_time_
     assert rig.m.phase is not RunPhase.LISTENING
 
 
+def test_a_head_that_comes_back_burns_what_was_prepared_and_keeps_what_was_committed() -> None:
+    rig = started(1)
+    rig.join("b")
+    rig.restart(1)
+    assert (rig.m.phase, rig.r.root.generation) == (RunPhase.LISTENING, 1)
+    rig.say(2)
+    rig.tick(rig.at + 0.25)
+    assert rig.r.root.highest == 3, "the number is never used again"
+    rig.vote()
+    rig.restart(1, 2)
+    assert rig.m.phase is RunPhase.SWITCHING
+    rig.say(2, generation=3, has_state=True)
+    rig.say(1, generation=3, has_state=True)
+    assert rig.m.phase is RunPhase.STEADY
+
+
+@notices("claims to obey a newer head are believed")
 def test_a_node_that_claims_to_obey_a_newer_head_is_not_heard_and_ends_nobody() -> None:
     rig = started(2)
     turn = rig.say(2, term=5, fault=Fault(code=1, message="bad"))
     assert (turn.writes, turn.then) == ({}, [])
+    for at in range(1, 14):
+        rig.tick(at, 1, **WAITS)
+        rig.say(2, term=5)
+    assert rig.r.nodes[2].phase is MemberPhase.SILENT
 
 
+@notices("numbers that a store lost are not heard of")
+@notices("nobody comes back into a broken generation")
 def test_a_store_that_went_back_in_time() -> None:
     """It has lost a committed generation, and the node that this one had taken in."""
     rig = started(2)
@@ -148,29 +241,155 @@ def test_a_number_that_a_store_lost_is_not_committed_again_though_the_witness_co
     assert (rig.r.members, rig.r.root.generation) == ([n], 2)
 
 
+def test_news_of_the_end_of_workers_whose_number_another_node_has_now_prove_nothing() -> None:
+    """A store had forgotten the number."""
+    rig = started(1)
+    rig.gone(1, signal=9, host="other", boot=1)
+    rig.gone(1, signal=9, host="h1", boot=7)
+    assert rig.r.nodes[1].phase is MemberPhase.MEMBER
+    rig.gone(1, signal=9, host="h1", boot=1)
+    assert not rig.r.alive(1)
+
+
+def test_a_number_that_was_given_to_another_node_since_is_not_given_back() -> None:
+    rig = started(1)
+    assert rig.expect("c", boot=7, node=1) == 2
+
+
+# -- the head is away, or some nodes are -------------------------------------------------------------------------------
+
+LEASE_S = TIMING.lease_s
+
+
+@pytest.mark.parametrize("seconds", [5.0, 20.0, 60.0, 600.0])
+@pytest.mark.parametrize("how", [Live.stall, Live.freeze])
+def test_a_head_that_stood_still_gives_nobody_up(how: Callable[[Live, float], None], seconds: float) -> None:
+    run = Live(4)
+    run.live(20)
+    how(run, seconds)
+    run.live(60)
+    run.nobody_is_lost()
+
+
+@pytest.mark.parametrize("seconds", [20.0, 60.0, 600.0])
+@pytest.mark.parametrize("step_s", [BEAT_S, 100.0])
+def test_a_head_that_was_cut_off_gives_nobody_up_however_late_the_last_is_heard_again(
+    seconds: float, step_s: float
+) -> None:
+    """Connections come back one by one, 30 s apart where the last retransmission was just missed."""
+    run = Live(3, standbys=1, step_s=step_s)
+    run.live(20)
+    run.cut = {1, 2, 3, 4}
+    run.live(seconds)
+    for n, wait_s in ((3, 10.0), (1, 18.0), (4, 2.0), (2, 60.0)):
+        run.cut.discard(n)
+        run.live(wait_s)
+    run.nobody_is_lost()
+
+
+@pytest.mark.parametrize("step_s", [BEAT_S, 200.0])
+def test_a_member_that_only_the_head_cannot_hear_stays_while_the_others_go_on(step_s: float) -> None:
+    """In a long step they do not wait for it yet, so nothing says that it is gone."""
+    run = Live(3, step_s=step_s)
+    run.live(10)
+    run.cut = {2}
+    run.live(150)
+    run.nobody_is_lost()
+    run.cut = set()
+    run.live(5)
+    run.nobody_is_lost()
+
+
+@pytest.mark.parametrize("stalled_s", [0.0, 20.0])
+def test_a_node_that_died_is_given_up_after_its_lease(stalled_s: float) -> None:
+    """The same after an absence of the head in which it died: the others have waited for it by then."""
+    run = Live(3)
+    run.live(10)
+    run.die(2)
+    if stalled_s:
+        run.stall(stalled_s)
+    took_s = run.live(60, until=lambda: run.rig.m.phase is RunPhase.REBUILDING)
+    assert LEASE_S - 2 <= took_s <= LEASE_S + 1
+    assert run.rig.ballot.members == [1, 3]
+
+
+def test_where_all_members_are_silent_no_standby_begins_alone() -> None:
+    """They train on: the link of the head to their network is down, not that to the standby."""
+    run = Live(2, standbys=1)
+    run.live(10)
+    run.cut = {1, 2}
+    run.live(600)
+    run.nobody_is_lost()
+    run.cut = set()
+    run.live(5)
+    run.nobody_is_lost()
+
+
+def test_a_standby_that_fell_silent_is_given_up_after_its_lease_and_is_one_again_when_it_is_heard() -> None:
+    run = Live(2, standbys=1)
+    run.live(10)
+    run.cut = {3}
+    took_s = run.live(60, until=lambda: not run.rig.r.alive(3))
+    assert LEASE_S <= took_s <= LEASE_S + 1
+    assert run.rig.r.root.highest == 1
+    run.cut = set()
+    run.live(3)
+    assert run.rig.r.nodes[3].phase is MemberPhase.READY
+
+
+def test_a_leaver_whose_node_went_with_it_holds_up_nobody() -> None:
+    """It passed the boundary, as the new generation's members show, and nobody waits for it any more."""
+    run = Live(2)
+    rig = run.rig
+    run.live(10)
+    rig.release(2, reason="walltime")
+    rig.vote()
+    rig.arrive(1, 2, 20)
+    run.cut = {2}
+    took_s = run.live(60, until=lambda: rig.m.phase is RunPhase.STEADY)
+    assert LEASE_S <= took_s <= LEASE_S + 1
+    assert [done.change.kind for done in rig.completed] == [ChangeKind.START, ChangeKind.RELEASE]
+
+
+@notices("no connection may come back")
 def test_a_newcomer_that_does_not_hear_of_its_change_after_an_absence_is_asked_again() -> None:
     """The change is given up, for the members need not wait, but not the newcomer."""
-    rig = started(2)
+    run = Live(2)
+    rig = run.rig
+    run.live(5)
+    rig.limit(3)
     rig.join("c")
     for n in (1, 2):
         rig.say(n, prepared=2)
-    rig.tick(5, 1, 2)
-    rig.tick(25)
-    rig.tick(45, 1, 2)
+    run.live(5)
+    run.cut = {1, 2, 3}
+    run.live(20)
+    run.cut = {3}
+    run.live(20)
     assert (rig.m.phase, rig.r.root.highest) == (RunPhase.STEADY, 2), "it cannot hear of another one"
-    rig.tick(48, 1, 2, 3)
+    run.cut = set()
+    run.live(3)
     assert (rig.m.phase, rig.ballot.members) == (RunPhase.PREPARING, [1, 2, 3])
+    assert not logs(ev.Turn({}, run.told), "eject")
 
 
-def test_a_script_may_say_nothing_until_it_is_ready() -> None:
-    rig = started(1)
-    n = rig.expect("late")
-    for at in range(1, 60):
-        rig.at = float(at)
-        rig.say(1, step=at)
-        rig.say(n, mute_s=rig.at)
-        rig.put(ev.Ticked(at=rig.at))
-    assert rig.r.nodes[n].phase is MemberPhase.STARTING
+@pytest.mark.parametrize("how", [Live.stall, Live.freeze])
+@pytest.mark.parametrize("away_s", [2.0, 60.0])
+def test_a_head_that_was_away_takes_up_the_rebuild_that_was_under_way(
+    how: Callable[[Live, float], None], away_s: float
+) -> None:
+    """Its members' votes lie unread: the generation is neither given up nor begun without them."""
+    run = Live(3)
+    rig = run.rig
+    run.live(1)
+    run.die(2)
+    rig.gone(2, signal=9)
+    rig.say(1, prepared=2, given_up=1)
+    run.live(TIMING.rebuild_s - 1.3)
+    voted_at = rig.at
+    how(run, away_s)
+    rig.put(ev.Reported(at=voted_at, host="h3", report=rig.next_report(3, prepared=2, given_up=1)))
+    assert (rig.r.root.generation, rig.r.members) == (2, [1, 3])
 
 
 # -- a node that was frozen or cut off is heard again ------------------------------------------------------------------
@@ -182,17 +401,29 @@ def freeze(rig: Rig, n: int, *others: int) -> None:
     assert rig.r.nodes[n].phase is MemberPhase.SILENT
 
 
+@notices("a node that is heard again is ended")
 def test_one_that_thaws_while_the_others_vote_is_with_them_again_in_another_generation() -> None:
     rig = started(3)
     freeze(rig, 2, 1, 3)
     burned = rig.ballot.change.generation
-    order = orders(rig.say(2))[2]
-    assert (rig.ballot.change.generation, rig.ballot.members) == (burned + 1, [1, 2, 3])
-    assert (order.broken, order.committed, order.end) == (1, 1, None)
+    for n in (1, 3):
+        rig.say(n, given_up=1)
+    turn = rig.say(2)
+    assert rig.ballot.change.generation == burned + 1
+    assert rig.ballot.members == [1, 2, 3]
+    order = orders(turn)[2]
+    assert (order.broken, order.committed) == (1, 1)
+    assert order.plan is not None
+    assert (order.plan.generation, order.plan.interrupt, order.end) == (burned + 1, True, None)
+    rig.say(2, prepared=burned, given_up=1)
+    for n in (1, 3):
+        rig.say(n, prepared=burned)
+    assert rig.r.root.generation == 1, "votes for what was burned count for nothing"
     rig.change()
     assert rig.completed[-1].members == (1, 2, 3)
 
 
+@notices("nodes are forgotten though their end is not proved")
 def test_one_that_thaws_behind_a_commit_without_it_gives_up_what_it_had_and_begins_as_a_newcomer_does() -> None:
     rig = started(3)
     freeze(rig, 2, 1, 3)
@@ -213,6 +444,7 @@ def test_one_that_thaws_behind_a_commit_without_it_gives_up_what_it_had_and_begi
     assert rig.completed[-1].members == (1, 3, 2)
 
 
+@notices("what a node held before a generation that the store lost counts")
 def test_what_a_node_holds_from_before_a_generation_that_the_store_lost_does_not_count() -> None:
     """Node 1 was away when the others went on without it, and the store forgot that they did."""
     rig = started(3)
@@ -228,7 +460,19 @@ def test_what_a_node_holds_from_before_a_generation_that_the_store_lost_does_not
     assert rig.completed[-1].members == (2, 3, 1)
 
 
+def test_one_that_thaws_and_was_to_leave_is_let_go() -> None:
+    rig = started(3)
+    freeze(rig, 2, 1, 3)
+    rig.change()
+    rig.release(2)
+    end = orders(rig.say(2))[2].end
+    assert end is not None
+    assert (rig.r.nodes[2].phase, end.code) == (MemberPhase.GONE, Exit.OK)
+
+
 # -- nodes without progress --------------------------------------------------------------------------------------------
+
+WAITING, WORKING, OUTSIDE = Doing.WAITING, Doing.WORKING, Doing.OUTSIDE
 
 
 @pytest.mark.parametrize("doing", [WORKING, OUTSIDE])
@@ -243,6 +487,7 @@ def test_a_member_that_keeps_the_others_waiting_is_ejected_at_the_progress_deadl
     assert (end.kill, end.stack, rig.ballot.members) == (True, True, [1, 3])
 
 
+@notices("of nodes that are stuck all are to blame")
 def test_of_nodes_that_are_all_stuck_the_one_whose_device_computes_is_to_blame() -> None:
     rig = started(3)
     for at in range(1, 41):
@@ -256,6 +501,22 @@ def test_of_nodes_that_are_all_stuck_the_one_whose_device_computes_is_to_blame()
     assert not rig.r.present(), "it was not for that one alone"
 
 
+@pytest.mark.parametrize("computing", [[], [1, 2]])
+def test_where_all_are_stuck_alike_nobody_is_spared(computing: list[int]) -> None:
+    rig = started(2)
+    for at in range(1, 42):
+        rig.stand(at, dict.fromkeys((1, 2), (WORKING, at)), computing)
+    assert not rig.r.present()
+
+
+def test_a_newcomer_whose_rehearsal_takes_long_spares_no_member() -> None:
+    rig = started(2)
+    rig.expect("c")
+    for at in range(1, 42):
+        rig.stand(at, {1: (WORKING, at), 2: (WAITING, at - 0.1), 3: (WORKING, at)}, computing=[3])
+    assert (rig.r.alive(1), rig.r.alive(3)) == (False, True)
+
+
 def test_a_long_body_that_makes_progress_and_code_behind_the_loop_are_no_hangs() -> None:
     rig = started(2)
     for at in range(1, 100):
@@ -265,10 +526,27 @@ def test_a_long_body_that_makes_progress_and_code_behind_the_loop_are_no_hangs()
     assert rig.r.root.highest == 1
 
 
-def test_a_leaver_that_hangs_is_ejected_from_a_generation_in_which_nobody_computes_yet() -> None:
+@notices("a leaver that hangs is waited for", True)
+@pytest.mark.parametrize("is_leaver", [False, True])
+def test_a_node_that_hangs_is_ejected_from_a_generation_in_which_nobody_computes_yet(is_leaver: bool) -> None:
     rig = started(3)
-    rig.release(2)
+    if is_leaver:
+        rig.release(2)
+    else:
+        rig.join("d")
     rig.vote()
     for at in range(1, 43):
-        rig.stand(at, {1: (WAITING, at - 1), 2: (WORKING, at), 3: (WAITING, at - 1)})
+        others = [n for n in rig.r.nodes if n != 2]
+        rig.stand(at, {2: (WORKING, at), **dict.fromkeys(others, (WAITING, at - 1))})
     assert (rig.r.alive(2), rig.ballot.members) == (False, [1, 3])
+
+
+def test_a_member_that_is_not_heard_is_not_taken_for_one_that_waits() -> None:
+    """Its node stands still in a moment in which it waited: the links to it would be found cut, and others blamed."""
+    rig = started(2)
+    rig.stand(1, {1: (WAITING, 0), 2: (WAITING, 0)})
+    for at in range(2, 11):
+        rig.stand(at, {2: (WAITING, at - 1)})
+        assert rig.m.phase is RunPhase.STEADY
+    rig.tick(13, 2, **WAITS)
+    assert (rig.r.nodes[1].phase, rig.ballot.members) == (MemberPhase.SILENT, [2])

@@ -4,15 +4,35 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fallow.core.membership import events as ev
-from fallow.core.membership.messages import Outcome
+from fallow.core.membership.messages import Finish, Outcome
+from fallow.core.membership.state import RunPhase
 from fallow.core.training.apart import APART, STRANGER
 from fallow.model import Exit, RunStatus
-from world.rig import Rig, both, logs, orders, started
+from world.rig import Rig, both, logs, notices, orders, started
+
+
+@notices("a failed script is not noticed")
+def test_the_same_exception_on_two_nodes_ends_the_run_another_one_is_the_nodes_own() -> None:
+    rig = started(3)
+    rig.fails(2)
+    assert rig.m.phase is RunPhase.REBUILDING, "nobody waits for the process to end"
+    rig.fails(1)
+    assert rig.r.root.status is RunStatus.FAILED
+    assert "on n1 (h2) and again on n0 (h1)" in rig.r.root.message
+    rig = started(3)
+    rig.fails(2)
+    rig.change(5)
+    rig.fails(3, step=6)
+    assert not rig.r.root.status.ended
+    rig.change(5)
+    rig.fails(1, step=9)
+    assert "the only member" in rig.r.root.message
 
 
 def test_crash_of_the_only_member_is_tried_again_and_ends_the_run_when_it_comes_again() -> None:
@@ -26,20 +46,12 @@ def test_crash_of_the_only_member_is_tried_again_and_ends_the_run_when_it_comes_
     assert rig.r.root.status is RunStatus.FAILED
 
 
-NO_RANK = "ValueError: Error initializing torch.distributed using env:// rendezvous: variable RANK expected"
-
-
 def test_h6_a_script_that_never_reaches_the_loop_or_deserts_it_fails_the_run() -> None:
-    ended = []
-    for how in ({"code": 0}, {"code": 1, "reason": f"exited with 1 ({NO_RANK})", "tail": "line 2"}):
-        rig = Rig()
-        rig.expect("a")
-        rig.gone(1, **how)
-        assert rig.r.root.status is RunStatus.FAILED
-        ended.append(rig.r.root.message)
-    assert "run.updates()" in ended[0]
-    assert f"{NO_RANK}); write fallow.init() in the place of torch.distributed's init_process_group" in ended[1]
-    assert rig.r.root.traceback == "line 2"
+    rig = Rig()
+    rig.put(ev.Expected(at=0, host="a", token="a", boot=1, slots=1, entry="a"))
+    rig.gone(1, code=0)
+    assert rig.r.root.status is RunStatus.FAILED
+    assert "run.updates()" in rig.r.root.message
     rig = started(2)
     rig.gone(2, code=0)
     assert "inside of the run.updates loop" in rig.r.root.message
@@ -56,14 +68,30 @@ def test_a_node_that_slurm_takes_while_its_script_starts_fails_no_run(how: dict[
     assert rig.r.root.status is RunStatus.FAILED
 
 
+def test_a_script_that_never_begins_is_told_what_to_write() -> None:
+    rig = Rig()
+    rig.expect("a")
+    last = "ValueError: Error initializing torch.distributed using env:// rendezvous: variable RANK expected"
+    rig.gone(1, code=1, reason=f"exited with 1 ({last})")
+    assert rig.r.root.status is RunStatus.FAILED
+    assert f"{last}); write fallow.init() in the place of torch.distributed's init_process_group" in rig.r.root.message
+
+
+@notices("a deserter is not waited for", True, 3)
+@pytest.mark.parametrize("rebuilding", [False, True])
 @pytest.mark.parametrize("code", [0, 3, None])
-def test_a_deserter_is_waited_for_until_its_exit_code_tells_whether_it_is_to_blame(code: int | None) -> None:
+def test_a_deserter_is_waited_for_until_its_exit_code_tells_whether_it_is_to_blame(
+    rebuilding: bool, code: int | None
+) -> None:
     rig = started(3)
+    if not rebuilding:
+        rig.say(2, deserted=True)
     rig.say(1, given_up=1)
     rig.tick(1, 1, 2, 3)
-    assert rig.ballot.members == [1, 2, 3]
-    told = orders(rig.say(2, deserted=True))
-    assert [order.plan for order in told.values()] == [None] * 3
+    if rebuilding:
+        assert rig.ballot.members == [1, 2, 3]
+        told = orders(rig.say(2, deserted=True))
+        assert [order.plan for order in told.values()] == [None] * 3
     rig.tick(9, 1, 2, 3)
     assert rig.m.state.ballot is None
     if code is None:
@@ -77,6 +105,14 @@ def test_a_deserter_is_waited_for_until_its_exit_code_tells_whether_it_is_to_bla
         assert "inside of the run.updates loop while the others go on" in rig.r.root.message
 
 
+def test_a_run_that_two_deserters_end_ends_once() -> None:
+    rig = started(3)
+    for n in (2, 3):
+        rig.say(n, deserted=True)
+    turn = rig.tick(12, 1, 2, 3)
+    assert len([i for i in turn.then if isinstance(i, ev.RunEnded)]) == 1
+
+
 def test_members_that_go_on_hear_what_a_failed_one_knew_of_their_last_exchange() -> None:
     rig = started(3)
     known = Outcome(generation=1, agreed=3, answer=0.5)
@@ -84,6 +120,54 @@ def test_members_that_go_on_hear_what_a_failed_one_knew_of_their_last_exchange()
     rig.fails(3, signature="other", outcome=Outcome(generation=1, agreed=2, answer=0.0))
     plan = rig.m.order(2).plan
     assert plan is not None and plan.outcome == known
+
+
+def test_an_exit_that_an_order_asked_for_is_no_failure_though_the_store_forgot_the_order() -> None:
+    rig = started(2)
+    rig.gone(2, code=0, is_ordered=True, reason="asked")
+    assert (rig.r.root.status, rig.ballot.members) == (RunStatus.TRAINING, [1])
+
+
+def test_node_fail_bars_its_host_at_once_and_an_hour_later_it_may_be_tried_again() -> None:
+    rig = started(2)
+    turn = rig.gone(2, node_failed=True, reason="n7 is down")
+    assert ev.Barred("h2") in turn.then
+    turn = rig.tick(3601, 1)
+    assert logs(turn, "bar") == ["h2 is barred no longer: it may be tried again"]
+
+
+def test_a_host_that_nobody_wants_is_barred_and_its_nodes_leave() -> None:
+    rig = started(3)
+    rig.want(ev.Bar, host="h2", reason="slow link")
+    rig.change()
+    assert (rig.r.members, rig.r.failures.bars["h2"].reason) == ([1, 3], "slow link")
+    rig.put(ev.Unbar(at=0, hosts=("h2",)))
+    assert not rig.r.failures.bars
+
+
+@notices("finished nodes are not counted")
+def test_the_end_the_main_members_exit_code_decides() -> None:
+    rig = started(2)
+    rig.finish(1)
+    rig.finish(2)
+    rig.gone(2, code=3)
+    assert not rig.r.root.status.ended
+    rig.gone(1, code=0)
+    assert (rig.r.root.status, rig.r.root.message) == (RunStatus.FINISHED, "")
+    rig = started(2)
+    rig.finish(1)
+    rig.gone(1, code=3)
+    assert rig.r.root.status is RunStatus.FAILED
+    rig = started(2)
+    turn = rig.finish(2)
+    assert orders(turn)[1].finish is not None, "whoever waits in vain hears of it"
+
+
+def test_the_last_words_come_with_the_news_of_the_end() -> None:
+    rig = started(1)
+    last = msgspec.structs.replace(rig.said[1], seq=99, finish=Finish(generation=1, steps=9, digest="d"))
+    rig.gone(1, code=0, report=last)
+    assert rig.r.root.status is RunStatus.FINISHED
 
 
 @pytest.mark.parametrize("how", ["signal", "lost", "hangs"])
@@ -116,18 +200,12 @@ def test_healed_weights_and_a_ledger_that_cannot_be_written_are_told_once() -> N
     assert "writes down again" in logs(rig.say(1, unrecorded=None), "ledger")[0]
 
 
-def test_a_host_that_slurm_or_a_user_calls_bad_is_barred_at_once_and_one_whose_processes_are_killed_is_not() -> None:
+def test_kills_from_outside_are_no_failures() -> None:
     rig = started(4)
-    for _ in range(3):
-        rig.gone(rig.join("h5"), signal=9)
+    for n in (2, 3, 4):
+        rig.gone(n, signal=9)
+        rig.change()
     assert not rig.r.failures.failures
-    assert ev.Barred("h2") in rig.gone(2, node_failed=True, reason="n7 is down").then
-    rig.change()
-    rig.want(ev.Bar, host="h3", reason="slow link")
-    rig.change()
-    assert (rig.r.members, rig.r.failures.bars["h3"].reason) == ([1, 4], "slow link")
-    rig.put(ev.Unbar(at=0, hosts=("h2", "h3")))
-    assert not rig.r.failures.bars
 
 
 # -- whose failure it is -----------------------------------------------------------------------------------------------
@@ -181,6 +259,21 @@ def test_members_that_do_not_follow_the_script_together_end_the_run_at_once() ->
     assert rig.r.root.message == "ValueError: bad (step 5, found by n1 (h2))"
 
 
+@pytest.mark.parametrize("is_scripted", [False, True])
+def test_a_host_with_three_failures_is_barred_except_where_a_schedule_decides(is_scripted: bool) -> None:
+    rig = started(1, scripted=is_scripted)
+    turn = ev.Turn({}, [])
+    for number in range(3):
+        assert not rig.r.failures.bars
+        rig.limit(2)
+        n = rig.join("bad", token=f"t{number}")
+        rig.change(number)
+        turn = rig.fails(n, step=number, signature=f"E{number}")
+        rig.change(number)
+    barred = [i.host for i in turn.then if isinstance(i, ev.Barred)]
+    assert (barred, list(rig.r.failures.bars)) == (([], []) if is_scripted else (["bad"], ["bad"]))
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3), st.sampled_from(["x", "y"])), max_size=12))
 def test_only_what_happened_alike_on_two_nodes_or_to_the_last_member_fails_a_run(
@@ -205,23 +298,27 @@ def test_only_what_happened_alike_on_two_nodes_or_to_the_last_member_fails_a_run
 
 
 def test_n3_a_run_ends_when_all_members_have_finished_and_lets_the_others_go() -> None:
-    """The main member's exit code decides how, and no other's."""
     rig = started(2)
     rig.limit(2)
     rig.join("c")
-    assert orders(rig.finish(2))[1].finish is not None, "whoever waits in vain hears of it"
     rig.finish(1)
-    rig.gone(2, code=3)
+    rig.finish(2)
     assert not rig.r.root.status.ended
     turn = rig.gone(1, code=0)
     assert ev.RunEnded(RunStatus.FINISHED, "") in turn.then
     end = orders(turn)[3].end
     assert end is not None
     assert (end.code, list(orders(turn))) == (Exit.OK, [3])
-    rig = started(2)
-    rig.finish(1)
-    rig.gone(1, code=3)
-    assert rig.r.root.status is RunStatus.FAILED
+
+
+def test_a_generation_whose_members_have_finished_before_they_were_heard_in_it_is_told_of() -> None:
+    rig = started(1)
+    rig.join("b")
+    rig.vote()
+    newest = rig.r.root.generation
+    for n in (1, 2):
+        rig.arrive(n, newest, 4, finish=Finish(generation=newest, steps=9, digest="d"))
+    assert [done.change.first_step for done in rig.completed] == [0, 4]
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -241,3 +338,28 @@ def test_what_the_main_member_had_to_do_behind_the_loop_is_done_by_nobody_else(f
     text = f"the main member n0 (h1) ended after the training, before its script had: {why}"
     assert (rig.r.root.status, rig.r.root.message) == (RunStatus.FAILED, text)
     assert rig.r.root.traceback == ("" if killed else "Traceback")
+
+
+def test_another_head_waits_as_long_for_the_main_members_exit_code() -> None:
+    rig = started(2)
+    rig.finish(1)
+    rig.finish(2)
+    rig.tick(9, 1, 2)
+    rig.restart(1, 2)
+    rig.tick(18, 1, 2)
+    assert not rig.r.root.status.ended, "its agent may be about to say"
+    rig.tick(21, 1, 2)
+    assert rig.r.root.status is RunStatus.FINISHED
+
+
+def test_what_happens_behind_the_end_of_a_run_changes_nothing_and_all_hear_of_it() -> None:
+    rig = started(2)
+    rig.put(ev.Cancel(at=rig.at, reason="asked"))
+    assert [order.end is not None for order in rig.orders.values()] == [True, True]
+    turn = rig.say(1, edition=0)
+    rig.tick(3, 2)
+    turn = both(turn, rig.say(1, edition=0))
+    assert orders(turn)[1].end is not None, "it missed that"
+    rig.gone(1, signal=9)
+    rig.fails(2)
+    assert (rig.r.root.status, rig.r.root.message) == (RunStatus.CANCELLED, "asked")

@@ -6,12 +6,29 @@ import msgspec
 import pytest
 
 from fallow.core.membership import events as ev
-from fallow.core.membership.messages import Checkpoint, Switch
+from fallow.core.membership.messages import Checkpoint, Refusal, Switch
 from fallow.core.membership.state import RunPhase
+from fallow.core.membership.tables import RUN
 from fallow.model import ChangeKind, MemberPhase, Parts, RunStatus
-from world.rig import CONTRACT, Rig, logs, orders, started
+from world.rig import CONTRACT, Rig, both, logs, notices, orders, started
 
 
+def test_waits_for_the_minimum_and_commits_only_with_every_vote() -> None:
+    rig = Rig(minimum=2)
+    rig.join("a")
+    assert rig.m.phase is RunPhase.EMPTY
+    rig.join("b")
+    assert rig.m.phase is RunPhase.PREPARING
+    g = rig.r.root.highest
+    rig.say(1, prepared=g)
+    assert rig.r.root.generation == 0
+    turn = rig.say(2, prepared=g)
+    assert rig.r.root.generation == g
+    assert all(order.committed == g for order in orders(turn).values())
+    assert "root" in turn.writes
+
+
+@notices("overtaken reports count")
 def test_s5_a_vote_for_another_generation_a_repeated_or_an_overtaken_report_counts_for_nothing() -> None:
     rig = started(1)
     rig.join("b")
@@ -23,14 +40,45 @@ def test_s5_a_vote_for_another_generation_a_repeated_or_an_overtaken_report_coun
     assert rig.r.root.generation == 2
 
 
+@notices("votes have no deadline (planned)")
+def test_a_newcomer_that_does_not_vote_is_given_up_and_one_that_hears_nothing_waits() -> None:
+    rig = started(1)
+    rig.join("b")
+    rig.say(1, prepared=2)
+    rig.tick(11, 1, 2)
+    assert (rig.r.nodes[2].phase, rig.m.phase) == (MemberPhase.GONE, RunPhase.STEADY)
+    rig.join("c")
+    rig.say(1, prepared=rig.r.root.highest)
+    for at in range(12, 24):
+        rig.at = at
+        rig.say(1)
+        rig.say(3, edition=1)
+        rig.put(ev.Ticked(at=at))
+    assert (rig.r.nodes[3].phase, rig.m.phase) == (MemberPhase.SILENT, RunPhase.STEADY)
+    rig.say(3)
+    assert rig.r.nodes[3].phase is MemberPhase.READY
+
+
+@notices("a spoiled ballot is committed")
 def test_a_joiner_that_dies_before_the_commit_burns_only_its_number() -> None:
     rig = started(1)
     rig.join("b")
-    told = orders(rig.gone(2, signal=9))
-    assert (told[1].plan, told[1].broken) == (None, 0)
+    turn = rig.gone(2, signal=9)
+    assert orders(turn)[1].plan is None
+    assert orders(turn)[1].broken == 0
     rig.tick(2, 1)
     rig.join("c")
     assert rig.r.root.highest == 3
+
+
+def test_a_leaver_stays_known_until_its_processes_have_ended() -> None:
+    """Else its last reports would bring it back as a newcomer."""
+    rig = started(2)
+    rig.release(2)
+    rig.change()
+    assert rig.r.nodes[2].phase is MemberPhase.GONE
+    rig.gone(2, code=0)
+    assert list(rig.r.nodes) == [1]
 
 
 def test_last_member_leaving_suspends_with_a_checkpoint_and_it_goes_on_from_there() -> None:
@@ -42,6 +90,7 @@ def test_last_member_leaving_suspends_with_a_checkpoint_and_it_goes_on_from_ther
     assert told.endswith("; the run goes on from the checkpoint of step 5")
     assert rig.r.root.status is RunStatus.SUSPENDED
     rig.join("b")
+    assert rig.ballot is not None
     assert rig.ballot.plans.whole.checkpoints == ("/c",)
     rig.change(5)
     assert rig.r.root.status is RunStatus.TRAINING
@@ -59,6 +108,16 @@ def test_deadlines_a_node_leaves_before_its_end_or_is_ejected() -> None:
     assert any(o.end is not None and o.end.kill for o in orders(turn).values())
 
 
+def test_a_deadline_counts_for_one_that_was_asked_to_leave_without_one() -> None:
+    rig = started(2)
+    rig.put(ev.Ends(at=0, node=2, ends_at=100))
+    rig.tick(70, 1, 2)
+    rig.limit(1)
+    rig.tick(98, 1, 2)
+    assert rig.r.nodes[2].phase is MemberPhase.GONE
+
+
+@notices("leaving has no deadline")
 def test_who_is_asked_to_leave_by_a_time_is_gone_by_then() -> None:
     rig = started(2)
     rig.release(2, reason="urgent", by=4.0)
@@ -81,6 +140,15 @@ def test_t7_limits_keep_standbys_warm_and_release_the_youngest() -> None:
     assert rig.r.members == [1], "never more workers than shards"
 
 
+def test_in_a_scripted_run_no_standby_takes_a_lost_ones_place() -> None:
+    rig = started(2, scripted=True)
+    rig.limit(2)
+    rig.join("c")
+    rig.gone(2, signal=9)
+    rig.change()
+    assert (rig.r.members, rig.m.phase) == ([1], RunPhase.STEADY)
+
+
 def test_scripts_that_are_restarted_newcomers_wait_and_go_along_with_a_loss() -> None:
     rig = Rig(minimum=2)
     rig.contract = msgspec.structs.replace(CONTRACT, restarts=True)
@@ -91,6 +159,7 @@ def test_scripts_that_are_restarted_newcomers_wait_and_go_along_with_a_loss() ->
     rig.tick(200, 1, 2, 3)
     assert rig.r.members == [1, 2]
     rig.gone(2, signal=9)
+    assert rig.ballot is not None
     assert rig.ballot.members == [1, 3]
     rig.change()
     rig.join("d")
@@ -110,6 +179,22 @@ def test_a_newcomer_that_differs_is_refused_with_the_difference(what: dict[str, 
     end = rig.m.order(n).end
     assert end is not None
     assert words in end.reason
+
+
+def test_an_agent_that_starts_its_workers_anew_proves_that_the_old_ones_have_ended() -> None:
+    rig = started(1)
+    again = {"host": "h1", "token": "h1", "slots": 1, "entry": "e"}
+    rig.put(ev.Expected(at=0, boot=1, **again))
+    assert list(rig.r.nodes) == [1]
+    rig.put(ev.Expected(at=0, boot=7, **again))
+    assert rig.r.root.status is RunStatus.SUSPENDED
+    assert rig.r.nodes[1].proved_gone
+    rig.put(ev.Expected(at=0, boot=1, **again))
+    assert list(rig.r.nodes) == [1, 2], "that was said long ago"
+
+
+def test_every_phase_has_a_row() -> None:
+    assert set(RUN) == set(RunPhase)
 
 
 def test_one_node_shows_its_output_the_oldest_at_first_and_then_the_first_member() -> None:
@@ -142,16 +227,106 @@ def test_the_pause_is_told_in_parts_of_the_node_that_stood_still_the_longest() -
 # -- who joins and leaves together -------------------------------------------------------------------------------------
 
 
-def test_nodes_that_are_released_in_one_turn_leave_in_one_generation() -> None:
+@notices("each release is a generation", 2)
+@pytest.mark.parametrize("events", [1, 2])
+def test_nodes_that_are_released_in_one_turn_leave_in_one_generation(events: int) -> None:
     rig = started(4)
-    for n in (2, 3):
-        rig.put(ev.Release(at=rig.at, nodes=(n,), reason="wanted by others"))
+    for nodes in [(2, 3)] if events == 1 else [(2,), (3,)]:
+        rig.put(ev.Release(at=rig.at, nodes=nodes, reason="wanted by others"))
     assert rig.m.phase is RunPhase.STEADY
     rig.tick(0.25, 1, 2, 3, 4)
     assert (rig.ballot.members, rig.ballot.change.leavers) == ([1, 4], [2, 3])
 
 
+def test_who_is_released_with_a_lower_limit_is_not_replaced_by_a_standby() -> None:
+    rig = started(3)
+    rig.limit(3)
+    rig.join("d")
+    rig.release(1, limit=2)
+    rig.change()
+    assert (rig.r.members, rig.r.standbys()) == ([2, 3], [4])
+    assert rig.completed[-1].change.kind is ChangeKind.RELEASE
+    rig.limit(3)
+    rig.change()
+    assert rig.r.members == [2, 3, 4]
+
+
+def test_a_leaver_that_missed_the_generation_after_a_loss_breaks_nothing_and_hears_of_it_again() -> None:
+    rig = started(3)
+    rig.release(1)
+    rig.vote()
+    rig.gone(3, signal=9)
+    rig.say(2, prepared=3, given_up=2)
+    assert rig.r.root.generation == 3, "nobody waits for the vote of a leaver"
+    missed = rig.orders[1].edition - 1
+    assert not orders(rig.say(1, edition=missed))
+    turn = ev.Turn({}, [])
+    while rig.at < 4:
+        turn = both(turn, rig.tick(rig.at + 1, 2))
+        turn = both(turn, rig.say(1, edition=missed))
+    assert [i.node for i in turn.then if isinstance(i, ev.Send)] == [1, 1], "not with every report"
+    assert rig.r.root.highest == 3
+    rig.say(1, left=3, given_up=1)
+    rig.arrive(2, 3)
+    assert [done.change.generation for done in rig.completed] == [1, 3]
+
+
+def test_when_all_leave_at_once_one_hands_the_state_over_first() -> None:
+    rig = started(3)
+    rig.limit(2)
+    rig.change()
+    for host in "de":
+        rig.join(host)
+    rig.release(1, 2, 3, reason="walltime")
+    while rig.m.state.ballot is not None:
+        assert any(map(rig.m.state.has_state, rig.ballot.members))
+        rig.change()
+    assert rig.r.members == [4, 5]
+
+
+def test_who_goes_at_the_same_time_as_a_newcomer_comes_is_told_with_all_members_in_the_order_of_ranks() -> None:
+    rig = started(2)
+    rig.put(ev.Release(at=0, nodes=(1,), reason="asked"))
+    rig.join("c")
+    rig.change()
+    done = rig.completed[-1]
+    assert done.members == (2, 3)
+    assert (done.change.kind, done.joined, done.left) == (ChangeKind.MIXED, (3,), (1,))
+
+
+def test_a_newcomer_whose_generation_was_overtaken_by_the_end_is_not_waited_for() -> None:
+    rig = started(2)
+    rig.join("c")
+    rig.vote()
+    rig.finish(1)
+    rig.gone(1, code=0)
+    assert rig.r.root.status is RunStatus.TRAINING
+    rig.finish(2)
+    assert rig.r.root.status is RunStatus.FINISHED
+    assert rig.orders[3].end is not None
+
+
+@pytest.mark.parametrize(("is_newcomer", "wait_s"), [(True, 0.0), (False, 2.0)])
+def test_whose_group_could_not_be_built_is_let_go_only_if_it_is_a_newcomer(is_newcomer: bool, wait_s: float) -> None:
+    rig = started(1)
+    rig.join("b")
+    turn = rig.say(2 if is_newcomer else 1, refusal=Refusal(generation=2, reason="no port is free"))
+    assert "could not: no port is free" in logs(turn, "abort")[0]
+    rig.tick(wait_s, 1, 2)
+    assert rig.r.nodes[2].phase is (MemberPhase.GONE if is_newcomer else MemberPhase.READY)
+    assert rig.m.phase is (RunPhase.STEADY if is_newcomer else RunPhase.PREPARING)
+
+
 # -- starts ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_script_that_fails_before_the_loop_leaves_its_last_words() -> None:
+    rig = Rig()
+    for host in "ab":
+        rig.expect(host)
+    for n in (1, 2):
+        rig.gone(n, code=1, tail=f"node {n}, line 2")
+    assert (rig.r.root.status, rig.r.root.traceback) == (RunStatus.FAILED, "node 1, line 2")
 
 
 def test_a_script_that_hangs_before_the_loop_is_killed_at_its_deadline() -> None:
@@ -164,3 +339,13 @@ def test_a_script_that_hangs_before_the_loop_is_killed_at_its_deadline() -> None
     assert end is not None
     assert (end.kill, end.stack) == (True, True)
     assert rig.r.root.status is RunStatus.FAILED
+
+
+def test_what_a_ledger_lacks_is_known_of_a_node_that_is_forgotten() -> None:
+    rig = started(2)
+    rig.say(2, unrecorded=8)
+    rig.release(2)
+    rig.change()
+    rig.gone(2, code=0)
+    assert 2 not in rig.r.nodes
+    assert rig.r.root.unrecorded == {2: 8}

@@ -7,10 +7,21 @@ import pytest
 from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Checkpoint, Refusal
 from fallow.core.membership.state import RunPhase
-from fallow.model import Doing, MemberPhase, RunStatus
-from world.rig import WAITS, Rig, both, logs, orders, started
+from fallow.model import ChangeKind, Doing, Exit, MemberPhase, RunStatus
+from world.rig import WAITS, Rig, both, logs, notices, orders, started
 
 
+def test_a_killed_member_interrupts_the_others_at_once() -> None:
+    rig = started(3)
+    turn = rig.gone(2, signal=9)
+    told = orders(turn)
+    assert set(told) == {1, 3}
+    assert all(o.broken == 1 and o.plan is not None and o.plan.interrupt for o in told.values())
+    rig.change(7)
+    assert (rig.r.members, rig.completed[-1].change.kind) == ([1, 3], ChangeKind.EJECT)
+
+
+@notices("votes count of nodes that have not given up")
 def test_a_vote_on_an_interrupting_plan_counts_only_from_one_that_has_given_the_old_generation_up() -> None:
     rig = started(2)
     rig.gone(2, signal=9)
@@ -20,17 +31,30 @@ def test_a_vote_on_an_interrupting_plan_counts_only_from_one_that_has_given_the_
     assert rig.r.root.generation == 2
 
 
+@notices("votes have no deadline (rebuilding)")
 def test_a_rebuild_has_a_deadline_of_its_own() -> None:
     rig = started(3)
     rig.gone(3, signal=9)
     rig.say(1, prepared=2, given_up=1)
     rig.tick(9, 1, 2)
+    assert rig.ballot is not None
     assert rig.ballot.members == [1, 2]
     rig.tick(11, 1, 2)
     assert rig.ballot.members == [1], "the other hears and does not vote"
     assert rig.m.order(2).end is not None
 
 
+def test_death_after_the_commit_interrupts_both_generations() -> None:
+    rig = started(2)
+    rig.join("c")
+    rig.vote()
+    told = orders(rig.gone(2, signal=9))
+    assert {n: o.broken for n, o in told.items() if o.end is None} == {1: 2, 3: 2}
+
+
+@notices("commits without proof that the old generation is over")
+@notices("silence proves that a node has ended")
+@notices("it is forgotten that the old generation steps until the boundary")
 def test_nothing_is_committed_while_an_old_generation_may_still_act() -> None:
     """Node 1 alone has the state, is not heard any more, and may compute on; node 2 has voted, but cannot know."""
     rig = started(1)
@@ -46,6 +70,7 @@ def test_nothing_is_committed_while_an_old_generation_may_still_act() -> None:
     assert rig.r.root.generation == 3, "now Slurm says so"
 
 
+@notices("a loss goes unnoticed while all switch")
 def test_a_leaver_that_the_others_have_left_behind_does_not_become_the_state() -> None:
     rig = started(2)
     rig.release(2)
@@ -55,6 +80,18 @@ def test_a_leaver_that_the_others_have_left_behind_does_not_become_the_state() -
     rig.gone(1, signal=9)
     assert rig.r.root.status is RunStatus.SUSPENDED
     assert rig.r.nodes[2].phase is MemberPhase.GONE
+
+
+def test_a_generation_is_over_when_a_leaver_has_given_it_up() -> None:
+    rig = started(2)
+    rig.join("c")
+    rig.release(1)
+    rig.vote()
+    rig.gone(2, signal=9)
+    assert rig.ballot is not None
+    for n in rig.ballot.members + rig.ballot.change.leavers:
+        rig.say(n, prepared=rig.r.root.highest, given_up=2)
+    assert rig.r.root.generation == rig.r.root.highest
 
 
 def test_a_newcomer_whose_state_was_on_its_way_is_absorbed_again_when_the_survivors_train() -> None:
@@ -74,6 +111,7 @@ def test_a_newcomer_whose_state_was_on_its_way_is_absorbed_again_when_the_surviv
     assert rig.r.members == [1, 3]
 
 
+@notices("votes that show a lost state count")
 def test_where_votes_show_that_some_have_lost_the_state_those_who_have_it_go_on() -> None:
     rig = started(3)
     rig.gone(3, signal=9)
@@ -82,16 +120,69 @@ def test_where_votes_show_that_some_have_lost_the_state_those_who_have_it_go_on(
     assert (rig.r.root.generation, rig.ballot.change.generation, rig.ballot.members) == (1, 3, [1])
 
 
-def test_a_group_that_breaks_in_its_first_exchange_is_rebuilt() -> None:
+def test_where_nobody_has_the_state_all_begin_together_from_the_checkpoint() -> None:
+    rig = Rig(minimum=3)
+    for host in "abc":
+        rig.join(host)
+    rig.vote()
+    rig.gone(1, signal=9)
+    assert (rig.ballot.members, rig.ballot.change.interrupt) == ([2, 3], True)
+
+
+def test_a_survivor_that_is_asked_to_leave_while_others_go_on_without_it_is_let_go() -> None:
     rig = started(2)
     rig.join("c")
     rig.vote()
-    for n in (1, 3):
-        rig.say(n, given_up=2)
+    rig.arrive(1, 2)
+    rig.arrive(2, 2)
+    rig.gone(2, signal=9)
+    rig.release(3, reason="walltime")
+    rig.vote()
+    assert (rig.r.nodes[3].phase, rig.m.order(3).end) == (MemberPhase.GONE, rig.orders[3].end)
+    assert rig.m.order(3).end is not None and rig.m.order(3).end.code == Exit.OK
+
+
+def test_the_group_that_broke_without_a_death_is_rebuilt_as_it_was() -> None:
+    rig = started(2)
+    rig.say(1, given_up=1)
+    assert rig.m.phase is RunPhase.STEADY, "the news of a death may still come"
+    rig.tick(1, 1, 2)
+    assert rig.m.phase is RunPhase.REBUILDING
+    rig.change()
+    rig.tick(5, 1, 2)
+    assert rig.r.members == [1, 2]
+    assert rig.r.root.generation == rig.r.root.highest == 2
+
+
+@notices("a broken group is not rebuilt")
+@notices("the first exchange may last for ever")
+def test_a_first_exchange_that_does_not_end_or_whose_group_breaks_is_done_again() -> None:
+    rig = started(2)
+    rig.join("c")
+    rig.vote()
+    assert rig.m.phase is RunPhase.SWITCHING
+    rig.wait(7)
+    assert (rig.m.phase, rig.m.order(1).broken) == (RunPhase.REBUILDING, 2)
+    rig = started(2)
+    rig.join("c")
+    rig.vote()
+    rig.say(3, given_up=2)
+    rig.say(1, given_up=2)
     rig.tick(1, 1, 2, 3)
-    assert (rig.m.phase, rig.m.order(2).broken) == (RunPhase.REBUILDING, 2)
+    assert rig.m.phase is RunPhase.REBUILDING
 
 
+def test_a_first_exchange_of_survivors_that_does_not_end_is_done_again() -> None:
+    """They have given up the generation before, and report it until they have arrived."""
+    rig = started(3)
+    rig.gone(3, signal=9)
+    rig.vote()
+    assert rig.m.phase is RunPhase.SWITCHING
+    rig.wait(7)
+    assert (rig.m.phase, rig.ballot.change.generation) == (RunPhase.REBUILDING, 3)
+
+
+@notices("nobody looks at links")
 def test_slow_links_are_looked_at_and_eject_nobody_a_cut_one_drops_the_younger() -> None:
     rig = started(3)
     rig.wait(6)
@@ -107,7 +198,22 @@ def test_slow_links_are_looked_at_and_eject_nobody_a_cut_one_drops_the_younger()
     rig.say(2, prepared=g)
     rig.say(3, refusal=Refusal(generation=g, reason="cut", unreachable=(1,)))
     assert rig.r.nodes[3].phase is MemberPhase.GONE
+    assert rig.ballot is not None
     assert (rig.m.phase, rig.ballot.members) == (RunPhase.REBUILDING, [1, 2])
+
+
+def test_a_newcomer_that_is_cut_off_is_left_out_and_members_that_are_train_on() -> None:
+    rig = started(2)
+    rig.join("c")
+    rig.say(1, refusal=Refusal(generation=2, reason="cut", unreachable=(3,)))
+    rig.say(2, prepared=2)
+    assert (rig.r.nodes[3].phase, rig.m.phase) == (MemberPhase.GONE, RunPhase.STEADY)
+    rig = started(2)
+    rig.join("c")
+    rig.say(1, refusal=Refusal(generation=2, reason="cut", unreachable=(2,)))
+    rig.say(3, prepared=2)
+    rig.say(2, refusal=Refusal(generation=2, reason="cut", unreachable=(1,)))
+    assert (rig.r.nodes[3].phase, rig.m.phase, rig.r.members) == (MemberPhase.READY, RunPhase.STEADY, [1, 2])
 
 
 def test_who_is_cut_off_is_told_with_the_address_that_was_tried() -> None:
@@ -119,6 +225,38 @@ def test_who_is_cut_off_is_told_with_the_address_that_was_tried() -> None:
 
 
 # -- survivors, leavers and newcomers ----------------------------------------------------------------------------------
+
+
+def test_survivors_that_report_the_group_they_were_taken_from_cause_no_further_change() -> None:
+    rig = started(3)
+    rig.gone(2, signal=9)
+    rig.vote()
+    for n in (1, 3):
+        rig.say(n, given_up=1)
+    rig.tick(2, 1, 3)
+    rig.switch()
+    rig.say(1, given_up=1)
+    rig.tick(4, 1, 3)
+    assert (rig.r.root.generation, rig.r.root.highest, rig.m.phase) == (2, 2, RunPhase.STEADY)
+
+
+def test_a_leaver_that_was_kept_for_its_state_is_not_forgotten_at_the_next_loss() -> None:
+    """Nor by another head."""
+    rig = started(3)
+    rig.release(1, reason="walltime")
+    rig.vote()
+    for n in (2, 3):
+        rig.gone(n, signal=9)
+    assert rig.ballot.members == [1]
+    rig.join("d")
+    rig.say(1, given_up=2, refusal=Refusal(generation=rig.r.root.highest, reason="cut"))
+    rig.tick(1, 1, 4)
+    assert (rig.ballot.members, rig.ballot.change.interrupt) == ([1], True)
+    rig.restart(1, 4)
+    assert (rig.ballot.members, rig.ballot.change.interrupt) == ([1], True)
+    while rig.m.state.ballot is not None:
+        rig.change()
+    assert [done.members for done in rig.completed[1:]] == [(1,), (1, 4), (4,)]
 
 
 def test_a_head_that_comes_back_knows_that_the_generation_is_broken() -> None:
@@ -134,6 +272,43 @@ def test_a_head_that_comes_back_knows_that_the_generation_is_broken() -> None:
     assert (rig.ballot.members, rig.ballot.change.interrupt) == ([1, 3, 4], False)
 
 
+def test_why_a_generation_was_begun_that_never_became_complete_is_told_with_the_next() -> None:
+    rig = started(3)
+    rig.gone(3, signal=9)
+    rig.vote()
+    assert rig.m.phase is RunPhase.SWITCHING
+    rig.gone(2, signal=7)
+    rig.change()
+    told = rig.completed[-1].change.reason
+    assert "n2 (h3) is gone: killed by signal 9" in told
+    assert "n1 (h2) is gone: killed by signal 7" in told
+
+
+def test_what_has_changed_is_told_of_generations_that_became_complete() -> None:
+    """A generation that broke before is no news by itself: who came and went with it is told with the next one."""
+    rig = started(2)
+    rig.join("c")
+    rig.vote()
+    for n in (1, 3):
+        rig.arrive(n, 2)
+    turn = rig.gone(2, signal=9)
+    turn = both(turn, rig.vote())
+    for n in rig.r.members:
+        turn = both(turn, rig.arrive(n, rig.r.root.generation))
+    done = rig.completed[-1]
+    assert (done.change.kind, done.joined, done.left) == (ChangeKind.EJECT, (3,), (2,))
+    (data,) = [i.data for i in turn.then if isinstance(i, ev.Log) and i.kind == "eject" and "joined" in i.data]
+    assert (data["joined"], data["left"]) == ({"n2": "c"}, ["n1"])
+
+
+def test_a_standby_that_dies_concerns_no_member() -> None:
+    rig = started(1)
+    rig.limit(1)
+    rig.join("b")
+    assert not orders(rig.gone(2, signal=9))
+    assert rig.r.root.highest == 1
+
+
 # -- groups that break -------------------------------------------------------------------------------------------------
 
 
@@ -147,6 +322,24 @@ def breaks(rig: Rig, n: int, *others: int) -> float:
         assert rig.at < began + 9
         rig.put(ev.Ticked(at=rig.at))
     return rig.at - began
+
+
+@notices("groups that always break on one node are rebuilt for ever")
+def test_a_node_on_which_every_group_breaks_is_ejected_and_the_others_go_on() -> None:
+    """They break for the others as well, but later."""
+    rig = started(3)
+    waits = []
+    for _ in range(2):
+        waits.append(breaks(rig, 2, 1, 3))
+        assert rig.ballot.members == [1, 2, 3]
+        rig.change()
+    assert waits == [pytest.approx(0.3, abs=0.11), pytest.approx(0.6, abs=0.11)]
+    breaks(rig, 2, 1, 3)
+    assert (rig.r.nodes[2].phase, rig.ballot.members) == (MemberPhase.GONE, [1, 3])
+    end = rig.orders[2].end
+    assert end is not None
+    assert end.reason.startswith("3 groups in a row broke at its step 0, the last because n1 (h2) has lost its group: ")
+    assert end.reason.endswith(": connection reset on h2")
 
 
 def test_groups_that_break_at_different_steps_or_on_different_nodes_or_for_a_death_eject_nobody() -> None:
@@ -180,6 +373,18 @@ def test_scripts_that_fail_and_are_restarted_eject_nobody() -> None:
     assert rig.r.members == [1, 2]
 
 
+def test_a_node_that_can_never_build_the_group_in_place_of_a_broken_one_is_ejected() -> None:
+    rig = started(3)
+    rig.gone(3, signal=9)
+    for _ in range(3):
+        assert rig.ballot.members == [1, 2]
+        refusal = Refusal(generation=rig.r.root.highest, reason="no port is free")
+        rig.say(2, given_up=1, refusal=refusal)
+        rig.tick(rig.at + 2, 1, 2)
+    assert rig.ballot.members == [1]
+    assert "n1 (h2) could not: no port is free" in rig.r.nodes[2].ended
+
+
 # -- links and waits ---------------------------------------------------------------------------------------------------
 
 
@@ -196,18 +401,45 @@ def test_a_first_exchange_that_seems_to_end_never_is_left_more_time_with_each_at
     assert [later - earlier for earlier, later in zip([0, *attempts], attempts, strict=False)] == [6, 11, 21]
 
 
-@pytest.mark.parametrize("is_leaver", [False, True])
-def test_a_first_exchange_goes_on_while_a_newcomer_receives_or_a_leaver_is_in_a_long_body(is_leaver: bool) -> None:
+def test_a_first_exchange_in_which_somebody_still_receives_goes_on() -> None:
+    rig = started(2)
+    rig.join("c")
+    rig.vote()
+    for at in range(1, 30):
+        rig.at = at
+        for n, stalled_s in ((1, at), (2, at), (3, 0.5)):
+            rig.say(n, doing=Doing.WAITING, stalled_s=float(stalled_s))
+        rig.put(ev.Ticked(at=at))
+        assert rig.m.phase is RunPhase.SWITCHING
+
+
+def test_a_leaver_in_a_long_body_breaks_nothing() -> None:
     rig = started(3)
-    if is_leaver:
-        rig.release(3)
-    else:
-        rig.join("d")
+    rig.release(3)
     rig.vote()
     for at in range(1, 40):
-        last = (Doing.WORKING, at) if is_leaver else (Doing.WAITING, 0.5)
-        rig.stand(at, {**dict.fromkeys(rig.r.nodes, (Doing.WAITING, at)), max(rig.r.nodes): last})
+        rig.stand(at, {1: (Doing.WAITING, at), 2: (Doing.WAITING, at), 3: (Doing.WORKING, at)})
+    assert rig.m.phase is RunPhase.SWITCHING
+    assert rig.r.root.highest == 2
+
+
+def test_the_wait_for_one_that_was_ejected_is_not_held_against_those_who_are_left() -> None:
+    rig = started(3)
+    for at in range(1, 42):
+        rig.stand(at, {1: (Doing.WAITING, at - 0.1), 2: (Doing.WORKING, at), 3: (Doing.WAITING, at - 0.1)})
+    assert rig.ballot.members == [1, 3]
+    rig.vote()
+    rig.stand(41.2, {1: (Doing.WAITING, 41.1), 3: (Doing.WAITING, 41.1)})
     assert (rig.m.phase, rig.r.root.highest) == (RunPhase.SWITCHING, 2)
+
+
+def test_a_newcomer_is_not_kept_out_by_a_look_at_the_links() -> None:
+    rig = started(2)
+    rig.wait(6)
+    rig.join("c")
+    assert rig.m.phase is RunPhase.PROBING
+    rig.vote()
+    assert (rig.m.phase, rig.ballot.members) == (RunPhase.PREPARING, [1, 2, 3])
 
 
 def cannot_reach(rig: Rig, n: int, *others: int) -> ev.Turn:
@@ -225,6 +457,18 @@ def test_a_rebuild_waits_a_moment_for_the_votes_that_tell_who_is_cut_off() -> No
     assert (rig.r.alive(2), rig.ballot.members) == (False, [1, 3])
     rig.change()
     assert "n1 (h2) is gone: no connection between it and n2 (h3)" in rig.completed[-1].change.reason
+
+
+def test_without_further_votes_it_is_decided_after_a_second_who_is_cut_off() -> None:
+    rig = started(4)
+    rig.gone(4, signal=9)
+    cannot_reach(rig, 3, 2)
+    rig.tick(0.9, 1, 2, 3)
+    assert rig.r.alive(2)
+    rig.tick(1.1, 1, 2, 3)
+    assert rig.r.alive(3), "what has come since may not have been read"
+    rig.tick(1.2, 1, 2, 3)
+    assert not rig.r.alive(3), "of the two the younger"
 
 
 def test_members_that_do_not_reach_each_other_in_a_planned_change_are_left_alone_for_a_while() -> None:

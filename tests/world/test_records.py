@@ -12,7 +12,7 @@ from fallow.core.membership.messages import Gather, Gathered, Refusal, Unreadabl
 from fallow.core.membership.records import Root
 from fallow.core.membership.roster import Roster
 from fallow.wire.codec import encode
-from world.rig import CONTRACT, started
+from world.rig import CONTRACT, notices, started
 
 
 def root() -> Root:
@@ -22,6 +22,14 @@ def root() -> Root:
 def stored(schema: int, changed: dict[str, Any], without: tuple[str, ...] = ()) -> bytes:
     fields = msgspec.to_builtins(root()) | changed
     return msgspec.msgpack.encode((schema, {name: value for name, value in fields.items() if name not in without}))
+
+
+def test_records_come_back_as_they_were() -> None:
+    rig = started(2)
+    rig.join("c")
+    loaded = Roster.load("r", rig.store)
+    assert (loaded.root, loaded.nodes, loaded.history) == (rig.r.root, rig.r.nodes, rig.r.history)
+    assert loaded.take_writes() == {}
 
 
 @pytest.mark.parametrize(
@@ -45,6 +53,13 @@ def test_a_record_that_is_missing_is_no_new_run() -> None:
         Roster.load("r7", {"node/1": b""})
 
 
+def test_a_change_writes_the_root_and_the_nodes_that_it_changed() -> None:
+    rig = started(6)
+    rig.join("g")
+    assert set(rig.vote().writes) == {"root", "node/7"}
+
+
+@notices("what a node held before it was away counts")
 def test_plans_are_deltas_to_members_and_whole_lists_to_newcomers() -> None:
     rig = started(4)
     rig.join("e")
@@ -80,6 +95,15 @@ def test_a_gather_answers_all_at_once_in_rank_order_and_again_to_one_that_asks_a
     assert answer == Gathered(generation=4, key="k", parts=(b"three", b"one"))
     again, to = gathers.take(part(1, said=b"one"))
     assert (again is answer, to) == (True, [1])
+
+
+def test_a_gather_forgets_old_generations() -> None:
+    gathers = Gathers()
+    gathers.open(1, [1])
+    assert gathers.take(part(1, 1))[1] == [1]
+    for generation in range(2, 6):
+        gathers.open(generation, [1])
+    assert gathers.take(part(1, 1)) == (None, [])
 
 
 def test_a_node_cannot_fill_the_memory_of_the_head_with_gathers() -> None:

@@ -9,7 +9,7 @@ from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Checkpoint, Problem
 from fallow.core.membership.state import RunPhase
 from fallow.model import ChangeKind, RunStatus
-from world.rig import Rig, logs, orders, started
+from world.rig import Rig, logs, notices, orders, started
 
 
 def test_a_checkpoint_that_could_not_be_written_is_told_to_all_and_forgotten_with_the_next_one() -> None:
@@ -72,6 +72,16 @@ def test_none_is_removed_while_one_of_them_may_be_loaded() -> None:
     assert save(rig, 40, rig.r.root.generation, n) == ["/1-10", "/1-20"]
 
 
+def test_one_that_was_written_while_no_head_was_there_counts() -> None:
+    rig = started(1)
+    save(rig, 10)
+    save(rig, 20)
+    found = Checkpoint(path="/found", generation=1, step=15)
+    turn = rig.put(ev.Found(at=rig.at, checkpoint=found))
+    assert [i.path for i in turn.then if isinstance(i, ev.RemoveCheckpoint)] == ["/1-10"]
+    assert usable(rig) == [20, 15]
+
+
 def test_a_damaged_one_goes_when_enough_came_after_it() -> None:
     rig = started(1)
     save(rig, 10)
@@ -83,6 +93,7 @@ def test_a_damaged_one_goes_when_enough_came_after_it() -> None:
     assert sorted(save(rig, 40)) == ["/1-10", "/1-20"]
 
 
+@notices("a checkpoint that turns up does not stop a start")
 def test_one_that_turns_up_after_the_run_went_on_from_before_it_is_set_aside() -> None:
     rig = started(1)
     save(rig, 10)
@@ -103,6 +114,7 @@ def test_one_that_turns_up_after_the_run_went_on_from_before_it_is_set_aside() -
 # -- going back --------------------------------------------------------------------------------------------------------
 
 
+@notices("a checkpoint of a history that was left is loaded")
 def test_going_back_drops_what_members_hold_and_what_was_saved_since() -> None:
     rig = started(2)
     for step in (10, 20):
@@ -139,6 +151,33 @@ def test_a_member_that_dies_on_the_way_back_does_not_undo_it(is_committed: bool)
     assert rig.orders[1].state_since < rig.ballot.change.generation, "later changes are ordinary ones"
     rig.change(11)
     assert rig.completed[-1].members == (1, n)
+
+
+def test_going_back_while_newcomers_load_another_checkpoint() -> None:
+    rig = started(1)
+    for step in (10, 20):
+        save(rig, step)
+    rig.gone(1, signal=9)
+    n = rig.join("b")
+    assert rig.ballot.plans.whole.checkpoints == ("/1-20", "/1-10")
+    rig.put(ev.Rollback(at=rig.at, step=10))
+    rig.tick(rig.at + 1, n)
+    assert rig.ballot.plans.whole.checkpoints == ("/1-10",)
+    rig.change(10)
+    assert rig.completed[-1].change.first_step == 10
+
+
+def test_who_comes_and_goes_meanwhile_is_not_mixed_up_with_it() -> None:
+    """A state that is to be dropped is handed over to nobody: all begin together."""
+    rig = started(2)
+    save(rig, 10)
+    rig.join("c")
+    rig.release(1, reason="walltime")
+    rig.put(ev.Rollback(at=rig.at, step=10))
+    assert (rig.ballot.members, rig.ballot.change.leavers) == ([2, 3], [1])
+    assert not rig.ballot.change.interrupt, "a script may have no way back from inside of a step"
+    rig.change(10)
+    assert (rig.completed[-1].members, rig.m.state.ballot) == ((2, 3), None)
 
 
 def test_going_back_further_while_all_go_back_already() -> None:

@@ -77,3 +77,11 @@ def test_a_broken_configuration_is_found(tmp_path: Path) -> None:
     found = {check.name: check for check in doctor.examine()}
     assert found["configuration"].level is Level.FAIL
     assert "did you mean harvest?" in found["configuration"].found
+
+
+@pytest.mark.usefixtures("bare")
+@pytest.mark.parametrize("uid", [0, 1000])
+def test_root_is_told_to_be_somebody_else(uid: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getuid", lambda: uid)
+    levels = {check.name: check.level for check in doctor.examine()}
+    assert levels.get("user") == (Level.WARN if uid == 0 else None)

@@ -12,11 +12,11 @@ from fallow.config import Checkpoint as CheckpointSection
 from fallow.config import Config, Membership
 from fallow.core.allocations import Allocation, begin_again
 from fallow.core.membership import events as ev
-from fallow.core.membership.messages import Checkpoint, Fault, Order, Problem
+from fallow.core.membership.messages import Checkpoint, Fault, Gather, Gathered, Order, Problem
 from fallow.core.membership.records import HostBar
 from fallow.core.protocol.agents import Admitted, EndAgent, EndNoted, Introduce, News, Progress, Refused, Setup
 from fallow.head.peers.agents import agent_gone
-from fallow.head.state.book import Run
+from fallow.head.state.book import Run, StoredRun
 from fallow.model import AllocationKind, AllocationState, Exit, MemberPhase, RunStatus
 from runs import hold, new_book, new_run
 from talk import CONTRACT, NOW, Played, Talk, settle
@@ -533,3 +533,42 @@ def test_nobody_is_elected_when_a_run_is_cancelled(talk: Talk, run: Run) -> None
 
 
 # -- what is written --------------------------------------------------------------------------------------------------
+
+
+def absorbing(talk: Talk, run: Run) -> tuple[Played, Played, int]:
+    """One that trains, one with which it is to go on, and the number of that generation, on which they vote."""
+    one, two = (harvested(talk, run, host) for host in ("h1", "h2"))
+    for what in ({"ready": CONTRACT}, {"prepared": 1}, {"generation": 1, "has_state": True}):
+        one.beat(**what)
+    two.beat(ready=CONTRACT)
+    assert run.machine.state.voting is not None
+    return one, two, run.machine.state.voting.change.generation
+
+
+def part(agent: Played, generation: int, node: int = 0) -> Gather:
+    """What an agent says, of itself or of another node."""
+    return Gather(node=node or agent.node, generation=generation, key="k", part=agent.hello.host.encode())
+
+
+def test_parts_of_all_nodes_are_answered_together_and_each_node_speaks_for_itself(talk: Talk, run: Run) -> None:
+    one, two, generation = absorbing(talk, run)
+    two.say(part(two, generation))
+    two.say(part(two, generation, node=one.node))
+    assert not two.all(Gathered)
+    one.say(part(one, generation))
+    answer = Gathered(generation=generation, key="k", parts=(b"h1", b"h2"))
+    assert one.only(Gathered) == two.only(Gathered) == answer
+
+
+def test_members_of_a_committed_generation_can_meet_through_a_head_that_comes_back(talk: Talk, run: Run) -> None:
+    """Scripts that are restarted meet only after the commit."""
+    one, two, generation = absorbing(talk, run)
+    for agent in (one, two):
+        agent.beat(prepared=generation)
+    assert run.root.generation == generation
+    two.say(part(two, generation))
+    talk.book.add(StoredRun(run.spec, run.record, run.roster, run.allocations), run.revision, talk.at)
+    for agent in (one, two):
+        agent.beat().say(part(agent, generation))
+    answer = Gathered(generation=generation, key="k", parts=(b"h1", b"h2"))
+    assert one.only(Gathered) == two.only(Gathered) == answer

@@ -84,3 +84,26 @@ def test_a_cluster_without_slurmdbd_is_told_in_words() -> None:
         "the cluster keeps no accounts (no slurmdbd): there are no limits of accounts or QOS, no fair share",
         "jobs have no priority by factors here (sprio knows only priority/multifactor)",
     ]
+
+
+def test_limits_of_the_accounts_above_are_asked_for_once_a_level() -> None:
+    whole, asked = (SAMPLES / "assoc_mgr_account.txt").read_text(), list[str]()
+
+    def level(account: str, parent: str) -> str:
+        return whole.replace("Account=lab UserName= ", f"Account={account} UserName= ").replace(
+            "ParentAccount=root(1)", f"ParentAccount={parent}"
+        )
+
+    answers = {"lab": level("lab", "physics(5)"), "physics": level("physics", "root(1)"), "root": level("root", "")}
+
+    async def query(argv: list[str]) -> str:
+        if argv[0] == "sprio":
+            return ""
+        asked.append(argv[3])
+        key, _, account = argv[3].partition("=")
+        return answers[account] if key == "accounts" else (SAMPLES / "assoc_mgr_user.txt").read_text()
+
+    limits = asyncio.run(owner(query, "ann", NOW)).limits
+    assert asked == ["users=ann", "accounts=lab", "accounts=physics", "accounts=root"]
+    jobs = [limit.of for limit in limits if limit.name == "GrpJobs" and limit.of.startswith("account")]
+    assert jobs == ["account lab", "account physics", "account root"], "all of them bind"

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from fallow.core.accounting.cancelled import VERDICT_S, awaits_verdict
 from fallow.head.peers.agents import agent_gone, give_up_agent
+from fallow.head.state.book import StoredRun
 from fallow.model import (
     AllocationKind,
     AllocationState,
@@ -134,3 +135,12 @@ def test_a_node_whose_agent_was_given_up_is_gone_for_certain_when_its_job_is_ove
     desk.poll(desk.job(other))
     assert number not in desk.run.roster.nodes
     assert desk.run.roster.standbys() == [] and len(desk.run.roster.nodes) == 1
+
+
+def test_a_run_that_is_made_anew_keeps_the_keys_that_were_about_to_go(desk: Desk) -> None:
+    """The turn that let go of an allocation has failed: its agents still need the file."""
+    run, base = desk.run, desk.hold(AllocationKind.BASE)
+    desk.book.close(run, base)
+    desk.book.make_anew(run, StoredRun(run.spec, run.record, run.roster, run.allocations), 1, 0.0)
+    assert desk.book.take_revoked() == []
+    assert desk.book.allowed(base.public_key) and desk.book.paths.run(run.id).key(base.token).exists()

@@ -5,14 +5,32 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from builders import NOW, allocation, node, partition, runs, waits
+from builders import NOW, allocation, node, partition, runs, site, waits
 from fallow.core.holes import waits as is_waiting
-from fallow.core.neighbour.needs import ExternalDemand
-from fallow.core.neighbour.site import LOOKED_AT
+from fallow.core.neighbour.needs import ExternalDemand, assess
+from fallow.core.neighbour.site import LOOKED_AT, SiteRules, site_rules
 from fallow.core.submission.sbatch import harvest_options
 from fallow.core.tokens import new_token
 from fallow.model import AllocationKind, JobInfo, RunSpec
-from neighbours import FOUR, PENDING, THREE, TIERS, given_back, held, standing
+from neighbours import FOUR, PENDING, RELEASING, THREE, TIERS, cluster, given_back, held, standing
+
+
+def test_the_newest_go_and_idle_nodes_count() -> None:
+    found = standing(FOUR, [waits("1", 3)], THREE)
+    assert given_back(found) == ["n3", "n2"]
+    assert found.give_backs[0].reason == "job 1 of alice waits for a node"
+    assert found.kept_nodes == {"p": {"n2", "n3", "n4"}}
+    assert found.delayed_jobs == {"1": {"ours-n2", "ours-n3"}}
+
+
+def test_a_node_that_is_being_left_counts_and_delays_all_the_same() -> None:
+    ours = [held("n1", 300), held("n2", 200), held("n3", 100, RELEASING)]
+    found = standing(FOUR, [waits("1", 2)], ours)
+    assert [(wish.token, wish.urgent) for wish in found.give_backs] == [("ours-n3", True)], "it has to hurry now"
+    assert found.delayed_jobs == {"1": {"ours-n3"}}
+    # Its head has forgotten it, but Slurm shows it still.
+    state = cluster(FOUR, [waits("1", 2)], ours)
+    assert assess(state, ours[:2], former=["ours-n3"]).delayed_jobs == {"1": {"ours-n3"}}
 
 
 @pytest.mark.parametrize(
@@ -20,8 +38,17 @@ from neighbours import FOUR, PENDING, THREE, TIERS, given_back, held, standing
     [
         waits("1", 5),
         waits("1", 2, reason="QOSMaxJobsPerUserLimit"),
+        waits("1", 2, reason="Dependency"),
         waits("1", 2, reason="JobHeldUser", priority=0),
+        waits("1", 2, eligible_at=NOW + 60),
+        waits("1", 2, partition="other"),
+        waits("1", 2, cpus_per_node=5),
+        waits("1", 2, memory_mb_per_node=4001),
+        waits("1", 2, gpus_per_node=1),
+        waits("1", 2, constraint="a100"),
         waits("1", 2, required_nodes=["n9"]),
+        waits("1", 2, excluded_nodes=["n2", "n3", "n4"]),
+        waits("1", 2, time_limit_s=7201.0),
         waits("1", 2, reservation="exam"),
         waits("1", 2, array_job_id="1", array_tasks="4-9%1"),
     ],
@@ -57,6 +84,9 @@ def test_nobody_gives_a_node_back_for_what_another_head_asks_for_idle_nodes(hurr
         assert not is_waiting(request)
     full = standing(FOUR[:2], [request], THREE[:2])
     assert given_back(full) == (["n2"] if hurried else [])
+    # Words alone, in a job of somebody's own, do not make it one.
+    own = waits("1", name="train", comment=f"{token} harvest")
+    assert given_back(standing(FOUR[:2], [own], THREE[:2])) == ["n2"]
     # What it has goes back to others with ours, and a job of normal priority stays.
     theirs = runs("7", ["n1"], name=token, comment=comment)
     found = given_back(standing(FOUR[:2], [waits("1", 2), theirs], THREE[1:2]))
@@ -73,12 +103,17 @@ def test_nodes_of_several_heads_are_given_back_together_and_each_gives_its_own_f
     joint = standing(nodes, [waits("1", 3), *known], ours)
     assert given_back(joint) == ["n2", "n1"]
     assert (joint.kept_nodes, joint.delayed_jobs) == ({"p": {"n1", "n2", "n3"}}, {"1": {"ours-n1", "ours-n2"}})
+    # Once that head has left, nothing of ours goes to its node, nor is it asked for.
+    assert standing(nodes, [waits("1", 1), *known], [held("n9", state=PENDING)]).competing_requests == {"ours-n9"}
     for job in (waits("1", 4), waits("1", 3, required_nodes=["n4"])):
         assert given_back(standing(nodes, [job, *known], ours)) == [], "others' own jobs stay"
     # A job of normal priority stays, too, whoever asked for it.
     normal = new_token("s-1", AllocationKind.HARVEST, 3, "0a1b2c", hurried=True)
     hurried = runs("7", ["n3"], name=normal, comment=normal)
     assert given_back(standing(nodes, [waits("1", 3), *known[:2], hurried], ours)) == []
+    # What is being left is as good as free.
+    left = replace(theirs, state="COMPLETING", end_at=NOW - 1.0)
+    assert given_back(standing(nodes, [waits("1", 1), *known[:2], left], ours)) == []
     # Where Slurm preempts, it takes from all heads.
     low = [partition("p", [n.node for n in nodes], preempt_mode="CANCEL")]
     assert given_back(standing(nodes, [waits("1", 3), *known], ours, partitions=low)) == []
@@ -94,7 +129,10 @@ HIGHER = "Nodes required for job are DOWN, DRAINED{} or reserved for jobs in hig
         (HIGHER.format(", REBOOTING"), True),
         (f"({HIGHER.format('').replace(' ', '_')})", True),
         ("ReqNodeNotAvail, May be reserved for other job", True),
+        ("ReqNodeNotAvail, UnavailableNodes:n[7-8]", True),
+        ("ReqNodeNotAvail", True),
         ("ReqNodeNotAvail, Reserved for maintenance", False),
+        ("Reservation", False),
         ("PartitionNodeLimit", False),
     ],
 )
@@ -108,6 +146,17 @@ def test_a_job_below_one_that_waits_in_a_higher_partition_waits_for_nodes_too(re
     assert is_waiting(low) == seen
     far = waits("2", reason=reason, required_nodes=["n9"])
     assert given_back(standing(nodes, [*jobs, far], THREE, partitions=partitions)) == [], "not for nodes of ours"
+
+
+def test_of_two_partitions_a_job_takes_the_one_that_costs_us_least() -> None:
+    partitions = [partition("q", ["n1"]), partition("p", ["n4"])]
+    found = standing(FOUR, [waits("1", partition="q,p")], [held("n1", partition="q")], partitions=partitions)
+    assert (given_back(found), found.kept_nodes) == ([], {"p": {"n4"}})
+
+
+def test_a_node_of_ours_counts_before_a_poll_shows_its_job_but_not_once_it_is_down() -> None:
+    for state, names in (("ALLOCATED", ["n1"]), ("DOWN", [])):
+        assert given_back(assess(cluster([node("n1", state)], [waits("1")]), [held("n1")])) == names
 
 
 def test_what_slurm_has_planned_is_not_run_into() -> None:
@@ -144,9 +193,46 @@ def test_jobs_of_ours_with_normal_priority_that_wait_are_others_to_what_was_pick
     assert standing(FOUR, [job], [*THREE, base]) == ExternalDemand(), "it is being cancelled"
 
 
-def test_those_who_wait_in_another_partition_hide_nobody() -> None:
-    crowd = [waits(str(i), partition="cpu", reason="Priority", priority=9000 - i) for i in range(LOOKED_AT)]
-    jobs = [*crowd, waits("4000", partition="cpu,gpu", priority=1), runs("5000", ["n9"], partition="cpu")]
-    nodes, partitions = [node("n1", "ALLOCATED"), node("n9", "ALLOCATED")], [partition("cpu", ["n9"])]
-    partitions += [partition("gpu", ["n1"]), partition("all", ["n1", "n9"])]
-    assert given_back(standing(nodes, jobs, [held("n1", partition="gpu")], partitions=partitions)) == ["n1"]
+def test_a_hurried_job_takes_no_node_of_its_own_run() -> None:
+    hurried = held("fast", 0, PENDING, hurried=True)
+    job = waits("1", name=hurried.token, user="me")
+    assert given_back(standing(FOUR[:3], [job], [*THREE, hurried])) == [], "the run would have no more than before"
+    hurried.run = "other"
+    assert given_back(standing(FOUR[:3], [job], [*THREE, hurried])) == ["n3"]
+
+
+def test_all_of_ours_leave_a_shared_node() -> None:
+    ours = [held("n1", 300), held("n1", 200)]
+    ours[1].token = "ours-too"
+    state = cluster([node("n1", "ALLOCATED", cpus_used=4)], [waits("1")], ours)
+    assert [wish.token for wish in assess(state, ours).give_backs] == ["ours-too", "ours-n1"]
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_thousands_that_wait_in_another_partition_hide_nobody(everywhere: bool) -> None:
+    """The 3,001st of all is the first that waits for nodes of ours, also where some partition has all nodes."""
+    nodes = [node("n1", "ALLOCATED"), node("n2", "ALLOCATED"), node("n3", "ALLOCATED"), node("n4", "ALLOCATED")]
+    crowd = [waits(str(i), partition="cpu", reason="Priority", priority=9000 - i) for i in range(3000)]
+    alice = waits("4000", partition="cpu,gpu", priority=4000)
+    ours = [held("n3", 200, partition="gpu"), held("n4", 100, partition="gpu")]
+    theirs = [runs("5000", ["n1", "n2"], partition="cpu")]
+    partitions = [partition("cpu", ["n1", "n2"]), partition("gpu", ["n3", "n4"])]
+    partitions += [partition("all", ["n1", "n2", "n3", "n4"])] if everywhere else []
+    found = standing(nodes, [*crowd, alice, *theirs], ours, partitions=partitions)
+    assert given_back(found) == ["n4"]
+    assert found.contested_partitions == {"cpu", "gpu"}
+
+
+def test_of_one_partition_the_first_are_looked_at_and_as_many_as_the_site_looks_at() -> None:
+    nodes = [node("n1", "ALLOCATED"), node("n2", "ALLOCATED")]
+    wide = [waits(str(i), 3, reason="Priority", priority=9000 - i) for i in range(LOOKED_AT)]
+    state = cluster(nodes, [*wide, waits("4000", priority=4000)], [held("n1")])
+    assert given_back(assess(state, [held("n1")])) == []
+    assert given_back(assess(state, [held("n1")], site=SiteRules(looked_at=LOOKED_AT + 1))) == ["n1"]
+
+
+@pytest.mark.parametrize(
+    ("said", "most"), [("bf_interval=1", 500), ("bf_max_job_test=20", 500), ("x,bf_max_job_test=2000", 2000)]
+)
+def test_how_many_are_looked_at(said: str, most: int) -> None:
+    assert (site_rules(site(scheduler_parameters=said)).looked_at, site_rules(None).looked_at) == (most, LOOKED_AT)

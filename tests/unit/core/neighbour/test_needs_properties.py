@@ -7,6 +7,7 @@ from itertools import combinations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from builders import node, partition, runs, waits
 from fallow.core.allocations import Allocation
@@ -114,3 +115,26 @@ def test_what_is_given_back_starts_jobs_on_nodes_that_they_may_use(case: tuple[C
     assert {f"ours-{name}" for name in given} == needed, "and for nobody else"
     first = next(iter(jobs.values()))
     assert (first in started) == (best(state, first, free, newest) is not None)
+
+
+@settings(max_examples=100, deadline=None)
+@given(small_clusters(jobs=4))
+def test_what_does_not_fit_as_a_whole_leaves_no_trace(case: tuple[ClusterState, list[Allocation]]) -> None:
+    state, ours = case
+    wide = [waits("90", 9, priority=999), waits("91", het_job_id="91", priority=999), waits("92", 9, het_job_id="91")]
+    more = replace(state, jobs=[*wide, *state.jobs])
+    found, before = assess(more, ours), assess(state, ours)
+    assert replace(found, contested_partitions=before.contested_partitions) == before
+
+
+@settings(max_examples=100, deadline=None)
+@given(small_clusters(jobs=4))
+def test_nothing_is_given_back_that_slurm_takes(case: tuple[ClusterState, list[Allocation]]) -> None:
+    state, ours = case
+    above = [replace(p, priority_tier=9) for p in state.partitions]
+    low = partition("low", [n.node for n in state.nodes], preempt_mode="CANCEL")
+    ours = [replace(a, partition="low") for a in ours]
+    found = assess(replace(state, partitions=[*above, low]), ours)
+    others = assess(state, ours)
+    assert found.give_backs == () and not found.kept_nodes.get("low")
+    assert (found.delayed_jobs, found.offers) == (others.delayed_jobs, others.offers), "it takes as long all the same"

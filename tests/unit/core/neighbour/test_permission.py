@@ -36,8 +36,6 @@ def test_nice_against_the_weights_of_a_site() -> None:
     assert config.priority_weights == {"Age": 1000, "QOS": 100000, "TRES CPU": 1000, "TRES GRES/gpu": 3000}
     assert (needed_nice(config), nice_for(config, 100_000), nice_for(config, 200_000)) == (105_001, 105_001, 200_000)
     assert nice_for(site(), 100_000) == 100_000
-    endless = site(priority_type="priority/multifactor", priority_weights={"QOS": MAX_NICE})
-    assert "weights add up to" in refused(cluster(), endless)["plain"]
     assert parse.config("PriorityWeightTRES = (null)\n")[0].priority_weights == {}
 
 
@@ -45,8 +43,10 @@ def test_nice_against_the_weights_of_a_site() -> None:
     ("lines", "words"),
     [
         ("PriorityFlags = CALCULATE_RUNNING,NO_NORMAL_QOS", "leaves the factor of QOS without a bound"),
+        ("PriorityFlags = NO_NORMAL_ALL", "leaves the factor of QOS, TRES without a bound"),
         ("PriorityFlags = NO_NORMAL_ASSOC", ""),  # its weight is 0
         ("PriorityFlags = CALCULATE_RUNNING,MAX_TRES\nPrioritySiteFactorPlugin = (null)", ""),
+        ("PriorityFlags =\nPrioritySiteFactorPlugin = site_factor/none", ""),
         ("PrioritySiteFactorPlugin = site_factor/lottery", "site_factor/lottery adds to priorities"),
     ],
 )
@@ -58,6 +58,33 @@ def test_weights_bound_priorities_only_where_factors_are_normalized(lines: str, 
     assert nice_for(config, 100_000) == 100_000
     found = refused(cluster(), config)
     assert (words in found.get("plain", "")) and bool(found) == bool(words)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (site(), ""),
+        (site(priority_type="priority/multifactor", priority_weights={"Age": 1000}), ""),
+        (site(priority_type="priority/multifactor"), "the older job goes first"),
+        (site(priority_type="priority/multifactor", priority_weights={"QOS": MAX_NICE}), "weights add up to"),
+    ],
+)
+def test_where_no_nice_helps_nothing_is_harvested_unless_slurm_preempts(config: ClusterConfig, words: str) -> None:
+    state = cluster(PLAIN, replace(LOW, priority_tier=1))
+    found = refused(state, config)
+    assert set(found) == ({"plain"} if words else set())
+    assert words in found.get("plain", "")
+    assert not refused(state, config, allow_unfair=True)
+
+
+def test_where_slurm_preempts_on_some_nodes_only_something_may_speak_against_the_others() -> None:
+    mixed = replace(PLAIN, preempt_mode="CANCEL", unpreempted=frozenset(PLAIN.nodes[:1]))
+    state = cluster(mixed)
+    found = refused(state, unseen=True)
+    assert found["plain"].startswith("on nodes where nobody preempts its jobs: others' jobs cannot be seen")
+    assert not refused(state)
+    (check,) = checks.partitions(state, ["plain"], True, found)
+    assert "not on 1 of its" in check.found
 
 
 def test_nice_does_not_help_against_partitions_of_a_lower_tier() -> None:
@@ -74,6 +101,8 @@ def test_one_node_is_not_asked_for_where_jobs_have_more(preempt_mode: str) -> No
     assert found == {"plain": "its jobs have 2 nodes at least, a request has one"}
     (check,) = checks.partitions(cluster(pair), ["plain"], True, found)
     assert (check.level, check.found) == (Level.FAIL, found["plain"])
+    (check,) = checks.partitions(cluster(pair), [], True, found)
+    assert check.level is Level.WARN, "there is no other"
 
 
 def test_hidden_jobs_are_noticed_and_forbid_harvesting() -> None:

@@ -66,9 +66,12 @@ def harvested(text: str, kind: str, qos: str | None = None, modes: str = QOS) ->
 @pytest.mark.parametrize(
     ("text", "preempted"),
     [
+        (line("batch", 1), []),
         (line("normal", 10) + line("scavenge", 1), ["scavenge"]),
+        (line("normal", 10) + line("scavenge", 10), []),
         (line("low", 1) + line("mid", 5) + line("top", 9), ["low", "mid"]),
         (line("normal", 10, mode="OFF") + line("scavenge", 1, mode="CANCEL"), ["scavenge"]),
+        (line("normal", 10) + line("scavenge", 1, mode="OFF"), []),
         (line("normal", 10) + line("scavenge", 1, mode="GANG,SUSPEND"), []),
         (line("normal", 10, nodes="n[3-4]") + line("scavenge", 1), []),
         (line("normal", 10, state="DOWN") + line("scavenge", 1), []),
@@ -94,14 +97,21 @@ def test_a_higher_tier_preempts_on_its_own_nodes_only() -> None:
     assert kept == {"all": ["n1", "n2"], "low": ["n3", "n4"]}
     allowed = HarvestRules(allow_without_preemption=True)
     assert {p.partition: len(p.nodes) for p in harvestable(state, allowed)} == {"top": 2, "all": 4, "low": 4}
+    unfair = HarvestRules(allow_without_preemption=True, refused={"all": "on some nodes: unfair", "top": "unfair"})
+    assert {p.partition: p.nodes for p in harvestable(state, unfair)} == {
+        "all": ["n1", "n2"],
+        "low": ["n3", "n4", "n5", "n6"],
+    }
 
 
 @pytest.mark.parametrize(
     ("words", "unpreempted"),
     [
+        ("AllowQos=ALL", []),
         ("AllowQos=Boss,high", []),
         ("AllowQos=normal", ["n3", "n4"]),
         ("DenyQos=High", ["n3", "n4"]),
+        ("DenyQos=normal", []),
     ],
 )
 def test_by_qos_a_node_is_taken_where_a_job_of_such_a_qos_may_run(words: str, unpreempted: list[str]) -> None:
@@ -120,13 +130,14 @@ def test_by_qos_the_tier_of_a_partition_preempts_nobody() -> None:
     assert harvested(both, "qos", "calm") == [], "suspended, not ended"
     assert harvested(both, "qos", "idle", modes="") == [], "accounting did not answer"
     assert harvested(both, "partition_prio", "idle") == ["scavenge"]
-    assert {p.preempt_mode for p in seen(both, None, "idle").partitions} == {"OFF"}, "it has not told its configuration"
 
 
 @pytest.mark.parametrize(
     ("cluster_wide", "modes", "qos", "partition_qos", "preempted"),
     [
+        ("00:00:00", QOS, None, "N/A", True),
         ("01:00:00", QOS, None, "N/A", False),
+        ("1-00:00:00", QOS, "idle", "N/A", False),
         ("UNLIMITED", QOS, "idle", "N/A", True),  # -1: the option is off
         ("01:00:00", QOS.replace("idle||cluster|", "idle||cluster|00:00:00"), "IDLE", "N/A", True),
         ("00:00:00", QOS.replace("idle||cluster|", "idle||cluster|00:10:00"), "idle", "N/A", False),
@@ -146,8 +157,34 @@ def test_where_new_jobs_are_safe_nobody_takes_a_node_back(
     assert preempted or partition_qos != "N/A" or (told is not None and "no preemption" in told.found)
 
 
+def test_a_site_that_has_not_told_its_configuration_is_not_believed_to_preempt() -> None:
+    assert {p.preempt_mode for p in seen(line("a", 1) + line("b", 2), None, "idle").partitions} == {"OFF"}
+
+
+def test_how_jobs_of_a_qos_are_preempted() -> None:
+    assert parse.qos_preempt_modes(QOS, "CANCEL") == {"normal": "CANCEL", "idle": "CANCEL", "calm": "SUSPEND"}
+    assert parse.qos_preempt_modes("sacctmgr: error: no\n\nidle||cancel,within||\nh|idle|off||\n", "OFF") == {
+        "idle": "CANCEL"
+    }
+    assert parse.config("PreemptMode = GANG,SUSPEND\nPreemptType = preempt/none\n")[0].preempt_mode == "SUSPEND"
+
+
 # `sacctmgr -n -P show qos` of 22.05.8. There, in a partition with PreemptMode=OFF and GraceTime=0, a job of `harvest`
 # was preempted for one of `normal`, with 10 s from PreemptTime to EndTime.
+RECORDED = "normal|harvest|cluster||00:00:00\nharvest||requeue||00:00:10\nhigh|harvest,normal|cluster||00:00:00\n"
+
+
+def recorded(qos: str) -> list[tuple[str, float, list[str] | None]]:
+    """How, after how long and by whom jobs of this QOS are preempted in each of two partitions."""
+    text = line("normal", 10) + line("scavenge", 1, mode="OFF")
+    partitions = seen(text, configured("qos", RECORDED), qos).partitions
+    return [(p.preempt_mode, p.grace_s, p.preempted_by) for p in partitions]
+
+
+def test_where_qos_decide_a_partition_has_no_say_in_it() -> None:
+    assert recorded("harvest") == [("REQUEUE", 10.0, ["normal", "high"])] * 2
+    assert recorded("normal") == [("REQUEUE", 0.0, ["high"])] * 2
+    assert {mode for mode, *_ in recorded("high")} == {"OFF"}
 
 
 @pytest.fixture
@@ -155,37 +192,69 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
     """Makes a command of Slurm's that prints a text and notes what it was called with."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
-    def make(name: str, text: str, code: int = 0) -> None:
+    def make(name: str, text: str, code: int = 0, before: str = "") -> None:
         called = f'echo "$@" >> {tmp_path}/asked'
-        (tmp_path / name).write_text(f"#!/bin/sh\n{called}\ncat <<'END'\n{text}\nEND\nexit {code}\n")
+        (tmp_path / name).write_text(f"#!/bin/sh\n{called}\n{before}\ncat <<'END'\n{text}\nEND\nexit {code}\n")
         (tmp_path / name).chmod(0o755)
 
     return make
 
 
 async def test_the_accounting_is_asked_where_qos_decides(command: Callable[..., None], tmp_path: Path) -> None:
-    command("scontrol", CONFIG.format(kind="qos", exempt="00:00:00"))
+    def show(kind: str) -> None:
+        command("scontrol", CONFIG.format(kind=kind, exempt="00:00:00"))
+
+    show("qos")
     command("sacctmgr", QOS)
-    assert (await CliClient().config()).qos_preempt_modes == {"normal": "REQUEUE", "idle": "REQUEUE", "calm": "SUSPEND"}
-    command("scontrol", CONFIG.format(kind="none", exempt="00:00:00"))
-    await CliClient().config()
+    client = CliClient()
+    assert (await client.config()).qos_preempt_modes == {"normal": "REQUEUE", "idle": "REQUEUE", "calm": "SUSPEND"}
+    command("sacctmgr", "", 1)
+    assert (await client.config()).qos_preempt_modes == {}
     asked = await asyncio.to_thread((tmp_path / "asked").read_text)
-    assert asked.count("show qos format=Name,Preempt,PreemptMode,PreemptExemptTime,GraceTime") == 1
+    assert asked.count("show qos format=Name,Preempt,PreemptMode,PreemptExemptTime,GraceTime") == 2
+    show("none")
+    await client.config()
+    assert (await asyncio.to_thread((tmp_path / "asked").read_text)).count("show qos") == 2
+    show("partition_prio")
+    command("sacctmgr", QOS.replace("calm||suspend|", "calm||suspend|1-00:00:00"))
+    config = await client.config()
+    assert (config.qos_preempt_modes, config.qos_exempt_s) == ({}, {"calm": 86400.0})
 
 
 async def test_an_accounting_that_is_away_makes_no_partition_preempt(command: Callable[..., None]) -> None:
     def preempts(site: ClusterConfig) -> bool:
         return any(p.preempts for p in seen(line("normal", 10) + line("scavenge", 1), site, "idle").partitions)
 
-    text, client = CONFIG.format(kind="partition_prio", exempt="00:00:00"), CliClient()
-    command("scontrol", f"{text}AccountingStorageType = accounting_storage/slurmdbd\n")
+    def store(kind: str) -> None:
+        text = CONFIG.format(kind="partition_prio", exempt="00:00:00")
+        command("scontrol", f"{text}AccountingStorageType = {kind}\n")
+
+    store("accounting_storage/slurmdbd")
     command("sacctmgr", "", 1)
+    client = CliClient()
     config = await client.config()
     assert config.qos_unknown and not preempts(config)
+    told = checks.harvest_qos(config, "idle")
+    assert told is not None and "accounting does not say" in told.found
     command("sacctmgr", QOS.replace("idle||cluster|", "idle||cluster|00:10:00"))
     safe = await client.config()
     assert not safe.qos_unknown and not preempts(safe), "safe at first"
     command("sacctmgr", "", 1)
     assert await client.config() == safe, "what it said last"
-    command("scontrol", f"{text}AccountingStorageType = accounting_storage/none\n")
-    assert preempts(await CliClient().config()), "where there is none, nobody's jobs are safe by their QOS"
+    command("sacctmgr", QOS)
+    assert preempts(await client.config())
+    # Where there is none, nobody's jobs are safe by their QOS.
+    command("sacctmgr", "", 1)
+    for kind in ("accounting_storage/none", "(null)"):
+        store(kind)
+        assert preempts(await CliClient().config())
+
+
+async def test_polls_do_not_wait_long_for_an_accounting_that_hangs(
+    command: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command("scontrol", CONFIG.format(kind="qos", exempt="0") + "AccountingStorageType = x/slurmdbd\n")
+    command("sacctmgr", "", before="exec sleep 300")
+    monkeypatch.setattr("fallow.slurm.cli.ACCOUNTING_TIMEOUT_S", 0.2)
+    async with asyncio.timeout(120):
+        assert (await CliClient().config()).qos_unknown

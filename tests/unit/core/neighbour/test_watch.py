@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from builders import NOW, cluster, node, runs, waits
 from builders import site as config
 from fallow.core.neighbour.site import LOOKS_AGAIN_S
 from fallow.core.neighbour.watch import AGAIN, CYCLES, Manners, Watch
-from fallow.model import ClusterConfig, JobInfo
+from fallow.core.tokens import new_token
+from fallow.model import AllocationKind, ClusterConfig, JobInfo
 
 POLL_S = 30.0
 TRIED_S = CYCLES * LOOKS_AGAIN_S
@@ -52,15 +57,22 @@ def test_nodes_are_kept_for_a_job_until_slurm_has_looked_and_then_not_for_a_whil
     assert len(site.until(LICENSED, 2 * POLL_S)) == 5, "whatever kept them from starting may be over"
 
 
-def test_slurm_is_given_as_long_as_a_cycle_of_its_backfill_may_last() -> None:
-    for interval_s, parameters, cycle_s in (
+@pytest.mark.parametrize(
+    ("interval_s", "parameters", "cycle_s"),
+    [
         (30.0, "bf_interval=30,bf_max_time=600", 630.0),
+        (120.0, "bf_interval=120", 240.0),
+        (30.0, "bf_continue", 60.0),
         (5.0, "bf_interval=5,bf_max_time=10", LOOKS_AGAIN_S),
-    ):
-        site = Site(1, config(backfill_interval_s=interval_s, scheduler_parameters=parameters))
-        site.poll([waits("1")])
-        assert site.until([waits("1")], CYCLES * cycle_s) == {"n0"}
-        assert site.until([waits("1")], 2 * POLL_S) == set()
+    ],
+)
+def test_slurm_is_given_as_long_as_a_cycle_of_its_backfill_may_last(
+    interval_s: float, parameters: str, cycle_s: float
+) -> None:
+    site = Site(1, config(backfill_interval_s=interval_s, scheduler_parameters=parameters))
+    site.poll([waits("1")])
+    assert site.until([waits("1")], CYCLES * cycle_s) == {"n0"}
+    assert site.until([waits("1")], 2 * POLL_S) == set()
 
 
 def test_a_job_array_whose_elements_start_is_not_passed_over() -> None:
@@ -70,3 +82,30 @@ def test_a_job_array_whose_elements_start_is_not_passed_over() -> None:
         free = f"n{number // 2 % 8}"
         others = [runs(f"5{n}", [n]) for n in site.nodes if n != free]
         assert site.poll([array, *others]) == {free}
+
+
+def test_while_slurm_is_away_it_passes_nothing_over() -> None:
+    site = Site(6)
+    site.poll(LICENSED)
+    assert site.poll(LICENSED, 3600.0)
+    assert site.until(LICENSED, TRIED_S - LOOKS_AGAIN_S - POLL_S)
+    assert site.until(LICENSED, 2 * POLL_S) == set()
+
+
+def test_what_a_head_that_is_no_more_holds_keeps_nothing_back_for_long() -> None:
+    """Its jobs go on until their time is over; a job that needs their nodes, too, cannot start before."""
+    site, token = Site(2), new_token("s-1", AllocationKind.HARVEST, 7, "0a1b2c")
+    jobs = [waits("1", 2), runs("7", ["n1"], name=token, user="carol")]
+    assert site.poll(jobs) == {"n0"}, "a head that lives gives its node back any moment now"
+    assert site.until(jobs, TRIED_S + POLL_S) == set()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 8), st.lists(st.sampled_from([1, 1, 1, 2, 3]), min_size=1, max_size=5))
+def test_no_node_lies_idle_without_end_and_none_is_taken_at_once(nodes: int, sizes: list[int]) -> None:
+    site = Site(nodes)
+    jobs = [waits(str(i), size) for i, size in enumerate(sizes)]
+    first = site.poll(jobs)
+    while site.at < NOW + TRIED_S:
+        assert site.poll(jobs) == first
+    assert site.until(jobs, (len(sizes) + 1) * (TRIED_S + POLL_S)) == set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from builders import NOW, cluster, gpu_node, node, partition, preempting, request, site, waits
+from builders import NOW, cluster, gpu_node, node, partition, preempting, request, runs, waits
 from fallow.core.accounting.backoff import Asker
 from fallow.core.holes import planned_ends
 from fallow.core.kinds import Kind, likeness, may_use
@@ -50,19 +50,6 @@ def test_no_job_is_asked_for_that_trains_for_less_than_it_takes_to_begin() -> No
     short = preempting([node("n1")], [waits(partition="urgent", planned_nodes=["n1"], start_at=NOW + 300)])
     assert asked(short, [Demand("r", 1)], [], slow) == []
     assert [ask.minutes for ask in asked(preempting([node("n1")]), [Demand("r", 1)], [], slow)] == [120]
-
-
-@pytest.mark.parametrize(
-    ("accounting", "known", "most", "waiting"),
-    [(True, False, None, 8), (True, False, 64, 64), (True, True, None, 500), (False, False, None, 500)],
-)
-def test_few_requests_wait_where_slurm_has_not_told_the_limits_of_accounts(
-    accounting: bool, known: bool, most: int | None, waiting: int
-) -> None:
-    slurm = site(accounting=accounting, scheduler_parameters="bf_max_job_user=1000")
-    limits = allowance.Limits(max_pending=most)
-    found = allowance.rules(limits, slurm, {}, Experience(), NOW, 30.0, limits_known=known)
-    assert found.max_waiting == waiting
 
 
 @pytest.mark.parametrize(("slack_s", "minutes"), [(0.0, 31), (60.0, 30), (61.0, 29)])
@@ -169,3 +156,10 @@ def test_of_a_partition_that_preempts_on_some_nodes_only_those_are_asked_for() -
     assert list(found.asks) == [Ask("r", "p", 120, exclude=("n2",))], "Slurm chooses the node"
     assert "would not take it back" in found.unused["n2"]
     assert [ask.exclude for ask in asked(state, [Demand("r", 5)], [], ALLOWED)] == [()] * 2
+    taken = cluster(
+        [node("n1", "ALLOCATED"), node("n2", "ALLOCATED")],
+        [runs(name, [name], end_at=NOW + 60) for name in ("n1", "n2")],
+        partitions=MIXED,
+    )
+    ahead = asked(taken, [Demand("r", 5)], [], replace(ALLOWED, ahead=2))
+    assert {ask.exclude for ask in ahead if ask.ahead} == {("n2",)}

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from builders import NOW, allocation, node, preempting, request, waits
 from fallow.core.allocations import Allocation
+from fallow.core.neighbour.needs import GiveBack
 from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.core.planning.withdrawals import Withdraw
 from fallow.model import ClusterState, ReservationInfo
@@ -123,3 +124,27 @@ def test_a_node_that_takes_no_job_any_more_is_not_asked_for_again(flag: str) -> 
     assert asked(state, [Demand("r", 0)], [ending()], LEAD) == []
     found = planned(state, [Demand("r", 0)], [ending(), PINNED], LEAD)
     assert found.withdrawals == (Withdraw("s", "n-h takes no job any more"),)
+
+
+@pytest.mark.parametrize(
+    ("flag", "why"),
+    [
+        ("DRAIN", "is being drained"),
+        ("FAIL", "is expected to fail"),
+        ("FAILING", "is expected to fail"),
+        ("REBOOT_REQUESTED", "is to be rebooted"),
+        ("POWER_DOWN", "is to be powered down"),
+    ],
+)
+def test_nodes_that_administrators_want_are_left_and_not_asked_for_again(flag: str, why: str) -> None:
+    state = preempting([node("n1", "ALLOCATED", flag), node("n2", "ALLOCATED")])
+    mine = [allocation(f"h{i}", nodes=[f"n{i}"], start_at=NOW - 3600.0, end_at=NOW + 100.0) for i in (1, 2)]
+    assert actions(state, [Demand("r", 0)], mine[:1], LEAD) == [GiveBack("h1", f"n1 {why}")]
+    assert given_back(state, mine) == ["h1"]
+
+
+def test_no_successor_is_asked_for_on_a_node_that_nobody_would_take_back() -> None:
+    nodes = [node("n1", "ALLOCATED"), node("n2", "ALLOCATED")]
+    state = preempting(nodes, unpreempted=frozenset(["n2"]))
+    ours = [allocation(f"t{n}", nodes=[n], start_at=NOW - 7000, end_at=NOW + 30) for n in ("n1", "n2")]
+    assert [ask.node for ask in asked(state, [Demand("r", 0)], ours, HarvestRules(lead_s=60.0))] == ["n1"]

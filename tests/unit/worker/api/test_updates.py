@@ -138,3 +138,11 @@ def test_random_numbers_are_a_function_of_the_step_and_the_shard_whoever_loads_i
         found.append(drawn_now)
     assert found[0] == found[1]
     assert len(set(found[0])) == 2 * (2 * 4 + 2)
+
+
+def test_a_regularizer_behind_the_inner_loop_counts_once() -> None:
+    script, reference = Script().prepare(), net()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    plain(reference, optimizer, 1, lambda: (0.01 * reference[0].weight.square().sum()).backward())
+    script.train(behind=lambda _: ((0.01 * script.model[0].weight.square().sum()).backward(), script.act()))
+    assert_close(script.model, reference)

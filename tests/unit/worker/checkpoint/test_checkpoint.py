@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,10 @@ import torch
 
 from fallow.core.membership.messages import Checkpoint, Problem
 from fallow.model import FallowError
+from fallow.worker.checkpoint import dcp
 from fallow.worker.checkpoint.manifest import complete_ones, read_manifest
 from fallow.worker.checkpoint.parts import take
-from fallow.worker.checkpoint.restore import load
+from fallow.worker.checkpoint.restore import load, load_newest
 from fallow.worker.checkpoint.writer import Writing
 from fallow.worker.handover.transfer import export_state, load_state
 from fallow.worker.prepared import extra_state
@@ -213,6 +216,23 @@ def test_damage_is_found_and_named(tmp_path: Path, file: str, harm: str) -> None
         load(Path(done.path))
 
 
+def test_a_damaged_one_is_passed_over_and_told_and_the_one_before_is_loaded(tmp_path: Path) -> None:
+    write(tmp_path, 6, 2)
+    (newest,) = write(tmp_path, 7, 2, tree=state() | {"position": {"step": 8}})
+    assert isinstance(newest, Checkpoint)
+    part = Path(newest.path) / "__0_0.distcp"
+    part.write_bytes(part.read_bytes()[:-1])
+    told: list[tuple[str, str]] = []
+    paths = [str(path) for path in reversed(complete_ones(tmp_path))]
+    found = load_newest(paths, lambda path, why: told.append((path, why)), lambda: None)
+    assert found["position"] == {"step": 7, "loss": 0.5}
+    ((path, why),) = told
+    assert path == newest.path and "__0_0.distcp" in why
+    with pytest.raises(FallowError, match="no older one is left"):
+        load_newest(paths[:1], lambda *_: None, lambda: None)
+    assert load_newest([], lambda *_: None, lambda: None) is None
+
+
 def test_a_checkpoint_that_others_could_have_written_is_refused(tmp_path: Path) -> None:
     (done,) = write(tmp_path, 7, 1)
     assert isinstance(done, Checkpoint)
@@ -241,3 +261,20 @@ def test_a_member_that_never_writes_its_part(tmp_path: Path, monkeypatch: pytest
     assert len(list(tmp_path.glob("*.tmp"))) == 1
     write(tmp_path, 9, 2)
     assert sorted(path.name[-3:] for path in tmp_path.iterdir()) == ["006", "009"]
+
+
+def test_what_one_member_cannot_write_is_said_once_and_no_rest_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_part(folder: Path, snapshot: Any) -> Any:
+        if snapshot.rank == 0:
+            return dcp.write_part(folder, snapshot)
+        while not (folder / "part-00000.json").exists():
+            time.sleep(0.001)
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr("fallow.worker.checkpoint.writer.write_part", write_part)
+    (failed,) = write(tmp_path, 7, 2)
+    assert isinstance(failed, Problem)
+    assert "your quota" in failed.reason
+    assert list(tmp_path.iterdir()) == []

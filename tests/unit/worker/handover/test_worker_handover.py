@@ -454,3 +454,10 @@ def test_the_load_is_spread_evenly_over_the_donors(donors: int, receivers: int, 
         assert len(row) == (4 if several_lines else min(4, donors))
     loads = [sum(row.count(donor) for row in plan.values()) for donor in range(donors)]
     assert max(loads) - min(loads) <= 1
+
+
+def test_extra_state_that_cannot_travel_is_refused_by_name_before_the_training() -> None:
+    with pytest.raises(
+        FallowError, match=r"Sequential\.model\.0\.1\._extra_state\.lock: its state holds a _thread\.lock"
+    ):
+        Prepared().add(nn.Sequential(Scaled(1.0), Scaled({"lock": threading.Lock()})))

@@ -76,3 +76,29 @@ def test_training_goes_on_while_the_disk_of_a_ledger_hangs(tmp_path: Path, monke
     assert world.sessions["a"].said("unrecorded")[-1] is None
     report = world.samples(STEPS, 16)
     assert (report.consumed, report.lost, report.duplicated, report.unknown) == (16 * STEPS, 0, 0, 0)
+
+
+def test_weights_that_drift_apart_are_brought_together_and_that_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A newcomer takes part in the next alignment."""
+    world = World(tmp_path, Generation("ab"), Generation("abc", at_step=6))
+
+    def train(run: Run) -> Script:
+        script = Script(run, batch_size=2).prepare()
+        for update in run.updates(script.loader, epochs=16, max_steps=16):
+            script.inner(update)
+            script.act()
+            if update.step in (2, 8) and run.rank == 1:
+                for parameter in script.model.parameters():
+                    parameter.data.add_(1e-3)
+        return script
+
+    first, *others = world.train(train).values()
+    for script in others:
+        for a, b in zip(first.model.parameters(), script.model.parameters(), strict=True):
+            assert torch.equal(a, b)
+    healed = {name: session.said("healed") for name, session in world.sessions.items()}
+    assert healed == {"a": [], "b": [4, 10], "c": []}
+    told = capfd.readouterr().err
+    assert told.count("this member's weights were not those of the others") == 2, "once in each generation"

@@ -257,3 +257,24 @@ def test_gradients_that_change_by_themselves_end_in_words() -> None:
         for number in range(20):
             scales.begin("")
             assert not scales.judge([exponent(2.0 ** (40 * (-1) ** number))])
+
+
+def test_a_change_of_the_group_forgets_the_attempt() -> None:
+    """Only some members may have learned that the scale did not fit; all must start the step from the same."""
+    scales = Scales()
+    before, shift = scales.export(), scales.shift(0)
+    scales.begin("")
+    assert not scales.judge([exponent(1e6)])
+    assert scales.shift(0) != shift
+    scales.forget()
+    assert (scales.export(), scales.shift(0)) == (before, shift)
+
+
+def test_nothing_is_learned_from_a_sum_of_which_gradients_are_missing() -> None:
+    """Else what was learned would depend on which members saw it so: those with one shard each."""
+    scales = Scales()
+    scales.begin("")
+    assert [scales.judge([5]), scales.judge([5])] == [False, True]
+    assert not scales.judge([-19], is_void=True)
+    assert scales.judge([1])
+    assert scales.export()["references"] == {"": [(0, 4)]}

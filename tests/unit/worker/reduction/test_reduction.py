@@ -279,3 +279,10 @@ def test_activation_checkpointing(times: int, reentrant: bool) -> None:
         assert_close(member.step(counted, [0, 1], 2), plain(NET, body, 2))
     if times == 1 or not reentrant:
         assert ends == [1, 2, 3, 4, 5, 6], "once in each body"
+
+
+def test_sparse_gradients_are_refused_at_the_end_of_the_body() -> None:
+    net = nn.Sequential(nn.Embedding(4, 2, sparse=True))
+    member = alone(net)
+    with pytest.raises(FallowError, match=r"0\.weight has a sparse gradient.*sparse=False"):
+        member.attempt(lambda net, _: net(torch.tensor([1])).sum().backward(), [0], 1)
