@@ -350,6 +350,8 @@ class Elastic:
         return max(after - before for before, after in itertools.pairwise(self.times()))
 
     async def events(self, kind: str | None = None) -> list[EventRecord]:
+        """What was written down, with all that views have shown by now."""
+        await self.rig.call("prune", dry_run=True)  # it has a turn of its own, behind the one that a view is ahead of
         found = msgspec.convert(await self.rig.call("events", run=self.id, since=0, limit=10_000), list[EventRecord])
         return [event for event in found if kind in (None, event.kind)]
 
