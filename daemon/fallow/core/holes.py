@@ -11,7 +11,7 @@ from math import inf
 
 import msgspec
 
-from fallow.core.neighbour.waiting import is_ours, nodes_for, picks_up, wants_nodes
+from fallow.core.neighbour.waiting import is_ours, nodes_for, picks_up, waits_for_nodes
 from fallow.model import ClusterState, JobInfo, NodeInfo, PartitionInfo
 
 SLEEPING = frozenset(("POWERED_DOWN", "POWERING_DOWN", "POWERING_UP", "POWER_DOWN", "POWER_UP"))
@@ -126,7 +126,7 @@ def find_holes(
 
 def waits(job: JobInfo) -> bool:
     """It is pending for nothing but nodes, and not to pick up idle ones."""
-    return job.state == "PENDING" and wants_nodes(job.reason) and not picks_up(job)
+    return job.state == "PENDING" and waits_for_nodes(job) and not picks_up(job)
 
 
 def idle_parts(node: NodeInfo) -> list[Part]:

@@ -48,7 +48,7 @@ _PARTITION = re.compile(r"NotAllowed$", re.IGNORECASE)
 _WAITS = re.compile(
     r"^(None|Booting|Resources|Priority|Dependency|BeginTime|Cleaning|Prolog|WaitingForScheduling|BurstBuffer.*|Licenses|"
     r"JobArrayTaskLimit|NodesBusy|FrontEndDown|SchedDefer|Nodes required for job are DOWN, DRAINED(, REBOOTING)? or "
-    r"reserved for jobs in higher priority partitions)?$",
+    r"reserved for jobs in higher priority partitions|.*topology.*|Weight-based selection could not satisfy.*)?$",
     re.IGNORECASE,
 )
 

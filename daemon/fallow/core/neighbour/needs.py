@@ -19,11 +19,11 @@ import msgspec
 
 from fallow.core.allocations import WAITING, Allocation
 from fallow.core.neighbour.constraint import alternatives
-from fallow.core.neighbour.preemption import Preemption
+from fallow.core.neighbour.preemption import Preemption, admits
 from fallow.core.neighbour.room import HELD, Claim, Room, find_rooms
 from fallow.core.neighbour.site import SiteRules
-from fallow.core.neighbour.waiting import Waiting, is_ours, others_waiting, picks_up
-from fallow.model import AllocationState, ClusterState, JobInfo, PartitionInfo
+from fallow.core.neighbour.waiting import Waiting, is_ours, others_waiting, picks_up, turn
+from fallow.model import AllocationState, ClusterState, JobInfo
 
 ELEMENTS = 256
 """Elements of a job array that are placed at once."""
@@ -199,7 +199,7 @@ class _Placement:
         """Ways to place a job in this partition, one for each alternative of its constraint that fits."""
         partition = self._partitions.get(name)
         number = max(job.num_nodes, len(job.required_nodes))
-        if partition is None or not _admits(partition, job) or number > len(self._rooms[name]):
+        if partition is None or not admits(partition, job) or number > len(self._rooms[name]):
             return
         whole = job.exclusive or partition.exclusive or self._site.whole_nodes
         claim = Claim(job, whole, job.exclusive_user or partition.exclusive_user)
@@ -227,12 +227,17 @@ class _Placement:
         closed.update(self._own_nodes.get(job.name, ()))
         named = job.reservation.split(",") if job.reservation else []
         inside: set[str] = set()
+        is_bound = bool(named)
         for reservation in self._cluster.reservations:
             if reservation.reservation in named:
-                inside.update(reservation.nodes if reservation.start_at <= now < reservation.end_at else ())
+                has_begun = reservation.start_at <= now < reservation.end_at
+                inside.update(reservation.nodes if has_begun else ())
+                # https://slurm.schedmd.com/scontrol.html, Flags of reservations
+                if "FLEX" in reservation.flags or ("ANY_NODES" in reservation.flags and has_begun):
+                    is_bound = False
             elif reservation.end_at > now and (end is None or reservation.start_at < end):
                 closed.update(reservation.nodes)
-        if named:
+        if is_bound:
             closed.update(node.node for node in self._cluster.nodes if node.node not in inside)
         return frozenset(closed)
 
@@ -242,14 +247,6 @@ def _asks(job: JobInfo) -> tuple[object, ...]:
     size = (job.num_nodes, job.cpus_per_node, job.memory_mb_per_node, job.gpus_per_node, job.gpu_type)
     where = (job.partition, job.constraint, job.reservation, *job.required_nodes, "", *job.excluded_nodes)
     return (job.user, job.time_limit_s, job.exclusive, job.exclusive_user, *size, *where)
-
-
-def _admits(partition: PartitionInfo, job: JobInfo) -> bool:
-    """Return True if the job keeps the partition's limits."""
-    too_long = partition.max_time_s is not None and (job.time_limit_s or 0.0) > partition.max_time_s
-    too_wide = partition.max_nodes is not None and job.num_nodes > partition.max_nodes
-    needs_reservation = partition.requires_reservation and not job.reservation
-    return partition.up and not too_long and not too_wide and not needs_reservation
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -294,10 +291,10 @@ def _competing(
     kept: Mapping[str, frozenset[str]],
     others: Sequence[Waiting],
 ) -> frozenset[str]:
-    """Requests of ours that could take a node that is kept for others, or whose priority is no lower than theirs."""
+    """Requests of ours that could take a node that is kept for others, or whose turn comes before theirs."""
     requests = [a for a in harvest if a.state in WAITING]
     tokens = {request.token for request in requests}
-    priorities = {job.name: job.priority for job in cluster.jobs if job.name in tokens}
+    turns = {job.name: turn(job) for job in cluster.jobs if job.name in tokens}
     found: set[str] = set()
     for partition in {request.partition for request in requests}:
         here = preemption.nodes.get(partition, frozenset())
@@ -306,12 +303,12 @@ def _competing(
         rivals = (
             job for job in others if not beside.isdisjoint(job.partitions) and not preemption.takes(partition, job)
         )
-        lowest = (min(each.priority for each in job.jobs) for job in rivals)
-        least = min((priority for priority in lowest if priority > 0), default=None)
+        latest = (max(map(turn, job.jobs)) for job in rivals if min(each.priority for each in job.jobs) > 0)
+        last = max(latest, default=None)
         for request in requests:
             if request.partition == partition:
                 node = request.pinned or (request.part.node if request.part is not None else "")
                 in_the_way = node in kept.get(partition, ()) if node else partition in kept
-                if in_the_way or (least is not None and least <= priorities.get(request.token, 0)):
+                if in_the_way or (last is not None and request.token in turns and turns[request.token] < last):
                     found.add(request.token)
     return frozenset(found)

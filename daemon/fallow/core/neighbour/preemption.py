@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from fallow.core.neighbour.waiting import Waiting
-from fallow.model import ClusterConfig, ClusterState, PartitionInfo
+from fallow.model import ClusterConfig, ClusterState, JobInfo, PartitionInfo
 
 ENDS = ("CANCEL", "REQUEUE")
 """Modes that free a node. A suspended job keeps its memory and its GPUs."""
@@ -36,9 +36,17 @@ class Preemption:
             return False
         if ours.preempted_by is not None:
             return all(each.qos.lower() in ours.preempted_by for each in job.jobs)
-        theirs = [self.partitions[name] for name in job.partitions if name in self.partitions]
-        higher = [p.partition for p in theirs if p.priority_tier > ours.priority_tier]
-        return any(node is None or node in self.nodes[name] for name in higher)
+        theirs = [(each, self.partitions.get(name)) for each in job.jobs for name in each.partition.split(",")]
+        higher = [p for each, p in theirs if p is not None and p.priority_tier > ours.priority_tier and admits(p, each)]
+        return any(node is None or node in self.nodes[p.partition] for p in higher)
+
+
+def admits(partition: PartitionInfo, job: JobInfo) -> bool:
+    """Return True if the job keeps the partition's limits: of several partitions Slurm considers these alone."""
+    too_long = partition.max_time_s is not None and (job.time_limit_s or 0.0) > partition.max_time_s
+    too_wide = partition.max_nodes is not None and job.num_nodes > partition.max_nodes
+    needs_reservation = partition.requires_reservation and not job.reservation
+    return partition.up and not too_long and not too_wide and not needs_reservation
 
 
 def as_for_us(cluster: ClusterState, site: ClusterConfig | None, qos: str | None) -> ClusterState:

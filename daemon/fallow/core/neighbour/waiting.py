@@ -16,10 +16,15 @@ _WANTING = re.compile(
     r"(Resources|Priority)(,.*)?"
     r"|Nodes required for job are DOWN, DRAINED(, REBOOTING)? or reserved for jobs in higher priority partitions"
     r"|ReqNodeNotAvail(, May be reserved for other job|, UnavailableNodes:.*)?"
+    r"|.*[Tt]opology.*|Weight-based selection could not satisfy.*"
 )
-"""Reasons of pending jobs that a free node could start (`schedule` and `select_nodes` in Slurm's src/slurmctld). The
-last two name nodes that a job in a partition of a higher tier waits for, too. Backfill may give these nodes to the
-lower job all the same; `needs` works out whether they are ours."""
+"""Reasons of pending jobs that a free node could start (`schedule` and `select_nodes` in Slurm's src/slurmctld). Those
+in the second and third line name nodes that a job in a partition of a higher tier waits for, too. Backfill may give
+these nodes to the lower job all the same; `needs` works out whether they are ours. From 26.05 on the plugins of
+topologies (tree, block ...) have sentences of their own in the place of Resources."""
+
+_OF_ONE_PARTITION = frozenset(("PartitionTimeLimit", "PartitionNodeLimit", "PartitionDown", "PartitionInactive"))
+"""Of a job in several partitions the last one to say such a thing is shown; it may start in the others all the same."""
 
 PICKS_UP = "harvest"
 """Word in the comment of a job that was made to pick up an idle node, beside its token. Its name says so, too: a site's
@@ -61,6 +66,11 @@ def nodes_for(cluster: ClusterState, jobs: Iterable[JobInfo]) -> frozenset[str]:
 def wants_nodes(reason: str) -> bool:
     """Return True if a pending job with this reason waits for nothing but nodes. Cached: thousands have the same."""
     return _WANTING.fullmatch(reason.strip("()").replace("_", " ")) is not None
+
+
+def waits_for_nodes(job: JobInfo) -> bool:
+    """Return True if a pending job waits for nothing but nodes, in one of its partitions at least."""
+    return wants_nodes(job.reason) or ("," in job.partition and job.reason.strip("()") in _OF_ONE_PARTITION)
 
 
 def is_ours(job: JobInfo, tokens: Collection[str]) -> bool:
@@ -112,7 +122,7 @@ def others_waiting(cluster: ClusterState, tokens: Collection[str]) -> list[Waiti
 def _wanting(jobs: list[JobInfo], now: float) -> bool:
     """Return True if it waits for nodes alone. Slurm gives only some components of a heterogeneous job a reason."""
     early = any(job.eligible_at is not None and job.eligible_at > now for job in jobs)
-    other = [job.reason for job in jobs if not wants_nodes(job.reason)]
+    other = [job.reason for job in jobs if not waits_for_nodes(job)]
     return len(other) < len(jobs) and not {reason.strip("()") for reason in other} - {"None", ""} and not early
 
 
@@ -141,6 +151,11 @@ def array_elements(text: str) -> tuple[int, int | None]:
             first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
             count += max(0, (last - first) // max(step, 1) + 1)
     return max(count, 1), int(limit) if limit.isdigit() and int(limit) > 0 else None
+
+
+def turn(job: JobInfo) -> tuple[float, ...]:
+    """What decides within a partition: Slurm looks first at the job whose turn is the least."""
+    return (-job.priority, job.submit_at or 0.0, _number(job.job_id))
 
 
 def _number(job_id: str) -> float:

@@ -174,13 +174,15 @@ def _has_just_left(job: JobInfo, at: float) -> bool:
 
 
 def _enough(freed: Sequence[JobInfo], job: JobInfo) -> bool:
-    """Do these harvest jobs leave what a job needs: as many jobs, nodes, CPUs and GPUs?"""
+    """Do these harvest jobs leave what a job needs, all elements of an array: as many jobs, nodes, CPUs and GPUs?"""
+    elements, at_once = array_elements(job.array_tasks) if job.array_tasks else (1, None)
+    times = elements if at_once is None else min(elements, at_once)
     cpus = sum(each.cpus_per_node * each.num_nodes for each in freed)
     gpus = sum(each.gpus_per_node * each.num_nodes for each in freed)
     return (
-        len(freed) >= max(1, job.num_nodes)
-        and cpus >= job.cpus_per_node * job.num_nodes
-        and gpus >= job.gpus_per_node * job.num_nodes
+        len(freed) >= times * max(1, job.num_nodes)
+        and cpus >= times * job.cpus_per_node * job.num_nodes
+        and gpus >= times * job.gpus_per_node * job.num_nodes
     )
 
 

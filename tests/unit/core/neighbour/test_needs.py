@@ -11,7 +11,7 @@ from fallow.core.neighbour.needs import ExternalDemand, assess
 from fallow.core.neighbour.site import LOOKED_AT, SiteRules, site_rules
 from fallow.core.submission.sbatch import harvest_options
 from fallow.core.tokens import new_token
-from fallow.model import AllocationKind, JobInfo, RunSpec
+from fallow.model import AllocationKind, JobInfo, ReservationInfo, RunSpec
 from neighbours import FOUR, PENDING, RELEASING, THREE, TIERS, cluster, given_back, held, standing
 
 
@@ -236,3 +236,37 @@ def test_of_one_partition_the_first_are_looked_at_and_as_many_as_the_site_looks_
 )
 def test_how_many_are_looked_at(said: str, most: int) -> None:
     assert (site_rules(site(scheduler_parameters=said)).looked_at, site_rules(None).looked_at) == (most, LOOKED_AT)
+
+
+@pytest.mark.parametrize(
+    ("reason", "where", "found"),
+    [
+        ("PartitionTimeLimit", "p,short", ["n1"]),
+        ("PartitionTimeLimit", "short", []),
+        ("Insufficient_resources_in_topology_unit", "p", ["n1"]),
+    ],
+)
+def test_a_job_that_one_of_its_partitions_refuses_waits_in_others(reason: str, where: str, found: list[str]) -> None:
+    """Slurm shows the reason of the last partition that has one; 26.05 has further words for Resources."""
+    both = [partition("p", ["n1"]), partition("short", ["n1"], max_time_s=3600.0)]
+    job = waits("1", partition=where, reason=reason, time_limit_s=7200.0)
+    assert given_back(standing([node("n1", "ALLOCATED")], [job], [held("n1")], partitions=both)) == found
+
+
+@pytest.mark.parametrize(
+    ("flags", "begins_in_s", "found"),
+    [([], -60, []), (["FLEX"], 60, ["n1"]), (["ANY_NODES"], -60, ["n1"]), (["ANY_NODES"], 60, [])],
+)
+def test_a_reservation_that_binds_to_no_nodes(flags: list[str], begins_in_s: int, found: list[str]) -> None:
+    start = NOW + begins_in_s
+    own = ReservationInfo(reservation="r", nodes=["n9"], start_at=start, end_at=start + 7200, flags=flags)
+    job = waits("1", reservation="r", time_limit_s=600.0)
+    assert given_back(standing([node("n1", "ALLOCATED")], [job], [held("n1")], reservations=[own])) == found
+
+
+@pytest.mark.parametrize(("ours_at", "found"), [(NOW - 200, {"ours-x"}), (NOW - 10, set())])
+def test_of_equal_priorities_the_older_job_comes_first(ours_at: float, found: set[str]) -> None:
+    job = waits("1", 2, priority=1, submit_at=NOW - 100)
+    mine = waits("2", priority=1, submit_at=ours_at, name="ours-x")
+    state = cluster([node("n1")], [job, mine])
+    assert assess(state, [held("x", state=PENDING)]).competing_requests == found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
@@ -127,3 +129,13 @@ def test_where_jobs_are_given_longer_to_end_others_preempt_again_later(
     assert given_back(Watch(Manners()).look(seen, slow, ours, [])[0]) == given
     usual = site_rules(replace(slow, kill_wait_s=30.0))
     assert usual.preempts_again_s == site_rules(None).preempts_again_s == 100.0
+
+
+@pytest.mark.parametrize("limits", [{"max_time_s": 3600.0}, {"up": False}, {"max_nodes": 0}])
+def test_slurm_preempts_nothing_for_a_job_that_its_higher_partition_refuses(limits: dict[str, Any]) -> None:
+    high = partition("high", ["n1"], priority_tier=9)
+    low = partition("p", ["n1"], preempt_mode="CANCEL")
+    job = waits("1", partition="high,p", time_limit_s=7200.0)
+    for refuses, found in ((limits, ["n1"]), ({}, [])):
+        partitions = [replace(high, **refuses), low]
+        assert given_back(standing([node("n1", "ALLOCATED")], [job], [held("n1")], partitions=partitions)) == found

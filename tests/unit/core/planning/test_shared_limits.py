@@ -111,6 +111,13 @@ def test_as_many_gpus_are_given_back_as_the_job_needs() -> None:
     assert len(found.give_back) == 3
 
 
+@pytest.mark.parametrize(("tasks", "number"), [("", 1), ("7", 1), ("0-2", 3), ("0-2%2", 2), ("0-99", 4)])
+def test_room_is_made_for_each_element_of_an_array_that_may_run(tasks: str, number: int) -> None:
+    job = waits("AssocGrpNodeLimit", array_tasks=tasks)
+    found = yielded(cluster(job, *map(ours, range(4))), [held(i) for i in range(4)], {"r": ME})
+    assert len(found.give_back) == number
+
+
 def test_what_is_on_its_way_out_or_has_just_left_is_not_given_back_twice() -> None:
     job = waits("AssocGrpNodeLimit")
     leaving = held(0, AllocationState.RELEASING, asked_at=NOW - 1.0)
