@@ -88,6 +88,7 @@ class Allocation(msgspec.Struct, kw_only=True):
     sent_by: float | None = None
     "Unix time by which its sbatch has ended; None: it waits in the head's own queue, and Slurm has never heard of it"
     submit_at: float | None = None
+    "Unix time by slurmctld's clock"
     requeues: int = 0
     "how often Slurm had requeued its job by the last poll that showed it"
     start_at: float | None = None
@@ -200,9 +201,10 @@ def _unmarked(allocation: Allocation, job: JobInfo) -> bool:
     if allocation.kind is not AllocationKind.BASE or job.submit_at is None or token_in(job):
         return False
     # Until sbatch has ended, `sent_by` says when it has at the latest.
-    seen, sent_by = allocation.submit_at, allocation.sent_by
-    first, last = (seen, seen) if seen is not None else (allocation.requested_at, sent_by)
-    return last is not None and first - SAME_S <= job.submit_at <= last + SAME_S
+    if allocation.submit_at is not None:
+        return job.submitted is not None and abs(job.submitted - allocation.submit_at) <= SAME_S
+    last = allocation.sent_by
+    return last is not None and allocation.requested_at - SAME_S <= job.submit_at <= last + SAME_S
 
 
 class Shown:
@@ -280,7 +282,7 @@ def observe(allocation: Allocation, jobs: Iterable[JobInfo], now: float, horizon
     allocation.missing = 0
     leader = min(mine, key=lambda job: int(job.job_id) if job.job_id.isdigit() else 0)
     allocation.job_id = allocation.job_id or leader.het_job_id or leader.job_id
-    allocation.submit_at = leader.submit_at
+    allocation.submit_at = leader.submitted
     if leader.state not in ENDING:
         # While it completes Slurm already counts the restart that is to come.
         allocation.requeues = leader.restarts
@@ -340,8 +342,8 @@ def requeued(allocation: Allocation, jobs: Iterable[JobInfo]) -> bool:
 
 
 def _submitted_again(allocation: Allocation, job: JobInfo) -> bool:
-    seen, submit_at = allocation.submit_at, job.submit_at
-    is_later = seen is not None and submit_at is not None and submit_at > seen + SAME_S
+    seen, submitted = allocation.submit_at, job.submitted
+    is_later = seen is not None and submitted is not None and submitted > seen + SAME_S
     return (is_later or job.restarts > allocation.requeues) and job.state in REQUEUED | (ON_NODES - ENDING)
 
 

@@ -20,6 +20,9 @@ from fallow.head.state.book import Run
 from fallow.head.state.lease import start_of
 from fallow.model import AllocationKind, AllocationState, MemberPhase
 
+MARGIN_PART = 1 / 3
+"""Of a job's time that a run may need to leave it."""
+
 CLOSE_S = 1.0
 """Ends that differ by less are the same: they are on two clocks."""
 
@@ -79,25 +82,35 @@ class Deadlines:
 
 def watch_time(turn: Turn, run: Run) -> None:
     """Release nodes so long before they go away, and end what has not left in time."""
-    margin_s = _margin_s(run, turn.book.config.membership)
+    config = turn.book.config.membership
     for allocation in run.live_allocations():
         if allocation.end_at is not None:
             _tell_end(turn, run, allocation, allocation.end_at + turn.at - turn.now)
-            if allocation.state is AllocationState.RUNNING and turn.now >= allocation.end_at - margin_s:
+            if allocation.state is AllocationState.RUNNING and turn.now >= _leaves_at(run, allocation, config):
                 turn.release_allocation(run, allocation, allocation.ends_because)
         neighbours.hurry(turn, run, allocation)
 
 
 def next_at(run: Run, config: Membership) -> float:
     """Unix time at which `watch_time` has something to do, as things are; infinity: never."""
-    live, margin_s = run.live_allocations(), _margin_s(run, config)
-    ends = [a.end_at - margin_s for a in live if a.state is AllocationState.RUNNING and a.end_at is not None]
+    live = run.live_allocations()
+    ends = [_leaves_at(run, a, config) for a in live if a.state is AllocationState.RUNNING]
     return min([inf, *ends, *(a.gone_by for a in live if a.gone_by is not None)])
 
 
-def _margin_s(run: Run, config: Membership) -> float:
-    """How long before its end a node is released."""
-    return config.release_margin_s + run.longest_pause_s() + run.longest_save_s()
+def _leaves_at(run: Run, allocation: Allocation, config: Membership) -> float:
+    """When a node is released; infinity: nobody knows when it ends.
+
+    A short job trains for most of its time whatever the run needs to leave: after one slow checkpoint it would be left
+    as soon as it comes, and asked for again without end.
+    """
+    if allocation.end_at is None:
+        return inf
+    margin_s = run.longest_pause_s() + run.longest_save_s()
+    if allocation.start_at is not None:
+        part_s = MARGIN_PART * (allocation.end_at - allocation.start_at) - config.release_margin_s
+        margin_s = min(margin_s, max(0.0, part_s))
+    return allocation.end_at - config.release_margin_s - margin_s
 
 
 def _tell_end(turn: Turn, run: Run, allocation: Allocation, ends_at: float) -> None:

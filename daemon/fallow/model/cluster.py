@@ -49,6 +49,8 @@ class JobInfo(Struct, frozen=True, kw_only=True):
     restarts: int = 0
     "how often Slurm has requeued it; 0 also where that is not known"
     submit_at: float | None = None
+    clock_offset_s: float = 0.0
+    "what slurmctld's clock was ahead of ours, as has been taken off its times"
     start_at: float | None = None
     "for a pending job: the planned start, if the scheduler gave one"
     end_at: float | None = None
@@ -83,6 +85,11 @@ class JobInfo(Struct, frozen=True, kw_only=True):
     "of an element of a job array, or of all its elements that wait"
     array_tasks: str = ""
     "elements of a job array that wait, in Slurm's words: 3-9,12%2"
+
+    @property
+    def submitted(self) -> float | None:
+        """The time of submission by slurmctld's own clock: it stays the same however the clocks differ from then on."""
+        return None if self.submit_at is None else self.submit_at + self.clock_offset_s
 
 
 class PartitionInfo(Struct, frozen=True, kw_only=True):

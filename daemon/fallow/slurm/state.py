@@ -40,7 +40,7 @@ def on_our_clock(state: ClusterState, at: float, offset_s: float) -> ClusterStat
         at=at,
         clock_offset_s=offset_s,
         nodes=[earlier(node, offset_s) for node in state.nodes],
-        jobs=[earlier(job, offset_s) for job in state.jobs],
+        jobs=[msgspec.structs.replace(earlier(job, offset_s), clock_offset_s=offset_s) for job in state.jobs],
         reservations=[earlier(reservation, offset_s) for reservation in state.reservations],
     )
 

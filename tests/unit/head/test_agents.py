@@ -291,19 +291,20 @@ def test_each_heartbeat_is_answered(talk: Talk, run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "end_at", "taken"),
+    ("kind", "end_at", "asked_at", "taken"),
     [
-        (AllocationKind.HARVEST, NOW + 4000.0, True),
-        (AllocationKind.HARVEST, NOW, False),
-        (AllocationKind.BASE, NOW + 4000.0, True),
+        (AllocationKind.HARVEST, NOW + 4000.0, None, True),
+        (AllocationKind.HARVEST, NOW + 4000.0, NOW - 1.0, False),  # by our own scancel
+        (AllocationKind.HARVEST, NOW, None, False),
+        (AllocationKind.BASE, NOW + 4000.0, None, True),
     ],
 )
 def test_a_warning_before_its_time_means_that_slurm_takes_a_node_from_us(
-    talk: Talk, run: Run, kind: AllocationKind, end_at: float, taken: bool
+    talk: Talk, run: Run, kind: AllocationKind, end_at: float, asked_at: float | None, taken: bool
 ) -> None:
     allocation = hold(talk.turn, run, "h1", kind=kind, job_id="7")
     agent = talk.play(run, allocation).greet()
-    allocation.end_at = end_at
+    allocation.end_at, allocation.asked_at = end_at, asked_at
     agent.beat(warned=15)
     assert (talk.turn.taken, allocation.warned) == (taken, taken)
     assert len(talk.texts("release")) == 1

@@ -80,6 +80,18 @@ def test_s5_no_node_is_held_into_the_margin_before_its_end_whatever_slurms_clock
         assert held.state is state
 
 
+def test_s5_a_base_job_is_not_taken_for_requeued_because_a_clock_was_set_or_measured_anew(tmp_path: Path) -> None:
+    book = new_book(tmp_path)
+    run, talk = new_run(book, now=NOW), Talk(book)
+    base = book.new_allocation(run, AllocationKind.BASE, NOW, sent_by=NOW)
+    talk.play(run, base, "n1").greet()
+    for offset_s in (0.0, 10.0, -10.0, 0.0):
+        raw = by_slurm(0.0, talk.now, base.token, "RUNNING")
+        seen = on_our_clock(raw, talk.now, offset_s)
+        take_in(Turn(book, talk.at, talk.now), seen, 75.0)
+        assert (base.state, list(base.agents), base.requeues) == (AllocationState.RUNNING, ["n1"], 0)
+
+
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(offset_s=OFFSETS)
 def test_s5_no_request_is_withdrawn_early_whatever_slurms_clock_says(tmp_path: Path, offset_s: float) -> None:

@@ -12,7 +12,7 @@ from builders import cluster as poll_of
 from builders import job, node, runs, waits
 from fallow.config import Config, Slurm
 from fallow.config import Harvest as HarvestSection
-from fallow.core.allocations import Agent, Allocation
+from fallow.core.allocations import CANCEL_AGAIN_S, Agent, Allocation
 from fallow.core.membership import events as ev
 from fallow.core.neighbour.site import site_rules
 from fallow.core.protocol.agents import EndAgent
@@ -104,6 +104,10 @@ def test_a_node_that_was_being_left_anyway_has_to_hurry_once_somebody_waits(book
     assert not ended.cancels
     hurry(last, run, allocation)
     assert last.cancels == [(run.id, allocation.token, "7")]
+    again, later = (turn(book, last.now + s) for s in (CANCEL_AGAIN_S - 0.1, CANCEL_AGAIN_S))
+    hurry(again, run, allocation)
+    hurry(later, run, allocation)
+    assert (again.cancels, later.cancels) == ([], last.cancels), "a scancel may fail"
     idle = held(book, run, agents=False)
     give_back(last, run, idle, "somebody waits")
     assert last.cancels[1:] == [(run.id, idle.token, "7")], "its script has not come far: at once"

@@ -10,7 +10,7 @@ import pytest
 
 from fallow.config import Usage
 from fallow.core.accounting.backoff import FIRST_S
-from fallow.core.allocations import SUBMIT_S
+from fallow.core.allocations import SUBMIT_S, Allocation
 from fallow.core.membership.messages import Checkpoint
 from fallow.core.training.restarts import EVERY_S
 from fallow.head.api.views import run_view
@@ -329,22 +329,35 @@ def test_an_extended_job_goes_before_it_exceeds_the_budget(tmp_path: Path) -> No
 
 def test_a_base_job_that_the_budget_does_not_cover_is_not_submitted_again(tmp_path: Path) -> None:
     desk = Desk(tmp_path, budget_node_hours=1.0)
-    desk.run.root.limit = 0
+    desk.harvest.asking.switch(desk.turn(), "nothing is harvested")
     base = desk.hold(AllocationKind.BASE)
     base.limit_s = 7200.0
     base.state = AllocationState.ENDED
-    for _ in range(2):
-        turn = desk.poll()
-        assert turn.submissions == []
-    assert run_view(desk.run, 0.0, NOW).message == (
-        "the base job is not submitted again: 1 node-hours are left and it needs 2"
-    )
+    first, second = base_jobs(desk), base_jobs(desk)
+    text = "the base job is not submitted again: 1 node-hours are left and it needs 2"
+    assert (first, second) == (([], [text]), ([], [])), "said once"
     base.limit_s = 1800.0
-    ((_, token),) = desk.poll().submissions
-    renewed = desk.run.allocations[token]
+    ((renewed,), _) = base_jobs(desk)
     assert renewed.renewed
-    # Its own time is booked from now on.
-    assert left_s(desk.run, NOW) == 1800.0
+
+
+def base_jobs(desk: Desk) -> tuple[list[Allocation], list[str]]:
+    """Those that a poll has submitted, and what it says of the budget."""
+    turn = desk.poll()
+    asked = [desk.run.allocations[token] for _, token in turn.submissions]
+    told = [record.text for record in turn.records if record.kind == "budget"]
+    return [one for one in asked if one.kind is AllocationKind.BASE], told
+
+
+def test_a_base_job_for_which_the_limit_leaves_no_place_is_not_submitted_again(desk: Desk) -> None:
+    """Its nodes would stand idle for their whole time, and then again."""
+    base = desk.hold(AllocationKind.BASE)
+    desk.train("h1")
+    desk.run.root.limit, base.state = 1, AllocationState.ENDED
+    (none, (text,)) = base_jobs(desk)
+    assert none == [] and "the limit of 1 node leaves no place for it" in text
+    desk.run.root.limit = 2
+    assert len(base_jobs(desk)[0]) == 1
 
 
 def test_accounts_of_a_run_are_kept_when_its_jobs_are_forgotten(desk: Desk) -> None:

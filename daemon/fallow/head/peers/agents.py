@@ -270,7 +270,8 @@ class Agents:
         if allocation.end_at is not None and turn.now >= allocation.end_at:
             # Limits are looked at every 30 s, so this warning comes late, never early.
             why = "walltime"
-        if why != "walltime" and not allocation.warned:
+        # The scancel of the head itself warns, too.
+        if why != "walltime" and not allocation.warned and allocation.asked_at is None:
             is_base = allocation.kind is AllocationKind.BASE
             # Only Slurm knows whether it was preempted or cancelled: the next poll comes soon.
             turn.taken = turn.taken or allocation.harvested or is_base

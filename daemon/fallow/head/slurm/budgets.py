@@ -7,6 +7,7 @@ from fallow.core.accounting.cancelled import awaits_verdict
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Run
 from fallow.model import AllocationKind, AllocationState
+from fallow.text import counted
 
 
 def left_s(run: Run, at: float) -> float | None:
@@ -46,14 +47,23 @@ def renew_base(turn: Turn, run: Run, at: float) -> None:
     bases = [a for a in run.allocations.values() if a.kind is AllocationKind.BASE]
     if not bases or any(a.live or awaits_verdict(a, turn.now) for a in bases):
         return
+    if run.root.limit <= len(run.roster.present()):
+        limit = counted(run.root.limit, "node")
+        _hold_back(turn, run, f"the limit of {limit} leaves no place for it; to raise it: fallow grow {run.id}")
+        return
     # It will be granted what the last one was granted.
     limit_s, room = bases[-1].limit_s, left_s(run, at)
     if room is not None and (limit_s is None or limit_s * run.spec.min_nodes > room):
         needs = "has no time limit" if limit_s is None else f"needs {limit_s * run.spec.min_nodes / 3600:.3g}"
-        text = f"the base job is not submitted again: {max(0.0, room) / 3600:.3g} node-hours are left and it {needs}"
-        if text != run.held_back:
-            turn.record(run, "budget", text)
-        run.held_back = text
+        _hold_back(turn, run, f"{max(0.0, room) / 3600:.3g} node-hours are left and it {needs}")
         return
     run.held_back = ""
     turn.new_allocation(run, AllocationKind.BASE, nodes_wanted=run.spec.min_nodes, renewed=True, limit_s=limit_s)
+
+
+def _hold_back(turn: Turn, run: Run, why: str) -> None:
+    """Say it once."""
+    text = f"the base job is not submitted again: {why}"
+    if text != run.held_back:
+        turn.record(run, "budget", text)
+    run.held_back = text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fallow.config import Config
 from fallow.core import records
-from fallow.core.allocations import Allocation
+from fallow.core.allocations import CANCEL_AGAIN_S, Allocation
 from fallow.core.neighbour.delays import Delays
 from fallow.core.neighbour.needs import ExternalDemand
 from fallow.core.neighbour.watch import END_S, LEAVE_S, Manners, Watch, interval_s
@@ -118,5 +118,6 @@ def hurry(turn: Turn, run: Run, allocation: Allocation) -> None:
         turn.end_agents(allocation, Exit.NO_RESTART, allocation.reason, kill_after_s=0.0)
         allocation.gone_by = last_at
     else:
+        # Again and again, as long as its job is there: a scancel may have failed, or a head died before it.
         turn.cancel(run, allocation, allocation.reason)
-        allocation.gone_by = None
+        allocation.gone_by = turn.now + CANCEL_AGAIN_S

@@ -41,6 +41,7 @@ from fallow.head.state.archive import Archive
 from fallow.model import (
     AllocationKind,
     AllocationState,
+    ChangeKind,
     Exit,
     FallowError,
     GenerationReport,
@@ -288,9 +289,10 @@ class Run:
         self.reached = max(found, default=(0, 0))
 
     def longest_pause_s(self) -> float:
-        """Of the newest changes."""
+        """Of the newest planned changes: in others the members wait for what may never come again."""
         recent = islice(reversed(self.generations), RECENT_PAUSES)
-        return max((done.pause_s for done in recent if done.pause_s is not None), default=0.0)
+        planned = (done.pause_s for done in recent if done.kind not in (ChangeKind.START, ChangeKind.EJECT))
+        return max(filter(None, planned), default=0.0)
 
     def longest_save_s(self) -> float:
         """That a durable checkpoint took: the last members write one before they leave."""
