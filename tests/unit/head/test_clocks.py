@@ -17,10 +17,13 @@ from fallow.head.slurm.jobs import take_in
 from fallow.model import (
     AllocationKind,
     AllocationState,
+    ChangeKind,
     ClusterConfig,
     ClusterState,
+    GenerationReport,
     JobInfo,
     NodeInfo,
+    Parts,
     ReservationInfo,
 )
 from fallow.slurm.cli import CliClient
@@ -76,6 +79,27 @@ def test_s5_no_node_is_held_into_the_margin_before_its_end_whatever_slurms_clock
     ):
         talk.pass_s(later_s)
         take_in(Turn(book, talk.at, talk.now), by_slurm(offset_s, talk.now, held.token, "RUNNING"), 75.0)
+        talk.tick()
+        assert held.state is state
+
+
+@pytest.mark.parametrize(
+    ("kind", "used_s"), [(ChangeKind.RELEASE, 2 / 3 * LIMIT_S), (ChangeKind.EJECT, LIMIT_S - 20.0)]
+)
+def test_a_short_job_is_used_for_most_of_its_time_however_long_a_pause_was(
+    tmp_path: Path, kind: ChangeKind, used_s: float
+) -> None:
+    book = new_book(tmp_path)
+    run, talk = new_run(book, now=NOW), Talk(book)
+    run.generations.append(
+        GenerationReport(generation=2, kind=kind, members=["n0"], first_step=7, pause_s=1000.0, parts=Parts())
+    )
+    held = book.new_allocation(run, AllocationKind.HARVEST, NOW, sent_by=NOW)
+    talk.pass_s(NOW - talk.now)
+    talk.play(run, held, "n1").greet()
+    for later_s, state in ((used_s - 1.0, AllocationState.RUNNING), (1.01, AllocationState.RELEASING)):
+        talk.pass_s(later_s)
+        take_in(Turn(book, talk.at, talk.now), by_slurm(0.0, talk.now, held.token, "RUNNING"), 75.0)
         talk.tick()
         assert held.state is state
 
