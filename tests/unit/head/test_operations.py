@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -36,7 +37,7 @@ from fallow.model import (
 )
 
 from runs import NOW, new_run  # isort: skip
-from slurm_side import Desk  # isort: skip
+from slurm_side import POLL_S, Desk  # isort: skip
 
 
 @pytest.fixture
@@ -358,6 +359,28 @@ def test_a_base_job_for_which_the_limit_leaves_no_place_is_not_submitted_again(d
     assert none == [] and "the limit of 1 node leaves no place for it" in text
     desk.run.root.limit = 2
     assert len(base_jobs(desk)[0]) == 1
+
+
+def test_a_base_job_that_slurm_refuses_for_a_limit_is_tried_again_after_longer_and_longer_pauses(desk: Desk) -> None:
+    desk.harvest.asking.switch(desk.turn(), "nothing is harvested")
+    desk.hold(AllocationKind.BASE).state = AllocationState.ENDED
+    asked_at = []
+    for _ in range(int(7200.0 / POLL_S)):
+        for base in base_jobs(desk)[0]:
+            asked_at.append(desk.at)
+            desk.harvest.send(desk.turn(), desk.run, base.token)
+            desk.harvest.refused(desk.turn(), desk.run, base.token, "Requested time limit is invalid")
+    pauses = [after - before for before, after in pairwise(asked_at)]
+    assert pauses == [FIRST_S * 2**n for n in range(6)]
+    text = "Slurm refused it; it is tried again within the hour: Requested time limit is invalid"
+    assert run_view(desk.run, 60.0, NOW).message == f"the base job is not submitted again: {text}"
+    assert len(desk.run.allocations) < len(asked_at), "refused ones are dropped in time"
+    assert desk.run.record.harvest_paused == ""
+    desk.do("resume")
+    (renewed,) = base_jobs(desk)[0]
+    desk.harvest.send(desk.turn(), desk.run, renewed.token)
+    desk.harvest.submitted(desk.turn(), desk.run, renewed.token, "900")
+    assert (desk.run.held_back, desk.run.base_refusals) == ("", 0)
 
 
 def test_accounts_of_a_run_are_kept_when_its_jobs_are_forgotten(desk: Desk) -> None:
