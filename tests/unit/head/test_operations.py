@@ -138,6 +138,24 @@ def test_a_base_job_that_slurm_took_and_forgot_was_not_cancelled(desk: Desk, has
         assert (desk.run.root.status, desk.run.root.message) == (RunStatus.FAILED, forgotten)
 
 
+@pytest.mark.parametrize("away_s", [POLL_S, 7200.0])
+def test_a_waiting_base_job_that_vanished_was_cancelled_only_if_no_end_can_have_been_missed(
+    desk: Desk, away_s: float
+) -> None:
+    """While the head was away the job may have started, and its node failed; Slurm forgets that after some minutes."""
+    desk.run.root.next_id = 3
+    base = desk.hold(AllocationKind.BASE, AllocationState.PENDING, renewed=True, limit_s=600.0)
+    desk.poll(desk.job(base, "PENDING", submit_at=NOW))
+    asked = [
+        desk.run.allocations[token]
+        for after_s in (away_s, POLL_S)
+        for _, token in desk.poll(after_s=after_s).submissions
+    ]
+    was_away = away_s > POLL_S
+    assert (desk.run.root.status is RunStatus.CANCELLED) is not was_away
+    assert any(one.kind is AllocationKind.BASE for one in asked) is was_away
+
+
 def test_a_new_head_gives_up_what_the_one_before_had_not_submitted(desk: Desk) -> None:
     desk.run.record.base_wanted = False
     queued, unknown = desk.hold(state=AllocationState.UNKNOWN), desk.hold(state=AllocationState.UNKNOWN, sent_by=NOW)
