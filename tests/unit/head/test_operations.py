@@ -156,6 +156,24 @@ def test_a_waiting_base_job_that_vanished_was_cancelled_only_if_no_end_can_have_
     assert any(one.kind is AllocationKind.BASE for one in asked) is was_away
 
 
+@pytest.mark.parametrize("is_heard", [False, True])
+def test_a_job_that_slurm_has_forgotten_is_over_once_its_only_agent_is_silent_for_long(
+    desk: Desk, is_heard: bool
+) -> None:
+    """The head was away when it ended. No other agent was heard, so silence alone says nothing."""
+    desk.run.root.limit = desk.run.root.maximum = 1
+    base = desk.hold(AllocationKind.BASE)
+    desk.run.agent_seen[base.token, "n1"] = desk.at
+    desk.poll(desk.job(base, submit_at=NOW))
+    kinds = []
+    for _ in range(5):
+        if is_heard:
+            desk.run.agent_seen[base.token, "n1"] = desk.at
+        kinds.append([desk.run.allocations[token].kind for _, token in desk.poll().submissions])
+    assert base.live is is_heard
+    assert kinds == ([[]] * 5 if is_heard else [[], [], [], [AllocationKind.BASE], []])
+
+
 def test_a_new_head_gives_up_what_the_one_before_had_not_submitted(desk: Desk) -> None:
     desk.run.record.base_wanted = False
     queued, unknown = desk.hold(state=AllocationState.UNKNOWN), desk.hold(state=AllocationState.UNKNOWN, sent_by=NOW)

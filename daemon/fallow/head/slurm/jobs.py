@@ -9,6 +9,7 @@ from fallow.core.accounting import duds
 from fallow.core.accounting.spans import follow
 from fallow.core.allocations import (
     CANCEL_AGAIN_S,
+    MISSING_POLLS,
     Allocation,
     Shown,
     begin_again,
@@ -30,6 +31,9 @@ DUD = frozenset(("COMPLETED", "FAILED", "OUT_OF_MEMORY", "TIMEOUT"))
 
 REMEMBERED_S = 120.0
 """Slurm surely shows how a job has ended for so long (MinJobAge is 300 s by default)."""
+
+SILENT_S = 60.0
+"""A job that polls do not show, and whose agents are silent, is taken for ended after so long or a lease."""
 
 
 def take_in(turn: Turn, cluster: ClusterState, horizon_s: float) -> list[Settled]:
@@ -89,6 +93,7 @@ def _observe(
     unseen = allocation.job_id is None
     changed = observe(allocation, jobs, at, horizon_s)
     _note_polls(run, allocation, at)
+    _give_up_forgotten(turn, run, allocation, at)
     if changed is not None:
         turn.dirty.add(run.id)
         turn.record(run, "job", f"{allocation.token} (job {allocation.job_id}): {changed}")
@@ -115,6 +120,27 @@ def _note_polls(run: Run, allocation: Allocation, at: float) -> None:
         run.missing_at.pop(allocation.token, None)
     else:
         run.missing_at.setdefault(allocation.token, at)
+
+
+def _give_up_forgotten(turn: Turn, run: Run, allocation: Allocation, at: float) -> None:
+    """Give up the agents of a job that polls have not shown for long, if they are silent for as long.
+
+    Slurm does not forget a job that runs. After a crash it may show an older state; agents that are heard
+    prove that their job runs.
+
+    Args:
+        turn, run, allocation: takes the effects, and whose job.
+        at: Unix time of this poll.
+    """
+    patience_s = max(SILENT_S, turn.book.config.membership.lease_s)
+    missing_s = at - run.missing_at.get(allocation.token, at)
+    if allocation.submit_at is None or allocation.missing < MISSING_POLLS or missing_s <= patience_s:
+        return
+    heard_at = [run.agent_seen.get((allocation.token, host), turn.at) for host in allocation.hosts]
+    if all(turn.at - seen_at > patience_s for seen_at in heard_at):
+        for host in allocation.hosts:
+            reason = f"agent on {host} is silent, and Slurm no longer has job {allocation.job_id}"
+            agent_gone(turn, run, allocation, host, reason, taken=True)
 
 
 def _end_was_missed(run: Run, allocation: Allocation) -> bool:
