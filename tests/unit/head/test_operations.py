@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -36,7 +37,7 @@ from fallow.model import (
 )
 
 from runs import NOW, new_run  # isort: skip
-from slurm_side import Desk  # isort: skip
+from slurm_side import POLL_S, Desk  # isort: skip
 
 
 @pytest.fixture
@@ -135,6 +136,42 @@ def test_a_base_job_that_slurm_took_and_forgot_was_not_cancelled(desk: Desk, has
     else:
         forgotten = f"Slurm took job {base.job_id} and has forgotten it; submit it again"
         assert (desk.run.root.status, desk.run.root.message) == (RunStatus.FAILED, forgotten)
+
+
+@pytest.mark.parametrize("away_s", [POLL_S, 7200.0])
+def test_a_waiting_base_job_that_vanished_was_cancelled_only_if_no_end_can_have_been_missed(
+    desk: Desk, away_s: float
+) -> None:
+    """While the head was away the job may have started, and its node failed; Slurm forgets that after some minutes."""
+    desk.run.root.next_id = 3
+    base = desk.hold(AllocationKind.BASE, AllocationState.PENDING, renewed=True, limit_s=600.0)
+    desk.poll(desk.job(base, "PENDING", submit_at=NOW))
+    asked = [
+        desk.run.allocations[token]
+        for after_s in (away_s, POLL_S)
+        for _, token in desk.poll(after_s=after_s).submissions
+    ]
+    was_away = away_s > POLL_S
+    assert (desk.run.root.status is RunStatus.CANCELLED) is not was_away
+    assert any(one.kind is AllocationKind.BASE for one in asked) is was_away
+
+
+@pytest.mark.parametrize("is_heard", [False, True])
+def test_a_job_that_slurm_has_forgotten_is_over_once_its_only_agent_is_silent_for_long(
+    desk: Desk, is_heard: bool
+) -> None:
+    """The head was away when it ended. No other agent was heard, so silence alone says nothing."""
+    desk.run.root.limit = desk.run.root.maximum = 1
+    base = desk.hold(AllocationKind.BASE)
+    desk.run.agent_seen[base.token, "n1"] = desk.at
+    desk.poll(desk.job(base, submit_at=NOW))
+    kinds = []
+    for _ in range(5):
+        if is_heard:
+            desk.run.agent_seen[base.token, "n1"] = desk.at
+        kinds.append([desk.run.allocations[token].kind for _, token in desk.poll().submissions])
+    assert base.live is is_heard
+    assert kinds == ([[]] * 5 if is_heard else [[], [], [], [AllocationKind.BASE], []])
 
 
 def test_a_new_head_gives_up_what_the_one_before_had_not_submitted(desk: Desk) -> None:
@@ -358,6 +395,28 @@ def test_a_base_job_for_which_the_limit_leaves_no_place_is_not_submitted_again(d
     assert none == [] and "the limit of 1 node leaves no place for it" in text
     desk.run.root.limit = 2
     assert len(base_jobs(desk)[0]) == 1
+
+
+def test_a_base_job_that_slurm_refuses_for_a_limit_is_tried_again_after_longer_and_longer_pauses(desk: Desk) -> None:
+    desk.harvest.asking.switch(desk.turn(), "nothing is harvested")
+    desk.hold(AllocationKind.BASE).state = AllocationState.ENDED
+    asked_at = []
+    for _ in range(int(7200.0 / POLL_S)):
+        for base in base_jobs(desk)[0]:
+            asked_at.append(desk.at)
+            desk.harvest.send(desk.turn(), desk.run, base.token)
+            desk.harvest.refused(desk.turn(), desk.run, base.token, "Requested time limit is invalid")
+    pauses = [after - before for before, after in pairwise(asked_at)]
+    assert pauses == [FIRST_S * 2**n for n in range(6)]
+    text = "Slurm refused it; it is tried again within the hour: Requested time limit is invalid"
+    assert run_view(desk.run, 60.0, NOW).message == f"the base job is not submitted again: {text}"
+    assert len(desk.run.allocations) < len(asked_at), "refused ones are dropped in time"
+    assert desk.run.record.harvest_paused == ""
+    desk.do("resume")
+    (renewed,) = base_jobs(desk)[0]
+    desk.harvest.send(desk.turn(), desk.run, renewed.token)
+    desk.harvest.submitted(desk.turn(), desk.run, renewed.token, "900")
+    assert (desk.run.held_back, desk.run.base_refusals) == ("", 0)
 
 
 def test_accounts_of_a_run_are_kept_when_its_jobs_are_forgotten(desk: Desk) -> None:

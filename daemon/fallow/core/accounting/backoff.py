@@ -22,6 +22,11 @@ SHORTER_S = 600.0
 """For so long lengths are kept below one that did not work."""
 
 
+def pause_s(before: int) -> float:
+    """For how long a scope is left alone. Args: before: how often it was already."""
+    return min(LONGEST_S, FIRST_S * 2.0 ** min(before, 10))
+
+
 class Scope(StrEnum):
     """What is left alone."""
 
@@ -131,7 +136,7 @@ class Backoff:
         # What waited before the last of ours ended says nothing about the room that this left.
         since = min(strikes.freed, freed) if at == now else 0
         if now >= strikes.until or since < strikes.freed:
-            strikes.until = now + min(LONGEST_S, FIRST_S * 2.0**strikes.count)
+            strikes.until = now + pause_s(strikes.count)
             strikes.count += 1
         strikes.tries, strikes.freed = 1, since
         return True

@@ -194,6 +194,7 @@ def _enough(freed: Sequence[JobInfo], job: JobInfo) -> bool:
 class Reserve:
     """How many harvest jobs more may be asked for under the limits that Slurm tells.
 
+    Of a limit of an account above ours more is left where a job of another account waits that would fit without ours.
     Others' jobs are counted in each poll, and by Slurm's own figure, which counts accounts below an account too.
 
     Args:
@@ -240,10 +241,14 @@ class Reserve:
             self._told = owner
             self._hidden = [floor(limit.used or 0.0) - _sum(ours, needs, limit, running=True) for limit in limits]
         accounts = {share.account for share in owner.shares}
+        waiting = [job for job in others if _may_wait_above(job, accounts)]
         left: list[float] = []
+        reserves: list[float] = []
         for limit, hidden in zip(limits, self._hidden, strict=True):
             used = max(hidden, sum(_uses(job, limit, owner.user) for job in others))
-            left.append(limit.limit * (1.0 - self._reserve) - used - _sum(ours, needs, limit))
+            asked = [_takes(job, _unit(limit)) for job in waiting] if _is_above(limit, accounts) else []
+            reserves.append(max([limit.limit * self._reserve, *(n for n in asked if used + n <= limit.limit)]))
+            left.append(limit.limit - reserves[-1] - used - _sum(ours, needs, limit))
         most: dict[str, int] = {}
         because: dict[str, str] = {}
         give_back: list[GiveBack] = []
@@ -256,7 +261,8 @@ class Reserve:
             tightest = min(rooms, key=lambda i: (rooms[i], i))
             room, limit = rooms[tightest], limits[tightest]
             most[demand.run] = room
-            because[demand.run] = f"{limit.of}: {limit.name}={limit.limit:g}, of which {self._reserve:.0%} are left"
+            part = reserves[tightest] / limit.limit if limit.limit else self._reserve
+            because[demand.run] = f"{limit.of}: {limit.name}={limit.limit:g}, of which {part:.0%} are left"
             taken = min(max(0, demand.nodes), room) if room >= 0 else -len(_too_many(ours, demand.run, room))
             for i in mine:
                 left[i] -= taken * need.of(_unit(limits[i]))
@@ -306,6 +312,18 @@ def _binds(limit: LimitView, asker: Asker, accounts: Collection[str], qos: Colle
     return not asker.account or account == asker.account or account not in accounts
 
 
+def _is_above(limit: LimitView, accounts: Collection[str]) -> bool:
+    """Return True for a limit of an account that is above those in which the user has jobs."""
+    kind, _, name = limit.of.partition(" ")
+    return kind == "account" and name not in accounts
+
+
+def _may_wait_above(job: JobInfo, accounts: Collection[str]) -> bool:
+    """Return True for a job of another account that may wait for a limit above both: Slurm does not say."""
+    by_account = waits_for_limit(job) and job.reason.strip("()").startswith("AssocGrp")
+    return by_account and job.account not in accounts and not picks_up(job)
+
+
 def _uses(job: JobInfo, limit: LimitView, user: str) -> int:
     """What a job of somebody else, or of normal priority, takes of a limit."""
     kind, _, name = limit.of.partition(" ")
@@ -318,8 +336,11 @@ def _uses(job: JobInfo, limit: LimitView, user: str) -> int:
     unit = _unit(limit)
     if unit == "SubmitJobs":
         return array_elements(job.array_tasks)[0] if job.array_tasks else 1
-    if job.state not in ON_NODES:
-        return 0
+    return _takes(job, unit) if job.state in ON_NODES else 0
+
+
+def _takes(job: JobInfo, unit: str) -> int:
+    """What a job, or one element of an array, counts for while it runs."""
     each = {"cpu": job.cpus_per_node, "gres/gpu": job.gpus_per_node, "node": 1}.get(unit)
     return 1 if each is None else each * job.num_nodes
 

@@ -28,7 +28,8 @@ from fallow.model import (
 )
 
 KEEP_S = 3600.0
-"""Harvest allocations that are over for this long are dropped from the run; what they used stays in its sums."""
+"""Harvest allocations that are over for this long are dropped from the run; what they used stays in its sums. So are
+renewed base jobs that Slurm refused."""
 
 
 # -- noting -------------------------------------------------------------------------------------------------------
@@ -93,7 +94,9 @@ def _settle_run(turn: Turn, run: Run, at: float) -> None:
                 record.harvested.add(held(allocation, at), at)
             allocation.counted = True
             turn.dirty.add(run.id)
-        if allocation.counted and old and allocation.kind is AllocationKind.HARVEST and token not in alive:
+        # The length of the next base job is known from those before it that Slurm took.
+        refused = allocation.renewed and allocation.job_id is None and not lost
+        if allocation.counted and old and (allocation.kind is AllocationKind.HARVEST or refused) and token not in alive:
             record.spent_node_s += budget.booked(allocation, at)
             del run.allocations[token]
             turn.dirty.add(run.id)

@@ -207,14 +207,15 @@ class Asking:
         run.record.paused_by_hand, run.record.harvest_paused, run.record.drained = False, "", []
         turn.apply(run, ev.Unbar(at=turn.at, hosts=(*run.record.fruitless.barred, *run.record.cancelled.barred)))
         run.record.refusals, run.record.fruitless, run.record.cancelled = {}, Duds(), Cancels()
-        run.not_before = 0.0
+        run.not_before = run.base_not_before = 0.0
+        run.base_refusals = 0
         self._known.backoff.forget(run.asker)
         turn.dirty.add(run.id)
         turn.record(run, "resume", "resumed by hand: nodes are asked for again")
 
     def waits_after_failures(self, turn: Turn, run: Run) -> bool:
-        """Are its requests put off, or all but one, because the last jobs came to nothing?"""
-        return run.failures >= DUDS or turn.at < run.not_before
+        """Are its requests put off because the last jobs came to nothing, or its base job because Slurm refused it?"""
+        return run.failures >= DUDS or turn.at < max(run.not_before, run.base_not_before)
 
     def _put_off(self, turn: Turn, run: Run) -> bool:
         """Is it too early to ask for more, because the last jobs came to nothing?"""

@@ -47,22 +47,24 @@ def renew_base(turn: Turn, run: Run, at: float) -> None:
     bases = [a for a in run.allocations.values() if a.kind is AllocationKind.BASE]
     if not bases or any(a.live or awaits_verdict(a, turn.now) for a in bases):
         return
+    if turn.at < run.base_not_before:
+        return
     if run.root.limit <= len(run.roster.present()):
         limit = counted(run.root.limit, "node")
-        _hold_back(turn, run, f"the limit of {limit} leaves no place for it; to raise it: fallow grow {run.id}")
+        hold_back(turn, run, f"the limit of {limit} leaves no place for it; to raise it: fallow grow {run.id}")
         return
     # It will be granted what the last one was granted.
     limit_s, room = bases[-1].limit_s, left_s(run, at)
     if room is not None and (limit_s is None or limit_s * run.spec.min_nodes > room):
         needs = "has no time limit" if limit_s is None else f"needs {limit_s * run.spec.min_nodes / 3600:.3g}"
-        _hold_back(turn, run, f"{max(0.0, room) / 3600:.3g} node-hours are left and it {needs}")
+        hold_back(turn, run, f"{max(0.0, room) / 3600:.3g} node-hours are left and it {needs}")
         return
     run.held_back = ""
     turn.new_allocation(run, AllocationKind.BASE, nodes_wanted=run.spec.min_nodes, renewed=True, limit_s=limit_s)
 
 
-def _hold_back(turn: Turn, run: Run, why: str) -> None:
-    """Say it once."""
+def hold_back(turn: Turn, run: Run, why: str) -> None:
+    """Say once why the base job is not submitted again."""
     text = f"the base job is not submitted again: {why}"
     if text != run.held_back:
         turn.record(run, "budget", text)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from fallow.core.accounting import duds
 from fallow.core.accounting.spans import follow
 from fallow.core.allocations import (
     CANCEL_AGAIN_S,
+    MISSING_POLLS,
     Allocation,
     Shown,
     begin_again,
@@ -26,6 +28,12 @@ from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo,
 
 DUD = frozenset(("COMPLETED", "FAILED", "OUT_OF_MEMORY", "TIMEOUT"))
 """Ends of a job that are the script's own doing."""
+
+REMEMBERED_S = 120.0
+"""Slurm surely shows how a job has ended for so long (MinJobAge is 300 s by default)."""
+
+SILENT_S = 60.0
+"""A job that polls do not show, and whose agents are silent, is taken for ended after so long or a lease."""
 
 
 def take_in(turn: Turn, cluster: ClusterState, horizon_s: float) -> list[Settled]:
@@ -84,6 +92,8 @@ def _observe(
     """Bring one up to date. Args: jobs: its own of the poll; at: Unix time of the poll."""
     unseen = allocation.job_id is None
     changed = observe(allocation, jobs, at, horizon_s)
+    _note_polls(run, allocation, at)
+    _give_up_forgotten(turn, run, allocation, at)
     if changed is not None:
         turn.dirty.add(run.id)
         turn.record(run, "job", f"{allocation.token} (job {allocation.job_id}): {changed}")
@@ -103,14 +113,51 @@ def _observe(
         allocation.asked_at = turn.now
 
 
+def _note_polls(run: Run, allocation: Allocation, at: float) -> None:
+    """Note when this head last saw the job of an allocation, and since when it has not. Args: at: of this poll."""
+    if allocation.missing == 0:
+        run.shown_at[allocation.token] = at
+        run.missing_at.pop(allocation.token, None)
+    else:
+        run.missing_at.setdefault(allocation.token, at)
+
+
+def _give_up_forgotten(turn: Turn, run: Run, allocation: Allocation, at: float) -> None:
+    """Give up the agents of a job that polls have not shown for long, if they are silent for as long.
+
+    Slurm does not forget a job that runs. After a crash it may show an older state; agents that are heard
+    prove that their job runs.
+
+    Args:
+        turn, run, allocation: takes the effects, and whose job.
+        at: Unix time of this poll.
+    """
+    patience_s = max(SILENT_S, turn.book.config.membership.lease_s)
+    missing_s = at - run.missing_at.get(allocation.token, at)
+    if allocation.submit_at is None or allocation.missing < MISSING_POLLS or missing_s <= patience_s:
+        return
+    heard_at = [run.agent_seen.get((allocation.token, host), turn.at) for host in allocation.hosts]
+    if all(turn.at - seen_at > patience_s for seen_at in heard_at):
+        for host in allocation.hosts:
+            reason = f"agent on {host} is silent, and Slurm no longer has job {allocation.job_id}"
+            agent_gone(turn, run, allocation, host, reason, taken=True)
+
+
+def _end_was_missed(run: Run, allocation: Allocation) -> bool:
+    """Return True if Slurm may have shown how a job ended, and forgotten it, while this head was away."""
+    token = allocation.token
+    return run.missing_at[token] - run.shown_at.get(token, -inf) > REMEMBERED_S
+
+
 def _ended(turn: Turn, run: Run, allocation: Allocation) -> None:
     reason = f"job {allocation.job_id} ended ({allocation.reason or 'no longer in Slurm'})"
     taken, node_failed = allocation.reason not in DUD, allocation.reason == "NODE_FAIL"
     for host in list(allocation.hosts):
         agent_gone(turn, run, allocation, host, reason, taken=taken, node_failed=node_failed)
     vanished = allocation.reason == "" and allocation.start_at is None
-    if allocation.kind is AllocationKind.BASE and allocation.state is AllocationState.LOST:
-        # Nobody cancelled it: its submission came to nothing. A run that has trained asks again by itself.
+    lost = allocation.state is AllocationState.LOST
+    if allocation.kind is AllocationKind.BASE and (lost or (vanished and _end_was_missed(run, allocation))):
+        # Nobody is known to have cancelled it. A run that has trained asks again by itself.
         if is_new(run) and allocation.asked_at is None:
             text = "Slurm never had its job, as its answers show; submit it again"
             if allocation.job_id is not None:

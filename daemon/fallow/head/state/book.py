@@ -173,6 +173,10 @@ class Run:
         "where the foremost member is in its data; both are raised by beats, and found anew with each tick"
         self.agent_seen: dict[tuple[str, str], float] = {}
         "(token, host) -> when its agent was heard, on the head's clock"
+        self.shown_at: dict[str, float] = {}
+        "token -> Unix time of the last poll of this head that showed its job"
+        self.missing_at: dict[str, float] = {}
+        "token -> Unix time of the first poll since then that did not"
         self.without_agent: dict[str, str] = {}
         "token -> what is said of a job that runs and whose agents do not come, as of the last tick"
         self.stretch: Stretch | None = None
@@ -195,6 +199,10 @@ class Run:
         "harvested nodes that it should have, as of the last plan"
         self.held_back = ""
         "why its base job is not submitted again"
+        self.base_refusals = 0
+        "times in a row that Slurm refused the renewed base job"
+        self.base_not_before = 0.0
+        "time on the turns' clock before which the base job is not submitted again, because Slurm refused it"
         self.looked_for_checkpoints = False
         "this head has looked for some that were finished while none was there"
 

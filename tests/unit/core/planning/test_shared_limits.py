@@ -248,6 +248,26 @@ def test_what_reaches_into_the_reserve_is_given_back_requests_first_then_the_new
     assert capped([Demand("r", 5)], [found]) == [Demand("r", -3)]
 
 
+@pytest.mark.parametrize(
+    ("of", "used", "num_nodes", "kept"),
+    [
+        ("account division", 8.0, 6, 6),
+        ("account division", 8.0, 1, 2),  # the reserve is enough
+        ("account division", 11.0, 6, 2),  # others alone leave too little, so ours would go in vain
+        ("account lab", 8.0, 6, 2),
+    ],
+)
+def test_room_is_left_to_a_job_that_may_wait_for_a_limit_above_our_account(
+    of: str, used: float, num_nodes: int, kept: int
+) -> None:
+    owner = told((of, "GrpTRES node", 8.0, used))
+    mine, allocations = map(ours, range(8)), tuple(held(i) for i in range(8))
+    others = used - 8.0
+    found = room(owner, waits("AssocGrpNodeLimit", account="b", num_nodes=num_nodes), *mine, allocations=allocations)
+    assert found.most == {"r": 8 - kept - others - 8}
+    assert len(found.give_back) == min(8, kept + others)
+
+
 def test_a_node_that_is_asked_for_again_counts_once() -> None:
     owner = told(("account lab", "GrpJobs", 20.0, 0.0))
     successor = held(2, AllocationState.PENDING, replaces=token(1), pinned="n1")
