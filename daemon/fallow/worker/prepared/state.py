@@ -131,7 +131,9 @@ def _pack_kind(value: Any, where: str, path: Path, into: Encoded) -> list[Any]:
         into.paths.append(path)
         return ["t", len(into.tensors) - 1, int(isinstance(value, nn.Parameter) and 1 + value.requires_grad)]
     if kind in (list, tuple, set):
-        return [kind.__name__, [_pack(item, where, [*path, n], into) for n, item in enumerate(value)]]
+        items = [_pack(item, where, [*path, n], into) for n, item in enumerate(value)]
+        # Text has another hash in each process, so that equal sets give their items in different orders.
+        return [kind.__name__, sorted(items, key=msgspec.msgpack.encode) if kind is set else items]
     if kind in (dict, OrderedDict, Counter, defaultdict):
         items = [
             [_pack_key(key, where), _pack(item, f"{where}.{key}", [*path, str(key)], into)]
