@@ -131,7 +131,8 @@ class Script:
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 9)
         self.plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, patience=1)
         self.average = torch.optim.swa_utils.AveragedModel(self.model)
-        self.counts: dict[str, Any] = {"best": None, "losses": [], "mean": torch.zeros(2)}
+        first = torch.ones(2)
+        self.counts: dict[str, Any] = {"best": None, "losses": [], "mean": torch.zeros(2), "kept": [first, first]}
 
     def train(self, steps: int) -> None:
         for step in range(steps):

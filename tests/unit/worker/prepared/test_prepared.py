@@ -47,6 +47,14 @@ def test_a_dict_gets_the_members_values_in_place(make: Any) -> None:
     assert (new["seen"], len(new["nested"]["a"])) == (7, 2)
 
 
+def test_a_tensor_under_two_keys_of_a_dict_changes_under_both() -> None:
+    mean = torch.ones(3)
+    new = {"mean": torch.zeros(3), "best": torch.zeros(3)}
+    hand_over(prepared({"mean": mean, "best": mean}), prepared(new))
+    new["mean"] += 1
+    assert torch.equal(new["best"], mean + 1)
+
+
 def test_what_a_dict_cannot_hold_is_refused_by_name_when_it_is_prepared_and_later() -> None:
     with pytest.raises(FallowError, match=r"prepare: dict\.inner\.lock: its state holds a _thread\.lock"):
         prepared({"inner": {"lock": threading.Lock()}})

@@ -78,6 +78,18 @@ def test_each_tensor_has_a_path_and_what_holds_none_is_one_part() -> None:
         encode({torch.zeros(1): 1}, "test")
 
 
+@pytest.mark.parametrize("kind", [lambda tensor: tensor, torch.nn.Parameter])
+def test_a_tensor_in_several_places_stays_one_tensor(kind) -> None:
+    tensor = kind(torch.ones(2))
+    back = round_trip({"a": tensor, "b": [tensor], "c": kind(torch.ones(2))})
+    assert back["a"] is back["b"][0]
+    assert back["a"] is not back["c"]
+    assert type(back["a"]) is type(tensor)
+    encoded = encode({"a": tensor, "b": [tensor, 1]}, "test")
+    assert (encoded.paths, encoded.aliases) == ([["a"]], [(0, ["b", 0])])
+    assert encoded.plain == [(["b", 1], 1)]
+
+
 def test_a_small_state_travels_as_bytes() -> None:
     parameter = torch.nn.Parameter(torch.randn(2, 3).t(), requires_grad=False)
     value = {"a": [parameter, torch.tensor(3).to(torch.uint8), torch.empty(0, 2)], "b": TREE["plain"]}
