@@ -22,6 +22,7 @@ from fallow.worker.handover.snapshot import Snapshot, load_from_host
 from fallow.worker.handover.standing import HOLDS, Standing
 from fallow.worker.handover.transfer import Roles, export_state, transfer
 from fallow.worker.prepared import checksum, extra_state, state
+from fallow.worker.prepared.modes import KINDS
 from fallow.worker.prepared.objects import Prepared
 from fallow.worker.transport import device as devices
 from fallow.worker.transport.build import build_group
@@ -128,7 +129,7 @@ def pinned_bytes() -> Iterator[list[int]]:
 
 def hand_over(group: Group, script: Script, donors: list[int]) -> dict[str, Any] | None:
     receivers = [rank for rank in range(group.size) if rank not in donors]
-    roles = Roles(donors=donors, receivers=receivers, begun=True, whole=False, modes=True)
+    roles = Roles(donors=donors, receivers=receivers, begun=True, whole=False, modes=KINDS)
     own = b""
     if group.rank in donors:
         own = checksum.fingerprint(script.prepared.weights()).to_bytes(8, "little")

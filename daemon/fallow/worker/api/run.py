@@ -257,7 +257,8 @@ class Run:
     def checkpoint(self) -> None:
         """Ask for a durable checkpoint, written in the background; one member that asks is enough.
 
-        Asked for before the inner loop ends, it holds the step at work; behind the inner loop, the next step.
+        Asked for before the inner loop ends, it holds the step at work; behind the inner loop, the next step. A step
+        whose loop over `run.updates` is left by `break` writes none: end the loop with `max_steps` instead.
         While the one before is being written, the next step that can take it does. Without a head there is no folder
         of the run: nothing happens.
         """

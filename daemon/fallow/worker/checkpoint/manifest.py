@@ -111,7 +111,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     files: list[FileInfo]
     extra: list[Extra] = []
     modes: list[str] | None = None
-    "what the members had frozen and what rested, if they agreed on it"
+    "what the members had frozen and what rested, see `prepared.modes.common`"
 
 
 def folder_name(generation: int, step: int) -> str:

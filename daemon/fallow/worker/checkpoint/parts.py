@@ -109,7 +109,7 @@ def take(
     tensors = [*encoded.tensors, torch.frombuffer(bytearray(encoded.tree), dtype=torch.uint8)]
     specs = [spec_of(tensor) for tensor in tensors]
     slices = cut(specs, world)[rank]
-    infos = _infos([*encoded.paths, [_TREE]], specs, names)
+    infos = _infos([*encoded.paths, [_TREE]], specs, names, encoded.aliases)
     encoded_extra = encode(dict(extra), "checkpoint")
     rows = [rows_of(tensors[piece.tensor], piece) for piece in slices]
     device = device_of([*rows, *encoded_extra.tensors])
@@ -169,13 +169,18 @@ def _saved(value: Any) -> bytes:
     return file.getvalue()
 
 
-def _infos(paths: Sequence[Path], specs: Sequence[TensorSpec], names: Sequence[ModelNames]) -> list[TensorInfo]:
+def _infos(
+    paths: Sequence[Path],
+    specs: Sequence[TensorSpec],
+    names: Sequence[ModelNames],
+    further: Sequence[tuple[int, Path]],
+) -> list[TensorInfo]:
     """What each tensor looks like, its unique name, and the places where torch's tools see it."""
     seen: Counter[str] = Counter()
     infos: list[TensorInfo] = []
-    for path, spec in zip(paths, specs, strict=True):
+    for tensor, (path, spec) in enumerate(zip(paths, specs, strict=True)):
         path = path[path[0] == "objects" :]
-        aliases: list[Path] = []
+        aliases = [alias[alias[0] == "objects" :] for number, alias in further if number == tensor]
         if path[0] == "models" and names:
             _, number, key = path
             own = names[cast("int", number)]

@@ -125,7 +125,7 @@ class Saver:
             self._report(failure(group.generation, step, why))
             return
         snapshot = take(
-            export_state(prepared, plain, modes=False),
+            export_state(prepared, plain, modes=()),
             group.rank,
             group.size,
             names=prepared.names(),

@@ -30,6 +30,7 @@ from fallow.worker.checkpoint.manifest import (
     write_manifest,
 )
 from fallow.worker.checkpoint.parts import PartSnapshot
+from fallow.worker.prepared.modes import common
 
 PATIENCE_S = 600.0
 """How long the first member waits for the others' parts after its own."""
@@ -134,7 +135,7 @@ class Writing(threading.Thread):
             snapshot.manifest,
             chunks=[chunk for part in parts for chunk in part.chunks],
             extra=[blob for part in parts for blob in part.extra],
-            modes=parts[0].modes if all(part.modes == parts[0].modes for part in parts) else None,
+            modes=common([part.modes or [] for part in parts]),
         )
         files = [*(file for part in parts for file in part.files), write_index(temporary, manifest)]
         manifest = msgspec.structs.replace(manifest, files=files)

@@ -141,7 +141,7 @@ class Watch:
 
     def agreement(self, steering: Steering) -> int:
         """32 bits that are the same on all members, if what they did until now to the prepared objects was."""
-        numbers = [*steering.rates, self._prepared.modes.fingerprint()]
+        numbers = [*steering.rates, *self._prepared.modes.fingerprints()]
         if self._prepared.reproducible:
             # Unlike metrics show in the rate only when it is lowered next, and not where one member is left then.
             plateaus = [thing for thing in self._prepared.others if isinstance(thing, ReduceLROnPlateau)]

@@ -6,7 +6,7 @@ must have before they can begin is sent in the pause. The rest arrives behind, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from fallow.worker.handover.intake import Changed, Intake
 from fallow.worker.handover.standing import HOLDS, TORN, Standing
 from fallow.worker.handover.supply import Supply
 from fallow.worker.prepared import extra_state, state
+from fallow.worker.prepared.modes import KINDS
 from fallow.worker.prepared.objects import Prepared
 from fallow.worker.transport import device
 from fallow.worker.transport.group import Group
@@ -32,8 +33,8 @@ class Roles:
     "somebody holds the run's state; else the state of the only donor is the run's first"
     whole: bool
     "everything is sent in the pause"
-    modes: bool
-    "the donors have frozen and put to rest the same; else receivers stay as their scripts made them"
+    modes: Collection[str]
+    "kinds of modes that the donors have switched alike; in the others receivers stay as their scripts made them"
 
 
 def transfer(
@@ -102,12 +103,12 @@ def _receive(
     return plain
 
 
-def export_state(prepared: Prepared, plain: dict[str, Any], *, modes: bool = True) -> dict[str, Any]:
+def export_state(prepared: Prepared, plain: dict[str, Any], *, modes: Collection[str] = KINDS) -> dict[str, Any]:
     """All that a newcomer needs but for extra state; tensors are the live ones, those of modules come first."""
     return {
         "objects": prepared.export(),
         "plain": plain,
-        "modes": prepared.modes.export() if modes else None,
+        "modes": prepared.modes.export(modes),
     }
 
 

@@ -79,8 +79,10 @@ class Opening(NamedTuple):
     "generation in which it became a member"
     fingerprint: int
     "of its weights, where a generation begins; else 0"
-    modes: int
-    "likewise, of what is frozen and what rests"
+    frozen: int
+    "likewise, of what is frozen"
+    resting: int
+    "likewise, of what rests"
     pace: float
     "seconds per shard; 0: not measured"
     value: float

@@ -24,6 +24,7 @@ from fallow.worker.loop.generations import Generations
 from fallow.worker.loop.member import Member
 from fallow.worker.loop.place import Position
 from fallow.worker.prepared.checksum import fingerprint, majority_and_others
+from fallow.worker.prepared.modes import KINDS
 from fallow.worker.session.ends import Answered, OthersEnded
 from fallow.worker.transport.waits import Exchange, Interrupted
 
@@ -76,6 +77,7 @@ class Meeting:
             return
         member, fresh = self._member, self._generations.fresh
         standing, place, prepared = member.standing, member.place, member.prepared
+        frozen, resting = prepared.modes.fingerprints() if fresh else (0, 0)
         mine = Opening(
             generation=member.group.generation,
             op=place.position.op,
@@ -89,7 +91,8 @@ class Meeting:
             whole=standing.whole,
             since=place.since,
             fingerprint=fingerprint(prepared.weights()) if fresh and standing.holds else 0,
-            modes=prepared.modes.fingerprint() if fresh else 0,
+            frozen=frozen,
+            resting=resting,
             pace=member.pace.value,
             value=value,
             call=self.call,
@@ -218,7 +221,7 @@ class Meeting:
             receivers=[rank for rank in able if rank not in donors],
             begun=bool(holders),
             whole=standing.whole or not holders or bool(healed) or bool(ranks.stale),
-            modes=len({openings[rank].modes for rank in donors}) == 1,
+            modes=[kind for kind in KINDS if len({getattr(openings[rank], kind) for rank in donors}) == 1],
         )
         if not holders and group.rank == donors[0]:
             saved = self._generations.restore()

@@ -332,7 +332,7 @@ class Shards(InnerLoop):
 
         if self._attempt is None or not member.reduction.held:
             self._sums_of = 0
-        mid_update = bool(self._update.phases_done)
+        mid_update, step = bool(self._update.phases_done), member.place.position.step
         met = self._loop.meeting.come_together(Kind.STEP, sums_of=self._sums_of, mid_update=mid_update, rewind=rewind)
         if met.outcome is not None:
             self._take(decode_outcome(met.outcome))
@@ -341,5 +341,7 @@ class Shards(InnerLoop):
         member.discarded += self._attempt is not None and not member.place.went_back
         self._loop.check_place(mid_update=mid_update)
         at = member.place.position
+        if at.step != step:
+            self._update.batches.clear()
         self._cut = self._update.cut = self._source.cut(at.data_epoch, at.index)
         self._attempt = None

@@ -1,18 +1,23 @@
 """What the script has switched on prepared modules: frozen parameters (`requires_grad`) and resting modules (`eval()`).
 
 It belongs to the state that a newcomer needs, since its script has not come by the lines that switched it. Members need
-not agree on it between two updates: one of them may evaluate and leave the model in `eval()`. So newcomers get it only
-where all who have the state agree.
+not agree on it between two updates: one of them may evaluate and leave the model in `eval()`. So newcomers get what is
+frozen, and what rests, each only where all who have the state agree on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
 from fallow.worker.prepared.checksum import checksum
 from fallow.worker.prepared.state import named_parameters, plain_name
+
+KINDS = ("frozen", "resting")
+
+_UNLIKE = "unlike"
+"""In front of a kind in which members differ: it stays as each script has made it."""
 
 
 class Modes:
@@ -32,26 +37,38 @@ class Modes:
             for name, part in module.named_modules()
         ]
 
-    def export(self) -> list[str]:
-        """Names of what is frozen and of what rests."""
+    def export(self, kinds: Collection[str] = KINDS) -> list[str]:
+        """Lines that name what is frozen and what rests; a kind that is not among `kinds` is left out."""
         self.look()
-        return self._switched()
+        switched = zip(KINDS, self._switched(), strict=True)
+        return [line for kind, lines in switched for line in (lines if kind in kinds else [f"{_UNLIKE} {kind}"])]
 
-    def load(self, names: Sequence[str]) -> None:
-        """Switch everything as it was where `names` were exported."""
+    def load(self, exported: Sequence[str]) -> None:
+        """Switch everything as it was where these lines were exported."""
         self.look()
-        known = set(names)
-        for name, parameter in self._parameters:
+        known = set(exported)
+        for name, parameter in self._parameters if f"{_UNLIKE} frozen" not in known else ():
             parameter.requires_grad_(f"frozen {name}" not in known)
-        for name, part in self._parts:
+        for name, part in self._parts if f"{_UNLIKE} resting" not in known else ():
             part.training = f"resting {name}" not in known  # not `train()`, which goes on to all modules inside
 
-    def fingerprint(self) -> int:
-        """62 bits of what `export` gives. Cheap: each step asks for it, and walking over the modules takes 1 ms."""
+    def fingerprints(self) -> tuple[int, int]:
+        """62 bits of what is frozen, and of what rests. Cheap: each step asks, and walking over modules takes 1 ms."""
         if not self._parts:
             self.look()
-        return checksum("\n".join(self._switched()).encode())
+        frozen, resting = self._switched()
+        return checksum("\n".join(frozen).encode()), checksum("\n".join(resting).encode())
 
-    def _switched(self) -> list[str]:
+    def _switched(self) -> tuple[list[str], list[str]]:
+        """The lines of both kinds."""
         frozen = [f"frozen {name}" for name, parameter in self._parameters if not parameter.requires_grad]
-        return [*frozen, *[f"resting {name}" for name, part in self._parts if not part.training]]
+        return frozen, [f"resting {name}" for name, part in self._parts if not part.training]
+
+
+def common(exports: Sequence[Sequence[str]]) -> list[str]:
+    """What several members have exported, without a kind in which they differ."""
+    switched: list[str] = []
+    for kind in KINDS:
+        first, *others = ([line for line in lines if line.startswith(f"{kind} ")] for lines in exports)
+        switched += first if all(other == first for other in others) else [f"{_UNLIKE} {kind}"]
+    return switched

@@ -3,7 +3,8 @@
 What a state may hold: None, bool, int, float, str, bytes, list, tuple, set, dict (any encodable key), OrderedDict,
 Counter, defaultdict of a basic type, io.BytesIO, numpy scalars and arrays, torch tensors, dtypes. Anything else is
 refused by name, so reading a state never runs code. `encode` is the only function that walks a state: the order of its
-tensors is the order in which members send them, save them and put them back.
+tensors is the order in which members send them, save them and put them back. A tensor that is found in several places
+is one tensor in all of them again.
 """
 
 from __future__ import annotations
@@ -63,11 +64,25 @@ class Encoded:
     tree: bytes = b""
     "MessagePack, tensors as numbers"
     tensors: list[torch.Tensor] = field(default_factory=list)
-    "the live ones"
+    "the live ones, each once"
     paths: list[Path] = field(default_factory=list)
     "of the tensors"
+    aliases: list[tuple[int, Path]] = field(default_factory=list)
+    "further places of tensors, with the tensors' numbers"
     plain: list[tuple[Path, Any]] = field(default_factory=list)
     "the largest parts of the state in which there is no tensor"
+    _numbers: dict[int, int] = field(default_factory=dict)
+    "of the tensors, by their ids"
+
+    def number(self, tensor: torch.Tensor, path: Path) -> int:
+        """List a tensor, unless it is listed already, and return its number."""
+        number = self._numbers.setdefault(id(tensor), len(self.tensors))
+        if number < len(self.tensors):
+            self.aliases.append((number, path))
+        else:
+            self.tensors.append(tensor)
+            self.paths.append(path)
+        return number
 
     @property
     def specs(self) -> list[TensorSpec]:
@@ -107,15 +122,15 @@ def encode(value: Any, where: str) -> Encoded:
 def decode(tree: bytes, tensors: Sequence[torch.Tensor]) -> Any:
     """The inverse of `encode`; the tensors themselves become part of the result. Raises FallowError."""
     try:
-        return _unpack(msgspec.msgpack.decode(tree), tensors)
+        return _unpack(msgspec.msgpack.decode(tree), list(tensors))
     except (msgspec.DecodeError, LookupError, TypeError, ValueError) as error:
         raise FallowError(f"a received or stored state cannot be read: {error}", Exit.DATA) from None
 
 
 def _pack(value: Any, where: str, path: Path, into: Encoded) -> list[Any]:
-    tensors, plain = len(into.tensors), len(into.plain)
+    before, plain = (len(into.tensors), len(into.aliases)), len(into.plain)
     packed = _pack_kind(value, where, path, into)
-    if len(into.tensors) == tensors:
+    if (len(into.tensors), len(into.aliases)) == before:
         into.plain[plain:] = [(path, value)]  # instead of its own parts
     return packed
 
@@ -127,11 +142,12 @@ def _pack_kind(value: Any, where: str, path: Path, into: Encoded) -> list[Any]:
     if kind is int:
         return ["v", value] if value in _SMALL else ["big", str(value)]
     if isinstance(value, torch.Tensor):
-        into.tensors.append(value)
-        into.paths.append(path)
-        return ["t", len(into.tensors) - 1, int(isinstance(value, nn.Parameter) and 1 + value.requires_grad)]
+        is_parameter = isinstance(value, nn.Parameter)
+        return ["t", into.number(value, path), int(is_parameter and 1 + value.requires_grad)]
     if kind in (list, tuple, set):
-        return [kind.__name__, [_pack(item, where, [*path, n], into) for n, item in enumerate(value)]]
+        items = [_pack(item, where, [*path, n], into) for n, item in enumerate(value)]
+        # Text has another hash in each process, so that equal sets give their items in different orders.
+        return [kind.__name__, sorted(items, key=msgspec.msgpack.encode) if kind is set else items]
     if kind in (dict, OrderedDict, Counter, defaultdict):
         items = [
             [_pack_key(key, where), _pack(item, f"{where}.{key}", [*path, str(key)], into)]
@@ -169,15 +185,17 @@ def _refused(where: str, what: str) -> FallowError:
     )
 
 
-def _unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def _unpack(tree: Any, tensors: list[torch.Tensor]) -> Any:
     tag = tree[0]
     if tag == "v":
         return tree[1]
     if tag == "big":
         return int(tree[1])
     if tag == "t":
-        tensor = tensors[tree[1]]
-        return nn.Parameter(tensor, requires_grad=tree[2] == 2) if tree[2] else tensor
+        number, kind = tree[1:]
+        if kind and not isinstance(tensors[number], nn.Parameter):
+            tensors[number] = nn.Parameter(tensors[number], requires_grad=kind == 2)
+        return tensors[number]
     if tag in ("list", "tuple", "set"):
         return {"list": list, "tuple": tuple, "set": set}[tag](_unpack(item, tensors) for item in tree[1])
     if tag in ("dict", "OrderedDict", "Counter", "defaultdict"):

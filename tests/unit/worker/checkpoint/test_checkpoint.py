@@ -39,6 +39,9 @@ def state() -> dict[str, Any]:
     }
 
 
+ABOUT: dict[str, Any] = {"generation": 2, "step": 7, "epoch": 1, "asked": False, "written_at": 5.0}
+
+
 def same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
@@ -55,8 +58,8 @@ def write(folder: Path, step: int, world: int, *, only: set[int] | None = None, 
     members = []
     tree = known.pop("tree", None) or state()
     for rank in sorted(range(world) if only is None else only):
-        about = {"generation": 2, "epoch": 1, "asked": False, "written_at": 5.0, "modes": []} | known
-        member = Writing(folder, take(tree, rank, world, step=step, **about), reports.append)
+        about = {**ABOUT, "step": step, "modes": [], **known}
+        member = Writing(folder, take(tree, rank, world, **about), reports.append)
         member.start()
         members.append(member)
     for member in members:
@@ -83,6 +86,20 @@ def test_what_several_members_wrote_comes_back_whole(tmp_path: Path, world: int)
     assert {path.name for path in folder.iterdir()} == names
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+
+
+def test_what_one_member_has_put_to_rest_does_not_hide_what_all_have_frozen(tmp_path: Path) -> None:
+    """A member may evaluate and leave its model in `eval()`."""
+    members = [
+        Writing(tmp_path, take(state(), rank, 2, modes=modes, **ABOUT), lambda _: None)
+        for rank, modes in enumerate([["frozen a", "resting b"], ["frozen a"]])
+    ]
+    for member in members:
+        member.start()
+    for member in members:
+        member.join(30)
+    (folder,) = complete_ones(tmp_path)
+    assert load(folder)["modes"] == ["frozen a", "unlike resting"]
 
 
 class Scaled(torch.nn.Linear):
@@ -131,7 +148,8 @@ class Script:
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 9)
         self.plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, patience=1)
         self.average = torch.optim.swa_utils.AveragedModel(self.model)
-        self.counts: dict[str, Any] = {"best": None, "losses": [], "mean": torch.zeros(2)}
+        first = torch.ones(2)
+        self.counts: dict[str, Any] = {"best": None, "losses": [], "mean": torch.zeros(2), "kept": [first, first]}
 
     def train(self, steps: int) -> None:
         for step in range(steps):
@@ -175,7 +193,7 @@ def test_plain_torch_trains_on_from_a_checkpoint(tmp_path: Path, name: str) -> N
     script.model.inner.scales = {"amax": torch.rand(3), "steps": 41}
     prepared = script.prepared(compiled=name == "adamw")
     known = {"names": prepared.names(), "extra": extra_state.read(prepared.modules)}
-    (done,) = write(tmp_path, 3, 3, tree=export_state(prepared, {"step": 3}, modes=False), **known)
+    (done,) = write(tmp_path, 3, 3, tree=export_state(prepared, {"step": 3}, modes=()), **known)
     assert isinstance(done, Checkpoint)
     dcp_to_torch_save(done.path, tmp_path / "whole.pt")
     whole = torch.load(tmp_path / "whole.pt", weights_only=True)

@@ -15,7 +15,7 @@ from fallow.model import Exit, FallowError
 from fallow.worker.api.run import Run
 from scripted_group import Break, Generation, Killed
 from scripted_world import World
-from small_training import GLOBAL_BATCH, no_watchers
+from small_training import GLOBAL_BATCH, no_watchers, points
 
 __all__ = ["no_watchers"]
 
@@ -94,6 +94,28 @@ def test_members_in_the_middle_of_an_update_give_way_to_new_processes_if_they_ha
     # The first one says so; the other one may lose its group before it does.
     (said,) = {one.message for one in found.values() if one.code == Exit.TEMPFAIL}
     assert "with new processes" in said
+
+
+@pytest.mark.parametrize("wait", [42, 44])
+def test_members_in_the_first_phase_of_an_update_go_back_to_the_batches_of_the_checkpoints_step(wait: int) -> None:
+    """Each phase keeps its batches for the next one: those of a step that is done later are of no use."""
+    wrong: list[int] = []
+
+    def script(run: Run, training: Training) -> None:
+        samples = points().tensors[0].split(GLOBAL_BATCH)
+        for update in run.updates(training.loader, epochs=4):
+            for phase in ("first", "second"):
+                for batch in update.phase(phase):
+                    if not any(torch.equal(batch[0], part) for part in samples[update.step % 2].split(len(batch[0]))):
+                        wrong.append(update.step)
+                    training.loss(batch).backward()
+                if phase == "first":
+                    training.act()
+            saved(run, training, update)
+
+    found = go_back(script, wait)
+    assert all(isinstance(one, Training) for one in found.values()), found
+    assert not wrong
 
 
 @pytest.mark.parametrize("where", ["behind the loop", "at the end of the loop"])

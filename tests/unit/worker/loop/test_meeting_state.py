@@ -114,3 +114,39 @@ def test_who_lacks_a_part_of_the_state_and_an_answer_gets_both(tmp_path: Path, m
 
     assert_alike(world.train(train))
     assert answers == {"a": [0.5, 0.5, 1.0, 1.0], "b": [0.5, 0.5, 1.0, 1.0], "c": [1.0, 1.0]}
+
+
+def test_a_newcomer_has_frozen_what_the_others_have_though_one_of_them_has_its_model_in_eval(tmp_path: Path) -> None:
+    """Its script has not come by the lines that froze the layer."""
+    world = World(tmp_path, Generation("ab"), Generation("abc", at_step=2))
+
+    def train(run: Run) -> Training:
+        training = Training(run)
+        for update in run.updates(training.loader, epochs=2):
+            training.model.train()
+            training.inner(update)
+            training.act()
+            if update.step == 0 and not run.rehearsing:
+                training.model[0].requires_grad_(False)
+            training.model.train(run._member.session.worker != "a")  # type: ignore[union-attr]
+        return training
+
+    found = world.train(train)
+    assert_alike(found)
+    assert not any(parameter.requires_grad for parameter in found["c"].model[0].parameters())
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_a_loss_in_the_first_step_leaves_all_with_the_same_buckets_whatever_is_frozen(
+    reproducible: bool, tmp_path: Path
+) -> None:
+    """A member that gets the state again lays out its buckets once more, behind the line that froze the layer."""
+
+    def train(run: Run) -> Training:
+        training = Training(run, reproducible=reproducible)
+        return training.run_through(lambda update: training.model[0].requires_grad_(update.step >= 2))
+
+    world = World(tmp_path, Generation("abc", breaks=Break(2, "", "c")), Generation("ab", forgotten="b"))
+    found = world.train(train)
+    assert isinstance(found["c"], Killed)
+    assert_alike(found, train(Script().run), gone="c")

@@ -53,6 +53,14 @@ def test_plain_values_come_back_as_they_were() -> None:
         np.testing.assert_array_equal(got, put)
 
 
+def test_equal_sets_are_equal_bytes_whatever_the_order_of_their_items() -> None:
+    """-1 and -2 have the same hash, so that the one which came first is given first."""
+    one, other = {-1, -2}, {-2, -1}
+    assert list(one) != list(other), "else this test shows nothing"
+    assert encode(one, "test").tree == encode(other, "test").tree
+    assert round_trip(one) == other
+
+
 @pytest.mark.parametrize("value", [object(), lambda: 0, defaultdict(lambda: 1), np.array([object()])])
 def test_an_unknown_type_is_refused_by_name(value) -> None:
     with pytest.raises(FallowError, match=r"EMA\.inner: its state holds a "):
@@ -68,6 +76,18 @@ def test_each_tensor_has_a_path_and_what_holds_none_is_one_part() -> None:
     assert encode({"x": [1]}, "test").plain == [([], {"x": [1]})]
     with pytest.raises(FallowError, match="tensor as a key"):
         encode({torch.zeros(1): 1}, "test")
+
+
+@pytest.mark.parametrize("kind", [lambda tensor: tensor, torch.nn.Parameter])
+def test_a_tensor_in_several_places_stays_one_tensor(kind) -> None:
+    tensor = kind(torch.ones(2))
+    back = round_trip({"a": tensor, "b": [tensor], "c": kind(torch.ones(2))})
+    assert back["a"] is back["b"][0]
+    assert back["a"] is not back["c"]
+    assert type(back["a"]) is type(tensor)
+    encoded = encode({"a": tensor, "b": [tensor, 1]}, "test")
+    assert (encoded.paths, encoded.aliases) == ([["a"]], [(0, ["b", 0])])
+    assert encoded.plain == [(["b", 1], 1)]
 
 
 def test_a_small_state_travels_as_bytes() -> None:
