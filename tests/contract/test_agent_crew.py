@@ -92,10 +92,16 @@ async def test_a_worker_that_starts_is_told_the_newest_of_all(tmp_path: Path) ->
     assert rig.paths.log("n2.1").read_text() == "step 7\n"
 
 
-async def test_a_sibling_that_does_not_end_in_time_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew_module, "GRACE_S", 0.2)
+async def test_a_sibling_that_has_finished_is_killed_in_time_and_one_that_still_works_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crew_module, "GRACE_S", 0.0)
     async with working(tmp_path) as rig:
         rig.order(f"if slot == 1: {FINISH} sys.exit(0)")
+        await rig.until(lambda: rig.pids()[1] == 0)
+        rig.order("say(step=9)")  # the main worker evaluates
+        await rig.until(lambda: rig.crew.facts()[0].status.step == 9)
+        rig.order(FINISH)
         ended = await rig.ended()
         assert (ended.code, ended.signal, ended.is_ordered) == (0, None, False), "the one that ended first"
 
