@@ -139,7 +139,7 @@ class Worker:
 
     def tail(self) -> str:
         """Its last words, or why they are not known."""
-        return self._problem or self.process.error or self.output.tail()
+        return self._problem or clean(self.process.error) or self.output.tail()
 
     def facts(self) -> Facts:
         """What is known of it, also after its end."""
