@@ -96,7 +96,7 @@ async def test_a_worker_that_starts_is_told_the_newest_of_all(tmp_path: Path) ->
 async def test_a_sibling_that_has_finished_is_killed_in_time_and_one_that_still_works_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(crew_module, "GRACE_S", 0.0)
+    monkeypatch.setattr(crew_module, "EXIT_S", 0.0)
     async with working(tmp_path) as rig:
         rig.order(f"if slot == 1: {FINISH} sys.exit(0)")
         await rig.until(lambda: rig.pids()[1] == 0)

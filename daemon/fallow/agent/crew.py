@@ -2,8 +2,9 @@
 
 The workers of a node belong together, and the first of them that ends decides. If it has not come to the end of its
 script, was not asked to leave and was not told to end, the others are killed at once. If it has ended in order, the
-others may take as long as their scripts need: the main worker evaluates and saves. Only once all of them have come to
-their last words, or one has failed, do they have `GRACE_S` to end. How the node has ended is how that first worker has.
+others may take as long as their scripts need: the main worker evaluates and saves. They have `EXIT_S` to end once all
+of them have come to their last words, and `GRACE_S` once one has failed. How the node has ended is how that first
+worker has.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from fallow.core.protocol.workers import Heard, Part, Start, Status
 log = logging.getLogger("fallow.agent")
 
 GRACE_S = 30.0
-"A worker has so long to end once all workers of its node have ended or said their last words, or one has failed."
+"A worker has so long to end once another one of its node has failed, or has ended as all had to."
+EXIT_S = 300.0
+"The same once all workers of the node have ended or said their last words. Libraries may still upload their logs."
 KILL_AFTER_S = 5.0
 "A worker that is ordered to end has so long to do it by itself."
 STACK_S = 0.3
@@ -179,7 +182,7 @@ class Crew:
                 self._note_end(worker)
         is_over = all(worker.has_ended or worker.is_orderly for worker in self._workers)
         if self._ending.has_begun and is_over and self.is_alive:
-            self._kill_after(GRACE_S)
+            self._kill_after(EXIT_S)
 
     def _note_end(self, worker: Worker) -> None:
         if not self._ending.note(worker):
