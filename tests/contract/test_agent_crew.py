@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -30,13 +31,13 @@ FINISH = f"say(finish={FINISHED});"
 class Rig:
     """A crew whose agent does nothing but look after it."""
 
-    def __init__(self, folder: Path, code: str, slots: int) -> None:
+    def __init__(self, folder: Path, code: str, slots: int, program: str = sys.executable) -> None:
         self.paths = RunPaths(folder / "run").create()
         self.changes, self.gathers, self.has_ended = 0, list[Gather](), False
         launch = Launch(
             run="r1",
             place=Place("h", "1", slots, Devices({}, amd=False), "127.0.0.1", "127.0.0.1"),
-            command=[sys.executable, "-u", "-c", code],
+            command=[program, "-u", "-c", code],
             environ=os.environ,
         )
         setup = Setup(
@@ -92,10 +93,16 @@ async def test_a_worker_that_starts_is_told_the_newest_of_all(tmp_path: Path) ->
     assert rig.paths.log("n2.1").read_text() == "step 7\n"
 
 
-async def test_a_sibling_that_does_not_end_in_time_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew_module, "GRACE_S", 0.2)
+async def test_a_sibling_that_has_finished_is_killed_in_time_and_one_that_still_works_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crew_module, "EXIT_S", 0.0)
     async with working(tmp_path) as rig:
         rig.order(f"if slot == 1: {FINISH} sys.exit(0)")
+        await rig.until(lambda: rig.pids()[1] == 0)
+        rig.order("say(step=9)")  # the main worker evaluates
+        await rig.until(lambda: rig.crew.facts()[0].status.step == 9)
+        rig.order(FINISH)
         ended = await rig.ended()
         assert (ended.code, ended.signal, ended.is_ordered) == (0, None, False), "the one that ended first"
 
@@ -115,6 +122,29 @@ async def test_one_that_has_left_or_finished_leaves_time_to_its_sibling_whose_fa
         rig.order(f"{say}; sys.exit({code})")
         ended = await rig.ended()
         assert (ended.code, ended.is_ordered) == (found, False)
+
+
+async def test_a_program_that_cannot_be_started_is_named_whatever_its_name(tmp_path: Path) -> None:
+    ended = await Rig(tmp_path, "", slots=1, program="caf\udce9").ended()
+    assert (ended.code, ended.tail) == (127, "caf\\xe9: cannot be started (No such file or directory)")
+
+
+async def test_a_worker_whose_output_nobody_can_read_is_one_that_cannot_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Thread.start
+
+    def refuse(thread: Thread) -> None:
+        if thread.name == "output-n2.1":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(Thread, "start", refuse)
+    rig = Rig(tmp_path, WAIT, slots=2)
+    ended = await rig.ended()
+    assert (ended.code, ended.signal) == (127, None)
+    assert ended.tail == "worker n2.1 cannot be started: can't start new thread"
+    assert not any(rig.pids())
 
 
 async def test_an_order_to_end_is_enforced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

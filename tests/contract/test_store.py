@@ -345,7 +345,7 @@ async def test_stop_and_start_keeps_everything(server: RedisServer) -> None:
     await store.close()
 
 
-@pytest.mark.parametrize("state", ["running", "stopped"])
+@pytest.mark.parametrize("state", ["running", "stopped", "with another runtime folder"])
 async def test_server_of_an_earlier_head_is_ended_first(
     server: RedisServer, paths: Paths, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,7 +356,8 @@ async def test_server_of_an_earlier_head_is_ended_first(
     await store.close()
     if state == "stopped":
         os.kill(old, signal.SIGSTOP)
-    second = RedisServer(paths, server.program)
+    runtime = paths.runtime / "other" if state == "with another runtime folder" else paths.runtime
+    second = RedisServer(Paths(paths.state, runtime), server.program)
     await second.start()
     assert gone(old)
     assert pid_of(second) != old

@@ -176,7 +176,7 @@ def test_an_exit_code_that_nobody_can_tell_does_not_undo_the_training(how: str) 
     rig.finish(1)
     rig.finish(2)
     if how == "hangs":
-        rig.tick(11, 1, 2)
+        rig.tick(41, 1, 2)
     else:
         rig.gone(1, signal=9 if how == "signal" else None)
     assert rig.r.root.status is RunStatus.FINISHED
@@ -344,12 +344,13 @@ def test_another_head_waits_as_long_for_the_main_members_exit_code() -> None:
     rig = started(2)
     rig.finish(1)
     rig.finish(2)
-    rig.tick(9, 1, 2)
+    rig.tick(39, 1, 2)
     rig.restart(1, 2)
-    rig.tick(18, 1, 2)
+    rig.tick(78, 1, 2)
     assert not rig.r.root.status.ended, "its agent may be about to say"
-    rig.tick(21, 1, 2)
+    rig.tick(81, 1, 2)
     assert rig.r.root.status is RunStatus.FINISHED
+    assert "n0 (h1) is not known: its process was still there 40 s after its script had ended" in rig.r.root.message
 
 
 def test_what_happens_behind_the_end_of_a_run_changes_nothing_and_all_hear_of_it() -> None:

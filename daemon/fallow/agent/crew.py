@@ -1,8 +1,10 @@
 """One start of a node's workers, from the first process to the end of the last.
 
 The workers of a node belong together, and the first of them that ends decides. If it has not come to the end of its
-script, was not asked to leave and was not told to end, the others are killed at once. Otherwise they have some time to
-end, too. How the node has ended is how that first worker has.
+script, was not asked to leave and was not told to end, the others are killed at once. If it has ended in order, the
+others may take as long as their scripts need: the main worker evaluates and saves. They have `EXIT_S` to end once all
+of them have come to their last words, and `GRACE_S` once one has failed. How the node has ended is how that first
+worker has.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from fallow.core.protocol.workers import Heard, Part, Start, Status
 log = logging.getLogger("fallow.agent")
 
 GRACE_S = 30.0
-"Once a worker has ended in order, the others of its node have so long to end, too."
+"A worker has so long to end once another one of its node has failed, or has ended as all had to."
+EXIT_S = 300.0
+"The same once all workers of the node have ended or said their last words. Libraries may still upload their logs."
 KILL_AFTER_S = 5.0
 "A worker that is ordered to end has so long to do it by itself."
 STACK_S = 0.3
@@ -176,9 +180,15 @@ class Crew:
         for worker in self._workers:
             if worker.look():
                 self._note_end(worker)
+        is_over = all(worker.has_ended or worker.is_orderly for worker in self._workers)
+        if self._ending.has_begun and is_over and self.is_alive:
+            self._kill_after(EXIT_S)
 
     def _note_end(self, worker: Worker) -> None:
-        self._kill_after(GRACE_S if self._ending.note(worker) else 0.0)
+        if not self._ending.note(worker):
+            self.kill()
+        elif not (worker.is_orderly and worker.is_clean):
+            self._kill_after(GRACE_S)
         self._on_change()
         if not self.is_alive:
             self._loop.call_later(TAIL_S, self._end)
@@ -264,6 +274,11 @@ class _Ending:
         self.was_ordered = False
         "an order had said so before the first of them ended"
         self._decisive: Worker | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """One of the workers has ended."""
+        return self._decisive is not None
 
     @property
     def decisive(self) -> Worker:

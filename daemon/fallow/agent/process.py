@@ -72,7 +72,14 @@ class WorkerProcess:
         status = self._process.wait()
         self.ended = True
         self.code, self.signal = (status, None) if status >= 0 else (None, -status)
+        if self.error:
+            self.code, self.signal = EXEC_FAILED, None
         return True
+
+    def give_up(self, error: str) -> None:
+        """Kill the process at its start. It counts as one that could not be started, for this reason."""
+        self.error = self.error or error
+        self.kill()
 
     @property
     def stopped(self) -> bool:

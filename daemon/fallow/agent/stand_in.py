@@ -74,34 +74,41 @@ class StandIn:
             self._retry_s, self._not_before = RETRY_S[0], 0.0
         elif now >= self._not_before:
             log.warning("no head was heard for %.0f s; a stand-in head is started on this node", silent_s)
-            self._start(log_file())
+            self._start(now, log_file())
 
-    def _start(self, log_file: Path) -> None:
+    def _start(self, now: float, log_file: Path) -> None:
         with contextlib.ExitStack() as files:
             try:
                 errors = files.enter_context(open(os.open(log_file, _LOG_FLAGS, 0o600), "ab"))
             except OSError:
                 errors = files.enter_context(open(os.devnull, "ab"))
             # It ends when its standard input does, so it ends with this agent, however the agent ends.
-            self._process = subprocess.Popen(
-                self._argv,
-                env=self._environ,
-                stdin=subprocess.PIPE,
-                stdout=errors,
-                stderr=errors,
-                start_new_session=True,
-            )
+            try:
+                self._process = subprocess.Popen(
+                    self._argv,
+                    env=self._environ,
+                    stdin=subprocess.PIPE,
+                    stdout=errors,
+                    stderr=errors,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                log.warning("%s", clean(f"the stand-in head cannot be started: {error}; it is tried again"))
+                self._try_later(now)
 
     def _ended(self, now: float, process: subprocess.Popen[bytes], log_file: Path) -> None:
         if process.stdin is not None:
             process.stdin.close()
         self._process = None
-        self._not_before = now + self._retry_s
-        self._retry_s = min(RETRY_S[1], 2 * self._retry_s)
+        self._try_later(now)
         words = f"the stand-in head has ended with {process.returncode}: {_last_line(log_file)}; its log: {log_file}"
         if process.returncode and words != self._shown:
             log.warning("%s", words)
         self._shown = words
+
+    def _try_later(self, now: float) -> None:
+        self._not_before = now + self._retry_s
+        self._retry_s = min(RETRY_S[1], 2 * self._retry_s)
 
     def stop(self) -> None:
         """Have the head end in order: it leaves its runs to the next head."""

@@ -81,7 +81,10 @@ class Worker:
         log_file = RunPaths(Path(start.setup.folder)).log(self._name)
         self.output = Pump(self._name, log_file, drained, shown=shown)
         self.process = WorkerProcess(launch.command, launch.environment(start), theirs.detach(), self.output)
-        self.output.start()
+        try:
+            self.output.start()
+        except RuntimeError as error:  # the limit on threads is reached
+            self.process.give_up(f"worker {self._name} cannot be started: {error}")
         self.channel = WorkerChannel(ours, self._hear, self._lose_channel)
         self.channel.send(start)
         self.has_ended = False
@@ -139,7 +142,7 @@ class Worker:
 
     def tail(self) -> str:
         """Its last words, or why they are not known."""
-        return self._problem or self.process.error or self.output.tail()
+        return self._problem or clean(self.process.error) or self.output.tail()
 
     def facts(self) -> Facts:
         """What is known of it, also after its end."""

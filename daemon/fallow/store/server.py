@@ -234,9 +234,18 @@ class RedisServer:
             state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
         except (OSError, ValueError, IndexError):
             return None
-        # The title names the socket once it serves; before, the configuration file.
-        ours = any(os.fsencode(path) in command for path in (self._paths.redis_socket, self.config_file))
+        # The title names the socket once it serves; before, the configuration file. The socket of a head with another
+        # runtime folder is elsewhere, but its server works in the folder of the data, too.
+        named = any(os.fsencode(path) in command for path in (self._paths.redis_socket, self.config_file))
+        ours = named or _works_in(pid, self._paths.redis_dir)
         return pid if ours and state not in "ZX" else None
+
+
+def _works_in(pid: int, folder: Path) -> bool:
+    try:
+        return os.path.samefile(f"/proc/{pid}/cwd", folder)
+    except OSError:
+        return False
 
 
 async def _answers(socket: Path) -> bool:

@@ -38,9 +38,12 @@ def encode(message: Wire) -> bytes:
     """Bytes of one message.
 
     Raises:
-        Unreadable: it is too large for any peer to take it.
+        Unreadable: it is too large for any peer to take it, or one of its texts is not Unicode.
     """
-    data = _encoder.encode((VERSION, message))
+    try:
+        data = _encoder.encode((VERSION, message))
+    except UnicodeEncodeError as error:
+        raise Unreadable(f"{type(message).__name__} cannot be sent: {error}") from error
     if len(data) <= MAX_EXPANDED:
         travelling = data if len(data) < LARGE else _COMPRESSED + zlib.compress(data, 1)
         if len(travelling) <= MAX_MESSAGE:

@@ -75,6 +75,22 @@ def test_a_head_that_cannot_serve_is_tried_again_ever_later(
     assert caplog.text.count(f"the stand-in head has ended with 1: another head serves it; its log: {log}") == 1
 
 
+def test_a_head_that_cannot_even_be_started_is_tried_again_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    python = tmp_path / "python"
+    stand_in = StandIn(tmp_path, str(tmp_path / "started"), 600.0, {}, (str(python), "-c", WAITS))
+    log = tmp_path / "head.log"
+    stand_in.tend(1.0, 600.0, lambda: log)
+    assert f"cannot be started: [Errno 2] No such file or directory: '{python}'" in caplog.text
+    python.symlink_to(sys.executable)  # the file system is back
+    stand_in.tend(RETRY_S[0], 600.0, lambda: log)
+    assert not (tmp_path / "started").exists()
+    stand_in.tend(1.0 + RETRY_S[0], 600.0, lambda: log)
+    until((tmp_path / "started").exists)
+    stand_in.stop()
+
+
 def test_a_head_inside_of_a_job_has_nothing_of_the_job_in_its_environment() -> None:
     job = {
         "SLURM_JOB_ID": "7",

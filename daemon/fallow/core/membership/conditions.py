@@ -220,8 +220,8 @@ def all_have_finished(m: State) -> bool:
     main = r.nodes.get(r.root.main)
     if main is None or not main.alive:
         return True
-    # Its exit code is known when its processes are gone.
-    return m.watch.now - m.finished_at.setdefault(main.id, m.watch.now) > m.timing.lease_s
+    # Its exit code is known when its processes are gone. A library may still upload what it has logged.
+    return m.watch.now - m.finished_at.setdefault(main.id, m.watch.now) > m.timing.progress_s
 
 
 # -- in words ---------------------------------------------------------------------------------------------------------

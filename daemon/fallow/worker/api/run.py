@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fallow.core.membership.messages import Fault, Finish, Outcome
 from fallow.model import Exit, FallowError
+from fallow.text import clean, clean_output
 from fallow.worker.api import fixed, process, short
 from fallow.worker.data.ledger import LAST_S
 from fallow.worker.data.loader import ElasticLoader, check_loader
@@ -33,6 +34,9 @@ from fallow.worker.transport.group import Group
 
 _MOST_SCALARS = 1_000
 """Figures that are shown, the newest names."""
+
+_LONGEST_NAME = 200
+"""Characters of a figure's name."""
 
 _LONGEST_TEXT, _LONGEST_SIGNATURE = 100_000, 1_000
 """Characters of what is told of an error."""
@@ -236,7 +240,8 @@ class Run:
         if self._session is None or not self.is_main:
             return
         progress = self._session.progress
-        known = {**progress.told.scalars, **{name: float(value) for name, value in scalars.items()}}
+        logged = {clean(name, _LONGEST_NAME): float(value) for name, value in scalars.items()}
+        known = {**progress.told.scalars, **logged}
         # They go with every heartbeat, and a script may have made a name for each step.
         progress.tell(scalars=dict(list(known.items())[-_MOST_SCALARS:]))
 
@@ -327,9 +332,9 @@ class Run:
         answer = self._loop.meeting.answer
         fault = Fault(
             code=code,
-            message=message[:_LONGEST_TEXT],
-            traceback=trace[-_LONGEST_TEXT:],
-            signature=signature[:_LONGEST_SIGNATURE],
+            message=clean_output(message, _LONGEST_TEXT),
+            traceback=clean_output(trace[-_LONGEST_TEXT:], 2 * _LONGEST_TEXT),
+            signature=clean(signature, _LONGEST_SIGNATURE),
             step=session.progress.step,
             outcome=Outcome(generation=self.generation, agreed=place.position.op, answer=answer)
             if place.joined

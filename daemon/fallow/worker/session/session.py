@@ -7,6 +7,7 @@ the turn of the loop. What this worker says is its whole status, with every beat
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from fallow.core.checks.network import data_address, port_range
-from fallow.core.membership.messages import Contract, Gathered, Order
+from fallow.core.membership.messages import Contract, Gathered, Order, Unreadable
 from fallow.core.protocol.agents import News, Setup
 from fallow.core.protocol.workers import FromWorker, Heard, Start, ToWorker
 from fallow.model import Doing, Exit, FallowError
@@ -176,7 +177,10 @@ class Session:
         while not self._closed.wait(self.setup.beat_s):
             self.groups.measure_links()
             with self._changed:
-                self._speak()
+                try:
+                    self._speak()
+                except Unreadable as error:
+                    sys.stderr.write(f"fallow: {self.worker}: {error.message}\n")
                 if self._waits_in_vain():
                     self.groups.interrupt(self.orders.taken, "the others have finished")
                     self._changed.notify_all()
