@@ -101,7 +101,7 @@ class Head:
         self._tick_queued = False
         self._faults = Faults()
         self._quarantine = Quarantine()
-        self._durable = Durable(paths, config.head.redis_url, self._waits_for_store)
+        self._durable = Durable(paths, config.head.redis_url, self._waits_for_store, self._confirm_lease)
         self._harvest = Harvest(config, own_groups())
         limits = config.slurm
         paced: PacedClient | None = None
@@ -173,6 +173,10 @@ class Head:
     def _waits_for_store(self, reason: str) -> None:
         # It does not hang: the supervisor is told what it waits for.
         self._notifier.alive(f"waits for its store: {reason}")
+
+    async def _confirm_lease(self) -> None:
+        if self._lease is not None:
+            await self._lease.confirm(changing=True)
 
     @property
     def agents_leave(self) -> bool:

@@ -58,12 +58,20 @@ class Durable:
         paths: where the head's files are.
         redis_url: the site's Redis, or None.
         waits: called with the reason, again and again while the store is waited for.
+        confirm: asked before the private server is started again: it raises if the folder is another head's by now.
     """
 
-    def __init__(self, paths: Paths, redis_url: str | None, waits: Callable[[str], None] = lambda reason: None) -> None:
+    def __init__(
+        self,
+        paths: Paths,
+        redis_url: str | None,
+        waits: Callable[[str], None] = lambda reason: None,
+        confirm: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         self.problem = ""
         "why nothing can be written down now; empty: it can"
         self._waits = waits
+        self._confirm = confirm
         self.last_event = 0
         "number of the newest line of the event log"
         self.notes: dict[str, bytes] = {}
@@ -255,8 +263,14 @@ class Durable:
 
         Returns:
             False: the store is still away.
+
+        Raises:
+            FallowError: it went back in time, or the folder is another head's by now.
         """
         await asyncio.sleep(away.next_pause_s())
+        if self._confirm is not None:
+            # Whoever has taken over serves these files: a second server would write over what is acknowledged there.
+            await self._confirm()
         try:
             if self._redis is not None:
                 await self._redis.start()
