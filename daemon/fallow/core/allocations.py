@@ -200,9 +200,9 @@ def _unmarked(allocation: Allocation, job: JobInfo) -> bool:
     """Is it a base job whose comment is another one by now? Its name is the user's own, so number and time must do."""
     if allocation.kind is not AllocationKind.BASE or job.submit_at is None or token_in(job):
         return False
-    # Until sbatch has ended, `sent_by` says when it has at the latest.
     if allocation.submit_at is not None:
         return job.submitted is not None and abs(job.submitted - allocation.submit_at) <= SAME_S
+    # Until sbatch has ended, `sent_by` says when it has at the latest.
     last = allocation.sent_by
     return last is not None and allocation.requested_at - SAME_S <= job.submit_at <= last + SAME_S
 
