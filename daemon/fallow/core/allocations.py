@@ -105,7 +105,7 @@ class Allocation(msgspec.Struct, kw_only=True):
     spans: dict[str, Span] = {}
     "job id -> what it held"
     unseen_at: float | None = None
-    "first poll, after its end, that did not show it any more"
+    "first poll that did not show its job any more; None: the last one did"
     settled: bool = False
     "its jobs are over, and `spans` is all they held"
     end_guessed: bool = False
@@ -239,7 +239,7 @@ def send(allocation: Allocation, now: float) -> bool:
 
 def sent(allocation: Allocation, now: float) -> None:
     """Its sbatch has ended, with or without an answer; polls from before that say nothing."""
-    allocation.sent_by, allocation.missing = now, 0
+    allocation.sent_by, allocation.missing, allocation.unseen_at = now, 0, None
 
 
 def forgo(allocation: Allocation) -> None:
@@ -265,6 +265,8 @@ def observe(allocation: Allocation, jobs: Iterable[JobInfo], now: float, horizon
         if allocation.queued:
             return None
         allocation.missing += 1
+        if allocation.unseen_at is None:
+            allocation.unseen_at = now
         if allocation.state is AllocationState.UNKNOWN or _forgotten(allocation):
             since = allocation.requested_at if allocation.looked_at is None else allocation.looked_at
             allocation.blind_s, allocation.looked_at = max(allocation.blind_s, now - since), now
@@ -279,7 +281,7 @@ def observe(allocation: Allocation, jobs: Iterable[JobInfo], now: float, horizon
             allocation.state = AllocationState.ENDED
             return "no longer in Slurm"
         return None
-    allocation.missing = 0
+    allocation.missing, allocation.unseen_at = 0, None
     leader = min(mine, key=lambda job: int(job.job_id) if job.job_id.isdigit() else 0)
     allocation.job_id = allocation.job_id or leader.het_job_id or leader.job_id
     allocation.submit_at = leader.submitted

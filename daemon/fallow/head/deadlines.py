@@ -162,9 +162,8 @@ def forget(turn: Turn, run: Run) -> None:
                 turn.dirty.add(run.id)
     for place in [place for place in run.agent_seen if place[0] not in run.allocations]:
         del run.agent_seen[place]
-    for times in (run.shown_at, run.missing_at):
-        for token in [token for token in times if token not in run.allocations]:
-            del times[token]
+    for token in [token for token in run.shown_at if token not in run.allocations]:
+        del run.shown_at[token]
 
 
 def _is_killed(run: Run, allocation: Allocation, host: str) -> bool:

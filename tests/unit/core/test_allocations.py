@@ -38,6 +38,17 @@ def test_one_poll_that_does_not_show_a_job_does_not_end_it() -> None:
     assert mine.state is AllocationState.ENDED
 
 
+def test_a_job_that_vanishes_had_its_node_until_the_first_poll_that_did_not_show_it() -> None:
+    mine = allocation("tok", job_id="7")
+    observe(mine, [shown := ours("7", "RUNNING", nodes=["n1"], start_at=NOW)], NOW, 30)
+    follow(mine, [shown], NOW, {}, ENDED_STATES)
+    for after_s in (30.0, 60.0):
+        observe(mine, [], NOW + after_s, 30)
+        follow(mine, [], NOW + after_s, {}, ENDED_STATES)
+    assert mine.settled
+    assert mine.spans["7"].end_at == NOW + 30.0
+
+
 def test_granted_end_is_read_back_and_preemption_shortens_it() -> None:
     mine = request("tok", minutes=30)
     running = ours("7", "RUNNING", nodes=["n1"], start_at=NOW, end_at=NOW + 120.0)

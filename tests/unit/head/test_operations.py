@@ -156,6 +156,20 @@ def test_a_waiting_base_job_that_vanished_was_cancelled_only_if_no_end_can_have_
     assert any(one.kind is AllocationKind.BASE for one in asked) is was_away
 
 
+def test_a_job_that_polls_did_not_show_while_it_trained_had_its_node_to_the_end(desk: Desk) -> None:
+    base = desk.hold(AllocationKind.BASE)
+    desk.poll(desk.job(base, submit_at=NOW))
+    for _ in range(5):
+        desk.run.agent_seen[base.token, "n1"] = desk.at
+        desk.poll()
+    ended_at = NOW + desk.at
+    desk.book.end_allocation(desk.run, base, "its agent left")
+    desk.poll()
+    desk.poll()
+    assert base.settled
+    assert all(span.end_at is not None and span.end_at > ended_at for span in base.spans.values())
+
+
 @pytest.mark.parametrize("is_heard", [False, True])
 def test_a_job_that_slurm_has_forgotten_is_over_once_its_only_agent_is_silent_for_long(
     desk: Desk, is_heard: bool

@@ -92,7 +92,8 @@ def _observe(
     """Bring one up to date. Args: jobs: its own of the poll; at: Unix time of the poll."""
     unseen = allocation.job_id is None
     changed = observe(allocation, jobs, at, horizon_s)
-    _note_polls(run, allocation, at)
+    if allocation.unseen_at is None:
+        run.shown_at[allocation.token] = at
     _give_up_forgotten(turn, run, allocation, at)
     if changed is not None:
         turn.dirty.add(run.id)
@@ -113,15 +114,6 @@ def _observe(
         allocation.asked_at = turn.now
 
 
-def _note_polls(run: Run, allocation: Allocation, at: float) -> None:
-    """Note when this head last saw the job of an allocation, and since when it has not. Args: at: of this poll."""
-    if allocation.missing == 0:
-        run.shown_at[allocation.token] = at
-        run.missing_at.pop(allocation.token, None)
-    else:
-        run.missing_at.setdefault(allocation.token, at)
-
-
 def _give_up_forgotten(turn: Turn, run: Run, allocation: Allocation, at: float) -> None:
     """Give up the agents of a job that polls have not shown for long, if they are silent for as long.
 
@@ -133,7 +125,7 @@ def _give_up_forgotten(turn: Turn, run: Run, allocation: Allocation, at: float) 
         at: Unix time of this poll.
     """
     patience_s = max(SILENT_S, turn.book.config.membership.lease_s)
-    missing_s = at - run.missing_at.get(allocation.token, at)
+    missing_s = 0.0 if allocation.unseen_at is None else at - allocation.unseen_at
     if allocation.submit_at is None or allocation.missing < MISSING_POLLS or missing_s <= patience_s:
         return
     heard_at = [run.agent_seen.get((allocation.token, host), turn.at) for host in allocation.hosts]
@@ -145,8 +137,8 @@ def _give_up_forgotten(turn: Turn, run: Run, allocation: Allocation, at: float) 
 
 def _end_was_missed(run: Run, allocation: Allocation) -> bool:
     """Return True if Slurm may have shown how a job ended, and forgotten it, while this head was away."""
-    token = allocation.token
-    return run.missing_at[token] - run.shown_at.get(token, -inf) > REMEMBERED_S
+    shown_at = run.shown_at.get(allocation.token, -inf)
+    return allocation.unseen_at is not None and allocation.unseen_at - shown_at > REMEMBERED_S
 
 
 def _ended(turn: Turn, run: Run, allocation: Allocation) -> None:

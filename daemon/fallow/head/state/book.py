@@ -175,8 +175,6 @@ class Run:
         "(token, host) -> when its agent was heard, on the head's clock"
         self.shown_at: dict[str, float] = {}
         "token -> Unix time of the last poll of this head that showed its job"
-        self.missing_at: dict[str, float] = {}
-        "token -> Unix time of the first poll since then that did not"
         self.without_agent: dict[str, str] = {}
         "token -> what is said of a job that runs and whose agents do not come, as of the last tick"
         self.stretch: Stretch | None = None
@@ -522,7 +520,8 @@ class Book:
         Its agents can be heard, and told to end, until Slurm shows that its job is over.
         """
         if allocation.state not in (AllocationState.ENDED, AllocationState.LOST):
-            allocation.state = AllocationState.ENDED
+            # Its agents lived until now, whether or not polls have shown its job.
+            allocation.state, allocation.unseen_at = AllocationState.ENDED, None
         allocation.reason = allocation.reason or reason
         if not _may_still_come(run.spec, allocation):
             self.close(run, allocation)
