@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 
 import msgspec
@@ -104,17 +104,16 @@ def others_waiting(cluster: ClusterState, tokens: Collection[str]) -> list[Waiti
     if not groups:
         return []
     tiers = {p.partition: p.priority_tier for p in cluster.partitions}
-    running = _running_elements(cluster.jobs)
+    running = running_elements(cluster.jobs)
     found = [
-        Waiting(tuple(sorted(jobs, key=lambda job: _number(job.job_id))), startable)
+        Waiting(tuple(sorted(jobs, key=lambda job: _number(job.job_id))), elements)
         for jobs in groups.values()
-        if _wanting(jobs, cluster.at) and (startable := _startable(jobs[0], running)) > 0
+        if _wanting(jobs, cluster.at) and (elements := startable(jobs[0], running)) > 0
     ]
 
     def order(waiting: Waiting) -> tuple[float, ...]:
         tier = max(tiers.get(name, 0) for name in waiting.partitions)
-        first = waiting.jobs[0]
-        return (-tier, -max(job.priority for job in waiting.jobs), first.submit_at or 0.0, _number(first.job_id))
+        return (-tier, *min(map(turn, waiting.jobs)))
 
     return sorted(found, key=order)
 
@@ -126,14 +125,21 @@ def _wanting(jobs: list[JobInfo], now: float) -> bool:
     return len(other) < len(jobs) and not {reason.strip("()") for reason in other} - {"None", ""} and not early
 
 
-def _startable(job: JobInfo, running: dict[str, int]) -> int:
+def startable(job: JobInfo, running: Mapping[str, int]) -> int:
+    """Return how many elements of a job array its own limit lets start now; 1 for any other job.
+
+    Args:
+        job: pending.
+        running: `running_elements`.
+    """
     if not job.array_tasks:
         return 1
     waiting, at_once = array_elements(job.array_tasks)
     return waiting if at_once is None else min(waiting, at_once - running.get(job.array_job_id, 0))
 
 
-def _running_elements(jobs: Iterable[JobInfo]) -> dict[str, int]:
+def running_elements(jobs: Iterable[JobInfo]) -> dict[str, int]:
+    """Return how many elements of each job array have their nodes."""
     found: dict[str, int] = {}
     for job in jobs:
         if job.array_job_id and job.state in ON_NODES:

@@ -21,7 +21,7 @@ from fallow.core.allocations import WAITING, Allocation
 from fallow.core.kinds import Kind
 from fallow.core.neighbour.needs import GiveBack
 from fallow.core.neighbour.site import LOOKS_AGAIN_S
-from fallow.core.neighbour.waiting import array_elements, is_ours, picks_up
+from fallow.core.neighbour.waiting import array_elements, is_ours, picks_up, running_elements, startable, turn
 from fallow.core.planning.rules import Demand
 from fallow.core.states import ENDED_STATES, ENDING, ON_NODES
 from fallow.model import AllocationState, ClusterState, JobInfo, LimitView, OwnerView, PartitionInfo
@@ -114,10 +114,11 @@ def yielded(cluster: ClusterState, allocations: Sequence[Allocation], askers: Ma
     )
     going = {a.token for a in newest if a.asked_at is not None or a.state is AllocationState.RELEASING}
     left = [job for job in cluster.jobs if _has_just_left(job, cluster.at)]
+    running = running_elements(cluster.jobs)
     give_back: dict[str, GiveBack] = {}
     withdraw: dict[str, str] = {}
     because: dict[str, str] = {}
-    for job in sorted(waiting, key=lambda job: (-job.priority, job.submit_at or 0.0, job.job_id)):
+    for job in sorted(waiting, key=turn):
         why = f"job {job.job_id} of {job.user} waits for {job.reason.strip('()')}"
         for allocation in allocations:
             ours = shown.get(allocation.token)
@@ -130,7 +131,7 @@ def yielded(cluster: ClusterState, allocations: Sequence[Allocation], askers: Ma
         for allocation in sorted(mine, key=lambda a: a.token not in going):
             if allocation in requests:
                 continue
-            if _enough(freed, job):
+            if _enough(freed, job, startable(job, running)):
                 break
             freed.append(shown[allocation.token])
             if allocation.token not in going:
@@ -173,10 +174,8 @@ def _has_just_left(job: JobInfo, at: float) -> bool:
     return over and picks_up(job) and bool(job.nodes) and job.end_at is not None and at - job.end_at < LOOKS_AGAIN_S
 
 
-def _enough(freed: Sequence[JobInfo], job: JobInfo) -> bool:
-    """Do these harvest jobs leave what a job needs, all elements of an array: as many jobs, nodes, CPUs and GPUs?"""
-    elements, at_once = array_elements(job.array_tasks) if job.array_tasks else (1, None)
-    times = elements if at_once is None else min(elements, at_once)
+def _enough(freed: Sequence[JobInfo], job: JobInfo, times: int) -> bool:
+    """Do these harvest jobs leave what so many elements of a job need: as many jobs, nodes, CPUs and GPUs?"""
     cpus = sum(each.cpus_per_node * each.num_nodes for each in freed)
     gpus = sum(each.gpus_per_node * each.num_nodes for each in freed)
     return (

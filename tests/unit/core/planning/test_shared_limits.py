@@ -118,6 +118,13 @@ def test_room_is_made_for_each_element_of_an_array_that_may_run(tasks: str, numb
     assert len(found.give_back) == number
 
 
+def test_no_room_is_made_for_elements_of_an_array_that_its_own_limit_keeps_back() -> None:
+    job = waits("AssocGrpNodeLimit", array_job_id="9", array_tasks="2-9%3")
+    begun = [theirs(str(i), array_job_id="9", nodes=[f"n{i}"]) for i in (20, 21)]
+    found = yielded(cluster(job, *begun, *map(ours, range(4))), [held(i) for i in range(4)], {"r": ME})
+    assert len(found.give_back) == 1
+
+
 def test_what_is_on_its_way_out_or_has_just_left_is_not_given_back_twice() -> None:
     job = waits("AssocGrpNodeLimit")
     leaving = held(0, AllocationState.RELEASING, asked_at=NOW - 1.0)
