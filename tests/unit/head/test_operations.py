@@ -19,6 +19,7 @@ from fallow.head.loop.turn import Turn
 from fallow.head.slurm import accounts
 from fallow.head.slurm.budgets import left_s
 from fallow.head.slurm.demands import demand
+from fallow.head.slurm.harvest import Harvest
 from fallow.head.slurm.submissions import give_up_queued
 from fallow.head.state import book
 from fallow.head.state.book import RunRecord
@@ -430,7 +431,24 @@ def test_a_base_job_that_slurm_refuses_for_a_limit_is_tried_again_after_longer_a
     (renewed,) = base_jobs(desk)[0]
     desk.harvest.send(desk.turn(), desk.run, renewed.token)
     desk.harvest.submitted(desk.turn(), desk.run, renewed.token, "900")
-    assert (desk.run.held_back, desk.run.base_refusals) == ("", 0)
+    assert desk.run.held_back == ""
+    desk.harvest.refused(desk.turn(), desk.run, renewed.token, "Requested time limit is invalid")
+    desk.at += FIRST_S
+    assert len(base_jobs(desk)[0]) == 1, "the pauses begin anew after one that Slurm took"
+
+
+def test_a_restarted_head_goes_on_with_the_pauses_of_a_base_job_that_slurm_refuses(desk: Desk) -> None:
+    desk.harvest.asking.switch(desk.turn(), "nothing is harvested")
+    desk.hold(AllocationKind.BASE).state = AllocationState.ENDED
+    ((base,), _) = base_jobs(desk)
+    desk.harvest.send(desk.turn(), desk.run, base.token)
+    turn = desk.turn()
+    desk.harvest.refused(turn, desk.run, base.token, "Invalid qos specification")
+    desk.harvest = Harvest(desk.book.config)
+    desk.harvest.recall(turn.notes)
+    assert base_jobs(desk)[0] == [], "before the pause is over"
+    desk.at += FIRST_S
+    assert len(base_jobs(desk)[0]) == 1
 
 
 def test_accounts_of_a_run_are_kept_when_its_jobs_are_forgotten(desk: Desk) -> None:

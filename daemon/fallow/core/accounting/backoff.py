@@ -103,12 +103,17 @@ class _Strikes:
     freed_now: tuple[float, int] = (0.0, 0)
     "when the last ones did, and how many"
 
+    def add(self, now: float) -> None:
+        """Once more: leave it alone from now on, for longer than the time before."""
+        self.until = now + pause_s(self.count)
+        self.count += 1
+
 
 class LeftAlone(msgspec.Struct, frozen=True):
     """A back-off's state as it is written down."""
 
     alone: list[tuple[str, str, str, int, float]] = []
-    "partition or nothing, account, QOS, times that it was left alone, until when (Unix time)"
+    "partition, a run's base job or nothing, account, QOS, times that it was left alone, until when (Unix time)"
     too_long: list[tuple[str, Asker | None, int, float]] = []
     "partition, for whom (None: anybody), minutes, until"
 
@@ -118,7 +123,7 @@ class Backoff:
     """What is left alone, and until when (Unix time)."""
 
     _alone: dict[tuple[str, str, str], _Strikes] = field(default_factory=dict)
-    "(partition or nothing, account, QOS)"
+    "(partition, `base_job` of a run or nothing, account, QOS)"
     _too_long: dict[tuple[str, Asker | None], tuple[int, float]] = field(default_factory=dict)
     "(partition, for whom; None: anybody) -> (minutes, until)"
 
@@ -136,10 +141,22 @@ class Backoff:
         # What waited before the last of ours ended says nothing about the room that this left.
         since = min(strikes.freed, freed) if at == now else 0
         if now >= strikes.until or since < strikes.freed:
-            strikes.until = now + pause_s(strikes.count)
-            strikes.count += 1
+            strikes.add(now)
         strikes.tries, strikes.freed = 1, since
         return True
+
+    def refused(self, base_job: str, now: float) -> None:
+        """Slurm refused the base job of a run, for whatever reason: that says nothing of other jobs."""
+        self._alone.setdefault((base_job, "", ""), _Strikes()).add(now)
+
+    def taken(self, base_job: str) -> None:
+        """Slurm took it, or somebody says that it will."""
+        self._alone.pop((base_job, "", ""), None)
+
+    def refused_until(self, base_job: str) -> float:
+        """Unix time before which a base job that Slurm refused is not submitted again; 0: now."""
+        strikes = self._alone.get((base_job, "", ""))
+        return strikes.until if strikes else 0.0
 
     def too_long(self, partition: str, minutes: int, now: float, asker: Asker | None = None) -> None:
         """Requests of so many minutes do not start there now. `asker`: in whose name; None: in anybody's."""
@@ -193,7 +210,11 @@ class Backoff:
         self._too_long = {(where, asker): (minutes, until) for where, asker, minutes, until in known.too_long}
 
     def bound(self, now: float) -> None:
-        """Leave nothing alone for longer than ever meant, also where a clock was set back."""
+        """Leave nothing alone for longer than ever meant, also where a clock was set back.
+
+        What nobody has asked for in an hour is forgotten, but for limits of accounts and QOS.
+        """
+        self._alone = {key: s for key, s in self._alone.items() if not key[0] or now < s.until + LONGEST_S}
         for strikes in self._alone.values():
             strikes.until = min(strikes.until, now + LONGEST_S)
         for key, (minutes, until) in self._too_long.items():
@@ -222,6 +243,11 @@ class Backoff:
         """Ask for no more minutes than that there; None: no bound is known."""
         bounds = (self._too_long.get((partition, whose), (0, 0.0)) for whose in (asker, None))
         return min((max(1, minutes // 2) for minutes, until in bounds if now < until), default=None)
+
+
+def base_job(run: str) -> str:
+    """What stands for the base job of a run, where partitions stand for harvest jobs; no partition has such a name."""
+    return f"base job of {run}"
 
 
 def _key(scope: Scope, asker: Asker, partition: str) -> tuple[str, str, str]:

@@ -9,6 +9,7 @@ import msgspec
 from msgspec.structs import replace
 
 from fallow.config import Config
+from fallow.core.accounting.backoff import base_job
 from fallow.core.accounting.cancelled import Cancels, awaits_verdict
 from fallow.core.accounting.duds import DUDS, Duds, put_off_s
 from fallow.core.accounting.prices import Prices, WakePrice
@@ -92,7 +93,7 @@ class Asking:
         if not again:
             # First, for the nodes of a base job need not be harvested.
             wanting = [run for run in runs.values() if run.id not in put_off]
-            turn.for_each(wanting, "base job", lambda run: renew_base(turn, run, cluster.at))
+            turn.for_each(wanting, "base job", lambda run: renew_base(turn, run, cluster.at, self._known.backoff))
         known_nodes = {node.node: node for node in cluster.nodes}
         experience = self._known.experience
         start_s = experience.wait_s(cluster.at) + experience.start_s(cluster.at)
@@ -207,15 +208,16 @@ class Asking:
         run.record.paused_by_hand, run.record.harvest_paused, run.record.drained = False, "", []
         turn.apply(run, ev.Unbar(at=turn.at, hosts=(*run.record.fruitless.barred, *run.record.cancelled.barred)))
         run.record.refusals, run.record.fruitless, run.record.cancelled = {}, Duds(), Cancels()
-        run.not_before = run.base_not_before = 0.0
-        run.base_refusals = 0
+        run.not_before = 0.0
         self._known.backoff.forget(run.asker)
+        self._known.backoff.taken(base_job(run.id))
         turn.dirty.add(run.id)
         turn.record(run, "resume", "resumed by hand: nodes are asked for again")
 
     def waits_after_failures(self, turn: Turn, run: Run) -> bool:
         """Are its requests put off because the last jobs came to nothing, or its base job because Slurm refused it?"""
-        return run.failures >= DUDS or turn.at < max(run.not_before, run.base_not_before)
+        refused_until = self._known.backoff.refused_until(base_job(run.id))
+        return run.failures >= DUDS or turn.at < run.not_before or turn.now < refused_until
 
     def _put_off(self, turn: Turn, run: Run) -> bool:
         """Is it too early to ask for more, because the last jobs came to nothing?"""

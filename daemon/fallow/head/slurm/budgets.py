@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fallow.core.accounting import budget
+from fallow.core.accounting.backoff import Backoff, base_job
 from fallow.core.accounting.cancelled import awaits_verdict
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Run
@@ -39,7 +40,7 @@ def keep_within_budget(turn: Turn, run: Run, at: float) -> None:
             turn.dirty.add(run.id)
 
 
-def renew_base(turn: Turn, run: Run, at: float) -> None:
+def renew_base(turn: Turn, run: Run, at: float, backoff: Backoff) -> None:
     """Submit the base job again when the last one is over and the script is not finished."""
     record = run.record
     if run.ended or not record.base_wanted or run.roster.finishing or record.paused:
@@ -47,7 +48,7 @@ def renew_base(turn: Turn, run: Run, at: float) -> None:
     bases = [a for a in run.allocations.values() if a.kind is AllocationKind.BASE]
     if not bases or any(a.live or awaits_verdict(a, turn.now) for a in bases):
         return
-    if turn.at < run.base_not_before:
+    if turn.now < backoff.refused_until(base_job(run.id)):
         return
     if run.root.limit <= len(run.roster.present()):
         limit = counted(run.root.limit, "node")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import astuple, replace
 
 from fallow.config import Config
+from fallow.core.accounting.backoff import base_job
 from fallow.core.allocations import Allocation, send
 from fallow.core.kinds import may_use
 from fallow.core.neighbour.needs import ExternalDemand
@@ -154,6 +155,10 @@ class Harvest:
         if allocation.kind is AllocationKind.HARVEST:
             asker = run.asks_as(allocation)
             news = self._learning.refused(turn, run, asker, allocation.partition, allocation.minutes, reason)
+        else:
+            self._learning.known.backoff.refused(base_job(run.id), turn.now)
+            # It is rare, and a head that is killed must not begin anew with it.
+            self._learning.note(turn)
         usable: list[PartitionInfo] = []
         if self.cluster is not None:
             usable = _usable(run, harvestable(self.cluster, self._rules(self.cluster)))
@@ -202,7 +207,12 @@ class Harvest:
         turn.record(run, "refused", f"harvest jobs in {partition} would be refused: {reason}")
         self._learning.refused(turn, run, run.asker, partition, None, reason)
 
-    submitted = staticmethod(submissions.submitted)
+    def submitted(self, turn: Turn, run: Run, token: str, job_id: str) -> None:
+        """Slurm took a submission."""
+        submissions.submitted(turn, run, token, job_id)
+        if run.allocations[token].kind is AllocationKind.BASE:
+            self._learning.known.backoff.taken(base_job(run.id))
+
     unknown = staticmethod(submissions.unknown)
 
 

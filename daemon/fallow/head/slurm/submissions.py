@@ -8,7 +8,7 @@ import structlog
 
 from fallow.config import Config
 from fallow.control.protocol import BaseJob
-from fallow.core.accounting.backoff import Scope, pause_s, scope_of
+from fallow.core.accounting.backoff import Scope, scope_of
 from fallow.core.allocations import Allocation, sent
 from fallow.core.submission.sbatch import base_options, harvest_options
 from fallow.core.submission.script import harvest_script
@@ -85,8 +85,6 @@ def submitted(turn: Turn, run: Run, token: str, job_id: str) -> None:
     if allocation.state is AllocationState.UNKNOWN:
         allocation.state = AllocationState.PENDING
     run.record.refusals.pop(_place(allocation), None)
-    if allocation.kind is AllocationKind.BASE:
-        run.base_refusals = 0
     turn.dirty.add(run.id)
     # Of a base job the options say it, which are sbatch's to read; the next poll shows it.
     where = f" in {allocation.partition}" if allocation.partition else ""
@@ -120,8 +118,6 @@ def refused(turn: Turn, run: Run, token: str, reason: str, usable: Collection[st
     allocation = run.allocations[token]
     turn.book.end_allocation(run, allocation, reason)
     if allocation.kind is AllocationKind.BASE:
-        run.base_not_before = turn.at + pause_s(run.base_refusals)
-        run.base_refusals += 1
         hold_back(turn, run, f"Slurm refused it; it is tried again within the hour: {reason}")
     refusals = run.record.refusals
     if news and scope_of(reason) not in (Scope.OWNER, Scope.LENGTH):

@@ -197,10 +197,6 @@ class Run:
         "harvested nodes that it should have, as of the last plan"
         self.held_back = ""
         "why its base job is not submitted again"
-        self.base_refusals = 0
-        "times in a row that Slurm refused the renewed base job"
-        self.base_not_before = 0.0
-        "time on the turns' clock before which the base job is not submitted again, because Slurm refused it"
         self.looked_for_checkpoints = False
         "this head has looked for some that were finished while none was there"
 
