@@ -25,6 +25,8 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     gpu_types: dict[str, int] = {}
     "type -> GPUs; the type is empty where the site names none"
     gpu_types_used: dict[str, int] = {}
+    gres: list[str] = []
+    "names of what it has besides GPUs: nvme, shard ..."
     features: list[str] = []
     "active ones"
     owner: str = ""
@@ -70,6 +72,8 @@ class JobInfo(Struct, frozen=True, kw_only=True):
     gpus_per_node: int = 0
     gpu_type: str = ""
     "empty: any"
+    gres: list[str] = []
+    "names of what else each of its nodes must have; how many of each is not told"
     exclusive: bool = False
     "takes whole nodes, because it or its partition says so"
     exclusive_user: bool = False

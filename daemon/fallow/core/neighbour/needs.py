@@ -244,7 +244,7 @@ class _Placement:
 
 def _asks(job: JobInfo) -> tuple[object, ...]:
     """Equal for jobs that could start on the same nodes."""
-    size = (job.num_nodes, job.cpus_per_node, job.memory_mb_per_node, job.gpus_per_node, job.gpu_type)
+    size = (job.num_nodes, job.cpus_per_node, job.memory_mb_per_node, job.gpus_per_node, job.gpu_type, *job.gres)
     where = (job.partition, job.constraint, job.reservation, *job.required_nodes, "", *job.excluded_nodes)
     return (job.user, job.time_limit_s, job.exclusive, job.exclusive_user, *size, *where)
 

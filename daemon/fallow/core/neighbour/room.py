@@ -63,6 +63,8 @@ class Room:
         job = claim.job
         if self.cpus < job.cpus_per_node or self.memory_mb < job.memory_mb_per_node or (claim.whole and not self.empty):
             return False
+        if not set(job.gres).issubset(self.node.gres):
+            return False
         if self.owner not in ("", job.user) or (claim.user_alone and self.users - {job.user}):
             return False
         gpus = self.gpus.get(job.gpu_type, 0) if job.gpu_type else sum(self.gpus.values())

@@ -14,6 +14,7 @@ from fallow.slurm.parse.values import (
     names,
     node_state,
     nodes,
+    other_gres,
     preempt_mode,
     when,
     word,
@@ -68,6 +69,7 @@ def node(row: Mapping[str, str]) -> NodeInfo:
         gpus_used=gpus(used) if used else _tres_gpus(row.get("AllocTRES", "")),
         gpu_types=gpu_types(row.get("Gres", "")),
         gpu_types_used={kind: number for kind, number in gpu_types(used).items() if number},
+        gres=other_gres(row.get("Gres", "")),
         features=names(row.get("ActiveFeatures", "")),
         owner=word(row.get("Owner", "")).partition("(")[0],
     )

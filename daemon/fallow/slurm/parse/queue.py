@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fallow.model import JobInfo
-from fallow.slurm.parse.values import count, duration, gpu_types, megabytes, nodes, when, word
+from fallow.slurm.parse.values import count, duration, gpu_types, megabytes, nodes, other_gres, when, word
 
 JOB_FIELDS = (
     *("JobID", "HetJobID", "UserName", "State", "Partition", "NumNodes", "NodeList", "SchedNodes"),
@@ -87,6 +87,7 @@ def job(row: Mapping[str, str]) -> JobInfo:
         memory_mb_per_node=_job_memory_mb(row, num_nodes),
         gpus_per_node=gpus_each,
         gpu_type=gpu_type,
+        gres=other_gres(row.get("tres-per-node", "")),
         exclusive=(shared := _shared(row)) in ("NO", "NODE", "TOPO"),
         exclusive_user=shared == "USER",
         required_nodes=nodes(row.get("ReqNodes", "")),

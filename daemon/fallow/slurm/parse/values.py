@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 
@@ -97,13 +97,23 @@ def gpu_types(text: str) -> dict[str, int]:
     `gres:gpu:2`, `gres/gpu:a100=2`, `gpu`.
     """
     found: dict[str, int] = {}
-    for item in re.sub(r"\([^)]*\)", "", word(text)).split(","):
-        name, *rest = re.split("[:=]", re.sub("^gres[:/]", "", item))
+    for name, *rest in _gres(text):
         if name == "gpu":
             number = rest.pop() if rest and re.fullmatch(r"\d+[KMG]?", rest[-1]) else "1"
             kind = ":".join(rest)
             found[kind] = found.get(kind, 0) + count(number)
     return found
+
+
+def other_gres(text: str) -> list[str]:
+    """Names of all else in such a list, sorted: `nvme`."""
+    return sorted({name for name, *rest in _gres(text) if name not in ("", "gpu") and rest[-1:] != ["0"]})
+
+
+def _gres(text: str) -> Iterator[list[str]]:
+    """The words of each item: name, and type or number or both."""
+    for item in re.sub(r"\([^)]*\)", "", word(text)).split(","):
+        yield re.split("[:=]", re.sub("^gres[:/]", "", item))
 
 
 def gpus(text: str) -> int:

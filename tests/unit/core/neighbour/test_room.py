@@ -23,6 +23,8 @@ from neighbours import FOUR, RELEASING, THREE, cluster, given_back, held, standi
         (waits("1", gpus_per_node=2), ["n2"]),
         (waits("1", gpus_per_node=1, gpu_type="h100"), ["n1"]),
         (waits("1", 2, gpus_per_node=3), []),
+        (waits("1", gres=["nvme"]), ["n2"]),
+        (waits("1", gres=["nvme", "fpga"]), []),
         (waits("1", required_nodes=["n1"]), ["n1"]),
         (waits("1", 2, constraint="[a|b]"), []),
         (waits("1", 2, constraint="a|b"), ["n2", "n1"]),
@@ -31,7 +33,7 @@ from neighbours import FOUR, RELEASING, THREE, cluster, given_back, held, standi
 def test_kinds_of_nodes(job: JobInfo, given: list[str]) -> None:
     nodes = [
         node("n1", "ALLOCATED", features=["a"], gpus=4, gpu_types={"h100": 4}),
-        node("n2", "ALLOCATED", features=["b"], gpus=2, gpu_types={"a100": 2}),
+        node("n2", "ALLOCATED", features=["b"], gpus=2, gpu_types={"a100": 2}, gres=["nvme"]),
         node("n3", "ALLOCATED"),
     ]
     assert given_back(standing(nodes, [job], THREE)) == given
