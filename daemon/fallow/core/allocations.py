@@ -284,18 +284,23 @@ def observe(allocation: Allocation, jobs: Iterable[JobInfo], now: float, horizon
     allocation.missing, allocation.unseen_at = 0, None
     leader = min(mine, key=lambda job: int(job.job_id) if job.job_id.isdigit() else 0)
     allocation.job_id = allocation.job_id or leader.het_job_id or leader.job_id
+    is_again = any(_submitted_again(allocation, job) for job in mine)
     allocation.submit_at = leader.submitted
     if leader.state not in ENDING:
         # While it completes Slurm already counts the restart that is to come.
         allocation.requeues = leader.restarts
+    over = all(job.state in ENDED_STATES for job in mine)
+    running = [job for job in mine if job.state in ON_NODES and (job.state != BOOTING or allocation.agents)]
+    if allocation.hosts and not (running or over or is_again):
+        # The agents prove that it runs: slurmctld came back with an older state, or the poll is older than they are.
+        return None
     allocation.nodes = sorted({node for job in mine for node in job.nodes})
     allocation.partition = allocation.partition or leader.partition
     ends = [job.end_at for job in mine if job.end_at is not None and job.state == "RUNNING"]
     if ends:
         allocation.end_at, allocation.ends_because = min(ends), "walltime"
     before, was_booting = allocation.state, allocation.is_booting
-    running = [job for job in mine if job.state in ON_NODES and (job.state != BOOTING or allocation.agents)]
-    if all(job.state in ENDED_STATES for job in mine):
+    if over:
         allocation.state = AllocationState.ENDED
         allocation.reason = leader.state
     elif running:

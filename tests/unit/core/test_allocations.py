@@ -49,6 +49,15 @@ def test_a_job_that_vanishes_had_its_node_until_the_first_poll_that_did_not_show
     assert mine.spans["7"].end_at == NOW + 30.0
 
 
+def test_a_job_whose_agents_live_runs_though_slurmctld_came_back_with_an_older_state() -> None:
+    mine = allocation("tok", job_id="7", agents={"n1": Agent(node=1)}, nodes=["n1"], end_at=NOW + 60.0)
+    assert observe(mine, [ours("7", "PENDING", reason="Priority")], NOW, 30) is None
+    assert (mine.state, mine.nodes, mine.end_at) == (AllocationState.RUNNING, ["n1"], NOW + 60.0)
+    mine.agents["n1"].gone = True
+    assert observe(mine, [ours("7", "PENDING", reason="Priority")], NOW, 30) is not None
+    assert mine.state is AllocationState.PENDING
+
+
 def test_granted_end_is_read_back_and_preemption_shortens_it() -> None:
     mine = request("tok", minutes=30)
     running = ours("7", "RUNNING", nodes=["n1"], start_at=NOW, end_at=NOW + 120.0)
