@@ -60,7 +60,7 @@ async def test_what_the_head_does_at_each_poll_and_tick_does_not_grow_with_runs_
     checkpoints.adopt(turn)
     Deadlines(Hearing()).tick(turn)
     site.harvest.plan_again(turn)
-    assert site.harvest.interval_s(site.book) and other.live_allocations()
+    assert site.harvest.neighbours.interval_s(site.book) and other.live_allocations()
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -221,7 +221,7 @@ async def test_harvest_jobs_run_under_the_qos_and_account_that_the_configuration
     run = site.run("--qos=normal", "--account=physics")
     await site.poll(times=2)
     assert {a.partition for a in run.live_allocations()} == {"batch"}
-    assert site.harvest.interval_s(site.book) == POLL_S, "Slurm gives these back"
+    assert site.harvest.neighbours.interval_s(site.book) == POLL_S, "Slurm gives these back"
     one = run.live_allocations()[0]
     options = site.harvest.request("/state", run, one, "/dev/null").options
     assert {word for word in options if word[:5] in ("--qos", "--acc")} == {"--qos=idle", "--account=spare"}
@@ -314,7 +314,7 @@ async def test_no_poll_is_asked_for_before_the_one_before_it_was_taken_in(
 ) -> None:
     """It may be late already: a poll that waited for its turn, while Slurm takes nodes from us."""
     loop = Loop(site, queries_per_min=60_000, submits_per_min=60_000)
-    monkeypatch.setattr(site.harvest, "next_poll_s", lambda *_: 0.0)
+    monkeypatch.setattr(site.harvest.neighbours, "next_poll_s", lambda *_: 0.0)
     if not answers:
         monkeypatch.setattr(site.slurm, "poll", AsyncMock(side_effect=FallowError("Slurm does not answer")))
     polling, submitting = (serve() for serve in loop.calls.sources(site.book).values())

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from builders import cluster as poll_of
-from builders import job, node, runs, waits
+from builders import job, node, partition, runs, waits
 from fallow.config import Config, Slurm
 from fallow.config import Harvest as HarvestSection
 from fallow.core.allocations import CANCEL_AGAIN_S, Agent, Allocation
@@ -69,9 +69,23 @@ def test_polls_come_soon_once_slurm_has_taken_a_node_from_us(book: Book, run: Ru
     found = []
     for at in (NOW + 6.9, NOW + 7, NOW + 12, NOW + 42):
         harvest.neighbours.polled(turn(book), cluster(run, False, at), SITE)
-        found.append(harvest.next_poll_s(book))
+        found.append(harvest.neighbours.next_poll_s(book))
     assert found == [5.0, 5.0, 30.0, 30.0], "one poll was under way"
-    assert harvest.interval_s(book) == 30.0, "what is asked for does not change by that"
+    assert harvest.neighbours.interval_s(book) == 30.0, "what is asked for does not change by that"
+
+
+@pytest.mark.parametrize(
+    ("node_name", "allow", "interval_s"),
+    [("n1", False, 30.0), ("n2", False, 5.0), ("", False, 30.0), ("", True, 5.0)],
+)
+def test_we_watch_over_nodes_that_nobody_takes_back_in_a_partition_that_preempts(
+    book: Book, run: Run, node_name: str, allow: bool, interval_s: float
+) -> None:
+    low = partition("p", ["n1", "n2"], preempt_mode="CANCEL", unpreempted=frozenset(["n2"]))
+    held(book, run).nodes = [node_name] if node_name else []
+    known = Neighbours(msgspec.structs.replace(CONFIG, harvest=HarvestSection(allow_without_preemption=allow)))
+    known.polled(turn(book), poll_of([node("n1"), node("n2")], partitions=[low]), None)
+    assert known.interval_s(book) == interval_s
 
 
 def test_after_an_outage_polls_come_soon_while_we_hold_what_nobody_takes_from_us(book: Book, run: Run) -> None:
@@ -79,7 +93,7 @@ def test_after_an_outage_polls_come_soon_while_we_hold_what_nobody_takes_from_us
     harvest.neighbours.polled(turn(book), cluster(run, False), SITE)
 
     def after(failures: int, least_s: float = 0.0) -> float:
-        return harvest.next_poll_s(book, least_s, failures)
+        return harvest.neighbours.next_poll_s(book, least_s, failures)
 
     assert [after(n) for n in range(6)] == [30.0, 60.0, 120.0, 240.0, 300.0, 300.0]
     held(book, run)
@@ -201,7 +215,7 @@ def test_delays_are_told_and_kept(book: Book, run: Run) -> None:
     assert quiet.notes == {}, "nothing new to write down"
     restored = Neighbours(CONFIG)
     restored.recall(after.notes[DELAYS])
-    assert restored.report(NOW + 9).max_s == 5.0
+    assert restored.delays.report(NOW + 9).max_s == 5.0
 
 
 def test_delays_of_an_older_head_are_read() -> None:
@@ -210,7 +224,7 @@ def test_delays_of_an_older_head_are_read() -> None:
     past = {"max_s": 9.0, "classes": {3: 4, 7: 2}}
     neighbours = Neighbours(CONFIG)
     neighbours.recall(msgspec.msgpack.encode((1, {"jobs": {"1": job}, "past": past, "polled_at": None})))
-    assert neighbours.report(NOW) == DelayReport(jobs=7, p95_s=2.0, max_s=9.0)
+    assert neighbours.delays.report(NOW) == DelayReport(jobs=7, p95_s=2.0, max_s=9.0)
 
 
 @pytest.mark.parametrize("marked", [True, False])

@@ -63,7 +63,7 @@ def test_a_node_that_somebody_waits_for_is_given_back_in_time() -> None:
     head, work, meter = played(engine, linear(most=2), 1100.0)
     assert engine.ran["theirs"][0] - (BEGIN + 1001.5) < WATCHFUL_S + ANSWER_S + 2.0
     assert work.members("r0") == 1 and meter.score().unannounced_per_day == 0
-    assert head.harvest.neighbours.report(engine.now).jobs == 1
+    assert head.harvest.neighbours.delays.report(engine.now).jobs == 1
     delayed = meter.score().others_delayed
     assert delayed.jobs == 1 and 0.0 < delayed.max_s < WATCHFUL_S + ANSWER_S + 1.0
 

@@ -144,7 +144,7 @@ class ControlHandler:
             currency=prices.currency,
             rows=rows,
             total=total,
-            others_delayed=self._harvest.neighbours.report(now),
+            others_delayed=self._harvest.neighbours.delays.report(now),
             owner=await self._calls.owner(),
         )
 
@@ -176,7 +176,7 @@ class ControlHandler:
             poll_interval_s=calls.interval_s,
             polls=calls.polls,
             endpoint=self._book.endpoint,
-            others_delayed=self._harvest.neighbours.report(now),
+            others_delayed=self._harvest.neighbours.delays.report(now),
             stopped=self._harvest.asking.stopped,
             store_problem=self._durable.problem,
             stand_in=self._stand_in,

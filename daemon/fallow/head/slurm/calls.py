@@ -53,7 +53,7 @@ class SlurmCalls:
         self.polls = 0
         self.backend = ""
         "what answers, and why that"
-        self.interval_s = harvest.usual_interval_s
+        self.interval_s = harvest.asking.interval_s
         "from one poll to the next"
         self._sooner = asyncio.Event()
         self._taken = asyncio.Event()
@@ -111,7 +111,7 @@ class SlurmCalls:
     async def _wait(self, slurm: PacedClient, book: Book, began: float, failures: int) -> None:
         """Until the next poll is due. What is submitted or taken in between may make that sooner."""
         while True:
-            self.interval_s = self._harvest.next_poll_s(book, slurm.least_interval_s, failures)
+            self.interval_s = self._harvest.neighbours.next_poll_s(book, slurm.least_interval_s, failures)
             left = began + self.interval_s - _now()
             if left <= 0:
                 return

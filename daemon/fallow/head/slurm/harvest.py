@@ -12,7 +12,6 @@ from fallow.core.allocations import Allocation, send
 from fallow.core.kinds import may_use
 from fallow.core.neighbour.needs import ExternalDemand
 from fallow.core.neighbour.preemption import as_for_us
-from fallow.core.neighbour.watch import interval_s, longest_interval_s, poll_interval_s
 from fallow.core.planning.allowance import horizon_s
 from fallow.core.planning.rules import HarvestRules, harvestable
 from fallow.head.loop.turn import Turn
@@ -66,25 +65,6 @@ class Harvest:
         """Have what was learned written down with this turn: the head ends."""
         self._learning.note(turn)
 
-    @property
-    def usual_interval_s(self) -> float:
-        return self._config.slurm.poll_interval_s
-
-    def interval_s(self, book: Book) -> float:
-        """From one poll to the next, with what we hold now."""
-        return self.neighbours.interval_s(book)
-
-    def next_poll_s(self, book: Book, least_s: float = 0.0, failures: int = 0) -> float:
-        """From the begin of the last poll to that of the next one.
-
-        Args:
-            book: with what we hold now.
-            least_s, failures: as in `poll_interval_s`.
-        """
-        usual_s, watches = self.usual_interval_s, self.neighbours.watchful(book)
-        wanted_s = interval_s(usual_s, watches or self.neighbours.alert > 0)
-        return poll_interval_s(wanted_s, least_s, failures, longest_interval_s(usual_s, watches))
-
     def polled(self, turn: Turn, cluster: ClusterState, site: ClusterConfig | None) -> None:
         """Take in one poll, then plan. `site` is None as long as Slurm has not told its configuration."""
         cluster = as_for_us(cluster, site, self._config.harvest.qos)
@@ -104,7 +84,7 @@ class Harvest:
         with turn.apart("orphans"):
             orphans.sweep(turn, cluster, frozenset[str]().union(*external.delayed_jobs.values()))
         with turn.apart("plan"):
-            self.asking.interval_s = self.interval_s(turn.book)
+            self.asking.interval_s = self.neighbours.interval_s(turn.book)
             rules = self._rules(cluster)
             self._learning.polled(turn, cluster, rules)
             self.asking.plan(turn, cluster, rules, external)
@@ -116,7 +96,7 @@ class Harvest:
         nothing is taken back: the poll itself decides on that.
         """
         cluster = self.cluster
-        if cluster is None or turn.now - cluster.at > self.interval_s(turn.book):
+        if cluster is None or turn.now - cluster.at > self.neighbours.interval_s(turn.book):
             return
         held: set[str] = set()
         for run in turn.book.current.values():

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fallow.config import Config
 from fallow.core import records
 from fallow.core.allocations import CANCEL_AGAIN_S, Allocation
-from fallow.core.neighbour.delays import Delays
-from fallow.core.neighbour.needs import ExternalDemand
-from fallow.core.neighbour.watch import END_S, LEAVE_S, Manners, Watch, interval_s
+from fallow.core.neighbour.delays import DelayedJob, Delays
+from fallow.core.neighbour.needs import ExternalDemand, assess
+from fallow.core.neighbour.permission import Visibility, nice_for, refusals, too_small_for
+from fallow.core.neighbour.site import site_rules
+from fallow.core.neighbour.watch import END_S, LEAVE_S, Memory, poll_interval_s, remember
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Book, Run
-from fallow.model import AllocationKind, AllocationState, ClusterConfig, ClusterState, DelayReport, Exit
+from fallow.model import AllocationKind, AllocationState, ClusterConfig, ClusterState, Exit
 
 DELAYS = "delays"
 """Their key among the notes of the store."""
+
+ALERT_POLLS = 2
+"""So many polls come soon when Slurm takes a node from us. The next one shows who came at the same time, and the one
+after it who came while that node was being left: they may have counted on the node, too (`core.neighbour.needs`)."""
 
 
 def _without_histogram(fields: records.Fields) -> records.Fields:
@@ -25,21 +33,25 @@ records.SCHEMAS[Delays] = 2
 records.MIGRATIONS[Delays, 1] = _without_histogram
 
 
-class Neighbours(Watch):
-    """The head's watch over others' jobs: records what it finds."""
+class Neighbours:
+    """The head's watch over others' jobs, from poll to poll."""
 
     def __init__(self, config: Config) -> None:
-        harvest, site = config.harvest, config.site
-        super().__init__(
-            Manners(
-                partitions=harvest.partitions,
-                allow_without_preemption=harvest.allow_without_preemption,
-                nice=harvest.nice,
-                harvest_unseen=site.harvest_unseen,
-                harvest_unfair=site.harvest_unfair,
-            )
-        )
         self._config = config
+        self.refused: dict[str, str] = {}
+        "partition -> why it is not harvested"
+        self.nice = config.harvest.nice
+        "to submit with"
+        self.delays = Delays()
+        self._alert = 0
+        "polls that are to come soon, once"
+        self._taken_at = 0.0
+        self._unpreempted: dict[str, frozenset[str]] = {}
+        "partition -> its nodes that nobody but us would give back; only partitions with such nodes"
+        self._visibility = Visibility()
+        self._memory = Memory()
+        self._awaited = False
+        "somebody waits for a node there whose job is over for us, and not for Slurm"
 
     def recall(self, note: bytes) -> None:
         """Go on from what a head before us noted; what happened in between, nobody has seen.
@@ -50,7 +62,7 @@ class Neighbours(Watch):
         self.delays = records.decode(note, Delays)
         self.delays.polled_at = None
 
-    def polled(self, turn: Turn, cluster: ClusterState, config: ClusterConfig | None) -> ExternalDemand:
+    def polled(self, turn: Turn, cluster: ClusterState, site: ClusterConfig | None) -> ExternalDemand:
         """Take in a poll; what follows for our nodes is the planner's."""
         runs = [run for run in turn.book.current.values() if not run.spec.local]
         live = [a for run in runs for a in run.live_allocations()]
@@ -60,7 +72,7 @@ class Neighbours(Watch):
         lost = AllocationState.LOST
         over = [a for a in over if a.kind is AllocationKind.HARVEST or (a.state is lost and a.renewed)]
         refused, nice = self.refused, self.nice
-        external, waited = self.look(cluster, config, live, over)
+        external, waited = self.look(cluster, site, live, over)
         self._tell(turn, refused, nice)
         for job in waited:
             text = f"job {job.job_id} of {job.user} has waited {job.waited_s:.1f} s for nodes of ours"
@@ -69,16 +81,76 @@ class Neighbours(Watch):
             turn.notes[DELAYS] = records.encode(self.delays)
         return external
 
-    def report(self, now: float) -> DelayReport:
-        return self.delays.report(now)
+    def look(
+        self, cluster: ClusterState, site: ClusterConfig | None, live: Sequence[Allocation], over: Sequence[Allocation]
+    ) -> tuple[ExternalDemand, list[DelayedJob]]:
+        """Take in a poll.
+
+        Args:
+            cluster: the poll.
+            site: None: Slurm has not told its configuration yet.
+            live: every live allocation.
+            over: allocations that are over for us and may not be for Slurm.
+
+        Returns:
+            What others' jobs need of us, and those whose waiting for us is over.
+        """
+        if cluster.at >= self._taken_at:
+            self._alert = max(0, self._alert - 1)
+        nodes = {p.partition: p.unpreempted if p.preempts else frozenset(p.nodes) for p in cluster.partitions}
+        self._unpreempted = {name: some for name, some in nodes.items() if some}
+        self._ask_permission(cluster, site)
+        rules = site_rules(site)
+        former = [a.token for a in over]
+        demand = assess(cluster, live, former=former, passed_over=self._memory.passed_over, site=rules)
+        self._memory = remember(self._memory, cluster.at, demand, rules.looks_again_s)
+        tokens = frozenset[str]().union(*demand.delayed_jobs.values())
+        self._awaited = any(a.token in tokens and self._is_ours_to_give(a) for a in over)
+        return demand, self.delays.note(cluster, demand.delayed_jobs)
+
+    def taken(self, at: float) -> None:
+        """Slurm takes a node from us. Args: at: Unix time; polls before it do not count."""
+        self._alert, self._taken_at = ALERT_POLLS, at
 
     def interval_s(self, book: Book) -> float:
-        """From one poll to the next."""
-        return interval_s(self._config.slurm.poll_interval_s, self.watchful(book))
+        """From one poll to the next, with what we hold now."""
+        return poll_interval_s(self._config.slurm.poll_interval_s, watchful=self._is_watchful(book))
 
-    def watchful(self, book: Book) -> bool:
+    def next_poll_s(self, book: Book, least_s: float = 0.0, failures: int = 0) -> float:
+        """From the begin of the last poll to that of the next one.
+
+        Args:
+            book: with what we hold now.
+            least_s, failures: as in `poll_interval_s`.
+        """
+        usual_s, watchful = self._config.slurm.poll_interval_s, self._is_watchful(book)
+        return poll_interval_s(usual_s, watchful=watchful, alert=self._alert > 0, least=least_s, failures=failures)
+
+    def _is_watchful(self, book: Book) -> bool:
         """Do we hold nodes that nobody but us would give back, or does somebody wait for the end of a job there?"""
-        return self.is_watchful(a for run in book.current.values() for a in run.live_allocations())
+        live = (a for run in book.current.values() for a in run.live_allocations() if a.harvested)
+        return self._awaited or any(map(self._is_ours_to_give, live))
+
+    def _is_ours_to_give(self, allocation: Allocation) -> bool:
+        """Return True if nobody but us would give back what the allocation has, or may get."""
+        nodes = self._unpreempted.get(allocation.partition, frozenset())
+        may_get = bool(nodes) and self._config.harvest.allow_without_preemption
+        return not nodes.isdisjoint(allocation.nodes) if allocation.nodes else may_get
+
+    def _ask_permission(self, cluster: ClusterState, site: ClusterConfig | None) -> None:
+        harvest, allowed = self._config.harvest, self._config.site
+        # Where the site allows what cannot be seen, nobody need look.
+        unseen = not allowed.harvest_unseen and self._visibility.look(cluster, site)
+        refused = refusals(
+            cluster, site, unseen=unseen, allow_unseen=allowed.harvest_unseen, allow_unfair=allowed.harvest_unfair
+        )
+        if not harvest.allow_without_preemption:
+            # Nobody wants to harvest the others anyway.
+            small = {p.partition for p in cluster.partitions if p.preempts and too_small_for(p)}
+            refused = {name: why for name, why in refused.items() if name in small}
+        named = harvest.partitions
+        self.refused = {name: why for name, why in refused.items() if not named or name in named}
+        self.nice = nice_for(site, harvest.nice)
 
     def _tell(self, turn: Turn, refused: dict[str, str], nice: int) -> None:
         """Say what has changed since partitions were `refused` and requests had that `nice`."""

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from builders import NOW, node, partition, runs, site, waits
 from fallow.core.neighbour.needs import assess
 from fallow.core.neighbour.site import site_rules
-from fallow.core.neighbour.watch import Manners, Watch
 from fallow.model import JobInfo
 from neighbours import FOUR, PENDING, RELEASING, THREE, TIERS, cluster, given_back, held, standing
 
@@ -31,20 +30,6 @@ def test_what_slurm_does_not_take_on_this_node_is_given_back_by_us() -> None:
     by_qos = replace(low, preempted_by=["high"])
     there = [waits("1", qos="high", required_nodes=["n1"]), waits("2", qos="high", required_nodes=["n2"])]
     assert given_back(standing(nodes, there, ours, partitions=[by_qos])) == ["n2"]
-
-
-@pytest.mark.parametrize(
-    ("node_name", "allow", "watches"),
-    [("n1", False, False), ("n2", False, True), ("", False, False), ("", True, True)],
-)
-def test_we_watch_over_nodes_that_nobody_takes_back_in_a_partition_that_preempts(
-    node_name: str, allow: bool, watches: bool
-) -> None:
-    low = partition("p", ["n1", "n2"], preempt_mode="CANCEL", unpreempted=frozenset(["n2"]))
-    ours = held(node_name) if node_name else held("n1", state=PENDING)
-    known = Watch(Manners(allow_without_preemption=allow))
-    known.look(cluster([node("n1"), node("n2")], partitions=[low]), None, [ours], [])
-    assert known.is_watchful([ours]) == watches
 
 
 def test_whom_slurm_makes_room_for_by_itself() -> None:
@@ -126,7 +111,7 @@ def test_where_jobs_are_given_longer_to_end_others_preempt_again_later(
     waiting = [waits("1", partition="normal"), waits("2", partition="normal")]
     slow = site(preempt_type="preempt/partition_prio", kill_wait_s=kill_wait_s)
     seen = cluster(FOUR[:3], [*waiting, going], ours[:2], partitions=TIERS)
-    assert given_back(Watch(Manners()).look(seen, slow, ours, [])[0]) == given
+    assert given_back(assess(seen, ours, site=site_rules(slow))) == given
     usual = site_rules(replace(slow, kill_wait_s=30.0))
     assert usual.preempts_again_s == site_rules(None).preempts_again_s == 100.0
 

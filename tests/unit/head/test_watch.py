@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from builders import NOW, cluster, node, runs, waits
 from builders import site as config
+from fallow.config import Config, Harvest
 from fallow.core.neighbour.site import LOOKS_AGAIN_S
-from fallow.core.neighbour.watch import AGAIN, CYCLES, Manners, Watch
+from fallow.core.neighbour.watch import AGAIN, CYCLES
 from fallow.core.tokens import new_token
+from fallow.head.slurm.neighbours import Neighbours
 from fallow.model import AllocationKind, ClusterConfig, JobInfo
 
 POLL_S = 30.0
@@ -25,7 +27,7 @@ class Site:
     def __init__(self, nodes: int, config: ClusterConfig | None = None) -> None:
         self.at, self.config = NOW - POLL_S, config
         self.nodes = [f"n{i}" for i in range(nodes)]
-        self.watch = Watch(Manners(allow_without_preemption=True))
+        self.watch = Neighbours(Config(harvest=Harvest(allow_without_preemption=True)))
 
     def poll(self, jobs: Sequence[JobInfo], after_s: float = POLL_S) -> set[str]:
         """Take in a poll; return the nodes that are kept free."""
