@@ -7,14 +7,14 @@ that crashed gives ids away again (Slurm `state_save.c`: up to 5 s of acknowledg
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import msgspec
 
-from fallow.core.accounting.spans import Span, Use, by_token
+from fallow.core.accounting.spans import Span, Use
 from fallow.core.holes import Part
 from fallow.core.states import BOOTING, BOOTS, ENDED_STATES, ENDING, ON_NODES, REQUEUED
-from fallow.core.tokens import token_in
+from fallow.core.tokens import PREFIX, token_in
 from fallow.model import AllocationKind, AllocationState, Exit, JobInfo
 
 LIVE = (AllocationState.RUNNING, AllocationState.PENDING, AllocationState.RELEASING, AllocationState.UNKNOWN)
@@ -182,20 +182,6 @@ class Allocation(msgspec.Struct, kw_only=True):
         return [agent.node for agent in self.agents.values() if agent.node]
 
 
-def jobs_of(allocation: Allocation, jobs: Iterable[JobInfo]) -> list[JobInfo]:
-    """The jobs of a poll that are this allocation: by exact name or comment, and by id once it is known.
-
-    An id with a different token is somebody else's job that was given the same number.
-    """
-    mine = []
-    for job in jobs:
-        named = job.name == allocation.token or allocation.token in job.comment.split() or _unmarked(allocation, job)
-        same_id = allocation.job_id is not None and allocation.job_id in (job.job_id, job.het_job_id)
-        if named and (same_id or allocation.job_id is None):
-            mine.append(job)
-    return mine
-
-
 def _unmarked(allocation: Allocation, job: JobInfo) -> bool:
     """Is it a base job whose comment is another one by now? Its name is the user's own, so number and time must do."""
     if allocation.kind is not AllocationKind.BASE or job.submit_at is None or token_in(job):
@@ -212,14 +198,26 @@ class Shown:
 
     def __init__(self, jobs: Sequence[JobInfo]) -> None:
         self._jobs = jobs
-        self._marked = by_token(jobs)
+        self._marked: dict[str, list[JobInfo]] = {}
+        "by the token in their name or comment"
+        for job in jobs:
+            if job.comment and job.comment != job.name:
+                for token in _tokens(job.name, job.comment):
+                    self._marked.setdefault(token, []).append(job)
+            elif job.name.startswith(PREFIX):
+                self._marked.setdefault(job.name, []).append(job)
 
-    def of(self, allocation: Allocation) -> Sequence[JobInfo]:
-        """Those of one allocation, as `jobs_of` tells them apart."""
-        marked = self._marked.get(allocation.token, ())
-        if marked or allocation.kind is not AllocationKind.BASE or allocation.job_id is None or allocation.settled:
+    def of(self, allocation: Allocation) -> list[JobInfo]:
+        """Those of one allocation: by its token, and by their id once it is known.
+
+        An id with a different token is somebody else's job that was given the same number.
+        """
+        job_id, marked = allocation.job_id, self._marked.get(allocation.token, [])
+        if job_id is None:
             return marked
-        return [job for job in self._by_id.get(allocation.job_id, ()) if _unmarked(allocation, job)]
+        if marked or allocation.kind is not AllocationKind.BASE or allocation.settled:
+            return [job for job in marked if job_id in (job.job_id, job.het_job_id)]
+        return [job for job in self._by_id.get(job_id, ()) if _unmarked(allocation, job)]
 
     @cached_property
     def _by_id(self) -> dict[str, list[JobInfo]]:
@@ -227,6 +225,12 @@ class Shown:
         for job in self._jobs:
             found.setdefault(job.het_job_id or job.job_id, []).append(job)
         return found
+
+
+@lru_cache(maxsize=4096)
+def _tokens(name: str, comment: str) -> list[str]:
+    """Those in a job's name or comment. Kept, for each poll shows the same jobs again."""
+    return [word for word in dict.fromkeys((name, *comment.split())) if word.startswith(PREFIX)]
 
 
 def send(allocation: Allocation, now: float) -> bool:
@@ -248,19 +252,18 @@ def forgo(allocation: Allocation) -> None:
     allocation.settled = allocation.counted = True
 
 
-def observe(allocation: Allocation, jobs: Iterable[JobInfo], now: float, horizon_s: float) -> str | None:
+def observe(allocation: Allocation, mine: Sequence[JobInfo], now: float, horizon_s: float) -> str | None:
     """Bring one allocation up to date with a poll.
 
     Args:
         allocation: changed in place.
-        jobs: every job of the poll.
+        mine: its jobs of the poll.
         now: Unix time of the poll.
         horizon_s: a submission that no poll has shown for this long after its sbatch ended is lost.
 
     Returns:
         What changed, in words; None when nothing did.
     """
-    mine = jobs_of(allocation, jobs)
     if not mine:
         if allocation.queued:
             return None
@@ -329,9 +332,9 @@ def _forgotten(allocation: Allocation) -> bool:
     return waits and allocation.submit_at is None and not allocation.agents
 
 
-def preempted_until(allocation: Allocation, jobs: Iterable[JobInfo]) -> float | None:
-    """End of the preemption grace in Unix time, where Slurm has begun one (`PreemptTime`, shortened `EndTime`)."""
-    ends = [job.end_at for job in jobs_of(allocation, jobs) if job.preempt_at is not None and job.end_at is not None]
+def preempted_until(jobs: Iterable[JobInfo]) -> float | None:
+    """End of a job's preemption grace in Unix time, where Slurm has begun one (`PreemptTime`, shortened `EndTime`)."""
+    ends = [job.end_at for job in jobs if job.preempt_at is not None and job.end_at is not None]
     return min(ends) if ends else None
 
 
@@ -345,7 +348,7 @@ def requeued(allocation: Allocation, jobs: Iterable[JobInfo]) -> bool:
     started = allocation.start_at is not None or bool(allocation.agents)
     if allocation.kind is not AllocationKind.BASE or not started or allocation.job_id is None:
         return False
-    return any(_submitted_again(allocation, job) for job in jobs_of(allocation, jobs))
+    return any(_submitted_again(allocation, job) for job in jobs)
 
 
 def _submitted_again(allocation: Allocation, job: JobInfo) -> bool:

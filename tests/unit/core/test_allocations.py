@@ -9,7 +9,6 @@ import pytest
 from builders import NOW, allocation, job, request
 from fallow.core.accounting.spans import follow
 from fallow.core.allocations import Agent, observe, preempted_until
-from fallow.core.states import ENDED_STATES
 from fallow.model import AllocationState, JobInfo
 
 
@@ -41,10 +40,10 @@ def test_one_poll_that_does_not_show_a_job_does_not_end_it() -> None:
 def test_a_job_that_vanishes_had_its_node_until_the_first_poll_that_did_not_show_it() -> None:
     mine = allocation("tok", job_id="7")
     observe(mine, [shown := ours("7", "RUNNING", nodes=["n1"], start_at=NOW)], NOW, 30)
-    follow(mine, [shown], NOW, {}, ENDED_STATES)
+    follow(mine, [shown], NOW, {})
     for after_s in (30.0, 60.0):
         observe(mine, [], NOW + after_s, 30)
-        follow(mine, [], NOW + after_s, {}, ENDED_STATES)
+        follow(mine, [], NOW + after_s, {})
     assert mine.settled
     assert mine.spans["7"].end_at == NOW + 30.0
 
@@ -63,9 +62,9 @@ def test_granted_end_is_read_back_and_preemption_shortens_it() -> None:
     running = ours("7", "RUNNING", nodes=["n1"], start_at=NOW, end_at=NOW + 120.0)
     observe(mine, [running], NOW, 30)
     assert (mine.state, mine.end_at, mine.nodes) == (AllocationState.RUNNING, NOW + 120.0, ["n1"])
-    assert preempted_until(mine, [running]) is None
+    assert preempted_until([running]) is None
     grace = ours("7", "RUNNING", nodes=["n1"], end_at=NOW + 10.0, preempt_at=NOW)
-    assert preempted_until(mine, [grace]) == NOW + 10.0
+    assert preempted_until([grace]) == NOW + 10.0
 
 
 @pytest.mark.parametrize("state", ["SUSPENDED", "STOPPED", "STAGE_OUT"])
@@ -75,7 +74,7 @@ def test_a_job_that_has_its_nodes_does_not_wait(state: str) -> None:
     shown = ours("7", state, nodes=["n1"], exclusive=True, start_at=NOW - 1200.0, end_at=NOW + 60.0)
     assert observe(mine, [shown], NOW, 30) is None
     assert mine.state is AllocationState.RUNNING
-    assert follow(mine, [shown], NOW, {"n1": 4}, ENDED_STATES)
+    assert follow(mine, [shown], NOW, {"n1": 4})
     assert mine.spans["7"].nodes == {"n1": 4}
 
 

@@ -7,13 +7,12 @@ allocation is *settled*, and what it cost is known.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from fallow.core.states import ON_NODES
+from fallow.core.states import ENDED_STATES, ON_NODES
 from fallow.model import AllocationState, JobInfo
 
 if TYPE_CHECKING:
@@ -55,54 +54,31 @@ class Use(msgspec.Struct, kw_only=True):
     "of that, for steps that were done again after a kill"
 
 
-def by_token(jobs: Iterable[JobInfo], prefix: str = "fallow-") -> dict[str, list[JobInfo]]:
-    """The jobs of a poll that are anybody's allocations, by the token in their name or comment."""
-    found: dict[str, list[JobInfo]] = {}
-    for job in jobs:
-        name, comment = job.name, job.comment
-        if comment and comment != name:
-            for token in _tokens(name, comment, prefix):
-                found.setdefault(token, []).append(job)
-        elif name.startswith(prefix):
-            found.setdefault(name, []).append(job)
-    return found
-
-
-@lru_cache(maxsize=4096)
-def _tokens(name: str, comment: str, prefix: str) -> list[str]:
-    """Those in a job's name or comment. Kept, for each poll shows the same jobs again."""
-    return [word for word in dict.fromkeys((name, *comment.split())) if word.startswith(prefix)]
-
-
-def follow(
-    allocation: Allocation, jobs: Iterable[JobInfo], at: float, gpus: Mapping[str, int], ended: frozenset[str]
-) -> bool:
+def follow(allocation: Allocation, jobs: Sequence[JobInfo], at: float, gpus: Mapping[str, int]) -> bool:
     """Bring the spans of an allocation up to date with a poll.
 
     Args:
         allocation: changed in place.
-        jobs: those of the poll that carry its token.
+        jobs: its own of the poll.
         at: Unix time of the poll, on the clock that the jobs' times are on.
         gpus: node -> its GPUs.
-        ended: states of jobs that are over.
 
     Returns:
         Whether anything changed.
     """
     if allocation.settled:
         return False
-    mine = [job for job in jobs if allocation.job_id is None or allocation.job_id in (job.job_id, job.het_job_id)]
-    if not mine:
+    if not jobs:
         return _not_shown(allocation, at)
     before = msgspec.msgpack.encode((allocation.spans, allocation.limit_s, allocation.slurm_state))
     allocation.unseen_at = None
-    limits = [job.time_limit_s for job in mine]
+    limits = [job.time_limit_s for job in jobs]
     allocation.limit_s = max((limit for limit in limits if limit is not None), default=None)
-    for job in mine:
-        _follow_job(allocation, job, at, gpus, ended)
-    allocation.settled = all(job.state in ended for job in mine)
+    for job in jobs:
+        _follow_job(allocation, job, at, gpus)
+    allocation.settled = all(job.state in ENDED_STATES for job in jobs)
     if allocation.settled:
-        allocation.slurm_state = mine[0].state
+        allocation.slurm_state = jobs[0].state
     return before != msgspec.msgpack.encode((allocation.spans, allocation.limit_s, allocation.slurm_state))
 
 
@@ -119,10 +95,8 @@ def held(allocation: Allocation, at: float) -> list[tuple[float, float]]:
     return [(allocation.start_at, end)] * max(1, len(allocation.nodes), len(allocation.agents))
 
 
-def _follow_job(
-    allocation: Allocation, job: JobInfo, at: float, gpus: Mapping[str, int], ended: frozenset[str]
-) -> None:
-    if job.start_at is None or not job.nodes or not (job.state in ON_NODES or job.state in ended):
+def _follow_job(allocation: Allocation, job: JobInfo, at: float, gpus: Mapping[str, int]) -> None:
+    if job.start_at is None or not job.nodes or job.state not in ON_NODES | ENDED_STATES:
         return
     span = allocation.spans.setdefault(job.job_id, Span(nodes={}, start_at=job.start_at))
     # A job that waits in several partitions runs in one.
@@ -133,7 +107,7 @@ def _follow_job(
         else:
             span.nodes.setdefault(node, 0)
     # A job that completes has its end already; its nodes are not ours any more.
-    over = job.state in ended or (job.state == "COMPLETING" and job.end_at is not None and job.end_at <= at)
+    over = job.state in ENDED_STATES or (job.state == "COMPLETING" and job.end_at is not None and job.end_at <= at)
     span.end_at = None if not over else at if job.end_at is None else job.end_at
 
 

@@ -98,18 +98,14 @@ def is_since(day: str, since: str | None) -> bool:
 # -- what the head measures ---------------------------------------------------------------------------------------
 
 
-def note_members(allocations: Iterable[Allocation], members: Collection[tuple[str, str]], now: float) -> bool:
+def note_members(allocations: Iterable[Allocation], members: Collection[tuple[str, str]], now: float) -> None:
     """Note which nodes have a member now.
 
     Args:
         allocations: of the run; changed in place.
         members: (token, node) of every member of the current generation that is alive.
         now: Unix time.
-
-    Returns:
-        Whether anything changed.
     """
-    changed = False
     places: dict[str, set[str]] = {}
     for token, node in members:
         places.setdefault(token, set()).add(node)
@@ -117,13 +113,11 @@ def note_members(allocations: Iterable[Allocation], members: Collection[tuple[st
         here = places.get(allocation.token, set())
         for node in here:
             use = allocation.uses.setdefault(node, Use(first_at=now))
-            if use.since is None:
-                use.since, changed = now, True
+            use.since = now if use.since is None else use.since
         for node, use in allocation.uses.items():
             if use.since is not None and node not in here:
                 use.member_s += max(0.0, now - use.since)
-                use.since, use.last_at, changed = None, now, True
-    return changed
+                use.since, use.last_at = None, now
 
 
 def note_pause(

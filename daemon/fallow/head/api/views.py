@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from fallow.core.allocations import Allocation, jobs_of
+from fallow.core.allocations import Allocation, Shown
 from fallow.core.holes import is_idle
 from fallow.core.membership.names import member_name
 from fallow.core.membership.records import Saved
@@ -211,16 +211,11 @@ def node_views(
 
 def _going(cluster: ClusterState, runs: Collection[Run]) -> Iterator[tuple[str, tuple[Run, Allocation]]]:
     """Nodes of jobs of ours that are over for us, but not for Slurm when it was polled: they are no others'."""
-    over = {
-        allocation.job_id: (run, allocation)
-        for run in runs
-        for allocation in run.allocations.values()
-        if not allocation.live and not allocation.settled and allocation.job_id is not None
-    }
-    if over:
-        for job in cluster.jobs:
-            holder = over.get(job.het_job_id or "") or over.get(job.job_id)
-            if holder is not None and job.state not in ENDED_STATES and jobs_of(holder[1], [job]):
+    over = [(run, a) for run in runs for a in run.allocations.values() if not a.live and not a.settled]
+    shown = Shown(cluster.jobs if over else [])
+    for holder in over:
+        for job in shown.of(holder[1]):
+            if job.state not in ENDED_STATES:
                 for node in job.nodes:
                     yield node, holder
 

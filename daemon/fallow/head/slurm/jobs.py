@@ -18,7 +18,6 @@ from fallow.core.allocations import (
     requeued,
 )
 from fallow.core.membership import events as ev
-from fallow.core.states import ENDED_STATES
 from fallow.head.loop.turn import Turn
 from fallow.head.peers.agents import agent_gone
 from fallow.head.slurm.cancelled import Settled, base_cancelled
@@ -61,7 +60,7 @@ def take_in(turn: Turn, cluster: ClusterState, horizon_s: float) -> list[Settled
                 _prove_gone(turn, run, allocation)
         for allocation in run.allocations.values():
             mine = jobs.of(allocation)
-            if follow(allocation, mine, cluster.at, gpus, ENDED_STATES):
+            if follow(allocation, mine, cluster.at, gpus):
                 turn.dirty.add(run.id)
                 if allocation.settled:
                     turn.book.close(run, allocation)
@@ -98,7 +97,7 @@ def _observe(
     if changed is not None:
         turn.dirty.add(run.id)
         turn.record(run, "job", f"{allocation.token} (job {allocation.job_id}): {changed}")
-    grace_end = preempted_until(allocation, jobs)
+    grace_end = preempted_until(jobs)
     if grace_end is not None and allocation.state is AllocationState.RUNNING:
         allocation.end_at = grace_end
         turn.release_allocation(run, allocation, "preempted")

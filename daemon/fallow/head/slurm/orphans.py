@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from fallow.core.allocations import CANCEL_AGAIN_S, Allocation, Shown, jobs_of
+from fallow.core.allocations import CANCEL_AGAIN_S, Allocation, Shown
 from fallow.core.neighbour.watch import END_S, LEAVE_S
 from fallow.core.states import ENDED_STATES, ENDING
 from fallow.head.loop.turn import Turn
@@ -14,7 +14,7 @@ from fallow.model import AllocationKind, ClusterState, JobInfo
 def sweep(turn: Turn, cluster: ClusterState, wanted: Collection[str] = ()) -> None:
     """Cancel the jobs of allocations that have ended, base jobs included (I9, I15).
 
-    A job is ours if it carries the allocation's token and, once that is known, its job id (`jobs_of`). A job that was
+    A job is ours if it carries the allocation's token and, once that is known, its job id (`Shown`). A job that was
     asked to end gets time to end by itself: little, where somebody waits for its nodes (`wanted`: tokens). A job that
     Slurm preempts is Slurm's to end or to requeue. The elected one runs the lines after `fallow run`.
     """
@@ -23,7 +23,7 @@ def sweep(turn: Turn, cluster: ClusterState, wanted: Collection[str] = ()) -> No
         for allocation in run.allocations.values():
             if allocation.live or run.spec.local or _ends_by_itself(turn, allocation, allocation.token in wanted):
                 continue
-            alive = (job for job in jobs_of(allocation, shown.of(allocation)) if _is_orphan(job, cluster.at))
+            alive = (job for job in shown.of(allocation) if _is_orphan(job, cluster.at))
             for job_id in dict.fromkeys(job.het_job_id or job.job_id for job in alive):
                 turn.record(run, "orphan", f"job {job_id} of the ended {allocation.token} is cancelled")
                 turn.cancels.append((run.id, allocation.token, job_id))

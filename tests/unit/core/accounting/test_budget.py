@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from builders import NOW, allocation
 from builders import job as poll_job
 from fallow.core.accounting import budget
-from fallow.core.accounting.spans import Span, by_token, follow
-from fallow.core.allocations import SUBMIT_S, Allocation, forgo, observe, send, sent
+from fallow.core.accounting.spans import Span, follow
+from fallow.core.allocations import SUBMIT_S, Allocation, Shown, forgo, observe, send, sent
 from fallow.core.states import ENDED_STATES
 from fallow.model import AllocationKind, AllocationState, JobInfo
 
@@ -183,14 +183,13 @@ class NeverAboveTheBudget(RuleBasedStateMachine):
     @rule()
     def poll(self) -> None:
         self.polled_at = self.now + self.skew_s
-        shown = [job.info() for job in self.jobs if not job.forgotten]
-        tokens = by_token(shown)
+        shown = Shown([job.info() for job in self.jobs if not job.forgotten])
         for mine in self.allocations:
             waits = mine.queued
             if mine.live:
-                observe(mine, shown, self.polled_at, HORIZON_S)
+                observe(mine, shown.of(mine), self.polled_at, HORIZON_S)
             assert mine.queued == waits, "Slurm has never heard of it, so no poll says anything about it"
-            follow(mine, tokens.get(mine.token, ()), self.polled_at, {}, ENDED_STATES)
+            follow(mine, shown.of(mine), self.polled_at, {})
 
     @invariant()
     def within_the_budget(self) -> None:
@@ -250,18 +249,18 @@ def test_a_poll_tells_what_was_held() -> None:
         harvest(job_id="5", state=AllocationState.RUNNING),
         SlurmJob("fallow-r-h1-x", "5", 900.0, "RUNNING", NOW),
     )
-    assert follow(mine, [job.info()], NOW + 30, {"n1": 8}, ENDED_STATES)
-    assert not follow(mine, [job.info()], NOW + 60, {"n1": 8}, ENDED_STATES)
+    assert follow(mine, [job.info()], NOW + 30, {"n1": 8})
+    assert not follow(mine, [job.info()], NOW + 60, {"n1": 8})
     assert mine.limit_s == 900.0, "Slurm granted more than was asked for"
     job.state, job.end_at = "CANCELLED", NOW + 70
-    assert follow(mine, [job.info()], NOW + 90, {}, ENDED_STATES) and mine.settled
+    assert follow(mine, [job.info()], NOW + 90, {}) and mine.settled
     assert mine.spans["5"] == Span(nodes={"n1": 8}, partition="p", start_at=NOW, end_at=NOW + 70)
 
 
 def test_a_forgotten_job_ended_at_its_limit_at_the_latest() -> None:
     mine = harvest(job_id="5", state=AllocationState.ENDED, limit_s=600.0, spans={"5": span(NOW)})
-    assert follow(mine, [], NOW + 100_000, {}, ENDED_STATES)
+    assert follow(mine, [], NOW + 100_000, {})
     assert not mine.settled, "one answer may be wrong"
-    assert follow(mine, [], NOW + 100_030, {}, ENDED_STATES)
+    assert follow(mine, [], NOW + 100_030, {})
     assert mine.settled and mine.end_guessed
     assert mine.spans["5"].end_at == NOW + 600
