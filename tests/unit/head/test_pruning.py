@@ -10,8 +10,7 @@ import pytest
 from fallow.cli.main import invoke
 from fallow.config import Prune
 from fallow.control.protocol import Pruned
-from fallow.core.accounting.pruning import outdated
-from fallow.head.api.pruning import DAY_S, EVERY_S, Pruning, kept_report
+from fallow.head.api.pruning import DAY_S, EVERY_S, Pruning, kept_report, outdated
 from fallow.head.api.views import run_report
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Run

@@ -41,43 +41,42 @@ def _wanted(text: str) -> Wanted:
     if _COUNT.search(text):
         text = _COUNT.sub("", text).replace("&", "|")
     tokens = _TOKEN.findall(text)
-    if not tokens:
+    try:
+        wanted = _either(tokens)
+    except ValueError:
         return lambda _: True
-    wanted, rest = _either(tokens)
-    return wanted if wanted is not None and not rest else lambda _: True
+    return (lambda _: True) if tokens else wanted
 
 
-def _either(tokens: list[str]) -> tuple[Wanted | None, list[str]]:
-    return _joined(tokens, _both, "|", any)
+def _either(tokens: list[str]) -> Wanted:
+    """Take an alternative off the front. So do the next two with what binds tighter.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    parts = [_both(tokens)]
+    while tokens[:1] == ["|"]:
+        del tokens[0]
+        parts.append(_both(tokens))
+    return lambda has: any(part(has) for part in parts)
 
 
-def _both(tokens: list[str]) -> tuple[Wanted | None, list[str]]:
-    return _joined(tokens, _one, "&,", all)
+def _both(tokens: list[str]) -> Wanted:
+    parts = [_one(tokens)]
+    while tokens and tokens[0] in "&,":
+        del tokens[0]
+        parts.append(_one(tokens))
+    return lambda has: all(part(has) for part in parts)
 
 
-def _joined(
-    tokens: list[str],
-    part: Callable[[list[str]], tuple[Wanted | None, list[str]]],
-    marks: str,
-    combine: Callable[[Iterable[bool]], bool],
-) -> tuple[Wanted | None, list[str]]:
-    """Parts with one of `marks` between them; None where one of them is not understood."""
-    wanted, rest = part(tokens)
-    parts = [wanted]
-    while rest and rest[0] in marks:
-        wanted, rest = part(rest[1:])
-        parts.append(wanted)
-    known = [one for one in parts if one is not None]
-    if len(known) < len(parts):
-        return None, rest
-    return (known[0] if len(known) == 1 else lambda has: combine(one(has) for one in known)), rest
-
-
-def _one(tokens: list[str]) -> tuple[Wanted | None, list[str]]:
-    if tokens[:1] == ["("]:
-        wanted, rest = _either(tokens[1:])
-        return (wanted, rest[1:]) if rest[:1] == [")"] else (None, rest)
-    if not tokens or tokens[0] in ("&", "|", ",", ")"):
-        return None, tokens
-    name = tokens[0]
-    return (lambda has: name in has), tokens[1:]
+def _one(tokens: list[str]) -> Wanted:
+    if not tokens or tokens[0] in "&|,)":
+        raise ValueError
+    name = tokens.pop(0)
+    if name != "(":
+        return lambda has: name in has
+    wanted = _either(tokens)
+    if tokens[:1] != [")"]:
+        raise ValueError
+    del tokens[0]
+    return wanted

@@ -8,14 +8,13 @@ The head does this by itself, and `fallow prune` at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import structlog
 
 from fallow.config import Prune
 from fallow.control.protocol import Pruned
-from fallow.core.accounting.pruning import outdated
 from fallow.files import read_struct, write_struct
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Book, Run
@@ -124,6 +123,19 @@ class Pruning:
         turn.removals += [str(paths.logs), str(paths.ledger)]
         turn.record(run, "prune", f"run {run.id}: its logs and ledgers are removed; report and checkpoints stay")
         return True
+
+
+def outdated(ended_at: Mapping[str, float], now: float, keep: int, older_than_s: float) -> list[str]:
+    """Return the runs to prune, the oldest first.
+
+    Args:
+        ended_at: run -> Unix time of its end, for every run that has ended.
+        now: Unix time.
+        keep: so many of the newest stay, however old they are.
+        older_than_s: no run that ended later than that ago is pruned.
+    """
+    newest_first = sorted(ended_at, key=lambda run: (-ended_at[run], run))
+    return [run for run in reversed(newest_first[keep:]) if now - ended_at[run] >= older_than_s]
 
 
 def kept_report(book: Book, run: Run) -> RunReport | None:

@@ -70,6 +70,7 @@ class Durable:
     ) -> None:
         self.problem = ""
         "why nothing can be written down now; empty: it can"
+        self._said_at = 0.0
         self._waits = waits
         self._confirm = confirm
         self.last_event = 0
@@ -245,29 +246,40 @@ class Durable:
         Raises:
             FallowError: it is away for too long.
         """
-        away: _Away | None = None
+        patience_s = patience_s or STORE_PATIENCE_S
+        began, pause_s = time.monotonic(), _PAUSE_S[0]
         while True:
+            problem: FallowError | None
             try:
                 answer = await ask()
             except Unavailable as error:
-                away = away or _Away(patience_s or STORE_PATIENCE_S)
-                self._note_away(away, error)
-                while not await self._revive(away):
-                    pass
+                problem = error
             else:
-                self._note_back(away)
+                if self.problem:
+                    log.info("store.back", away_s=round(time.monotonic() - began, 1))
+                self.problem = ""
                 return answer
+            while problem is not None:
+                if time.monotonic() - began > patience_s:
+                    raise FallowError(
+                        f"nothing could be written down for {patience_s:g} s: {problem.message}. This head ends; "
+                        "training goes on, start the head again",
+                        Exit.TEMPFAIL,
+                    ) from problem
+                self._note_away(problem.message)
+                await asyncio.sleep(pause_s)
+                pause_s = min(_PAUSE_S[1], 2 * pause_s)
+                problem = await self._revive()
 
-    async def _revive(self, away: _Away) -> bool:
+    async def _revive(self) -> FallowError | None:
         """The private server died or was restarted: start it, and check that it did not go back in time.
 
         Returns:
-            False: the store is still away.
+            Why the store is still away; None: it is back.
 
         Raises:
             FallowError: it went back in time, or the folder is another head's by now.
         """
-        await asyncio.sleep(away.next_pause_s())
         if self._confirm is not None:
             # Whoever has taken over serves these files: a second server would write over what is acknowledged there.
             await self._confirm()
@@ -276,36 +288,21 @@ class Durable:
                 await self._redis.start()
             same = self._store is None or await self._store.check()
         except FallowError as error:
-            self._note_away(away, error)
-            return False
+            return error
         if not same:
             raise FallowError(
                 f"the store of {self._paths.state} went back in time; the head starts again above its last term",
                 Exit.TEMPFAIL,
             )
-        return True
+        return None
 
-    def _note_away(self, away: _Away, error: FallowError) -> None:
-        """Say why nothing can be written down.
-
-        Raises:
-            FallowError: that has lasted for too long.
-        """
-        self.problem = error.message
-        if away.is_over:
-            raise FallowError(
-                f"nothing could be written down for {away.patience_s:g} s: {error.message}. This head ends; training "
-                "goes on, start the head again",
-                Exit.TEMPFAIL,
-            ) from error
-        if away.is_news(error.message):
-            log.warning("store.away", error=error.message)
-        self._waits(error.message)
-
-    def _note_back(self, away: _Away | None) -> None:
-        self.problem = ""
-        if away is not None:
-            log.info("store.back", away_s=round(away.passed_s, 1))
+    def _note_away(self, problem: str) -> None:
+        """Say why nothing can be written down."""
+        if problem != self.problem or time.monotonic() - self._said_at > _SHOW_AGAIN_S:
+            log.warning("store.away", error=problem)
+            self._said_at = time.monotonic()
+        self.problem = problem
+        self._waits(problem)
 
 
 def read_run(run_id: str, stored: dict[str, bytes]) -> StoredRun:
@@ -361,34 +358,3 @@ def _hashes(stored: Mapping[str, bytes]) -> dict[str, int]:
 def _keys_of(run: Run) -> set[str]:
     """All keys under which something of a run may be stored."""
     return {*MEMBERSHIP, *run.stored, *run.pending, *(f"{NODE_KEY}{n}" for n in run.roster.nodes)}
-
-
-class _Away:
-    """One time for which the store cannot be used."""
-
-    def __init__(self, patience_s: float) -> None:
-        self.patience_s = patience_s
-        self._since = time.monotonic()
-        self._pause_s = _PAUSE_S[0]
-        self._shown = ""
-        self._shown_at = 0.0
-
-    @property
-    def passed_s(self) -> float:
-        return time.monotonic() - self._since
-
-    @property
-    def is_over(self) -> bool:
-        return self.passed_s > self.patience_s
-
-    def next_pause_s(self) -> float:
-        """The wait before the next attempt; it grows."""
-        pause_s, self._pause_s = self._pause_s, min(_PAUSE_S[1], 2 * self._pause_s)
-        return pause_s
-
-    def is_news(self, text: str) -> bool:
-        """True if the text differs from the last one, or was not shown for a while."""
-        news = text != self._shown or time.monotonic() - self._shown_at > _SHOW_AGAIN_S
-        if news:
-            self._shown, self._shown_at = text, time.monotonic()
-        return news

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 
 import msgspec
 from msgspec.structs import replace
@@ -299,19 +299,11 @@ def _make_anew(
                 continue
             if not (some_sleep or allocation.exclude):
                 continue
-            if why := outdated(allocation, _unfolded(allocation.exclude), kinds.get(run.id, Kind()), cluster, rules):
+            if why := outdated(
+                allocation, frozenset(nodes(allocation.exclude)), kinds.get(run.id, Kind()), cluster, rules
+            ):
                 turn.record(run, "withdraw", f"{allocation.token} (job {allocation.job_id}): {why}")
                 turn.cancel(run, allocation, why)
-
-
-@lru_cache(maxsize=64)
-def _folded(names: tuple[str, ...]) -> str:
-    return folded(names)
-
-
-@lru_cache(maxsize=64)
-def _unfolded(text: str) -> frozenset[str]:
-    return frozenset(nodes(text))
 
 
 def _find(runs: dict[str, Run], token: str) -> tuple[Run, Allocation]:
@@ -329,7 +321,7 @@ def _submit(turn: Turn, wish: Ask, run: Run) -> None:
         minutes=wish.minutes,
         pinned=wish.node,
         part=wish.part,
-        exclude=_folded(wish.exclude),
+        exclude=folded(wish.exclude),
         replaces=wish.replaces,
         ahead=wish.ahead,
     )
