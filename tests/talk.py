@@ -11,9 +11,9 @@ import runs
 from fallow.core.allocations import Allocation
 from fallow.core.membership.messages import Order, Report
 from fallow.core.protocol.agents import Admitted, Beat, Ended, FromAgent, Hello, Left, News, Progress, ToAgent
-from fallow.head.deadlines import Deadlines
+from fallow.head import deadlines
 from fallow.head.loop.turn import Turn, agent_peer
-from fallow.head.peers.agents import Agents
+from fallow.head.peers import agents
 from fallow.head.state.book import Book, Run
 from runs import CONTRACT as CONTRACT
 from runs import NOW as NOW
@@ -37,8 +37,6 @@ class Talk:
     def __init__(self, book: Book) -> None:
         self.book = book
         self.at, self.now = 0.0, NOW
-        self.agents = Agents()
-        self.deadlines = Deadlines(self.agents.hearing)
         self.turn = Turn(book, self.at, self.now)
         "the newest"
         self.events: list[tuple[str, str]] = []
@@ -61,14 +59,14 @@ class Talk:
         """Messages that wait together, in one turn. The last part of each says when it was received."""
         self._begin()
         for peer, message, at in received:
-            self.agents.hear(self.turn, peer, message, at)
+            agents.hear(self.turn, peer, message, at)
         self.deliver()
 
     def tick(self, later_s: float = 0.0) -> None:
         """So many seconds later the head's clock ticks."""
         self.pass_s(later_s)
         self._begin()
-        self.deadlines.tick(self.turn)
+        deadlines.tick(self.turn)
         assert not self.turn.failures, self.turn.failures[0].error
         self.deliver()
 

@@ -18,7 +18,7 @@ from fallow.core.protocol.agents import Beat, EndNoted, Setup
 from fallow.head.loop.faults import MAX_KINDS, MENDED_S, TEXT, Faults, Quarantine
 from fallow.head.loop.inbox import Heard
 from fallow.head.loop.turn import Turn, agent_peer
-from fallow.head.peers.agents import Agents
+from fallow.head.peers import agents
 from fallow.head.state.book import Run, RunRecord
 from fallow.model import (
     AllocationState,
@@ -156,7 +156,7 @@ async def test_what_a_failed_message_half_did_is_undone_and_the_others_count(
             run.record.spent_node_s = 1e9
             raise ZeroDivisionError("in the middle")
 
-        monkeypatch.setattr(Agents, "_warned", staticmethod(half))
+        monkeypatch.setattr(agents, "_warned", half)
         first, other = hello(head, bad.id), hello(head, good.id)
         await head.take(first, Heard(first.peer, Beat(warned=15), 0.0), other)
         await head.take(first)  # until it is admitted
@@ -250,7 +250,7 @@ async def test_a_node_whose_every_message_fails_does_not_keep_its_run_from_going
             fails += 1
             raise ZeroDivisionError("each time")
 
-        monkeypatch.setattr(Agents, "_beat", fail)
+        monkeypatch.setattr(agents, "_beat", fail)
         for _ in range(10):
             head.head._receive(peer, Beat())
             await head.until(lambda _: head.head._inbox.empty() and fails, "it is taken")
@@ -265,7 +265,7 @@ async def test_a_run_that_fails_and_whose_records_cannot_be_read_any_more_ends_a
         bad, good = await head.bad_and_good()
         await head.take(hello(head, bad.run))
         await head.head._durable.store.save([Write(f"run/{bad.run}/record", None, b"\xc1")], [])
-        monkeypatch.setattr(Agents, "_beat", lambda *_: 1 // 0)
+        monkeypatch.setattr(agents, "_beat", lambda *_: 1 // 0)
         await head.take(Heard(hello(head, bad.run).peer, Beat(), 0.0))
         views = {view.run: view for view in (await head.snapshot()).runs}
         assert (views[bad.run].status, views[good.run].status) == (RunStatus.FAILED, RunStatus.WAITING)

@@ -12,9 +12,9 @@ from fallow.core.accounting.spans import Span, Use
 from fallow.core.allocations import Allocation
 from fallow.core.membership import events as ev
 from fallow.files import Paths
+from fallow.head import deadlines
 from fallow.head.api.pruning import DAY_S, EVERY_S, Pruning
 from fallow.head.api.views import run_report
-from fallow.head.deadlines import Deadlines
 from fallow.head.loop.durable import Durable
 from fallow.head.loop.faults import GIVE_UP_AFTER
 from fallow.head.loop.turn import Turn
@@ -216,10 +216,10 @@ async def test_sums_that_cannot_be_read_are_kept_for_somebody_who_can(tmp_path: 
 async def test_an_error_while_runs_are_pruned_costs_no_run_its_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tick = Deadlines.tick
+    tick = deadlines.tick
 
-    def change_every_run(deadlines: Deadlines, turn: Turn) -> None:
-        tick(deadlines, turn)
+    def change_every_run(turn: Turn) -> None:
+        tick(turn)
         turn.dirty.update(turn.book.current)
 
     def fail(*_: object) -> None:
@@ -227,7 +227,7 @@ async def test_an_error_while_runs_are_pruned_costs_no_run_its_turn(
 
     async with serving(tmp_path) as head:
         await head.create("going")
-        monkeypatch.setattr(Deadlines, "tick", change_every_run)
+        monkeypatch.setattr(deadlines, "tick", change_every_run)
         monkeypatch.setattr(Pruning, "tick", fail)
         found = await head.until(
             lambda seen: any(error.count > 2 * GIVE_UP_AFTER for error in seen.head.internal_errors), "errors count"

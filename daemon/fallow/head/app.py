@@ -21,11 +21,11 @@ from fallow.control.server import ControlServer
 from fallow.core.checks.network import port_range
 from fallow.core.protocol.agents import FromAgent
 from fallow.files import Paths, write_struct
+from fallow.head import deadlines
 from fallow.head.api.handler import ControlHandler
 from fallow.head.api.metrics import Metrics
 from fallow.head.api.operations import Operations
 from fallow.head.api.pruning import Pruning
-from fallow.head.deadlines import Deadlines
 from fallow.head.loop.clock import steady
 from fallow.head.loop.durable import Durable
 from fallow.head.loop.faults import Faults, Quarantine
@@ -33,8 +33,7 @@ from fallow.head.loop.inbox import Asked, Due, Heard, Inbox, Item, Polled, Submi
 from fallow.head.loop.notify import Notifier
 from fallow.head.loop.stop_file import StopFile
 from fallow.head.loop.turn import Failure, Turn
-from fallow.head.peers import checkpoints
-from fallow.head.peers.agents import Agents
+from fallow.head.peers import agents, checkpoints
 from fallow.head.peers.whereabouts import find_address, former_port, own_keys, write_head_file
 from fallow.head.recovery import Recovery
 from fallow.head.slurm import accounts
@@ -110,8 +109,6 @@ class Head:
         self._slurm = paced
         self._calls = SlurmCalls(paced, paths, self._harvest, self._inbox, self._faults)
         self._stop_file = StopFile(config.site.stop_file, self._inbox)
-        self._agents = Agents()
-        self._deadlines = Deadlines(self._agents.hearing)
         self._handler = ControlHandler(
             self._book,
             self._durable,
@@ -338,11 +335,11 @@ class Head:
         """Let the machines have an item; returns what tells its sender, once the turn is durable."""
         match item:
             case Heard(peer, message, at):
-                self._agents.hear(turn, peer, message, at)
+                agents.hear(turn, peer, message, at)
             case Tick():
                 self._tick_queued = False
                 checkpoints.adopt(turn)
-                self._deadlines.tick(turn)
+                deadlines.tick(turn)
                 with turn.apart("pruning"):
                     self._pruning.tick(turn)
             case Polled() | Due() | Submitted() | TrialRefused():

@@ -14,7 +14,6 @@ from fallow.core.missing_agents import missing_agents, note
 from fallow.head.loop.turn import Turn
 from fallow.head.peers import restarts
 from fallow.head.peers.agents import agent_gone, give_up_agent
-from fallow.head.peers.hearing import Hearing
 from fallow.head.slurm import neighbours
 from fallow.head.state.book import Run
 from fallow.head.state.lease import start_of
@@ -27,57 +26,49 @@ CLOSE_S = 1.0
 """Ends that differ by less are the same: they are on two clocks."""
 
 
-class Deadlines:
-    """Watches the time of all runs.
+def tick(turn: Turn) -> None:
+    """Look at every run. All that was received until `turn.at` must have been handled."""
+    turn.for_each(turn.book.current.values(), "tick", lambda run: tick_run(turn, run))
 
-    Args:
-        hearing: when agents were heard.
-    """
 
-    def __init__(self, hearing: Hearing) -> None:
-        self._hearing = hearing
+def tick_run(turn: Turn, run: Run) -> None:
+    """Look at one run."""
+    if run.ended:
+        _end_stragglers(turn, run)
+        return
+    run.look_how_far()
+    watch_time(turn, run)
+    turn.apply(run, ev.Ticked(at=turn.at))
+    _look_for_agents(turn, run)
+    for allocation in run.live_allocations():
+        for host in allocation.hosts:
+            _watch_agent(turn, run, allocation, host)
+        restarts.due(turn, run, allocation)
+    forget(turn, run)
 
-    def tick(self, turn: Turn) -> None:
-        """Look at every run. All that was received until `turn.at` must have been handled."""
-        turn.for_each(turn.book.current.values(), "tick", lambda run: self.tick_run(turn, run))
 
-    def tick_run(self, turn: Turn, run: Run) -> None:
-        """Look at one run."""
-        if run.ended:
-            self._end_stragglers(turn, run)
-            return
-        run.look_how_far()
-        watch_time(turn, run)
-        turn.apply(run, ev.Ticked(at=turn.at))
-        _look_for_agents(turn, run)
-        for allocation in run.live_allocations():
-            for host in allocation.hosts:
-                self._watch_agent(turn, run, allocation, host)
-            restarts.due(turn, run, allocation)
-        forget(turn, run)
+def _watch_agent(turn: Turn, run: Run, allocation: Allocation, host: str) -> None:
+    """Give up a silent agent on whose node nothing is left, or of which all processes are known to have ended."""
+    seen_at = run.agent_seen.setdefault((allocation.token, host), turn.at)
+    if run.spec.local:
+        # No Slurm tells of this node, but it is on this host.
+        if turn.at - seen_at > turn.book.config.membership.lease_s and _is_killed(run, allocation, host):
+            agent_gone(turn, run, allocation, host, f"the processes of {host} are gone")
+        return
+    silent_s = turn.book.hearing.silent_s(seen_at, turn.at)
+    if silent_s > _patience_s(run, allocation, host, turn.book.config.membership):
+        give_up_agent(turn, run, allocation, host, f"agent on {host} silent for {silent_s:.0f} s")
+        turn.let_go_of_empty(run)
 
-    def _watch_agent(self, turn: Turn, run: Run, allocation: Allocation, host: str) -> None:
-        """Give up a silent agent on whose node nothing is left, or of which all processes are known to have ended."""
-        seen_at = run.agent_seen.setdefault((allocation.token, host), turn.at)
-        if run.spec.local:
-            # No Slurm tells of this node, but it is on this host.
-            if turn.at - seen_at > turn.book.config.membership.lease_s and _is_killed(run, allocation, host):
-                agent_gone(turn, run, allocation, host, f"the processes of {host} are gone")
-            return
-        silent_s = self._hearing.silent_s(seen_at, turn.at)
-        if silent_s > _patience_s(run, allocation, host, turn.book.config.membership):
-            give_up_agent(turn, run, allocation, host, f"agent on {host} silent for {silent_s:.0f} s")
-            turn.let_go_of_empty(run)
 
-    @staticmethod
-    def _end_stragglers(turn: Turn, run: Run) -> None:
-        """Forget the agents of an ended run that fell silent."""
-        for allocation in run.live_allocations():
-            neighbours.hurry(turn, run, allocation)
-            for host in allocation.hosts:
-                seen_at = run.agent_seen.setdefault((allocation.token, host), turn.at)
-                if turn.at - seen_at > turn.book.config.membership.lease_s:
-                    give_up_agent(turn, run, allocation, host, "the run is over")
+def _end_stragglers(turn: Turn, run: Run) -> None:
+    """Forget the agents of an ended run that fell silent."""
+    for allocation in run.live_allocations():
+        neighbours.hurry(turn, run, allocation)
+        for host in allocation.hosts:
+            seen_at = run.agent_seen.setdefault((allocation.token, host), turn.at)
+            if turn.at - seen_at > turn.book.config.membership.lease_s:
+                give_up_agent(turn, run, allocation, host, "the run is over")
 
 
 def watch_time(turn: Turn, run: Run) -> None:

@@ -28,7 +28,7 @@ from fallow.head import deadlines
 from fallow.head.loop.faults import Faults
 from fallow.head.loop.inbox import Inbox
 from fallow.head.loop.turn import Turn, agent_peer
-from fallow.head.peers.agents import Agents
+from fallow.head.peers.agents import hear
 from fallow.head.slurm.calls import SlurmCalls
 from fallow.head.slurm.harvest import Harvest
 from fallow.head.state.book import Book, Run, RunRecord, StoredRun, timing
@@ -65,7 +65,6 @@ class VirtualHead:
         config = self._config = _config(engine, options)
         self._book = _Book(config, options.costs.absorb[1])
         self.harvest = Harvest(config)
-        self._agents = Agents()
         self._inbox = Inbox()
         self._client = SimClient(engine, self._has_job)
         paced = PacedClient(
@@ -196,7 +195,7 @@ class VirtualHead:
                     report = Report(node=agent.node, boot=agent.boot, seq=1, term=0, edition=1, ready=ready)
                     turn.apply(run, ev.Reported(at=turn.at, host=host, report=report))
             case Notice() if allocation.agents:
-                self._agents.hear(turn, _peer(allocation), Beat(warned=SIGTERM), turn.at)
+                hear(turn, _peer(allocation), Beat(warned=SIGTERM), turn.at)
             case Ended() if allocation.agents:
                 self._runs.lost(run.id, list(allocation.agents), turn.now)
                 self._gone(turn, run, allocation, KILLED)
@@ -213,7 +212,7 @@ class VirtualHead:
             slots=1,
             entry=f"{node}:1 -",
         )
-        self._agents.hear(turn, agent_peer(allocation, node), hello, turn.at)
+        hear(turn, agent_peer(allocation, node), hello, turn.at)
         if allocation.agents:
             self._runs.join(run.id, node, started.job_id, turn.now)
         else:
@@ -235,7 +234,7 @@ class VirtualHead:
 
     def _gone(self, turn: Turn, run: Run, allocation: Allocation, code: int) -> None:
         self._leaving.discard(allocation.token)
-        self._agents.hear(turn, _peer(allocation), Left(code=code), turn.at)
+        hear(turn, _peer(allocation), Left(code=code), turn.at)
 
 
 class _Book(Book):

@@ -10,9 +10,8 @@ import pytest
 from fake_slurm import FakeJob, FakeSlurm
 from fallow.core import records
 from fallow.core.planning.gain import Seen
-from fallow.head.deadlines import Deadlines
+from fallow.head import deadlines
 from fallow.head.peers import checkpoints
-from fallow.head.peers.hearing import Hearing
 from fallow.head.slurm.accounts import KEEP_S
 from fallow.head.slurm.gains import gains
 from fallow.head.state.archive import LESSONS, Archive
@@ -58,7 +57,7 @@ async def test_what_the_head_does_at_each_poll_and_tick_does_not_grow_with_runs_
     await site.poll()
     turn = site.turn()
     checkpoints.adopt(turn)
-    Deadlines(Hearing()).tick(turn)
+    deadlines.tick(turn)
     site.harvest.plan_again(turn)
     assert site.harvest.neighbours.interval_s(site.book) and other.live_allocations()
 

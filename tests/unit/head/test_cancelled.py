@@ -14,7 +14,7 @@ from fallow.core.allocations import Agent, Allocation
 from fallow.core.membership.failures import BAR_S
 from fallow.core.protocol.agents import Beat
 from fallow.head.loop.turn import agent_peer
-from fallow.head.peers.agents import Agents
+from fallow.head.peers.agents import hear
 from fallow.head.state.book import Run
 from fallow.model import AllocationKind, AllocationState, JobInfo
 from runs import NOW
@@ -63,7 +63,7 @@ async def cancel(site: Site, run: Run) -> str:
     victim = next(a for a in run.live_allocations() if a.state is AllocationState.RUNNING)
     (node,) = victim.nodes
     victim.agents.setdefault(node, Agent())
-    Agents().hear(site.turn(), agent_peer(victim, node), Beat(warned=15), site.slurm.now)
+    hear(site.turn(), agent_peer(victim, node), Beat(warned=15), site.slurm.now)
     site.slurm.end(site.slurm.jobs[str(victim.job_id)], "CANCELLED")
     await site.poll()
     return node

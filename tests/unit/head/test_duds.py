@@ -13,7 +13,7 @@ from fallow.core.membership.failures import BAR_S
 from fallow.core.protocol.agents import Hello
 from fallow.head.api.views import run_view
 from fallow.head.loop.turn import agent_peer
-from fallow.head.peers.agents import Agents
+from fallow.head.peers.agents import hear
 from fallow.head.state.book import RunRecord
 from fallow.model import AllocationState
 
@@ -46,12 +46,12 @@ def site(tmp_path: Path) -> Site:
 async def poll(site: Site, nodes: Nodes) -> None:
     """One poll; agents come from jobs that live, and their nodes train."""
     await site.poll()
-    turn, agents = site.turn(), Agents()
+    turn = site.turn()
     for a in nodes.run.live_allocations():
         if a.state is AllocationState.RUNNING and not a.agents and a.nodes and a.nodes[0] not in _holes(site).black:
             host = a.nodes[0]
             hello = Hello(host=host, token=a.token, version="0", job_id=a.job_id or "", boot=1, slots=1, entry=host)
-            agents.hear(turn, agent_peer(a, host), hello, turn.at)
+            hear(turn, agent_peer(a, host), hello, turn.at)
             a.active_at = site.slurm.now
             nodes.ready(turn, a.agents[host].node)
     nodes.pass_s(turn, 1)

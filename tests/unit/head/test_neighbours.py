@@ -17,9 +17,8 @@ from fallow.core.membership import events as ev
 from fallow.core.neighbour.site import site_rules
 from fallow.core.protocol.agents import EndAgent
 from fallow.files import write_private
-from fallow.head.deadlines import Deadlines
+from fallow.head import deadlines
 from fallow.head.loop.turn import Turn
-from fallow.head.peers.hearing import Hearing
 from fallow.head.slurm import submissions
 from fallow.head.slurm.harvest import Harvest
 from fallow.head.slurm.jobs import take_in
@@ -135,7 +134,7 @@ def test_the_nodes_of_a_run_that_is_over_have_to_hurry_too(book: Book, run: Run)
     give_back(turn(book, NOW + 2), run, allocation, "somebody waits")
     early, last = turn(book, NOW + 2), turn(book, NOW + 2 + LEAVE_S + END_S)
     for each in (early, last):
-        Deadlines(Hearing()).tick(each)
+        deadlines.tick(each)
     assert (early.cancels, last.cancels) == ([], [(run.id, allocation.token, "7")])
 
 

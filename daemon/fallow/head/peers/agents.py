@@ -26,7 +26,6 @@ from fallow.core.protocol.agents import (
 )
 from fallow.head.loop.turn import Turn, agent_peer, why_ended
 from fallow.head.peers import checkpoints, restarts, throughput
-from fallow.head.peers.hearing import Hearing
 from fallow.head.state.book import Run
 from fallow.model import AllocationKind, AllocationState, Exit, MemberPhase
 from fallow.wire.router import agent_of, key_of
@@ -35,280 +34,283 @@ STAND_IN_S = 120.0
 """A stand-in head is there so long after the head was given up, at the latest."""
 
 
-class Agents:
-    """Turns what agents say into events for the machines."""
+def hear(turn: Turn, peer: str, message: FromAgent, at: float) -> None:
+    """Handle one message. Its key decides for which allocation it speaks.
 
-    def __init__(self) -> None:
-        self.hearing = Hearing()
-
-    def hear(self, turn: Turn, peer: str, message: FromAgent, at: float) -> None:
-        """Handle one message. Its key decides for which allocation it speaks.
-
-        Args:
-            turn: takes the effects.
-            peer: the router's name of who says it.
-            message: what is said.
-            at: when it was received, on the head's clock.
-        """
-        principal = turn.book.principals.get(key_of(peer))
-        if principal is None:
-            return
-        self.hearing.hear(at)
-        run = turn.book.runs[principal.run]
-        allocation = run.allocations[principal.token]
-        if isinstance(message, Hello):
-            self._hello(turn, run, allocation, peer, message, at)
-            return
-        host = agent_of(peer)
-        if host not in allocation.agents:
-            if isinstance(message, Beat) and message.report is not None:
-                # It was forgotten, as when its job was taken for requeued, and does not know.
-                turn.messages.append((peer, Introduce(node=message.report.node)))
-            return
-        if allocation.live:
-            self._see(turn, run, allocation, host, at)
-        elif not isinstance(message, Left):
-            # The head has given it up. What it was told to end with still holds.
-            self._end(turn, run, allocation, peer, why_ended(run, allocation))
-        match message:
-            case Beat():
-                self._beat(turn, run, allocation, host, message, at)
-            case Ended():
-                self._ended(turn, run, allocation, host, message, at)
-                turn.messages.append((peer, EndNoted(node=message.node, boot=message.boot)))
-            case Left():
-                allocation.left_at = turn.now
-                turn.dirty.add(run.id)
-                agent_gone(turn, run, allocation, host, _left_with(message.code))
-            case Gather():
-                if message.node == allocation.agents[host].node:
-                    self._gather(turn, run, message)
-
-    @staticmethod
-    def _gather(turn: Turn, run: Run, part: Gather) -> None:
-        answer, nodes = run.gathers.take(part)
-        if answer is not None:
-            for node in nodes:
-                turn.tell(run, node, answer)
-
-    @staticmethod
-    def _see(turn: Turn, run: Run, allocation: Allocation, host: str, at: float) -> None:
-        run.agent_seen[allocation.token, host] = at
-        if allocation.agents[host].gone:
-            # It was only silent.
-            allocation.agents[host].gone = False
+    Args:
+        turn: takes the effects.
+        peer: the router's name of who says it.
+        message: what is said.
+        at: when it was received, on the head's clock.
+    """
+    principal = turn.book.principals.get(key_of(peer))
+    if principal is None:
+        return
+    turn.book.hearing.hear(at)
+    run = turn.book.runs[principal.run]
+    allocation = run.allocations[principal.token]
+    if isinstance(message, Hello):
+        _hello(turn, run, allocation, peer, message, at)
+        return
+    host = agent_of(peer)
+    if host not in allocation.agents:
+        if isinstance(message, Beat) and message.report is not None:
+            # It was forgotten, as when its job was taken for requeued, and does not know.
+            turn.messages.append((peer, Introduce(node=message.report.node)))
+        return
+    if allocation.live:
+        _see(turn, run, allocation, host, at)
+    elif not isinstance(message, Left):
+        # The head has given it up. What it was told to end with still holds.
+        _end(turn, run, allocation, peer, why_ended(run, allocation))
+    match message:
+        case Beat():
+            _beat(turn, run, allocation, host, message, at)
+        case Ended():
+            _ended(turn, run, allocation, host, message, at)
+            turn.messages.append((peer, EndNoted(node=message.node, boot=message.boot)))
+        case Left():
+            allocation.left_at = turn.now
             turn.dirty.add(run.id)
+            agent_gone(turn, run, allocation, host, _left_with(message.code))
+        case Gather():
+            if message.node == allocation.agents[host].node:
+                _gather(turn, run, message)
 
-    @staticmethod
-    def _end(turn: Turn, run: Run, allocation: Allocation, peer: str, reason: str) -> None:
-        """Tell an agent to end."""
-        code = Exit.NO_RESTART if allocation.end_code is None else allocation.end_code
-        if not allocation.told_to_end and allocation.end_code is None:
-            allocation.told_to_end = True
-            turn.dirty.add(run.id)
-        turn.messages.append((peer, EndAgent(term=turn.book.term, code=code, reason=reason)))
 
-    # -- it comes -----------------------------------------------------------------------------------------------------
+def _gather(turn: Turn, run: Run, part: Gather) -> None:
+    answer, nodes = run.gathers.take(part)
+    if answer is not None:
+        for node in nodes:
+            turn.tell(run, node, answer)
 
-    def _hello(self, turn: Turn, run: Run, allocation: Allocation, peer: str, hello: Hello, at: float) -> None:
-        if allocation.end_code is not None:
-            # The run has let go of all its agents. This one may not have heard so before its link broke.
-            self._end(turn, run, allocation, peer, why_ended(run, allocation))
-            return
-        problem = _problem(run, allocation, hello)
-        if problem is not None:
-            self._turn_away(turn, run, allocation, peer, hello, problem)
-            return
-        is_new = hello.host not in allocation.agents
-        if is_new:
-            self._come(turn, run, allocation, hello)
-        self._see(turn, run, allocation, hello.host, at)
-        agent = allocation.agents[hello.host]
-        if hello.process != agent.process:
-            # The one before has ended, and its workers with it: there is one agent on a node.
-            agent.process, agent.again_at = hello.process, None
-            agent.boot, agent.node = (agent.boot + 1, 0) if agent.node else (agent.boot, 0)
-            turn.dirty.add(run.id)
-            turn.record(run, "node", f"{hello.host} has another agent of {allocation.token} now")
-        turn.messages.append((peer, self._setup(turn, run, allocation)))
-        if hello.boot < agent.boot:
-            # It does not know yet which start of its workers is wanted.
-            turn.messages.append((peer, self._news(turn, run, allocation, hello.host)))
-            return
-        self._expect(turn, run, allocation, hello, at)
-        if is_new and allocation.asked_at is not None and allocation.state is AllocationState.RUNNING:
-            # It was to be cancelled as soon as its job showed.
-            turn.release_allocation(run, allocation, allocation.reason)
 
-    def _expect(self, turn: Turn, run: Run, allocation: Allocation, hello: Hello, at: float) -> None:
-        """The start of workers that is wanted has come, or is announced again."""
-        agent = allocation.agents[hello.host]
-        before, agent.boot = agent.node, hello.boot
-        expected = ev.Expected(
-            at=at,
-            host=hello.host,
-            token=allocation.token,
-            boot=hello.boot,
-            slots=hello.slots,
-            entry=hello.entry,
-            node=hello.node or (allocation.reserved if hello.boot == 1 else 0),
-        )
-        turn.apply(run, expected)
-        if agent.node == before and before in run.roster.nodes:
-            # It may not have heard the last order before its connection broke, or another head has sent that.
-            turn.tell(run, agent.node, run.machine.order(agent.node))
-        elif allocation.state is AllocationState.RELEASING:
-            # It was to be given back before it came.
-            turn.apply(run, ev.Release(at=at, nodes=(agent.node,), reason=allocation.reason))
+def _see(turn: Turn, run: Run, allocation: Allocation, host: str, at: float) -> None:
+    run.agent_seen[allocation.token, host] = at
+    if allocation.agents[host].gone:
+        # It was only silent.
+        allocation.agents[host].gone = False
+        turn.dirty.add(run.id)
 
-    def _turn_away(self, turn: Turn, run: Run, allocation: Allocation, peer: str, hello: Hello, problem: str) -> None:
-        is_known = hello.host in allocation.agents or hello.node > 0
-        if not (is_known and allocation.told_to_end):
-            turn.record(run, "refuse", f"agent on {hello.host}: {problem}")
-        if is_known:
-            # One that was admitted before would train on if it was only refused.
-            self._end(turn, run, allocation, peer, problem)
-            return
+
+def _end(turn: Turn, run: Run, allocation: Allocation, peer: str, reason: str) -> None:
+    """Tell an agent to end."""
+    code = Exit.NO_RESTART if allocation.end_code is None else allocation.end_code
+    if not allocation.told_to_end and allocation.end_code is None:
         allocation.told_to_end = True
         turn.dirty.add(run.id)
-        turn.messages.append((peer, Refused(code=Exit.NO_RESTART, message=problem)))
+    turn.messages.append((peer, EndAgent(term=turn.book.term, code=code, reason=reason)))
 
-    @staticmethod
-    def _come(turn: Turn, run: Run, allocation: Allocation, hello: Hello) -> None:
-        """An agent is there for the first time."""
-        allocation.job_id = allocation.job_id or hello.job_id
-        if run.record.slots is None:
-            run.record.slots = hello.slots
-        came(run.record.fruitless, hello.host)
-        # Slurm may have requeued the job: the workers of its first attempt are on record, and their number is taken.
-        before = [] if hello.node else [node.boot for node in run.roster.at_place(hello.host, allocation.token)]
-        allocation.agents[hello.host] = Agent(process=hello.process, boot=max([hello.boot, *(n + 1 for n in before)]))
-        if allocation.state in (AllocationState.UNKNOWN, AllocationState.PENDING):
-            allocation.state = AllocationState.RUNNING
-            allocation.start_at = turn.now
-            if allocation.end_at is None and allocation.minutes is not None:
-                # Until a poll shows what was granted, what was asked for is the safe guess.
-                allocation.end_at = turn.now + 60.0 * allocation.minutes
+
+# -- it comes -----------------------------------------------------------------------------------------------------
+
+
+def _hello(turn: Turn, run: Run, allocation: Allocation, peer: str, hello: Hello, at: float) -> None:
+    if allocation.end_code is not None:
+        # The run has let go of all its agents. This one may not have heard so before its link broke.
+        _end(turn, run, allocation, peer, why_ended(run, allocation))
+        return
+    problem = _problem(run, allocation, hello)
+    if problem is not None:
+        _turn_away(turn, run, allocation, peer, hello, problem)
+        return
+    is_new = hello.host not in allocation.agents
+    if is_new:
+        _come(turn, run, allocation, hello)
+    _see(turn, run, allocation, hello.host, at)
+    agent = allocation.agents[hello.host]
+    if hello.process != agent.process:
+        # The one before has ended, and its workers with it: there is one agent on a node.
+        agent.process, agent.again_at = hello.process, None
+        agent.boot, agent.node = (agent.boot + 1, 0) if agent.node else (agent.boot, 0)
         turn.dirty.add(run.id)
-        turn.record(run, "node", f"{hello.host} came with {allocation.token}", job=hello.job_id)
+        turn.record(run, "node", f"{hello.host} has another agent of {allocation.token} now")
+    turn.messages.append((peer, _setup(turn, run, allocation)))
+    if hello.boot < agent.boot:
+        # It does not know yet which start of its workers is wanted.
+        turn.messages.append((peer, _news(turn, run, allocation, hello.host)))
+        return
+    _expect(turn, run, allocation, hello, at)
+    if is_new and allocation.asked_at is not None and allocation.state is AllocationState.RUNNING:
+        # It was to be cancelled as soon as its job showed.
+        turn.release_allocation(run, allocation, allocation.reason)
 
-    def _setup(self, turn: Turn, run: Run, allocation: Allocation) -> Setup:
-        config = turn.book.config
-        return Setup(
-            run=run.id,
-            folder=str(turn.book.paths.run(run.id).root),
-            seed=run.spec.seed,
-            max_workers=run.root.maximum * run.workers_per_node,
-            beat_s=config.membership.beat_s,
-            lease_s=config.membership.lease_s,
-            patience_s=_patience_s(run, allocation, config.membership.head_patience_s),
-            checkpoint_folder=str(turn.book.checkpoint_folder(run)),
-            checkpoint_s=config.checkpoint.interval_s,
-            network=config.network.data,
-        )
 
-    # -- it is there --------------------------------------------------------------------------------------------------
+def _expect(turn: Turn, run: Run, allocation: Allocation, hello: Hello, at: float) -> None:
+    """The start of workers that is wanted has come, or is announced again."""
+    agent = allocation.agents[hello.host]
+    before, agent.boot = agent.node, hello.boot
+    expected = ev.Expected(
+        at=at,
+        host=hello.host,
+        token=allocation.token,
+        boot=hello.boot,
+        slots=hello.slots,
+        entry=hello.entry,
+        node=hello.node or (allocation.reserved if hello.boot == 1 else 0),
+    )
+    turn.apply(run, expected)
+    if agent.node == before and before in run.roster.nodes:
+        # It may not have heard the last order before its connection broke, or another head has sent that.
+        turn.tell(run, agent.node, run.machine.order(agent.node))
+    elif allocation.state is AllocationState.RELEASING:
+        # It was to be given back before it came.
+        turn.apply(run, ev.Release(at=at, nodes=(agent.node,), reason=allocation.reason))
 
-    def _beat(self, turn: Turn, run: Run, allocation: Allocation, host: str, beat: Beat, at: float) -> None:
-        if beat.warned:
-            self._warned(turn, run, allocation, beat.warned)
-        if beat.report is not None:
-            progress = None if beat.brief else beat.progress
-            self._report(turn, run, allocation, host, beat.report, progress, at)
-        if allocation.live:
-            peer = agent_peer(allocation, host)
-            turn.messages.append((peer, self._news(turn, run, allocation, host)))
-            if allocation.end_code is not None:
-                self._end(turn, run, allocation, peer, why_ended(run, allocation))
 
-    @staticmethod
-    def _report(
-        turn: Turn, run: Run, allocation: Allocation, host: str, report: Report, progress: Progress | None, at: float
-    ) -> None:
-        known = run.roster.nodes.get(report.node)
-        if known is not None and known.token != allocation.token:
-            # The store has lost it, and its number belongs to a node of another allocation now, maybe on this host.
-            turn.messages.append((agent_peer(allocation, host), Introduce(node=report.node)))
-            return
-        report = checkpoints.by_this_clock(run, report, turn.now)
-        turn.apply(run, ev.Reported(at=at, host=host, report=report))
-        known = run.roster.nodes.get(report.node)
-        if known is None or (known.host, known.boot) != (host, report.boot) or not known.alive:
-            return
-        run.step = max(run.step, known.step)
-        if progress is not None:
-            run.progress[known.id] = progress
-            if known.seat:
-                run.reached = max(run.reached, progress.reached)
-        if report.generation and allocation.active_at is None:
-            allocation.active_at = turn.now
-            turn.dirty.add(run.id)
-        throughput.heard(turn, run, known.id)
+def _turn_away(turn: Turn, run: Run, allocation: Allocation, peer: str, hello: Hello, problem: str) -> None:
+    is_known = hello.host in allocation.agents or hello.node > 0
+    if not (is_known and allocation.told_to_end):
+        turn.record(run, "refuse", f"agent on {hello.host}: {problem}")
+    if is_known:
+        # One that was admitted before would train on if it was only refused.
+        _end(turn, run, allocation, peer, problem)
+        return
+    allocation.told_to_end = True
+    turn.dirty.add(run.id)
+    turn.messages.append((peer, Refused(code=Exit.NO_RESTART, message=problem)))
 
-    def _news(self, turn: Turn, run: Run, allocation: Allocation, host: str) -> News:
-        agent = allocation.agents[host]
-        usable = usable_checkpoints(run.roster)
-        epochs = [run.progress[n].epoch for n in run.roster.members[:1] if n in run.progress]
-        return News(
-            term=turn.book.term,
-            boot=agent.boot,
-            ends_in_s=None if allocation.end_at is None else allocation.end_at - turn.now,
-            joins=run.joins(agent.node),
-            step=run.step,
-            epoch=epochs[0] if epochs else (usable[0].epoch if usable else 0),
-            reached=run.reached,
-            checkpoint_in_s=checkpoints.due_in_s(run, turn.book.config.checkpoint.interval_s, turn.now),
-            checkpoints_asked=run.record.checkpoints_asked,
-        )
 
-    @staticmethod
-    def _warned(turn: Turn, run: Run, allocation: Allocation, number: int) -> None:
-        """Slurm has warned the node."""
-        if run.ended or not allocation.live:
-            return
-        why = f"warned by Slurm with signal {number}: preempted or cancelled"
-        if allocation.end_at is not None and turn.now >= allocation.end_at:
-            # Limits are looked at every 30 s, so this warning comes late, never early.
-            why = "walltime"
-        # The scancel of the head itself warns, too.
-        if why != "walltime" and not allocation.warned and allocation.asked_at is None:
-            is_base = allocation.kind is AllocationKind.BASE
-            # Only Slurm knows whether it was preempted or cancelled: the next poll comes soon.
-            turn.taken = turn.taken or allocation.harvested or is_base
-            allocation.warned = True
-            turn.dirty.add(run.id)
-        turn.release_allocation(run, allocation, why)
+def _come(turn: Turn, run: Run, allocation: Allocation, hello: Hello) -> None:
+    """An agent is there for the first time."""
+    allocation.job_id = allocation.job_id or hello.job_id
+    if run.record.slots is None:
+        run.record.slots = hello.slots
+    came(run.record.fruitless, hello.host)
+    # Slurm may have requeued the job: the workers of its first attempt are on record, and their number is taken.
+    before = [] if hello.node else [node.boot for node in run.roster.at_place(hello.host, allocation.token)]
+    allocation.agents[hello.host] = Agent(process=hello.process, boot=max([hello.boot, *(n + 1 for n in before)]))
+    if allocation.state in (AllocationState.UNKNOWN, AllocationState.PENDING):
+        allocation.state = AllocationState.RUNNING
+        allocation.start_at = turn.now
+        if allocation.end_at is None and allocation.minutes is not None:
+            # Until a poll shows what was granted, what was asked for is the safe guess.
+            allocation.end_at = turn.now + 60.0 * allocation.minutes
+    turn.dirty.add(run.id)
+    turn.record(run, "node", f"{hello.host} came with {allocation.token}", job=hello.job_id)
 
-    # -- it goes ------------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _ended(turn: Turn, run: Run, allocation: Allocation, host: str, ended: Ended, at: float) -> None:
-        known = run.roster.nodes.get(ended.node)
-        if known is None or (known.token, known.host, known.boot) != (allocation.token, host, ended.boot):
-            return
-        how = f"killed by signal {ended.signal}" if ended.signal is not None else f"exited with {ended.code}"
-        last = ended.tail.strip().splitlines()[-1:]
-        if ended.code not in (0, None) and last:
-            how += f" ({last[0][:200]})"
-        if known.phase is MemberPhase.GONE and "most recent call first" in ended.tail:
-            # It was killed because it hung, and said where.
-            name = member_name(known.id)
-            turn.record(run, "stack", f"{name} on {host} hung here", node=known.id, stack=ended.tail)
-        restarts.ended(turn, run, allocation, host, ended)
-        gone = ev.Gone(
-            at=at,
-            node=ended.node,
-            reason=how,
-            host=host,
-            boot=ended.boot,
-            code=ended.code,
-            signal=ended.signal,
-            tail=ended.tail,
-            report=None if ended.report is None else checkpoints.by_this_clock(run, ended.report, turn.now),
-            is_ordered=ended.is_ordered,
-        )
-        turn.apply(run, gone)
-        turn.let_go_of_empty(run)
+def _setup(turn: Turn, run: Run, allocation: Allocation) -> Setup:
+    config = turn.book.config
+    return Setup(
+        run=run.id,
+        folder=str(turn.book.paths.run(run.id).root),
+        seed=run.spec.seed,
+        max_workers=run.root.maximum * run.workers_per_node,
+        beat_s=config.membership.beat_s,
+        lease_s=config.membership.lease_s,
+        patience_s=_patience_s(run, allocation, config.membership.head_patience_s),
+        checkpoint_folder=str(turn.book.checkpoint_folder(run)),
+        checkpoint_s=config.checkpoint.interval_s,
+        network=config.network.data,
+    )
+
+
+# -- it is there --------------------------------------------------------------------------------------------------
+
+
+def _beat(turn: Turn, run: Run, allocation: Allocation, host: str, beat: Beat, at: float) -> None:
+    if beat.warned:
+        _warned(turn, run, allocation, beat.warned)
+    if beat.report is not None:
+        progress = None if beat.brief else beat.progress
+        _report(turn, run, allocation, host, beat.report, progress, at)
+    if allocation.live:
+        peer = agent_peer(allocation, host)
+        turn.messages.append((peer, _news(turn, run, allocation, host)))
+        if allocation.end_code is not None:
+            _end(turn, run, allocation, peer, why_ended(run, allocation))
+
+
+def _report(
+    turn: Turn, run: Run, allocation: Allocation, host: str, report: Report, progress: Progress | None, at: float
+) -> None:
+    known = run.roster.nodes.get(report.node)
+    if known is not None and known.token != allocation.token:
+        # The store has lost it, and its number belongs to a node of another allocation now, maybe on this host.
+        turn.messages.append((agent_peer(allocation, host), Introduce(node=report.node)))
+        return
+    report = checkpoints.by_this_clock(run, report, turn.now)
+    turn.apply(run, ev.Reported(at=at, host=host, report=report))
+    known = run.roster.nodes.get(report.node)
+    if known is None or (known.host, known.boot) != (host, report.boot) or not known.alive:
+        return
+    run.step = max(run.step, known.step)
+    if progress is not None:
+        run.progress[known.id] = progress
+        if known.seat:
+            run.reached = max(run.reached, progress.reached)
+    if report.generation and allocation.active_at is None:
+        allocation.active_at = turn.now
+        turn.dirty.add(run.id)
+    throughput.heard(turn, run, known.id)
+
+
+def _news(turn: Turn, run: Run, allocation: Allocation, host: str) -> News:
+    agent = allocation.agents[host]
+    usable = usable_checkpoints(run.roster)
+    epochs = [run.progress[n].epoch for n in run.roster.members[:1] if n in run.progress]
+    return News(
+        term=turn.book.term,
+        boot=agent.boot,
+        ends_in_s=None if allocation.end_at is None else allocation.end_at - turn.now,
+        joins=run.joins(agent.node),
+        step=run.step,
+        epoch=epochs[0] if epochs else (usable[0].epoch if usable else 0),
+        reached=run.reached,
+        checkpoint_in_s=checkpoints.due_in_s(run, turn.book.config.checkpoint.interval_s, turn.now),
+        checkpoints_asked=run.record.checkpoints_asked,
+    )
+
+
+def _warned(turn: Turn, run: Run, allocation: Allocation, number: int) -> None:
+    """Slurm has warned the node."""
+    if run.ended or not allocation.live:
+        return
+    why = f"warned by Slurm with signal {number}: preempted or cancelled"
+    if allocation.end_at is not None and turn.now >= allocation.end_at:
+        # Limits are looked at every 30 s, so this warning comes late, never early.
+        why = "walltime"
+    # The scancel of the head itself warns, too.
+    if why != "walltime" and not allocation.warned and allocation.asked_at is None:
+        is_base = allocation.kind is AllocationKind.BASE
+        # Only Slurm knows whether it was preempted or cancelled: the next poll comes soon.
+        turn.taken = turn.taken or allocation.harvested or is_base
+        allocation.warned = True
+        turn.dirty.add(run.id)
+    turn.release_allocation(run, allocation, why)
+
+
+# -- it goes ------------------------------------------------------------------------------------------------------
+
+
+def _ended(turn: Turn, run: Run, allocation: Allocation, host: str, ended: Ended, at: float) -> None:
+    known = run.roster.nodes.get(ended.node)
+    if known is None or (known.token, known.host, known.boot) != (allocation.token, host, ended.boot):
+        return
+    how = f"killed by signal {ended.signal}" if ended.signal is not None else f"exited with {ended.code}"
+    last = ended.tail.strip().splitlines()[-1:]
+    if ended.code not in (0, None) and last:
+        how += f" ({last[0][:200]})"
+    if known.phase is MemberPhase.GONE and "most recent call first" in ended.tail:
+        # It was killed because it hung, and said where.
+        name = member_name(known.id)
+        turn.record(run, "stack", f"{name} on {host} hung here", node=known.id, stack=ended.tail)
+    restarts.ended(turn, run, allocation, host, ended)
+    gone = ev.Gone(
+        at=at,
+        node=ended.node,
+        reason=how,
+        host=host,
+        boot=ended.boot,
+        code=ended.code,
+        signal=ended.signal,
+        tail=ended.tail,
+        report=None if ended.report is None else checkpoints.by_this_clock(run, ended.report, turn.now),
+        is_ordered=ended.is_ordered,
+    )
+    turn.apply(run, gone)
+    turn.let_go_of_empty(run)
 
 
 def agent_gone(

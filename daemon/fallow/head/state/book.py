@@ -38,6 +38,7 @@ from fallow.core.training.saving import Saving
 from fallow.core.training.slow_links import SlowLinks
 from fallow.files import Paths, private_dir, unwritable, write_private, write_struct
 from fallow.head.state.archive import Archive
+from fallow.head.state.hearing import Hearing
 from fallow.model import (
     AllocationKind,
     AllocationState,
@@ -341,6 +342,7 @@ class Book:
         "those of which something may still come; the others are in `archive`"
         self.archive = Archive()
         self.principals: dict[str, Principal] = {}
+        self.hearing = Hearing()
         self.term = 0
         self.endpoint = ""
         "where peers find this head"

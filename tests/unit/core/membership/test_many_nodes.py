@@ -17,7 +17,7 @@ import pytest
 from fallow.core.membership import events as ev
 from fallow.core.protocol.agents import Beat
 from fallow.head.loop.turn import Turn, agent_peer
-from fallow.head.peers.agents import Agents
+from fallow.head.peers.agents import hear
 from runs import CONTRACT, NOW, Nodes, hold, new_book, new_run
 
 FEW, MANY = 30, 300
@@ -58,12 +58,11 @@ class World:
 
     def beat(self) -> None:
         """Every agent's heartbeat comes and is answered, and nothing is new."""
-        agents = Agents()
         for host, agent in self.allocation.agents.items():
             said = self.nodes.said[agent.node]
             beat = Beat(report=msgspec.structs.replace(said, seq=said.seq + 1))
             turn = Turn(self.turn.book, at=1.0, now=NOW)
-            agents.hear(turn, agent_peer(self.allocation, host), beat, 1.0)
+            hear(turn, agent_peer(self.allocation, host), beat, 1.0)
             assert len(turn.messages) == 1
 
     def lose(self) -> None:

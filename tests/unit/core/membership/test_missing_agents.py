@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from fallow.core.allocations import Agent, Allocation
+from fallow.head import deadlines
 from fallow.head.api import views
-from fallow.head.deadlines import Deadlines
 from fallow.head.loop.turn import Turn
-from fallow.head.peers.hearing import Hearing
 from fallow.head.state.book import Run
 from runs import hold, new_book, new_run
 
@@ -35,7 +34,7 @@ def starts(turn: Turn, run: Run) -> Allocation:
 
 def tick(turn: Turn, run: Run, later_s: float) -> str:
     turn.at, turn.now = turn.at + later_s, turn.now + later_s
-    Deadlines(Hearing()).tick(turn)
+    deadlines.tick(turn)
     return views.run_view(run, turn.at, turn.now).message
 
 
