@@ -12,11 +12,10 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
-from fallow.model import ClusterConfig, ClusterState, JobRequest, OwnerView
-from fallow.slurm.cli import POLL_REQUESTS, QUERY_TIMEOUT_S, SUBMIT_TIMEOUT_S, CliClient
+from fallow.model import ClusterConfig, ClusterState
+from fallow.slurm.cli import QUERY_TIMEOUT_S, SUBMIT_TIMEOUT_S, CliClient
 from fallow.slurm.client import SlurmUnavailable
 from fallow.slurm.pyslurm_process import ChildDied, PyslurmProcess
 from fallow.slurm.state import on_our_clock
@@ -31,8 +30,8 @@ POLLS_PER_CHILD = 1000
 "pyslurm is said to leak (PySlurm issue 60); at one poll in 30 s a child lives for 8 hours."
 
 
-class PyslurmClient:
-    """`SlurmClient` over pyslurm in a process of its own, which is started again after a crash or a hang.
+class PyslurmClient(CliClient):
+    """`CliClient` that polls through pyslurm in a process of its own, which is started again after a crash or a hang.
 
     While there is no such process the commands answer in its place, and `backend` says why.
 
@@ -40,8 +39,6 @@ class PyslurmClient:
         conf: the slurm.conf to use; None: what the environment says.
         insist: never let the commands answer a poll; say that Slurm is not available.
     """
-
-    poll_requests = POLL_REQUESTS
 
     def __init__(
         self,
@@ -51,9 +48,8 @@ class PyslurmClient:
         query_timeout_s: float = QUERY_TIMEOUT_S,
         submit_timeout_s: float = SUBMIT_TIMEOUT_S,
     ) -> None:
-        self._cli = CliClient(conf, query_timeout_s=query_timeout_s, submit_timeout_s=submit_timeout_s)
+        super().__init__(conf, query_timeout_s=query_timeout_s, submit_timeout_s=submit_timeout_s)
         self._insist = insist
-        self._query_timeout_s = query_timeout_s
         self._turn = asyncio.Lock()
         self._child: PyslurmProcess | None = None
         self._child_polls = 0
@@ -72,24 +68,11 @@ class PyslurmClient:
         async with self._turn:
             state = await self._ask(names_prefix)
         if state is not None:
-            at, offset_s = time.time(), self._cli.clock_offset_s
             # In a thread, as the commands' answers are read.
-            return await asyncio.to_thread(on_our_clock, state, at, offset_s)
+            return await asyncio.to_thread(on_our_clock, state, time.time(), self.clock_offset_s)
         if self._insist:
             raise SlurmUnavailable(f'{self.backend}; mend it, or set [slurm] client = "auto"')
-        return await self._cli.poll(names_prefix)
-
-    async def submit(self, request: JobRequest) -> str:
-        return await self._cli.submit(request)
-
-    async def cancel(self, job_ids: Sequence[str]) -> None:
-        await self._cli.cancel(job_ids)
-
-    async def owner(self) -> OwnerView:
-        return await self._cli.owner()
-
-    async def test_only(self, request: JobRequest) -> str:
-        return await self._cli.test_only(request)
+        return await super().poll(names_prefix)
 
     async def close(self) -> None:
         async with self._turn:
@@ -130,7 +113,7 @@ class PyslurmClient:
             return self._child
         if self._release is None:
             await self._configure()
-        child = PyslurmProcess(self._cli.conf)
+        child = PyslurmProcess(self.conf)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 version = await child.start()
@@ -151,7 +134,7 @@ class PyslurmClient:
         return None
 
     async def _configure(self) -> ClusterConfig:
-        found = await self._cli.config()
+        found = await super().config()
         release = _release(found.slurm_version)
         if release != self._release:
             self._release, self._not_before = release, 0.0
