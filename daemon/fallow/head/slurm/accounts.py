@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import takewhile
 
 from fallow.config import Usage
@@ -122,7 +122,7 @@ def tallies(run: Run, now: float) -> Tallies:
 
 
 def rows(
-    runs: Iterable[Run], by: str, since: str | None, prices: Usage, now: float, pruned: PrunedRuns | None = None
+    runs: Collection[Run], by: str, since: str | None, prices: Usage, now: float, pruned: PrunedRuns | None = None
 ) -> list[UsageRow]:
     """One row per run, project or day, and the total last. Runs that were pruned have one row together.
 
@@ -134,37 +134,25 @@ def rows(
         now: Unix time.
         pruned: sums over runs that are not among `runs` any more.
     """
+    used = [(run.id, account_of(run), tallies(run, now)) for run in runs if not run.spec.local]
+    used += [(PRUNED, account, sums) for account, sums in ({} if pruned is None else pruned.usage).items()]
     groups: dict[str, Tallies] = {}
+    whole: Tallies = {}
+    for run_id, account, sums in used:
+        for place, one in by_month(sums, now).items():
+            day = place.partition(" ")[0]
+            if is_since(day, since):
+                key = {"run": run_id, "project": account, "day": day}[by]
+                merge(groups.setdefault(key, {}), {place: one})
+                merge(whole, {place: one})
     budgets: dict[str, tuple[float, float]] = {}
     for run in runs:
-        if run.spec.local:
-            continue
-        _add_to_groups(groups, by, run.id, account_of(run), since, by_month(tallies(run, now), now))
-        if by == "run" and run.spec.budget_node_hours is not None and run.id in groups:
+        if by == "run" and run.spec.budget_node_hours is not None:
             budgets[run.id] = run.spec.budget_node_hours * 3600.0, left_s(run, now) or 0.0
-    for account, sums in ({} if pruned is None else pruned.usage).items():
-        _add_to_groups(groups, by, PRUNED, account, since, by_month(sums, now))
-    whole: Tallies = {}
-    for group in groups.values():
-        merge(whole, group)
     table = Prices(prices.node_hour, prices.gpu_hour)
-    found = [_row(key, groups[key], table, budgets.get(key)) for key in sorted(groups, key=_place)]
-    return [*found, _row("total", whole, table, None)]
-
-
-def _add_to_groups(
-    groups: dict[str, Tallies], by: str, run: str, account: str, since: str | None, sums: Tallies
-) -> None:
-    for place, one in sums.items():
-        day = place.partition(" ")[0]
-        if is_since(day, since):
-            group = groups.setdefault({"run": run, "project": account, "day": day}[by], {})
-            merge(group, {place: one})
-
-
-def _place(key: str) -> tuple[bool, str]:
-    """Runs that were pruned come last. No run has such an id."""
-    return key == PRUNED, key
+    # Runs that were pruned come last. No run has such an id.
+    keys = sorted(groups, key=lambda key: (key == PRUNED, key))
+    return [*(_row(key, groups[key], table, budgets.get(key)) for key in keys), _row("total", whole, table, None)]
 
 
 def _row(key: str, sums: Tallies, prices: Prices, budget_s: tuple[float, float] | None) -> UsageRow:
