@@ -19,24 +19,24 @@ def spec(**more: object) -> RunSpec:
 
 
 def test_a_run_that_does_not_exist_yet_is_planned_for() -> None:
-    found = estimate(idle(6), spec(), HarvestRules(max_pending=4), [], Known(), by_head=True)
+    found = estimate(idle(6), spec(), HarvestRules(max_pending=4), [], Known())
     assert (found.idle_nodes, found.nodes, found.notes) == (6, 7, [])
     assert sum(one.nodes for one in found.asks) == 4
     assert {one.partition for one in found.asks} == {"p"}
     assert all(60 < one.minutes <= 120 for one in found.asks)
     # What is asked for already takes its part.
     others = [request("t", run="other")]
-    assert estimate(idle(6), spec(), HarvestRules(max_pending=4), others, Known(), by_head=True).nodes == 6
-    poor = estimate(idle(6), spec(budget_node_hours=3.0), HarvestRules(), [], Known(), by_head=False)
+    assert estimate(idle(6), spec(), HarvestRules(max_pending=4), others, Known()).nodes == 6
+    poor = estimate(idle(6), spec(budget_node_hours=3.0), HarvestRules(), [], Known())
     assert 0 < sum(one.nodes * one.minutes for one in poor.asks) <= 180
 
 
 def test_why_nothing_would_be_harvested_is_said() -> None:
     state = idle(1, "OFF")
-    found = estimate(state, spec(), HarvestRules(), [], Known(), by_head=False)
+    found = estimate(state, spec(), HarvestRules(), [], Known())
     assert found.asks == []
     (note,) = found.notes
     assert note.startswith("nothing may be harvested in any partition: it is down, not open to your groups, or ")
-    named = estimate(state, spec(harvest_partitions=["gone"]), HarvestRules(), [], Known(), by_head=False)
+    named = estimate(state, spec(harvest_partitions=["gone"]), HarvestRules(), [], Known())
     assert named.notes[0] == "there is no partition gone"
-    assert estimate(state, spec(max_nodes=1), HarvestRules(), [], Known(), by_head=False).notes == []
+    assert estimate(state, spec(max_nodes=1), HarvestRules(), [], Known()).notes == []

@@ -8,10 +8,10 @@ the earlier poll counts, unless Slurm says that the job came later, or that our 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import ceil
 
 import msgspec
 
+from fallow.core.quantile import quantile
 from fallow.core.states import ENDED_STATES, ENDING, ON_NODES
 from fallow.model import ClusterState, DelayReport, JobInfo
 
@@ -88,10 +88,10 @@ class Delays(msgspec.Struct, kw_only=True):
         Args:
             at: Unix time; jobs that still wait count with what they have waited until then.
         """
-        waits_s = (job.waited_s + (max(0.0, at - job.since) if job.tokens else 0.0) for job in self.jobs.values())
-        ordered = sorted(wait_s for wait_s in waits_s if wait_s > 0)
-        p95_s = ordered[ceil(0.95 * len(ordered)) - 1] if ordered else 0.0
-        return DelayReport(jobs=self.forgotten + len(ordered), p95_s=p95_s, max_s=max([self.longest_s, *ordered]))
+        all_s = (job.waited_s + (max(0.0, at - job.since) if job.tokens else 0.0) for job in self.jobs.values())
+        waits_s = [wait_s for wait_s in all_s if wait_s > 0]
+        p95_s, max_s = quantile(waits_s, 0.95) or 0.0, max([self.longest_s, *waits_s])
+        return DelayReport(jobs=self.forgotten + len(waits_s), p95_s=p95_s, max_s=max_s)
 
 
 def _end(delayed: DelayedJob, job: JobInfo | None, ends: Mapping[str, float | None], at: float) -> float:

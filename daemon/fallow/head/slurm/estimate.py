@@ -27,9 +27,7 @@ def estimate(
     rules: HarvestRules,
     live: Sequence[Allocation],
     known: Known,
-    *,
     ordered: Asker | None = None,
-    by_head: bool,
 ) -> Prospect:
     """Plan for this run as if its base job had begun; what other runs want besides is left out.
 
@@ -40,7 +38,6 @@ def estimate(
         live: allocations of all runs.
         known: what was learned.
         ordered: account and QOS of harvest jobs, where the configuration says so.
-        by_head: whether the poll is the head's.
     """
     cluster = within(cluster, [spec.harvest_given.get("reservation", "")])
     partitions = harvestable(cluster, rules)
@@ -59,7 +56,7 @@ def estimate(
     all_asks = _asks(cluster, demand, live, replace(rules, max_pending=UNBOUNDED, max_waiting=UNBOUNDED), known)
     return Prospect(
         polled_at=cluster.at,
-        by_head=by_head,
+        by_head=True,
         idle_nodes=len({hole.node for hole in holes if hole.part is None}),
         asks=[
             WouldAsk(partition=partition, minutes=minutes, nodes=nodes)

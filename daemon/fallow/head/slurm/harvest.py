@@ -180,7 +180,7 @@ class Harvest:
             raise FallowError("the head has not seen Slurm yet; ask again in a moment", Exit.TEMPFAIL)
         live = [a for run in book.current.values() for a in run.live_allocations()]
         known, names = self._learning.known, ordered(self._config)
-        return estimate(self.cluster, spec, self._rules(self.cluster), live, known, ordered=names, by_head=True)
+        return estimate(self.cluster, spec, self._rules(self.cluster), live, known, names)
 
     def tested(self, turn: Turn, run: Run, partition: str, reason: str) -> None:
         """Slurm would say no to harvest jobs of a run: they are not even tried for a while."""
