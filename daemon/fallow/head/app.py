@@ -11,6 +11,7 @@ import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from fallow.head.api.pruning import Pruning
 from fallow.head.loop.clock import steady
 from fallow.head.loop.durable import Durable
 from fallow.head.loop.faults import Faults, Quarantine
-from fallow.head.loop.inbox import Asked, Due, Heard, Inbox, Item, Polled, Submitted, Switched, Tick, TrialRefused
+from fallow.head.loop.inbox import Asked, Due, Heard, Inbox, Item, Polled, Submitted, Switched, Tick, TrialRefused, tell
 from fallow.head.loop.notify import Notifier
 from fallow.head.loop.stop_file import StopFile
 from fallow.head.loop.turn import Failure, Turn
@@ -351,12 +352,12 @@ class Head:
         return None
 
     def _take_request(self, turn: Turn, item: Asked) -> Callable[[], None]:
+        outcome: Any
         try:
-            result = self._operations.handle(turn, item.method, item.params)
+            outcome = self._operations.handle(turn, item.method, item.params)
         except FallowError as error:
-            failure = error
-            return lambda: None if item.answer.done() else item.answer.set_exception(failure)
-        return lambda: None if item.answer.done() else item.answer.set_result(result)
+            outcome = error
+        return partial(tell, item.answer, outcome)
 
     async def _persist(self, turn: Turn) -> None:
         for run_id in turn.failed:
@@ -437,9 +438,8 @@ def _label(item: Item) -> str:
 def _refuse(item: Asked | Due, failure: Failure) -> None:
     """Tell who asked that it came to nothing."""
     if isinstance(item, Due):
-        if not item.wanted.done():
-            item.wanted.set_result(False)
-    elif not item.answer.done():
+        tell(item.wanted, False)
+    else:
         words = f"{type(failure.error).__name__}: {clean(str(failure.error), 200)}"
         text = f"{item.method}: the head could not carry this out ({words}); nothing was changed, and its log says more"
-        item.answer.set_exception(FallowError(text, Exit.SOFTWARE))
+        tell(item.answer, FallowError(text, Exit.SOFTWARE))

@@ -74,6 +74,17 @@ class Tick:
 
 Item = Heard | Asked | Polled | Due | Submitted | TrialRefused | Switched | Tick
 
+
+def tell(future: asyncio.Future[Any], outcome: object) -> None:
+    """Answer whoever asked, unless nobody waits any more: with a result, or with the error that came of it."""
+    if future.done():
+        return
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+
+
 TOGETHER = 64
 """So many messages are taken at once, at most: the first is answered when the last is understood."""
 

@@ -78,8 +78,7 @@ def settle(turn: Turn, at: float) -> None:
         turn: takes the effects.
         at: Unix time of the poll.
     """
-    kept = [run for run in turn.book.current.values() if not run.spec.local]
-    turn.for_each(kept, "accounts", lambda run: _settle_run(turn, run, at))
+    turn.for_each(turn.book.on_slurm, "accounts", lambda run: _settle_run(turn, run, at))
 
 
 def _settle_run(turn: Turn, run: Run, at: float) -> None:

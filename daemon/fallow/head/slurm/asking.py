@@ -79,7 +79,7 @@ class Asking:
             external: what others' jobs need of us.
             again: on a poll that was planned on before: nodes are asked for, and nothing is taken back.
         """
-        runs = {run.id: run for run in turn.book.current.values() if not run.spec.local}
+        runs = {run.id: run for run in turn.book.on_slurm}
         cluster = within(cluster, {run.spec.harvest_given.get("reservation", "") for run in runs.values()})
         if self.stopped:
             # A submission of unknown outcome may have come to something after all.
@@ -87,9 +87,8 @@ class Asking:
                 _give_all_back(turn, run, self.stopped)
         put_off = {run.id for run in runs.values() if not run.ended and self._put_off(turn, run)}
         # Whether its base job was preempted or its owner has cancelled the run, Slurm has to say first.
-        put_off |= {
-            run.id for run in runs.values() if any(a.warned and awaits_verdict(a, turn.now) for a in _bases(run))
-        }
+        unsure = (a.run for run in runs.values() for a in run.bases if a.warned and awaits_verdict(a, turn.now))
+        put_off.update(unsure)
         if not again:
             # First, for the nodes of a base job need not be harvested.
             wanting = [run for run in runs.values() if run.id not in put_off]
@@ -188,9 +187,8 @@ class Asking:
             turn.record(None, "stop", f"nothing is harvested: {why}")
         elif before:
             turn.record(None, "stop", "nodes are harvested again: what had stopped it is over")
-        for run in turn.book.current.values() if why else ():
-            if not run.spec.local:
-                _give_all_back(turn, run, why)
+        for run in turn.book.on_slurm if why else ():
+            _give_all_back(turn, run, why)
 
     def drain(self, turn: Turn, run: Run, nodes: list[str]) -> None:
         """Do without these nodes from now on. Requests that could still get one of them are made anew without."""
@@ -247,10 +245,6 @@ def _tried(run: Run, wanted: Demand) -> Demand:
     on_its_way = (a for a in run.live_allocations() if a.asked_at is None and a.active_at is None and not a.ahead)
     most = 0 if any(a.kind is AllocationKind.HARVEST for a in on_its_way) else 1
     return replace(wanted, nodes=min(wanted.nodes, most), renew=False)
-
-
-def _bases(run: Run) -> list[Allocation]:
-    return [a for a in run.allocations.values() if a.kind is AllocationKind.BASE]
 
 
 def _give_all_back(turn: Turn, run: Run, reason: str) -> None:

@@ -45,8 +45,7 @@ def renew_base(turn: Turn, run: Run, at: float, backoff: Backoff) -> None:
     record = run.record
     if run.ended or not record.base_wanted or run.roster.finishing or record.paused:
         return
-    bases = [a for a in run.allocations.values() if a.kind is AllocationKind.BASE]
-    if not bases or any(a.live or awaits_verdict(a, turn.now) for a in bases):
+    if not run.bases or any(a.live or awaits_verdict(a, turn.now) for a in run.bases):
         return
     if turn.now < backoff.refused_until(base_job(run.id)):
         return
@@ -55,7 +54,7 @@ def renew_base(turn: Turn, run: Run, at: float, backoff: Backoff) -> None:
         hold_back(turn, run, f"the limit of {limit} leaves no place for it; to raise it: fallow grow {run.id}")
         return
     # It will be granted what the last one was granted.
-    limit_s, room = bases[-1].limit_s, left_s(run, at)
+    limit_s, room = run.bases[-1].limit_s, left_s(run, at)
     if room is not None and (limit_s is None or limit_s * run.spec.min_nodes > room):
         needs = "has no time limit" if limit_s is None else f"needs {limit_s * run.spec.min_nodes / 3600:.3g}"
         hold_back(turn, run, f"{max(0.0, room) / 3600:.3g} node-hours are left and it {needs}")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import structlog
@@ -13,7 +14,7 @@ import structlog
 from fallow.core.allocations import Allocation
 from fallow.files import Paths
 from fallow.head.loop.faults import Faults
-from fallow.head.loop.inbox import Due, Inbox, Item, Polled, Submitted, TrialRefused
+from fallow.head.loop.inbox import Due, Inbox, Item, Polled, Submitted, TrialRefused, tell
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm import submissions
 from fallow.head.slurm.harvest import Harvest
@@ -213,7 +214,7 @@ class SlurmCalls:
     def _take_due(self, turn: Turn, item: Due) -> Callable[[], None]:
         """Note that an allocation is submitted now; returns what to do when that is durable."""
         wanted = self._harvest.send(turn, turn.book.runs[item.run], item.token)
-        return lambda: None if item.wanted.done() else item.wanted.set_result(wanted)
+        return partial(tell, item.wanted, wanted)
 
     async def test(self, run: Run) -> str:
         """Why harvest jobs of this run would be refused; empty: nothing is known against them."""

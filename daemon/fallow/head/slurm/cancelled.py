@@ -68,6 +68,6 @@ def _cancelled(turn: Turn, run: Run, allocation: Allocation, backoff: Backoff) -
 
 def _bar(turn: Turn, node: str, text: str) -> None:
     """No run of ours asks for the node for a while, each time for longer."""
-    for run in turn.book.current.values():
-        if not run.spec.local and not run.ended and node not in run.barred:
+    for run in turn.book.on_slurm:
+        if not run.ended and node not in run.barred:
             turn.apply(run, ev.Bar(at=turn.at, host=node, reason=text))

@@ -66,17 +66,16 @@ def take_in(turn: Turn, cluster: ClusterState, horizon_s: float) -> list[Settled
                     turn.book.close(run, allocation)
                     settled.append((run, allocation, mine))
 
-    kept = [run for run in turn.book.current.values() if not run.spec.local]
-    turn.for_each(kept, "jobs of a poll", observe_run)
+    turn.for_each(turn.book.on_slurm, "jobs of a poll", observe_run)
     return [each for each in settled if each[0].id not in turn.failed]
 
 
 def _adopt_requeued(turn: Turn, run: Run, jobs: Shown) -> None:
     """Take up a base job again that Slurm has requeued. Of an ended run the job is an orphan (`head.slurm.orphans`)."""
-    bases = [a for a in run.allocations.values() if a.kind is AllocationKind.BASE and not a.settled]
+    bases = [a for a in run.bases if not a.settled]
     for allocation in bases:
         others = any(a.live for a in bases if a is not allocation)
-        if run.ended or run.spec.local or others or not requeued(allocation, jobs.of(allocation)):
+        if run.ended or others or not requeued(allocation, jobs.of(allocation)):
             continue
         for host in list(allocation.hosts):
             agent_gone(turn, run, allocation, host, "Slurm has requeued its job", taken=True)

@@ -56,13 +56,8 @@ class Learning(Learner):
     def polled(self, turn: Turn, cluster: ClusterState, rules: HarvestRules) -> None:
         """Take in a poll, after the allocations have been brought up to date."""
         book = turn.book
-        harvest = [
-            (a, run.asks_as(a))
-            for run in book.current.values()
-            if not run.spec.local
-            for a in run.allocations.values()
-            if a.harvested
-        ]
+        ours = ((run, a) for run in book.on_slurm for a in run.allocations.values())
+        harvest = [(a, run.asks_as(a)) for run, a in ours if a.harvested]
         for run_id, text in self.take_in(cluster, harvest, rules, turn.now):
             turn.record(book.runs[run_id], "backoff", text)
         if turn.at - self._written_at > WRITE_EVERY_S:

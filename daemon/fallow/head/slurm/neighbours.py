@@ -64,7 +64,7 @@ class Neighbours:
 
     def polled(self, turn: Turn, cluster: ClusterState, site: ClusterConfig | None) -> ExternalDemand:
         """Take in a poll; what follows for our nodes is the planner's."""
-        runs = [run for run in turn.book.current.values() if not run.spec.local]
+        runs = turn.book.on_slurm
         live = [a for run in runs for a in run.live_allocations()]
         over = [a for run in runs for a in run.allocations.values() if not a.live]
         # The end of a user's batch script may run on in a base job. Of those that were lost, the head's own are

@@ -19,9 +19,9 @@ def sweep(turn: Turn, cluster: ClusterState, wanted: Collection[str] = ()) -> No
     Slurm preempts is Slurm's to end or to requeue. The elected one runs the lines after `fallow run`.
     """
     shown = Shown(cluster.jobs)
-    for run in turn.book.current.values():
+    for run in turn.book.on_slurm:
         for allocation in run.allocations.values():
-            if allocation.live or run.spec.local or _ends_by_itself(turn, allocation, allocation.token in wanted):
+            if allocation.live or _ends_by_itself(turn, allocation, allocation.token in wanted):
                 continue
             alive = (job for job in shown.of(allocation) if _is_orphan(job, cluster.at))
             for job_id in dict.fromkeys(job.het_job_id or job.job_id for job in alive):

@@ -10,7 +10,6 @@ from math import ceil
 
 from fallow.core.accounting.backoff import Asker, Backoff
 from fallow.core.accounting.pacing import Schedule, dispensable, extra_nodes
-from fallow.core.allocations import Allocation
 from fallow.core.planning.allowance import beside, held_or_asked
 from fallow.core.planning.rules import HarvestRules
 from fallow.head.loop.turn import Turn
@@ -80,21 +79,20 @@ def _ask(
     rules: HarvestRules,
 ) -> int:
     """Minutes asked for; 0: nothing was."""
-    bases = [a for a in run.allocations.values() if a.kind is AllocationKind.BASE]
     # Not from when it ends: a budget or a preemption may have it end sooner.
-    limits = [a.limit_s for a in bases if a.limit_s is not None]
+    limits = [a.limit_s for a in run.bases if a.limit_s is not None]
     minutes = round(limits[-1] / 60) if limits else UNKNOWN_MINUTES
     deadline = run.spec.deadline_at or 0.0
     if deadline > cluster.at:
         minutes = min(minutes, ceil((deadline - cluster.at) / 60) + SPARE_MINUTES)
     if budget_node_s is not None:
         minutes = min(minutes, int(budget_node_s / 60))
-    partition = _partition(run, bases, cluster)
+    partition = _partition(run, cluster)
     if not partition or minutes < max(1, run.spec.min_harvest_minutes):
         return 0
     if backoff.until(Asker.of(run.spec), partition) > turn.now:
         return 0
-    every = (a for each in turn.book.current.values() if not each.spec.local for a in each.live_allocations())
+    every = (a for each in turn.book.on_slurm for a in each.live_allocations())
     left = beside(rules, held_or_asked(every))
     if left.max_nodes == 0 or left.partition_nodes.get(partition) == 0:
         return 0
@@ -108,10 +106,10 @@ def _ask(
     return minutes
 
 
-def _partition(run: Run, bases: list[Allocation], cluster: ClusterState) -> str:
+def _partition(run: Run, cluster: ClusterState) -> str:
     """Where the user's own job went, or would go; empty: nobody knows."""
     given = [word.partition("=")[2] for word in run.spec.sbatch_options if word.startswith("--partition=")]
-    seen = [a.partition for a in bases if a.partition]
+    seen = [a.partition for a in run.bases if a.partition]
     usual = [p.partition for p in cluster.partitions if p.default]
     return next(iter([*seen[-1:], *given[-1:], *usual]), "").split(",")[0]
 

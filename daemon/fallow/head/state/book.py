@@ -301,6 +301,10 @@ class Run:
         """That a durable checkpoint took: the last members write one before they leave."""
         return max((saved.checkpoint.took_s for saved in self.roster.checkpoints.saved), default=0.0)
 
+    @property
+    def bases(self) -> list[Allocation]:
+        return [a for a in self.allocations.values() if a.kind is AllocationKind.BASE]
+
     def live_allocations(self) -> list[Allocation]:
         return [a for a in self.allocations.values() if a.live]
 
@@ -351,6 +355,11 @@ class Book:
         "key -> its file"
         self._new_id = new_id
         self._validate = validate
+
+    @property
+    def on_slurm(self) -> list[Run]:
+        """Runs whose allocations are Slurm jobs, and of which something may still come."""
+        return [run for run in self.current.values() if not run.spec.local]
 
     def get(self, run: str, *, by_name: bool = False) -> Run:
         """The run that is meant: by its id, its name, the number of one of its Slurm jobs, or a beginning of its id.
