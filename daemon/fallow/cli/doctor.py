@@ -127,9 +127,8 @@ def _slurm() -> tuple[list[Check], ClusterState | None, list[str]]:
     except TimeoutError:
         fix = "see: scontrol ping"
         return [Check("slurmctld", Level.FAIL, f"no answer within {SLURM_S:g} s", fix)], None, []
-    refused = permission.at_first_sight(
-        for_us, config, allow_unseen=site.harvest_unseen, allow_unfair=site.harvest_unfair
-    )
+    unseen = not site.harvest_unseen and permission.Visibility().look(for_us, config)
+    refused = permission.refusals(for_us, config, unseen=unseen, allow_unfair=site.harvest_unfair)
     has_pyslurm = importlib.util.find_spec("pyslurm") is not None and settings.slurm.client == "auto"
     found = [
         checks.slurm_version(config),

@@ -68,7 +68,7 @@ def too_small_for(partition: PartitionInfo) -> str:
 
 
 def refusals(
-    cluster: ClusterState, config: ClusterConfig | None, *, unseen: bool, allow_unseen: bool, allow_unfair: bool
+    cluster: ClusterState, config: ClusterConfig | None, *, unseen: bool, allow_unfair: bool
 ) -> dict[str, str]:
     """Return the partitions that must not be harvested, with the reason.
 
@@ -78,14 +78,14 @@ def refusals(
     Args:
         cluster: one poll.
         config: None: not known yet.
-        unseen: others' jobs cannot be seen (`Visibility`).
-        allow_unseen, allow_unfair: what the site's administrators allow (`[site]`).
+        unseen: others' jobs cannot be seen (`Visibility`), and the site's administrators do not allow that.
+        allow_unfair: they allow that requests of ours come before others' jobs (`[site]`).
     """
     found: dict[str, str] = {}
     for partition in cluster.partitions:
         why = too_small_for(partition)
         if not why and (not partition.preempts or partition.unpreempted):
-            if unseen and not allow_unseen:
+            if unseen:
                 why = "others' jobs cannot be seen, and nothing would take a node from us for them"
             elif config is not None and not allow_unfair:
                 why = _unfair(config, partition, cluster.partitions)
@@ -107,14 +107,6 @@ def _unfair(config: ClusterConfig, partition: PartitionInfo, partitions: Collect
     below = (p for p in partitions if p.up and p.priority_tier < partition.priority_tier)
     names = ", ".join(sorted(p.partition for p in below if not nodes.isdisjoint(p.nodes)))
     return f"its requests would come before all jobs of {names}, whose priority tier is lower" if names else ""
-
-
-def at_first_sight(
-    cluster: ClusterState, config: ClusterConfig, *, allow_unseen: bool, allow_unfair: bool
-) -> dict[str, str]:
-    """`refusals` after a single poll: what the site says about hidden jobs must do."""
-    unseen = Visibility().look(cluster, config)
-    return refusals(cluster, config, unseen=unseen, allow_unseen=allow_unseen, allow_unfair=allow_unfair)
 
 
 class Visibility:

@@ -141,9 +141,7 @@ class Neighbours:
         harvest, allowed = self._config.harvest, self._config.site
         # Where the site allows what cannot be seen, nobody need look.
         unseen = not allowed.harvest_unseen and self._visibility.look(cluster, site)
-        refused = refusals(
-            cluster, site, unseen=unseen, allow_unseen=allowed.harvest_unseen, allow_unfair=allowed.harvest_unfair
-        )
+        refused = refusals(cluster, site, unseen=unseen, allow_unfair=allowed.harvest_unfair)
         if not harvest.allow_without_preemption:
             # Nobody wants to harvest the others anyway.
             small = {p.partition for p in cluster.partitions if p.preempts and too_small_for(p)}

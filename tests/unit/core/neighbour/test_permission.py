@@ -22,7 +22,7 @@ def cluster(*partitions: PartitionInfo, jobs: tuple[JobInfo, ...] = ()) -> Clust
 
 
 def refused(state: ClusterState, config: ClusterConfig | None = None, **told: bool) -> dict[str, str]:
-    allowed = {"unseen": False, "allow_unseen": False, "allow_unfair": False, **told}
+    allowed = {"unseen": False, "allow_unfair": False, **told}
     return dict(refusals(state, config or site(), **allowed))
 
 
@@ -97,7 +97,7 @@ def test_nice_does_not_help_against_partitions_of_a_lower_tier() -> None:
 def test_one_node_is_not_asked_for_where_jobs_have_more(preempt_mode: str) -> None:
     """Slurm would refuse it every time."""
     pair = replace(PLAIN, min_nodes=2, preempt_mode=preempt_mode)
-    found = refused(cluster(pair), allow_unseen=True, allow_unfair=True)
+    found = refused(cluster(pair), allow_unfair=True)
     assert found == {"plain": "its jobs have 2 nodes at least, a request has one"}
     (check,) = checks.partitions(cluster(pair), ["plain"], True, found)
     assert (check.level, check.found) == (Level.FAIL, found["plain"])
@@ -110,7 +110,6 @@ def test_hidden_jobs_are_noticed_and_forbid_harvesting() -> None:
     assert Visibility().look(cluster(), secretive)
     found = refused(cluster(), secretive, unseen=True)
     assert found == {"plain": "others' jobs cannot be seen, and nothing would take a node from us for them"}
-    assert not refused(cluster(), secretive, unseen=True, allow_unseen=True)
     # Nobody says so, but n1 is in use by nobody, poll after poll.
     watching = Visibility()
     assert [watching.look(cluster(), site()) for _ in range(4)] == [False, False, True, True]
