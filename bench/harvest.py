@@ -76,7 +76,7 @@ async def measure(folder: Path, bed: Testbed, other: Testbed, settings: Settings
             while time.time() - began < settings.seconds:
                 await asyncio.sleep(LOOK_S)
                 try:
-                    looks = await asyncio.gather(*(CliClient(each.conf).poll("fallow-") for each in beds.values()))
+                    looks = await asyncio.gather(*(CliClient(each.conf).poll() for each in beds.values()))
                     snapshot = await control.call("status", Snapshot)
                 except FallowError as error:  # the next look may be good
                     progress(f"harvest: {error}")

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from fallow.core.states import ENDED_STATES
+from fallow.core.tokens import carries_token
 from fallow.model import ClusterConfig, ClusterState, JobInfo, JobRequest, NodeInfo, OwnerView, PartitionInfo
 from fallow.slurm import parse
-from fallow.slurm.client import SlurmUnavailable, SubmitRejected, SubmitUnknown, carries
+from fallow.slurm.client import SlurmUnavailable, SubmitRejected, SubmitUnknown
 
 CPUS = 4
 "Of every node."
@@ -201,13 +202,13 @@ class FakeSlurm:
         self._check()
         return self._config
 
-    async def poll(self, names_prefix: str) -> ClusterState:
+    async def poll(self) -> ClusterState:
         self.polls += 1
         self._check()
         jobs = [
             job.info()
             for job in self.jobs.values()
-            if not job.ended or (job.user == self.user and carries(job.info(), names_prefix))
+            if not job.ended or (job.user == self.user and carries_token(job.info()))
         ]
         return ClusterState(
             at=self.now,

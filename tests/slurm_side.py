@@ -54,7 +54,7 @@ class Site:
         self.slurm.advance(after_s)
         turn = self.turn()
         site = await self.slurm.config()
-        self.harvest.polled(turn, await self.slurm.poll("fallow-"), site)
+        self.harvest.polled(turn, await self.slurm.poll(), site)
         for run_id, token in turn.submissions:
             run = self.book.runs[run_id]
             request = self.harvest.request("/state", run, run.allocations[token], "/dev/null")

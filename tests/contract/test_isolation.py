@@ -44,7 +44,7 @@ class FaultySlurm(FakeSlurm):
         self.cancelled: list[str] = []
         self.shown: list[JobInfo] = []
 
-    async def poll(self, names_prefix: str) -> ClusterState:
+    async def poll(self) -> ClusterState:
         if self.poll_errors:
             raise self.poll_errors.pop(0)
         return ClusterState(at=time.time(), nodes=[], jobs=self.shown, partitions=[])

@@ -70,12 +70,12 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 async def nodes(client: PyslurmClient) -> list[str]:
-    return [node.node for node in (await client.poll("fallow-")).nodes]
+    return [node.node for node in (await client.poll()).nodes]
 
 
 async def test_pyslurm_answers_polls_where_it_matches(client: PyslurmClient) -> None:
     began = time.time()
-    state = await client.poll("fallow-")
+    state = await client.poll()
     [node] = state.nodes
     assert (node.node, node.gpus, node.gpu_types, node.partitions) == ("from-pyslurm", 4, {"a100": 4}, ["gpu"])
     assert state.reservations == [], "hidden ones are none"
@@ -170,7 +170,7 @@ async def test_a_hanging_process_is_killed_at_the_deadline_or_when_the_call_is_b
         await nodes(impatient)
     assert children() == []
     await client.config()
-    call = asyncio.create_task(client.poll("fallow-"))
+    call = asyncio.create_task(client.poll())
     await asyncio.sleep(0)  # it waits for the answer now
     assert children() != []
     call.cancel()

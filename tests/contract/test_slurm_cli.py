@@ -57,7 +57,7 @@ async def test_names_and_comments_of_others_cannot_forge_rows(testbed: Testbed) 
     evil = "x\n7|N/A|root|RUNNING|normal|1|n1|(null)|1|1|1|5:00|N/A|1|None|fallow-z|(null)|\n"
     for name, comment in ((evil, "a|b"), ("tab\there, 'quoted' %j \\n", evil)):
         testbed.slurm("sbatch", f"--job-name={name}", f"--comment={comment}", "--output=/dev/null", "--wrap=sleep 60")
-    jobs = (await CliClient(testbed.conf).poll("")).jobs
+    jobs = (await CliClient(testbed.conf).poll()).jobs
     assert len(jobs) == 2 and {job.job_id for job in jobs} == {"1", "2"}
     # squeue may trim white space at the ends; nothing else is lost
     assert {job.name.strip() for job in jobs} == {evil.strip(), "tab\there, 'quoted' %j \\n"}
@@ -126,7 +126,7 @@ async def test_gpus_in_use_planned_nodes_and_reservations_are_seen(testbed: Test
     testbed.slurm("scontrol", "create", "reservation", *reservation, "flags=maint,ignore_jobs")
     deadline = time.monotonic() + 120
     while True:
-        state = await client.poll("fallow-")
+        state = await client.poll()
         jobs, nodes = {job.name: job for job in state.jobs}, {node.node: node for node in state.nodes}
         # A poll is several questions: its nodes may be older than its jobs.
         there = jobs["fallow-g"].state == "RUNNING" and nodes["n2"].state == "MIXED"
@@ -147,7 +147,7 @@ async def test_a_cancelled_call_leaves_no_process(testbed: Testbed) -> None:
     pid = testbed.daemon_pid("slurmctld")
     os.kill(pid, signal.SIGSTOP)
     try:
-        call = asyncio.create_task(CliClient(testbed.conf).poll("fallow-"))
+        call = asyncio.create_task(CliClient(testbed.conf).poll())
         deadline = time.monotonic() + 120
         while not _children("squeue"):
             assert time.monotonic() < deadline
@@ -187,5 +187,5 @@ async def test_requests_wait_behind_others_jobs_whatever_the_sites_weights(testb
     one = ["--nodes=1", "--exclusive", "--time=5", "--output=/dev/null", "--begin=now+1hour"]
     for name, more in (("fallow-nice", [f"--nice={nice}"]), ("fallow-not", []), ("theirs", [])):
         await client.submit(request_of(name, options=[*one, *more]))
-    priority = {job.name: job.priority for job in (await client.poll("fallow-")).jobs}
+    priority = {job.name: job.priority for job in (await client.poll()).jobs}
     assert priority["fallow-nice"] < priority["theirs"] <= priority["fallow-not"]

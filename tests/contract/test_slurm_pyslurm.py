@@ -64,9 +64,9 @@ async def test_it_sees_what_the_commands_see(testbed: Testbed, client: PyslurmCl
 
     async def same() -> ClusterState | None:
         # The scheduler goes on in between: ask until nothing has changed around the poll.
-        before = rounded(await commands.poll("fallow-"))
-        state = await client.poll("fallow-")
-        if before != rounded(await commands.poll("fallow-")):
+        before = rounded(await commands.poll())
+        state = await client.poll()
+        if before != rounded(await commands.poll()):
             return None
         for part, found in rounded(state).items():
             assert found == before[part], part
@@ -89,7 +89,7 @@ async def test_names_and_comments_of_others_break_nothing(testbed: Testbed, clie
     submit(testbed, f"--job-name={evil}", f"--comment={evil}")
     no_text = os.fsdecode(b"\xff\xfe")
     submit(testbed, f"--job-name={no_text}", f"--comment={no_text}")
-    jobs = {job.job_id: job for job in (await client.poll("")).jobs}
+    jobs = {job.job_id: job for job in (await client.poll()).jobs}
     assert client.backend.startswith("pyslurm ")
     assert (jobs["1"].name, jobs["1"].comment) == (evil, evil)
     assert (jobs["2"].name, jobs["2"].comment) == ("", ""), "no text that pyslurm can read"
@@ -98,21 +98,21 @@ async def test_names_and_comments_of_others_break_nothing(testbed: Testbed, clie
 async def test_a_hung_slurmctld_is_given_up_at_the_deadline_and_found_again(
     testbed: Testbed, client: PyslurmClient
 ) -> None:
-    await client.poll("fallow-")
+    await client.poll()
     pid = testbed.daemon_pid("slurmctld")
     os.kill(pid, signal.SIGSTOP)
     try:
         began = time.monotonic()
         with pytest.raises(SlurmUnavailable, match=r"no answer within 5 s"):
-            await client.poll("fallow-")
+            await client.poll()
         assert time.monotonic() - began < 6.5
         assert psutil.Process().children() == []
     finally:
         os.kill(pid, signal.SIGCONT)
 
     async def back() -> bool | None:
-        return client.backend.startswith("pyslurm ") or (await client.poll("fallow-") and None)
+        return client.backend.startswith("pyslurm ") or (await client.poll() and None)
 
-    assert (await client.poll("fallow-")).nodes, "by the commands"
+    assert (await client.poll()).nodes, "by the commands"
     assert client.backend.startswith("command line (pyslurm no answer within 5 s")
     await until(back)

@@ -150,7 +150,7 @@ async def _ask_slurm(setting: Literal["auto", "cli", "pyslurm", "none"]) -> tupl
     client = slurm_client("auto" if setting == "none" else setting)
     try:
         async with asyncio.timeout(SLURM_S):
-            return await client.config(), await client.poll("fallow-doctor-asks-for-no-job"), client.backend
+            return await client.config(), await client.poll(), client.backend
     finally:
         await client.close()
 

@@ -41,3 +41,8 @@ def names_harvest(word: str) -> bool:
     """Is it the token of a job that was made to pick up an idle node?"""
     found = _TOKEN.fullmatch(word)
     return found is not None and found[1] == "h"
+
+
+def carries_token(job: JobInfo) -> bool:
+    """Does its name begin as tokens do, or a word of its comment (a user's own base job keeps its name)?"""
+    return any(word.startswith(PREFIX) for word in (job.name, *job.comment.split()))

@@ -36,7 +36,7 @@ class SimClient:
         self.requests += 1
         return self._engine.config()
 
-    async def poll(self, names_prefix: str) -> ClusterState:
+    async def poll(self) -> ClusterState:
         self.requests += self.poll_requests
         cluster = self._engine.poll()
         await asyncio.sleep(ANSWER_S)

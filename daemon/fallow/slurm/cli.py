@@ -88,7 +88,7 @@ class CliClient:
         self.clock_offset_s = offset if abs(offset) > _CLOCK_TOLERANCE_S else 0.0
         return config
 
-    async def poll(self, names_prefix: str) -> ClusterState:
+    async def poll(self) -> ClusterState:
         layout = parse.JobFormat.fresh(secrets.token_hex(4))
         answers = await asyncio.gather(
             self._show(),
@@ -98,7 +98,7 @@ class CliClient:
         cluster, queue = (_answer(answer) for answer in answers)
         at = time.time()
         # In a thread: of ten thousand nodes and jobs this takes a good part of a second.
-        return await asyncio.to_thread(self._state, at, cluster, queue, layout, names_prefix)
+        return await asyncio.to_thread(self._state, at, cluster, queue, layout)
 
     async def submit(self, request: JobRequest) -> str:
         done = await self._sbatch(request, ["--parsable"])
@@ -140,7 +140,7 @@ class CliClient:
             raise SubmitRejected(request.token, parse.complaint(done.stderr))
         raise SlurmUnavailable(_failure(["sbatch", "--test-only"], done))
 
-    def _state(self, at: float, cluster: str, queue: str, layout: parse.JobFormat, names_prefix: str) -> ClusterState:
+    def _state(self, at: float, cluster: str, queue: str, layout: parse.JobFormat) -> ClusterState:
         nodes, partitions, reservations = parse.cluster(cluster)
         if not nodes:
             # PrivateData=nodes, or an output of a shape that we do not know
@@ -152,7 +152,6 @@ class CliClient:
             parse.jobs(queue, layout),
             at=at,
             user=self._user,
-            names_prefix=names_prefix,
         )
         return on_our_clock(state, at, self.clock_offset_s)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, JobInfo, JobRequest, OwnerView
+from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, JobRequest, OwnerView
 
 
 class SlurmUnavailable(FallowError):
@@ -36,11 +36,6 @@ class SubmitUnknown(FallowError):
         self.reason = reason
 
 
-def carries(job: JobInfo, names_prefix: str) -> bool:
-    """Does its name begin with that, or a word of its comment (a user's own base job keeps its name)?"""
-    return any(word.startswith(names_prefix) for word in (job.name, *job.comment.split()))
-
-
 class SlurmClient(Protocol):
     """Slurm for one user. Every call ends within a bounded time; all may be used at once."""
 
@@ -57,11 +52,11 @@ class SlurmClient(Protocol):
         times that `poll` returns."""
         ...
 
-    async def poll(self, names_prefix: str) -> ClusterState:
+    async def poll(self) -> ClusterState:
         """Nodes, partitions, reservations and jobs in one batch.
 
-        Jobs: everybody's that have not ended (as far as Slurm shows them), and our own ended ones that carry
-        `names_prefix`, as long as Slurm remembers them (MinJobAge, 300 s by default).
+        Jobs: everybody's that have not ended (as far as Slurm shows them), and our own ended ones that carry a token,
+        as long as Slurm remembers them (MinJobAge, 300 s by default).
         No node of a running job is IDLE; a node may look taken for one poll longer than its job.
         """
         ...

@@ -121,10 +121,10 @@ class PacedClient:
         self._config = now, wall, found
         return found
 
-    async def poll(self, names_prefix: str) -> ClusterState:
+    async def poll(self) -> ClusterState:
         await self._wait(self._queries, self._slurm.poll_requests)
         began = self._clock()
-        found = await self._watch(self._slurm.poll(names_prefix))
+        found = await self._watch(self._slurm.poll())
         # How long no answer took says nothing about slurmctld's load once it is back.
         self._took.append(self._clock() - began)
         return found

@@ -2,7 +2,7 @@
 
 A process of its own because pyslurm keeps the GIL in every call, for 20 s and more when slurmctld hangs, and because
 libslurm ends the process at import when it finds no usable slurm.conf. What it prints goes to standard error.
-A request is the `names_prefix` of a poll. Messages: length (4 bytes, big endian), then msgpack.
+A request for a poll is one byte. Answers: length (4 bytes, big endian), then msgpack.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from fallow.slurm.state import cluster_state, user_name
 _ACCESS_DENIED = 2002
 "slurm_errno.h"
 
+REQUEST = b"?"
 LENGTH = struct.Struct(">I")
 
 
@@ -51,18 +52,17 @@ def main() -> int:
     import pyslurm
 
     _send(answers, Hello(pyslurm.__version__))
-    while header := sys.stdin.buffer.read(LENGTH.size):
-        names_prefix = msgspec.msgpack.decode(sys.stdin.buffer.read(*LENGTH.unpack(header)), type=str)
+    while sys.stdin.buffer.read(len(REQUEST)):
         answer: Answer
         try:
-            answer = Polled(poll(pyslurm, names_prefix))
+            answer = Polled(poll(pyslurm))
         except pyslurm.RPCError as error:
             answer = Failed(error.msg or f"error {error.errno}")
         _send(answers, answer)
     return 0
 
 
-def poll(pyslurm: Any, names_prefix: str) -> ClusterState:
+def poll(pyslurm: Any) -> ClusterState:
     """Everything that `SlurmClient.poll` promises, but the time."""
     # Nodes first: a job that ends in between leaves its node taken for one poll longer, never idle too early.
     nodes = list(pyslurm.Nodes.load().values())
@@ -82,7 +82,6 @@ def poll(pyslurm: Any, names_prefix: str) -> ClusterState:
         (parse.job(pyslurm_rows.job(found)) for found in jobs),
         at=0.0,
         user=user_name(os.getuid()),
-        names_prefix=names_prefix,
     )
 
 

@@ -64,15 +64,15 @@ class PyslurmClient(CliClient):
             await self._ready()
         return found
 
-    async def poll(self, names_prefix: str) -> ClusterState:
+    async def poll(self) -> ClusterState:
         async with self._turn:
-            state = await self._ask(names_prefix)
+            state = await self._ask()
         if state is not None:
             # In a thread, as the commands' answers are read.
             return await asyncio.to_thread(on_our_clock, state, time.time(), self.clock_offset_s)
         if self._insist:
             raise SlurmUnavailable(f'{self.backend}; mend it, or set [slurm] client = "auto"')
-        return await super().poll(names_prefix)
+        return await super().poll()
 
     async def close(self) -> None:
         async with self._turn:
@@ -80,7 +80,7 @@ class PyslurmClient(CliClient):
 
     # -- the child; all with the turn held ----------------------------------------------------------------------
 
-    async def _ask(self, names_prefix: str) -> ClusterState | None:
+    async def _ask(self) -> ClusterState | None:
         """The child's poll, on slurmctld's clock; None: there is no child, ask the commands.
 
         Raises:
@@ -92,7 +92,7 @@ class PyslurmClient(CliClient):
         state: ClusterState | None = None
         try:
             async with asyncio.timeout(self._query_timeout_s):
-                state = await child.poll(names_prefix)
+                state = await child.poll()
         except TimeoutError:
             reason = f"no answer within {self._query_timeout_s:g} s"
             self._failed(reason)

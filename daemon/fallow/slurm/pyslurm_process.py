@@ -13,7 +13,7 @@ import msgspec
 from fallow.model import ClusterState
 from fallow.slurm.client import SlurmUnavailable
 from fallow.slurm.process import query_environment
-from fallow.slurm.pyslurm_child import LENGTH, Answer, Failed, Hello, Polled
+from fallow.slurm.pyslurm_child import LENGTH, REQUEST, Answer, Failed, Hello, Polled
 
 _CHILD = (sys.executable, "-m", "fallow.slurm.pyslurm_child")
 
@@ -62,7 +62,7 @@ class PyslurmProcess:
             case other:
                 raise ChildDied(f"began with {type(other).__name__}")
 
-    async def poll(self, names_prefix: str) -> ClusterState:
+    async def poll(self) -> ClusterState:
         """One poll, on slurmctld's clock. The caller sets the deadline, and never asks twice at once.
 
         Raises:
@@ -71,10 +71,9 @@ class PyslurmProcess:
         """
         writer = self._running().stdin
         assert writer is not None
-        data = msgspec.msgpack.encode(names_prefix)
         # A broken pipe shows when the answer is read, with the reason.
         with contextlib.suppress(ConnectionError):
-            writer.write(LENGTH.pack(len(data)) + data)
+            writer.write(REQUEST)
             await writer.drain()
         match await self._receive():
             case Polled(state):

@@ -13,8 +13,8 @@ from typing import TypeVar
 import msgspec
 
 from fallow.core.states import ENDED_STATES, ON_NODES
+from fallow.core.tokens import carries_token
 from fallow.model import ClusterState, JobInfo, NodeInfo, PartitionInfo, ReservationInfo
-from fallow.slurm.client import carries
 
 Info = TypeVar("Info", NodeInfo, JobInfo, ReservationInfo)
 
@@ -59,15 +59,13 @@ def cluster_state(
     *,
     at: float,
     user: str,
-    names_prefix: str,
 ) -> ClusterState:
     """As `SlurmClient.poll` promises: others' ended jobs left out, no node idle that a job keeps.
 
     Args:
         user: our name, as Slurm shows it.
-        names_prefix: what our own ended jobs must carry.
     """
-    shown = [job for job in jobs if job.state not in ENDED_STATES or (job.user == user and carries(job, names_prefix))]
+    shown = [job for job in jobs if job.state not in ENDED_STATES or (job.user == user and carries_token(job))]
     # Two answers, two moments: a job may have started between them. And Slurm calls a node idle whose only job is
     # suspended, though that job keeps its memory and GPUs.
     busy = {name for job in shown if job.state in _KEEPING for name in job.nodes}

@@ -92,7 +92,7 @@ async def ask(testbed: Testbed) -> dict[str, str]:
     with mock.patch.object(cli, "run", keep), mock.patch.object(secrets, "token_hex", return_value=NONCE):
         client = cli.CliClient(testbed.conf)
         await client.config()
-        await client.poll("")
+        await client.poll()
     return answers
 
 

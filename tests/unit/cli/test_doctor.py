@@ -52,7 +52,7 @@ class Slurm:
     async def config(self) -> ClusterConfig:
         return ClusterConfig(cluster="c", slurm_version="22.05.8", preempt_type="preempt/partition_prio")
 
-    async def poll(self, names_prefix: str) -> ClusterState:
+    async def poll(self) -> ClusterState:
         low = PartitionInfo(partition="low", nodes=["n1"], preempt_mode="REQUEUE", grace_s=30)
         high = PartitionInfo(partition="high", nodes=["n1"], priority_tier=2)
         return ClusterState(at=0.0, nodes=[], jobs=[], partitions=[low, high])

@@ -151,7 +151,7 @@ async def test_both_clients_measure_the_offset_and_take_it_off(monkeypatch: pyte
     monkeypatch.setattr(CliClient, "_start", answer)
     cli = CliClient()
     await cli.config()
-    state = await cli.poll("fallow-")
+    state = await cli.poll()
     assert state.clock_offset_s == pytest.approx(ahead_s, abs=2.0)
     assert state.at == pytest.approx(time.time(), abs=2.0)
     assert state.reservations[0].start_at == pytest.approx(time.time(), abs=4.0)
@@ -164,8 +164,8 @@ async def test_both_clients_measure_the_offset_and_take_it_off(monkeypatch: pyte
         return ClusterState(at=0.0, nodes=[], jobs=[], partitions=[], reservations=reserved)
 
     monkeypatch.setattr(by_pyslurm, "_ask", asked)
-    await by_pyslurm._cli.config()
-    state = await by_pyslurm.poll("fallow-")
+    await CliClient.config(by_pyslurm)
+    state = await by_pyslurm.poll()
     assert state.at == pytest.approx(time.time(), abs=2.0)
     assert state.reservations[0].start_at == pytest.approx(time.time(), abs=4.0)
 

@@ -278,13 +278,13 @@ async def test_nothing_is_submitted_to_a_slurm_that_does_not_answer_and_the_next
     run = site.run(nodes=2)
     loop = Loop(site, queries_per_min=60_000, submits_per_min=60_000)
     loop.calls.config = await slurm.config()
-    first, second = asked_for(loop.take(Polled(await slurm.poll("fallow-"))))
+    first, second = asked_for(loop.take(Polled(await slurm.poll())))
     unknown = run.allocations[first]
     if how == "a poll":
         loop.take(Polled(FallowError("Slurm does not answer")))
         slurm.advance(2 * SUBMIT_S)
         now = Turn(site.book, slurm.now, slurm.now)
-        take_in(now, await slurm.poll("fallow-"), 75.0)
+        take_in(now, await slurm.poll(), 75.0)
         assert unknown.live and unknown.queued, "what waits in our own queue is not lost"
     slurm.unknown_submits = [False] if how == "a submission" else []
     with loop.submitting():
@@ -300,7 +300,7 @@ async def test_nothing_is_submitted_to_a_slurm_that_does_not_answer_and_the_next
         for name in list(slurm.node_flags)[1:]:
             slurm.node_flags[name] = {"DRAIN"}
         slurm.advance(POLL_S)
-        asked = asked_for(loop.take(Polled(await slurm.poll("fallow-"))))
+        asked = asked_for(loop.take(Polled(await slurm.poll())))
         assert not run.allocations[second].live
         assert (len(asked), slurm.jobs) == (0 if unknown.live else 1, {})
         while any(run.allocations[token].job_id is None for token in asked):

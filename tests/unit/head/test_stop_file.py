@@ -28,7 +28,7 @@ async def test_all_that_is_harvested_goes_and_nothing_is_asked_for_until_the_swi
     async def poll() -> Turn:
         slurm.advance(30.0)
         turn = site.turn()
-        harvest.polled(turn, await slurm.poll("fallow-"), await slurm.config())
+        harvest.polled(turn, await slurm.poll(), await slurm.config())
         return turn
 
     assert (await poll()).submissions

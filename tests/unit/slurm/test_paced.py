@@ -58,7 +58,7 @@ async def test_what_is_really_sent_counts() -> None:
     client, slurm = paced(clock)
     slurm.poll_requests = 6
     for _ in range(4):
-        await client.poll("fallow-")
+        await client.poll()
     assert sum(clock.slept) == pytest.approx(4 * 6 - BURST_S), "the first three and a bit are the burst"
     before = len(clock.slept)
     clock.now += 3600.0
@@ -82,19 +82,19 @@ async def test_a_slow_slurmctld_is_asked_less() -> None:
     clock = Clock()
 
     class Slow(FakeSlurm):
-        async def poll(self, names_prefix: str) -> ClusterState:
+        async def poll(self) -> ClusterState:
             await clock.sleep(4.0)
-            return await super().poll(names_prefix)
+            return await super().poll()
 
     client, slurm = paced(clock, Slow(nodes=1))
     assert client.least_interval_s == 0.0
-    await client.poll("fallow-")
+    await client.poll()
     assert client.least_interval_s == 16.0
     slurm.unavailable = True
     for _ in range(6):
         clock.now += 30.0
         with pytest.raises(SlurmUnavailable):
-            await client.poll("fallow-")
+            await client.poll()
     assert client.least_interval_s == 16.0, "an outage is no load"
 
 
@@ -107,9 +107,9 @@ async def test_one_that_limits_our_rate_is_asked_half_as_often() -> None:
     client, _ = paced(clock, Limiting(nodes=1))
     with pytest.raises(FallowError, match="Rate limit"):
         await client.test_only(JobRequest(token="fallow-x", options=[], script=""))
-    await client.poll("fallow-")
-    await client.poll("fallow-")
+    await client.poll()
+    await client.poll()
     assert clock.slept == [2.0, 2.0], "nothing saved up, and half the rate"
     clock.now += STRAINED_S
-    await asyncio.gather(*(client.poll("fallow-") for _ in range(20)))
+    await asyncio.gather(*(client.poll() for _ in range(20)))
     assert len(clock.slept) == 2

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import builders
 from fallow.core.holes import find_holes
 from fallow.model import JobInfo, NodeInfo, PartitionInfo
 from fallow.slurm.cli import CliClient
@@ -28,9 +29,16 @@ def test_a_node_that_a_job_keeps_is_not_idle(job_state: str, node_state: str) ->
     node = NodeInfo(node="n1", state="IDLE", cpus=4, memory_mb=4000, memory_used_mb=4000)
     job = JobInfo(job_id="1", name="x", user="bob", state=job_state, partition="p", nodes=["n1"])
     partition = PartitionInfo(partition="p", nodes=["n1"])
-    found = cluster_state([node], [partition], [], [job], at=1e6, user="me", names_prefix="fallow-")
+    found = cluster_state([node], [partition], [], [job], at=1e6, user="me")
     assert [n.state for n in found.nodes] == [node_state]
     assert [hole.node for hole in find_holes(found, found.partitions)] == (["n1"] if node_state == "IDLE" else [])
+
+
+def test_of_ended_jobs_only_our_own_with_a_token_are_shown() -> None:
+    names = {"1": ("me", "fallow-r-h1-0a1b2c"), "2": ("me", "mine"), "3": ("bob", "fallow-r-h1-0a1b2c")}
+    jobs = [builders.job(job_id, "CANCELLED", user=user, name=name) for job_id, (user, name) in names.items()]
+    jobs.append(builders.job("4", "COMPLETED", user="me", name="train", comment="x fallow-r-b0-0a1b2c"))
+    assert [job.job_id for job in cluster_state([], [], [], jobs, at=1e6, user="me").jobs] == ["1", "4"]
 
 
 FEDERATED = """#!/bin/sh
@@ -49,6 +57,6 @@ async def test_only_this_cluster_of_a_federation_is_asked(tmp_path: Path, monkey
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("ASKED", str(tmp_path / "asked"))
     client = CliClient()
-    assert [node.node for node in (await client.poll("fallow-")).nodes] == ["n1"]
+    assert [node.node for node in (await client.poll()).nodes] == ["n1"]
     await client.own_jobs()
     assert [name for name in os.listdir(tmp_path) if name.startswith("asked")] == ["asked.local"]

@@ -93,7 +93,7 @@ class SlurmCalls:
                 if self.config.accounting:
                     self._owner_asked(slurm)
                 self.polls += 1
-                self._inbox.put_nowait(Polled(await slurm.poll("fallow-")))
+                self._inbox.put_nowait(Polled(await slurm.poll()))
                 failures = 0
             except FallowError as error:
                 self._inbox.put_nowait(Polled(error))
