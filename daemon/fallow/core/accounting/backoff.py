@@ -103,9 +103,9 @@ class _Strikes:
     freed_now: tuple[float, int] = (0.0, 0)
     "when the last ones did, and how many"
 
-    def add(self, now: float) -> None:
-        """Once more: leave it alone from now on, for longer than the time before."""
-        self.until = now + pause_s(self.count)
+    def add(self, now: float, wait_s: float | None = None) -> None:
+        """Once more: leave it alone from now on, for so long, or for longer than the time before."""
+        self.until = now + (pause_s(self.count) if wait_s is None else wait_s)
         self.count += 1
 
 
@@ -113,7 +113,7 @@ class LeftAlone(msgspec.Struct, frozen=True):
     """A back-off's state as it is written down."""
 
     alone: list[tuple[str, str, str, int, float]] = []
-    "partition, a run's base job or nothing, account, QOS, times that it was left alone, until when (Unix time)"
+    "partition, jobs of a run or nothing, account, QOS, times that it was left alone, until when (Unix time)"
     too_long: list[tuple[str, Asker | None, int, float]] = []
     "partition, for whom (None: anybody), minutes, until"
 
@@ -123,7 +123,7 @@ class Backoff:
     """What is left alone, and until when (Unix time)."""
 
     _alone: dict[tuple[str, str, str], _Strikes] = field(default_factory=dict)
-    "(partition, `base_job` of a run or nothing, account, QOS)"
+    "(partition, jobs of a run or nothing, account, QOS)"
     _too_long: dict[tuple[str, Asker | None], tuple[int, float]] = field(default_factory=dict)
     "(partition, for whom; None: anybody) -> (minutes, until)"
 
@@ -145,17 +145,23 @@ class Backoff:
         strikes.tries, strikes.freed = 1, since
         return True
 
-    def refused(self, base_job: str, now: float) -> None:
-        """Slurm refused the base job of a run, for whatever reason: that says nothing of other jobs."""
-        self._alone.setdefault((base_job, "", ""), _Strikes()).add(now)
+    def put_off(self, what: str, now: float, wait_s: float | None = None) -> None:
+        """Leave jobs of one run alone, whatever went wrong: that says nothing of other runs.
 
-    def taken(self, base_job: str) -> None:
-        """Slurm took it, or somebody says that it will."""
-        self._alone.pop((base_job, "", ""), None)
+        Args:
+            what: `base_job` or `harvest_jobs` of a run.
+            now: Unix time.
+            wait_s: for so long; None: for longer than the time before.
+        """
+        self._alone.setdefault((what, "", ""), _Strikes()).add(now, wait_s)
 
-    def refused_until(self, base_job: str) -> float:
-        """Unix time before which a base job that Slurm refused is not submitted again; 0: now."""
-        strikes = self._alone.get((base_job, "", ""))
+    def take_up(self, what: str) -> None:
+        """They are well again, or somebody says so."""
+        self._alone.pop((what, "", ""), None)
+
+    def put_off_until(self, what: str) -> float:
+        """Unix time before which nothing is asked for; 0: now."""
+        strikes = self._alone.get((what, "", ""))
         return strikes.until if strikes else 0.0
 
     def too_long(self, partition: str, minutes: int, now: float, asker: Asker | None = None) -> None:
@@ -246,8 +252,13 @@ class Backoff:
 
 
 def base_job(run: str) -> str:
-    """What stands for the base job of a run, where partitions stand for harvest jobs; no partition has such a name."""
+    """What stands for the base job of a run, where else a partition stands; no partition has such a name."""
     return f"base job of {run}"
+
+
+def harvest_jobs(run: str) -> str:
+    """The same for all of its harvest jobs."""
+    return f"harvest jobs of {run}"
 
 
 def _key(scope: Scope, asker: Asker, partition: str) -> tuple[str, str, str]:

@@ -9,7 +9,7 @@ import msgspec
 from msgspec.structs import replace
 
 from fallow.config import Config
-from fallow.core.accounting.backoff import base_job
+from fallow.core.accounting.backoff import base_job, harvest_jobs
 from fallow.core.accounting.cancelled import Cancels, awaits_verdict
 from fallow.core.accounting.duds import DUDS, Duds, put_off_s
 from fallow.core.accounting.prices import Prices, WakePrice
@@ -206,36 +206,38 @@ class Asking:
         run.record.paused_by_hand, run.record.harvest_paused, run.record.drained = False, "", []
         turn.apply(run, ev.Unbar(at=turn.at, hosts=(*run.record.fruitless.barred, *run.record.cancelled.barred)))
         run.record.refusals, run.record.fruitless, run.record.cancelled = {}, Duds(), Cancels()
-        run.not_before = 0.0
         self._known.backoff.forget(run.asker)
-        self._known.backoff.taken(base_job(run.id))
+        for what in (base_job(run.id), harvest_jobs(run.id)):
+            self._known.backoff.take_up(what)
         turn.dirty.add(run.id)
         turn.record(run, "resume", "resumed by hand: nodes are asked for again")
 
     def waits_after_failures(self, turn: Turn, run: Run) -> bool:
         """Are its requests put off because the last jobs came to nothing, or its base job because Slurm refused it?"""
-        refused_until = self._known.backoff.refused_until(base_job(run.id))
-        return run.failures >= DUDS or turn.at < run.not_before or turn.now < refused_until
+        put_off = (self._known.backoff.put_off_until(what(run.id)) for what in (base_job, harvest_jobs))
+        return run.failures >= DUDS or turn.now < max(put_off)
 
     def _put_off(self, turn: Turn, run: Run) -> bool:
         """Is it too early to ask for more, because the last jobs came to nothing?"""
         duds, failures = run.record.fruitless, run.failures
+        backoff, what = self._known.backoff, harvest_jobs(run.id)
         before, run.failures_seen = run.failures_seen, failures
         if before is None:
             before = failures if duds.rounds else 0
         if not failures:
-            run.not_before, duds.rounds = 0.0, 0
-        elif failures > before and turn.at >= run.not_before and not run.record.paused:
+            backoff.take_up(what)
+            duds.rounds = 0
+        elif failures > before and turn.now >= backoff.put_off_until(what) and not run.record.paused:
             wait_s = put_off_s(duds, failures, self._config.slurm.poll_interval_s)
             turn.dirty.add(run.id)
-            what = f"{failures} jobs in a row came to nothing"
+            why = f"{failures} jobs in a row came to nothing"
             if wait_s is None:
-                why = f"{what}, with longer and longer waits in between; to try again: fallow resume {run.id}"
+                why += f", with longer and longer waits in between; to try again: fallow resume {run.id}"
                 turn.stop_asking(run, f"{why}; the last: {duds.last or run.root.message}")
             elif wait_s:
-                run.not_before = turn.at + wait_s
-                turn.record(run, "pause", f"{what}; the next one is tried in {wait_s:.0f} s")
-        return turn.at < run.not_before
+                backoff.put_off(what, turn.now, wait_s)
+                turn.record(run, "pause", f"{why}; the next one is tried in {wait_s:.0f} s")
+        return turn.now < backoff.put_off_until(what)
 
 
 def _tried(run: Run, wanted: Demand) -> Demand:

@@ -47,7 +47,7 @@ def renew_base(turn: Turn, run: Run, at: float, backoff: Backoff) -> None:
         return
     if not run.bases or any(a.live or awaits_verdict(a, turn.now) for a in run.bases):
         return
-    if turn.now < backoff.refused_until(base_job(run.id)):
+    if turn.now < backoff.put_off_until(base_job(run.id)):
         return
     if run.root.limit <= len(run.roster.present()):
         limit = counted(run.root.limit, "node")

@@ -136,7 +136,7 @@ class Harvest:
             asker = run.asks_as(allocation)
             news = self._learning.refused(turn, run, asker, allocation.partition, allocation.minutes, reason)
         else:
-            self._learning.known.backoff.refused(base_job(run.id), turn.now)
+            self._learning.known.backoff.put_off(base_job(run.id), turn.now)
             # It is rare, and a head that is killed must not begin anew with it.
             self._learning.note(turn)
         usable: list[PartitionInfo] = []
@@ -191,7 +191,7 @@ class Harvest:
         """Slurm took a submission."""
         submissions.submitted(turn, run, token, job_id)
         if run.allocations[token].kind is AllocationKind.BASE:
-            self._learning.known.backoff.taken(base_job(run.id))
+            self._learning.known.backoff.take_up(base_job(run.id))
 
     unknown = staticmethod(submissions.unknown)
 

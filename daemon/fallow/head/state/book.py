@@ -188,8 +188,6 @@ class Run:
         self.script_digest = ""
         self.gain: Gain | None = None
         "from nodes, as of the last plan"
-        self.not_before = 0.0
-        "time on the turns' clock before which nothing is asked for, because the last jobs came to nothing"
         self.failures_seen: int | None = None
         "`failures`, as of the last plan"
         self.limited_by = ""
@@ -459,7 +457,7 @@ class Book:
         self._forget_keys(run)
         new = self.add(stored._replace(spec=run.spec), revision, at)
         new.looked_for_checkpoints, new.reached = True, run.reached
-        new.not_before, new.failures_seen, new.limited_by = run.not_before, run.failures_seen, run.limited_by
+        new.failures_seen, new.limited_by = run.failures_seen, run.limited_by
         return new
 
     def _forget_keys(self, run: Run) -> None:
