@@ -15,7 +15,7 @@ import pytest
 from fake_slurm import FakeJob, FakeSlurm
 from fallow.config import Config
 from fallow.config import Harvest as HarvestSection
-from fallow.core.accounting.backoff import FIRST_S, Asker
+from fallow.core.accounting.backoff import FIRST_S, Asker, Backoff
 from fallow.core.allocations import SUBMIT_S, Agent, Allocation
 from fallow.core.planning.allowance import AHEAD
 from fallow.core.planning.rules import HarvestRules, Known
@@ -284,7 +284,7 @@ async def test_nothing_is_submitted_to_a_slurm_that_does_not_answer_and_the_next
         loop.take(Polled(FallowError("Slurm does not answer")))
         slurm.advance(2 * SUBMIT_S)
         now = Turn(site.book, slurm.now, slurm.now)
-        take_in(now, await slurm.poll(), 75.0)
+        take_in(now, await slurm.poll(), 75.0, Backoff())
         assert unknown.live and unknown.queued, "what waits in our own queue is not lost"
     slurm.unknown_submits = [False] if how == "a submission" else []
     with loop.submitting():

@@ -12,6 +12,7 @@ from builders import cluster as poll_of
 from builders import job, node, partition, runs, waits
 from fallow.config import Config, Slurm
 from fallow.config import Harvest as HarvestSection
+from fallow.core.accounting.backoff import Backoff
 from fallow.core.allocations import CANCEL_AGAIN_S, Agent, Allocation
 from fallow.core.membership import events as ev
 from fallow.core.neighbour.site import site_rules
@@ -175,7 +176,7 @@ def test_a_base_job_is_found_by_its_number_or_its_comment(book: Book, run: Run, 
 
     def poll(at: float, state: str, submit_at: float = NOW + 1.0, **more: Any) -> None:
         shown = job("8", state, **{"name": "mine", "user": "me", "submit_at": submit_at, "comment": comment, **more})
-        take_in(turn(book, at), poll_of([], [shown], at=at), 30.0)
+        take_in(turn(book, at), poll_of([], [shown], at=at), 30.0, Backoff())
 
     if known == "to the head":
         submissions.submitted(turn(book, NOW + 1.5), run, base.token, "8")
@@ -235,7 +236,7 @@ def test_a_base_job_that_slurm_shows_after_it_was_lost_is_cancelled(
     base = book.new_allocation(run, AllocationKind.BASE, NOW, sent_by=NOW, renewed=whose == "the head's")
     submissions.submitted(turn(book), run, base.token, "8")
     for at in (60.0, 65.0):
-        take_in(turn(book, NOW + at), cluster(run, True, NOW + at), 30.0)
+        take_in(turn(book, NOW + at), cluster(run, True, NOW + at), 30.0, Backoff())
     assert base.state is AllocationState.LOST
     if whose == "theirs, given up":
         run.root.status = RunStatus.CANCELLED

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from fallow.core.accounting import cancelled
 from fallow.core.accounting.backoff import Backoff
 from fallow.core.accounting.cancelled import CANCELS
 from fallow.core.allocations import Allocation
-from fallow.core.holes import CLOSED
 from fallow.core.membership import events as ev
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Run
-from fallow.model import AllocationKind, JobInfo, NodeInfo
-
-Settled = tuple[Run, Allocation, Sequence[JobInfo]]
-"""An allocation whose jobs are over, and those."""
+from fallow.model import AllocationKind, JobInfo
 
 
-def take_in(turn: Turn, settled: Sequence[Settled], nodes: Iterable[NodeInfo], backoff: Backoff) -> None:
-    """Args: settled: allocations whose jobs have just been seen to be over, with these."""
-    closed = {node.node for node in nodes if not CLOSED.isdisjoint(node.flags)} if settled else ()
-    for run, allocation, jobs in settled:
-        if not cancelled.by_others(allocation, jobs, closed):
-            continue
-        if allocation.kind is AllocationKind.BASE:
-            base_cancelled(turn, run, allocation)
-        else:
-            _cancelled(turn, run, allocation, backoff)
+def look_for(
+    turn: Turn, run: Run, allocation: Allocation, jobs: Sequence[JobInfo], closed: Collection[str], backoff: Backoff
+) -> None:
+    """Do what follows if somebody cancelled the jobs of an allocation, which have just been seen to be over.
+
+    Args:
+        turn, run, allocation, jobs: takes the effects, and whose jobs.
+        closed: nodes that take no jobs any more.
+        backoff: is told of a request that somebody cancelled.
+    """
+    if not cancelled.by_others(allocation, jobs, closed):
+        return
+    if allocation.kind is AllocationKind.BASE:
+        base_cancelled(turn, run, allocation)
+    else:
+        _cancelled(turn, run, allocation, backoff)
 
 
 def base_cancelled(turn: Turn, run: Run, allocation: Allocation) -> None:

@@ -15,10 +15,9 @@ from fallow.core.neighbour.preemption import as_for_us
 from fallow.core.planning.allowance import horizon_s
 from fallow.core.planning.rules import HarvestRules, harvestable
 from fallow.head.loop.turn import Turn
-from fallow.head.slurm import accounts, cancelled, orphans, submissions
+from fallow.head.slurm import accounts, orphans, submissions
 from fallow.head.slurm.asking import Asking
 from fallow.head.slurm.budgets import keep_within_budget
-from fallow.head.slurm.cancelled import Settled
 from fallow.head.slurm.estimate import estimate
 from fallow.head.slurm.jobs import take_in
 from fallow.head.slurm.learning import Learning
@@ -69,13 +68,7 @@ class Harvest:
         """Take in one poll, then plan. `site` is None as long as Slurm has not told its configuration."""
         cluster = as_for_us(cluster, site, self._config.harvest.qos)
         self.cluster, self._site = cluster, site
-        settled = take_in(turn, cluster, horizon_s=horizon_s(self._config.slurm.poll_interval_s))
-        ends: dict[str, list[Settled]] = {}
-        for each in settled:
-            ends.setdefault(each[0].id, []).append(each)
-        backoff = self._learning.known.backoff
-        over = [turn.book.runs[run] for run in ends]
-        turn.for_each(over, "ends of jobs", lambda run: cancelled.take_in(turn, ends[run.id], cluster.nodes, backoff))
+        take_in(turn, cluster, horizon_s(self._config.slurm.poll_interval_s), self._learning.known.backoff)
         accounts.settle(turn, cluster.at)
         turn.for_each(turn.book.current.values(), "budget", lambda run: keep_within_budget(turn, run, cluster.at))
         with turn.apart("neighbours"):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import inf
 
 from fallow.core.accounting import duds
+from fallow.core.accounting.backoff import Backoff
 from fallow.core.accounting.spans import follow
 from fallow.core.allocations import (
     CANCEL_AGAIN_S,
@@ -17,10 +18,12 @@ from fallow.core.allocations import (
     preempted_until,
     requeued,
 )
+from fallow.core.holes import CLOSED
 from fallow.core.membership import events as ev
 from fallow.head.loop.turn import Turn
 from fallow.head.peers.agents import agent_gone
-from fallow.head.slurm.cancelled import Settled, base_cancelled
+from fallow.head.slurm import cancelled
+from fallow.head.slurm.cancelled import base_cancelled
 from fallow.head.slurm.submissions import left_word
 from fallow.head.state.book import Run
 from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo, RunStatus
@@ -35,20 +38,18 @@ SILENT_S = 60.0
 """A job that polls do not show, and whose agents are silent, is taken for ended after so long or a lease."""
 
 
-def take_in(turn: Turn, cluster: ClusterState, horizon_s: float) -> list[Settled]:
+def take_in(turn: Turn, cluster: ClusterState, horizon_s: float, backoff: Backoff) -> None:
     """Bring every allocation up to date with a poll, also those that are over for us and not yet for Slurm.
 
     Args:
         turn: takes the effects.
         cluster: the poll.
         horizon_s: as in `observe`.
-
-    Returns:
-        Those whose jobs are over now, and were not before.
+        backoff: is told of requests that somebody cancelled.
     """
     jobs = Shown(cluster.jobs)
     gpus = {node.node: node.gpus for node in cluster.nodes}
-    settled: list[Settled] = []
+    closed = {node.node for node in cluster.nodes if not CLOSED.isdisjoint(node.flags)}
 
     def observe_run(run: Run) -> None:
         _adopt_requeued(turn, run, jobs)
@@ -58,16 +59,15 @@ def take_in(turn: Turn, cluster: ClusterState, horizon_s: float) -> list[Settled
                 _observe(turn, run, allocation, jobs.of(allocation), cluster.at, horizon_s)
             elif allocation.settled:
                 _prove_gone(turn, run, allocation)
-        for allocation in run.allocations.values():
+        for allocation in list(run.allocations.values()):
             mine = jobs.of(allocation)
             if follow(allocation, mine, cluster.at, gpus):
                 turn.dirty.add(run.id)
                 if allocation.settled:
                     turn.book.close(run, allocation)
-                    settled.append((run, allocation, mine))
+                    cancelled.look_for(turn, run, allocation, mine, closed, backoff)
 
     turn.for_each(turn.book.on_slurm, "jobs of a poll", observe_run)
-    return [each for each in settled if each[0].id not in turn.failed]
 
 
 def _adopt_requeued(turn: Turn, run: Run, jobs: Shown) -> None:
