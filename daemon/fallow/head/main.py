@@ -20,7 +20,7 @@ from fallow.head.app import Head
 from fallow.head.stand_in import GIVE_WAY_S, former_config, watch
 from fallow.head.state.lease import Lease
 from fallow.model import Exit, FallowError, HeadFile
-from fallow.slurm.client import SlurmClient
+from fallow.slurm.choose import slurm_client
 from fallow.text import clean
 
 log = structlog.get_logger("fallow.head")
@@ -57,7 +57,8 @@ def main(config: Config | None = None, stand_in: str | None = None) -> int:
 
 
 async def _serve(paths: Paths, config: Config, lease: Lease, stand_in: bool) -> int:
-    slurm = slurm_client(config)
+    # `fallow local` has none.
+    slurm = None if config.slurm.client == "none" else slurm_client(config.slurm.client)
     head = Head(paths, config, slurm, lease, stand_in=stand_in)
     watching: asyncio.Task[None] | None = None
     if stand_in:
@@ -94,15 +95,6 @@ def _of_file_system(error: OSError, paths: Paths) -> BaseException:
         return error
     problem = write_problem(paths.state) or f"{error.filename}: {error.strerror}"
     return FallowError(f"{problem}. The head ends; training goes on, start the head again", Exit.TEMPFAIL)
-
-
-def slurm_client(config: Config) -> SlurmClient | None:
-    """The client that the configuration asks for; None for `none` (`fallow local`)."""
-    if config.slurm.client == "none":
-        return None
-    from fallow.slurm import choose
-
-    return choose.slurm_client(config.slurm.client)
 
 
 @contextlib.contextmanager
