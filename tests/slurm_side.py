@@ -57,7 +57,7 @@ class Site:
         self.harvest.polled(turn, await self.slurm.poll(), site)
         for run_id, token in turn.submissions:
             run = self.book.runs[run_id]
-            request = self.harvest.request("/state", run, run.allocations[token], "/dev/null")
+            request = self.harvest.request(self.book.paths, run, run.allocations[token])
             try:
                 self.harvest.submitted(turn, run, token, await self.slurm.submit(request))
             except SubmitRejected as refusal:

@@ -105,6 +105,10 @@ class RunPaths:
     def log(self, worker: str) -> Path:
         return self.logs / f"{check_id(worker)}.log"
 
+    def output(self, token: str) -> Path:
+        """Of a job that the head submitted."""
+        return self.logs / f"{check_id(token)}.out"
+
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"

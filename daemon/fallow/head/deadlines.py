@@ -137,7 +137,7 @@ def _look_for_agents(turn: Turn, run: Run) -> None:
 def _output(turn: Turn, run: Run, allocation: Allocation) -> str:
     """Where the job's output is; of a user's own job only Slurm knows."""
     if allocation.kind is AllocationKind.HARVEST or allocation.renewed:
-        return str(turn.book.paths.run(run.id).logs / f"{allocation.token}.out")
+        return str(turn.book.paths.run(run.id).output(allocation.token))
     return f"StdOut in: scontrol show job {allocation.job_id or allocation.token}"
 
 

@@ -120,7 +120,7 @@ async def test_where_requests_are_cancelled_the_partition_is_left_alone_for_a_wh
     await site.poll()
     backoff = site.harvest.asking._known.backoff
     request = site.book.new_allocation(run, AllocationKind.HARVEST, site.slurm.now, partition="scavenge", minutes=5)
-    made = site.harvest.request("/state", run, request, "/dev/null")
+    made = site.harvest.request(site.book.paths, run, request)
     site.harvest.submitted(site.turn(), run, request.token, await site.slurm.submit(made))
     site.slurm.end(site.slurm.jobs[str(request.job_id)], "CANCELLED")
     await site.poll()
@@ -129,7 +129,7 @@ async def test_where_requests_are_cancelled_the_partition_is_left_alone_for_a_wh
     assert run.shunned == []
     # One that we withdraw ourselves says nothing.
     again = site.book.new_allocation(run, AllocationKind.HARVEST, site.slurm.now, partition="scavenge", minutes=5)
-    made = site.harvest.request("/state", run, again, "/dev/null")
+    made = site.harvest.request(site.book.paths, run, again)
     turn = site.turn()
     site.harvest.submitted(turn, run, again.token, await site.slurm.submit(made))
     turn.cancel(run, again, "not needed")

@@ -244,7 +244,7 @@ class Slurm:
         return turn
 
     def request(self, run: Run, allocation: Allocation) -> JobRequest:
-        return self.harvest.request("/state", run, allocation, "/dev/null")
+        return self.harvest.request(self.desk.book.paths, run, allocation)
 
 
 def base(desk: Desk, run: Run, job: str = "1") -> Allocation:

@@ -223,13 +223,13 @@ async def test_harvest_jobs_run_under_the_qos_and_account_that_the_configuration
     assert {a.partition for a in run.live_allocations()} == {"batch"}
     assert site.harvest.neighbours.interval_s(site.book) == POLL_S, "Slurm gives these back"
     one = run.live_allocations()[0]
-    options = site.harvest.request("/state", run, one, "/dev/null").options
+    options = site.harvest.request(site.book.paths, run, one).options
     assert {word for word in options if word[:5] in ("--qos", "--acc")} == {"--qos=idle", "--account=spare"}
     assert Asker.of(msgspec.structs.replace(run.spec, harvest_account="mine"), ordered(site.config)) == Asker(
         account="mine", qos="idle"
     )
     one.hurried = True
-    options = site.harvest.request("/state", run, one, "/dev/null").options
+    options = site.harvest.request(site.book.paths, run, one).options
     assert {word for word in options if word[:5] in ("--qos", "--acc")} == {"--qos=normal", "--account=physics"}
 
 

@@ -215,7 +215,7 @@ def excluded(desk: Desk, turn: Turn) -> list[set[str]]:
     found = []
     for run, token in turn.submissions:
         allocation = desk.book.runs[run].allocations[token]
-        options = desk.harvest.request("/s", desk.book.runs[run], allocation, "/dev/null").options
+        options = desk.harvest.request(desk.book.paths, desk.book.runs[run], allocation).options
         lists = [option.partition("=")[2] for option in options if option.startswith("--exclude=")]
         found.append({node for nodes in lists for node in nodes.split(",")})
     return found

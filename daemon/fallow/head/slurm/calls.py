@@ -183,10 +183,9 @@ class SlurmCalls:
             run_id, token = await self._next_due()
             run = book.runs[run_id]
             allocation = run.allocations[token]
-            log_file = str(self._paths.run(run_id).logs / f"{token}.out")
             outcome: str | SubmitRejected | SubmitUnknown
             try:
-                request = self._harvest.request(str(self._paths.state), run, allocation, log_file)
+                request = self._harvest.request(self._paths, run, allocation)
                 outcome = await slurm.submit(request)
             except (SubmitRejected, SubmitUnknown) as failure:
                 outcome = failure
@@ -226,7 +225,7 @@ class SlurmCalls:
             return example
         self._tested_at = now
         try:
-            request = self._harvest.request(str(self._paths.state), run, example, "/dev/null")
+            request = self._harvest.request(self._paths, run, example)
             await self._slurm.test_only(request)
         except SubmitRejected as refusal:
             self._inbox.put_nowait(TrialRefused(run.id, example.partition, refusal.reason))

@@ -14,6 +14,7 @@ from fallow.core.neighbour.needs import ExternalDemand
 from fallow.core.neighbour.preemption import as_for_us
 from fallow.core.planning.allowance import horizon_s
 from fallow.core.planning.rules import HarvestRules, harvestable
+from fallow.files import Paths
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm import accounts, orphans, submissions
 from fallow.head.slurm.asking import Asking
@@ -102,9 +103,9 @@ class Harvest:
     def _rules(self, cluster: ClusterState) -> HarvestRules:
         return self.asking.rules(cluster.at, self._site, self.neighbours.refused)
 
-    def request(self, state: str, run: Run, allocation: Allocation, log: str) -> JobRequest:
+    def request(self, paths: Paths, run: Run, allocation: Allocation) -> JobRequest:
         """What to hand to sbatch for an allocation."""
-        return submissions.job_request(self._config, state, run, allocation, log, self.neighbours.nice)
+        return submissions.job_request(self._config, paths, run, allocation, self.neighbours.nice)
 
     def send(self, turn: Turn, run: Run, token: str) -> bool:
         """An allocation's turn at sbatch has come; False: it is not wanted any more."""

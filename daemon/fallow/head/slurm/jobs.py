@@ -172,7 +172,7 @@ def _prove_gone(turn: Turn, run: Run, allocation: Allocation) -> None:
 def _came_to_nothing(turn: Turn, run: Run, allocation: Allocation) -> None:
     """No agent came: the script is wrong, something that it needs is away, or the head cannot be reached from there."""
     turn.dirty.add(run.id)
-    log = turn.book.paths.run(run.id).logs / f"{allocation.token}.out"
+    log = turn.book.paths.run(run.id).output(allocation.token)
     where = log if allocation.kind is AllocationKind.HARVEST else "its output"
     how = f"job {allocation.job_id} ended ({allocation.reason})"
     text = f"{how} before an agent of it had come to the head; see {where}"

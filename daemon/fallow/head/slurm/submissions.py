@@ -12,7 +12,7 @@ from fallow.core.accounting.backoff import Scope, scope_of
 from fallow.core.allocations import Allocation, sent
 from fallow.core.submission.sbatch import base_options, harvest_options
 from fallow.core.submission.script import harvest_script
-from fallow.files import read_struct
+from fallow.files import Paths, read_struct
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm.budgets import hold_back
 from fallow.head.state.book import Run
@@ -25,14 +25,14 @@ REFUSALS = 3
 pauses (HyperQueue pauses after 10)."""
 
 
-def job_request(config: Config, state: str, run: Run, allocation: Allocation, log: str, nice: int) -> JobRequest:
+def job_request(config: Config, paths: Paths, run: Run, allocation: Allocation, nice: int) -> JobRequest:
     """What to hand to sbatch for an allocation. `nice`: of harvest jobs."""
     spec = run.spec
     exported = {
         "FALLOW_RUN": run.id,
         "FALLOW_TOKEN": allocation.token,
         "FALLOW_KIND": allocation.kind.value,
-        "FALLOW_STATE_DIR": state,
+        "FALLOW_STATE_DIR": str(paths.state),
     }
     if allocation.kind is AllocationKind.HARVEST:
         options = harvest_options(
@@ -40,7 +40,7 @@ def job_request(config: Config, state: str, run: Run, allocation: Allocation, lo
             token=allocation.token,
             partition=allocation.partition,
             minutes=allocation.minutes or config.harvest.min_minutes,
-            output=log,
+            output=str(paths.run(run.id).output(allocation.token)),
             nice=0 if allocation.hurried else nice,
             # Those are jobs of normal priority, in the user's own name.
             qos="" if allocation.hurried else run.asker.qos,
