@@ -79,7 +79,7 @@ def test_s5_no_node_is_held_into_the_margin_before_its_end_whatever_slurms_clock
         (1.01, AllocationState.RELEASING),
     ):
         talk.pass_s(later_s)
-        take_in(Turn(book, talk.at, talk.now), by_slurm(offset_s, talk.now, held.token, "RUNNING"), 75.0, Backoff())
+        take_in(Turn(book, talk.at, talk.now), by_slurm(offset_s, talk.now, held.token, "RUNNING"), Backoff())
         talk.tick()
         assert held.state is state
 
@@ -100,7 +100,7 @@ def test_a_short_job_is_used_for_most_of_its_time_however_long_a_pause_was(
     talk.play(run, held, "n1").greet()
     for later_s, state in ((used_s - 1.0, AllocationState.RUNNING), (1.01, AllocationState.RELEASING)):
         talk.pass_s(later_s)
-        take_in(Turn(book, talk.at, talk.now), by_slurm(0.0, talk.now, held.token, "RUNNING"), 75.0, Backoff())
+        take_in(Turn(book, talk.at, talk.now), by_slurm(0.0, talk.now, held.token, "RUNNING"), Backoff())
         talk.tick()
         assert held.state is state
 
@@ -113,7 +113,7 @@ def test_s5_a_base_job_is_not_taken_for_requeued_because_a_clock_was_set_or_meas
     for offset_s in (0.0, 10.0, -10.0, 0.0):
         raw = by_slurm(0.0, talk.now, base.token, "RUNNING")
         seen = on_our_clock(raw, talk.now, offset_s)
-        take_in(Turn(book, talk.at, talk.now), seen, 75.0, Backoff())
+        take_in(Turn(book, talk.at, talk.now), seen, Backoff())
         assert (base.state, list(base.agents), base.requeues) == (AllocationState.RUNNING, ["n1"], 0)
 
 
@@ -129,7 +129,7 @@ def test_s5_no_request_is_withdrawn_early_whatever_slurms_clock_says(tmp_path: P
         (rules.pending_patience_s + 1.0, ["Slurm did not start it within 600 s"]),
     ):
         state = by_slurm(offset_s, NOW + waited_s, asked.token, "PENDING")
-        take_in(Turn(book, waited_s, NOW + waited_s), state, 75.0, Backoff())
+        take_in(Turn(book, waited_s, NOW + waited_s), state, Backoff())
         assert asked.state is AllocationState.PENDING
         assert [w.reason for w in planned(state, [Demand(run.id, 1)], [asked], rules).withdrawals] == reasons
 

@@ -284,7 +284,7 @@ async def test_nothing_is_submitted_to_a_slurm_that_does_not_answer_and_the_next
         loop.take(Polled(FallowError("Slurm does not answer")))
         slurm.advance(2 * SUBMIT_S)
         now = Turn(site.book, slurm.now, slurm.now)
-        take_in(now, await slurm.poll(), 75.0, Backoff())
+        take_in(now, await slurm.poll(), Backoff())
         assert unknown.live and unknown.queued, "what waits in our own queue is not lost"
     slurm.unknown_submits = [False] if how == "a submission" else []
     with loop.submitting():

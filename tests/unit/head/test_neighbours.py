@@ -176,7 +176,7 @@ def test_a_base_job_is_found_by_its_number_or_its_comment(book: Book, run: Run, 
 
     def poll(at: float, state: str, submit_at: float = NOW + 1.0, **more: Any) -> None:
         shown = job("8", state, **{"name": "mine", "user": "me", "submit_at": submit_at, "comment": comment, **more})
-        take_in(turn(book, at), poll_of([], [shown], at=at), 30.0, Backoff())
+        take_in(turn(book, at), poll_of([], [shown], at=at), Backoff())
 
     if known == "to the head":
         submissions.submitted(turn(book, NOW + 1.5), run, base.token, "8")
@@ -188,15 +188,15 @@ def test_a_base_job_is_found_by_its_number_or_its_comment(book: Book, run: Run, 
     elif known != "by its comment":
         word = b'{"job_id": "8"}' if known == "in a file" else b""
         write_private(book.paths.run(run.id).base_job(base.token), word)
-    for at in (120.0, 125.0, 130.0):
+    for at in (170.0, 175.0, 180.0):
         poll(NOW + at, "PENDING", reason="Resources")
     if known == "to nobody":
         assert (base.job_id, base.state, run.ended) == (None, AllocationState.LOST, True), "it may be any other job"
         return
     assert (base.job_id, base.state, base.submit_at) == ("8", AllocationState.PENDING, NOW + 1.0)
-    for at in (160.0, 165.0, 170.0):
-        poll(NOW + at, "RUNNING", nodes=["n1"], start_at=NOW + 150.0)
-    assert (base.state, base.nodes, base.spans["8"].start_at) == (AllocationState.RUNNING, ["n1"], NOW + 150.0)
+    for at in (210.0, 215.0, 220.0):
+        poll(NOW + at, "RUNNING", nodes=["n1"], start_at=NOW + 200.0)
+    assert (base.state, base.nodes, base.spans["8"].start_at) == (AllocationState.RUNNING, ["n1"], NOW + 200.0)
     assert not run.ended
 
 
@@ -235,8 +235,8 @@ def test_a_base_job_that_slurm_shows_after_it_was_lost_is_cancelled(
     """Slurm had not shown it for so long that it was lost. Args: marked: its comment is as it was."""
     base = book.new_allocation(run, AllocationKind.BASE, NOW, sent_by=NOW, renewed=whose == "the head's")
     submissions.submitted(turn(book), run, base.token, "8")
-    for at in (60.0, 65.0):
-        take_in(turn(book, NOW + at), cluster(run, True, NOW + at), 30.0, Backoff())
+    for at in (80.0, 85.0):
+        take_in(turn(book, NOW + at), cluster(run, True, NOW + at), Backoff())
     assert base.state is AllocationState.LOST
     if whose == "theirs, given up":
         run.root.status = RunStatus.CANCELLED

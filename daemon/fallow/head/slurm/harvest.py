@@ -12,7 +12,6 @@ from fallow.core.allocations import Allocation, send
 from fallow.core.kinds import may_use
 from fallow.core.neighbour.needs import ExternalDemand
 from fallow.core.neighbour.preemption import as_for_us
-from fallow.core.planning.allowance import horizon_s
 from fallow.core.planning.rules import HarvestRules, harvestable
 from fallow.files import Paths
 from fallow.head.loop.turn import Turn
@@ -69,7 +68,7 @@ class Harvest:
         """Take in one poll, then plan. `site` is None as long as Slurm has not told its configuration."""
         cluster = as_for_us(cluster, site, self._config.harvest.qos)
         self.cluster, self._site = cluster, site
-        take_in(turn, cluster, horizon_s(self._config.slurm.poll_interval_s), self._learning.known.backoff)
+        take_in(turn, cluster, self._learning.known.backoff)
         accounts.settle(turn, cluster.at)
         turn.for_each(turn.book.current.values(), "budget", lambda run: keep_within_budget(turn, run, cluster.at))
         with turn.apart("neighbours"):

@@ -20,6 +20,7 @@ from fallow.core.allocations import (
 )
 from fallow.core.holes import CLOSED
 from fallow.core.membership import events as ev
+from fallow.core.planning.allowance import horizon_s
 from fallow.head.loop.turn import Turn
 from fallow.head.peers.agents import agent_gone
 from fallow.head.slurm import cancelled
@@ -38,13 +39,12 @@ SILENT_S = 60.0
 """A job that polls do not show, and whose agents are silent, is taken for ended after so long or a lease."""
 
 
-def take_in(turn: Turn, cluster: ClusterState, horizon_s: float, backoff: Backoff) -> None:
+def take_in(turn: Turn, cluster: ClusterState, backoff: Backoff) -> None:
     """Bring every allocation up to date with a poll, also those that are over for us and not yet for Slurm.
 
     Args:
         turn: takes the effects.
         cluster: the poll.
-        horizon_s: as in `observe`.
         backoff: is told of requests that somebody cancelled.
     """
     jobs = Shown(cluster.jobs)
@@ -56,7 +56,7 @@ def take_in(turn: Turn, cluster: ClusterState, horizon_s: float, backoff: Backof
         for allocation in list(run.allocations.values()):
             if allocation.live:
                 left_word(turn, run, allocation)
-                _observe(turn, run, allocation, jobs.of(allocation), cluster.at, horizon_s)
+                _observe(turn, run, allocation, jobs.of(allocation), cluster.at)
             elif allocation.settled:
                 _prove_gone(turn, run, allocation)
         for allocation in list(run.allocations.values()):
@@ -84,12 +84,10 @@ def _adopt_requeued(turn: Turn, run: Run, jobs: Shown) -> None:
         turn.record(run, "job", f"{allocation.token} (job {allocation.job_id}): Slurm has requeued it")
 
 
-def _observe(
-    turn: Turn, run: Run, allocation: Allocation, jobs: Sequence[JobInfo], at: float, horizon_s: float
-) -> None:
+def _observe(turn: Turn, run: Run, allocation: Allocation, jobs: Sequence[JobInfo], at: float) -> None:
     """Bring one up to date. Args: jobs: its own of the poll; at: Unix time of the poll."""
     unseen = allocation.job_id is None
-    changed = observe(allocation, jobs, at, horizon_s)
+    changed = observe(allocation, jobs, at, horizon_s(turn.book.config.slurm.poll_interval_s))
     if allocation.unseen_at is None:
         run.shown_at[allocation.token] = at
     _give_up_forgotten(turn, run, allocation, at)
