@@ -17,7 +17,7 @@ from fallow.head.peers.agents import agent_gone, give_up_agent
 from fallow.head.slurm import neighbours
 from fallow.head.state.book import Run
 from fallow.head.state.lease import start_of
-from fallow.model import AllocationKind, AllocationState, MemberPhase
+from fallow.model import AllocationState, MemberPhase
 
 MARGIN_PART = 1 / 3
 """Of a job's time that a run may need to leave it."""
@@ -127,18 +127,11 @@ def _look_for_agents(turn: Turn, run: Run) -> None:
     found: dict[str, str] = {}
     for allocation in run.live_allocations():
         if nodes := missing_agents(allocation, turn.now):
-            text = note(allocation, nodes, turn.now, turn.book.endpoint, _output(turn, run, allocation))
+            text = note(allocation, nodes, turn.now, turn.book.endpoint, turn.book.output_of(run, allocation))
             found[allocation.token] = text
             if allocation.token not in run.without_agent:
                 turn.record(run, "network", text, job=allocation.job_id)
     run.without_agent = found
-
-
-def _output(turn: Turn, run: Run, allocation: Allocation) -> str:
-    """Where the job's output is; of a user's own job only Slurm knows."""
-    if allocation.kind is AllocationKind.HARVEST or allocation.renewed:
-        return str(turn.book.paths.run(run.id).output(allocation.token))
-    return f"StdOut in: scontrol show job {allocation.job_id or allocation.token}"
 
 
 def forget(turn: Turn, run: Run) -> None:

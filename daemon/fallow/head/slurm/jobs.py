@@ -170,10 +170,8 @@ def _prove_gone(turn: Turn, run: Run, allocation: Allocation) -> None:
 def _came_to_nothing(turn: Turn, run: Run, allocation: Allocation) -> None:
     """No agent came: the script is wrong, something that it needs is away, or the head cannot be reached from there."""
     turn.dirty.add(run.id)
-    log = turn.book.paths.run(run.id).output(allocation.token)
-    where = log if allocation.kind is AllocationKind.HARVEST else "its output"
     how = f"job {allocation.job_id} ended ({allocation.reason})"
-    text = f"{how} before an agent of it had come to the head; see {where}"
+    text = f"{how} before an agent of it had come to the head; see {turn.book.output_of(run, allocation)}"
     turn.record(run, "failed", text)
     node = allocation.nodes[0] if allocation.kind is AllocationKind.HARVEST and len(allocation.nodes) == 1 else ""
     there = f"{text} (on {node}, in {allocation.partition})" if node else text

@@ -446,6 +446,12 @@ class Book:
         named = run.record.checkpoint_folder
         return Path(named) if named else self.paths.run(run.id).checkpoints
 
+    def output_of(self, run: Run, allocation: Allocation) -> str:
+        """Where a job's output is. That of a base job, which is as the user's own options say, only Slurm knows."""
+        if allocation.kind is AllocationKind.HARVEST:
+            return str(self.paths.run(run.id).output(allocation.token))
+        return f"StdOut in: scontrol show job {allocation.job_id or allocation.token}"
+
     def drop(self, run: Run) -> None:
         """Forget a run that was never made durable."""
         self._forget_keys(run)

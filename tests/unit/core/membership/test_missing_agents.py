@@ -11,6 +11,7 @@ from fallow.head import deadlines
 from fallow.head.api import views
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Run
+from fallow.model import AllocationKind
 from runs import hold, new_book, new_run
 
 ENDPOINT = "tcp://10.77.0.3:4711"
@@ -53,6 +54,8 @@ def test_a_job_whose_agent_does_not_come_is_told_of_in_status_and_once_in_the_ev
     assert [(record.kind, record.text) for record in turn.records if record.kind == "network"] == [
         ("network", expected)
     ]
+    allocation.kind, allocation.renewed = AllocationKind.BASE, True
+    assert tick(turn, run, 1.0).endswith("StdOut in: scontrol show job 12"), "the script's own options say where"
     allocation.agents["n3"] = Agent()
     assert "no agent" not in tick(turn, run, 1.0)
     assert views.run_view(run, turn.at, turn.now).without_agent == []
