@@ -22,7 +22,7 @@ from fallow.head.slurm import accounts
 from fallow.head.slurm.calls import SlurmCalls
 from fallow.head.slurm.harvest import Harvest
 from fallow.head.state.book import Book, Run
-from fallow.model import EventRecord, Exit, FallowError, HeadView, Prospect, RunReport, RunSpec, Snapshot, UsageReport
+from fallow.model import EventRecord, Exit, FallowError, HeadView, RunReport, Snapshot, UsageReport
 
 SNAPSHOT_S = 0.5
 RECENT_EVENTS = 200
@@ -88,7 +88,7 @@ class ControlHandler:
             case "usage":
                 return await self._usage(**params)
             case "prospect":
-                return self._prospect(**params)
+                return self._harvest.prospect(self._book, **params)
             case "shutdown":
                 self._stop()
                 return None
@@ -147,9 +147,6 @@ class ControlHandler:
             others_delayed=self._harvest.neighbours.delays.report(now),
             owner=await self._calls.owner(),
         )
-
-    def _prospect(self, spec: RunSpec) -> Prospect:
-        return self._harvest.prospect(self._book, spec)
 
     def report(self, run: Run) -> RunReport:
         if (kept := kept_report(self._book, run)) is not None:

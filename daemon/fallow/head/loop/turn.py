@@ -156,7 +156,9 @@ class Turn:
                 run.record.saving.written(saved.checkpoint.written_at, saved.checkpoint.took_s)
         for instruction in result.then:
             self._take(run, instruction)
-        self._open_gathers(run)
+        if (ballot := run.machine.state.ballot) is not None:
+            # Take parts of a generation that is voted on from now, or that a head before has committed.
+            run.gathers.open(ballot.change.generation, ballot.members)
         if not all(isinstance(instruction, ev.Send | ev.Admitted) for instruction in result.then):
             # Where nodes are only told something, nobody has gone; and in a large run much is told.
             self.let_go_of_empty(run)
@@ -186,13 +188,6 @@ class Turn:
             case ev.RunEnded(status, message):
                 self._end_run(run, status, message)
 
-    @staticmethod
-    def _open_gathers(run: Run) -> None:
-        """Take parts of a generation that is voted on from now, or that a head before has committed."""
-        ballot = run.machine.state.ballot
-        if ballot is not None:
-            run.gathers.open(ballot.change.generation, ballot.members)
-
     def _note_complete(self, run: Run, done: ev.Completed) -> None:
         """Keep the report of a generation that has become complete, as a record of its own."""
         report = generation_report(done, self.now)
@@ -208,10 +203,6 @@ class Turn:
         allocation = None if known is None else run.allocations.get(known.token)
         if known is not None and allocation is not None:
             self.messages.append((agent_peer(allocation, known.host), message))
-
-    def tell_agents(self, allocation: Allocation, message: ToAgent) -> None:
-        for host in allocation.agents:
-            self.messages.append((agent_peer(allocation, host), message))
 
     def release_allocation(self, run: Run, allocation: Allocation, reason: str) -> None:
         """Get every worker of an allocation out at the next boundary; its job ends when they are gone."""
@@ -273,7 +264,7 @@ class Turn:
         """End an allocation's agents; workers that have not exited after `kill_after_s` are killed."""
         allocation.end_code = code
         end = EndAgent(term=self.book.term, code=code, reason=reason, kill_after_s=kill_after_s)
-        self.tell_agents(allocation, end)
+        self.messages += [(agent_peer(allocation, host), end) for host in allocation.agents]
 
     def _end_run(self, run: Run, status: RunStatus, message: str) -> None:
         """The run is over: one allocation is elected to run the rest of the batch script, the others end."""

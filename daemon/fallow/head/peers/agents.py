@@ -75,14 +75,10 @@ def hear(turn: Turn, peer: str, message: FromAgent, at: float) -> None:
             agent_gone(turn, run, allocation, host, _left_with(message.code))
         case Gather():
             if message.node == allocation.agents[host].node:
-                _gather(turn, run, message)
-
-
-def _gather(turn: Turn, run: Run, part: Gather) -> None:
-    answer, nodes = run.gathers.take(part)
-    if answer is not None:
-        for node in nodes:
-            turn.tell(run, node, answer)
+                answer, nodes = run.gathers.take(message)
+                if answer is not None:
+                    for node in nodes:
+                        turn.tell(run, node, answer)
 
 
 def _see(turn: Turn, run: Run, allocation: Allocation, host: str, at: float) -> None:
