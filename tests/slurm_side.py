@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from builders import cluster, job, node, partition, site
-from fake_slurm import FakeSlurm
 from fallow.config import Config
 from fallow.config import Harvest as HarvestSection
 from fallow.core.allocations import Agent, Allocation
@@ -20,6 +19,7 @@ from fallow.head.state.book import Run
 from fallow.model import AllocationKind, AllocationState, ClusterConfig, JobInfo
 from fallow.slurm.client import SubmitRejected
 from runs import CONTRACT, NOW, Nodes, new_book, new_run
+from scripted_slurm import ScriptedSlurm
 
 POLL_S = 30.0
 NODES = [f"n{i}" for i in range(1, 5)]
@@ -28,7 +28,7 @@ NODES = [f"n{i}" for i in range(1, 5)]
 class Site:
     """A head's harvest and the cluster that it sees."""
 
-    def __init__(self, folder: Path, slurm: FakeSlurm, section: HarvestSection | None = None) -> None:
+    def __init__(self, folder: Path, slurm: ScriptedSlurm, section: HarvestSection | None = None) -> None:
         self.slurm = slurm
         self.config = Config(harvest=section or HarvestSection(partitions=["scavenge"]))
         self.book = new_book(folder, self.config)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import builders
-from fake_slurm import FakeSlurm
 from fallow.core import records
 from fallow.core.allocations import Allocation
 from fallow.core.protocol.agents import Beat, EndNoted, Setup
@@ -31,14 +30,15 @@ from fallow.model import (
 )
 from fallow.store.client import Write
 from head_in_process import Serving, serving
+from scripted_slurm import ScriptedSlurm
 from talk import hello as hello_of
 
 
-class FaultySlurm(FakeSlurm):
+class FaultySlurm(ScriptedSlurm):
     """A cluster without nodes, whose answers a test can break."""
 
     def __init__(self) -> None:
-        super().__init__(0)
+        super().__init__(1)
         self.poll_errors: list[Exception] = []
         self.cancel_error: Exception | None = None
         self.cancelled: list[str] = []

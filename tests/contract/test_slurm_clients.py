@@ -1,4 +1,4 @@
-"""What holds for every `SlurmClient`: the same tests on a real Slurm, by commands and by pyslurm, and on the fake."""
+"""What holds for every `SlurmClient`: the same tests on a real Slurm, by commands and by pyslurm, and simulated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import pytest
 
-from fake_slurm import FakeSlurm
 from fallow.core.neighbour.preemption import as_for_us
 from fallow.core.neighbour.waiting import others_waiting
 from fallow.core.planning.rules import HarvestRules, harvestable
@@ -18,6 +17,7 @@ from fallow.slurm.cli import CliClient
 from fallow.slurm.client import SlurmClient, SlurmUnavailable, SubmitRejected
 from fallow.slurm.pyslurm_client import PyslurmClient
 from fallow.testbed.cluster import Testbed
+from scripted_slurm import ScriptedSlurm
 from slurm_fixtures import pause, queries, until
 
 T = TypeVar("T")
@@ -50,18 +50,18 @@ class Setup:
 REAL = [pytest.param(name, marks=pytest.mark.slurm) for name in ("cli", "pyslurm")]
 
 
-@pytest.fixture(params=["fake", *REAL])
+@pytest.fixture(params=["simulated", *REAL])
 async def setup(request: pytest.FixtureRequest) -> AsyncIterator[Setup]:
-    if request.param == "fake":
-        fake = FakeSlurm(4)
+    if request.param == "simulated":
+        scripted = ScriptedSlurm(4)
 
         async def advance() -> None:
-            fake.advance(1.0)
+            scripted.advance(1.0)
 
         def switch_off() -> None:
-            fake.unavailable = True
+            scripted.unavailable = True
 
-        yield Setup(fake, advance, switch_off)
+        yield Setup(scripted, advance, switch_off)
         return
     if request.param == "pyslurm":
         request.getfixturevalue("pyslurm_installed")

@@ -10,12 +10,6 @@ from fallow.sim.slurm import SlurmSim
 from fallow.sim.types import POLL_REQUESTS, Wanted
 from fallow.slurm import parse
 
-ANSWER_S = 0.2
-"""From a poll to its answer."""
-
-SBATCH_S = 0.1
-"""What sbatch takes."""
-
 
 class SimClient:
     """`SlurmClient` over an engine that somebody else plays.
@@ -25,43 +19,50 @@ class SimClient:
         has_job: called with the id of each job that was submitted, and its token.
     """
 
-    def __init__(self, engine: SlurmSim, has_job: Callable[[str, str], None]) -> None:
+    answer_s = 0.2
+    "from a poll to its answer"
+    sbatch_s = 0.1
+    "what sbatch takes"
+
+    def __init__(self, engine: SlurmSim, has_job: Callable[[str, str], None] = lambda job_id, token: None) -> None:
+        self.engine = engine
         self.requests = 0
         "that slurmctld has had"
         self.poll_requests = POLL_REQUESTS
         self.backend = ""
-        self._engine, self._has_job = engine, has_job
+        self._has_job = has_job
 
     async def config(self) -> ClusterConfig:
         self.requests += 1
-        return self._engine.config()
+        return self.engine.config()
 
     async def poll(self) -> ClusterState:
         self.requests += self.poll_requests
-        cluster = self._engine.poll()
-        await asyncio.sleep(ANSWER_S)
+        cluster = self.engine.poll()
+        await asyncio.sleep(self.answer_s)
         return cluster
 
     async def submit(self, request: JobRequest) -> str:
-        await asyncio.sleep(SBATCH_S)
+        await asyncio.sleep(self.sbatch_s)
         self.requests += 1
-        given = dict(option.removeprefix("--").partition("=")[::2] for option in request.options)
+        given = option_values(request)
         wanted = Wanted(
             token=request.token,
             partition=given["partition"],
             minutes=parse.count(given["time"]),
+            nodes=parse.count(given["nodes"]),
             node=given.get("nodelist", ""),
             exclude=frozenset(parse.nodes(given.get("exclude", ""))),
-            nice=parse.count(given["nice"]),
+            nice=parse.count(given.get("nice", "0")),
         )
-        job_id = self._engine.submit(wanted)
+        job_id = self.engine.submit(wanted)
         self._has_job(job_id, request.token)
         return job_id
 
     async def cancel(self, job_ids: Sequence[str]) -> None:
         for job_id in job_ids:
             self.requests += 1
-            self._engine.cancel(job_id)
+            self.engine.cancel(job_id)
 
     async def owner(self) -> OwnerView:
         raise NotImplementedError
@@ -71,3 +72,8 @@ class SimClient:
 
     async def close(self) -> None:
         """Nothing was started."""
+
+
+def option_values(request: JobRequest) -> dict[str, str]:
+    """What is given to sbatch: option -> value."""
+    return dict(option.removeprefix("--").partition("=")[::2] for option in request.options)

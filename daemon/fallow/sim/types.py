@@ -172,11 +172,12 @@ class Holes(Protocol):
 
 
 class Wanted(Struct, frozen=True, kw_only=True):
-    """One harvest node as the head asks for it."""
+    """A job of ours as the head asks for it."""
 
     token: str
     partition: str
     minutes: int
+    nodes: int = 1
     node: str = ""
     "empty: any"
     exclude: frozenset[str] = frozenset()

@@ -7,7 +7,6 @@ from random import Random
 
 import pytest
 
-from fake_slurm import FakeJob, FakeSlurm
 from fallow.core import records
 from fallow.core.planning.gain import Seen
 from fallow.head import deadlines
@@ -16,7 +15,8 @@ from fallow.head.slurm.accounts import KEEP_S
 from fallow.head.slurm.gains import gains
 from fallow.head.state.archive import LESSONS, Archive
 from fallow.head.state.book import Run
-from fallow.model import AllocationKind, AllocationState, Exit, RunStatus
+from fallow.model import AllocationKind, AllocationState, Exit, JobRequest, RunStatus
+from scripted_slurm import ScriptedSlurm
 
 from test_gains import NOW, Desk  # isort: skip
 from slurm_side import Site, config  # isort: skip
@@ -30,7 +30,7 @@ class Untouchable:
 
 
 async def test_what_the_head_does_at_each_poll_and_tick_does_not_grow_with_runs_that_have_ended(tmp_path: Path) -> None:
-    site = Site(tmp_path, FakeSlurm(4, config=config()))
+    site = Site(tmp_path, ScriptedSlurm(4, config=config()))
     numbers = iter(range(1_000_000))
     site.book._new_id = lambda: f"{next(numbers):06}"
     ended, never, other = site.run(nodes=2), site.run(), site.run(nodes=1)
@@ -39,15 +39,13 @@ async def test_what_the_head_does_at_each_poll_and_tick_does_not_grow_with_runs_
         await site.poll()
     assert never.id not in site.book.current, "it had no job"
     base = site.book.new_allocation(ended, AllocationKind.BASE, site.slurm.now)
-    given = {"partition": "normal", "num_nodes": 1, "limit_s": None, "submit_at": site.slurm.now}
-    script = FakeJob(job_id="", name=base.token, user=site.slurm.user, **given)  # type: ignore[arg-type]
-    base.job_id = site.slurm.add(script)
+    base.job_id = await site.slurm.submit(JobRequest(token=base.token, options=["--time=1440"], script=""))
     ended.root.status = RunStatus.FINISHED
     base.end_code = Exit.OK
     site.book.end_allocation(ended, base, "its agents are gone")
     await site.poll(KEEP_S, times=4)
     assert ended.id in site.book.current, "its batch script goes on"
-    site.slurm.end(script, "COMPLETED")
+    site.slurm.engine.left(base.job_id)
     await site.poll()
     assert ended.id in site.book.current and base.counted
     await site.poll(KEEP_S, times=4)

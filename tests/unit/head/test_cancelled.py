@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from fake_slurm import FakeJob, FakeSlurm
 from fallow.core.accounting.backoff import FIRST_S
 from fallow.core.accounting.cancelled import CANCELS, WITHIN_S, Cancels, by_others, note
 from fallow.core.accounting.spans import Span
@@ -18,6 +17,8 @@ from fallow.head.peers.agents import hear
 from fallow.head.state.book import Run
 from fallow.model import AllocationKind, AllocationState, JobInfo
 from runs import NOW
+from scripted_slurm import ScriptedSlurm
+from sim_cases import job
 from slurm_side import Site
 
 
@@ -64,13 +65,13 @@ async def cancel(site: Site, run: Run) -> str:
     (node,) = victim.nodes
     victim.agents.setdefault(node, Agent())
     hear(site.turn(), agent_peer(victim, node), Beat(warned=15), site.slurm.now)
-    site.slurm.end(site.slurm.jobs[str(victim.job_id)], "CANCELLED")
+    site.slurm.engine.left(victim.job_id or "", "CANCELLED")
     await site.poll()
     return node
 
 
 async def test_a_node_is_left_alone_by_all_runs_and_after_three_the_run_pauses(tmp_path: Path) -> None:
-    site = Site(tmp_path, FakeSlurm(6))
+    site = Site(tmp_path, ScriptedSlurm(6))
     run, other = site.run(nodes=3), site.run(nodes=1)
     await site.poll(times=3)
     node = await cancel(site, run)
@@ -99,30 +100,29 @@ async def test_a_node_is_left_alone_by_all_runs_and_after_three_the_run_pauses(t
 
 async def test_one_that_is_cancelled_before_its_agent_came_counts_unless_slurm_drained_its_node(tmp_path: Path) -> None:
     """An administrator who looks at a node may find a job of ours there that has just begun."""
-    site = Site(tmp_path, FakeSlurm(6))
+    site = Site(tmp_path, ScriptedSlurm(6))
     run = site.run(nodes=1)
     nodes: list[str] = []
     for drained in (True, False):
         await site.poll(times=2)
         (young,) = (a for a in run.live_allocations() if a.state is AllocationState.RUNNING)
         nodes += young.nodes
-        site.slurm.end(site.slurm.jobs[str(young.job_id)], "CANCELLED")
-        site.slurm.set_node(young.nodes[0], flags=["DRAIN"] if drained else [])
+        site.slurm.engine.left(young.job_id or "", "CANCELLED")
+        site.slurm.engine.drain(young.nodes if drained else [])
         await site.poll()
     assert run.record.cancelled.barred == run.shunned == nodes[1:]
 
 
 async def test_where_requests_are_cancelled_the_partition_is_left_alone_for_a_while(tmp_path: Path) -> None:
-    site = Site(tmp_path, FakeSlurm(6))
+    site = Site(tmp_path, ScriptedSlurm(6))
     run = site.run(nodes=1)
-    all_nodes = {"partition": "scavenge", "num_nodes": 6, "limit_s": None, "submit_at": site.slurm.now}
-    site.slurm.add(FakeJob(job_id="", name="x", user="al", **all_nodes))  # type: ignore[arg-type]
+    site.slurm.engine.arrive(job("7", site.slurm.now, 6, 86400.0, partition="scavenge"))
     await site.poll()
     backoff = site.harvest.asking._known.backoff
     request = site.book.new_allocation(run, AllocationKind.HARVEST, site.slurm.now, partition="scavenge", minutes=5)
     made = site.harvest.request(site.book.paths, run, request)
     site.harvest.submitted(site.turn(), run, request.token, await site.slurm.submit(made))
-    site.slurm.end(site.slurm.jobs[str(request.job_id)], "CANCELLED")
+    await site.slurm.cancel([request.job_id or ""])
     await site.poll()
     assert not request.live
     assert backoff.until(run.asker, "scavenge") == pytest.approx(site.slurm.now + FIRST_S)

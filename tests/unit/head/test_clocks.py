@@ -9,7 +9,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fake_slurm import FakeSlurm
 from fallow.config import Membership
 from fallow.core.accounting.backoff import Backoff
 from fallow.core.planning.rules import Demand, HarvestRules
@@ -33,6 +32,7 @@ from fallow.slurm.process import Done
 from fallow.slurm.pyslurm_client import PyslurmClient
 from fallow.slurm.state import on_our_clock
 from planning import planned
+from scripted_slurm import ScriptedSlurm
 
 from runs import new_book, new_run  # isort: skip
 from talk import Talk  # isort: skip
@@ -175,7 +175,7 @@ async def test_s5_the_offset_is_measured_again_when_our_own_clock_steps() -> Non
     asked: list[float] = []
     wall, clock = NOW, 0.0
 
-    class Counting(FakeSlurm):
+    class Counting(ScriptedSlurm):
         async def config(self) -> ClusterConfig:
             asked.append(wall)
             return await super().config()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from fake_slurm import FakeJob, FakeSlurm
 from fallow.core.accounting.duds import ROUNDS, Duds, came, ended
 from fallow.core.membership.failures import BAR_S
 from fallow.core.protocol.agents import Hello
@@ -16,31 +16,35 @@ from fallow.head.loop.turn import agent_peer
 from fallow.head.peers.agents import hear
 from fallow.head.state.book import RunRecord
 from fallow.model import AllocationState
+from fallow.sim.types import Happening, Started
 
 from runs import CONTRACT, Nodes  # isort: skip
+from scripted_slurm import ScriptedSlurm
+
 from slurm_side import Site, config  # isort: skip
 
 CONTRACT_OF_MANY = msgspec.structs.replace(CONTRACT, shards=6400)
 
 
-class Holes(FakeSlurm):
-    """Jobs of ours die within a second on some nodes."""
+class Holes(ScriptedSlurm):
+    """Jobs of ours die at once on some nodes."""
 
     black: frozenset[str] = frozenset()
-    died: list[str]
 
-    def _start(self, job: FakeJob, nodes: list[str]) -> None:
-        super()._start(job, nodes)
-        if job.request is not None and self.black.intersection(nodes):
-            job.run_for_s = 1.0
-            self.died.append(nodes[0])
+    def __init__(self) -> None:
+        super().__init__(20, config=msgspec.structs.replace(config(), scheduler_parameters=""))
+        self.died: list[str] = []
+
+    def happened(self, happenings: Iterable[Happening]) -> None:
+        for each in happenings:
+            if isinstance(each, Started) and self.black.intersection(each.nodes):
+                self.engine.left(each.job_id)
+                self.died += each.nodes
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
-    slurm = Holes(20, config=msgspec.structs.replace(config(), scheduler_parameters=""))
-    slurm.died = []
-    return Site(tmp_path, slurm)
+    return Site(tmp_path, Holes())
 
 
 async def poll(site: Site, nodes: Nodes) -> None:
@@ -73,7 +77,7 @@ async def test_a_node_that_swallows_jobs_is_barred_though_others_work(site: Site
         await poll(site, nodes)
         good = [a for a in run.live_allocations() if a.agents]
         if others_come and each % 2 and good:
-            site.slurm.end(site.slurm.jobs[good[0].job_id or ""], "PREEMPTED")
+            site.slurm.engine.left(good[0].job_id or "", "PREEMPTED")
     assert _holes(site).died == ["n13", "n13"], "within 50 minutes"
     assert "2 jobs in a row came to nothing there" in run.barred["n13"]
     assert not run.record.paused and len(run.live_allocations()) >= 18

@@ -12,7 +12,7 @@ from unittest.mock import AsyncMock
 import msgspec
 import pytest
 
-from fake_slurm import FakeJob, FakeSlurm
+from builders import waits
 from fallow.config import Config
 from fallow.config import Harvest as HarvestSection
 from fallow.core.accounting.backoff import FIRST_S, Asker, Backoff
@@ -41,12 +41,14 @@ from fallow.model import (
 from fallow.slurm.paced import PacedClient
 
 from runs import Nodes  # isort: skip
+from scripted_slurm import ScriptedSlurm
+
 from slurm_side import POLL_S, Site, config  # isort: skip
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
-    return Site(tmp_path, FakeSlurm(4, gpus=4, config=config()))
+    return Site(tmp_path, ScriptedSlurm(4, config=config()))
 
 
 async def test_a_node_that_was_just_given_back_is_none_of_others_until_slurm_shows_it_idle(site: Site) -> None:
@@ -70,7 +72,7 @@ async def test_a_node_that_was_just_given_back_is_none_of_others_until_slurm_sho
 
 
 async def test_a_run_that_begins_to_train_asks_at_once_for_what_the_last_poll_showed_idle(tmp_path: Path) -> None:
-    site = Site(tmp_path, FakeSlurm(2, config=config()))
+    site = Site(tmp_path, ScriptedSlurm(2, config=config()))
     run = site.run(nodes=4)
     run.record.base_wanted, run.record.slots = True, None
     await site.poll()
@@ -98,23 +100,11 @@ async def test_a_run_that_begins_to_train_asks_at_once_for_what_the_last_poll_sh
     assert begins(POLL_S - 1) == 0, "it is asked for already"
 
 
-class Limited(FakeSlurm):
-    """Lets so many jobs of ours run; more may wait, as at MaxJobsPerUser of a QOS."""
-
-    most = 8
-
-    def running(self) -> list[str]:
-        return [job.job_id for job in self._running() if job.request is not None]
-
-    def _held_back(self, job: FakeJob) -> str:
-        full = job.request is not None and len(self.running()) >= self.most
-        return "QOSMaxJobsPerUserLimit" if full else super()._held_back(job)
-
-
 @pytest.mark.parametrize("seed", range(2))
 async def test_where_jobs_wait_at_a_limit_hardly_more_are_submitted_than_start(tmp_path: Path, seed: int) -> None:
     """With 40 idle nodes, each end of a lease led to 40 submissions, of which 39 were cancelled again."""
-    draw, slurm = Random(seed), Limited(48, config=msgspec.structs.replace(config(), scheduler_parameters=""))
+    draw, slurm = Random(seed), ScriptedSlurm(48, config=msgspec.structs.replace(config(), scheduler_parameters=""))
+    slurm.most = 8
     site = Site(tmp_path, slurm)
     run = site.run(nodes=48)
     await site.poll(times=3)
@@ -122,7 +112,7 @@ async def test_where_jobs_wait_at_a_limit_hardly_more_are_submitted_than_start(t
     first, ends, tries = len(site.kinds("withdraw")), 0, len(site.kinds("backoff"))
     for _ in range(240):
         for job_id in draw.sample(slurm.running(), draw.choice((0, 0, 1, 1, 2)) if seed else draw.choice((0, 1))):
-            slurm.end(slurm.jobs[job_id], "PREEMPTED")
+            slurm.engine.left(job_id, "PREEMPTED")
             ends += 1
         await site.poll()
     cancelled, tries = len(site.kinds("withdraw")) - first, len(site.kinds("backoff")) - tries
@@ -136,7 +126,7 @@ async def test_where_jobs_wait_at_a_limit_hardly_more_are_submitted_than_start(t
 
 
 async def test_a_refusal_for_a_limit_is_no_reason_to_give_the_run_up(site: Site) -> None:
-    site.slurm.reject = "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
+    site.slurm.refusal = "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
     run = site.run()
     await site.poll(times=12)
     assert run.record.harvest_paused == "" and 2 <= len(site.kinds("refused")) <= 8
@@ -151,7 +141,7 @@ async def test_a_run_pauses_only_when_it_is_refused_wherever_it_may_go(tmp_path:
             ("normal", ["n1", "n2", "n3", "n4"], "OFF", 10),
         )
     ]
-    site = Site(tmp_path, FakeSlurm(4, partitions=partitions, config=config()), HarvestSection())
+    site = Site(tmp_path, ScriptedSlurm(4, partitions=partitions, config=config()), HarvestSection())
     run = site.run(nodes=4)
     await site.poll()
     for each, name in enumerate(["physics"] * 4 + ["open"]):
@@ -167,12 +157,12 @@ async def test_a_replacement_is_not_one_too_many_while_it_starts(site: Site) -> 
     await site.poll()
     await site.poll(1.0)
     (first,) = run.live_allocations()
-    site.slurm.hold_starts = True
+    site.slurm.most, site.slurm.reason = 1, "Priority"
     await site.poll((first.end_at or 0.0) - site.slurm.now - 100.0)
     await site.poll(1.0, times=3)
     _, second = run.live_allocations()
     assert (second.replaces, site.kinds("withdraw")) == (first.token, [])
-    site.slurm.hold_starts = False
+    site.slurm.most = 2
     await site.poll(10.0)
     assert [a.state for a in run.live_allocations()] == [AllocationState.RUNNING] * 2, (
         "the new one is there before the old goes"
@@ -206,7 +196,7 @@ BY_QOS = ClusterConfig(
 
 
 async def test_where_qos_decides_nothing_is_harvested_in_a_qos_that_nobody_preempts(tmp_path: Path) -> None:
-    site = Site(tmp_path, FakeSlurm(4, partitions=[shared()], config=BY_QOS), HarvestSection())
+    site = Site(tmp_path, ScriptedSlurm(4, partitions=[shared()], config=BY_QOS), HarvestSection())
     run = site.run("--qos=normal")
     await site.poll(times=2)
     assert run.live_allocations() == []
@@ -217,7 +207,7 @@ async def test_where_qos_decides_nothing_is_harvested_in_a_qos_that_nobody_preem
 
 async def test_harvest_jobs_run_under_the_qos_and_account_that_the_configuration_orders(tmp_path: Path) -> None:
     section = HarvestSection(qos="idle", account="spare")
-    site = Site(tmp_path, FakeSlurm(4, partitions=[shared(deny_qos=["normal"])], config=BY_QOS), section)
+    site = Site(tmp_path, ScriptedSlurm(4, partitions=[shared(deny_qos=["normal"])], config=BY_QOS), section)
     run = site.run("--qos=normal", "--account=physics")
     await site.poll(times=2)
     assert {a.partition for a in run.live_allocations()} == {"batch"}
@@ -286,7 +276,7 @@ async def test_nothing_is_submitted_to_a_slurm_that_does_not_answer_and_the_next
         now = Turn(site.book, slurm.now, slurm.now)
         take_in(now, await slurm.poll(), Backoff())
         assert unknown.live and unknown.queued, "what waits in our own queue is not lost"
-    slurm.unknown_submits = [False] if how == "a submission" else []
+    slurm.lost_submits = int(how == "a submission")
     with loop.submitting():
         if how == "a submission":
             await loop.next()
@@ -297,15 +287,14 @@ async def test_nothing_is_submitted_to_a_slurm_that_does_not_answer_and_the_next
         assert loop.inbox.empty(), "nobody's turn comes"
         assert run.allocations[second].queued
         # Meanwhile somebody has drained all nodes but one.
-        for name in list(slurm.node_flags)[1:]:
-            slurm.node_flags[name] = {"DRAIN"}
+        slurm.engine.drain(["n2", "n3", "n4"])
         slurm.advance(POLL_S)
         asked = asked_for(loop.take(Polled(await slurm.poll())))
         assert not run.allocations[second].live
-        assert (len(asked), slurm.jobs) == (0 if unknown.live else 1, {})
+        assert (len(asked), slurm.engine.poll().jobs) == (0 if unknown.live else 1, [])
         while any(run.allocations[token].job_id is None for token in asked):
             await loop.next()
-        assert [job.info().name for job in slurm.jobs.values()] == asked
+        assert [job.name for job in slurm.engine.poll().jobs] == asked
 
 
 @pytest.mark.parametrize("answers", [True, False])
@@ -346,8 +335,8 @@ async def test_a_trial_asks_slurm_once_and_is_remembered(site: Site, monkeypatch
     await site.poll()
     client = PacedClient(site.slurm, queries_per_min=60, submits_per_min=60)
     calls = SlurmCalls(client, site.book.paths, site.harvest, inbox)
-    site.slurm.reject = "Invalid account or account/partition combination specified"
-    assert await calls.test(run) == f"scavenge: {site.slurm.reject}"
+    site.slurm.refusal = "Invalid account or account/partition combination specified"
+    assert await calls.test(run) == f"scavenge: {site.slurm.refusal}"
     assert await calls.test(run) == "", "not so soon again"
     tested = inbox.get_nowait()
     assert isinstance(tested, TrialRefused)
@@ -413,16 +402,14 @@ async def test_a_job_that_waits_for_a_limit_of_the_account_gets_a_node_of_ours(s
     run = site.run("--account=lab")
     await site.poll(times=2)
     assert len(run.live_allocations()) == 2
-    held_for = "AssocGrpNodeLimit"
-    colleague = FakeJob("", "theirs", "bob", "normal", 1, 600.0, site.slurm.now, account="lab", held_for=held_for)
-    number = site.slurm.add(colleague)
+    site.slurm.others = [waits("9", user="bob", partition="normal", account="lab", reason="AssocGrpNodeLimit")]
     await site.poll()
     (text,) = site.kinds("release")
-    assert text.endswith(f"job {number} of bob waits for AssocGrpNodeLimit")
+    assert text.endswith("job 9 of bob waits for AssocGrpNodeLimit")
     await site.poll(1.0, times=3)
     assert len(run.live_allocations()) == 1, "one node is enough, and none is asked for in its place"
-    assert site.kinds("limit") == [f"nothing is asked for: job {number} of bob waits for AssocGrpNodeLimit"]
-    site.slurm.finish(number)
+    assert site.kinds("limit") == ["nothing is asked for: job 9 of bob waits for AssocGrpNodeLimit"]
+    site.slurm.others = []
     await site.poll(times=2)
     assert len(run.live_allocations()) == 2
 
@@ -440,7 +427,7 @@ async def test_a_quarter_of_a_limit_that_slurm_tells_is_never_used(site: Site) -
 async def test_the_limits_are_asked_for_where_jobs_are_accounted_for(tmp_path: Path, accounting: bool) -> None:
     share = ShareView(account="lab", partition="", shares=1.0, usage=0.0, factor=1.0)
     view = OwnerView(user="me", at=0.0, shares=[share])
-    site = Site(tmp_path, FakeSlurm(4, config=msgspec.structs.replace(config(), accounting=accounting)))
+    site = Site(tmp_path, ScriptedSlurm(4, config=msgspec.structs.replace(config(), accounting=accounting)))
     asked = AsyncMock(return_value=view)
     site.slurm.owner = asked  # type: ignore[method-assign]
     loop = Loop(site, queries_per_min=1e6, submits_per_min=1e6)

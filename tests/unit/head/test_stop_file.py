@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from fake_slurm import FakeSlurm
 from fallow.config import Config
 from fallow.core.allocations import Agent
 from fallow.head.app import Head
@@ -16,13 +15,14 @@ from fallow.head.loop.stop_file import StopFile, exists
 from fallow.head.loop.turn import Turn
 from fallow.model import AllocationKind, AllocationState
 from runs import new_book
+from scripted_slurm import ScriptedSlurm
 from slurm_side import Site
 
 WHY = "the site's administrators have stopped it: /stop exists"
 
 
 async def test_all_that_is_harvested_goes_and_nothing_is_asked_for_until_the_switch_is_off(tmp_path: Path) -> None:
-    site = Site(tmp_path, FakeSlurm(4))
+    site = Site(tmp_path, ScriptedSlurm(4))
     book, harvest, slurm, run = site.book, site.harvest, site.slurm, site.run(nodes=4)
 
     async def poll() -> Turn:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from fallow.core.neighbour.watch import WATCHFUL_S
-from fallow.sim.client import ANSWER_S
+from fallow.sim.client import SimClient
 from fallow.sim.costs import IN_PLACE
 from fallow.sim.head import VirtualHead
 from fallow.sim.meter import Tally
@@ -61,11 +61,11 @@ def test_polls_wait_for_tokens_and_are_counted() -> None:
 def test_a_node_that_somebody_waits_for_is_given_back_in_time() -> None:
     engine = cluster(2, [job("theirs", BEGIN + 1001.5, 1, 10 * MIN, partition="normal")], preempt=False)
     head, work, meter = played(engine, linear(most=2), 1100.0)
-    assert engine.ran["theirs"][0] - (BEGIN + 1001.5) < WATCHFUL_S + ANSWER_S + 2.0
+    assert engine.ran["theirs"][0] - (BEGIN + 1001.5) < WATCHFUL_S + SimClient.answer_s + 2.0
     assert work.members("r0") == 1 and meter.score().unannounced_per_day == 0
     assert head.harvest.neighbours.delays.report(engine.now).jobs == 1
     delayed = meter.score().others_delayed
-    assert delayed.jobs == 1 and 0.0 < delayed.max_s < WATCHFUL_S + ANSWER_S + 1.0
+    assert delayed.jobs == 1 and 0.0 < delayed.max_s < WATCHFUL_S + SimClient.answer_s + 1.0
 
 
 def test_what_slurm_refuses_is_left_alone_for_longer_and_longer() -> None:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fake_slurm import FakeSlurm
 from fallow.model import ClusterState, FallowError, JobRequest
 from fallow.slurm.client import SlurmUnavailable
 from fallow.slurm.paced import BURST_S, CONFIG_S, STRAINED_S, Bucket, PacedClient
+from scripted_slurm import ScriptedSlurm
 
 
 @dataclass
@@ -30,8 +30,8 @@ class Clock:
         self.now += seconds
 
 
-def paced(clock: Clock, slurm: FakeSlurm | None = None) -> tuple[PacedClient, FakeSlurm]:
-    inner = slurm or FakeSlurm(nodes=2)
+def paced(clock: Clock, slurm: ScriptedSlurm | None = None) -> tuple[PacedClient, ScriptedSlurm]:
+    inner = slurm or ScriptedSlurm(nodes=2)
     client = PacedClient(inner, queries_per_min=60, submits_per_min=30, clock=clock, sleep=clock.sleep)
     return client, inner
 
@@ -81,7 +81,7 @@ async def test_the_configuration_is_asked_for_once_an_hour() -> None:
 async def test_a_slow_slurmctld_is_asked_less() -> None:
     clock = Clock()
 
-    class Slow(FakeSlurm):
+    class Slow(ScriptedSlurm):
         async def poll(self) -> ClusterState:
             await clock.sleep(4.0)
             return await super().poll()
@@ -99,7 +99,7 @@ async def test_a_slow_slurmctld_is_asked_less() -> None:
 
 
 async def test_one_that_limits_our_rate_is_asked_half_as_often() -> None:
-    class Limiting(FakeSlurm):
+    class Limiting(ScriptedSlurm):
         async def test_only(self, request: JobRequest) -> str:
             raise SlurmUnavailable("squeue: Rate limit exceeded, please retry momentarily")
 

@@ -44,7 +44,7 @@ class Cycle:
         for job in queue:
             job.planned, job.planned_at = 0, None
         for job in queue:
-            if job.is_too_long or not job.partition.info.up:
+            if job.kept_by:
                 continue
             of_user[job.user] += 1
             if 0 < self._scheduler.bf_max_job_user < of_user[job.user]:

@@ -39,6 +39,8 @@ class Cluster:
         "nodes with a job that is ending"
         self.yielding = 0
         "nodes with a job that some partition may preempt"
+        self.drained = 0
+        "nodes on which nothing may start"
         self.touched = self.everything
         "nodes that changed since a poll showed them"
         self.partitions = _partitions(site, self.index)
@@ -59,8 +61,8 @@ class Cluster:
         return [self.names[place] for place in places(mask)]
 
     def has(self, slots: int) -> int:
-        """Nodes with at least so many slots."""
-        return self._has[slots] if slots < len(self._has) else 0
+        """Nodes with at least so many slots, without those that are drained."""
+        return self._has[slots] & ~self.drained if slots < len(self._has) else 0
 
     # -- jobs come and go -------------------------------------------------------------------------------------------
 
@@ -119,7 +121,7 @@ class Cluster:
         """Nodes that could take it, or its share on each, beside those that are there."""
         if job.whole:
             return self.empty & self.has(job.slots)
-        return self.room[max(1, job.slots)] if job.slots < len(self.room) else 0
+        return self.room[max(1, job.slots)] & ~self.drained if job.slots < len(self.room) else 0
 
     def fitting(self, job: Job, allowed: int) -> int:
         """Nodes among `allowed` on which the job can start now; 0: there are not enough.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 from random import Random
 
 from fallow.model import ClusterConfig, ClusterState
@@ -51,7 +52,6 @@ class SlurmSim:
         self.refused: dict[str, str] = {}
         "job of others that could never start -> why"
         self._jobs: Iterator[SimJob] = iter(jobs)
-        self._coming = next(self._jobs, None)
         phases = Random(f"{seed}/slurm/clock")
         self._agenda = Agenda(begin, phases.uniform(0.0, SWEEP_S))
         self._cluster = Cluster(site)
@@ -116,13 +116,14 @@ class SlurmSim:
         """The job's id.
 
         Raises:
-            SubmitRejected: there is no such partition, or the node is not in it.
+            SubmitRejected: there is no such partition, or it has not so many nodes or not that one.
         """
         partition = self._cluster.partitions.get(request.partition)
         if partition is None:
             raise SubmitRejected(request.token, f"invalid partition specified: {request.partition}")
         required = self._cluster.mask_of([request.node]) if request.node else 0
-        if (request.node and not required) or required & ~partition.mask or not partition.mask:
+        is_there = partition.mask.bit_count() >= request.nodes and not required & ~partition.mask
+        if not is_there or (request.node and not required):
             raise SubmitRejected(request.token, NOT_AVAILABLE)
         self._serial += 1
         job = Job(
@@ -130,7 +131,7 @@ class SlurmSim:
             name=request.token,
             user=US,
             partition=partition,
-            nodes=1,
+            nodes=request.nodes,
             submit_at=self.now,
             priority=max(1, self._priority(0) - request.nice),
             serial=self._serial,
@@ -149,11 +150,25 @@ class SlurmSim:
         if job is not None:
             self._lives.cancel(job)
 
-    def left(self, job_id: str) -> None:
-        """Our processes have ended by themselves: the job completes."""
+    def left(self, job_id: str, state: str = "") -> None:
+        """Our processes are gone: by themselves, so the job completes, or for a reason that is known as `state`."""
         job = self._lives.jobs.get(job_id)
         if job is not None:
-            self._lives.left(job)
+            self._lives.left(job, state)
+
+    def hold(self, job_id: str, reason: str) -> None:
+        """Keep a job that waits from starting, as a limit of its QOS does; with an empty reason it may start."""
+        job = self._lives.jobs[job_id]
+        if job.held_for != reason:
+            job.held_for = reason
+            self._lives.give_reason(job, reason)
+            self._changed()
+
+    def drain(self, nodes: Collection[str]) -> None:
+        """Start nothing on these nodes from now on, and on all others what fits."""
+        self._cluster.drained = self._cluster.mask_of(nodes)
+        self._cluster.touched = self._cluster.everything
+        self._changed()
 
     def poll(self) -> ClusterState:
         self._lives.purge()
@@ -169,14 +184,16 @@ class SlurmSim:
     # -- jobs of others ---------------------------------------------------------------------------------------------
 
     def _await_job(self) -> None:
-        if self._coming is not None:
-            self._agenda.at(max(self._coming.submit_at, self.now), SUBMIT, self._arrive)
+        job = next(self._jobs, None)
+        if job is not None:
+            self._agenda.at(max(job.submit_at, self.now), SUBMIT, partial(self._arrive, job))
 
-    def _arrive(self) -> None:
-        job = self._coming
-        assert job is not None
-        self._coming = next(self._jobs, None)
+    def _arrive(self, job: SimJob) -> None:
         self._await_job()
+        self.arrive(job)
+
+    def arrive(self, job: SimJob) -> None:
+        """Somebody else submits a job now."""
         partition = self._cluster.partitions[job.part.partition]
         self._serial += 1
         if (partition.mask & self._cluster.has(job.part.gpus_per_node)).bit_count() < job.part.nodes:

@@ -58,6 +58,8 @@ class Job:
     final: str = ""
     "the state that it will have when it has left its nodes"
     reason: str = ""
+    held_for: str = ""
+    "why the scheduler must not start it; empty: it may"
     mask: int = 0
     "its nodes"
     start_at: float = 0.0
@@ -84,9 +86,11 @@ class Job:
         return min(self.limit_s, self.partition.longest_s)
 
     @property
-    def is_too_long(self) -> bool:
-        """Its partition's limit keeps it from starting."""
-        return self.limit_s > self.partition.longest_s
+    def kept_by(self) -> str:
+        """Why the scheduler does not look for nodes for it; empty: it does."""
+        if self.limit_s > self.partition.longest_s:
+            return "PartitionTimeLimit"
+        return self.held_for if self.partition.info.up else "PartitionDown"
 
     def is_preemptable_by(self, tier: int) -> bool:
         """May a job of this partition tier have it ended?"""

@@ -129,11 +129,11 @@ class Lives:
         elif job.state == "RUNNING":
             self._terminate(job, "CANCELLED", CANCEL_NOTICE_S, self._kill_wait_s)
 
-    def left(self, job: Job) -> None:
-        """Its processes have ended by themselves."""
+    def left(self, job: Job, state: str) -> None:
+        """Its processes have ended, by themselves unless `state` says why."""
         if job.alive:
             in_grace = job.preempt_at is not None and self._scheduler.version >= PREEMPTED_ANYWAY
-            self._gone(job, job.final or ("PREEMPTED" if in_grace else "COMPLETED"))
+            self._gone(job, state or job.final or ("PREEMPTED" if in_grace else "COMPLETED"))
 
     def vanish(self, job: Job) -> None:
         """An owner gives his node up, or does not want it any more."""

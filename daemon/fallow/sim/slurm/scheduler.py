@@ -95,8 +95,8 @@ class Rounds:
             if partition.name in failed:
                 if job.reason in ("", RESOURCES):
                     lives.give_reason(job, PRIORITY)
-            elif not partition.info.up or job.is_too_long:
-                lives.give_reason(job, "PartitionTimeLimit" if job.is_too_long else "PartitionDown")
+            elif job.kept_by:
+                lives.give_reason(job, job.kept_by)
             elif job.ours and self._owners is not None:
                 # Somebody else is always waiting before ours, so they start in backfill cycles only.
                 lives.give_reason(job, RESOURCES if job.required else PRIORITY)

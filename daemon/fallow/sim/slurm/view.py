@@ -47,6 +47,8 @@ class View:
         used = sum(slots if job.whole else job.slots for job in running)
         cpus, gpus = max(node.cpus, slots), used if node.gpus else 0
         flags = []
+        if cluster.drained >> place & 1:
+            flags.append("DRAIN")
         if cluster.ending >> place & 1:
             flags.append("COMPLETING")
         if is_planned and not any(job.whole for job in running):
