@@ -13,12 +13,12 @@ from msgspec.structs import replace
 
 from builders import NOW
 from fallow.core.states import ENDED_STATES
-from fallow.model import ClusterConfig, ClusterState, JobInfo, JobRequest, OwnerView, PartitionInfo
+from fallow.model import ClusterConfig, ClusterState, JobInfo, JobRequest, PartitionInfo
 from fallow.sim.client import SimClient, option_values
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.types import Happening
 from fallow.slurm.client import SlurmUnavailable, SubmitRejected, SubmitUnknown, carries
-from sim_cases import site
+from sim_cases import site, tiers
 
 USUAL = {"partition": "normal", "time": "10", "nodes": "1"}
 """Of jobs that do not say."""
@@ -30,15 +30,9 @@ class ScriptedSlurm(SimClient):
     answer_s = sbatch_s = 0.0
 
     def __init__(
-        self,
-        nodes: int = 8,
-        *,
-        partitions: Sequence[PartitionInfo] | None = None,
-        config: ClusterConfig | None = None,
+        self, nodes: int, partitions: Sequence[PartitionInfo] | None = None, config: ClusterConfig | None = None
     ) -> None:
-        names = [f"n{index}" for index in range(1, nodes + 1)]
-        partitions = default_partitions(names) if partitions is None else partitions
-        where = site(nodes, partitions=partitions, gpus=4, preempt=True, pass_s=0.0, epilog_s=0.0)
+        where = site(nodes, partitions=partitions or tiers(nodes), gpus=4, preempt=True, pass_s=0.0, epilog_s=0.0)
         super().__init__(SlurmSim(where, 0, NOW))
         self.poll_requests = 1
         self.shown_config = config or self.engine.config()
@@ -63,13 +57,9 @@ class ScriptedSlurm(SimClient):
         """Let time pass; everything that is due happens in order."""
         until = self.now + seconds
         self._let_start()
-        while (at := self.engine.next_at()) <= until:
-            self._play(at)
-        self._play(until)
-
-    def _play(self, to: float) -> None:
-        self.happened(self.engine.advance(to))
-        self._let_start()
+        while self.now < until or self.engine.next_at() <= until:
+            self.happened(self.engine.advance(min(self.engine.next_at(), until)))
+            self._let_start()
 
     def happened(self, happenings: Iterable[Happening]) -> None:
         """Whoever scripts what jobs do does it here."""
@@ -79,8 +69,6 @@ class ScriptedSlurm(SimClient):
         return [job.job_id for job in self.engine.poll().jobs if job.state == "RUNNING"]
 
     def _let_start(self) -> None:
-        if self.most == inf:
-            return
         room = self.most - len(self.running())
         for job in self.engine.poll().jobs:
             if job.state == "PENDING":
@@ -105,7 +93,8 @@ class ScriptedSlurm(SimClient):
         return replace(job, **{name: given.get(name, "") for name in ("comment", "account", "qos")})
 
     async def submit(self, request: JobRequest) -> str:
-        if self.unavailable or self.lost_submits:
+        self._check()
+        if self.lost_submits:
             self.lost_submits -= 1
             raise SubmitUnknown(request.token, "Socket timed out on send/recv operation")
         if self.refusal is not None:
@@ -119,10 +108,6 @@ class ScriptedSlurm(SimClient):
         for job_id in job_ids:
             self.engine.left(job_id)  # processes end as soon as they are told to
 
-    async def owner(self) -> OwnerView:
-        self._check()
-        return OwnerView(user="me", at=self.now, notes=["made up"])
-
     async def test_only(self, request: JobRequest) -> str:
         self._check()
         idle = [node.node for node in self.engine.poll().nodes if node.state == "IDLE"]
@@ -133,12 +118,3 @@ class ScriptedSlurm(SimClient):
     def _check(self) -> None:
         if self.unavailable:
             raise SlurmUnavailable("scripted Slurm: switched off by the test; set unavailable = False")
-
-
-def default_partitions(nodes: list[str]) -> list[PartitionInfo]:
-    """Those of the testbed's `preempt` profile."""
-    usual = {"nodes": nodes, "max_time_s": 86400.0, "preempt_mode": "REQUEUE"}
-    return [
-        PartitionInfo(partition="normal", default=True, priority_tier=10, **usual),
-        PartitionInfo(partition="scavenge", grace_s=10.0, **usual),
-    ]

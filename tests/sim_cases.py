@@ -51,11 +51,12 @@ def site(
 
 
 def tiers(nodes: int, grace_s: float = 10.0) -> list[PartitionInfo]:
-    """A partition whose jobs give way to those of another on the same nodes."""
+    """A partition whose jobs give way to those of another on the same nodes, as in the testbed's profile `preempt`."""
     names = [f"n{i}" for i in range(1, nodes + 1)]
+    usual: dict[str, Any] = {"nodes": names, "max_time_s": 86400.0, "preempt_mode": "REQUEUE"}
     return [
-        PartitionInfo(partition="normal", nodes=names, max_time_s=86400.0, priority_tier=10),
-        PartitionInfo(partition="scavenge", nodes=names, max_time_s=86400.0, preempt_mode="CANCEL", grace_s=grace_s),
+        PartitionInfo(partition="normal", default=True, priority_tier=10, **usual),
+        PartitionInfo(partition="scavenge", grace_s=grace_s, **usual),
     ]
 
 

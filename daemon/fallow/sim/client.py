@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from fallow.model import ClusterConfig, ClusterState, JobRequest, OwnerView
-from fallow.sim.slurm import SlurmSim
+from fallow.sim.slurm.engine import US, SlurmSim
 from fallow.sim.types import POLL_REQUESTS, Wanted
 from fallow.slurm import parse
 
@@ -65,7 +65,7 @@ class SimClient:
             self.engine.cancel(job_id)
 
     async def owner(self) -> OwnerView:
-        raise NotImplementedError
+        return OwnerView(user=US, at=self.engine.now)
 
     async def test_only(self, request: JobRequest) -> str:
         raise NotImplementedError
