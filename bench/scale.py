@@ -95,7 +95,7 @@ def decide(nodes: int, runs: int, lasts_s: float) -> tuple[list[float], str]:
 
 
 class Load:
-    """Jobs of others at random, as many as keep `USED` of the nodes busy (see `fallow.sim.types.Trace`)."""
+    """Jobs of others at random, as many as keep `USED` of the nodes busy."""
 
     def __init__(self, nodes: int, lasts_s: float) -> None:
         groups = {f"p{p}": [f"n{n:05}" for n in range(p, nodes, PARTITIONS)] for p in range(PARTITIONS)}

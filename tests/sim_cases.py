@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fallow.model import PartitionInfo
@@ -17,6 +16,7 @@ from fallow.sim.types import (
     JobPart,
     Plans,
     Problems,
+    Recording,
     RunPlan,
     Scheduler,
     SimJob,
@@ -85,28 +85,15 @@ def of(kind: type[Any], told: Iterable[Happening]) -> list[Any]:
 # -- holes ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Listed:
-    """Holes that a test says."""
-
-    site: Site
-    listed: Sequence[Change]
-    begin: float = 0.0
-    end: float = 100_000.0
-    problems: Problems = field(default_factory=lambda: NO_PROBLEMS)
-
-    def changes(self) -> Iterator[Change]:
-        return iter(self.listed)
-
-
-def holes(*changes: Change, nodes: int = 4, profile: Profile = "preempt", **more: Any) -> Listed:
+def holes(*changes: Change, nodes: int = 4, profile: Profile = "preempt", **more: Any) -> Recording:
     names = [f"n{number}" for number in range(nodes)]
     scheduler = Scheduler(**{"kill_wait_s": 5.0, **more})
-    return Listed(made_up("holes", {"batch": names}, gpus=4, profile=profile, scheduler=scheduler), changes)
+    where = made_up("holes", {"batch": names}, gpus=4, profile=profile, scheduler=scheduler)
+    return Recording(site=where, begin=0.0, end=MANY, problems=NO_PROBLEMS, changes=changes)
 
 
-def hole_sim(source: Listed, plans: Plans = "hidden") -> SlurmSim:
-    return SlurmSim(source.site, 0, source.begin, holes=source, plans=plans)
+def hole_sim(source: Recording, plans: Plans = "hidden") -> SlurmSim:
+    return SlurmSim(source.site, 0, source.begin, changes=source.changes, plans=plans)
 
 
 # -- runs -----------------------------------------------------------------------------------------------------------

@@ -26,25 +26,20 @@ class SimClient:
 
     def __init__(self, engine: SlurmSim, has_job: Callable[[str, str], None] = lambda job_id, token: None) -> None:
         self.engine = engine
-        self.requests = 0
-        "that slurmctld has had"
         self.poll_requests = POLL_REQUESTS
         self.backend = ""
         self._has_job = has_job
 
     async def config(self) -> ClusterConfig:
-        self.requests += 1
         return self.engine.config()
 
     async def poll(self) -> ClusterState:
-        self.requests += self.poll_requests
         cluster = self.engine.poll()
         await asyncio.sleep(self.answer_s)
         return cluster
 
     async def submit(self, request: JobRequest) -> str:
         await asyncio.sleep(self.sbatch_s)
-        self.requests += 1
         given = option_values(request)
         wanted = Wanted(
             token=request.token,
@@ -61,7 +56,6 @@ class SimClient:
 
     async def cancel(self, job_ids: Sequence[str]) -> None:
         for job_id in job_ids:
-            self.requests += 1
             self.engine.cancel(job_id)
 
     async def owner(self) -> OwnerView:

@@ -1,6 +1,6 @@
-"""The policies that `ours` is compared with: every idle node at once, and nobody at all.
+"""A policy that `ours` is compared with: every idle node at once.
 
-`Greedy` asks for one-node jobs as often as there are idle nodes that the runs could use, and gives each node to the
+It asks for one-node jobs as often as there are idle nodes that the runs could use, and gives each node to the
 smallest run. It knows nothing of the others who wait, and uses a node until its job's limit, until Slurm announces the
 end, or until the node is gone.
 """
@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 
-from fallow.sim.clock import VirtualLoop
+from fallow.sim.play import Head
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.types import (
-    POLL_REQUESTS,
     Active,
     Ended,
     Happening,
@@ -57,53 +55,25 @@ class _Job:
     is_leaving: bool = False
 
 
-class Nobody:
-    """A head that asks for nothing: what the idle nodes would have been worth is left to the meter."""
-
-    calls = 0
-
-    def next_at(self) -> float:
-        return inf
-
-    def wake(self, at: float) -> None:
-        """Nothing is ever due."""
-
-    def told(self, happening: Happening | Active | Measured) -> None:
-        """Nothing matters."""
-
-    def close(self) -> None:
-        """Nothing was opened."""
-
-
-class Greedy:
-    """See `fallow.sim.types.Head`. Arguments: as of `VirtualHead`."""
+class Greedy(Head):
+    """Arguments: as of `VirtualHead`."""
 
     def __init__(self, engine: SlurmSim, runs: Work, plans: Sequence[RunPlan], options: Options) -> None:
-        self.calls = 0
-        self._engine, self._runs, self._options = engine, runs, options
+        super().__init__(engine)
+        self._runs, self._options = runs, options
         self._plans = {plan.run: plan for plan in plans}
         self._partitions = lowest_partitions(engine.site)
         self._held = dict.fromkeys(self._plans, 0)
         "run -> its nodes, those that start up included"
         self._lead_s = min(LEAVING_S, options.costs.release[1])
-        self._loop = VirtualLoop(engine.now)
         self._loop.post(engine.now, self._look)
         self._bucket = Bucket(options.submits_per_min, self._loop.time)
         self._queued: Counter[str] = Counter()
         "partition -> requests that wait for their turn at sbatch"
         self._jobs: dict[str, _Job] = {}
 
-    def next_at(self) -> float:
-        return self._loop.due
-
-    def wake(self, at: float) -> None:
-        self._loop.play(at)
-
     def told(self, happening: Happening | Active | Measured) -> None:
         self._loop.post(happening.at, self._hear, happening)
-
-    def close(self) -> None:
-        self._loop.close()
 
     def _hear(self, happening: Happening | Active | Measured) -> None:
         if isinstance(happening, Started):
@@ -155,11 +125,9 @@ class Greedy:
     def _look(self) -> None:
         """Poll, withdraw what has waited for long, and ask for what is idle and useful."""
         self._loop.post(self._loop.now + self._options.poll_s, self._look)
-        self.calls += POLL_REQUESTS
         for job_id, job in list(self._jobs.items()):
             if not job.node and not job.is_leaving and self._loop.now - job.asked_at > STALE_S:
                 job.is_leaving = True
-                self.calls += 1
                 self._engine.cancel(job_id)
         waiting = self._queued + Counter(job.partition for job in self._jobs.values() if not job.node)
         idle = Counter(
@@ -174,7 +142,6 @@ class Greedy:
                 self._loop.post(self._loop.now + self._bucket.take(), self._submit, partition)
 
     def _submit(self, partition: str) -> None:
-        self.calls += 1
         self._queued[partition] -= 1
         job_id = self._engine.submit(Wanted(token=NAME, partition=partition, minutes=MINUTES))
         self._jobs[job_id] = _Job(partition, self._loop.now)

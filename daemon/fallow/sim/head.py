@@ -34,9 +34,10 @@ from fallow.head.slurm.harvest import Harvest
 from fallow.head.state.book import Book, Run, RunRecord, StoredRun, timing
 from fallow.model import AllocationKind, AllocationState, ClusterState, Exit, RunSpec
 from fallow.sim.client import SimClient
-from fallow.sim.clock import VirtualLoop
 from fallow.sim.members import AtOnce
+from fallow.sim.play import Head
 from fallow.sim.slurm import SlurmSim
+from fallow.sim.slurm.view import config as config_of
 from fallow.sim.types import Active, Ended, Happening, Measured, Notice, Options, Pool, RunPlan, Started, Waited
 from fallow.sim.work import Work
 from fallow.slurm.paced import PacedClient
@@ -49,8 +50,8 @@ SIGTERM, KILLED = 15, 137
 """With what Slurm warns, and the exit code of what it kills."""
 
 
-class VirtualHead:
-    """See `fallow.sim.types.Head`.
+class VirtualHead(Head):
+    """Our head.
 
     Args:
         engine: the cluster.
@@ -60,15 +61,14 @@ class VirtualHead:
     """
 
     def __init__(self, engine: SlurmSim, runs: Work, plans: Sequence[RunPlan], options: Options) -> None:
-        self._engine, self._runs = engine, runs
-        self._loop = VirtualLoop(engine.now)
+        super().__init__(engine)
+        self._runs = runs
         config = self._config = _config(engine, options)
         self._book = _Book(config, options.costs.absorb[1])
         self.harvest = Harvest(config)
         self._inbox = Inbox()
-        self._client = SimClient(engine, self._has_job)
         paced = PacedClient(
-            self._client,
+            SimClient(engine, self._has_job),
             queries_per_min=config.slurm.queries_per_min,
             submits_per_min=config.slurm.submits_per_min,
             clock=self._loop.time,
@@ -106,25 +106,9 @@ class VirtualHead:
         self._book.add(StoredRun(spec, record, Roster(root), {}), 0, self._loop.time())
         return Contract(signature="", shards=plan.shards, global_batch=plan.shards)
 
-    # -- for who plays it -------------------------------------------------------------------------------------------
-
-    @property
-    def calls(self) -> int:
-        """Requests to slurmctld so far."""
-        return self._client.requests
-
-    def next_at(self) -> float:
-        return self._loop.due
-
-    def wake(self, at: float) -> None:
-        self._loop.play(at)
-
     def told(self, happening: Happening | Active | Measured) -> None:
         if not isinstance(happening, Pool | Waited):  # nobody tells the head of those
             self._loop.post(happening.at, self._hear, happening)
-
-    def close(self) -> None:
-        self._loop.close()
 
     # -- turns ------------------------------------------------------------------------------------------------------
 
@@ -267,7 +251,7 @@ class _NoFaults(Faults):
 def _config(engine: SlurmSim, options: Options) -> Config:
     """The defaults, as far as the options do not say otherwise."""
     at_first = ClusterState(at=engine.now, nodes=[], jobs=[], partitions=list(engine.site.partitions))
-    preempts = any(p.preempts for p in as_for_us(at_first, engine.config(), None).partitions)
+    preempts = any(p.preempts for p in as_for_us(at_first, config_of(engine.site), None).partitions)
     return Config(
         # What a trace does not say of others is not hidden from us: there is nothing behind it.
         site=Site(harvest_unseen=True),

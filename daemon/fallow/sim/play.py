@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
+from fallow.sim.clock import VirtualLoop
 from fallow.sim.meter import Tally
 from fallow.sim.slurm import SlurmSim
-from fallow.sim.types import Head, Pool, Waited
+from fallow.sim.types import Active, Happening, Measured, Pool, Waited
 from fallow.sim.work import Work
 
 PROGRESS_S = 600.0
@@ -15,6 +16,33 @@ PROGRESS_S = 600.0
 
 STUCK = 100_000
 """Turns at one moment after which somebody is going round in circles."""
+
+
+class Head:
+    """Who asks for nodes and hands them out, in virtual time. This one asks for none.
+
+    Args:
+        engine: the cluster.
+    """
+
+    def __init__(self, engine: SlurmSim) -> None:
+        self._engine = engine
+        self._loop = VirtualLoop(engine.now)
+
+    def next_at(self) -> float:
+        """When something is due; infinity: nothing."""
+        return self._loop.due
+
+    def wake(self, at: float) -> None:
+        """A poll is due, a submission done, a timer has run out."""
+        self._loop.play(at)
+
+    def told(self, happening: Happening | Active | Measured) -> None:
+        """What our jobs' agents and the runs notice at once."""
+
+    def close(self) -> None:
+        """Nothing more is played."""
+        self._loop.close()
 
 
 def play(
@@ -59,7 +87,7 @@ def play(
             break
         if head.next_at() <= at:
             head.wake(at)
-            meter.calls = head.calls
+            meter.calls = engine.requests
         if at >= told_at + PROGRESS_S:
             told_at = at
             progress(at, meter.score().ideal_ratio)

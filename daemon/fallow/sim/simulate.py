@@ -6,22 +6,20 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 from msgspec.structs import replace
 
 from fallow.model import Exit, FallowError, PolicyScore, Score, SimReport, Struct, TraceRead
 from fallow.sim import curves
 from fallow.sim.costs import IN_PLACE, RESTART, restart
-from fallow.sim.greedy import Greedy, Nobody
+from fallow.sim.greedy import Greedy
 from fallow.sim.head import VirtualHead
 from fallow.sim.meter import IdealTally, Tally
-from fallow.sim.play import play
+from fallow.sim.play import Head, play
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.traces import open_trace
-from fallow.sim.traces.recorded import RecordedJobs
 from fallow.sim.traces.sites import Profile, harvested
-from fallow.sim.types import Costs, Head, Holes, Options, Plans, RunPlan, Scheduler, Trace
+from fallow.sim.types import Costs, Options, Plans, Recording, RunPlan, Scheduler
 from fallow.sim.work import Work
 
 POLICIES = {
@@ -62,14 +60,10 @@ class Setup(Struct, frozen=True, kw_only=True):
 class _Ground:
     """What is the same for all policies."""
 
-    source: Trace | Holes
+    source: Recording
     plans: list[RunPlan]
     costs: Costs
     restart_costs: Costs
-
-    @property
-    def has_jobs(self) -> bool:
-        return isinstance(self.source, RecordedJobs)
 
 
 def simulate(setup: Setup, progress: Progress = lambda *_: None) -> SimReport:
@@ -113,7 +107,7 @@ def _play(setup: Setup, ground: _Ground, name: str, progress: Progress) -> tuple
     """One policy: its figures, and whether it was stopped before its end."""
     source = ground.source
     begin, end = source.begin, source.end
-    engine = _engine(setup, source)
+    engine = SlurmSim(source.site, setup.seed, begin, source.jobs, changes=source.changes, plans=setup.plans)
     meter = (IdealTally if name == "ideal" else Tally)(ground.plans, len(source.site.nodes), begin)
     costs = ground.restart_costs if name == "restart" else ground.costs
     runs = Work(ground.plans, costs, setup.seed, meter, begin)
@@ -137,13 +131,7 @@ def _play(setup: Setup, ground: _Ground, name: str, progress: Progress) -> tuple
 def _head(name: str, engine: SlurmSim, runs: Work, plans: Sequence[RunPlan], options: Options) -> Head:
     if name == "ours":
         return VirtualHead(engine, runs, plans, options)
-    return Nobody() if name == "ideal" else Greedy(engine, runs, plans, options)
-
-
-def _engine(setup: Setup, source: Trace | Holes) -> SlurmSim:
-    if isinstance(source, RecordedJobs):
-        return SlurmSim(source.site, setup.seed, source.begin, source.jobs())
-    return SlurmSim(source.site, setup.seed, source.begin, holes=cast(Holes, source), plans=setup.plans)
+    return Head(engine) if name == "ideal" else Greedy(engine, runs, plans, options)
 
 
 def _ground(setup: Setup) -> _Ground:
@@ -166,7 +154,7 @@ def _ground(setup: Setup) -> _Ground:
         costs=replace(IN_PLACE, start=start),
         restart_costs=restart(setup.costs, start),
     )
-    if ground.has_jobs and setup.plans == "known":
+    if source.changes is None and setup.plans == "known":
         raise FallowError(
             f"--plans known: goes with traces of holes; of {_shown(setup.trace)} the simulated Slurm plans the jobs "
             "itself",
@@ -177,7 +165,7 @@ def _ground(setup: Setup) -> _Ground:
 
 def _arm(setup: Setup, ground: _Ground) -> str:
     """Under which rules it was played: those of the trace's own site, where it has one."""
-    words = [] if ground.has_jobs else [f"plans {setup.plans}"]
+    words = [] if ground.source.changes is None else [f"plans {setup.plans}"]
     words += ["the site's own Slurm" if setup.site else setup.profile, f"runs {setup.runs}"]
     slurm = ground.source.site.scheduler
     return ", ".join([*words, f"backfill every {slurm.bf_interval_s:g} s", f"polls every {setup.poll_s:g} s"])

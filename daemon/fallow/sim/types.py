@@ -6,8 +6,8 @@ jobs, submissions, the scheduler's main pass, backfill, runs, head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal, Protocol
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from fallow.model import Exit, FallowError, PartitionInfo, Struct
 
@@ -138,34 +138,21 @@ class Problems(Struct, frozen=True, kw_only=True):
     assumed: list[str]
 
 
-class Trace(Protocol):
-    """A recorded cluster: jobs of others."""
-
-    site: Site
-    begin: float
-    end: float
-    problems: Problems
-
-    def jobs(self) -> Iterator[SimJob]:
-        """In order of submission."""
-        ...
-
-
 Change = tuple[float, tuple[int, ...], tuple[int, ...]]
 """(Unix time, nodes that become idle, nodes that are taken), nodes by their place in `Site.nodes`."""
 
 
-class Holes(Protocol):
-    """A recorded cluster of which only the idle nodes are known, and not the jobs around them."""
+class Recording(Struct, frozen=True, kw_only=True):
+    """A recorded cluster: the jobs of others, or only which nodes were idle when."""
 
     site: Site
     begin: float
     end: float
     problems: Problems
-
-    def changes(self) -> Iterator[Change]:
-        """In order of time."""
-        ...
+    jobs: Sequence[SimJob] = ()
+    "in order of submission"
+    changes: Sequence[Change] | None = None
+    "in order of time; None: the jobs are known"
 
 
 # -- what the cluster tells -----------------------------------------------------------------------------------------
@@ -279,28 +266,3 @@ class Options(Struct, frozen=True, kw_only=True):
     costs: Costs
     submits_per_min: float = 120.0
     queries_per_min: float = 120.0
-
-
-class Head(Protocol):
-    """Who asks for nodes and hands them out: our head, or a policy that is compared with it."""
-
-    @property
-    def calls(self) -> int:
-        """Requests to slurmctld so far."""
-        ...
-
-    def next_at(self) -> float:
-        """When something is due; infinity: nothing."""
-        ...
-
-    def wake(self, at: float) -> None:
-        """A poll is due, a submission done, a timer has run out."""
-        ...
-
-    def told(self, happening: Happening | Active | Measured) -> None:
-        """What our jobs' agents and the runs notice at once."""
-        ...
-
-    def close(self) -> None:
-        """Nothing more is played."""
-        ...

@@ -10,25 +10,25 @@ from hypothesis import strategies as st
 
 from fallow.model import Score
 from fallow.sim.costs import IN_PLACE
-from fallow.sim.greedy import Greedy, Nobody
+from fallow.sim.greedy import Greedy
 from fallow.sim.head import VirtualHead
 from fallow.sim.meter import IdealTally, Tally
-from fallow.sim.play import play
-from fallow.sim.types import POLL_REQUESTS, Change, Costs, Head, Options, RunPlan
+from fallow.sim.play import Head, play
+from fallow.sim.types import POLL_REQUESTS, Change, Costs, Options, Recording, RunPlan
 from fallow.sim.work import Work
 from fallow.slurm.cli import CliClient
-from sim_cases import FREE, Listed, costing, hole_sim, holes, linear, runs_of
+from sim_cases import FREE, costing, hole_sim, holes, linear, runs_of
 
 QUICK = {"bf_interval_s": 1.0}
 DAY_S = 86400.0
 
 
-def played(policy: str, source: Listed, plans: list[RunPlan], costs: Costs = FREE, until: float = 1000.0) -> Score:
+def played(policy: str, source: Recording, plans: list[RunPlan], costs: Costs = FREE, until: float = 1000.0) -> Score:
     engine = hole_sim(source)
     meter = (IdealTally if policy == "ideal" else Tally)(plans, len(source.site.nodes), 0.0)
     runs = Work(plans, costs, 0, meter, 0.0)
     options = Options(poll_s=5.0, costs=costs, submits_per_min=6000.0)
-    head: Head = Nobody()
+    head = Head(engine)
     if policy != "ideal":
         head = (VirtualHead if policy == "ours" else Greedy)(engine, runs, plans, options)
     with closing(head):
@@ -77,7 +77,7 @@ def test_requests_to_slurm_are_counted() -> None:
 
 
 @st.composite
-def listed(draw: st.DrawFn) -> Listed:
+def listed(draw: st.DrawFn) -> Recording:
     at, before, changes = 0.0, 0, list[Change]()
     for seconds, mask in draw(st.lists(st.tuples(st.integers(1, 900), st.integers(0, 7)), max_size=8)):
         at += seconds
@@ -94,7 +94,7 @@ def listed(draw: st.DrawFn) -> Listed:
     runs=st.integers(1, 3),
     costs=st.sampled_from([FREE, IN_PLACE, costing(18, 12, 10), costing(250, 250, 60)]),
 )
-def test_no_policy_is_better_than_ideal(source: Listed, policy: str, runs: int, costs: Costs) -> None:
+def test_no_policy_is_better_than_ideal(source: Recording, policy: str, runs: int, costs: Costs) -> None:
     score = played(policy, source, runs_of(runs, 1, 1.7, 2.3), costs, until=4000.0)
     assert 0 <= score.ideal_ratio <= 1 + 1e-9
     assert 0 <= score.utility <= 1 + 1e-9

@@ -27,7 +27,7 @@ KNOWN = {"250-250": 0.423, "60-60": 0.734, "18-12": 0.907, "5-3": 0.973, "2-1": 
 
 def score(words: str, days: float) -> Score:
     holes = open_trace("summit", days=days, profile="nograce", scheduler=Scheduler(bf_interval_s=1.0, pass_s=0.0))
-    engine = SlurmSim(holes.site, 0, holes.begin, holes=holes)  # type: ignore[arg-type]
+    engine = SlurmSim(holes.site, 0, holes.begin, changes=holes.changes)
     runs, costs = plans(DEFAULT, ("scavenge",)), restart(words, (0.0, 0.0))
     meter = Tally(runs, len(holes.site.nodes), holes.begin)
     work = Work(runs, costs, 0, meter, holes.begin)

@@ -10,7 +10,6 @@ import pytest
 from fallow.model import FallowError, PartitionInfo
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.traces import open_trace
-from fallow.sim.traces.recorded import RecordedJobs
 from fallow.sim.types import Ended, Notice, Pool, Scheduler, SimJob, Site, Started, Waited
 from fallow.slurm.client import SubmitRejected
 from sim_cases import MIN, job, of, site, starts, tiers, wanted
@@ -103,12 +102,11 @@ def test_scheduler_parameters() -> None:
 @pytest.mark.soak
 def test_a_month_of_earth_without_us_is_played_in_seconds_and_as_it_was_recorded() -> None:
     trace = open_trace("earth")
-    assert isinstance(trace, RecordedJobs)
-    sim = SlurmSim(trace.site, 0, trace.begin, trace.jobs())
+    sim = SlurmSim(trace.site, 0, trace.begin, trace.jobs)
     began = time.process_time()
     told = [*of(Pool, sim.advance(trace.end)), Pool(at=trace.end, idle=0)]
     assert time.process_time() - began <= 30.0
-    waits = sorted(sim.ran[job.job_id][0] - job.submit_at for job in trace.jobs())
+    waits = sorted(sim.ran[job.job_id][0] - job.submit_at for job in trace.jobs)
     assert waits[int(0.99 * len(waits))] < 5.0
     idle_s = sum(pool.idle * (after.at - pool.at) for pool, after in pairwise(told))
     assert idle_s / (107 * (trace.end - trace.begin)) == pytest.approx(0.303, abs=0.003)

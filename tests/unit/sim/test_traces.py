@@ -11,10 +11,9 @@ import pytest
 
 from fallow.model import Exit, FallowError
 from fallow.sim.traces import open_trace
-from fallow.sim.traces.recorded import RecordedJobs
 from fallow.sim.traces.sacct import COMMAND
 from fallow.sim.traces.sites import from_folder
-from fallow.sim.types import Holes, JobPart, SimJob, Trace
+from fallow.sim.types import JobPart, Recording, SimJob
 from fallow.traces import FOLDER, trace_path
 
 DATA = Path(__file__).parents[2] / "data"
@@ -22,9 +21,8 @@ SWF, SACCT = DATA / "sim" / "small.swf", DATA / "sim" / "small.sacct.txt"
 DAY_S = 86400.0
 
 
-def jobs(trace: Trace | Holes) -> dict[str, SimJob]:
-    assert isinstance(trace, RecordedJobs)
-    found = list(trace.jobs())
+def jobs(trace: Recording) -> dict[str, SimJob]:
+    found = list(trace.jobs)
     assert found == sorted(found, key=lambda job: job.submit_at)
     assert len({job.job_id for job in found}) == len(found)
     return {job.job_id: job for job in found}

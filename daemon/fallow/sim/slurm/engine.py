@@ -14,7 +14,7 @@ from fallow.sim.slurm.lives import Lives
 from fallow.sim.slurm.owners import Owners
 from fallow.sim.slurm.scheduler import LOOK_S, Rounds
 from fallow.sim.slurm.view import View, config
-from fallow.sim.types import Happening, Holes, Plans, Pool, SimJob, Site, Waited, Wanted
+from fallow.sim.types import POLL_REQUESTS, Change, Happening, Plans, Pool, SimJob, Site, Waited, Wanted
 from fallow.slurm.client import SubmitRejected
 
 FIRST_JOB = 1_000_000_000
@@ -34,7 +34,7 @@ class SlurmSim:
         seed: for the moments at which slurmctld's rhythms began.
         begin: Unix time at which it begins.
         jobs: of others, by their time of submission. Read as time goes on, and never held as a whole.
-        holes: where nothing but the idle nodes is known, in place of jobs.
+        changes: where nothing but the idle nodes is known, in place of jobs.
         plans: whether Slurm knows when holes end.
     """
 
@@ -45,10 +45,12 @@ class SlurmSim:
         begin: float,
         jobs: Iterable[SimJob] = (),
         *,
-        holes: Holes | None = None,
+        changes: Iterable[Change] | None = None,
         plans: Plans = "hidden",
     ) -> None:
         self.site = site
+        self.requests = 0
+        "that slurmctld has had from us"
         self.refused: dict[str, str] = {}
         "job of others that could never start -> why"
         self._jobs: Iterator[SimJob] = iter(jobs)
@@ -57,8 +59,8 @@ class SlurmSim:
         self._cluster = Cluster(site)
         self._lives = Lives(site.scheduler, self._cluster, self._agenda, self._changed)
         owners = None
-        if holes is not None:
-            owners = Owners(holes, plans, self._cluster, self._lives, self._agenda, self._changed)
+        if changes is not None:
+            owners = Owners(site, changes, plans, self._cluster, self._lives, self._agenda, self._changed)
         self._rounds = Rounds(
             site.scheduler, self._cluster, self._lives, self._agenda, owners, phases.uniform(0.0, LOOK_S)
         )
@@ -118,6 +120,7 @@ class SlurmSim:
         Raises:
             SubmitRejected: there is no such partition, or it has not so many nodes or not that one.
         """
+        self.requests += 1
         partition = self._cluster.partitions.get(request.partition)
         if partition is None:
             raise SubmitRejected(request.token, f"invalid partition specified: {request.partition}")
@@ -146,6 +149,7 @@ class SlurmSim:
 
     def cancel(self, job_id: str) -> None:
         """scancel; a job that has ended does not matter."""
+        self.requests += 1
         job = self._lives.jobs.get(job_id)
         if job is not None:
             self._lives.cancel(job)
@@ -171,10 +175,12 @@ class SlurmSim:
         self._changed()
 
     def poll(self) -> ClusterState:
+        self.requests += POLL_REQUESTS
         self._lives.purge()
         return self._view.state(self.now)
 
     def config(self) -> ClusterConfig:
+        self.requests += 1
         return config(self.site)
 
     def idle_nodes(self) -> int:

@@ -11,7 +11,7 @@ With `plans="known"` Slurm has planned the end of every hole: nothing starts tha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from math import inf
 
@@ -22,7 +22,7 @@ from fallow.sim.slurm.agenda import NODE, Agenda
 from fallow.sim.slurm.cluster import Cluster, places
 from fallow.sim.slurm.jobs import FIRST_PRIORITY, Job, Partition
 from fallow.sim.slurm.lives import Lives
-from fallow.sim.types import Change, Holes, Plans, Scheduler
+from fallow.sim.types import Change, Plans, Scheduler, Site
 
 OTHERS = "other"
 """Their user name."""
@@ -32,7 +32,8 @@ class Owners:
     """Has owners come and go as the trace says.
 
     Args:
-        holes: the trace.
+        site: with its scheduler and each node's partitions.
+        changes: the trace, in order of time.
         plans: whether Slurm knows when owners come back.
         cluster, lives, agenda: the cluster that they own.
         changed: called when the scheduler must look at it.
@@ -40,7 +41,8 @@ class Owners:
 
     def __init__(
         self,
-        holes: Holes,
+        site: Site,
+        changes: Iterable[Change],
         plans: Plans,
         cluster: Cluster,
         lives: Lives,
@@ -49,8 +51,8 @@ class Owners:
     ) -> None:
         self._cluster, self._lives, self._agenda, self._changed = cluster, lives, agenda, changed
         self._is_known = plans == "known"
-        self._scheduler: Scheduler = holes.site.scheduler
-        self._changes: Iterator[Change] = holes.changes()
+        self._scheduler: Scheduler = site.scheduler
+        self._changes: Iterator[Change] = iter(changes)
         self._ahead: deque[tuple[Change, int]] = deque()
         "read already, with the nodes that are taken: the next one, or all that Slurm has planned"
         self._jobs: dict[int, Job] = {}
@@ -62,7 +64,7 @@ class Owners:
         }
         self._highest = [
             max((endless[name] for name in node.partitions), key=lambda partition: partition.tier)
-            for node in holes.site.nodes
+            for node in site.nodes
         ]
         self._serial = 0
         for place in places(cluster.everything):

@@ -6,12 +6,11 @@ import itertools
 from pathlib import Path
 
 from fallow.model import Exit, FallowError
-from fallow.sim.traces import helios, philly, sacct, swf
+from fallow.sim.traces import helios, philly, sacct, summit, swf
 from fallow.sim.traces.problems import lines
 from fallow.sim.traces.recorded import Window
 from fallow.sim.traces.sites import Profile, from_folder
-from fallow.sim.traces.summit import SummitHoles
-from fallow.sim.types import Holes, Scheduler, Trace
+from fallow.sim.types import Recording, Scheduler
 from fallow.text import clean
 from fallow.traces import trace_path
 
@@ -25,7 +24,7 @@ def open_trace(
     days: float | None = None,
     profile: Profile = "preempt",
     scheduler: Scheduler | None = None,
-) -> Trace | Holes:
+) -> Recording:
     """A trace by name (earth, philly, summit) or file.
 
     Args:
@@ -55,9 +54,9 @@ def open_trace(
     if "job_id" in words and "queue" in words:
         return helios.read(path, window, profile, scheduler)
     if "active_nodes" in words:
-        return philly.PhillyHoles(path, window, profile, scheduler)
+        return philly.read(path, window, profile, scheduler)
     if "begin_s" in words:
-        return SummitHoles(path, window, profile, scheduler)
+        return summit.read(path, window, profile, scheduler)
     if not first:
         raise FallowError(f"{path}: it is empty", Exit.DATA)
     if first.count("|") == len(sacct.FIELDS) - 1:

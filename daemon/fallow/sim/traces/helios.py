@@ -10,19 +10,19 @@ from collections.abc import Iterable
 from heapq import heappop, heappush
 from pathlib import Path
 
-from fallow.sim.traces.problems import Tally, table
-from fallow.sim.traces.recorded import DAY_S, Record, RecordedJobs, Window
+from fallow.sim.traces.problems import Tally, numbers
+from fallow.sim.traces.recorded import DAY_S, Record, Window, recording
 from fallow.sim.traces.sites import Profile, made_up
-from fallow.sim.types import JobPart, Scheduler
+from fallow.sim.types import JobPart, Recording, Scheduler
 from fallow.traces import HELIOS_GPUS, HELIOS_NODES
 
-COLUMNS = ("job_id", "submit_time", "start_time", "end_time", "gpus", "queue", "state")
+WORDS, NUMBERS = ("job_id", "queue"), ("submit_time", "start_time", "end_time", "gpus")
 COUNTED_S = 60.0
 """The source counts a job in the minute in which it ended, beside the one that took its place."""
 DOES_NOT_FIT = "more at once than the queue has"
 
 
-def read(path: Path, window: Window, profile: Profile, scheduler: Scheduler) -> RecordedJobs:
+def read(path: Path, window: Window, profile: Profile, scheduler: Scheduler) -> Recording:
     """The jobs, each submitted when it started, so that the load is as recorded. Those of less than a node share one.
 
     MaxTime: the days of the longest job, for nobody says. Those jobs are left out that cannot have run together
@@ -31,26 +31,20 @@ def read(path: Path, window: Window, profile: Profile, scheduler: Scheduler) -> 
     Raises:
         FallowError: it is no such file.
     """
-    tally = Tally(path, f"the columns of the Helios files in contrib/traces ({', '.join(COLUMNS)})")
+    tally = Tally(path, f"the columns of the Helios files in contrib/traces ({', '.join(WORDS + NUMBERS)})")
     records: list[Record] = []
-    for number, row in table(path, COLUMNS, tally):
-        try:
-            submit, start, end = (float(row[name]) for name in ("submit_time", "start_time", "end_time"))
-            gpus = int(row["gpus"])
-        except ValueError as error:
-            tally.bad(number, "not a number", str(error))
-            continue
+    for number, row, (submit, start, end, gpus) in numbers(path, NUMBERS, tally, WORDS):
         queue = row["queue"]
         if queue not in HELIOS_NODES:
             tally.bad(number, "unknown queue", queue)
-        elif not 0 < gpus <= HELIOS_GPUS * HELIOS_NODES[queue]:
+        elif not 1 <= gpus <= HELIOS_GPUS * HELIOS_NODES[queue]:
             tally.bad(number, "more GPUs than the queue has, or none", row["gpus"])
-        elif not -math.inf < submit <= start < end < math.inf:
+        elif not submit <= start < end:
             tally.bad(number, "it ends before it starts, or starts before it is submitted")
         else:
             tally.use()
             end_at = max(start + 1.0, end - COUNTED_S)
-            records.append(Record(row["job_id"], queue, start, start, end_at, _part(queue, gpus)))
+            records.append(Record(row["job_id"], queue, start, start, end_at, _part(queue, int(gpus))))
     tally.problems()
     first, last = min(record.start_at for record in records), max(record.end_at for record in records) + COUNTED_S
     records = _possible(records, tally)
@@ -58,7 +52,7 @@ def read(path: Path, window: Window, profile: Profile, scheduler: Scheduler) -> 
     tally.assume(f"MaxTime is {days} days, as the longest job needs")
     groups = {queue: [f"{queue}-{number:02d}" for number in range(1, n + 1)] for queue, n in HELIOS_NODES.items()}
     site = made_up("earth", groups, gpus=HELIOS_GPUS, profile=profile, scheduler=scheduler, max_time_s=days * DAY_S)
-    return RecordedJobs(site, records, first, last, window, tally)
+    return recording(site, records, first, last, window, tally)
 
 
 def _part(queue: str, gpus: int) -> JobPart:

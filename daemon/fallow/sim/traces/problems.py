@@ -5,11 +5,15 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from math import isfinite
 from pathlib import Path
 
 from fallow.model import Exit, FallowError
 from fallow.sim.types import Problems
+
+Row = dict[str, str]
+"""Column -> text."""
 
 MOST_EXAMPLES = 5
 MOST_NODES = 100_000
@@ -105,20 +109,20 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
         raise FallowError(f"{path}: cannot read it ({reason})", Exit.DATA) from error
 
 
-def table(path: Path, columns: tuple[str, ...], tally: Tally) -> Iterator[tuple[int, dict[str, str]]]:
-    """(line, column -> text) of a file with commas and a header, which must have `columns`.
+def table(path: Path, columns: Sequence[str], tally: Tally, separator: str = ",") -> Iterator[tuple[int, Row]]:
+    """(line, column -> text) of a file with a header, which must have `columns`.
 
     Lines of another number of fields are counted as bad.
     """
     header: list[str] = []
     for number, line in lines(path):
-        fields = line.split(",")
+        fields = line.split(separator)
         if not header:
-            header = fields
+            header = [name.strip() for name in fields]
             if missing := [name for name in columns if name not in header]:
                 raise tally.refuse(f"column {missing[0]} is missing")
             continue
-        if not line:
+        if not line.strip():
             continue
         tally.read += 1
         if len(fields) != len(header):
@@ -127,3 +131,23 @@ def table(path: Path, columns: tuple[str, ...], tally: Tally) -> Iterator[tuple[
             yield number, dict(zip(header, fields, strict=True))
     if not header:
         raise tally.refuse("it is empty")
+
+
+def numbers(
+    path: Path, columns: Sequence[str], tally: Tally, words: Sequence[str] = ()
+) -> Iterator[tuple[int, Row, list[float]]]:
+    """As `table`, with the numbers in `columns`. Lines where one of them is no finite number are bad.
+
+    Args:
+        words: other columns that there must be.
+    """
+    for number, row in table(path, (*words, *columns), tally):
+        try:
+            found = [float(row[name]) for name in columns]
+        except ValueError as error:
+            tally.bad(number, "not a number", str(error))
+            continue
+        if all(map(isfinite, found)):
+            yield number, row, found
+        else:
+            tally.bad(number, "not a number")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from fallow.model import Exit, FallowError
 from fallow.sim.traces import walltimes
 from fallow.sim.traces.problems import Tally
-from fallow.sim.types import JobPart, Problems, SimJob, Site
+from fallow.sim.types import JobPart, Recording, SimJob, Site
 
 DAY_S = 86400.0
 
@@ -57,8 +57,10 @@ class Window:
         return begin, end
 
 
-class RecordedJobs:
-    """`Trace` of what was recorded.
+def recording(
+    site: Site, records: Sequence[Record], first: float, last: float, window: Window, tally: Tally
+) -> Recording:
+    """What is played of the jobs that were recorded.
 
     Jobs that ran when the window begins are submitted at its begin, before all others, with what was left of them.
 
@@ -70,50 +72,37 @@ class RecordedJobs:
         window: what to play of it.
         tally: of the reader.
     """
-
-    def __init__(
-        self, site: Site, records: Sequence[Record], first: float, last: float, window: Window, tally: Tally
-    ) -> None:
-        self.begin, self.end = window.of(first, last)
-        longest = {p.partition: math.inf if p.max_time_s is None else p.max_time_s for p in site.partitions}
-        highest = max((record.priority for record in records), default=0)
-        found: list[tuple[float, bool, SimJob]] = []
-        for record in records:
-            end_at = min(record.end_at, max(last, record.start_at + 60.0))
-            if end_at > self.begin and record.submit_at < self.end:
-                if record.limit_s is None:
-                    tally.assume("a time limit was drawn")
-                allowed_s = longest.get(record.part.partition, math.inf)
-                job = self._played(record, end_at, allowed_s, highest, window.seed)
-                found.append((job.submit_at, record.start_at > self.begin, job))
-        found.sort(key=lambda each: each[:2])
-        self._jobs = [job for _, _, job in found]
-        if not self._jobs:
-            raise tally.refuse("no job is in the part of it that was asked for")
-        self.site = _with_room(site, self._jobs)
-        self.problems: Problems = tally.problems()
-
-    def jobs(self) -> Iterator[SimJob]:
-        """In order of submission."""
-        return iter(self._jobs)
-
-    def _played(self, record: Record, end_at: float, allowed_s: float, highest: int, seed: int) -> SimJob:
+    begin, end = window.of(first, last)
+    longest = {p.partition: math.inf if p.max_time_s is None else p.max_time_s for p in site.partitions}
+    highest = max((record.priority for record in records), default=0)
+    found: list[tuple[float, bool, SimJob]] = []
+    for record in records:
+        end_at = min(record.end_at, max(last, record.start_at + 60.0))
+        if end_at <= begin or record.submit_at >= end:
+            continue
         runs_s, limit_s = end_at - record.start_at, record.limit_s
         if limit_s is None:
+            tally.assume("a time limit was drawn")
+            allowed_s = longest.get(record.part.partition, math.inf)
             drawn_s = max(72 * 3600.0, runs_s) if math.isinf(allowed_s) else allowed_s
-            limit_s = walltimes.limit_s(seed, record.job_id, runs_s, drawn_s)
-        is_running = record.start_at < self.begin
-        gone_s = self.begin - record.start_at if is_running else 0.0
-        return SimJob(
+            limit_s = walltimes.limit_s(window.seed, record.job_id, runs_s, drawn_s)
+        gone_s = max(0.0, begin - record.start_at)
+        job = SimJob(
             job_id=record.job_id,
             user=record.user,
-            submit_at=max(record.submit_at, self.begin),
+            submit_at=max(record.submit_at, begin),
             runs_s=runs_s - gone_s,
             limit_s=max(limit_s - gone_s, 60.0),
             part=record.part,
-            priority=highest + 1 if is_running and highest else record.priority,
+            priority=highest + 1 if gone_s and highest else record.priority,
             nodelist=record.nodelist,
         )
+        found.append((job.submit_at, record.start_at > begin, job))
+    found.sort(key=lambda each: each[:2])
+    jobs = [job for _, _, job in found]
+    if not jobs:
+        raise tally.refuse("no job is in the part of it that was asked for")
+    return Recording(site=_with_room(site, jobs), begin=begin, end=end, problems=tally.problems(), jobs=jobs)
 
 
 def _with_room(site: Site, jobs: Iterable[SimJob]) -> Site:

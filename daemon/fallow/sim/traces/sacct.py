@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from fallow.sim.traces.problems import LAST_S, Tally, lines
-from fallow.sim.traces.recorded import DAY_S, Record, RecordedJobs, Window
+from fallow.sim.traces.problems import LAST_S, Row, Tally, table
+from fallow.sim.traces.recorded import DAY_S, Record, Window, recording
 from fallow.sim.traces.sites import LONGEST_S, Profile, made_up
-from fallow.sim.types import JobPart, Scheduler, Site
+from fallow.sim.types import JobPart, Recording, Scheduler, Site
 from fallow.slurm import parse
 
 FIELDS = (
@@ -37,7 +36,7 @@ _RUNNING = frozenset(("RUNNING", "SUSPENDED", "COMPLETING", "RESIZING"))
 class _Row:
     """A job before the sizes of nodes are known."""
 
-    fields: Mapping[str, str]
+    fields: Row
     submit_at: float
     start_at: float
     end_at: float
@@ -51,7 +50,7 @@ class _Row:
         return self.fields["Partition"].split(",")[0].strip()
 
 
-def read(path: Path, window: Window, profile: Profile, scheduler: Scheduler, site: Site | None = None) -> RecordedJobs:
+def read(path: Path, window: Window, profile: Profile, scheduler: Scheduler, site: Site | None = None) -> Recording:
     """The jobs of a site. Names of users become numbers; components of a heterogeneous job become jobs.
 
     Args:
@@ -65,7 +64,12 @@ def read(path: Path, window: Window, profile: Profile, scheduler: Scheduler, sit
         FallowError: it is no such file, or its times are no Unix seconds.
     """
     tally = Tally(path, f"the output of: {COMMAND}")
-    rows = _rows(path, tally)
+    rows: list[_Row] = []
+    # --parsable ends lines with a separator, --parsable2 does not; the header ends alike.
+    for number, fields in table(path, NEEDED, tally, "|"):
+        if (row := _row(number, fields, tally)) is not None:
+            tally.use()
+            rows.append(row)
     if not rows:
         tally.problems()
         raise tally.refuse("no job in it ran")
@@ -84,32 +88,10 @@ def read(path: Path, window: Window, profile: Profile, scheduler: Scheduler, sit
     first = min(ends)
     if first >= last:
         first = min(record.start_at for record in records)
-    return RecordedJobs(site, records, first, last, window, tally)
+    return recording(site, records, first, last, window, tally)
 
 
-def _rows(path: Path, tally: Tally) -> list[_Row]:
-    header: list[str] = []
-    found: list[_Row] = []
-    for number, line in lines(path):
-        fields = line.split("|")
-        if not header:
-            header = [name.strip() for name in fields]
-            if missing := [name for name in NEEDED if name not in header]:
-                raise tally.refuse(f"column {missing[0]} is missing")
-        elif line.strip():
-            tally.read += 1
-            # --parsable ends lines with a separator, --parsable2 does not; the header ends alike.
-            if len(fields) != len(header):
-                tally.bad(number, f"not {len(header)} fields")
-                continue
-            row = _row(number, dict(zip(header, fields, strict=True)), tally)
-            if row is not None:
-                tally.use()
-                found.append(row)
-    return found
-
-
-def _row(number: int, row: Mapping[str, str], tally: Tally) -> _Row | None:
+def _row(number: int, row: Row, tally: Tally) -> _Row | None:
     job_id, state = row["JobID"].strip(), row["State"].split(" ")[0].upper()
     times = {name: row[name].strip() for name in ("Submit", "Start", "End")}
     for name, text in times.items():

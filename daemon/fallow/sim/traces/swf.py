@@ -11,9 +11,9 @@ import re
 from pathlib import Path
 
 from fallow.sim.traces.problems import LAST_S, Tally, lines
-from fallow.sim.traces.recorded import DAY_S, Record, RecordedJobs, Window
+from fallow.sim.traces.recorded import DAY_S, Record, Window, recording
 from fallow.sim.traces.sites import LONGEST_S, Profile, made_up
-from fallow.sim.types import JobPart, Scheduler
+from fallow.sim.types import JobPart, Recording, Scheduler
 
 FIELDS = 18
 _ID, _SUBMIT, _WAIT, _RUN, _PROCESSORS, _ASKED_PROCESSORS, _ASKED_S, _STATUS = 0, 1, 2, 3, 4, 7, 8, 10
@@ -22,7 +22,7 @@ _PARTIAL = (2, 3, 4)
 """Status of parts of a job that has a line of its own."""
 
 
-def read(path: Path, window: Window, profile: Profile, scheduler: Scheduler) -> RecordedJobs:
+def read(path: Path, window: Window, profile: Profile, scheduler: Scheduler) -> Recording:
     """The jobs of a log. A node has MaxProcs / MaxNodes processors; jobs of fewer share it.
 
     Raises:
@@ -68,7 +68,7 @@ def read(path: Path, window: Window, profile: Profile, scheduler: Scheduler) -> 
     )
     first = min(record.submit_at for record in records)
     last = max(record.end_at for record in records)
-    return RecordedJobs(site, records, first, last, window, tally)
+    return recording(site, records, first, last, window, tally)
 
 
 def _row(number: int, words: list[str], most: float | None, tally: Tally) -> list[float] | None:
