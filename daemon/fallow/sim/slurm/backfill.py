@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from math import inf
 
-from fallow.sim.slurm.cluster import Cluster
 from fallow.sim.slurm.jobs import Job
 from fallow.sim.slurm.lives import Lives
 from fallow.sim.slurm.owners import Owners
 from fallow.sim.slurm.space import ENDING_S, Space, Timeline
 from fallow.sim.slurm.victims import victims
-from fallow.sim.types import Scheduler
 
 TRIES = 10_000
 """Times that are looked at for one job before it is left without a plan."""
@@ -24,13 +22,13 @@ TRIES = 10_000
 class Cycle:
     """See above. Arguments: as of `Rounds`."""
 
-    def __init__(self, scheduler: Scheduler, cluster: Cluster, lives: Lives, owners: Owners | None) -> None:
-        self._scheduler = scheduler
-        self._cluster = cluster
-        self._lives = lives
+    def __init__(self, lives: Lives, owners: Owners | None) -> None:
+        self._lives, self._scheduler, self._cluster = lives, lives.scheduler, lives.cluster
         self._owners = owners
         self._now = lives.now
-        self._space = Space(self._now, scheduler.bf_window_s, scheduler.bf_resolution_s, cluster.everything)
+        self._space = Space(
+            self._now, self._scheduler.bf_window_s, self._scheduler.bf_resolution_s, self._cluster.everything
+        )
         self._timelines: dict[tuple[int, int], Timeline] = {}
         self._wanted: dict[float, int] = {}
         "length of a job -> nodes whose owners are planned before its end"

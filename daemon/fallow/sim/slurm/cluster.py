@@ -12,6 +12,7 @@ class Cluster:
     """Who has what of which node. A job has its nodes until its epilog is over."""
 
     def __init__(self, site: Site) -> None:
+        self.site = site
         self.names = [node.node for node in site.nodes]
         self.index = {name: place for place, name in enumerate(self.names)}
         self.slots = [node.gpus or max(1, node.cpus) for node in site.nodes]
@@ -166,17 +167,12 @@ def places(mask: int) -> Iterator[int]:
 
 def lowest(mask: int, number: int) -> int:
     """The first so many nodes of a set that has as many."""
-    spare = mask.bit_count() - number
-    if number < spare:
-        found = 0
-        for _ in range(number):
-            bit = mask & -mask
-            found |= bit
-            mask ^= bit
-        return found
-    for _ in range(spare):
-        mask ^= 1 << (mask.bit_length() - 1)
-    return mask
+    found = 0
+    for _ in range(number):
+        bit = mask & -mask
+        found |= bit
+        mask ^= bit
+    return found
 
 
 def pick(job: Job, free: int) -> int:

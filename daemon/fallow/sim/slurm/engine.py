@@ -57,14 +57,10 @@ class SlurmSim:
         phases = Random(f"{seed}/slurm/clock")
         self._agenda = Agenda(begin, phases.uniform(0.0, SWEEP_S))
         self._cluster = Cluster(site)
-        self._lives = Lives(site.scheduler, self._cluster, self._agenda, self._changed)
-        owners = None
-        if changes is not None:
-            owners = Owners(site, changes, plans, self._cluster, self._lives, self._agenda, self._changed)
-        self._rounds = Rounds(
-            site.scheduler, self._cluster, self._lives, self._agenda, owners, phases.uniform(0.0, LOOK_S)
-        )
-        self._view = View(site, self._cluster, self._lives, owners)
+        self._lives = Lives(self._cluster, self._agenda, self._changed)
+        owners = None if changes is None else Owners(changes, plans, self._lives)
+        self._rounds = Rounds(self._lives, owners, phases.uniform(0.0, LOOK_S))
+        self._view = View(self._lives, owners)
         self._serial = 0
         self._last_priority: int | None = None
         "of the last job of the trace that says"

@@ -16,7 +16,7 @@ from operator import attrgetter
 from fallow.sim.slurm.agenda import END, PASS, TELL, Agenda
 from fallow.sim.slurm.cluster import Cluster
 from fallow.sim.slurm.jobs import Job
-from fallow.sim.types import Ended, Happening, Notice, Scheduler, Started, Waited
+from fallow.sim.types import Ended, Happening, Notice, Started, Waited
 
 GRACE_NOTICE_S = 0.17
 NOGRACE_NOTICE_S = 0.28
@@ -35,18 +35,15 @@ class Lives:
     """Changes jobs' states; tells what happens to ours.
 
     Args:
-        scheduler: as configured.
         cluster: where they run.
         agenda: for what comes later.
         changed: called when jobs could use nodes that they could not use before.
     """
 
-    def __init__(self, scheduler: Scheduler, cluster: Cluster, agenda: Agenda, changed: Callable[[], None]) -> None:
-        self._scheduler = scheduler
-        self._cluster = cluster
-        self._agenda = agenda
-        self._changed = changed
-        self._kill_wait_s = max(scheduler.kill_wait_s, LEAST_KILL_WAIT_S)
+    def __init__(self, cluster: Cluster, agenda: Agenda, changed: Callable[[], None]) -> None:
+        self.cluster, self.agenda, self.changed = cluster, agenda, changed
+        self.scheduler = cluster.site.scheduler
+        self._kill_wait_s = max(self.scheduler.kill_wait_s, LEAST_KILL_WAIT_S)
         self.jobs: dict[str, Job] = {}
         "that Slurm knows: ours for MinJobAge after their end"
         self.pending: list[Job] = []
@@ -62,7 +59,7 @@ class Lives:
 
     @property
     def now(self) -> float:
-        return self._agenda.now
+        return self.agenda.now
 
     # -- beginning --------------------------------------------------------------------------------------------------
 
@@ -77,10 +74,10 @@ class Lives:
         self._leave_queue(job, "RUNNING")
         job.alive, job.mask, job.reason = True, mask, ""
         job.start_at, job.end_at = self.now, self.now + job.granted_s
-        self._cluster.take(job)
+        self.cluster.take(job)
         self._await_end(job, self._over_limit)
         if job.ours:
-            nodes = tuple(self._cluster.names_of(mask))
+            nodes = tuple(self.cluster.names_of(mask))
             self.told.append(Started(at=self.now, job_id=job.job_id, nodes=nodes, end_at=job.end_at))
         elif not job.is_owner:
             self.ran[job.job_id] = self.now, inf
@@ -93,10 +90,10 @@ class Lives:
 
     def _await_end(self, job: Job, then: Callable[[Job], None]) -> None:
         """It ends by itself, or something is done about it when its limit is noticed."""
-        own_at, limit_at = job.start_at + job.runs_s, self._agenda.sweep(job.end_at)
+        own_at, limit_at = job.start_at + job.runs_s, self.agenda.sweep(job.end_at)
         what = partial(self._gone, job, "COMPLETED") if own_at <= limit_at else partial(then, job)
         if min(own_at, limit_at) < inf:
-            self._agenda.at(min(own_at, limit_at), END, what, job)
+            self.agenda.at(min(own_at, limit_at), END, what, job)
 
     # -- waiting for us ---------------------------------------------------------------------------------------------
 
@@ -125,14 +122,14 @@ class Lives:
             job.start_at = job.end_at = self.now
             self._tell(Ended(at=self.now, job_id=job.job_id, state="CANCELLED"), job)
             self._forget(job)
-            self._changed()
+            self.changed()
         elif job.state == "RUNNING":
             self._terminate(job, "CANCELLED", CANCEL_NOTICE_S, self._kill_wait_s)
 
     def left(self, job: Job, state: str) -> None:
         """Its processes have ended, by themselves unless `state` says why."""
         if job.alive:
-            in_grace = job.preempt_at is not None and self._scheduler.version >= PREEMPTED_ANYWAY
+            in_grace = job.preempt_at is not None and self.scheduler.version >= PREEMPTED_ANYWAY
             self._gone(job, state or job.final or ("PREEMPTED" if in_grace else "COMPLETED"))
 
     def vanish(self, job: Job) -> None:
@@ -140,12 +137,12 @@ class Lives:
         if job.state == "PENDING":
             self.cancel(job)
         else:
-            self._cluster.free(job)
+            self.cluster.free(job)
             self._drop(job)
 
     def may_preempt(self, by: Job) -> bool:
         """A job that has had others preempted waits until that should be over before it does so again."""
-        return self.now >= by.tried_at + self._scheduler.kill_wait_s + self._scheduler.message_timeout_s
+        return self.now >= by.tried_at + self.scheduler.kill_wait_s + self.scheduler.message_timeout_s
 
     def preempt(self, by: Job, victims: Sequence[Job]) -> None:
         """These make room for that one, or it waits for those that do so for another before it tries again."""
@@ -162,12 +159,12 @@ class Lives:
             self._change(job, "RUNNING")
             job.end_at = min(job.end_at, self.now + grace_s)
             notice = Notice(at=self.now + GRACE_NOTICE_S, job_id=job.job_id, kill_at=job.end_at + self._kill_wait_s)
-            self._agenda.at(notice.at, TELL, partial(self._tell, notice, job), job)
+            self.agenda.at(notice.at, TELL, partial(self._tell, notice, job), job)
             self._await_end(job, self._kill_preempted)
         by.tried_at = self.now
         # Nothing else need have changed when it may try again: a pass must come by itself.
-        again_at = self.now + self._scheduler.kill_wait_s + self._scheduler.message_timeout_s
-        self._agenda.at(again_at, PASS, self._changed, by)
+        again_at = self.now + self.scheduler.kill_wait_s + self.scheduler.message_timeout_s
+        self.agenda.at(again_at, PASS, self.changed, by)
 
     def _kill_preempted(self, job: Job) -> None:
         if job.preempt_at == self.now:
@@ -185,11 +182,11 @@ class Lives:
             return
         self._change(job, "COMPLETING")
         job.final, job.end_at = final, self.now
-        self._cluster.end(job)
+        self.cluster.end(job)
         if notice_s is not None:
             notice = Notice(at=self.now + notice_s, job_id=job.job_id, kill_at=self.now + kill_s)
-            self._agenda.at(notice.at, TELL, partial(self._tell, notice, job), job)
-        self._agenda.at(self.now + kill_s, END, partial(self._gone, job, final), job)
+            self.agenda.at(notice.at, TELL, partial(self._tell, notice, job), job)
+        self.agenda.at(self.now + kill_s, END, partial(self._gone, job, final), job)
 
     def _gone(self, job: Job, final: str) -> None:
         """No process of it is left; its nodes are cleaned up."""
@@ -197,20 +194,20 @@ class Lives:
             job.end_at = self.now
         self._change(job, "COMPLETING")
         job.alive, job.final = False, final
-        self._cluster.end(job)
+        self.cluster.end(job)
         self._tell(Ended(at=self.now, job_id=job.job_id, state=final), job)
         if not job.ours:
             self.ran[job.job_id] = job.start_at, self.now
         for waiting in list(self._held) if job.ours else ():
             partition = waiting.partition.mask & ~waiting.excluded
-            self.note_held(waiting, self._cluster.is_held_by_us(waiting, partition))
-        self._agenda.at(self.now + self._scheduler.epilog_s, END, partial(self._free, job), job)
+            self.note_held(waiting, self.cluster.is_held_by_us(waiting, partition))
+        self.agenda.at(self.now + self.scheduler.epilog_s, END, partial(self._free, job), job)
 
     def _free(self, job: Job) -> None:
         self._change(job, job.final)
-        self._cluster.free(job)
+        self.cluster.free(job)
         self._forget(job)
-        self._changed()
+        self.changed()
 
     def _forget(self, job: Job) -> None:
         if job.ours:
@@ -220,7 +217,7 @@ class Lives:
 
     def purge(self) -> None:
         """Forget ours that ended MinJobAge ago."""
-        while self._over and self._over[0][0] + self._scheduler.min_job_age_s < self.now:
+        while self._over and self._over[0][0] + self.scheduler.min_job_age_s < self.now:
             self._drop(self._over.popleft()[1])
 
     def _drop(self, job: Job) -> None:

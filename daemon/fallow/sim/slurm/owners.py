@@ -11,18 +11,18 @@ With `plans="known"` Slurm has planned the end of every hole: nothing starts tha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import inf
 
 from msgspec import structs
 
 from fallow.model import JobInfo
-from fallow.sim.slurm.agenda import NODE, Agenda
-from fallow.sim.slurm.cluster import Cluster, places
+from fallow.sim.slurm.agenda import NODE
+from fallow.sim.slurm.cluster import places
 from fallow.sim.slurm.jobs import FIRST_PRIORITY, Job, Partition
 from fallow.sim.slurm.lives import Lives
-from fallow.sim.types import Change, Plans, Scheduler, Site
+from fallow.sim.types import Change, Plans
 
 OTHERS = "other"
 """Their user name."""
@@ -32,26 +32,15 @@ class Owners:
     """Has owners come and go as the trace says.
 
     Args:
-        site: with its scheduler and each node's partitions.
         changes: the trace, in order of time.
         plans: whether Slurm knows when owners come back.
-        cluster, lives, agenda: the cluster that they own.
-        changed: called when the scheduler must look at it.
+        lives: the jobs on the cluster that they own.
     """
 
-    def __init__(
-        self,
-        site: Site,
-        changes: Iterable[Change],
-        plans: Plans,
-        cluster: Cluster,
-        lives: Lives,
-        agenda: Agenda,
-        changed: Callable[[], None],
-    ) -> None:
-        self._cluster, self._lives, self._agenda, self._changed = cluster, lives, agenda, changed
+    def __init__(self, changes: Iterable[Change], plans: Plans, lives: Lives) -> None:
+        cluster = self._cluster = lives.cluster
+        self._lives, self._scheduler, self._agenda = lives, lives.scheduler, lives.agenda
         self._is_known = plans == "known"
-        self._scheduler: Scheduler = site.scheduler
         self._changes: Iterator[Change] = iter(changes)
         self._ahead: deque[tuple[Change, int]] = deque()
         "read already, with the nodes that are taken: the next one, or all that Slurm has planned"
@@ -64,7 +53,7 @@ class Owners:
         }
         self._highest = [
             max((endless[name] for name in node.partitions), key=lambda partition: partition.tier)
-            for node in site.nodes
+            for node in cluster.site.nodes
         ]
         self._serial = 0
         for place in places(cluster.everything):
@@ -142,7 +131,7 @@ class Owners:
         for place in joined:
             self._cluster.awaited &= ~(1 << place)
             self._lives.vanish(self._jobs.pop(place))
-        self._changed()
+        self._lives.changed()
         self._await_change()
 
     def _come(self, place: int) -> None:

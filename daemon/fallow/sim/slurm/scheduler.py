@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from math import inf
 
-from fallow.sim.slurm.agenda import BACKFILL, PASS, Agenda, next_beat
+from fallow.sim.slurm.agenda import BACKFILL, PASS, next_beat
 from fallow.sim.slurm.backfill import Cycle
-from fallow.sim.slurm.cluster import Cluster
 from fallow.sim.slurm.jobs import Job
 from fallow.sim.slurm.lives import Lives
 from fallow.sim.slurm.owners import Owners
 from fallow.sim.slurm.victims import victims
-from fallow.sim.types import Scheduler
 
 RESOURCES, PRIORITY = "Resources", "Priority"
 NO_NODES = "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions"
@@ -27,25 +25,13 @@ class Rounds:
     """Passes of the main scheduler and cycles of backfill.
 
     Args:
-        scheduler: as configured.
-        cluster, lives, agenda: whose jobs are looked at.
+        lives: the jobs that are looked at.
         owners: of a cluster of which only the holes are known; None: all jobs are known.
         look_phase_s: when the looks of backfill's thread began.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        cluster: Cluster,
-        lives: Lives,
-        agenda: Agenda,
-        owners: Owners | None,
-        look_phase_s: float,
-    ) -> None:
-        self._scheduler = scheduler
-        self._cluster = cluster
-        self._lives = lives
-        self._agenda = agenda
+    def __init__(self, lives: Lives, owners: Owners | None, look_phase_s: float) -> None:
+        self._lives, self._scheduler, self._cluster, self._agenda = lives, lives.scheduler, lives.cluster, lives.agenda
         self._owners = owners
         self._look_phase_s = look_phase_s
         self._pass_at = self._cycle_at = inf
@@ -155,7 +141,7 @@ class Rounds:
 
     def _cycle(self) -> None:
         self._cycle_at, self._has_changed = inf, False
-        starts = Cycle(self._scheduler, self._cluster, self._lives, self._owners).run()
+        starts = Cycle(self._lives, self._owners).run()
         self._cycle_end, self._is_busy = self._agenda.now, bool(self._lives.pending)
         if starts or self._has_changed:
             self._cycle_soon()

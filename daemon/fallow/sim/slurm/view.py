@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 
 from fallow.model import ClusterConfig, ClusterState, JobInfo, NodeInfo
-from fallow.sim.slurm.cluster import Cluster, places
+from fallow.sim.slurm.cluster import places
 from fallow.sim.slurm.jobs import Job
 from fallow.sim.slurm.lives import Lives
 from fallow.sim.slurm.owners import Owners
@@ -15,12 +15,10 @@ from fallow.sim.types import Site
 class View:
     """Answers of `squeue` and `scontrol`. Arguments: as of `Rounds`."""
 
-    def __init__(self, site: Site, cluster: Cluster, lives: Lives, owners: Owners | None) -> None:
-        self._site = site
-        self._cluster = cluster
-        self._lives = lives
+    def __init__(self, lives: Lives, owners: Owners | None) -> None:
+        self._lives, self._cluster, self._site = lives, lives.cluster, lives.cluster.site
         self._owners = owners
-        self._nodes: list[NodeInfo] = [NodeInfo(node=node.node, state="IDLE") for node in site.nodes]
+        self._nodes: list[NodeInfo] = [NodeInfo(node=node.node, state="IDLE") for node in self._site.nodes]
         self._jobs: dict[str, JobInfo] = {}
         self._planned = 0
 
