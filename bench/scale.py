@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -26,7 +26,6 @@ from fallow.sim.play import play
 from fallow.sim.slurm.engine import SlurmSim
 from fallow.sim.traces.sites import harvested, made_up
 from fallow.sim.types import JobPart, Options, Problems, RunPlan, Scheduler, SimJob
-from fallow.sim.work import Work
 
 SIZES = ((100, 10, 1800.0), (1_000, 100, 1800.0), (3_000, 300, 600.0), (10_000, 1_000, 120.0))
 """(nodes, runs, virtual seconds that are played)."""
@@ -65,7 +64,9 @@ def measure(nodes: int, runs: int, lasts_s: float, rest_s: float) -> list[Row]:
 class TimedHead(VirtualHead):
     """Notes the processor time of what it decides after each poll."""
 
-    polls_s: list[float]
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.polls_s: list[float] = []
 
     def wake(self, at: float) -> None:
         before, began = self.harvest.cluster, time.process_time()
@@ -84,11 +85,8 @@ def decide(nodes: int, runs: int, lasts_s: float) -> tuple[list[float], str]:
     )
     plans = [replace(model, run=f"r{number}", rate=curves[number % len(curves)]) for number in range(runs)]
     engine, meter = SlurmSim(load.site, 0, load.begin, load.jobs()), Tally(plans, nodes, load.begin)
-    work = Work(plans, IN_PLACE, 0, meter, load.begin)
-    with closing(TimedHead(engine, work, plans, OPTIONS)) as virtual:
-        virtual.polls_s = []
-        play(engine, virtual, work, meter, load.end)
-    training = sum(work.members(plan.run) for plan in plans)
+    virtual = play(engine, TimedHead, plans, OPTIONS, meter, load.end)
+    training = sum(virtual.runs.members(plan.run) for plan in plans)
     requests = meter.score().slurmctld_rpcs_per_min
     per_min = f"{len(virtual.polls_s) * 60 / lasts_s:.1f} polls and {requests:.0f} requests a minute"
     return virtual.polls_s, f"{per_min}; {training} nodes train in the end"

@@ -56,12 +56,10 @@ class _Job:
 
 
 class Greedy(Head):
-    """Arguments: as of `VirtualHead`."""
+    """Arguments: as of `Head`."""
 
     def __init__(self, engine: SlurmSim, runs: Work, plans: Sequence[RunPlan], options: Options) -> None:
-        super().__init__(engine)
-        self._runs, self._options = runs, options
-        self._plans = {plan.run: plan for plan in plans}
+        super().__init__(engine, runs, plans, options)
         self._partitions = lowest_partitions(engine.site)
         self._held = dict.fromkeys(self._plans, 0)
         "run -> its nodes, those that start up included"
@@ -83,7 +81,7 @@ class Greedy(Head):
         elif isinstance(happening, Ended):
             job = self._jobs.pop(happening.job_id, None)
             if job is not None and job.run:
-                self._runs.lost(job.run, [job.node], happening.at)
+                self.runs.lost(job.run, [job.node], happening.at)
                 self._held[job.run] -= 1
 
     # -- nodes ------------------------------------------------------------------------------------------------------
@@ -97,7 +95,7 @@ class Greedy(Head):
             return
         job.run = min(users, key=self._held.__getitem__)
         self._held[job.run] += 1
-        self._runs.join(job.run, job.node, started.job_id, started.at)
+        self.runs.join(job.run, job.node, started.job_id, started.at)
         self._loop.post(started.end_at - self._lead_s, self._leave, started.job_id)
 
     def _leave(self, job_id: str) -> None:
@@ -107,7 +105,7 @@ class Greedy(Head):
             return
         job.is_leaving, left_at = True, self._loop.now
         if job.run:
-            left_at = self._runs.release(job.run, [job.node], self._loop.now)
+            left_at = self.runs.release(job.run, [job.node], self._loop.now)
             self._held[job.run] -= 1
             job.run = ""
         self._loop.post(left_at, self._left, job_id)

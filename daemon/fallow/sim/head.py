@@ -51,18 +51,10 @@ SIGTERM, KILLED = 15, 137
 
 
 class VirtualHead(Head):
-    """Our head.
-
-    Args:
-        engine: the cluster.
-        runs: that are trained.
-        plans: the same runs.
-        options: what it is told.
-    """
+    """Our head. Arguments: as of `Head`."""
 
     def __init__(self, engine: SlurmSim, runs: Work, plans: Sequence[RunPlan], options: Options) -> None:
-        super().__init__(engine)
-        self._runs = runs
+        super().__init__(engine, runs, plans, options)
         config = self._config = _config(engine, options)
         self._book = _Book(config, options.costs.absorb[1])
         self.harvest = Harvest(config)
@@ -181,7 +173,7 @@ class VirtualHead(Head):
             case Notice() if allocation.agents:
                 hear(turn, _peer(allocation), Beat(warned=SIGTERM), turn.at)
             case Ended() if allocation.agents:
-                self._runs.lost(run.id, list(allocation.agents), turn.now)
+                self.runs.lost(run.id, list(allocation.agents), turn.now)
                 self._gone(turn, run, allocation, KILLED)
         self._carry_out(turn)
 
@@ -198,7 +190,7 @@ class VirtualHead(Head):
         )
         hear(turn, agent_peer(allocation, node), hello, turn.at)
         if allocation.agents:
-            self._runs.join(run.id, node, started.job_id, turn.now)
+            self.runs.join(run.id, node, started.job_id, turn.now)
         else:
             # It was turned away.
             self._engine.left(started.job_id)
@@ -206,7 +198,7 @@ class VirtualHead(Head):
     def _leave(self, run: Run, allocation: Allocation) -> None:
         """Its node leaves the training, as it was told to, and then the job ends."""
         self._leaving.add(allocation.token)
-        left_at = self._runs.release(run.id, list(allocation.agents), self._loop.now)
+        left_at = self.runs.release(run.id, list(allocation.agents), self._loop.now)
         self._loop.post(left_at, self._left, run, allocation)
 
     def _left(self, run: Run, allocation: Allocation) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from math import inf
+from typing import TypeVar
 
 from fallow.sim.clock import VirtualLoop
 from fallow.sim.meter import Tally
 from fallow.sim.slurm import SlurmSim
-from fallow.sim.types import Active, Happening, Measured, Pool, Waited
+from fallow.sim.types import Active, Happening, Measured, Options, Pool, RunPlan, Waited
 from fallow.sim.work import Work
+
+H = TypeVar("H", bound="Head")
 
 PROGRESS_S = 600.0
 """Progress is told so often, in virtual time."""
@@ -23,10 +27,14 @@ class Head:
 
     Args:
         engine: the cluster.
+        runs: that are trained.
+        plans: the same runs.
+        options: what it is told.
     """
 
-    def __init__(self, engine: SlurmSim) -> None:
-        self._engine = engine
+    def __init__(self, engine: SlurmSim, runs: Work, plans: Sequence[RunPlan], options: Options) -> None:
+        self._engine, self.runs, self._options = engine, runs, options
+        self._plans = {plan.run: plan for plan in plans}
         self._loop = VirtualLoop(engine.now)
 
     def next_at(self) -> float:
@@ -47,25 +55,41 @@ class Head:
 
 def play(
     engine: SlurmSim,
-    head: Head,
-    runs: Work,
+    policy: type[H],
+    plans: Sequence[RunPlan],
+    options: Options,
     meter: Tally,
     until: float,
+    *,
+    seed: int = 0,
     progress: Callable[[float, float], None] = lambda at, ratio: None,
-) -> None:
-    """Play from where the engine stands.
+) -> H:
+    """Play from where the engine stands. Returns the head, which is closed.
 
     At equal times the engine comes first, then the runs, then the head; what they set off at once is played in further
     turns of the same moment.
 
     Args:
         engine: the cluster.
-        head: who asks for nodes.
-        runs: that are trained.
+        policy: who asks for nodes.
+        plans: runs that are trained.
+        options: what the head is told, and what changes cost.
         meter: adds up what comes of it.
         until: Unix time of the trace.
+        seed: of what is drawn.
         progress: called with the time and the ideal ratio so far.
     """
+    runs = Work(plans, options.costs, seed, meter, engine.now)
+    with closing(policy(engine, runs, plans, options)) as head:
+        _play(engine, head, meter, until, progress)
+    for waits in engine.held():
+        meter.waited(waits.job_id, waits.seconds)
+    meter.pool(until, engine.idle_nodes())
+    return head
+
+
+def _play(engine: SlurmSim, head: Head, meter: Tally, until: float, progress: Callable[[float, float], None]) -> None:
+    runs = head.runs
     meter.pool(engine.now, engine.idle_nodes())
     told_at, before, turns = engine.now, -inf, 0
     while True:
@@ -91,6 +115,3 @@ def play(
         if at >= told_at + PROGRESS_S:
             told_at = at
             progress(at, meter.score().ideal_ratio)
-    for waits in engine.held():
-        meter.waited(waits.job_id, waits.seconds)
-    meter.pool(until, engine.idle_nodes())

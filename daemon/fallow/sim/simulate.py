@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,14 +19,9 @@ from fallow.sim.slurm import SlurmSim
 from fallow.sim.traces import open_trace
 from fallow.sim.traces.sites import Profile, harvested
 from fallow.sim.types import Costs, Options, Plans, Recording, RunPlan, Scheduler
-from fallow.sim.work import Work
 
-POLICIES = {
-    "ours": "what Fallow's planner makes of it",
-    "greedy": "every idle node at once, to the smallest run",
-    "restart": "the same, and each change restarts the run",
-    "ideal": "the same idle nodes with free, instant rescaling",
-}
+POLICIES: dict[str, type[Head]] = {"ours": VirtualHead, "greedy": Greedy, "restart": Greedy, "ideal": Head}
+"""Name of a policy -> who asks for nodes."""
 
 Progress = Callable[[str, float, float], None]
 """Called with the policy, the share of it that was played, and its ideal ratio so far."""
@@ -110,13 +104,16 @@ def _play(setup: Setup, ground: _Ground, name: str, progress: Progress) -> tuple
     engine = SlurmSim(source.site, setup.seed, begin, source.jobs, changes=source.changes, plans=setup.plans)
     meter = (IdealTally if name == "ideal" else Tally)(ground.plans, len(source.site.nodes), begin)
     costs = ground.restart_costs if name == "restart" else ground.costs
-    runs = Work(ground.plans, costs, setup.seed, meter, begin)
+    options = Options(poll_s=setup.poll_s, costs=costs)
+
+    def tell(at: float, ratio: float) -> None:
+        progress(name, (at - begin) / (end - begin), ratio)
+
     stopped = False
-    with closing(_head(name, engine, runs, ground.plans, Options(poll_s=setup.poll_s, costs=costs))) as head:
-        try:
-            play(engine, head, runs, meter, end, lambda at, ratio: progress(name, (at - begin) / (end - begin), ratio))
-        except KeyboardInterrupt:
-            stopped = True
+    try:
+        play(engine, POLICIES[name], ground.plans, options, meter, end, seed=setup.seed, progress=tell)
+    except KeyboardInterrupt:
+        stopped = True
     score = meter.score()
     notes = [f"{len(engine.refused)} jobs of others ask for more than there is, and were left out"]
     found = PolicyScore(
@@ -126,12 +123,6 @@ def _play(setup: Setup, ground: _Ground, name: str, progress: Progress) -> tuple
         notes=notes if engine.refused else [],
     )
     return found, stopped
-
-
-def _head(name: str, engine: SlurmSim, runs: Work, plans: Sequence[RunPlan], options: Options) -> Head:
-    if name == "ours":
-        return VirtualHead(engine, runs, plans, options)
-    return Head(engine) if name == "ideal" else Greedy(engine, runs, plans, options)
 
 
 def _ground(setup: Setup) -> _Ground:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
 
 from fallow.core.neighbour.watch import WATCHFUL_S
 from fallow.sim.client import SimClient
@@ -45,10 +44,8 @@ def played(
 ) -> tuple[VirtualHead, Work, Tally]:
     options = options or Options(poll_s=30.0, costs=IN_PLACE)
     meter = Tally(plans, len(engine.site.nodes), BEGIN)
-    runs = Work(plans, IN_PLACE, 0, meter, BEGIN)
-    with closing(VirtualHead(engine, runs, plans, options)) as head:
-        play(engine, head, runs, meter, BEGIN + until_s)
-    return head, runs, meter
+    head = play(engine, VirtualHead, plans, options, meter, BEGIN + until_s)
+    return head, head.runs, meter
 
 
 def test_polls_wait_for_tokens_and_are_counted() -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fallow.model import Score
 from fallow.sim.costs import IN_PLACE
-from fallow.sim.greedy import Greedy
-from fallow.sim.head import VirtualHead
 from fallow.sim.meter import IdealTally, Tally
-from fallow.sim.play import Head, play
+from fallow.sim.play import play
+from fallow.sim.simulate import POLICIES
 from fallow.sim.types import POLL_REQUESTS, Change, Costs, Options, Recording, RunPlan
-from fallow.sim.work import Work
 from fallow.slurm.cli import CliClient
 from sim_cases import FREE, costing, hole_sim, holes, linear, runs_of
 
@@ -26,13 +22,8 @@ DAY_S = 86400.0
 def played(policy: str, source: Recording, plans: list[RunPlan], costs: Costs = FREE, until: float = 1000.0) -> Score:
     engine = hole_sim(source)
     meter = (IdealTally if policy == "ideal" else Tally)(plans, len(source.site.nodes), 0.0)
-    runs = Work(plans, costs, 0, meter, 0.0)
     options = Options(poll_s=5.0, costs=costs, submits_per_min=6000.0)
-    head = Head(engine)
-    if policy != "ideal":
-        head = (VirtualHead if policy == "ours" else Greedy)(engine, runs, plans, options)
-    with closing(head):
-        play(engine, head, runs, meter, until)
+    play(engine, POLICIES[policy], plans, options, meter, until)
     return meter.score()
 
 

@@ -6,8 +6,6 @@ starts what is asked for at once; here a backfill cycle comes each second, and a
 
 from __future__ import annotations
 
-from contextlib import closing
-
 import pytest
 
 from fallow.model import Score
@@ -19,7 +17,6 @@ from fallow.sim.play import play
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.traces import open_trace
 from fallow.sim.types import Options, Scheduler
-from fallow.sim.work import Work
 
 KNOWN = {"250-250": 0.423, "60-60": 0.734, "18-12": 0.907, "5-3": 0.973, "2-1": 0.989}
 """Costs of a restart -> score."""
@@ -30,9 +27,7 @@ def score(words: str, days: float) -> Score:
     engine = SlurmSim(holes.site, 0, holes.begin, changes=holes.changes)
     runs, costs = plans(DEFAULT, ("scavenge",)), restart(words, (0.0, 0.0))
     meter = Tally(runs, len(holes.site.nodes), holes.begin)
-    work = Work(runs, costs, 0, meter, holes.begin)
-    with closing(Greedy(engine, work, runs, Options(poll_s=5.0, costs=costs, submits_per_min=1e9))) as head:
-        play(engine, head, work, meter, holes.end)
+    play(engine, Greedy, runs, Options(poll_s=5.0, costs=costs, submits_per_min=1e9), meter, holes.end)
     return meter.score()
 
 

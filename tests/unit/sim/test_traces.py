@@ -268,6 +268,3 @@ def test_earth_replayed_is_the_recorded_occupancy() -> None:
             known = series.get(at, known)
             now += changes[key].get(at, 0)
             assert now == known, (key, at)
-
-
-# -- walltimes and sites ------------------------------------------------------------------------------------------
