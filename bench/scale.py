@@ -25,7 +25,7 @@ from fallow.sim.meter import Tally
 from fallow.sim.play import play
 from fallow.sim.slurm.engine import SlurmSim
 from fallow.sim.traces.sites import harvested, made_up
-from fallow.sim.types import JobPart, Options, Problems, RunPlan, Scheduler, SimJob
+from fallow.sim.types import JobPart, Options, RunPlan, Scheduler, SimJob
 
 SIZES = ((100, 10, 1800.0), (1_000, 100, 1800.0), (3_000, 300, 600.0), (10_000, 1_000, 120.0))
 """(nodes, runs, virtual seconds that are played)."""
@@ -99,7 +99,6 @@ class Load:
         groups = {f"p{p}": [f"n{n:05}" for n in range(p, nodes, PARTITIONS)] for p in range(PARTITIONS)}
         self.site = made_up("scale", groups, gpus=8, profile="preempt", scheduler=Scheduler(version=(25, 11)))
         self.begin, self.end = 0.0, lasts_s
-        self.problems = Problems(read=0, used=0, bad={}, examples=[], assumed=[])
         self._widths = [min(width, max(1, nodes // PARTITIONS // 4)) for width in WIDTHS]
         self._per_s = USED * nodes / (MEAN_S * sum(self._widths) / len(self._widths))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fallow.model import PartitionInfo
+from fallow.model import PartitionInfo, TraceRead
 from fallow.sim.costs import restart
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.traces.sites import Profile, made_up
@@ -15,7 +15,6 @@ from fallow.sim.types import (
     Happening,
     JobPart,
     Plans,
-    Problems,
     Recording,
     RunPlan,
     Scheduler,
@@ -28,7 +27,7 @@ from fallow.sim.types import (
 MIN = 60.0
 MANY = 1_000_000.0
 FREE = Costs(absorb=(0, 0), release=(0, 0), eject=(0, 0), start=(0, 0))
-NO_PROBLEMS = Problems(read=0, used=0, bad={}, examples=[], assumed=[])
+READ = TraceRead(name="made-up", jobs=0, bad_lines={}, examples=[], assumed=[])
 
 
 # -- clusters -------------------------------------------------------------------------------------------------------
@@ -89,7 +88,7 @@ def holes(*changes: Change, nodes: int = 4, profile: Profile = "preempt", **more
     names = [f"n{number}" for number in range(nodes)]
     scheduler = Scheduler(**{"kill_wait_s": 5.0, **more})
     where = made_up("holes", {"batch": names}, gpus=4, profile=profile, scheduler=scheduler)
-    return Recording(site=where, begin=0.0, end=MANY, problems=NO_PROBLEMS, changes=changes)
+    return Recording(site=where, begin=0.0, end=MANY, read=READ, changes=changes)
 
 
 def hole_sim(source: Recording, plans: Plans = "hidden") -> SlurmSim:

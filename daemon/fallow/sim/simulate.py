@@ -8,7 +8,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from fallow.model import Exit, FallowError, PolicyScore, Score, SimReport, Struct, TraceRead
+from fallow.model import Exit, FallowError, PolicyScore, Score, SimReport, Struct
 from fallow.sim import curves
 from fallow.sim.costs import IN_PLACE, RESTART, restart
 from fallow.sim.greedy import Greedy
@@ -77,19 +77,11 @@ def simulate(setup: Setup, progress: Progress = lambda *_: None) -> SimReport:
             break
     if not played:
         raise FallowError("simulate: interrupted before there was anything to report", Exit.TEMPFAIL)
-    problems = ground.source.problems
-    trace = TraceRead(
-        name=_shown(setup.trace),
-        jobs=problems.used,
-        bad_lines=problems.bad,
-        examples=problems.examples,
-        assumed=problems.assumed,
-    )
     first = played[0]
     return SimReport(
         **{field: getattr(first, field) for field in Score.__struct_fields__},
         policies=played,
-        trace=trace,
+        trace=replace(ground.source.read, name=_shown(setup.trace)),
         seed=setup.seed,
         seconds=first.seconds,
         arm=_arm(setup, ground),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from fallow.model import Exit, FallowError, PartitionInfo, Struct
+from fallow.model import Exit, FallowError, PartitionInfo, Struct, TraceRead
 
 Plans = Literal["hidden", "known"]
 """Of a trace of holes: does Slurm's plan tell when a hole ends, or does its owner come back without notice?"""
@@ -127,17 +127,6 @@ class Site(Struct, frozen=True, kw_only=True):
     preempt_mode: str = "OFF"
 
 
-class Problems(Struct, frozen=True, kw_only=True):
-    """What a reader of a trace found: lines read and used, bad ones by reason, and what had to be assumed."""
-
-    read: int
-    used: int
-    bad: dict[str, int]
-    examples: list[str]
-    "at most five bad lines, with their numbers"
-    assumed: list[str]
-
-
 Change = tuple[float, tuple[int, ...], tuple[int, ...]]
 """(Unix time, nodes that become idle, nodes that are taken), nodes by their place in `Site.nodes`."""
 
@@ -148,7 +137,8 @@ class Recording(Struct, frozen=True, kw_only=True):
     site: Site
     begin: float
     end: float
-    problems: Problems
+    read: TraceRead
+    "what its reader found, and had to assume"
     jobs: Sequence[SimJob] = ()
     "in order of submission"
     changes: Sequence[Change] | None = None

@@ -39,9 +39,9 @@ def refused(path: Path, **more: object) -> FallowError:
 
 def test_swf_counts_its_bad_lines_and_uses_the_others() -> None:
     trace = open_trace(SWF, profile="plain")
-    problems = trace.problems
-    assert (problems.read, problems.used) == (13, 6)
-    assert problems.bad == {
+    problems = trace.read
+    assert problems.jobs == 6
+    assert problems.bad_lines == {
         "completed, and no runtime": 1,
         "it never ran": 1,
         "no processors": 1,
@@ -103,7 +103,7 @@ def test_lines_that_cannot_be_true_are_skipped(tmp_path: Path, text: str, reason
     path = tmp_path / "log"
     path.write_text(text)
     trace = open_trace(path)
-    ((found, number),) = trace.problems.bad.items()
+    ((found, number),) = trace.read.bad_lines.items()
     assert reason in found and number == 1
     assert len(trace.site.nodes) == (4 if "Max" in text else 2)
 
@@ -112,9 +112,9 @@ def test_lines_that_cannot_be_true_are_skipped(tmp_path: Path, text: str, reason
 
 
 def test_sacct_counts_its_bad_lines_and_uses_the_others() -> None:
-    problems = open_trace(SACCT).problems
-    assert (problems.read, problems.used) == (20, 10)
-    assert problems.bad == {
+    problems = open_trace(SACCT).read
+    assert problems.jobs == 10
+    assert problems.bad_lines == {
         "a step of a job": 1,
         "it ends before it starts": 1,
         "it is over, and has no end": 1,
@@ -155,7 +155,7 @@ def test_sacct_maps_its_columns() -> None:
     assert found["108"].runs_s == 1400.0  # was still running
     assert found["108"].part == JobPart(partition="cpu", nodes=1, gpus_per_node=4, exclusive=False)
     assert {job.user for job in found.values()} == {"u1", "u2", "u3"}
-    assert trace.problems.assumed == [
+    assert trace.read.assumed == [
         "3 nodes in gpu: those that jobs ran on",
         "2 nodes in cpu: those that jobs ran on",
         "GPUs and CPUs of a node are the most that a job had on it",
@@ -181,11 +181,11 @@ def test_the_site_of_ones_own_commands(tmp_path: Path) -> None:
     path.write_text(text)
     trace = open_trace(path, site_folder=tmp_path)
     assert trace.site.name == site.name
-    assert trace.problems.bad["its partition is not among the site's"] == 4
-    assert not any("not simulated" in each for each in trace.problems.assumed)
+    assert trace.read.bad_lines["its partition is not among the site's"] == 4
+    assert not any("not simulated" in each for each in trace.read.assumed)
     config = (tmp_path / "config.txt").read_text()
     (tmp_path / "config.txt").write_text(config.replace("preempt/partition_prio", "preempt/qos"))
-    assert "preempt/qos is not simulated" in " ".join(open_trace(path, site_folder=tmp_path).problems.assumed)
+    assert "preempt/qos is not simulated" in " ".join(open_trace(path, site_folder=tmp_path).read.assumed)
     (tmp_path / "config.txt").unlink()
     assert "scontrol -o show config" in refused(path, site_folder=tmp_path).message
     assert refused(SWF, site_folder=tmp_path).code == Exit.USAGE
@@ -258,7 +258,7 @@ def test_earth_replayed_is_the_recorded_occupancy() -> None:
             if row["queue"] in queues:
                 recorded[row["queue"], True][float(row["time"])] = int(row["running_gpus_ge8"])
                 recorded[row["queue"], False][float(row["time"])] = int(row["running_gpus_lt8"])
-    assert (len(recorded), trace.problems.bad["more at once than the queue has"]) == (6, 5119)
+    assert (len(recorded), trace.read.bad_lines["more at once than the queue has"]) == (6, 5119)
     for key, series in recorded.items():
         known = now = 0
         before = [at for at in series if at <= trace.begin]

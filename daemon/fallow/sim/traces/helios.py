@@ -45,7 +45,7 @@ def read(path: Path, window: Window, profile: Profile, scheduler: Scheduler) -> 
             tally.use()
             end_at = max(start + 1.0, end - COUNTED_S)
             records.append(Record(row["job_id"], queue, start, start, end_at, _part(queue, int(gpus))))
-    tally.problems()
+    tally.result()
     first, last = min(record.start_at for record in records), max(record.end_at for record in records) + COUNTED_S
     records = _possible(records, tally)
     days = math.ceil(max(record.end_at - record.start_at for record in records) / DAY_S)

@@ -36,14 +36,14 @@ def read(path: Path, window: Window, profile: Profile, scheduler: Scheduler) -> 
         counts.append((at, max(0, int(min(total, NODES) - active))))
     tally.assume("not a Slurm cluster: idle nodes are offered as if it were")
     tally.assume("the node that became idle last is taken first")
-    problems = tally.problems()
+    found = tally.result()
     begin, end = window.of(counts[0][0], counts[-1][0])
     names = [f"n{number:03d}" for number in range(1, NODES + 1)]
     return Recording(
         site=made_up("philly", {"philly": names}, gpus=GPUS, profile=profile, scheduler=scheduler),
         begin=begin,
         end=end,
-        problems=problems,
+        read=found,
         changes=list(_changes(counts, begin, end)),
     )
 

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from math import isfinite
 from pathlib import Path
 
-from fallow.model import Exit, FallowError
-from fallow.sim.types import Problems
+from fallow.model import Exit, FallowError, TraceRead
 
 Row = dict[str, str]
 """Column -> text."""
@@ -69,7 +68,7 @@ class Tally:
         if nodes > MOST_NODES:
             raise self.refuse(f"it asks for {nodes:,.0f} nodes, more than {MOST_NODES:,}")
 
-    def problems(self) -> Problems:
+    def result(self) -> TraceRead:
         """All of it.
 
         Raises:
@@ -80,10 +79,10 @@ class Tally:
             raise self.refuse(f"{self._wrong} of {self.read} lines are bad{first}")
         if not self.used:
             raise self.refuse(f"none of its {self.read} lines can be used{first}")
-        return Problems(
-            read=self.read,
-            used=self.used,
-            bad=dict(sorted(self._bad.items())),
+        return TraceRead(
+            name=self._path.name,
+            jobs=self.used,
+            bad_lines=dict(sorted(self._bad.items())),
             examples=list(self._examples),
             assumed=[what if times == 1 else f"{what} ({times} times)" for what, times in self._assumed.items()],
         )

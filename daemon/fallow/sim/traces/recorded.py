@@ -102,7 +102,7 @@ def recording(
     jobs = [job for _, _, job in found]
     if not jobs:
         raise tally.refuse("no job is in the part of it that was asked for")
-    return Recording(site=_with_room(site, jobs), begin=begin, end=end, problems=tally.problems(), jobs=jobs)
+    return Recording(site=_with_room(site, jobs), begin=begin, end=end, read=tally.result(), jobs=jobs)
 
 
 def _with_room(site: Site, jobs: Iterable[SimJob]) -> Site:

@@ -71,7 +71,7 @@ def read(path: Path, window: Window, profile: Profile, scheduler: Scheduler, sit
             tally.use()
             rows.append(row)
     if not rows:
-        tally.problems()
+        tally.result()
         raise tally.refuse("no job in it ran")
     if site is None:
         site = _inferred(path, rows, profile, scheduler, tally)

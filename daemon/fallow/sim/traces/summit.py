@@ -41,7 +41,7 @@ def read(path: Path, window: Window, profile: Profile, scheduler: Scheduler) -> 
         tally.use()
         holes.append((FIRST_AT + begin_s, FIRST_AT + end_s, int(nodes)))
     tally.assume("holes are drawn from percentiles of the source; how they go together is a model")
-    problems = tally.problems()
+    found = tally.result()
     if _most_at_once(holes) > NODES:
         raise tally.refuse(f"more than {NODES} nodes are idle at once")
     days = DAYS if window.days is None else window.days
@@ -51,7 +51,7 @@ def read(path: Path, window: Window, profile: Profile, scheduler: Scheduler) -> 
         site=made_up("summit", {"batch": names}, gpus=GPUS, profile=profile, scheduler=scheduler),
         begin=begin,
         end=end,
-        problems=problems,
+        read=found,
         changes=list(_changes(holes, begin, end)),
     )
 

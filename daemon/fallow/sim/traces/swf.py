@@ -43,7 +43,7 @@ def read(path: Path, window: Window, profile: Profile, scheduler: Scheduler) -> 
             if (row := _row(number, line.split(), _header_number(header, "MaxProcs"), tally)) is not None:
                 rows.append(row)
     if not rows:
-        tally.problems()
+        tally.result()
         raise tally.refuse("no job in it ran")
     each, nodes = _size(header, rows, tally)
     begin = _header_number(header, "UnixStartTime")
