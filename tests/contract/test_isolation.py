@@ -24,7 +24,6 @@ from fallow.model import (
     ClusterState,
     Exit,
     FallowError,
-    JobInfo,
     OwnerView,
     RunStatus,
 )
@@ -42,12 +41,11 @@ class FaultySlurm(ScriptedSlurm):
         self.poll_errors: list[Exception] = []
         self.cancel_error: Exception | None = None
         self.cancelled: list[str] = []
-        self.shown: list[JobInfo] = []
 
     async def poll(self) -> ClusterState:
         if self.poll_errors:
             raise self.poll_errors.pop(0)
-        return ClusterState(at=time.time(), nodes=[], jobs=self.shown, partitions=[])
+        return ClusterState(at=time.time(), nodes=[], jobs=self.others, partitions=[])
 
     async def cancel(self, job_ids: Sequence[str]) -> None:
         if self.cancel_error is not None:
@@ -113,7 +111,7 @@ async def test_a_record_that_cannot_be_read_ends_the_jobs_of_its_run_and_nothing
         bad, good = await head.bad_and_good()
         for new, job in ((bad, "7"), (good, "8")):
             await head.take(hello(head, new.run, job_id=job))
-            slurm.shown.append(builders.job(job, "RUNNING", name="mine", user="me", comment=new.token, nodes=["h1"]))
+            slurm.others.append(builders.job(job, "RUNNING", name="mine", user="me", comment=new.token, nodes=["h1"]))
         store = head.head._durable.store
         (key, (revision, value)), *_ = (await store.load(f"run/{bad.run}/{kind}")).items()
         await store.save([Write(key, revision, None if is_missing else value[: len(value) // 2])], [])

@@ -34,6 +34,19 @@ def test_backfill_looks_at_no_more_jobs_than_its_limits_allow(limits: dict[str, 
     assert bool(of(Started, sim.advance(300.0))) is starts_ours
 
 
+def test_nothing_starts_on_a_drained_node_and_no_job_that_is_held() -> None:
+    sim = sim_of(site(2, bf_interval_s=1.0), job("part", 0, 1, MIN, gpus=1), job("whole", 0, 1, MIN))
+    sim.drain(["n1"])
+    mine = sim.submit(wanted(1, nice=0))
+    sim.hold(mine, "QOSMaxJobsPerUserLimit")
+    told = sim.advance(600.0)
+    assert {node.node: node.flags for node in sim.poll().nodes} == {"n1": ["DRAIN"], "n2": []}
+    assert of(Started, told) == [] and [info.reason for info in sim.poll().jobs] == ["QOSMaxJobsPerUserLimit"]
+    assert sorted(sim.ran) == ["part", "whole"] and starts(sim, "part")[0] != starts(sim, "whole")[0], "both on n2"
+    sim.hold(mine, "")
+    assert [started.nodes for started in of(Started, sim.advance(605.0))] == [("n2",)]
+
+
 # -- preemption -----------------------------------------------------------------------------------------------------
 
 

@@ -65,14 +65,14 @@ class Rounds:
         self._cycle_soon()
 
     def _pass(self) -> None:
-        if self._pass_at != self._agenda.now:
-            return  # another came before it
-        self._pass_at = inf
-        self._run_pass()
+        """Start what can start, unless a pass that was planned later came before this one.
 
-    def _run_pass(self) -> None:
-        """A job that finds no nodes keeps all nodes of its partition from those behind it, in whatever partition they
-        are; one that named its nodes keeps these alone."""
+        A job that finds no nodes keeps all nodes of its partition from those behind it, in whatever partition they
+        are; one that named its nodes keeps these alone.
+        """
+        if self._pass_at != self._agenda.now:
+            return
+        self._pass_at = inf
         cluster, lives = self._cluster, self._lives
         avail = cluster.everything
         failed: set[str] = set()
