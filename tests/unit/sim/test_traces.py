@@ -191,6 +191,29 @@ def test_the_site_of_ones_own_commands(tmp_path: Path) -> None:
     assert refused(SWF, site_folder=tmp_path).code == Exit.USAGE
 
 
+# -- holes ------------------------------------------------------------------------------------------------------------
+
+
+def test_philly_has_its_idle_nodes_as_a_stack(tmp_path: Path) -> None:
+    """The node that became idle last is taken first; what was before the window is idle at its begin."""
+    path = tmp_path / "philly.csv"
+    rows = [
+        "0,410,420",
+        "600,417,420",
+        "660,417,420",
+        "720,419,420",
+        "600,1,420",
+        "780,x,420",
+        "840,418,430",
+        "900,0,420",
+    ]
+    path.write_text("time,active_nodes,total_nodes\n" + "".join(f"{row}\n" for row in rows))
+    trace = open_trace(path, begin_day=650 / DAY_S)
+    assert trace.changes == [(650.0, (0, 1, 2), ()), (720.0, (), (1, 2)), (840.0, (1,), ())]
+    assert (trace.end, trace.jobs, len(trace.site.nodes)) == (900.0, (), 420)
+    assert trace.read.bad_lines == {"earlier than the line before": 1, "not a number": 1}
+
+
 # -- what is refused ----------------------------------------------------------------------------------------------
 
 
