@@ -12,7 +12,6 @@ from fallow.sim.meter import Tally
 from fallow.sim.play import play
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.types import POLL_REQUESTS, Options, RunPlan, SimJob, Site, Wanted
-from fallow.sim.work import Work
 from fallow.slurm.client import SubmitRejected
 from sim_cases import MIN, job, linear, site, tiers
 
@@ -41,11 +40,10 @@ def cluster(nodes: int, others: Sequence[SimJob] = (), *, preempt: bool, refuses
 
 def played(
     engine: SlurmSim, plans: Sequence[RunPlan], until_s: float, options: Options | None = None
-) -> tuple[VirtualHead, Work, Tally]:
+) -> tuple[VirtualHead, Tally]:
     options = options or Options(poll_s=30.0, costs=IN_PLACE)
     meter = Tally(plans, len(engine.site.nodes), BEGIN)
-    head = play(engine, VirtualHead, plans, options, meter, BEGIN + until_s)
-    return head, head.runs, meter
+    return play(engine, VirtualHead, plans, options, meter, BEGIN + until_s), meter
 
 
 def test_polls_wait_for_tokens_and_are_counted() -> None:
@@ -57,9 +55,9 @@ def test_polls_wait_for_tokens_and_are_counted() -> None:
 
 def test_a_node_that_somebody_waits_for_is_given_back_in_time() -> None:
     engine = cluster(2, [job("theirs", BEGIN + 1001.5, 1, 10 * MIN, partition="normal")], preempt=False)
-    head, work, meter = played(engine, linear(most=2), 1100.0)
+    head, meter = played(engine, linear(most=2), 1100.0)
     assert engine.ran["theirs"][0] - (BEGIN + 1001.5) < WATCHFUL_S + SimClient.answer_s + 2.0
-    assert work.members("r0") == 1 and meter.score().unannounced_per_day == 0
+    assert head.runs.members("r0") == 1 and meter.score().unannounced_per_day == 0
     assert head.harvest.neighbours.delays.report(engine.now).jobs == 1
     delayed = meter.score().others_delayed
     assert delayed.jobs == 1 and 0.0 < delayed.max_s < WATCHFUL_S + SimClient.answer_s + 1.0
@@ -67,6 +65,6 @@ def test_a_node_that_somebody_waits_for_is_given_back_in_time() -> None:
 
 def test_what_slurm_refuses_is_left_alone_for_longer_and_longer() -> None:
     engine = cluster(4, preempt=True, refuses_until=BEGIN + 200.0)
-    _, work, _ = played(engine, linear(most=4), 700.0)
+    head, _ = played(engine, linear(most=4), 700.0)
     assert engine.asked_at[:3] == [0.3, 90.3, 240.3], "with the first poll a minute later, and two minutes after that"
-    assert work.members("r0") == 4
+    assert head.runs.members("r0") == 4
