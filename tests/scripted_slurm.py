@@ -13,11 +13,12 @@ from msgspec.structs import replace
 
 from builders import NOW
 from fallow.core.states import ENDED_STATES
+from fallow.core.tokens import carries_token
 from fallow.model import ClusterConfig, ClusterState, JobInfo, JobRequest, PartitionInfo
 from fallow.sim.client import SimClient, option_values
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.types import Happening
-from fallow.slurm.client import SlurmUnavailable, SubmitRejected, SubmitUnknown, carries
+from fallow.slurm.client import SlurmUnavailable, SubmitRejected, SubmitUnknown
 from sim_cases import site, tiers
 
 USUAL = {"partition": "normal", "time": "10", "nodes": "1"}
@@ -81,11 +82,11 @@ class ScriptedSlurm(SimClient):
         self._check()
         return self.shown_config
 
-    async def poll(self, names_prefix: str) -> ClusterState:
+    async def poll(self) -> ClusterState:
         self._check()
-        seen = await super().poll(names_prefix)
+        seen = await super().poll()
         jobs = [self._shown(job) for job in seen.jobs]
-        jobs = [job for job in jobs if job.state not in ENDED_STATES or carries(job, names_prefix)]
+        jobs = [job for job in jobs if job.state not in ENDED_STATES or carries_token(job)]
         return replace(seen, jobs=[*jobs, *self.others])
 
     def _shown(self, job: JobInfo) -> JobInfo:
