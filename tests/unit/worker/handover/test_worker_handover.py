@@ -316,7 +316,11 @@ def test_s20_a_donor_hears_of_a_break_before_anybody_has_asked_it_for_anything()
     assert old.standing.holds
 
 
-def test_a_newcomer_whose_last_part_is_under_way_when_the_group_breaks_is_torn(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_a_newcomer_whose_last_part_is_under_way_when_the_group_breaks_is_torn(
+    monkeypatch: pytest.MonkeyPatch, is_given_up: bool
+) -> None:
+    """The same where it is the newcomer that waits no longer."""
     old, new = trained(2), Member(2, OPTIMIZERS["adamw"])
     members, ours, is_broken, sent = [old, new], build_world(2), threading.Event(), Counter[socket.socket]()
     real = pieces.send_piece
@@ -332,9 +336,13 @@ def test_a_newcomer_whose_last_part_is_under_way_when_the_group_breaks_is_torn(m
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda group, member: meet(group, member, roles, fingerprint), ours, members))
     assert all(map(torch.equal, old.model.parameters(), new.model.parameters())), "forward and backward may run"
-    ours[1].interrupt("on purpose")
+    if is_given_up:
+        new.standing.give_up()
+        assert ours[1].broken, "what comes later would be written into the next state"
+    else:
+        ours[1].interrupt("on purpose")
     is_broken.set()
-    assert [member.standing.settle() for member in members] == [False, False]
+    assert [member.standing.settle() for member in members] == [False, is_given_up]
     assert [member.standing.value for member in members] == [HOLDS, TORN]
     for member in members:
         member.standing.give_up()
