@@ -246,6 +246,21 @@ class Elastic:
     async def grow(self, by: int = 1) -> None:
         await self.rig.call("grow", run=self.id, by=by)
 
+    async def commits_unheard(self, newcomer: str) -> None:
+        """Let this newcomer in, and stop its agent between its vote and the commit."""
+        committed, agent, store = (await self.roster()).root.generation, self.agent_of[newcomer], 0
+        send(agent, signal.SIGSTOP)
+        if self._scripted:
+            await self.grow()
+        while (await self.roster()).root.generation == committed:
+            store = store_pid(self.rig.paths)
+            send(store, signal.SIGSTOP)  # nothing is committed while all vote
+            send(agent, signal.SIGCONT)
+            await asyncio.sleep(0.5)
+            send(agent, signal.SIGSTOP)
+            send(store, signal.SIGCONT)
+            await asyncio.sleep(0.5)
+
     async def release(self, *members: str) -> None:
         await self.rig.call("release", run=self.id, members=list(members))
 

@@ -200,6 +200,7 @@ MUTANTS: dict[str, Take] = {
     "numbers that a store lost are not heard of": _object(machine, "recover", lambda m, report, host: None),
     "what a node held before a generation that the store lost counts": _object(machine, "recover", _recover_numbers),
     "a new head does not listen": _object(watch.Watch, "heard_all", lambda self: True),
+    "members hear of a commit before its newcomers": _object(State, "_told_last", lambda self: set()),
     # absence
     "a tick comes ahead of what lies in the inbox": _object(watch._Hearing, "advance", _plain_clock),
     "the clock goes on though nobody is heard": _object(watch._Hearing, "advance", _clock_without_deaf),

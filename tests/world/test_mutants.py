@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from world import test_absent, test_failures, test_planned, test_rebuilt, test_records, test_saved
+from world import test_absent, test_failures, test_planned, test_rebuilt, test_records, test_saved, test_world
 from world.mutants import MUTANTS
 from world.rig import NOTICED_BY
 from world.world import play
 
-BY_HAND = (test_absent, test_failures, test_planned, test_rebuilt, test_records, test_saved)
+BY_HAND = (test_absent, test_failures, test_planned, test_rebuilt, test_records, test_saved, test_world)
 """Have tests that say which guard they notice (`rig.notices`)."""
 
 IN_HISTORIES = {

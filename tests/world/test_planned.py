@@ -28,6 +28,22 @@ def test_waits_for_the_minimum_and_commits_only_with_every_vote() -> None:
     assert "root" in turn.writes
 
 
+def test_newcomers_hear_of_a_commit_first_and_members_when_they_have_or_when_an_order_was_lost() -> None:
+    """Members wait behind the boundary for newcomers. A head that dies meanwhile must have told these."""
+    rig = started(2)
+    for host, hears in (("c", True), ("d", False)):
+        n = rig.join(host)
+        g = rig.r.root.highest
+        for voter in [*rig.r.members, n]:
+            turn = rig.say(voter, prepared=g, given_up=0)
+        assert [told for told, order in orders(turn).items() if order.committed == g] == [n]
+        others = set(rig.r.members) - {n}
+        assert not orders(rig.say(1))
+        told = orders(rig.say(n) if hears else rig.tick(rig.at + 2 * rig.timing.resend_s + 1, 1))
+        assert all(told[other].committed == g for other in others)
+        rig.switch()
+
+
 @notices("overtaken reports count")
 def test_s5_a_vote_for_another_generation_a_repeated_or_an_overtaken_report_counts_for_nothing() -> None:
     rig = started(1)

@@ -5,16 +5,19 @@ The seeds of the soak are those of `FALLOW_SOAK_SEEDS=FIRST:COUNT`; one seed pla
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
+from fallow.core.membership import events as ev
 from fallow.core.membership.tables import NODE, RUN
 from world.faults import FAULTS
+from world.rig import notices
 from world.world import World, play
 
 CHUNK = 100
@@ -94,6 +97,37 @@ def undisturbed() -> World:
     w.run_until(w.t + 15)
     assert len(w.head.machine.roster.present()) == len(w.hosts) > 2
     return w
+
+
+def loses_its_head(w: World, order: int) -> None:
+    """The head dies for good behind so many further orders."""
+    deliver, left = w.to_agent, itertools.count(order, -1)
+
+    def to_agent(name: str, message: tuple[Any, ...]) -> None:
+        w.head.alive = w.head.alive and (message[0] != "order" or next(left) > 0)
+        if w.head.alive:
+            deliver(name, message)
+
+    w.to_agent = to_agent  # type: ignore[method-assign]
+
+
+@notices("members hear of a commit before its newcomers", False)
+@pytest.mark.parametrize("releases", [False, True])
+def test_a_head_that_dies_between_any_two_orders_of_a_change_holds_nobody_up(releases: bool) -> None:
+    """Members go over to a generation all of whose members have heard of it, or train on in the old one."""
+    for order in itertools.count():
+        w = undisturbed()
+        loses_its_head(w, order)
+        w.add_host()
+        nodes = (2,) if releases else ()
+        w.head.receive(("event", lambda at, nodes=nodes: ev.Release(at=at, nodes=nodes, limit=8, reason="asked")))
+        w.run_until(w.t + 20)
+        steps = w.counts["steps"]
+        w.run_until(w.t + 10)
+        assert w.counts["steps"] > steps + 5, f"it dies behind order {order}"
+        if w.head.alive:
+            assert len(w.head.machine.roster.present()) == 7 - releases, "nothing has changed"
+            return
 
 
 def test_without_faults_all_train_and_nothing_is_given_up() -> None:

@@ -279,15 +279,33 @@ class State:
         if main != self._main:
             self.tell([main, self._main])
             self._main = main
-        if outbox.nodes & self.roster.nodes.keys():
+        later = outbox.nodes & self._told_last()
+        now = (outbox.nodes - later) & self.roster.nodes.keys()
+        if now:
             outbox.edition += 1
-            for n in sorted(outbox.nodes & self.roster.nodes.keys()):
+            for n in sorted(now):
                 outbox.told[n] = outbox.edition, self.watch.now
                 outbox.instructions.append(ev.Send(n, self._order(self.roster.nodes[n], main)))
-        outbox.nodes.clear()
+        outbox.nodes = later
         instructions: list[ev.Instruction] = [*outbox.instructions, *outbox.admitted]
         outbox.instructions, outbox.admitted = [], []
         return ev.Turn(self.roster.take_writes(), instructions)
+
+    def _told_last(self) -> set[int]:
+        """Members of the old generation, as long as newcomers have not heard of the commit.
+
+        Members pass the boundary together, once all of them have heard. Behind it they wait for the newcomers. A head
+        that dies between its orders must not leave them there, so newcomers hear first. One that does not hear is
+        waited for no longer than it takes to repeat an order.
+        """
+        going, outbox, reports = self.going, self.outbox, self.watch.reports
+        is_late = self.watch.now - self.watch.committed_at > 2 * self.timing.resend_s
+        if going is None or going.change.interrupt or is_late:
+            return set()
+        newcomers = filter(self.roster.alive, going.change.joined)
+        if all(n not in outbox.nodes and outbox.has_heard(n, reports.get(n)) for n in newcomers):
+            return set()
+        return set(going.participants).difference(going.change.joined)
 
     def order(self, node: int) -> Order:
         """Where a node has to be, as things are now."""
