@@ -104,7 +104,7 @@ async def test_a_turn_writes_what_it_has_changed_and_nothing_else(tmp_path: Path
         assert await changed() == {allocations[1]}
         run.record.spent_node_s = 5.0
         assert await changed() == {"record"}
-        Turn(book, 0.0, 0.0).apply(run, ev.Limit(at=0.0, limit=1, reason="shrunk"))
+        Turn(book, 0.0, 0.0).apply(run, ev.Release(at=0.0, limit=1, reason="shrunk"))
         assert await changed() == {"root"}
         del run.allocations[held[0].token]
         assert await changed() == {allocations[0]}

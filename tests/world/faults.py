@@ -237,7 +237,7 @@ def walltime(w: World, host: Host, lasts: float) -> bool:
 
 def limit(w: World, host: Host, lasts: float) -> bool:
     most = w.rng.randint(1, 8)
-    w.head.receive(("event", lambda at: ev.Limit(at=at, limit=most, reason="asked")))
+    w.head.receive(("event", lambda at: ev.Release(at=at, limit=most, reason="asked")))
     return True
 
 

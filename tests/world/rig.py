@@ -175,7 +175,7 @@ class Rig:
         return self.want(ev.Release, nodes=nodes, reason=reason, **more)
 
     def limit(self, limit: int) -> ev.Turn:
-        return self.want(ev.Limit, limit=limit, reason="asked")
+        return self.want(ev.Release, limit=limit, reason="asked")
 
     def restart(self, *heard: int, keep: int = 2) -> None:
         """Another head takes over and hears these nodes. Args: keep: checkpoints."""

@@ -193,7 +193,7 @@ class World:
             self.add_host()
 
     def _lift_limit(self) -> None:
-        self.head.receive(("event", lambda at: ev.Limit(at=at, limit=8, reason="the end")))
+        self.head.receive(("event", lambda at: ev.Release(at=at, limit=8, reason="the end")))
 
     def what_is_missing(self, steps: int) -> str:
         """Why the run is not well; empty: all who are there train together, or it has ended as it should."""

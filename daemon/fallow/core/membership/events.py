@@ -82,19 +82,12 @@ class Release(Event):
     The generation without them is begun with the next tick. Whoever is released until then goes in it, too.
     """
 
-    nodes: tuple[int, ...]
     reason: str
+    nodes: tuple[int, ...] = ()
+    "none: the youngest members that are more than `limit`"
     by: float | None = None
     limit: int | None = None
     "nodes wanted at most from now on, so that no standby takes their place; None: as before"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limit(Event):
-    """At most `limit` nodes from now on. The youngest surplus ones are released."""
-
-    limit: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -202,11 +202,15 @@ class Machine:
     # Nodes leave with the next tick: those that have to go for one reason, in several events, go together.
 
     def _release(self, event: ev.Release) -> None:
+        m, nodes = self.state, event.nodes
         if event.limit is not None:
-            self._set_limit(event.limit, event.reason)
-        for n in event.nodes:
-            if n in self.roster.nodes:
-                self._ask_to_leave(self.roster.nodes[n], event.reason, event.by)
+            m.roster.root.limit = event.limit
+            m.roster.mark("root")
+            m.outbox.log("limit", f"at most {counted(event.limit, 'node')}: {event.reason}")
+            nodes = nodes or tuple(sorted(m.roster.present(MemberPhase.MEMBER))[event.limit :])
+        for n in nodes:
+            if n in m.roster.nodes:
+                self._ask_to_leave(m.roster.nodes[n], event.reason, event.by)
 
     def _ask_to_leave(self, node: Node, reason: str, by: float | None = None) -> None:
         m, voting = self.state, self.state.voting
@@ -223,17 +227,6 @@ class Machine:
                 voting.spoiled = f"{name} has to leave: {reason}"
             m.outbox.log("dismiss", f"{name} is not needed: {reason}", node=node.id)
             losses.dismiss(m, node, Exit.OK, reason)
-
-    def _limit(self, event: ev.Limit) -> None:
-        self._set_limit(event.limit, event.reason)
-        for n in sorted(self.roster.present(MemberPhase.MEMBER))[event.limit :]:
-            self._ask_to_leave(self.roster.nodes[n], event.reason)
-
-    def _set_limit(self, limit: int, reason: str) -> None:
-        m = self.state
-        m.roster.root.limit = limit
-        m.roster.mark("root")
-        m.outbox.log("limit", f"at most {counted(limit, 'node')}: {reason}")
 
     def _note_end(self, event: ev.Ends) -> None:
         node = self.roster.nodes.get(event.node)
@@ -300,7 +293,6 @@ _HANDLERS: dict[type[ev.Event], Callable[[Machine, Any], None]] = {
     ev.Gone: Machine._lose,
     ev.Ends: Machine._note_end,
     ev.Release: Machine._release,
-    ev.Limit: Machine._limit,
     ev.Bar: Machine._bar,
     ev.Unbar: Machine._unbar,
     ev.Rollback: Machine._roll_back,

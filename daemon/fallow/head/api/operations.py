@@ -95,7 +95,7 @@ class Operations:
                 f"run {found.id}: its limit is {found.root.limit} of at most {counted(most, 'node')}", Exit.USAGE
             )
         limit = min(most, found.root.limit + by)
-        turn.apply(found, ev.Limit(at=turn.at, limit=limit, reason="grown by hand"))
+        turn.apply(found, ev.Release(at=turn.at, limit=limit, reason="grown by hand"))
         return limit
 
     def shrink(self, turn: Turn, run: str, by: int = 1) -> int:
@@ -107,7 +107,7 @@ class Operations:
             raise FallowError(
                 f"run {found.id}: has {counted(members, 'member')}; to end it: fallow cancel {found.id}", Exit.USAGE
             )
-        turn.apply(found, ev.Limit(at=turn.at, limit=limit, reason="shrunk by hand"))
+        turn.apply(found, ev.Release(at=turn.at, limit=limit, reason="shrunk by hand"))
         return limit
 
     def release(self, turn: Turn, run: str, members: list[str]) -> None:
