@@ -16,14 +16,6 @@ def has_obeyed(m: State, node: Node, report: Report) -> bool:
     return m.outbox.has_heard(node.id, report)
 
 
-def missed_an_order(m: State, node: Node, report: Report) -> bool:
-    return not m.outbox.has_heard(node.id, report)
-
-
-def always(m: State, node: Node, report: Report) -> bool:
-    return True
-
-
 def has_saved(m: State, node: Node, report: Report) -> bool:
     return report.saved is not None and report.saved.path != node.noted
 
@@ -31,18 +23,6 @@ def has_saved(m: State, node: Node, report: Report) -> bool:
 def could_not_save(m: State, node: Node, report: Report) -> bool:
     problem = report.unsaved
     return problem is not None and (problem.generation, problem.step) > m.roster.root.unsaved
-
-
-def found_damage(m: State, node: Node, report: Report) -> bool:
-    return report.damaged is not None
-
-
-def has_failed(m: State, node: Node, report: Report) -> bool:
-    return report.fault is not None and not node.finished
-
-
-def is_ready(m: State, node: Node, report: Report) -> bool:
-    return report.ready is not None
 
 
 def has_deserted(m: State, node: Node, report: Report) -> bool:
@@ -108,10 +88,6 @@ def group_broke(m: State) -> bool:
 def generation_is_broken(m: State) -> bool:
     """The members' generation was given up when none of them was left."""
     return 0 < m.roster.root.generation <= m.trouble.broken and bool(m.roster.present())
-
-
-def is_voting(m: State) -> bool:
-    return m.voting is not None
 
 
 def is_spoiled(m: State) -> bool:

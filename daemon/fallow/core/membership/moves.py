@@ -83,16 +83,8 @@ def rebuild_group(m: State) -> None:
     losses.eject(m, [Overdue(r.nodes[broken.node], reason, FailureKind.UNREACHABLE)])
 
 
-def rebuild_broken(m: State) -> None:
-    rebuild(m, "members are heard again")
-
-
 def rebuild_again(m: State) -> None:
     rebuild(m, m.open_ballot.spoiled)
-
-
-def rebuild_mixed(m: State) -> None:
-    rebuild(m, "some of its members have the state and some have not")
 
 
 def rebuild_first_exchange(m: State) -> None:

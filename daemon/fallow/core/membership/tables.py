@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from fallow.core.membership import conditions as when
 from fallow.core.membership import facts, losses, moves
@@ -46,14 +47,19 @@ _MEMBERS = frozenset((MemberPhase.MEMBER, MemberPhase.LEAVING))
 _SEATED = frozenset((MemberPhase.MEMBER, MemberPhase.LEAVING, MemberPhase.SILENT))
 _LEAVERS = frozenset((MemberPhase.LEAVING, MemberPhase.SILENT))
 
+_TAKE_IN = partial(moves.rebuild, reason="members are heard again")
+_PART = partial(moves.rebuild, reason="some of its members have the state and some have not")
+
 NODE: tuple[Fact, ...] = (
-    Fact("makes progress", _SEATED, when.always, facts.note_progress),
+    Fact("makes progress", _SEATED, lambda m, node, said: True, facts.note_progress),
     Fact("is heard again", frozenset((MemberPhase.SILENT,)), when.has_obeyed, facts.take_back),
     Fact("has a checkpoint", _ANY, when.has_saved, facts.note_saved),
     Fact("could not save one", _ANY, when.could_not_save, facts.note_unsaved),
-    Fact("could not load one", _ANY, when.found_damage, facts.note_damaged),
-    Fact("has failed", _ALIVE, when.has_failed, facts.note_fault),
-    Fact("is ready", frozenset((MemberPhase.STARTING,)), when.is_ready, facts.note_ready),
+    Fact("could not load one", _ANY, lambda m, node, said: said.damaged is not None, facts.note_damaged),
+    Fact("has failed", _ALIVE, lambda m, node, said: said.fault is not None and not node.finished, facts.note_fault),
+    Fact(
+        "is ready", frozenset((MemberPhase.STARTING,)), lambda m, node, said: said.ready is not None, facts.note_ready
+    ),
     Fact("has deserted", _MEMBERS, when.has_deserted, facts.note_deserted),
     Fact("has finished", _SEATED, when.has_finished, facts.note_finished),
     Fact("has left", _LEAVERS, when.has_left, facts.note_left),
@@ -62,19 +68,19 @@ NODE: tuple[Fact, ...] = (
     Fact("votes", _VOTERS, when.votes, facts.note_vote),
     Fact("has arrived", _MEMBERS, when.has_arrived, facts.note_arrival),
     Fact("has lost its group", _MEMBERS, when.has_lost_its_group, facts.note_broken_group),
-    Fact("missed an order", _ANY, when.missed_an_order, facts.resend),
+    Fact("missed an order", _ANY, lambda m, node, said: not when.has_obeyed(m, node, said), facts.resend),
 )
 
 RUN: dict[RunPhase, tuple[Rule, ...]] = {
     RunPhase.LISTENING: (),
-    RunPhase.DESERTED: (Rule("a generation is voted on", when.is_voting, moves.await_deserter),),
+    RunPhase.DESERTED: (Rule("a generation is voted on", lambda m: m.voting is not None, moves.await_deserter),),
     RunPhase.EMPTY: (
         Rule("the last member is lost", when.has_lost_members, moves.rebuild_lost),
         Rule("enough nodes are ready", when.change_is_due, moves.prepare),
     ),
     RunPhase.STEADY: (
         Rule("a member is lost", when.has_lost_members, moves.rebuild_lost),
-        Rule("its generation is broken", when.generation_is_broken, moves.rebuild_broken),
+        Rule("its generation is broken", when.generation_is_broken, _TAKE_IN),
         Rule("its group broke", when.group_broke, moves.rebuild_group),
         Rule("all wait in vain", when.all_wait_in_vain, moves.rebuild_stuck),
         Rule("all wait", when.all_wait, moves.probe),
@@ -101,13 +107,13 @@ RUN: dict[RunPhase, tuple[Rule, ...]] = {
         Rule("it is spoiled", when.is_spoiled, moves.rebuild_again),
         Rule("links are cut", when.is_explained, moves.drop_cut_off),
         Rule("a group could not be built", when.group_broke, moves.rebuild_group),
-        Rule("not all have the state", when.is_mixed, moves.rebuild_mixed),
+        Rule("not all have the state", when.is_mixed, _PART),
         Rule("all have voted, and what was before is over", when.may_commit, moves.commit),
         Rule("votes are late", when.is_late_and_heard, moves.eject_late),
     ),
     RunPhase.SWITCHING: (
         Rule("a member is lost", when.has_lost_members, moves.rebuild_lost),
-        Rule("its generation is broken", when.generation_is_broken, moves.rebuild_broken),
+        Rule("its generation is broken", when.generation_is_broken, _TAKE_IN),
         Rule("a group broke", when.group_broke, moves.rebuild_group),
         Rule("all are there", when.all_have_arrived, moves.complete),
         Rule("all wait in vain", when.all_wait_in_vain, moves.rebuild_stuck),
