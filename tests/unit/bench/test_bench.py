@@ -72,12 +72,6 @@ def test_a_job_that_never_started_with_fallow_is_the_worst_harmed_not_a_missing_
     assert sorted(found) == [-1.0, 2.0, 58.0], "h started on neither and says nothing"
 
 
-# -- devices ----------------------------------------------------------------------------------------------------------
-
-
-# -- the command line -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "words",
     [
