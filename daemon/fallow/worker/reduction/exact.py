@@ -13,7 +13,7 @@ import torch
 from fallow.model import Exit, FallowError
 from fallow.worker.reduction.arithmetic import Arithmetic
 from fallow.worker.reduction.buckets import Arrived, Bucket, Sum
-from fallow.worker.reduction.integers import Converter
+from fallow.worker.reduction.integers import Converter, add_truncated
 from fallow.worker.reduction.scales import NOTHING, Scales, exponent
 from fallow.worker.transport.device import asynchronous, to_host
 from fallow.worker.transport.group import Group
@@ -209,7 +209,7 @@ class Exact(Arithmetic):
                 total = rows[scattered.group.rank]
                 for row in rows if scattered is main else scattered.contributions(start, stop):
                     if row is not total:
-                        total.add_(row)
+                        add_truncated(total, row)
             self._converter.back(total, parts, shifts, whole[start:stop])
         return whole
 
