@@ -60,6 +60,11 @@ class Bucket:
     "gradients of this body"
     expected: int = 0
 
+    def take_waiting(self) -> Arrived:
+        """The gradients that wait, which do so no more."""
+        waiting, self.waiting, self.waiting_bytes = self.waiting, [], 0
+        return waiting
+
     @property
     def dtype(self) -> torch.dtype:
         """Type of the parameters."""

@@ -23,7 +23,7 @@ from torch import nn
 from fallow.model import Exit, FallowError
 from fallow.worker.reduction.arithmetic import Arithmetic
 from fallow.worker.reduction.backwards import call_at_end
-from fallow.worker.reduction.buckets import Bucket, lay_out
+from fallow.worker.reduction.buckets import Arrived, Bucket, lay_out
 from fallow.worker.reduction.buffers import StepBuffers
 from fallow.worker.reduction.step_sums import PATIENCE, Sums, bitmap, numbers_in
 from fallow.worker.transport.device import asynchronous, capturing
@@ -31,7 +31,7 @@ from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted
 
 _WAITING_BYTES = 256 << 10
-"""So much of gradients waits to be added at once. More would have left the processor's cache until then."""
+"""So much of small gradients waits to be added at once. More would have left the processor's cache until then."""
 
 _CAPTURED = (
     "a backward inside of torch.cuda.graph: a hook takes each gradient when autograd makes it, which it does once, "
@@ -281,12 +281,16 @@ class Reduction:
             if body is None or not (body.in_backward or self._begin_backward(body, index)) or not body.is_live:
                 return
             bucket, place = places[index]
-            bucket.waiting.append((place, parameter.grad))  # type: ignore[arg-type]
+            arrived: Arrived = [(place, parameter.grad)]  # type: ignore[list-item]
             parameter.grad = None
             bucket.count += 1
-            bucket.waiting_bytes += size
-            if bucket.count == bucket.expected or bucket.waiting_bytes >= _WAITING_BYTES:
-                self._fill(bucket)
+            if size < _WAITING_BYTES:
+                bucket.waiting += arrived
+                bucket.waiting_bytes += size
+                if bucket.count != bucket.expected and bucket.waiting_bytes < _WAITING_BYTES:
+                    return
+                arrived = bucket.take_waiting()
+            self._fill(bucket, arrived)
 
         return hook
 
@@ -313,23 +317,22 @@ class Reduction:
             self._body.in_backward = False
         for bucket in self._buckets:
             if bucket.waiting:
-                self._fill(bucket)
+                self._fill(bucket, bucket.take_waiting())
         # Where all gradients come in inner backwards, nobody tells the outermost one's end.
         if outermost or all(bucket.count >= bucket.expected for bucket in self._buckets):
             self.after_backward()
 
-    def _fill(self, bucket: Bucket) -> None:
+    def _fill(self, bucket: Bucket, arrived: Arrived) -> None:
         """Add what has arrived, and launch what is complete."""
         try:
             with torch.no_grad():
-                self._add(bucket)
+                self._add(bucket, arrived)
                 if self._body is not None and self._body.is_final and bucket.count >= bucket.expected:
                     self._launch_ready()
         except Exception as error:
             self._mistake = self._mistake or error
 
-    def _add(self, bucket: Bucket) -> None:
-        arrived, bucket.waiting, bucket.waiting_bytes = bucket.waiting, [], 0
+    def _add(self, bucket: Bucket, arrived: Arrived) -> None:
         weight = self._body.weight if self._body is not None else 0.0
         if not arrived or not weight or self._mistake is not None:
             return
@@ -351,7 +354,7 @@ class Reduction:
             bucket = self._buckets[self._next]
             if not rest and bucket.count < bucket.expected:
                 return
-            self._add(bucket)
+            self._add(bucket, bucket.take_waiting())
             if not bucket.has_left:
                 bucket.has_left = True
                 self.arithmetic.launch(self._group, bucket, late=False)
@@ -377,4 +380,4 @@ class Reduction:
         for parameter in self._params:
             parameter.grad = None
         for bucket in self._buckets:
-            bucket.waiting, bucket.waiting_bytes = [], 0
+            bucket.take_waiting()
