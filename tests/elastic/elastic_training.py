@@ -249,8 +249,6 @@ def main() -> None:
 def one_step(training: Training, update: Any) -> None:
     """Bodies, and what comes behind them."""
     args, run, model = training.args, training.run, training.model
-    if args.thaw:
-        thaw(update.step, model)
     if args.clip is not None:
         for parameter in model.parameters():
             parameter.data.clamp_(-args.clip, args.clip)
@@ -269,8 +267,8 @@ def one_step(training: Training, update: Any) -> None:
     if update.step % 2 == 0:  # an exchange, after which nobody can be ahead of the others
         run.mean(update.mean("loss"))
     training.act()
-    if args.thaw and update.step == RESTS_NO_MORE:
-        model[1].train()  # for the next step
+    if args.thaw:  # behind the inner loop, or members that go back would have to give way to new processes
+        thaw(update.step + 1, model)
 
 
 @dataclass
@@ -381,12 +379,14 @@ def evaluate(place: str, folder: Path, run: Any, model: nn.Module, inputs: torch
 
 
 def thaw(step: int, model: nn.Sequential) -> None:
-    """One part after the other, last things first."""
+    """For this step: one part after the other, last things first."""
     if step == FROZEN:
         model[0].requires_grad_(False)
         model[1].requires_grad_(False).eval()
     if step == RESTS_NO_MORE - 5:
         model[1].requires_grad_(True)
+    if step == RESTS_NO_MORE + 1:
+        model[1].train()
     if step == RESTS_NO_MORE + 5:
         model[0].requires_grad_(True)
 

@@ -201,7 +201,7 @@ class Run:
     @property
     def epoch(self) -> int:
         """Current epoch, 0-based."""
-        return self._place.epoch
+        return self._loop.epoch
 
     @property
     def deadline(self) -> float | None:

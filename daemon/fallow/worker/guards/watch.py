@@ -139,9 +139,9 @@ class Watch:
         """32 bits of a sample that has come to the host."""
         return zlib.crc32(as_bytes(sample).numpy().data)
 
-    def agreement(self, steering: Steering) -> int:
+    def agreement(self) -> int:
         """32 bits that are the same on all members, if what they did until now to the prepared objects was."""
-        numbers = [*steering.rates, *self._prepared.modes.fingerprints()]
+        numbers = [*self._rates(), *self._prepared.modes.fingerprints()]
         if self._prepared.reproducible:
             # Unlike metrics show in the rate only when it is lowered next, and not where one member is left then.
             plateaus = [thing for thing in self._prepared.others if isinstance(thing, ReduceLROnPlateau)]

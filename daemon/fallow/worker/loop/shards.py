@@ -292,7 +292,7 @@ class Shards(InnerLoop):
             checkpoints_asked=member.session.news.checkpoints_asked if member.session is not None else 0,
             pace=member.pace.value,
             weight_checksum=self._loop.watch.weight_checksum(attempt.weight_sample),
-            agreement=self._loop.watch.agreement(attempt.steering),
+            agreement=self._loop.watch.agreement(),
             acts=at.acts,
             sums=sums,
             notes=self._figures.told(),
@@ -333,13 +333,14 @@ class Shards(InnerLoop):
         if self._attempt is None or not member.reduction.held:
             self._sums_of = 0
         mid_update, step = bool(self._update.phases_done), member.place.position.step
+        depends_on_step = self._update.depends_on_step
         met = self._loop.meeting.come_together(Kind.STEP, sums_of=self._sums_of, mid_update=mid_update, rewind=rewind)
         if met.outcome is not None:
             self._take(decode_outcome(met.outcome))
             return
         # Those who trained on without this member have told of the step that they discarded.
         member.discarded += self._attempt is not None and not member.place.went_back
-        self._loop.check_place(mid_update=mid_update)
+        self._loop.check_place(mid_update=mid_update or depends_on_step)
         at = member.place.position
         if at.step != step:
             self._update.batches.clear()

@@ -43,6 +43,9 @@ class Update:
         "(generation, shard) that are in the ledger"
         self.figures: dict[str, float] = {}
         "means over all samples of the step, of all its inner loops so far"
+        self.place_was_read = False
+        "the script has looked at the step or the epoch in front of the first inner loop"
+        self._agreement = loop.watch.agreement()
 
     @property
     def step(self) -> int:
@@ -50,9 +53,19 @@ class Update:
         return self._loop.step
 
     @property
+    def begun(self) -> bool:
+        """The script is inside its first inner loop, or behind that."""
+        return bool(self.phases_done) or (self.open is not None and self.open.begun)
+
+    @property
+    def depends_on_step(self) -> bool:
+        """What the script did in front of the inner loop is of no use for another step: it may have set a rate, say."""
+        return self.place_was_read or self._agreement != self._loop.watch.agreement()
+
+    @property
     def epoch(self) -> int:
         """Epoch of `run.epochs`, else passes over the data."""
-        return self._loop.member.place.epoch
+        return self._loop.epoch
 
     def __iter__(self) -> InnerLoop:
         return self.phase("")

@@ -149,7 +149,7 @@ class Loop:
         """Inside of an update: after a rollback, or if the members trained without it, the script must fit in here.
 
         Args:
-            mid_update: an inner loop of the update is whole, so that its first one cannot begin once more.
+            mid_update: what the script has done in the update cannot be done once more, for another step.
 
         Raises:
             FallowError: it is not; another process can.
@@ -178,8 +178,19 @@ class Loop:
 
     @property
     def step(self) -> int:
-        """Number of the update at work, or finished ones."""
+        """Number of the update at work, or finished ones; for the script."""
+        self._note_reading()
         return self._rehearsed_step if self.rehearsing else self.member.place.position.step
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of `run.epochs`, else passes over the data; for the script."""
+        self._note_reading()
+        return self.member.place.epoch
+
+    def _note_reading(self) -> None:
+        if self.update is not None and not self.update.begun:
+            self.update.place_was_read = True
 
     # -------------------------------------------------------------------------------------------------- newcomers
 

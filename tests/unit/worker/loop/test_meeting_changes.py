@@ -73,6 +73,26 @@ def test_members_inside_of_an_update_go_back_to_a_checkpoint_in_the_same_call(wa
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("front", ["rate", "flag", "number"])
+def test_members_whose_script_prepares_a_step_in_front_of_its_inner_loop_give_way_to_new_processes(front: str) -> None:
+    """What it set there came with the step that was taken back, and the checkpoint has what an earlier one left."""
+
+    def script(run: Run, training: Training) -> None:
+        for steps, update in enumerate(run.updates(training.loader, epochs=2), 1):
+            if front == "rate":
+                training.optimizer.param_groups[0]["lr"] = 0.1 / steps
+            elif front == "flag":
+                training.model[0].requires_grad_(steps % 2 > 0)
+            factor = 1.0 / (update.step + 1) if front == "number" else 1.0
+            for batch in update:
+                (factor * training.loss(batch)).backward()
+            saved(run, training, update)
+
+    found = go_back(script, 16)
+    assert all(isinstance(one, FallowError) for one in found.values()), found
+    assert any("with new processes" in one.message for one in found.values() if one.code == Exit.TEMPFAIL)
+
+
 @pytest.mark.parametrize(("phases", "wait"), [(["all"], 21), (["first", "second"], 32)])
 def test_members_in_the_middle_of_an_update_give_way_to_new_processes_if_they_have_to_go_back(
     phases: list[str], wait: int
