@@ -145,6 +145,8 @@ class Saver:
         self.finish()
         if self._newest != (group.generation, step) and not self._is_busy:
             self.save(group, prepared, plain, step, epoch)
+        if group.broken is not None:
+            self._hurry()  # whoever is lost writes no part
         self.finish()
 
     def finish(self) -> None:

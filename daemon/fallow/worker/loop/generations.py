@@ -255,8 +255,8 @@ class Generations:
         if member.saver is not None and member.place.joined:
             if not upcoming.plan.suspends:
                 member.saver.finish()
-            elif member.standing.holds:
-                at = member.place.position
+            elif member.standing.holds and member.recorded_step != (at := member.place.position).step:
+                # Else the group broke behind an inner loop: the optimizer may have made a step that is not counted yet.
                 member.saver.suspend(member.group, member.prepared, member.plain(), at.step, at.loop_epoch)
         self.depart(upcoming.generation)
 

@@ -13,6 +13,9 @@ from test_meeting import STEPS, Training, check, history, reference
 
 from fallow.model import Exit, FallowError
 from fallow.worker.api.run import Run
+from fallow.worker.checkpoint import writer
+from fallow.worker.checkpoint.restore import load
+from fallow.worker.loop.generations import Released
 from scripted_group import Break, Generation, Killed
 from scripted_world import World
 from small_training import GLOBAL_BATCH, no_watchers, points
@@ -162,6 +165,32 @@ def test_members_behind_a_loop_go_back_through_its_epochs_as_a_newcomer_comes(wh
         assert one.run._place.position.samples == 6 * GLOBAL_BATCH
     for a, b in zip(found["a"].model.parameters(), found["b"].model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+# ------------------------------------------------------------------------------------------- nobody will be left
+
+
+@pytest.mark.parametrize("wait", range(2, 8))
+def test_a_group_that_breaks_in_front_of_a_suspension_leaves_no_checkpoint_of_half_a_step(
+    wait: int, tmp_path: Path
+) -> None:
+    """Behind the inner loop there is a joint call, where the optimizer has acted and the step is not counted yet."""
+    world = World(tmp_path, Generation("ab", breaks=Break(wait)), Generation(""))
+    found = world.train(lambda run: Training(run).run_through())
+    assert all(isinstance(one, Released) for one in found.values()), found
+    for one in world.checkpoints:
+        tree = load(Path(one.path))
+        assert tree["objects"]["dicts"][0]["steps"] == tree["plain"]["position"]["step"] == one.step
+
+
+def test_nobody_waits_long_for_the_part_of_one_that_was_killed_in_front_of_a_suspension(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "HURRY_S", 0.1)
+    world = World(tmp_path, Generation("ab", breaks=Break(3, "", "b")), Generation(""))
+    found = world.train(lambda run: Training(run).run_through())
+    assert isinstance(found["a"], Released)
+    assert not world.checkpoints
 
 
 # ------------------------------------------------------------------------- members that count as newcomers again
