@@ -171,6 +171,18 @@ async def test_what_a_process_wrote_is_read_though_a_child_of_it_has_the_socket(
     await until(lambda: ours.ends)
 
 
+async def test_a_worker_that_closes_its_side_is_known_to_though_a_child_of_it_has_the_socket(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    with pair[1].dup():
+        ours, theirs = Ours(pair[0]), Theirs(pair[1])
+        theirs.channel.start()
+        theirs.channel.send(Status(step=7))
+        theirs.channel.close()
+        await until(lambda: ours.ends)
+    assert (ours.statuses[-1].step, ours.ends) == (7, [""])
+
+
 async def test_a_stopped_worker_holds_nobody_up_and_finds_the_newest_of_each_kind(worker: Worker) -> None:
     ours, process = worker("repeat")
     ours.channel.send(START)

@@ -243,6 +243,8 @@ class _Stream(Generic[T]):
     def close(self) -> None:
         self.is_closed = True
         with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # the script's forked children may have the socket, too
+        with contextlib.suppress(OSError):
             self.socket.close()
 
 
