@@ -65,6 +65,7 @@ class Prepared:
             raise FallowError(f"prepare: {kind} was given twice; prepare each object once")
         if isinstance(thing, nn.Module):
             _check_module(thing)
+            _give_own_memory(thing)
         if isinstance(thing, nn.Module) and not isinstance(thing, torch.optim.swa_utils.AveragedModel):
             encode(extra_state.read([thing]), f"prepare: {kind}")
             self._buffer_places = None
@@ -259,6 +260,13 @@ def _check_module(module: nn.Module) -> None:
         if advice is not None:
             where = f"{type(module).__name__}.{name}" if name else type(module).__name__
             raise FallowError(f"prepare: {where} is a {type(part).__name__}: {advice}", Exit.DATA)
+
+
+def _give_own_memory(module: nn.Module) -> None:
+    """Expanded tensors cover the same memory several times, so that no state could be copied into them."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if 0 in (stride for stride, side in zip(tensor.stride(), tensor.shape, strict=True) if side > 1):
+            tensor.data = tensor.data.contiguous()
 
 
 def signature_of(layout: list[str]) -> str:

@@ -34,23 +34,18 @@ class _Room:
 class StepBuffers:
     """Made once per run. `live` gives the modules' buffers, always as many, of the same shapes and types."""
 
-    def __init__(self, live: Callable[[], Sequence[torch.Tensor]]) -> None:
-        self._all_live = live
-        # One that covers the same memory several times, as an expanded one does, cannot be written to.
-        self._writable = [not _overlaps(tensor) for tensor in live()]
+    def __init__(self, live: Callable[[], list[torch.Tensor]]) -> None:
+        self._live = live
         self._step_room: _Room | None = None
         "the step's own; None: there are no buffers, or no step has begun"
         self._shard_0_room: _Room | None = None
         "shard 0's, on all members after `share`"
 
-    def _live(self) -> list[torch.Tensor]:
-        return [tensor for tensor, writable in zip(self._all_live(), self._writable, strict=True) if writable]
-
     @torch.no_grad()
     def begin(self) -> None:
         """Remember the step's own buffers."""
-        if any(self._writable):
-            live = self._live()
+        live = self._live()
+        if live:
             self._step_room = self._step_room or _Room(live)
             torch._foreach_copy_(self._step_room.views, live)
 
@@ -84,7 +79,3 @@ class StepBuffers:
     def _room(self) -> _Room:
         self._shard_0_room = self._shard_0_room or _Room(self._live())
         return self._shard_0_room
-
-
-def _overlaps(tensor: torch.Tensor) -> bool:
-    return any(stride == 0 and side > 1 for stride, side in zip(tensor.stride(), tensor.shape, strict=True))

@@ -28,10 +28,12 @@ STEPS = 4
 class Training(Script):
     """Of a model with statistics, and a large first layer whose optimizer state comes late."""
 
-    def __init__(self, run: Run, *, reproducible: bool = False, large: bool = False) -> None:
+    def __init__(self, run: Run, *, reproducible: bool = False, large: bool = False, expanded: bool = False) -> None:
         wide = 4096 if large else 8
         layers = [nn.Linear(5, wide), nn.Tanh(), nn.Linear(wide, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)]
         super().__init__(run, filled(nn.Sequential(*layers)))
+        if expanded:
+            self.model[0].register_buffer("scale", torch.ones(1).expand(8))
         self.means: list[float] = []
         self.prepare(reproducible=reproducible)
 
@@ -114,6 +116,18 @@ def test_who_lacks_a_part_of_the_state_and_an_answer_gets_both(tmp_path: Path, m
 
     assert_alike(world.train(train))
     assert answers == {"a": [0.5, 0.5, 1.0, 1.0], "b": [0.5, 0.5, 1.0, 1.0], "c": [1.0, 1.0]}
+
+
+def test_a_newcomer_receives_a_buffer_that_was_expanded(tmp_path: Path) -> None:
+    world = World(tmp_path, Generation("ab"), Generation("abc", at_step=2))
+
+    def train(run: Run) -> Training:
+        training = Training(run, expanded=True)
+        return training.run_through(lambda update: training.model[0].scale.mul_(2.0 if update.step < 2 else 1.0))
+
+    found = world.train(train)
+    assert_alike(found)
+    assert found["c"].model[0].scale.tolist() == [4.0] * 8
 
 
 def test_a_newcomer_has_frozen_what_the_others_have_though_one_of_them_has_its_model_in_eval(tmp_path: Path) -> None:
