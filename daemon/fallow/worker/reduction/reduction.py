@@ -90,8 +90,8 @@ class Reduction:
         "by parameter: its bucket and its place in it"
         self._unused: dict[str, list[int]] = {}
         "phase -> by bucket, sums in a row for which no member had gradients"
-        self._trained_at_first = [n for n, parameter in enumerate(self._params) if parameter.requires_grad]
-        "the layout before there is an order: a script may freeze something in front of the first sum"
+        self._first_order = [n for n in reversed(range(len(self._params))) if self._params[n].requires_grad]
+        "before there is an order; a script may freeze something in front of the first sum, or amid it"
         self._lay_out()
         self._phase = ""
         self._takes_gradients = False
@@ -361,7 +361,7 @@ class Reduction:
             self._next += 1
 
     def _lay_out(self) -> None:
-        self._buckets = lay_out(self._params, self._trained_at_first[::-1] if self.order is None else self.order)
+        self._buckets = lay_out(self._params, self._first_order if self.order is None else self.order)
         found = {index: (bucket, place) for bucket in self._buckets for place, index in enumerate(bucket.members)}
         self._places[:] = [found[index] for index in range(len(self._params))]
         self._unused = {}
