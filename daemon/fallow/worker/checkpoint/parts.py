@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -178,16 +178,18 @@ def _infos(
     """What each tensor looks like, its unique name, and the places where torch's tools see it."""
     seen: Counter[str] = Counter()
     infos: list[TensorInfo] = []
+    aliases_of = defaultdict[int, list[Path]](list)
+    for tensor, alias in further:
+        aliases_of[tensor].append(alias[alias[0] == "objects" :])
     for tensor, (path, spec) in enumerate(zip(paths, specs, strict=True)):
-        path = path[path[0] == "objects" :]
-        aliases = [alias[alias[0] == "objects" :] for number, alias in further if number == tensor]
+        path, aliases = path[path[0] == "objects" :], aliases_of[tensor]
         if path[0] == "models" and names:
             _, number, key = path
             own = names[cast("int", number)]
             if key in own.transient:
                 path = ["transient", number, key]
             else:
-                aliases = [["models", number, alias] for alias, name in own.aliases.items() if name == key]
+                aliases = [["models", number, alias] for alias in own.aliases.get(str(key), ())]
         name = ".".join(map(str, path))
         seen[name] += 1
         if seen[name] > 1:

@@ -26,8 +26,6 @@ class Snapshot:
         self._tree = encoded.tree
         # Weights have a block of memory of their own, which is free after `restore`: nobody takes their copies over.
         self._copies = _copies(encoded.tensors[:weights]) + _copies(encoded.tensors[weights:])
-        self._places = [torch.device("cpu")] * weights + [tensor.device for tensor in encoded.tensors[weights:]]
-        "devices on which `restore` needs the copies"
 
     def restore(self) -> None:
         """Put everything back as it was. Once: the optimizers take the copies over.
@@ -36,8 +34,7 @@ class Snapshot:
             FallowError: the script has since changed what was prepared so that the copies do not fit.
         """
         copies, self._copies = self._copies, []
-        tensors = [copy.to(place) for copy, place in zip(copies, self._places, strict=True)]
-        load_state(self._prepared, state.decode(self._tree, tensors))
+        load_from_host(self._prepared, state.decode(self._tree, copies))
 
 
 def load_from_host(prepared: Prepared, tree: dict[str, Any]) -> dict[str, Any]:
@@ -47,14 +44,8 @@ def load_from_host(prepared: Prepared, tree: dict[str, Any]) -> dict[str, Any]:
         FallowError: it does not fit.
     """
     saved, live = state.encode(tree, "state"), _encode(prepared)
-    weights = len(prepared.weights())  # tensors of modules come first, and are copied to where they belong
-    places = {
-        str(path): tensor.device for path, tensor in zip(live.paths[weights:], live.tensors[weights:], strict=True)
-    }
-    tensors = [
-        tensor.to(places.get(str(path), tensor.device)) for path, tensor in zip(saved.paths, saved.tensors, strict=True)
-    ]
-    return load_state(prepared, state.decode(saved.tree, tensors))
+    # Tensors of modules come first, and are copied to where they belong.
+    return load_state(prepared, state.placed(saved, live, len(prepared.weights())))
 
 
 def _encode(prepared: Prepared) -> state.Encoded:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Set
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
 from itertools import takewhile
 from operator import eq
 from typing import Any, NamedTuple
@@ -15,10 +16,9 @@ from fallow.model import Exit, FallowError
 from fallow.worker.data import rng
 from fallow.worker.prepared import extra_state, scaler_state
 from fallow.worker.prepared.modes import Modes
-from fallow.worker.prepared.state import decode, device_of, encode, named_parameters, plain_name
+from fallow.worker.prepared.state import device_of, encode, named_parameters, placed, plain_name
 from fallow.worker.reduction.arithmetic import Arithmetic
 from fallow.worker.reduction.exact import Exact
-from fallow.worker.transport import device
 
 _ACTING = ("step", "update", "unscale_", "update_parameters")
 """Methods that change state once per step."""
@@ -29,8 +29,8 @@ class ModelNames(NamedTuple):
 
     transient: frozenset[str] = frozenset()
     "buffers that it leaves out (`persistent=False`)"
-    aliases: Mapping[str, str] = {}
-    "further names of tied tensors -> the name under which the tensor is exported"
+    aliases: Mapping[str, Sequence[str]] = {}
+    "name under which a tied tensor is exported -> its further names"
 
 
 class Prepared:
@@ -191,7 +191,7 @@ class Prepared:
                     optimizer.load_state_dict(saved)
                 _keep_strides(optimizer)
             for own, values in zip(self.dicts, state["dicts"], strict=True):
-                values = _placed(values, own)
+                values = placed(encode(values, "dict"), encode(dict(own), "dict"))
                 own.clear()
                 own.update(values)
             others = list(zip(self.others, state["others"], strict=True))
@@ -284,18 +284,6 @@ def _load_module(module: nn.Module, tensors: dict[str, torch.Tensor], received: 
                 tensor.copy_(tensors[name], non_blocking=True)
 
 
-def _placed(values: dict[Any, Any], own: dict[Any, Any]) -> dict[Any, Any]:
-    """The values, with tensors on the devices of those in whose place they come."""
-    live, encoded = encode(dict(own), "dict"), encode(values, "dict")
-    places = {str(path): tensor.device for path, tensor in zip(live.paths, live.tensors, strict=True)}
-    tensors = [
-        device.to_device(tensor, places.get(str(path), tensor.device))
-        for path, tensor in zip(encoded.paths, encoded.tensors, strict=True)
-    ]
-    placed: dict[Any, Any] = decode(encoded.tree, tensors)
-    return placed
-
-
 def _loads_plainly(optimizer: torch.optim.Optimizer) -> bool:
     hooks = [*optimizer._optimizer_load_state_dict_pre_hooks, *optimizer._optimizer_load_state_dict_post_hooks]
     return type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict and not hooks
@@ -346,6 +334,10 @@ def _names_of(module: nn.Module) -> ModelNames:
         for name in part._non_persistent_buffers_set
     )
     every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    exported: dict[torch.Tensor, str] = {}
-    names = [(plain_name(name), exported.setdefault(tensor, plain_name(name))) for name, tensor in every]
-    return ModelNames(transient, {name: own for name, own in names if name != own and name not in transient})
+    names = defaultdict[torch.Tensor, list[str]](list)
+    for name, tensor in every:
+        names[tensor].append(plain_name(name))
+    return ModelNames(
+        transient,
+        {own: [name for name in further if name != own and name not in transient] for own, *further in names.values()},
+    )

@@ -127,6 +127,16 @@ def decode(tree: bytes, tensors: Sequence[torch.Tensor]) -> Any:
         raise FallowError(f"a received or stored state cannot be read: {error}", Exit.DATA) from None
 
 
+def placed(encoded: Encoded, live: Encoded, first: int = 0) -> Any:
+    """Decode a tree with its tensors, from the `first` one on, on the devices of the live ones in their places."""
+    places = {str(path): tensor.device for path, tensor in zip(live.paths, live.tensors, strict=True)}
+    tensors = [
+        devices.to_device(tensor, places.get(str(path), tensor.device)) if number >= first else tensor
+        for number, (path, tensor) in enumerate(zip(encoded.paths, encoded.tensors, strict=True))
+    ]
+    return decode(encoded.tree, tensors)
+
+
 def _pack(value: Any, where: str, path: Path, into: Encoded) -> list[Any]:
     before, plain = (len(into.tensors), len(into.aliases)), len(into.plain)
     packed = _pack_kind(value, where, path, into)
