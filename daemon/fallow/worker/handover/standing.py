@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fallow.worker.handover.intake import Intake
-from fallow.worker.handover.supply import Supply
+from fallow.worker.handover.supply import LATE, Supply
 from fallow.worker.transport.waits import Interrupted
 
 FRESH, HOLDS, TORN = 0, 1, 2
@@ -48,7 +48,7 @@ class Standing:
         """Do as `complete`, and wait until others have what they take from here: then the state may be changed."""
         if self.supply is not None:
             try:
-                self.supply.settle()
+                self.supply.wait(LATE)
             except Interrupted:
                 return False
             self.supply = None

@@ -112,15 +112,8 @@ class Supply:
         with self._changed:
             self._changed.notify_all()
 
-    def wait_early(self) -> None:
-        """Wait until everybody who takes from here has the early part. Raises Interrupted."""
-        self._wait(EARLY)
-
-    def settle(self) -> None:
-        """Wait until everybody who takes from here has everything. Raises Interrupted."""
-        self._wait(LATE)
-
-    def _wait(self, part: int) -> None:
+    def wait(self, part: int) -> None:
+        """Wait until everybody who takes from here has this part, and those in front of it. Raises Interrupted."""
         with self._group.waits(), self._changed:
             self._changed.wait_for(lambda: not self._open[part] or self._group.broken is not None)
             if self._open[part]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fallow.worker.handover.intake import Changed, Intake
 from fallow.worker.handover.standing import HOLDS, TORN, Standing
-from fallow.worker.handover.supply import Supply
+from fallow.worker.handover.supply import EARLY, Supply
 from fallow.worker.prepared import extra_state, state
 from fallow.worker.prepared.modes import KINDS
 from fallow.worker.prepared.objects import Prepared
@@ -72,7 +72,7 @@ def transfer(
         encoded = state.encode(export_state(prepared, plain(), modes=roles.modes), "run")
         extra = state.to_bytes(extra_state.read(prepared.modules), "run")
         standing.supply = Supply(group, prepared, encoded, extra, pieces, whole=roles.whole)
-        standing.supply.wait_early()
+        standing.supply.wait(EARLY)
     else:
         group.end_transfers()
     standing.value = HOLDS
