@@ -6,7 +6,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,15 +27,6 @@ _SCALER_STEP = torch.amp.GradScaler.step.__code__
 
 _CALLERS = 6
 """Frames from an optimizer's hook to `GradScaler.step`, at most: both wrap the step, and a scheduler does."""
-
-
-class Steering(NamedTuple):
-    """What only a whole step may change."""
-
-    versions: int
-    "sum of the weights' version counters"
-    rates: tuple[Any, ...]
-    "sizes and plain options of all optimizers' groups"
 
 
 class Watch:
@@ -125,9 +116,9 @@ class Watch:
             )
         self._known_parameters = now
 
-    def steering(self) -> Steering:
-        """What an inner loop must leave alone."""
-        return Steering(sum(map(_its_version, self._weights)), self._rates())
+    def steering(self) -> list[Any]:
+        """What an inner loop must leave alone: the sum of the weights' version counters, and the rates."""
+        return [sum(map(_its_version, self._weights)), *self._rates()]
 
     def start_weight_sample(self, step: int) -> torch.Tensor:
         """Copy a sample of one parameter, another one in each step, to the host: readable behind the step's wait."""
@@ -148,14 +139,14 @@ class Watch:
             numbers += [float(value) for thing in plateaus for value in (thing.best, thing.num_bad_epochs)]
         return zlib.crc32(repr(numbers).encode())
 
-    def _rates(self) -> tuple[Any, ...]:
+    def _rates(self) -> list[Any]:
         """Sizes and plain options of all optimizers' groups."""
         groups = self._prepared.groups()
         found: list[Any] = [len(group["params"]) for group in groups]
         for group in groups:
             found += [value for value in group.values() if _is_plain(value)]
             found += [value.item() for value in group.values() if _is_number(value)]
-        return tuple(found)
+        return found
 
 
 def watch_steps(prepared: Prepared, may_step: Callable[[], None]) -> None:

@@ -18,7 +18,6 @@ from fallow.model import Exit, FallowError
 from fallow.worker.data.ledger import Fed
 from fallow.worker.data.source import Key
 from fallow.worker.data.stream_loader import copied
-from fallow.worker.guards.watch import Steering
 from fallow.worker.loop.agreement import check_parts
 from fallow.worker.loop.exchange import Kind, Outcome, Part, decode_outcome, decode_part, encode
 from fallow.worker.loop.figures import Figures
@@ -114,7 +113,7 @@ class _Attempt:
 
     queue: list[Duty]
     "shards that the script has not got yet"
-    steering: Steering
+    steering: list[Any]
     weight_sample: torch.Tensor
     has_begun: bool = False
     "one of them was handed out"
