@@ -80,10 +80,6 @@ class Ledger:
         if self._file is not None:
             self._new.append(record)
 
-    def drop_fed(self) -> None:
-        """Forget shards of an interrupted step that were noted but never handed to a reduction."""
-        self._new = [record for record in self._new if not isinstance(record, Fed)]
-
     def flush(self, patience_s: float | None = None) -> None:
         """Append all records, with one write if the disk has room.
 

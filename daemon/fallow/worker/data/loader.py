@@ -123,11 +123,10 @@ class ElasticLoader(Source):
 
     def fetch(self, key: Key) -> Any:
         """Return one batch, collated (and pinned, if there is an accelerator) as the script's loader does it."""
+        load_s, batch = self._prefetch.take(key)
         if self.processes:
-            self.load_s, batch = self._prefetch.take(key)
-            return batch
-        _, batch = self._prefetch.take(key)
-        if self.source.pin_memory and torch.accelerator.is_available():
+            self.load_s = load_s
+        elif self.source.pin_memory and torch.accelerator.is_available():
             batch = torch.utils.data._utils.pin_memory.pin_memory(batch)  # type: ignore[no-untyped-call]
         return batch
 

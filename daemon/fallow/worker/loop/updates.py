@@ -113,7 +113,6 @@ class Loop:
             raise
         finally:
             self._in_call = False
-            member.ledger.drop_fed()  # of a step that has not come to its sums: the next call does it
             member.move(in_loop=False)
             member.seed_random("between", place.position.step)
 
