@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TypeVar
 
 import msgspec
+from torch import nn
 from torch._C._distributed_c10d import HashStore
 
+from fallow.worker.reduction.arithmetic import Arithmetic
+from fallow.worker.reduction.buffers import StepBuffers
+from fallow.worker.reduction.reduction import Reduction
 from fallow.worker.reduction.step_sums import Sums
 from fallow.worker.transport.build import build_group
 from fallow.worker.transport.group import Group
@@ -65,3 +69,50 @@ def telling(group: Group) -> Callable[[Sums], Sums]:
         return Sums.joined([msgspec.msgpack.decode(part, type=Sums) for part in parts])
 
     return tell
+
+
+Body = Callable[[nn.Module, int], None]
+"""What a script does with a shard."""
+
+
+class Summing:
+    """One member's part of a script whose gradients are summed over shards and members.
+
+    Args:
+        group: of all members.
+        net: of this one.
+        arithmetic: of the sums.
+    """
+
+    def __init__(self, group: Group, net: nn.Module, arithmetic: Arithmetic | None = None) -> None:
+        self.group, self.net = group, net
+        self.buffers = StepBuffers(lambda: list(self.net.buffers()))
+        self.reduction = Reduction(list(self.net.named_parameters()), arithmetic or Arithmetic(), self.buffers)
+        self.reduction.attach(group)
+
+    def sum(self, body: Body, mine: Sequence[int], shards: int, weights: Sequence[float] = ()) -> None:
+        """One sum, in which this member computes some of the shards, all of which weigh the same.
+
+        `weights`: of the members' only shards, whose gradients then travel as they are.
+        """
+        while True:
+            self.attempt(body, mine, shards, weights)
+            if self.reduction.give_out(self.reduction.finish(telling(self.group))):
+                self.buffers.settle()
+                return
+            self.reduction.drop()
+            self.buffers.restore()
+
+    def attempt(self, body: Body, mine: Sequence[int], shards: int, weights: Sequence[float] = ()) -> None:
+        """All but its end."""
+        self.buffers.begin()
+        self.reduction.begin("", weights)
+        for turn, shard in enumerate(mine or [0]):
+            if turn:
+                self.buffers.restore()
+            weight = 1 / shards if mine else 0.0
+            self.reduction.begin_body(weight, final=turn == len(mine or [0]) - 1)
+            body(self.net, shard)
+            self.reduction.end_body()
+            if mine and shard == 0:
+                self.buffers.keep()

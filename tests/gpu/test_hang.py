@@ -25,6 +25,7 @@ from fallow.worker.transport.build import reap
 from fallow.worker.transport.group import Group
 from gpu import DEVICE, Member, on_both, on_device, on_two_devices, without_communicator
 from gpu.test_reduction import BOTH_KINDS, KINDS, Script, group_of
+from members import telling
 from scripted_agent import Agent, plan
 
 PATIENCE_S = 20.0
@@ -95,9 +96,9 @@ def test_where_all_processes_are_stuck_in_the_driver_only_the_one_whose_kernel_h
         script.step(0)
 
         def work() -> None:
-            script.attempt(1)
+            script.attempt(*script.of_step(1))
             torch.accelerator.synchronize()
-            script.reduction.finish(script.tell)
+            script.reduction.finish(telling(group))
 
         hang(member, script, work, (Doing.WORKING, member.rank == HANGS))
 

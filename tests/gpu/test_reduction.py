@@ -6,23 +6,21 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import nn
 
 from fallow.worker.reduction import buckets
 from fallow.worker.reduction.arithmetic import Arithmetic
-from fallow.worker.reduction.buffers import StepBuffers
 from fallow.worker.reduction.exact import Exact
-from fallow.worker.reduction.reduction import Reduction
-from fallow.worker.reduction.step_sums import Sums
 from fallow.worker.transport import device as devices
 from fallow.worker.transport.build import build_group
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted
 from gpu import DEVICE, Member, on_both, on_two_devices, without_communicator
+from members import Body, Summing, telling
 
 KINDS: dict[str, Callable[[], Arithmetic]] = {"float": Arithmetic, "exact": Exact}
 BOTH_KINDS = pytest.mark.parametrize("kind", list(KINDS))
@@ -68,43 +66,27 @@ def expected() -> list[list[torch.Tensor]]:
     return found
 
 
-class Script:
+class Script(Summing):
     """One member's script, with two of the four shards."""
 
     def __init__(self, group: Group, arithmetic: Arithmetic) -> None:
-        self.group, self.net = group, model().to(DEVICE.kind)
-        self.buffers = StepBuffers(lambda: list(self.net.buffers()))
-        self.reduction = Reduction(list(self.net.named_parameters()), arithmetic, self.buffers)
-        self.reduction.attach(group)
+        super().__init__(group, model().to(DEVICE.kind), arithmetic)
         self.shards = [devices.to_device(batch, DEVICE.here()) for batch in batches()]
         self.launched: list[int] = []
         "by sum, buckets that left before the script was done with its last shard"
 
-    def tell(self, sums: Sums) -> Sums:
-        parts = self.group.gather(msgspec.msgpack.encode(sums))
-        return Sums.joined([msgspec.msgpack.decode(part, type=Sums) for part in parts])
-
-    def attempt(self, step: int) -> None:
-        self.buffers.begin()
-        self.reduction.begin("")
-        mine = [0, 1] if self.group.rank == 0 else [2, 3]
-        for shard in mine:
-            self.buffers.restore()
-            self.reduction.begin_body(1 / SHARDS, final=shard == mine[-1])
-            backward(self.net, self.shards[shard], step, shard)
-            self.reduction.end_body()
-            if shard == 0:
-                self.buffers.keep()
+    def attempt(self, *how: Any) -> None:
+        super().attempt(*how)
         self.launched.append(self.reduction._next)
+
+    def of_step(self, step: int) -> tuple[Body, list[int], int]:
+        """What it computes of a step: arguments of `sum` and `attempt`."""
+        mine = [0, 1] if self.group.rank == 0 else [2, 3]
+        return lambda net, shard: backward(net, self.shards[shard], step, shard), mine, SHARDS
 
     def step(self, step: int) -> list[torch.Tensor]:
         """Returns gradients and buffers, on their way to the host."""
-        while True:
-            self.attempt(step)
-            if self.reduction.give_out(self.reduction.finish(self.tell)):
-                break
-            self.buffers.restore()
-        self.buffers.settle()
+        self.sum(*self.of_step(step))
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.net.parameters()]
         return [devices.to_host(tensor) for tensor in (*grads, *self.net.buffers())]
 
@@ -159,10 +141,10 @@ def test_an_abort_leaves_garbage_that_nobody_uses(member: Member, kind: str) -> 
             member.store.wait(["aborted"])
             group.interrupt("a peer was lost")
             return
-        script.attempt(0)
+        script.attempt(*script.of_step(0))
         threading.Timer(0.1, script.group.interrupt, ["a peer was lost"]).start()
         with pytest.raises(Interrupted):
-            script.reduction.finish(script.tell)
+            script.reduction.finish(telling(group))
         script.group.retire()
         member.store.set("aborted", "")
         script.buffers.restore()

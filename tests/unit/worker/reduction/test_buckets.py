@@ -6,22 +6,20 @@ import pytest
 import torch
 from torch import nn
 
-from fallow.worker.reduction.buckets import SMALL, Bucket, Sum, lay_out
+from fallow.worker.reduction.buckets import SMALL, Sum, lay_out
 
 MEBI = 1 << 20
 
 
-def laid_out(mebibytes: list[float], dtype: torch.dtype = torch.float32) -> list[Bucket]:
-    """Buckets of parameters of these sizes in model order, whose gradients come from the last to the first."""
+def sizes(mebibytes: list[float], dtype: torch.dtype = torch.float32) -> list[float]:
+    """Sizes of the buckets in MiB, in the order of their reduction.
+
+    The parameters have these sizes in model order, and their gradients come from the last to the first.
+    """
     parameters = [nn.Parameter(torch.empty(int(size * MEBI) // dtype.itemsize, dtype=dtype)) for size in mebibytes]
     found = lay_out(parameters, reversed(range(len(parameters))))
     assert sorted(index for bucket in found for index in bucket.members) == list(range(len(parameters)))
-    return found
-
-
-def sizes(mebibytes: list[float], dtype: torch.dtype = torch.float32) -> list[float]:
-    """Sizes of the buckets in MiB, in the order of their reduction."""
-    return [bucket.numel * bucket.dtype.itemsize / MEBI for bucket in laid_out(mebibytes, dtype)]
+    return [bucket.numel * bucket.dtype.itemsize / MEBI for bucket in found]
 
 
 @pytest.mark.parametrize(

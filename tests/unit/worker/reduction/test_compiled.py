@@ -7,11 +7,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fallow.worker.reduction.arithmetic import Arithmetic
-from fallow.worker.reduction.buffers import StepBuffers
 from fallow.worker.reduction.compiled import graphs_cut_at_buckets
-from fallow.worker.reduction.reduction import Reduction
 from fallow.worker.transport.group import Group
+from members import Summing
 
 
 def test_torch_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,19 +37,14 @@ def test_gradients_of_a_compiled_model_come_in_pieces_and_are_summed() -> None:
     plain = nn.Sequential(*(nn.Linear(600, 600) for _ in range(3)))
     model = torch.compile(plain, backend="aot_eager")
     x = torch.ones(2, 600)
-    reduction = Reduction(list(plain.named_parameters()), Arithmetic(), StepBuffers(list))
     sent: list[int] = []
     group = Group(0, 0, 1)
     group.sum = lambda tensor: sent.append(torch._C._current_graph_task_id())  # type: ignore[method-assign]
-    reduction.attach(group)
+    member = Summing(group, plain)
     with graphs_cut_at_buckets():
         for _ in range(2):
             sent.clear()
-            reduction.begin("")
-            reduction.begin_body(1.0, final=True)
-            model(x).square().mean().backward()
-            reduction.end_body()
-            reduction.give_out(reduction.finish(lambda sums: sums))
+            member.sum(lambda *_: model(x).square().mean().backward(), [0], 1)
     assert len(sent) == 2
     assert all(task >= 0 for task in sent), "in backward"
     got = [parameter.grad for parameter in plain.parameters()]

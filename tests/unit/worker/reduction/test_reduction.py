@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,11 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from fallow.model import FallowError
 from fallow.worker.reduction import buckets
 from fallow.worker.reduction.arithmetic import Arithmetic
-from fallow.worker.reduction.buffers import StepBuffers
 from fallow.worker.reduction.exact import Exact
-from fallow.worker.reduction.reduction import Reduction
 from fallow.worker.transport.group import Group
-from members import telling, together, world
+from members import Body, Summing, together, world
 
 torch.set_num_threads(1)
 
@@ -48,57 +46,17 @@ with torch.random.fork_rng():
     NET = Ways()
 BATCHES = torch.randn(12, 4, 6, generator=torch.Generator().manual_seed(3))
 
-Body = Callable[[nn.Module, int], None]
-"""What a script does with a shard."""
 
-
-class Member:
-    """One member's part of a script.
-
-    Args:
-        group: of all members.
-        net: is copied.
-        arithmetic: of the sums.
-    """
+class Member(Summing):
+    """Of a copy of that net."""
 
     def __init__(self, group: Group, net: nn.Module, arithmetic: Arithmetic | None = None) -> None:
-        self.group, self.net = group, copy.deepcopy(net)
-        self.buffers = StepBuffers(lambda: list(self.net.buffers()))
-        self.reduction = Reduction(list(self.net.named_parameters()), arithmetic or Arithmetic(), self.buffers)
-        self.reduction.attach(group)
+        super().__init__(group, copy.deepcopy(net), arithmetic)
 
-    def gradients(self) -> list[torch.Tensor | None]:
-        """What the script finds."""
+    def step(self, *how: Any) -> list[torch.Tensor | None]:
+        """The gradients that the script finds. Args: as for `sum`."""
+        self.sum(*how)
         return [None if p.grad is None else p.grad.clone() for p in self.net.parameters()]
-
-    def step(
-        self, body: Body, mine: Sequence[int], shards: int, weights: Sequence[float] = ()
-    ) -> list[torch.Tensor | None]:
-        """One sum, in which this member computes some of the shards, all of which weigh the same.
-
-        `weights`: of the members' only shards, whose gradients then travel as they are.
-        """
-        while True:
-            self.attempt(body, mine, shards, weights)
-            if self.reduction.give_out(self.reduction.finish(telling(self.group))):
-                self.buffers.settle()
-                return self.gradients()
-            self.reduction.drop()
-            self.buffers.restore()
-
-    def attempt(self, body: Body, mine: Sequence[int], shards: int, weights: Sequence[float] = ()) -> None:
-        """All but its end."""
-        self.buffers.begin()
-        self.reduction.begin("", weights)
-        for turn, shard in enumerate(mine or [0]):
-            if turn:
-                self.buffers.restore()
-            weight = 1 / shards if mine else 0.0
-            self.reduction.begin_body(weight, final=turn == len(mine or [0]) - 1)
-            body(self.net, shard)
-            self.reduction.end_body()
-            if mine and shard == 0:
-                self.buffers.keep()
 
 
 def alone(net: nn.Module = NET, arithmetic: Arithmetic | None = None) -> Member:
