@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
-from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from fallow.worker.api.run import Run
@@ -49,6 +47,20 @@ def filled(model: nn.Module, seed: int = 3) -> nn.Module:
     return model
 
 
+class Scaled(nn.Linear):
+    """Keeps scales as FP8 layers do: not in buffers."""
+
+    def __init__(self, wide: int, scales: Any) -> None:
+        super().__init__(wide, wide, bias=False)
+        self.scales = scales
+
+    def get_extra_state(self) -> Any:
+        return self.scales
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scales = state
+
+
 def loss_of(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
     """Mean over the batch."""
     return F.mse_loss(model(batch[0]), batch[1])
@@ -75,6 +87,13 @@ def assert_close(one: nn.Module, other: nn.Module, atol: float = 1e-6) -> None:
     """Their weights are equal up to the order of float32 sums."""
     for a, b in zip(one.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=atol)
+
+
+def assert_equal(first: nn.Module, *others: nn.Module) -> None:
+    """They hold the same bits."""
+    for other in others:
+        for a, b in zip(first.state_dict().values(), other.state_dict().values(), strict=True):
+            assert torch.equal(a, b)
 
 
 class Script:
@@ -150,10 +169,3 @@ def part(**fields: Any) -> Part:
         "notes": {},
     }
     return Part(**{**usual, **fields})
-
-
-@pytest.fixture(autouse=True)
-def no_watchers() -> Iterator[None]:
-    """Each run looks at the steps of all optimizers of the process: none of them outlives its test."""
-    yield
-    torch_optimizer._global_optimizer_pre_hooks.clear()

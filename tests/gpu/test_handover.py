@@ -28,25 +28,12 @@ from fallow.worker.transport import device as devices
 from fallow.worker.transport.build import build_group
 from fallow.worker.transport.group import Group
 from gpu import DEVICE, Member, on_both, on_device, shared_device
+from small_training import Scaled
 
 DEADLINE_S = 180.0
 RING_BYTES = 2 * pieces.CHUNK
 SUMS_BYTES, BATCH_BYTES = 8 << 10, 1 << 10
 "Of the weights' sums, which come to the host as well, and of batches."
-
-
-class Scaled(nn.Linear):
-    """Keeps scales as FP8 layers do: not in buffers."""
-
-    def __init__(self) -> None:
-        super().__init__(8, 8)
-        self.amax = torch.ones(2, device=DEVICE.kind)
-
-    def get_extra_state(self) -> Any:
-        return {"amax": self.amax}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.amax = state["amax"]
 
 
 class Script:
@@ -56,7 +43,8 @@ class Script:
         torch.manual_seed(seed)
         turned = nn.Linear(8, 2100)
         turned.weight = nn.Parameter(torch.randn(8, 2100).t())  # does not lie row by row
-        body = [nn.Linear(8, 9000), nn.Tanh(), nn.Linear(9000, 8), nn.BatchNorm1d(8), Scaled(), turned]
+        scaled = Scaled(8, {"amax": torch.ones(2, device=DEVICE.kind)})
+        body = [nn.Linear(8, 9000), nn.Tanh(), nn.Linear(9000, 8), nn.BatchNorm1d(8), scaled, turned]
         self.model: Any = nn.Sequential(*body).to(DEVICE.kind)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
@@ -83,7 +71,7 @@ class Script:
         self.schedule.step()
         self.values["seen"] += 1
         self.values["mean"] += 1
-        self.model[4].amax += 1
+        self.model[4].scales["amax"] += 1
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -221,7 +209,7 @@ def test_a_rehearsal_leaves_nothing_behind() -> None:
         snapshot.restore()
         one.optimizer.zero_grad()
         assert one.seen() == other.seen()
-        assert one.values["mean"].device.type == one.model[4].amax.device.type == DEVICE.kind
+        assert one.values["mean"].device.type == one.model[4].scales["amax"].device.type == DEVICE.kind
         for script in (one, other):
             script.train(2)
         assert one.seen() == other.seen()
@@ -256,7 +244,7 @@ def test_a_checkpoint_holds_the_state_of_its_step_though_the_training_goes_on(tm
         again, saved = Script(2, scaler=True), load(Path(reports[0].path))
         again.train(steps)
         assert load_from_host(again.prepared, saved) == {"step": 2}
-        assert again.values["mean"].device.type == again.model[4].amax.device.type == DEVICE.kind
+        assert again.values["mean"].device.type == again.model[4].scales["amax"].device.type == DEVICE.kind
         assert again.held() == script_held
         assert not steps or again.seen() == wanted, "a scaler that has not been used yet looks different"
 

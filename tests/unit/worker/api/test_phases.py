@@ -13,9 +13,7 @@ from torch.utils.data import DataLoader
 from fallow.worker.api.run import Run
 from scripted_group import Break, Generation, Killed
 from scripted_world import World
-from small_training import assert_close, filled, no_watchers, points
-
-__all__ = ["no_watchers"]
+from small_training import assert_close, filled, points
 
 
 class Pair:

@@ -11,9 +11,7 @@ from torch import nn
 from fallow.worker.api.run import Run
 from scripted_group import Generation
 from scripted_world import World
-from small_training import Script, filled, no_watchers
-
-__all__ = ["no_watchers"]
+from small_training import Script, assert_equal, filled
 
 
 class Newcomer(Script):
@@ -62,5 +60,4 @@ def test_a_wish_for_a_checkpoint_in_a_rehearsal_is_none(tmp_path: Path) -> None:
     assert found["b"].state == found["a"].state
     assert found["b"].state["count"] == 4
     assert world.checkpoints == []
-    for a, b in zip(found["a"].average.parameters(), found["b"].average.parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert_equal(found["a"].average, found["b"].average)

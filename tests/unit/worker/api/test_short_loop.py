@@ -14,9 +14,7 @@ from fallow.model import FallowError
 from fallow.worker.api.run import Run
 from scripted_group import Break, Generation, Killed
 from scripted_world import World
-from small_training import Script, assert_close, net, no_watchers, plain
-
-__all__ = ["no_watchers"]
+from small_training import Script, assert_close, net, plain
 
 
 def reference(epochs: int, clip: float | None = None) -> nn.Module:

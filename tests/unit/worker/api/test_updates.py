@@ -18,12 +18,9 @@ from small_training import (
     filled,
     loss_of,
     net,
-    no_watchers,
     plain,
     points,
 )
-
-__all__ = ["no_watchers"]
 
 
 def test_shards_of_a_last_step_count_by_their_samples() -> None:

@@ -21,6 +21,7 @@ from fallow.worker.checkpoint.writer import Writing
 from fallow.worker.handover.transfer import export_state, load_state
 from fallow.worker.prepared import extra_state
 from fallow.worker.prepared.objects import Prepared
+from small_training import Scaled
 
 Report = Checkpoint | Problem
 
@@ -102,27 +103,13 @@ def test_what_one_member_has_put_to_rest_does_not_hide_what_all_have_frozen(tmp_
     assert load(folder)["modes"] == ["frozen a", "unlike resting"]
 
 
-class Scaled(torch.nn.Linear):
-    """Keeps scales as FP8 layers do: not in buffers."""
-
-    def __init__(self, wide: int) -> None:
-        super().__init__(wide, wide, bias=False)
-        self.scales: Any = {"amax": torch.zeros(3), "steps": 0}
-
-    def get_extra_state(self) -> Any:
-        return self.scales
-
-    def set_extra_state(self, state: Any) -> None:
-        self.scales = state
-
-
 class Tied(torch.nn.Module):
     """As a GPT: tied weights, a mask that is no part of the state, extra state."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(7, 5)
-        self.inner = Scaled(5)
+        self.inner = Scaled(5, {"amax": torch.zeros(3), "steps": 0})
         self.same = self.inner
         self.head = torch.nn.Linear(5, 7, bias=False)
         self.head.weight = self.embedding.weight

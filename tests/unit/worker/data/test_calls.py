@@ -9,9 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from fallow.model import FallowError
-from small_training import Script, alone, net, no_watchers, points
-
-__all__ = ["no_watchers"]
+from small_training import Script, alone, net, points
 
 
 def test_max_steps_ends_a_call_and_the_next_one_goes_on_with_new_data() -> None:

@@ -32,26 +32,13 @@ from fallow.worker.transport.group import Group
 from fallow.worker.transport.stream import Streams, sources
 from fallow.worker.transport.waits import Interrupted
 from members import build_world
+from small_training import Scaled
 
 DEADLINE_S = 20.0
 LARGE_WEIGHTS = (9000 * 8 * 2 + 40_000) * 4
 """Bytes of those that come while the others compute, if an optimizer holds them."""
 
 torch.set_num_threads(1)
-
-
-class Scaled(nn.Linear):
-    """Keeps scales as FP8 layers do: not in buffers."""
-
-    def __init__(self, scales: Any = None) -> None:
-        super().__init__(8, 8)
-        self.scales: Any = scales
-
-    def get_extra_state(self) -> Any:
-        return self.scales
-
-    def set_extra_state(self, state: Any) -> None:
-        self.scales = state
 
 
 class Net(nn.Module):
@@ -67,7 +54,7 @@ class Net(nn.Module):
         self.shift = nn.Parameter(torch.rand(8).bfloat16())
         self.frozen = nn.Parameter(torch.rand(3), requires_grad=False)
         self.unused = nn.Parameter(torch.rand(40_000))
-        self.scaled = Scaled({"steps": 0})
+        self.scaled = Scaled(8, {"steps": 0})
         self.register_buffer("count", torch.tensor(5))
         self.register_buffer("mask", torch.rand(5) > 0.5)
 
@@ -472,4 +459,4 @@ def test_extra_state_that_cannot_travel_is_refused_by_name_before_the_training()
     with pytest.raises(
         FallowError, match=r"Sequential\.model\.0\.1\._extra_state\.lock: its state holds a _thread\.lock"
     ):
-        Prepared().add(nn.Sequential(Scaled(1.0), Scaled({"lock": threading.Lock()})))
+        Prepared().add(nn.Sequential(Scaled(8, 1.0), Scaled(8, {"lock": threading.Lock()})))

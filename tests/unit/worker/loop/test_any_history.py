@@ -23,9 +23,7 @@ from fallow.worker.loop.generations import Released
 from fallow.worker.session.ends import OthersEnded
 from scripted_group import Break, Generation, Killed
 from scripted_world import World
-from small_training import GLOBAL_BATCH, Script, no_watchers
-
-__all__ = ["no_watchers"]
+from small_training import GLOBAL_BATCH, Script
 
 STEPS = 14
 MOST = 4

@@ -6,15 +6,12 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 
 from fallow.worker.api.run import Run
 from fallow.worker.data import ledger
 from scripted_group import Generation
 from scripted_world import World
-from small_training import Script, no_watchers
-
-__all__ = ["no_watchers"]
+from small_training import Script, assert_equal
 
 STEPS = 12
 
@@ -40,8 +37,7 @@ def test_shards_go_to_members_by_their_pace_and_all_divide_alike(tmp_path: Path)
     assert (shares["a"][0], shares["b"][0]) == (4, 4)
     assert (shares["a"][-1], shares["b"][-1]) == (6, 2)
     assert [a + b for a, b in zip(shares["a"], shares["b"], strict=True)] == [8] * 20
-    for a, b in zip(*[script.model.parameters() for script in scripts], strict=True):
-        assert torch.equal(a, b)
+    assert_equal(*(script.model for script in scripts))
 
 
 def test_training_goes_on_while_the_disk_of_a_ledger_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,10 +90,7 @@ def test_weights_that_drift_apart_are_brought_together_and_that_is_told(
                     parameter.data.add_(1e-3)
         return script
 
-    first, *others = world.train(train).values()
-    for script in others:
-        for a, b in zip(first.model.parameters(), script.model.parameters(), strict=True):
-            assert torch.equal(a, b)
+    assert_equal(*(script.model for script in world.train(train).values()))
     healed = {name: session.said("healed") for name, session in world.sessions.items()}
     assert healed == {"a": [], "b": [4, 10], "c": []}
     told = capfd.readouterr().err

@@ -11,9 +11,7 @@ from torch import nn
 from fallow.worker.api.run import Run
 from scripted_group import Generation
 from scripted_world import World
-from small_training import Script, no_watchers
-
-__all__ = ["no_watchers"]
+from small_training import Script, assert_equal
 
 
 class Staged(Script):
@@ -52,5 +50,4 @@ def test_a_newcomer_comes_by_the_lines_that_the_members_have_run(at_step: int, t
     assert a.optimizer.param_groups[0]["lr"] == b.optimizer.param_groups[0]["lr"] == 0.1 / 8
     assert (b.model[0].weight.requires_grad, b.model[1].training, b.model.training) == (False, False, True)
     assert a.optimizer.state_dict()["state"].keys() == b.optimizer.state_dict()["state"].keys()
-    for one, other in zip(a.model.state_dict().values(), b.model.state_dict().values(), strict=True):
-        assert torch.equal(one, other)
+    assert_equal(a.model, b.model)

@@ -7,9 +7,6 @@ import torch
 
 from fallow.model import FallowError
 from fallow.worker.loop.figures import Figures
-from small_training import no_watchers
-
-__all__ = ["no_watchers"]
 
 
 def test_the_last_figures_of_a_shard_count_with_its_weight() -> None:

@@ -18,9 +18,7 @@ from fallow.worker.api.run import Run
 from fallow.worker.loop.generations import Released
 from scripted_group import Break, Generation, Killed
 from scripted_world import World
-from small_training import GLOBAL_BATCH, SAMPLES, Script, assert_close, net, no_watchers, plain
-
-__all__ = ["no_watchers"]
+from small_training import GLOBAL_BATCH, SAMPLES, Script, assert_close, assert_equal, net, plain
 
 STEPS = 4
 
@@ -98,8 +96,7 @@ def check(found: dict[str, Any], ends: dict[str, type]) -> None:
         assert one.joint == pytest.approx(wanted.joint[-len(one.joint) :])
         assert_close(one.model, reference())
         whole = [other.model for other in found.values() if isinstance(other, Training)]
-        for a, b in zip(one.model.parameters(), whole[0].parameters(), strict=True):
-            assert torch.equal(a, b), "all members hold the same bits"
+        assert_equal(one.model, whole[0])
 
 
 @pytest.mark.parametrize("certain", ["", "a", "b", "ab", "abc"])

@@ -18,9 +18,7 @@ from fallow.worker.checkpoint.restore import load
 from fallow.worker.loop.generations import Released
 from scripted_group import Break, Generation, Killed
 from scripted_world import World
-from small_training import GLOBAL_BATCH, no_watchers, points
-
-__all__ = ["no_watchers"]
+from small_training import GLOBAL_BATCH, assert_close, assert_equal, points
 
 
 @pytest.mark.parametrize("certain", ["", "a", "abc"])
@@ -72,8 +70,7 @@ def test_members_inside_of_an_update_go_back_to_a_checkpoint_in_the_same_call(wa
         assert isinstance(one, Training), one
         assert one.acted == [0, 1, 2, 2, 3] if wait < 18 else [0, 1, 2, 3, 2, 3]
         assert one.state["steps"] == STEPS
-        for a, b in zip(one.model.parameters(), reference().parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        assert_close(one.model, reference())
 
 
 @pytest.mark.parametrize("front", ["rate", "flag", "number"])
@@ -163,8 +160,7 @@ def test_members_behind_a_loop_go_back_through_its_epochs_as_a_newcomer_comes(wh
         assert isinstance(one, Training), one
         assert steps[name] == [(0, 0), (0, 1), (1, 2), (1, 3), (1, 2), (1, 3), (2, 4), (2, 5)]
         assert one.run._place.position.samples == 6 * GLOBAL_BATCH
-    for a, b in zip(found["a"].model.parameters(), found["b"].model.parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert_equal(found["a"].model, found["b"].model)
 
 
 # ------------------------------------------------------------------------------------------- nobody will be left
@@ -222,8 +218,7 @@ def test_a_member_that_the_others_trained_without_gets_their_state_and_never_giv
     assert found["b"].acted == [0, 1, 2, 3, *range(2 if went_back else 4, 8)]
     assert False in world.sessions["a"].said("has_state"), "it says that its state does not count"
     assert found["a"].state["steps"] == found["b"].state["steps"] == 8
-    for a, b in zip(found["a"].model.parameters(), found["b"].model.parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert_equal(found["a"].model, found["b"].model)
 
 
 def test_members_of_which_nobody_has_finished_anything_begin_together_with_the_first_state() -> None:

@@ -18,9 +18,7 @@ from fallow.worker.api.run import Run
 from fallow.worker.handover import supply
 from scripted_group import Break, Generation, Killed
 from scripted_world import World
-from small_training import Script, filled, no_watchers
-
-__all__ = ["no_watchers"]
+from small_training import Script, assert_equal, filled
 
 STEPS = 4
 
@@ -52,8 +50,7 @@ def assert_alike(found: dict[str, Any], wanted: Training | None = None, gone: st
     left = [one for name, one in found.items() if name not in gone]
     for one in left:
         assert isinstance(one, Training), one
-        for a, b in zip(one.model.state_dict().values(), left[0].model.state_dict().values(), strict=True):
-            assert torch.equal(a, b)
+        assert_equal(one.model, left[0].model)
     for name, value in () if wanted is None else wanted.model.state_dict().items():
         if wanted is not None and wanted.run._prepared.reproducible:
             assert torch.equal(left[0].model.state_dict()[name], value), name
