@@ -114,11 +114,6 @@ class Scene:
         await self.hear(peer, hello(allocation))
         return peer
 
-    def is_whole(self, run: Run) -> bool:
-        """The run is as it was: its node is there, and it goes on."""
-        known = self.head.head._book.runs[run.id]
-        return not known.ended and known.roster.alive(1)
-
     def plausible(self, one: dict[str, Any]) -> dict[str, Any]:
         """The message, of the node that is there, and newer than all before."""
         self.said += 1
@@ -176,7 +171,8 @@ async def test_messages_of_a_legitimate_agent_cost_at_worst_its_own_run(tmp_path
                 await fuzzed.hear(agent, message)
         assert refused > 5 or kind is None
         assert (await head.snapshot()).head.internal_errors == []
-        assert fuzzed.is_whole(fuzzed.witness)
+        witness = head.head._book.runs[fuzzed.witness.id]
+        assert not witness.ended and witness.roster.alive(1)
         stored = await head.head._durable.store.load(f"run/{fuzzed.target.id}/")
         values = {key.removeprefix(f"run/{fuzzed.target.id}/"): value for key, (_, value) in stored.items()}
         assert read_run(fuzzed.target.id, values)[0] == fuzzed.target.spec, "the next head can read it"

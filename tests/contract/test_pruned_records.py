@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ class Desk:
         self.book: Book
         self.pruning: Pruning
 
-    async def open(self) -> Desk:
+    async def __aenter__(self) -> Desk:
         """Begin as a new head."""
         self.durable = Durable(self.paths, None)
         await self.durable.open()
@@ -56,6 +57,9 @@ class Desk:
             lambda run: run_report(run, [], SampleReport(consumed=0, lost=0, duplicated=0)),
         )
         return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.durable.close()
 
     def turn(self) -> Turn:
         return Turn(self.book, self.at, self.now)
@@ -88,6 +92,13 @@ class Desk:
         self.pruning.tick(turn)
         await self.durable.write(turn)
 
+    async def prune(self) -> Sequence[object]:
+        """All runs that have ended; which those were."""
+        turn = self.turn()
+        pruned = self.pruning.prune(turn, keep=0, older_than_s=0.0)
+        await self.durable.write(turn)
+        return pruned
+
     def usage(self, by: str, since: str | None = None) -> list[UsageRow]:
         return accounts.rows(self.book.runs.values(), by, since, PRICES, self.now, self.book.archive.pruned)
 
@@ -96,9 +107,8 @@ class Desk:
 
 
 async def test_memory_and_store_stay_flat_over_hundreds_of_ended_runs_and_the_sums_are_exact(tmp_path: Path) -> None:
-    desk = await Desk(tmp_path).open()
     runs, keys, lengths = [], [], []
-    try:
+    async with Desk(tmp_path) as desk:
         for number in range(RUNS):
             await desk.end_a_run("ab"[number % 2], 64.0)
             desk.now += DAY_S / 4
@@ -128,66 +138,54 @@ async def test_memory_and_store_stay_flat_over_hundreds_of_ended_runs_and_the_su
         days = desk.usage("day")
         assert len(days) == RUNS // 4 + 2 and {row.jobs for row in days[1:-2]} == {4}
         assert desk.usage("project", since=days[-3].key)[-1].jobs == days[-3].jobs + days[-2].jobs
-    finally:
-        await desk.durable.close()
 
 
 async def test_what_usage_tells_is_the_same_before_and_after_and_for_the_next_head(tmp_path: Path) -> None:
-    desk = await Desk(tmp_path).open()
-    for number, account in enumerate("aabca"):
-        await desk.end_a_run(account, 1000.0 * (number + 1))
-        desk.now += DAY_S / 2
-    last = desk.now
+    desk = Desk(tmp_path)
 
     def told() -> list[list[UsageRow]]:
         return [desk.usage(by, since) for by in ("project", "day") for since in (None, "1972-09-28")]
 
-    before = told()
-    accounts.settle(desk.turn(), last + DAY_S)
-    used = {account: desk.book.archive.faded(account, last + DAY_S) for account in "abc"}
-    turn = desk.turn()
-    assert len(desk.pruning.prune(turn, keep=0, older_than_s=0.0)) == 5
-    await desk.durable.write(turn)
-    assert told() == before
-    assert await desk.keys() == [f"note/{NOTE}"]
-    await desk.durable.close()
-    await desk.open()
-    try:
+    async with desk:
+        for number, account in enumerate("aabca"):
+            await desk.end_a_run(account, 1000.0 * (number + 1))
+            desk.now += DAY_S / 2
+        last = desk.now
+        before = told()
+        accounts.settle(desk.turn(), last + DAY_S)
+        used = {account: desk.book.archive.faded(account, last + DAY_S) for account in "abc"}
+        assert len(await desk.prune()) == 5
+        assert told() == before
+        assert await desk.keys() == [f"note/{NOTE}"]
+    async with desk:
         assert told() == before
         assert {a: desk.book.archive.faded(a, last + DAY_S) for a in "abc"} == pytest.approx(used)
         assert used["a"] > used["b"] > 0
-    finally:
-        await desk.durable.close()
 
 
 async def test_a_head_that_is_refused_the_write_leaves_record_and_sums_as_they_were(tmp_path: Path) -> None:
     """The record goes and its sums come in one write: no sum is lost, and none counts twice."""
-    desk = await Desk(tmp_path).open()
-    other = Durable(desk.paths, None)
-    try:
+    async with Desk(tmp_path) as desk:
         await desk.end_a_run("a", 64.0)
-        await other.open()
-        await other.begin_term()
-        turn = desk.turn()
-        desk.pruning.prune(turn, keep=0, older_than_s=0.0)
-        with pytest.raises(Exception, match="another head has taken over"):
-            await desk.durable.write(turn)
-        book = Book(desk.paths, Config(), lambda: "id")
-        await other.load(book, 0.0)
-        assert NOTE not in other.notes
-        assert accounts.rows(book.runs.values(), "run", None, PRICES, desk.now)[-1].jobs == 1
-    finally:
-        await other.close()
-        await desk.durable.close()
+        other = Durable(desk.paths, None)
+        try:
+            await other.open()
+            await other.begin_term()
+            with pytest.raises(Exception, match="another head has taken over"):
+                await desk.prune()
+            book = Book(desk.paths, Config(), lambda: "id")
+            await other.load(book, 0.0)
+            assert NOTE not in other.notes
+            assert accounts.rows(book.runs.values(), "run", None, PRICES, desk.now)[-1].jobs == 1
+        finally:
+            await other.close()
 
 
 async def test_a_run_whose_record_could_not_be_read_is_pruned_like_others(tmp_path: Path) -> None:
-    desk = await Desk(tmp_path).open()
-    run = await desk.end_a_run("a", 64.0)
-    await desk.durable.store.save([Write(f"run/{run.id}/root", None, b"\xc1")], [])
-    await desk.durable.close()
-    await desk.open()
-    try:
+    async with Desk(tmp_path) as desk:
+        run = await desk.end_a_run("a", 64.0)
+        await desk.durable.store.save([Write(f"run/{run.id}/root", None, b"\xc1")], [])
+    async with desk:
         (run,) = desk.book.runs.values()
         turn = desk.turn()
         turn.apply(run, ev.Cancel(at=desk.at, reason="it cannot be read", status=RunStatus.FAILED))
@@ -195,12 +193,8 @@ async def test_a_run_whose_record_could_not_be_read_is_pruned_like_others(tmp_pa
         await desk.durable.write(turn)
         assert f"unreadable/{run.id}/root" in await desk.keys()
         for _ in range(2):
-            turn = desk.turn()
-            desk.pruning.prune(turn, keep=0, older_than_s=0.0)
-            await desk.durable.write(turn)
+            await desk.prune()
         assert await desk.keys() == [f"note/{NOTE}"], "what could not be read goes with its run"
-    finally:
-        await desk.durable.close()
 
 
 async def test_sums_that_cannot_be_read_are_kept_for_somebody_who_can(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -127,6 +128,14 @@ def _anchors(text: str) -> set[str]:
     """Of the headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_a_source_archive_can_be_set_up_and_has_all_that_the_readme_points_at() -> None:
+    project = tomllib.loads(_read("pyproject.toml"))
+    there = set(project["tool"]["hatch"]["build"]["targets"]["sdist"]["include"])
+    linked = re.findall(r"\]\(([^):#]+)[^)]*\)", _read("README.md"))
+    assert linked
+    assert {"Makefile", "constraints.txt", *(link.split("/")[0] for link in linked)} - there == set()
 
 
 def test_the_pages_name_every_key_of_a_script() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from agent_head import gone
 from fallow.agent.restart import under_torchrun
 from fallow.core.training.restarts import ATTEMPTS, WELL_S, Attempts
 from fallow.model import Exit, FallowError
@@ -85,16 +86,8 @@ def test_a_tied_command_dies_with_its_parent_and_is_not_started_without_it() -> 
     )
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=180)
     end = time.monotonic() + 120
-    while _runs(int(done.stdout)):
+    while not gone(int(done.stdout)):
         assert time.monotonic() < end
         time.sleep(0.01)
     alone = subprocess.run([sys.executable, tied, "1", "true"], timeout=180)
     assert alone.returncode == 127
-
-
-def _runs(pid: int) -> bool:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] not in "ZX"

@@ -62,6 +62,7 @@ class Slurm:
 
 def test_slurm_is_judged_by_one_poll(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "COMMANDS", ())
+    monkeypatch.setattr("os.getuid", lambda: 1000)
     monkeypatch.setattr("fallow.slurm.choose.slurm_client", lambda setting: Slurm())
     levels = {check.name: check.level for check in doctor.examine()}
     assert {name: levels[name] for name in ("slurm version", "harvest low")} == {
@@ -69,6 +70,7 @@ def test_slurm_is_judged_by_one_poll(monkeypatch: pytest.MonkeyPatch) -> None:
         "harvest low": Level.OK,
     }
     assert {"slurm client", "priority", "clock"} <= set(levels)
+    assert "user" not in levels, "of root's alone is said"
 
 
 def test_a_broken_configuration_is_found(tmp_path: Path) -> None:
@@ -77,11 +79,3 @@ def test_a_broken_configuration_is_found(tmp_path: Path) -> None:
     found = {check.name: check for check in doctor.examine()}
     assert found["configuration"].level is Level.FAIL
     assert "did you mean harvest?" in found["configuration"].found
-
-
-@pytest.mark.usefixtures("bare")
-@pytest.mark.parametrize("uid", [0, 1000])
-def test_root_is_told_to_be_somebody_else(uid: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.getuid", lambda: uid)
-    levels = {check.name: check.level for check in doctor.examine()}
-    assert levels.get("user") == (Level.WARN if uid == 0 else None)

@@ -164,10 +164,3 @@ def test_a_default_device_of_the_script_is_no_matter_of_ours() -> None:
         torch.set_default_device(None)
     assert {batch.device.type for batch in batches} == {"cpu"}
     assert sorted(sampled) == list(range(8))
-
-
-def test_another_number_of_samples_in_a_later_epoch_is_refused_when_that_comes() -> None:
-    loader = elastic(sampler=Own(lambda epoch: list(range(24 - 8 * epoch))), num_workers=1)
-    assert len(epochs_of(loader, epochs=1)) == 6
-    with pytest.raises(FallowError, match="sampler Own gives 16 samples in epoch 1 and gave 24 in the first one"):
-        loader.cut(1, 0)

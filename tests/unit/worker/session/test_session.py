@@ -14,6 +14,7 @@ from fallow.model import Doing, Exit
 from fallow.worker.session.ends import Answered, Dismissed, HeadSilent, OthersEnded, exit_code
 from fallow.worker.session.news import HEAD_SILENT_S
 from fallow.worker.session.status import Progress
+from fallow.worker.transport.group import Group
 from scripted_agent import Agent, plan
 
 CONTRACT = Contract(signature="s", shards=1, global_batch=1)
@@ -24,10 +25,17 @@ def never() -> bool:
     return False
 
 
-def test_a_member_whose_group_broke_gives_that_generation_up_and_no_other() -> None:
-    agent = Agent()
+def member(**known: Any) -> tuple[Agent, Group]:
+    """A worker in generation 1, alone, and its group."""
+    agent = Agent(**known)
     agent.commit(plan(1, 1))
-    agent.session.await_commit(never)
+    group = agent.session.await_commit(never).group
+    assert group is not None
+    return agent, group
+
+
+def test_a_member_whose_group_broke_gives_that_generation_up_and_no_other() -> None:
+    agent, _ = member()
     agent.session.hold(1, "connection reset")
     assert (agent.status.given_up, agent.status.break_reason) == (1, "connection reset")
     agent.commit(plan(2, 1, interrupt=True))
@@ -40,10 +48,7 @@ def test_a_member_whose_group_broke_gives_that_generation_up_and_no_other() -> N
 
 
 def test_a_plan_that_interrupts_ends_what_goes_on_in_the_generation_before() -> None:
-    agent = Agent()
-    agent.commit(plan(1, 1))
-    group = agent.session.await_commit(never).group
-    assert group is not None
+    agent, group = member()
     agent.order(plan(2, 1))
     assert group.broken is None, "a planned one lets it train on"
     agent.order(plan(3, 1, replaces=1, interrupt=True))
@@ -149,10 +154,7 @@ def test_a_worker_with_infinite_patience_waits_for_a_silent_head_and_another_one
 
 @pytest.mark.parametrize(("code", "known"), [(0, Exit.OK), (75, Exit.TEMPFAIL), (3, Exit.SOFTWARE)])
 def test_a_worker_that_is_told_to_end_waits_no_longer_and_its_group_is_interrupted(code: int, known: Exit) -> None:
-    agent = Agent()
-    agent.commit(plan(1, 1))
-    group = agent.session.await_commit(never).group
-    assert group is not None
+    agent, group = member()
     agent.end(code, "the run is over")
     assert group.broken == "the run is over"
     assert agent.session.orders.newest.end is not None
@@ -163,9 +165,7 @@ def test_a_worker_that_is_told_to_end_waits_no_longer_and_its_group_is_interrupt
 
 
 def test_a_member_whose_others_have_finished_ends_if_it_waits_for_them_and_else_not() -> None:
-    agent, finish = Agent(beat_s=0.02), Finish(generation=1, steps=9, digest="d", agreed=4, answer=0.5)
-    agent.commit(plan(1, 1))
-    agent.session.await_commit(never)
+    (agent, _), finish = member(beat_s=0.02), Finish(generation=1, steps=9, digest="d", agreed=4, answer=0.5)
     agent.order(None, committed=1, finish=finish)
     agent.session.progress.moved_at -= 100.0
     beats = len(agent.statuses) + 3
@@ -199,9 +199,7 @@ def test_only_the_first_worker_of_a_node_is_the_main_one() -> None:
 
 
 def test_a_worker_that_leaves_says_up_to_where_it_was_a_member() -> None:
-    agent = Agent()
-    agent.commit(plan(1, 1))
-    agent.session.await_commit(never)
+    agent, _ = member()
     agent.commit(plan(2, leave=True))
     assert agent.session.await_commit(never).group is None
     agent.session.leave(1, 2)
