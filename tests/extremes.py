@@ -27,62 +27,65 @@ def deep(levels: int = 200) -> Any:
     return value
 
 
-def full(kind: type[Any]) -> Any:
-    """An instance of which no field has its default, and hardly any two the same value."""
-    return _value(mi.type_info(kind), itertools.count(1))
+def full(kind: Any, text: str = "") -> Any:
+    """An instance of which no field has its default, and hardly any two the same value; but all texts may be one."""
+    return _Made(text).value(mi.type_info(kind))
 
 
 def least(kind: type[Any]) -> Any:
     """An instance with those fields only that must be there."""
-    return kind(**{f.name: _value(f.type, itertools.count(1)) for f in struct_info(kind).fields if f.required})
+    return kind(**{f.name: _Made().value(f.type) for f in struct_info(kind).fields if f.required})
 
 
 def example(kind: mi.Type) -> Any:
     """A value of that type, somewhere in the middle."""
-    return msgspec.to_builtins(_value(kind, itertools.count(1)), builtin_types=(bytes,))
+    return msgspec.to_builtins(_Made().value(kind), builtin_types=(bytes,))
 
 
-def _value(info: mi.Type, numbers: Iterator[int]) -> Any:
-    match info:
-        case mi.StructType() | mi.DataclassType() | mi.NamedTupleType():
-            values = {field.name: _other(field, numbers) for field in info.fields}
-            return info.cls(**values)
-        case mi.Metadata():
-            return _value(info.type, numbers)
-        case mi.UnionType():
-            return _value(next(one for one in info.types if not isinstance(one, mi.NoneType)), numbers)
-        case mi.IntType():
-            return max(next(numbers), info.ge or 0)
-        case mi.FloatType():
-            return next(numbers) / (8 if info.le is None or info.le > 1 else 1024)
-        case mi.StrType():
-            return f"text{next(numbers):0{info.min_length or 1}}"[: info.max_length]
-        case mi.BytesType():
-            return b"%d" % next(numbers)
-        case mi.BoolType():
-            return True
-        case mi.EnumType():
-            return list(info.cls)[-1]
-        case mi.ListType():
-            return [_value(info.item_type, numbers) for _ in range(2)]
-        case mi.VarTupleType():
-            return tuple(_value(info.item_type, numbers) for _ in range(2))
-        case mi.TupleType():
-            return tuple(_value(one, numbers) for one in info.item_types)
-        case mi.DictType():
-            return {_value(info.key_type, numbers): _value(info.value_type, numbers)}
-        case mi.AnyType():
-            return f"any{next(numbers)}"
-    raise AssertionError(f"no example of {info}")  # a set is written in another order each time
+class _Made:
+    """Values, each with a number of its own."""
 
+    def __init__(self, text: str = "") -> None:
+        self.text = text
+        self.numbers = itertools.count(1)
 
-def _other(field: mi.Field, numbers: Iterator[int]) -> Any:
-    value = _value(field.type, numbers)
-    if value != field.default:
-        return value
-    if isinstance(value, bool):
-        return not value
-    return next(iter(type(value)))
+    def value(self, info: mi.Type) -> Any:
+        match info:
+            case mi.StructType() | mi.DataclassType() | mi.NamedTupleType():
+                return info.cls(**{field.name: self.other(field) for field in info.fields})
+            case mi.Metadata():
+                return self.value(info.type)
+            case mi.UnionType():
+                return self.value(next(one for one in info.types if not isinstance(one, mi.NoneType)))
+            case mi.IntType():
+                return max(next(self.numbers), info.ge or 0)
+            case mi.FloatType():
+                return next(self.numbers) / (8 if info.le is None or info.le > 1 else 1024)
+            case mi.StrType():
+                return self.text or f"text{next(self.numbers):0{info.min_length or 1}}"[: info.max_length]
+            case mi.BytesType():
+                return b"%d" % next(self.numbers)
+            case mi.BoolType():
+                return True
+            case mi.EnumType():
+                return list(info.cls)[-1]
+            case mi.ListType():
+                return [self.value(info.item_type) for _ in range(2)]
+            case mi.VarTupleType():
+                return tuple(self.value(info.item_type) for _ in range(2))
+            case mi.TupleType():
+                return tuple(self.value(one) for one in info.item_types)
+            case mi.DictType():
+                return {self.value(info.key_type): self.value(info.value_type)}
+            case mi.AnyType():
+                return self.text or f"any{next(self.numbers)}"
+        raise AssertionError(f"no example of {info}")  # a set is written in another order each time
+
+    def other(self, field: mi.Field) -> Any:
+        value = self.value(field.type)
+        if value != field.default:
+            return value
+        return not value if isinstance(value, bool) else next(iter(type(value)))
 
 
 def ends(kind: mi.Type) -> Iterator[Any]:

@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from command_line import write_command
+from extremes import full
 from fallow.cli import doctor
 from fallow.cli.main import COMMANDS, invoke
 from fallow.core.checks.site import Check, Level
@@ -26,34 +28,7 @@ FORBIDDEN = re.compile(
 
 def hostile(kind: Any) -> Any:
     """A value of a type in which every text is hostile."""
-    return _value(msgspec.inspect.type_info(kind), 0)
-
-
-def _value(info: Any, depth: int) -> Any:
-    inspect = msgspec.inspect
-    match info:
-        case inspect.StructType():
-            fields = {f.name: _value(f.type, depth + 1) for f in info.fields}
-            return info.cls(**fields)
-        case inspect.StrType():
-            return EVIL
-        case inspect.EnumType():
-            return next(iter(info.cls))
-        case inspect.BoolType():
-            return True
-        case inspect.IntType():
-            return 1
-        case inspect.FloatType():
-            return 1.0
-        case inspect.ListType() | inspect.VarTupleType() | inspect.CollectionType():
-            return [_value(info.item_type, depth + 1)]
-        case inspect.TupleType():
-            return tuple(_value(one, depth + 1) for one in info.item_types)
-        case inspect.DictType():
-            return {_value(info.key_type, depth + 1): _value(info.value_type, depth + 1)}
-        case inspect.UnionType():
-            return _value(next(one for one in info.types if not isinstance(one, inspect.NoneType)), depth + 1)
-    return EVIL
+    return full(kind, text=EVIL)
 
 
 @pytest.fixture(autouse=True)
@@ -113,11 +88,9 @@ SCRIPT = (
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An sbatch that says hostile things, and no other command of Slurm."""
-    commands = tmp_path / "bin"
-    commands.mkdir()
-    (commands / "sbatch").write_text("#!/bin/sh\nprintf 'sbatch: \\033]0;t\\007 site banner\\n' >&2\necho 77\n")
-    (commands / "sbatch").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{commands}:/usr/bin:/bin")
+    says = "printf 'sbatch: \\033]0;t\\007 site banner\\n' >&2\necho 77"
+    sbatch = write_command(tmp_path / "bin", "sbatch", says)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:/usr/bin:/bin")
     monkeypatch.setenv("FALLOW_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("fallow.cli.dry_run.ask", no_head)
