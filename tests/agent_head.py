@@ -16,10 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import builders
 from fallow.core.membership.messages import Order, Report
-from fallow.core.protocol.agents import Admitted, Beat, EndAgent, Ended, EndNoted, Hello, News, Progress, Setup
+from fallow.core.protocol.agents import Admitted, Beat, EndAgent, Ended, EndNoted, Hello, News, Progress
 from fallow.files import Paths, write_struct
-from fallow.model import AllocationKind, HeadFile, KeyFile
+from fallow.model import AllocationKind, KeyFile
 from fallow.wire.keys import new_keypair
 from fallow.wire.router import Router
 
@@ -78,12 +79,8 @@ class Head:
     async def start(self) -> None:
         self.router = Router(self.keys.public, self.keys.secret, lambda key: key == self.agent_keys.public)
         endpoint = await self.router.start("127.0.0.1", None)
-        write_struct(
-            self.paths.head_file,
-            HeadFile( version="0", host="h", pid=1, term=self.term, endpoint=endpoint,
-                public_key=self.keys.public, control="", started_at=0.0,
-            ),
-        )  # fmt: skip
+        told = builders.head_file(term=self.term, endpoint=endpoint, public_key=self.keys.public)
+        write_struct(self.paths.head_file, told)
 
     def leave_keys(self, workers_per_node: int | None = None) -> None:
         keys = KeyFile(
@@ -138,20 +135,11 @@ class Head:
         await self.hear(Beat, lambda _: where(self.progress.pids))
         return self.progress.pids
 
-    async def beats(self, count: int = 2) -> None:
-        """What was sent to the agent has arrived, and what it sent before has been heard."""
-        for _ in range(count):
-            await self.hear(Beat)
-
     def send(self, message: Any) -> None:
         assert self.router.send(self.peer, message)
 
     def admit(self, node: int = 1, boot: int = 1, beat_s: float = 0.1) -> None:
-        setup = Setup(
-            run="r1", folder=str(self.run.root), seed=0, max_workers=8, beat_s=beat_s, lease_s=10.0, patience_s=600.0,
-            checkpoint_folder=str(self.run.checkpoints),
-        )  # fmt: skip
-        self.send(setup)
+        self.send(builders.setup(self.run.root, run="r1", beat_s=beat_s, patience_s=600.0))
         self.send(Admitted(node=node, boot=boot))
 
     async def begin(self, node: int = 1, beat_s: float = 0.1) -> Hello:

@@ -1,4 +1,7 @@
-"""Clusters, jobs and allocations as a poll shows them: a test names what matters to it, the rest is usual."""
+"""Clusters, jobs and allocations as a poll shows them, and what a head tells of itself and of a run.
+
+A test names what matters to it, the rest is usual.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,35 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fallow.core.allocations import Allocation
-from fallow.model import AllocationKind, AllocationState, ClusterConfig, ClusterState, JobInfo, NodeInfo, PartitionInfo
+from fallow.core.protocol.agents import Setup
+from fallow.model import (
+    AllocationKind,
+    AllocationState,
+    ClusterConfig,
+    ClusterState,
+    HeadFile,
+    JobInfo,
+    NodeInfo,
+    PartitionInfo,
+)
 
 NOW = 1_000_000.0
 """Unix time of a poll, unless a test says otherwise."""
+
+
+class Clock:
+    """Time that passes only where a test says so, or where somebody sleeps."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+        self.slept: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
 
 
 def site(**settings: Any) -> ClusterConfig:
@@ -70,3 +98,35 @@ def allocation(token: str, state: AllocationState = AllocationState.RUNNING, **f
 def request(token: str = "h", waited_s: float = 5.0, **fields: Any) -> Allocation:
     """An allocation that Slurm has not started yet."""
     return allocation(token, **{"state": AllocationState.PENDING, "requested_at": NOW - waited_s, **fields})
+
+
+def setup(folder: object = "", **fields: Any) -> Setup:
+    """What agents and workers of run r are told; its checkpoints are below its folder."""
+    values = {
+        "run": "r",
+        "folder": str(folder),
+        "seed": 0,
+        "max_workers": 4,
+        "beat_s": 1.0,
+        "lease_s": 9.0,
+        "patience_s": 9.0,
+        "checkpoint_folder": f"{folder}/checkpoints",
+        **fields,
+    }
+    return Setup(**values)
+
+
+def head_file(**fields: Any) -> HeadFile:
+    """Where the head is."""
+    values = {
+        "version": "1",
+        "host": "h",
+        "pid": 1,
+        "term": 1,
+        "endpoint": "tcp://127.0.0.1:1",
+        "public_key": "k",
+        "control": "",
+        "started_at": 0.0,
+        **fields,
+    }
+    return HeadFile(**values)

@@ -41,6 +41,15 @@ def fallow(capsys: pytest.CaptureFixture[str]) -> Fallow:
     return run
 
 
+def write_command(folder: Path, name: str, text: str) -> Path:
+    """Make a program of that name: of the shell, unless its first line says otherwise."""
+    folder.mkdir(exist_ok=True)
+    file = folder / name
+    file.write_text(text if text.startswith("#!") else f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+    return file
+
+
 def as_a_batch_script(argv: list[str], folder: Path, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Run a batch script to its end; what it leaves behind is told to end then, as Slurm does."""
     with subprocess.Popen(

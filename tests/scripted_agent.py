@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from fallow.core.membership.gather import Gathers
-from fallow.core.membership.messages import End, Gather, Gathered, Order, Peer, Plan
+import builders
+from fallow.core.membership.messages import End, Order, Peer, Plan
 from fallow.core.membership.roster import check_of
-from fallow.core.protocol.agents import News, Setup
-from fallow.core.protocol.workers import FromWorker, Heard, Part, Start, Status, ToWorker
+from fallow.core.protocol.agents import News
+from fallow.core.protocol.workers import FromWorker, Heard, Start, Status, ToWorker
 from fallow.worker.session.session import Session
 
 DEADLINE_S = 60.0
@@ -34,8 +34,6 @@ class Agent:
         node, slot, slots: the worker's place.
         beat_s: heartbeats; by default so rare that a test sees none.
         patience_s: for which the worker waits for a silent head.
-        gathers: answer its parts, if it is the only worker of its node; None: nobody does.
-        grouped: see `Session`.
     """
 
     def __init__(
@@ -46,24 +44,12 @@ class Agent:
         *,
         beat_s: float = 3600.0,
         patience_s: float = 30.0,
-        gathers: Gathers | None = None,
-        grouped: bool = True,
     ) -> None:
         self.statuses: list[Status] = []
-        self.parts: list[Part] = []
         self.changed = threading.Condition()
-        self._node, self._gathers, self._edition = node, gathers, 0
-        self.session = Session(self._connect, grouped=grouped)
-        setup = Setup(
-            run="r",
-            folder="",
-            seed=0,
-            max_workers=4,
-            beat_s=beat_s,
-            lease_s=9.0,
-            patience_s=patience_s,
-            checkpoint_folder="",
-        )
+        self._node, self._edition = node, 0
+        self.session = Session(self._connect)
+        setup = builders.setup(beat_s=beat_s, patience_s=patience_s)
         name = f"n{node - 1}" if slots == 1 else f"n{node - 1}.{slot}"
         self.say(Start(worker=name, node=node, slot=slot, slots=slots, address="127.0.0.1", setup=setup))
         self.say(News(term=1))
@@ -78,14 +64,10 @@ class Agent:
     def close(self, flush_s: float = 0.0) -> None: ...
 
     def send(self, message: FromWorker) -> None:
-        with self.changed:
-            (self.statuses if isinstance(message, Status) else self.parts).append(message)  # type: ignore[arg-type]
-            self.changed.notify_all()
-        if isinstance(message, Part) and self._gathers is not None:
-            said = Gather(node=self._node, generation=message.generation, key=message.key, part=message.part)
-            answer, _ = self._gathers.take(said)
-            if answer is not None:
-                self.say(answer)
+        if isinstance(message, Status):
+            with self.changed:
+                self.statuses.append(message)
+                self.changed.notify_all()
 
     def say(self, message: ToWorker) -> None:
         self._on_message(message)
@@ -122,6 +104,3 @@ class Agent:
             while not (self.statuses and condition(self.status)):
                 assert self.changed.wait(end - time.monotonic()), self.statuses[-1:]
             return self.status
-
-    def answer(self, generation: int, key: str, *parts: bytes, missing: Sequence[int] = ()) -> None:
-        self.say(Gathered(generation=generation, key=key, parts=parts, missing=tuple(missing)))

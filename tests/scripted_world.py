@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+import builders
 from fallow.core.membership.messages import Checkpoint, Contract, End, Finish, Plan
 from fallow.core.protocol.agents import News, Setup
 from fallow.core.training.apart import Stranger
@@ -99,11 +100,10 @@ class World:
     Args:
         folder: of the run.
         generations: one after the other, numbered from 1.
-        max_workers: as the head tells them.
     """
 
-    def __init__(self, folder: Path, *generations: Generation, max_workers: int = 4) -> None:
-        self._folder, self._plans, self._max_workers = folder, generations, max_workers
+    def __init__(self, folder: Path, *generations: Generation) -> None:
+        self._folder, self._plans = folder, generations
         self._changed = threading.Condition()
         self._arrived: dict[int, dict[str, ScriptedSession]] = {}
         self._groups: dict[int, dict[str, ScriptedGroup]] = {}
@@ -235,16 +235,7 @@ class World:
         return found
 
     def _begin(self, name: str) -> None:
-        setup = Setup(
-            run="r",
-            folder=str(self._folder),
-            seed=0,
-            max_workers=self._max_workers,
-            beat_s=1.0,
-            lease_s=9.0,
-            patience_s=DEADLINE_S,
-            checkpoint_folder=str(self._folder / "checkpoints"),
-        )
+        setup = builders.setup(self._folder, patience_s=DEADLINE_S)
         session = self.sessions[name] = ScriptedSession(name, self, setup)
         session.run = Run(session, None)  # type: ignore[arg-type]
 

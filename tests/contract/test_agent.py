@@ -93,19 +93,6 @@ async def test_a_head_that_is_not_reached_is_named_in_the_jobs_output(head: Head
         await agent.wait()
 
 
-async def test_command_that_cannot_start(head: Head) -> None:
-    head.leave_keys(workers_per_node=2)
-    head.agent = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "fallow.agent", "--key-file", str(head.key_file), "--", "/no/such/train.py"),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    await head.begin()
-    ended = await head.hear(Ended)
-    assert ended.code == 127
-    assert "/no/such/train.py: cannot be started (No such file or directory)" in ended.tail
-    assert "for a Python script: python /no/such/train.py" in ended.tail
-
-
 async def test_a_worker_gets_its_place_its_start_and_no_secret(head: Head) -> None:
     code = PUPPET + (
         "    e = os.environ\n"

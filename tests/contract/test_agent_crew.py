@@ -12,6 +12,7 @@ from threading import Thread
 
 import pytest
 
+import builders
 from agent_head import DEADLINE_S, PUPPET, WAIT, gone, until
 from fallow.agent import crew as crew_module
 from fallow.agent.crew import Crew
@@ -20,7 +21,7 @@ from fallow.agent.place import Place
 from fallow.agent.worker import Launch
 from fallow.core.checks.devices import Devices
 from fallow.core.membership.messages import End, Gather, Order
-from fallow.core.protocol.agents import Ended, News, Setup
+from fallow.core.protocol.agents import Ended, News
 from fallow.files import RunPaths
 
 Start = Callable[..., Crew]
@@ -40,10 +41,7 @@ class Rig:
             command=[program, "-u", "-c", code],
             environ=os.environ,
         )
-        setup = Setup(
-            run="r1", folder=str(self.paths.root), seed=0, max_workers=8, beat_s=1.0, lease_s=10.0, patience_s=600.0,
-            checkpoint_folder="/",
-        )  # fmt: skip
+        setup = builders.setup(self.paths.root)
         self.crew = Crew(3, setup, launch, on_change=self._change, on_gather=self.gathers.append, on_end=self._note_end)
         self.crew.start(News(term=1, step=7))
         self.editions = 0
@@ -124,9 +122,16 @@ async def test_one_that_has_left_or_finished_leaves_time_to_its_sibling_whose_fa
         assert (ended.code, ended.is_ordered) == (found, False)
 
 
-async def test_a_program_that_cannot_be_started_is_named_whatever_its_name(tmp_path: Path) -> None:
-    ended = await Rig(tmp_path, "", slots=1, program="caf\udce9").ended()
-    assert (ended.code, ended.tail) == (127, "caf\\xe9: cannot be started (No such file or directory)")
+@pytest.mark.parametrize(
+    ("program", "shown", "advice"), [("caf\udce9", "caf\\xe9", ""), ("/t.py", "/t.py", "python /t.py")]
+)
+async def test_a_program_that_cannot_be_started_is_named_whatever_its_name(
+    tmp_path: Path, program: str, shown: str, advice: str
+) -> None:
+    ended = await Rig(tmp_path, "", slots=2, program=program).ended()
+    assert ended.code == 127
+    assert ended.tail.startswith(f"{shown}: cannot be started (No such file or directory)")
+    assert ended.tail.endswith(advice)
 
 
 async def test_a_worker_whose_output_nobody_can_read_is_one_that_cannot_be_started(

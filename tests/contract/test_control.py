@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import builders
 import views
 from fallow.cli.follow import follow
 from fallow.control import server as server_module
@@ -22,7 +23,7 @@ from fallow.control.client import ControlClient, call
 from fallow.control.protocol import MAX_REQUEST, NewRun
 from fallow.control.server import ControlServer
 from fallow.files import write_struct
-from fallow.model import EventRecord, Exit, FallowError, HeadFile, Snapshot
+from fallow.model import EventRecord, Exit, FallowError, Snapshot
 
 SNAPSHOT = views.snapshot()
 
@@ -57,17 +58,8 @@ class Head:
 
 
 def head_file(folder: Path, **changes: Any) -> Path:
-    values = {
-        "version": "1",
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "term": 1,
-        "endpoint": "tcp://127.0.0.1:1",
-        "public_key": "k",
-        "control": str(folder / "control.sock"),
-        "started_at": 0.0,
-    }
-    write_struct(folder / "head.json", HeadFile(**{**values, **changes}))
+    ours = {"host": socket.gethostname(), "pid": os.getpid(), "control": str(folder / "control.sock")}
+    write_struct(folder / "head.json", builders.head_file(**{**ours, **changes}))
     return folder / "head.json"
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from command_line import write_command
 from fallow.config import Config
 from fallow.core.accounting.backoff import Asker
 from fallow.core.membership import events as ev
@@ -148,13 +149,8 @@ async def test_a_store_that_is_killed_again_and_again_is_started_again(
 ) -> None:
     """Also while it starts, and though nothing is to be written: the head goes on as soon as one stands."""
     starts, fails = tmp_path / "starts", tmp_path / "fails"
-    program = tmp_path / "bin" / "redis-server"
-    program.parent.mkdir()
-    program.write_text(
-        f"#!/bin/sh\necho >>{starts}\nif [ -s {fails} ]; then sed -i 1d {fails}; kill -9 $$; fi\n"
-        f'exec {find_server()} "$@"\n'
-    )
-    program.chmod(0o755)
+    count = f"echo >>{starts}\nif [ -s {fails} ]; then sed -i 1d {fails}; kill -9 $$; fi\n"
+    program = write_command(tmp_path / "bin", "redis-server", f'{count}exec {find_server()} "$@"')
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     async with begun(tmp_path) as (durable, book, paths):
         await durable.load(book, 0.0)

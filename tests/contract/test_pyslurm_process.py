@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from command_line import write_command
 from fallow.slurm import pyslurm_client
 from fallow.slurm.choose import slurm_client
 from fallow.slurm.cli import CliClient
@@ -32,10 +33,7 @@ esac""",
 def behave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Says how the stub behaves from the next process on; Slurm's commands are made up, too."""
     for name, body in COMMANDS.items():
-        command = tmp_path / "bin" / name
-        command.parent.mkdir(exist_ok=True)
-        command.write_text(f"#!/bin/sh\n{body}\n")
-        command.chmod(0o755)
+        write_command(tmp_path / "bin", name, body)
     (tmp_path / "slurm").write_text("25.11.7")
     monkeypatch.setenv("WORLD", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)

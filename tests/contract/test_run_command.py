@@ -13,7 +13,7 @@ import pytest
 
 import fallow
 import views
-from command_line import as_a_batch_script
+from command_line import as_a_batch_script, write_command
 from fallow.cli import run as run_command
 from fallow.cli.main import invoke
 from fallow.cli.run import script_processes
@@ -91,14 +91,11 @@ class Job:
         paths = Paths.default(self.environ).create().run("r1").create()
         key = KeyFile(run="r1", token="r1.0", kind=kind, public_key="p", secret_key="s", head_file="/h")
         write_struct(paths.key("r1.0"), key)
-        (folder / "bin").mkdir()
         self.command("srun", 'printf "%s\\n" "$@" >srun.args; exit ${TEST_CODE:-0}')
         self.command("scancel", "echo $1 >scancel.args; kill -CONT $PPID")
 
     def command(self, name: str, body: str) -> None:
-        file = self.folder / "bin" / name
-        file.write_text(f"#!/bin/sh\n{body}\n")
-        file.chmod(0o755)
+        write_command(self.folder / "bin", name, body)
 
     def run(self, code: int = 0, trap: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
         script = f"{trap}\n{sys.executable} -m fallow.cli.main run -- python t.py --json\necho code $?; echo after\n"

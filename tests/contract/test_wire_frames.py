@@ -18,8 +18,10 @@ from typing import Any
 import msgspec
 import pytest
 
+import builders
+from agent_head import until
 from fallow.core.membership.messages import VERSION, Gathered, Order, Wire
-from fallow.core.protocol.agents import News, Setup
+from fallow.core.protocol.agents import News
 from fallow.core.protocol.workers import FromWorker, Heard, Part, Start, Status, ToWorker
 from fallow.wire.codec import MAX_MESSAGE, Decoder, encode
 from fallow.wire.frames import AgentChannel, WorkerChannel
@@ -27,20 +29,11 @@ from fallow.wire.waiting import MOST
 
 DEADLINE_S = 60.0
 SCRIPT = Path(__file__).parent / "frames_worker.py"
-SETUP = Setup(
-    run="r", folder="/f", seed=1, max_workers=2, beat_s=1.0, lease_s=5.0, patience_s=9.0, checkpoint_folder="/c"
-)
-START = Start(worker="n0", node=1, slot=0, slots=1, address="127.0.0.1", setup=SETUP)
+START = Start(worker="n0", node=1, slot=0, slots=1, address="127.0.0.1", setup=builders.setup())
 
 
 def frame(data: bytes) -> bytes:
     return struct.pack("!I", len(data)) + data
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 class Ours:

@@ -11,10 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
+import builders
 from fallow.core.membership.messages import VERSION, Gather, Report
 from fallow.core.protocol.agents import Beat, Ended, FromAgent, Hello, Left, News, Refused, ToAgent
 from fallow.files import private_dir, write_private, write_struct
-from fallow.model import Exit, FallowError, HeadFile
+from fallow.model import Exit, FallowError
 from fallow.wire import codec
 from fallow.wire import link as link_module
 from fallow.wire.address import host_of, local_address_towards, own_address, resolve
@@ -53,11 +54,7 @@ class Setup:
     async def head(self, keys: KeyPair = HEAD, port: int | None = None) -> Router:
         self.router = Router(keys.public, keys.secret, lambda key: key in self.allowed)
         endpoint = await self.router.start("127.0.0.1", port)
-        head = HeadFile(
-            version="0", host="h", pid=1, term=1, endpoint=endpoint, public_key=keys.public,
-            control="", started_at=0.0,
-        )  # fmt: skip
-        write_struct(self.head_file, head)
+        write_struct(self.head_file, builders.head_file(endpoint=endpoint, public_key=keys.public))
         return self.router
 
     def link(self, router: Router) -> Link:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tui_rig import START, event, snapshot
+from tui_rig import event, snapshot
 
+import builders
 from fallow.control.server import ControlServer
 from fallow.files import Paths, write_struct
-from fallow.model import EventRecord, Exit, FallowError, HeadFile, Snapshot
+from fallow.model import EventRecord, Exit, FallowError, Snapshot
 from fallow_tui.source import HeadSource
 
 
@@ -30,26 +31,13 @@ class Head:
         yield event(1)
 
 
-def _paths(tmp_path: Path) -> Paths:
-    return Paths(state=tmp_path / "state", runtime=tmp_path / "runtime").create()
-
-
 async def test_stream_and_calls_through_the_control_socket(tmp_path: Path) -> None:
-    paths = _paths(tmp_path)
+    paths = Paths(state=tmp_path / "state", runtime=tmp_path / "runtime").create()
     server = ControlServer(paths.control, Head())
     await server.start()
     try:
-        head = HeadFile(
-            version="0.1.0",
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            term=1,
-            endpoint="",
-            public_key="",
-            control=str(paths.control),
-            started_at=START,
-        )
-        write_struct(paths.head_file, head)
+        here = {"host": socket.gethostname(), "pid": os.getpid(), "control": str(paths.control)}
+        write_struct(paths.head_file, builders.head_file(**here))
         source = HeadSource(paths)
         assert [item async for item in source.subscribe()] == [snapshot(), event(1)]
         assert await source.call("cancel", run="digits-1") is None

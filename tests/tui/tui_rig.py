@@ -11,6 +11,7 @@ from typing import Any
 from textual.pilot import Pilot
 
 import views
+from builders import Clock
 from fallow.model import AllocationKind, EventRecord, MemberPhase, MemberView, NodeOwner, NodeView, RunView, Snapshot
 from fallow_tui.app import TopApp
 
@@ -88,16 +89,6 @@ class FakeSource:
             self._items.put_nowait(item)
         async with asyncio.timeout(DEADLINE_S):
             await self._items.join()
-
-
-class Clock:
-    """Stands still until moved."""
-
-    def __init__(self, now: float) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass

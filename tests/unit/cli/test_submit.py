@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from command_line import Fallow
+from command_line import Fallow, write_command
 from fallow.control.protocol import BaseJob, NewRun
 from fallow.files import Paths, read_struct
 from fallow.model import Exit, FallowError, Prospect, WouldAsk
@@ -62,10 +62,7 @@ class Site:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.head_error: dict[str, FallowError] = {}
         self.refusal = ""
-        command = folder / "bin" / "sbatch"
-        command.parent.mkdir()
-        command.write_text(SBATCH.format(python=sys.executable, record=self.record))
-        command.chmod(0o755)
+        write_command(folder / "bin", "sbatch", SBATCH.format(python=sys.executable, record=self.record))
         (folder / "job.sh").write_text(SCRIPT)
         monkeypatch.setattr("fallow.cli.submit.ask", self.ask)
         monkeypatch.setattr("fallow.cli.dry_run.ask", self.ask)
@@ -268,9 +265,7 @@ def test_options_of_the_users_own_job_do_not_reach_harvest_jobs(site: Site, fall
 
 def test_the_wrapper_is_the_same_command(site: Site) -> None:
     wrapper = Path(__file__).parents[3] / "slurm_scripts" / "fallow-sbatch"
-    fallow = site.folder / "bin" / "fallow"
-    fallow.write_text('#!/bin/sh\nprintf "%s|" "$@"\nexit 7\n')
-    fallow.chmod(0o755)
+    fallow = write_command(site.folder / "bin", "fallow", 'printf "%s|" "$@"\nexit 7')
     done = subprocess.run([wrapper, "--wrap", "a b", ""], capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("submit|--wrap|a b||", 7)
     fallow.unlink()

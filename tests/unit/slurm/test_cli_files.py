@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from command_line import write_command
 from fallow.model import JobRequest
 from fallow.slurm.cli import CliClient
 from fallow.slurm.client import SlurmUnavailable, SubmitRejected
@@ -26,12 +27,10 @@ echo 7
 @pytest.fixture
 def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder for temporary files of its own, beside a sbatch that says yes."""
-    commands, folder = tmp_path / "bin", tmp_path / "scripts"
-    commands.mkdir()
+    folder = tmp_path / "scripts"
     folder.mkdir()
-    (commands / "sbatch").write_text(SBATCH)
-    (commands / "sbatch").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    sbatch = write_command(tmp_path / "bin", "sbatch", SBATCH)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     return folder
 

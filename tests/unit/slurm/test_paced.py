@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from builders import Clock
 from fallow.model import ClusterState, FallowError, JobRequest
 from fallow.slurm.client import SlurmUnavailable
 from fallow.slurm.paced import BURST_S, CONFIG_S, STRAINED_S, Bucket, PacedClient
 from scripted_slurm import ScriptedSlurm
-
-
-@dataclass
-class Clock:
-    """Time that passes only where somebody sleeps."""
-
-    now: float = 0.0
-    slept: list[float] = field(default_factory=list)
-
-    def __call__(self) -> float:
-        return self.now
-
-    async def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        self.now += seconds
 
 
 def paced(clock: Clock, slurm: ScriptedSlurm | None = None) -> tuple[PacedClient, ScriptedSlurm]:

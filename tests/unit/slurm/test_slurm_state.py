@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import builders
+from command_line import write_command
 from fallow.core.holes import find_holes
 from fallow.model import JobInfo, NodeInfo, PartitionInfo
 from fallow.slurm.cli import CliClient
@@ -52,8 +53,7 @@ exit 0
 async def test_only_this_cluster_of_a_federation_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With FederationParameters=fed_display the commands show all of them else."""
     for name in ("squeue", "scontrol"):
-        (tmp_path / name).write_text(FEDERATED)
-        (tmp_path / name).chmod(0o755)
+        write_command(tmp_path, name, FEDERATED)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("ASKED", str(tmp_path / "asked"))
     client = CliClient()

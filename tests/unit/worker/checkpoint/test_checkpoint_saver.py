@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import builders
 from fallow.core.membership.messages import Checkpoint, Order, Problem
 from fallow.core.protocol.agents import News, Setup
 from fallow.core.training.saving import Saving
@@ -44,33 +45,13 @@ class Session:
         self.unsaved += [unsaved] if unsaved is not None else []
 
 
-class Clock:
-    """Time as the test wants it."""
-
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Member:
     """One of `size` members of generation 3."""
 
     def __init__(
         self, folder: Path, rank: int, size: int, every_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        setup = Setup(
-            run="r",
-            folder=str(folder),
-            seed=0,
-            max_workers=2,
-            beat_s=1.0,
-            lease_s=9.0,
-            patience_s=9.0,
-            checkpoint_folder=str(folder / "checkpoints"),
-            checkpoint_s=every_s,
-        )
-        self.session = Session(setup)
+        self.session = Session(builders.setup(folder, checkpoint_s=every_s))
         self.prepared = Prepared()
         torch.manual_seed(0)
         self.prepared.add(torch.nn.Linear(30, 20))
@@ -158,7 +139,7 @@ def test_nobody_waits_longer_than_the_node_has(tmp_path: Path, gate: threading.E
 
 
 def test_one_that_another_member_gave_up_is_due_when_the_head_says(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = builders.Clock()
     member = Member(tmp_path, 1, 2, 600.0, clock)
     member.save(10)
     member.saver.finish()
@@ -173,7 +154,7 @@ def test_one_that_another_member_gave_up_is_due_when_the_head_says(tmp_path: Pat
 
 
 def test_without_a_head_the_interval_runs_from_the_last_one(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = builders.Clock()
     member = Member(tmp_path, 0, 1, 600.0, clock)
     for step in (1, 2):
         clock.now += 599
@@ -187,7 +168,7 @@ def test_without_a_head_the_interval_runs_from_the_last_one(tmp_path: Path) -> N
 def test_a_file_system_that_does_not_answer_is_told_of_and_vetoes_nothing(
     tmp_path: Path, gate: threading.Event
 ) -> None:
-    clock = Clock()
+    clock = builders.Clock()
     member = Member(tmp_path, 0, 1, 0.0, clock)
     member.save(10)
     clock.now += writing.STUCK_S - 1
