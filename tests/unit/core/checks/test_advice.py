@@ -9,9 +9,7 @@ from torch import distributed
 
 from fallow.model import FallowError
 from fallow.worker.api.run import init
-from small_training import Script, alone, net, no_watchers
-
-__all__ = ["no_watchers"]
+from small_training import Script, alone, net
 
 
 @pytest.fixture

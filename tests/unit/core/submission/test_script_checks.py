@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from fallow.model import FallowError
-from small_training import Script, no_watchers
-
-__all__ = ["no_watchers"]
+from small_training import Script
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What tests of the worker leave behind."""
+"""What tests that train leave behind."""
 
 from __future__ import annotations
 
