@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -73,8 +74,10 @@ class Rig:
 
 
 @contextlib.asynccontextmanager
-async def working(folder: Path, code: str = PUPPET, slots: int = 2) -> AsyncIterator[Rig]:
-    rig = Rig(folder, code, slots)
+async def working(
+    folder: Path, code: str = PUPPET, slots: int = 2, program: str = sys.executable
+) -> AsyncIterator[Rig]:
+    rig = Rig(folder, code, slots, program)
     await rig.until(lambda: len(rig.pids()) == slots and all(rig.pids()))
     yield rig
     rig.crew.kill()
@@ -150,6 +153,41 @@ async def test_a_worker_whose_output_nobody_can_read_is_one_that_cannot_be_start
     assert (ended.code, ended.signal) == (127, None)
     assert ended.tail == "worker n2.1 cannot be started: can't start new thread"
     assert not any(rig.pids())
+
+
+@pytest.mark.parametrize(
+    ("last_words", "code", "number"),
+    [
+        ("say(left=2); sys.exit(0)", 0, None),
+        ("say(fault=Fault(code=65, message='no')); sys.exit(65)", 65, None),
+        ("sys.exit(3)", None, signal.SIGTERM),
+        ("", None, signal.SIGTERM),
+    ],
+)
+async def test_the_end_of_a_worker_counts_not_that_of_the_shell_before_it_which_dies_of_slurms_sigterm(
+    tmp_path: Path, last_words: str, code: int | None, number: int | None
+) -> None:
+    wrapper = tmp_path / "wrapper.sh"
+    wrapper.write_text(f'#!/bin/sh\nsetsid {sys.executable} "$@"\nexit $?\n')
+    wrapper.chmod(0o700)
+    async with working(tmp_path, slots=1, program=str(wrapper)) as rig:
+        (shell,) = rig.pids()
+        rig.order("ctypes.CDLL(None).prctl(1, 0); signal.signal(signal.SIGTERM, lambda *_: None)")
+        rig.order("say(step=os.getpid())")
+        await rig.until(lambda: rig.crew.facts()[0].status.step > 0)
+        worker = rig.crew.facts()[0].status.step
+        os.kill(shell, signal.SIGTERM)
+        os.kill(worker, signal.SIGTERM)
+        await rig.until(lambda: gone(shell))
+        rig.order("say(step=9)")
+        await rig.until(lambda: rig.crew.facts()[0].status.step == 9)
+        if last_words:
+            rig.order(last_words)
+        else:
+            rig.crew.kill()
+        ended = await rig.ended()
+        assert (ended.code, ended.signal) == (code, number)
+        assert gone(worker)
 
 
 async def test_an_order_to_end_is_enforced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,8 +257,8 @@ class Crew:
         return Ended(
             node=report.node,
             boot=report.boot,
-            code=first.process.code,
-            signal=first.process.signal,
+            code=first.code,
+            signal=None if first.code is not None else first.process.signal,
             tail=first.tail(),
             report=report,
             is_ordered=self._ending.was_ordered,

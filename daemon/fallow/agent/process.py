@@ -6,13 +6,15 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fallow.agent.output import Pump
 from fallow.model import OUTPUT_PIPES, STACK_SIGNAL
 
 EXEC_FAILED = 127
+_OF_SIGTERM = (signal.SIGTERM, 128 + signal.SIGTERM)
+"Status of a process that has died of it, and of a shell whose command has."
 CHANNEL = "FALLOW_CHANNEL_FD"
 """Variable with the descriptor of the worker's socket to its agent."""
 
@@ -24,6 +26,9 @@ def with_python(program: str) -> str:
 
 class WorkerProcess:
     """A started worker. Made in the main thread: a worker asks the kernel to die with the *thread* that made it.
+
+    It may be a shell, and the worker behind it. Slurm's SIGTERM goes to all processes of a step, and the shell dies of
+    it at once. The worker does not: it leaves at the next step boundary, and only then has this process ended.
 
     Args:
         command: argv.
@@ -38,6 +43,10 @@ class WorkerProcess:
         self.ended = False
         self.error = ""
         "why it could not be started"
+        self.was_outlived = False
+        "it was a shell, which has died of SIGTERM before the worker had ended"
+        self._speaker, self._speaker_began = 0, ""
+        "process that speaks for the worker, and when it began"
         self._process: subprocess.Popen[bytes] | None = None
         pipes = " ".join(str(os.fstat(end).st_ino) for end in output.ends)
         try:
@@ -56,6 +65,17 @@ class WorkerProcess:
         finally:
             os.close(channel)
 
+    def note_speaker(self, pid: int) -> None:
+        """A process has spoken as this worker."""
+        if pid != self._speaker:
+            self._speaker, self._speaker_began = pid, _look_up(pid)[1]
+
+    @property
+    def speaker(self) -> int:
+        """The process that has spoken as this worker; 0: none has, or it has ended."""
+        state, began = _look_up(self._speaker)
+        return self._speaker if state not in "ZX" and began == self._speaker_began else 0
+
     @property
     def pid(self) -> int:
         """0: it has none any more."""
@@ -66,12 +86,18 @@ class WorkerProcess:
         if self._process is None or self.ended:
             return self.ended
         # Looked at without reaping: while the zombie is there its number names nobody else's group.
-        if os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        end = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if end is None:
+            return False
+        if end.si_status in _OF_SIGTERM and self.speaker:
+            self.was_outlived = True
             return False
         self.kill()
         status = self._process.wait()
         self.ended = True
         self.code, self.signal = (status, None) if status >= 0 else (None, -status)
+        if self.was_outlived:
+            self.code, self.signal = None, signal.SIGTERM
         if self.error:
             self.code, self.signal = EXEC_FAILED, None
         return True
@@ -84,28 +110,35 @@ class WorkerProcess:
     @property
     def stopped(self) -> bool:
         """True while it is stopped (SIGSTOP); one that a debugger holds for a moment is not."""
-        if self._process is None or self.ended:
-            return False
-        try:
-            text = Path(f"/proc/{self._process.pid}/stat").read_text(errors="replace")
-        except OSError:
-            return False
-        # The name may hold spaces and parentheses; the state follows the last one.
-        return text.rpartition(")")[2].split()[:1] == ["T"]
+        return _look_up(self.speaker or self.pid)[0] == "T"
 
     def tell_stack(self) -> None:
         """Have it write its training thread's stack to its standard error, if it still can."""
-        self._signal(os.kill, STACK_SIGNAL)
+        self._signal(STACK_SIGNAL)
 
     def warn(self) -> None:
         """SIGTERM: Slurm takes this node, and no head is there to release the worker."""
-        self._signal(os.kill, signal.SIGTERM)
+        self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """SIGKILL to the worker and all that it started in its group."""
-        self._signal(os.killpg, signal.SIGKILL)
-
-    def _signal(self, send: Callable[[int, int], None], number: int) -> None:
         if self._process is not None and not self.ended:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                send(self._process.pid, number)
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._signal(signal.SIGKILL)  # a shell may have given it a group of its own
+
+    def _signal(self, number: int) -> None:
+        if pid := self.speaker or self.pid:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+
+
+def _look_up(pid: int) -> tuple[str, str]:
+    """State of a process and when it began, as proc(5) has them; "X": it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return "X", ""
+    # The name may hold spaces and parentheses; the state follows the last one.
+    fields = text.rpartition(")")[2].split()
+    return fields[0], fields[19]

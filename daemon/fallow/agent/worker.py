@@ -111,6 +111,7 @@ class Worker:
         return True
 
     def _hear(self, message: FromWorker) -> None:
+        self.process.note_speaker(self.channel.speaker)
         match message:
             case Status():
                 self._status, self._status_at = message, time.monotonic()
@@ -136,9 +137,19 @@ class Worker:
         return self._status.finish is not None or self._status.left > 0
 
     @property
+    def code(self) -> int | None:
+        """Its exit code, once it has ended; None: a signal has ended it.
+
+        That of a worker that has outlived its parent is nobody's to see: what the worker has said counts.
+        """
+        if self.process.was_outlived and self._status.fault is not None:
+            return self._status.fault.code
+        return 0 if self.process.was_outlived and self.is_orderly else self.process.code
+
+    @property
     def is_clean(self) -> bool:
         """It has ended with code 0."""
-        return self.process.code == 0
+        return self.code == 0
 
     def tail(self) -> str:
         """Its last words, or why they are not known."""

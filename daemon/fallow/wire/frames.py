@@ -30,6 +30,8 @@ log = logging.getLogger("fallow.wire")
 T = TypeVar("T")
 
 _LENGTH = struct.Struct("!I")
+_CREDENTIALS = struct.Struct("3i")
+"process, user, group: unix(7)"
 _READ_BYTES = 1 << 18
 
 
@@ -45,10 +47,16 @@ class WorkerChannel:
     def __init__(
         self, end: socket.socket, on_message: Callable[[FromWorker], None], on_end: Callable[[str], None]
     ) -> None:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._stream: _Stream[FromWorker] = _Stream(end, FromWorker, on_message)
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(end, self._read)
+
+    @property
+    def speaker(self) -> int:
+        """The process that has written what was read last, as the kernel says; 0: not known."""
+        return self._stream.writer
 
     def send(self, message: ToWorker) -> None:
         """Send at once, or as soon as the worker reads. Nothing is sent to a worker that has ended.
@@ -180,6 +188,8 @@ class _Stream(Generic[T]):
         end.setblocking(False)
         self.socket = end
         self.is_closed = False
+        self.writer = 0
+        "process id of the other side, if the socket is asked for it (SO_PASSCRED); 0: not known"
         self._decoder: Decoder[T] = Decoder(kind)
         self._on_message = on_message
         self._received = bytearray()
@@ -213,11 +223,13 @@ class _Stream(Generic[T]):
             _Ended: nothing more will come.
         """
         try:
-            data = self.socket.recv(_READ_BYTES)
+            data, credentials, _, _ = self.socket.recvmsg(_READ_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))
         except BlockingIOError:
             return False
         except OSError:
-            data = b""  # it has ended, and had not read all that was sent to it
+            data, credentials = b"", []  # it has ended, and had not read all that was sent to it
+        if data and credentials:
+            self.writer, _, _ = _CREDENTIALS.unpack(credentials[0][2])
         self._received += data
         try:
             for message in self._messages():

@@ -388,10 +388,12 @@ def init() -> Run:
         run = Run(None, fixed.build_world(fixed.world_from_environment()))
         process.Ending(run)
         return run
-    process.die_with_parent()
+    channel = os.environ.get("FALLOW_CHANNEL_FD", "-1")
+    if process.is_child_of_agent(channel):
+        process.die_with_parent()  # Slurm's SIGTERM ends a shell, and must not end this process with it
     process.tell_stacks()
     process.leave_sigterm_to_the_head()
-    session = process.session_with_agent(os.environ.get("FALLOW_CHANNEL_FD", "-1"))
+    session = process.session_with_agent(channel)
     process.leave_sigterm_to_the_head(session.news.warn)
     return attach(session)
 
