@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -46,9 +45,7 @@ class Setup:
         self.head_file = folder / "head.json"
         self.allowed = {PEER.public}
         self.heard: asyncio.Queue[Any] = asyncio.Queue()
-        self.loop = asyncio.get_running_loop()
         self.connections = 0
-        self.threads: set[int] = set()
         self.router: Router | None = None
 
     async def head(self, keys: KeyPair = HEAD, port: int | None = None) -> Router:
@@ -59,12 +56,8 @@ class Setup:
 
     def link(self, router: Router) -> Link:
         keys = HEAD.public, PEER.public, PEER.secret
-        self.made = Link(router.endpoint, *keys, self._hear, self.head_file, greeting=self._connected)
+        self.made = Link(router.endpoint, *keys, self.heard.put_nowait, self.head_file, greeting=self._connected)
         return self.made
-
-    def _hear(self, message: ToAgent) -> None:
-        self.threads.add(threading.get_ident())
-        self.loop.call_soon_threadsafe(self.heard.put_nowait, message)
 
     def _connected(self) -> Hello:
         self.connections += 1
@@ -86,7 +79,7 @@ async def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     made = Setup(private_dir(tmp_path / "s"))
     yield made
     if hasattr(made, "made"):
-        made.made.close(0.0)
+        await made.made.close(0.0)
     if made.router is not None:
         await made.router.close()
 
@@ -130,7 +123,7 @@ async def test_the_newest_of_each_kind_is_kept_while_the_head_is_away(setup: Set
 async def test_a_head_of_another_version_counts_as_silent_but_its_refusal_is_heard(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What comes is heard in order, in one thread that is the link's own."""
+    """What comes is heard in order."""
     router = await setup.head()
     link = setup.link(router)
     link.start()
@@ -138,8 +131,6 @@ async def test_a_head_of_another_version_counts_as_silent_but_its_refusal_is_hea
     for term in range(50):
         assert router.send(peer, News(term=term))
     assert [await setup.back() for _ in range(50)] == [News(term=term) for term in range(50)]
-    assert len(setup.threads) == 1
-    assert threading.get_ident() not in setup.threads
     before = link.last_heard
     monkeypatch.setattr(codec, "VERSION", VERSION + 1)
     assert router.send(peer, News(term=2))
@@ -173,16 +164,16 @@ async def test_close_flushes_and_gives_up_in_time(setup: Setup) -> None:
     for node in range(100):
         link.send(ended(node))
     link.send(Left(code=0))
-    assert await asyncio.to_thread(link.close, 5.0)
+    assert await link.close(5.0)
     assert [await setup.next() for _ in range(101)][-1] == Left(code=0)
     link.send(beat(1))
-    assert await asyncio.to_thread(link.close, 0.0), "a second time does nothing"
+    assert await link.close(0.0), "a second time does nothing"
     link = setup.link(router)
     await router.close()
     link.start()
     link.send(beat(1))
     async with asyncio.timeout(DEADLINE_S):
-        assert not await asyncio.to_thread(link.close, 0.2)
+        assert not await link.close(0.2)
 
 
 async def test_the_head_is_found_again_by_a_key_that_it_accepts_later(setup: Setup) -> None:

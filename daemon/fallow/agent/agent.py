@@ -71,7 +71,7 @@ _WARNINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Agent:
-    """One per node of an allocation. Everything but the link runs in the main thread's loop.
+    """One per node of an allocation. Everything but workers' output runs in the main thread's loop.
 
     Args:
         keys: the allocation's.
@@ -138,7 +138,7 @@ class Agent:
             head.public_key,
             keys.public_key,
             keys.secret_key,
-            self._receive,
+            self._handle,
             Path(keys.head_file),
             greeting=self._greet,
         )
@@ -161,7 +161,7 @@ class Agent:
         finally:
             if self._crew is not None:
                 self._crew.kill()
-            self._link.close(_FLUSH_S)
+            await self._link.close(_FLUSH_S)
             if self._stand_in is not None:
                 # Last of all: it may have other agents to tell what this one has heard.
                 self._stand_in.stop()
@@ -241,8 +241,8 @@ class Agent:
     # -- what the head is told ------------------------------------------------------------------------------
 
     def _greet(self) -> Hello:
-        """In the link's thread, after each new connection."""
-        self._loop.call_soon_threadsafe(self._begin_connection)
+        """After each new connection, whose first message it is."""
+        self._loop.call_soon(self._begin_connection)
         return self._enrolment.hello
 
     def _begin_connection(self) -> None:
@@ -281,10 +281,6 @@ class Agent:
             log.error("%s", error.message)
 
     # -- what the head says ---------------------------------------------------------------------------------
-
-    def _receive(self, message: ToAgent) -> None:
-        """In the link's thread."""
-        self._loop.call_soon_threadsafe(self._handle, message)
 
     def _handle(self, message: ToAgent) -> None:
         if isinstance(message, Refused):

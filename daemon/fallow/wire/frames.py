@@ -204,8 +204,7 @@ class _Stream(Generic[T]):
         """Write what the socket takes. True: nothing waits."""
         while self._begun or self._waiting:
             if not self._begun:
-                data = self._waiting.first()
-                self._waiting.sent(data)
+                data = self._waiting.pop()
                 self._begun = memoryview(_LENGTH.pack(len(data)) + data)
             try:
                 self._begun = self._begun[self.socket.send(self._begun, socket.MSG_NOSIGNAL) :]

@@ -1,4 +1,4 @@
-"""The agent's end: a thread that owns one DEALER socket and finds the head again when it moves.
+"""The agent's end: one DEALER socket, in the agent's asyncio loop, that finds the head again when it moves.
 
 Conversations are level-triggered (see `core.protocol`), so a link promises little: what is sent while the head is away
 waits in a short queue, and after every new connection the `greeting` is asked for: the agent's hello, which goes before
@@ -7,21 +7,24 @@ everything else. A head whose messages cannot be read counts as silent.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
+from zmq.utils.monitor import parse_monitor_message
 
 from fallow.core.membership.messages import Unreadable
 from fallow.core.protocol.agents import FromAgent, Refused, ToAgent
 from fallow.files import read_struct
 from fallow.model import FallowError, HeadFile
 from fallow.wire.codec import MAX_MESSAGE, Decoder
+from fallow.wire.sockets import AsyncSocket
 from fallow.wire.waiting import Waiting
 
 log = logging.getLogger("fallow.wire")
@@ -36,21 +39,21 @@ _HEARTBEAT_MS = 2000
 _HEARTBEAT_TIMEOUT_MS = 6000
 _RECONNECT_MS = (50, 1000)
 _REDIAL_S = (0.1, 2.0)
+_LOOK_S = 0.01
 _FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _FAILURES
-_READABLE, _BOTH = int(zmq.POLLIN), int(zmq.POLLIN | zmq.POLLOUT)
 
 
 class Link:
-    """Connection to the head. `send` works from any thread.
+    """Connection to the head. All methods are called in the loop.
 
     Args:
         endpoint: of the head, tcp://ADDRESS:PORT.
         server_key: the head's public key (Z85).
         public_key: of the allocation (Z85), with `secret_key`.
-        on_message: called in the link's thread with each message from the head.
+        on_message: called with each message from the head.
         head_file: read when the head is silent, for the place and key that it has now.
-        greeting: called in the link's thread after every new connection. What it returns goes before everything else.
+        greeting: called after every new connection. What it returns goes before everything else.
     """
 
     def __init__(
@@ -64,38 +67,27 @@ class Link:
         *,
         greeting: Callable[[], FromAgent],
     ) -> None:
-        self._endpoint, self._server_key = endpoint, server_key
+        self.endpoint, self._server_key = endpoint, server_key
+        "where the head is, as far as known"
+        self.connected = False
+        "A handshake with the head has succeeded and the connection was not lost since."
         self._public_key, self._secret_key = public_key, secret_key
         self._decoder: Decoder[ToAgent] = Decoder(ToAgent, always=Refused)
         self._on_message, self._greeting = on_message, greeting
         self._head_file = head_file
-        self._lock = threading.Lock()
         self._waiting = Waiting()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._closing_at: float | None = None
-        self._up = False
-        self._redial_at: float | None = None
         self._redial_s = _REDIAL_S[0]
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._thread = threading.Thread(target=self._run, name="fallow-link", daemon=True)
+        self._socket: AsyncSocket
+        self._task: asyncio.Task[None] | None = None
         self._complaint = ""
         self.last_heard = time.monotonic()
         "Monotonic time of the last message from the head that could be read (at first: of the start)."
 
-    @property
-    def connected(self) -> bool:
-        """A handshake with the head has succeeded and the connection was not lost since."""
-        return self._up
-
-    @property
-    def endpoint(self) -> str:
-        """Where the head is, as far as known."""
-        return self._endpoint
-
     def start(self) -> None:
-        """Start the thread; it dials at once."""
+        """Dial, and dial again for as long as it takes."""
         self.last_heard = time.monotonic()
-        self._thread.start()
+        self._task = asyncio.create_task(self._run(), name="link")
 
     def send(self, message: FromAgent) -> None:
         """Send a message as soon as the head is connected. Until then a newer one about the same takes its place.
@@ -103,56 +95,49 @@ class Link:
         Raises:
             Unreadable: it is too large.
         """
-        with self._lock:
-            if self._closing_at is None:
-                self._waiting.put(message)
-                os.eventfd_write(self._wake, 1)
+        if not self._context.closed:
+            self._waiting.put(message)
+            self._flush()
 
-    def close(self, flush_s: float = 1.0) -> bool:
+    async def close(self, flush_s: float = 1.0) -> bool:
         """Send what waits within `flush_s`, then close. True when everything was handed to the network."""
-        with self._lock:
-            if self._closing_at is None:
-                self._closing_at = time.monotonic() + flush_s
-                os.eventfd_write(self._wake, 1)
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(flush_s + 5.0)
+        end = time.monotonic() + flush_s
+        while self._waiting and time.monotonic() < end and not self._context.closed:
+            self._flush()
+            await asyncio.sleep(_LOOK_S)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        # The last messages may still be on their way from ZeroMQ to the kernel.
+        self._context.destroy(linger=max(0, int((end - time.monotonic()) * 1000)))
         return not self._waiting
 
-    # -- the thread -----------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
+    async def _run(self) -> None:
         try:
-            while self._dial():
-                pass
+            while True:
+                await self._dial()
         except Exception:
             log.exception("link to the head ended")
-        finally:
-            self._up = False
-            left = (self._closing_at or 0.0) - time.monotonic()
-            # The last messages may still be on their way from ZeroMQ to the kernel.
-            self._context.destroy(linger=max(0, int(left * 1000)))
-            with self._lock:
-                self._closing_at = self._closing_at or time.monotonic()
-                os.close(self._wake)
 
-    def _dial(self) -> bool:
-        """Serve one socket. True: dial again; False: closed."""
-        self._redial_at = None
+    async def _dial(self) -> None:
+        """Serve one socket, until another one has to take its place."""
         socket = self._context.socket(zmq.DEALER)
-        monitor = socket.get_monitor_socket(_EVENTS)
+        self._configure(socket)
+        self._socket, monitor = AsyncSocket(socket), AsyncSocket(socket.get_monitor_socket(_EVENTS))
+        reading = asyncio.create_task(self._read())
         try:
-            self._configure(socket)
-            socket.connect(self._endpoint)
-            return self._serve(socket, monitor)
+            socket.connect(self.endpoint)
+            await self._watch(monitor)
         finally:
-            self._up = False
+            self.connected = False
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
             socket.disable_monitor()
-            monitor.close(linger=0)
-            if self._closing_at is None:
-                socket.close(linger=0)
+            monitor.close()
+        socket.close(linger=0)
 
     def _configure(self, socket: zmq.Socket[bytes]) -> None:
-        socket.setsockopt(zmq.IPV6, int(self._endpoint.startswith("tcp://[")))
+        socket.setsockopt(zmq.IPV6, int(self.endpoint.startswith("tcp://[")))
         socket.setsockopt(zmq.CURVE_SERVERKEY, self._server_key.encode("ascii"))
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._public_key.encode("ascii"))
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret_key.encode("ascii"))
@@ -169,106 +154,81 @@ class Link:
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
 
-    def _serve(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> bool:
-        # Nothing is asked of ZeroMQ that it has not announced: the agent shares its processors with the training.
-        poller = zmq.Poller()
-        poller.register(monitor, _READABLE)
-        poller.register(self._wake, _READABLE)
-        poller.register(socket, _READABLE)
-        was_blocked = False
-        look_again = time.monotonic() + SILENCE_S
+    async def _watch(self, monitor: AsyncSocket) -> None:
+        """Wait until the socket has to be replaced: the head has refused it, or is at another place now."""
         while True:
-            blocked = self._up and bool(self._waiting)
-            if blocked != was_blocked:
-                poller.register(socket, _BOTH if blocked else _READABLE)
-                was_blocked = blocked
-            until = min(self._redial_at or look_again, look_again)
-            if self._closing_at is not None:
-                until = self._closing_at
-            ready = dict(poller.poll(max(0, int((until - time.monotonic()) * 1000)) + 1))
-            if self._wake in ready:
-                os.eventfd_read(self._wake)
-            if monitor in ready:
-                self._watch(monitor)
-            if socket in ready:
-                self._receive(socket)
-            self._flush(socket)
-            now = time.monotonic()
-            if self._closing_at is not None:
-                if not self._waiting or now >= self._closing_at:
-                    return False
-            elif self._redial_at is not None and now >= self._redial_at:
-                self._moved()
-                return True
-            elif now >= look_again:
-                look_again = now + SILENCE_S
-                if now - self.last_heard >= SILENCE_S and self._moved():
-                    return True
-
-    def _watch(self, monitor: zmq.Socket[bytes]) -> None:
-        while monitor.poll(0):
-            event = recv_monitor_message(monitor)["event"]
-            self._up = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            while (frames := monitor.receive()) is None:
+                await monitor.readable(SILENCE_S)
+                if time.monotonic() - self.last_heard >= SILENCE_S and await self._moved():
+                    return
+            event = parse_monitor_message([frame.bytes for frame in frames])["event"]
+            self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if event & _FAILURES:
-                # ZeroMQ never tries again after a refusal: this socket must be replaced.
-                self._redial_at = time.monotonic() + self._redial_s
+                # ZeroMQ never tries again after a refusal.
+                await asyncio.sleep(self._redial_s)
                 self._redial_s = min(2 * self._redial_s, _REDIAL_S[1])
-            if not self._up:
-                continue
-            self._redial_s = _REDIAL_S[0]
-            self._guard(self._greet)
+                await self._moved()
+                return
+            if self.connected:
+                self._redial_s = _REDIAL_S[0]
+                self._guard(self._greet)
 
     def _greet(self) -> None:
-        message = self._greeting()
-        with self._lock:
-            self._waiting.put_first(message)
+        self._waiting.put_first(self._greeting())
+        self._flush()
 
-    def _receive(self, socket: zmq.Socket[bytes]) -> None:
-        # A bounded number, so that a flood cannot keep our own messages back.
-        for _ in range(QUEUE):
-            if not int(socket.getsockopt(zmq.EVENTS)) & _READABLE:
-                return
-            *_, data = socket.recv_multipart(zmq.NOBLOCK)
+    async def _read(self) -> None:
+        while True:
+            frames = self._socket.receive()
+            if frames is None:
+                await self._socket.readable(SILENCE_S)
+                continue
             try:
-                message = self._decoder.decode(data)
+                message = self._decoder.decode(frames[-1].buffer)
             except Unreadable as error:
                 if error.message != self._complaint:  # a head of another version says more of the same
                     self._complaint = error.message
                     log.warning("dropped a message from the head: %s", error)
-                continue
-            self.last_heard = time.monotonic()
-            self._guard(lambda message=message: self._on_message(message))  # type: ignore[misc]
+            else:
+                self.last_heard = time.monotonic()
+                self._guard(self._on_message, message)
+            await asyncio.sleep(0)  # a flood must not keep all else back
 
-    def _flush(self, socket: zmq.Socket[bytes]) -> None:
-        while self._up:
-            with self._lock:
-                if not self._waiting:
-                    return
-                data = self._waiting.first()
-            try:
-                socket.send(data, zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            with self._lock:
-                self._waiting.sent(data)
+    def _flush(self) -> None:
+        """Send what waits. What ZeroMQ does not take now is tried again with the next message."""
+        while self.connected and self._waiting and self._socket.send([self._waiting.first()]):
+            self._waiting.pop()
 
     @staticmethod
-    def _guard(call: Callable[[], None]) -> None:
-        # A fault in the owner's code must not end the thread that keeps it in touch with the head.
+    def _guard(call: Callable[..., None], *arguments: Any) -> None:
+        # A fault in the owner's code must not end the task that keeps it in touch with the head.
         try:
-            call()
+            call(*arguments)
         except Exception:
             log.exception("a message from the head could not be handled")
 
-    def _moved(self) -> bool:
-        try:
-            head = read_struct(self._head_file, HeadFile)
-        except (FallowError, OSError) as error:
-            log.info("head file: %s", error)
+    async def _moved(self) -> bool:
+        """True: the head's file tells another place or key than those that are known."""
+        loop, found = asyncio.get_running_loop(), asyncio.Future[HeadFile | None]()
+
+        def take(head: HeadFile | None) -> None:
+            if not found.done():
+                found.set_result(head)
+
+        def read() -> None:
+            head = None
+            try:
+                head = read_struct(self._head_file, HeadFile)
+            except (FallowError, OSError) as error:
+                log.info("head file: %s", error)
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(take, head)
+
+        # A shared file system may never answer, and the end of the process must not wait for it.
+        threading.Thread(target=read, name="head-file", daemon=True).start()
+        head = await found
+        if head is None or (head.endpoint, head.public_key) == (self.endpoint, self._server_key):
             return False
-        found = (head.endpoint, head.public_key)
-        if found == (self._endpoint, self._server_key):
-            return False
-        self._endpoint, self._server_key = found
-        log.info("the head is at %s now", self._endpoint)
+        self.endpoint, self._server_key = head.endpoint, head.public_key
+        log.info("the head is at %s now", self.endpoint)
         return True

@@ -33,7 +33,7 @@ class Waiting:
         self._encoded.pop(subject, None)
         self._encoded[subject] = data
         if len(self._encoded) > MOST:
-            del self._encoded[next(iter(self._encoded))]
+            self.pop()
 
     def put_first(self, message: Wire) -> None:
         """Add a message in front of all others."""
@@ -42,13 +42,12 @@ class Waiting:
         self._encoded = {subject: encode(message), **others}
 
     def first(self) -> bytes:
-        """The next message to send. It stays until it is `sent`, or a newer one takes its place."""
+        """The next message to send."""
         return next(iter(self._encoded.values()))
 
-    def sent(self, data: bytes) -> None:
-        """`data` was the first message, and need not be sent again."""
-        for subject in [subject for subject, waiting in self._encoded.items() if waiting is data]:
-            del self._encoded[subject]
+    def pop(self) -> bytes:
+        """The same; it waits no more."""
+        return self._encoded.pop(next(iter(self._encoded)))
 
 
 def _subject(message: Wire) -> Hashable:
