@@ -155,6 +155,14 @@ async def test_a_worker_whose_output_nobody_can_read_is_one_that_cannot_be_start
     assert not any(rig.pids())
 
 
+def wrapper_in(folder: Path) -> str:
+    """A shell script that starts Python without `exec`."""
+    wrapper = folder / "wrapper.sh"
+    wrapper.write_text(f'#!/bin/sh\nsetsid {sys.executable} "$@"\nexit $?\n')
+    wrapper.chmod(0o700)
+    return str(wrapper)
+
+
 @pytest.mark.parametrize(
     ("last_words", "code", "number"),
     [
@@ -167,10 +175,7 @@ async def test_a_worker_whose_output_nobody_can_read_is_one_that_cannot_be_start
 async def test_the_end_of_a_worker_counts_not_that_of_the_shell_before_it_which_dies_of_slurms_sigterm(
     tmp_path: Path, last_words: str, code: int | None, number: int | None
 ) -> None:
-    wrapper = tmp_path / "wrapper.sh"
-    wrapper.write_text(f'#!/bin/sh\nsetsid {sys.executable} "$@"\nexit $?\n')
-    wrapper.chmod(0o700)
-    async with working(tmp_path, slots=1, program=str(wrapper)) as rig:
+    async with working(tmp_path, slots=1, program=wrapper_in(tmp_path)) as rig:
         (shell,) = rig.pids()
         rig.order("ctypes.CDLL(None).prctl(1, 0); signal.signal(signal.SIGTERM, lambda *_: None)")
         rig.order("say(step=os.getpid())")
@@ -188,6 +193,27 @@ async def test_the_end_of_a_worker_counts_not_that_of_the_shell_before_it_which_
         ended = await rig.ended()
         assert (ended.code, ended.signal) == (code, number)
         assert gone(worker)
+
+
+@pytest.mark.parametrize(
+    ("program", "last_words", "code", "number"),
+    [
+        ("wrapper.sh", "os.kill(os.getpid(), signal.SIGKILL)", None, signal.SIGKILL),
+        ("wrapper.sh", "sys.exit(65)", 65, None),
+        (sys.executable, "sys.exit(137)", 137, None),
+    ],
+)
+async def test_a_shell_tells_of_a_signal_by_its_exit_code(
+    tmp_path: Path, program: str, last_words: str, code: int | None, number: int | None
+) -> None:
+    """To the head a script that the kernel has killed is a fault of the node, not of the script."""
+    wrapper_in(tmp_path)
+    async with working(tmp_path, slots=1, program=str(tmp_path / program)) as rig:
+        rig.order("say(step=1)")
+        await rig.until(lambda: rig.crew.facts()[0].status.step == 1)
+        rig.order(last_words)
+        ended = await rig.ended()
+        assert (ended.code, ended.signal) == (code, number)
 
 
 async def test_an_order_to_end_is_enforced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,8 @@ class WorkerProcess:
         self.kill()
         status = self._process.wait()
         self.ended = True
+        if status - 128 in signal.valid_signals() and self._speaker != self._process.pid:
+            status = 128 - status  # so a shell tells of the signal that has ended its command
         self.code, self.signal = (status, None) if status >= 0 else (None, -status)
         if self.was_outlived:
             self.code, self.signal = None, signal.SIGTERM
