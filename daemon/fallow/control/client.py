@@ -45,19 +45,16 @@ def find_head(head_file: Path) -> HeadFile:
 class ControlClient:
     """One connection to a head. Use `connect`; close with `aclose` or as an async context manager."""
 
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: HeadFile | None = None
-    ) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
-        self.head = head
 
     @classmethod
-    async def connect(cls, head_file: Path, timeout_s: float = CONNECT_S) -> ControlClient:
+    async def connect(cls, head_file: Path) -> ControlClient:
         """Connects to the head that `head_file` (`Paths.head_file`) names."""
         head = find_head(head_file)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(CONNECT_S):
                 reader, writer = await asyncio.open_unix_connection(head.control, limit=MAX_ANSWER)
         except TimeoutError:
             raise FallowError(
@@ -70,7 +67,7 @@ class ControlClient:
         if peer_uid(writer.get_extra_info("socket")) != os.getuid():
             writer.close()
             raise FallowError(f"{head.control} is served by another user; not used", Exit.NOPERM)
-        return cls(reader, writer, head)
+        return cls(reader, writer)
 
     async def __aenter__(self) -> ControlClient:
         return self

@@ -61,44 +61,24 @@ def find_server() -> str:
 class RedisServer:
     """Starts, adopts the leftovers of, and stops the private server of one state folder."""
 
-    def __init__(self, paths: Paths, program: str | None = None) -> None:
+    def __init__(self, paths: Paths, program: str = "") -> None:
         self._paths = paths
-        self._program = program
-        self._process: asyncio.subprocess.Process | None = None
-
-    @property
-    def program(self) -> str:
-        """The server program; found when it was not given."""
-        if self._program is None:
-            self._program = find_server()
-        return self._program
-
-    @property
-    def process(self) -> asyncio.subprocess.Process | None:
-        """The server that we started, if any."""
-        return self._process
+        self.program = program
+        "empty: the one that is found"
+        self.process: asyncio.subprocess.Process | None = None
+        "the server that we started, if any"
+        self.config_file, self.log_file = paths.redis_dir / "redis.conf", paths.redis_dir / "redis.log"
+        self.pid_file = paths.redis_dir / "redis.pid"
+        "written by the server itself"
 
     @property
     def socket(self) -> Path:
         return self._paths.redis_socket
 
     @property
-    def config_file(self) -> Path:
-        return self._paths.redis_dir / "redis.conf"
-
-    @property
-    def pid_file(self) -> Path:
-        """Written by the server itself."""
-        return self._paths.redis_dir / "redis.pid"
-
-    @property
-    def log_file(self) -> Path:
-        return self._paths.redis_dir / "redis.log"
-
-    @property
     def alive(self) -> bool:
         """The server that we started has not ended."""
-        return self._process is not None and self._process.returncode is None
+        return self.process is not None and self.process.returncode is None
 
     async def start(self) -> None:
         """Have a server that answers. Does nothing when ours does; one left by an earlier head is ended first.
@@ -109,7 +89,7 @@ class RedisServer:
         """
         if self.alive:
             return
-        program = self.program
+        self.program = self.program or find_server()
         private_dir(self._paths.redis_dir)
         private_dir(self._paths.runtime)
         if problem := await asyncio.to_thread(write_problem, self._paths.redis_dir):
@@ -120,9 +100,9 @@ class RedisServer:
         except OSError as error:
             raise Unwritable(f"{error.filename}: {error.strerror}") from error
         environ = {name: value for name, value in os.environ.items() if name in ("PATH", "LANG", "LC_ALL", "TZ")}
-        self._process = await asyncio.create_subprocess_exec(
+        self.process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", "-c", _LAUNCH),
-            *(str(os.getpid()), program, str(self.config_file)),
+            *(str(os.getpid()), self.program, str(self.config_file)),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
@@ -132,7 +112,7 @@ class RedisServer:
             start_new_session=True,
         )
         try:
-            await self._wait_until_ready(program)
+            await self._wait_until_ready()
         except BaseException:
             await self.stop()
             raise
@@ -141,11 +121,11 @@ class RedisServer:
         with contextlib.suppress(FileNotFoundError):
             if self.log_file.stat().st_size > _LOG_LIMIT:
                 self.log_file.unlink()
-        for leftover in (self.pid_file, self._paths.redis_socket):
+        for leftover in (self.pid_file, self.socket):
             leftover.unlink(missing_ok=True)
         settings = {
             "port": "0",
-            "unixsocket": _quote(self._paths.redis_socket),
+            "unixsocket": _quote(self.socket),
             "unixsocketperm": "700",
             "dir": _quote(self._paths.redis_dir),
             "pidfile": _quote(self.pid_file),
@@ -164,22 +144,22 @@ class RedisServer:
         text = "".join(f"{name} {value}\n" for name, value in settings.items())
         write_private(self.config_file, text.encode())
 
-    async def _wait_until_ready(self, program: str) -> None:
+    async def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_S
-        while not await _answers(self._paths.redis_socket):
+        while not await _answers(self.socket):
             if not self.alive:
-                assert self._process is not None
-                ended = self._process.returncode
+                assert self.process is not None
+                ended = self.process.returncode
                 if ended is not None and ended < 0:
                     raise Unavailable(str(self._paths.redis_dir), f"killed by signal {-ended} at its start")
                 words = self._last_words()
                 raise FallowError(
-                    f"{program} for {self._paths.redis_dir}: ended at start ({words}); see {self.log_file}",
+                    f"{self.program} for {self._paths.redis_dir}: ended at start ({words}); see {self.log_file}",
                     Exit.UNAVAILABLE,
                 )
             if time.monotonic() > deadline:
                 raise FallowError(
-                    f"{program} for {self._paths.redis_dir}: not ready within {START_S:g} s; see {self.log_file}",
+                    f"{self.program} for {self._paths.redis_dir}: not ready within {START_S:g} s; see {self.log_file}",
                     Exit.UNAVAILABLE,
                 )
             await asyncio.sleep(_LOOK_S)
@@ -193,7 +173,7 @@ class RedisServer:
 
     async def stop(self) -> None:
         """End our server; what it acknowledged is on disk."""
-        process = self._process
+        process = self.process
         if process is None:
             return
         if process.returncode is None:
@@ -205,7 +185,7 @@ class RedisServer:
         except TimeoutError:
             process.kill()
             await process.wait()
-        self._process = None
+        self.process = None
 
     async def _end_old(self) -> None:
         """Two servers must never write one append-only file: end the one that an earlier head left behind."""
@@ -236,7 +216,7 @@ class RedisServer:
             return None
         # The title names the socket once it serves; before, the configuration file. The socket of a head with another
         # runtime folder is elsewhere, but its server works in the folder of the data, too.
-        named = any(os.fsencode(path) in command for path in (self._paths.redis_socket, self.config_file))
+        named = any(os.fsencode(path) in command for path in (self.socket, self.config_file))
         ours = named or _works_in(pid, self._paths.redis_dir)
         return pid if ours and state not in "ZX" else None
 

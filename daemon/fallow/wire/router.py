@@ -198,17 +198,11 @@ class Router:
 
     async def recv(self) -> tuple[str, FromAgent]:
         """The next valid message and who sent it. Raises `RouterDown` when the router is closed."""
-        while True:
-            socket = self._open()
-            frames = socket.receive()
-            if frames is None:
-                if wait_s := gathering_s(len(self._routes)):
-                    await asyncio.sleep(wait_s)
-                await socket.readable(_RECHECK_S)
-                continue
-            accepted = self._accept(frames)
-            if accepted is not None:
-                return accepted
+        while not (found := await self.received(1)):
+            if wait_s := gathering_s(len(self._routes)):
+                await asyncio.sleep(wait_s)
+            await self._open().readable(_RECHECK_S)
+        return found[0]
 
     async def received(self, most: int) -> list[tuple[str, FromAgent]]:
         """What lies there now, at most so many messages. It does not wait: the list may be empty.
