@@ -122,11 +122,12 @@ class Agent:
         self._are_workers_warned = False
         self._end: EndAgent | None = None
         self._end_at = 0.0
-        self._silence = HeadSilence(place.host, place.address)
-        self._stand_in_log = RunPaths(Path(keys.head_file).parent / "runs" / check_id(keys.run)).stand_in_log
+        self._silence = HeadSilence(f"{place.host} ({place.address})")
         self._stand_in: StandIn | None = None
         if keys.stand_in_after_s is not None:
-            self._stand_in = StandIn(Path(keys.head_file).parent, place.address, keys.stand_in_after_s, environ)
+            state = Path(keys.head_file).parent
+            log_file = RunPaths(state / "runs" / check_id(keys.run)).stand_in_log
+            self._stand_in = StandIn(state, place.address, keys.stand_in_after_s, log_file, environ)
             # The stand-in heads of this job have their turns first.
             self._patience_s = max(patience_s, 2 * keys.stand_in_after_s + PATIENCE_S)
         self._stop = asyncio.Event()
@@ -210,7 +211,7 @@ class Agent:
             self._hung_up()
         now, silent_s = time.monotonic(), self._silence.silent_s
         if self._stand_in is not None and self._end is None:
-            self._stand_in.tend(now, silent_s, lambda: self._stand_in_log)
+            self._stand_in.tend(now, silent_s)
         if self._link.connected:
             self._silence.connected()
             self._reporter.tell()

@@ -1,4 +1,7 @@
-"""For how long an agent has heard no head, and what it says about that in the job's output."""
+"""For how long an agent has heard no head, and what it says about that in the job's output.
+
+A head that cannot be reached, and one that refuses to talk, are silent alike: the workers train on.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,15 @@ SAY_LATER_S = 30.0
 
 
 class HeadSilence:
-    """A head that cannot be reached, and one that refuses to talk, are silent alike: the workers train on.
+    """Since when there is no head.
 
     Args:
-        host: this node's name.
-        address: local address from which packets to the head leave.
+        source: name and address of this node.
     """
 
-    def __init__(self, host: str, address: str) -> None:
-        self._from = f"{host} ({address})"
-        self._heard_at = time.monotonic()
-        self._away_since: float | None = None
-        "None: the head is connected"
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._heard_at = self._connected_at = time.monotonic()
         self._say_at_s = SAY_S
         self._is_refused = False
 
@@ -48,21 +48,18 @@ class HeadSilence:
 
     def connected(self) -> None:
         """The head is connected."""
-        self._away_since, self._say_at_s = None, SAY_LATER_S
+        self._connected_at, self._say_at_s = time.monotonic(), SAY_LATER_S
 
     def away(self, endpoint: str) -> None:
         """The head is not connected: say so, ever less often. It may be all that tells why a job does nothing."""
-        now = time.monotonic()
-        if self._away_since is None:
-            self._away_since = now
-        away_s = now - self._away_since
+        away_s = time.monotonic() - self._connected_at
         if away_s < self._say_at_s:
             return
         self._say_at_s *= 3
         log.warning(
             "no connection from %s to the head at %s for %.0f s; trying on. If it stays so: [head] address, [head] "
             "port and [network] head_ports in the head's configuration, and firewalls between the two",
-            self._from,
+            self._source,
             endpoint,
             away_s,
         )

@@ -13,7 +13,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from fallow.text import clean
@@ -38,6 +38,7 @@ class StandIn:
         state: the state folder.
         address: of this node, on which the head listens.
         after_s: it is started when no head was heard for so long.
+        log_file: takes what the head writes.
         environ: the agent's environment.
         command: that starts a head, without the address.
     """
@@ -47,10 +48,12 @@ class StandIn:
         state: Path,
         address: str,
         after_s: float,
+        log_file: Path,
         environ: Mapping[str, str] = os.environ,
         command: tuple[str, ...] = (sys.executable, "-m", "fallow.head", "--stand-in"),
     ) -> None:
         self._after_s = after_s + TURN_S * _place_in_job(environ)
+        self._log_file = log_file
         self._argv = (*command, address)
         self._environ = {**head_environment(environ), "FALLOW_STATE_DIR": str(state)}
         self._process: subprocess.Popen[bytes] | None = None
@@ -58,28 +61,27 @@ class StandIn:
         self._not_before = 0.0
         self._shown = ""
 
-    def tend(self, now: float, silent_s: float, log_file: Callable[[], Path]) -> None:
+    def tend(self, now: float, silent_s: float) -> None:
         """Start the head when no head was heard for long enough, and note when it has ended.
 
         Args:
             now: monotonic time, seconds.
             silent_s: since the last message from a head.
-            log_file: takes what the head writes; asked for when one is started.
         """
         if self._process is not None:
             if self._process.poll() is None:
                 return
-            self._ended(now, self._process, log_file())
+            self._ended(now, self._process)
         if silent_s < self._after_s:
             self._retry_s, self._not_before = RETRY_S[0], 0.0
         elif now >= self._not_before:
             log.warning("no head was heard for %.0f s; a stand-in head is started on this node", silent_s)
-            self._start(now, log_file())
+            self._start(now)
 
-    def _start(self, now: float, log_file: Path) -> None:
+    def _start(self, now: float) -> None:
         with contextlib.ExitStack() as files:
             try:
-                errors = files.enter_context(open(os.open(log_file, _LOG_FLAGS, 0o600), "ab"))
+                errors = files.enter_context(open(os.open(self._log_file, _LOG_FLAGS, 0o600), "ab"))
             except OSError:
                 errors = files.enter_context(open(os.devnull, "ab"))
             # It ends when its standard input does, so it ends with this agent, however the agent ends.
@@ -96,12 +98,13 @@ class StandIn:
                 log.warning("%s", clean(f"the stand-in head cannot be started: {error}; it is tried again"))
                 self._try_later(now)
 
-    def _ended(self, now: float, process: subprocess.Popen[bytes], log_file: Path) -> None:
+    def _ended(self, now: float, process: subprocess.Popen[bytes]) -> None:
         if process.stdin is not None:
             process.stdin.close()
         self._process = None
         self._try_later(now)
-        words = f"the stand-in head has ended with {process.returncode}: {_last_line(log_file)}; its log: {log_file}"
+        last = _last_line(self._log_file)
+        words = f"the stand-in head has ended with {process.returncode}: {last}; its log: {self._log_file}"
         if process.returncode and words != self._shown:
             log.warning("%s", words)
         self._shown = words

@@ -26,7 +26,7 @@ FAILS = "import sys; sys.exit('another head serves it')"
 
 def made(tmp_path: Path, code: str, **environ: str) -> StandIn:
     command = (sys.executable, "-c", code)
-    return StandIn(tmp_path, str(tmp_path / "started"), 600.0, environ, command)
+    return StandIn(tmp_path, str(tmp_path / "started"), 600.0, tmp_path / "head.log", environ, command)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -40,9 +40,9 @@ def until(condition: Callable[[], bool]) -> None:
 def test_a_head_is_started_when_none_was_heard_for_long_enough(tmp_path: Path, place: str, silent_s: float) -> None:
     stand_in = made(tmp_path, WAITS, SLURM_PROCID=place)
     log = tmp_path / "head.log"
-    stand_in.tend(1.0, silent_s - 1.0, lambda: log)
+    stand_in.tend(1.0, silent_s - 1.0)
     assert not log.exists()
-    stand_in.tend(2.0, silent_s, lambda: log)
+    stand_in.tend(2.0, silent_s)
     until((tmp_path / "started").exists)
     assert log.stat().st_mode & 0o777 == 0o600
     stand_in.stop()
@@ -64,7 +64,7 @@ def test_a_head_that_cannot_serve_is_tried_again_ever_later(
     times = []
     for now in range(600):
         before = len(starts)
-        stand_in.tend(float(now), 600.0, lambda: log)
+        stand_in.tend(float(now), 600.0)
         if len(starts) > before:
             times.append(now)
             starts[-1].wait(30)
@@ -79,14 +79,14 @@ def test_a_head_that_cannot_even_be_started_is_tried_again_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     python = tmp_path / "python"
-    stand_in = StandIn(tmp_path, str(tmp_path / "started"), 600.0, {}, (str(python), "-c", WAITS))
-    log = tmp_path / "head.log"
-    stand_in.tend(1.0, 600.0, lambda: log)
+    command = (str(python), "-c", WAITS)
+    stand_in = StandIn(tmp_path, str(tmp_path / "started"), 600.0, tmp_path / "head.log", {}, command)
+    stand_in.tend(1.0, 600.0)
     assert f"cannot be started: [Errno 2] No such file or directory: '{python}'" in caplog.text
     python.symlink_to(sys.executable)  # the file system is back
-    stand_in.tend(RETRY_S[0], 600.0, lambda: log)
+    stand_in.tend(RETRY_S[0], 600.0)
     assert not (tmp_path / "started").exists()
-    stand_in.tend(1.0 + RETRY_S[0], 600.0, lambda: log)
+    stand_in.tend(1.0 + RETRY_S[0], 600.0)
     until((tmp_path / "started").exists)
     stand_in.stop()
 
