@@ -115,15 +115,15 @@ async def test_only_we_can_reach_the_socket(
     assert caught.value.code is Exit.NOPERM
 
 
-async def test_a_second_server_is_refused_and_a_dead_ones_socket_replaced(folder: Path) -> None:
-    async with serving(folder):
-        with pytest.raises(FallowError, match="another head answers"):
-            await ControlServer(folder / "control.sock", Head()).start()
-    left = socket.socket(socket.AF_UNIX)
-    left.bind(str(folder / "control.sock"))
-    left.close()
-    async with serving(folder) as (path, _), await ControlClient.connect(path) as client:
-        assert await client.call("cancel") is None
+async def test_the_socket_of_an_earlier_head_is_replaced_and_its_end_is_not_the_end_of_ours(folder: Path) -> None:
+    former = ControlServer(folder / "control.sock", Head())
+    await former.start()
+    async with serving(folder) as (path, head):
+        await former.close()
+        async with await ControlClient.connect(path) as client:
+            assert await client.call("cancel") is None
+        assert head.asked
+    assert not (folder / "control.sock").exists()
 
 
 NONSENSE = (

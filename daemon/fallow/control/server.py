@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
-import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,17 +39,20 @@ class Handler(Protocol):
 
 
 class ControlServer:
-    """A Unix socket in a private folder; only processes of our own user are answered."""
+    """A Unix socket in a private folder; only processes of our own user are answered.
+
+    Which head may serve is for its lease to say: a socket that an earlier one has left is replaced.
+    """
 
     def __init__(self, path: Path, handler: Handler) -> None:
         self.path = path
         self._handler = handler
         self._server: asyncio.Server | None = None
+        self._inode = 0
         self._peers: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         private_dir(self.path.parent)
-        await _clear_stale(self.path)
         # The folder already keeps others out; the mode of the socket is a second lock on the same door.
         old = os.umask(0o177)
         try:
@@ -60,6 +61,7 @@ class ControlServer:
             )
         finally:
             os.umask(old)
+        self._inode = self.path.stat().st_ino
 
     async def close(self) -> None:
         """Stops listening, ends all connections and removes the socket."""
@@ -70,7 +72,9 @@ class ControlServer:
             peer.cancel()
         await asyncio.gather(*self._peers, return_exceptions=True)
         self._server = None
-        self.path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            if self.path.stat().st_ino == self._inode:  # not that of a head that has taken over
+                self.path.unlink()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -164,27 +168,3 @@ def _parse(line: bytes) -> Request:
             Exit.DATA,
         )
     return request
-
-
-async def _clear_stale(path: Path) -> None:
-    """Removes a socket that nobody listens on; refuses where somebody does."""
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise FallowError(f"{path} exists and is no socket; remove it", Exit.CANTCREAT)
-    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    probe.setblocking(False)
-    loop = asyncio.get_running_loop()
-    with contextlib.closing(probe):
-        try:
-            async with asyncio.timeout(2.0):
-                await loop.sock_connect(probe, str(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-            return
-        except (TimeoutError, OSError):
-            pass
-    raise FallowError(f"another head answers on {path}; stop it first", Exit.CANTCREAT)
