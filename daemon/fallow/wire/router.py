@@ -104,8 +104,6 @@ class Router:
 
         `port` None, or one that is taken, becomes a free one: one of `ports`, where they are given.
         """
-        if self._context is not None:
-            raise RuntimeError("a router starts once")
         host = _one_address(address)
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 64)
@@ -333,12 +331,9 @@ class Router:
                 return False
         return True
 
-    def drop(self, peer: str) -> None:
-        """Forget the route to a peer; a bare key forgets all agents under it."""
-        if len(peer) == KEY_LENGTH:
-            for other in [name for name in self._routes if key_of(name) == peer]:
-                self._forget(other)
-        else:
+    def drop(self, key: str) -> None:
+        """Forget the routes to all agents under a key."""
+        for peer in [name for name in self._routes if key_of(name) == key]:
             self._forget(peer)
 
     @property
