@@ -123,7 +123,8 @@ def proc(pid: int, name: str) -> bytes:
 async def test_output_of_the_main_nodes_first_worker_is_shown_as_long_as_it_does_not_say_itself(head: Head) -> None:
     await head.launch_two()
     await head.obeyed(head.order(noted="print('before', flush=True)"))
-    await head.obeyed(head.order(is_main=True, noted="print('worker', slot); sys.stderr.write('loud\\n')"))
+    words = "os.write(1, b'worker %d\\n' % slot); sys.stderr.write('loud\\n')"
+    await head.obeyed(head.order(is_main=True, noted=words))
     await head.obeyed(head.order(is_main=True, noted=f"if slot == 0: os.write(1, {HIDDEN!r} + b'hidden')"))
     await head.obeyed(head.order(noted=f"if slot == 0: os.write(1, {SHOWN!r} + b'shown')"))
     assert await head.finish() == (0, "worker 0\nshown", "loud\n")
