@@ -16,7 +16,6 @@ import pytest
 
 import builders
 import views
-from fallow.cli.follow import follow
 from fallow.control import server as server_module
 from fallow.control.broadcast import Broadcast
 from fallow.control.client import ControlClient, call
@@ -34,7 +33,6 @@ class Head:
     def __init__(self) -> None:
         self.broadcast = Broadcast(backlog=8)
         self.asked: list[tuple[str, dict[str, Any]]] = []
-        self.events: list[EventRecord] = []
 
     async def handle(self, method: str, params: dict[str, Any]) -> Any:
         self.asked.append((method, params))
@@ -47,8 +45,6 @@ class Head:
                 raise FallowError("run r: it is over", Exit.USAGE)
             case "shrink":
                 raise RuntimeError("a bug")
-            case "events":
-                return [event for event in self.events if event.seq > params["since"]]
             case "drain":
                 await asyncio.sleep(60)
         return None
@@ -184,28 +180,6 @@ def test_who_cannot_be_asked_from_here_is_told(folder: Path, head: dict[str, Any
     with pytest.raises(FallowError, match=words) as caught:
         call(path, "status")
     assert caught.value.code is Exit.UNAVAILABLE
-
-
-async def test_following_misses_and_repeats_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Events of before, of between the first look and the subscription, and of after it."""
-    monkeypatch.setenv("FALLOW_STATE_DIR", str(folder))
-    events = [EventRecord(seq=n, at=0.0, run="r" if n != 4 else "x", kind="k", text=str(n)) for n in range(1, 7)]
-    async with serving(folder) as (_, head):
-        head.events = events[:2]
-        following = asyncio.ensure_future(follow("r", 0, 100, as_json=True))
-        async with asyncio.timeout(120):
-            while not head.broadcast.subscribers:
-                head.events = events[:3]
-                await asyncio.sleep(0)
-        for event in events[2:]:
-            head.broadcast.publish(event)
-        head.broadcast.close()
-        with pytest.raises(FallowError, match="went away"):
-            await following
-    shown = [json.loads(line)["seq"] for line in capsys.readouterr().out.splitlines()]
-    assert shown == [1, 2, 3, 5, 6]
 
 
 async def test_answers_and_errors_of_the_head_reach_who_asked_and_the_connection_goes_on(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 from pathlib import Path
@@ -12,13 +11,14 @@ import click
 from fallow.cli.common import Finite, ask, json_option, json_text, tell
 from fallow.cli.show import members_of, not_harvested, show_report, unused
 from fallow.cli.tables import duration, moment
-from fallow.config import load_config
 from fallow.files import Paths
 from fallow.model import EventRecord, Exit, FallowError, NodeOwner, NodeView, RunReport, RunStatus, RunView, Snapshot
 from fallow.text import clean, clean_output
 
 _LAST_EVENT = 2**63 - 1
 """Events are numbered by the store, which counts no further."""
+_MOST_EVENTS = 10_000
+"At once."
 _LOOK_S = 0.5
 _AWAY_S = 120.0
 """A head that is away for longer is not waited for."""
@@ -28,37 +28,19 @@ _CHUNK = 65536
 @click.command(short_help="What happened.")
 @click.argument("run", required=False)
 @click.option("--since", type=click.IntRange(0, _LAST_EVENT - 1), default=0, help="Only events with a higher number.")
-@click.option("--limit", type=click.IntRange(1, 10_000), default=100, show_default=True, help="The last so many.")
+@click.option("--limit", type=click.IntRange(1, _MOST_EVENTS), default=100, show_default=True, help="The last so many.")
 @click.option("--follow", "-f", "following", is_flag=True, help="Go on with new events until interrupted.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON array; with --follow one JSON value per line.")
 def events(run: str | None, since: int, limit: int, following: bool, as_json: bool) -> None:
     """Show the event log, of everything or of one RUN."""
-    if following:
-        # New events have the run's whole name, whatever was typed.
-        asyncio.run(follow(run if run is None else _one(run).run, since, limit, as_json))
-    else:
-        tell(ask("events", list[EventRecord], run=run, since=since, limit=limit), as_json, _show_events)
-
-
-async def follow(run: str | None, since: int, limit: int, as_json: bool) -> None:
-    """Prints events until the head goes away: each once, none left out."""
-    from fallow.control.client import ControlClient
-
-    load_config()
-    head_file = Paths.default().head_file
-    async with await ControlClient.connect(head_file) as asking, await ControlClient.connect(head_file) as listening:
-        last: int | None = None
-        async for item in listening.subscribe():
-            if last is None:
-                # The first item shows that nothing new is missed from now on, so that the past can be asked for.
-                found = await asking.call("events", list[EventRecord], run=run, since=since, limit=limit)
-                last = since
-            else:
-                found = [item] if isinstance(item, EventRecord) and run in (None, item.run) else []
-            found = [event for event in found if event.seq > last]
-            _show_events(found, as_json)
-            last = max([last, *(event.seq for event in found)])
-    raise FallowError("the head went away; follow again when it is back", Exit.UNAVAILABLE)
+    found = ask("events", list[EventRecord], run=run, since=since, limit=limit)
+    if not following:
+        tell(found, as_json, _show_events)
+    while following:
+        _show_events(found, as_json)
+        since = max([since, *(event.seq for event in found)])
+        time.sleep(_LOOK_S)
+        found = ask("events", list[EventRecord], run=run, since=since, limit=_MOST_EVENTS)
 
 
 def _show_events(found: list[EventRecord], as_json: bool = False) -> None:

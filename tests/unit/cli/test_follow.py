@@ -1,7 +1,8 @@
-"""`wait`, `logs` and `why`."""
+"""`events`, `wait`, `logs` and `why`."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import views
 from command_line import Fallow
 from fallow.cli import follow
 from fallow.files import Paths
-from fallow.model import Exit, FallowError, NodeOwner, NodeView, RunStatus, Snapshot
+from fallow.model import EventRecord, Exit, FallowError, NodeOwner, NodeView, RunStatus, Snapshot
 
 RUN = views.run(change="absorbing n2")
 SNAPSHOT = views.snapshot(RUN)
@@ -22,10 +23,18 @@ class Desk:
 
     def __init__(self) -> None:
         self.statuses: list[Snapshot | FallowError] = [SNAPSHOT]
+        self.count = 0
+        "of events; each time there are two more"
 
     def ask(self, method: str, *_: Any, **params: Any) -> Any:
         if method == "report":
             return views.report()
+        if method == "events":
+            self.count += 2
+            if self.count > 6:
+                raise FallowError("the head is gone", Exit.UNAVAILABLE)
+            seqs = range(params["since"] + 1, self.count + 1)
+            return [EventRecord(seq=seq, at=0.0, run="r1", kind="k", text="") for seq in seqs]
         found = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
         if isinstance(found, FallowError):
             raise found
@@ -44,6 +53,13 @@ def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
 
 def of(status: RunStatus, **more: Any) -> Snapshot:
     return views.snapshot(views.changed(RUN, status=status, **more))
+
+
+def test_following_misses_and_repeats_nothing(desk: Desk, fallow: Fallow) -> None:
+    done = fallow("events", "--follow", "--json", "--since", "1")
+    assert done.code == Exit.UNAVAILABLE
+    lines = done.out.splitlines()
+    assert [json.loads(line)["seq"] for line in lines if "seq" in line] == [2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize(
