@@ -16,8 +16,8 @@ import pytest
 
 import builders
 import views
+from fallow.control import client as client_module
 from fallow.control import server as server_module
-from fallow.control.broadcast import Broadcast
 from fallow.control.client import ControlClient, call
 from fallow.control.protocol import MAX_REQUEST, NewRun
 from fallow.control.server import ControlServer
@@ -31,8 +31,9 @@ class Head:
     """A handler that answers a few methods in a few ways."""
 
     def __init__(self) -> None:
-        self.broadcast = Broadcast(backlog=8)
         self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.events: list[list[EventRecord] | FallowError] = []
+        "what it answers when it is asked for them, in turn"
 
     async def handle(self, method: str, params: dict[str, Any]) -> Any:
         self.asked.append((method, params))
@@ -47,10 +48,14 @@ class Head:
                 raise RuntimeError("a bug")
             case "drain":
                 await asyncio.sleep(60)
+            case "usage":
+                return "x" * 5_000_000
+            case "events":
+                answer = self.events.pop(0)
+                if isinstance(answer, FallowError):
+                    raise answer
+                return [event for event in answer if event.seq > params["since"]]
         return None
-
-    def subscribe(self) -> AsyncIterator[Snapshot | EventRecord]:
-        return self.broadcast.subscribe(first=SNAPSHOT)
 
 
 def head_file(folder: Path, **changes: Any) -> Path:
@@ -68,7 +73,7 @@ def folder(tmp_path: Path) -> Path:
 @asynccontextmanager
 async def serving(folder: Path) -> AsyncIterator[tuple[Path, Head]]:
     head = Head()
-    server = ControlServer(folder / "control.sock", head)
+    server = ControlServer(folder / "control.sock", head.handle)
     await server.start()
     try:
         yield head_file(folder), head
@@ -107,12 +112,12 @@ async def test_only_we_can_reach_the_socket(
     open_folder = tmp_path_factory.mktemp("open")
     os.chmod(open_folder, 0o755)
     with pytest.raises(FallowError) as caught:
-        await ControlServer(open_folder / "control.sock", Head()).start()
+        await ControlServer(open_folder / "control.sock", Head().handle).start()
     assert caught.value.code is Exit.NOPERM
 
 
 async def test_the_socket_of_an_earlier_head_is_replaced_and_its_end_is_not_the_end_of_ours(folder: Path) -> None:
-    former = ControlServer(folder / "control.sock", Head())
+    former = ControlServer(folder / "control.sock", Head().handle)
     await former.start()
     async with serving(folder) as (path, head):
         await former.close()
@@ -146,19 +151,6 @@ async def test_a_line_without_end_is_cut_off(folder: Path) -> None:
         async with await ControlClient.connect(path) as client:
             with pytest.raises(FallowError, match="bytes long"):
                 await client.call("create_run", spec={"script": "x" * MAX_REQUEST})
-
-
-async def test_a_publisher_never_waits() -> None:
-    broadcast = Broadcast(backlog=2)
-    stream = broadcast.subscribe()
-    waiting = asyncio.ensure_future(anext(stream))
-    await asyncio.sleep(0)
-    events = [EventRecord(seq=n, at=0.0, run=None, kind="x", text="") for n in range(5)]
-    for event in events:
-        broadcast.publish(event)
-    assert await waiting == events[0]
-    assert [item async for item in stream] == [events[1]]
-    assert broadcast.subscribers == 0
 
 
 GONE = 2**22 + 1
@@ -202,33 +194,33 @@ async def test_answers_and_errors_of_the_head_reach_who_asked_and_the_connection
         assert caught.value.code is Exit.TEMPFAIL
 
 
-async def test_a_subscriber_hears_all_and_is_forgotten_when_it_leaves(folder: Path) -> None:
-    async with serving(folder) as (path, head):
-        async with await ControlClient.connect(path) as leaver:
-            await anext(leaver.subscribe())
-            assert head.broadcast.subscribers == 1
-        async with asyncio.timeout(120):
-            while head.broadcast.subscribers:  # noqa: ASYNC110 (the server has no event for it)
-                await asyncio.sleep(0.01)
-        async with await ControlClient.connect(path) as client:
-            stream = client.subscribe()
-            assert await anext(stream) == SNAPSHOT
-            event = EventRecord(seq=1, at=0.0, run=None, kind="poll", text="x")
-            head.broadcast.publish(event)
-            assert await anext(stream) == event
-            head.broadcast.close()
-            assert [item async for item in stream] == []
+async def test_who_watches_is_told_each_event_once_and_goes_on_while_the_store_is_away(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "WATCH_S", 0.0)
+    events = [EventRecord(seq=seq, at=0.0, run=None, kind="poll", text="x") for seq in range(1, 7)]
+    async with serving(folder) as (path, head), await ControlClient.connect(path) as client:
+        head.events = [events[:2], FallowError("store: away", Exit.UNAVAILABLE), events[:5], events[:5], events]
+        items = client.watch()
+        seen = [await anext(items) for _ in range(11)]
+    assert seen == [SNAPSHOT, *events[:2], SNAPSHOT, SNAPSHOT, *events[2:5], SNAPSHOT, SNAPSHOT, events[5]]
+    with pytest.raises(FallowError, match="went away"):
+        await anext(items)
 
 
-async def test_a_slow_subscriber_is_dropped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_does_not_read_its_answers_is_dropped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "SLOW_S", 0.2)
-    async with serving(folder) as (_, head):
-        reader, writer = await asyncio.open_unix_connection(str(folder / "control.sock"), limit=100)
-        writer.write(b'{"method": "subscribe"}\n')
-        await reader.read(10)
-        big = EventRecord(seq=1, at=0.0, run=None, kind="x", text="x" * 500_000)
-        async with asyncio.timeout(120):
-            while head.broadcast.subscribers:
-                head.broadcast.publish(big)
+    async with serving(folder):
+        _, writer = await asyncio.open_unix_connection(str(folder / "control.sock"), limit=100)
+        writer.write(b'{"method": "usage"}\n')
+
+        async def ask_on() -> None:
+            while True:
+                writer.write(b"\n")
+                await writer.drain()
                 await asyncio.sleep(0.02)
+
+        async with asyncio.timeout(120):
+            with pytest.raises(ConnectionError):
+                await ask_on()
         writer.close()

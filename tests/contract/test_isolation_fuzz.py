@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from extremes import ON_THE_WIRE, WRONG, cases, struct_info, within
 from fallow.control.client import ControlClient
-from fallow.control.methods import METHODS, SUBSCRIBE
+from fallow.control.methods import METHODS
 from fallow.core import records
 from fallow.core.membership.messages import VERSION, Unreadable
 from fallow.core.protocol.agents import FromAgent
@@ -32,7 +32,7 @@ from head_in_process import Serving, serving
 from runs import Nodes, new_book, new_run
 from talk import hello
 
-HARMLESS = sorted(set(METHODS) - {"shutdown", SUBSCRIBE})
+HARMLESS = sorted(set(METHODS) - {"shutdown"})
 SPEC = msgspec.to_builtins(RunSpec(run="", name="n", min_nodes=1, max_nodes=2))
 USUAL: dict[str, Any] = {
     "run": "no-such-run",

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 from fallow.control.client import ControlClient
 from fallow.files import Paths
-from fallow.model import EventRecord, Exit, FallowError, Snapshot
+from fallow.model import EventRecord, Snapshot
 
 CALL_S = 15.0
-SILENCE_S = 60.0
-"""A head that sends nothing for this long is taken for gone; it sends a snapshot every few seconds."""
 
 Item = Snapshot | EventRecord
 
@@ -38,18 +35,10 @@ class HeadSource:
 
     async def subscribe(self) -> AsyncIterator[Item]:
         async with await ControlClient.connect(self._head_file) as client:
-            items = client.subscribe()
-            while True:
-                try:
-                    async with asyncio.timeout(SILENCE_S):
-                        item = await anext(items)
-                except StopAsyncIteration:
-                    return
-                except TimeoutError:
-                    raise FallowError(f"the head sent nothing for {SILENCE_S:g} s", Exit.TEMPFAIL) from None
+            async for item in client.watch():
                 yield item
 
     async def call(self, method: str, **params: Any) -> Any:
-        # A connection of its own: the subscribed one takes no requests.
+        # A connection of its own: the other one waits for an answer of its own.
         async with await ControlClient.connect(self._head_file) as client:
             return await client.call(method, timeout_s=CALL_S, **params)

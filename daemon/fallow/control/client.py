@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import AsyncIterator
@@ -11,7 +12,6 @@ from typing import Any, TypeVar, overload
 
 import msgspec
 
-from fallow.control.methods import SUBSCRIBE
 from fallow.control.protocol import MAX_ANSWER, MAX_REQUEST, Answer, peer_uid, to_error
 from fallow.files import read_struct
 from fallow.model import EventRecord, Exit, FallowError, HeadFile, Snapshot
@@ -21,6 +21,9 @@ T = TypeVar("T")
 
 TIMEOUT_S = 30.0
 CONNECT_S = 5.0
+WATCH_S = 0.5
+RECENT_EVENTS, MOST_EVENTS = 200, 10_000
+"Of the past, and at once."
 
 START_ADVICE = "start one with: fallow daemon"
 
@@ -105,13 +108,18 @@ class ControlClient:
                 Exit.DATA,
             ) from error
 
-    async def subscribe(self) -> AsyncIterator[Snapshot | EventRecord]:
-        """Snapshots and events until the head closes the connection. Nothing else can be asked meanwhile."""
-        await self._ask(SUBSCRIBE, {})
-        while (answer := await self._read()) is not None:
-            item = answer.snapshot or answer.event
-            if item is not None:
-                yield item
+    async def watch(self) -> AsyncIterator[Snapshot | EventRecord]:
+        """How the head stands, twice a second, and its events: some of the past, then all that come."""
+        seen, limit = 0, RECENT_EVENTS
+        while True:
+            yield await self.call("status", Snapshot)
+            events: list[EventRecord] = []
+            with contextlib.suppress(FallowError):  # the store is away for a while; a head that is gone shows above
+                events = await self.call("events", list[EventRecord], since=seen, limit=limit)
+            for event in events:
+                seen, limit = event.seq, MOST_EVENTS
+                yield event
+            await asyncio.sleep(WATCH_S)
 
     async def _ask(self, method: str, params: dict[str, Any]) -> None:
         try:

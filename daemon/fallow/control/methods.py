@@ -9,8 +9,6 @@ import msgspec
 from fallow.model import Exit, FallowError, RunSpec, Struct
 from fallow.model.bounds import Code, Count, Few, Id, Many, Name, Positive, Prose, Seconds
 
-SUBSCRIBE = "subscribe"
-
 
 class Nothing(Struct, frozen=True):
     """No parameters."""
@@ -104,7 +102,6 @@ METHODS: dict[str, type[Struct]] = {
     "prune": PruneRuns,
     "local_allocation": OfRun,
     "shutdown": Nothing,
-    SUBSCRIBE: Nothing,
 }
 """Every method; another one is refused before the head sees it."""
 

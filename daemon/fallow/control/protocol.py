@@ -1,9 +1,7 @@
 """What travels over the control socket: one JSON value per line.
 
-    -> {"method": "status", "params": {}}
-    <- {"result": ...}  or  {"error": {"code": 69, "message": "..."}}
-
-After `subscribe` the head sends `{"snapshot": ...}` and `{"event": ...}` lines until either side closes.
+-> {"method": "status", "params": {}}
+<- {"result": ...}  or  {"error": {"code": 69, "message": "..."}}
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from fallow.model import EventRecord, Exit, FallowError, Snapshot, Struct
+from fallow.model import Exit, FallowError, Struct
 
 MAX_REQUEST = 1 << 20
 """Longest line that the head reads."""
@@ -37,10 +35,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One line from the head. Unknown fields are let through: the head may be newer than the client."""
 
     result: msgspec.Raw = msgspec.Raw()
-    "still encoded; empty where the line is no answer to a request"
+    "still encoded"
     error: ErrorBody | None = None
-    snapshot: Snapshot | None = None
-    event: EventRecord | None = None
 
 
 class Pruned(Struct, frozen=True, kw_only=True):

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import structlog
 
-from fallow.control.methods import METHODS, SUBSCRIBE
+from fallow.control.methods import METHODS
 from fallow.control.protocol import MAX_REQUEST, Request, error_line, peer_uid
 from fallow.files import private_dir
-from fallow.model import EventRecord, Exit, FallowError, Snapshot
+from fallow.model import Exit, FallowError
 
 IDLE_S = 3600.0
 """A connection that asks nothing for this long is closed."""
@@ -28,25 +28,20 @@ MAX_CONNECTIONS = 64
 log = structlog.get_logger(__name__)
 
 
-class Handler(Protocol):
-    """What the head offers to the control socket."""
-
-    async def handle(self, method: str, params: dict[str, Any]) -> Any:
-        """Carries one request out; raises FallowError for what the asker should be told."""
-
-    def subscribe(self) -> AsyncIterator[Snapshot | EventRecord]:
-        """Snapshots and events from now on, until the iterator is closed."""
-
-
 class ControlServer:
     """A Unix socket in a private folder; only processes of our own user are answered.
 
     Which head may serve is for its lease to say: a socket that an earlier one has left is replaced.
+
+    Args:
+        path: of the socket.
+        handle: carries one request out, given its method and parameters; raises FallowError for what the asker should
+            be told.
     """
 
-    def __init__(self, path: Path, handler: Handler) -> None:
+    def __init__(self, path: Path, handle: Callable[[str, dict[str, Any]], Awaitable[Any]]) -> None:
         self.path = path
-        self._handler = handler
+        self._handle = handle
         self._server: asyncio.Server | None = None
         self._inode = 0
         self._peers: set[asyncio.Task[None]] = set()
@@ -110,10 +105,7 @@ class ControlServer:
                 return
             try:
                 request = _parse(line)
-                if request.method == SUBSCRIBE:
-                    await self._stream(reader, writer)
-                    return
-                result = await self._handler.handle(request.method, request.params)
+                result = await self._handle(request.method, request.params)
                 answer = msgspec.json.encode({"result": result}) + b"\n"
             except FallowError as error:
                 answer = error_line(error)
@@ -123,27 +115,6 @@ class ControlServer:
                 text = f"the head could not carry this out ({type(error).__name__}); its log says more"
                 answer = error_line(FallowError(text, Exit.SOFTWARE))
             await _send(writer, answer)
-
-    async def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        stream = self._handler.subscribe()
-        pump = asyncio.create_task(_pump(stream, writer))
-        # A subscriber says nothing more: whatever comes, the end of file included, ends the subscription.
-        hangup = asyncio.create_task(reader.read(1))
-        try:
-            await asyncio.wait({pump, hangup}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (pump, hangup):
-                task.cancel()
-            await asyncio.gather(pump, hangup, return_exceptions=True)
-            close = getattr(stream, "aclose", None)
-            if close is not None:
-                await close()
-
-
-async def _pump(stream: AsyncIterator[Snapshot | EventRecord], writer: asyncio.StreamWriter) -> None:
-    async for item in stream:
-        key = "snapshot" if isinstance(item, Snapshot) else "event"
-        await _send(writer, msgspec.json.encode({key: item}) + b"\n")
 
 
 async def _send(writer: asyncio.StreamWriter, line: bytes) -> None:

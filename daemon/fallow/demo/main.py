@@ -193,7 +193,7 @@ class Demo:
         """Watch the training until it has ended. The holes count from its first step on."""
         stream = await ControlClient.connect(stage.head.paths.head_file)
         try:
-            async for item in stream.subscribe():
+            async for item in stream.watch():
                 self.live.show(item)
                 if isinstance(item, EventRecord):
                     self._ejected += item.kind == "eject"

@@ -145,7 +145,6 @@ class Head:
             "messages": self._hear,
             "clock": self._clock,
             "stop file": self._stop_file.watch,
-            "snapshots": self._handler.publish_snapshots,
             **self._calls.sources(self._book),
         }
         async with asyncio.TaskGroup() as tasks:
@@ -225,9 +224,8 @@ class Head:
         ports = config.network.head_ports if config.head.port is None else None
         endpoint = await self._router.start(address, port, port_range(ports) if ports else None)
         self._book.endpoint = endpoint
-        control = ControlServer(paths.control, self._handler)
+        control = ControlServer(paths.control, self._handler.handle)
         closing.push_async_callback(_close, control)
-        closing.callback(self._handler.close)
         await control.start()
         if not self._stand_in:
             write_struct(paths.head_config, config)
@@ -366,7 +364,6 @@ class Head:
         if self._lease is not None:
             await self._lease.confirm(changing=turn.changing)
         for event in await self._durable.write(turn):
-            self._handler.publish(event)
             try:
                 self._metrics.count_event(event)
             except Exception as error:

@@ -285,7 +285,7 @@ class HeadView(Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(Struct, frozen=True, kw_only=True):
-    """Everything that `status`, `top` and a subscriber see."""
+    """Everything that `status` and `top` see."""
 
     at: float
     head: HeadView

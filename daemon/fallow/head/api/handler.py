@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 from fallow import __version__
-from fallow.control.broadcast import Broadcast
 from fallow.control.methods import check
 from fallow.head.api import views
 from fallow.head.api.ledgers import count_samples
@@ -23,10 +22,6 @@ from fallow.head.slurm.calls import SlurmCalls
 from fallow.head.slurm.harvest import Harvest
 from fallow.head.state.book import Book, Run
 from fallow.model import EventRecord, Exit, FallowError, HeadView, RunReport, Snapshot, UsageReport
-
-SNAPSHOT_S = 0.5
-RECENT_EVENTS = 200
-"""As many past events a new subscriber is told."""
 
 
 class ControlHandler:
@@ -60,7 +55,6 @@ class ControlHandler:
         self._faults = faults
         self._stop = stop
         self._stand_in = stand_in
-        self._broadcast = Broadcast()
         self._started = steady()
 
     async def handle(self, method: str, params: dict[str, Any]) -> Any:
@@ -95,37 +89,6 @@ class ControlHandler:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._inbox.put_nowait(Asked(method, params, answer))
         return await answer
-
-    async def subscribe(self) -> AsyncIterator[Snapshot | EventRecord]:
-        """A snapshot, the last events that led to it, then everything new."""
-        try:
-            first = self.snapshot()
-        except Exception as error:
-            self._faults.note("snapshots", error)
-            raise
-        stream = self._broadcast.subscribe(first)
-        yield await anext(stream)
-        seen = 0
-        for event in await self._durable.store.events(0, RECENT_EVENTS):
-            seen = event.seq
-            yield event
-        async for item in stream:
-            if not isinstance(item, EventRecord) or item.seq > seen:
-                yield item
-
-    def publish(self, event: EventRecord) -> None:
-        self._broadcast.publish(event)
-
-    async def publish_snapshots(self) -> None:
-        """Again and again, until it is cancelled."""
-        while True:
-            await asyncio.sleep(SNAPSHOT_S)
-            if self._broadcast.subscribers:
-                self._broadcast.publish(self.snapshot())
-
-    def close(self) -> None:
-        """End every subscription."""
-        self._broadcast.close()
 
     async def _events(self, since: int = 0, limit: int = 1000, run: str | None = None) -> list[EventRecord]:
         return await self._durable.store.events(since, limit, None if run is None else self._book.get(run).id)
