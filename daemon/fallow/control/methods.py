@@ -10,10 +10,6 @@ from fallow.model import Exit, FallowError, RunSpec, Struct
 from fallow.model.bounds import Code, Count, Few, Id, Many, Name, Positive, Prose, Seconds
 
 
-class Nothing(Struct, frozen=True):
-    """No parameters."""
-
-
 class OfRun(Struct, frozen=True, kw_only=True):
     run: Name
 
@@ -101,7 +97,6 @@ METHODS: dict[str, type[Struct]] = {
     "rollback": Rollback,
     "prune": PruneRuns,
     "local_allocation": OfRun,
-    "shutdown": Nothing,
 }
 """Every method; another one is refused before the head sees it."""
 

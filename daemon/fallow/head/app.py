@@ -117,7 +117,6 @@ class Head:
             self._calls,
             self._inbox,
             self._faults,
-            self.stop,
             stand_in=stand_in,
         )
         self._pruning = Pruning(config.prune, self._handler.report)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 from fallow import __version__
@@ -31,7 +30,6 @@ class ControlHandler:
         book, durable, harvest, calls: what is shown.
         inbox: of the head's loop.
         faults: errors that nobody expected.
-        stop: ends the head.
         stand_in: an agent has started the head.
     """
 
@@ -43,7 +41,6 @@ class ControlHandler:
         calls: SlurmCalls,
         inbox: Inbox,
         faults: Faults,
-        stop: Callable[[], None],
         *,
         stand_in: bool = False,
     ) -> None:
@@ -53,7 +50,6 @@ class ControlHandler:
         self._calls = calls
         self._inbox = inbox
         self._faults = faults
-        self._stop = stop
         self._stand_in = stand_in
         self._started = steady()
 
@@ -83,9 +79,6 @@ class ControlHandler:
                 return await self._usage(**params)
             case "prospect":
                 return self._harvest.prospect(self._book, **params)
-            case "shutdown":
-                self._stop()
-                return None
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._inbox.put_nowait(Asked(method, params, answer))
         return await answer
