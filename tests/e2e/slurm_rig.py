@@ -193,17 +193,20 @@ class Rig:
         heterogeneous: bool = False,
         before: str = "",
         words: str = "",
+        shell: bool = False,
         exclusive: bool = True,
     ) -> Training:
         """Submit a training with the wrapper that users type, from a folder of its own.
 
         `before` is a line of its batch script, run in every job before `fallow run` is. `words` come after `fallow run`
-        in the place of the usual training. `exclusive`: False leaves that option out of its script.
+        in the place of the usual training. `shell`: it is started by a shell, without `exec`. `exclusive`: False leaves
+        that option out of its script.
         """
         self._count += 1
         folder = self.folder / f"training{self._count}"
         folder.mkdir(mode=0o700)
-        train = f"-- {sys.executable} {TRAIN} {folder} {steps} {pace_s}"
+        before_it = """sh -c '"$@"; exit $?' sh """ if shell else ""
+        train = f"-- {before_it}{sys.executable} {TRAIN} {folder} {steps} {pace_s}"
         script = folder / "train.sbatch"
         text = _SCRIPT.replace("#FALLOW ", _COMPONENTS if heterogeneous else "#FALLOW ")
         text = text.format(command=words or train, before=before)
