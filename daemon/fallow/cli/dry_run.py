@@ -51,12 +51,12 @@ def dry_run(plan: Submission, source: Path | None) -> DryRun:
         qos=asker.qos,
         account=asker.account,
     )
-    script = [str(source), *plan.line.args] if source is not None else []
+    script = [str(source), *plan.spec.args] if source is not None else []
     return DryRun(
         base=["sbatch", *plan.options("RUN.base", variables), *script],
         base_environment=variables,
         base_script=plan.spec.script,
-        harvest=["sbatch", *options, "SCRIPT", *plan.line.args],
+        harvest=["sbatch", *options, "SCRIPT", *plan.spec.args],
         harvest_script=plan.harvest_script,
         min_nodes=plan.spec.min_nodes,
         max_nodes=plan.spec.max_nodes,
@@ -87,7 +87,7 @@ def _base_start(plan: Submission, variables: dict[str, str], notes: list[str]) -
         # The script is given as one, whatever it was made from.
         options=[word for word in plan.options("RUN.base", variables) if not word.startswith("--wrap")],
         script=plan.spec.script,
-        args=list(plan.line.args),
+        args=list(plan.spec.args),
         environment={**os.environ, **variables},
         cwd=plan.spec.cwd or "/",
     )

@@ -153,7 +153,7 @@ def submit_plan(made: Submission, source: Path | None) -> int:
     from fallow.cli.sbatch_call import NotStarted, call_sbatch, look_up
 
     state = str(Paths.default().state)
-    script = [str(source), *made.line.args] if source is not None else []
+    script = [str(source), *made.spec.args] if source is not None else []
     if made.asked("test-only"):
         variables = job_environment(state, "test", "test", AllocationKind.BASE)
         _become(["sbatch", *made.options("test", variables), *script], variables)

@@ -16,15 +16,6 @@ _FORM = re.compile(
 )
 
 
-def is_deadline(text: str) -> bool:
-    """Has it one of the forms, with a date and time that exist?"""
-    try:
-        deadline_at(text, 0.0)
-    except FallowError as error:
-        return error.code is not Exit.USAGE
-    return True
-
-
 def deadline_at(text: str, now: float) -> float:
     """Unix time of a deadline, in the local time zone.
 

@@ -26,19 +26,15 @@ class Submission(msgspec.Struct, frozen=True):
     """A submission, thought through. `spec.run` is empty until the head has named the run."""
 
     spec: RunSpec
-    line: CommandLine
-    in_force: tuple[dict[str, Given], ...]
-    nodes: str
-    "size of the base job where the user gave none; empty: sbatch's default"
     warnings: tuple[str, ...]
 
     def options(self, token: str, exported: Mapping[str, str]) -> list[str]:
         """sbatch's words before the script."""
-        return sbatch.first_options(self.line.components, self.in_force, self.nodes, token=token, exported=exported)
+        return sbatch.base_options(self.spec.sbatch_options, token=token, exported=exported, first=True)
 
-    def asked(self, name: str) -> Given | None:
-        """An option of the whole job, wherever it was given."""
-        return next((options[name] for options in self.in_force if name in options), None)
+    def asked(self, name: str) -> bool:
+        """Return True if this option was given, wherever."""
+        return any(word.partition("=")[0] == f"--{name}" for word in self.spec.sbatch_options)
 
     @property
     def harvest_script(self) -> str:
@@ -97,7 +93,7 @@ def plan(
         seed=fallow.seed or 0,
         created_at=now,
     )
-    return Submission(spec, line, options, nodes, (*script.warnings, *_advice(spec, options, script)))
+    return Submission(spec, (*script.warnings, *_advice(spec, options, script)))
 
 
 def _advice(spec: RunSpec, options: Sequence[Mapping[str, Given]], script: BatchScript) -> list[str]:

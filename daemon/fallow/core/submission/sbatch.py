@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fallow.core.checks.devices import VARIABLES
 from fallow.core.holes import Part
 from fallow.core.neighbour.waiting import PICKS_UP
-from fallow.core.submission.sbatch_line import Component, Given, parse_nodes, split
+from fallow.core.submission.sbatch_line import Given, split
 from fallow.core.submission.sbatch_table import Reach
 from fallow.model import ID_PATTERN, AllocationKind, Exit, FallowError, RunSpec
 
@@ -18,24 +18,6 @@ STRIPPED = (
     "FALLOW_OUTPUT_PIPES",
 )
 """Beginnings of variables that belong to a job or a submission and must not reach another one."""
-
-SHAPE = frozenset(
-    (
-        *("exclusive", "oversubscribe", "gres", "gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"),
-        *("cpus-per-gpu", "cpus-per-task", "mem", "mem-per-cpu", "mem-per-gpu", "mincpus", "ntasks", "ntasks-per-node"),
-        *("ntasks-per-core", "ntasks-per-gpu", "ntasks-per-socket", "cores-per-socket", "sockets-per-node"),
-        *(
-            "threads-per-core",
-            "extra-node-info",
-            "core-spec",
-            "thread-spec",
-            "distribution",
-            "gpu-bind",
-            "tres-per-task",
-        ),
-    )
-)
-"""Options about the shape of a job, which do not apply to part of a node."""
 
 MEMORY = frozenset(("mem", "mem-per-cpu", "mem-per-gpu"))
 """Options about memory; a job on a whole node gets all that the node has."""
@@ -95,7 +77,7 @@ def reaching_harvest(options: Mapping[str, Given], nodes: int) -> list[str]:
         options: in force for the base job, or for one component of it.
         nodes: number of nodes of that job or component.
     """
-    kept = [given.canonical for given in options.values() if given.option.reach is Reach.KEPT]
+    kept = [given.canonical for given in options.values() if given.option.reach in (Reach.KEPT, Reach.SHAPE)]
     gres = options.get("gres")
     gpus = options["gpus-per-node"].value or "" if "gpus-per-node" in options else ""
     if not gpus and gres and gres.value and gres.value.startswith("gpu"):
@@ -221,7 +203,6 @@ def harvest_options(
         raise FallowError(f"a harvest job of {minutes} minutes; at least 1 is needed", Exit.SOFTWARE)
     whole = part is None and takes_whole_nodes(spec)
     shape = _part(part) if part is not None else {"exclusive": None, "mem": "0"} if whole else {}
-    unwanted = SHAPE if part is not None else MEMORY if whole else frozenset[str]()
     own = {
         "export": "ALL",
         "propagate": "NONE",
@@ -245,7 +226,8 @@ def harvest_options(
     words = [Given(name, value).canonical for name, value in own.items()]
     for word in spec.harvest_options:
         name = word.removeprefix("--").partition("=")[0]
-        if name not in own and name not in unwanted:
+        is_wanted = Given(name).option.reach is Reach.KEPT if part is not None else not whole or name not in MEMORY
+        if name not in own and is_wanted:
             words.append(word)
     words = _without(words, barred)
     for word in words:
@@ -270,25 +252,41 @@ def _part(part: Part) -> dict[str, str | None]:
 # ---------------------------------------------------------------------------------------------------------------
 
 
-FIRST_ONLY = frozenset(
-    ["begin", "dependency", "hold", "parsable", "quiet", "test-only", "verbose", "wait", "wrap", "kill-on-invalid-dep"]
-)
-"""Options that meant the moment of the first submission."""
-
-
 def base_options(
-    options: Sequence[str], *, token: str, exported: Mapping[str, str], barred: Sequence[str] = ()
+    options: Sequence[str],
+    *,
+    token: str,
+    exported: Mapping[str, str],
+    barred: Sequence[str] = (),
+    first: bool = False,
 ) -> list[str]:
-    """sbatch options for submitting a base job again, from `RunSpec.sbatch_options`; not on the `barred` nodes."""
+    """sbatch options of a base job, from `RunSpec.sbatch_options`: the user's own, and what makes it part of its run.
+
+    Ours come last in every component, so they hold.
+
+    Args:
+        options: of the user, from the command line, the environment and the script.
+        token: of the allocation.
+        exported: variables that the job must get.
+        barred: node lists that it must not take.
+        first: False: the head submits the job again, so what meant the first submission does not count.
+    """
     _check_id(token, "token")
     words: list[str] = []
     for index, component in enumerate(split(options).components):
         in_force = {given.name: given for given in component}
         words.extend([":"] if index else [])
-        mine = [given.canonical for given in component if given.name not in FIRST_ONLY and not _replaced(given)]
+        mine = [given.canonical for given in component if _is_passed_on(given, first=first)]
         words.extend(_without(mine, barred))
         words.extend(_joining(in_force, token, exported))
     return words
+
+
+def _is_passed_on(given: Given, *, first: bool) -> bool:
+    """Return False for what `_joining` replaces, and for what sbatch must not see."""
+    if given.option.reach is Reach.FIRST:
+        return first and given.name not in ("parsable", "quiet")
+    return given.name not in ("comment", "export")
 
 
 def _without(words: Sequence[str], barred: Sequence[str]) -> list[str]:
@@ -298,39 +296,6 @@ def _without(words: Sequence[str], barred: Sequence[str]) -> list[str]:
     given = [word.partition("=")[2] for word in words if word.startswith("--exclude=")]
     rest = [word for word in words if not word.startswith("--exclude=")]
     return [*rest, "--exclude=" + ",".join([*given[-1:], *barred])]
-
-
-def first_options(
-    command: Sequence[Component],
-    in_force: Sequence[Mapping[str, Given]],
-    nodes: str,
-    *,
-    token: str,
-    exported: Mapping[str, str],
-) -> list[str]:
-    """sbatch options for the first submission: the user's own, then what makes the job part of its run.
-
-    `in_force` says what holds after script and environment are read too (`sbatch_line.in_force`); `nodes` is the
-    size to ask for where the user gave none. Ours come last in every component, so they hold.
-    """
-    _check_id(token, "token")
-    words: list[str] = []
-    for index, component in enumerate(command):
-        options = in_force[min(index, len(in_force) - 1)]
-        words.extend([":"] if index else [])
-        for given in component:
-            if given.name == "nodes":
-                words.append(Given("nodes", parse_nodes(given.value or "").base).canonical)
-            elif not _replaced(given) and given.name not in ("parsable", "quiet"):
-                words.append(given.canonical)
-        if nodes and "nodes" not in options:
-            words.append(f"--nodes={nodes}")
-        words.extend(_joining(options, token, exported))
-    return words
-
-
-def _replaced(given: Given) -> bool:
-    return given.option.reach is Reach.OWN or given.name in ("comment", "export")
 
 
 def _joining(options: Mapping[str, Given], token: str, exported: Mapping[str, str]) -> list[str]:

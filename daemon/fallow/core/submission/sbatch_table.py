@@ -21,11 +21,15 @@ class Reach(StrEnum):
     """What becomes of a base option in harvest jobs."""
 
     KEPT = "kept"
-    "says what kind of node, how much of it, or on whose account: harvest jobs get it too"
+    "says what kind of node, or on whose account: harvest jobs get it too"
+    SHAPE = "shape"
+    "says how much of a node: harvest jobs get it too, but for those that take part of a node that others use"
     OURS = "ours"
     "Fallow sets it itself for harvest jobs (size, time, name, output ...)"
     BASE = "base"
     "means the base job alone"
+    FIRST = "first"
+    "means the moment of its first submission"
     REFUSED = "refused"
     "makes no sense for a run"
     OWN = "own"
@@ -53,7 +57,7 @@ autocomplete=         base sticky
 batch=                base sticky BATCH
 bb=                   base BURST_BUFFER
 bbf=                  base
-begin,b=              base sticky
+begin,b=              first sticky
 chdir,D=              ours sticky
 cluster=              refused sticky
 cluster-constraint=   refused sticky CLUSTER_CONSTRAINT
@@ -66,14 +70,14 @@ container-id=         kept sticky CONTAINER_ID
 container-type=       kept sticky
 context=              kept sticky
 contiguous            base
-core-spec,S=          kept CORE_SPEC
-cores-per-socket=     kept
+core-spec,S=          shape CORE_SPEC
+cores-per-socket=     shape
 cpu-freq=             kept CPU_FREQ_REQ
-cpus-per-gpu=         kept CPUS_PER_GPU
-cpus-per-task,c=      kept
+cpus-per-gpu=         shape CPUS_PER_GPU
+cpus-per-task,c=      shape
 deadline=             base sticky
 delay-boot=           base sticky DELAY_BOOT
-dependency,d=         base sticky
+dependency,d=         first sticky
 distribution,m=       base DISTRIBUTION
 error,e=              ours sticky ERROR
 exclude,x=            kept sticky
@@ -82,34 +86,34 @@ export=               ours sticky EXPORT
 export-file=          base sticky
 external              refused sticky
 extra=                base sticky
-extra-node-info,B=    kept
+extra-node-info,B=    shape
 get-user-env?         kept sticky GET_USER_ENV
 gid=                  refused sticky
 gpu-bind=             base GPU_BIND
 gpu-freq=             kept GPU_FREQ
 gpus,G=               ours GPUS
-gpus-per-node=        kept GPUS_PER_NODE
+gpus-per-node=        shape GPUS_PER_NODE
 gpus-per-socket=      ours GPUS_PER_SOCKET
 gpus-per-task=        ours GPUS_PER_TASK
-gres=                 kept GRES
+gres=                 shape GRES
 gres-flags=           kept GRES_FLAGS
 help,h                base sticky
 hint=                 kept HINT
-hold,H                base sticky
+hold,H                first sticky
 ignore-pbs            ours sticky IGNORE_PBS
 input,i=              base sticky INPUT
 job-name,J=           ours sticky JOB_NAME
-kill-on-invalid-dep=  base sticky
+kill-on-invalid-dep=  first sticky
 licenses,L=           kept
 mail-type=            ours
 mail-user=            base
 mcs-label=            kept sticky
-mem=                  kept sticky MEM_PER_NODE
+mem=                  shape sticky MEM_PER_NODE
 mem-bind=             kept MEM_BIND
-mem-per-cpu=          kept MEM_PER_CPU
-mem-per-gpu=          kept MEM_PER_GPU
+mem-per-cpu=          shape MEM_PER_CPU
+mem-per-gpu=          shape MEM_PER_GPU
 mem-update=           base sticky
-mincpus=              kept
+mincpus=              shape
 network=              kept NETWORK
 nice?                 ours sticky
 no-kill,k?            base sticky NO_KILL
@@ -128,7 +132,7 @@ open-mode=            ours sticky OPEN_MODE
 output,o=             ours sticky OUTPUT
 overcommit,O          base OVERCOMMIT
 oversubscribe,s       ours
-parsable              base sticky
+parsable              first sticky
 partition,p=          ours PARTITION
 power=                base sticky POWER
 prefer=               kept sticky
@@ -136,7 +140,7 @@ priority=             ours sticky
 profile=              kept sticky PROFILE
 propagate?            ours sticky
 qos,q=                kept sticky QOS
-quiet,Q               base sticky
+quiet,Q               first sticky
 reboot                base sticky
 requeue?              ours sticky REQUEUE
 reservation=          kept sticky RESERVATION
@@ -144,15 +148,15 @@ resources=            base
 resv-ports?           base
 segment=              base SEGMENT_SIZE
 signal=               ours sticky SIGNAL
-sockets-per-node=     kept
+sockets-per-node=     shape
 spread-job            base SPREAD_JOB
 spread-segments       base SPREAD_SEGMENTS
 stepmgr               kept sticky
 switches=             base
 tasks-per-node=       ours
-test-only             base sticky
-thread-spec=          kept THREAD_SPEC
-threads-per-core=     kept THREADS_PER_CORE
+test-only             first sticky
+thread-spec=          shape THREAD_SPEC
+threads-per-core=     shape THREADS_PER_CORE
 time,t=               ours sticky TIMELIMIT
 time-min=             ours sticky
 tmp=                  kept
@@ -161,12 +165,12 @@ tres-per-task=        ours TRES_PER_TASK
 uid=                  refused sticky
 usage                 base sticky
 use-min-nodes         base USE_MIN_NODES
-verbose,v             base sticky DEBUG
+verbose,v             first sticky DEBUG
 version,V             base sticky
-wait,W                base sticky WAIT
+wait,W                first sticky WAIT
 wait-all-nodes=       base sticky WAIT_ALL_NODES
 wckey=                kept sticky WCKEY
-wrap=                 ours sticky
+wrap=                 first sticky
 container-image=      kept
 container-mounts=     kept
 container-workdir=    kept

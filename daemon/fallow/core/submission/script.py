@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from fallow.core.submission.deadline import DEADLINE_FORMS, is_deadline
+from fallow.core.submission.deadline import deadline_at
 from fallow.core.submission.sbatch_line import Component, parse_nodes, parse_options
 from fallow.model import ACCOUNT_PATTERN, Exit, FallowError
 
@@ -46,7 +46,6 @@ class FallowLines(msgspec.Struct, frozen=True, kw_only=True):
 class BatchScript(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     text: str
-    interpreter: str
     components: tuple[Component, ...]
     "options of the `#SBATCH` lines, per component of a heterogeneous job"
     settings: dict[str, str]
@@ -56,7 +55,7 @@ class BatchScript(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_script(text: str, name: str) -> BatchScript:
     """Reads a batch script; `name` is how messages call it."""
-    interpreter = _check(text, name)
+    _check(text, name)
     components: list[list[str]] = [[]]
     origins: list[int] = [1]
     settings: dict[str, str] = {}
@@ -88,7 +87,6 @@ def parse_script(text: str, name: str) -> BatchScript:
     return BatchScript(
         name=name,
         text=text,
-        interpreter=interpreter,
         components=options,
         settings=settings,
         warnings=tuple(_late(text, name)),
@@ -156,8 +154,8 @@ def split_directive(text: str, where: str) -> list[str]:
     return words
 
 
-def _check(text: str, name: str) -> str:
-    """sbatch's own checks, with the reason in words. Returns the interpreter."""
+def _check(text: str, name: str) -> None:
+    """sbatch's own checks, with the reason in words."""
     first = text.split("\n", 1)[0]
     problem = None
     if not text.strip():
@@ -172,7 +170,6 @@ def _check(text: str, name: str) -> str:
         problem = f"it is larger than {MAX_SCRIPT >> 20} MiB; Slurm takes no more"
     if problem:
         raise FallowError(f"{name}: {problem}", Exit.DATA)
-    return first[2:].strip()
 
 
 def _header(text: str) -> Iterator[tuple[int, str]]:
@@ -259,8 +256,8 @@ def typed_settings(settings: dict[str, str], name: str) -> FallowLines:
     if nodes is not None:
         parse_nodes(nodes, f"{name}: #FALLOW nodes")
     deadline = settings.get("deadline")
-    if deadline is not None and not is_deadline(deadline):
-        raise _bad(name, "deadline", deadline, f"must be {DEADLINE_FORMS}")
+    if deadline is not None:
+        deadline_at(deadline, 0.0)
     account = settings.get("harvest-account")
     if account is not None and not re.fullmatch(ACCOUNT_PATTERN, account):
         raise _bad(name, "harvest-account", account, "is no name of an account")

@@ -10,7 +10,7 @@ from fallow.config import Config
 from fallow.control.protocol import BaseJob
 from fallow.core.accounting.backoff import Scope, scope_of
 from fallow.core.allocations import Allocation, sent
-from fallow.core.submission.sbatch import base_options, harvest_options
+from fallow.core.submission.sbatch import base_options, harvest_options, job_environment
 from fallow.core.submission.script import harvest_script
 from fallow.files import Paths, read_struct
 from fallow.head.loop.turn import Turn
@@ -28,12 +28,7 @@ pauses (HyperQueue pauses after 10)."""
 def job_request(config: Config, paths: Paths, run: Run, allocation: Allocation, nice: int) -> JobRequest:
     """What to hand to sbatch for an allocation. `nice`: of harvest jobs."""
     spec = run.spec
-    exported = {
-        "FALLOW_RUN": run.id,
-        "FALLOW_TOKEN": allocation.token,
-        "FALLOW_KIND": allocation.kind.value,
-        "FALLOW_STATE_DIR": str(paths.state),
-    }
+    exported = job_environment(str(paths.state), run.id, allocation.token, allocation.kind)
     if allocation.kind is AllocationKind.HARVEST:
         options = harvest_options(
             spec,

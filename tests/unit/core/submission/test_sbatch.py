@@ -74,7 +74,7 @@ def test_limits_of_the_run_and_size_of_the_base_job() -> None:
     for argv, header, limits, size in (
         (["--nodes=2:8"], "", (2, 8), "--nodes=2"),
         ([], "#FALLOW nodes=2:8", (2, 8), "--nodes=2"),
-        ([], "#SBATCH -N4\n#FALLOW nodes=2:8", (2, 8), None),
+        ([], "#SBATCH -N4\n#FALLOW nodes=2:8", (2, 8), "--nodes=4"),
         (["--nodes=1:3"], "#SBATCH -N4\n#FALLOW nodes=2:8", (1, 3), "--nodes=1"),
         (["--fallow=nodes=1:5"], "#FALLOW nodes=2:8", (1, 5), "--nodes=1"),
         (["-n8", "--ntasks-per-node=4"], "", (2, 2), None),
