@@ -169,7 +169,7 @@ _PLUGIN = re.compile(r"[a-z][a-z0-9_-]{1,63}")
 
 
 def _plugin(name: str) -> Option:
-    return Option(name, "", Value.REQUIRED, Reach.KEPT, sticky=False, variable="")
+    return Option(name, "", Value.REQUIRED, Reach.KEPT, sticky=False, variable="", adds_up=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -208,9 +208,9 @@ def in_force(
         )
         for layer in layers:
             for given in layer:
-                options[given.name] = given
+                options[given.canonical if given.option.adds_up else given.name] = given
                 _exclusive(options, given.name)
-        sticky = {name: given for name, given in options.items() if given.option.sticky}
+        sticky = {key: given for key, given in options.items() if given.option.sticky}
         result.append(options)
     return tuple(result)
 

@@ -45,10 +45,12 @@ class Option(msgspec.Struct, frozen=True):
     "stays in force for the later components of a heterogeneous job, as sbatch has it"
     variable: str
     "input environment variable, without `SBATCH_`"
+    adds_up: bool = False
+    "given again, it says something more; else the last one holds"
 
 
 # The `container-*` flags without letters near the end are those of the Pyxis plugin, which many GPU sites have.
-# One option per line: NAME[,LETTER][=|?] REACH [sticky] [VARIABLE]; `=`: value required, `?`: value optional.
+# One option per line: NAME[,LETTER][=|?] REACH [sticky] [adds-up] [VARIABLE]; `=`: value required, `?`: value optional.
 _ROWS = """
 account,A=            kept sticky ACCOUNT
 acctg-freq=           kept sticky ACCTG_FREQ
@@ -172,11 +174,11 @@ wait-all-nodes=       base sticky WAIT_ALL_NODES
 wckey=                kept sticky WCKEY
 wrap=                 first sticky
 container-image=      kept
-container-mounts=     kept
+container-mounts=     kept adds-up
 container-workdir=    kept
 container-name=       base
 container-save=       base
-container-env=        kept
+container-env=        kept adds-up
 container-mount-home  kept
 container-remap-root  kept
 container-entrypoint  kept
@@ -195,9 +197,8 @@ def _row(line: str) -> Option:
     head, reach, *rest = line.split()
     value = {"=": Value.REQUIRED, "?": Value.OPTIONAL}.get(head[-1], Value.NONE)
     long, _, short = head.rstrip("=?").partition(",")
-    sticky = "sticky" in rest
-    variable = next((word for word in rest if word != "sticky"), "")
-    return Option(long, short, value, Reach(reach), sticky, variable)
+    variable = next((word for word in rest if word.isupper()), "")
+    return Option(long, short, value, Reach(reach), "sticky" in rest, variable, "adds-up" in rest)
 
 
 OPTIONS: tuple[Option, ...] = tuple(_row(line) for line in _ROWS.strip().splitlines())

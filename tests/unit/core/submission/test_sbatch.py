@@ -192,6 +192,13 @@ def test_a_harvest_job_takes_as_much_of_a_node_as_the_base_job(argv: str, wanted
         assert {word for word in made_for_it if word.startswith(shape)} == words
 
 
+def test_what_adds_up_when_it_is_given_again_reaches_all_jobs() -> None:
+    mounts = ["--container-mounts=/a", "--container-mounts=/b", "--site-cache=x", "--site-cache=y"]
+    made = planned([*mounts, "--mail-user=u", "--mail-user=v", "job.sh"], SBATCH_ACCOUNT="acc")
+    assert made.spec.harvest_options == ["--account=acc", *mounts]
+    assert made.options("t", {}) == ["--account=acc", *mounts, "--mail-user=v", "--comment=t", "--no-requeue"]
+
+
 def test_options_from_sbatchs_environment_reach_harvest_jobs() -> None:
     made = planned(["job.sh"], SBATCH_ACCOUNT="acc", SBATCH_ARRAY_INX="")
     assert made.spec.harvest_options == ["--account=acc"]
