@@ -14,6 +14,7 @@ from fallow.core.submission.sbatch_line import (
     canonical,
     from_environment,
     in_force,
+    is_range,
     parse_nodes,
     refuse,
     run_limits,
@@ -61,7 +62,7 @@ def plan(
             if given.name == "fallow":
                 settings |= parse_settings(given.value or "", "--fallow")
     fallow = typed_settings(settings, script.name)
-    ranged = any(given.name == "nodes" and ":" in (given.value or "") for part in line.components for given in part)
+    ranged = any(given.name == "nodes" and is_range(given.value or "") for part in line.components for given in part)
     low, high = run_limits(options, fallow.nodes, ranged)
     leader = options[0]
     sized = any("nodes" in component for component in options)

@@ -99,6 +99,9 @@ def parse_options(words: Sequence[str], where: str) -> Component:
     for given in line.components[0]:
         if given.option.reach is Reach.OWN:
             raise FallowError(f"{where}: sbatch does not know --{given.name}; write a #FALLOW line", Exit.DATA)
+        if given.name == "nodes" and is_range(given.value or ""):
+            text = f"{where}: sbatch does not know --nodes={given.value}; write `#FALLOW nodes={given.value}`"
+            raise FallowError(text, Exit.DATA)
     return line.components[0]
 
 
@@ -263,6 +266,11 @@ _SIZES = re.compile(r"^\d+(?:-\d+(?::\d+)?)?(?:,\d+(?:-\d+(?::\d+)?)?)+$|^\d+-\d
 _UNITS = {"": 1, "k": 1024, "m": 1024 * 1024}
 
 MAX_NODES = 65_536
+
+
+def is_range(text: str) -> bool:
+    """Return True for Fallow's own `MIN:MAX`. In sbatch's size lists a colon stands before a step."""
+    return bool(_RANGE.match(text))
 
 
 def parse_nodes(text: str, where: str = "--nodes") -> Limits:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import msgspec
 
 from fallow.core.submission.deadline import deadline_at
-from fallow.core.submission.sbatch_line import Component, parse_nodes, parse_options
+from fallow.core.submission.sbatch_line import Component, Given, parse_nodes, parse_options
 from fallow.model import ACCOUNT_PATTERN, Exit, FallowError
 
 MAGIC = ("#SBATCH", "#SLURM")
@@ -56,38 +56,23 @@ class BatchScript(msgspec.Struct, frozen=True, kw_only=True):
 def parse_script(text: str, name: str) -> BatchScript:
     """Reads a batch script; `name` is how messages call it."""
     _check(text, name)
-    components: list[list[str]] = [[]]
-    origins: list[int] = [1]
+    components: list[list[Given]] = [[]]
     settings: dict[str, str] = {}
     for number, line in _header(text):
+        where = f"{name}, line {number}"
         if (rest := _after(line, MAGIC)) is not None:
-            words = split_directive(rest, f"{name}, line {number}")
-            if rest.split() and rest.split()[0].lower() in ("hetjob", "packjob"):
+            words = split_directive(rest, where)
+            if words and words[0].lower() in ("hetjob", "packjob"):
                 components.append([])
-                origins.append(number)
                 words = words[1:]
-            # Checked line by line, so that a message can name the line.
-            parse_options(words, f"{name}, line {number}")
-            components[-1].extend(words)
+            components[-1] += parse_options(words, where)
         elif (rest := _after(line, (OURS,))) is not None:
-            settings |= parse_settings(rest, f"{name}, line {number}")
-    options = tuple(
-        parse_options(words, f"{name}, line {origin}") for words, origin in zip(components, origins, strict=True)
-    )
-    for part in options:
-        for given in part:
-            if given.name == "nodes" and given.value and ":" in given.value:
-                limits = parse_nodes(given.value)
-                raise FallowError(
-                    f"{name}: sbatch does not know `#SBATCH --nodes={given.value}`; write "
-                    f"`#FALLOW nodes={limits.minimum}:{limits.maximum}`",
-                    Exit.DATA,
-                )
+            settings |= parse_settings(rest, where)
     typed_settings(settings, name)
     return BatchScript(
         name=name,
         text=text,
-        components=options,
+        components=tuple(map(tuple, components)),
         settings=settings,
         warnings=tuple(_late(text, name)),
     )

@@ -78,6 +78,8 @@ def test_limits_of_the_run_and_size_of_the_base_job() -> None:
         (["--nodes=1:3"], "#SBATCH -N4\n#FALLOW nodes=2:8", (1, 3), "--nodes=1"),
         (["--fallow=nodes=1:5"], "#FALLOW nodes=2:8", (1, 5), "--nodes=1"),
         (["-n8", "--ntasks-per-node=4"], "", (2, 2), None),
+        ([], "#SBATCH -N8-16:4", (8, 16), "--nodes=8-16:4"),
+        (["-N4-8:4"], "#FALLOW nodes=2:9", (2, 9), "--nodes=4-8:4"),
         (["-N1", ":", "--nodes=2:5"], "", (3, 6), "--nodes=1"),
     ):
         made = planned([*argv, "job.sh"], f"#!/bin/sh\n{header}\nfallow run -- x\n")
