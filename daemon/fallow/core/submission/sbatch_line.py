@@ -240,9 +240,9 @@ def canonical(components: Sequence[Mapping[str, Given]]) -> list[str]:
 
 def refuse(options: Mapping[str, Given]) -> None:
     """Raises for what cannot be part of a run, with what to do instead."""
-    for given in options.values():
-        if given.option.reach is Reach.REFUSED:
-            raise _usage(f"--{given.name} cannot be used for a run: {_REFUSALS[given.name]}")
+    for name in options:
+        if name in _REFUSALS:
+            raise _usage(f"--{name} cannot be used for a run: {_REFUSALS[name]}")
 
 
 _REFUSALS = {

@@ -30,8 +30,6 @@ class Reach(StrEnum):
     "means the base job alone"
     FIRST = "first"
     "means the moment of its first submission"
-    REFUSED = "refused"
-    "makes no sense for a run"
     OWN = "own"
     "read by Fallow; sbatch never sees it"
 
@@ -54,16 +52,16 @@ class Option(msgspec.Struct, frozen=True):
 _ROWS = """
 account,A=            kept sticky ACCOUNT
 acctg-freq=           kept sticky ACCTG_FREQ
-array,a=              refused sticky ARRAY_INX
+array,a=              base sticky ARRAY_INX
 autocomplete=         base sticky
 batch=                base sticky BATCH
 bb=                   base BURST_BUFFER
 bbf=                  base
 begin,b=              first sticky
 chdir,D=              ours sticky
-cluster=              refused sticky
-cluster-constraint=   refused sticky CLUSTER_CONSTRAINT
-clusters,M=           refused sticky CLUSTERS
+cluster=              base sticky
+cluster-constraint=   base sticky CLUSTER_CONSTRAINT
+clusters,M=           base sticky CLUSTERS
 comment=              ours sticky
 consolidate-segments  base
 constraint,C=         kept CONSTRAINT
@@ -86,11 +84,11 @@ exclude,x=            kept sticky
 exclusive?            ours EXCLUSIVE
 export=               ours sticky EXPORT
 export-file=          base sticky
-external              refused sticky
+external              base sticky
 extra=                base sticky
 extra-node-info,B=    shape
 get-user-env?         kept sticky GET_USER_ENV
-gid=                  refused sticky
+gid=                  base sticky
 gpu-bind=             base GPU_BIND
 gpu-freq=             kept GPU_FREQ
 gpus,G=               ours GPUS
@@ -164,7 +162,7 @@ time-min=             ours sticky
 tmp=                  kept
 tres-bind=            base TRES_BIND
 tres-per-task=        ours TRES_PER_TASK
-uid=                  refused sticky
+uid=                  base sticky
 usage                 base sticky
 use-min-nodes         base USE_MIN_NODES
 verbose,v             first sticky DEBUG

@@ -59,7 +59,7 @@ def test_nodes() -> None:
             parse_nodes(text)
 
 
-@pytest.mark.parametrize("option", ["array=1-3", "clusters=b", "uid=1", "external"])
+@pytest.mark.parametrize("option", ["array=1-3", "external"])
 def test_what_cannot_be_a_run_is_refused_with_advice(option: str) -> None:
     (options,) = in_force(split([f"--{option}", "s"]).components, [()])
     with pytest.raises(FallowError, match=r"cannot be used for a run: .+"):
