@@ -19,7 +19,7 @@ from fallow.core.kinds import Kind
 from fallow.core.neighbour.waiting import nodes_for
 from fallow.core.planning.caps import Caps
 from fallow.core.planning.offers import Eligibility, Offer
-from fallow.core.planning.rules import Demand, HarvestRules, sleeping_nodes
+from fallow.core.planning.rules import Demand, HarvestRules, most_minutes, sleeping_nodes
 from fallow.core.planning.share import Party, Supply
 from fallow.core.planning.situation import Situation
 from fallow.core.planning.unstarted import RunClass
@@ -65,7 +65,7 @@ class Asking:
         shorter: Mapping[str, int],
     ) -> None:
         self._situation, self._eligibility, self._offered = situation, eligibility, offered
-        self.taken, self._caps, self._shorter = set(taken), caps, shorter
+        self.taken, self.caps, self._shorter = set(taken), caps, shorter
         self._budgets = {demand.run: demand.budget_node_s for demand in situation.demands}
         self._queues: dict[str, deque[Hole]] = {}
         "run -> holes that it can use, from the first that was not passed over for good"
@@ -81,7 +81,7 @@ class Asking:
             hole = queue.popleft()
             if hole.node in self.taken:
                 continue
-            if why := self._refusal(demand) or self.full(hole.partition):
+            if why := self._refusal(demand) or self.caps.full(hole.partition):
                 self.reasons.setdefault(hole.node, why)
             elif (minutes := self._minutes(hole, demand)) is not None:
                 self.taken.add(hole.node)
@@ -97,12 +97,11 @@ class Asking:
             demand: of the run.
             coming: such nodes; the request is as long as the first of them that the run can use allows.
         """
-        if not self._caps.may_wait_ahead() or not self._caps.may_wait(demand.asker):
+        if not self.caps.may_wait_ahead() or not self.caps.may_wait(demand.asker):
             return None
         for hole in coming:
             name = hole.partition
-            closed = hole.node in demand.barred or self._caps.is_full(name)
-            if closed or self._eligibility.why_not(demand.run_class, hole.node, name):
+            if self.caps.full(name) or self._eligibility.why_not(demand.run_class, hole.node, name):
                 continue
             minutes = self._minutes(hole, demand)
             if minutes is not None:
@@ -139,36 +138,23 @@ class Asking:
         for hole, able in self._offered:
             if not able or hole.node in self.taken:
                 continue
-            if places.setdefault(hole.partition, self._caps.places([hole.partition])) > 0:
+            if places.setdefault(hole.partition, self.caps.places([hole.partition])) > 0:
                 places[hole.partition] -= hole.node not in classes
                 classes[hole.node] = classes.get(hole.node, frozenset()) | able
         demands = self._situation.demands
         runs = {some: frozenset(d.run for d in demands if d.run_class in some) for some in set(classes.values())}
-        picky = [demand for demand in demands if demand.barred]
-        users = [
-            runs[some].difference(demand.run for demand in picky if node in demand.barred)
-            for node, some in classes.items()
-        ]
-        return Supply([some for some in users if some], self._caps.nodes_left())
+        return Supply([runs[some] for some in classes.values()], self.caps.nodes_left())
 
     def within_caps(self, parties: Iterable[Party], refused: Collection[str] = ()) -> list[Party]:
         """The runs with room for no more nodes than may be held where they may ask; `refused`: those may not ask."""
         found = []
         for party in parties:
-            places = self._caps.places(self._eligibility.partitions(self._situation.by_run[party.run].run_class))
+            places = self.caps.places(self._eligibility.partitions(self._situation.by_run[party.run].run_class))
             found.append(party._replace(room=0 if party.run in refused else min(party.room, places)))
         return found
 
-    def full(self, partition: str) -> str:
-        """That no more nodes may be held, in words; empty: more may be."""
-        if not self._caps.nodes_left():
-            return "limited: as many nodes are held as [harvest] max_nodes allows"
-        if self._caps.is_capped(partition):
-            return f"limited: as many nodes of {partition} are held as [harvest] partition_nodes allows"
-        return ""
-
     def _made(self, demand: Demand, ask: Ask) -> Ask:
-        self._caps.add_request(demand.asker, ask.partition, pinned=bool(ask.node), ahead=ask.ahead)
+        self.caps.add_request(demand.asker, ask.partition, pinned=bool(ask.node), ahead=ask.ahead)
         budget = self._budgets[demand.run]
         if budget is not None:
             self._budgets[demand.run] = budget - 60.0 * ask.minutes
@@ -176,19 +162,16 @@ class Asking:
 
     def _refusal(self, demand: Demand) -> str:
         """Why the run may make no request now; empty: it may."""
-        if not self._caps.requests_left():
-            return f"too many requests: {self._caps.waiting} wait already, as many as may at once"
-        if not self._caps.may_wait(demand.asker):
+        if not self.caps.requests_left():
+            return f"too many requests: {self.caps.waiting} wait already, as many as may at once"
+        if not self.caps.may_wait(demand.asker):
             return f"limited: there may be no room for more by {demand.asker} than waits already"
         return ""
 
     def _queue(self, demand: Demand) -> deque[Hole]:
         if demand.run not in self._queues:
-            usable = [offer.hole for offer in self._offered if demand.run_class in offer.users]
-            for hole in usable:
-                if hole.node in demand.barred:
-                    self.reasons.setdefault(hole.node, f"barred: {demand.run} does without it")
-            self._queues[demand.run] = deque(hole for hole in usable if hole.node not in demand.barred)
+            run_class = demand.run_class
+            self._queues[demand.run] = deque(offer.hole for offer in self._offered if run_class in offer.users)
         return self._queues[demand.run]
 
     def _minutes(self, hole: Hole, demand: Demand) -> int | None:
@@ -199,7 +182,8 @@ class Asking:
         rules, known = self._situation.rules, self._situation.known
         partition, budget_s = self._situation.by_partition[hole.partition], self._budgets[demand.run]
         least = max(rules.min_minutes, demand.min_minutes)
-        most = min([rules.max_minutes, *(floor(s / 60) for s in (partition.max_time_s, budget_s) if s is not None)])
+        most = most_minutes(partition, rules)
+        most = most if budget_s is None else min(most, floor(budget_s / 60))
         fits = most if hole.length_s is None else max(0, floor((hole.length_s - rules.slack_s) / 60))
         below = (
             known.backoff.longest(demand.asker, hole.partition, self._situation.at),

@@ -11,7 +11,7 @@ from fallow.core.planning.situation import Situation
 
 
 class Caps:
-    """How many nodes more may be held, and how many requests may wait.
+    """How many nodes more may be held, and how many requests may wait. Nodes of normal priority are held, too.
 
     Args:
         situation: of the plan: its rules, the limits that were learned, and who asks.
@@ -21,7 +21,7 @@ class Caps:
 
     def __init__(self, situation: Situation, held: Iterable[Allocation], pending: Iterable[Allocation]) -> None:
         self._rules, self._backoff, self._at = situation.rules, situation.known.backoff, situation.at
-        self._held = Counter[str]()
+        self._held = Counter(a.partition for a in situation.allocations if a.hurried and a.live)
         self._waiting = self._fresh = self._old = 0
         self._by_asker = Counter[Asker]()
         held = list(held)
@@ -31,11 +31,10 @@ class Caps:
             if not (allocation.pinned and allocation.token in waits and allocation.replaces in live):
                 self.add_node(allocation.partition)
             if allocation.token in waits:
-                # Those that have waited for long keep nobody from asking elsewhere.
-                is_old = situation.waited_s(allocation) > self._rules.start_patience_s
                 demand = situation.by_run.get(allocation.run)
-                self._count(None if demand is None else demand.asker, counts=not (allocation.ahead or is_old))
-                self._old += is_old and not allocation.ahead
+                counts = not situation.waits_for_others(allocation)
+                self._old += not (counts or allocation.ahead)
+                self._count(None if demand is None else demand.asker, counts=counts)
 
     def _count(self, asker: Asker | None, *, counts: bool) -> None:
         self._waiting += 1
@@ -58,9 +57,13 @@ class Caps:
         most = self._rules.max_nodes
         return 1 << 30 if most is None else max(0, most - self._held.total())
 
-    def is_full(self, partition: str) -> bool:
-        """May no more nodes be held there?"""
-        return not self.nodes_left() or self.is_capped(partition)
+    def full(self, partition: str) -> str:
+        """That no more nodes may be held there, in words; empty: more may be."""
+        if not self.nodes_left():
+            return "limited: as many nodes are held as [harvest] max_nodes allows"
+        if self.is_capped(partition):
+            return f"limited: as many nodes of {partition} are held as [harvest] partition_nodes allows"
+        return ""
 
     def is_capped(self, partition: str) -> bool:
         """Are as many held there as may be in this partition?"""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from typing import NamedTuple
 
 from fallow.core.accounting.backoff import Asker, Scope, scope_of
-from fallow.core.allocations import LIVE, Allocation
+from fallow.core.allocations import Allocation
 from fallow.core.holes import is_idle
 from fallow.core.planning.rules import HarvestRules, Known, harvestable
 from fallow.core.planning.situation import Situation
@@ -18,17 +19,22 @@ Asked = tuple[Allocation, Asker]
 """A harvest allocation, and in whose name it is asked for."""
 
 
+class _Seen(NamedTuple):
+    """How a poll showed a harvest allocation."""
+
+    begun: bool = False
+    trained: bool = False
+    holder: Asker | None = None
+    "in whose name it holds a node; None: it holds none"
+
+
 class Learner:
     """Keeps `known` up to date."""
 
     def __init__(self) -> None:
         self.known = Known()
-        self._begun: set[str] | None = None
-        "tokens whose start has been taken note of; None: no poll has been seen yet"
-        self._trained: set[str] = set()
-        "tokens whose first step has been taken note of"
-        self._holders: dict[str, Asker] = {}
-        "token that held a node in the last poll -> in whose name"
+        self._seen: dict[str, _Seen] | None = None
+        "token -> how the last poll showed it; None: no poll has been seen yet"
         self._idle: set[str] | None = None
         "nodes that the last poll showed idle, ours included; None: no poll has been seen yet"
 
@@ -51,22 +57,12 @@ class Learner:
         whole = [a for a, _ in harvest if (a.state in held or a.is_booting) and a.part is None]
         ours = {node for a in whole for node in a.nodes}
         self._count_fallen_idle(cluster, ours, {p.partition for p in harvestable(cluster, rules)})
-        self._ease(harvest, now)
-        if self._begun is None:
-            # Those that began before this head did have been taken note of by the one before.
-            self._begun = {a.token for a, _ in harvest if a.start_at is not None}
-            self._trained = {a.token for a, _ in harvest if a.active_at is not None}
-        if len(self._begun) > len(harvest):
-            # No token comes again, so those that are not kept any more must only not pile up.
-            tokens = {a.token for a, _ in harvest}
-            self._begun &= tokens
-            self._trained &= tokens
-        begun, trained = self._begun, self._trained
-        for allocation, asker in harvest:
-            token, start_at = allocation.token, allocation.start_at
-            if start_at is None or (token in begun and (token in trained or allocation.active_at is None)):
-                continue
-            self._follow_start(begun, allocation, start_at, asker, now)
+        before, self._seen = self._seen, {a.token: _seen(a, asker) for a, asker in harvest}
+        # Those that began before this head did have been taken note of by the one before.
+        if before is not None:
+            self._ease(before, self._seen, now)
+            for allocation, asker in harvest:
+                self._follow_start(before.get(allocation.token, _Seen()), allocation, asker, now)
         # Those that start and those that wait in one poll tell of the same limit, which is at the last that started.
         pending = AllocationState.PENDING
         waits = [(a, asker) for a, asker in harvest if a.state is pending and a.asked_at is None]
@@ -83,12 +79,11 @@ class Learner:
             matter = {n.node for n in cluster.nodes if n.node in fresh and not partitions.isdisjoint(n.partitions)}
             self.known.experience.came(len(matter), cluster.at)
 
-    def _ease(self, harvest: Sequence[Asked], now: float) -> None:
+    def _ease(self, before: Mapping[str, _Seen], seen: Mapping[str, _Seen], now: float) -> None:
         """Where jobs of ours have ended, a limit of their account or QOS has room for as many again."""
-        before = self._holders
-        self._holders = {a.token: who for a, who in harvest if a.start_at is not None and a.state in LIVE}
-        ended = before.keys() - self._holders.keys()
-        for asker, count in Counter([who for token, who in before.items() if token in ended]).items() if ended else ():
+        holders = {token: was.holder for token, was in before.items() if was.holder is not None}
+        ended = Counter(who for token, who in holders.items() if seen.get(token, _Seen()).holder is None)
+        for asker, count in ended.items():
             self.known.backoff.eased(asker, now, count)
 
     def _follow_wait(self, allocation: Allocation, asker: Asker, now: float) -> str:
@@ -102,18 +97,16 @@ class Learner:
             return ""
         return self.strike(asker, allocation.partition, allocation.minutes, allocation.reason, now)
 
-    def _follow_start(self, begun: set[str], allocation: Allocation, start_at: float, asker: Asker, now: float) -> None:
-        experience = self.known.experience
-        if allocation.token not in begun:
-            begun.add(allocation.token)
+    def _follow_start(self, was: _Seen, allocation: Allocation, asker: Asker, now: float) -> None:
+        start_at, active_at = allocation.start_at, allocation.active_at
+        if start_at is None:
+            return
+        if not was.begun:
             self.known.backoff.started(asker, allocation.partition, now)
-        if allocation.active_at is not None and allocation.token not in self._trained:
-            self._trained.add(allocation.token)
-            # A successor is ready early and joins when the node before it leaves.
-            if not allocation.replaces:
-                wait_s = None if allocation.ahead else start_at - allocation.requested_at
-                start_s = allocation.active_at - start_at
-                experience.started(wait_s, start_s, allocation.active_at)
+        # A successor is ready early and joins when the node before it leaves.
+        if active_at is not None and not was.trained and not allocation.replaces:
+            wait_s = None if allocation.ahead else start_at - allocation.requested_at
+            self.known.experience.started(wait_s, active_at - start_at, active_at)
 
     def strike(self, asker: Asker, partition: str, minutes: int | None, reason: str, now: float) -> str:
         """Slurm said no, or lets a request wait, for a reason that may be none to leave anything alone.
@@ -127,6 +120,11 @@ class Learner:
         if backoff.until(asker, partition) > before:
             return f"Slurm says {reason}: {backoff.words(asker, partition, now)}"
         return ""
+
+
+def _seen(allocation: Allocation, asker: Asker) -> _Seen:
+    begun = allocation.start_at is not None
+    return _Seen(begun, begun and allocation.active_at is not None, asker if begun and allocation.live else None)
 
 
 def withdrawn(situation: Situation, withdrawal: Withdraw, allocation: Allocation) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -32,7 +31,7 @@ class Eligibility:
     def partitions(self, run_class: RunClass) -> frozenset[str]:
         """Names of the partitions in which such runs may ask now."""
         if run_class not in self._partitions:
-            _, named, asker = run_class
+            named, asker = run_class.partitions, run_class.asker
             backoff, at = self._situation.known.backoff, self._situation.at
             self._partitions[run_class] = frozenset(
                 p.partition
@@ -46,13 +45,10 @@ class Eligibility:
     def why_not(self, run_class: RunClass, node: str, partition: str, part: Part | None = None) -> str:
         """Why such runs cannot use this node, or this part of it, in this partition; empty: they can."""
         if partition not in self.partitions(run_class):
-            if words := self._situation.known.backoff.words(run_class[2], partition, self._situation.at):
+            if words := self._situation.known.backoff.words(run_class.asker, partition, self._situation.at):
                 return f"left alone: {words}"
             return f"not open: no run may use {partition}"
-        if not self._suits(run_class, node, part):
-            return "of another kind: no run can use it"
-        left_s = self._declined_s(run_class, node, partition)
-        return f"declined: Slurm starts no request there; left alone for {left_s:.0f} s" if left_s else ""
+        return self._unfit(run_class, node, partition, part)
 
     def usable_in(self, run_class: RunClass, node: str) -> list[str]:
         """Partitions in which such runs can use this node as a whole."""
@@ -70,21 +66,24 @@ class Eligibility:
         demand = self._situation.by_run.get(allocation.run)
         if demand is None:
             return True
-        suits = hole.node not in demand.barred and self._suits(demand.run_class, hole.node, hole.part)
-        return suits and not self._declined_s(demand.run_class, hole.node, hole.partition)
+        return not self._unfit(demand.run_class, hole.node, hole.partition, hole.part)
 
-    def decline(self, run: str, node: str, partition: str) -> None:
-        """Slurm does not start this run's requests there: no run like it asks there in this plan."""
-        self._declined.add((self._situation.by_run[run].run_class, node, partition))
+    def decline(self, token: str, nodes: Iterable[str]) -> None:
+        """Slurm does not start this request there: no run like its own asks there in this plan."""
+        request = next(a for a in self._situation.pending if a.token == token)
+        run_class = self._situation.by_run[request.run].run_class
+        self._declined.update((run_class, node, request.partition) for node in nodes)
 
-    def _suits(self, run_class: RunClass, node: str, part: Part | None) -> bool:
-        known = self._situation.nodes.get(node)
-        return known is not None and run_class[0].suits(known, part)
-
-    def _declined_s(self, run_class: RunClass, node: str, partition: str) -> float:
-        if (run_class, node, partition) in self._declined:
-            return FIRST_S
-        return self._situation.known.unstarted.declined_s(node, run_class, partition, self._situation.at)
+    def _unfit(self, run_class: RunClass, node: str, partition: str, part: Part | None) -> str:
+        """Why this node is of no use to such runs, whether or not they may ask in its partition; empty: it is."""
+        known, left_s = self._situation.nodes.get(node), FIRST_S
+        if known is None or not run_class.kind.suits(known, part):
+            return "of another kind: no run can use it"
+        if node in run_class.barred:
+            return "barred: the run does without it"
+        if (run_class, node, partition) not in self._declined:
+            left_s = self._situation.known.unstarted.declined_s(node, run_class, partition, self._situation.at)
+        return f"declined: Slurm starts no request there; left alone for {left_s:.0f} s" if left_s else ""
 
     @cached_property
     def _partitions_of(self) -> Mapping[str, Sequence[str]]:
@@ -113,39 +112,34 @@ def offers(situation: Situation, eligibility: Eligibility) -> list[Offer]:
     return sorted(found, key=lambda offer: (len(offer.users), ways[offer.hole.node]))
 
 
-@dataclass(frozen=True, slots=True)
-class Matched:
-    """Which idle nodes requests that wait will take, the oldest first."""
-
-    taken: dict[str, str] = field(default_factory=dict)
-    "node -> token"
-    unmatched: list[Allocation] = field(default_factory=list)
-    "requests for which there is no idle node"
-
-
-def match(pending: Iterable[Allocation], holes: Sequence[Hole], eligibility: Eligibility) -> Matched:
+def match(
+    pending: Iterable[Allocation], holes: Sequence[Hole], eligibility: Eligibility
+) -> tuple[set[str], list[Allocation]]:
     """Match requests with idle nodes, as Slurm would.
 
     Args:
         pending: requests, the oldest first.
         holes: idle nodes, best first.
         eligibility: who can use which.
+
+    Returns:
+        Nodes that they will take, and the requests for which there is none.
     """
-    found, by_partition = Matched(), dict[str, list[Hole]]()
+    taken, unmatched, by_partition = set[str](), list[Allocation](), dict[str, list[Hole]]()
     for hole in holes:
         by_partition.setdefault(hole.partition, []).append(hole)
     for allocation in pending:
         if allocation.pinned:
             continue
-        left = (hole for hole in by_partition.get(allocation.partition, ()) if hole.node not in found.taken)
-        taken = next((hole.node for hole in left if eligibility.could_take(allocation, hole)), None)
-        if taken is not None:
-            found.taken[taken] = allocation.token
+        left = (hole for hole in by_partition.get(allocation.partition, ()) if hole.node not in taken)
+        node = next((hole.node for hole in left if eligibility.could_take(allocation, hole)), None)
+        if node is not None:
+            taken.add(node)
         elif allocation.part is not None:
-            found.taken[allocation.part.node] = allocation.token
+            taken.add(allocation.part.node)
         else:
-            found.unmatched.append(allocation)
-    return found
+            unmatched.append(allocation)
+    return taken, unmatched
 
 
 def _has(idle: Part | None, wanted: Part | None) -> bool:

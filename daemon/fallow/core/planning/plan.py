@@ -27,7 +27,7 @@ from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.core.planning.share import Party, Worth, linear, move, share, step_up, useful
 from fallow.core.planning.situation import Situation
 from fallow.core.planning.unused import unused
-from fallow.core.planning.withdrawals import Withdraw, passed_over, too_long, wanted_back, withdrawals
+from fallow.core.planning.withdrawals import Withdraw, wanted_back, withdrawals
 from fallow.model import AllocationState
 
 MOVABLE_S = 600.0
@@ -80,19 +80,23 @@ class _Draft:
     def __init__(self, situation: Situation) -> None:
         self._situation, self._eligibility = situation, Eligibility(situation)
         self._give_backs = _first_of_each([*situation.external.give_backs, *wanted_back(situation)])
-        self._withdrawals, self._asks = self._lost(), list[Ask]()
+        lost = withdrawals(situation, self._eligibility)
+        self._withdrawals, self._asks = [] if situation.asks_only else lost, list[Ask]()
+        for each in lost:
+            if each.declined:
+                self._eligibility.decline(each.token, each.declined)
         going = self._going
         waiting = [a for a in situation.pending if a.token not in going]
-        matched = match(waiting, situation.holes, self._eligibility)
-        self._unmatched = matched.unmatched
+        taken, self._unmatched = match(waiting, situation.holes, self._eligibility)
         # Idle nodes come first: what waits for nodes that others still have must not keep anybody from asking for them.
-        self._movable = [] if situation.asks_only else [a for a in matched.unmatched if _only_waits(a, situation)]
+        movable = [] if situation.asks_only else self._unmatched
+        self._movable = [a for a in movable if situation.waits_for_others(a)]
         # What is given back is held until its job has ended.
         gone = {each.token for each in self._withdrawals}.union(a.token for a in self._movable)
         self._caps = Caps(situation, [a for a in situation.harvest if a.token not in gone], waiting)
         self._offered = offers(situation, self._eligibility)
         shorter = _shorter(situation, self._withdrawals)
-        self._asking = Asking(situation, self._eligibility, self._offered, matched.taken, self._caps, shorter)
+        self._asking = Asking(situation, self._eligibility, self._offered, taken, self._caps, shorter)
         have = _have(situation.harvest, going)
         self._parties = {demand.run: _party(demand, have[demand.run], situation.rules) for demand in situation.demands}
         self._count(self._movable, -1)
@@ -100,18 +104,6 @@ class _Draft:
         "run -> nodes that it should have and may not ask for: a cap, or its budget, is used up"
         self._losing: set[str] = set()
         "runs from which something is taken since it is worth more elsewhere, or nothing"
-
-    # -- what goes -----------------------------------------------------------------------------------------------------
-
-    def _lost(self) -> list[Withdraw]:
-        """Requests that have lost their point. Nodes on which Slurm does not start ours are asked for by nobody."""
-        declined = passed_over(self._situation, self._eligibility)
-        for allocation in self._situation.pending:
-            for node in declined.get(allocation.token, ()):
-                self._eligibility.decline(allocation.run, node, allocation.partition)
-        if self._situation.asks_only:
-            return []
-        return withdrawals(self._situation, too_long(self._situation, self._eligibility), declined)
 
     @property
     def _going(self) -> set[str]:
@@ -141,7 +133,7 @@ class _Draft:
         """Leave a request for what others leave, or withdraw it: there may be no room beside what was asked for."""
         run, caps = allocation.run, self._caps
         has_room = run in self._parties and self._parties[run].room > 0
-        if has_room and not caps.is_full(allocation.partition) and caps.may_wait_ahead():
+        if has_room and not caps.full(allocation.partition) and caps.may_wait_ahead():
             caps.add_request(self._situation.by_run[run].asker, allocation.partition, ahead=True)
             self._add(run, 1)
         else:
@@ -211,8 +203,7 @@ class _Draft:
         """May this run ask for the node of that lease once it is idle?"""
         demand, kept = self._situation.by_run[run], self._situation.external.kept_nodes
         return self._caps.may_wait(demand.asker) and all(
-            node not in demand.barred
-            and any(
+            any(
                 name not in kept and (name == lease.partition or not self._caps.is_capped(name))
                 for name in self._eligibility.usable_in(demand.run_class, node)
             )
@@ -311,12 +302,6 @@ def _first_of_each(give_backs: Iterable[GiveBack]) -> list[GiveBack]:
     for each in give_backs:
         found.setdefault(each.token, each)
     return list(found.values())
-
-
-def _only_waits(allocation: Allocation, situation: Situation) -> bool:
-    """Does a request for which there is no idle node wait for what others leave? So does one that came too late."""
-    is_old = situation.waited_s(allocation) > situation.rules.start_patience_s
-    return allocation.asked_at is None and (allocation.ahead or is_old)
 
 
 def _shorter(situation: Situation, withdrawn: Iterable[Withdraw]) -> dict[str, int]:

@@ -88,7 +88,7 @@ class Demand(msgspec.Struct, frozen=True):
 
     @property
     def run_class(self) -> RunClass:
-        return self.kind, self.partitions, self.asker
+        return RunClass(self.kind, self.partitions, self.asker, self.barred)
 
 
 @dataclass
@@ -162,6 +162,12 @@ def off_limits(partition: PartitionInfo, rules: HarvestRules) -> frozenset[str]:
 def _open(partition: PartitionInfo, rules: HarvestRules) -> PartitionInfo:
     closed = off_limits(partition, rules)
     return replace(partition, nodes=[n for n in partition.nodes if n not in closed]) if closed else partition
+
+
+def most_minutes(partition: PartitionInfo, rules: HarvestRules) -> int:
+    """Return for how long a node may be asked for in a partition."""
+    limit_s = partition.max_time_s
+    return rules.max_minutes if limit_s is None else min(rules.max_minutes, int(limit_s // 60))
 
 
 def may_take(allocation: Allocation, length_s: float | None, at: float, rules: HarvestRules) -> bool:

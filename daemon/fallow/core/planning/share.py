@@ -11,9 +11,9 @@ arXiv 2106.12091, with costs in time). A node changes hands only if that pays fo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heapreplace
 from math import inf, log1p
 from typing import NamedTuple
 
@@ -158,27 +158,24 @@ class Party(NamedTuple):
 
 def share(parties: Sequence[Party], supply: Supply, stay_s: float) -> dict[str, int]:
     """Run -> nodes more, of those that are idle; the one with the greatest gain comes first."""
-    more: dict[str, int] = {}
+    more = Counter[str]()
 
-    def entry(number: int) -> tuple[float, int, int]:
-        run, worth, have, room = parties[number]
-        got = more.get(run, 0)
-        step = step_up(worth, have + got, min(room - got, supply.most(run)), stay_s, stalls=not got)
-        return -step.gain, number, step.nodes
+    def next_step(party: Party) -> Step:
+        got = more[party.run]
+        most = min(party.room - got, supply.most(party.run))
+        return step_up(party.worth, party.have + got, most, stay_s, stalls=not got)
 
-    queue = [entry(number) for number, party in enumerate(parties) if party.room > 0]
-    heapify(queue)
-    while queue:
-        _, number, nodes = queue[0]
-        run = parties[number].run
+    by_run = {party.run: party for party in parties}
+    steps = {run: next_step(party) for run, party in by_run.items()}
+    while steps:
+        run = max(steps, key=lambda run: steps[run].gain)
+        nodes = steps[run].nodes
         if not nodes:
-            heappop(queue)
-        elif nodes > supply.most(run):
-            heapreplace(queue, entry(number))
-        else:
+            break
+        if nodes <= supply.most(run):
             supply.take(run, nodes)
-            more[run] = more.get(run, 0) + nodes
-            heapreplace(queue, entry(number))
+            more[run] += nodes
+        steps[run] = next_step(by_run[run])
     return more
 
 

@@ -90,3 +90,8 @@ class Situation:
     def waited_s(self, allocation: Allocation) -> float:
         """For so long a request has been waiting."""
         return self.at - allocation.waits_since
+
+    def waits_for_others(self, allocation: Allocation) -> bool:
+        """Return True for a request that waits for what others leave. So does one that came too late for an idle node:
+        it keeps nobody from asking elsewhere."""
+        return allocation.ahead or self.waited_s(allocation) > self.rules.start_patience_s

@@ -8,18 +8,30 @@ it, each time for twice as long, until the node is used or looks otherwise.
 
 from __future__ import annotations
 
-import msgspec
+from typing import NamedTuple
 
 from fallow.core.accounting.backoff import Asker
 from fallow.core.holes import UNUSABLE
 from fallow.core.kinds import Kind
 from fallow.model import ClusterState, NodeInfo
 
-RunClass = tuple[Kind, tuple[str, ...], Asker]
-"""Kind of node, partitions that were named, and in whose name: runs that share these can use the same nodes."""
+
+class RunClass(NamedTuple):
+    """Runs that share these can use the same nodes."""
+
+    kind: Kind
+    partitions: tuple[str, ...]
+    "that were named; empty: any"
+    asker: Asker
+    barred: frozenset[str]
+    "nodes that they do without"
+
 
 Look = tuple[str, int, int, int]
 """State, and CPUs, memory and GPUs in use."""
+
+Request = tuple[Kind, Asker, str]
+"""Kind of node, in whose name, and the partition: requests that share these start on the same nodes."""
 
 LEAST_S = 90.0
 """Slurm is given so long in any case: it looks at everything once a minute."""
@@ -31,31 +43,14 @@ FIRST_S, LONGEST_S = 600.0, 6 * 3600.0
 """A node is left alone for so long after the first time, and at most."""
 
 
-class Declined(msgspec.Struct, frozen=True):
-    """What is written down of a node that is left alone."""
-
-    node: str
-    look: Look
-    since: float
-    "for how it looks, Unix time"
-    to: list[tuple[RunClass, str, int, float]]
-    "class of run, partition, times, until when"
-
-
-class AllDeclined(msgspec.Struct, frozen=True):
-    """What is written down of all nodes that are left alone."""
-
-    nodes: list[Declined] = []
-
-
 class Unstarted:
     """Follows the polls of one head."""
 
     def __init__(self) -> None:
         self._looks: dict[str, tuple[Look, float]] = {}
         "idle node, or one with something idle -> how it looks, and since when (Unix time)"
-        self._declined: dict[str, dict[tuple[RunClass, str], tuple[int, float]]] = {}
-        "node -> (class of run, partition) -> times that it was left alone, and until when (Unix time)"
+        self._declined: dict[str, dict[Request, tuple[int, float]]] = {}
+        "node -> requests -> times that it was left alone, and until when (Unix time)"
 
     def look(self, cluster: ClusterState) -> None:
         """Take in a poll."""
@@ -75,37 +70,17 @@ class Unstarted:
 
     def decline(self, node: str, run_class: RunClass, partition: str, at: float) -> None:
         """Requests for runs of this class do not start there."""
-        times, until = self._declined.setdefault(node, {}).get((run_class, partition), (0, 0.0))
+        request = run_class.kind, run_class.asker, partition
+        times, until = self._declined.setdefault(node, {}).get(request, (0, 0.0))
         if until <= at:
-            self._declined[node][run_class, partition] = times + 1, at + min(LONGEST_S, FIRST_S * 2.0 ** min(times, 20))
-
-    def remembered(self) -> AllDeclined:
-        """What the next head needs to know."""
-        return AllDeclined(
-            [
-                Declined(node, *self._looks[node], [(*key, *spell) for key, spell in to.items()])
-                for node, to in self._declined.items()
-                if node in self._looks
-            ]
-        )
-
-    def recall(self, known: AllDeclined) -> None:
-        """Go on from what an earlier head knew. A node that looks otherwise at the next poll was used since."""
-        for each in known.nodes:
-            self._looks[each.node] = each.look, each.since
-            self._declined[each.node] = {(whom, partition): (times, until) for whom, partition, times, until in each.to}
-
-    def nodes(self) -> set[str]:
-        """Those that are, or were a while ago, declined to somebody."""
-        return set(self._declined)
+            self._declined[node][request] = times + 1, at + min(LONGEST_S, FIRST_S * 2.0 ** min(times, 20))
 
     def declined_s(self, node: str, run_class: RunClass, partition: str, at: float) -> float:
         """For how long it is left alone still; 0: it is not."""
         if node not in self._declined:
             return 0.0
-        _, until = self._declined[node].get((run_class, partition), (0, 0.0))
-        # When the clock was set back, nobody knows.
-        return max(0.0, until - at) if until - at <= LONGEST_S else 0.0
+        _, until = self._declined[node].get((run_class.kind, run_class.asker, partition), (0, 0.0))
+        return max(0.0, until - at)
 
 
 def _look(node: NodeInfo) -> Look | None:

@@ -28,7 +28,7 @@ def unused(situation: Situation, eligibility: Eligibility, offered: Sequence[Off
         if hole.node in asking.taken:
             found[hole.node] = "asked for: a request waits for Slurm to start it"
         elif users or not demands:
-            found[hole.node] = asking.reasons.get(hole.node) or asking.full(hole.partition) or _not_needed(demands)
+            found[hole.node] = asking.reasons.get(hole.node) or asking.caps.full(hole.partition) or _not_needed(demands)
         else:
             found[hole.node] = eligibility.why_not(demands[0].run_class, hole.node, hole.partition, hole.part)
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fallow.core.accounting.backoff import Scope, scope_of
@@ -10,10 +10,10 @@ from fallow.core.allocations import Allocation
 from fallow.core.holes import CLOSED, WANTED_BACK, Part, idle_gpus
 from fallow.core.neighbour.needs import GiveBack
 from fallow.core.planning.offers import Eligibility
-from fallow.core.planning.rules import HarvestRules
+from fallow.core.planning.rules import most_minutes
 from fallow.core.planning.situation import Situation
 from fallow.core.planning.unstarted import LEAST_S
-from fallow.model import AllocationState, NodeInfo, PartitionInfo
+from fallow.model import AllocationState, NodeInfo
 
 NOTICE_S = 60.0
 """Nodes are left so long before a reservation, besides the usual margin."""
@@ -45,7 +45,31 @@ def wanted_back(situation: Situation) -> list[GiveBack]:
     return [GiveBack(token, f"{node} {wanted[node]}") for token, node in found if node]
 
 
-def passed_over(situation: Situation, eligibility: Eligibility) -> dict[str, tuple[str, ...]]:
+def withdrawals(situation: Situation, eligibility: Eligibility) -> list[Withdraw]:
+    """Requests that have lost their point."""
+    needless, declined = _newest(situation), _passed_over(situation, eligibility)
+    long = _too_long(situation, eligibility)
+    found: list[Withdraw] = []
+    for allocation in situation.pending:
+        idle = declined.get(allocation.token, ())
+        if allocation.token in needless:
+            found.append(Withdraw(allocation.token, "the run no longer needs it"))
+        elif situation.waited_s(allocation) > situation.rules.pending_patience_s and not _lasts(allocation, situation):
+            what = "it was not submitted" if allocation.queued else "Slurm did not start it"
+            reason = f"{what} within {situation.rules.pending_patience_s:.0f} s"
+            found.append(Withdraw(allocation.token, reason, declined=idle))
+        elif why := _lost_its_point(allocation, situation):
+            found.append(Withdraw(allocation.token, why))
+        elif idle:
+            waited_s = situation.waited_s(allocation)
+            reason = f"Slurm did not start it within {waited_s:.0f} s, with {', '.join(idle[:3])} idle"
+            found.append(Withdraw(allocation.token, reason, declined=idle))
+        elif allocation.token in long and not (allocation.queued or allocation.pinned):
+            found.append(Withdraw(allocation.token, f"{allocation.minutes} min do not fit", too_long=True))
+    return found
+
+
+def _passed_over(situation: Situation, eligibility: Eligibility) -> dict[str, tuple[str, ...]]:
     """Token of a request -> idle nodes beside which it has waited for too long: Slurm does not start it there.
 
     A request is taken back for each such node, for the others may wait for better ones. Where others' jobs wait, Slurm
@@ -73,41 +97,12 @@ def passed_over(situation: Situation, eligibility: Eligibility) -> dict[str, tup
     return found
 
 
-def too_long(situation: Situation, eligibility: Eligibility) -> set[str]:
+def _too_long(situation: Situation, eligibility: Eligibility) -> set[str]:
     """Tokens of requests beside which nodes have been idle for long that somebody may want soon, nobody knows when."""
     patience_s, idle_s = situation.rules.start_patience_s, situation.known.unstarted.idle_s
     unsure = [hole for hole in situation.holes if not hole.sure and idle_s(hole.node, situation.at) > patience_s]
     old = [a for a in situation.pending if situation.waited_s(a) > patience_s and not a.ahead and a.part is None]
     return {a.token for a in old if any(eligibility.stands_for(a, hole) for hole in unsure)}
-
-
-def withdrawals(situation: Situation, long: Collection[str], declined: Mapping[str, tuple[str, ...]]) -> list[Withdraw]:
-    """Requests that have lost their point.
-
-    Args:
-        situation: of the plan.
-        long: as `too_long` found.
-        declined: as `passed_over` found.
-    """
-    needless = _newest(situation)
-    found: list[Withdraw] = []
-    for allocation in situation.pending:
-        idle = declined.get(allocation.token, ())
-        if allocation.token in needless:
-            found.append(Withdraw(allocation.token, "the run no longer needs it"))
-        elif situation.waited_s(allocation) > situation.rules.pending_patience_s and not _lasts(allocation, situation):
-            what = "it was not submitted" if allocation.queued else "Slurm did not start it"
-            reason = f"{what} within {situation.rules.pending_patience_s:.0f} s"
-            found.append(Withdraw(allocation.token, reason, declined=idle))
-        elif why := _lost_its_point(allocation, situation):
-            found.append(Withdraw(allocation.token, why))
-        elif idle:
-            waited_s = situation.waited_s(allocation)
-            reason = f"Slurm did not start it within {waited_s:.0f} s, with {', '.join(idle[:3])} idle"
-            found.append(Withdraw(allocation.token, reason, declined=idle))
-        elif allocation.token in long and not (allocation.queued or allocation.pinned):
-            found.append(Withdraw(allocation.token, f"{allocation.minutes} min do not fit", too_long=True))
-    return found
 
 
 def _lost_its_point(allocation: Allocation, situation: Situation) -> str:
@@ -137,13 +132,7 @@ def _lasts(allocation: Allocation, situation: Situation) -> bool:
         return False
     if partition is None or not partition.preempts or not situation.rules.ahead:
         return False
-    return (allocation.minutes or 0) >= _longest(partition, situation.rules)
-
-
-def _longest(partition: PartitionInfo, rules: HarvestRules) -> int:
-    """Minutes that a request may have there."""
-    limit_s = partition.max_time_s
-    return rules.max_minutes if limit_s is None else min(rules.max_minutes, int(limit_s // 60))
+    return (allocation.minutes or 0) >= most_minutes(partition, situation.rules)
 
 
 def _newest(situation: Situation) -> set[str]:

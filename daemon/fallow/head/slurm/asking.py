@@ -19,7 +19,7 @@ from fallow.core.kinds import Kind
 from fallow.core.membership import events as ev
 from fallow.core.neighbour.needs import ExternalDemand, GiveBack
 from fallow.core.planning import allowance
-from fallow.core.planning.allowance import FEW, Limits
+from fallow.core.planning.allowance import FEW
 from fallow.core.planning.asking import Ask, outdated
 from fallow.core.planning.learner import withdrawn
 from fallow.core.planning.plan import plan
@@ -46,9 +46,8 @@ class Asking:
     def __init__(self, config: Config, known: Known, groups: frozenset[str] | None = None) -> None:
         """Args: groups: of the owner; None: not known."""
         self._config = config
-        self._limits = _limits(config)
+        self._configured = _configured(config, groups)
         self._known = known
-        self._groups = groups
         self.interval_s = config.slurm.poll_interval_s
         "from one poll to the next, as things are"
         self.stopped = ""
@@ -61,11 +60,18 @@ class Asking:
 
     def rules(self, now: float, site: ClusterConfig | None, refused: Mapping[str, str]) -> HarvestRules:
         """What may be asked for now, at Unix time `now`; nothing in the partitions that are `refused`."""
-        experience = self._known.experience
-        found = allowance.rules(
-            self._limits, site, refused, experience, now, self.interval_s, self._groups, self.owner is not None
+        slurm = self._config.slurm
+        return allowance.rules(
+            replace(self._configured, refused=refused, stopped=self.stopped),
+            site,
+            self._known.experience,
+            now,
+            self.interval_s,
+            max_pending=self._config.harvest.max_pending,
+            poll_interval_s=slurm.poll_interval_s,
+            submits_per_min=slurm.submits_per_min,
+            limits_known=self.owner is not None,
         )
-        return replace(found, stopped=self.stopped)
 
     def plan(
         self, turn: Turn, cluster: ClusterState, rules: HarvestRules, external: ExternalDemand, *, again: bool = False
@@ -110,9 +116,7 @@ class Asking:
         live = [a for run in runs.values() for a in run.live_allocations()]
         if not again:
             self._known.unstarted.look(cluster)
-        # Nodes of normal priority count under the caps, too.
-        left = allowance.beside(rules, allowance.held_or_asked(a for a in live if a.hurried))
-        situation = Situation(cluster, demands, live, left, self._known, external, asks_only=again)
+        situation = Situation(cluster, demands, live, rules, self._known, external, asks_only=again)
         found = plan(situation)
         for action in found.actions:
             match action:
@@ -260,19 +264,17 @@ def _give_all_back(turn: Turn, run: Run, reason: str) -> None:
             turn.cancel(run, allocation, reason)
 
 
-def _limits(config: Config) -> Limits:
+def _configured(config: Config, groups: frozenset[str] | None) -> HarvestRules:
     h = config.harvest
-    return Limits(
+    return HarvestRules(
         partitions=tuple(h.partitions),
         allow_without_preemption=h.allow_without_preemption,
-        max_pending=h.max_pending,
+        groups=groups,
         max_nodes=h.max_nodes,
         partition_nodes=h.partition_nodes,
         max_minutes=h.max_minutes,
         min_minutes=h.min_minutes,
-        poll_interval_s=config.slurm.poll_interval_s,
-        submits_per_min=config.slurm.submits_per_min,
-        release_margin_s=config.membership.release_margin_s,
+        margin_s=config.membership.release_margin_s,
         wake=wake_price(config),
     )
 

@@ -14,7 +14,6 @@ from fallow.core.membership.messages import Unreadable
 from fallow.core.planning.experience import Experience
 from fallow.core.planning.learner import Learner
 from fallow.core.planning.rules import HarvestRules
-from fallow.core.planning.unstarted import AllDeclined
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Run
 from fallow.model import ClusterState
@@ -23,14 +22,14 @@ log = structlog.get_logger("fallow.head")
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-NOTE, BACKOFF, UNSTARTED = "experience", "backoff", "unstarted"
+NOTE, BACKOFF = "experience", "backoff"
 """Their keys among the notes of the store."""
 
 WRITE_EVERY_S = 300.0
 """And when the head ends. What was learned since is lost when it is killed; it is a statistic."""
 
 
-records.SCHEMAS.update({Experience: 1, LeftAlone: 1, AllDeclined: 1})
+records.SCHEMAS.update({Experience: 1, LeftAlone: 1})
 
 
 class Learning(Learner):
@@ -44,14 +43,12 @@ class Learning(Learner):
         """Go on with what an earlier head wrote down. What cannot be read is forgotten: it is a statistic."""
         self.known.experience = _read(notes.get(NOTE), Experience)
         self.known.backoff.recall(_read(notes.get(BACKOFF), LeftAlone))
-        self.known.unstarted.recall(_read(notes.get(UNSTARTED), AllDeclined))
 
     def note(self, turn: Turn) -> None:
         """Have it written down with this turn."""
         self._written_at = turn.at
         turn.notes[NOTE] = records.encode(self.known.experience)
         turn.notes[BACKOFF] = records.encode(self.known.backoff.remembered())
-        turn.notes[UNSTARTED] = records.encode(self.known.unstarted.remembered())
 
     def polled(self, turn: Turn, cluster: ClusterState, rules: HarvestRules) -> None:
         """Take in a poll, after the allocations have been brought up to date."""

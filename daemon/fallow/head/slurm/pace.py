@@ -6,11 +6,12 @@ and QOS, for as long, and without `--nice`; nobody else's waiting job takes them
 
 from __future__ import annotations
 
-from math import ceil
+from collections import Counter
+from math import ceil, inf
 
 from fallow.core.accounting.backoff import Asker, Backoff
 from fallow.core.accounting.pacing import Schedule, dispensable, extra_nodes
-from fallow.core.planning.allowance import beside, held_or_asked
+from fallow.core.allocations import WAITING
 from fallow.core.planning.rules import HarvestRules
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Run
@@ -93,8 +94,11 @@ def _ask(
     if backoff.until(Asker.of(run.spec), partition) > turn.now:
         return 0
     every = (a for each in turn.book.on_slurm for a in each.live_allocations())
-    left = beside(rules, held_or_asked(every))
-    if left.max_nodes == 0 or left.partition_nodes.get(partition) == 0:
+    # One that a successor waits for is the same node.
+    mine = (a for a in every if a.kind is AllocationKind.HARVEST and not (a.pinned and a.state in WAITING))
+    held = Counter(a.partition for a in mine)
+    most = inf if rules.max_nodes is None else rules.max_nodes
+    if held.total() >= most or held[partition] >= rules.partition_nodes.get(partition, inf):
         return 0
     allocation = turn.new_allocation(run, AllocationKind.HARVEST, partition=partition, minutes=minutes, hurried=True)
     if allocation is None:

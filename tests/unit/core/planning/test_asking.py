@@ -43,9 +43,7 @@ def test_no_job_is_asked_for_that_trains_for_less_than_it_takes_to_begin() -> No
     experience = Experience()
     for _ in range(5):
         experience.started(1.0, 170.0, NOW - 60)
-    usual, slow = (
-        allowance.rules(allowance.Limits(), None, {}, known, NOW, 30.0) for known in (Experience(), experience)
-    )
+    usual, slow = (allowance.rules(HarvestRules(), None, known, NOW, 30.0) for known in (Experience(), experience))
     assert (usual.min_minutes, slow.min_minutes) == (2, 6)
     short = preempting([node("n1")], [waits(partition="urgent", planned_nodes=["n1"], start_at=NOW + 300)])
     assert asked(short, [Demand("r", 1)], [], slow) == []

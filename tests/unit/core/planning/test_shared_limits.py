@@ -14,7 +14,7 @@ from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind
 from fallow.core.planning import allowance
 from fallow.core.planning.experience import Experience
-from fallow.core.planning.rules import Demand
+from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.core.planning.shared_limits import Reserve, Room, capped, fills, named, waits_for_limit, yielded
 from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo, LimitView, OwnerView, ShareView
 
@@ -289,9 +289,8 @@ def test_a_node_that_is_asked_for_again_counts_once() -> None:
 def test_few_requests_wait_where_the_limits_are_not_known(
     known: bool, accounting: bool, max_pending: int | None, most: int
 ) -> None:
-    limits = allowance.Limits(max_pending=max_pending)
-    found = allowance.rules(limits, site(accounting=accounting), {}, Experience(), NOW, 30.0, None, known)
+    told = site(accounting=accounting), Experience(), NOW, 30.0
+    found = allowance.rules(HarvestRules(), *told, max_pending=max_pending, limits_known=known)
     assert found.max_waiting >= most if most > 8 else found.max_waiting == most
-    assert replace(found, max_waiting=0) == replace(
-        allowance.rules(limits, site(accounting=accounting), {}, Experience(), NOW, 30.0), max_waiting=0
-    )
+    usual = allowance.rules(HarvestRules(), *told, max_pending=max_pending)
+    assert replace(found, max_waiting=0) == replace(usual, max_waiting=0)

@@ -86,7 +86,7 @@ def test_a_request_is_taken_back_for_each_node_beside_it_and_not_asked_for_there
     assert 90.0 < head.at <= 130.0
     head.poll([bad], Demand("r", 1))
     assert len(head.asked()) == 1
-    assert head.known.unstarted.declined_s("bad", Demand("other", 1, partitions=("p",)).run_class, "p", NOW) == 0.0
+    assert head.known.unstarted.declined_s("bad", Demand("other", 1, kind=Kind(gpus=1)).run_class, "p", NOW) == 0.0
     # It stands for none of the requests that wait for others.
     head.poll([bad, node("good")], Demand("r", 2))
     head.poll([bad, node("good")], Demand("r", 1))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 
 import pytest
 
-from builders import NOW, node, preempting, request, waits
+from builders import NOW, allocation, node, preempting, request, waits
 from fallow.core.allocations import Allocation
-from fallow.core.planning import allowance
 from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.model import ClusterState
 from planning import planned
@@ -39,7 +37,7 @@ GREEDY = Demand("r", 3, barred=frozenset({"n3"}))
 
 
 def test_every_idle_node_that_is_not_used_has_a_reason() -> None:
-    state, barred = three_idle_nodes(), "barred: r does without it"
+    state, barred = three_idle_nodes(), "barred: the run does without it"
     needless = "not needed: no run would gain from it, or may pay for it"
     assert unused(state, [Demand("r", 1, barred=GREEDY.barred)]) == {"n1": ASKED, "n2": needless, "n3": barred}
     too_short = "too short: somebody else has it in 50 s, and at least 2 min are asked for"
@@ -49,17 +47,18 @@ def test_every_idle_node_that_is_not_used_has_a_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rules", "why"),
+    ("rules", "hurried", "why"),
     [
-        (HarvestRules(max_pending=1), "too many requests: 1 wait already, as many as may at once"),
-        (HarvestRules(max_nodes=1), MOST),
+        (HarvestRules(max_pending=1), [], "too many requests: 1 wait already, as many as may at once"),
+        (HarvestRules(max_nodes=1), [], MOST),
         # Of a cap of three, nodes of normal priority have two; those elsewhere are none of a partition's.
-        (allowance.beside(HarvestRules(max_nodes=3), Counter(p=2)), MOST),
-        (allowance.beside(HarvestRules(partition_nodes={"p": 3}), Counter(p=2, normal=4)), MOST_OF_P),
+        (HarvestRules(max_nodes=3), ["p"] * 2, MOST),
+        (HarvestRules(partition_nodes={"p": 3}), ["p"] * 2 + ["normal"] * 4, MOST_OF_P),
     ],
 )
-def test_a_node_that_a_limit_keeps_idle_names_it(rules: HarvestRules, why: str) -> None:
-    found = unused(three_idle_nodes(), [GREEDY], rules, (request(),))
+def test_a_node_that_a_limit_keeps_idle_names_it(rules: HarvestRules, hurried: list[str], why: str) -> None:
+    normal = (allocation(f"t{i}", hurried=True, partition=name) for i, name in enumerate(hurried))
+    found = unused(three_idle_nodes(), [GREEDY], rules, (request(), *normal))
     assert (found["n1"], found["n2"]) == (ASKED, why)
 
 
