@@ -129,10 +129,11 @@ def test_preemption_warns_a_step_that_has_its_fake_gpus(make_testbed: MakeTestbe
 
 
 def test_errors_say_what_to_do(make_testbed: MakeTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    with pytest.raises(FallowError, match="not empty"):
-        Testbed.up(tmp_path / "full")
+    # Not in pytest's folder, whose path may be too long itself.
+    with tempfile.TemporaryDirectory(dir="/tmp") as full:
+        Path(full, "file").touch()
+        with pytest.raises(FallowError, match="not empty"):
+            Testbed.up(Path(full))
     with pytest.raises(FallowError, match="too long"):
         Testbed.up(Path("/tmp") / ("x" * 80))
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
