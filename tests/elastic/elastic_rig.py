@@ -248,17 +248,22 @@ class Elastic:
 
     async def commits_unheard(self, newcomer: str) -> None:
         """Let this newcomer in, and stop its agent between its vote and the commit."""
-        committed, agent, store = (await self.roster()).root.generation, self.agent_of[newcomer], 0
+        committed, agent = (await self.roster()).root.generation, self.agent_of[newcomer]
         send(agent, signal.SIGSTOP)
         if self._scripted:
             await self.grow()
+
+        deadline = time.monotonic() + WAIT_S
         while (await self.roster()).root.generation == committed:
+            assert time.monotonic() < deadline, f"nothing is committed with {newcomer}"
             store = store_pid(self.rig.paths)
             send(store, signal.SIGSTOP)  # nothing is committed while all vote
-            send(agent, signal.SIGCONT)
-            await asyncio.sleep(0.5)
-            send(agent, signal.SIGSTOP)
-            send(store, signal.SIGCONT)
+            try:
+                send(agent, signal.SIGCONT)
+                await asyncio.sleep(0.5)
+                send(agent, signal.SIGSTOP)
+            finally:
+                send(store, signal.SIGCONT)
             await asyncio.sleep(0.5)
 
     async def release(self, *members: str) -> None:

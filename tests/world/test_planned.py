@@ -39,9 +39,23 @@ def test_newcomers_hear_of_a_commit_first_and_members_when_they_have_or_when_an_
         assert [told for told, order in orders(turn).items() if order.committed == g] == [n]
         others = set(rig.r.members) - {n}
         assert not orders(rig.say(1))
+        before = dict(rig.orders)
+        rig.expect(rig.r.nodes[1].host, rig.r.nodes[1].token, rig.r.nodes[1].boot)
+        assert rig.orders == before, "not with a new connection either"
         told = orders(rig.say(n) if hears else rig.tick(rig.at + 2 * rig.timing.resend_s + 1, 1))
         assert all(told[other].committed == g for other in others)
         rig.switch()
+
+
+def test_members_hear_of_a_commit_within_a_tick_while_somebody_has_to_leave_in_time() -> None:
+    rig = started(3)
+    n = rig.join("d")
+    rig.release(2, reason="urgent", by=rig.at + 10.0)
+    g = rig.r.root.highest
+    for voter in [*rig.r.members, n]:
+        rig.say(voter, prepared=g, given_up=0)
+    told = orders(rig.tick(rig.at + 1.0, 1, 2, 3))
+    assert {node for node, order in told.items() if order.committed == g} >= {1, 2, 3}
 
 
 @notices("overtaken reports count")

@@ -78,7 +78,7 @@ class Machine:
         return self.state.phase
 
     def order(self, node: int) -> Order:
-        """Where a node has to be, as things are now. For an agent that asks."""
+        """Where a node has to be, as things are now."""
         return self.state.order(node)
 
     def handle(self, event: ev.Event) -> ev.Turn:
@@ -143,9 +143,10 @@ class Machine:
             r.root.next_id = max(r.root.next_id, number + 1)
             r.add(node)
             m.watch.came(number)
-            m.tell([number])
             for old in [old for old in here if not old.exited]:
                 self._lose(ev.Gone(at=event.at, node=old.id, reason="its agent has started its workers anew"))
+        # A known one may not have heard the last order before its connection broke, or another head has sent that.
+        m.tell([node.id])
         m.outbox.admitted.append(ev.Admitted(node.id, node.host, node.token, node.boot))
 
     def _report(self, event: ev.Reported) -> None:

@@ -296,14 +296,16 @@ class State:
 
         Members pass the boundary together, once all of them have heard. Behind it they wait for the newcomers. A head
         that dies between its orders must not leave them there, so newcomers hear first. One that does not hear is
-        waited for no longer than it takes to repeat an order.
+        waited for no longer than it takes to repeat an order, and for a tick at most where somebody must leave in time.
         """
         going, outbox, reports = self.going, self.outbox, self.watch.reports
-        is_late = self.watch.now - self.watch.committed_at > 2 * self.timing.resend_s
+        is_late = self.watch.now - self.watch.committed_at >= 2 * self.timing.resend_s
         if going is None or going.change.interrupt or is_late:
             return set()
         newcomers = filter(self.roster.alive, going.change.joined)
         if all(n not in outbox.nodes and outbox.has_heard(n, reports.get(n)) for n in newcomers):
+            return set()
+        if self.is_tick and any(node.leave_by is not None for node in self.roster.nodes.values() if node.alive):
             return set()
         return set(going.participants).difference(going.change.joined)
 

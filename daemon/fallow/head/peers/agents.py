@@ -146,10 +146,8 @@ def _expect(turn: Turn, run: Run, allocation: Allocation, hello: Hello, at: floa
         node=hello.node or (allocation.reserved if hello.boot == 1 else 0),
     )
     turn.apply(run, expected)
-    if agent.node == before and before in run.roster.nodes:
-        # It may not have heard the last order before its connection broke, or another head has sent that.
-        turn.tell(run, agent.node, run.machine.order(agent.node))
-    elif allocation.state is AllocationState.RELEASING:
+    is_known = agent.node == before and before in run.roster.nodes
+    if not is_known and allocation.state is AllocationState.RELEASING:
         # It was to be given back before it came.
         turn.apply(run, ev.Release(at=at, nodes=(agent.node,), reason=allocation.reason))
 
