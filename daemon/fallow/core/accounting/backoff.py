@@ -113,7 +113,7 @@ class LeftAlone(msgspec.Struct, frozen=True):
     """A back-off's state as it is written down."""
 
     alone: list[tuple[str, str, str, int, float]] = []
-    "partition, jobs of a run or nothing, account, QOS, times that it was left alone, until when (Unix time)"
+    "partition or nothing, account, QOS (of a run's jobs: `_of_run`), times that it was left alone, until (Unix time)"
     too_long: list[tuple[str, Asker | None, int, float]] = []
     "partition, for whom (None: anybody), minutes, until"
 
@@ -123,7 +123,7 @@ class Backoff:
     """What is left alone, and until when (Unix time)."""
 
     _alone: dict[tuple[str, str, str], _Strikes] = field(default_factory=dict)
-    "(partition, jobs of a run or nothing, account, QOS)"
+    "(partition or nothing, account, QOS), or `_of_run`"
     _too_long: dict[tuple[str, Asker | None], tuple[int, float]] = field(default_factory=dict)
     "(partition, for whom; None: anybody) -> (minutes, until)"
 
@@ -153,15 +153,15 @@ class Backoff:
             now: Unix time.
             wait_s: for so long; None: for longer than the time before.
         """
-        self._alone.setdefault((what, "", ""), _Strikes()).add(now, wait_s)
+        self._alone.setdefault(_of_run(what), _Strikes()).add(now, wait_s)
 
     def take_up(self, what: str) -> None:
         """They are well again, or somebody says so."""
-        self._alone.pop((what, "", ""), None)
+        self._alone.pop(_of_run(what), None)
 
     def put_off_until(self, what: str) -> float:
         """Unix time before which nothing is asked for; 0: now."""
-        strikes = self._alone.get((what, "", ""))
+        strikes = self._alone.get(_of_run(what))
         return strikes.until if strikes else 0.0
 
     def too_long(self, partition: str, minutes: int, now: float, asker: Asker | None = None) -> None:
@@ -259,6 +259,11 @@ def base_job(run: str) -> str:
 def harvest_jobs(run: str) -> str:
     """The same for all of its harvest jobs."""
     return f"harvest jobs of {run}"
+
+
+def _of_run(what: str) -> tuple[str, str, str]:
+    """Key of `base_job` or `harvest_jobs`. It names no account, not even the default one: `forget` must spare it."""
+    return what, what, what
 
 
 def _key(scope: Scope, asker: Asker, partition: str) -> tuple[str, str, str]:
