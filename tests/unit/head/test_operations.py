@@ -171,6 +171,22 @@ def test_a_job_that_polls_did_not_show_while_it_trained_had_its_node_to_the_end(
     assert all(span.end_at is not None and span.end_at > ended_at for span in base.spans.values())
 
 
+def test_whether_the_last_poll_showed_a_job_is_written_down_when_it_changes(desk: Desk) -> None:
+    """A killed head had left a poll that did not; the next ended the job as of that, hours ago."""
+    base = desk.hold(AllocationKind.BASE)
+    shown = desk.job(base, submit_at=NOW)
+    desk.poll(shown)
+    polls = [[shown], [], [], [shown], [shown]]
+    assert [desk.run.id in desk.poll(*jobs).dirty for jobs in polls] == [False, True, False, True, False]
+    desk.do("pause")
+    desk.run.record.base_wanted = False
+    desk.book.end_allocation(desk.run, base, "its agent left")
+    desk.poll(shown)
+    # Soon: it is no orphan yet.
+    polls = [[shown], [], [shown], [shown]]
+    assert [desk.run.id in desk.poll(*jobs, after_s=1.0).dirty for jobs in polls] == [False, True, True, False]
+
+
 @pytest.mark.parametrize("is_heard", [False, True])
 def test_a_job_that_slurm_has_forgotten_is_over_once_its_only_agent_is_silent_for_long(
     desk: Desk, is_heard: bool

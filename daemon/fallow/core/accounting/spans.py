@@ -70,7 +70,7 @@ def follow(allocation: Allocation, jobs: Sequence[JobInfo], at: float, gpus: Map
         return False
     if not jobs:
         return _not_shown(allocation, at)
-    before = msgspec.msgpack.encode((allocation.spans, allocation.limit_s, allocation.slurm_state))
+    before = _written(allocation)
     allocation.unseen_at = None
     limits = [job.time_limit_s for job in jobs]
     allocation.limit_s = max((limit for limit in limits if limit is not None), default=None)
@@ -79,7 +79,13 @@ def follow(allocation: Allocation, jobs: Sequence[JobInfo], at: float, gpus: Map
     allocation.settled = all(job.state in ENDED_STATES for job in jobs)
     if allocation.settled:
         allocation.slurm_state = jobs[0].state
-    return before != msgspec.msgpack.encode((allocation.spans, allocation.limit_s, allocation.slurm_state))
+    return before != _written(allocation)
+
+
+def _written(allocation: Allocation) -> bytes:
+    return msgspec.msgpack.encode(
+        (allocation.spans, allocation.limit_s, allocation.slurm_state, allocation.unseen_at is None)
+    )
 
 
 def held(allocation: Allocation, at: float) -> list[tuple[float, float]]:

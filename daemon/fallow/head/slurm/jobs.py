@@ -86,11 +86,13 @@ def _adopt_requeued(turn: Turn, run: Run, jobs: Shown) -> None:
 
 def _observe(turn: Turn, run: Run, allocation: Allocation, jobs: Sequence[JobInfo], at: float) -> None:
     """Bring one up to date. Args: jobs: its own of the poll; at: Unix time of the poll."""
-    unseen = allocation.job_id is None
+    unseen, was_shown = allocation.job_id is None, allocation.unseen_at is None
     changed = observe(allocation, jobs, at, horizon_s(turn.book.config.slurm.poll_interval_s))
     if allocation.unseen_at is None:
         run.shown_at[allocation.token] = at
     _give_up_forgotten(turn, run, allocation, at)
+    if was_shown is not (allocation.unseen_at is None):
+        turn.dirty.add(run.id)
     if changed is not None:
         turn.dirty.add(run.id)
         turn.record(run, "job", f"{allocation.token} (job {allocation.job_id}): {changed}")
