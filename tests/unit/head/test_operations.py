@@ -453,18 +453,38 @@ def test_a_base_job_that_slurm_refuses_for_a_limit_is_tried_again_after_longer_a
     assert len(base_jobs(desk)[0]) == 1, "the pauses begin anew after one that Slurm took"
 
 
-def test_a_restarted_head_goes_on_with_the_pauses_of_a_base_job_that_slurm_refuses(desk: Desk) -> None:
-    desk.harvest.asking.switch(desk.turn(), "nothing is harvested")
+def test_a_restarted_head_goes_on_with_the_pauses_of_a_base_job_that_slurm_refuses_until_they_end(desk: Desk) -> None:
+    notes: dict[str, bytes] = {}
     desk.hold(AllocationKind.BASE).state = AllocationState.ENDED
-    ((base,), _) = base_jobs(desk)
-    desk.harvest.send(desk.turn(), desk.run, base.token)
-    turn = desk.turn()
-    desk.harvest.refused(turn, desk.run, base.token, "Invalid qos specification")
-    desk.harvest = Harvest(desk.book.config)
-    desk.harvest.recall(turn.notes)
-    assert base_jobs(desk)[0] == [], "before the pause is over"
+
+    def asks_again(after: Turn) -> bool:
+        """With another head; what that asks for, Slurm refuses."""
+        notes.update(after.notes)
+        desk.harvest = Harvest(desk.book.config)
+        desk.harvest.recall(notes)
+        return bool(base_jobs(desk)[0])
+
+    def sent(is_refused: bool) -> Turn:
+        turn, base = desk.turn(), desk.run.bases[-1]
+        desk.harvest.send(turn, desk.run, base.token)
+        if is_refused:
+            desk.harvest.refused(turn, desk.run, base.token, "Invalid qos specification")
+        else:
+            desk.harvest.submitted(turn, desk.run, base.token, "900")
+        return turn
+
+    assert base_jobs(desk)[0] != []
+    sent(is_refused=True)
+    assert asks_again(desk.do("resume")), "as its owner said"
+    assert not asks_again(sent(is_refused=True)), "before the pause is over"
     desk.at += FIRST_S
-    assert len(base_jobs(desk)[0]) == 1
+    assert base_jobs(desk)[0] != []
+    taken = sent(is_refused=False)
+    desk.run.bases[-1].state = AllocationState.ENDED
+    assert asks_again(taken)
+    sent(is_refused=True)
+    desk.at += FIRST_S
+    assert base_jobs(desk)[0] != [], "the pauses begin anew after one that Slurm took"
 
 
 def test_accounts_of_a_run_are_kept_when_its_jobs_are_forgotten(desk: Desk) -> None:

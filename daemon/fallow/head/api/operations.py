@@ -157,6 +157,8 @@ class Operations:
         ):
             raise FallowError(f"run {found.id}: it is not paused, and none of its nodes is drained", Exit.USAGE)
         self._harvest.asking.resume(turn, found)
+        # A head that is killed now must not recall a pause that the run's record does not have.
+        self._harvest.note(turn)
 
     def cancel(self, turn: Turn, run: str) -> None:
         found = self._book.get(run)

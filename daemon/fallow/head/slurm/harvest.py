@@ -61,7 +61,7 @@ class Harvest:
             self.neighbours.recall(notes[DELAYS])
 
     def note(self, turn: Turn) -> None:
-        """Have what was learned written down with this turn: the head ends."""
+        """Have what was learned written down with this turn: the head ends, or a pause does."""
         self._learning.note(turn)
 
     def polled(self, turn: Turn, cluster: ClusterState, site: ClusterConfig | None) -> None:
@@ -185,6 +185,7 @@ class Harvest:
         submissions.submitted(turn, run, token, job_id)
         if run.allocations[token].kind is AllocationKind.BASE:
             self._learning.known.backoff.take_up(base_job(run.id))
+            self._learning.note(turn)
 
     unknown = staticmethod(submissions.unknown)
 

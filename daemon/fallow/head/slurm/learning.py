@@ -26,7 +26,8 @@ NOTE, BACKOFF = "experience", "backoff"
 """Their keys among the notes of the store."""
 
 WRITE_EVERY_S = 300.0
-"""And when the head ends. What was learned since is lost when it is killed; it is a statistic."""
+"""And when the head ends, and with a turn that changes a pause: a base job is refused or taken, or a run is resumed.
+What was learned since is lost when the head is killed; that is a statistic."""
 
 
 records.SCHEMAS.update({Experience: 1, LeftAlone: 1})
@@ -40,7 +41,7 @@ class Learning(Learner):
         self._written_at = 0.0
 
     def recall(self, notes: Mapping[str, bytes]) -> None:
-        """Go on with what an earlier head wrote down. What cannot be read is forgotten: it is a statistic."""
+        """Go on with what an earlier head wrote down. What cannot be read is forgotten."""
         self.known.experience = _read(notes.get(NOTE), Experience)
         self.known.backoff.recall(_read(notes.get(BACKOFF), LeftAlone))
 
