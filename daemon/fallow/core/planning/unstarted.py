@@ -70,17 +70,19 @@ class Unstarted:
 
     def decline(self, node: str, run_class: RunClass, partition: str, at: float) -> None:
         """Requests for runs of this class do not start there."""
-        request = run_class.kind, run_class.asker, partition
-        times, until = self._declined.setdefault(node, {}).get(request, (0, 0.0))
-        if until <= at:
-            self._declined[node][request] = times + 1, at + min(LONGEST_S, FIRST_S * 2.0 ** min(times, 20))
+        if self.declined_s(node, run_class, partition, at):
+            return
+        request, spells = (run_class.kind, run_class.asker, partition), self._declined.setdefault(node, {})
+        times, _ = spells.get(request, (0, 0.0))
+        spells[request] = times + 1, at + min(LONGEST_S, FIRST_S * 2.0 ** min(times, 20))
 
     def declined_s(self, node: str, run_class: RunClass, partition: str, at: float) -> float:
         """For how long it is left alone still; 0: it is not."""
         if node not in self._declined:
             return 0.0
         _, until = self._declined[node].get((run_class.kind, run_class.asker, partition), (0, 0.0))
-        return max(0.0, until - at)
+        # When the clock was set back, nobody knows.
+        return max(0.0, until - at) if until - at <= LONGEST_S else 0.0
 
 
 def _look(node: NodeInfo) -> Look | None:

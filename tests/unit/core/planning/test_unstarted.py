@@ -9,6 +9,7 @@ from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.rules import Demand, HarvestRules, Known
+from fallow.core.planning.unstarted import Unstarted
 from fallow.core.planning.withdrawals import Withdraw
 from fallow.model import NodeInfo
 from planning import actions
@@ -91,3 +92,11 @@ def test_a_request_is_taken_back_for_each_node_beside_it_and_not_asked_for_there
     head.poll([bad, node("good")], Demand("r", 2))
     head.poll([bad, node("good")], Demand("r", 1))
     assert len(head.asked()) == 2
+
+
+def test_a_node_is_not_left_alone_for_longer_where_the_clock_is_set_back() -> None:
+    unstarted, run_class, day_before = Unstarted(), Demand("r", 1).run_class, NOW - 86400.0
+    unstarted.decline("n", run_class, "p", NOW)
+    assert unstarted.declined_s("n", run_class, "p", day_before) == 0.0
+    unstarted.decline("n", run_class, "p", day_before)
+    assert unstarted.declined_s("n", run_class, "p", day_before) == 1200.0
