@@ -110,6 +110,15 @@ async def test_the_commands_answer_where_pyslurm_cannot_be_had(
         await nodes(insisting)
 
 
+async def test_a_child_of_another_version_of_fallow_is_not_asked(
+    client: PyslurmClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head that runs on while Fallow is upgraded starts children of the new version."""
+    monkeypatch.setattr("fallow.slurm.pyslurm_process.__version__", "0.0.1")
+    assert await nodes(client) == ["from-scontrol"]
+    assert "Fallow" in client.backend and "0.0.1" in client.backend
+
+
 async def test_a_crashed_process_is_started_again_after_a_while(
     client: PyslurmClient, behave: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from fallow import __version__
 from fallow.model import ClusterState
 from fallow.slurm import parse, pyslurm_rows
 from fallow.slurm.state import cluster_state, user_name
@@ -30,6 +31,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """Said once, at the beginning: pyslurm has been imported."""
 
     version: str
+    fallow: str
+    "version of Fallow: while it is upgraded, an older head may start a newer child, which talks otherwise"
 
 
 class Polled(msgspec.Struct, frozen=True, tag="polled"):
@@ -51,7 +54,7 @@ def main() -> int:
     os.dup2(2, 1)
     import pyslurm
 
-    _send(answers, Hello(pyslurm.__version__))
+    _send(answers, Hello(pyslurm.__version__, __version__))
     while sys.stdin.buffer.read(len(REQUEST)):
         answer: Answer
         try:

@@ -10,6 +10,7 @@ import sys
 
 import msgspec
 
+from fallow import __version__
 from fallow.model import ClusterState
 from fallow.slurm.client import SlurmUnavailable
 from fallow.slurm.process import query_environment
@@ -41,7 +42,7 @@ class PyslurmProcess:
         """Start it; returns pyslurm's version. The caller sets the deadline.
 
         Raises:
-            ChildDied: it could not be started, or pyslurm could not be imported.
+            ChildDied: it could not be started, pyslurm could not be imported, or it is of another version of Fallow.
         """
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -57,8 +58,10 @@ class PyslurmProcess:
         assert self._process.stderr is not None
         self._errors = asyncio.create_task(_tail(self._process.stderr))
         match await self._receive():
-            case Hello(version):
+            case Hello(version, fallow) if fallow == __version__:
                 return version
+            case Hello(_, fallow):
+                raise ChildDied(f"Fallow {fallow} is installed, and {__version__} runs here; restart the head")
             case other:
                 raise ChildDied(f"began with {type(other).__name__}")
 
