@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from command_line import Fallow
 from fallow.cli import doctor
-from fallow.config import Config
+from fallow.config import Config, Harvest, Site
 from fallow.core.checks.site import Check, Level
 from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, PartitionInfo
 
@@ -71,6 +72,24 @@ def test_slurm_is_judged_by_one_poll(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert {"slurm client", "priority", "clock"} <= set(levels)
     assert "user" not in levels, "of root's alone is said"
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_hidden_jobs_forbid_harvesting_unless_the_site_allows_it(
+    monkeypatch: pytest.MonkeyPatch, allowed: bool
+) -> None:
+    class Secretive(Slurm):
+        async def config(self) -> ClusterConfig:
+            return replace(await super().config(), private_data=["jobs"])
+
+    settings = Config(
+        harvest=Harvest(partitions=["high"], allow_without_preemption=True), site=Site(harvest_unseen=allowed)
+    )
+    monkeypatch.setattr(doctor, "COMMANDS", ())
+    monkeypatch.setattr(doctor, "load_config", lambda: settings)
+    monkeypatch.setattr("fallow.slurm.choose.slurm_client", lambda setting: Secretive())
+    (check,) = (check for check in doctor.examine() if check.name == "harvest high")
+    assert ("others' jobs cannot be seen" in check.found) is not allowed
 
 
 def test_a_broken_configuration_is_found(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from builders import cluster as poll_of
 from builders import job, node, partition, runs, waits
-from fallow.config import Config, Slurm
+from fallow.config import Config, Site, Slurm
 from fallow.config import Harvest as HarvestSection
 from fallow.core.accounting.backoff import Backoff
 from fallow.core.allocations import CANCEL_AGAIN_S, Agent, Allocation
@@ -277,3 +277,6 @@ def test_refusals_are_told_once(book: Book, run: Run) -> None:
     wanted_elsewhere = Neighbours(Config())
     wanted_elsewhere.polled(turn(book), cluster(run, False), secretive)
     assert wanted_elsewhere.refused == {}
+    allowed = Neighbours(msgspec.structs.replace(CONFIG, site=Site(harvest_unseen=True)))
+    allowed.polled(turn(book), cluster(run, False), secretive)
+    assert allowed.refused == {}

@@ -126,7 +126,16 @@ def test_a_node_that_takes_no_job_any_more_is_not_asked_for_again(flag: str) -> 
     assert found.withdrawals == (Withdraw("s", "n-h takes no job any more"),)
 
 
-@pytest.mark.parametrize(("flag", "why"), [("DRAIN", "is being drained"), ("POWER_DOWN", "is to be powered down")])
+@pytest.mark.parametrize(
+    ("flag", "why"),
+    [
+        ("DRAIN", "is being drained"),
+        ("FAIL", "is expected to fail"),
+        ("FAILING", "is expected to fail"),
+        ("REBOOT_REQUESTED", "is to be rebooted"),
+        ("POWER_DOWN", "is to be powered down"),
+    ],
+)
 def test_nodes_that_administrators_want_are_left_and_not_asked_for_again(flag: str, why: str) -> None:
     state = preempting([node("n1", "ALLOCATED", flag), node("n2", "ALLOCATED")])
     mine = [allocation(f"h{i}", nodes=[f"n{i}"], start_at=NOW - 3600.0, end_at=NOW + 100.0) for i in (1, 2)]
