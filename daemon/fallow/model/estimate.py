@@ -17,8 +17,6 @@ class Prospect(Struct, frozen=True, kw_only=True):
     """What a run would find, by the head's last poll."""
 
     polled_at: float
-    by_head: bool
-    "always true: no head, no prospect"
     idle_nodes: int
     "in partitions that may be harvested"
     asks: list[WouldAsk]

@@ -45,7 +45,6 @@ elif mode == "hang":
 
 PROSPECT = Prospect(
     polled_at=0.0,
-    by_head=True,
     idle_nodes=5,
     asks=[WouldAsk(partition="scavenge", minutes=60, nodes=1), WouldAsk(partition="scavenge", minutes=120, nodes=3)],
     nodes=7,

@@ -56,7 +56,6 @@ def estimate(
     all_asks = _asks(cluster, demand, live, replace(rules, max_pending=UNBOUNDED, max_waiting=UNBOUNDED), known)
     return Prospect(
         polled_at=cluster.at,
-        by_head=True,
         idle_nodes=len({hole.node for hole in holes if hole.part is None}),
         asks=[
             WouldAsk(partition=partition, minutes=minutes, nodes=nodes)

@@ -21,8 +21,8 @@ from fallow.model import AllocationKind, AllocationState, FallowError, JobReques
 log = structlog.get_logger("fallow.head")
 
 REFUSALS = 3
-"""Submissions that Slurm refuses in a row, with the pauses of `core.backoff` between them, before a run's harvesting
-pauses (HyperQueue pauses after 10)."""
+"""Submissions that Slurm refuses in a row, with the pauses of `core.accounting.backoff` between them, before a run's
+harvesting pauses (HyperQueue pauses after 10)."""
 
 
 def job_request(config: Config, paths: Paths, run: Run, allocation: Allocation, nice: int) -> JobRequest:
