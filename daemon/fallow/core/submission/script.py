@@ -242,7 +242,10 @@ def typed_settings(settings: dict[str, str], name: str) -> FallowLines:
         parse_nodes(nodes, f"{name}: #FALLOW nodes")
     deadline = settings.get("deadline")
     if deadline is not None:
-        deadline_at(deadline, 0.0)
+        try:
+            deadline_at(deadline, 0.0)
+        except FallowError as error:
+            raise FallowError(f"{name}: #FALLOW {error.message}", Exit.DATA) from error
     account = settings.get("harvest-account")
     if account is not None and not re.fullmatch(ACCOUNT_PATTERN, account):
         raise _bad(name, "harvest-account", account, "is no name of an account")

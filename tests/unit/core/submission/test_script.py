@@ -57,12 +57,13 @@ def test_components_of_a_heterogeneous_job() -> None:
         ("#!/bin/sh\n\n#FALLOW node=1:4\n", r"s, line 3: #FALLOW has no key 'node'; did you mean nodes\?"),
         ("#!/bin/sh\n#FALLOW harvest-account=--wrap=x\n", "no name of an account"),
         ("#!/bin/sh\n#FALLOW budget-node-hours=nan\n", "above 0"),
+        ("#!/bin/sh\n#FALLOW deadline=soon\n", "s: #FALLOW deadline=soon: must be"),
     ],
 )
 def test_says_what_is_wrong_and_where(text: str, message: str) -> None:
     with pytest.raises(FallowError, match=message) as caught:
         parse_script(text, "s")
-    assert caught.value.code in (Exit.DATA, Exit.USAGE)
+    assert caught.value.code is (Exit.USAGE if "--nodse" in text else Exit.DATA)
 
 
 def run_as_harvest_job(folder: Path, script: str, *args: str) -> subprocess.CompletedProcess[str]:
