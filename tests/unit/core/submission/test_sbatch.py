@@ -9,7 +9,7 @@ import pytest
 from fallow.core.holes import Part
 from fallow.core.submission.prepare import Submission, plan
 from fallow.core.submission.sbatch import base_options, captured_environment, harvest_options, job_environment
-from fallow.core.submission.sbatch_line import CommandLine, in_force, parse_nodes, refuse, split
+from fallow.core.submission.sbatch_line import CommandLine, parse_nodes, split
 from fallow.core.submission.sbatch_table import BY_LONG, Reach
 from fallow.core.submission.script import parse_script
 from fallow.model import AllocationKind, Exit, FallowError, RunSpec
@@ -59,15 +59,16 @@ def test_nodes() -> None:
             parse_nodes(text)
 
 
-@pytest.mark.parametrize("option", ["array=1-3", "external"])
-def test_what_cannot_be_a_run_is_refused_with_advice(option: str) -> None:
-    (options,) = in_force(split([f"--{option}", "s"]).components, [()])
-    with pytest.raises(FallowError, match=r"cannot be used for a run: .+"):
-        refuse(options)
-
-
 def planned(argv: list[str], text: str = "#!/bin/sh\nfallow run -- x\n", **environ: str) -> Submission:
     return plan(split(argv), parse_script(text, "job.sh"), environ=environ, cwd="/home/u", umask=0o22, now=1.0)
+
+
+@pytest.mark.parametrize(
+    "option", ["array=1-3", "cluster=b", "clusters=b", "cluster-constraint=b", "external", "uid=1", "gid=1"]
+)
+def test_what_cannot_be_a_run_is_refused_with_advice(option: str) -> None:
+    with pytest.raises(FallowError, match=rf"--{option.partition('=')[0]} cannot be used for a run: .+"):
+        planned([f"--{option}", "job.sh"])
 
 
 def test_limits_of_the_run_and_size_of_the_base_job() -> None:
