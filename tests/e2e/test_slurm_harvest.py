@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -58,6 +59,21 @@ def test_a_partition_that_takes_no_jobs_of_ours_is_left_alone(rig: Rig) -> None:
     finally:
         rig.testbed.slurm("scontrol", "update", "PartitionName=scavenge", "MaxMemPerNode=0")
     training.finish()
+
+
+def test_sbatchs_environment_gives_way_to_the_script_in_all_jobs_of_a_run(rig: Rig) -> None:
+    """What sbatch takes from a user, it takes from Fallow: at first, when it is submitted again, and to harvest."""
+    script = rig.folder / "memory.sbatch"
+    options = "#SBATCH --mem=100 --time=5 --output=/dev/null\n#FALLOW nodes=1:2 partitions=scavenge"
+    script.write_text(f"#!/bin/sh\n{options}\nfallow run -- x\n")
+    variables = ["env", "SBATCH_MEM_PER_CPU=50", "SBATCH_REQUEUE=1"]
+    for command in (["sbatch"], ["fallow", "submit"]):
+        rig.command(*variables, *command, "--test-only", str(script))
+    shown = json.loads(rig.command(*variables, "fallow", "submit", "--dry-run", "--json", str(script)))
+    assert "to start at" in shown["start"]["says"], "with the options of a later submission"
+    *harvest, name = shown["harvest"]
+    assert name == "SCRIPT" and "--mem=100" in harvest
+    rig.command(*harvest, "--test-only", str(script))
 
 
 POWER_SAVING = """

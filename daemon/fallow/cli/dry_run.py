@@ -85,7 +85,7 @@ def _base_start(plan: Submission, variables: dict[str, str], notes: list[str]) -
     request = JobRequest(
         token=NAME,
         # The script is given as one, whatever it was made from.
-        options=[word for word in plan.options("RUN.base", variables) if not word.startswith("--wrap")],
+        options=[word for word in plan.all_options("RUN.base", variables) if not word.startswith("--wrap")],
         script=plan.spec.script,
         args=list(plan.spec.args),
         environment={**os.environ, **variables},

@@ -105,7 +105,7 @@ def test_a_submission_and_with_wait_the_jobs_exit_code(site: Site, fallow: Fallo
     assert (done.code, done.out) == (code, "Submitted batch job 77\n")
     assert more or "Welcome to the site" in done.err
     assert "fallow: run r1; see: fallow status r1" in done.err
-    options = ["--parsable", "--account=acc", *more, "--time=10", "--nodes=1", "--comment=r1.0", "--no-requeue"]
+    options = ["--parsable", *more, "--time=10", "--nodes=1", "--comment=r1.0", "--no-requeue"]
     assert site.sbatch["argv"] == [*options, str(site.folder / "job.sh"), "--lr", "1"]
     assert site.sbatch["env"]["FALLOW_TOKEN"] == "r1.0"
     assert site.sbatch["env"]["FALLOW_STATE_DIR"] == str(site.folder / "state")
@@ -202,7 +202,7 @@ def test_dry_run_submits_nothing(site: Site, fallow: Fallow, monkeypatch: pytest
     done = fallow("submit", "--dry-run", "--nodes=2:8", "job.sh", "a b")
     assert done.code == 0
     for text in (
-        f"sbatch --account=acc --nodes=2 --comment=RUN.base --no-requeue {site.folder}/job.sh 'a b'",
+        f"sbatch --nodes=2 --comment=RUN.base --no-requeue {site.folder}/job.sh 'a b'",
         "--job-name=RUN.harvest",
         "--output=STATE/runs/RUN/logs/RUN.harvest.out",
         "--account=acc SCRIPT 'a b'",

@@ -27,10 +27,16 @@ class Submission(msgspec.Struct, frozen=True):
     """A submission, thought through. `spec.run` is empty until the head has named the run."""
 
     spec: RunSpec
+    command: tuple[str, ...]
+    "options of the first submission: see `sbatch.first_options`"
     warnings: tuple[str, ...]
 
     def options(self, token: str, exported: Mapping[str, str]) -> list[str]:
         """sbatch's words before the script."""
+        return sbatch.base_options(self.command, token=token, exported=exported, first=True)
+
+    def all_options(self, token: str, exported: Mapping[str, str]) -> list[str]:
+        """sbatch's words where it does not see the user's environment."""
         return sbatch.base_options(self.spec.sbatch_options, token=token, exported=exported, first=True)
 
     def asked(self, name: str) -> bool:
@@ -68,7 +74,7 @@ def plan(
     sized = any("nodes" in component for component in options)
     # In a heterogeneous job every component has its own size; #FALLOW nodes then only bounds the run.
     nodes = "" if sized or fallow.nodes is None or len(options) > 1 else str(low)
-    words = canonical(options) + ([f"--nodes={nodes}"] if nodes else [])
+    size = [f"--nodes={nodes}"] if nodes else []
     base = parse_nodes(leader["nodes"].value or "").minimum if "nodes" in leader else low
     export = leader.get("export")
     spec = RunSpec(
@@ -80,7 +86,7 @@ def plan(
         harvest_partitions=list(fallow.partitions or ()),
         script=script.text,
         args=list(line.args),
-        sbatch_options=words,
+        sbatch_options=[*canonical([each.values() for each in options]), *size],
         harvest_options=sbatch.reaching_harvest(leader, base),
         environment=sbatch.captured_environment(environ, export.value if export else None),
         cwd=_chdir(leader, cwd),
@@ -94,7 +100,8 @@ def plan(
         seed=fallow.seed or 0,
         created_at=now,
     )
-    return Submission(spec, (*script.warnings, *_advice(spec, options, script)))
+    command = (*sbatch.first_options(line.components, options), *size)
+    return Submission(spec, command, (*script.warnings, *_advice(spec, options, script)))
 
 
 def _advice(spec: RunSpec, options: Sequence[Mapping[str, Given]], script: BatchScript) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fallow.core.checks.devices import VARIABLES
 from fallow.core.holes import Part
 from fallow.core.neighbour.waiting import PICKS_UP
-from fallow.core.submission.sbatch_line import Given, split
+from fallow.core.submission.sbatch_line import Component, Given, canonical, split
 from fallow.core.submission.sbatch_table import Reach
 from fallow.model import ID_PATTERN, AllocationKind, Exit, FallowError, RunSpec
 
@@ -252,6 +252,28 @@ def _part(part: Part) -> dict[str, str | None]:
 # ---------------------------------------------------------------------------------------------------------------
 
 
+COMPLETED = ("comment", "export", "requeue", "no-requeue")
+"""What `base_options` adds to or replaces, and so must know wherever it was given."""
+
+
+def first_options(command: Sequence[Component], in_force: Sequence[Mapping[str, Given]]) -> list[str]:
+    """sbatch options of a base job's first submission: the user's command line as it is, for `base_options`.
+
+    sbatch reads the script and its own environment beside them. On the command line, an option of the environment
+    would no longer give way to those of the script that rule it out (`--mem` and `--mem-per-cpu`).
+
+    Args:
+        command: components of the command line; the last one also serves further components of the script.
+        in_force: see `sbatch_line.in_force`.
+    """
+    components: list[list[Given]] = []
+    for index, options in enumerate(in_force):
+        given = command[min(index, len(command) - 1)]
+        completed = [options[name] for name in COMPLETED if name in options and options[name] not in given]
+        components.append([*completed, *given])
+    return canonical(components)
+
+
 def base_options(
     options: Sequence[str],
     *,
@@ -260,12 +282,12 @@ def base_options(
     barred: Sequence[str] = (),
     first: bool = False,
 ) -> list[str]:
-    """sbatch options of a base job, from `RunSpec.sbatch_options`: the user's own, and what makes it part of its run.
+    """sbatch options of a base job: the user's own, and what makes it part of its run.
 
     Ours come last in every component, so they hold.
 
     Args:
-        options: of the user, from the command line, the environment and the script.
+        options: of the user, from `first_options`; or `RunSpec.sbatch_options`: all that are in force.
         token: of the allocation.
         exported: variables that the job must get.
         barred: node lists that it must not take.

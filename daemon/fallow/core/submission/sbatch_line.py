@@ -172,7 +172,7 @@ _PLUGIN = re.compile(r"[a-z][a-z0-9_-]{1,63}")
 
 
 def _plugin(name: str) -> Option:
-    return Option(name, "", Value.REQUIRED, Reach.KEPT, sticky=False, variable="", adds_up=True)
+    return Option(name, "", Value.REQUIRED, Reach.KEPT, sticky=False, variable="")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -187,9 +187,27 @@ def from_environment(environ: Mapping[str, str]) -> Component:
         value = environ.get(f"SBATCH_{option.variable}") if option.variable else None
         if option.long == "clusters":
             value = value or environ.get("SLURM_CLUSTERS")
-        if value or (value is not None and option.value is not Value.REQUIRED):
-            found.append(Given(_canonical(option), None if option.value is Value.NONE else value or None))
+        if value is None:
+            continue
+        if option.value is Value.NONE or (option.long == "requeue" and value.lower() != "expedite"):
+            if _FLAG.fullmatch(value):
+                found.append(Given(_canonical(option)))
+        elif value or option.value is Value.OPTIONAL:
+            found.append(Given(_canonical(option), value or None))
     return tuple(found)
+
+
+_FLAG = re.compile(r"|yes|0*[1-9][0-9]*", re.IGNORECASE)
+"""Values that set a flag in sbatch's environment; with any other it is unset (`slurm_process_option`).
+
+`--requeue` is a flag in Slurm 22.05, and takes `expedite` alone in later versions."""
+
+_ALTERNATIVES = (
+    frozenset(("mem", "mem-per-cpu", "mem-per-gpu")),
+    frozenset(("cpus-per-task", "cpus-per-gpu")),
+    frozenset(("core-spec", "thread-spec")),
+)
+"""Options that sbatch does not take together. One from its environment gives way to one that is given."""
 
 
 def in_force(
@@ -198,7 +216,8 @@ def in_force(
     """Per component, the options that hold: command line over environment over script, later over earlier.
 
     As in sbatch, the last component on the command line also serves further components of the script, and
-    options about the job as a whole stay in force for later components.
+    options about the job as a whole stay in force for later components. What the environment says gives way where
+    the script or the command line says something that rules it out.
     """
     result: list[dict[str, Given]] = []
     sticky: dict[str, Given] = {}
@@ -213,6 +232,7 @@ def in_force(
             for given in layer:
                 options[given.canonical if given.option.adds_up else given.name] = given
                 _exclusive(options, given.name)
+        _give_way(options, environment)
         sticky = {key: given for key, given in options.items() if given.option.sticky}
         result.append(options)
     return tuple(result)
@@ -225,12 +245,21 @@ def _exclusive(options: dict[str, Given], name: str) -> None:
             options.pop(pair[1 - pair.index(name)], None)
 
 
-def canonical(components: Sequence[Mapping[str, Given]]) -> list[str]:
+def _give_way(options: dict[str, Given], environment: Component) -> None:
+    for group in _ALTERNATIVES:
+        present = {name: options[name] for name in group if name in options}
+        if any(given not in environment for given in present.values()):
+            for name, given in present.items():
+                if given in environment:
+                    del options[name]
+
+
+def canonical(components: Sequence[Iterable[Given]]) -> list[str]:
     """One flat list as sbatch takes it; components are separated by `:`, `--nodes=MIN:MAX` has become MIN."""
     words: list[str] = []
-    for index, options in enumerate(components):
+    for index, component in enumerate(components):
         words.extend([":"] if index else [])
-        for given in options.values():
+        for given in component:
             if given.name == "nodes":
                 words.append(f"--nodes={parse_nodes(given.value or '').base}")
             elif given.option.reach is not Reach.OWN:

@@ -75,11 +75,11 @@ def test_limits_of_the_run_and_size_of_the_base_job() -> None:
     for argv, header, limits, size in (
         (["--nodes=2:8"], "", (2, 8), "--nodes=2"),
         ([], "#FALLOW nodes=2:8", (2, 8), "--nodes=2"),
-        ([], "#SBATCH -N4\n#FALLOW nodes=2:8", (2, 8), "--nodes=4"),
+        ([], "#SBATCH -N4\n#FALLOW nodes=2:8", (2, 8), None),
         (["--nodes=1:3"], "#SBATCH -N4\n#FALLOW nodes=2:8", (1, 3), "--nodes=1"),
         (["--fallow=nodes=1:5"], "#FALLOW nodes=2:8", (1, 5), "--nodes=1"),
         (["-n8", "--ntasks-per-node=4"], "", (2, 2), None),
-        ([], "#SBATCH -N8-16:4", (8, 16), "--nodes=8-16:4"),
+        ([], "#SBATCH -N8-16:4", (8, 16), None),
         (["-N4-8:4"], "#FALLOW nodes=2:9", (2, 9), "--nodes=4-8:4"),
         (["-N1", ":", "--nodes=2:5"], "", (3, 6), "--nodes=1"),
     ):
@@ -195,11 +195,55 @@ def test_a_harvest_job_takes_as_much_of_a_node_as_the_base_job(argv: str, wanted
         assert {word for word in made_for_it if word.startswith(shape)} == words
 
 
-def test_what_adds_up_when_it_is_given_again_reaches_all_jobs() -> None:
-    mounts = ["--container-mounts=/a", "--container-mounts=/b", "--site-cache=x", "--site-cache=y"]
-    made = planned([*mounts, "--mail-user=u", "--mail-user=v", "job.sh"], SBATCH_ACCOUNT="acc")
-    assert made.spec.harvest_options == ["--account=acc", *mounts]
-    assert made.options("t", {}) == ["--account=acc", *mounts, "--mail-user=v", "--comment=t", "--no-requeue"]
+def test_the_first_submission_is_the_command_line_as_it_is_and_others_know_what_sbatch_read_beside_it() -> None:
+    line = ["--container-mounts=/b", "--container-mounts=/c", "--site-cache=y", "--mail-user=u", "--mail-user=v"]
+    script = "#!/bin/sh\n#SBATCH --container-mounts=/a --site-cache=x --comment=c --requeue --export=NONE\nx\n"
+    made = planned([*line, "job.sh"], script, SBATCH_ACCOUNT="acc")
+    ours = ["--comment=c t", "--export=FALLOW_RUN"]
+    assert made.options("t", {"FALLOW_RUN": "r"}) == ["--requeue", *line, *ours]
+    kept = ["--container-mounts=/a", "--site-cache=y", "--container-mounts=/b", "--container-mounts=/c"]
+    assert sorted(made.spec.harvest_options) == sorted(["--account=acc", *kept, "--get-user-env"])
+    again = base_options(made.spec.sbatch_options, token="t", exported={"FALLOW_RUN": "r"})
+    assert sorted(again) == sorted(["--account=acc", *kept, "--requeue", "--mail-user=v", *ours])
+
+
+@pytest.mark.parametrize(
+    ("line", "header", "variables", "wanted"),
+    [
+        ([], "--mem=100", {"MEM_PER_CPU": "50"}, ["--mem=100"]),
+        (["--mem-per-gpu=9"], "", {"MEM_PER_CPU": "50", "MEM_PER_NODE": "7"}, ["--mem-per-gpu=9"]),
+        ([], "--mem=100", {"MEM_PER_NODE": "50"}, ["--mem=50"]),
+        ([], "-c2", {"CPUS_PER_GPU": "4"}, ["--cpus-per-task=2"]),
+        (["--thread-spec=1"], "", {"CORE_SPEC": "1"}, ["--thread-spec=1"]),
+    ],
+)
+def test_an_option_of_the_environment_gives_way_to_what_rules_it_out(
+    line: list[str], header: str, variables: dict[str, str], wanted: list[str]
+) -> None:
+    script = f"#!/bin/sh\n#SBATCH {header}\nx\n"
+    made = planned([*line, "job.sh"], script, **{f"SBATCH_{name}": value for name, value in variables.items()})
+    assert made.spec.harvest_options == wanted
+    assert base_options(made.spec.sbatch_options, token="t", exported={}) == [*wanted, "--comment=t", "--no-requeue"]
+    assert made.options("t", {}) == [*line, "--comment=t", "--no-requeue"]
+
+
+def test_sbatchs_environment_gives_way_in_later_components_too() -> None:
+    script = "#!/bin/sh\n#SBATCH -N1\n#SBATCH hetjob --mem-per-cpu=5\nx\n"
+    made = planned(["job.sh"], script, SBATCH_MEM_PER_NODE="7")
+    assert made.spec.sbatch_options == ["--nodes=1", "--mem=7", ":", "--mem-per-cpu=5"]
+    assert made.options("t", {}).count("--comment=t") == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [("1", "--requeue"), ("", "--requeue"), ("Yes", "--requeue"), ("expedite", "--requeue=expedite")]
+    + [(value, "--no-requeue") for value in ("0", "no")],
+)
+def test_a_flag_of_sbatchs_environment_is_set_by_what_sets_it_there(value: str, word: str) -> None:
+    made = planned(["job.sh"], SBATCH_REQUEUE=value)
+    again = base_options(made.spec.sbatch_options, token="t", exported={})
+    assert [option for option in again if "requeue" in option] == [word]
+    assert [option for option in made.options("t", {}) if "requeue" in option] == [word]
 
 
 def test_options_from_sbatchs_environment_reach_harvest_jobs() -> None:
