@@ -65,7 +65,7 @@ class Prepared:
             raise FallowError(f"prepare: {kind} was given twice; prepare each object once")
         if isinstance(thing, nn.Module):
             _check_module(thing)
-            _give_own_memory(thing)
+            _check_tensors(thing)
         if isinstance(thing, nn.Module) and not isinstance(thing, torch.optim.swa_utils.AveragedModel):
             encode(extra_state.read([thing]), f"prepare: {kind}")
             self._buffer_places = None
@@ -86,6 +86,29 @@ class Prepared:
                 "handed to a member that joins; add both, put its values into a dict, or do not prepare it",
                 Exit.DATA,
             )
+
+    def give_own_memory(self) -> None:
+        """Give expanded parameters and buffers memory of their own: no state could be copied into what they are.
+
+        Raises:
+            FallowError: one is a view of another, from which a copy would be cut off.
+        """
+        modules = [thing for thing in (*self.modules, *self.others) if isinstance(thing, nn.Module)]
+        named = [
+            (f"{type(module).__name__}.{name}", tensor) for module in modules for name, tensor in _named(module).items()
+        ]
+        for name, tensor in named:
+            if not _is_expanded(tensor):
+                continue
+            memory = tensor.untyped_storage()
+            for other_name, other in named:
+                if other is not tensor and other.untyped_storage() is memory:
+                    raise FallowError(
+                        f"prepare: {name} is an expanded view of the memory of {other_name}, so it cannot be handed to "
+                        "a member that joins: expand it in forward(), or register a copy, as clone() makes it",
+                        Exit.DATA,
+                    )
+            tensor.data = tensor.data.contiguous()
 
     def acting(self) -> list[tuple[Any, list[str]]]:
         """Objects that change their state once per step, and the names of the methods that do it."""
@@ -112,12 +135,22 @@ class Prepared:
         return tensor.requires_grad or tensor in self._trainable
 
     def buffers(self) -> list[torch.Tensor]:
-        """All buffers of all modules, in order, shared ones once."""
+        """All buffers of all modules, in order, shared ones once.
+
+        An expanded tensor that a forward put in a buffer's place is replaced by a copy, which can be written to.
+        """
         if self._buffer_places is None:
             parts = (part for module in self.modules for part in module.modules())
             self._buffer_places = [(part._buffers, name) for part in parts for name in part._buffers]
-        found = (inside[name] for inside, name in self._buffer_places)
-        return list({id(buffer): buffer for buffer in found if buffer is not None}.values())
+        found = {id(buffer): buffer for inside, name in self._buffer_places if (buffer := inside[name]) is not None}
+        expanded = [buffer for buffer in found.values() if _is_expanded(buffer)]
+        if not expanded:
+            return list(found.values())
+        # Not into its `data`: it has the version counter of what it is a view of, which may be a parameter.
+        copies = {id(each): each.detach().clone(memory_format=torch.contiguous_format) for each in expanded}
+        for inside, name in self._buffer_places:
+            inside[name] = copies.get(id(inside[name]), inside[name])
+        return [copies.get(key, buffer) for key, buffer in found.items()]
 
     def weights(self) -> list[torch.Tensor]:
         """Parameters (frozen ones too) and buffers, as they come in `export`; a generation's checksum is over them."""
@@ -181,6 +214,7 @@ class Prepared:
             Exception: a script's own object raised it, which nobody but the script can explain.
         """
         try:
+            self.buffers()  # nothing could be copied into an expanded one that a forward has put in a buffer's place
             for module, tensors in zip(self.modules, state["models"], strict=True):
                 _load_module(module, tensors, received)
             for optimizer, groups, saved in zip(self.optimizers, state["groups"], state["optimizers"], strict=True):
@@ -255,18 +289,36 @@ def _check_module(module: nn.Module) -> None:
             advice = "every member holds the whole model: give the plain module, not a sharded one"
         elif isinstance(part, nn.SyncBatchNorm):
             advice = "use BatchNorm, whose statistics are those of a shard and do not depend on the membership"
-        elif any(isinstance(p, nn.UninitializedParameter) for p in part.parameters(recurse=False)):
+        elif any(map(nn.parameter.is_lazy, (*part.parameters(recurse=False), *part.buffers(recurse=False)))):
             advice = "run one forward before run.prepare, so that lazy layers have their shapes"
         if advice is not None:
             where = f"{type(module).__name__}.{name}" if name else type(module).__name__
             raise FallowError(f"prepare: {where} is a {type(part).__name__}: {advice}", Exit.DATA)
 
 
-def _give_own_memory(module: nn.Module) -> None:
-    """Expanded tensors cover the same memory several times, so that no state could be copied into them."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        if 0 in (stride for stride, side in zip(tensor.stride(), tensor.shape, strict=True) if side > 1):
-            tensor.data = tensor.data.contiguous()
+def _check_tensors(module: nn.Module) -> None:
+    """Refuse tensors whose bytes cannot be sent, or not be put into a newcomer's."""
+    for name, tensor in _named(module).items():
+        kind, advice = "", "register the plain tensors that it is made of, or keep a constant in a plain attribute"
+        if tensor.is_meta:
+            kind, advice = "meta", "give it memory and values first, or leave it out of the module"
+        elif tensor.is_nested:
+            kind = "nested"
+        elif tensor.is_quantized:
+            kind = "quantized"
+        elif tensor.layout is not torch.strided:
+            kind = str(tensor.layout).removeprefix("torch.")
+        if kind:
+            raise FallowError(
+                f"prepare: {type(module).__name__}.{name} is a {kind} tensor, which cannot be handed to a member that "
+                f"joins: {advice}",
+                Exit.DATA,
+            )
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Several of its elements lie in one place. (Most tensors are contiguous, which is told fastest.)"""
+    return not tensor.is_contiguous() and 0 in tensor.stride()
 
 
 def signature_of(layout: list[str]) -> str:
