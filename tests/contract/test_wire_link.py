@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -90,13 +91,52 @@ async def test_the_head_is_found_again(setup: Setup, has_moved: bool, has_new_ke
     link = setup.link(router)
     link.start()
     assert await setup.next() == hello(1)
-    port = int(router.endpoint.rsplit(":", 1)[1])
+    port = port_of(router)
     await router.close()
     router = await setup.head(new_keypair() if has_new_key else HEAD, None if has_moved else port)
     fields = msgspec.json.decode(setup.head_file.read_bytes())
     write_private(setup.head_file, msgspec.json.encode(fields | {"colour": "a newer Fallow's"}))
     assert (await setup.next()).boot >= 2
     assert link.endpoint == router.endpoint
+
+
+def port_of(router: Router) -> int:
+    return int(router.endpoint.rsplit(":", 1)[1])
+
+
+async def test_a_file_system_that_never_answers_keeps_no_link_from_its_head(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, answered = threading.Event(), threading.Event()
+
+    def read(path: Path, kind: type) -> None:
+        asked.set()
+        answered.wait()
+        raise FileNotFoundError
+
+    monkeypatch.setattr(link_module, "read_struct", read)
+    router = await setup.head()
+    setup.link(router).start()
+    assert await setup.next() == hello(1)
+    await router.close()
+    await asyncio.to_thread(asked.wait, DEADLINE_S)
+    await setup.head(port=port_of(router))
+    assert await setup.next() == hello(2)
+    answered.set()
+
+
+async def test_a_link_that_cannot_read_dials_again(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    router = await setup.head()
+    link = setup.link(router)
+    link.start()
+    peer, _ = await router.recv()
+    monkeypatch.setattr(codec.Decoder, "decode", lambda *_: 1 // 0)
+    assert router.send(peer, News(term=1))
+    async with asyncio.timeout(DEADLINE_S):
+        while link.connected:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    monkeypatch.undo()
+    assert await setup.next() == hello(2)
 
 
 async def test_the_newest_of_each_kind_is_kept_while_the_head_is_away(setup: Setup) -> None:

@@ -75,8 +75,13 @@ class Link:
         self._decoder: Decoder[ToAgent] = Decoder(ToAgent, always=Refused)
         self._on_message, self._greeting = on_message, greeting
         self._head_file = head_file
+        self._head_file_reader: threading.Thread | None = None
+        self._moved = asyncio.Event()
+        "The head is at another place than the socket, or has another key."
         self._waiting = Waiting()
         self._redial_s = _REDIAL_S[0]
+        self._linger_s = 0.0
+        "For so long a socket that is closed still sends what it has taken."
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: AsyncSocket
         self._task: asyncio.Task[None] | None = None
@@ -105,36 +110,51 @@ class Link:
         while self._waiting and time.monotonic() < end and not self._context.closed:
             self._flush()
             await asyncio.sleep(_LOOK_S)
+        # The last messages may still be on their way from ZeroMQ to the kernel.
+        self._linger_s = max(0.0, end - time.monotonic())
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        # The last messages may still be on their way from ZeroMQ to the kernel.
-        self._context.destroy(linger=max(0, int((end - time.monotonic()) * 1000)))
+        self._context.destroy()
         return not self._waiting
 
     async def _run(self) -> None:
-        try:
-            while True:
+        while True:
+            try:
                 await self._dial()
-        except Exception:
-            log.exception("link to the head ended")
+            except Exception:
+                log.exception("the connection to the head is made anew")
+                await self._hold_off()
 
     async def _dial(self) -> None:
         """Serve one socket, until another one has to take its place."""
         socket = self._context.socket(zmq.DEALER)
-        self._configure(socket)
-        self._socket, monitor = AsyncSocket(socket), AsyncSocket(socket.get_monitor_socket(_EVENTS))
-        reading = asyncio.create_task(self._read())
         try:
-            socket.connect(self.endpoint)
-            await self._watch(monitor)
+            self._configure(socket)
+            await self._serve(socket)
         finally:
             self.connected = False
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+            socket.close(linger=int(self._linger_s * 1000))
+
+    async def _serve(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket, monitor = AsyncSocket(socket), AsyncSocket(socket.get_monitor_socket(_EVENTS))
+        self._moved.clear()
+        tasks = [asyncio.create_task(work) for work in (self._read(), self._watch(monitor), self._moved.wait())]
+        try:
+            socket.connect(self.endpoint)
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             socket.disable_monitor()
             monitor.close()
-        socket.close(linger=0)
+
+    async def _hold_off(self) -> None:
+        await asyncio.sleep(self._redial_s)
+        self._redial_s = min(2 * self._redial_s, _REDIAL_S[1])
 
     def _configure(self, socket: zmq.Socket[bytes]) -> None:
         socket.setsockopt(zmq.IPV6, int(self.endpoint.startswith("tcp://[")))
@@ -155,19 +175,18 @@ class Link:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
 
     async def _watch(self, monitor: AsyncSocket) -> None:
-        """Wait until the socket has to be replaced: the head has refused it, or is at another place now."""
+        """Wait until the head has refused the socket. Look where the head is now when it is silent."""
         while True:
             while (frames := monitor.receive()) is None:
                 await monitor.readable(SILENCE_S)
-                if time.monotonic() - self.last_heard >= SILENCE_S and await self._moved():
-                    return
+                if time.monotonic() - self.last_heard >= SILENCE_S:
+                    self._read_head_file()
             event = parse_monitor_message([frame.bytes for frame in frames])["event"]
             self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if event & _FAILURES:
                 # ZeroMQ never tries again after a refusal.
-                await asyncio.sleep(self._redial_s)
-                self._redial_s = min(2 * self._redial_s, _REDIAL_S[1])
-                await self._moved()
+                self._read_head_file()
+                await self._hold_off()
                 return
             if self.connected:
                 self._redial_s = _REDIAL_S[0]
@@ -207,28 +226,26 @@ class Link:
         except Exception:
             log.exception("a message from the head could not be handled")
 
-    async def _moved(self) -> bool:
-        """True: the head's file tells another place or key than those that are known."""
-        loop, found = asyncio.get_running_loop(), asyncio.Future[HeadFile | None]()
-
-        def take(head: HeadFile | None) -> None:
-            if not found.done():
-                found.set_result(head)
+    def _read_head_file(self) -> None:
+        """Read it in a thread: a shared file system may never answer, and neither loop nor exit must wait for it."""
+        if self._head_file_reader is not None and self._head_file_reader.is_alive():
+            return
+        loop = asyncio.get_running_loop()
 
         def read() -> None:
-            head = None
             try:
                 head = read_struct(self._head_file, HeadFile)
             except (FallowError, OSError) as error:
                 log.info("head file: %s", error)
+                return
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(take, head)
+                loop.call_soon_threadsafe(self._take_place, head)
 
-        # A shared file system may never answer, and the end of the process must not wait for it.
-        threading.Thread(target=read, name="head-file", daemon=True).start()
-        head = await found
-        if head is None or (head.endpoint, head.public_key) == (self.endpoint, self._server_key):
-            return False
-        self.endpoint, self._server_key = head.endpoint, head.public_key
-        log.info("the head is at %s now", self.endpoint)
-        return True
+        self._head_file_reader = threading.Thread(target=read, name="head-file", daemon=True)
+        self._head_file_reader.start()
+
+    def _take_place(self, head: HeadFile) -> None:
+        if (head.endpoint, head.public_key) != (self.endpoint, self._server_key):
+            self.endpoint, self._server_key = head.endpoint, head.public_key
+            log.info("the head is at %s now", self.endpoint)
+            self._moved.set()
