@@ -17,7 +17,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
@@ -40,17 +39,32 @@ _NOT_THE_SCRIPTS = (str(Path(fallow.__file__).parent) + os.sep, *sysconfig.get_p
 "Beginnings of file names that are not part of a user's script."
 
 
-def session_with_agent(descriptor: str, *, grouped: bool = True) -> Session:
+def session_with_agent(descriptor: str, *, grouped: bool = True, orphaned: signal.Signals = signal.SIGKILL) -> Session:
     """The conversation over the socket that this process has inherited as `descriptor`; it is not open yet.
+
+    Args:
+        descriptor: of the socket.
+        grouped: see `Session`.
+        orphaned: sent to this process when its agent ends before the session is closed. There may be a shell between
+            the two, so that the kernel does not see to it (`die_with_parent`).
 
     Raises:
         FallowError: there is no such socket.
     """
+    from fallow.core.protocol.workers import ToWorker
     from fallow.wire.frames import AgentChannel
     from fallow.worker.session.session import Session
 
+    def connect(on_message: Callable[[ToWorker], None], on_end: Callable[[str], None]) -> AgentChannel:
+        def end(reason: str) -> None:
+            on_end(reason)
+            if not reason:
+                os.kill(os.getpid(), orphaned)
+
+        return AgentChannel(int(descriptor), on_message, end)
+
     try:
-        return Session(partial(AgentChannel, int(descriptor)), grouped=grouped)
+        return Session(connect, grouped=grouped)
     except (OSError, ValueError) as error:
         raise FallowError(
             f"FALLOW_CHANNEL_FD={descriptor} is no socket to an agent ({error}); "
@@ -69,10 +83,10 @@ def is_child_of_agent(descriptor: str) -> bool:
     return bool(_CREDENTIALS.unpack(made_by)[0] == os.getppid())
 
 
-def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel kill this process, by that signal, when its agent dies, however it dies."""
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its agent dies, however it dies."""
     parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(Exit.TEMPFAIL)
 

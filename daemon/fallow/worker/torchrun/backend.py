@@ -230,10 +230,11 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
                 "write fallow run -- torchrun --rdzv-backend=fallow SCRIPT; elsewhere choose another backend",
                 Exit.USAGE,
             )
-        session = process.session_with_agent(os.environ.pop("FALLOW_CHANNEL_FD", "-1"), grouped=False)
-        if RESTART not in os.environ:
-            process.die_with_parent(signal.SIGTERM)  # then it ends its scripts, which have sessions of their own
-            os.environ[RESTART] = "1"
+        # At SIGTERM the user's torchrun ends its scripts, which have sessions of their own. Ours die with us.
+        orphaned = signal.SIGKILL if RESTART in os.environ else signal.SIGTERM
+        channel = os.environ.pop("FALLOW_CHANNEL_FD", "-1")
+        session = process.session_with_agent(channel, grouped=False, orphaned=orphaned)
+        os.environ[RESTART] = "1"
         session.open()
     except FallowError as error:
         sys.stderr.write(f"fallow: {error.message}\n")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -56,3 +58,14 @@ def test_an_end_is_told_with_its_own_code(form: str, tmp_path: Path) -> None:
         [sys.executable, script], env=environ, capture_output=True, text=True, timeout=180, check=False
     )
     assert (done.returncode, done.stdout.split("\n")) == (code, [*told.split("/"), ""]), done.stderr
+
+
+def test_a_worker_whose_agent_is_killed_is_killed_also_behind_a_shell() -> None:
+    """It holds a GPU, and nobody else would end it: the kernel kills direct children only."""
+    ours, theirs = socket.socketpair()
+    code = "import sys; from fallow.worker.api.process import session_with_agent as s; s(sys.argv[1]).open()"
+    with theirs:
+        command = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-c", code, str(theirs.fileno())]
+        worker = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+    ours.close()
+    assert worker.wait(60.0) == 128 + signal.SIGKILL
