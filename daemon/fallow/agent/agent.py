@@ -71,7 +71,7 @@ _WARNINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Agent:
-    """One per node of an allocation. Everything but workers' output runs in the main thread's loop.
+    """One per node of an allocation. All but workers' output and the head's file is handled in the main thread's loop.
 
     Args:
         keys: the allocation's.
