@@ -169,6 +169,7 @@ def wrapper_in(folder: Path) -> str:
         ("say(left=2); sys.exit(0)", 0, None),
         ("say(fault=Fault(code=65, message='no')); sys.exit(65)", 65, None),
         ("sys.exit(3)", None, signal.SIGTERM),
+        (f"{FINISH} os.kill(os.getpid(), signal.SIGKILL)", None, signal.SIGTERM),
         ("", None, signal.SIGTERM),
     ],
 )
@@ -181,6 +182,7 @@ async def test_the_end_of_a_worker_counts_not_that_of_the_shell_before_it_which_
         rig.order("say(step=os.getpid())")
         await rig.until(lambda: rig.crew.facts()[0].status.step > 0)
         worker = rig.crew.facts()[0].status.step
+        assert rig.pids() == [worker] != [shell]
         os.kill(shell, signal.SIGTERM)
         os.kill(worker, signal.SIGTERM)
         await rig.until(lambda: gone(shell))
@@ -200,6 +202,7 @@ async def test_the_end_of_a_worker_counts_not_that_of_the_shell_before_it_which_
     [
         ("wrapper.sh", "os.kill(os.getpid(), signal.SIGKILL)", None, signal.SIGKILL),
         ("wrapper.sh", "sys.exit(65)", 65, None),
+        ("wrapper.sh", "sys.exit(150)", 150, None),
         (sys.executable, "sys.exit(137)", 137, None),
     ],
 )
@@ -214,6 +217,24 @@ async def test_a_shell_tells_of_a_signal_by_its_exit_code(
         rig.order(last_words)
         ended = await rig.ended()
         assert (ended.code, ended.signal) == (code, number)
+
+
+@pytest.mark.parametrize("program", ["wrapper.sh", sys.executable])
+async def test_an_exit_code_of_one_that_never_spoke_is_its_own(tmp_path: Path, program: str) -> None:
+    """A wrapper that ends early with 143 fails on every node alike: Slurm has not taken this one."""
+    wrapper_in(tmp_path)
+    ended = await Rig(tmp_path, "import sys; sys.exit(143)", slots=1, program=str(tmp_path / program)).ended()
+    assert (ended.code, ended.signal) == (143, None)
+
+
+async def test_a_child_of_the_script_that_speaks_is_not_taken_for_the_worker(tmp_path: Path) -> None:
+    async with working(tmp_path, slots=1) as rig:
+        worker = rig.pids()
+        rig.order("say(step=1)")
+        await rig.until(lambda: rig.crew.facts()[0].status.step == 1)
+        rig.order("os.fork() or say(step=9); signal.pause()")
+        await rig.until(lambda: rig.crew.facts()[0].status.step == 9)
+        assert rig.pids() == worker
 
 
 async def test_an_order_to_end_is_enforced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

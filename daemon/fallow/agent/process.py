@@ -10,11 +10,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fallow.agent.output import Pump
+from fallow.core.membership.failures import CRASHES
 from fallow.model import OUTPUT_PIPES, STACK_SIGNAL
 
 EXEC_FAILED = 127
 _OF_SIGTERM = (signal.SIGTERM, 128 + signal.SIGTERM)
 "Status of a process that has died of it, and of a shell whose command has."
+_TOLD_BY_SHELLS = CRASHES | {
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGKILL,
+    signal.SIGPIPE,
+    signal.SIGTERM,
+}
+"""Signals that an exit code above 128 stands for. Other such codes are the script's own choice."""
 CHANNEL = "FALLOW_CHANNEL_FD"
 """Variable with the descriptor of the worker's socket to its agent."""
 
@@ -25,7 +35,7 @@ def with_python(program: str) -> str:
 
 
 class WorkerProcess:
-    """A started worker. Made in the main thread: a worker asks the kernel to die with the *thread* that made it.
+    """A started worker. Made in the main thread: the kernel kills a direct child with the *thread* that made it.
 
     It may be a shell, and the worker behind it. Slurm's SIGTERM goes to all processes of a step, and the shell dies of
     it at once. The worker does not: it leaves at the next step boundary, and only then has this process ended.
@@ -38,8 +48,6 @@ class WorkerProcess:
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], channel: int, output: Pump) -> None:
-        self.code: int | None = None
-        self.signal: int | None = None
         self.ended = False
         self.error = ""
         "why it could not be started"
@@ -47,6 +55,8 @@ class WorkerProcess:
         "it was a shell, which has died of SIGTERM before the worker had ended"
         self._speaker, self._speaker_began = 0, ""
         "process that speaks for the worker, and when it began"
+        self._status: int | None = None
+        "exit code, or minus the signal, of the process that was started"
         self._process: subprocess.Popen[bytes] | None = None
         pipes = " ".join(str(os.fstat(end).st_ino) for end in output.ends)
         try:
@@ -60,14 +70,14 @@ class WorkerProcess:
                 start_new_session=True,
             )
         except OSError as error:
-            self.ended, self.code = True, EXEC_FAILED
+            self.ended, self._status = True, EXEC_FAILED
             self.error = f"{command[0]}: cannot be started ({error.strerror}){with_python(command[0])}"
         finally:
             os.close(channel)
 
     def note_speaker(self, pid: int) -> None:
-        """A process has spoken as this worker."""
-        if pid != self._speaker:
+        """A process has spoken as this worker. As long as it lives, others that do are children of the script."""
+        if pid != self._speaker and not self.speaker:
             self._speaker, self._speaker_began = pid, _look_up(pid)[1]
 
     @property
@@ -94,15 +104,26 @@ class WorkerProcess:
             return False
         self.kill()
         status = self._process.wait()
-        self.ended = True
-        if status - 128 in signal.valid_signals() and self._speaker != self._process.pid:
-            status = 128 - status  # so a shell tells of the signal that has ended its command
-        self.code, self.signal = (status, None) if status >= 0 else (None, -status)
-        if self.was_outlived:
-            self.code, self.signal = None, signal.SIGTERM
-        if self.error:
-            self.code, self.signal = EXEC_FAILED, None
+        self.ended, self._status = True, EXEC_FAILED if self.error else status
         return True
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, once it has ended; None: a signal has ended it."""
+        return self._status if self.signal is None else None
+
+    @property
+    def signal(self) -> int | None:
+        """The signal that has ended it, or the shell before it, whose exit code tells of the worker's signal."""
+        status = self._status
+        if status is None:
+            return None
+        if self.was_outlived:
+            return signal.SIGTERM
+        is_behind_shell = self._process is not None and self._speaker not in (0, self._process.pid)
+        if is_behind_shell and status - 128 in _TOLD_BY_SHELLS:
+            return status - 128
+        return -status if status < 0 else None
 
     def give_up(self, error: str) -> None:
         """Kill the process at its start. It counts as one that could not be started, for this reason."""

@@ -140,11 +140,12 @@ class Worker:
     def code(self) -> int | None:
         """Its exit code, once it has ended; None: a signal has ended it.
 
-        That of a worker that has outlived its parent is nobody's to see: what the worker has said counts.
+        That of a worker that has outlived its parent is nobody's to see. It is known where the worker has failed or
+        left: then Fallow chooses it. A script that has finished may still fail.
         """
         if self.process.was_outlived and self._status.fault is not None:
             return self._status.fault.code
-        return 0 if self.process.was_outlived and self.is_orderly else self.process.code
+        return 0 if self.process.was_outlived and self._status.left > 0 else self.process.code
 
     @property
     def is_clean(self) -> bool:
@@ -164,5 +165,5 @@ class Worker:
             age_s=age_s,
             stopped_s=0.0 if self._stopped_at is None else now - self._stopped_at,
             mute_s=0.0 if self.has_ended or self._has_closed else age_s,
-            pid=self.process.pid,
+            pid=self.process.speaker or self.process.pid,
         )
