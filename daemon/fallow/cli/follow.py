@@ -33,14 +33,19 @@ _CHUNK = 65536
 @click.option("--json", "as_json", is_flag=True, help="One JSON array; with --follow one JSON value per line.")
 def events(run: str | None, since: int, limit: int, following: bool, as_json: bool) -> None:
     """Show the event log, of everything or of one RUN."""
+    newest = 0
+    if following and run is not None:
+        snapshot = ask("status", Snapshot, run=run)
+        run, newest = snapshot.runs[0].run, snapshot.last_event
     found = ask("events", list[EventRecord], run=run, since=since, limit=limit)
     if not following:
         tell(found, as_json, _show_events)
     while following:
-        _show_events(found, as_json)
-        since = max([since, *(event.seq for event in found)])
+        _show_events([event for event in found if run in (None, event.run)], as_json)
+        since = max([since, newest, *(event.seq for event in found)])
         time.sleep(_LOOK_S)
-        found = ask("events", list[EventRecord], run=run, since=since, limit=_MOST_EVENTS)
+        # Of all runs, also where one is meant: the head then looks at new events only, not at all that it keeps.
+        found = ask("events", list[EventRecord], since=since, limit=_MOST_EVENTS)
 
 
 def _show_events(found: list[EventRecord], as_json: bool = False) -> None:

@@ -25,20 +25,24 @@ class Desk:
         self.statuses: list[Snapshot | FallowError] = [SNAPSHOT]
         self.count = 0
         "of events; each time there are two more"
+        self.asked: list[dict[str, Any]] = []
+        "for events"
 
     def ask(self, method: str, *_: Any, **params: Any) -> Any:
         if method == "report":
             return views.report()
         if method == "events":
             self.count += 2
+            self.asked.append(params)
             if self.count > 6:
                 raise FallowError("the head is gone", Exit.UNAVAILABLE)
             seqs = range(params["since"] + 1, self.count + 1)
-            return [EventRecord(seq=seq, at=0.0, run="r1", kind="k", text="") for seq in seqs]
+            found = [EventRecord(seq=seq, at=0.0, run=f"r{seq % 2}", kind="k", text="") for seq in seqs]
+            return [event for event in found if params.get("run") in (None, event.run)]
         found = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
         if isinstance(found, FallowError):
             raise found
-        if params.get("run", "r1") != "r1":
+        if params.get("run", "r1") not in ("r1", "train"):
             raise FallowError("no such run", Exit.NOINPUT)
         return found
 
@@ -60,6 +64,13 @@ def test_following_misses_and_repeats_nothing(desk: Desk, fallow: Fallow) -> Non
     assert done.code == Exit.UNAVAILABLE
     lines = done.out.splitlines()
     assert [json.loads(line)["seq"] for line in lines if "seq" in line] == [2, 3, 4, 5, 6]
+
+
+def test_who_follows_one_run_asks_for_what_is_new_of_all(desk: Desk, fallow: Fallow) -> None:
+    desk.statuses = [views.snapshot(RUN, last_event=2)]
+    done = fallow("events", "train", "--follow", "--json")
+    assert [json.loads(line)["seq"] for line in done.out.splitlines() if "seq" in line] == [1, 3, 5]
+    assert [(each.get("run"), each["since"]) for each in desk.asked] == [("r1", 0), (None, 2), (None, 4), (None, 6)]
 
 
 @pytest.mark.parametrize(
