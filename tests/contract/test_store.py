@@ -197,6 +197,23 @@ async def test_stopped_server_costs_a_deadline(server: RedisServer) -> None:
     await store.close()
 
 
+async def test_while_the_server_is_stopped_any_number_of_readers_leave_room_for_who_saves(server: RedisServer) -> None:
+    store = await Store.open(server.socket)
+    await store.begin_term(0)
+    assert server.process is not None
+    server.process.send_signal(signal.SIGSTOP)
+    readers = [asyncio.create_task(store.events(0, 10)) for _ in range(40)]
+    await asyncio.sleep(0)
+    saving = asyncio.create_task(store.save([Write("a", 0, b"1")], []))
+    try:
+        await asyncio.wait([saving], timeout=0.2)
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+    await saving
+    await asyncio.gather(*readers)
+    await store.close()
+
+
 async def test_full_server_refuses_and_says_so(server: RedisServer, store: Store) -> None:
     await store._client.config_set("maxmemory", "1")
     with pytest.raises(Unavailable, match="refused a command"):

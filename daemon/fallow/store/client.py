@@ -32,6 +32,7 @@ EVENT_BYTES = 64 * 1024
 EVENT_SCHEMA = 1
 _CUT_TEXT = 10_000
 _PAGE = 1000
+_CONNECTIONS = 16
 
 
 class Unavailable(FallowError):
@@ -84,6 +85,8 @@ class Store:
         self._clock = 0
         self._saves = 0
         self._lock = asyncio.Lock()
+        self._readers = asyncio.Semaphore(_CONNECTIONS // 2)
+        "Of the event log: while the server does not answer, they leave connections for what is saved."
         self.term = 0
         "Our term; 0 before `begin_term`."
 
@@ -98,7 +101,7 @@ class Store:
             "socket_connect_timeout": deadline_s,
             # Once more at once: a connection of the pool may be to a server that has been started again since.
             "retry": Retry(NoBackoff(), 1),
-            "max_connections": 16,
+            "max_connections": _CONNECTIONS,
         }
         text = str(where)
         if "://" in text:
@@ -186,6 +189,13 @@ class Store:
 
     async def events(self, since: int, limit: int, run: str | None = None) -> list[EventRecord]:
         """The newest `limit` events with numbers above `since`, oldest first; of one run if it is named."""
+        await self._call(self._readers.acquire())
+        try:
+            return await self._read_events(since, limit, run)
+        finally:
+            self._readers.release()
+
+    async def _read_events(self, since: int, limit: int, run: str | None) -> list[EventRecord]:
         found: list[EventRecord] = []
         upto = "+"
         while len(found) < limit:
