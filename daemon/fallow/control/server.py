@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -54,6 +55,10 @@ class ControlServer:
             self._server = await asyncio.start_unix_server(
                 self._accept, path=str(self.path), limit=MAX_REQUEST, backlog=MAX_CONNECTIONS
             )
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise FallowError(f"{self.path} exists and is no socket; remove it", Exit.CANTCREAT) from error
         finally:
             os.umask(old)
         self._inode = self.path.stat().st_ino
