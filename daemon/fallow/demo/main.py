@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from fallow.control.client import ControlClient
+from fallow.control.client import MOST_EVENTS, ControlClient
 from fallow.demo.holes import HoleWatch, quantiles, waits_s
 from fallow.demo.live import LiveView
 from fallow.demo.report import DemoReport, SlurmFacts, to_json, to_table
@@ -184,8 +184,11 @@ class Demo:
         took_s = time.monotonic() - began
         snapshot = await control.call("status", Snapshot)
         report = await control.call("report", RunReport, run=run)
-        await control.aclose()
         await asyncio.to_thread(load.wait, 60)
+        for event in await control.call("events", list[EventRecord], limit=MOST_EVENTS):
+            self._ejected += event.kind == "eject"
+            self._requests += event.kind in ("submit", "withdraw", "orphan")
+        await control.aclose()
         await stage.head.stop()
         return snapshot, report, took_s
 
@@ -196,8 +199,6 @@ class Demo:
             async for item in stream.watch():
                 self.live.show(item)
                 if isinstance(item, EventRecord):
-                    self._ejected += item.kind == "eject"
-                    self._requests += item.kind in ("submit", "withdraw", "orphan")
                     continue
                 if load.poll() is not None:
                     words = (self.folder / "load.log").read_text(errors="replace").strip()[-300:]
