@@ -34,12 +34,16 @@ class Head:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.events: list[list[EventRecord] | FallowError] = []
         "what it answers when it is asked for them, in turn"
+        self.statuses: list[Snapshot] = []
+        "likewise; the usual one when there are none"
+        self.late_s = 0.0
+        "with its events"
 
     async def handle(self, method: str, params: dict[str, Any]) -> Any:
         self.asked.append((method, params))
         match method:
             case "status":
-                return SNAPSHOT
+                return self.statuses.pop(0) if self.statuses else SNAPSHOT
             case "create_run":
                 return NewRun(run="r", token="t", folder="/f", key_file="/k")
             case "grow":
@@ -51,6 +55,7 @@ class Head:
             case "usage":
                 return "x" * 5_000_000
             case "events":
+                await asyncio.sleep(self.late_s)
                 answer = self.events.pop(0)
                 if isinstance(answer, FallowError):
                     raise answer
@@ -127,6 +132,14 @@ async def test_the_socket_of_an_earlier_head_is_replaced_and_its_end_is_not_the_
     assert not (folder / "control.sock").exists()
 
 
+async def test_what_is_no_socket_is_not_replaced(folder: Path) -> None:
+    (folder / "control.sock").write_text("precious")
+    with pytest.raises(FallowError, match=r"control.sock .*remove it") as caught:
+        await ControlServer(folder / "control.sock", Head().handle).start()
+    assert caught.value.code is Exit.CANTCREAT
+    assert (folder / "control.sock").read_text() == "precious"
+
+
 NONSENSE = (
     b"\n", b"null\n", b"{}\n", b"[[[[\n", b'{"method": 1}\n', b'{"method": "status", "params": []}\n',
     b'{"method": "status", "extra": 1}\n', b"GET / HTTP/1.1\r\n", b"\xff\xfe\x00\n", b"[" * 100_000 + b"\n", b"1e999\n",
@@ -192,6 +205,8 @@ async def test_answers_and_errors_of_the_head_reach_who_asked_and_the_connection
         with pytest.raises(FallowError, match=r"drain within 0.1 s") as caught:
             await client.call("drain", timeout_s=0.1)
         assert caught.value.code is Exit.TEMPFAIL
+        with pytest.raises(FallowError, match="went away"):  # its next answer may be the late one
+            await client.call("status")
 
 
 async def test_who_watches_is_told_each_event_once_and_goes_on_while_the_store_is_away(
@@ -199,13 +214,33 @@ async def test_who_watches_is_told_each_event_once_and_goes_on_while_the_store_i
 ) -> None:
     monkeypatch.setattr(client_module, "WATCH_S", 0.0)
     events = [EventRecord(seq=seq, at=0.0, run=None, kind="poll", text="x") for seq in range(1, 7)]
+    two, away, five, six = (views.snapshot(last_event=last) for last in (2, 4, 5, 6))
+    away = views.changed(away, head=views.head(store_problem="no answer"))
     async with serving(folder) as (path, head), await ControlClient.connect(path) as client:
-        head.events = [events[:2], FallowError("store: away", Exit.UNAVAILABLE), events[:5], events[:5], events]
+        head.statuses = [two, two, five, away, five, five, six]
+        head.events = [events[:3], FallowError("store: away", Exit.UNAVAILABLE), events[:5], events]
         items = client.watch()
-        seen = [await anext(items) for _ in range(11)]
-    assert seen == [SNAPSHOT, *events[:2], SNAPSHOT, SNAPSHOT, *events[2:5], SNAPSHOT, SNAPSHOT, events[5]]
+        seen = [await anext(items) for _ in range(13)]
+    assert seen == [two, *events[:2], two, five, away, five, *events[2:5], five, six, events[5]]
     with pytest.raises(FallowError, match="went away"):
         await anext(items)
+
+
+async def test_who_watches_gives_up_a_head_that_answers_too_late(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "WATCH_S", 0.0)
+    async with serving(folder) as (path, head), await ControlClient.connect(path) as client:
+        head.late_s, head.events = 0.5, [[]]
+        call = client.call
+
+        async def impatient(method: str, *asked: Any, **more: Any) -> Any:
+            return await call(method, *asked, timeout_s=0.1 if method == "events" else 60.0, **more)
+
+        monkeypatch.setattr(client, "call", impatient)
+        items = client.watch()
+        assert await anext(items) == SNAPSHOT
+        with pytest.raises(FallowError) as caught:
+            await anext(items)
+        assert caught.value.code is Exit.TEMPFAIL
 
 
 async def test_who_does_not_read_its_answers_is_dropped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ class Head:
     async def handle(self, method: str, params: dict[str, Any]) -> Any:
         match method:
             case "status":
-                return snapshot()
+                return snapshot(last_event=1)
             case "events":
                 return [event(1)]
             case "grow":
@@ -40,7 +40,7 @@ async def test_stream_and_calls_through_the_control_socket(tmp_path: Path) -> No
         write_struct(paths.head_file, builders.head_file(**here))
         source = HeadSource(paths)
         items = source.subscribe()
-        assert [await anext(items) for _ in range(2)] == [snapshot(), event(1)]
+        assert [await anext(items) for _ in range(2)] == [snapshot(last_event=1), event(1)]
         assert await source.call("cancel", run="digits-1") is None
         with pytest.raises(FallowError, match="digits-1 is at its most"):
             await source.call("grow", run="digits-1", by=1)

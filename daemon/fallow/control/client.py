@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
 from collections.abc import AsyncIterator
@@ -92,6 +91,7 @@ class ControlClient:
                 await self._ask(method, params)
                 answer = await self._read()
         except TimeoutError:
+            self._writer.transport.abort()  # a late answer would be taken for that to the next request
             raise FallowError(
                 f"the head did not answer {method} within {timeout_s:g} s; it may still carry it out",
                 Exit.TEMPFAIL,
@@ -109,16 +109,25 @@ class ControlClient:
             ) from error
 
     async def watch(self) -> AsyncIterator[Snapshot | EventRecord]:
-        """How the head stands, twice a second, and its events: some of the past, then all that come."""
+        """How the head stands, twice a second, and its events: some of the past, then all that come.
+
+        After each snapshot come the events up to its `last_event`. While the store is away none are asked for.
+        """
         seen, limit = 0, RECENT_EVENTS
         while True:
-            yield await self.call("status", Snapshot)
-            events: list[EventRecord] = []
-            with contextlib.suppress(FallowError):  # the store is away for a while; a head that is gone shows above
-                events = await self.call("events", list[EventRecord], since=seen, limit=limit)
-            for event in events:
-                seen, limit = event.seq, MOST_EVENTS
-                yield event
+            snapshot = await self.call("status", Snapshot, recent=True)
+            yield snapshot
+            if seen < snapshot.last_event and not snapshot.head.store_problem:
+                try:
+                    events = await self.call("events", list[EventRecord], since=seen, limit=limit)
+                except FallowError as error:
+                    if error.code is not Exit.UNAVAILABLE:
+                        raise
+                else:
+                    for event in events:
+                        if event.seq <= snapshot.last_event:
+                            yield event
+                    seen, limit = snapshot.last_event, MOST_EVENTS
             await asyncio.sleep(WATCH_S)
 
     async def _ask(self, method: str, params: dict[str, Any]) -> None:

@@ -14,8 +14,10 @@ class OfRun(Struct, frozen=True, kw_only=True):
     run: Name
 
 
-class OfAnyRun(Struct, frozen=True, kw_only=True):
+class Status(Struct, frozen=True, kw_only=True):
     run: Name | None = None
+    recent: bool = False
+    "of all runs, an answer that was given to somebody else just now will do"
 
 
 class Events(Struct, frozen=True, kw_only=True):
@@ -77,7 +79,7 @@ class PruneRuns(Struct, frozen=True, kw_only=True):
 
 
 METHODS: dict[str, type[Struct]] = {
-    "status": OfAnyRun,
+    "status": Status,
     "events": Events,
     "report": OfRun,
     "usage": UsageOf,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from typing import Any
+
+import msgspec
 
 from fallow import __version__
 from fallow.control.methods import check
@@ -21,6 +24,9 @@ from fallow.head.slurm.calls import SlurmCalls
 from fallow.head.slurm.harvest import Harvest
 from fallow.head.state.book import Book, Run
 from fallow.model import EventRecord, Exit, FallowError, HeadView, RunReport, Snapshot, UsageReport
+
+RECENT_S = 0.4
+"""A snapshot that is as old as this will do for who watches."""
 
 
 class ControlHandler:
@@ -52,6 +58,8 @@ class ControlHandler:
         self._faults = faults
         self._stand_in = stand_in
         self._started = steady()
+        self._recent_at, self._recent = -math.inf, msgspec.Raw()
+        "the last snapshot for those who watch: when it was made, and encoded"
 
     async def handle(self, method: str, params: dict[str, Any]) -> Any:
         """Answer one control request."""
@@ -68,7 +76,7 @@ class ControlHandler:
     async def _answer(self, method: str, params: dict[str, Any]) -> Any:
         match method:
             case "status":
-                return self.snapshot(**params)
+                return self._status(**params)
             case "events":
                 return await self._events(**params)
             case "report":
@@ -109,6 +117,15 @@ class ControlHandler:
             return kept
         history = list(run.generations)
         return views.run_report(run, history, count_samples(self._book.paths.run(run.id).ledger, run.roster, history))
+
+    def _status(self, run: str | None, recent: bool) -> Snapshot | msgspec.Raw:
+        if run is not None or not recent:
+            return self.snapshot(run)
+        # One for all who watch: that of a large cluster takes the head's loop some milliseconds.
+        at = steady()
+        if at > self._recent_at + RECENT_S:
+            self._recent_at, self._recent = at, msgspec.Raw(msgspec.json.encode(self.snapshot()))
+        return self._recent
 
     def snapshot(self, run: str | None = None) -> Snapshot:
         """The head and its runs, or one of them, as they are now."""
