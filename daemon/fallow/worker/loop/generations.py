@@ -253,11 +253,12 @@ class Generations:
         member = self._member
         self._voice.speak(speaks=False)
         if member.saver is not None and member.place.joined:
-            if not upcoming.plan.suspends:
-                member.saver.finish()
-            elif member.standing.holds and member.recorded_step != (at := member.place.position).step:
-                # Else the group broke behind an inner loop: the optimizer may have made a step that is not counted yet.
+            at = member.place.position
+            # Where the group broke behind an inner loop, the optimizer may have made a step that is not counted yet.
+            if upcoming.plan.suspends and member.standing.holds and member.recorded_step != at.step:
                 member.saver.suspend(member.group, member.prepared, member.plain(), at.step, at.loop_epoch)
+            else:
+                member.saver.finish()
         self.depart(upcoming.generation)
 
     def depart(self, left: int = 0) -> NoReturn:

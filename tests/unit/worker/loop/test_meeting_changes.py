@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,33 @@ def test_nobody_waits_long_for_the_part_of_one_that_was_killed_in_front_of_a_sus
     found = world.train(lambda run: Training(run).run_through())
     assert isinstance(found["a"], Released)
     assert not world.checkpoints
+
+
+@pytest.mark.parametrize("wait", range(9, 12))
+def test_a_checkpoint_that_is_being_written_when_all_are_suspended_becomes_whole(
+    wait: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the group breaks when the step at work is half done, which has no checkpoint of its own."""
+    write_part = writer.write_part
+
+    def slowly(*args: Any) -> Any:
+        threading.Event().wait(0.5)
+        return write_part(*args)
+
+    monkeypatch.setattr(writer, "write_part", slowly)
+
+    def train(run: Run) -> None:
+        training = Training(run)
+        for update in run.updates(training.loader, epochs=2):
+            if update.step == 0:
+                run.checkpoint()
+            training.inner(update)
+            training.act()
+            run.mean(1.0)
+
+    world = World(tmp_path, Generation("ab", breaks=Break(wait)), Generation(""))
+    world.train(train)
+    assert 1 in [one.step for one in world.checkpoints]
 
 
 # ------------------------------------------------------------------------- members that count as newcomers again
