@@ -12,6 +12,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 
 import msgspec
@@ -36,7 +37,7 @@ PATIENCE_S = 600.0
 """How long the first member waits for the others' parts after its own."""
 
 HURRY_S = 10.0
-"""The same, once it is known that a member was lost."""
+"""How long it waits while none of their files grows, once a member may be lost."""
 
 STUCK_S = 1200.0
 """Longer than this neither a part takes nor the wait for the others': the file system does not answer."""
@@ -67,7 +68,7 @@ class Writing(threading.Thread):
         self._moved_at = clock()
         "when the last part of the work began"
         self.hurry = threading.Event()
-        "a member was lost: its part may never come"
+        "a member may be lost: its part may never come"
         self.completes = snapshot.rank == 0
         "the first member sees to the whole"
 
@@ -115,13 +116,14 @@ class Writing(threading.Thread):
             FallowError: the others' parts did not come.
         """
         give_up_at = time.monotonic() + PATIENCE_S
+        size, grown_at = -1, inf
         while temporary.exists():
             missing = [rank for rank in range(world) if not (temporary / _part_name(rank)).exists()]
             if not missing:
                 return True
-            if self.hurry.is_set():
-                give_up_at = min(give_up_at, time.monotonic() + HURRY_S)
-            if time.monotonic() > give_up_at:
+            if self.hurry.is_set() and size != (size_now := _size(temporary)):
+                size, grown_at = size_now, time.monotonic()
+            if time.monotonic() > min(give_up_at, grown_at + HURRY_S):
                 raise FallowError(f"the parts of ranks {', '.join(map(str, missing))} did not come")
             time.sleep(LOOK_S)
         return False
@@ -160,6 +162,15 @@ def failure(generation: int, step: int, why: str) -> Problem:
     """What the head should hear of a checkpoint that was given up."""
     reason = f"the checkpoint of step {step} was not written: {why}"
     return Problem(generation=generation, step=step, reason=reason)
+
+
+def _size(folder: Path) -> int:
+    """Bytes in the files of a folder, to which others write."""
+    size = 0
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            size += path.stat().st_size
+    return size
 
 
 def _part_name(rank: int) -> str:

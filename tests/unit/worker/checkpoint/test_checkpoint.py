@@ -13,9 +13,9 @@ import torch
 
 from fallow.core.membership.messages import Checkpoint, Problem
 from fallow.model import FallowError
-from fallow.worker.checkpoint import dcp
-from fallow.worker.checkpoint.manifest import complete_ones, read_manifest
-from fallow.worker.checkpoint.parts import take
+from fallow.worker.checkpoint import dcp, writer
+from fallow.worker.checkpoint.manifest import PartInfo, complete_ones, read_manifest
+from fallow.worker.checkpoint.parts import PartSnapshot, take
 from fallow.worker.checkpoint.restore import load, load_newest
 from fallow.worker.checkpoint.writer import Writing
 from fallow.worker.handover.transfer import export_state, load_state
@@ -254,7 +254,7 @@ def test_a_checkpoint_that_others_could_have_written_is_refused(tmp_path: Path) 
 
 
 def test_a_member_that_never_writes_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fallow.worker.checkpoint.writer.HURRY_S", 0.2)
+    monkeypatch.setattr(writer, "HURRY_S", 0.2)
     write(tmp_path, 6, 3)
     (failed,) = write(tmp_path, 7, 3, only={0, 2})
     assert isinstance(failed, Problem)
@@ -266,6 +266,22 @@ def test_a_member_that_never_writes_its_part(tmp_path: Path, monkeypatch: pytest
     assert len(list(tmp_path.glob("*.tmp"))) == 1
     write(tmp_path, 9, 2)
     assert sorted(path.name[-3:] for path in tmp_path.iterdir()) == ["006", "009"]
+
+
+def test_a_part_that_grows_is_waited_for_though_a_member_may_be_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "HURRY_S", 0.6)
+    write_part = writer.write_part
+
+    def slowly(folder: Path, snapshot: PartSnapshot) -> PartInfo:
+        for length in range(1, 12 if snapshot.rank == 1 else 1):
+            (folder / "__1_0.distcp").write_bytes(bytes(length))
+            time.sleep(0.1)
+        return write_part(folder, snapshot)
+
+    monkeypatch.setattr(writer, "write_part", slowly)
+    assert [type(report) for report in write(tmp_path, 7, 2)] == [Checkpoint]
 
 
 def test_what_one_member_cannot_write_is_said_once_and_no_rest_is_left(
