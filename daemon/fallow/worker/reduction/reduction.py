@@ -30,7 +30,7 @@ from fallow.worker.transport.device import asynchronous, capturing
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted
 
-_WAITING_BYTES = 256 << 10
+WAITING_BYTES = 256 << 10
 """So much of small gradients waits to be added at once. More would have left the processor's cache until then."""
 
 _CAPTURED = (
@@ -280,14 +280,16 @@ class Reduction:
             body = self._body
             if body is None or not (body.in_backward or self._begin_backward(body, index)) or not body.is_live:
                 return
+            if body.weight:
+                self._touched[index] = None
             bucket, place = places[index]
             arrived: Arrived = [(place, parameter.grad)]  # type: ignore[list-item]
             parameter.grad = None
             bucket.count += 1
-            if size < _WAITING_BYTES:
+            if size < WAITING_BYTES:
                 bucket.waiting += arrived
                 bucket.waiting_bytes += size
-                if bucket.count != bucket.expected and bucket.waiting_bytes < _WAITING_BYTES:
+                if bucket.count != bucket.expected and bucket.waiting_bytes < WAITING_BYTES:
                     return
                 arrived = bucket.take_waiting()
             self._fill(bucket, arrived)
@@ -344,7 +346,6 @@ class Reduction:
                     "sparse=False",
                     Exit.DATA,
                 )
-            self._touched[index] = None
         bucket.is_late = bucket.is_late or bucket.has_left
         self.arithmetic.add(bucket, arrived, weight, late=bucket.has_left)
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fallow.model import FallowError
-from fallow.worker.reduction import buckets
+from fallow.worker.reduction import buckets, reduction
 from fallow.worker.reduction.arithmetic import Arithmetic
 from fallow.worker.reduction.exact import Exact
 from fallow.worker.transport.group import Group
@@ -118,7 +118,7 @@ SCRIPT = st.tuples(
 )
 
 
-@pytest.mark.parametrize("bucket_bytes", [100, 1 << 20])
+@pytest.mark.parametrize(("bucket_bytes", "waiting_bytes"), [(100, 1 << 18), (1 << 20, 1 << 18), (1 << 20, 200)])
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=12, deadline=None)
 @given(
@@ -130,7 +130,9 @@ def test_any_way_through_the_model_gives_the_gradients_of_plain_pytorch(
     cuts: list[int],
     kind: type[Arithmetic],
     bucket_bytes: int,
+    waiting_bytes: int,
 ) -> None:
+    """A matrix has 288 bytes, and everything else 48: where 200 may wait, matrices are added at once."""
     bodies = [scripted(*step) for step in steps]
     shares = divided(4, cuts)
     weights = [0.25] * 4 if len(shares) == 4 else []
@@ -143,6 +145,7 @@ def test_any_way_through_the_model_gives_the_gradients_of_plain_pytorch(
     with pytest.MonkeyPatch.context() as patched:
         for name in ("_FIRST_BYTES", "BUCKET_BYTES", "_LAST_BYTES"):
             patched.setattr(buckets, name, bucket_bytes)
+        patched.setattr(reduction, "WAITING_BYTES", waiting_bytes)
         found = together(member, world(len(shares)))
         single = alone(net, kind())
         by_one = [single.step(body, EVERY, 4) for body in bodies]
@@ -153,6 +156,17 @@ def test_any_way_through_the_model_gives_the_gradients_of_plain_pytorch(
             assert equal(results[step], found[0][0][step])
             assert_close(results[step], plain(net, body, 4), error=1e-12)
             assert kind is Arithmetic or equal(results[step], by_one[step])
+
+
+def test_buckets_are_laid_out_as_gradients_came_whether_they_are_added_at_once_or_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reduction, "WAITING_BYTES", 100)
+    member, came = alone(), list[int]()
+    for number, parameter in enumerate(member.net.parameters()):
+        parameter.register_hook(lambda _, number=number: came.append(number))  # type: ignore[no-untyped-call, misc]
+    member.step(scripted([[EVERY]]), [0], 1)
+    assert member.reduction.export()["order"] == came
 
 
 @pytest.mark.parametrize("kind", KINDS)
