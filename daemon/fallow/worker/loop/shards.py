@@ -291,7 +291,7 @@ class Shards(InnerLoop):
             checkpoints_asked=member.session.news.checkpoints_asked if member.session is not None else 0,
             pace=member.pace.value,
             weight_checksum=self._loop.watch.weight_checksum(attempt.weight_sample),
-            agreement=self._loop.watch.agreement(),
+            agreement=self._loop.watch.agreement(attempt.steering),
             acts=at.acts,
             sums=sums,
             notes=self._figures.told(),

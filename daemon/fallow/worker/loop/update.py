@@ -45,7 +45,7 @@ class Update:
         "means over all samples of the step, of all its inner loops so far"
         self.place_was_read = False
         "the script has looked at the step or the epoch in front of the first inner loop"
-        self._agreement = loop.watch.agreement()
+        self._agreement = loop.watch.agreement(loop.watch.steering())
 
     @property
     def step(self) -> int:
@@ -60,7 +60,8 @@ class Update:
     @property
     def depends_on_step(self) -> bool:
         """What the script did in front of the inner loop is of no use for another step: it may have set a rate, say."""
-        return self.place_was_read or self._agreement != self._loop.watch.agreement()
+        watch = self._loop.watch
+        return self.place_was_read or self._agreement != watch.agreement(watch.steering())
 
     @property
     def epoch(self) -> int:
