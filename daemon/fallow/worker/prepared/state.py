@@ -131,7 +131,7 @@ def placed(encoded: Encoded, live: Encoded, first: int = 0) -> Any:
     """Decode a tree with its tensors, from the `first` one on, on the devices of the live ones in their places."""
     places = {str(path): tensor.device for path, tensor in zip(live.paths, live.tensors, strict=True)}
     tensors = [
-        devices.to_device(tensor, places.get(str(path), tensor.device)) if number >= first else tensor
+        tensor.to(places.get(str(path), tensor.device)) if number >= first else tensor
         for number, (path, tensor) in enumerate(zip(encoded.paths, encoded.tensors, strict=True))
     ]
     return decode(encoded.tree, tensors)
