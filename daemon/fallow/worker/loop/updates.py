@@ -269,7 +269,7 @@ class Loop:
         """
         place = self.member.place
         if self._call is not None and not self._in_call:
-            update, self.update = self.update, None
+            update = self.update
             if update is not None and update.open is not None:
                 text = update.open.leave()
                 if script:  # by `sys.exit`, say, whose code must not become another one
@@ -277,7 +277,9 @@ class Loop:
                     raise EndedAlone
                 if sys.exc_info()[0] is None:
                     raise Apart(text)
-            self._call = None
+                if update.open.begun:  # the others may be waiting for its sums
+                    raise FallowError(text, Exit.DATA)  # not `Apart`: what is being handled may be this node's failure
+            self.update = self._call = None
             self.meeting.joint(Kind.END, ended=script)
             self._goes_elsewhere(None)
         if not self._in_call:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from fallow.model import FallowError
 from small_training import (
     SAMPLES,
     Script,
@@ -143,3 +144,13 @@ def test_a_regularizer_behind_the_inner_loop_counts_once() -> None:
     plain(reference, optimizer, 1, lambda: (0.01 * reference[0].weight.square().sum()).backward())
     script.train(behind=lambda _: ((0.01 * script.model[0].weight.square().sum()).backward(), script.act()))
     assert_close(script.model, reference)
+
+
+def test_a_script_that_handles_an_exception_of_the_inner_loop_does_nothing_together_with_others_any_more() -> None:
+    script = Script().prepare()
+    try:
+        script.train(body=lambda batch: script.loss(batch[:1]))
+    except IndexError:
+        for act in (script.train, script.run.barrier):
+            with pytest.raises(FallowError, match="the inner loop was left before its end"):
+                act()
