@@ -9,7 +9,7 @@ from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Checkpoint, Refusal, Switch
 from fallow.core.membership.state import RunPhase
 from fallow.core.membership.tables import RUN
-from fallow.model import ChangeKind, MemberPhase, Parts, RunStatus
+from fallow.model import ChangeKind, Exit, MemberPhase, Parts, RunStatus
 from world.rig import CONTRACT, Rig, both, logs, notices, orders, started
 
 
@@ -334,6 +334,15 @@ def test_a_newcomer_whose_generation_was_overtaken_by_the_end_is_not_waited_for(
     rig.finish(2)
     assert rig.r.root.status is RunStatus.FINISHED
     assert rig.orders[3].end is not None
+
+
+def test_an_agent_whose_workers_have_finished_is_told_so_when_it_comes_back() -> None:
+    rig = started(2)
+    rig.finish(1)
+    rig.gone(1, code=0)
+    rig.expect(rig.r.nodes[1].host, rig.r.nodes[1].token, rig.r.nodes[1].boot)
+    end = rig.orders[1].end
+    assert end is not None and (end.code, bool(end.reason)) == (Exit.OK, True)
 
 
 @pytest.mark.parametrize(("is_newcomer", "wait_s"), [(True, 0.0), (False, 2.0)])

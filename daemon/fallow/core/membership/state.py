@@ -354,8 +354,9 @@ class State:
     def _end_of(self, node: Node) -> End | None:
         status = self.roster.root.status
         if node.phase is MemberPhase.GONE:
-            code = Exit.OK if node.leaving else Exit.TEMPFAIL
-            return self.outbox.ends.get(node.id) or End(code=code, reason=node.ended or node.leaving)
+            code = Exit.OK if node.leaving or not node.ended else Exit.TEMPFAIL
+            reason = node.ended or node.leaving or "its script has ended"
+            return self.outbox.ends.get(node.id) or End(code=code, reason=reason)
         if status.ended and not node.finished:
             code = Exit.SOFTWARE if status is RunStatus.FAILED else Exit.OK
             return End(code=code, reason=f"the run is {status}")
