@@ -125,7 +125,8 @@ class Observer:
         w, plane = self.w, self.w.plane
         members = self.committed.get(plane.acted, ())
         is_linked = host.hears and host.is_heard and host.up and not host.frozen and w.t > host.bad_until + 4
-        is_working = is_linked and w.t > host.bad_until + 12 and all(x.alive and not x.stopped for x in host.workers)
+        is_up = w.t > host.bad_until + 12 and all(x.alive and not x.stopped for x in host.workers)
+        is_working = is_linked and is_up and not host.deserted
         others = [other for other in w.hosts.values() if other.node in members and other is not host]
         has_seat = host.node in members and host.node in self.committed.get(w.store.root.generation, ())
         is_stepping = has_seat and w.t - plane.stepped_at < 1.5 and w.t > max(host.froze_until, self._resumed_at) + 3
