@@ -4,10 +4,12 @@
 `exchange`, `collect`; they are launched, and `wait_and_verify` is the one wait for them. The two share no
 communicator, so they may be launched in an unlike order on two members. *Streams* carry state between two members.
 
-gloo's own abort does not unblock a pending collective (measured on torch 2.13). So collectives are always asynchronous;
-a wait ends when their futures have completed or when `interrupt` was called, whichever is first. Python hears of
-completion once in a wait: every call from gloo's thread wants the GIL. A device communicator is aborted, which ends its
-collectives with garbage: what a device has computed counts only after `wait_and_verify`.
+gloo's own abort does not unblock a pending collective (measured on torch 2.13), and its ring fails only on members that
+have something of a lost peer's under way: one of them tells of it, and the order that follows interrupts the others. So
+collectives are always asynchronous; a wait ends when their futures have completed or when `interrupt` was called,
+whichever is first. Python hears of completion once in a wait: every call from gloo's thread wants the GIL. A device
+communicator is aborted, which ends its collectives with garbage: what a device has computed counts only after
+`wait_and_verify`.
 
 A group that was interrupted is abandoned: its buffers are never used again, since a late peer still writes to them.
 """
