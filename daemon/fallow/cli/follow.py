@@ -11,15 +11,13 @@ import click
 from fallow.cli.common import Finite, ask, json_option, json_text, tell
 from fallow.cli.show import members_of, not_harvested, show_report, unused
 from fallow.cli.tables import duration, moment
+from fallow.control.client import MOST_EVENTS, WATCH_S
 from fallow.files import Paths
 from fallow.model import EventRecord, Exit, FallowError, NodeOwner, NodeView, RunReport, RunStatus, RunView, Snapshot
 from fallow.text import clean, clean_output
 
 _LAST_EVENT = 2**63 - 1
 """Events are numbered by the store, which counts no further."""
-_MOST_EVENTS = 10_000
-"At once."
-_LOOK_S = 0.5
 _AWAY_S = 120.0
 """A head that is away for longer is not waited for."""
 _CHUNK = 65536
@@ -28,7 +26,7 @@ _CHUNK = 65536
 @click.command(short_help="What happened.")
 @click.argument("run", required=False)
 @click.option("--since", type=click.IntRange(0, _LAST_EVENT - 1), default=0, help="Only events with a higher number.")
-@click.option("--limit", type=click.IntRange(1, _MOST_EVENTS), default=100, show_default=True, help="The last so many.")
+@click.option("--limit", type=click.IntRange(1, MOST_EVENTS), default=100, show_default=True, help="The last so many.")
 @click.option("--follow", "-f", "following", is_flag=True, help="Go on with new events until interrupted.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON array; with --follow one JSON value per line.")
 def events(run: str | None, since: int, limit: int, following: bool, as_json: bool) -> None:
@@ -43,9 +41,9 @@ def events(run: str | None, since: int, limit: int, following: bool, as_json: bo
     while following:
         _show_events([event for event in found if run in (None, event.run)], as_json)
         since = max([since, newest, *(event.seq for event in found)])
-        time.sleep(_LOOK_S)
+        time.sleep(WATCH_S)
         # Of all runs, also where one is meant: the head then looks at new events only, not at all that it keeps.
-        found = ask("events", list[EventRecord], since=since, limit=_MOST_EVENTS)
+        found = ask("events", list[EventRecord], since=since, limit=MOST_EVENTS)
 
 
 def _show_events(found: list[EventRecord], as_json: bool = False) -> None:
@@ -87,7 +85,7 @@ def _ended(run: str, timeout_s: float | None) -> RunView:
                 raise
         if timeout_s is not None and time.monotonic() > began + timeout_s:
             raise FallowError(f"{how}: it has not ended within the time of --timeout", Exit.TEMPFAIL)
-        time.sleep(_LOOK_S)
+        time.sleep(WATCH_S)
 
 
 def _one(run: str) -> RunView:
@@ -109,7 +107,7 @@ def logs(run: str, member: str | None, following: bool) -> None:
             sys.stdout.flush()
             if ended:
                 return
-            time.sleep(_LOOK_S)
+            time.sleep(WATCH_S)
 
 
 def _log(folder: Path, view: RunView, member: str | None) -> Path:
