@@ -173,6 +173,16 @@ class AgentChannel:
                 self._stream.read()
 
 
+def is_child_of_agent(descriptor: str) -> bool:
+    """False: there is a shell between this process and its agent, at the other end of the socket `descriptor`."""
+    try:
+        with socket.socket(fileno=os.dup(int(descriptor))) as end:
+            made_by = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    except (OSError, ValueError):
+        return True
+    return bool(_CREDENTIALS.unpack(made_by)[0] == os.getppid())
+
+
 class _Ended(Exception):
     """Nothing more will come from the other side."""
 

@@ -9,8 +9,6 @@ import faulthandler
 import gc
 import os
 import signal
-import socket
-import struct
 import sys
 import sysconfig
 import threading
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
     from fallow.worker.session.session import Session
 
 _PR_SET_PDEATHSIG = 1
-_CREDENTIALS = struct.Struct("3i")
-"process, user, group: unix(7)"
 _NATIVE = ("build-", "reaper-")
 "Beginnings of the names of threads that build and destroy groups."
 _NATIVE_S = 3.0
@@ -71,16 +67,6 @@ def session_with_agent(descriptor: str, *, grouped: bool = True, orphaned: signa
             "unset FALLOW_WORKER to run the script by itself",
             Exit.USAGE,
         ) from None
-
-
-def is_child_of_agent(descriptor: str) -> bool:
-    """False: there is a shell between this process and its agent, at the other end of the socket `descriptor`."""
-    try:
-        with socket.socket(fileno=os.dup(int(descriptor))) as end:
-            made_by = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    except (OSError, ValueError):
-        return True
-    return bool(_CREDENTIALS.unpack(made_by)[0] == os.getppid())
 
 
 def die_with_parent() -> None:

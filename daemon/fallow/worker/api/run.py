@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from fallow.core.membership.messages import Fault, Finish, Outcome
 from fallow.model import Exit, FallowError
 from fallow.text import clean, clean_output
+from fallow.wire.frames import is_child_of_agent
 from fallow.worker.api import fixed, process, short
 from fallow.worker.data.ledger import LAST_S
 from fallow.worker.data.loader import ElasticLoader, check_loader
@@ -390,7 +391,7 @@ def init() -> Run:
         process.Ending(run)
         return run
     channel = os.environ.get("FALLOW_CHANNEL_FD", "-1")
-    if process.is_child_of_agent(channel):
+    if is_child_of_agent(channel):
         process.die_with_parent()  # Slurm's SIGTERM ends a shell, and must not end this process with it
     process.tell_stacks()
     process.leave_sigterm_to_the_head()
