@@ -37,7 +37,7 @@ Began = tuple[Durable, Book, Paths]
 async def begun(folder: Path, on_wait: Callable[[str], object] = lambda problem: None) -> AsyncIterator[Began]:
     """A head's store in its first term, with an empty book."""
     paths = Paths(folder / "state", folder / "run").create()
-    durable = Durable(paths, None, on_wait)
+    durable = Durable(paths, None, waits=on_wait)
     await durable.open()
     try:
         await durable.begin_term()

@@ -91,7 +91,6 @@ class Head:
     ) -> None:
         self.paths = paths
         self.config = config
-        self._lease = lease
         self._stand_in = stand_in
         self._book = Book(paths, config)
         self._inbox = Inbox()
@@ -101,7 +100,7 @@ class Head:
         self._tick_queued = False
         self._faults = Faults()
         self._quarantine = Quarantine()
-        self._durable = Durable(paths, config.head.redis_url, self._waits_for_store, self._confirm_lease)
+        self._durable = Durable(paths, config.head.redis_url, lease, self._waits_for_store)
         self._harvest = Harvest(config, own_groups())
         limits = config.slurm
         paced: PacedClient | None = None
@@ -169,10 +168,6 @@ class Head:
     def _waits_for_store(self, reason: str) -> None:
         # It does not hang: the supervisor is told what it waits for.
         self._notifier.alive(f"waits for its store: {reason}")
-
-    async def _confirm_lease(self) -> None:
-        if self._lease is not None:
-            await self._lease.confirm(changing=True)
 
     @property
     def agents_leave(self) -> bool:
@@ -360,8 +355,6 @@ class Head:
         for run_id in turn.failed:
             if run_id in self._book.runs:
                 turn.discard(self._book.runs[run_id])
-        if self._lease is not None:
-            await self._lease.confirm(changing=turn.changing)
         for event in await self._durable.write(turn):
             try:
                 self._metrics.count_event(event)

@@ -24,6 +24,7 @@ from fallow.files import Paths, check_id, read_private, write_private
 from fallow.head.loop.turn import Turn
 from fallow.head.state.archive import NOTE
 from fallow.head.state.book import Book, Run, RunRecord, StoredRun
+from fallow.head.state.lease import Lease
 from fallow.head.state.salvage import salvage
 from fallow.model import EventRecord, Exit, FallowError, GenerationReport, NewEvent, RunSpec
 from fallow.store.client import Fenced, Store, Unavailable, Write
@@ -57,22 +58,22 @@ class Durable:
     Args:
         paths: where the head's files are.
         redis_url: the site's Redis, or None.
+        lease: what must be valid before anything changes; None: nobody else can serve the folder.
         waits: called with the reason, again and again while the store is waited for.
-        confirm: asked before the private server is started again: it raises if the folder is another head's by now.
     """
 
     def __init__(
         self,
         paths: Paths,
         redis_url: str | None,
+        lease: Lease | None = None,
         waits: Callable[[str], None] = lambda reason: None,
-        confirm: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.problem = ""
         "why nothing can be written down now; empty: it can"
         self._said_at = 0.0
         self._waits = waits
-        self._confirm = confirm
+        self._lease = lease
         self.last_event = 0
         "number of the newest line of the event log"
         self.notes: dict[str, bytes] = {}
@@ -156,8 +157,11 @@ class Durable:
         """Make a turn durable; returns its lines of the event log, numbered.
 
         Raises:
-            FallowError: it could not be written. A head that cannot write down what it decided must not act on it.
+            FallowError: it could not be written, or another head has taken over. A head that cannot write down what it
+                decided must not act on it.
         """
+        if self._lease is not None:
+            await self._lease.confirm(changing=turn.changing)
         if not turn.changing:
             if self._redis is not None and not self._redis.alive:
                 # Nobody waits for it now, but whoever asks for the event log would be told that it is away.
@@ -280,9 +284,9 @@ class Durable:
         Raises:
             FallowError: it went back in time, or the folder is another head's by now.
         """
-        if self._confirm is not None:
+        if self._lease is not None:
             # Whoever has taken over serves these files: a second server would write over what is acknowledged there.
-            await self._confirm()
+            await self._lease.confirm(changing=True)
         try:
             if self._redis is not None:
                 await self._redis.start()
