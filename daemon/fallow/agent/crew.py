@@ -258,7 +258,7 @@ class Crew:
             node=report.node,
             boot=report.boot,
             code=first.code,
-            signal=None if first.code is not None else first.process.signal,
+            signal=None if first.code is not None else first.process.ended_by,
             tail=first.tail(),
             report=report,
             is_ordered=self._ending.was_ordered,

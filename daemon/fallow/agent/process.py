@@ -110,10 +110,10 @@ class WorkerProcess:
     @property
     def code(self) -> int | None:
         """Its exit code, once it has ended; None: a signal has ended it."""
-        return self._status if self.signal is None else None
+        return self._status if self.ended_by is None else None
 
     @property
-    def signal(self) -> int | None:
+    def ended_by(self) -> int | None:
         """The signal that has ended it, or the shell before it, whose exit code tells of the worker's signal."""
         status = self._status
         if status is None:
