@@ -76,8 +76,8 @@ class Link:
         self._on_message, self._greeting = on_message, greeting
         self._head_file = head_file
         self._head_file_reader: threading.Thread | None = None
-        self._moved = asyncio.Event()
-        "The head is at another place than the socket, or has another key."
+        self._watching: asyncio.Task[None]
+        "ends when another socket has to take the place of this one"
         self._waiting = Waiting()
         self._redial_s = _REDIAL_S[0]
         self._linger_s = 0.0
@@ -138,13 +138,14 @@ class Link:
 
     async def _serve(self, socket: zmq.Socket[bytes]) -> None:
         self._socket, monitor = AsyncSocket(socket), AsyncSocket(socket.get_monitor_socket(_EVENTS))
-        self._moved.clear()
-        tasks = [asyncio.create_task(work) for work in (self._read(), self._watch(monitor), self._moved.wait())]
+        self._watching = asyncio.create_task(self._watch(monitor))
+        tasks = {self._watching, asyncio.create_task(self._read())}
         try:
             socket.connect(self.endpoint)
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in ended:
-                task.result()
+                if not task.cancelled():
+                    task.result()
         finally:
             for task in tasks:
                 task.cancel()
@@ -248,4 +249,4 @@ class Link:
         if (head.endpoint, head.public_key) != (self.endpoint, self._server_key):
             self.endpoint, self._server_key = head.endpoint, head.public_key
             log.info("the head is at %s now", self.endpoint)
-            self._moved.set()
+            self._watching.cancel()
