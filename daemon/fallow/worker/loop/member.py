@@ -61,7 +61,7 @@ class Member:
     @cached_property
     def buffers(self) -> StepBuffers:
         """The modules' buffers, in a step."""
-        return StepBuffers(self.prepared.buffers)
+        return StepBuffers(self.prepared.make_buffers_writable)
 
     @cached_property
     def pace(self) -> Pace:

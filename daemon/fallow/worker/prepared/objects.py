@@ -134,10 +134,11 @@ class Prepared:
     def _trains(self, tensor: torch.Tensor) -> bool:
         return tensor.requires_grad or tensor in self._trainable
 
-    def buffers(self) -> list[torch.Tensor]:
-        """All buffers of all modules, in order, shared ones once.
+    def make_buffers_writable(self) -> list[torch.Tensor]:
+        """Replace each expanded tensor that a forward put in a buffer's place by a copy.
 
-        An expanded tensor that a forward put in a buffer's place is replaced by a copy, which can be written to.
+        Returns:
+            All buffers of all modules, in order, shared ones once.
         """
         if self._buffer_places is None:
             parts = (part for module in self.modules for part in module.modules())
@@ -214,7 +215,7 @@ class Prepared:
             Exception: a script's own object raised it, which nobody but the script can explain.
         """
         try:
-            self.buffers()  # nothing could be copied into an expanded one that a forward has put in a buffer's place
+            self.make_buffers_writable()
             for module, tensors in zip(self.modules, state["models"], strict=True):
                 _load_module(module, tensors, received)
             for optimizer, groups, saved in zip(self.optimizers, state["groups"], state["optimizers"], strict=True):
