@@ -280,8 +280,8 @@ class Head:
                     self._faults.note("metrics", error)
                 self._notifier.alive(f"{len(self._book.runs)} runs, {len(self._router.connected)} peers")
 
-    async def _turn(self, items: list[Item]) -> None:
-        """One turn: decide, make it durable, carry it out."""
+    async def _turn(self, items: list[Item], *, is_last_try: bool = False) -> None:
+        """One turn: decide, make it durable, carry it out. Messages beside one that failed are heard once more."""
         turn = Turn(self._book, steady(), time.time())
         answers = [self._decide(turn, item) for item in items]
         self._calls.follow_up(turn)
@@ -295,6 +295,14 @@ class Head:
                 _refuse(item, turn.failures[0])
             elif answer is not None:
                 answer()
+        if lost := [] if is_last_try else [item for item in items if self._was_lost(turn, item)]:
+            await self._turn(lost, is_last_try=True)
+
+    def _was_lost(self, turn: Turn, item: Item) -> bool:
+        """True of a message at which the head has not failed, but whose run has lost its part of the turn."""
+        if not isinstance(item, Heard) or self._quarantine.holds(item.peer, turn.at):
+            return False
+        return self._run_of(item) in turn.failed
 
     def _decide(self, turn: Turn, item: Item) -> Callable[[], None] | None:
         """Take an item. An unexpected error costs the item, and its run, or the runs that it has changed, the turn."""
