@@ -8,12 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from fallow.core.accounting.backoff import LONGEST_S
 from fallow.core.accounting.duds import ROUNDS, Duds, came, ended
 from fallow.core.membership.failures import BAR_S
 from fallow.core.protocol.agents import Hello
 from fallow.head.api.views import run_view
 from fallow.head.loop.turn import agent_peer
 from fallow.head.peers.agents import hear
+from fallow.head.slurm.harvest import Harvest
 from fallow.head.state.book import RunRecord
 from fallow.model import AllocationState
 from fallow.sim.types import Happening, Started
@@ -106,6 +108,22 @@ async def test_a_script_that_works_nowhere_is_tried_alone_and_then_paused(site: 
     for _ in range(4):
         await poll(site, nodes)
     assert len([a for a in run.live_allocations() if a.agents]) == 20 and not run.barred
+
+
+async def test_a_head_that_is_killed_leaves_the_pause_to_the_next_one(site: Site) -> None:
+    _holes(site).black = frozenset(f"n{i}" for i in range(1, 21))
+    run = site.run(nodes=20)
+    nodes = Nodes(run, CONTRACT_OF_MANY)
+    while not site.kinds("pause"):
+        await poll(site, nodes)
+    died = len(_holes(site).died)
+    site.harvest, run.failures_seen = Harvest(site.config), None
+    site.harvest.recall(site.notes)
+    await poll(site, nodes)
+    assert not run.live_allocations(), "before the pause is over"
+    await site.poll(LONGEST_S)
+    await poll(site, nodes)
+    assert len(_holes(site).died) == died + 1
 
 
 def test_what_is_the_nodes_own_does_not_count_against_the_run() -> None:

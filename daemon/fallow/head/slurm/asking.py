@@ -33,6 +33,7 @@ from fallow.head.loop.turn import Turn
 from fallow.head.slurm.budgets import left_s, renew_base
 from fallow.head.slurm.demands import demand
 from fallow.head.slurm.gains import gains
+from fallow.head.slurm.learning import note_pauses
 from fallow.head.slurm.neighbours import give_back
 from fallow.head.slurm.pace import keep_pace
 from fallow.head.state.book import Run
@@ -240,6 +241,7 @@ class Asking:
                 turn.stop_asking(run, f"{why}; the last: {duds.last or run.root.message}")
             elif wait_s:
                 backoff.put_off(what, turn.now, wait_s)
+                note_pauses(turn, backoff)
                 turn.record(run, "pause", f"{why}; the next one is tried in {wait_s:.0f} s")
         return turn.now < backoff.put_off_until(what)
 

@@ -9,7 +9,7 @@ import msgspec
 import structlog
 
 from fallow.core import records
-from fallow.core.accounting.backoff import Asker, LeftAlone, Scope, scope_of
+from fallow.core.accounting.backoff import Asker, Backoff, LeftAlone, Scope, scope_of
 from fallow.core.membership.messages import Unreadable
 from fallow.core.planning.experience import Experience
 from fallow.core.planning.learner import Learner
@@ -26,8 +26,8 @@ NOTE, BACKOFF = "experience", "backoff"
 """Their keys among the notes of the store."""
 
 WRITE_EVERY_S = 300.0
-"""And when the head ends, and with a turn that changes a pause: a base job is refused or taken, or a run is resumed.
-What was learned since is lost when the head is killed; that is a statistic."""
+"""And when the head ends, and with a turn that changes a pause of one run: a base job is refused or taken, harvest jobs
+came to nothing, or the run is resumed. What was learned since is lost when the head is killed; that is a statistic."""
 
 
 records.SCHEMAS.update({Experience: 1, LeftAlone: 1})
@@ -49,7 +49,7 @@ class Learning(Learner):
         """Have it written down with this turn."""
         self._written_at = turn.at
         turn.notes[NOTE] = records.encode(self.known.experience)
-        turn.notes[BACKOFF] = records.encode(self.known.backoff.remembered())
+        note_pauses(turn, self.known.backoff)
 
     def polled(self, turn: Turn, cluster: ClusterState, rules: HarvestRules) -> None:
         """Take in a poll, after the allocations have been brought up to date."""
@@ -71,6 +71,11 @@ class Learning(Learner):
             turn.record(run, "backoff", text)
             return True
         return scope_of(reason) is Scope.NOTHING
+
+
+def note_pauses(turn: Turn, backoff: Backoff) -> None:
+    """Have it written down with this turn what is left alone, and until when."""
+    turn.notes[BACKOFF] = records.encode(backoff.remembered())
 
 
 def _read(note: bytes | None, kind: type[T]) -> T:
