@@ -24,6 +24,9 @@ _its_version = attrgetter("_version")
 _CANARY = 1024
 """Elements of one parameter that are compared between the members in each step."""
 
+_PLAIN = (float, int, bool)
+"""Types of options that are compared as they are; so are tuples of floats."""
+
 _SCALER_STEP = torch.amp.GradScaler.step.__code__
 
 _CALLERS = 6
@@ -135,23 +138,28 @@ class Watch:
         """32 bits that are the same on all members, if what they did until now to the prepared objects was.
 
         Args:
-            steering: as it is now; finding the rates takes ms if there are many groups.
+            steering: as it is now.
         """
+        return zlib.crc32(repr(self.settings(steering)).encode())
+
+    def settings(self, steering: Sequence[Any]) -> list[Any]:
+        """What the script has set: rates, what is frozen, and what rests. Args: steering: as it is now."""
         numbers = [*steering[1:], *self._prepared.modes.fingerprints()]
         if self._prepared.reproducible:
             # Unlike metrics show in the rate only when it is lowered next, and not where one member is left then.
             plateaus = [thing for thing in self._prepared.others if isinstance(thing, ReduceLROnPlateau)]
             numbers += [float(value) for thing in plateaus for value in (thing.best, thing.num_bad_epochs)]
-        return zlib.crc32(repr(numbers).encode())
+        return numbers
 
     def _rates(self) -> list[Any]:
-        """Sizes and plain options of all optimizers' groups."""
+        """Sizes and plain options of all optimizers' groups. Each step asks several times, and groups may be many."""
         groups = self._prepared.groups()
         found: list[Any] = [len(group["params"]) for group in groups]
         for value in chain.from_iterable(group.values() for group in groups):
-            if _is_plain(value):
+            kind = type(value)
+            if kind in _PLAIN or (kind is tuple and all(type(part) is float for part in value)):
                 found.append(value)
-            elif _is_number(value):
+            elif kind is not list and value is not None and _is_number(value):
                 found.append(value.item())
         return found
 
@@ -218,7 +226,3 @@ def _drives(thing: Any, optimizer: torch.optim.Optimizer) -> bool:
 def _is_number(value: Any) -> bool:
     """A learning rate in a tensor, where it can be read without waiting for an accelerator."""
     return isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu"
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) in (float, int, bool) or (type(value) is tuple and all(type(part) is float for part in value))
