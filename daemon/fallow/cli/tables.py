@@ -68,5 +68,5 @@ def moment(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
-def number(value: float | None, digits: int = 4) -> str:
-    return "-" if value is None else f"{value:.{digits}g}"
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
