@@ -15,8 +15,8 @@ Likeness = tuple[str, int, tuple[tuple[str, int], ...], tuple[str, ...]]
 """Architecture, CPUs, GPUs by type, features: nodes that share it compute the same bits, as far as Slurm can tell."""
 
 
-class Kind(msgspec.Struct, frozen=True):
-    """What a node must be to be of use to a run. The default: any node."""
+class Kind(msgspec.Struct, frozen=True, cache_hash=True):
+    """What a node must be to be of use to a run. The default: any node. Plans ask for its hash a million times."""
 
     arch: str = ""
     "empty: any, because nothing of the run has started yet"

@@ -74,7 +74,7 @@ def _plain(reason: str) -> str:
     return reason.strip().strip("()").replace("_", " ")
 
 
-class Asker(msgspec.Struct, frozen=True):
+class Asker(msgspec.Struct, frozen=True, cache_hash=True):
     """In whose name is asked; empty: the user's defaults."""
 
     account: str = ""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from fallow.core.accounting.backoff import Scope, scope_of
 from fallow.core.allocations import Allocation
-from fallow.core.holes import CLOSED, WANTED_BACK, Part, idle_gpus
+from fallow.core.holes import CLOSED, WANTED_BACK, Hole, Part, idle_gpus
 from fallow.core.neighbour.needs import GiveBack
 from fallow.core.planning.offers import Eligibility
-from fallow.core.planning.rules import most_minutes
+from fallow.core.planning.rules import may_take, most_minutes
 from fallow.core.planning.situation import Situation
 from fallow.core.planning.unstarted import LEAST_S
 from fallow.model import AllocationState, NodeInfo
@@ -47,8 +48,9 @@ def wanted_back(situation: Situation) -> list[GiveBack]:
 
 def withdrawals(situation: Situation, eligibility: Eligibility) -> list[Withdraw]:
     """Requests that have lost their point."""
-    needless, declined = _newest(situation), _passed_over(situation, eligibility)
-    long = _too_long(situation, eligibility)
+    needless, long = _newest(situation), _too_long(situation, eligibility)
+    pointless = {a.token: why for a in situation.pending if (why := _lost_its_point(a, situation))}
+    declined = _passed_over(situation, eligibility, needless | pointless.keys())
     found: list[Withdraw] = []
     for allocation in situation.pending:
         idle = declined.get(allocation.token, ())
@@ -58,8 +60,8 @@ def withdrawals(situation: Situation, eligibility: Eligibility) -> list[Withdraw
             what = "it was not submitted" if allocation.queued else "Slurm did not start it"
             reason = f"{what} within {situation.rules.pending_patience_s:.0f} s"
             found.append(Withdraw(allocation.token, reason, declined=idle))
-        elif why := _lost_its_point(allocation, situation):
-            found.append(Withdraw(allocation.token, why))
+        elif allocation.token in pointless:
+            found.append(Withdraw(allocation.token, pointless[allocation.token]))
         elif idle:
             waited_s = situation.waited_s(allocation)
             reason = f"Slurm did not start it within {waited_s:.0f} s, with {', '.join(idle[:3])} idle"
@@ -69,31 +71,50 @@ def withdrawals(situation: Situation, eligibility: Eligibility) -> list[Withdraw
     return found
 
 
-def _passed_over(situation: Situation, eligibility: Eligibility) -> dict[str, tuple[str, ...]]:
+def _passed_over(
+    situation: Situation, eligibility: Eligibility, leaving: AbstractSet[str]
+) -> dict[str, tuple[str, ...]]:
     """Token of a request -> idle nodes beside which it has waited for too long: Slurm does not start it there.
 
     A request is taken back for each such node, for the others may wait for better ones. Where others' jobs wait, Slurm
-    may take its time.
+    may take its time. Of what several requests of a run have waited beside, each names what those before it have not:
+    with thousands of idle nodes this is to stay linear.
+
+    Args:
+        situation, eligibility: of the plan.
+        leaving: tokens of requests that are taken back for reasons that say nothing of nodes.
     """
     rules, known, at = situation.rules, situation.known, situation.at
     least_s = max(LEAST_S, rules.start_patience_s, 4 * known.experience.wait_s(at))
+    idle: list[tuple[Hole, float]] = []
+    "what was idle for long, and for how long a request must have waited beside it"
+    for hole in situation.holes:
+        patience_s = rules.pending_patience_s if hole.node in situation.contested_nodes else least_s
+        if hole.sure and known.unstarted.idle_s(hole.node, at) > patience_s:
+            idle.append((hole, patience_s))
     found: dict[str, tuple[str, ...]] = {}
     taken: set[str] = set()
+    beside: dict[tuple[str, str, Part | None], list[tuple[Hole, float]]] = {}
+    named: dict[tuple[str, str, Part | None], set[str]] = {}
     for allocation in situation.pending:
         waited_s = situation.waited_s(allocation)
         waits = allocation.state is AllocationState.PENDING and not allocation.pinned and waited_s > least_s
-        if not waits or allocation.run not in situation.by_run:
+        if not waits or allocation.token in leaving or allocation.run not in situation.by_run:
             continue
-        nodes = []
-        for hole in situation.holes:
-            patience_s = rules.pending_patience_s if hole.node in situation.contested_nodes else least_s
-            is_old = min(waited_s, known.unstarted.idle_s(hole.node, at)) > patience_s
-            if hole.sure and is_old and eligibility.could_take(allocation, hole):
-                nodes.append(hole.node)
-        fresh = [node for node in nodes if node not in taken]
-        if fresh:
-            taken.add(fresh[0])
-            found[allocation.token] = tuple(nodes)
+        alike = allocation.run, allocation.partition, allocation.part
+        if alike not in beside:
+            beside[alike] = [each for each in idle if eligibility.stands_for(allocation, each[0])]
+        nodes = [
+            hole.node
+            for hole, patience_s in beside[alike]
+            if waited_s > patience_s and may_take(allocation, hole.length_s, at, rules)
+        ]
+        fresh = next((node for node in nodes if node not in taken), None)
+        if fresh is not None:
+            taken.add(fresh)
+            before = named.setdefault(alike, set())
+            found[allocation.token] = tuple(node for node in nodes if node not in before) or (fresh,)
+            before.update(nodes)
     return found
 
 

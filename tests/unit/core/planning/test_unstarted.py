@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from builders import NOW, node, preempting, request
 from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind
@@ -100,3 +102,27 @@ def test_a_node_is_not_left_alone_for_longer_where_the_clock_is_set_back() -> No
     assert unstarted.declined_s("n", run_class, "p", day_before) == 0.0
     unstarted.decline("n", run_class, "p", day_before)
     assert unstarted.declined_s("n", run_class, "p", day_before) == 1200.0
+
+
+def test_many_requests_beside_many_idle_nodes_name_each_node_once() -> None:
+    """Two hundred requests that each named ten thousand nodes held the head up for half a minute."""
+    nodes, known = [node(f"n{i}") for i in range(300)], Known()
+    for ago_s in (1000.0, 0.0):
+        known.unstarted.look(preempting(nodes, at=NOW - ago_s))
+    old = [request(f"h{i}", 500.0, minutes=10, run=run) for i in range(20) for run in ("r", "s")]
+    old = [replace(each, token=f"{each.token} {each.run}") for each in old]
+    wishes = actions(preempting(nodes), [Demand("r", 0), Demand("s", 0)], old, RULES, known)
+    gone = [wish for wish in wishes if isinstance(wish, Withdraw)]
+    assert len(gone) == len(old)
+    named = {run: [name for wish in gone if wish.token.endswith(run) for name in wish.declined] for run in "rs"}
+    for names in named.values():
+        assert set(names) == {each.node for each in nodes} and len(names) < len(nodes) + len(old)
+
+
+def test_a_request_that_goes_for_another_reason_names_no_node_in_the_place_of_one_that_stays() -> None:
+    nodes, known = [node(f"n{i}") for i in range(3)], Known()
+    for ago_s in (1000.0, 0.0):
+        known.unstarted.look(preempting(nodes, at=NOW - ago_s))
+    old = [request("a", 550.0, minutes=10, reason="AssocMaxJobsLimit"), request("b", 500.0, minutes=10)]
+    gone = {wish.token: wish for wish in actions(preempting(nodes), [Demand("r", 0)], old, RULES, known)}
+    assert (gone["a"].declined, gone["b"].declined) == ((), ("n0", "n1", "n2"))
