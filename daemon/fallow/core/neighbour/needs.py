@@ -149,6 +149,8 @@ class _Placement:
         self._cluster, self._site, self._own_nodes = cluster, site, own_nodes
         self._partitions, self._nodes = preemption.partitions, preemption.nodes
         self._rooms = {name: [room for room in rooms if room.node.node in nodes] for name, nodes in self._nodes.items()}
+        self._large_enough: dict[tuple[str, tuple[object, ...]], list[Room]] = {}
+        "(partition, size of a claim) -> rooms for one more, where a search has looked at all of them"
         self._shadows: list[tuple[float, frozenset[str]]] = []
         "(Unix time, nodes that are kept for a planned job from then on)"
 
@@ -204,7 +206,7 @@ class _Placement:
         whole = job.exclusive or partition.exclusive or self._site.whole_nodes
         claim = Claim(job, whole, job.exclusive_user or partition.exclusive_user)
         required = set(job.required_nodes)
-        rooms = self._rooms[name]
+        rooms = self._large_enough.get((name, claim.size), self._rooms[name])
         if required:
             rooms = sorted(rooms, key=lambda room: room.node.node not in required)
         for suits in alternatives(job.constraint):
@@ -216,7 +218,10 @@ class _Placement:
                     way.append(room)
                     if len(way) == number:
                         break
-            if len(way) == number and required.issubset(room.node.node for room in way):
+            if len(way) < number:
+                # Rooms only become smaller: thousands of jobs of a size look at thousands of full nodes once.
+                self._large_enough[name, claim.size] = [room for room in rooms if room.is_large_enough(claim)]
+            elif required.issubset(room.node.node for room in way):
                 yield claim, way
 
     def _closed_to(self, job: JobInfo) -> frozenset[str]:

@@ -37,6 +37,12 @@ class Claim:
     user_alone: bool
     "no other user's job may be there"
 
+    @property
+    def size(self) -> tuple[object, ...]:
+        """Equal for what asks for as much of each node."""
+        job = self.job
+        return self.whole, job.cpus_per_node, job.memory_mb_per_node, job.gpus_per_node, job.gpu_type, *job.gres
+
 
 @dataclass(slots=True, eq=False)
 class Room:
@@ -60,12 +66,18 @@ class Room:
 
     def has(self, claim: Claim) -> bool:
         """Return True if the job fits in here."""
+        if self.owner not in ("", claim.job.user) or (claim.user_alone and self.users - {claim.job.user}):
+            return False
+        return self.is_large_enough(claim)
+
+    def is_large_enough(self, claim: Claim) -> bool:
+        """Return True if a job of this size fits in here, whoever's it is. Once this is False it remains so."""
         job = claim.job
-        if self.cpus < job.cpus_per_node or self.memory_mb < job.memory_mb_per_node or (claim.whole and not self.empty):
+        if self.cpus < max(1, job.cpus_per_node) or self.memory_mb < job.memory_mb_per_node:
+            return False
+        if claim.whole and not self.empty:
             return False
         if not set(job.gres).issubset(self.node.gres):
-            return False
-        if self.owner not in ("", job.user) or (claim.user_alone and self.users - {job.user}):
             return False
         gpus = self.gpus.get(job.gpu_type, 0) if job.gpu_type else sum(self.gpus.values())
         return gpus >= job.gpus_per_node

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from builders import NOW, node, partition, runs, waits
+from builders import NOW, gpu_node, node, partition, runs, waits
 from fallow.core.neighbour.constraint import alternatives
 from fallow.core.neighbour.needs import ExternalDemand, assess
+from fallow.core.neighbour.room import Claim, Room
 from fallow.core.neighbour.site import SiteRules
 from fallow.core.neighbour.waiting import array_elements
 from fallow.model import JobInfo, NodeInfo, ReservationInfo
@@ -223,3 +224,21 @@ def test_a_node_on_which_a_job_of_ours_is_stuck_does_not_shield_the_others(cpus_
 )
 def test_constraints(text: str, features: str, fits: list[bool]) -> None:
     assert [wanted(frozenset(features)) for wanted in alternatives(text)] == fits
+
+
+def test_unlike_jobs_of_one_size_look_at_full_nodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five hundred of them took eight seconds on ten thousand nodes that have processors left and no GPU."""
+    looks, really = [0], Room.is_large_enough
+
+    def counted(room: Room, claim: Claim) -> bool:
+        looks[0] += 1
+        return really(room, claim)
+
+    monkeypatch.setattr(Room, "is_large_enough", counted)
+    full = [gpu_node(f"n{i}", "MIXED", cpus_used=32, gpus_used=4, gpu_types_used={"": 4}) for i in range(50)]
+    free = gpu_node("n99", "MIXED", cpus_used=32, gpus_used=3, gpu_types_used={"": 3})
+    there = [runs(f"1{i}", [each.node], exclusive=False, cpus_per_node=32) for i, each in enumerate([*full, free])]
+    jobs = [waits(f"2{i}", exclusive=False, gpus_per_node=1, time_limit_s=60.0 + i, priority=99 - i) for i in range(40)]
+    found = assess(cluster([*full, free], [*there, *jobs]), [])
+    assert [nodes for _, nodes in found.offers] == [frozenset(["n99"])], "the first of them"
+    assert looks[0] < 5 * len(full), "not once for each of the jobs"
