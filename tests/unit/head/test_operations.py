@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 from itertools import pairwise
 from pathlib import Path
 
@@ -407,6 +408,19 @@ def test_a_base_job_that_the_budget_does_not_cover_is_not_submitted_again(tmp_pa
     base.limit_s = 1800.0
     ((renewed,), _) = base_jobs(desk)
     assert renewed.renewed
+
+
+def test_a_base_job_whose_time_limit_is_lifted_leaves_the_plan_whole(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, budget_node_hours=10.0)
+    base = desk.hold(AllocationKind.BASE, renewed=True, limit_s=3600.0)
+    other = new_run(desk.book, name="other", max_nodes=1, script="#!/bin/sh\n")
+    other.record.base_wanted, other.record.slots = False, 1
+    turn = desk.poll(desk.job(base, limit_s=3600.0))
+    assert turn.failures == [] and {run for run, _ in turn.submissions} == {desk.run.id, other.id}
+    other.record.next_allocation, other.allocations = 0, {}
+    turn = desk.poll(msgspec.structs.replace(desk.job(base), time_limit_s=None, end_at=None))
+    assert turn.failures == [] and [run for run, _ in turn.submissions] == [other.id]
+    assert left_s(desk.run, NOW + desk.at) == -math.inf
 
 
 def base_jobs(desk: Desk) -> tuple[list[Allocation], list[str]]:

@@ -14,6 +14,9 @@ from math import inf
 from fallow.core.allocations import Allocation
 from fallow.model import AllocationKind, AllocationState
 
+MOST_MINUTES = 1e9
+"""More than anybody asks for."""
+
 
 def charged(allocation: Allocation) -> bool:
     """Does the budget cover it?"""
@@ -58,6 +61,11 @@ def left(budget_s: float, before_s: float, allocations: Iterable[Allocation], no
         now: Unix time of the poll.
     """
     return budget_s - before_s - sum(booked(a, now) for a in allocations)
+
+
+def minutes_in(left_s: float) -> int:
+    """Return for how many minutes one node may be asked for. Args: left_s: of a budget; -inf: a job has no limit."""
+    return int(min(max(0.0, left_s / 60.0), MOST_MINUTES))
 
 
 def exhausted_at(budget_s: float, before_s: float, allocations: Iterable[Allocation], now: float) -> float | None:

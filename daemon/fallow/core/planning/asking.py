@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import floor
 
+from fallow.core.accounting.budget import minutes_in
 from fallow.core.allocations import Allocation
 from fallow.core.holes import CLOSED, Hole, Part, is_idle, planned_ends, waits
 from fallow.core.kinds import Kind
@@ -183,7 +184,7 @@ class Asking:
         partition, budget_s = self._situation.by_partition[hole.partition], self._budgets[demand.run]
         least = max(rules.min_minutes, demand.min_minutes)
         most = most_minutes(partition, rules)
-        most = most if budget_s is None else min(most, floor(budget_s / 60))
+        most = most if budget_s is None else min(most, minutes_in(budget_s))
         fits = most if hole.length_s is None else max(0, floor((hole.length_s - rules.slack_s) / 60))
         below = (
             known.backoff.longest(demand.asker, hole.partition, self._situation.at),

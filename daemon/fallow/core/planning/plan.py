@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import floor, inf, log2
+from math import inf, log2
 
+from fallow.core.accounting.budget import minutes_in
 from fallow.core.allocations import WAITING, Allocation
 from fallow.core.holes import find_coming
 from fallow.core.neighbour.needs import GiveBack
@@ -322,7 +323,7 @@ def _party(demand: Demand, have: int, rules: HarvestRules) -> Party:
     room = demand.nodes
     if demand.budget_node_s is not None and room > 0:
         shortest = max(rules.min_minutes, demand.min_minutes)
-        room = min(room, max(0, floor(demand.budget_node_s / 60 / shortest)))
+        room = min(room, minutes_in(demand.budget_node_s) // shortest)
     return Party(demand.run, worth, have, room)
 
 

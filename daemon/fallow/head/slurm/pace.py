@@ -10,6 +10,7 @@ from collections import Counter
 from math import ceil, inf
 
 from fallow.core.accounting.backoff import Asker, Backoff
+from fallow.core.accounting.budget import minutes_in
 from fallow.core.accounting.pacing import Schedule, dispensable, extra_nodes
 from fallow.core.allocations import WAITING
 from fallow.core.planning.rules import HarvestRules
@@ -87,7 +88,7 @@ def _ask(
     if deadline > cluster.at:
         minutes = min(minutes, ceil((deadline - cluster.at) / 60) + SPARE_MINUTES)
     if budget_node_s is not None:
-        minutes = min(minutes, int(budget_node_s / 60))
+        minutes = min(minutes, minutes_in(budget_node_s))
     partition = _partition(run, cluster)
     if not partition or minutes < max(1, run.spec.min_harvest_minutes):
         return 0

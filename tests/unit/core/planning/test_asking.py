@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from msgspec.structs import replace
 
@@ -161,3 +163,13 @@ def test_of_a_partition_that_preempts_on_some_nodes_only_those_are_asked_for() -
     )
     ahead = asked(taken, [Demand("r", 5)], [], replace(ALLOWED, ahead=2))
     assert {ask.exclude for ask in ahead if ask.ahead} == {("n2",)}
+
+
+@pytest.mark.parametrize(("budget_s", "asked_min"), [(-math.inf, []), (-1.0, []), (600.0, [10]), (math.inf, [60])])
+def test_a_budget_that_is_overdrawn_without_end_stops_its_run_alone(budget_s: float, asked_min: list[int]) -> None:
+    """A base job without a time limit overdraws it so. That was an error that cost all runs their plan."""
+    state = preempting([node("n1"), node("n2")])
+    demands = [Demand("r", 1, budget_node_s=budget_s), Demand("other", 1)]
+    found = asked(state, demands, [], HarvestRules(max_minutes=60, max_pending=8))
+    assert [ask.minutes for ask in found if ask.run == "r"] == asked_min
+    assert [ask.minutes for ask in found if ask.run == "other"] == [60]
