@@ -324,6 +324,30 @@ def test_a_run_that_was_shrunk_by_hand_gets_no_more_nodes_of_normal_priority_tha
     assert slurm.poll().submissions == []
 
 
+def test_nodes_of_normal_priority_that_slurm_refuses_for_their_length_are_asked_for_for_less(desk: Desk) -> None:
+    """An administrator may extend a base job beyond what the partition allows. Two were refused in every poll."""
+    slurm = Slurm(desk, 0)
+    run = desk.run("a", members=1, deadline_at=NOW + 20_000.0)
+    assert run.root.contract is not None
+    run.root.contract = msgspec.structs.replace(run.root.contract, total_steps=10_000)
+    base(desk, run).limit_s = 36_000.0
+    desk.train(run, 100.0, 4.0)
+    submitted, asked = slurm.harvest.submitted, list[int]()
+
+    def answer(turn: Turn, run: Run, token: str, job_id: str) -> None:
+        asked.append(run.allocations[token].minutes or 0)
+        if asked[-1] > 60:
+            slurm.harvest.refused(turn, run, token, "Requested time limit is invalid (missing or exceeds some limit)")
+        else:
+            submitted(turn, run, token, job_id)
+
+    slurm.harvest.submitted = answer  # type: ignore[method-assign]
+    for _ in range(20):
+        slurm.poll()
+    refused = [minutes for minutes in asked if minutes > 60]
+    assert len(refused) <= 8 and asked[len(refused) :], asked
+
+
 def test_deadlines_are_days_times_and_weekdays_and_weights_positive_numbers() -> None:
     now = datetime(2026, 11, 25, 12, 0).timestamp()  # a Wednesday
     for text, end in [

@@ -90,6 +90,8 @@ def _ask(
     if budget_node_s is not None:
         minutes = min(minutes, minutes_in(budget_node_s))
     partition = _partition(run, cluster)
+    if (starts := backoff.longest(Asker.of(run.spec), partition, turn.now)) is not None:
+        minutes = min(minutes, starts)
     if not partition or minutes < max(1, run.spec.min_harvest_minutes):
         return 0
     if backoff.until(Asker.of(run.spec), partition) > turn.now:
