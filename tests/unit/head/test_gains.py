@@ -359,7 +359,7 @@ def test_deadlines_are_days_times_and_weekdays_and_weights_positive_numbers() ->
         ("wednesday-11:00", datetime(2026, 12, 2, 11)),
     ]:
         assert deadline_at(text, now) == end.timestamp(), text
-    for wrong in ("soon", "2026-13-01", "2026-11-27T25:00", "", "2026-11-24"):
+    for wrong in ("soon", "2026-13-01", "2026-11-27T25:00", "", "2026-11-24", "9999-12-31"):
         with pytest.raises(FallowError):
             deadline_at(wrong, now)
     script = "#!/bin/sh\n#FALLOW {}\nfallow run -- true\n"

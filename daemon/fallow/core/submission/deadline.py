@@ -38,10 +38,11 @@ def deadline_at(text: str, now: float) -> float:
             day = datetime(today.year, today.month, today.day) + timedelta(days=ahead)
         clock = match["clock"]
         end = datetime.fromisoformat(f"{day:%Y-%m-%d}T{clock}") if clock else day + timedelta(days=1)
-    except ValueError as error:
+        if end.timestamp() <= now and match["weekday"]:
+            end += timedelta(days=7)
+        at = end.timestamp()
+    except (ValueError, OverflowError) as error:
         raise FallowError(f"deadline={text[:64]}: {error}", Exit.USAGE) from error
-    if end.timestamp() <= now and match["weekday"]:
-        end += timedelta(days=7)
-    if end.timestamp() <= now:
+    if at <= now:
         raise FallowError(f"deadline={text[:64]}: has passed; give a later one", Exit.DATA)
-    return end.timestamp()
+    return at
