@@ -218,6 +218,8 @@ async def test_harvest_jobs_run_under_the_qos_and_account_that_the_configuration
     assert Asker.of(msgspec.structs.replace(run.spec, harvest_account="mine"), ordered(site.config)) == Asker(
         account="mine", qos="idle"
     )
+    shouted = msgspec.structs.replace(run.spec, harvest_options=["--account=PHYSICS", "--qos=Normal"])
+    assert Asker.of(shouted) == Asker("physics", "normal"), "as Slurm shows them, and partitions name them"
     one.hurried = True
     options = site.harvest.request(site.book.paths, run, one).options
     assert {word for word in options if word[:5] in ("--qos", "--acc")} == {"--qos=normal", "--account=physics"}

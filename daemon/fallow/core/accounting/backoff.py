@@ -82,11 +82,14 @@ class Asker(msgspec.Struct, frozen=True, cache_hash=True):
 
     @classmethod
     def of(cls, spec: RunSpec, ordered: Asker | None = None) -> Asker:
-        """For harvest jobs of a run: what its script says, else the configuration, else as the base job."""
+        """For harvest jobs of a run: what its script says, else the configuration, else as the base job.
+
+        In lower case, as Slurm shows all accounts and QOS, however somebody has written them (`xstrtolower` in Slurm's
+        job_mgr.c and read_config.c).
+        """
         given, ordered = spec.harvest_given, ordered or cls()
-        return cls(
-            spec.harvest_account or ordered.account or given.get("account", ""), ordered.qos or given.get("qos", "")
-        )
+        account = spec.harvest_account or ordered.account or given.get("account", "")
+        return cls(account.lower(), (ordered.qos or given.get("qos", "")).lower())
 
     def __str__(self) -> str:
         return f"account {self.account or 'by default'}, QOS {self.qos or 'by default'}"

@@ -129,7 +129,7 @@ def megabytes(text: str) -> int:
 
 def names(text: str) -> list[str]:
     """Words of a list with commas; [] for none and for ALL."""
-    return [] if text.strip() == "ALL" else [name for name in word(text).split(",") if name]
+    return [] if text.strip().upper() == "ALL" else [name for name in word(text).split(",") if name]
 
 
 def node_state(text: str) -> tuple[str, list[str]]:
