@@ -12,7 +12,7 @@ from unittest.mock import AsyncMock
 import msgspec
 import pytest
 
-from builders import waits
+from builders import cluster, job, waits
 from fallow.config import Config
 from fallow.config import Harvest as HarvestSection
 from fallow.core.accounting.backoff import FIRST_S, Asker, Backoff
@@ -20,7 +20,7 @@ from fallow.core.allocations import SUBMIT_S, Agent, Allocation
 from fallow.core.planning.allowance import AHEAD
 from fallow.core.planning.rules import HarvestRules, Known
 from fallow.head.api.views import node_views
-from fallow.head.loop.inbox import Inbox, Item, Polled, TrialRefused
+from fallow.head.loop.inbox import Inbox, Item, Polled, Submitted, TrialRefused
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm.asking import Asking
 from fallow.head.slurm.calls import SlurmCalls
@@ -32,6 +32,7 @@ from fallow.model import (
     AllocationState,
     ClusterConfig,
     FallowError,
+    JobInfo,
     LimitView,
     NodeOwner,
     OwnerView,
@@ -260,6 +261,34 @@ class Loop:
 
 def asked_for(turn: Turn) -> list[str]:
     return [token for _, token in turn.submissions]
+
+
+async def test_a_job_that_was_given_the_number_of_ours_is_not_cancelled(site: Site) -> None:
+    """A slurmctld that crashes forgets the last submissions, and gives their numbers away again."""
+    run, slurm = site.run(nodes=1), site.slurm
+    loop = Loop(site, queries_per_min=60_000, submits_per_min=60_000)
+    loop.calls.config = await slurm.config()
+    cancelled, empty = list[str](), cluster([])
+    loop.calls.cancel = cancelled.extend  # type: ignore[method-assign]
+    (token,) = asked_for(loop.take(Polled(await slurm.poll())))
+    loop.take(Submitted(run.id, token, "41"))
+    allocation = run.allocations[token]
+
+    def poll(*jobs: JobInfo) -> None:
+        loop.take(Polled(msgspec.structs.replace(empty, jobs=list(jobs))))
+
+    def cancel() -> list[str]:
+        turn = site.turn()
+        turn.cancel(run, allocation, "drained by hand")
+        cancelled.clear()
+        loop.calls.carry_out(turn)
+        return list(cancelled)
+
+    assert cancel() == ["41"], "no poll has shown the number"
+    poll(job("41", "RUNNING", name="the owner's own", user="me"))
+    assert cancel() == []
+    poll(job("41", "PENDING", name=token, comment=token, user="me"))
+    assert cancel() == ["41"]
 
 
 @pytest.mark.parametrize("how", ["a submission", "a poll"])

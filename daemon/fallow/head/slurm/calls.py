@@ -11,7 +11,7 @@ from typing import Any
 
 import structlog
 
-from fallow.core.allocations import Allocation
+from fallow.core.allocations import Allocation, Shown
 from fallow.files import Paths
 from fallow.head.loop.faults import Faults
 from fallow.head.loop.inbox import Due, Inbox, Item, Polled, Submitted, TrialRefused, tell
@@ -147,8 +147,21 @@ class SlurmCalls:
         """Submit and cancel what a turn asks for, beside the loop. The turn is durable."""
         for run_id, token in turn.submissions:
             self.submit(run_id, token)
-        if turn.cancels:
-            self.cancel([job for _, _, job in turn.cancels])
+        jobs = [job_id for run, token, job_id in turn.cancels if not self._is_anothers(turn.book, run, token, job_id)]
+        if jobs:
+            self.cancel(jobs)
+
+    def _is_anothers(self, book: Book, run: str, token: str, job_id: str) -> bool:
+        """Return True if the last poll shows another job under this number: scancel would end that one."""
+        allocation = book.runs[run].allocations.get(token)
+        cluster = self._harvest.cluster
+        if allocation is None or cluster is None:
+            return False
+        shown = [job for job in cluster.jobs if job_id in (job.job_id, job.het_job_id)]
+        is_anothers = bool(shown) and not Shown(shown).of(allocation)
+        if is_anothers:
+            log.warning("cancel.skipped", job=job_id, token=token, shown=shown[0].name)
+        return is_anothers
 
     def _take_poll(self, turn: Turn, cluster: ClusterState | FallowError) -> None:
         self._taken.set()
