@@ -410,6 +410,20 @@ def test_a_base_job_that_the_budget_does_not_cover_is_not_submitted_again(tmp_pa
     assert renewed.renewed
 
 
+def test_a_base_job_counts_with_all_the_nodes_that_its_script_asks_for(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, budget_node_hours=2.0, sbatch_options=["--nodes=2", ":", "--nodes=1"])
+    desk.harvest.asking.switch(desk.turn(), "nothing is harvested")
+    base = desk.hold(AllocationKind.BASE)
+    base.limit_s, base.state = 3600.0, AllocationState.ENDED
+    assert base_jobs(desk) == ([], ["the base job is not submitted again: 2 node-hours are left and it needs 3"])
+    base.limit_s = 1800.0
+    ((renewed,), _) = base_jobs(desk)
+    assert renewed.nodes_wanted == 3
+    assert demand(desk.run, {}, NOW, asks=True).nodes == 1, "of four at most"
+    renewed.nodes = ["n1", "n2", "n3", "n4"]
+    assert demand(desk.run, {}, NOW, asks=True).nodes == 0, "Slurm may give more than the least"
+
+
 def test_a_base_job_whose_time_limit_is_lifted_leaves_the_plan_whole(tmp_path: Path) -> None:
     desk = Desk(tmp_path, budget_node_hours=10.0)
     base = desk.hold(AllocationKind.BASE, renewed=True, limit_s=3600.0)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from fallow.core.submission.sbatch_table import ALIASES, BY_LONG, BY_SHORT, OPTIONS, Option, Reach, Value
-from fallow.model import Exit, FallowError
+from fallow.model import Exit, FallowError, RunSpec
 
 
 class Given(msgspec.Struct, frozen=True):
@@ -357,6 +357,13 @@ def _component_limits(options: Mapping[str, Given]) -> Limits:
     if tasks and per_node:
         count = -(-tasks // per_node)
     return Limits("", count, count)
+
+
+def base_nodes(spec: RunSpec) -> int:
+    """Return how many nodes the base job asks for, which may be more than its run needs (`#FALLOW nodes=`)."""
+    components = split(spec.sbatch_options).components
+    asked = (_component_limits({given.name: given for given in component}) for component in components)
+    return max(spec.min_nodes, sum(limits.minimum for limits in asked))
 
 
 def _number(options: Mapping[str, Given], name: str) -> int | None:

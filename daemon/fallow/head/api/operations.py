@@ -10,6 +10,7 @@ from fallow.core.membership import checkpoints
 from fallow.core.membership import events as ev
 from fallow.core.membership.joining import check_limits
 from fallow.core.membership.names import member_name, member_number
+from fallow.core.submission.sbatch_line import base_nodes
 from fallow.head.api.pruning import Pruning
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm.harvest import Harvest
@@ -41,7 +42,7 @@ class Operations:
         try:
             # Whoever asks calls sbatch itself now, and may not live to tell what came of it.
             allocation = self._book.new_allocation(
-                run, AllocationKind.BASE, turn.now, nodes_wanted=spec.min_nodes, sent_by=turn.now + SUBMIT_S
+                run, AllocationKind.BASE, turn.now, nodes_wanted=base_nodes(spec), sent_by=turn.now + SUBMIT_S
             )
         except FallowError:
             self._book.drop(run)

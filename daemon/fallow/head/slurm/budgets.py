@@ -5,6 +5,7 @@ from __future__ import annotations
 from fallow.core.accounting import budget
 from fallow.core.accounting.backoff import Backoff, base_job
 from fallow.core.accounting.cancelled import awaits_verdict
+from fallow.core.submission.sbatch_line import base_nodes
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Run
 from fallow.model import AllocationKind, AllocationState
@@ -54,13 +55,13 @@ def renew_base(turn: Turn, run: Run, at: float, backoff: Backoff) -> None:
         hold_back(turn, run, f"the limit of {limit} leaves no place for it; to raise it: fallow grow {run.id}")
         return
     # It will be granted what the last one was granted.
-    limit_s, room = run.bases[-1].limit_s, left_s(run, at)
-    if room is not None and (limit_s is None or limit_s * run.spec.min_nodes > room):
-        needs = "has no time limit" if limit_s is None else f"needs {limit_s * run.spec.min_nodes / 3600:.3g}"
+    limit_s, room, nodes = run.bases[-1].limit_s, left_s(run, at), base_nodes(run.spec)
+    if room is not None and (limit_s is None or limit_s * nodes > room):
+        needs = "has no time limit" if limit_s is None else f"needs {limit_s * nodes / 3600:.3g}"
         hold_back(turn, run, f"{max(0.0, room) / 3600:.3g} node-hours are left and it {needs}")
         return
     run.held_back = ""
-    turn.new_allocation(run, AllocationKind.BASE, nodes_wanted=run.spec.min_nodes, renewed=True, limit_s=limit_s)
+    turn.new_allocation(run, AllocationKind.BASE, nodes_wanted=nodes, renewed=True, limit_s=limit_s)
 
 
 def hold_back(turn: Turn, run: Run, why: str) -> None:

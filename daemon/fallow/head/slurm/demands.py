@@ -64,7 +64,7 @@ def _comes_again(run: Run, allocation: Allocation) -> bool:
 def _nodes(allocation: Allocation) -> int:
     if allocation.kind is AllocationKind.HARVEST:
         return max(1, len(allocation.agents))
-    return allocation.nodes_wanted
+    return max(allocation.nodes_wanted, len(allocation.nodes))
 
 
 def kind_of(spec: RunSpec, homes: list[NodeInfo], alike: bool = False) -> Kind:
