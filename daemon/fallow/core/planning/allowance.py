@@ -65,8 +65,9 @@ def rules(
         configured,
         max_pending=at_once,
         max_waiting=waiting,
-        # A job that trains for less than it takes to begin is a burden to the site.
-        min_minutes=max(configured.min_minutes, ceil(2.0 * start_s / 60.0)),
+        # A job that trains for less than it takes to begin is a burden to the site. Where nodes take longer to begin
+        # than any job may last, the longest are asked for: were there none, nobody would see that it is over.
+        min_minutes=max(configured.min_minutes, min(configured.max_minutes, ceil(2.0 * start_s / 60.0))),
         start_patience_s=3 * poll_interval_s + 2 * _backfill_s(site),
         slack_s=_resolution_s(site) + _backfill_s(site),
         # Two polls may pass before a wish is a job, and then it has to start.

@@ -6,6 +6,7 @@ import pytest
 
 from builders import NOW, allocation, cluster, gpu_node, preempting
 from fallow.core.accounting.backoff import Asker
+from fallow.core.planning import allowance
 from fallow.core.planning.learner import Learner
 from fallow.core.planning.rules import HarvestRules
 
@@ -32,3 +33,11 @@ def test_each_start_is_taken_note_of_once() -> None:
         mine = [(job, Asker())] if at > NOW else []
         learner.take_in(cluster([], at=at), mine, HarvestRules(), at)
     assert len(learner.known.experience.starts) == 1
+
+
+def test_nodes_that_took_too_long_to_begin_leave_requests_as_long_as_any_may_be() -> None:
+    """Else nothing was asked for in six hours, whatever was the matter."""
+    learner, configured = Learner(), HarvestRules(max_minutes=120)
+    for start_s, least in ((60.0, 2), (1800.0, 60), (7000.0, 120)):
+        learner.known.experience.starts = [(NOW, start_s)]
+        assert allowance.rules(configured, None, learner.known.experience, NOW, 30.0).min_minutes == least
