@@ -173,3 +173,18 @@ def test_a_budget_that_is_overdrawn_without_end_stops_its_run_alone(budget_s: fl
     found = asked(state, demands, [], HarvestRules(max_minutes=60, max_pending=8))
     assert [ask.minutes for ask in found if ask.run == "r"] == asked_min
     assert [ask.minutes for ask in found if ask.run == "other"] == [60]
+
+
+def test_no_request_can_be_given_a_node_of_a_reservation_that_attracts_jobs() -> None:
+    """Slurm started a request there, it was given back, and the next one was started there."""
+    kept = ReservationInfo(
+        reservation="course", nodes=["n2"], start_at=NOW - 60.0, end_at=NOW + 3600.0, flags=["MAGNETIC"]
+    )
+    state = preempting([node("n1"), node("n2", "IDLE", "RESERVED")])
+    for reservation, excluded in (
+        (kept, ("n2",)),
+        (replace(kept, flags=[]), ()),
+        (replace(kept, start_at=NOW + 600.0), ()),
+    ):
+        (ask,) = asked(replace(state, reservations=[reservation]), [Demand("r", 1)], [], RULES)
+        assert ask.exclude == excluded
