@@ -153,7 +153,7 @@ class SlurmCalls:
 
     def _is_anothers(self, book: Book, run: str, token: str, job_id: str) -> bool:
         """Return True if the last poll shows another job under this number: scancel would end that one."""
-        allocation = book.runs[run].allocations.get(token)
+        allocation = book.runs[run].allocations.get(token) if run in book.runs else None
         cluster = self._harvest.cluster
         if allocation is None or cluster is None:
             return False

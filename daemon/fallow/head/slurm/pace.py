@@ -90,8 +90,11 @@ def _ask(
     if budget_node_s is not None:
         minutes = min(minutes, minutes_in(budget_node_s))
     partition = _partition(run, cluster)
-    if (starts := backoff.longest(Asker.of(run.spec), partition, turn.now)) is not None:
-        minutes = min(minutes, starts)
+    longest_s = min((p.max_time_s or inf for p in cluster.partitions if p.partition == partition), default=inf)
+    # What is known of shorter ones is known of idle nodes.
+    starts = backoff.longest(Asker.of(run.spec), partition, turn.now)
+    longest = inf if starts is None else max(starts, rules.max_minutes)
+    minutes = int(min(minutes, longest_s / 60, longest))
     if not partition or minutes < max(1, run.spec.min_harvest_minutes):
         return 0
     if backoff.until(Asker.of(run.spec), partition) > turn.now:
