@@ -58,7 +58,7 @@ def folded(found: Collection[str]) -> str:
 def when(text: str) -> float | None:
     """A point in time in Unix seconds: epoch (SLURM_TIME_FORMAT=%s) or ISO in UTC (TZ=UTC); else None."""
     text = word(text)
-    if text.isdigit():
+    if text.isdecimal():
         return float(text) or None
     try:
         moment = datetime.datetime.fromisoformat(text)
