@@ -127,6 +127,30 @@ def test_a_node_that_was_being_left_anyway_has_to_hurry_once_somebody_waits(book
     assert last.cancels[1:] == [(run.id, idle.token, "7")], "its script has not come far: at once"
 
 
+def test_a_clock_that_is_set_back_holds_up_no_end_of_a_job(book: Book, run: Run) -> None:
+    """What was cancelled, and is still there, was left alone until the clock had caught up."""
+    back_s = 7200.0
+    allocation = held(book, run)
+    give_back(turn(book), run, allocation, "somebody waits")
+    for after_s, ends in ((0.0, True), (LEAVE_S, False), (LEAVE_S + END_S, False)):
+        now = turn(book, NOW - back_s + after_s)
+        hurry(now, run, allocation)
+        assert any(isinstance(message, EndAgent) for _, message in now.messages) is ends
+    assert now.cancels == [(run.id, allocation.token, "7")]
+    over = held(book, run)
+    book.end_allocation(run, over, "its agents are gone")
+    over.asked_at = over.left_at = NOW
+    shown = poll_of([], [job("7", "RUNNING", name=over.token, user="me")])
+    now = turn(book, NOW - back_s)
+    sweep(now, shown)
+    assert now.cancels == [(run.id, over.token, "7")]
+    waiting = held(book, run, agents=False)
+    waiting.asked_at = NOW
+    now = turn(book, NOW - back_s)
+    take_in(now, poll_of([], [job("7", "RUNNING", name=waiting.token, user="me")], at=now.now), Backoff())
+    assert (run.id, waiting.token, "7") in now.cancels
+
+
 def test_the_nodes_of_a_run_that_is_over_have_to_hurry_too(book: Book, run: Run) -> None:
     allocation = held(book, run)
     over = turn(book, NOW + 1)

@@ -61,7 +61,7 @@ def awaits_verdict(allocation: Allocation, now: float) -> bool:
     leaving = allocation.state is AllocationState.ENDED or allocation.warned
     known = allocation.kind is AllocationKind.BASE and allocation.job_id is not None and not allocation.settled
     last_at = max((at for at in (allocation.asked_at, allocation.left_at) if at is not None), default=None)
-    recent = last_at is not None and now - last_at < VERDICT_S
+    recent = last_at is not None and abs(now - last_at) < VERDICT_S
     return known and leaving and recent and not allocation.elected
 
 

@@ -106,7 +106,7 @@ def _observe(turn: Turn, run: Run, allocation: Allocation, jobs: Sequence[JobInf
         allocation.asked_at is not None
         and not allocation.agents
         and allocation.job_id is not None
-        and (unseen or at - allocation.asked_at > CANCEL_AGAIN_S)
+        and (unseen or abs(at - allocation.asked_at) > CANCEL_AGAIN_S)
     ):
         turn.cancel(run, allocation, allocation.reason)
         allocation.asked_at = turn.now

@@ -179,10 +179,12 @@ def give_back(turn: Turn, run: Run, allocation: Allocation, reason: str) -> None
 
 def hurry(turn: Turn, run: Run, allocation: Allocation) -> None:
     """End what has not left in time: its workers first, then its job."""
-    if allocation.gone_by is None or turn.now < allocation.gone_by or not allocation.live:
+    if allocation.gone_by is None or turn.now < allocation.gone_by <= turn.now + CANCEL_AGAIN_S or not allocation.live:
         return
     turn.dirty.add(run.id)
-    last_at = (allocation.wanted_at or 0.0) + LEAVE_S + END_S
+    # Never later than now: a clock may be set back.
+    allocation.wanted_at = min(allocation.wanted_at or 0.0, turn.now)
+    last_at = allocation.wanted_at + LEAVE_S + END_S
     if allocation.hosts and turn.now < last_at:
         turn.record(run, "release", f"{allocation.token} has not left in time and is ended: {allocation.reason}")
         turn.end_agents(allocation, Exit.NO_RESTART, allocation.reason, kill_after_s=0.0)

@@ -35,10 +35,10 @@ def sweep(turn: Turn, cluster: ClusterState, wanted: Collection[str] = ()) -> No
 def _ends_by_itself(turn: Turn, allocation: Allocation, is_wanted: bool) -> bool:
     if allocation.elected and not (is_wanted and allocation.kind is AllocationKind.HARVEST):
         return True
-    if allocation.left_at is not None and turn.now - allocation.left_at < END_S:
+    if allocation.left_at is not None and abs(turn.now - allocation.left_at) < END_S:
         return True
     time_s = LEAVE_S + END_S if is_wanted else CANCEL_AGAIN_S
-    return allocation.asked_at is not None and turn.now - allocation.asked_at < time_s
+    return allocation.asked_at is not None and abs(turn.now - allocation.asked_at) < time_s
 
 
 def _is_orphan(job: JobInfo, at: float) -> bool:
