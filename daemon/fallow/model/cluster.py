@@ -74,6 +74,8 @@ class JobInfo(Struct, frozen=True, kw_only=True):
     "empty: any"
     gres: list[str] = []
     "names of what else each of its nodes must have; how many of each is not told"
+    licenses: dict[str, int] = {}
+    "of the cluster, as long as it runs: name -> number"
     exclusive: bool = False
     "takes whole nodes, because it or its partition says so"
     exclusive_user: bool = False

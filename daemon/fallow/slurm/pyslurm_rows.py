@@ -61,6 +61,7 @@ def job(found: Any) -> dict[str, str]:
         "Reservation": found.reservation or "",
         "Feature": ",".join(found.constraints or ()),
         "Dependency": _dependency(found.dependencies),
+        "Licenses": ",".join(found.licenses or ()),
         "ArrayJobID": _number(found.array_id),
         "ArrayTaskID": _array_tasks(found),
         "Reason": _text(lambda: found.state_reason),

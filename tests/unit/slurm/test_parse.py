@@ -124,6 +124,19 @@ def test_numbers_and_times(read: Callable[[str], object], known: dict[str, objec
     assert {read(text) for text in unknown.split()} <= {None}
 
 
+@pytest.mark.parametrize(
+    ("shown", "licenses"),
+    [
+        ("(null)", {}),
+        ("solver", {"solver": 1}),
+        ("solver:2,mesh@db:3", {"solver": 2, "mesh@db": 3}),
+        ("a:2|b:1", {"a": 2, "b": 1}),
+    ],
+)
+def test_licenses_of_a_job(shown: str, licenses: dict[str, int]) -> None:
+    assert parse.job({"JobID": "1", "State": "PENDING", "ArrayJobID": "1", "Licenses": shown}).licenses == licenses
+
+
 def test_node_lists() -> None:
     assert parse.nodes("n[1-3],gpu-a[08-09]") == ["gpu-a08", "gpu-a09", "n1", "n2", "n3"]
     assert parse.nodes("(null)") == [] and parse.nodes("") == []

@@ -13,7 +13,7 @@ from fallow.slurm.state import user_name
 
 NOTHING = (
     "allocated_nodes preempt_time comment account qos memory_per_node tres_per_task allocated_tres required_nodes "
-    "eligible_time reservation array_id array_task_id array_tasks_waiting array_tasks_parallel"
+    "eligible_time reservation licenses array_id array_task_id array_tasks_waiting array_tasks_parallel"
 )
 JOB = dict.fromkeys(NOTHING.split()) | {
     "id": 7,

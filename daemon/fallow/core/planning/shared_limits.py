@@ -1,4 +1,4 @@
-"""Limits of accounts and QOS that our harvest jobs share with jobs of their owner and the owner's group. Pure.
+"""Limits of accounts and QOS, and licences, that our harvest jobs share with the jobs of others. Pure.
 
 Two rules keep such a limit from being ours. Who waits for a limit that harvest jobs help to fill gets room: harvest
 jobs end, the newest first, until what the waiting job needs is free. And harvest jobs never fill a limit: a part of
@@ -35,6 +35,9 @@ _SHARED = re.compile(
 _OF_ONE_JOB = re.compile(r"PerJob|PerNode|Wall|NotSatisfied")
 """Limits of each job by itself, and of time that is over: no job that ends leaves room."""
 
+_LICENSES = "Licenses"
+"""The same for the cluster's licences, of which harvest jobs have as many as their script asks for."""
+
 _COUNTED = re.compile(r"(?:Grp|Max)(SubmitJobs|Jobs)(PU|PA)?|(?:Grp|Max)TRES(PU|PA)? (node|cpu|gres/gpu)")
 
 
@@ -66,12 +69,15 @@ class Need(msgspec.Struct, frozen=True):
 def waits_for_limit(job: JobInfo) -> bool:
     """Return True if a job waits for a limit that others' jobs fill, so that one of them must end first."""
     reason = job.reason.strip("()")
-    return job.state == "PENDING" and bool(_SHARED.fullmatch(reason)) and not _OF_ONE_JOB.search(reason)
+    is_shared = reason == _LICENSES or (_SHARED.fullmatch(reason) and not _OF_ONE_JOB.search(reason))
+    return job.state == "PENDING" and bool(is_shared)
 
 
 def fills(ours: JobInfo, waiting: JobInfo, partitions: Mapping[str, PartitionInfo]) -> bool:
     """Return True if our job counts under the limit for which another job waits."""
     reason = waiting.reason.strip("()")
+    if reason == _LICENSES:
+        return not ours.licenses.keys().isdisjoint(waiting.licenses)
     same_user, same_account = ours.user == waiting.user, ours.account == waiting.account
     if reason.startswith("AssocGrp"):
         # A limit of an account that is above both of theirs shows the same reason.
@@ -175,7 +181,15 @@ def _has_just_left(job: JobInfo, at: float) -> bool:
 
 
 def _enough(freed: Sequence[JobInfo], job: JobInfo, times: int) -> bool:
-    """Do these harvest jobs leave what so many elements of a job need: as many jobs, nodes, CPUs and GPUs?"""
+    """Do these harvest jobs leave what so many elements of a job need: as many jobs, nodes, CPUs and GPUs?
+
+    Of licences as many of each as it needs, of which they have any: the others are not theirs to leave.
+    """
+    if job.reason.strip("()") == _LICENSES:
+        left = Counter[str]()
+        for each in freed:
+            left.update(each.licenses)
+        return bool(freed) and all(left[name] >= times * n for name, n in job.licenses.items() if name in left)
     cpus = sum(each.cpus_per_node * each.num_nodes for each in freed)
     gpus = sum(each.gpus_per_node * each.num_nodes for each in freed)
     return (

@@ -15,7 +15,7 @@ JOB_FIELDS = (
     *("NumCPUs", "NumTasks", "MinMemory", "tres-alloc", "tres-per-job", "tres-per-node", "tres-per-task"),
     *("OverSubscribe", "Exclusive", "ReqNodes", "ExcNodes"),
     *("Account", "QOS", "Reservation", "Feature", "Dependency"),
-    *("ArrayJobID", "ArrayTaskID", "RestartCnt"),
+    *("ArrayJobID", "ArrayTaskID", "RestartCnt", "Licenses"),
     *("Reason", "Name", "Comment"),  # what users or sentences fill, last
 )
 """Fields of `squeue -O` that a `JobInfo` is made of.
@@ -88,6 +88,7 @@ def job(row: Mapping[str, str]) -> JobInfo:
         gpus_per_node=gpus_each,
         gpu_type=gpu_type,
         gres=other_gres(row.get("tres-per-node", "")),
+        licenses=_licenses(row.get("Licenses", "")),
         exclusive=(shared := _shared(row)) in ("NO", "NODE", "TOPO"),
         exclusive_user=shared == "USER",
         required_nodes=nodes(row.get("ReqNodes", "")),
@@ -107,6 +108,12 @@ def _shared(row: Mapping[str, str]) -> str:
     """
     newer = word(row.get("Exclusive", ""))
     return "OK" if newer == "NO" else newer or word(row.get("OverSubscribe", ""))
+
+
+def _licenses(text: str) -> dict[str, int]:
+    """`matlab:2,ansys@server`; of alternatives (`a|b`) all."""
+    items = (item.partition(":") for item in re.split("[,|]", word(text)))
+    return {name: count(number) or 1 for name, _, number in items if name}
 
 
 def _each(total: int, num_nodes: int) -> int:

@@ -105,6 +105,19 @@ def test_who_waits_for_a_limit_of_the_group_gets_what_the_job_needs_of_us() -> N
     assert (demand.nodes, demand.renew) == (0, False)
 
 
+def test_who_waits_for_licences_that_our_jobs_have_gets_as_many_as_it_needs() -> None:
+    mine = [ours(i, licenses={"solver": 1}) for i in range(4)]
+    for wanted, number in ({"solver": 1}, 1), ({"solver": 3}, 3), ({"solver": 2, "mesher": 9}, 2), ({"mesher": 1}, 0):
+        job = waits("Licenses", user="eve", account="other", qos="urgent", num_nodes=4, licenses=wanted)
+        found = yielded(cluster(job, *mine), [held(i) for i in range(4)], {"r": ME})
+        assert len(found.give_back) == number
+        assert capped([Demand("r", 5)], [found])[0].nodes == (0 if number else 5)
+    base = allocation("fallow-r-b0-000000", kind=AllocationKind.BASE)
+    shown = theirs("7", name="train", comment=base.token, licenses={"solver": 1}, nodes=["n9"])
+    found = yielded(cluster(waits("Licenses", licenses={"solver": 2}), shown), [base], {"r": ME})
+    assert (found.give_back, found.most) == ((), {"r": 0}), "it keeps its own; no more are taken"
+
+
 def test_as_many_gpus_are_given_back_as_the_job_needs() -> None:
     job = waits("AssocGrpGRES", gpus_per_node=3)
     found = yielded(cluster(job, *map(ours, range(4))), [held(i) for i in range(4)], {"r": ME})
