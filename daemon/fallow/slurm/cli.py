@@ -73,7 +73,7 @@ class CliClient:
     async def config(self) -> ClusterConfig:
         asked_at = time.time()
         config, as_of = parse.config(await self._query(["scontrol", "show", "config"]))
-        between = (asked_at + time.time()) / 2
+        half_s = (time.time() - asked_at) / 2
         if config.preempt_type:
             qos, unknown = await self._ask_qos(config)
             config = msgspec.structs.replace(config, qos_exempt_s=parse.qos_exempt_s(qos), qos_unknown=unknown)
@@ -84,8 +84,9 @@ class CliClient:
                     qos_preempted_by=parse.qos_preempted_by(qos),
                     qos_grace_s=parse.qos_grace_s(qos),
                 )
-        offset = 0.0 if as_of is None else as_of - between
-        self.clock_offset_s = offset if abs(offset) > _CLOCK_TOLERANCE_S else 0.0
+        offset = 0.0 if as_of is None else as_of - asked_at - half_s
+        # It may have been answered at any time since it was asked, by a slurmctld that is busy.
+        self.clock_offset_s = offset if abs(offset) > _CLOCK_TOLERANCE_S + half_s else 0.0
         return config
 
     async def poll(self) -> ClusterState:

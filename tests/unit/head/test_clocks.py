@@ -171,6 +171,25 @@ async def test_both_clients_measure_the_offset_and_take_it_off(monkeypatch: pyte
     assert state.reservations[0].start_at == pytest.approx(time.time(), abs=4.0)
 
 
+@pytest.mark.parametrize(("ahead_s", "measured_s"), [(0.0, 0.0), (120.0, 130.0), (-120.0, -110.0)])
+async def test_s5_a_slow_answer_is_no_other_clock(
+    monkeypatch: pytest.MonkeyPatch, ahead_s: float, measured_s: float
+) -> None:
+    """Half of the time that the answer took counted as an offset, for an hour."""
+    now = [NOW]
+
+    async def answer(self: CliClient, argv: list[str], stdin: str = "", **_: float) -> Done:
+        now[0] += 20.0
+        there = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now[0] + ahead_s))
+        return Done(0, f"Configuration data as of {there}\nClusterName = c\nSLURM_VERSION = 25.11.2\n", "")
+
+    monkeypatch.setattr(CliClient, "_start", answer)
+    monkeypatch.setattr("fallow.slurm.cli.time.time", lambda: now[0])
+    cli = CliClient()
+    await cli.config()
+    assert cli.clock_offset_s == measured_s
+
+
 async def test_s5_the_offset_is_measured_again_when_our_own_clock_steps() -> None:
     asked: list[float] = []
     wall, clock = NOW, 0.0
