@@ -144,6 +144,22 @@ def test_node_lists() -> None:
     assert parse.nodes("@all") == ["@all"], "a name; never the site's group commands"
 
 
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ("n1 n2 n3 gpu7", "gpu7,n[1-3]"),
+        ("r1n1 r2n1", "r1n1,r2n1"),
+        ("r1n1 r1n2 r2n1 r2n2", "r1n[1-2],r2n[1-2]"),
+        ("n1.site n2.site login", "login,n1.site,n2.site"),
+        ("n1 n2 n3.site", "n[1-2],n3.site"),
+        ("", ""),
+    ],
+)
+def test_a_list_that_every_sbatch_reads(names: str, text: str) -> None:
+    assert parse.folded(names.split()) == text
+    assert parse.nodes(text) == sorted(names.split())
+
+
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=40)
 
 

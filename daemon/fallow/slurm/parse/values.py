@@ -48,11 +48,16 @@ def nodes(text: str) -> list[str]:
 
 
 def folded(found: Collection[str]) -> str:
-    """Names as a node list, `n[1-3],gpu7`; empty for none."""
+    """Names as a node list, `n[1-3],gpu7`; empty for none.
+
+    Brackets are at the ends of names alone: before 23.11 sbatch refuses `r[1-2]n1` and `n[1-2].site`.
+    """
     names = sorted(found)
     if any(set("[],&!^@ ") & set(name) for name in names):
         return ",".join(names)  # no names of nodes; as they are
-    return str(NodeSet.fromlist(names, resolver=RESOLVER_NOGROUP)) if names else ""
+    numbered = NodeSet.fromlist([name for name in names if name[-1].isdecimal()], resolver=RESOLVER_NOGROUP)
+    numbered.fold_axis = (-1,)
+    return ",".join([*filter(None, [str(numbered)]), *(name for name in names if not name[-1].isdecimal())])
 
 
 def when(text: str) -> float | None:
