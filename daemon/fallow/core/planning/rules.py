@@ -171,10 +171,11 @@ def most_minutes(partition: PartitionInfo, rules: HarvestRules) -> int:
 
 
 def may_take(allocation: Allocation, length_s: float | None, at: float, rules: HarvestRules) -> bool:
-    """Is a pending request short enough for a hole of this length? Slurm starts nothing that runs into what is planned.
+    """Is a pending request short enough for this hole? Slurm starts nothing that runs into what is planned."""
+    return length_s is None or length_s >= needed_s(allocation, at, rules)
 
-    One that was made for the hole did fit a moment ago.
-    """
+
+def needed_s(allocation: Allocation, at: float, rules: HarvestRules) -> float:
+    """Return how long a hole must be for a pending request. One that was made for the hole did fit a moment ago."""
     ago_s = min(at - allocation.requested_at, rules.start_patience_s)
-    least_s = 60.0 * (allocation.minutes or 0) - ago_s
-    return length_s is None or length_s >= least_s
+    return 60.0 * (allocation.minutes or 0) - ago_s

@@ -11,7 +11,7 @@ from fallow.core.allocations import Allocation
 from fallow.core.holes import CLOSED, WANTED_BACK, Hole, Part, idle_gpus
 from fallow.core.neighbour.needs import GiveBack
 from fallow.core.planning.offers import Eligibility
-from fallow.core.planning.rules import may_take, most_minutes
+from fallow.core.planning.rules import most_minutes, needed_s
 from fallow.core.planning.situation import Situation
 from fallow.core.planning.unstarted import LEAST_S
 from fallow.model import AllocationState, NodeInfo
@@ -104,10 +104,11 @@ def _passed_over(
         alike = allocation.run, allocation.partition, allocation.part
         if alike not in beside:
             beside[alike] = [each for each in idle if eligibility.stands_for(allocation, each[0])]
+        length_s = needed_s(allocation, at, rules)
         nodes = [
             hole.node
             for hole, patience_s in beside[alike]
-            if waited_s > patience_s and may_take(allocation, hole.length_s, at, rules)
+            if waited_s > patience_s and (hole.length_s is None or hole.length_s >= length_s)
         ]
         fresh = next((node for node in nodes if node not in taken), None)
         if fresh is not None:
