@@ -1,4 +1,4 @@
-"""Tokens: the exact names of our jobs. Pure.
+"""Ids of runs, and tokens: the exact names of our jobs. Pure.
 
 Other heads know a job of ours by its name, too: a site's job_submit plugin may write comments of its own.
 """
@@ -15,7 +15,16 @@ PREFIX = "fallow-"
 _RUN_CHARS = 40
 """As much of a run's name as a token shows; the whole stays below Slurm's and our own limits (`ID_PATTERN`)."""
 
+_NAME_CHARS = 48
+"""As much of a run's name as its id shows."""
+
 _TOKEN = re.compile(rf"{PREFIX}.+-([bhn])\d+-[0-9a-f]{{6}}")
+
+
+def new_run_id(name: str, salt: str) -> str:
+    """An id for a run. Slurm takes every job name; a folder, a job name in a comment and a prompt do not."""
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name[:_NAME_CHARS]).lstrip(".-")
+    return f"{plain or 'run'}-{salt}"
 
 
 def new_token(run: str, kind: AllocationKind, number: int, salt: str, *, hurried: bool = False) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import signal
 import sys
 import time
@@ -301,11 +300,10 @@ def _name(item: Item) -> str:
 
 
 def name_of(command: Sequence[str]) -> str:
-    """A run's name from its argv: the script, module or program, without what an id may not hold."""
+    """A run's name from its argv: the script, module or program."""
     words = [word for word in command[1:] if not word.startswith("-")]
     script = next((word for word in command if word.endswith(".py")), [*words, command[0]][0])
-    stem = Path(script).name.removesuffix(".py")
-    return re.sub(r"[^A-Za-z0-9._-]", "-", stem).lstrip("._-") or "local"
+    return Path(script).name.removesuffix(".py") or "local"
 
 
 def peak(members: int, schedule: Sequence[Item]) -> int:

@@ -62,6 +62,16 @@ def test_a_run_is_called_by_its_name_the_beginning_of_its_id_or_one_of_its_jobs(
             desk.book.get(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "begins"), [("my run (1).sh", "my-run-1-.sh-"), ("日本.sh", "sh-"), ("..", "run-"), ("", "run-")]
+)
+def test_every_job_name_makes_a_run(desk: Desk, name: str, begins: str) -> None:
+    run = new_run(desk.book, name=name)
+    assert run.id.startswith(begins)
+    assert desk.book.paths.run(run.id).logs.is_dir()
+    assert desk.book.get(name or run.id) is run
+
+
 def test_pause_gives_harvested_nodes_back_and_asks_for_none(desk: Desk) -> None:
     base = desk.hold(AllocationKind.BASE, AllocationState.RELEASING)
     assert demand(desk.run, {}, NOW, asks=True).nodes == 3, "none in the place of a base job that comes again"

@@ -33,7 +33,7 @@ from fallow.core.membership.watch import Timing
 from fallow.core.planning.gain import Curve
 from fallow.core.planning.valuing import Gain
 from fallow.core.protocol.agents import Progress
-from fallow.core.tokens import new_token
+from fallow.core.tokens import new_run_id, new_token
 from fallow.core.training.saving import Saving
 from fallow.core.training.slow_links import SlowLinks
 from fallow.files import Paths, private_dir, unwritable, write_private, write_struct
@@ -418,7 +418,7 @@ class Book:
         Raises:
             FallowError: the folder cannot be written; there is no new run.
         """
-        run_id = f"{spec.name[:48]}-{self._new_id()[:6]}"
+        run_id = new_run_id(spec.name, self._new_id()[:6])
         checkpoints = self._make_checkpoint_folder(run_id)
         spec = msgspec.structs.replace(spec, run=run_id, created_at=now)
         folder = self.paths.run(run_id).create()
