@@ -87,6 +87,17 @@ async def test_reports_of_generations_are_written_once_and_found_again_and_the_o
             assert len(stored) == min(kept, count)
 
 
+async def test_runs_are_found_again_in_the_order_in_which_they_came(tmp_path: Path) -> None:
+    names = ["c", "a", "d", "b"]
+    async with begun(tmp_path) as (durable, book, _):
+        for at, name in enumerate(names):
+            run = book.create(RunSpec(run="", name=name, min_nodes=1, max_nodes=2), 0.0, float(at))
+            await durable.write(Turn(book, 0.0, 0.0, dirty={run.id}))
+    async with begun(tmp_path) as (durable, book, _):
+        await durable.load(book, 0.0)
+        assert [run.spec.name for run in book.runs.values()] == names
+
+
 async def test_a_turn_writes_what_it_has_changed_and_nothing_else(tmp_path: Path) -> None:
     async with begun(tmp_path) as (durable, book, _):
         run = book.create(RunSpec(run="", name="r", min_nodes=1, max_nodes=2), 0.0, 0.0)

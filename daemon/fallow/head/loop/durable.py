@@ -149,6 +149,8 @@ class Durable:
                 ]
             else:
                 run.stored = _hashes(stored)
+        # The store has no order; people see runs in the order in which they came.
+        book.runs = dict(sorted(book.runs.items(), key=lambda item: item[1].spec.created_at))
         for key, (_, note) in (await self.store.load("note/")).items():
             self.notes[key.removeprefix("note/")] = note
         self.last_event = await self.store.last_event()
