@@ -164,7 +164,8 @@ def _of_run(run: RunView, snapshot: Snapshot) -> list[str]:
     if run.status.ended:
         return reasons + [run.message] * bool(run.message)
     if members >= run.limit:
-        reasons.append("it has as many nodes as it may have; `fallow grow` moves the limit")
+        by_hand = run.limit < run.max_nodes
+        reasons.append("it has as many nodes as it may have" + "; `fallow grow` moves the limit" * by_hand)
     elif members >= run.useful:
         reasons.append("a step has no more shards than its nodes already compute")
     reasons += [text for text in (run.change, run.message, run.paused, *run.without_agent) if text]

@@ -148,6 +148,10 @@ def test_why_tells_what_keeps_a_run_from_growing_and_a_node_from_being_used(desk
     told = fallow("why", "r1").out
     for words in ("with 1 of at most 8 nodes", "absorbing n2", "n09 is barred", "2 idle (n[01-02]): its hole is too"):
         assert words in told
+    for limit, words in ((1, "`fallow grow` moves the limit"), (8, "")):
+        desk.statuses = [views.changed(of(RunStatus.TRAINING, limit=limit, max_nodes=8), nodes=nodes)]
+        assert ("fallow grow" in fallow("why", "r1").out) == bool(words)
+    desk.statuses = [views.changed(barred, nodes=nodes)]
     for name, words in (("n01", "its hole is too short"), ("n03", "used by run r1"), ("n04", "somebody else")):
         (reason,) = fallow("why", name, "--json").json["reasons"]
         assert words in reason
