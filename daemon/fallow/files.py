@@ -143,7 +143,12 @@ class Paths:
     @classmethod
     def default(cls, environ: Mapping[str, str] = os.environ) -> Paths:
         """The paths that the environment asks for. Makes nothing; call `create` before use."""
-        state = Path(environ.get("FALLOW_STATE_DIR") or _default_state(environ)).expanduser().absolute()
+        given = Path(environ.get("FALLOW_STATE_DIR") or _default_state(environ))
+        try:
+            state = given.expanduser().absolute()
+        except RuntimeError as error:
+            text = f"{given}: that home folder is not known; set FALLOW_STATE_DIR to a path that begins with /"
+            raise FallowError(text, Exit.CONFIG) from error
         return cls(state=state, runtime=_default_runtime(state, environ))
 
     def create(self) -> Paths:

@@ -179,6 +179,8 @@ def test_default_paths(tmp_path: Path) -> None:
     assert run.log("n0").parent.is_dir()
     with pytest.raises(FallowError):
         paths.run("../x")
+    with pytest.raises(FallowError, match="home folder is not known"):
+        Paths.default({"FALLOW_STATE_DIR": "~nobody-of-this-name/s"})
 
 
 def test_default_paths_without_anything_or_too_deep_for_sockets(tmp_path: Path) -> None:
