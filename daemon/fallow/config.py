@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -342,6 +343,11 @@ def _check(origin: str, section: str, values: dict[str, Any], strict: bool) -> d
     except msgspec.ValidationError as error:
         text = str(error).replace(" - at `$.", " at `").replace("`$.", "`")
         raise FallowError(f"{origin}: [{section}] {_lower(text)}", Exit.CONFIG) from error
+    for key in values:
+        value = getattr(checked, key)
+        numbers = value.values() if isinstance(value, dict) else (value,)
+        if math.inf in numbers:
+            raise FallowError(f"{origin}: [{section}] {key} must be finite", Exit.CONFIG)
     if isinstance(checked, Network):
         _check_network(origin, checked)
     return {key: getattr(checked, key) for key in values}
