@@ -37,15 +37,15 @@ def install(for_user: bool, force: bool, as_json: bool) -> None:
     name, folder = ("fallow.service", user_units) if for_user else ("fallow@.service", _SYSTEM_UNITS)
     source = shipped("systemd") / ("fallow-user.service" if for_user else "fallow@.service")
     unit, text = folder / name, _with_command(source.read_text())
+    systemctl = "systemctl --user" if for_user else "systemctl"
     if unit.exists() and not force and unit.read_text() != text:
-        text = f"{unit}: another unit is there; --force replaces it, `systemctl edit` adds to it"
+        text = f"{unit}: another unit is there; --force replaces it, `{systemctl} edit {name}` adds to it"
         raise FallowError(text, Exit.CANTCREAT)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         unit.write_text(text)
     except OSError as error:
         raise FallowError(f"{unit}: cannot be written: {error.strerror}", Exit.CANTCREAT) from None
-    systemctl = "systemctl --user" if for_user else "systemctl"
     instance = "fallow" if for_user else "fallow@ACCOUNT"
     following = [f"{systemctl} daemon-reload", f"{systemctl} enable --now {instance}"]
     if for_user:

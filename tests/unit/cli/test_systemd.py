@@ -92,5 +92,6 @@ def test_the_unit_that_is_installed_starts_this_very_program(
     written.write_text("[Service]\n")
     done = fallow("service", "install", *words)
     assert (done.code, "--force" in done.err) == (Exit.CANTCREAT, True)
+    assert f"`{' '.join(['systemctl', *words])} edit {written.name}`" in done.err
     assert fallow("service", "install", *words, "--force").code == 0
     assert f"ExecStart={program} daemon" in written.read_text()
