@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -113,9 +114,15 @@ def _advice(spec: RunSpec, options: Sequence[Mapping[str, Given]], script: Batch
         )
     if "fallow run" not in spec.script and "fallow.cli" not in spec.script:
         notes.append(f"{script.name} does not call `fallow run`; unless something it calls does, nothing will train")
+    if late := [word for word in spec.args if _OURS.fullmatch(word)]:
+        notes.append(f"{' '.join(late)} after {script.name} is for the script alone; options of ours stand before it")
     if "nodelist" in options[0] or "nodefile" in options[0]:
         notes.append("--nodelist holds for the base job alone; harvest jobs go to any suitable node")
     return notes
+
+
+_OURS = re.compile(r"--dry-run|--fallow=.*|(--nodes=|-N)\d+:\d+")
+"""Words that only `fallow submit` understands."""
 
 
 def _name(leader: Mapping[str, Given], script: BatchScript) -> str:

@@ -145,6 +145,8 @@ def _check(text: str, name: str) -> None:
     problem = None
     if not text.strip():
         problem = "the batch script is empty"
+    elif text.startswith("\ufeff"):
+        problem = "it begins with a byte order mark; save it as UTF-8 without one"
     elif not first.startswith("#!") or not first[2:].strip():
         problem = "its first line must be #! and an interpreter, e.g. #!/bin/bash"
     elif "\0" in text:
@@ -215,14 +217,14 @@ _FLAGS = ("outlive-base",)
 
 
 def typed_settings(settings: dict[str, str], name: str) -> FallowLines:
-    """Checks and converts the values of `#FALLOW` lines."""
+    """Checks and converts the values of `#FALLOW` lines. The bounds are those of `RunSpec`."""
 
-    def whole(key: str, least: int) -> int | None:
+    def whole(key: str, least: int, most: int) -> int | None:
         text = settings.get(key)
         if text is None:
             return None
-        if not text.isascii() or not text.isdecimal() or not least <= int(text) < 2**63:
-            raise _bad(name, key, text, f"must be a whole number from {least}")
+        if not re.fullmatch("[0-9]{1,19}", text) or not least <= int(text) <= most:
+            raise _bad(name, key, text, f"must be a whole number, at least {least} and at most {most}")
         return int(text)
 
     def above_0(key: str) -> float | None:
@@ -233,8 +235,8 @@ def typed_settings(settings: dict[str, str], name: str) -> FallowLines:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not (math.isfinite(value) and value > 0):
-            raise _bad(name, key, text, "must be a number above 0")
+        if not 0 < value <= 1e9:
+            raise _bad(name, key, text, "must be a number above 0, and at most 1000000000")
         return value
 
     nodes = settings.get("nodes")
@@ -253,13 +255,13 @@ def typed_settings(settings: dict[str, str], name: str) -> FallowLines:
     names = None if partitions is None else tuple(part for part in partitions.split(",") if part)
     return FallowLines(
         nodes=nodes,
-        workers_per_node=whole("workers-per-node", 1),
+        workers_per_node=whole("workers-per-node", 1, 1024),
         partitions=names,
         budget_node_hours=above_0("budget-node-hours"),
         weight=above_0("weight"),
         deadline=deadline,
-        seed=whole("seed", 0),
-        min_minutes=whole("min-minutes", 1),
+        seed=whole("seed", 0, 2**63 - 1),
+        min_minutes=whole("min-minutes", 1, 10_000_000),
         harvest_account=account,
         outlive_base="outlive-base" in settings,
     )

@@ -92,7 +92,9 @@ def test_limits_of_the_run_and_size_of_the_base_job() -> None:
 
 def test_a_base_job_that_leaves_no_room_to_grow_says_so_and_one_outside_of_the_limits_is_refused() -> None:
     assert any("--nodes=MIN:MAX" in warning for warning in planned(["-N2", "job.sh"]).warnings)
-    assert not planned(["--nodes=1:2", "job.sh"]).warnings
+    assert not planned(["--nodes=1:2", "job.sh", "--dry", "-N1"]).warnings
+    for late in ("--dry-run", "--nodes=1:4", "-N1:4", "--fallow=seed=1"):
+        assert any(f"{late} after job.sh" in warning for warning in planned(["-N2", "job.sh", late]).warnings)
     with pytest.raises(FallowError, match="outside of #FALLOW nodes=2:4"):
         planned(["-N8", "job.sh"], "#!/bin/sh\n#FALLOW nodes=2:4\nx\n")
 

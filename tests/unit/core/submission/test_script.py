@@ -51,19 +51,25 @@ def test_components_of_a_heterogeneous_job() -> None:
         ("", "empty"),
         ("#!/bin/sh\r\necho\r\n", "DOS line ends"),
         ("#!/bin/sh\n\0", "NUL"),
+        ("\ufeff#!/bin/sh\n", "byte order mark"),
         ("#!/bin/sh\n#SBATCH --nodse=2\n", r"s, line 2: .*did you mean --nodes\?"),
         ("#!/bin/sh\n#SBATCH -J 'a\n", "s, line 2: the quote ' is not closed"),
         ("#!/bin/sh\n#SBATCH --nodes=1:4\n", "write `#FALLOW nodes=1:4`"),
         ("#!/bin/sh\n\n#FALLOW node=1:4\n", r"s, line 3: #FALLOW has no key 'node'; did you mean nodes\?"),
         ("#!/bin/sh\n#FALLOW harvest-account=--wrap=x\n", "no name of an account"),
         ("#!/bin/sh\n#FALLOW budget-node-hours=nan\n", "above 0"),
+        (f"#!/bin/sh\n#FALLOW seed={'9' * 5000}\n", "at most 9223372036854775807"),
+        ("#!/bin/sh\n#FALLOW min-minutes=10000001\n", "at most 10000000"),
+        ("#!/bin/sh\n#FALLOW weight=2e9\n", "at most 1000000000"),
+        ("#!/bin/sh\n#FALLOW nodes=0:4\n", "s: #FALLOW nodes=0:4: .*, e.g. #FALLOW nodes=1:4"),
+        (f"#!/bin/sh\n#FALLOW nodes=1:{'9' * 5000}\n", "more than 65536 nodes"),
         ("#!/bin/sh\n#FALLOW deadline=soon\n", "s: #FALLOW deadline=soon: must be"),
     ],
 )
 def test_says_what_is_wrong_and_where(text: str, message: str) -> None:
     with pytest.raises(FallowError, match=message) as caught:
         parse_script(text, "s")
-    assert caught.value.code is (Exit.USAGE if "--nodse" in text else Exit.DATA)
+    assert caught.value.code is (Exit.USAGE if "--nodse" in text or " nodes=" in text else Exit.DATA)
 
 
 def run_as_harvest_job(folder: Path, script: str, *args: str) -> subprocess.CompletedProcess[str]:
