@@ -104,15 +104,19 @@ def test_output_that_nobody_takes_is_no_bug(run: Run, words: list[str], code: Ex
     assert (done.returncode, done.stderr.count("\n"), says in done.stderr) == (code, 1, True)
     done = run(["sh", "-c", '"$@" >&-', "sh", *argv], PYTHONUNBUFFERED="1")
     assert (done.returncode, done.stderr) == (closed, "")
+    done = run(["sh", "-c", '"$@" <&-', "sh", *FALLOW, "submit"])
+    assert (done.returncode, "the batch script is empty" in done.stderr) == (Exit.DATA, True)
     done = run(["bash", "-c", '"$@" | true; exit ${PIPESTATUS[0]}', "bash", *FALLOW, "completion", "bash"])
     assert done.stderr == ""
     assert done.returncode in (0, Exit.IOERR)
 
 
 def test_completion_completes(run: Run) -> None:
-    words = {"_FALLOW_COMPLETE": "bash_complete", "COMP_WORDS": "fallow sub", "COMP_CWORD": "1"}
     script = "import sys; sys.argv = ['fallow']; from fallow.cli.main import main; main()"
-    assert run([sys.executable, "-c", script], **words).stdout.split(",")[-1].strip() == "submit"
+    for words, count, shown in (("fallow sub", "1", "plain,submit"), ("fallow submit tr", "2", "file,tr")):
+        asked = {"_FALLOW_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": count}
+        done = run([sys.executable, "-c", script], **asked)
+        assert (done.returncode, done.stdout.strip()) == (0, shown)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])

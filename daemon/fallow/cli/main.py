@@ -104,7 +104,9 @@ def cli() -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs one command and exits."""
     words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    # Who closed them (`>&-`) wants none of it; Python has None then, on which every print would fail.
+    # Who closed them (`>&-`) wants none of it; Python has None then, on which every use would fail.
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: SIM115 (until the end)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (until the end)
@@ -129,8 +131,10 @@ def invoke(words: Sequence[str]) -> int:
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return 130
-    except (BrokenPipeError, SystemExit):
-        # SystemExit: click has met the broken pipe before us.
+    except (BrokenPipeError, SystemExit) as error:
+        if isinstance(error, SystemExit) and not error.code:
+            return Exit.OK  # click has shown a completion
+        # Else click has met the broken pipe before us.
         _discard_output()
         return Exit.IOERR
     except Exception as error:
@@ -158,7 +162,7 @@ def _told(error: Exception) -> FallowError:
             return error
         case click.UsageError():
             hint = f" (see: {error.ctx.command_path} --help)" if error.ctx is not None else ""
-            return FallowError(error.format_message() + hint, Exit.USAGE)
+            return FallowError(" ".join(error.format_message().split()) + hint, Exit.USAGE)
         case click.ClickException():
             return FallowError(error.format_message(), Exit.NOINPUT)
         case OSError(filename=None):

@@ -53,8 +53,8 @@ def call_sbatch(
     from fallow.slurm.parse import complaint, is_refusal
 
     # A file and no pipe: sbatch may end without reading it.
-    with tempfile.TemporaryFile("w+") as script:
-        script.write(stdin or "")
+    with tempfile.TemporaryFile() as script:
+        script.write((stdin or "").encode())
         script.seek(0)
         pipe = subprocess.PIPE
         try:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import click
+from click.shell_completion import CompletionItem
 
 from fallow.cli.common import ask, print_error, say, tell
 from fallow.config import load_config
@@ -55,6 +56,9 @@ class SbatchCommand(click.Command):
 
     def get_help(self, ctx: click.Context) -> str:
         return _HELP.rstrip("\n")
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type="file")]
 
 
 @click.command(cls=SbatchCommand, short_help="sbatch, elastic.")
@@ -107,7 +111,7 @@ def prepare(line: CommandLine) -> tuple[Submission, Path | None]:
     elif sys.stdin.isatty():
         raise FallowError("no batch script was given; usage: fallow submit [options] SCRIPT [ARGS]", Exit.USAGE)
     else:
-        name, text = "stdin", sys.stdin.read()
+        name, text = "stdin", decode_script(sys.stdin.buffer.read(), "stdin")
     umask = os.umask(0o077)
     os.umask(umask)
     made = plan(
@@ -141,11 +145,18 @@ def find_script(name: str, chdir: str | None) -> Path:
 
 def read_script(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return decode_script(path.read_bytes(), str(path))
     except OSError as error:
         raise FallowError(f"{path}: cannot be read ({error.strerror})", Exit.NOINPUT) from error
+
+
+def decode_script(data: bytes, name: str) -> str:
+    """The text with its line ends as they are: sbatch reads the same bytes, and refuses those of DOS."""
+    try:
+        return data.decode()
     except UnicodeDecodeError as error:
-        raise FallowError(f"{path}: is not UTF-8 text ({error.reason})", Exit.DATA) from error
+        text = f"{name}: is not UTF-8 text ({error.reason}); convert it, e.g. iconv -f latin1 -t utf-8"
+        raise FallowError(text, Exit.DATA) from error
 
 
 def submit_plan(made: Submission, source: Path | None) -> int:

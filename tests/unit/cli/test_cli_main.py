@@ -29,6 +29,7 @@ def test_exit_codes_are_documented(fallow: Fallow) -> None:
     [
         (["statsu"], Exit.USAGE, "No such command 'statsu'. Did you mean status?"),
         (["grow", "r", "--by", "0"], Exit.USAGE, "--by"),
+        (["completion"], Exit.USAGE, "Choose from: bash, zsh, fish"),
         (["status"], Exit.UNAVAILABLE, "start one with: fallow daemon"),
         (["drain", "r", "n[1-"], Exit.USAGE, "is no node list"),
         (["drain", "r", "n[1-100000000]"], Exit.USAGE, "names more than 100000 nodes"),

@@ -240,12 +240,17 @@ def test_dry_run_as_json_is_one_value(site: Site, fallow: Fallow) -> None:
         (["--nodse=2", "job.sh"], Exit.USAGE, "did you mean --nodes?"),
         (["--wrap=x", "job.sh"], Exit.USAGE, "--wrap makes the script"),
         (["wrong.sh"], Exit.DATA, "wrong.sh, line 3: #FALLOW has no key 'ndes'; did you mean nodes?"),
+        (["dos.sh"], Exit.DATA, "dos.sh: it has DOS line ends"),
+        (["latin.sh"], Exit.DATA, "iconv -f latin1"),
+        (["--nodes=1:4", "--fallow=workers-per-node=1000000", "job.sh"], Exit.DATA, "at most 1024"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_happens(
     site: Site, fallow: Fallow, words: list[str], code: Exit, message: str
 ) -> None:
     (site.folder / "wrong.sh").write_text(SCRIPT.replace("nodes=", "ndes="))
+    (site.folder / "dos.sh").write_bytes(SCRIPT.replace("\n", "\r\n").encode())
+    (site.folder / "latin.sh").write_bytes(SCRIPT.replace("t.py", "\xfc.py").encode("latin1"))
     done = fallow("submit", *words)
     assert (done.code, done.err.count("\n")) == (code, 1)
     assert message in done.err
