@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import click
 
@@ -16,10 +19,14 @@ from fallow.files import Paths
 from fallow.model import EventRecord, Exit, FallowError, NodeOwner, NodeView, RunReport, RunStatus, RunView, Snapshot
 from fallow.text import clean, clean_output
 
+T = TypeVar("T")
+
 _LAST_EVENT = 2**63 - 1
 """Events are numbered by the store, which counts no further."""
 _AWAY_S = 120.0
 """A head that is away for longer is not waited for."""
+_AWAY = (Exit.UNAVAILABLE, Exit.TEMPFAIL)
+"""What is said of a head that is started again, stopped, or overloaded."""
 _CHUNK = 65536
 
 
@@ -43,7 +50,19 @@ def events(run: str | None, since: int, limit: int, following: bool, as_json: bo
         since = max([since, newest, *(event.seq for event in found)])
         time.sleep(WATCH_S)
         # Of all runs, also where one is meant: the head then looks at new events only, not at all that it keeps.
-        found = ask("events", list[EventRecord], since=since, limit=MOST_EVENTS)
+        found = _patiently(partial(ask, "events", list[EventRecord], since=since, limit=MOST_EVENTS))
+
+
+def _patiently(look: Callable[[], T]) -> T:
+    """Ask a head that has answered before, across a restart of it."""
+    deadline = time.monotonic() + _AWAY_S
+    while True:
+        try:
+            return look()
+        except FallowError as error:
+            if error.code not in _AWAY or time.monotonic() > deadline:
+                raise
+        time.sleep(WATCH_S)
 
 
 def _show_events(found: list[EventRecord], as_json: bool = False) -> None:
@@ -81,7 +100,7 @@ def _ended(run: str, timeout_s: float | None) -> RunView:
                 return view
             how = f"run {view.run} is {view.status} at step {view.step}"
         except FallowError as error:
-            if error.code != Exit.UNAVAILABLE or time.monotonic() > heard_at + _AWAY_S:
+            if error.code not in _AWAY or time.monotonic() > heard_at + _AWAY_S:
                 raise
         if timeout_s is not None and time.monotonic() > began + timeout_s:
             raise FallowError(f"{how}: it has not ended within the time of --timeout", Exit.TEMPFAIL)
@@ -101,7 +120,7 @@ def logs(run: str, member: str | None, following: bool) -> None:
     view = _one(run)
     with _log(Paths.default().run(view.run).logs, view, member).open("rb") as log:
         while True:
-            ended = not following or _one(view.run).status.ended
+            ended = not following or _patiently(partial(_one, view.run)).status.ended
             while data := log.read(_CHUNK):
                 sys.stdout.write(clean_output(data.decode(errors="replace"), len(data)))
             sys.stdout.flush()

@@ -27,15 +27,21 @@ class Desk:
         "of events; each time there are two more"
         self.asked: list[dict[str, Any]] = []
         "for events"
+        self.away = 0
+        "so many questions about events find no head"
+        self.now = 0.0
 
     def ask(self, method: str, *_: Any, **params: Any) -> Any:
         if method == "report":
             return views.report()
         if method == "events":
+            if self.count and self.away:
+                self.away -= 1
+                raise FallowError("the head is gone", Exit.UNAVAILABLE)
             self.count += 2
             self.asked.append(params)
             if self.count > 6:
-                raise FallowError("the head is gone", Exit.UNAVAILABLE)
+                raise FallowError("the folder is somebody else's by now", Exit.NOPERM)
             seqs = range(params["since"] + 1, self.count + 1)
             found = [EventRecord(seq=seq, at=0.0, run=f"r{seq % 2}", kind="k", text="") for seq in seqs]
             return [event for event in found if params.get("run") in (None, event.run)]
@@ -51,7 +57,12 @@ class Desk:
 def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
     desk = Desk()
     monkeypatch.setattr(follow, "ask", desk.ask)
-    monkeypatch.setattr(follow.time, "sleep", lambda seconds: None)
+
+    def sleep(seconds: float) -> None:
+        desk.now += seconds
+
+    monkeypatch.setattr(follow.time, "sleep", sleep)
+    monkeypatch.setattr(follow.time, "monotonic", lambda: desk.now)
     return desk
 
 
@@ -59,11 +70,20 @@ def of(status: RunStatus, **more: Any) -> Snapshot:
     return views.snapshot(views.changed(RUN, status=status, **more))
 
 
-def test_following_misses_and_repeats_nothing(desk: Desk, fallow: Fallow) -> None:
+@pytest.mark.parametrize("away", [0, 100])
+def test_following_misses_and_repeats_nothing_also_across_a_restart_of_the_head(
+    desk: Desk, fallow: Fallow, away: int
+) -> None:
+    desk.away = away
     done = fallow("events", "--follow", "--json", "--since", "1")
-    assert done.code == Exit.UNAVAILABLE
+    assert done.code == Exit.NOPERM
     lines = done.out.splitlines()
     assert [json.loads(line)["seq"] for line in lines if "seq" in line] == [2, 3, 4, 5, 6]
+
+
+def test_a_head_that_does_not_come_back_is_not_followed_for_ever(desk: Desk, fallow: Fallow) -> None:
+    desk.away = 1000
+    assert fallow("events", "--follow").code == Exit.UNAVAILABLE
 
 
 def test_who_follows_one_run_asks_for_what_is_new_of_all(desk: Desk, fallow: Fallow) -> None:
@@ -85,16 +105,12 @@ def test_wait_ends_as_the_run_does_also_across_an_absence_of_the_head(
     assert (done.code, done.json["run"]) == (code, "r1")
 
 
-def test_wait_gives_up_when_its_time_is_over_and_when_no_head_comes_back(
-    desk: Desk, fallow: Fallow, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wait_gives_up_when_its_time_is_over_and_when_no_head_comes_back(desk: Desk, fallow: Fallow) -> None:
     done = fallow("wait", "r1", "--timeout", "0.001")
     assert done.code == Exit.TEMPFAIL
     assert "run r1 is training at step 5" in done.err
     assert fallow("wait", "r1", "--timeout", "nan").code == Exit.USAGE
     desk.statuses = [SNAPSHOT, FallowError("the head is gone", Exit.UNAVAILABLE)]
-    now = iter(range(0, 10_000, 10))
-    monkeypatch.setattr(follow.time, "monotonic", lambda: float(next(now)))
     assert fallow("wait", "r1").code == Exit.UNAVAILABLE
 
 
@@ -122,11 +138,11 @@ def test_logs_follow_until_the_run_has_ended(
 ) -> None:
     log = folder / "n3.0.log"
     log.write_text("one\n")
-    desk.statuses = [SNAPSHOT, SNAPSHOT, of(RunStatus.FINISHED)]
+    away = FallowError("the head is gone", Exit.UNAVAILABLE)
+    desk.statuses = [SNAPSHOT, SNAPSHOT, away, of(RunStatus.FINISHED)]
 
     def write_more(seconds: float) -> None:
-        with log.open("a") as file:
-            file.write("two\n")
+        log.write_text("one\ntwo\n")
 
     monkeypatch.setattr(follow.time, "sleep", write_more)
     assert fallow("logs", "r1", "--follow")[:2] == (0, "one\ntwo\n")
