@@ -45,6 +45,14 @@ async def test_small_screens_and_large_clusters_do_not_crash() -> None:
         assert rig.app.screen.query_one(NodeMap).selected == "n1"
 
 
+async def test_runs_that_have_ended_do_not_hide_those_that_go_on() -> None:
+    ended = [run_view(f"old{number}-1", status=RunStatus.FAILED, members=[]) for number in range(20)]
+    async with opened(snapshot(runs=[*ended, run_view()]), size=(80, 24)) as rig:
+        rows = [line for line in rig.screen() if "✗ failed" in line or "▶ training" in line]
+        assert [row.split()[:2] for row in rows[:2]] == [["A", "digits"], ["U", "old19"]]
+        assert "A1 a2" in rig.text()
+
+
 async def test_before_a_head_is_there_it_says_what_to_do() -> None:
     async with opened(size=(60, 20)) as rig:
         await rig.press("enter", "g", "d", "1", "right")

@@ -182,7 +182,8 @@ class View:
         for row, cell in cells.items():
             self._note(row, snapshot.at, cell)
         self.cells = cells
-        for run in snapshot.runs:
+        # Runs that go on come first: there are 26 letters, and fewer colours.
+        for run in sorted(snapshot.runs, key=lambda run: run.status.ended):
             self.letter(run.run)
             self._add_rate(run, snapshot.at)
 

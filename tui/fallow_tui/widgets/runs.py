@@ -45,7 +45,7 @@ class RunsTable(DataTable[Text]):
     def show(self, view: View, now: float) -> None:
         """Draws what is in the view; the cursor stays on its run."""
         self._view, self._now = view, now
-        runs = view.snapshot.runs if view.snapshot is not None else []
+        runs = live_first(view.snapshot.runs if view.snapshot is not None else [])
         width = self.app.size.width
         columns = self._columns(width)
         keys = [row.value for row in self.rows]
@@ -120,6 +120,11 @@ class RunsTable(DataTable[Text]):
         if wide:
             row.append(Text(run.change or run.message, WARN if run.change else MUTED))
         return row
+
+
+def live_first(runs: list[RunView]) -> list[RunView]:
+    """Runs that go on, in the order in which they came, then those that have ended, the newest first."""
+    return [run for run in runs if not run.status.ended] + [run for run in reversed(runs) if run.status.ended]
 
 
 def _spark_width(width: int) -> int:
