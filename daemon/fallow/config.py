@@ -236,7 +236,7 @@ def config_home(environ: Mapping[str, str] = os.environ) -> Path:
 def load_config(environ: Mapping[str, str] = os.environ, system_file: Path = SYSTEM_FILE) -> Config:
     """Reads all sources. Raises FallowError (CONFIG) naming file, key and the nearest known key."""
     merged: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
-    named = "FALLOW_CONFIG" in environ
+    named = bool(environ.get("FALLOW_CONFIG"))
     for path, needed in ((system_file, False), (user_file(environ), named)):
         for section, values in _read(path, needed).items():
             if section == "site" and path != system_file:

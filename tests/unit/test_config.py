@@ -132,3 +132,8 @@ def test_what_the_administrators_allow_is_theirs_alone(tmp_path: Path) -> None:
         load(tmp_path, FALLOW_SITE__HARVEST_UNFAIR="true")
     with pytest.raises(FallowError, match="at `stop_file`"):
         load(tmp_path, "[site]\nstop_file = 'stop'\n")
+
+
+def test_an_empty_variable_names_no_file(tmp_path: Path) -> None:
+    environ = {"FALLOW_CONFIG": "", "XDG_CONFIG_HOME": str(tmp_path)}
+    assert load_config(environ, tmp_path / "system.toml") == Config()
