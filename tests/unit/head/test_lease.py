@@ -117,6 +117,35 @@ def test_a_head_that_stood_still_does_nothing_more_and_ends(world: World) -> Non
     assert world.may_act(second), "who was replaced takes nothing away"
 
 
+def test_a_head_whose_folder_is_away_waits_for_it_and_ends_only_after_a_long_time(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease, state = world.lease("login1"), world.paths.state
+    lease.acquire()
+    world.paths.term.write_bytes(b"1")
+    for mounted_on in (False, True):
+        away = state.rename(state.with_name("away"))
+        if mounted_on:
+            state.mkdir()
+        world.now += VALID_S + 0.1
+        lease.renew()
+        assert not world.may_act(lease), "nobody has taken it over, as far as can be seen"
+        if mounted_on:
+            state.rmdir()
+        away.rename(state)
+        lease.renew()
+        assert world.may_act(lease)
+    world.now += VALID_S + 0.1
+
+    async def pass_by(seconds: float) -> None:
+        world.now += 100.0
+
+    monkeypatch.setattr(asyncio, "sleep", pass_by)
+    with pytest.raises(FallowError, match="cannot be written to for 300 s") as caught:
+        asyncio.run(lease.confirm(changing=True))
+    assert caught.value.code is Exit.TEMPFAIL
+
+
 def test_of_two_that_take_over_at_once_one_stays(world: World) -> None:
     world.lease("login1").acquire()
     second, third = world.lease("login2"), world.lease("login3")

@@ -35,6 +35,9 @@ BEAT_S = 2.0
 VALID_S = 3 * BEAT_S
 WATCH_S = 5 * BEAT_S
 
+PATIENCE_S = 300.0
+"""A head whose folder cannot be reached for so long ends; whoever supervises it starts it again."""
+
 LOOK_S = 0.1
 _SIZE = 1024
 """The file is rewritten in place, always with this size: a renamed file may be cached by other hosts."""
@@ -207,8 +210,15 @@ class Lease:
         self._valid_until = began + VALID_S
 
     def _is_ours(self) -> bool:
-        """Return True if nobody has taken the folder over: this head's file is the newest, and its own."""
+        """Return True if nobody has taken the folder over: this head's file is the newest, and its own.
+
+        Raises:
+            OSError: the folder is not there, or nothing is mounted on it.
+        """
         number, found = self._newest()
+        if not number:
+            # A folder that another head has served has this file.
+            self._paths.term.stat()
         claim = _decode(found)
         return number == _number(self._file) and claim is not None and claim.nonce == self._claim.nonce
 
@@ -220,13 +230,18 @@ class Lease:
         """Before anything is done. Args: changing: wait until the lease is known to be valid.
 
         Raises:
-            FallowError: another head has taken over.
+            FallowError: another head has taken over, or the folder cannot be reached for too long.
         """
-        waited = False
+        began, waited = self._clock(), False
         while self._lost is None and changing and self._clock() > self._valid_until:
             if not waited:
                 log.warning("lease.unconfirmed", folder=str(self._paths.state))
             waited = True
+            if self._clock() > began + PATIENCE_S:
+                text = (
+                    f"{self._paths.state}: cannot be written to for {PATIENCE_S:g} s. This head ends; training goes on"
+                )
+                raise FallowError(f"{text}, start the head again", Exit.TEMPFAIL)
             await asyncio.sleep(LOOK_S)
         if self._lost is not None:
             raise self._lost
