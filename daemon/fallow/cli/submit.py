@@ -170,7 +170,13 @@ def submit_plan(made: Submission, source: Path | None) -> int:
         _become(["sbatch", *made.options("test", variables), *script], variables)
     if shutil.which("sbatch") is None:
         raise _no_sbatch("not on PATH")
-    new = ask("create_run", NewRun, spec=made.spec)
+    try:
+        new = ask("create_run", NewRun, spec=made.spec)
+    except FallowError as error:
+        if error.code is not Exit.TEMPFAIL:
+            raise
+        text = "Nothing was submitted to Slurm; submit it again once `fallow status` answers"
+        raise FallowError(f"{error.message}. {text}", error.code) from error
     variables = job_environment(state, new.run, new.token, AllocationKind.BASE)
 
     def taken(line: str) -> None:

@@ -168,6 +168,12 @@ def test_without_sbatch_nothing_stays_behind(site: Site, fallow: Fallow, monkeyp
     assert not site.record.exists()
 
 
+def test_who_submits_to_a_head_that_does_not_answer_is_told_that_there_is_no_job(site: Site, fallow: Fallow) -> None:
+    site.head_error["create_run"] = FallowError("no answer", Exit.TEMPFAIL)
+    done = fallow("submit", "job.sh")
+    assert (done.code, "Nothing was submitted" in done.err, site.record.exists()) == (Exit.TEMPFAIL, True, False)
+
+
 def test_a_head_that_goes_away_meanwhile_does_not_fail_the_submission(site: Site, fallow: Fallow) -> None:
     """It finds the job by its number, which is left for it, or else by its comment."""
     site.refusal = "scavenge: Invalid account"

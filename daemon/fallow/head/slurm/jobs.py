@@ -95,7 +95,8 @@ def _observe(turn: Turn, run: Run, allocation: Allocation, jobs: Sequence[JobInf
         turn.dirty.add(run.id)
     if changed is not None:
         turn.dirty.add(run.id)
-        turn.record(run, "job", f"{allocation.token} (job {allocation.job_id}): {changed}")
+        job = f" (job {allocation.job_id})" if allocation.job_id else ""
+        turn.record(run, "job", f"{allocation.token}{job}: {changed}")
     grace_end = preempted_until(jobs)
     if grace_end is not None and allocation.state is AllocationState.RUNNING:
         allocation.end_at = grace_end
