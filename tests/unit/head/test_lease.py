@@ -138,7 +138,7 @@ def test_a_head_whose_folder_is_away_waits_for_it_and_ends_only_after_a_long_tim
     world.now += VALID_S + 0.1
 
     async def pass_by(seconds: float) -> None:
-        world.now += 100.0
+        world.now += seconds
 
     monkeypatch.setattr(asyncio, "sleep", pass_by)
     with pytest.raises(FallowError, match="cannot be written to for 300 s") as caught:

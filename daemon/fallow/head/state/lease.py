@@ -232,17 +232,17 @@ class Lease:
         Raises:
             FallowError: another head has taken over, or the folder cannot be reached for too long.
         """
-        began, waited = self._clock(), False
+        waited = 0.0  # by what it slept, so that a process that was stopped has waited for no longer
         while self._lost is None and changing and self._clock() > self._valid_until:
             if not waited:
                 log.warning("lease.unconfirmed", folder=str(self._paths.state))
-            waited = True
-            if self._clock() > began + PATIENCE_S:
+            if waited > PATIENCE_S:
                 text = (
                     f"{self._paths.state}: cannot be written to for {PATIENCE_S:g} s. This head ends; training goes on"
                 )
                 raise FallowError(f"{text}, start the head again", Exit.TEMPFAIL)
             await asyncio.sleep(LOOK_S)
+            waited += LOOK_S
         if self._lost is not None:
             raise self._lost
 
