@@ -140,10 +140,12 @@ def test_a_head_whose_folder_is_away_waits_for_it_and_ends_only_after_a_long_tim
     async def pass_by(seconds: float) -> None:
         world.now += seconds
 
+    told: list[str] = []
     monkeypatch.setattr(asyncio, "sleep", pass_by)
     with pytest.raises(FallowError, match="cannot be written to for 300 s") as caught:
-        asyncio.run(lease.confirm(changing=True))
+        asyncio.run(lease.confirm(changing=True, waits=told.append))
     assert caught.value.code is Exit.TEMPFAIL
+    assert len(told) > 100, "a watchdog is fed meanwhile"
 
 
 def test_of_two_that_take_over_at_once_one_stays(world: World) -> None:

@@ -163,7 +163,7 @@ class Durable:
                 decided must not act on it.
         """
         if self._lease is not None:
-            await self._lease.confirm(changing=turn.changing)
+            await self._lease.confirm(changing=turn.changing, waits=self._waits)
         if not turn.changing:
             if self._redis is not None and not self._redis.alive:
                 # Nobody waits for it now, but whoever asks for the event log would be told that it is away.
@@ -288,7 +288,7 @@ class Durable:
         """
         if self._lease is not None:
             # Whoever has taken over serves these files: a second server would write over what is acknowledged there.
-            await self._lease.confirm(changing=True)
+            await self._lease.confirm(changing=True, waits=self._waits)
         try:
             if self._redis is not None:
                 await self._redis.start()

@@ -226,21 +226,25 @@ class Lease:
         who = "another head" if found is None else f"the head on {found.host} (pid {found.pid})"
         self._lost = FallowError(f"{who} has taken over {self._paths.state}; this one ends", Exit.CANTCREAT)
 
-    async def confirm(self, *, changing: bool) -> None:
-        """Before anything is done. Args: changing: wait until the lease is known to be valid.
+    async def confirm(self, *, changing: bool, waits: Callable[[str], None] = lambda reason: None) -> None:
+        """Before anything is done.
+
+        Args:
+            changing: wait until the lease is known to be valid.
+            waits: called with the reason, again and again meanwhile.
 
         Raises:
             FallowError: another head has taken over, or the folder cannot be reached for too long.
         """
+        problem = f"{self._paths.state}: cannot be written to"
         waited = 0.0  # by what it slept, so that a process that was stopped has waited for no longer
         while self._lost is None and changing and self._clock() > self._valid_until:
             if not waited:
                 log.warning("lease.unconfirmed", folder=str(self._paths.state))
             if waited > PATIENCE_S:
-                text = (
-                    f"{self._paths.state}: cannot be written to for {PATIENCE_S:g} s. This head ends; training goes on"
-                )
-                raise FallowError(f"{text}, start the head again", Exit.TEMPFAIL)
+                text = f"{problem} for {PATIENCE_S:g} s. This head ends; training goes on, start the head again"
+                raise FallowError(text, Exit.TEMPFAIL)
+            waits(problem)
             await asyncio.sleep(LOOK_S)
             waited += LOOK_S
         if self._lost is not None:
