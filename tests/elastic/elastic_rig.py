@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,12 @@ from fallow.model import (
     Snapshot,
 )
 from fallow.store.client import Store
+from fallow.worker.checkpoint.manifest import complete_ones
 from history import check_history
 from nursery_client import NurseryClient
 
 TRAINING = str(Path(__file__).parent / "elastic_training.py")
-WAIT_S = 60.0
+WAIT_S = 180.0
 LOOK_S = 0.05
 
 
@@ -171,6 +172,7 @@ class Elastic:
         self.pids: dict[str, int] = {}
         self.known: list[str] = []
         "members in rank order, when they were last waited for"
+        self._pauses = itertools.count()
 
     # -- what happens to it -----------------------------------------------------------------------------------------
 
@@ -276,6 +278,14 @@ class Elastic:
     def kill(self, worker: str) -> None:
         self.signal(worker, signal.SIGKILL)
 
+    async def kill_at_once(self, *workers: str) -> None:
+        """Before the head can do anything about the first of them, all have ended."""
+        send(self.rig.head.pid, signal.SIGSTOP)
+        for worker in workers:
+            self.kill(worker)
+        await until(lambda: not any(alive(self.pids[worker]) for worker in workers), "a worker lives")
+        send(self.rig.head.pid, signal.SIGCONT)
+
     def freeze(self, worker: str) -> None:
         """Stop it with its agent, which would tell of it: so it is only slow, until its lease is over."""
         for pid in (self.agent_of[worker], self.pids[worker]):
@@ -306,7 +316,7 @@ class Elastic:
 
     def hurry(self) -> None:
         """Steps as fast as they can be from now on."""
-        (self.gates / "fast").touch()
+        (self.gates / "hurry").touch()
 
     # -- what is seen of it -----------------------------------------------------------------------------------------
 
@@ -352,6 +362,25 @@ class Elastic:
         """Wait until so many further steps are finished."""
         return await self.reaches((await self.view()).step + steps)
 
+    def saved(self) -> set[int]:
+        """Steps of the complete checkpoints on disk."""
+        return {int(path.name.rpartition("-s")[2]) for path in complete_ones(self.folder / "checkpoints")}
+
+    async def saves(self) -> None:
+        """Wait until a further checkpoint is complete."""
+        before = self.saved()
+        await until(lambda: self.saved() - before, "no checkpoint is written")
+
+    async def told(
+        self, kind: str, holds: Callable[[list[EventRecord]], bool] = bool, within_s: float = WAIT_S
+    ) -> list[EventRecord]:
+        """Events of that kind, as soon as `holds` is true of them."""
+        deadline = time.monotonic() + within_s
+        while not holds(found := await self.events(kind)):
+            assert time.monotonic() < deadline, f"{found}: {self._story(await self.view())}"
+            await asyncio.sleep(LOOK_S)
+        return found
+
     def times(self) -> list[float]:
         """When each step was finished (seconds), as the members have noted it, whoever finished it."""
         times = self.gates / "times"
@@ -361,9 +390,20 @@ class Elastic:
         """Finished steps, without asking the head."""
         return len(self.times())
 
-    def coming_step(self) -> int:
-        """A step that no member has begun, for a gate that is laid at once. What the head tells may be a second old."""
-        return self.steps_seen() + 8
+    @contextlib.asynccontextmanager
+    async def paused(self) -> AsyncIterator[int]:
+        """Inside, all members are held in one step; gives the number of the next one, for which gates can be laid."""
+        number = next(self._pauses)
+        pause = self.gates / f"pause-{number}"
+        pause.touch()
+
+        def steps() -> list[int]:
+            return [int(note.name.rpartition("-")[2]) for note in self.gates.glob(f"paused-{number}-*")]
+
+        # Who waits in its first body of a step holds all others up: none of them can begin the next one.
+        await until(steps, "no member comes to a step")
+        yield max(steps()) + 1
+        pause.unlink()
 
     def longest_gap(self) -> float:
         """The longest time between two steps (seconds)."""
@@ -393,7 +433,7 @@ class Elastic:
         head = self.rig.head.log.read_text()[-1500:]
         return f"{view}\nlogs: {logs}\nagents: {agents.read_text()[-800:] if agents.exists() else ''}\nhead: {head}"
 
-    async def ends(self, within_s: float = 90.0) -> RunReport:
+    async def ends(self, within_s: float = WAIT_S) -> RunReport:
         """Let it train to its end, as a history in which nothing is wrong; its report."""
         self.hurry()
         view = await self._ended(within_s)
@@ -402,7 +442,7 @@ class Elastic:
         return await self.report()
 
     async def judged(
-        self, *options: object, losses: int = 0, backs: int = 0, unheard: bool = False, within_s: float = 90.0
+        self, *options: object, losses: int = 0, backs: int = 0, unheard: bool = False, within_s: float = WAIT_S
     ) -> RunReport:
         """Likewise, and compare it with the same training left undisturbed; `options` of that, if they are others."""
         assert self.rig.undisturbed is not None

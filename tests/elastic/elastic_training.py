@@ -10,7 +10,8 @@ while the members compute. In the folder `--gates` the tests say what happens wh
 the forward), `judgeSTEP` (between the phases, when the judge's optimizer has acted), `optSTEP` (when the model's first
 optimizer has acted), `give` (where its state is asked for) or `load` (while it takes over others' state)
 `switch-STEP-WORKER`: there this worker waits until it has heard of a change's commit
-`fast`: steps take no longer than they must, from now on
+`pause-N`: each worker waits in its first body of a step until the file is gone; `paused-N-STEP` says in which one
+`hurry`: steps take no longer than they must, from now on (see `unhurried`)
 `hold-evaluation-PLACE-STEP`: the main member waits in its evaluation at that place of that step (`--evaluate`)
 `late-WORKER`: this worker waits at the end of the script until the file is gone
 `hold-give-PART-WORKER`, `hold-take-PART-WORKER`: before it sends, or receives, that part of the state (`PARTS`)
@@ -42,6 +43,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from unhurried import rest
 
 import fallow
 from fallow.worker.handover import intake, pieces, supply
@@ -242,8 +244,7 @@ def main() -> None:
     place = {name: os.environ.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     told = {**place, "rank": run.rank, "size": run.size}
     (args.gates / f"place-{WORKER}").write_text(json.dumps(told))
-    while (args.gates / f"late-{WORKER}").exists():
-        time.sleep(0.01)
+    wait_until_gone(args.gates / f"late-{WORKER}")
 
 
 def one_step(training: Training, update: Any) -> None:
@@ -321,6 +322,9 @@ class Training:
             if (args.gates / f"switch-{run.step}-{WORKER}").exists():
                 while not run._session.orders.switch_offered:
                     time.sleep(0.005)
+            for pause in args.gates.glob("pause-*"):
+                pause.with_name(f"{pause.name.replace('pause', 'paused')}-{run.step}").touch()
+                wait_until_gone(pause)
             gates(args.gates, str(run.step))
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -358,9 +362,7 @@ class Training:
         if run.is_main:
             with (args.gates / "times").open("a") as times:
                 times.write(f"{time.monotonic():.3f}\n")
-        if not (args.gates / "fast").exists():
-            # On a busy machine the end must not come before the tests are done with it.
-            time.sleep(args.pace if not args.pace or run.step < 0.6 * args.steps else 0.5)
+        rest(run.step, args.steps, args.pace, args.gates / "hurry")
 
 
 def evaluate(place: str, folder: Path, run: Any, model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> None:
@@ -394,7 +396,11 @@ def thaw(step: int, model: nn.Sequential) -> None:
 def hold(gate: Path) -> None:
     """Wait until the file is gone; `held-…` says so."""
     gate.with_name(gate.name.replace("hold", "held", 1)).touch()
-    while gate.exists():
+    wait_until_gone(gate)
+
+
+def wait_until_gone(file: Path) -> None:
+    while file.exists():
         time.sleep(0.005)
 
 
@@ -409,11 +415,15 @@ def interrupt(gate: Path) -> None:
 
 
 def launch(gate: Path) -> None:
-    """Launches fail in this generation, as NCCL's do when a peer has just died (`--device fake`)."""
+    """Launches fail in this generation, as NCCL's do when a peer has just died (`--device fake`); `launched` tells."""
     from accelerator.collectives import communicators
 
+    def check_launch() -> None:
+        gate.with_name(gate.name.replace("launch", "launched", 1)).touch()
+        raise torch.distributed.DistBackendError("NCCL error: remote process exited")
+
     gate.unlink()
-    communicators()[-1].launch_error = "NCCL error: remote process exited"
+    communicators()[-1]._check_launch = check_launch
 
 
 ACTIONS: dict[str, Callable[[Path], object]] = {
