@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,9 +68,10 @@ async def measure(nodes: int, slots: int, times: int, *, runs: int = 1, rest_s: 
         players.start()
         try:
             await _settle(control)
-            began_s = _loop_s(head)
+            began, began_s = time.monotonic(), _loop_s(head)
             await asyncio.sleep(rest_s)
-            found: Figures = {("head at rest", "cores"): [(_loop_s(head) - began_s) / rest_s]}
+            worked_s = _loop_s(head) - began_s
+            found: Figures = {("head at rest", "cores"): [worked_s / (time.monotonic() - began)]}
             for number in range(times):
                 for name, word, least in (("kill", "kill", nodes - 1), ("absorb", "start", nodes)):
                     figures = await _change(head, players, word, number * nodes // times, least)
