@@ -27,7 +27,7 @@ class NurseryClient:
 
     def __init__(self, log: Path) -> None:
         self._socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.settimeout(60)
+        self._socket.settimeout(300)
         with its, log.open("ab") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).parent / "elastic" / "nursery.py"), str(its.fileno())],
@@ -95,7 +95,7 @@ class NurseryClient:
             # Forks of this process (loader workers) may hold the socket too: closing it alone would tell nobody.
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        self._process.wait(30)
+        self._process.wait(180)
 
 
 def name_of(stream: Any, usual: int) -> str:

@@ -108,12 +108,16 @@ def hear_late(run: Any) -> None:
     """n1 loses its group in the moment in which it would hear that the last loop is over; n0 has heard it."""
 
     def wait_and_break() -> None:
-        deadline = time.monotonic() + 60
-        while run._member.group.broken is None and time.monotonic() < deadline:
-            time.sleep(0.001)
+        wait_until(lambda: run._member.group.broken is not None)
         cut_off(run)
 
     place("joint", once(wait_and_break, lambda: True, 3))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def main() -> None:
@@ -158,6 +162,7 @@ def main() -> None:
     if args.harm == "hang" and run.is_main:
         gc.freeze = threading.Event().wait  # what comes after all that the script has registered
     if args.harm == "late" and run.is_main:
+        gc.freeze = lambda: wait_until((args.folder / "told-n1").exists)  # the run has failed when this process ends
         raise ValueError("the disk is full, say")
     words = {"told": told, "main": bool(run.is_main), "rate": optimizer.param_groups[0]["lr"], "step": run.step}
     (args.folder / f"told-{WORKER}").write_text(json.dumps(words | {"cuts": CUTS}))

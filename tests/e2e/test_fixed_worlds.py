@@ -51,7 +51,7 @@ def test_ctrl_c_in_the_loop_of_a_plain_script(box: Box) -> None:
     foreign = stderr.count("in _serve\n")
     assert stderr.count("Traceback") - foreign == stderr.count("KeyboardInterrupt") == 1, stderr
     assert foreign or stderr.rstrip().endswith("KeyboardInterrupt"), stderr
-    wait(box.nothing_left, 10.0)
+    wait(box.nothing_left)
 
 
 def test_ranks_that_compute_other_bits_are_refused_in_a_reproducible_world(box: Box) -> None:

@@ -11,7 +11,6 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,8 @@ from fallow.model import FallowError
 from fallow.worker.api.run import Run
 from fallow.worker.transport.build import build_group
 
-LINGER = timedelta(seconds=2)
-"""How long a rank that has ended waits for others before its connections close."""
+LINGER = timedelta(seconds=180)
+"""How long a rank that was refused, or has a result, waits for others: they learn of it over its connections."""
 
 
 class Refused(str):
@@ -43,17 +42,17 @@ def world(size: int, work: Callable[[Run], Any]) -> list[Any]:
 
         def rank_of(rank: int) -> None:
             store = torch.distributed.FileStore(f"{folder}/store", size) if size > 1 else None
-            run = Run(None, build_group(1, rank, size, store, "127.0.0.1", 60))
+            run, raised = Run(None, build_group(1, rank, size, store, "127.0.0.1", 180)), False
             try:
                 found = work(run)
             except FallowError as error:
                 found = Refused(error.message)
             except Exception as error:
-                found = Refused(f"{type(error).__name__}: {error}")
+                found, raised = Refused(f"{type(error).__name__}: {error}"), True
             Path(folder, f"{rank}.result").write_bytes(pickle.dumps(found))
             if store is not None:
                 store.set(f"ended {rank}", "")
-                with suppress(RuntimeError):
+                if not raised:
                     store.wait([f"ended {other}" for other in range(size)], LINGER)
 
         forked(rank_of, size)

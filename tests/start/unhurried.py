@@ -18,13 +18,17 @@ def rest(step: int, steps: int, pace_s: float, hurry: Path) -> None:
     Args:
         step: that is finished, 0-based.
         steps: of the whole training.
-        pace_s: seconds that a step takes at least; 0: this training does not rest.
+        pace_s: seconds that a step takes at least; 0: only the last one takes any.
         hurry: steps take no longer than they must once it is there.
     """
-    if not pace_s:
-        return
-    late_s = LATE_S if step < steps - 1 else float("inf")
-    rest_s = pace_s if step < 0.6 * steps else max(pace_s, SOON_S) if step < 0.85 * steps else late_s
-    end = time.monotonic() + rest_s
+    end = time.monotonic() + _rest_s(step, steps, pace_s)
     while not hurry.exists() and (left_s := end - time.monotonic()) > 0:
         time.sleep(min(left_s, 0.05))
+
+
+def _rest_s(step: int, steps: int, pace_s: float) -> float:
+    if step == steps - 1:
+        return float("inf")
+    if not pace_s or step < 0.6 * steps:
+        return pace_s
+    return max(pace_s, SOON_S) if step < 0.85 * steps else LATE_S
