@@ -31,9 +31,9 @@ EXIT_S = 300.0
 "The same once all workers of the node have ended or said their last words. Libraries may still upload their logs."
 KILL_AFTER_S = 5.0
 "A worker that is ordered to end has so long to do it by itself."
-STACK_S = 0.3
+STACK_S = 3.0
 "A worker that hangs has so long to write its stack before it is killed."
-TAIL_S = 0.3
+TAIL_S = 2.0
 "The last output of workers that have ended is waited for at most so long."
 
 
