@@ -16,8 +16,8 @@ from fallow.control.client import ControlClient
 from fallow.files import Paths
 from fallow.model import Exit, FallowError
 
-START_S = 30.0
-STOP_S = 15.0
+START_S = 120.0
+STOP_S = 30.0
 _PR_SET_PDEATHSIG = 1
 
 _prctl = ctypes.CDLL(None).prctl
