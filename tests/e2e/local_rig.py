@@ -29,7 +29,7 @@ import psutil
 import pytest
 
 from fallow.control.client import call
-from fallow.model import FallowError, RunView, Snapshot
+from fallow.model import FallowError, MemberPhase, RunView, Snapshot
 from fallow.testbed.host import free_ports
 from nursery_client import MARK, OWN_MARK, NurseryClient
 
@@ -190,6 +190,17 @@ class Box:
         stderr = "".join(done.stderr for done in ended)
         return Done(max(done.code for done in ended), ended[0].stdout, stderr, ended[0].result)
 
+    @property
+    def hurry(self) -> Path:
+        """For scripts that come to no end before this file is there."""
+        return self.folder / "hurry"
+
+    def ends_with(self, *members: str, process: Fork) -> Done:
+        """Have it come to its end once these train, and what was scheduled has happened."""
+        self.until(lambda view: view.change is None and ranked(view) == list(members))
+        self.hurry.touch()
+        return self.finish(process)
+
     def tiny(self, *options: str, steps: int = 90, **how: Any) -> Done:
         """The tiny training under `fallow local`, to its end; `how`: as for `local`."""
         return self.finish(self.local(*self.tiny_words(*options, steps=steps), **how))
@@ -233,7 +244,13 @@ class Box:
         return wait(holds)
 
 
-def wait(condition: Callable[[], Any], seconds: float = 120.0) -> Any:
+def ranked(view: RunView) -> list[str]:
+    """The members in rank order."""
+    members = [m for m in view.members if m.rank is not None and m.phase is not MemberPhase.GONE]
+    return [m.member for m in sorted(members, key=lambda m: m.rank or 0)]
+
+
+def wait(condition: Callable[[], Any], seconds: float = 180.0) -> Any:
     """The first true answer of `condition`; fails after `seconds`."""
     deadline, pause = time.monotonic() + seconds, threading.Event()
     while not (answer := condition()):
@@ -247,7 +264,7 @@ def box(tmp_path: Path, nursery: NurseryClient) -> Iterator[Box]:
     made = Box(tmp_path, nursery)
     yield made
     try:
-        wait(made.nothing_left, 20.0)
+        wait(made.nothing_left)
     finally:
         for process in made.processes():
             with contextlib.suppress(psutil.Error):

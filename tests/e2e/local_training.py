@@ -1,7 +1,7 @@
 """A small training in float64 for `test_local.py`, and ways to get it wrong.
 
-It takes 20 ms per step, so that a schedule has steps to happen at: the head hears of a step within 100 ms. In float64
-the order of a sum moves the result by about 1e-16, which nothing in here amplifies: batch norm, dropout and a smooth
+It takes 20 ms per step, so that a schedule has steps to happen at, and with `--hurry` longer at its end. In float64 the
+order of a sum moves the result by about 1e-16, which nothing in here amplifies: batch norm, dropout and a smooth
 activation, no kinks.
 """
 
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from unhurried import rest
 
 import fallow
 from fallow.worker.loop import pace
@@ -63,7 +64,7 @@ def main() -> None:
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--extras", action="store_true", help="what scripts do beside the training")
     parser.add_argument("--pace", type=float, default=0.02, help="seconds that a step takes at least")
-    parser.add_argument("--hurry", type=Path, help="a file; from when it is there steps take no longer than they must")
+    parser.add_argument("--hurry", type=Path, help="a file, without which it comes to no end; see `unhurried`")
     parser.add_argument("--told-s", type=float, default=0.0, help="seconds that a shard takes by the stopwatch alone")
     parser.add_argument("--slow", help="WORKER:FACTOR:FIRST:END: its shards take that much longer in these steps")
     parser.add_argument("--by-epoch", action="store_true", help="for epoch in run.epochs(...), as many as fit")
@@ -116,8 +117,10 @@ def main() -> None:
         mean = update.mean("loss")
         if args.extras:
             evaluate(run, model, inputs)
-        if args.hurry is None or not args.hurry.exists():
+        if args.hurry is None:
             time.sleep(args.pace)
+        elif not run.rehearsing:
+            rest(update.step, args.steps, args.pace, args.hurry)
     if run.is_main and args.result is not None:
         weights = {name: value.tolist() for name, value in model.state_dict().items()}
         extras = {"resized": resized} if args.extras else {}

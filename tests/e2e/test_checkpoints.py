@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from local_rig import TINY, Box, Plain, expected_samples, same
+from local_rig import TINY, Box, Plain, expected_samples, same, wait
 
 from command_line import Fallow
 from fallow.control.client import call
@@ -29,8 +29,8 @@ def test_back_to_a_checkpoint_of_an_earlier_epoch_and_on(
     box: Box, plain: Plain, fallow: Fallow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Periodic ones come and go, one asked for by hand stays; the same processes go back to it, and on."""
-    hurry, words = box.folder / "hurry", [TINY, "--steps", "200", "--by-epoch", "--result"]
-    own = [*words, str(box.folder / "result.json"), "--pace", "0.1", "--hurry", str(hurry)]
+    words = [TINY, "--steps", "200", "--by-epoch", "--result"]
+    own = [*words, str(box.folder / "result.json"), "--pace", "0.1", "--hurry", str(box.hurry)]
     process = box.local(*own, schedule="+1@20", FALLOW_CHECKPOINT__INTERVAL_S="0.5")
     run = box.until(lambda view: view.step >= 10).run
     monkeypatch.setenv("FALLOW_STATE_DIR", str(head_file(box).parent))
@@ -41,7 +41,7 @@ def test_back_to_a_checkpoint_of_an_earlier_epoch_and_on(
         there = sorted(one.step for one in usable(view))
         return view.step >= 40 and len(there) == 3 and there[0] == kept.step
 
-    before = box.until(others_come_and_go)
+    box.until(others_come_and_go)
     assert load(Path(kept.path))["plain"]["position"]["step"] == kept.step
     listed = fallow("status", run).out
     assert f"step {kept.step} " in listed
@@ -53,10 +53,14 @@ def test_back_to_a_checkpoint_of_an_earlier_epoch_and_on(
     assert f"there are those of {kept.step}, " in refused.err
 
     assert fallow("rollback", run, "--to", str(kept.step)).code == 0
-    box.until(lambda view: view.generation > before.generation and view.step < before.step)
-    events: list[EventRecord] = call(head_file(box), "events", list[EventRecord], since=0, limit=1000)
-    assert [event.kind for event in events].count("rollback") == 1
-    hurry.touch()
+
+    def kinds() -> list[str]:
+        events: list[EventRecord] = call(head_file(box), "events", list[EventRecord], since=0, limit=1000)
+        return [event.kind for event in events]
+
+    wait(lambda: kinds().count("start") == 2)
+    assert kinds().count("rollback") == 1
+    box.hurry.touch()
     done = box.finish(process)
     report = done.report
     assert (done.code, report["status"], report["steps"]) == (0, "finished", 200), done.stderr

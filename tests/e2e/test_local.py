@@ -43,9 +43,10 @@ def test_an_example_comes_out_the_same_whoever_computes_it(words: list[str], box
 
 def test_what_scripts_do_beside_the_training(box: Box, tiny: Plain) -> None:
     """run.log, run.barrier, @run.on_resize; evaluation on the main member alone, while the others wait, and on all."""
-    process = box.local(*box.tiny_words("--extras"), schedule="+1@20,kill:1@40,-m0@60")
+    words = box.tiny_words("--extras", "--hurry", str(box.hurry))
+    process = box.local(*words, schedule="+1@20,kill:1@40,-m0@60")
     box.until(lambda view: view.scalars.get("evaluated", 0) >= 1)
-    done = box.finish(process).trained(90, expected_samples(90))
+    done = box.ends_with("n2", process=process).trained(90, expected_samples(90))
     assert done.kinds == ["start", "absorb", "eject", "release"]
     generations = [generation for generation in done.report["generations"] if "n2" in generation["members"]]
     # The main member at the end came with the second generation.
@@ -63,7 +64,8 @@ def test_every_word_of_a_schedule_happens(box: Box, tiny: Plain) -> None:
     schedule = (
         "+1@11,kill:2@12,+1@13,head-kill@30,store-kill@60,store-kill@61,stop:1@90,cont:1@120,+2@150,-1@180,-m0@210"
     )
-    done = box.tiny(steps=300, schedule=schedule).trained(300, expected_samples(300))
+    process = box.local(*box.tiny_words("--hurry", str(box.hurry), steps=300), schedule=schedule)
+    done = box.ends_with("n3", "n4", process=process).trained(300, expected_samples(300))
     assert done.members[-1] == ["n3", "n4"]
     same(done, tiny(300))
 
@@ -162,7 +164,7 @@ def test_ctrl_c_leaves_nothing_and_a_run_shows_and_opens_nothing(box: Box) -> No
     assert process.returncode == 130
     assert "logs are kept in" in stderr
     assert "Traceback" not in stderr
-    wait(box.nothing_left, 10.0)
+    wait(box.nothing_left)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
@@ -173,4 +175,4 @@ def test_ended_or_killed_it_leaves_no_process(number: signal.Signals, code: int,
     _, stderr = process.communicate(timeout=180)
     assert process.returncode == code
     assert "Traceback" not in stderr
-    wait(box.nothing_left, 15.0)
+    wait(box.nothing_left)
