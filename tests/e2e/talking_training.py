@@ -1,9 +1,10 @@
 """A training with nanoGPT's habits: `master_process` is set once, before the loop, and batches come from a function.
 
-usage: talking_training.py FILE [--pace SECONDS] [--kill WORKER]
+usage: talking_training.py FILE [--pace SECONDS] [--kill WORKER] [--hurry FILE]
 
 The main member saves in FILE. `--kill n1`: n1 is killed as soon as it has become the main member, in the middle of a
-step. Every line that the script prints begins with `TALK`. Lines with `all` are printed by every member.
+step. With `--hurry` it comes to no end before that file is there. Every line that the script prints begins with `TALK`.
+Lines with `all` are printed by every member.
 """
 
 # ruff: noqa: E402  # its first line comes before everything
@@ -14,6 +15,7 @@ print("TALK all: the first line", flush=True)
 import argparse
 import signal
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -54,6 +56,7 @@ def main() -> None:
     parser.add_argument("file")
     parser.add_argument("--kill", default="")
     parser.add_argument("--pace", type=float, default=0.0)
+    parser.add_argument("--hurry", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     run = fallow.init()
@@ -91,6 +94,10 @@ def main() -> None:
         print(f"TALK all: step {update.step}")
         if master_process:
             print(f"TALK main: step {update.step}, norm {norm:.6f}, loss {loss:.6f}, best {state['best']:.6f}")
+        if args.hurry is not None and not run.rehearsing:
+            from unhurried import rest  # which only processes that tests start have on their path
+
+            rest(update.step, STEPS, args.pace, args.hurry)
     if master_process:
         objects = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": state}
         torch.save({**objects, "scale": scaler.get_scale()}, args.file)

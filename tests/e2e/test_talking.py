@@ -31,8 +31,9 @@ def test_each_line_is_shown_once_whoever_is_main_and_what_it_saves_loads_without
 ) -> None:
     """Absorbed, rank 0 released, the next rank 0 killed, and an absorb again."""
     file = box.folder / "saved.pt"
-    words = [SCRIPT, str(file), "--kill", "n1", "--pace", "0.05"]
-    done = box.finish(box.local(*words, schedule="+1@4,-m0@10,+1@30")).trained(STEPS, 4 * STEPS)
+    words = [SCRIPT, str(file), "--kill", "n1", "--pace", "0.05", "--hurry", str(box.hurry)]
+    process = box.local(*words, schedule="+1@4,-m0@10,+1@30")
+    done = box.ends_with("n2", "n3", process=process).trained(STEPS, 4 * STEPS)
     assert done.members == [["n0", "n1"], ["n0", "n1", "n2"], ["n1", "n2"], ["n2"], ["n2", "n3"]]
     said, wanted = alone
     # Two agents write to one output: the order of their lines may change where one takes over from the other.
