@@ -123,6 +123,17 @@ class Script:
         for _ in self.updates():
             pass
 
+    def step_with_closure(self) -> None:
+        def closure() -> torch.Tensor:
+            self.optimizer.zero_grad()
+            loss = self.weight.square().sum()
+            loss.backward()
+            return loss
+
+        for update in self.updates():
+            self.inner(update)
+            self.optimizer.step(closure)
+
     def list_of_an_update(self) -> None:
         for update in self.updates():
             for batch in list(update):
@@ -176,6 +187,7 @@ WHOLE: dict[str, Callable[[Script], None]] = {
     **dict.fromkeys(("usual", *TRAPS, "step of one member", "forgotten zero_grad"), Script.train),
     "forgotten inner loop": Script.forgotten_inner_loop,
     "no inner loop": Script.no_inner_loop,
+    "step with a closure": Script.step_with_closure,
     "list of an update": Script.list_of_an_update,
     "samples of one member": Script.samples_of_one_member,
     "unprepared scaler": Script.unprepared_scaler,

@@ -65,7 +65,7 @@ class Run:
         self._is_main = IsMain(self._speaks)
         self._call: Generator[Update, None, None] | None = None
         "the run.updates call at work, or the last one"
-        watch_steps(self._prepared, self._loop.check_step)
+        watch_steps(self._prepared, self._loop.check_step, self._loop.end_step)
 
     # ------------------------------------------------------------------------------------------------ preparing
 

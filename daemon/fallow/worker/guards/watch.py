@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fallow.model import Exit, FallowError
 from fallow.worker.prepared.objects import Prepared
@@ -164,8 +164,13 @@ class Watch:
         return found
 
 
-def watch_steps(prepared: Prepared, may_step: Callable[[], None]) -> None:
+def watch_steps(prepared: Prepared, may_step: Callable[[], None], has_stepped: Callable[[Any], None]) -> None:
     """Have each step of an optimizer looked at; `may_step` is asked before one that trains prepared modules.
+
+    Args:
+        prepared: all that the script has prepared, so far and later.
+        may_step: raises if it is no time for a step.
+        has_stepped: told of the optimizer behind it.
 
     Raises:
         FallowError: (in the script's `step`) the optimizer holds prepared parameters and was not prepared itself, or
@@ -197,7 +202,12 @@ def watch_steps(prepared: Prepared, may_step: Callable[[], None]) -> None:
                 Exit.DATA,
             )
 
+    def end_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if any(optimizer is known for known in prepared.optimizers):
+            has_stepped(optimizer)
+
     register_optimizer_step_pre_hook(check_step)
+    register_optimizer_step_post_hook(end_step)
 
 
 def _calling_scaler() -> torch.amp.GradScaler | None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from math import inf
 
+import torch
+
 from fallow.core.membership.joining import other_bits
 from fallow.core.membership.messages import Contract
 from fallow.core.training.apart import Apart
@@ -319,6 +321,11 @@ class Loop:
                 "update nor keep its batches for later",
                 Exit.DATA,
             )
+
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """A prepared optimizer has stepped."""
+        if self.update is not None:
+            self.member.reduction.accept_gradients({p for group in optimizer.param_groups for p in group["params"]})
 
     def together(self, kind: Kind, value: float) -> float:
         """The mean of the members' values: between inner loops, or outside of all calls."""
