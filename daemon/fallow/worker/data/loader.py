@@ -69,8 +69,8 @@ class ElasticLoader(Source):
         if not type(source.sampler).__module__.startswith("torch.") and self._make_order(0) != first:
             raise FallowError(
                 f"prepare: the sampler {type(source.sampler).__name__} gives another order each time it is iterated, "
-                "so members would not agree on it: draw from torch, numpy.random or random, which are seeded, or give "
-                "it a set_epoch(epoch) from which the order follows",
+                "so members would not agree on it: draw from torch, numpy.random or random, which are seeded, and "
+                "shuffle a copy of its list; or give it a set_epoch(epoch) from which the order follows",
                 Exit.DATA,
             )
         self.layout: Layout = make_layout(len(first), self.batch_size, global_batch, source.drop_last)

@@ -99,7 +99,8 @@ class Watch:
         if strangers:
             raise FallowError(
                 f"a prepared optimizer holds {strangers} parameters that belong to no prepared module, so their "
-                "gradients would not be shared: run.prepare(model, optimizer, ...) with every module that is trained",
+                "gradients would not be shared: run.prepare(model, optimizer, ...) with every module that is trained, "
+                "and a parameter outside of modules in nn.ParameterList([parameter])",
                 Exit.DATA,
             )
         for number, optimizer in enumerate(self._prepared.optimizers):

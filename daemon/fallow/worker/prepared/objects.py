@@ -81,9 +81,12 @@ class Prepared:
             encode(dict(thing), f"prepare: {kind}")
             self.dicts.append(thing)
         else:
+            advice = "add both, put its values into a dict, or do not prepare it"
+            if isinstance(thing, nn.Parameter):
+                advice = "prepare nn.ParameterList([parameter]), which holds it"
             raise FallowError(
                 f"prepare: {kind} has no state_dict and load_state_dict, so its state cannot be "
-                "handed to a member that joins; add both, put its values into a dict, or do not prepare it",
+                f"handed to a member that joins; {advice}",
                 Exit.DATA,
             )
 

@@ -73,6 +73,8 @@ def test_an_object_that_is_given_twice_or_has_no_state_is_refused() -> None:
     prepared(values, {})  # an equal one is another one
     with pytest.raises(FallowError, match="object has no state_dict and load_state_dict"):
         prepared(object())
+    with pytest.raises(FallowError, match=r"Parameter has no state_dict.*ParameterList\(\[parameter\]\)"):
+        prepared(nn.Parameter(torch.zeros(())))
 
 
 def test_a_state_is_put_where_a_forward_has_left_a_view_of_a_weight() -> None:
