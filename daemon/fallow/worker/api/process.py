@@ -53,9 +53,9 @@ def session_with_agent(descriptor: str, *, grouped: bool = True, orphaned: signa
 
     def connect(on_message: Callable[[ToWorker], None], on_end: Callable[[str], None]) -> AgentChannel:
         def end(reason: str) -> None:
-            on_end(reason)
             if not reason:
-                os.kill(os.getpid(), orphaned)
+                os.kill(os.getpid(), orphaned)  # before the script hears of it, and fails with words of its own
+            on_end(reason)
 
         return AgentChannel(int(descriptor), on_message, end)
 

@@ -63,9 +63,15 @@ def test_an_end_is_told_with_its_own_code(form: str, tmp_path: Path) -> None:
 def test_a_worker_whose_agent_is_killed_is_killed_also_behind_a_shell() -> None:
     """It holds a GPU, and nobody else would end it: the kernel kills direct children only."""
     ours, theirs = socket.socketpair()
-    code = "import sys; from fallow.worker.api.process import session_with_agent as s; s(sys.argv[1]).open()"
+    code = """
+import os, sys
+from fallow.worker.api.process import session_with_agent
+from fallow.worker.session.session import Session
+Session._on_end = lambda *_: os._exit(1)  # as a script that hears of it and fails
+session_with_agent(sys.argv[1]).open()
+"""
     with theirs:
         command = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-c", code, str(theirs.fileno())]
         worker = subprocess.Popen(command, pass_fds=[theirs.fileno()])
     ours.close()
-    assert worker.wait(60.0) == 128 + signal.SIGKILL
+    assert worker.wait(180.0) == 128 + signal.SIGKILL
