@@ -24,7 +24,7 @@ from fallow.model import AllocationKind, KeyFile
 from fallow.wire.keys import new_keypair
 from fallow.wire.router import Router
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 M = TypeVar("M")
 
 WAIT = "import ctypes, signal; ctypes.CDLL(None).prctl(1, 9); print('up'); signal.pause()"

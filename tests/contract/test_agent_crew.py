@@ -24,6 +24,7 @@ from fallow.core.checks.devices import Devices
 from fallow.core.membership.messages import End, Gather, Order
 from fallow.core.protocol.agents import Ended, News
 from fallow.files import RunPaths
+from fallow.model import STACK_SIGNAL
 
 Start = Callable[..., Crew]
 FINISHED = "Finish(generation=1, steps=1, digest='d')"
@@ -245,6 +246,32 @@ async def test_an_order_to_end_is_enforced(tmp_path: Path, monkeypatch: pytest.M
         assert (ended.code, ended.signal, ended.is_ordered) == (None, 9, True)
 
 
+async def test_a_worker_that_hangs_writes_its_stack_before_it_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "import faulthandler, signal\n"
+        f"def hang():\n    faulthandler.register({STACK_SIGNAL}); print('up')\n    while True: signal.pause()\nhang()"
+    )
+
+    async def told_to_end(folder: Path, is_awaited: bool) -> Ended:
+        async with working(folder, code, slots=1) as rig:
+            log = rig.paths.log("n2")
+            await rig.until(lambda: log.exists() and "up" in log.read_text())
+            rig.order(end=End(code=75, reason="test", kill=True, stack=True))
+            if is_awaited:
+                await rig.until(lambda: "in hang" in log.read_text())
+                assert not rig.has_ended
+                rig.order(end=End(code=75, reason="test", kill=True))
+            return await rig.ended()
+
+    monkeypatch.setattr(crew_module, "STACK_S", 2 * DEADLINE_S)
+    ended = await told_to_end(tmp_path / "1", is_awaited=True)
+    assert ended.signal == signal.SIGKILL and "in hang" in ended.tail
+    monkeypatch.setattr(crew_module, "STACK_S", 0.1)
+    assert (await told_to_end(tmp_path / "2", is_awaited=False)).signal == signal.SIGKILL
+
+
 async def test_a_crash_before_the_order_is_no_ordered_end(tmp_path: Path) -> None:
     async with working(tmp_path) as rig:
         _, second = rig.pids()
@@ -271,15 +298,17 @@ async def test_what_a_worker_said_before_its_end_is_heard_before_it_is_judged(tm
 
 async def test_a_worker_that_cannot_be_understood_is_killed(tmp_path: Path) -> None:
     code = "import os, signal\nos.write(int(os.environ['FALLOW_CHANNEL_FD']), b'\\0\\0\\0\\2\\x92\\1')\n" + WAIT
-    async with working(tmp_path, code) as rig:
-        ended = await rig.ended()
-        assert ended.signal == 9
-        assert ended.tail.startswith("worker n2.")
-        assert "cannot be read" in ended.tail
+    ended = await Rig(tmp_path, code, slots=2).ended()
+    assert ended.signal == 9
+    assert ended.tail.startswith("worker n2.")
+    assert "cannot be read" in ended.tail
 
 
-async def test_output_that_nobody_takes_holds_up_neither_siblings_nor_the_loop(tmp_path: Path) -> None:
+async def test_output_that_nobody_takes_holds_up_neither_siblings_nor_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The log of the first worker is a pipe that nobody reads: it takes no more, and its end does not show."""
+    monkeypatch.setattr(crew_module, "TAIL_S", 0.1)
     paths = RunPaths(tmp_path / "run").create()
     os.mkfifo(paths.log("n2.0"))
     async with working(tmp_path) as rig:

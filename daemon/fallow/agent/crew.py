@@ -33,8 +33,8 @@ KILL_AFTER_S = 5.0
 "A worker that is ordered to end has so long to do it by itself."
 STACK_S = 3.0
 "A worker that hangs has so long to write its stack before it is killed."
-TAIL_S = 2.0
-"The last output of workers that have ended is waited for at most so long."
+TAIL_S = 5.0
+"The last output of workers that have ended is waited for at most so long: their logs may be on a slow disk."
 
 
 class Crew:

@@ -167,10 +167,10 @@ class Pump(threading.Thread):
         self._drained()
 
     def _move(self, log: LogFile, source: int, speaks: bool | None, data: bytes) -> None:
+        shown = self.shown if speaks is None else speaks
         log.write(data)
         if source == self._stderr:
             self._keep(data)
-        shown = self.shown if speaks is None else speaks
         if not shown and self._mid_line[source]:
             data, shown = b"\n", True  # another worker's output follows
         if shown and data:
