@@ -23,7 +23,8 @@ from fallow.store.client import Unavailable, Unwritable
 
 START_S = 60.0
 "A long append-only file takes a while to read."
-STOP_S = 10.0
+STOP_S, KILL_S = 10.0, 60.0
+"A server has so long to end once it is told to, and once it is killed: on a busy machine that takes a while, too."
 _LOG_LIMIT = 1_000_000
 _LOOK_S = 0.02
 
@@ -192,7 +193,7 @@ class RedisServer:
         pid = self._old_pid()
         if pid is None:
             return
-        for number, patience_s in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, STOP_S)):
+        for number, patience_s in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, KILL_S)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
             deadline = time.monotonic() + patience_s
