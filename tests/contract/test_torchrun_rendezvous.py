@@ -125,6 +125,8 @@ class Agent:
         self.exit: SystemExit | None = None
         self.cut = False
         "the node is lost"
+        self.barrier_s = 1.0
+        "torchrun's agent waits so long for the ends of the others' scripts"
         self._ends = threading.Event()
         self._status, self._seq = Status(), 0
         self.session = Session(self._connect, grouped=False)
@@ -209,7 +211,7 @@ class Agent:
                 time.sleep(0.005)
             if self._ends.is_set():
                 with contextlib.suppress(DistStoreError):
-                    store_util.barrier(info.store, info.world_size, "torchelastic/agent/terminal_state", 1.0)
+                    store_util.barrier(info.store, info.world_size, "torchelastic/agent/terminal_state", self.barrier_s)
                 raise SystemExit(0)
 
 
@@ -257,7 +259,9 @@ def test_e1_a_script_that_fails_again_and_again_ends_the_run(head: Head) -> None
     assert "4 times in a row with the same members" in head.roster.root.message
     for agent in agents:
         agent.thread.join(WITHIN_S)
-        assert [info.world_size for info in agent.met[:5]].count(2) == 4
+    # Who comes late to a generation whose script has failed elsewhere already starts none in it.
+    pairs = [[info.world_size for info in agent.met].count(2) for agent in agents]
+    assert max(pairs) <= 4 <= sum(pairs)
 
 
 def test_e1_e10_a_script_that_ends_while_a_change_is_on_its_way_is_not_waited_for(head: Head) -> None:
@@ -266,6 +270,7 @@ def test_e1_e10_a_script_that_ends_while_a_change_is_on_its_way_is_not_waited_fo
     until(lambda: worlds(first, second) == [(0, 2), (1, 2)])
     until(lambda: head.roster.root.change is None)
     head.late = lambda: head.roster.root.generation == 2
+    first.barrier_s = WITHIN_S
     first.end()
     third = Agent(head, 2)
     until(lambda: worlds(second, third) == [(0, 2), (1, 2)])
@@ -286,6 +291,7 @@ def test_e1_e10_a_script_that_fails_when_another_has_ended_well_is_not_started_a
     until(lambda: head.roster.finishing)
     second.fails = True
     until(lambda: head.roster.root.status is RunStatus.FINISHED)
+    second.thread.join(WITHIN_S)
     assert isinstance(second.exit, SystemExit)
     assert second.exit.code == 1
     assert "when others' scripts had ended well" in capsys.readouterr().err
