@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import threading
 import time
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import builders
 from fallow.core.membership.messages import Checkpoint, Problem
 from fallow.model import FallowError
 from fallow.worker.checkpoint import dcp, writer
@@ -23,6 +26,7 @@ from fallow.worker.prepared import extra_state
 from fallow.worker.prepared.objects import Prepared
 from small_training import Scaled
 
+DEADLINE_S = 120.0
 Report = Checkpoint | Problem
 
 
@@ -65,7 +69,7 @@ def write(folder: Path, step: int, world: int, *, only: set[int] | None = None, 
         members.append(member)
     for member in members:
         member.hurry.set()
-        member.join(30)
+        member.join(DEADLINE_S)
         assert not member.is_alive()
     return reports
 
@@ -98,7 +102,7 @@ def test_what_one_member_has_put_to_rest_does_not_hide_what_all_have_frozen(tmp_
     for member in members:
         member.start()
     for member in members:
-        member.join(30)
+        member.join(DEADLINE_S)
     (folder,) = complete_ones(tmp_path)
     assert load(folder)["modes"] == ["frozen a", "unlike resting"]
 
@@ -254,9 +258,11 @@ def test_a_checkpoint_that_others_could_have_written_is_refused(tmp_path: Path) 
 
 
 def test_a_member_that_never_writes_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "HURRY_S", 0.2)
     write(tmp_path, 6, 3)
-    (failed,) = write(tmp_path, 7, 3, only={0, 2})
+    assert write(tmp_path, 7, 3, only={2}) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "HURRY_S", 0.2)
+        (failed,) = write(tmp_path, 7, 3, only={0})
     assert isinstance(failed, Problem)
     assert "rank" in failed.reason
     assert "1 did not come" in failed.reason
@@ -271,16 +277,25 @@ def test_a_member_that_never_writes_its_part(tmp_path: Path, monkeypatch: pytest
 def test_a_part_that_grows_is_waited_for_though_a_member_may_be_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "HURRY_S", 0.6)
-    write_part = writer.write_part
+    clock, looks = builders.Clock(), threading.Semaphore(0)
 
-    def slowly(folder: Path, snapshot: PartSnapshot) -> PartInfo:
+    def look(seconds: float) -> None:
+        looks.release()
+        time.sleep(0.001)
+
+    def grow(folder: Path, snapshot: PartSnapshot) -> PartInfo:
         for length in range(1, 12 if snapshot.rank == 1 else 1):
             (folder / "__1_0.distcp").write_bytes(bytes(length))
-            time.sleep(0.1)
+            while looks.acquire(blocking=False):
+                pass
+            for _ in range(2):  # from now on, the first member has seen it
+                assert looks.acquire(timeout=DEADLINE_S)
+            clock.now += 0.6 * writer.HURRY_S
         return write_part(folder, snapshot)
 
-    monkeypatch.setattr(writer, "write_part", slowly)
+    write_part = writer.write_part
+    monkeypatch.setattr(writer, "write_part", grow)
+    monkeypatch.setattr(writer, "time", SimpleNamespace(monotonic=clock, sleep=look))
     assert [type(report) for report in write(tmp_path, 7, 2)] == [Checkpoint]
 
 

@@ -72,7 +72,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     plain: Callable[..., Any] = writing.write_part
 
     def held_up(*args: Any) -> Any:
-        assert opened.wait(30)
+        assert opened.wait(120)
         return plain(*args)
 
     monkeypatch.setattr(writing, "write_part", held_up)

@@ -10,7 +10,7 @@ import pytest
 from fallow.worker.api.run import Run
 from fallow.worker.data import ledger
 from scripted_group import Generation
-from scripted_world import World
+from scripted_world import DEADLINE_S, World
 from small_training import Script, assert_equal
 
 STEPS = 12
@@ -28,7 +28,7 @@ def test_shards_go_to_members_by_their_pace_and_all_divide_alike(tmp_path: Path)
             for batch in update:
                 bodies += 1
                 script.loss(batch).backward()
-                run._member.pace._began -= 0.1 if run.rank == 0 else 0.3  # type: ignore[operator]
+                run._member.pace._began -= 10.0 if run.rank == 0 else 30.0  # type: ignore[operator]
             script.act()
             mine.append(bodies)
         return script
@@ -49,7 +49,7 @@ def test_training_goes_on_while_the_disk_of_a_ledger_hangs(tmp_path: Path, monke
     def hangs(file: ledger._RecordFile, data: bytes) -> None:
         if data and b'"step":2' in data:
             hung.set()
-            assert answers.wait(60.0)
+            assert answers.wait(DEADLINE_S)
         append(file, data)
 
     monkeypatch.setattr(ledger._RecordFile, "_append", hangs)
@@ -63,12 +63,12 @@ def test_training_goes_on_while_the_disk_of_a_ledger_hangs(tmp_path: Path, monke
             script.act()
             unrecorded.extend(run._member.session.said("unrecorded"))  # type: ignore[union-attr]
             if update.step == 8:
-                assert hung.is_set()
+                assert hung.wait(DEADLINE_S)
                 answers.set()
         return script
 
     assert all(isinstance(one, Script) for one in world.train(train).values())
-    assert 1 in unrecorded, "from the end of step 1 on"
+    assert [step for step in unrecorded if step is not None and step <= 1], "from the end of step 1 on, or before"
     assert world.sessions["a"].said("unrecorded")[-1] is None
     report = world.samples(STEPS, 16)
     assert (report.consumed, report.lost, report.duplicated, report.unknown) == (16 * STEPS, 0, 0, 0)
