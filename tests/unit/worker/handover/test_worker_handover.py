@@ -34,7 +34,7 @@ from fallow.worker.transport.waits import Interrupted
 from members import build_world
 from small_training import Scaled
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 LARGE_WEIGHTS = (9000 * 8 * 2 + 40_000) * 4
 """Bytes of those that come while the others compute, if an optimizer holds them."""
 
@@ -341,19 +341,26 @@ class Damage:
     """Spoils what the first donor sends of the outline or of one part to a newcomer, once."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, what: int | None) -> None:
-        self.left = 1
+        left = [what]
+        "taken by the one thread that spoils it"
         self._spoiling = threading.local()
         known: dict[socket.socket, list[int]] = {}
         real_send, real_sum, real_receive = pieces.send_piece, pieces.checksum, stream.receive
+
+        def take() -> bool:
+            try:
+                left.pop()
+            except IndexError:
+                return False
+            return True
 
         def send(line: socket.socket, memory: Sequence[torch.Tensor], number: int, count: int) -> None:
             parts = known.setdefault(line, [])
             if id(memory) not in parts:
                 parts.append(id(memory))
-            if (parts.index(id(memory)), number) != (what, 0) or not self.left:
+            if (parts.index(id(memory)), number) != (what, 0) or not take():
                 real_send(line, memory, number, count)
                 return
-            self.left -= 1
             self._spoiling.now = True
             real_send(line, memory, number, count)
             self._spoiling.now = False
@@ -363,9 +370,8 @@ class Damage:
 
         def receive(line: socket.socket, size: int) -> bytes:
             data = real_receive(line, size)
-            if what is not None or size <= supply.HEAD.size or not self.left:
+            if what is not None or size <= supply.HEAD.size or not take():
                 return data
-            self.left -= 1
             return data[:-1] + bytes([data[-1] ^ 1])
 
         monkeypatch.setattr(supply, "send_piece", send)

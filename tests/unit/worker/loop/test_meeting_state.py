@@ -17,7 +17,7 @@ from torch import nn
 from fallow.worker.api.run import Run
 from fallow.worker.handover import supply
 from scripted_group import Break, Generation, Killed
-from scripted_world import World
+from scripted_world import DEADLINE_S, World
 from small_training import Script, assert_equal, filled
 
 STEPS = 4
@@ -86,13 +86,13 @@ def test_who_lacks_a_part_of_the_state_and_an_answer_gets_both(tmp_path: Path, m
         first = world.sessions["a"]
         return first.generation == 3 or (first.group is not None and first.group.broken is not None)
 
-    send, parts, lock = supply.send_piece, Counter[int](), threading.Lock()
+    send, parts, lock = supply.send_piece, Counter[Any](), threading.Lock()
 
     def hold(line: Any, memory: Any, number: int, pieces: int) -> None:
         with lock:
-            part = parts[id(line)]
-            parts[id(line)] += 1
-        end, wake = time.monotonic() + 20.0, threading.Event()
+            part = parts[line]
+            parts[line] += 1
+        end, wake = time.monotonic() + DEADLINE_S, threading.Event()
         while part == supply.LATE and memory and not is_broken() and time.monotonic() < end:
             wake.wait(0.005)
         send(line, memory, number, pieces)

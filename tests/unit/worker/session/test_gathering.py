@@ -11,7 +11,7 @@ from fallow.core.membership.messages import Gathered
 from fallow.core.protocol.workers import Part
 from fallow.worker.session.gathering import Gathering
 
-LONG_S = 60.0
+LONG_S = 240.0
 
 
 def test_a_part_is_sent_again_until_it_is_answered() -> None:

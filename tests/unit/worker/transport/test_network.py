@@ -135,7 +135,7 @@ def test_a_groups_listeners_are_all_within_the_range() -> None:
     store = torch.distributed.HashStore()
 
     def build(rank: int) -> Group:
-        group = build_group(1, rank, size, store, "127.0.0.1", 30.0, ports=ports)
+        group = build_group(1, rank, size, store, "127.0.0.1", 120.0, ports=ports)
         tensor = torch.full((1000,), float(rank + 1))
         group.sum(tensor)
         group.wait_and_verify()

@@ -22,7 +22,7 @@ from fallow.worker.transport.upcoming import RankMap, Upcoming
 from scripted_agent import plan
 
 GENERATION = 1
-LONG_S = 30.0
+LONG_S = 120.0
 
 
 class Head:
