@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -16,7 +17,6 @@ import pytest
 import torch
 
 import accelerator
-from accelerator.collectives import communicators
 from accelerator.crew import Member, on_both
 from fallow.worker.reduction import buckets
 from fallow.worker.reduction.arithmetic import Arithmetic
@@ -124,8 +124,6 @@ def interrupted_with_the_other(member: Member, group: Group) -> Iterator[None]:
 def test_a_rule_of_the_sums(member: Member, kind: type[Arithmetic], rule: Callable[[Patch], None]) -> None:
     buckets._FIRST_BYTES = buckets._LAST_BYTES = 1 << 12
     with group_of(member) as group, broken(rule, member, group):
-        for one in communicators():
-            one.delay_s = 0.01
         script, wanted = Script(group, kind()), expected()
         accelerator.report_syncs("raise")
         found = [script.step(step) for step in range(STEPS)]
@@ -160,9 +158,10 @@ def test_a_newcomers_state_does_not_wait_for_its_rehearsal(member: Member) -> No
 @on_both
 def test_who_does_not_wait_for_its_sums_uses_those_of_an_abort(member: Member) -> None:
     with group_of(member) as group, broken(the_host_reads_at_once, member, group):
-        script = Script(group, Arithmetic())
-        for one in communicators():
-            one.delay_s = 1.0
-        script.step(0)
-        group.interrupt("a member is lost")
+        script, communicator = Script(group, Arithmetic()), group.connections.transport
+        with accelerator.held(communicator.stream):
+            script.step(0)
+            group.interrupt("a member is lost")
+            while not communicator._ended():  # it is aborted on a thread of its own
+                time.sleep(0.001)
         torch.accelerator.synchronize()

@@ -178,6 +178,8 @@ def test_torchs_own_data_parallelism_sums_on_it(member: Member) -> None:
     try:
         model = DistributedDataParallel(nn.Linear(8, 1, bias=False).to("fake"))
         model(torch.full((1, 8), member.rank + 1.0, pin_memory=True).to("fake", non_blocking=True)).sum().backward()
+        torch.accelerator.synchronize()
+        member.meet("summed")
         assert [parameter.grad.tolist() for parameter in model.parameters()] == [[[1.5] * 8]]
     finally:
         dist.destroy_process_group()

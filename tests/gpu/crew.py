@@ -9,7 +9,6 @@ import inspect
 import itertools
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -48,18 +47,19 @@ class Crew:
     """Processes with a device each, or with one that all use; started once and used for many tests."""
 
     def __init__(self, device: Device, size: int = SIZE) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
         context = multiprocessing.get_context("spawn")
         self._calls = itertools.count()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
             pipe, other = context.Pipe()
-            self._processes.append(context.Process(target=_serve, args=(device, rank, size, port, other), daemon=True))
+            self._processes.append(context.Process(target=_serve, args=(device, rank, size, other), daemon=True))
             self._processes[-1].start()
             self._pipes.append(pipe)
             other.close()
+        port = self._pipes[0].recv()
+        for pipe in self._pipes[1:]:
+            pipe.send(port)
         for pipe in self._pipes:
             assert pipe.recv() == "ready"
 
@@ -108,7 +108,7 @@ class Crew:
         for pipe in self._pipes if self.alive else ():
             pipe.send(None)
         for process in self._processes:
-            process.join(30.0)
+            process.join(120.0)
         codes = [process.exitcode for process in self._processes]
         self.kill()
         return codes
@@ -159,12 +159,16 @@ def _remote(body: Callable[..., Any], *, device: Device, ranks: int, devices: in
     return pytest.mark.timeout(600)(test)  # the first one may compile the device
 
 
-def _serve(device: Device, rank: int, size: int, port: int, pipe: Connection) -> None:
+def _serve(device: Device, rank: int, size: int, pipe: Connection) -> None:
     multiprocessing.current_process()._config["daemon"] = False  # else a loader may start no processes
     torch.set_num_threads(1)
     device.load(rank)
     (torch.ones(1, device=device.kind) + 1).item()  # torch loads what it needs for the first operator
-    store = torch.distributed.TCPStore("127.0.0.1", port, size, is_master=rank == 0)
+    if rank == 0:  # its port is found as it listens, so that nobody else takes it
+        store = torch.distributed.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+        pipe.send(store.port)
+    else:
+        store = torch.distributed.TCPStore("127.0.0.1", pipe.recv(), size, is_master=False)
     pipe.send("ready")
     while (request := pipe.recv()) is not None:
         call, module, name, ranks, parameters = request

@@ -21,7 +21,7 @@ from fallow.worker.transport.group import Group
 from gpu import DEVICE, Crew, Member, on_device, on_two_devices
 from gpu.device import require
 
-PATIENCE_S = 60.0
+PATIENCE_S = 200.0
 ROOM = 64 << 20
 """Bytes by which free memory may differ for other reasons; a communicator of NCCL takes more."""
 

@@ -94,19 +94,16 @@ class Script:
 @contextmanager
 def pinned_bytes() -> Iterator[list[int]]:
     """The largest amount of pinned memory that was in use at once, complete when the block is left."""
-    guard, peak, now = threading.Lock(), [0], [0]
+    guard, peak, held, freed = threading.Lock(), [0], [0], list[int]()
 
     def count(tensor: torch.Tensor, sign: int) -> torch.Tensor:
         if sign and tensor.is_pinned():
             size = tensor.untyped_storage().nbytes()
             with guard:
-                now[0] += size
-                peak[0] = max(peak[0], now[0])
-            weakref.finalize(tensor, forget, size)
+                held[0] += size
+                peak[0] = max(peak[0], held[0] - sum(freed))
+            weakref.finalize(tensor, freed.append, size)  # on any thread, whoever has the guard
         return tensor
-
-    def forget(size: int) -> None:
-        now[0] -= size
 
     empty, pin = torch.empty, torch.Tensor.pin_memory
     with pytest.MonkeyPatch.context() as patch:
