@@ -79,7 +79,7 @@ def test_a_tied_command_dies_with_its_parent_and_is_not_started_without_it() -> 
     tied = str(ROOT / "daemon" / "fallow" / "worker" / "torchrun" / "child_process.py")
     code = (
         "import subprocess, sys, os\n"
-        f"child = subprocess.Popen([sys.executable, {tied!r}, str(os.getpid()), 'sh', '-c', 'echo here; sleep 60'],"
+        f"child = subprocess.Popen([sys.executable, {tied!r}, str(os.getpid()), 'sh', '-c', 'echo here; sleep 1000'],"
         " stdout=subprocess.PIPE, start_new_session=True)\n"
         "assert child.stdout.readline() == b'here\\n'\n"
         "print(child.pid, flush=True); os.kill(os.getpid(), 9)\n"

@@ -245,7 +245,7 @@ class Loop:
 
     async def next(self) -> Turn:
         """The turn for what comes next."""
-        return self.take(await asyncio.wait_for(self.inbox.get(), 10))
+        return self.take(await asyncio.wait_for(self.inbox.get(), 60))
 
     @contextlib.contextmanager
     def submitting(self) -> Iterator[None]:
@@ -342,7 +342,7 @@ async def test_no_poll_is_asked_for_before_the_one_before_it_was_taken_in(
     task = asyncio.create_task(polling)
     try:
         for number in (1, 2):
-            item = await asyncio.wait_for(loop.inbox.get(), 10)
+            item = await asyncio.wait_for(loop.inbox.get(), 60)
             for _ in range(100):
                 await asyncio.sleep(0)
             assert (loop.calls.polls, loop.inbox.empty()) == (number, True)
@@ -464,7 +464,7 @@ async def test_the_limits_are_asked_for_where_jobs_are_accounted_for(tmp_path: P
     loop = Loop(site, queries_per_min=1e6, submits_per_min=1e6)
     polls = loop.calls.sources(site.book)["polls"]
     task = asyncio.ensure_future(polls())
-    polled = await asyncio.wait_for(loop.inbox.get(), 10)
+    polled = await asyncio.wait_for(loop.inbox.get(), 60)
     if accounting:
         await loop.calls.owner()
     loop.take(polled)

@@ -11,7 +11,7 @@ import zmq
 from fallow.wire.router import gathering_s
 from fallow.wire.sockets import AsyncSocket
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class Pair:
