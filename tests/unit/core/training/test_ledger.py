@@ -138,7 +138,7 @@ class Hanging:
         """Bytes that a write may have now without blocking."""
         held = array.array("i", [0])
         fcntl.ioctl(self._end, termios.FIONREAD, held)
-        return 4096 - held[0]
+        return fcntl.fcntl(self._end, fcntl.F_GETPIPE_SZ) - held[0]
 
     def answer(self) -> None:
         """It hangs no more."""
