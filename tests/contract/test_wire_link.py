@@ -25,6 +25,8 @@ from fallow.wire.router import Router
 
 DEADLINE_S = 60.0
 HEAD, PEER = new_keypair(), new_keypair()
+UNCLAIMED = range(31500, 31600)
+"Below those that the kernel gives to whoever asks for any: nobody takes one of them while no head listens."
 
 
 def hello(number: int = 0) -> Hello:
@@ -49,9 +51,9 @@ class Setup:
         self.connections = 0
         self.router: Router | None = None
 
-    async def head(self, keys: KeyPair = HEAD, port: int | None = None) -> Router:
+    async def head(self, keys: KeyPair = HEAD, port: int | None = None, ports: range | None = None) -> Router:
         self.router = Router(keys.public, keys.secret, lambda key: key in self.allowed)
-        endpoint = await self.router.start("127.0.0.1", port)
+        endpoint = await self.router.start("127.0.0.1", port, ports)
         write_struct(self.head_file, builders.head_file(endpoint=endpoint, public_key=keys.public))
         return self.router
 
@@ -115,12 +117,12 @@ async def test_a_file_system_that_never_answers_keeps_no_link_from_its_head(
         raise FileNotFoundError
 
     monkeypatch.setattr(link_module, "read_struct", read)
-    router = await setup.head()
+    router = await setup.head(ports=UNCLAIMED)
     setup.link(router).start()
     assert await setup.next() == hello(1)
     await router.close()
     await asyncio.to_thread(asked.wait, DEADLINE_S)
-    await setup.head(port=port_of(router))
+    await setup.head(port=port_of(router), ports=UNCLAIMED)
     assert await setup.next() == hello(2)
     answered.set()
 
@@ -204,7 +206,7 @@ async def test_close_flushes_and_gives_up_in_time(setup: Setup) -> None:
     for node in range(100):
         link.send(ended(node))
     link.send(Left(code=0))
-    assert await link.close(5.0)
+    assert await link.close(DEADLINE_S)
     assert [await setup.next() for _ in range(101)][-1] == Left(code=0)
     link.send(beat(1))
     assert await link.close(0.0), "a second time does nothing"

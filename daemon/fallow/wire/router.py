@@ -38,7 +38,7 @@ MAX_AGENTS_PER_KEY = 8192
 LARGE = 16 * 1024
 """Bytes from which on a message is not copied for each peer."""
 _ENCRYPT_S = 0.1
-_PROBE_S = 5.0
+_PROBE_S = 20.0
 _RECHECK_S = 1.0
 _LOG_EVERY_S = 10.0
 _GATHER_S = 2.5e-6
