@@ -62,7 +62,7 @@ def as_a_batch_script(argv: list[str], folder: Path, environ: dict[str, str]) ->
         text=True,
         start_new_session=True,  # a fake scancel signals the whole group, as Slurm does
     ) as process:
-        returncode = process.wait(60)
+        returncode = process.wait(180)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGCONT)
         stdout, stderr = process.communicate(timeout=180)

@@ -14,6 +14,7 @@ import builders
 from fallow.core import records
 from fallow.core.allocations import Allocation
 from fallow.core.protocol.agents import Beat, EndNoted, Left, Setup
+from fallow.head.loop import faults as faults_module
 from fallow.head.loop.faults import MAX_KINDS, MENDED_S, TEXT, Faults, Quarantine
 from fallow.head.loop.inbox import Heard
 from fallow.head.loop.turn import Turn, agent_peer
@@ -269,6 +270,7 @@ async def test_a_node_whose_every_message_fails_does_not_keep_its_run_from_going
             raise ZeroDivisionError("each time")
 
         monkeypatch.setattr(agents, "_beat", fail)
+        monkeypatch.setattr(faults_module, "FIRST_PAUSE_S", 60.0)
         for _ in range(10):
             head.head._receive(peer, Beat())
             await head.until(lambda _: head.head._inbox.empty() and fails, "it is taken")

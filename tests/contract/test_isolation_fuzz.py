@@ -144,7 +144,7 @@ async def test_messages_of_a_legitimate_agent_cost_at_worst_its_own_run(tmp_path
     draws: list[dict[str, Any]] = []
     kinds = [kind] if kind else FROM_AGENT
 
-    @settings(max_examples=200, deadline=None, database=None, derandomize=kind is not None,
+    @settings(max_examples=200, deadline=None, database=None, derandomize=kind is not None or settings().derandomize,
               suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(st.one_of(*(within(struct_info(one), WORDS) for one in kinds)))
     def draw(one: dict[str, Any]) -> None:

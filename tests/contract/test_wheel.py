@@ -20,7 +20,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel that is built from the source tree, unpacked into a folder of its own."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", folder, SOURCE], check=True, timeout=SECONDS)
+    patient = {**os.environ, "PIP_RETRIES": "10", "PIP_DEFAULT_TIMEOUT": "60"}  # the build backend comes from the index
+    subprocess.run(
+        [*pip, "wheel", "--no-deps", "--wheel-dir", folder, SOURCE], check=True, timeout=SECONDS, env=patient
+    )
     (wheel,) = folder.glob("fallow-*.whl")
     subprocess.run(
         [*pip, "install", "--no-deps", "--target", folder / "site", wheel], check=True, timeout=SECONDS, cwd=folder
