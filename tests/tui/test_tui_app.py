@@ -71,7 +71,7 @@ async def test_before_a_head_is_there_it_says_what_to_do() -> None:
 async def test_the_newest_events_stay_in_sight_unless_somebody_has_gone_up_to_read() -> None:
     async with opened(snapshot(), *(event(n, text=f"story {n}.") for n in range(1, 60)), size=(120, 60)) as rig:
         await rig.pilot.resize_terminal(80, 24)
-        await rig.pilot.pause()
+        await rig.settle()
         assert "story 59." in rig.text()
         await rig.press("4", "home")
         assert "story 1." in rig.text()
@@ -178,7 +178,7 @@ async def test_head_away_keeps_the_last_data_and_comes_back() -> None:
         assert "● head" in rig.screen()[0]
         rig.monotonic.now += RED_S
         rig.app.draw()
-        await rig.pilot.pause()
+        await rig.settle()
         assert "data 20s old STALE" in rig.screen()[0]
 
 

@@ -16,6 +16,8 @@ from fallow.model import AllocationKind, EventRecord, MemberPhase, MemberView, N
 from fallow_tui.app import TopApp
 
 DEADLINE_S = 60.0
+TURNS = 200
+"""Of the event loop, after each of which Textual has got further with what is under way."""
 START = 1_790_000_000.0
 
 
@@ -103,11 +105,24 @@ class Rig:
     async def send(self, *items: Snapshot | EventRecord | Exception) -> None:
         """Gives the items to the monitor and waits until they are on the screen."""
         await self.source.take(*items)
-        await self.pilot.pause()
+        await self.settle()
 
     async def press(self, *keys: str) -> None:
-        await self.pilot.press(*keys)
-        await self.pilot.pause()
+        """Presses each key once what the one before has led to is on the screen."""
+        for key in keys:
+            await self.pilot.press(key)
+            await self.settle()
+
+    async def settle(self) -> None:
+        """Lets the monitor do all that it has to do.
+
+        The pilot's own pause ends when the process gets little processor time, as on a busy machine. Turns of the event
+        loop do not depend on the machine: each message of Textual's takes a few.
+        """
+        for _ in range(3):
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+            await self.pilot.wait_for_scheduled_animations()
 
     def screen(self) -> list[str]:
         """What is on the screen, line by line."""
