@@ -6,6 +6,7 @@ Level-triggered: each beat says how things stand, the newest counts, and what ne
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -152,12 +153,13 @@ class Agent:
         self._link.start()
         try:
             while not self._stop.is_set():
+                before = time.monotonic()
                 self._turn()
-                try:
-                    async with asyncio.timeout(self._pause_s()):
+                pause_s = self._pause_s()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
                         await self._stop.wait()
-                except TimeoutError:
-                    continue
+                self._silence.was_stopped(max(0.0, time.monotonic() - before - pause_s))
             await self._leave()
         finally:
             if self._crew is not None:

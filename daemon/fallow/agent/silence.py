@@ -40,6 +40,10 @@ class HeadSilence:
         """The head has said something that counts."""
         self._heard_at, self._is_refused = time.monotonic(), False
 
+    def was_stopped(self, for_s: float) -> None:
+        """This agent heard nobody for so long: it was stopped, or its machine was."""
+        self._heard_at = min(time.monotonic(), self._heard_at + for_s)
+
     def hear_refusal(self, words: str) -> None:
         """The head will not talk to this agent, whose workers train. Said once."""
         if not self._is_refused:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from agent_head import until
+from builders import Clock
 from fallow.agent.reporter import Reporter
+from fallow.agent.silence import HeadSilence
 from fallow.agent.start import read_key_file
 from fallow.core.protocol.agents import Beat, Progress
 from fallow.model import Exit, FallowError
@@ -44,6 +47,20 @@ async def test_how_the_training_gets_on_travels_with_heartbeats_and_with_new_pro
     reporter.tell()
     assert [beat.progress for beat in sent] == [Progress(shards=1), Progress(), newer, newer]
     assert [beat.brief for beat in sent] == [False, True, False, False]
+
+
+def test_an_agent_that_was_stopped_does_not_take_the_head_for_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(100.0)
+    monkeypatch.setattr("fallow.agent.silence.time", SimpleNamespace(monotonic=clock))
+    silence = HeadSilence("n1")
+    clock.now += 3.0
+    assert silence.silent_s == 3.0
+    clock.now += 600.0
+    silence.was_stopped(599.0)
+    assert silence.silent_s == 4.0
+    silence.hear()
+    silence.was_stopped(599.0)
+    assert silence.silent_s == 0.0
 
 
 def test_h11_missing_key_file(tmp_path: Path) -> None:
