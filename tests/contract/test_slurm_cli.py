@@ -32,16 +32,15 @@ def request_of(token: str, script: str = "#!/bin/sh\nexec sleep 60\n", **fields:
 
 
 async def test_a_hung_slurmctld_makes_a_submit_unknown_and_the_job_is_found_later(testbed: Testbed) -> None:
-    client = CliClient(testbed.conf, query_timeout_s=1.0, submit_timeout_s=2.0)
+    # Sbatch gives up by itself after 10 s, with other words. By our deadline it must have sent its request.
+    client = CliClient(testbed.conf, query_timeout_s=1.0, submit_timeout_s=8.0)
     pid = testbed.daemon_pid("slurmctld")
     os.kill(pid, signal.SIGSTOP)
     try:
-        began = time.monotonic()
-        with pytest.raises(SubmitUnknown) as caught:
+        with pytest.raises(SubmitUnknown, match="no answer within 8 s") as caught:
             await client.submit(request_of("fallow-u"))
-        assert 2.0 <= time.monotonic() - began < 8.0
         assert caught.value.token == "fallow-u"
-        with pytest.raises(SlurmUnavailable):
+        with pytest.raises(SlurmUnavailable, match="no answer within 1 s"):
             await client.own_jobs()
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -123,24 +122,28 @@ async def test_gpus_in_use_planned_nodes_and_reservations_are_seen(testbed: Test
     whole = ["--time=5", "--output=/dev/null", "--nodes=4", "--exclusive"]
     await client.submit(request_of("fallow-all", options=whole))
     reservation = ["reservationname=maint", "starttime=now+2hour", "duration=60", "nodes=n[1-2]", "users=root"]
+    began = time.time()
     testbed.slurm("scontrol", "create", "reservation", *reservation, "flags=maint,ignore_jobs")
+    made = time.time()
     deadline = time.monotonic() + 120
     while True:
         state = await client.poll()
         jobs, nodes = {job.name: job for job in state.jobs}, {node.node: node for node in state.nodes}
         # A poll is several questions: its nodes may be older than its jobs.
-        there = jobs["fallow-g"].state == "RUNNING" and nodes["n2"].state == "MIXED"
-        if there and jobs["fallow-all"].planned_nodes:
+        one, whole_cluster = jobs["fallow-g"], jobs["fallow-all"]
+        there = one.state == "RUNNING" and nodes["n2"].state == "MIXED"
+        # The scheduler may have planned before the first one started. It looks every second, with `bf_resolution`.
+        planned = whole_cluster.planned_nodes and whole_cluster.start_at == pytest.approx(one.end_at, abs=3.0)
+        if there and planned:
             break
         assert time.monotonic() < deadline, state
         await asyncio.sleep(0.1)
     assert (nodes["n2"].gpus, nodes["n2"].gpus_used) == (4, 1)
-    assert jobs["fallow-all"].planned_nodes == ["n1", "n2", "n3", "n4"]
-    # bf_resolution and a scheduler that looks every second move the plan by a little
-    assert jobs["fallow-all"].start_at == pytest.approx(jobs["fallow-g"].end_at, abs=3.0)
+    assert whole_cluster.planned_nodes == ["n1", "n2", "n3", "n4"]
     [found] = state.reservations
     assert found.nodes == ["n1", "n2"] and "MAINT" in found.flags
-    assert found.end_at - found.start_at == 3600.0 and found.start_at == pytest.approx(state.at + 7200.0, abs=30.0)
+    assert found.end_at - found.start_at == 3600.0
+    assert int(began) <= found.start_at - 7200.0 <= made
 
 
 async def test_a_cancelled_call_leaves_no_process(testbed: Testbed) -> None:

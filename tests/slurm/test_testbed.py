@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,7 +97,7 @@ def test_three_side_by_side_each_of_its_profile(make_testbed: MakeTestbed) -> No
             found[values["PartitionName"]] = (values["PriorityTier"], values["PreemptMode"], values["GraceTime"])
         assert found == partitions
         assert "bf_interval=30" in testbed.slurm("scontrol", "show", "config")
-    job = sbatch(testbeds[1], "#!/bin/sh\nexec sleep 60\n")
+    job = sbatch(testbeds[1], "#!/bin/sh\nexec sleep 600\n")
     wait_for("the job runs", lambda: state_of(testbeds[1], job) == "RUNNING", REACT_S)
     with pytest.raises(FallowError, match="several"):
         Testbed.find()
@@ -109,7 +108,8 @@ def test_three_side_by_side_each_of_its_profile(make_testbed: MakeTestbed) -> No
 
 
 def test_preemption_warns_a_step_that_has_its_fake_gpus(make_testbed: MakeTestbed, tmp_path: Path) -> None:
-    testbed = make_testbed(nodes=2, gpus=4)
+    # A step that is warned at the end of its grace would be waited for in vain.
+    testbed = make_testbed(nodes=2, gpus=4, grace_s=600)
     step = tmp_path / "step.sh"
     step.write_text(
         f"#!/bin/sh\ntrap 'echo warned > {tmp_path}/warned; exit 0' TERM\n"
@@ -117,14 +117,12 @@ def test_preemption_warns_a_step_that_has_its_fake_gpus(make_testbed: MakeTestbe
         "while :; do sleep 0.05; done\n"
     )
     step.chmod(0o755)
-    options = ["--partition=scavenge", "--gres=gpu:2", "--no-requeue", "--time=5"]
+    options = ["--partition=scavenge", "--gres=gpu:2", "--no-requeue", "--time=60"]
     victim = sbatch(testbed, f"#!/bin/sh\nsrun {step}\n", *options)
     wait_for("the step runs", (tmp_path / "gpus").exists, REACT_S)
     assert (tmp_path / "gpus").read_text().strip() == "0,1"
-    began = time.monotonic()
     sbatch(testbed, "#!/bin/sh\nexec sleep 60\n", "--nodes=2", "--exclusive", "--partition=normal")
     wait_for("it is warned", (tmp_path / "warned").exists, REACT_S)
-    assert time.monotonic() - began < 9.0, "a step is warned at once, not at the end of its grace"
     wait_for("it ends", lambda: state_of(testbed, victim) in ("COMPLETED", "PREEMPTED"), REACT_S)
 
 

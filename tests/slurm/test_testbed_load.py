@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -40,18 +41,24 @@ def test_jobs_fit_the_testbed(nodes: int) -> None:
 @pytest.mark.slurm
 def test_a_load_is_played_until_sigterm_and_cleared_away_and_what_slurm_refuses_is_told(testbed: Testbed) -> None:
     made = jobs(seed=3, seconds=3.0, nodes=4, utilisation=3.0)
-    played = play(testbed, made, 3.0, threading.Event())
+    stop = threading.Event()
+    with ThreadPoolExecutor() as pool:
+        playing = pool.submit(play, testbed, made, 600.0, stop)
+        try:
+            names = sorted(job.name for job in made)
+            wait_for("all are submitted", lambda: listed(testbed, "%j") == names, PATIENCE_S)
+            wait_for("some ran", lambda: listed(testbed, "%N"), PATIENCE_S)
+        finally:
+            stop.set()
+        played = playing.result()
     assert (played.planned, played.submitted, played.refused) == (len(made), len(made), 0)
-    listed = testbed.slurm("squeue", "-h", "-a", "-t", "all", "-o", "%j").split()
-    assert sorted(listed) == sorted(job.name for job in made)
-    assert testbed.slurm("squeue", "-h", "-t", "all", "-o", "%N").strip(), "some ran"
     wait_for("no job is left", lambda: not waiting(testbed), PATIENCE_S)
 
     argv = [sys.executable, "-m", "fallow", "testbed", "load", str(testbed.folder), "--utilisation", "4"]
     with subprocess.Popen([*argv, "--seconds", "600"], stdout=subprocess.PIPE, text=True) as player:
         wait_for("a job is there", lambda: waiting(testbed), PATIENCE_S)
         player.terminate()
-        told, _ = player.communicate(timeout=60)
+        told, _ = player.communicate(timeout=PATIENCE_S)
     assert player.returncode == 0
     assert "jobs submitted" in told
     wait_for("no job is left", lambda: not waiting(testbed), PATIENCE_S)
@@ -60,6 +67,11 @@ def test_a_load_is_played_until_sigterm_and_cleared_away_and_what_slurm_refuses_
     played = play(testbed, made[:1], 0.0, threading.Event())
     assert (played.planned, played.submitted, played.refused) == (1, 0, 1)
     assert "sbatch" in played.refusal
+
+
+def listed(testbed: Testbed, field: str) -> list[str]:
+    """A field of all jobs, ended ones included; empty ones are left out."""
+    return sorted(testbed.slurm("squeue", "-h", "-a", "-t", "all", "-o", field).split())
 
 
 def waiting(testbed: Testbed) -> list[str]:

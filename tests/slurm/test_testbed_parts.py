@@ -12,7 +12,7 @@ import pytest
 from fallow.model import FallowError
 from fallow.testbed import registry
 from fallow.testbed.conf import Layout, Profile, cgroup_conf, gres_conf, slurm_conf
-from fallow.testbed.host import clean_environment, free_ports, parse_version
+from fallow.testbed.host import clean_environment, free_ports, parse_version, reserved_ports
 
 
 def layout(place: Path = Path("/t"), **fields: object) -> Layout:
@@ -43,15 +43,19 @@ def test_registry_drops_what_is_gone_and_leaves_other_hosts_alone(
     assert registry.layouts() == [there]
 
 
-def test_ports_are_free_and_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as taken:
-        first = free_ports(1)
-        taken.bind(("", first))
-        taken.listen()
+def test_reserved_ports_are_neighbours_that_nobody_else_finds_and_daemons_listen_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with reserved_ports(2) as first, socket.socket() as daemon:
         monkeypatch.setattr("fallow.testbed.host._PORTS", range(first, first + 2))
-        assert free_ports(1) == first + 1
-        with pytest.raises(FallowError, match="free neighbouring ports"):
-            free_ports(2)
+        for count in (1, 2):
+            with pytest.raises(FallowError, match=f"no {count} free neighbouring ports"):
+                free_ports(count)
+        daemon.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        daemon.bind(("", first + 1))
+        daemon.listen()
+        with pytest.raises(FallowError, match="no 1 free"):
+            free_ports(1)
 
 
 def test_configuration_follows_the_layout() -> None:

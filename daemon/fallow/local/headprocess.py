@@ -17,7 +17,8 @@ from fallow.files import Paths
 from fallow.model import Exit, FallowError
 
 START_S = 120.0
-STOP_S = 30.0
+STOP_S = 60.0
+"""A head that is killed leaves its store behind."""
 _PR_SET_PDEATHSIG = 1
 
 _prctl = ctypes.CDLL(None).prctl

@@ -21,24 +21,26 @@ from typing import Self
 
 from fallow.model import Exit, FallowError, Struct
 from fallow.testbed import registry
-from fallow.testbed.conf import PARTITION, Layout, Profile
+from fallow.testbed.conf import GRACE_S, KILL_WAIT_S, PARTITION, Layout, Profile
 from fallow.testbed.daemons import logs, make_folder, start_daemons, start_slurmctld, write_files
 from fallow.testbed.host import (
     check_commands,
     check_host_name,
     clean_environment,
-    free_ports,
     owned_processes,
+    reserved_ports,
     signal_all,
     slurm_version,
     wait_until,
 )
 
-UP_DEADLINE_S = 30.0
-"From start to all nodes idle; measured 1 to 3 s."
-COMMAND_DEADLINE_S = 5.0
+UP_DEADLINE_S = 120.0
+"From start to all nodes idle; measured 1 to 3 s. A busy machine may need ten times as long."
+COMMAND_DEADLINE_S = 60.0
+"Slurm's commands give up by themselves sooner where slurmctld does not answer."
 _PATIENCE_S = 3.0
 "With what ends in order; usually it takes a tenth of that. After it comes SIGKILL."
+_KILL_DEADLINE_S = 60.0
 
 
 class TestbedStatus(Struct, frozen=True):
@@ -76,11 +78,14 @@ class Testbed:
         gpus: int = 4,
         profile: Profile | str = Profile.PREEMPT,
         bf_interval: int = 1,
+        grace_s: int = GRACE_S,
+        kill_wait_s: int = KILL_WAIT_S,
     ) -> Self:
         """Start a testbed and wait until all its nodes are idle, a few seconds at most.
 
         `folder` must be new or empty; None: a fresh one under /tmp. `bf_interval` is the cycle of Slurm's
-        backfill scheduler in seconds (sites have 30 and more).
+        backfill scheduler in seconds (sites have 30 and more). `grace_s` is the time between the warning of a job
+        that the profile `preempt` preempts and its end, `kill_wait_s` that between SIGTERM and SIGKILL.
 
         Raises:
             FallowError: packages are missing, the folder is in use, or daemons do not come up (with their logs' ends).
@@ -88,7 +93,7 @@ class Testbed:
         check_commands()
         check_host_name()
         user, version = _user_name(), slurm_version()
-        with registry.locked():
+        with reserved_ports(nodes + 1) as first_port:
             layout = Layout(
                 place=str(make_folder(folder)),
                 user=user,
@@ -96,9 +101,11 @@ class Testbed:
                 gpus=gpus,
                 profile=Profile(profile),
                 bf_interval=bf_interval,
-                first_port=free_ports(nodes + 1),
+                first_port=first_port,
                 version=version,
                 started_at=time.time(),
+                grace_s=grace_s,
+                kill_wait_s=kill_wait_s,
             )
             registry.remember(layout)
             testbed = cls(layout)
@@ -181,8 +188,9 @@ class Testbed:
         return int((self.folder / path).read_text())
 
     def restart_slurmctld(self) -> None:
-        """Start slurmctld again once it has ended, for tests that killed it."""
+        """Start slurmctld again once it has ended, for tests that killed it; returns when it answers."""
         start_slurmctld(self.layout)
+        wait_until(lambda: self.status().up, UP_DEADLINE_S)
 
     def status(self) -> TestbedStatus:
         """What runs now. Never fails because Slurm does not answer: then `up` is false."""
@@ -218,7 +226,7 @@ class Testbed:
         signal_all(processes, signal.SIGCONT)  # a test may have stopped one
         signal_all(processes, signal.SIGTERM)
         wait_until(lambda: not self.processes(), _PATIENCE_S)
-        ended = wait_until(self._kill_all, 10.0)
+        ended = wait_until(self._kill_all, _KILL_DEADLINE_S)
         shutil.rmtree(self.folder, ignore_errors=True)
         if not ended or self.folder.exists():
             raise FallowError(

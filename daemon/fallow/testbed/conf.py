@@ -21,7 +21,7 @@ SCAVENGE = "scavenge"
 CPUS_PER_NODE = 4
 MEMORY_PER_NODE_MB = 4000
 KILL_WAIT_S = 5
-"Slurm's floor: below, slurmd still waits 5 s between SIGTERM and SIGKILL."
+"Between SIGTERM and SIGKILL. Slurm's floor: below, slurmd still waits 5 s."
 GRACE_S = 10
 "Between the warning of a preempted job and its end."
 
@@ -30,7 +30,7 @@ class Profile(StrEnum):
     """What kind of site the testbed plays."""
 
     PREEMPT = "preempt"
-    """`normal` preempts `scavenge`, whose steps get SIGTERM `GRACE_S` before the end. Nobody preempts jobs in `normal`;
+    """`normal` preempts `scavenge`, whose steps get SIGTERM `grace_s` before the end. Nobody preempts jobs in `normal`;
     Slurm shows the cluster's mode for it all the same, as most sites do."""
     NOGRACE = "nograce"
     "the same without a warning: SIGTERM and SIGKILL are KillWait apart"
@@ -55,6 +55,9 @@ class Layout(Struct, frozen=True):
     "Slurm's major and minor, e.g. (22, 5)"
     started_at: float
     "Unix time"
+    grace_s: int = GRACE_S
+    "of the profile `preempt`"
+    kill_wait_s: int = KILL_WAIT_S
 
     @property
     def folder(self) -> Path:
@@ -117,9 +120,9 @@ def slurm_conf(layout: Layout) -> str:
         f"SchedulerParameters=bf_interval={layout.bf_interval},bf_resolution=1,bf_window=1440,bf_continue,"
         "bf_max_job_test=200,bf_hetjob_prio=min,bf_hetjob_immediate,sched_interval=2,batch_sched_delay=0,"
         "default_queue_depth=200",
-        f"KillWait={KILL_WAIT_S}",
-        # finished jobs stay visible for this long, as on a site that keeps the default of 300 s
-        "MinJobAge=300",
+        f"KillWait={layout.kill_wait_s}",
+        # finished jobs stay visible for this long: whoever plays a story of some minutes asks at its end how all ended
+        "MinJobAge=3600",
         "SlurmctldTimeout=30",
         "SlurmdTimeout=15",
         "MessageTimeout=10",
@@ -153,7 +156,7 @@ def _partitions(layout: Layout) -> list[str]:
     common = f"Nodes={layout.node_range} MaxTime=1-00:00:00 DefaultTime=10 State=UP"
     if layout.profile is Profile.PLAIN:
         return [f"PartitionName={PARTITION} {common} Default=YES"]
-    grace_s = GRACE_S if layout.profile is Profile.PREEMPT else 0
+    grace_s = layout.grace_s if layout.profile is Profile.PREEMPT else 0
     return [
         "PreemptType=preempt/partition_prio",
         "PreemptMode=REQUEUE",

@@ -13,7 +13,7 @@ from fallow.model import Exit, FallowError
 from fallow.testbed.conf import Layout, cgroup_conf, gres_conf, slurm_conf
 from fallow.testbed.host import clean_environment
 
-_SPAWN_DEADLINE_S = 30.0
+_SPAWN_DEADLINE_S = 120.0
 # slurmd makes sockets named like spool/n1/n1_12345.4294967291 (slurmstepd's batch step)
 _SOCKET_TAIL = len("/spool/n99/n99_99999999.4294967291")
 

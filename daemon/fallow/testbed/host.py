@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from fallow.model import Exit, FallowError
@@ -49,7 +49,7 @@ def _path() -> str:
 def slurm_version() -> tuple[int, int]:
     """Major and minor of the Slurm that is installed, e.g. (22, 5)."""
     argv, environment = ["slurmctld", "-V"], {**os.environ, "PATH": _path()}
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=10, check=False)
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
     return parse_version(done.stdout + done.stderr)
 
 
@@ -75,17 +75,25 @@ def check_host_name() -> None:
 
 
 def free_ports(count: int) -> int:
-    """First of `count` neighbouring TCP ports that nobody listens on.
+    """First of `count` neighbouring TCP ports that nobody uses or has reserved."""
+    with reserved_ports(count) as first:
+        return first
 
-    The search begins at a random place: testbeds of users who cannot see each other's registry then seldom choose the
-    same ports at the same moment.
+
+@contextlib.contextmanager
+def reserved_ports(count: int) -> Iterator[int]:
+    """First of `count` neighbouring TCP ports that nobody uses. No other search on this host finds them meanwhile.
+
+    Whoever sets SO_REUSEADDR, as Slurm's daemons do, can listen on them all the same.
     """
     places = len(_PORTS) - count + 1
     begin = random.randrange(places)
     for step in range(places):
         first = _PORTS.start + (begin + step) % places
-        if all(_is_free(port) for port in range(first, first + count)):
-            return first
+        with contextlib.ExitStack() as held:
+            if all(_reserve(port, held) for port in range(first, first + count)):
+                yield first
+                return
     raise FallowError(
         f"testbed: found no {count} free neighbouring ports in {_PORTS.start}-{_PORTS.stop - 1}; "
         "stop other testbeds (fallow testbed down --all)",
@@ -93,14 +101,15 @@ def free_ports(count: int) -> int:
     )
 
 
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        # As Slurm does; a port with connections in TIME_WAIT is free, one with a listener is not.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
+def _reserve(port: int, held: contextlib.ExitStack) -> bool:
+    """Reserve a port. Returns False if somebody has it."""
+    ours = held.enter_context(socket.socket())
+    try:
+        ours.bind(("", port))
+    except OSError:
+        return False
+    # Only now: with the option set before, two searches would find the same port.
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return True
 
 

@@ -6,11 +6,9 @@ Hosts may share the state folder, and a testbed lives on one host, so each host 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 from fallow.files import Paths, private_dir, read_struct, write_struct
@@ -52,17 +50,6 @@ def layouts() -> list[Layout]:
             else:
                 found.append(layout)
     return sorted(found, key=lambda layout: layout.started_at)
-
-
-@contextlib.contextmanager
-def locked() -> Iterator[None]:
-    """Held while ports are chosen and until they are listened on."""
-    descriptor = os.open(_home() / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _home() -> Path:
