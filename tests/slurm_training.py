@@ -14,9 +14,9 @@ from fallow.model import EventRecord, MemberPhase, MemberView, RunReport, RunSta
 
 T = TypeVar("T")
 
-START_S = 240.0
+START_S = 300.0
 """From a submission to a member: two processes that import torch, on cores shared with others."""
-REACT_S = 120.0
+REACT_S = 180.0
 """From a signal or a decision to what follows from it, a start of a node included."""
 LOOK_S = 0.05
 SAMPLES_PER_STEP = 16
@@ -64,10 +64,10 @@ class Training:
         view: RunView = self.rig.status(self.run).runs[0]
         return view
 
-    def members(self) -> list[MemberView]:
-        """Members of the current generation: those of the base job first, then by rank."""
-        there = (m for m in self.view().members if m.rank is not None)
-        return sorted(there, key=lambda m: (m.allocation != "base", m.rank))
+    def members(self, view: RunView | None = None) -> list[MemberView]:
+        """Members of the current generation: those of the base job first, then by rank. Args: view: else the newest."""
+        seated = (m for m in (view or self.view()).members if m.rank is not None)
+        return sorted(seated, key=lambda m: (m.allocation != "base", m.rank))
 
     def events(self, *kinds: str) -> list[EventRecord]:
         """The run's events, oldest first; all of them, or those of some kinds."""
@@ -82,6 +82,9 @@ class Training:
         """Job id -> token of everything that was submitted for this run."""
         found = (SUBMITTED.match(event.text) for event in self.events("submit"))
         return {match[2]: match[1] for match in found if match}
+
+    def job_of(self, member: MemberView) -> str:
+        return next(job for job, token in self.jobs().items() if token == member.token)
 
     def harvest_jobs(self) -> list[str]:
         return [job for job, token in self.jobs().items() if re.search(r"-h\d+-", token)]
@@ -117,9 +120,10 @@ class Training:
 
         def settled() -> list[MemberView]:
             view = self.view()
-            members = [m for m in view.members if m.rank is not None]
+            assert not view.status.ended, f"ended before its time: {view}\n{self.rig.story()}"
+            members = self.members(view)
             calm = view.change is None and all(m.phase is MemberPhase.MEMBER and m.pids for m in members)
-            return self.members() if calm and len(members) == count else []
+            return members if calm and len(members) == count else []
 
         return self.wait_for(f"{count} members", settled, seconds)
 

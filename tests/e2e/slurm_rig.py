@@ -1,8 +1,8 @@
 """A private Slurm, a head and everything to play stories on them: submit, watch, disturb, and leave nothing behind.
 
 One rig serves all tests of a module: runs are submitted with the real command, others' jobs with plain sbatch. The head
-is a child process that polls every second, so what sites see in minutes happens in seconds; the walltime of a harvest
-job is Slurm's shortest, one minute.
+is a child process that polls every second, so what sites see in minutes happens in seconds. What Slurm warns has a
+minute to leave: on a busy machine a release may take some seconds.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from fallow.files import Paths
 from fallow.local.headprocess import HeadProcess
 from fallow.model import EventRecord, FallowError, HeadView, Snapshot
 from fallow.testbed.cluster import Testbed
+from fallow.testbed.conf import KILL_WAIT_S, Profile
 from slurm_training import REACT_S, SUBMITTED, TRAIN, Training, wait_for
 
 POLL_S = 1.0
@@ -35,11 +36,12 @@ SETTINGS = {
     "FALLOW_SLURM__POLL_INTERVAL_S": str(POLL_S),
     "FALLOW_SLURM__QUERIES_PER_MIN": "600",
     "FALLOW_HARVEST__MIN_MINUTES": "1",
-    "FALLOW_HARVEST__MAX_MINUTES": "1",
+    # Longer than a test.
+    "FALLOW_HARVEST__MAX_MINUTES": "30",
     "FALLOW_HEAD__ADDRESS": "127.0.0.1",
     "FALLOW_MEMBERSHIP__BEAT_S": "0.2",
-    "FALLOW_MEMBERSHIP__RELEASE_MARGIN_S": "10",
 }
+WARNED_S = 60
 
 _WRAPPER = Path(__file__).resolve().parents[2] / "slurm_scripts" / "fallow-sbatch"
 _SCRIPT = """#!/bin/bash
@@ -90,7 +92,8 @@ class Rig:
         ours = {name: text for name, text in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "FALLOW"))}
         # The list of testbeds, so that nothing is left in the user's own state folder.
         self._patch.setenv("FALLOW_STATE_DIR", str(self.folder / "testbeds"))
-        self.testbed = Testbed.up(nodes=self._nodes, profile=self._profile)
+        warned_s = KILL_WAIT_S if self._profile == Profile.NOGRACE else WARNED_S
+        self.testbed = Testbed.up(nodes=self._nodes, profile=self._profile, grace_s=warned_s, kill_wait_s=warned_s)
         self.environ = {
             **ours,
             **self.testbed.env(),
@@ -141,7 +144,7 @@ class Rig:
             return found
 
         with contextlib.suppress(AssertionError):
-            wait_for("our processes have ended", lambda: not ours(), 10.0)
+            wait_for("our processes have ended", lambda: not ours(), REACT_S)
         return ours()
 
     # -- the head -------------------------------------------------------------------------------------------------

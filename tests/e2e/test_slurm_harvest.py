@@ -53,9 +53,10 @@ def test_a_partition_that_takes_no_jobs_of_ours_is_left_alone(rig: Rig) -> None:
         backoff = training.wait_for("it is left alone", lambda: training.events("backoff"))[0]
         assert backoff.text.startswith("Slurm says ") and backoff.text.endswith("asked for in scavenge for 60 s")
         training.wait_for("its requests are withdrawn", lambda: len(training.jobs_alive()) == 1)
-        asked = len(training.harvest_jobs())
         training.wait_steps(20)
-        assert len(training.harvest_jobs()) == asked <= 2
+        # By the head's clock: on a busy machine this may take longer than the minute.
+        asked = [event for event in training.events("submit") if event.at < backoff.at + 59.0]
+        assert len(asked) <= 3, "the base job and one request for each of two nodes"
     finally:
         rig.testbed.slurm("scontrol", "update", "PartitionName=scavenge", "MaxMemPerNode=0")
     training.finish()

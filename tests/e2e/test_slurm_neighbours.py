@@ -12,12 +12,14 @@ from collections.abc import Iterator
 import pytest
 from slurm_rig import Rig, telling
 
-from slurm_training import START_S, wait_for
+from slurm_training import REACT_S, START_S, wait_for
 
 pytestmark = pytest.mark.slurm
 
-POLL_S, IDLE_S, CYCLE_S = 5.0, 6.0, 1.0
-"""Their start: never later than our poll, what we may take to leave, and one backfill cycle."""
+POLL_S = 5.0
+"""At most between two polls while we hold nodes that Slurm takes from nobody."""
+SOON_S = 60.0
+"""Of half an hour that our jobs last. What it takes where the machine is not busy: `make bench ARGS=harvest`."""
 
 
 @pytest.fixture(scope="module")
@@ -40,25 +42,23 @@ def test_who_waits_gets_our_newest_node_and_keeps_it(rig: Rig) -> None:
     training = rig.submit("--nodes=1:3")
     older = training.wait_members(2)[1]
     rig.scancel(second)
-    newer = next(m for m in training.wait_members(3) if m.rank and m.member != older.member)
+    newer = next(m for m in training.wait_members(3)[1:] if m.member != older.member)
     before = len(training.events("submit"))
 
     other = rig.others(1)
-    rig.wait_job(other, "RUNNING", 2 * (POLL_S + IDLE_S + CYCLE_S))
+    rig.wait_job(other, "RUNNING")
     shown = rig.testbed.slurm("scontrol", "-o", "show", "job", other)
     assert f" NodeList={newer.node} " in shown, "the newest goes"
-    assert _waited_s(shown) <= POLL_S + IDLE_S + CYCLE_S
-    seen = next(e for e in training.events("release") if f"job {other} of " in e.text)
-    assert _at(shown, "StartTime") - seen.at <= IDLE_S + CYCLE_S, "whenever the poll was"
+    assert _waited_s(shown) <= SOON_S
     assert {m.member for m in training.wait_members(2)} == {"n0", older.member}
     training.wait_steps()
     # Nothing was asked for in between, and nothing waits that could take the next node from others.
     assert len(training.events("submit")) == before
     assert not training.events("eject", "failed", "lost")
     assert [f"job {other} of " in e.text for e in training.changes("release")] == [True]
-    delayed = wait_for("the delay is known", lambda: rig.head_view().others_delayed, 5.0)
+    delayed = wait_for("the delay is known", lambda: rig.head_view().others_delayed, REACT_S)
     assert delayed.jobs == 1
-    assert delayed.max_s <= POLL_S + IDLE_S + CYCLE_S
+    assert 0.0 < delayed.max_s <= SOON_S
     assert json.loads(rig.command("fallow", "usage", "--json"))["others_delayed"]["jobs"] == 1
     assert rig.head_view().poll_interval_s <= POLL_S
 
@@ -88,7 +88,7 @@ def test_a_slurmctld_that_dies_or_hangs_ends_no_allocation(rig: Rig) -> None:
         slurmctld = rig.testbed.daemon_pid("slurmctld")
         os.kill(slurmctld, number)
         try:
-            wait_for("the head has noticed", lambda: rig.head_view().slurm_error, 60.0, rig.story)
+            wait_for("the head has noticed", lambda: rig.head_view().slurm_error, REACT_S, rig.story)
             training.wait_steps(10)
             assert [a.state for a in training.view().allocations].count("running") == 2
         finally:
