@@ -85,7 +85,7 @@ class Namespaces:
         """Undo `unplug`."""
         self._do("switch", f"ip link set {name} up")
 
-    def run(self, name: str, *argv: str, timeout_s: float = 60.0, cwd: str = "/") -> str:
+    def run(self, name: str, *argv: str, timeout_s: float = 180.0, cwd: str = "/") -> str:
         """Standard output of a command on a host.
 
         Raises:

@@ -55,8 +55,7 @@ poll_interval_s = 1
 queries_per_min = 600
 [membership]
 beat_s = 0.2
-lease_s = 4
-release_margin_s = 10
+lease_s = 10
 [checkpoint]
 interval_s = 0
 """
@@ -148,18 +147,19 @@ class Site:
         self.hosts.run(CONTROLLER, "slurmctld", "-c")
         for node in self._nodes:
             (self.folder / f"spool.{node}").mkdir()
-            wait_for(f"slurmd runs on {node}", lambda: self._slurmd_runs(node), REACT_S)  # noqa: B023
+            wait_for(f"slurmd runs on {node}", lambda: self._start_slurmd(node), REACT_S)  # noqa: B023
         wait_for("all nodes are idle", lambda: set(self._node_states()) == {"idle"}, REACT_S)
         self._head = self.hosts.start(LOGIN, "fallow", "daemon", log=self.folder / "head.log")
         wait_for("the head answers", self._answers, REACT_S)
 
-    def _slurmd_runs(self, node: str) -> bool:
-        """Its first start sometimes ends silently: then it is started once more."""
+    def _start_slurmd(self, node: str) -> bool:
+        """Start it; it writes its number down when it is in the background. The first start sometimes ends silently."""
+        runs = "for _ in $(seq 100); do kill -0 $(cat /run/slurmd.pid) && exit; sleep 0.1; done; exit 1"
         try:
-            return self.hosts.run(node, "sh", "-c", "kill -0 $(cat /run/slurmd.pid)") == ""
+            self.hosts.run(node, "sh", "-c", f"slurmd -N {node}; {runs}")
         except subprocess.CalledProcessError:
-            self.hosts.run(node, "slurmd", "-N", node)
             return False
+        return True
 
     def _node_states(self) -> list[str]:
         return self.hosts.run(CONTROLLER, "sinfo", "-h", "-N", "-p", "normal", "-o", "%T").split()

@@ -9,9 +9,11 @@ pytest.importorskip("torch")
 from namespaces import NoHostsError
 from site_rig import LOGIN, Site
 
+from slurm_training import START_S
+
 pytestmark = pytest.mark.slurm
 
-PACE_S, ABSENT_S, LEASE_S = 0.1, 9.0, 4.0
+PACE_S, ABSENT_S, LEASE_S = 0.25, 21.0, 10.0
 """The absence is more than twice the lease, and longer than ZeroMQ keeps a silent connection."""
 
 
@@ -30,11 +32,11 @@ def test_a_run_spans_hosts_that_share_only_their_home_and_a_head_that_is_cut_off
         before = training.view().generation
         site.hosts.unplug(LOGIN)
         # Every step takes its pace at least.
-        training.wait_steps(round(ABSENT_S / PACE_S))
+        training.wait_steps(round(ABSENT_S / PACE_S), START_S)
         site.hosts.plug(LOGIN)
         step = training.step()
         training.wait_for("the head hears of new steps", lambda: training.view().step > step)
-        training.wait_steps(round(LEASE_S / PACE_S))
+        training.wait_steps(round(LEASE_S / PACE_S), START_S)
         assert training.view().generation == before
         assert training.finish().steps_discarded == 0
         assert not training.events("eject", "bar", "suspend", "orphan", "abort", "lost")
