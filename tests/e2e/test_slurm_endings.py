@@ -110,7 +110,7 @@ def test_preempted_base_jobs_come_back(rig: Rig) -> None:
 
 
 def test_the_rest_of_a_script_does_not_run_where_its_agent_was_killed_or_the_head_has_let_go_of_it(rig: Rig) -> None:
-    """Two runs at once. The head asks for another base job, where the lines after `fallow run` are run."""
+    """Two runs at once. They go on in another base job, or on harvest nodes that came first; the lines run there."""
     frozen, killed = trainings = rig.submit("--nodes=1:2"), rig.submit("--nodes=1:2")
     for training in trainings:
         training.wait_members(2)
@@ -120,7 +120,6 @@ def test_the_rest_of_a_script_does_not_run_where_its_agent_was_killed_or_the_hea
     os.kill(agent_of(rig, killed.job).pid, signal.SIGKILL)
     for training in trainings:
         training.wait_for("the base job has ended", lambda: not alive(rig, training.job), ORPHAN_S)  # noqa: B023
-        training.wait_for("another base job", lambda: len(training.base_jobs()) == 2)  # noqa: B023
         training.wait_members(2)
         training.finish()
         assert len(training.lines_after()) == 1
