@@ -240,19 +240,6 @@ def test_one_node_shows_its_output_the_oldest_at_first_and_then_the_first_member
     assert [n for n in rig.r.members if rig.orders[n].is_main] == [2]
 
 
-def test_the_node_that_was_named_first_is_the_main_one_of_the_first_generation() -> None:
-    """Its script may have opened in front of the loop what the main member writes."""
-    rig = Rig(minimum=2)
-    rig.expect("b", node=2)
-    rig.expect("a", node=1)
-    assert rig.m.order(2).is_main
-    for n in (1, 2):
-        rig.say(n, ready=rig.contract)
-    rig.change()
-    assert rig.r.members == [2, 1]
-    assert [rig.orders[n].is_main for n in (1, 2)] == [False, True]
-
-
 def test_the_pause_is_told_in_parts_of_the_node_that_stood_still_the_longest() -> None:
     rig = started(1)
     rig.join("b")

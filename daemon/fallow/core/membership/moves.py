@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -40,10 +39,6 @@ _STUCK = (
 def prepare(m: State) -> None:
     proposal = planned(m.roster, m.has_state)
     assert proposal is not None
-    if not m.roster.members:
-        # The node that was named the main one goes on as that: its script may have opened what the main member writes.
-        main = m.main()
-        proposal = replace(proposal, members=sorted(proposal.members, key=lambda n: n != main))
     _begin(m, proposal)
 
 
