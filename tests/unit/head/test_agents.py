@@ -524,6 +524,24 @@ def test_a_failed_run_ends_everywhere_and_the_rest_of_the_script_hears_so(talk: 
     assert all("Traceback: bad" in end.reason and "ValueError: bad" in end.reason for end in ends)
 
 
+@pytest.mark.parametrize("is_warned", [False, True])
+def test_the_rest_of_the_script_runs_in_no_job_that_slurm_takes_away(talk: Talk, run: Run, is_warned: bool) -> None:
+    """Its script would be killed amid those lines."""
+    made = hold(talk.turn, run, "h1", kind=AllocationKind.BASE, job_id="7")
+    base, other = talk.play(run, made, "h1").greet(), harvested(talk, run, "h2")
+    for one in (base, other):
+        one.beat(ready=CONTRACT)
+    settle(run, base, other)
+    if is_warned:
+        base.beat(warned=15)
+    other.beat(fault=Fault(code=1, message="ValueError: bad", signature="same", traceback=""))
+    base.beat(fault=Fault(code=1, message="ValueError: bad", signature="same", traceback=""))
+    assert run.root.status is RunStatus.FAILED
+    codes = [run.allocations[one.hello.token].end_code for one in (base, other)]
+    rest, over = Exit.SOFTWARE, Exit.NO_RESTART
+    assert codes == ([over, rest] if is_warned else [rest, over])
+
+
 def test_nobody_is_elected_when_a_run_is_cancelled(talk: Talk, run: Run) -> None:
     agents = training(talk, run, "h1", "h2")
     talk.turn.apply(run, ev.Cancel(at=talk.at, reason="by hand"))

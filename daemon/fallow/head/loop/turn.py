@@ -284,8 +284,9 @@ class Turn:
 
     @staticmethod
     def _elect(run: Run) -> Allocation | None:
-        """A living base allocation, else the one of the main member."""
-        alive = [a for a in run.live_allocations() if a.hosts]
+        """A living base allocation, else the one of the main member; one that leaves only if there is no other."""
+        living = [a for a in run.live_allocations() if a.hosts]
+        alive = [a for a in living if a.state is not AllocationState.RELEASING] or living
         base = [a for a in alive if a.kind is AllocationKind.BASE]
         if base:
             return base[0]
