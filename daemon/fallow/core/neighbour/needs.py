@@ -207,11 +207,10 @@ class _Placement:
         claim = Claim(job, whole, job.exclusive_user or partition.exclusive_user)
         required = set(job.required_nodes)
         rooms = self._large_enough.get((name, claim.size), self._rooms[name])
-        if required:
-            rooms = sorted(rooms, key=lambda room: room.node.node not in required)
+        required_first = sorted(rooms, key=lambda room: room.node.node not in required) if required else rooms
         for suits in alternatives(job.constraint):
             way: list[Room] = []
-            for room in rooms:
+            for room in required_first:
                 if room.node.node in closed or not room.has(claim):
                     continue
                 if not job.constraint or suits(frozenset(room.node.features)):

@@ -242,3 +242,9 @@ def test_unlike_jobs_of_one_size_look_at_full_nodes_once(monkeypatch: pytest.Mon
     found = assess(cluster([*full, free], [*there, *jobs]), [])
     assert [nodes for _, nodes in found.offers] == [frozenset(["n99"])], "the first of them"
     assert looks[0] < 5 * len(full), "not once for each of the jobs"
+
+
+def test_a_job_that_requires_a_node_of_ours_and_cannot_start_has_no_other_job_start_there() -> None:
+    """The next one of its size was given the node that it requires, though another one was idle."""
+    blocked = waits("1", 4, required_nodes=["n1"], excluded_nodes=["n2"])
+    assert given_back(standing(FOUR, [blocked, waits("2")], THREE)) == []
