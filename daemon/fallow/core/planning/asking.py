@@ -210,12 +210,12 @@ class Asking:
         """Nodes that others wait for, or might."""
         return nodes_for(self._situation.cluster, [job for job in self._situation.cluster.jobs if waits(job)])
 
-    @cached_property
-    def _magnetic(self) -> frozenset[str]:
+    def _magnetic(self, kind: Kind) -> frozenset[str]:
         """Nodes of reservations in which Slurm starts whatever is allowed to, also jobs that do not name them."""
-        at, reservations = self._situation.at, self._situation.cluster.reservations
-        begun = (r for r in reservations if "MAGNETIC" in r.flags and not r.own and r.start_at <= at < r.end_at)
-        return frozenset(node for reservation in begun for node in reservation.nodes)
+        at, named = self._situation.at, kind.reservation.split(",")
+        begun = (r for r in self._situation.cluster.reservations if r.start_at <= at < r.end_at)
+        others = (r for r in begun if "MAGNETIC" in r.flags and r.reservation not in named)
+        return frozenset(node for reservation in others for node in reservation.nodes)
 
     def _unsuitable(self, kind: Kind, partition: str, ahead: bool = False) -> tuple[str, ...]:
         """Nodes of a partition that a request for this kind must not be given."""
@@ -228,7 +228,8 @@ class Asking:
         known = self._situation.by_partition[partition]
         nodes = [self._situation.nodes[name] for name in known.nodes if name in self._situation.nodes]
         closed = known.unpreempted if ahead else known.unpreempted.difference(known.nodes)
-        closed |= sleeping_nodes(nodes, partition, self._situation.rules) | self._magnetic.intersection(known.nodes)
+        closed |= sleeping_nodes(nodes, partition, self._situation.rules)
+        closed |= self._magnetic(kind).intersection(known.nodes)
         if (named := _by_name_only(kind)) != Kind():
             closed |= {node.node for node in nodes if not named.suits(node)}
         return closed

@@ -18,6 +18,7 @@ from fallow.core.planning.rules import Demand, HarvestRules, Known
 from fallow.core.planning.share import Worth, linear
 from fallow.core.planning.unstarted import Unstarted
 from fallow.core.planning.withdrawals import Withdraw
+from fallow.core.submission.reserved import within
 from fallow.model import ClusterState, ReservationInfo
 from planning import actions, asked, planned
 
@@ -188,3 +189,7 @@ def test_no_request_can_be_given_a_node_of_a_reservation_that_attracts_jobs() ->
     ):
         (ask,) = asked(replace(state, reservations=[reservation]), [Demand("r", 1)], [], RULES)
         assert ask.exclude == excluded
+    seen = within(replace(state, reservations=[kept]), ["course"])
+    for named, excluded in ("", ("n2",)), ("course", ("n1",)):
+        (ask,) = asked(seen, [Demand("r", 1, kind=Kind(reservation=named))], [], RULES)
+        assert ask.exclude == excluded, "another run of its owner names it"
