@@ -134,6 +134,27 @@ class Script:
             self.inner(update)
             self.optimizer.step(closure)
 
+    def closure_over_a_list(self) -> None:
+        for update in self.updates():
+            batches = list(update)
+
+            def closure(batches: list[Any] = batches) -> torch.Tensor:
+                self.optimizer.zero_grad()
+                loss: torch.Tensor = sum(map(self.loss, batches))  # type: ignore[assignment]
+                loss.backward()
+                return loss
+
+            self.optimizer.step(closure)
+
+    def part_without_a_phase(self) -> None:
+        """As a GAN trains its generator on the last batch."""
+        for update in self.updates():
+            for batch in update:
+                self.loss(batch).backward()
+            self.act()
+            self.loss(batch).backward()
+            self.optimizer.step()
+
     def list_of_an_update(self) -> None:
         for update in self.updates():
             for batch in list(update):
@@ -188,6 +209,8 @@ WHOLE: dict[str, Callable[[Script], None]] = {
     "forgotten inner loop": Script.forgotten_inner_loop,
     "no inner loop": Script.no_inner_loop,
     "step with a closure": Script.step_with_closure,
+    "closure over a list": Script.closure_over_a_list,
+    "part without a phase": Script.part_without_a_phase,
     "list of an update": Script.list_of_an_update,
     "samples of one member": Script.samples_of_one_member,
     "unprepared scaler": Script.unprepared_scaler,

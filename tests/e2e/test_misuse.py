@@ -39,6 +39,8 @@ REFUSED = {
     "mean of nothing": ["update.mean('loss') belongs behind an inner loop with update.note"],
     "forgotten inner loop": ["step 0: an optimizer's step in front of the inner loop"],
     "no inner loop": ["step 0: an update without its inner loop"],
+    "closure over a list": ["step 0: no shard made a backward inside the inner loop"],
+    "part without a phase": ["step 1: a backward in front of the inner loop"],
     "list of an update": ["step 0: no shard made a backward inside the inner loop"],
     "unprepared scaler": ["a GradScaler steps a prepared optimizer and was not prepared itself"],
     "short, without a backward": ["a body of a run.steps loop made no backward", TWO_LEVELS],
@@ -59,7 +61,7 @@ def test_each_is_told_what_is_wrong_or_it_makes_no_difference(script: Script) ->
     for case in ("zero_grad inside", "forgotten zero_grad", "short", "exception in a backward caught"):
         for said in told.pop(case):
             assert said["weights"] == pytest.approx(usual["weights"], abs=1e-6), case
-    # What is left of gradients that a closure has made, or a backward behind the inner loop, is no harm.
+    # What is left of gradients that a closure has made is no harm.
     assert [said["steps"] for said in told.pop("step with a closure")] == [8, 8]
     # All members may leave the loop early.
     assert told["all break"][0] == told["all break"][1]

@@ -165,12 +165,12 @@ class Watch:
         return found
 
 
-def watch_steps(prepared: Prepared, may_step: Callable[[], None], has_stepped: Callable[[Any], None]) -> None:
+def watch_steps(prepared: Prepared, may_step: Callable[[Any], None], has_stepped: Callable[[Any], None]) -> None:
     """Have each step of an optimizer looked at; `may_step` is asked before one that trains prepared modules.
 
     Args:
         prepared: all that the script has prepared, so far and later.
-        may_step: raises if it is no time for a step.
+        may_step: raises if it is no time for a step of the optimizer.
         has_stepped: told of the optimizer behind it.
 
     Raises:
@@ -193,7 +193,7 @@ def watch_steps(prepared: Prepared, may_step: Callable[[], None], has_stepped: C
                     "where later ones need not be: write the step outside of the graph (fused=True makes it short)",
                     Exit.DATA,
                 )
-            may_step()
+            may_step(optimizer)
             return
         ours = {id(parameter) for module in prepared.modules for parameter in module.parameters()}
         if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):

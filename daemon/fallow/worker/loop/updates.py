@@ -59,6 +59,8 @@ class Loop:
         "where the members were when the rehearsal began, as far as this worker had heard"
         self.short = False
         "updates are driven by the short loop, whose gate tells what may act"
+        self._had_strays: dict[int, bool] = {}
+        "by optimizer at work: there were gradients of no inner loop before its step, which may be this member's alone"
 
     # ------------------------------------------------------------------------------------------------ a call
 
@@ -287,7 +289,7 @@ class Loop:
         if not self._in_call:
             place.finish_left_loop()
 
-    def check_step(self) -> None:
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """A prepared optimizer is about to step.
 
         Raises:
@@ -313,19 +315,29 @@ class Loop:
                 f"step {update.step}: an optimizer's step in front of the inner loop: there are no gradients yet",
                 Exit.DATA,
             )
+        self._had_strays[id(optimizer)] = self._has_strays(update)
+
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """A prepared optimizer has stepped. What its closure has left is no backward in front of the next inner loop.
+
+        Raises:
+            FallowError: that is all that it has.
+        """
+        if self.update is not None and not self._had_strays.pop(id(optimizer), True) and self._has_strays(self.update):
+            self.member.reduction.accept_gradients()
+
+    def _has_strays(self, update: Update) -> bool:
+        """Return True if there are gradients of no inner loop, beside those of the last one."""
         reduction = self.member.reduction
-        if reduction.nothing and reduction.stray():
+        has_strays = reduction.stray()
+        if reduction.nothing and has_strays:
             raise FallowError(
                 f"step {update.step}: no shard made a backward inside the inner loop, and one behind it trains this "
                 "member alone: `for batch in update: loss_fn(model(batch)).backward()`; neither make a list of an "
                 "update nor keep its batches for later",
                 Exit.DATA,
             )
-
-    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """A prepared optimizer has stepped."""
-        if self.update is not None:
-            self.member.reduction.accept_gradients({p for group in optimizer.param_groups for p in group["params"]})
+        return has_strays
 
     def together(self, kind: Kind, value: float) -> float:
         """The mean of the members' values: between inner loops, or outside of all calls."""

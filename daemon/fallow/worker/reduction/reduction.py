@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -250,13 +250,12 @@ class Reduction:
         """The group changed: what was learned in attempts of an unfinished sum does not count."""
         self.arithmetic.forget()
 
-    def accept_gradients(self, used: Set[torch.Tensor]) -> None:
-        """An optimizer has used the gradients of its parameters, of which its closure may have made some."""
-        pairs = zip(self._params, self._handed_gradients, strict=True)
-        self._handed_gradients = [parameter.grad if parameter in used else handed for parameter, handed in pairs]
+    def accept_gradients(self) -> None:
+        """The gradients that there are now count as handed out: an optimizer's step has made them."""
+        self._handed_gradients = [parameter.grad for parameter in self._params]
 
     def stray(self) -> bool:
-        """Return True if the script made gradients outside of inner loops that no optimizer has used."""
+        """Return True if the script made gradients outside of inner loops, and of an optimizer's step."""
         pairs = zip(self._params, self._handed_gradients, strict=True)
         return any(parameter.grad is not None and parameter.grad is not handed for parameter, handed in pairs)
 
