@@ -25,8 +25,8 @@ from fallow.wire.router import Router
 
 DEADLINE_S = 60.0
 HEAD, PEER = new_keypair(), new_keypair()
-UNCLAIMED = range(31500, 31600)
-"Below those that the kernel gives to whoever asks for any: nobody takes one of them while no head listens."
+UNCLAIMED = range(32100, 32200)
+"Between those of testbeds and those that the kernel gives out: nobody takes one of them while no head listens."
 
 
 def hello(number: int = 0) -> Hello:
