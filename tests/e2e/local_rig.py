@@ -222,6 +222,11 @@ class Box:
         return not self.processes()
 
     @property
+    def going_on(self) -> bool:
+        """Something that was started has not ended."""
+        return any(one.poll() is None for one in self.started)
+
+    @property
     def logs(self) -> str:
         """What all workers wrote."""
         return "\n".join(log.read_text() for log in self.folder.glob("fallow-local-*/state/runs/*/logs/*.log"))
@@ -235,9 +240,10 @@ class Box:
         return None
 
     def until(self, condition: Callable[[RunView], bool]) -> RunView:
-        """The first view of which `condition` holds."""
+        """The first view of which `condition` holds; fails as soon as all that was started has ended."""
 
         def holds() -> RunView | None:
+            assert self.going_on, f"it ended before its time: {self.logs[-3000:]}"
             view = self.look()
             return view if view is not None and condition(view) else None
 
@@ -264,7 +270,8 @@ def box(tmp_path: Path, nursery: NurseryClient) -> Iterator[Box]:
     made = Box(tmp_path, nursery)
     yield made
     try:
-        wait(made.nothing_left)
+        # What a test that has failed leaves behind may wait for its `hurry` for ever.
+        wait(made.nothing_left, 0.0 if made.going_on else 180.0)
     finally:
         for process in made.processes():
             with contextlib.suppress(psutil.Error):
