@@ -273,11 +273,20 @@ class Rig:
 
 @contextlib.contextmanager
 def telling(rig: Rig) -> Iterator[Rig]:
-    """Prints the story afterwards; pytest shows it with a failure and with nothing else."""
+    """Prints the story afterwards; pytest shows it with a failure and with nothing else.
+
+    Runs that were submitted meanwhile and go on are those of a test that has failed: they would keep their nodes for
+    minutes, and the next test would wait for these.
+    """
+    known = len(rig.trainings)
     try:
         yield rig
     finally:
         print(rig.story())
+        for training in rig.trainings[known:]:
+            with contextlib.suppress(FallowError):
+                if not training.view().status.ended:
+                    rig.ask("cancel", run=training.run)
 
 
 def environment_of(path: Path) -> dict[str, str]:
