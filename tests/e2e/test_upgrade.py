@@ -27,7 +27,7 @@ from fallow.model import ChangeKind, RunReport, RunStatus, Snapshot
 SOURCE = Path(fallow.__file__).parent
 NEXT = "99.0"
 TRAINING = str(Path(__file__).parents[1] / "elastic" / "elastic_training.py")
-STEPS, SOME = 120, 15
+STEPS, SOME = 240, 15
 LEASE_S, PACE_S = 8.0, 0.6
 """In `SOME` steps every lease ends."""
 
