@@ -24,17 +24,20 @@ Positive = Annotated[int, Meta(ge=1, le=1_000_000)]
 Nodes = Annotated[int, Meta(ge=0, le=1_000_000)]
 """Nodes of a run; beyond every cluster. A run of no node at all is refused with words of its own."""
 
-Slots = Annotated[int, Meta(ge=1, le=1024)]
+MOST_SLOTS, MOST_MINUTES, MOST_SEED, MOST_SHARE = 1024, 10_000_000, 2**63 - 1, 1e9
+"""Of numbers that people write into scripts, where they are told of the bound in words."""
+
+Slots = Annotated[int, Meta(ge=1, le=MOST_SLOTS)]
 """Workers of one node."""
 
 Shards = Annotated[int, Meta(ge=0, le=2**31)]
 """Shards of one step, and samples of one global batch."""
 
-Minutes = Annotated[int, Meta(ge=1, le=10_000_000)]
+Minutes = Annotated[int, Meta(ge=1, le=MOST_MINUTES)]
 
 Mode = Annotated[int, Meta(ge=0, le=0o7777)]
 
-Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Seed = Annotated[int, Meta(ge=0, le=MOST_SEED)]
 
 Code = Annotated[int, Meta(ge=-(2**31), le=2**31)]
 """An exit code or the number of a signal."""
@@ -51,7 +54,7 @@ Moment = Annotated[float, Meta(ge=0.0, le=1e12)]
 Rate = Annotated[float, Meta(ge=0.0, le=1e18)]
 """So many in a second."""
 
-Share = Annotated[float, Meta(ge=0.0, le=1e9)]
+Share = Annotated[float, Meta(ge=0.0, le=MOST_SHARE)]
 """A weight, or node-hours."""
 
 Id = Annotated[str, Meta(max_length=255, pattern=r"^[^\x00-\x20\x7f/]*\Z")]

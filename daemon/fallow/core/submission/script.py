@@ -17,6 +17,7 @@ import msgspec
 from fallow.core.submission.deadline import deadline_at
 from fallow.core.submission.sbatch_line import Component, Given, parse_nodes, parse_options
 from fallow.model import ACCOUNT_PATTERN, Exit, FallowError
+from fallow.model.bounds import MOST_MINUTES, MOST_SEED, MOST_SHARE, MOST_SLOTS
 
 MAGIC = ("#SBATCH", "#SLURM")
 """Prefixes that sbatch reads options from; the second with a warning."""
@@ -235,8 +236,8 @@ def typed_settings(settings: dict[str, str], name: str) -> FallowLines:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not 0 < value <= 1e9:
-            raise _bad(name, key, text, "must be a number above 0, and at most 1000000000")
+        if not 0 < value <= MOST_SHARE:
+            raise _bad(name, key, text, f"must be a number above 0, and at most {MOST_SHARE:.0f}")
         return value
 
     nodes = settings.get("nodes")
@@ -255,13 +256,13 @@ def typed_settings(settings: dict[str, str], name: str) -> FallowLines:
     names = None if partitions is None else tuple(part for part in partitions.split(",") if part)
     return FallowLines(
         nodes=nodes,
-        workers_per_node=whole("workers-per-node", 1, 1024),
+        workers_per_node=whole("workers-per-node", 1, MOST_SLOTS),
         partitions=names,
         budget_node_hours=above_0("budget-node-hours"),
         weight=above_0("weight"),
         deadline=deadline,
-        seed=whole("seed", 0, 2**63 - 1),
-        min_minutes=whole("min-minutes", 1, 10_000_000),
+        seed=whole("seed", 0, MOST_SEED),
+        min_minutes=whole("min-minutes", 1, MOST_MINUTES),
         harvest_account=account,
         outlive_base="outlive-base" in settings,
     )
