@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from fallow import __version__
-from fallow.agent.crew import Crew
+from fallow.agent.crew import TAIL_S, Crew
 from fallow.agent.enrolment import Admission, Enrolment
 from fallow.agent.merge import merge_progress, merge_report
 from fallow.agent.place import Place
@@ -63,6 +63,7 @@ STOPPED_BEAT_S = 0.1
 _SILENT_S = 5.0
 "A head that has said nothing for so long does not hear of Slurm's warning in time."
 _NOTED_S = 2.0
+"So long an agent that leaves waits for the head to have noted its workers' end."
 _FLUSH_S = 1.0
 _REASON = 20_000
 "Characters of a failed run's traceback that are shown."
@@ -387,16 +388,22 @@ class Agent:
             self._code = code
             self._stop.set()
 
+    async def _look_again(self) -> None:
+        await asyncio.sleep(_LOOK_S)
+        self._child_changed()
+
     async def _leave(self) -> None:
         """Kill what is left, tell the head, and make sure that all output is out."""
-        deadline = time.monotonic() + _NOTED_S
         if self._crew is not None:
             self._crew.kill()
-        while time.monotonic() < deadline:
-            self._child_changed()
-            is_heard = self._end is not None and self._link.connected
-            if self._crew is None and not (is_heard and self._enrolment.unnoted()):
+        self._child_changed()
+        deadline = time.monotonic() + TAIL_S + _NOTED_S  # the crew's end comes behind its last output
+        while self._crew is not None and time.monotonic() < deadline:
+            await self._look_again()
+        deadline = time.monotonic() + _NOTED_S
+        while self._end is not None and self._link.connected and self._enrolment.unnoted():
+            if time.monotonic() > deadline:
                 break
-            await asyncio.sleep(_LOOK_S)
+            await self._look_again()
         self._send(Left(code=self._code))
         sys.stdout.flush()
