@@ -190,6 +190,15 @@ async def test_for_how_long_a_worker_has_said_nothing_is_told_until_it_has_said_
     await head.report(lambda report: report.mute_s == 0)
 
 
+async def test_orphans_of_the_script_leave_no_zombies_behind(head: Head) -> None:
+    await head.launch()
+    await head.begin()
+    await head.report(lambda _: True, pids=1)
+    head.order(noted="os.fork() or os._exit(os.fork() or print(f'<{os.getpid()}>', flush=True) or 0)")
+    orphan = (await head.printed("n0", ">")).partition(">")[0].partition("<")[2]
+    await until(lambda: not Path("/proc", orphan).exists())
+
+
 async def test_s5_a_head_of_an_older_term_is_ignored(head: Head) -> None:
     """Of one term the newest order counts."""
     await head.launch()

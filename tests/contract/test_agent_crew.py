@@ -19,6 +19,7 @@ from fallow.agent import crew as crew_module
 from fallow.agent.crew import Crew
 from fallow.agent.merge import merge_report
 from fallow.agent.place import Place
+from fallow.agent.process import inherit_orphans
 from fallow.agent.worker import Launch
 from fallow.core.checks.devices import Devices
 from fallow.core.membership.messages import End, Gather, Order
@@ -168,15 +169,15 @@ def wrapper_in(folder: Path) -> str:
     ("last_words", "code", "number"),
     [
         ("say(left=2); sys.exit(0)", 0, None),
-        ("say(fault=Fault(code=65, message='no')); sys.exit(65)", 65, None),
-        ("sys.exit(3)", None, signal.SIGTERM),
-        (f"{FINISH} os.kill(os.getpid(), signal.SIGKILL)", None, signal.SIGTERM),
-        ("", None, signal.SIGTERM),
+        (f"{FINISH} sys.exit(3)", 3, None),
+        (f"{FINISH} os.kill(os.getpid(), signal.SIGSEGV)", None, signal.SIGSEGV),
+        ("", None, signal.SIGKILL),
     ],
 )
 async def test_the_end_of_a_worker_counts_not_that_of_the_shell_before_it_which_dies_of_slurms_sigterm(
     tmp_path: Path, last_words: str, code: int | None, number: int | None
 ) -> None:
+    inherit_orphans()
     async with working(tmp_path, slots=1, program=wrapper_in(tmp_path)) as rig:
         (shell,) = rig.pids()
         rig.order("ctypes.CDLL(None).prctl(1, 0); signal.signal(signal.SIGTERM, lambda *_: None)")

@@ -24,6 +24,7 @@ from fallow.agent.crew import TAIL_S, Crew
 from fallow.agent.enrolment import Admission, Enrolment
 from fallow.agent.merge import merge_progress, merge_report
 from fallow.agent.place import Place
+from fallow.agent.process import inherit_orphans, reap_orphans
 from fallow.agent.reporter import Reporter
 from fallow.agent.silence import HeadSilence
 from fallow.agent.stand_in import StandIn
@@ -174,6 +175,7 @@ class Agent:
     def _take_signals(self) -> None:
         # The parent's death comes as SIGHUP, asked for here; a warning by Slurm as SIGTERM or what the user chose.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP, 0, 0, 0)
+        inherit_orphans()
         self._loop.add_signal_handler(signal.SIGHUP, self._hung_up)
         self._loop.add_signal_handler(signal.SIGCHLD, self._child_changed)
         for number in _WARNINGS:
@@ -197,6 +199,8 @@ class Agent:
     def _child_changed(self) -> None:
         if self._crew is not None:
             self._crew.look()
+        others = set() if self._crew is None else self._crew.waited_for
+        reap_orphans(others if self._stand_in is None else {*others, self._stand_in.pid})
 
     # -- turns ----------------------------------------------------------------------------------------------
 

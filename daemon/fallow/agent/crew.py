@@ -246,6 +246,11 @@ class Crew:
         """The process of one of the workers is stopped."""
         return any(worker.is_stopped for worker in self._workers)
 
+    @property
+    def waited_for(self) -> set[int]:
+        """Processes whose end `look` asks for."""
+        return set().union(*(worker.process.waited_for for worker in self._workers))
+
     def facts(self) -> list[Facts]:
         """What is known of each worker, by slot; also of those that have ended, or that never began."""
         missing = self._launch.place.slots - len(self._workers)
@@ -257,8 +262,8 @@ class Crew:
         return Ended(
             node=report.node,
             boot=report.boot,
-            code=first.code,
-            signal=None if first.code is not None else first.process.ended_by,
+            code=first.process.code,
+            signal=first.process.ended_by,
             tail=first.tail(),
             report=report,
             is_ordered=self._ending.was_ordered,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from fallow.agent.output import Pump
@@ -27,6 +28,21 @@ _TOLD_BY_SHELLS = CRASHES | {
 """Signals that an exit code above 128 stands for. Other such codes are the script's own choice."""
 CHANNEL = "FALLOW_CHANNEL_FD"
 """Variable with the descriptor of the worker's socket to its agent."""
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def inherit_orphans() -> None:
+    """Become the parent of descendants whose parent ends: how a worker ends is told to its parent alone."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def reap_orphans(others: Collection[int]) -> None:
+    """Let inherited processes that have ended go, up to the first one of `others`, whose end somebody else asks for."""
+    with contextlib.suppress(ChildProcessError):
+        while end := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if end.si_pid in others:
+                return
+            os.waitpid(end.si_pid, 0)
 
 
 def with_python(program: str) -> str:
@@ -38,7 +54,8 @@ class WorkerProcess:
     """A started worker. Made in the main thread: the kernel kills a direct child with the *thread* that made it.
 
     It may be a shell, and the worker behind it. Slurm's SIGTERM goes to all processes of a step, and the shell dies of
-    it at once. The worker does not: it leaves at the next step boundary, and only then has this process ended.
+    it at once. The worker does not: it leaves at the next step boundary, and only then has this process ended. The
+    worker's end is the agent's to see then (`inherit_orphans`).
 
     Args:
         command: argv.
@@ -51,8 +68,6 @@ class WorkerProcess:
         self.ended = False
         self.error = ""
         "why it could not be started"
-        self.was_outlived = False
-        "it was a shell, which has died of SIGTERM before the worker had ended"
         self._speaker, self._speaker_began = 0, ""
         "process that speaks for the worker, and when it began"
         self._status: int | None = None
@@ -99,13 +114,26 @@ class WorkerProcess:
         end = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if end is None:
             return False
-        if end.si_status in _OF_SIGTERM and self.speaker:
-            self.was_outlived = True
-            return False
+        status = None
+        if end.si_status in _OF_SIGTERM and self._is_behind_shell:
+            try:
+                ended, how = os.waitpid(self._speaker, os.WNOHANG)
+            except ChildProcessError:  # the shell has seen its end, or another process has inherited it
+                if self.speaker:
+                    return False
+            else:
+                if not ended:
+                    return False
+                status = os.waitstatus_to_exitcode(how)
         self.kill()
-        status = self._process.wait()
-        self.ended, self._status = True, EXEC_FAILED if self.error else status
+        own = self._process.wait()
+        self.ended, self._status = True, EXEC_FAILED if self.error else own if status is None else status
         return True
+
+    @property
+    def waited_for(self) -> set[int]:
+        """Processes whose end `poll` has not asked for yet."""
+        return set() if self._process is None or self.ended else {self._process.pid, self._speaker}
 
     @property
     def code(self) -> int | None:
@@ -118,12 +146,13 @@ class WorkerProcess:
         status = self._status
         if status is None:
             return None
-        if self.was_outlived:
-            return signal.SIGTERM
-        is_behind_shell = self._process is not None and self._speaker not in (0, self._process.pid)
-        if is_behind_shell and status - 128 in _TOLD_BY_SHELLS:
+        if self._is_behind_shell and status - 128 in _TOLD_BY_SHELLS:
             return status - 128
         return -status if status < 0 else None
+
+    @property
+    def _is_behind_shell(self) -> bool:
+        return self._process is not None and self._speaker not in (0, self._process.pid)
 
     def give_up(self, error: str) -> None:
         """Kill the process at its start. It counts as one that could not be started, for this reason."""

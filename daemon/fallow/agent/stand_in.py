@@ -61,6 +61,11 @@ class StandIn:
         self._not_before = 0.0
         self._shown = ""
 
+    @property
+    def pid(self) -> int:
+        """Of the head's process; 0: none runs, as far as `tend` has seen."""
+        return 0 if self._process is None else self._process.pid
+
     def tend(self, now: float, silent_s: float) -> None:
         """Start the head when no head was heard for long enough, and note when it has ended.
 

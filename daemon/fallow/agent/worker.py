@@ -137,20 +137,9 @@ class Worker:
         return self._status.finish is not None or self._status.left > 0
 
     @property
-    def code(self) -> int | None:
-        """Its exit code, once it has ended; None: a signal has ended it.
-
-        That of a worker that has outlived its parent is nobody's to see. It is known where the worker has failed or
-        left: then Fallow chooses it. A script that has finished may still fail.
-        """
-        if self.process.was_outlived and self._status.fault is not None:
-            return self._status.fault.code
-        return 0 if self.process.was_outlived and self._status.left > 0 else self.process.code
-
-    @property
     def is_clean(self) -> bool:
         """It has ended with code 0."""
-        return self.code == 0
+        return self.process.code == 0
 
     def tail(self) -> str:
         """Its last words, or why they are not known."""
