@@ -23,7 +23,7 @@ from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, JobInfo
 from fallow.slurm import parse
 from fallow.slurm.client import SlurmUnavailable, SubmitRejected, SubmitUnknown
 from fallow.slurm.owner import owner
-from fallow.slurm.process import Done, job_environment, query_environment, run
+from fallow.slurm.process import NO_FOLDER, Done, job_environment, query_environment, run
 from fallow.slurm.state import cluster_state, on_our_clock, user_name
 
 QUERY_TIMEOUT_S = 30.0
@@ -201,7 +201,7 @@ class CliClient:
         script = _script_file(request.script.encode(errors="surrogateescape"))
         argv = ["sbatch", *options, f"--job-name={request.token}", *kept, str(script), *request.args]
         try:
-            return await run(
+            done = await run(
                 argv,
                 environment=job_environment(request.environment, self.conf),
                 timeout_s=self._submit_timeout_s,
@@ -209,14 +209,14 @@ class CliClient:
                 umask=request.umask,
             )
         except OSError as error:
-            if str(error.filename) == request.cwd:
-                reason = f"its working folder {request.cwd} cannot be used here: {error.strerror}"
-                raise SubmitRejected(request.token, reason) from error
             raise SlurmUnavailable(_not_started("sbatch", error)) from error
         finally:
             # One that somebody has cleaned away is gone, and says nothing about the job.
             with contextlib.suppress(OSError):
                 script.unlink()
+        if done.code == NO_FOLDER:
+            raise SubmitRejected(request.token, f"its working folder: {parse.complaint(done.stderr)}")
+        return done
 
 
 def _script_file(text: bytes) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -15,6 +16,9 @@ from fallow.core.checks.devices import VARIABLES
 
 # Everything of an outer job or of the user's defaults for these commands: SLURM_*, SLURMD_*, SQUEUE_FORMAT ...
 _FOREIGN = ("SLURM", "SBATCH", "SRUN", "SALLOC", "SQUEUE", "SINFO", "SCANCEL", "SCONTROL", "PMI")
+
+NO_FOLDER = 125
+"Exit code of env(1) where it cannot do what it is asked to."
 
 
 @dataclass(frozen=True)
@@ -57,18 +61,22 @@ async def run(
 ) -> Done:
     """Run a command to its end or kill it, with all its children, at the deadline or when we are cancelled.
 
-    `OSError` passes through when the command cannot be started.
+    `OSError` passes through when the command cannot be started. Its code is `NO_FOLDER` where `cwd` cannot be entered.
     """
     # Found on *our* PATH: a job's captured one is for the job, and exec would search that.
-    command = shutil.which(argv[0]) or argv[0]
+    command = shutil.which(argv[0])
+    if command is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), argv[0])
     process = await asyncio.create_subprocess_exec(
+        # Not entered by our own child: we wait until that one runs its program, and a user's file system may hang. Nor
+        # by a shell, which may drop the functions among the variables.
+        *([] if cwd is None else ["/usr/bin/env", f"--chdir={cwd}"]),
         command,
         *argv[1:],
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=dict(environment),
-        cwd=cwd,
         umask=umask,
         start_new_session=True,  # a group of its own: sites wrap Slurm's commands in scripts
     )

@@ -18,7 +18,7 @@ REQUEST = JobRequest(token="fallow-r-h1", options=["--time=5"], script="#!/bin/s
 
 SBATCH = """#!/bin/sh
 for word; do case $word in */fallow-*.sh) script=$word;; esac; done
-[ -n "$KEEP" ] && cp -p "$script" "$KEEP"
+[ -n "$KEEP" ] && cp -p "$script" "$KEEP" && pwd > "$KEEP.cwd"
 rm -f "$script"
 echo 7
 """
@@ -40,11 +40,14 @@ async def test_a_script_that_was_cleaned_away_meanwhile_does_not_undo_the_submis
     assert os.listdir(scripts) == []
 
 
-async def test_only_we_can_read_the_script(scripts: Path, tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
-    request = JobRequest(token="t", options=[], script=REQUEST.script, environment={"KEEP": str(kept)}, cwd="/")
+async def test_only_we_can_read_the_script_and_sbatch_is_called_in_the_jobs_folder(
+    scripts: Path, tmp_path: Path
+) -> None:
+    kept, cwd = tmp_path / "kept", tmp_path / '-a "$(id)"'
+    cwd.mkdir()
+    request = JobRequest(token="t", options=[], script=REQUEST.script, environment={"KEEP": str(kept)}, cwd=str(cwd))
     await CliClient().submit(request)
-    assert kept.read_text() == REQUEST.script
+    assert (kept.read_text(), (tmp_path / "kept.cwd").read_text()) == (REQUEST.script, f"{cwd}\n")
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
 
 
@@ -63,7 +66,7 @@ async def test_a_full_temporary_folder_is_told_and_nothing_is_submitted(
 
 
 async def test_a_missing_working_folder_is_a_refusal(scripts: Path) -> None:
-    with pytest.raises(SubmitRejected, match="/nosuch/folder"):
+    with pytest.raises(SubmitRejected, match=r"/nosuch/folder.*No such file"):
         await CliClient().submit(JobRequest(token="t", options=[], script=REQUEST.script, cwd="/nosuch/folder"))
     assert os.listdir(scripts) == []
 
