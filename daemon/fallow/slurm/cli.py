@@ -66,7 +66,6 @@ class CliClient:
         self._submit_timeout_s = submit_timeout_s
         self.clock_offset_s = 0.0
         "what slurmctld's clock is ahead of ours"
-        self._user = user_name(os.getuid())
         self._qos: str | None = None
         "what the accounting said last of who preempts whom"
 
@@ -131,7 +130,7 @@ class CliClient:
         """Nothing is kept between calls."""
 
     async def owner(self) -> OwnerView:
-        return await owner(self._query, self._user, time.time())
+        return await owner(self._query, user_name(os.getuid()), time.time())
 
     async def test_only(self, request: JobRequest) -> str:
         done = await self._sbatch(request, ["--test-only"])
@@ -146,14 +145,7 @@ class CliClient:
         if not nodes:
             # PrivateData=nodes, or an output of a shape that we do not know
             raise SlurmUnavailable("scontrol show node: Slurm shows no nodes; ask the site about PrivateData")
-        state = cluster_state(
-            nodes,
-            partitions,
-            reservations,
-            parse.jobs(queue, layout),
-            at=at,
-            user=self._user,
-        )
+        state = cluster_state(nodes, partitions, reservations, parse.jobs(queue, layout), at=at)
         return on_our_clock(state, at, self.clock_offset_s)
 
     async def _ask_qos(self, config: ClusterConfig) -> tuple[str, bool]:

@@ -18,7 +18,7 @@ import msgspec
 from fallow import __version__
 from fallow.model import ClusterState
 from fallow.slurm import parse, pyslurm_rows
-from fallow.slurm.state import cluster_state, user_name
+from fallow.slurm.state import cluster_state
 
 _ACCESS_DENIED = 2002
 "slurm_errno.h"
@@ -84,7 +84,6 @@ def poll(pyslurm: Any) -> ClusterState:
         [info for found in reservations for info in parse.reservation(pyslurm_rows.reservation(found))],
         (parse.job(pyslurm_rows.job(found)) for found in jobs),
         at=0.0,
-        user=user_name(os.getuid()),
     )
 
 

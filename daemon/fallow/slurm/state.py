@@ -58,14 +58,11 @@ def cluster_state(
     jobs: Iterable[JobInfo],
     *,
     at: float,
-    user: str,
 ) -> ClusterState:
-    """As `SlurmClient.poll` promises: others' ended jobs left out, no node idle that a job keeps.
-
-    Args:
-        user: our name, as Slurm shows it.
-    """
-    shown = [job for job in jobs if job.state not in ENDED_STATES or (job.user == user and carries_token(job))]
+    """As `SlurmClient.poll` promises: others' ended jobs left out, no node idle that a job keeps."""
+    # The user data base may be away, for us or for squeue, which shows the number then.
+    own = {user_name(os.getuid()), str(os.getuid())}
+    shown = [job for job in jobs if job.state not in ENDED_STATES or (job.user in own and carries_token(job))]
     # Two answers, two moments: a job may have started between them. And Slurm calls a node idle whose only job is
     # suspended, though that job keeps its memory and GPUs.
     busy = {name for job in shown if job.state in _KEEPING for name in job.nodes}
@@ -81,13 +78,17 @@ def cluster_state(
     )
 
 
-@functools.lru_cache(maxsize=4096)
 def user_name(uid: int) -> str:
-    """As squeue prints it: the number when the user data base does not know it."""
+    """As squeue prints it: the number while the user data base does not know it."""
     try:
-        return pwd.getpwuid(uid).pw_name
+        return _known_name(uid)
     except KeyError:
         return str(uid)
+
+
+@functools.lru_cache(maxsize=4096)
+def _known_name(uid: int) -> str:
+    return pwd.getpwuid(uid).pw_name
 
 
 def own_groups() -> frozenset[str] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,7 @@ from command_line import write_command
 from fallow.core.holes import find_holes
 from fallow.model import JobInfo, NodeInfo, PartitionInfo
 from fallow.slurm.cli import CliClient
-from fallow.slurm.state import cluster_state
+from fallow.slurm.state import cluster_state, user_name
 
 
 @pytest.mark.parametrize(
@@ -30,16 +31,26 @@ def test_a_node_that_a_job_keeps_is_not_idle(job_state: str, node_state: str) ->
     node = NodeInfo(node="n1", state="IDLE", cpus=4, memory_mb=4000, memory_used_mb=4000)
     job = JobInfo(job_id="1", name="x", user="bob", state=job_state, partition="p", nodes=["n1"])
     partition = PartitionInfo(partition="p", nodes=["n1"])
-    found = cluster_state([node], [partition], [], [job], at=1e6, user="me")
+    found = cluster_state([node], [partition], [], [job], at=1e6)
     assert [n.state for n in found.nodes] == [node_state]
     assert [hole.node for hole in find_holes(found, found.partitions)] == (["n1"] if node_state == "IDLE" else [])
 
 
-def test_of_ended_jobs_only_our_own_with_a_token_are_shown() -> None:
-    names = {"1": ("me", "fallow-r-h1-0a1b2c"), "2": ("me", "mine"), "3": ("bob", "fallow-r-h1-0a1b2c")}
+@pytest.mark.parametrize("me", [user_name(os.getuid()), str(os.getuid())])
+def test_of_ended_jobs_only_our_own_with_a_token_are_shown(me: str) -> None:
+    """Also while squeue cannot ask the user data base, and shows numbers."""
+    names = {"1": (me, "fallow-r-h1-0a1b2c"), "2": (me, "mine"), "3": ("bob", "fallow-r-h1-0a1b2c")}
     jobs = [builders.job(job_id, "CANCELLED", user=user, name=name) for job_id, (user, name) in names.items()]
-    jobs.append(builders.job("4", "COMPLETED", user="me", name="train", comment="x fallow-r-b0-0a1b2c"))
-    assert [job.job_id for job in cluster_state([], [], [], jobs, at=1e6, user="me").jobs] == ["1", "4"]
+    jobs.append(builders.job("4", "COMPLETED", user=me, name="train", comment="x fallow-r-b0-0a1b2c"))
+    assert [job.job_id for job in cluster_state([], [], [], jobs, at=1e6).jobs] == ["1", "4"]
+
+
+def test_a_user_data_base_that_was_away_once_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that starts before the site's name service has to know its own jobs by name later on."""
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    assert user_name(4242) == "4242"
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: SimpleNamespace(pw_name="alice"))
+    assert user_name(4242) == "alice"
 
 
 FEDERATED = """#!/bin/sh
