@@ -14,10 +14,9 @@ import pytest
 
 from command_line import write_command
 from fallow.slurm import pyslurm_client
-from fallow.slurm.choose import slurm_client
 from fallow.slurm.cli import CliClient
 from fallow.slurm.client import SlurmUnavailable
-from fallow.slurm.pyslurm_client import PyslurmClient
+from fallow.slurm.pyslurm_client import PyslurmClient, slurm_client
 
 STUB = Path(__file__).parents[1] / "data" / "pyslurm_stub"
 COMMANDS = {

@@ -145,7 +145,7 @@ def _slurm() -> tuple[list[Check], ClusterState | None, list[str]]:
 
 async def _ask_slurm(setting: Literal["auto", "cli", "pyslurm", "none"]) -> tuple[ClusterConfig, ClusterState, str]:
     """Configuration, cluster, and who answered."""
-    from fallow.slurm.choose import slurm_client
+    from fallow.slurm.pyslurm_client import slurm_client
 
     client = slurm_client("auto" if setting == "none" else setting)
     try:

@@ -20,7 +20,7 @@ from fallow.head.app import Head
 from fallow.head.stand_in import GIVE_WAY_S, former_config, watch
 from fallow.head.state.lease import Lease
 from fallow.model import Exit, FallowError, HeadFile
-from fallow.slurm.choose import slurm_client
+from fallow.slurm.pyslurm_client import slurm_client
 from fallow.text import clean
 
 log = structlog.get_logger("fallow.head")

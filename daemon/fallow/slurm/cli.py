@@ -75,14 +75,7 @@ class CliClient:
         half_s = (time.time() - asked_at) / 2
         if config.preempt_type:
             qos, unknown = await self._ask_qos(config)
-            config = msgspec.structs.replace(config, qos_exempt_s=parse.qos_exempt_s(qos), qos_unknown=unknown)
-            if config.preempt_type == "preempt/qos":
-                config = msgspec.structs.replace(
-                    config,
-                    qos_preempt_modes=parse.qos_preempt_modes(qos, config.preempt_mode),
-                    qos_preempted_by=parse.qos_preempted_by(qos),
-                    qos_grace_s=parse.qos_grace_s(qos),
-                )
+            config = msgspec.structs.replace(parse.with_qos(config, qos), qos_unknown=unknown)
         offset = 0.0 if as_of is None else as_of - asked_at - half_s
         # It may have been answered at any time since it was asked, by a slurmctld that is busy.
         self.clock_offset_s = offset if abs(offset) > _CLOCK_TOLERANCE_S + half_s else 0.0

@@ -10,13 +10,15 @@ user's own sbatch makes; what it says of a cancellation may be of another one; a
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import re
 import time
 from pathlib import Path
+from typing import Literal
 
 from fallow.model import ClusterConfig, ClusterState
 from fallow.slurm.cli import QUERY_TIMEOUT_S, SUBMIT_TIMEOUT_S, CliClient
-from fallow.slurm.client import SlurmUnavailable
+from fallow.slurm.client import SlurmClient, SlurmUnavailable
 from fallow.slurm.pyslurm_process import ChildDied, PyslurmProcess
 from fallow.slurm.state import on_our_clock
 
@@ -28,6 +30,19 @@ START_TIMEOUT_S = 20.0
 RETRY_S, RETRY_MAX_S = 5.0, 300.0
 POLLS_PER_CHILD = 1000
 "pyslurm is said to leak (PySlurm issue 60); at one poll in 30 s a child lives for 8 hours."
+
+
+def slurm_client(setting: Literal["auto", "cli", "pyslurm"]) -> SlurmClient:
+    """The client for a setting; `auto`: pyslurm where it imports and is for the cluster's version, else the commands.
+
+    pyslurm is looked for, not imported: that may end the process.
+    """
+    if setting == "cli":
+        return CliClient(why="as configured")
+    spec = importlib.util.find_spec("pyslurm")
+    if setting == "auto" and (spec is None or spec.origin is None):
+        return CliClient(why="pyslurm is not installed")
+    return PyslurmClient(insist=setting == "pyslurm")
 
 
 class PyslurmClient(CliClient):

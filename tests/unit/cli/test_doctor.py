@@ -64,7 +64,7 @@ class Slurm:
 def test_slurm_is_judged_by_one_poll(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "COMMANDS", ())
     monkeypatch.setattr("os.getuid", lambda: 1000)
-    monkeypatch.setattr("fallow.slurm.choose.slurm_client", lambda setting: Slurm())
+    monkeypatch.setattr("fallow.slurm.pyslurm_client.slurm_client", lambda setting: Slurm())
     levels = {check.name: check.level for check in doctor.examine()}
     assert {name: levels[name] for name in ("slurm version", "harvest low")} == {
         "slurm version": Level.OK,
@@ -87,7 +87,7 @@ def test_hidden_jobs_forbid_harvesting_unless_the_site_allows_it(
     )
     monkeypatch.setattr(doctor, "COMMANDS", ())
     monkeypatch.setattr(doctor, "load_config", lambda: settings)
-    monkeypatch.setattr("fallow.slurm.choose.slurm_client", lambda setting: Secretive())
+    monkeypatch.setattr("fallow.slurm.pyslurm_client.slurm_client", lambda setting: Secretive())
     (check,) = (check for check in doctor.examine() if check.name == "harvest high")
     assert ("others' jobs cannot be seen" in check.found) is not allowed
 

@@ -11,9 +11,8 @@ An unknown state stays as the text it is; a time or number that cannot be read i
 
 from __future__ import annotations
 
-from fallow.slurm.parse.configuration import config
+from fallow.slurm.parse.configuration import QOS_COLUMNS, config, with_qos
 from fallow.slurm.parse.inventory import cluster, node, partition, reservation
-from fallow.slurm.parse.qos import QOS_COLUMNS, qos_exempt_s, qos_grace_s, qos_preempt_modes, qos_preempted_by
 from fallow.slurm.parse.queue import JOB_FIELDS, JobFormat, job, jobs
 from fallow.slurm.parse.submission import complaint, is_refusal, submitted_id
 from fallow.slurm.parse.values import (
@@ -55,12 +54,9 @@ __all__ = [
     "other_gres",
     "partition",
     "preempt_mode",
-    "qos_exempt_s",
-    "qos_grace_s",
-    "qos_preempt_modes",
-    "qos_preempted_by",
     "reservation",
     "submitted_id",
     "when",
+    "with_qos",
     "word",
 ]

@@ -1,11 +1,16 @@
-"""The site's settings: `scontrol show config`."""
+"""The site's settings: `scontrol show config`, and of its QOS how they preempt each other, `sacctmgr show qos`."""
 
 from __future__ import annotations
 
 import re
 
+import msgspec
+
 from fallow.model import ClusterConfig
 from fallow.slurm.parse.values import count, duration, names, preempt_mode, when, word
+
+QOS_COLUMNS = "Name,Preempt,PreemptMode,PreemptExemptTime,GraceTime"
+"""Of `sacctmgr -n -P show qos`, for `with_qos`."""
 
 
 def config(text: str) -> tuple[ClusterConfig, float | None]:
@@ -67,3 +72,27 @@ def _seconds(text: str | None, default: float) -> float:
     """`5 sec`."""
     match = re.match(r"\d+", text or "")
     return float(match[0]) if match else default
+
+
+def with_qos(found: ClusterConfig, text: str) -> ClusterConfig:
+    """The settings with what the accounting says of its QOS. A QOS without a mode of its own has the cluster's."""
+    rows = [row for line in text.splitlines() if len(row := line.strip().split("|")) == 5]
+    exempt_s = {name: seconds for name, _, _, exempt, _ in rows if (seconds := duration(exempt)) is not None}
+    found = msgspec.structs.replace(found, qos_exempt_s=exempt_s)
+    if found.preempt_type != "preempt/qos":
+        return found
+    preempted_by: dict[str, list[str]] = {}
+    for own, preempts, *_ in rows:
+        for name in names(preempts):
+            if name != own:
+                preempted_by.setdefault(name, []).append(own)
+    modes = {name: mode for name, _, mode, *_ in rows if name in preempted_by}
+    return msgspec.structs.replace(
+        found,
+        qos_preempted_by=preempted_by,
+        qos_preempt_modes={
+            name: found.preempt_mode if mode.lower() in ("", "cluster") else preempt_mode(mode)
+            for name, mode in modes.items()
+        },
+        qos_grace_s={name: seconds for name, *_, grace in rows if (seconds := duration(grace))},
+    )

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from builders import cluster
 from fallow.core.checks import site as checks
@@ -44,13 +43,7 @@ def line(name: str, tier: int, nodes: str = "n[1-2]", mode: str = "REQUEUE", sta
 def configured(kind: str, qos: str = QOS, exempt: str = "00:00:00") -> ClusterConfig:
     """The configuration as Slurm and its accounting show it."""
     config, _ = parse.config(CONFIG.format(kind=kind, exempt=exempt))
-    return replace(
-        config,
-        qos_preempt_modes=parse.qos_preempt_modes(qos, config.preempt_mode),
-        qos_preempted_by=parse.qos_preempted_by(qos),
-        qos_grace_s=parse.qos_grace_s(qos),
-        qos_exempt_s=parse.qos_exempt_s(qos),
-    )
+    return parse.with_qos(config, qos)
 
 
 def seen(text: str, site: ClusterConfig | None, qos: str | None = None) -> ClusterState:
@@ -162,10 +155,8 @@ def test_a_site_that_has_not_told_its_configuration_is_not_believed_to_preempt()
 
 
 def test_how_jobs_of_a_qos_are_preempted() -> None:
-    assert parse.qos_preempt_modes(QOS, "CANCEL") == {"normal": "CANCEL", "idle": "CANCEL", "calm": "SUSPEND"}
-    assert parse.qos_preempt_modes("sacctmgr: error: no\n\nidle||cancel,within||\nh|idle|off||\n", "OFF") == {
-        "idle": "CANCEL"
-    }
+    odd = configured("qos", "sacctmgr: error: no\n\nidle||cancel,within||\nh|idle|off||\n")
+    assert odd.qos_preempt_modes == {"idle": "CANCEL"}
     assert parse.config("PreemptMode = GANG,SUSPEND\nPreemptType = preempt/none\n")[0].preempt_mode == "SUSPEND"
 
 
