@@ -79,7 +79,9 @@ def examine() -> list[Check]:
     found.append(_torch())
     found.append(guarded("head", _head))
     found.extend(_network(cluster, controllers))
-    found.append(checks.limits(_limit(resource.RLIMIT_NOFILE), _limit(resource.RLIMIT_NPROC)))
+    # A head opens as many files as it is let; -1 is no limit.
+    files, processes = resource.getrlimit(resource.RLIMIT_NOFILE)[1], resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    found.append(checks.limits(files, processes))
     found.extend(filter(None, [checks.environment(os.environ), checks.user(os.getuid())]))
     return found
 
@@ -231,8 +233,3 @@ def _network(cluster: ClusterState | None, controllers: list[str]) -> list[Check
     except FallowError:
         return []
     return [checks.head_address(address, others, False)]
-
-
-def _limit(which: int) -> int:
-    soft, _hard = resource.getrlimit(which)
-    return -1 if soft == resource.RLIM_INFINITY else soft

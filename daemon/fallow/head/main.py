@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import sys
 import time
@@ -27,6 +28,8 @@ log = structlog.get_logger("fallow.head")
 
 E = TypeVar("E", bound=BaseException)
 
+FILES = 65536
+"Open files of a head at most: one for each agent, and some."
 _LOOK_S = 0.5
 
 
@@ -41,6 +44,7 @@ def main(config: Config | None = None, stand_in: str | None = None) -> int:
         FallowError: another head has the state folder or takes it over, or it cannot start.
     """
     os.umask(0o077)
+    allow_connections()
     set_up_logging()
     try:
         paths = Paths.default().create()
@@ -54,6 +58,12 @@ def main(config: Config | None = None, stand_in: str | None = None) -> int:
     config = config or load_config()
     with serving_alone(paths, wait_s=0.0 if stand_in else GIVE_WAY_S) as lease:
         return asyncio.run(_serve(paths, config, lease, stand_in is not None))
+
+
+def allow_connections() -> None:
+    """Open as many files as the site lets us: also strangers hold connections, until their handshake fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, FILES)), hard))
 
 
 async def _serve(paths: Paths, config: Config, lease: Lease, stand_in: bool) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import pytest
 from fallow.agent.stand_in import RETRY_S, TURN_S, StandIn, head_environment
 from fallow.config import Config, HeadSection, Membership
 from fallow.files import Paths, private_dir, write_struct
-from fallow.head.main import main, serving_alone
+from fallow.head.main import FILES, allow_connections, main, serving_alone
 from fallow.head.stand_in import former_config
 from fallow.model import Exit, FallowError, HeadFile
 
@@ -179,3 +180,14 @@ print("goes on", flush=True)
             [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=full, timeout=180, check=False
         )
     assert done.stdout == b"goes on\n"
+
+
+def test_a_head_may_open_as_many_files_as_the_site_lets_it() -> None:
+    """With the usual 1024 a stranger who opens as many connections keeps it from opening any file."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        allow_connections()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(FILES, before[1]), before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
