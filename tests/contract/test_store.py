@@ -223,6 +223,9 @@ async def test_full_server_refuses_and_says_so(server: RedisServer, store: Store
         await store.save([Write("a", 0, b"1")], [])
     await store._client.config_set("maxmemory", "0")
     await store.save([Write("a", 0, b"1")], [])
+    await store._client.config_set("maxmemory-policy", "allkeys-lru")
+    with pytest.raises(FallowError, match=r"forgets what it holds.*noeviction"):
+        await Store.open(server.socket, deadline_s=DEADLINE_S)
 
 
 async def test_namespaces_do_not_meet(server: RedisServer) -> None:
@@ -292,11 +295,32 @@ async def test_who_does_not_answer_is_named_without_the_password(tmp_path: Path)
     for url, kind, words in (
         ("redis://me:sesame@127.0.0.1:1/0?db=0", Unavailable, "127.0.0.1:1"),
         ("http://sesame@x/", FallowError, "not a Redis URL"),
+        ("redis://me:sesame/1@x/", FallowError, "not a Redis URL.*%2F"),
+        ("redis://127.0.0.1:1/0?password=p@sesame", Unavailable, "127.0.0.1:1"),
         ("redis://me:sesame@x/0?nonsense=sesame", FallowError, "not a Redis URL"),
     ):
         with pytest.raises(kind, match=words) as caught:
             await Store.open(url, deadline_s=1.0)
         assert "sesame" not in str(caught.value)
+
+
+async def test_a_connection_to_a_server_that_became_a_replica_is_not_used_again(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    """After a failover the address leads to another server, and the old one may still be there."""
+    address, other = tmp_path / "address", RedisServer(Paths(tmp_path / "s2", tmp_path / "r2").create(), server.program)
+    address.symlink_to(server.socket)
+    await other.start()
+    store = await Store.open(address, deadline_s=DEADLINE_S)
+    await store.begin_term(0)
+    await store._client.replicaof("127.0.0.1", 1)
+    with pytest.raises(Unavailable, match="read only replica"):
+        await store.begin_term(0)
+    address.unlink()
+    address.symlink_to(other.socket)
+    assert await store.begin_term(41) == 42
+    await store.close()
+    await other.stop()
 
 
 async def test_events_are_bounded_in_number_and_bytes_the_oldest_go_first(

@@ -12,12 +12,13 @@ import os
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
+from urllib.parse import urlsplit
 
 import msgspec
 import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ReadOnlyError, RedisError, ResponseError
 
 from fallow.model import EventRecord, Exit, FallowError, NewEvent
 from fallow.store import scripts
@@ -101,21 +102,24 @@ class Store:
             "socket_connect_timeout": deadline_s,
             # Once more at once: a connection of the pool may be to a server that has been started again since.
             "retry": Retry(NoBackoff(), 1),
+            # Or it is to a server that has become a replica, while the address leads to another one by now.
+            "retry_on_error": [ReadOnlyError],
             "max_connections": _CONNECTIONS,
         }
-        text = str(where)
+        shown = text = str(where)
         if "://" in text:
-            shown = text.split("://", 1)[0] + "://" + text.split("://", 1)[1].rpartition("@")[2].partition("?")[0]
             try:
+                # Nothing else of it is shown: an error of the parser quotes what may be a password.
+                shown = "{0.scheme}://{0.hostname}".format(urlsplit(text))
                 client = redis.asyncio.Redis.from_url(text, **options)
-            except ValueError as error:
-                raise FallowError(f"store {shown}: not a Redis URL ({error})", Exit.CONFIG) from error
+            except ValueError:
+                advice = "write / as %2F, # as %23, ? as %3F and @ as %40 in its password"
+                raise FallowError(f"store: not a Redis URL; {advice}", Exit.CONFIG) from None
         else:
-            shown = text
             client = redis.asyncio.Redis(unix_socket_path=text, **options)
         store = cls(client, shown, namespace or f"fallow:{os.getuid()}", deadline_s)
         try:
-            await store._check_version()
+            await store._check_server()
         except TypeError as error:
             # How the client library refuses an option that it does not know; the text may quote the URL.
             await store.close()
@@ -125,11 +129,17 @@ class Store:
             raise
         return store
 
-    async def _check_version(self) -> None:
-        info: dict[str, Any] = await self._call(self._client.info("server"))
+    async def _check_server(self) -> None:
+        info: dict[str, Any] = await self._call(self._client.info())
         version = str(info.get("redis_version", "0"))
         if tuple(int(part) for part in version.split(".")[:2]) < (6, 2):
             raise FallowError(f"store {self._where}: Redis {version} is too old; use 6.2 or newer", Exit.CONFIG)
+        policy = str(info.get("maxmemory_policy", ""))
+        if policy.startswith("allkeys"):
+            text = (
+                f"it forgets what it holds when its memory is full (maxmemory-policy {policy}); use one with noeviction"
+            )
+            raise FallowError(f"store {self._where}: {text}", Exit.CONFIG)
 
     async def close(self) -> None:
         """Close the connections."""
