@@ -36,11 +36,11 @@ class ControlServer:
 
     Args:
         path: of the socket.
-        handle: carries one request out, given its method and parameters; raises FallowError for what the asker should
-            be told.
+        handle: carries one request out, given its method and parameters, and returns JSON; raises FallowError for what
+            the asker should be told, and nothing else.
     """
 
-    def __init__(self, path: Path, handle: Callable[[str, dict[str, Any]], Awaitable[Any]]) -> None:
+    def __init__(self, path: Path, handle: Callable[[str, dict[str, Any]], Awaitable[msgspec.Raw]]) -> None:
         self.path = path
         self._handle = handle
         self._server: asyncio.Server | None = None
@@ -114,11 +114,6 @@ class ControlServer:
                 answer = msgspec.json.encode({"result": result}) + b"\n"
             except FallowError as error:
                 answer = error_line(error)
-            except Exception as error:
-                # The head goes on: a request that it could not carry out is news to the asker and the log.
-                log.exception("control.failed", line=line[:200])
-                text = f"the head could not carry this out ({type(error).__name__}); its log says more"
-                answer = error_line(FallowError(text, Exit.SOFTWARE))
             await _send(writer, answer)
 
 

@@ -61,11 +61,11 @@ class ControlHandler:
         self._recent_at, self._recent = -math.inf, msgspec.Raw()
         "the last snapshot for those who watch: when it was made, and encoded"
 
-    async def handle(self, method: str, params: dict[str, Any]) -> Any:
-        """Answer one control request."""
+    async def handle(self, method: str, params: dict[str, Any]) -> msgspec.Raw:
+        """Answer one control request, in JSON."""
         params = check(method, params)
         try:
-            return await self._answer(method, params)
+            return msgspec.Raw(msgspec.json.encode(await self._answer(method, params)))
         except FallowError:
             raise
         except Exception as error:
