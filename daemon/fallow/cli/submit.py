@@ -18,7 +18,7 @@ from fallow.cli.common import ask, print_error, say, tell
 from fallow.config import load_config
 from fallow.control.protocol import BaseJob, NewRun
 from fallow.core.submission.prepare import Submission, plan
-from fallow.core.submission.sbatch import job_environment
+from fallow.core.submission.sbatch import HEAD_SETTINGS, job_environment
 from fallow.core.submission.sbatch_line import CommandLine, split
 from fallow.core.submission.sbatch_table import INFORMATIVE
 from fallow.core.submission.script import parse_script, wrap
@@ -187,7 +187,7 @@ def submit_plan(made: Submission, source: Path | None) -> int:
     try:
         outcome = call_sbatch(
             ["sbatch", "--parsable", *made.options(new.token, variables), *script],
-            {**os.environ, **variables},
+            {name: value for name, value in os.environ.items() if not name.startswith(HEAD_SETTINGS)} | variables,
             taken,
             made.spec.script if source is None and not made.asked("wrap") else None,
         )

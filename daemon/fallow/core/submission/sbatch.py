@@ -12,7 +12,11 @@ from fallow.core.submission.sbatch_line import Component, Given, canonical, spli
 from fallow.core.submission.sbatch_table import Reach
 from fallow.model import ID_PATTERN, AllocationKind, Exit, FallowError, RunSpec
 
+HEAD_SETTINGS = "FALLOW_HEAD__"
+"""Beginning of variables for the head alone, such as the URL of a site's Redis with its password."""
+
 STRIPPED = (
+    HEAD_SETTINGS,
     *("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "PMI", *VARIABLES),
     *("FALLOW_RUN", "FALLOW_TOKEN", "FALLOW_KIND", "FALLOW_WORKER", "FALLOW_CHANNEL_FD"),
     "FALLOW_OUTPUT_PIPES",

@@ -260,7 +260,7 @@ def test_options_from_sbatchs_environment_reach_harvest_jobs() -> None:
 
 def test_a_harvest_jobs_environment_is_the_users_and_no_other_jobs() -> None:
     environ = {"PATH": "/bin", "SLURM_JOB_ID": "1", "SBATCH_ACCOUNT": "a", "PMIX_X": "1", "DATA": "/d", "HOME": "/h"}
-    environ["SLURM_CONF"] = "/c"
+    environ |= {"SLURM_CONF": "/c", "FALLOW_HEAD__REDIS_URL": "rediss://me:sesame@h"}
     kept = {"PATH": "/bin", "DATA": "/d", "HOME": "/h", "SLURM_CONF": "/c"}
     assert captured_environment(environ) == kept
     assert captured_environment(environ, "ALL,X=1") == kept | {"X": "1"}
