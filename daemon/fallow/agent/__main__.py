@@ -6,12 +6,21 @@ import argparse
 import asyncio
 import logging
 import sys
+import time
 from pathlib import Path
+from typing import TypeVar
 
 from fallow.agent.agent import PATIENCE_S, Agent
 from fallow.agent.place import look_around
-from fallow.agent.start import read_key_file, wait_for_head
-from fallow.model import FallowError
+from fallow.files import read_struct
+from fallow.model import Exit, FallowError, HeadFile, KeyFile
+
+T = TypeVar("T")
+
+FILE_S = 10.0
+"A shared file system may show a new file late."
+_LOOK_S = 0.1
+_NO_KEYS = "was this job submitted by Fallow, and is its state folder mounted here?"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,14 +38,26 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="fallow agent: %(message)s")
     try:
-        keys = read_key_file(options.key_file)
-        head = wait_for_head(Path(keys.head_file))
+        keys = read_soon(options.key_file, KeyFile, _NO_KEYS)
+        head = read_soon(Path(keys.head_file), HeadFile, "start a head with `fallow daemon`")
         place = look_around(keys, head)
         agent = Agent(keys, head, place, options.command, patience_s=options.patience)
         return asyncio.run(agent.run())
     except FallowError as error:
         print(f"fallow agent: {error.message}", file=sys.stderr)  # noqa: T201
         return error.code
+
+
+def read_soon(path: Path, kind: type[T], advice: str, within_s: float = FILE_S) -> T:
+    """Read a struct from a private file; wait for the file at most `within_s`."""
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            return read_struct(path, kind)
+        except FileNotFoundError:
+            if time.monotonic() >= deadline:
+                raise FallowError(f"{path}: still missing after {within_s:g} s; {advice}", Exit.NOINPUT) from None
+        time.sleep(_LOOK_S)
 
 
 if __name__ == "__main__":

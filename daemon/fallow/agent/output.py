@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import sys
 import threading
@@ -19,6 +20,7 @@ LOG_LIMIT = 50 * 1024 * 1024
 "A log is renamed to .1 at this size, so a worker's logs take twice as much at most."
 _CHUNK = 65536
 _LINE_LIMIT = 4096
+_MARKS = re.compile(b"(" + re.escape(SHOWN) + b"|" + re.escape(HIDDEN) + b")")
 
 
 class LogFile:
@@ -75,14 +77,13 @@ class Marked:
 
     def cut(self, data: bytes) -> list[tuple[bool | None, bytes]]:
         """The output without marks, in pieces, each with what `speaks` was when the worker wrote it."""
-        data, self._rest = self._rest + data, b""
+        *before, data = _MARKS.split(self._rest + data)  # pieces and marks in turn
         pieces = []
-        while (at := _find_mark(data)) >= 0 and len(data) >= at + len(SHOWN):
-            pieces.append((self.speaks, data[:at]))
-            self.speaks = data[at : at + len(SHOWN)] == SHOWN
-            data = data[at + len(SHOWN) :]
-        if at >= 0:
-            data, self._rest = data[:at], data[at:]
+        for piece, mark in zip(before[::2], before[1::2], strict=True):
+            pieces.append((self.speaks, piece))
+            self.speaks = mark == SHOWN
+        kept = next(n for n in range(len(SHOWN) - 1, -1, -1) if data.endswith((SHOWN[:n], HIDDEN[:n])))
+        data, self._rest = data[: len(data) - kept], data[len(data) - kept :]
         pieces.append((self.speaks, data))
         return [piece for piece in pieces if piece[1]]
 
@@ -90,17 +91,6 @@ class Marked:
         """What was held back, now that nothing follows."""
         rest, self._rest = self._rest, b""
         return rest
-
-
-def _find_mark(data: bytes) -> int:
-    """Where the first mark begins, or what may become one with the bytes that follow; -1: nowhere."""
-    at = data.find(SHOWN[:1])
-    while at >= 0:
-        some = data[at : at + len(SHOWN)]
-        if SHOWN.startswith(some) or HIDDEN.startswith(some):
-            return at
-        at = data.find(SHOWN[:1], at + 1)
-    return -1
 
 
 class Pump(threading.Thread):

@@ -11,11 +11,6 @@ from pathlib import Path
 from fallow.model import Exit, FallowError
 
 
-def as_program(command: Sequence[str]) -> list[str]:
-    """A script (NAME.py and its arguments), as torchrun has it, or a program: argv of the program."""
-    return [sys.executable, *command] if command[0].endswith(".py") else list(command)
-
-
 def under_torchrun(command: Sequence[str]) -> list[str]:
     """Argv of the worker that starts `command` anew with each generation.
 
@@ -28,7 +23,8 @@ def under_torchrun(command: Sequence[str]) -> list[str]:
             "torchrun yourself, leave --restart out: torchrun --rdzv-backend=fallow train.py",
             Exit.USAGE,
         )
-    if command[0].endswith(".py"):
+    python = [sys.executable] if command[0].endswith(".py") else []
+    if python:
         if not Path(command[0]).is_file():
             raise FallowError(f"script {command[0]}: there is no such file in {Path.cwd()}", Exit.NOINPUT)
     elif shutil.which(command[0]) is None:
@@ -39,4 +35,4 @@ def under_torchrun(command: Sequence[str]) -> list[str]:
             "pip install 'fallow[torch]'",
             Exit.UNAVAILABLE,
         )
-    return [sys.executable, "-m", "fallow.worker.torchrun.restart", *as_program(command)]
+    return [sys.executable, "-m", "fallow.worker.torchrun.restart", *python, *command]

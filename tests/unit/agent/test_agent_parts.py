@@ -10,11 +10,11 @@ import pytest
 
 from agent_head import until
 from builders import Clock
+from fallow.agent.__main__ import read_soon
 from fallow.agent.reporter import Reporter
 from fallow.agent.silence import HeadSilence
-from fallow.agent.start import read_key_file
 from fallow.core.protocol.agents import Beat, Progress
-from fallow.model import Exit, FallowError
+from fallow.model import Exit, FallowError, KeyFile
 
 
 async def test_many_changes_make_few_beats() -> None:
@@ -65,5 +65,5 @@ def test_an_agent_that_was_stopped_does_not_take_the_head_for_silent(monkeypatch
 
 def test_h11_missing_key_file(tmp_path: Path) -> None:
     with pytest.raises(FallowError, match="still missing") as caught:
-        read_key_file(tmp_path / "none.json", within_s=0.0)
+        read_soon(tmp_path / "none.json", KeyFile, "", within_s=0.0)
     assert caught.value.code is Exit.NOINPUT
