@@ -208,15 +208,7 @@ class Config(_Section, frozen=True):
 
 
 SECTIONS: dict[str, type[_Section]] = {
-    "slurm": Slurm,
-    "harvest": Harvest,
-    "head": HeadSection,
-    "network": Network,
-    "membership": Membership,
-    "checkpoint": Checkpoint,
-    "prune": Prune,
-    "usage": Usage,
-    "site": Site,
+    field.name: field.type for field in msgspec.structs.fields(Config) if field.name != "cut"
 }
 
 

@@ -15,7 +15,6 @@ import re
 import secrets
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -29,6 +28,7 @@ T = TypeVar("T")
 SOCKET_PATH_LIMIT = 108
 "Linux: sizeof(sockaddr_un.sun_path), with the closing NUL."
 READ_LIMIT = 64 * 1024 * 1024
+_ELSEWHERE = "set FALLOW_STATE_DIR, or XDG_RUNTIME_DIR for sockets, to a folder of yours"
 _PROBE = 16 * 1024
 "Bytes of the file that tests whether a folder can be written to."
 _REMEDIES = {
@@ -77,19 +77,16 @@ def check_id(text: str) -> str:
 # --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class RunPaths:
     """Folder of one run."""
 
-    root: Path
-
-    @property
-    def script(self) -> Path:
-        return self.root / "script"
-
-    @property
-    def keys(self) -> Path:
-        return self.root / "keys"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.script, self.report = root / "script", root / "report.json"
+        self.keys, self.logs = root / "keys", root / "logs"
+        self.checkpoints, self.ledger = root / "checkpoints", root / "ledger"
+        self.stand_in_log = root / "head.log"
+        "log of the heads that the run's agents have started"
 
     def key(self, token: str) -> Path:
         return self.keys / f"{check_id(token)}.json"
@@ -98,33 +95,12 @@ class RunPaths:
         """What `fallow submit` leaves where it cannot tell the head."""
         return self.keys / f"{check_id(token)}.job"
 
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
     def log(self, worker: str) -> Path:
         return self.logs / f"{check_id(worker)}.log"
 
     def output(self, token: str) -> Path:
         """Of a job that the head submitted."""
         return self.logs / f"{check_id(token)}.out"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def ledger(self) -> Path:
-        return self.root / "ledger"
-
-    @property
-    def report(self) -> Path:
-        return self.root / "report.json"
-
-    @property
-    def stand_in_log(self) -> Path:
-        """Log of the heads that the run's agents have started."""
-        return self.root / "head.log"
 
     def create(self) -> RunPaths:
         """Make the run's folders (private) where they are missing."""
@@ -133,12 +109,17 @@ class RunPaths:
         return self
 
 
-@dataclass(frozen=True)
 class Paths:
     """State folder (shared file system) and runtime folder (this host) of one head."""
 
-    state: Path
-    runtime: Path
+    def __init__(self, state: Path, runtime: Path) -> None:
+        self.state, self.runtime = state, runtime
+        self.runs, self.redis_dir = state / "runs", state / "redis"
+        self.head_file, self.head_key, self.term = state / "head.json", state / "head.key", state / "term"
+        self.head_wanted = state / "head.wanted"
+        "a head that is starting leaves this file to ask a stand-in head to give way"
+        self.head_config = state / "head-config.json"
+        "the newest head's configuration, with which a stand-in head serves"
 
     @classmethod
     def default(cls, environ: Mapping[str, str] = os.environ) -> Paths:
@@ -157,20 +138,6 @@ class Paths:
             private_dir(folder)
         return self
 
-    @property
-    def head_file(self) -> Path:
-        return self.state / "head.json"
-
-    @property
-    def head_wanted(self) -> Path:
-        """A head that is starting leaves this file to ask a stand-in head to give way."""
-        return self.state / "head.wanted"
-
-    @property
-    def head_config(self) -> Path:
-        """The newest head's configuration, with which a stand-in head serves."""
-        return self.state / "head-config.json"
-
     def head_lease(self, number: int) -> Path:
         """The file by which the head of that number shows that it lives (`head.state.lease`)."""
         return self.state / f"head.lease.{number}"
@@ -181,28 +148,12 @@ class Paths:
         return [path for path in self.state.glob("head.lease.*") if path.suffix[1:].isdecimal()]
 
     @property
-    def head_key(self) -> Path:
-        return self.state / "head.key"
-
-    @property
-    def term(self) -> Path:
-        return self.state / "term"
-
-    @property
-    def redis_dir(self) -> Path:
-        return self.state / "redis"
-
-    @property
     def control(self) -> Path:
         return _socket_path(self.runtime / "control.sock")
 
     @property
     def redis_socket(self) -> Path:
         return _socket_path(self.runtime / "redis.sock")
-
-    @property
-    def runs(self) -> Path:
-        return self.state / "runs"
 
     def run(self, run_id: str) -> RunPaths:
         return RunPaths(self.runs / check_id(run_id))
@@ -293,7 +244,7 @@ def _open_to_a_crowd(parent: os.stat_result) -> bool:
 
 def _check_owner(path: Path, status: os.stat_result, remedy: str) -> None:
     if status.st_uid != os.getuid():
-        raise UnsafePath(path, f"belongs to uid {status.st_uid}, not to you", "choose another place")
+        raise UnsafePath(path, f"belongs to uid {status.st_uid}, not to you", _ELSEWHERE)
     if status.st_mode & 0o077:
         mode = stat.S_IMODE(status.st_mode)
         raise UnsafePath(path, f"is open to others (mode {mode:04o})", f"look at it, then {remedy} it")
@@ -379,7 +330,10 @@ def open_private(path: Path) -> BinaryIO:
 def read_private(path: Path, limit: int = READ_LIMIT) -> bytes:
     """Content of a file that only we could have written. `FileNotFoundError` passes through."""
     with open_private(path) as file:
-        data = file.read(limit + 1)
+        try:
+            data = file.read(limit + 1)
+        except OSError as error:  # a stale handle of NFS
+            raise unreadable(path, error) from error
     if len(data) > limit:
         raise FallowError(f"{path}: larger than {limit} bytes; it is not a file of Fallow's, move it away", Exit.DATA)
     return data
