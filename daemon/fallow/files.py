@@ -371,14 +371,10 @@ def network_filesystem(path: Path, mounts: str = "/proc/self/mountinfo") -> str 
         fields, kinds = left.split(), right.split()
         if len(fields) < 5 or not kinds:
             continue
-        point = _unescape(fields[4])
+        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
         inside = target == point or target.startswith(point.rstrip("/") + "/")
         # Not shorter: of two mounts on one point the later one is on top.
         if inside and len(point) >= len(best):
             best, found = point, kinds[0]
     name = found.removeprefix("fuse.")
     return found if found in _NETWORK_TYPES or (name != found and name in _NETWORK_FUSE) else None
-
-
-def _unescape(text: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
