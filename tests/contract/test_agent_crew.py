@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from threading import Thread
 
@@ -165,6 +166,15 @@ def wrapper_in(folder: Path) -> str:
     return str(wrapper)
 
 
+@pytest.fixture
+def inherits() -> Iterator[None]:
+    """This process is the parent of its orphans, as an agent is."""
+    inherit_orphans()
+    yield
+    ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)
+
+
+@pytest.mark.usefixtures("inherits")
 @pytest.mark.parametrize(
     ("last_words", "code", "number"),
     [
@@ -177,7 +187,6 @@ def wrapper_in(folder: Path) -> str:
 async def test_the_end_of_a_worker_counts_not_that_of_the_shell_before_it_which_dies_of_slurms_sigterm(
     tmp_path: Path, last_words: str, code: int | None, number: int | None
 ) -> None:
-    inherit_orphans()
     async with working(tmp_path, slots=1, program=wrapper_in(tmp_path)) as rig:
         (shell,) = rig.pids()
         rig.order("ctypes.CDLL(None).prctl(1, 0); signal.signal(signal.SIGTERM, lambda *_: None)")
