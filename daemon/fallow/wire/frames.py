@@ -154,7 +154,7 @@ class AgentChannel:
                 self._stream.close()
                 os.close(self._wake)
         if reason is not None:
-            _guard(self._on_end, reason)
+            guarded(self._on_end, reason)
 
     def _serve(self) -> None:
         poll = select.poll()
@@ -242,7 +242,7 @@ class _Stream(Generic[T]):
         self._received += data
         try:
             for message in self._messages():
-                _guard(self._on_message, message)
+                guarded(self._on_message, message)
         except Unreadable as error:
             raise _Ended(error.message) from error
         if not data:
@@ -269,9 +269,9 @@ class _Stream(Generic[T]):
             self.socket.close()
 
 
-def _guard(call: Callable[[Any], None], argument: Any) -> None:
-    # A fault in the owner's code must not end the channel.
+def guarded(call: Callable[..., None], *arguments: Any) -> None:
+    """Call the owner's code, whose faults must not end a channel or a link."""
     try:
-        call(argument)
+        call(*arguments)
     except Exception:
-        log.exception("a message of the channel could not be handled")
+        log.exception("a message could not be handled")

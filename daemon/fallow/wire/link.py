@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -24,6 +23,7 @@ from fallow.core.protocol.agents import FromAgent, Refused, ToAgent
 from fallow.files import read_struct
 from fallow.model import FallowError, HeadFile
 from fallow.wire.codec import MAX_MESSAGE, Decoder
+from fallow.wire.frames import guarded
 from fallow.wire.sockets import AsyncSocket
 from fallow.wire.waiting import Waiting
 
@@ -191,7 +191,7 @@ class Link:
                 return
             if self.connected:
                 self._redial_s = _REDIAL_S[0]
-                self._guard(self._greet)
+                guarded(self._greet)
 
     def _greet(self) -> None:
         self._waiting.put_first(self._greeting())
@@ -211,21 +211,13 @@ class Link:
                     log.warning("dropped a message from the head: %s", error)
             else:
                 self.last_heard = time.monotonic()
-                self._guard(self._on_message, message)
+                guarded(self._on_message, message)
             await asyncio.sleep(0)  # a flood must not keep all else back
 
     def _flush(self) -> None:
         """Send what waits. What ZeroMQ does not take now is tried again with the next message."""
         while self.connected and self._waiting and self._socket.send([self._waiting.first()]):
             self._waiting.pop()
-
-    @staticmethod
-    def _guard(call: Callable[..., None], *arguments: Any) -> None:
-        # A fault in the owner's code must not end the task that keeps it in touch with the head.
-        try:
-            call(*arguments)
-        except Exception:
-            log.exception("a message from the head could not be handled")
 
     def _read_head_file(self) -> None:
         """Read it in a thread: a shared file system may never answer, and neither loop nor exit must wait for it."""
