@@ -224,6 +224,8 @@ async def test_full_server_refuses_and_says_so(server: RedisServer, store: Store
     await store._client.config_set("maxmemory", "0")
     await store.save([Write("a", 0, b"1")], [])
     await store._client.config_set("maxmemory-policy", "allkeys-lru")
+    await (await Store.open(server.socket, deadline_s=DEADLINE_S)).close()
+    await store._client.config_set("maxmemory", "100mb")
     with pytest.raises(FallowError, match=r"forgets what it holds.*noeviction"):
         await Store.open(server.socket, deadline_s=DEADLINE_S)
 

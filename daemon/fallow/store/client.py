@@ -135,7 +135,7 @@ class Store:
         if tuple(int(part) for part in version.split(".")[:2]) < (6, 2):
             raise FallowError(f"store {self._where}: Redis {version} is too old; use 6.2 or newer", Exit.CONFIG)
         policy = str(info.get("maxmemory_policy", ""))
-        if policy.startswith("allkeys"):
+        if info.get("maxmemory") and policy.startswith("allkeys"):
             text = (
                 f"it forgets what it holds when its memory is full (maxmemory-policy {policy}); use one with noeviction"
             )
