@@ -199,7 +199,7 @@ class Agent:
     def _child_changed(self) -> None:
         if self._crew is not None:
             self._crew.look()
-        others = set() if self._crew is None else self._crew.waited_for
+        others = set[int]() if self._crew is None else self._crew.waited_for
         reap_orphans(others if self._stand_in is None else {*others, self._stand_in.pid})
 
     # -- turns ----------------------------------------------------------------------------------------------

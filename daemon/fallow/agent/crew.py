@@ -249,7 +249,7 @@ class Crew:
     @property
     def waited_for(self) -> set[int]:
         """Processes whose end `look` asks for."""
-        return set().union(*(worker.process.waited_for for worker in self._workers))
+        return set[int]().union(*(worker.process.waited_for for worker in self._workers))
 
     def facts(self) -> list[Facts]:
         """What is known of each worker, by slot; also of those that have ended, or that never began."""
