@@ -136,7 +136,7 @@ def test_a_rule_of_the_sums(member: Member, kind: type[Arithmetic], rule: Callab
 
 def no_side_stream_waits(patch: Patch) -> None:
     @contextmanager
-    def side_stream(device: torch.device, behind: Any = None) -> Iterator[None]:
+    def side_stream(device: torch.device, behind: Any) -> Iterator[None]:
         with torch.Stream(device=device):
             yield
 

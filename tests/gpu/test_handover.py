@@ -181,7 +181,7 @@ def test_what_a_donor_has_to_send_does_not_wait_for_its_training(member: Member)
             if member.rank == 0:
                 with DEVICE.held(torch.accelerator.current_stream()):
                     script.backward()
-                    with devices.side_stream(DEVICE.here()):
+                    with devices.side_stream(DEVICE.here(), devices.event(DEVICE.here())):
                         torch.zeros(1, device=DEVICE.kind).add_(1)
                     gate.set()
                     assert script.standing.settle()

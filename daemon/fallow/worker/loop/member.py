@@ -89,15 +89,12 @@ class Member:
         """What this member computes in a step of so many shards."""
         return duties(self.division.shares(shards), self.group.rank)
 
-    def shards(self, shards: int) -> list[int]:
-        """The shards of `duties`, for the loader."""
-        return [duty.shard for duty in self.duties(shards)]
-
     def replan(self) -> None:
         """Tell the loader at work, and those who look on, what this member will compute from here on."""
         if self.source is not None:
             at = self.place.position
-            self.source.replan(Key(at.data_epoch, at.index, 0), self.shards)
+            wanted = Key(at.data_epoch, at.index, 0)
+            self.source.replan(wanted, lambda shards: [duty.shard for duty in self.duties(shards)])
             self.progress.tell(shards=self.division.shares(self.source.shards)[self.group.rank])
 
     def reached(self) -> Reached:

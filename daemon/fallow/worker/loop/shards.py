@@ -166,7 +166,7 @@ class Shards(InnerLoop):
             self._come_together()
         if self.whole:
             self.inside = True
-            self._member.reduction.resume_body()
+            self._member.reduction.begin_body(0.0, final=True)  # a gradient that comes until its end is a mistake
         return self.whole
 
     # ------------------------------------------------------------------------------------------------- one attempt
@@ -327,7 +327,7 @@ class Shards(InnerLoop):
 
         def rewind() -> None:
             member.reduction.drop()
-            member.reduction.forget()
+            member.prepared.arithmetic.forget()
 
         if self._attempt is None or not member.reduction.held:
             self._sums_of = 0

@@ -11,6 +11,7 @@ second round sums them over the members.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -22,7 +23,6 @@ from torch import nn
 
 from fallow.model import Exit, FallowError
 from fallow.worker.reduction.arithmetic import Arithmetic
-from fallow.worker.reduction.backwards import call_at_end
 from fallow.worker.reduction.buckets import Arrived, Bucket, lay_out
 from fallow.worker.reduction.buffers import StepBuffers
 from fallow.worker.reduction.step_sums import PATIENCE, Sums, bitmap, numbers_in
@@ -166,10 +166,6 @@ class Reduction:
         if body is not None and body.is_live and self._takes_gradients:
             self._body_counts[self._phase].append([bucket.count for bucket in self._buckets])
 
-    def resume_body(self) -> None:
-        """The sums were given out inside of a body: a gradient that comes until `end_body` is a mistake."""
-        self._body = _Body(0.0, is_final=True, is_live=True, script_thread=threading.get_ident())
-
     def finish(self, tell: Callable[[Sums], Sums]) -> Sums:
         """Complete the sums of this attempt on all members.
 
@@ -246,10 +242,6 @@ class Reduction:
         self._body = None
         self._clear()
 
-    def forget(self) -> None:
-        """The group changed: what was learned in attempts of an unfinished sum does not count."""
-        self.arithmetic.forget()
-
     def accept_gradients(self) -> None:
         """The gradients that there are now count as handed out: an optimizer's step has made them."""
         self._handed_gradients = [parameter.grad for parameter in self._params]
@@ -315,17 +307,22 @@ class Reduction:
             )
             return False
         body.in_backward = True
-        call_at_end(body.script_thread, self._end_backward)
+        is_outermost = _backwards_on_stack() <= (threading.get_ident() == body.script_thread)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(is_outermost))
         return True
 
-    def _end_backward(self, outermost: bool) -> None:
+    def _end_backward(self, is_outermost: bool) -> None:
+        """Autograd's own callback, which it leaves out if the backward raises.
+
+        Reentrant activation checkpointing runs a backward inside of another one. If all gradients come in inner ones,
+        autograd tells the ends of these only.
+        """
         if self._body is not None:
             self._body.in_backward = False
         for bucket in self._buckets:
             if bucket.waiting:
                 self._fill(bucket, bucket.take_waiting())
-        # Where all gradients come in inner backwards, nobody tells the outermost one's end.
-        if outermost or all(bucket.count >= bucket.expected for bucket in self._buckets):
+        if is_outermost or all(bucket.count >= bucket.expected for bucket in self._buckets):
             self.after_backward()
 
     def _fill(self, bucket: Bucket, arrived: Arrived) -> None:
@@ -386,3 +383,12 @@ class Reduction:
             parameter.grad = None
         for bucket in self._buckets:
             bucket.take_waiting()
+
+
+def _backwards_on_stack() -> int:
+    """Backward calls on this thread's stack. Of the outermost one the stack of a device's thread knows nothing."""
+    code, frame, depth = torch.autograd.backward.__code__, sys._getframe(), 0
+    while frame is not None:
+        depth += frame.f_code is code
+        frame = frame.f_back  # type: ignore[assignment]
+    return depth

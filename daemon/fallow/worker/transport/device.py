@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -128,26 +127,20 @@ def has_room(device: torch.device, nbytes: int) -> bool:
 
 
 @contextlib.contextmanager
-def side_stream(device: torch.device, behind: torch.Event | None = None) -> Iterator[None]:
-    """Inside, the current stream is a side stream, behind what the device's current stream was given.
+def side_stream(device: torch.device, behind: torch.Event | None) -> Iterator[None]:
+    """Inside, the current stream is a new one, behind an event: the device's current stream may wait for this thread.
 
     Allocate device memory outside: the allocator ties it to the stream that is current. To use inside's results on the
     stream outside, `wait` outside for an `event` that was taken inside.
 
     Args:
         device: of the stream; on the host nothing happens.
-        behind: the stream is behind this event only, and nobody else's: the current stream may wait for what this
-            thread does.
+        behind: an event of the device; None: on the host.
     """
-    if not asynchronous(device):
+    if behind is None or not asynchronous(device):
         yield
         return
-    side = _shared_side_stream(device) if behind is None else torch.Stream(device=device)
-    side.wait_event(behind or torch.accelerator.current_stream(device).record_event())
+    side = torch.Stream(device=device)
+    side.wait_event(behind)
     with side:
         yield
-
-
-@functools.cache
-def _shared_side_stream(device: torch.device) -> torch.Stream:
-    return torch.Stream(device=device)
