@@ -39,6 +39,8 @@ class Source(ABC):
     "optimizer steps in one epoch; None: the source itself knows only when an epoch ends"
     samples = -1
     "in one epoch; 0: it has no epochs; -1: known only as they come, so members may cut a step unlike each other"
+    draws = False
+    "`fetch` draws from the generators that the loop seeds, and has no seeds of its own"
     processes = 0
     "loader processes that work in the background; 0: `fetch` itself loads"
 
@@ -75,7 +77,7 @@ class Source(ABC):
     def fetch(self, key: Key) -> Any:
         """Return one batch of the step that was cut last.
 
-        The caller seeds all random numbers for the shard before this, and for the body behind it.
+        The caller seeds all random numbers for the body behind this, and if it `draws`, for the shard before.
         """
 
     @abstractmethod
@@ -105,6 +107,7 @@ class Calls(Source):
     """
 
     samples = 0
+    draws = True
 
     def __init__(self, function: Callable[[], Any], shards: int) -> None:
         if not isinstance(shards, int) or shards < 1:

@@ -49,8 +49,15 @@ class Watch:
         """A run.updates call begins.
 
         Raises:
-            FallowError: what was prepared does not fit together, or has changed since the first call.
+            FallowError: what was prepared does not fit together, or has changed since the first call; or hooks would be
+                compiled.
         """
+        if getattr(sys.modules.get("torch._dynamo.config"), "compiled_autograd", False):
+            raise FallowError(
+                "torch._dynamo.config.compiled_autograd is on: it compiles the backward, and in it the hooks that take "
+                "the gradients, which torch cannot: leave it off; torch.compile(model) compiles the backward as well",
+                Exit.DATA,
+            )
         first = self._known_parameters is None
         self._check_prepared()
         self._prepared.modes.look()
@@ -63,14 +70,8 @@ class Watch:
         """An inner loop begins.
 
         Raises:
-            FallowError: parameters are trained whose gradients are not summed, or hooks would be compiled.
+            FallowError: parameters are trained whose gradients are not summed.
         """
-        if getattr(sys.modules.get("torch._dynamo.config"), "compiled_autograd", False):
-            raise FallowError(
-                "torch._dynamo.config.compiled_autograd is on: it compiles the backward, and in it the hooks that take "
-                "the gradients, which torch cannot: leave it off; torch.compile(model) compiles the backward as well",
-                Exit.DATA,
-            )
         sizes = [len(group["params"]) for group in self._prepared.groups()]
         if sizes != self._group_sizes:
             self._check_prepared()
@@ -123,7 +124,7 @@ class Watch:
 
     def steering(self) -> list[Any]:
         """What an inner loop must leave alone: the sum of the weights' version counters, and the rates."""
-        return [sum(map(_its_version, self._weights)), *self._rates()]
+        return [sum(map(_its_version, self._weights)), *self.rates()]
 
     def start_weight_sample(self, step: int) -> torch.Tensor:
         """Copy a sample of one parameter, another one in each step, to the host: readable behind the step's wait."""
@@ -141,18 +142,18 @@ class Watch:
         Args:
             steering: as it is now.
         """
-        return zlib.crc32(repr(self.settings(steering)).encode())
+        return zlib.crc32(repr(self.settings(steering[1:])).encode())
 
-    def settings(self, steering: Sequence[Any]) -> list[Any]:
-        """What the script has set: rates, what is frozen, and what rests. Args: steering: as it is now."""
-        numbers = [*steering[1:], *self._prepared.modes.fingerprints()]
+    def settings(self, rates: Sequence[Any]) -> list[Any]:
+        """What the script has set: rates, what is frozen, and what rests. Args: rates: as they are now."""
+        numbers = [*rates, *self._prepared.modes.fingerprints()]
         if self._prepared.reproducible:
             # Unlike metrics show in the rate only when it is lowered next, and not where one member is left then.
             plateaus = [thing for thing in self._prepared.others if isinstance(thing, ReduceLROnPlateau)]
             numbers += [float(value) for thing in plateaus for value in (thing.best, thing.num_bad_epochs)]
         return numbers
 
-    def _rates(self) -> list[Any]:
+    def rates(self) -> list[Any]:
         """Sizes and plain options of all optimizers' groups. Each step asks several times, and groups may be many."""
         groups = self._prepared.groups()
         found: list[Any] = [len(group["params"]) for group in groups]
@@ -187,7 +188,7 @@ def watch_steps(prepared: Prepared, may_step: Callable[[Any], None], has_stepped
                     "scale its loss by another factor; write run.prepare(model, optimizer, scaler, ...)",
                     Exit.DATA,
                 )
-            if capturing(device_of(p for group in optimizer.param_groups for p in group["params"])):
+            if capturing(device_of(optimizer.param_groups[0]["params"][:1])):  # all parameters are on one device
                 raise FallowError(
                     "an optimizer's step inside of torch.cuda.graph: a replay would read the gradients of this step, "
                     "where later ones need not be: write the step outside of the graph (fused=True makes it short)",

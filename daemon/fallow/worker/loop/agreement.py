@@ -40,9 +40,9 @@ def check_places(openings: Sequence[Opening]) -> None:
     Raises:
         Apart: they are.
     """
-    kinds = Counter(Kind(opening.kind) for opening in openings)
-    if len(kinds) <= 1:
+    if len({opening.kind for opening in openings}) <= 1:
         return
+    kinds = Counter(Kind(opening.kind) for opening in openings)
     step = max(opening.step for opening in openings)
     if set(kinds) == {Kind.STEP, Kind.END}:
         raise Apart(

@@ -97,8 +97,8 @@ class RehearsedShards(InnerLoop):
             self._update.close(self.phase, {name: sum(by_shard.values()) for name, by_shard in told.items()})
             raise StopIteration
         self.begun, self._weight = True, 1.0
-        member.seed_random("batch", 0, 0)
         if 0 not in batches:
+            member.seed_random("batch", 0, 0)
             batches[0] = self._source.example(member.reached)
         member.seed_random("body", 0, self.phase, 0)
         member.reduction.begin(self.phase)
@@ -205,7 +205,8 @@ class Shards(InnerLoop):
         self._shard, self._weight = duty.shard, size / self._cut.samples if duty.counts else 0.0
         member.reduction.begin_body(self._weight, final=not attempt.queue)
         member.pace.begin_body(is_full=size == self._source.batch_size)
-        member.seed_random("batch", at.step, duty.shard)
+        if self._source.draws:
+            member.seed_random("batch", at.step, duty.shard)
         batch = self._batch(Key(at.data_epoch, at.index, duty.shard))
         if duty.counts:
             attempt.samples += size

@@ -45,7 +45,7 @@ class Update:
         "means over all samples of the step, of all its inner loops so far"
         self.place_was_read = False
         "the script has looked at the step or the epoch in front of the first inner loop"
-        self._settings = loop.watch.settings(loop.watch.steering())
+        self._settings = loop.watch.settings(loop.watch.rates())
 
     @property
     def step(self) -> int:
@@ -61,7 +61,7 @@ class Update:
     def depends_on_step(self) -> bool:
         """What the script did in front of the inner loop is of no use for another step: it may have set a rate, say."""
         watch = self._loop.watch
-        return self.place_was_read or self._settings != watch.settings(watch.steering())
+        return self.place_was_read or self._settings != watch.settings(watch.rates())
 
     @property
     def epoch(self) -> int:

@@ -16,6 +16,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -248,8 +249,9 @@ class Reduction:
 
     def stray(self) -> bool:
         """Return True if the script made gradients outside of inner loops, and of an optimizer's step."""
-        pairs = zip(self._params, self._handed_gradients, strict=True)
-        return any(parameter.grad is not None and parameter.grad is not handed for parameter, handed in pairs)
+        now = map(attrgetter("grad"), self._params)
+        pairs = zip(now, self._handed_gradients, strict=True)
+        return any(grad is not None and grad is not handed for grad, handed in pairs)
 
     def export(self) -> dict[str, Any]:
         """Return replicated state that a newcomer needs, as plain values."""
@@ -279,16 +281,16 @@ class Reduction:
             if body.weight:
                 self._touched[index] = None
             bucket, place = places[index]
-            arrived: Arrived = [(place, parameter.grad)]  # type: ignore[list-item]
+            arrived = place, parameter.grad
             parameter.grad = None
             bucket.count += 1
-            if size < WAITING_BYTES:
-                bucket.waiting += arrived
-                bucket.waiting_bytes += size
-                if bucket.count != bucket.expected and bucket.waiting_bytes < WAITING_BYTES:
-                    return
-                arrived = bucket.take_waiting()
-            self._fill(bucket, arrived)
+            if size >= WAITING_BYTES:
+                self._fill(bucket, [arrived])  # type: ignore[list-item]
+                return
+            bucket.waiting.append(arrived)  # type: ignore[arg-type]
+            bucket.waiting_bytes += size
+            if bucket.count == bucket.expected or bucket.waiting_bytes >= WAITING_BYTES:
+                self._fill(bucket, bucket.take_waiting())
 
         return hook
 

@@ -45,4 +45,4 @@ def bitmap(numbers: Iterable[int], count: int) -> bytes:
 
 def numbers_in(packed: bytes) -> set[int]:
     """Unpack a bitmap."""
-    return {8 * place + bit for place, byte in enumerate(packed) if byte for bit in range(8) if byte >> bit & 1}
+    return {number for number, bit in enumerate(f"{int.from_bytes(packed, 'little'):b}"[::-1]) if bit == "1"}
