@@ -273,7 +273,7 @@ class Run:
             self._member.saver.asked = True
 
     def on_resize(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Decorator: call this after each change of the membership, before the next step."""
+        """Decorator: call this after each change of the membership, before the next step; no `run.mean` in it."""
         self._on_resize.append(callback)
         return callback
 

@@ -30,6 +30,11 @@ from fallow.worker.transport.waits import Exchange, Interrupted
 
 _ANSWER = struct.Struct("<d")
 
+_IN_CALLBACK = (
+    "run.mean or run.barrier in a callback of run.on_resize, where members are still coming together: note there that "
+    "the membership has changed, and call it in front of the next inner loop"
+)
+
 
 class EndedAlone(Exception):
     """This member's script has ended while the others go on in the loop."""
@@ -291,8 +296,10 @@ class Meeting:
         """The mean of all members' values, or a barrier, or the end of a call; whoever is lost meanwhile.
 
         Raises:
-            FallowError: the others are in another place of the script, or have left it.
+            FallowError: the others are in another place of the script, or have left it; or this is `run.on_resize`.
         """
+        if self._exchange is not None:
+            raise FallowError(_IN_CALLBACK, Exit.DATA)
         place = self._member.place
         begun = place.position.op
         try:

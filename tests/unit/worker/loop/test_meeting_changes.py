@@ -34,6 +34,16 @@ def test_the_generation_of_a_newcomer_breaks(wait: int, certain: str, dies: str)
     check(found, {dies: BaseException} if dies else {})
 
 
+def test_a_joint_call_when_the_membership_has_just_changed_is_refused() -> None:
+    def train(run: Run) -> None:
+        run.on_resize(run.barrier)
+        Training(run).run_through()
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = World(Path(folder), Generation("a")).train(train)
+    assert "callback of run.on_resize" in str(found["a"])
+
+
 # ---------------------------------------------------------------------------------------------- back to a checkpoint
 
 
