@@ -332,7 +332,8 @@ class Shards(InnerLoop):
 
         if self._attempt is None or not member.reduction.held:
             self._sums_of = 0
-        mid_update, step = bool(self._update.phases_done), member.place.position.step
+        # Newcomers would do by themselves what the members have done together in this update.
+        mid_update, step = self._update.asked or bool(self._update.phases_done), member.place.position.step
         depends_on_step = self._update.depends_on_step
         met = self._loop.meeting.come_together(Kind.STEP, sums_of=self._sums_of, mid_update=mid_update, rewind=rewind)
         if met.outcome is not None:

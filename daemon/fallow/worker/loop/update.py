@@ -45,6 +45,8 @@ class Update:
         "means over all samples of the step, of all its inner loops so far"
         self.place_was_read = False
         "the script has looked at the step or the epoch in front of the first inner loop"
+        self.asked = False
+        "there was a `run.mean` or a `run.barrier` in it"
         self._settings = loop.watch.settings(loop.watch.rates())
 
     @property

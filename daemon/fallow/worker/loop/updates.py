@@ -350,6 +350,8 @@ class Loop:
                     "update.mean('x') behind it",
                     Exit.DATA,
                 )
+            if self.update is not None:
+                self.update.asked = True
             answer = self.meeting.joint(kind, value, mid_update=True)
             self.check_place(mid_update=True)
             return answer

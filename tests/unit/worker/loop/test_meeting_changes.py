@@ -34,6 +34,34 @@ def test_the_generation_of_a_newcomer_breaks(wait: int, certain: str, dies: str)
     check(found, {dies: BaseException} if dies else {})
 
 
+def test_a_newcomer_waits_for_the_end_of_an_update_in_which_the_members_have_met_already() -> None:
+    """A leaver is killed behind the commit: the others break off amid a step, and come into the newcomer's generation.
+
+    They have been in the `run.mean` in front of the inner loop, to which the newcomer would come alone.
+    """
+
+    def train(run: Run) -> Training:
+        training = Training(run)
+        for update in run.updates(training.loader, epochs=2):
+            run.mean(1.0)
+            training.inner(update)
+            training.act()
+            training.acted.append(update.step)
+        return training
+
+    generations = [
+        Generation("abc", breaks=Break(5, "", "c")),
+        Generation("abd", breaks=Break(0)),
+        Generation("ab"),
+        Generation("abd", at_step=2, forgotten="d"),
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        found = World(Path(folder), *generations).train(train)
+    assert found["a"].acted == found["b"].acted == list(range(STEPS))
+    assert found["d"].acted[1:] == list(range(2, STEPS)), "but for the rehearsal"
+    assert_equal(found["a"].model, found["d"].model)
+
+
 def test_a_joint_call_when_the_membership_has_just_changed_is_refused() -> None:
     def train(run: Run) -> None:
         run.on_resize(run.barrier)
