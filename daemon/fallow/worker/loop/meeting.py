@@ -104,8 +104,8 @@ class Meeting:
         )
         self._exchange = member.group.tell(pack(mine))
 
-    def hear(self) -> list[Opening]:
-        """All members' openings, by rank.
+    def hear(self, kind: Kind) -> list[Opening]:
+        """All members' openings of an operation of that kind, by rank.
 
         Raises:
             Interrupted: the group broke, or a member's script has ended.
@@ -114,8 +114,11 @@ class Meeting:
             Stranger: this newcomer is.
         """
         assert self._exchange is not None, "an opening is told before it is heard"
-        openings = [unpack(text) for text in self._generations.hear(self._exchange.wait)]
-        if not self._generations.fresh:
+        fresh, wait = self._generations.fresh, self._exchange.wait
+        # Nobody acts by those of a step, and workers of a node are done with their shards at unlike times.
+        texts = wait() if kind is Kind.STEP and not fresh else self._generations.hear(wait)
+        openings = [unpack(text) for text in texts]
+        if not fresh:
             self._check(openings, range(len(openings)))
         return openings
 
@@ -166,7 +169,7 @@ class Meeting:
                     generations.enter()
                 began = time.monotonic()
                 self.open(kind, **opening)
-                openings = self.hear()
+                openings = self.hear(kind)
                 if not generations.fresh:
                     return _met(kind, openings)
                 ranks = agreement.ranked(openings)

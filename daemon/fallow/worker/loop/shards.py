@@ -262,7 +262,7 @@ class Shards(InnerLoop):
         member, at = self._member, self._member.place.position
         if self._loop.watch.steering() != attempt.steering:
             raise FallowError(_CHANGED.format(step=at.step), Exit.DATA)
-        self._loop.meeting.hear()
+        self._loop.meeting.hear(Kind.STEP)
         self._figures.send()
         parts: list[Part] = []
         rounds = itertools.count()
