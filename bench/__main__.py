@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import signal
 import sys
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
-from bench.rows import Row, Settings
+from bench.rows import Row, Settings, progress
 from fallow.model import Exit, FallowError
 
 BENCHES: dict[str, tuple[str, str]] = {
@@ -22,7 +21,7 @@ BENCHES: dict[str, tuple[str, str]] = {
     "reproducible": ("steady:run_reproducible", "a step of the reproducible mode, against the fast one"),
     "torchrun": ("torchrun:run", "a node joins, against torchrun's elastic agent"),
     "head": ("head:run", "a change among a thousand nodes with eight workers each, under one head; its memory"),
-    "scale": ("scale:run", "what a head does in clusters of up to 10,000 nodes"),
+    "scale": ("head:run_scale", "what a head does in clusters of up to 10,000 nodes"),
     "harvest": ("harvest:run", "idle nodes used and others' jobs delayed, with and without Fallow, on private Slurms"),
 }
 """Name -> module and function of this package, and what it measures."""
@@ -39,16 +38,14 @@ INTERRUPTED = 130
 
 def main(words: Sequence[str] | None = None) -> int:
     """Read the command line, measure, print. Returns the exit code."""
-    args = parse(words)
-    chosen = {name: value for name, value in vars(args).items() if name in Settings.__struct_fields__}
     try:
-        return measure(args.names, Settings(**chosen), json=args.json)
+        return measure(parse(words))
     except FallowError as error:
-        sys.stderr.write(f"bench: {error}\n")
+        progress(str(error))
         return error.code
 
 
-def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(words: Sequence[str] | None = None) -> Settings:
     """Read the command line. Ends the process if it makes no sense."""
     listed = "\n".join(f"  {name:<13} {what}" for name, (_, what) in BENCHES.items())
     parser = argparse.ArgumentParser("bench", description=listed, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -69,7 +66,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def measure(names: Sequence[str], settings: Settings, *, json: bool) -> int:
+def measure(settings: Settings) -> int:
     """Run one benchmark after the other. Progress goes to standard error, the figures to standard output.
 
     Ctrl-C, SIGTERM or a benchmark that fails end it: the rows that are complete are printed, and the exit code says
@@ -78,33 +75,26 @@ def measure(names: Sequence[str], settings: Settings, *, json: bool) -> int:
     Raises:
         FallowError: nothing was measured.
     """
-    rows: list[Row] = []
-    code, problem = INTERRUPTED, None
-
-    def progress(text: str) -> None:
-        sys.stderr.write(f"bench: {text}\n")
-
+    rows, code = list[Row](), 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with contextlib.suppress(KeyboardInterrupt):
-        try:
-            if settings.device != "cpu":
-                importlib.import_module("bench.workload").check_device(settings.device)
-            for name in names:
-                module, _, function = BENCHES[name][0].partition(":")
-                for row in getattr(importlib.import_module(f"bench.{module}"), function)(settings, progress):
-                    rows.append(replace(row, device=settings.device))  # noqa: PERF401 - complete rows outlive an end
-            code = int(Exit.OK)
-        except Exception as error:
-            problem = error
-    if problem is not None and not rows:
-        raise problem
-    if json:
+    try:
+        if settings.device != "cpu":
+            importlib.import_module("bench.workload").check_device(settings.device)
+        for name in settings.names:
+            module, _, function = BENCHES[name][0].partition(":")
+            for row in getattr(importlib.import_module(f"bench.{module}"), function)(settings):
+                rows.append(replace(row, device=settings.device))
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except Exception as error:
+        if not rows:
+            raise
+        progress(f"the rows are of what was finished; then: {error}")
+        code = error.code if isinstance(error, FallowError) else Exit.SOFTWARE
+    if settings.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(rows)).decode() + "\n")
     else:
         sys.stdout.writelines(f"{row}\n" for row in rows)
-    if problem is not None:
-        progress(f"the rows are of what was finished; then: {problem}")
-        code = problem.code if isinstance(problem, FallowError) else Exit.SOFTWARE
     return code
 
 

@@ -9,12 +9,9 @@ included. With a large model on few processors that step is most of the figure, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from statistics import median
 
-from bench.rows import Progress, Row, Settings, at, ours
-from bench.session import train
-from bench.steplog import Finished
+from bench.rows import Row, Settings, at, named, ours, progress, worlds
+from bench.session import Finished, train, usual_gap
 from bench.workload import sums_on
 from fallow.core.submission.schedule import Action
 from fallow.model import ChangeKind, GenerationReport
@@ -32,13 +29,13 @@ KINDS = {
 }
 
 
-def run_pause(settings: Settings, progress: Progress) -> Iterator[Row]:
+def run_pause(settings: Settings) -> Iterator[Row]:
     """Rows for all planned changes, and for absorbs and releases by themselves, per world and model."""
     changes, device = settings.n or CHANGES, settings.device
-    for params, members in settings.worlds:
-        progress(f"pause: {members} members, {params / 1e6:g} M parameters")
+    for params, members in worlds(settings):
+        progress(f"pause: {named(params, members)}")
         options = {"steps": FIRST_STEP + 6 * changes + 10, "shards": members + 1, "device": device}
-        done = train("training", params, members, pauses(members, changes), options=options)
+        done = train(params, members, in_turn(members, changes, CHANGE_STEPS, "-m"), **options)
         for name, kinds in KINDS.items():
             measured = [each for each in done.report.generations if each.kind in kinds and each.pause_s is not None]
             if measured:
@@ -46,17 +43,23 @@ def run_pause(settings: Settings, progress: Progress) -> Iterator[Row]:
                 yield Row(name=name, members=members, params=params, ours=figure, note=note + parts_of(measured))
 
 
-def pauses(members: int, changes: int) -> str:
-    """A schedule: one comes, one goes, the youngest and the oldest in turn."""
+def in_turn(members: int, changes: int, gap: int, leave: str) -> str:
+    """A schedule: one comes, one goes, the youngest and the oldest in turn.
+
+    Args:
+        members: at the begin.
+        changes: how many in all.
+        gap: steps from one to the next.
+        leave: how one goes. Whoever is killed goes before another one comes, else it is the other way round.
+    """
     alive, items = list(range(members)), []
     for number in range(changes):
-        if number % 2 == 0:
+        if number % 2 == (leave == "kill:"):
             alive.append(members + number // 2)
             what = "+1"
         else:
-            what = "-1" if number % 4 == 1 else f"-m{alive[0]}"
-            alive.pop(-1 if number % 4 == 1 else 0)
-        items.append(f"{what}@{FIRST_STEP + CHANGE_STEPS * number}")
+            what = f"{leave}{alive.pop(0 if number // 2 % 2 else -1)}"
+        items.append(f"{what}@{FIRST_STEP + gap * number}")
     return ",".join(items)
 
 
@@ -73,36 +76,18 @@ def parts_of(changes: Sequence[GenerationReport]) -> str:
     return "p50/p95: " + ", ".join(words)
 
 
-def run_recovery(settings: Settings, progress: Progress) -> Iterator[Row]:
+def run_recovery(settings: Settings) -> Iterator[Row]:
     """One row per world and model."""
     kills, device = settings.n or KILLS, settings.device
-    for params, members in settings.worlds:
-        progress(f"recovery: {members} members, {params / 1e6:g} M parameters")
+    for params, members in worlds(settings):
+        progress(f"recovery: {named(params, members)}")
         options = {"steps": FIRST_STEP + 4 * KILL_STEPS * kills, "shards": members, "device": device}
-        done = train("training", params, members, losses(members, kills), options=options)
+        done = train(params, members, in_turn(members, 2 * kills, KILL_STEPS, "kill:"), **options)
         killed = [began for item, began in done.happened if item.action is Action.KILL]
         times = recoveries(done.finished, killed)
         note = f"{sums_on(device, done.workers)}steps done again: {done.report.steps_discarded} in {len(killed)} kills"
-        note += f"; a step that nothing disturbs takes {step_s(done.finished):.3f} s"
+        note += f"; a step that nothing disturbs takes {usual_gap(done.finished):.3f} s"
         yield Row(name="recovery", members=members, params=params, ours=ours(times), note=note)
-
-
-def step_s(log: Sequence[Finished]) -> float:
-    """Median time from one finished step to the next of the same worker and generation."""
-    ends: dict[tuple[str, int], list[float]] = {}
-    for one in log:
-        ends.setdefault((one.worker, one.generation), []).append(one.at)
-    return median(later - at for each in ends.values() for at, later in pairwise(sorted(each)))
-
-
-def losses(members: int, kills: int) -> str:
-    """A schedule: the youngest or the oldest is killed, then another one joins."""
-    alive, items = list(range(members)), []
-    for number in range(kills):
-        step = FIRST_STEP + 2 * KILL_STEPS * number
-        items += [f"kill:{alive.pop(0 if number % 2 else -1)}@{step}", f"+1@{step + KILL_STEPS}"]
-        alive.append(members + number)
-    return ",".join(items)
 
 
 def recoveries(log: Sequence[Finished], kills: Sequence[float]) -> list[float]:

@@ -1,7 +1,7 @@
 """The same jobs of others on two private Slurms side by side, with and without Fallow.
 
 Both see the same jobs at the same times, a job in place of the base allocation included. What Slurm says each second
-about jobs and nodes is all that the figures are made of, but for who trains and why a node is idle: that says the head.
+about jobs and nodes is all that the figures are made of, but for who trains: that says the head.
 *Usable* holes (`fallow.demo.holes`) are longer than a start-up: in a shorter one no training can begin.
 """
 
@@ -11,11 +11,10 @@ import asyncio
 import contextlib
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.rows import Progress, Row, Settings, ours
+from bench.rows import Row, Settings, ours, progress
 from bench.session import command
 from fallow.core.holes import is_idle
 from fallow.demo.holes import HoleWatch, waits_s
@@ -39,7 +38,7 @@ fallow run -- {command}
 """
 
 
-def run(settings: Settings, progress: Progress) -> Iterator[Row]:
+def run(settings: Settings) -> Iterator[Row]:
     """Rows for the idle time, for holes and for others' jobs. Takes `settings.seconds` and a minute; Ctrl-C ends it."""
     with tempfile.TemporaryDirectory(prefix="fallow-harvest-", ignore_cleanup_errors=True) as scratch:
         folder = Path(scratch)
@@ -47,10 +46,10 @@ def run(settings: Settings, progress: Progress) -> Iterator[Row]:
             Testbed.up(folder / "with", nodes=NODES, profile=settings.profile) as bed,
             Testbed.up(folder / "without", nodes=NODES, profile=settings.profile) as other,
         ):
-            yield from asyncio.run(measure(folder, bed, other, settings, progress))
+            yield from asyncio.run(measure(folder, bed, other, settings))
 
 
-async def measure(folder: Path, bed: Testbed, other: Testbed, settings: Settings, progress: Progress) -> list[Row]:
+async def measure(folder: Path, bed: Testbed, other: Testbed, settings: Settings) -> list[Row]:
     """Play on both testbeds."""
     head_settings = {
         "FALLOW_SLURM__POLL_INTERVAL_S": "10",
@@ -60,7 +59,7 @@ async def measure(folder: Path, bed: Testbed, other: Testbed, settings: Settings
     }
     stage = Stage(folder, bed, head_settings)
     control = await stage.head.start()
-    argv = command("training", 10_000, folder, steps=10**6, shards=SHARDS, shard_s=SHARD_S)
+    argv = command(10_000, folder, steps=10**6, shards=SHARDS, shard_s=SHARD_S)
     base = await stage.submit(SCRIPT.format(root=Path(__file__).parents[1], command=" ".join(argv)), NODES)
     sleeping = ["--job-name=training", "--exclusive", "--output=/dev/null", "--time=1440", "--wrap=exec sleep 86400"]
     await asyncio.to_thread(other.slurm, "sbatch", *sleeping)
@@ -69,8 +68,7 @@ async def measure(folder: Path, bed: Testbed, other: Testbed, settings: Settings
     beds = {"with": bed, "without": other}
     loads = [start_load(each, folder / f"{name}.log", seed=0, seconds=8e4, **LOAD) for name, each in beds.items()]
     jobs: dict[str, dict[str, JobInfo]] = {name: {} for name in beds}
-    watch, idle_why = HoleWatch(), Counter[str]()
-    began = time.time()
+    watch, began = HoleWatch(), time.time()
     try:
         with contextlib.suppress(asyncio.CancelledError):  # Ctrl-C: what is known so far is worth telling
             while time.time() - began < settings.seconds:
@@ -85,12 +83,9 @@ async def measure(folder: Path, bed: Testbed, other: Testbed, settings: Settings
                     seen.update((job.name, job) for job in cluster.jobs if job.name.startswith("user-"))
                 owners = owners_in(looks[0], base)
                 watch.look(looks[0].at, owners, members_of(snapshot.runs[0]))
-                words = {node.node: node.unused for node in snapshot.nodes}
-                idle = (node for node, owner in owners.items() if owner is NodeOwner.IDLE)
-                idle_why.update((words.get(node, "") or "not seen yet").partition(":")[0] for node in idle)
                 progress(f"harvest: {time.time() - began:.0f} s, {len(watch.holes)} holes")
         delayed = (await control.call("status", Snapshot)).head.others_delayed
-        return rows(watch, later_s(jobs["with"], jobs["without"], time.time()), idle_why, delayed)
+        return list(rows(watch, later_s(jobs["with"], jobs["without"], time.time()), delayed))
     finally:
         for load in loads:
             load.terminate()
@@ -99,25 +94,19 @@ async def measure(folder: Path, bed: Testbed, other: Testbed, settings: Settings
         await stage.head.stop()
 
 
-def rows(watch: HoleWatch, later: list[float], idle_why: Counter[str], delayed: DelayReport) -> list[Row]:
+def rows(watch: HoleWatch, later: list[float], delayed: DelayReport) -> Iterator[Row]:
     """What was measured, as rows; a figure of nothing has none."""
     start_up_s = watch.start_up_s or 0.0
     idle, used = watch.idle_node_s(start_up_s), watch.harvested_node_s(start_up_s)
-    usable = f"{used:.0f} of {idle:.0f} node-seconds in holes longer than a start-up ({start_up_s:.1f} s); "
-    usable += f"looks at idle nodes: {', '.join(f'{word} {count}' for word, count in idle_why.most_common())}"
-    head = f"the head counts {delayed.jobs} delayed, p95 {delayed.p95_s:.1f} s, at most {delayed.max_s:.1f} s"
-    waits = waits_s(hole for hole in watch.holes if hole.left_by_others)
-    figures = [
-        ("idle time trained", "of it", [used / idle] if idle else [], usable),
-        ("hole to first step", "s", waits, f"{len(watch.holes)} holes"),
-        (
-            "others' jobs later",
-            "s",
-            later,
-            f"at most {max(later, default=0.0):.0f} s later than without Fallow; {head}",
-        ),
-    ]
-    return [Row(name=name, unit=unit, ours=ours(values), note=note) for name, unit, values, note in figures if values]
+    if idle:
+        usable = f"{used:.0f} of {idle:.0f} node-seconds in holes longer than a start-up ({start_up_s:.1f} s)"
+        yield Row(name="idle time trained", unit="of it", ours=ours([used / idle]), note=usable)
+    if waits := waits_s(hole for hole in watch.holes if hole.left_by_others):
+        yield Row(name="hole to first step", ours=ours(waits), note=f"{len(watch.holes)} holes")
+    if later:
+        most = f"at most {max(later):.0f} s later than without Fallow; the head counts {delayed.jobs} delayed, "
+        most += f"p95 {delayed.p95_s:.1f} s, at most {delayed.max_s:.1f} s"
+        yield Row(name="others' jobs later", ours=ours(later), note=most)
 
 
 def owners_in(cluster: ClusterState, base: str) -> dict[str, NodeOwner]:

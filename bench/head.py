@@ -1,42 +1,69 @@
-"""One head and a run of a thousand nodes with eight workers each: what a change of the membership takes.
+"""What one head bears.
 
-The head is a real one in a process of its own, with its store, its encrypted socket and everybody's heartbeats. The
-agents are played (`bench.played_agents`): they answer at once for their workers. All share this machine's cores.
-A node's workers are killed: the others prepare a group without them. Then workers are started anew there, and all
-prepare a group with them. A change lasts from the agent's word that sets it off until the last node is told to switch.
+`head`: a change of the membership in a run of a thousand nodes with eight workers each. The head is a real one in a
+process of its own, with its store, its encrypted socket and everybody's heartbeats. The agents are played
+(`bench.played_agents`): they answer at once for their workers. All share this machine's cores. A node's workers are
+killed: the others prepare a group without them. Then workers are started anew there, and all prepare a group with
+them. A change lasts from the agent's word that sets it off until the last node is told to switch.
+
+`scale`: how the head's work grows with the cluster, up to 10,000 nodes and 1,000 runs, in processor time. What follows
+from a poll is decided by the head's own code in virtual time (`fallow.sim`), on a made-up cluster of eight partitions,
+seven in ten nodes used by others, while runs take the idle nodes one after the other.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from bench.played_agents import Players
-from bench.rows import Progress, Row, Settings, ours
+from bench.played_agents import Moment, Players
+from bench.rows import Row, Settings, ours, progress
 from fallow.control.client import ControlClient
 from fallow.control.protocol import NewRun
 from fallow.files import Paths
 from fallow.local.headprocess import HeadProcess
 from fallow.model import Exit, FallowError, RunSpec, RunStatus, Snapshot
+from fallow.sim.costs import IN_PLACE
+from fallow.sim.curves import CURVES
+from fallow.sim.head import VirtualHead
+from fallow.sim.meter import Tally
+from fallow.sim.play import play
+from fallow.sim.slurm.engine import SlurmSim
+from fallow.sim.traces.sites import harvested, made_up
+from fallow.sim.types import JobPart, Options, RunPlan, Scheduler, SimJob
+from fallow.testbed.load import make_jobs
 
 NODES, SLOTS = 1000, 8
 TIMES = 10
 REST_S = 10.0
 PATIENCE_S = 120.0
-LOOK_S = 0.02
+LOOK_S = 0.002
 
+SIZES = ((100, 10, 1800.0), (1_000, 100, 1800.0), (3_000, 300, 600.0), (10_000, 1_000, 120.0))
+"""(nodes, runs, virtual seconds that are played)."""
+
+PARTITIONS = 8
+USED = 0.7
+"""Of the nodes, by others."""
+
+MEAN_S = 7200.0
+"""Length of the others' jobs on average; the longest is eight times that."""
+
+OPTIONS = Options(poll_s=30.0, costs=IN_PLACE)
 
 Figures = dict[tuple[str, str], list[float]]
 """Name and unit of a row -> what was measured."""
 
 
-def run(settings: Settings, progress: Progress) -> Iterator[Row]:
+def run(settings: Settings) -> Iterator[Row]:
     """Rows for kills and for newcomers, and for the head's memory and its work at rest."""
     times = settings.n or TIMES
     progress(f"head: {NODES} nodes with {SLOTS} workers each, {times} are killed and started anew")
@@ -65,7 +92,6 @@ async def measure(nodes: int, slots: int, times: int, *, runs: int = 1, rest_s: 
         shares = [nodes // runs + (number < nodes % runs) for number in range(runs)]
         key_files = [await _create(control, f"bench{number}", share) for number, share in enumerate(shares)]
         players = Players(nodes, slots, key_files)
-        players.start()
         try:
             await _settle(control)
             began_at, began_s, busy_s = time.monotonic(), _loop_s(head), 0.0
@@ -74,15 +100,22 @@ async def measure(nodes: int, slots: int, times: int, *, runs: int = 1, rest_s: 
                 busy_s = _loop_s(head) - began_s
             found: Figures = {("head at rest", "cores"): [busy_s / (time.monotonic() - began_at)]}
             for number in range(times):
-                for name, word, least in (("kill", "kill", nodes - 1), ("absorb", "start", nodes)):
-                    figures = await _change(head, players, word, number * nodes // times, least)
+                node = players.nodes[number * nodes // times]
+                for name, act, least in (("kill", node.kill, nodes - 1), ("absorb", node.start, nodes)):
+                    before, loop_s, durable = max(players.told), _loop_s(head), _durable_bytes(head)
+                    act()
+                    end = await _all_told(players, before, least)
+                    begin = node.changed or end
+                    figures = {("all told", "s"): end.at - begin.at, ("head's loop", "s"): _loop_s(head) - loop_s}
+                    figures["store", "kB"] = (_durable_bytes(head) - durable) / 1e3
+                    figures |= {(kind, "MB"): (sent - begin.sent[kind]) / 1e6 for kind, sent in end.sent.items()}
                     for (what, unit), value in figures.items():
                         found.setdefault((f"{name}: {what}", unit), []).append(value)
                     await _settle(control)
             most = next(line for line in _proc(head, "status").splitlines() if line.startswith("VmHWM"))
             return found | {("head's memory", "MB"): [int(most.split()[1]) * 1024 / 1e6]}
         finally:
-            await asyncio.to_thread(players.stop)
+            players.close()
             await control.aclose()
             await head.stop()
 
@@ -103,27 +136,14 @@ async def _settle(control: ControlClient) -> None:
             await asyncio.sleep(0.5)
 
 
-async def _change(
-    head: HeadProcess, players: Players, word: str, node: int, least: int
-) -> dict[tuple[str, str], float]:
-    """Say the word to one node, and wait for a new generation of at least so many nodes.
-
-    Returns:
-        By what and unit: the time until all were told, processor time of the head's loop meanwhile, what the store
-        wrote, and what was sent in both directions, by kind of message.
-    """
-    before, loop_s, durable = max(players.switches), _loop_s(head), _durable_bytes(head)
-    players.tell(word, node)
-    for _ in range(int(PATIENCE_S / LOOK_S)):
+async def _all_told(players: Players, before: int, least: int) -> Moment:
+    """Wait until so many nodes have been told to switch to a generation after `before`; returns when that was."""
+    end = time.monotonic() + PATIENCE_S
+    while not any(generation > before and told >= least for generation, told in players.told.items()):
+        if time.monotonic() > end:
+            raise FallowError(f"no generation reached {least} nodes within {PATIENCE_S:g} s", Exit.SOFTWARE)
         await asyncio.sleep(LOOK_S)
-        end = next((s for g, s in list(players.switches.items()) if g > before and s.told >= least), None)
-        if end is not None:
-            begin = players.last[word]
-            found = {("all told", "s"): end.at - begin.at, ("head's loop", "s"): _loop_s(head) - loop_s}
-            found["store", "kB"] = (_durable_bytes(head) - durable) / 1e3
-            sent = {kind: (count - begin.sent.get(kind, 0)) / 1e6 for kind, count in end.sent.items()}
-            return found | {(kind, "MB"): megabytes for kind, megabytes in sent.items()}
-    raise FallowError(f"no generation reached {least} nodes within {PATIENCE_S:g} s", Exit.SOFTWARE)
+    return players.now()
 
 
 def _loop_s(head: HeadProcess) -> float:
@@ -137,3 +157,67 @@ def _proc(head: HeadProcess, file: str) -> str:
 
 def _durable_bytes(head: HeadProcess) -> int:
     return sum(file.stat().st_size for file in head.paths.redis_dir.rglob("*.aof"))
+
+
+def run_scale(settings: Settings) -> Iterator[Row]:
+    """Rows for deciding and for listening, per size."""
+    for nodes, runs, lasts_s in SIZES:
+        progress(f"scale: {nodes} nodes, {runs} runs")
+        yield from measure_size(nodes, runs, lasts_s, REST_S)
+
+
+def measure_size(nodes: int, runs: int, lasts_s: float, rest_s: float) -> list[Row]:
+    """One size; heartbeats are counted for `rest_s`."""
+    polls, note = decide(nodes, runs, lasts_s)
+    held = max(runs, round((1 - USED) * nodes))
+    rest = asyncio.run(measure(held, SLOTS, 0, runs=runs, rest_s=rest_s))
+    (memory,), cores = rest["head's memory", "MB"], ours(rest["head at rest", "cores"])
+    beats = f"heartbeats and ticks of {held} nodes with {SLOTS} workers each; {memory:.0f} MB resident"
+    return [
+        Row(name="deciding after a poll", members=nodes, ours=ours(polls), note=f"{runs} runs; {note}"),
+        Row(name="head at rest", members=held, unit="cores", ours=cores, note=beats),
+    ]
+
+
+class TimedHead(VirtualHead):
+    """Notes the processor time of what it decides after each poll."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.polls_s: list[float] = []
+
+    def wake(self, at: float) -> None:
+        before, began = self.harvest.cluster, time.process_time()
+        super().wake(at)
+        if self.harvest.cluster is not before:
+            self.polls_s.append(time.process_time() - began)
+
+
+def decide(nodes: int, runs: int, lasts_s: float) -> tuple[list[float], str]:
+    """Play so long. Returns the seconds of each poll that was taken in, and what else was found, in words."""
+    groups = {f"p{p}": [f"n{n:05}" for n in range(p, nodes, PARTITIONS)] for p in range(PARTITIONS)}
+    site = made_up("scale", groups, gpus=8, profile="preempt", scheduler=Scheduler(version=(25, 11)))
+    most = max(2, math.ceil(2 * (1 - USED) * nodes / runs))
+    rates, within = [CURVES[name] for name in sorted(CURVES)], harvested(site)
+    limits: dict[str, Any] = {"min_nodes": 1, "max_nodes": most, "shards": 16 * most, "partitions": within}
+    plans = [RunPlan(run=f"r{number}", rate=rates[number % len(rates)], **limits) for number in range(runs)]
+    engine, meter = SlurmSim(site, 0, 0.0, iter(others(groups, lasts_s))), Tally(plans, nodes, 0.0)
+    virtual = play(engine, TimedHead, plans, OPTIONS, meter, lasts_s)
+    training = sum(virtual.runs.members(plan.run) for plan in plans)
+    requests = meter.score().slurmctld_rpcs_per_min
+    per_min = f"{len(virtual.polls_s) * 60 / lasts_s:.1f} polls and {requests:.0f} requests a minute"
+    return virtual.polls_s, f"{per_min}; {training} nodes train in the end"
+
+
+def others(groups: Mapping[str, Sequence[str]], lasts_s: float) -> list[SimJob]:
+    """Jobs that keep `USED` of each partition's nodes busy. Some came before the begin, and still run."""
+    before_s, jobs = 8 * MEAN_S, list[SimJob]()
+    for number, (group, names) in enumerate(groups.items()):
+        made = make_jobs(number, seconds=before_s + lasts_s, nodes=len(names), utilisation=USED, mean_s=MEAN_S)
+        for job in made:
+            at, end = max(0.0, job.at_s - before_s), job.at_s - before_s + job.runs_s
+            if end > at + 1.0:
+                what: dict[str, Any] = {"runs_s": end - at, "limit_s": min(86400.0, 60.0 * job.limit_minutes)}
+                what |= {"user": job.name.split("-")[1], "part": JobPart(partition=group, nodes=job.nodes)}
+                jobs.append(SimJob(job_id=f"{group}-{job.name}", submit_at=at, **what))
+    return sorted(jobs, key=lambda job: job.submit_at)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import argparse
+import sys
+from collections.abc import Sequence
 from itertools import product
 
 import msgspec
 
 from fallow.core.quantile import quantile
 
-Progress = Callable[[str], None]
-"""Called with a few words about what is being measured now."""
+Settings = argparse.Namespace
+"""What the user asked for: the options of `bench.__main__.parse`, where each has its help."""
 
 
 class Ours(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,24 +55,19 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return f"{', '.join([self.name, *where])}: {figures}{beside}{note}"
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user asked for."""
+def worlds(settings: Settings) -> list[tuple[int, int]]:
+    """(params, members) of each world to measure, one model after the other."""
+    return list(product(settings.params, settings.members))
 
-    members: list[int]
-    params: list[int]
-    n: int | None = None
-    "measurements per row, about; None: each benchmark's own default"
-    device: str = "cpu"
-    "to train on, as torch names its kind"
-    seconds: float = 300.0
-    "of `harvest`"
-    profile: str = "plain"
-    "of `harvest`: of the private Slurm"
 
-    @property
-    def worlds(self) -> list[tuple[int, int]]:
-        """(params, members) of each world to measure, one model after the other."""
-        return list(product(self.params, self.members))
+def named(params: int, members: int) -> str:
+    """A world in words."""
+    return f"{members} members, {params / 1e6:g} M parameters"
+
+
+def progress(text: str) -> None:
+    """Tell on standard error what is being measured now."""
+    sys.stderr.write(f"bench: {text}\n")
 
 
 def ours(values: Sequence[float]) -> Ours:

@@ -5,15 +5,26 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
-from bench import steplog
-from bench.steplog import Finished
 from fallow.core.submission.schedule import Action, Item, parse_schedule
 from fallow.local.driver import Driver
 from fallow.model import Exit, FallowError, RunReport, RunStatus
+
+
+class Finished(NamedTuple):
+    """One worker finished one optimizer step."""
+
+    worker: str
+    step: int
+    generation: int
+    at: float
+    "seconds of CLOCK_MONOTONIC"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,31 +42,29 @@ class Trained:
     "what the script left in `result.json`"
 
 
-def command(script: str, params: int, log: Path, **options: object) -> list[str]:
+def command(params: int, log: Path, **options: object) -> list[str]:
     """argv of a training.
 
     Args:
-        script: module of this package.
         params: of the model.
         log: folder that all workers share.
-        options: more options of the script, by name. One that is True is a flag, one that is False is left out.
+        options: more of its options, by name. One that is True is a flag, one that is False is left out.
     """
-    argv = [sys.executable, "-m", f"bench.{script}", "--params", str(params), "--notes", str(log)]
+    argv = [sys.executable, "-m", "bench.training", "--params", str(params), "--notes", str(log)]
     for name, value in options.items():
         if value is not False:
             argv += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     return argv
 
 
-def train(script: str, params: int, members: int, schedule: str = "", *, options: Mapping[str, object]) -> Trained:
-    """Run a script in one worker a member, and wait for its end.
+def train(params: int, members: int, schedule: str = "", /, **options: object) -> Trained:
+    """Train with one worker a member, and wait for the end.
 
     Args:
-        script: module of this package.
         params: of the model.
         members: nodes at the start.
         schedule: what happens to the membership, in the words of `fallow local`.
-        options: more options of the script, which also gets `--workers`: that there are from the start to the end.
+        options: more of the training, which also gets `--workers`: that there are from the start to the end.
 
     Raises:
         FallowError: it did not finish, or samples were lost or repeated: then no figure is worth anything.
@@ -66,7 +75,7 @@ def train(script: str, params: int, members: int, schedule: str = "", *, options
         folder, log = Path(scratch, "run"), Path(scratch, "log")
         folder.mkdir(mode=0o700)
         log.mkdir()
-        argv = command(script, params, log, workers=workers, **options)
+        argv = command(params, log, workers=workers, **options)
         driver = Driver(folder, argv, members, items, output=2)
         report = asyncio.run(driver.train())
         samples, result = report.samples, log / "result.json"
@@ -76,7 +85,43 @@ def train(script: str, params: int, members: int, schedule: str = "", *, options
         return Trained(
             report=report,
             happened=driver.happened,
-            finished=steplog.read(log),
+            finished=read_steps(log),
             workers=workers,
             result=result.read_bytes() if result.exists() else b"",
         )
+
+
+def read_steps(folder: Path) -> list[Finished]:
+    """All finished steps of all workers, by time. A torn last line is left out."""
+    found: list[Finished] = []
+    for path in folder.glob("*.steps"):
+        for line in path.read_text().splitlines():
+            words = line.split()
+            if len(words) == 3 and "." in words[2]:
+                found.append(Finished(path.stem, int(words[0]), int(words[1]), float(words[2])))
+    return sorted(found, key=lambda one: one.at)
+
+
+def new_steps(log: Sequence[Finished]) -> list[Finished]:
+    """The steps that went beyond all before them, each as it was first finished by anybody, by time."""
+    highest, found = -1, []
+    for one in log:
+        if one.step > highest:
+            highest = one.step
+            found.append(one)
+    return found
+
+
+def usual_gap(log: Sequence[Finished]) -> float:
+    """Median time between two new steps, in seconds."""
+    return median(new.at - old.at for old, new in pairwise(new_steps(log)))
+
+
+def standstill(log: Sequence[Finished], since: float, until: float) -> float:
+    """How long progress stood still in [since, until): the longest gap between two new steps, minus the usual one.
+
+    A step that is done again is no progress, so what a restart loses counts, too. Gaps count that end in the time
+    span.
+    """
+    gaps = [new.at - old.at for old, new in pairwise(new_steps(log)) if since <= new.at < until]
+    return max(0.0, max(gaps) - usual_gap(log)) if gaps else 0.0

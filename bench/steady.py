@@ -1,7 +1,7 @@
 """Steady state: our step beside DistributedDataParallel's in one world, while the membership does not change.
 
 The peer has the same shards under `no_sync`, the same bucket views and the same compile mode. Both take turns in the
-same processes (`steady_training`), in several trainings one after the other: where a training's memory lies moves all
+same processes (`training`), in several trainings one after the other: where a training's memory lies moves all
 its steps. The note tells the 95 % confidence interval, and the ratio of two DDP arms (A/A), which is 1 but for noise.
 """
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from bench.rows import Peer, Progress, Row, Settings, at, ours
+from bench.rows import Peer, Row, Settings, at, named, ours, progress, worlds
 from bench.session import train
 from bench.workload import are_shared
 from fallow.model import Exit, FallowError
@@ -46,14 +46,14 @@ Turns = dict[str, list[float]]
 """Arm -> seconds per step of each turn, on the slowest member. Turn number i of all arms is of the same round."""
 
 
-def run(settings: Settings, progress: Progress) -> Iterator[Row]:
+def run(settings: Settings) -> Iterator[Row]:
     """All worlds and models with one shard a member; the first one also with four shards, and compiled."""
-    first, *others = settings.worlds
+    first, *others = worlds(settings)
     arms = [(first, 1, False), (first, 4, False), *((world, 1, False) for world in others)]
     arms += [(first, 1, True)] if settings.device in ("cpu", "cuda") else []  # others have no compiler
     for (params, members), shards, compiled in arms:
         words = f"{shards} shards a member" + (", compiled" if compiled else "")
-        progress(f"steady: {members} members, {params / 1e6:g} M parameters, {words}")
+        progress(f"steady: {named(params, members)}, {words}")
         turns = compare(params, members, shards, settings.n or ROUNDS, settings.device, compile=compiled)
         yield Row(
             name="steady state",
@@ -66,15 +66,15 @@ def run(settings: Settings, progress: Progress) -> Iterator[Row]:
         )
 
 
-def run_reproducible(settings: Settings, progress: Progress) -> Iterator[Row]:
+def run_reproducible(settings: Settings) -> Iterator[Row]:
     """What `reproducible=True` costs, with one shard a member; the first of the worlds also with four.
 
     The ratio is (ours / DDP) in the reproducible mode, divided by the same of the fast one, so that a machine that is
     slower during one of the runs hardly shows.
     """
-    first, *others = settings.worlds
+    first, *others = worlds(settings)
     for (params, members), shards in [(first, 1), (first, 4), *((world, 1) for world in others)]:
-        progress(f"reproducible: {members} members, {params / 1e6:g} M parameters, {shards} shards a member")
+        progress(f"reproducible: {named(params, members)}, {shards} shards a member")
         fast, exact = (
             compare(params, members, shards, settings.n or ROUNDS_EXACT, settings.device, reproducible=mode)
             for mode in (False, True)
@@ -110,7 +110,7 @@ def compare(params: int, members: int, shards: int, rounds: int, device: str, **
     more = {"shards": shards, "rounds": -(-rounds // trainings), "device": device, **options}
     found: Turns = {"ours": [], "ddp": [], "ddp_again": []}
     for _ in range(trainings):
-        done = train("steady_training", params, members, options=more)
+        done = train(params, members, **more)
         for arm, seconds in msgspec.json.decode(done.result, type=Turns).items():
             found[arm] += seconds
     return found

@@ -2,7 +2,7 @@
 
 torchrun runs as its documentation says for elastic jobs: `--nnodes=MIN:MAX --rdzv-backend=c10d`, one agent in the place
 of a node, default time limits; its script goes on from a checkpoint of every 20 steps. Compared is how long progress
-stands still around the change (`steplog.standstill`).
+stands still around the change (`session.standstill`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 
 import psutil
 
-from bench import steplog
-from bench.rows import Peer, Progress, Row, Settings, at, ours
+from bench import session
+from bench.rows import Peer, Row, Settings, at, named, ours, progress, worlds
 from bench.session import command, train
 from fallow.core.submission.schedule import Action
 from fallow.model import Exit, FallowError
@@ -32,13 +32,13 @@ STEPS = 10
 """New steps after which a world has settled."""
 
 
-def run(settings: Settings, progress: Progress) -> Iterator[Row]:
+def run(settings: Settings) -> Iterator[Row]:
     """One row per world and model."""
     rounds = settings.n or ROUNDS
-    for params, members in settings.worlds:
-        progress(f"torchrun: {members} members, {params / 1e6:g} M parameters, ours")
+    for params, members in worlds(settings):
+        progress(f"torchrun: {named(params, members)}, ours")
         figure = ours(standstills(members, params, rounds))
-        progress(f"torchrun: {members} members, {params / 1e6:g} M parameters, torchrun's")
+        progress(f"torchrun: {named(params, members)}, torchrun's")
         theirs = [peer(members, params) for _ in range(rounds)]
         yield Row(
             name="absorb, against torchrun",
@@ -54,10 +54,10 @@ def run(settings: Settings, progress: Progress) -> Iterator[Row]:
 def standstills(members: int, params: int, rounds: int) -> list[float]:
     """Under Fallow: in each round one comes and leaves."""
     items = ",".join(f"+1@{STEPS + 24 * number},-1@{STEPS + 24 * number + 12}" for number in range(rounds))
-    done = train("training", params, members, items, options={"steps": STEPS + 24 * rounds, "shards": members + 1})
+    done = train(params, members, items, steps=STEPS + 24 * rounds, shards=members + 1)
     began = [at for _, at in done.happened] + [done.finished[-1].at]
     return [
-        steplog.standstill(done.finished, since, until)
+        session.standstill(done.finished, since, until)
         for (item, since), until in zip(done.happened, began[1:], strict=True)
         if item.action is Action.ADD
     ]
@@ -68,48 +68,48 @@ def peer(members: int, params: int) -> float:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{probe.getsockname()[1]}"
-    with tempfile.TemporaryDirectory(prefix="fallow-bench-") as scratch, contextlib.ExitStack() as agents:
-        log = Path(scratch)
-        python, *words = command("training", params, log, torchrun=True)
+    with tempfile.TemporaryDirectory(prefix="fallow-bench-") as scratch:
+        log, agents = Path(scratch), list[psutil.Popen]()
+        python, *words = command(params, log, torchrun=True)
         argv = [python, "-m", "torch.distributed.run", f"--nnodes={members}:{members + 1}", "--nproc-per-node=1"]
         argv += ["--rdzv-backend=c10d", f"--rdzv-endpoint={place}", "--rdzv-id=bench", "--local-addr=127.0.0.1"]
         argv += ["--max-restarts=100", *words]
-        for _ in range(members):
-            agents.enter_context(_agent(argv, log))
-        if not _settled(log, members, 0.0):
-            last = (log / "output.txt").read_text(errors="replace")[-500:]
-            raise FallowError(f"torchrun did not start within {SETTLED_S:g} s: {last}", Exit.TEMPFAIL)
-        began = time.monotonic()
-        agents.enter_context(_agent(argv, log))
-        if not _settled(log, members + 1, began):
-            return SETTLED_S
-        return steplog.standstill(steplog.read(log), began, time.monotonic())
+        try:
+            agents += [_start(argv, log) for _ in range(members)]
+            if not _settled(log, members, 0.0):
+                last = (log / "output.txt").read_text(errors="replace")[-500:]
+                raise FallowError(f"torchrun did not start within {SETTLED_S:g} s: {last}", Exit.TEMPFAIL)
+            began = time.monotonic()
+            agents.append(_start(argv, log))
+            if not _settled(log, members + 1, began):
+                return SETTLED_S
+            return session.standstill(session.read_steps(log), began, time.monotonic())
+        finally:
+            for agent in agents:
+                _kill(agent)
 
 
-@contextlib.contextmanager
-def _agent(argv: list[str], log: Path) -> Iterator[None]:
-    """An agent that is killed at the end, with all that it has started."""
+def _start(argv: list[str], log: Path) -> psutil.Popen:
     # With the rendezvous' own store, agents of torch 2.13 wait 60 s for keys in vain after a newcomer, and end.
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with (log / "output.txt").open("ab") as out:
-        agent = psutil.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environ, start_new_session=True
-        )
-    try:
-        yield
-    finally:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for process in [*agent.children(recursive=True), agent]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-        agent.wait(10)
+        return psutil.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environ, start_new_session=True)
+
+
+def _kill(agent: psutil.Popen) -> None:
+    """With all that it has started."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in [*agent.children(recursive=True), agent]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    agent.wait(10)
 
 
 def _settled(log: Path, size: int, after: float) -> bool:
     """Wait until a world of that size has made new steps; steps that are done again do not count."""
     end = time.monotonic() + SETTLED_S
     while time.monotonic() < end:
-        news = [one for one in steplog.progress(steplog.read(log)) if one.at > after and one.generation == size]
+        news = [one for one in session.new_steps(session.read_steps(log)) if one.at > after and one.generation == size]
         if len(news) >= STEPS:
             return True
         time.sleep(0.05)

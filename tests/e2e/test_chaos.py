@@ -27,7 +27,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from bench import session, steplog
+from bench import session
 from fallow.core.membership.names import member_number
 from fallow.core.submission.schedule import Action, Item
 from fallow.local.driver import LOOK_S, Driver
@@ -125,20 +125,20 @@ def useful_share(ends: Sequence[float], nodes: Sequence[Node], since: float, unt
 @pytest.mark.timeout(4 * 3600)
 def test_chaos(tmp_path: Path) -> None:
     options = {"shards": SHARDS, "reproducible": True}
-    calm = session.train("training", PARAMS, MEMBERS, options=options | {"steps": ALONE, "shard_s": SHARD_S})
-    step_s = steplog.usual_gap(calm.finished)
+    calm = session.train(PARAMS, MEMBERS, steps=ALONE, shard_s=SHARD_S, **options)
+    step_s = session.usual_gap(calm.finished)
     # Undisturbed it would last for a period before the first fault, one after each and a spare one.
     steps = ceil(EVERY_S * (FAULTS + 2) / step_s)
     folder, log = tmp_path / "run", tmp_path / "log"
     folder.mkdir(mode=0o700)
     log.mkdir()
-    argv = session.command("training", PARAMS, log, steps=steps, shard_s=SHARD_S, **options)
+    argv = session.command(PARAMS, log, steps=steps, shard_s=SHARD_S, **options)
     chaos = Chaos(folder, argv, log)
     report = asyncio.run(chaos.train())
     assert (report.status, report.samples.lost, report.samples.duplicated) == (RunStatus.FINISHED, 0, 0)
-    undisturbed = session.train("training", PARAMS, MEMBERS, options=options | {"steps": steps}).report
+    undisturbed = session.train(PARAMS, MEMBERS, steps=steps, **options).report
     assert report.final_digest == undisturbed.final_digest is not None
-    ends = [one.at for one in steplog.progress(steplog.read(log))]
+    ends = [one.at for one in session.new_steps(session.read_steps(log))]
     since, until = chaos.faults_at[0], chaos.faults_at[-1] + EVERY_S
     share = useful_share(ends, chaos.nodes, since, until, MEMBERS * step_s)
     print(f"chaos: {share:.3f} of the available node-seconds are useful; a step takes {step_s:.3f} s undisturbed")

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench import changes, harvest, scale, steady, steplog
-from bench.__main__ import INTERRUPTED, main, measure
-from bench.rows import Progress, Row, Settings, ours
-from bench.steplog import Finished
+from bench import changes, harvest, head, session, steady
+from bench.__main__ import INTERRUPTED, main, measure, parse
+from bench.rows import Row, Settings, ours
+from bench.session import Finished
 from fallow.model import Exit, FallowError, JobInfo
 
 
@@ -33,9 +33,9 @@ def test_standstill_is_what_progress_fell_behind() -> None:
     finished = [done("a", step, 1, float(step)) for step in range(10)]
     finished += [done("b", step, 2, 12.0 + step) for step in range(7, 20)]  # steps 7 to 9 were done again
     # Step 10 was due at 10 and came at 22.
-    assert steplog.standstill(finished, 9.5, 30.0) == pytest.approx(12.0)
-    assert steplog.standstill(finished, 0.0, 9.5) == pytest.approx(0.0)
-    assert steplog.progress(finished)[10] == done("b", 10, 2, 22.0)
+    assert session.standstill(finished, 9.5, 30.0) == pytest.approx(12.0)
+    assert session.standstill(finished, 0.0, 9.5) == pytest.approx(0.0)
+    assert session.new_steps(finished)[10] == done("b", 10, 2, 22.0)
 
 
 def test_arms_are_compared_round_by_round() -> None:
@@ -51,7 +51,7 @@ def test_arms_are_compared_round_by_round() -> None:
 
 
 def test_a_small_cluster_is_planned_for_and_listened_to() -> None:
-    deciding, rest = scale.measure(40, 4, 300.0, rest_s=0.1)
+    deciding, rest = head.measure_size(40, 4, 300.0, rest_s=0.1)
     assert deciding.ours.n >= 5
     assert 0 < deciding.ours.p50 <= deciding.ours.p95
     assert rest.members == 12
@@ -101,20 +101,21 @@ def test_bad_input_costs_nothing(words: list[str], capsys: pytest.CaptureFixture
 def test_rows_outlive_a_benchmark_that_does_not_come_to_its_end(
     end: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run(settings: Settings, progress: Progress) -> Iterator[Row]:
+    def run(settings: Settings) -> Iterator[Row]:
         yield from [Row(name="planned pause", members=2, ours=ours([0.5]))][: settings.n]
         raise end
 
     monkeypatch.setattr(changes, "run_pause", run)
-    before = signal.getsignal(signal.SIGTERM)
+    before, settings = signal.getsignal(signal.SIGTERM), parse(["pause", "--json"])
     try:
-        assert measure(["pause"], Settings(members=[2], params=[1], n=2), json=True) == code
+        assert measure(settings) == code
         told = capsys.readouterr()
         assert [row["name"] for row in json.loads(told.out)] == ["planned pause"]
         assert str(end) in told.err
         if isinstance(end, Exception):
+            settings.n = 0
             with pytest.raises(type(end)):
-                measure(["pause"], Settings(members=[2], params=[1], n=0), json=True)
+                measure(settings)
             assert not capsys.readouterr().out, "the command line prints the error, and nothing else"
     finally:
         signal.signal(signal.SIGTERM, before)
