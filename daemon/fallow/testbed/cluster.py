@@ -17,11 +17,13 @@ import subprocess
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
+
+import msgspec
 
 from fallow.model import Exit, FallowError, Struct
 from fallow.testbed import registry
-from fallow.testbed.conf import GRACE_S, KILL_WAIT_S, PARTITION, Layout, Profile
+from fallow.testbed.conf import NODES, PARTITION, Layout, Profile
 from fallow.testbed.daemons import logs, make_folder, start_daemons, start_slurmctld, write_files
 from fallow.testbed.host import (
     check_commands,
@@ -38,8 +40,6 @@ UP_DEADLINE_S = 120.0
 "From start to all nodes idle; measured 1 to 3 s. A busy machine may need ten times as long."
 COMMAND_DEADLINE_S = 60.0
 "Slurm's commands give up by themselves sooner where slurmctld does not answer."
-_PATIENCE_S = 3.0
-"With what ends in order; usually it takes a tenth of that. After it comes SIGKILL."
 _KILL_DEADLINE_S = 60.0
 
 
@@ -70,22 +70,12 @@ class Testbed:
     # -- making and finding -------------------------------------------------------------------------------------
 
     @classmethod
-    def up(
-        cls,
-        folder: Path | None = None,
-        *,
-        nodes: int = 8,
-        gpus: int = 4,
-        profile: Profile | str = Profile.PREEMPT,
-        bf_interval: int = 1,
-        grace_s: int = GRACE_S,
-        kill_wait_s: int = KILL_WAIT_S,
-    ) -> Self:
+    def up(cls, folder: Path | None = None, **options: Any) -> Self:
         """Start a testbed and wait until all its nodes are idle, a few seconds at most.
 
-        `folder` must be new or empty; None: a fresh one under /tmp. `bf_interval` is the cycle of Slurm's
-        backfill scheduler in seconds (sites have 30 and more). `grace_s` is the time between the warning of a job
-        that the profile `preempt` preempts and its end, `kill_wait_s` that between SIGTERM and SIGKILL.
+        Args:
+            folder: must be new or empty; None: a fresh one under /tmp.
+            options: fields of `Layout` that have defaults.
 
         Raises:
             FallowError: packages are missing, the folder is in use, or daemons do not come up (with their logs' ends).
@@ -93,20 +83,9 @@ class Testbed:
         check_commands()
         check_host_name()
         user, version = _user_name(), slurm_version()
-        with reserved_ports(nodes + 1) as first_port:
-            layout = Layout(
-                place=str(make_folder(folder)),
-                user=user,
-                nodes=nodes,
-                gpus=gpus,
-                profile=Profile(profile),
-                bf_interval=bf_interval,
-                first_port=first_port,
-                version=version,
-                started_at=time.time(),
-                grace_s=grace_s,
-                kill_wait_s=kill_wait_s,
-            )
+        with reserved_ports(options.get("nodes", NODES) + 1) as first_port:
+            made: dict[str, Any] = {"place": str(make_folder(folder)), "user": user, "first_port": first_port}
+            layout = msgspec.convert({**made, "version": version, "started_at": time.time(), **options}, Layout)
             registry.remember(layout)
             testbed = cls(layout)
             try:
@@ -156,7 +135,7 @@ class Testbed:
         """What to add to the environment so that Slurm's commands and libraries use this testbed."""
         return {"SLURM_CONF": str(self.conf)}
 
-    def slurm(self, *command: str, timeout_s: float = COMMAND_DEADLINE_S) -> str:
+    def slurm(self, *command: str) -> str:
         """Standard output of one of Slurm's client commands, run on this testbed."""
         try:
             done = subprocess.run(
@@ -165,12 +144,12 @@ class Testbed:
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
-                timeout=timeout_s,
+                timeout=COMMAND_DEADLINE_S,
                 check=False,
             )
             problem = f"failed ({done.stderr.strip() or done.returncode})" if done.returncode else ""
         except subprocess.TimeoutExpired:
-            problem = f"did not end within {timeout_s:g} s"
+            problem = f"did not end within {COMMAND_DEADLINE_S:g} s"
         if problem:
             raise FallowError(
                 f"testbed {self.folder}: {' '.join(command)} {problem}; see {self.folder}/slurmctld.log",
@@ -216,16 +195,11 @@ class Testbed:
     def down(self) -> None:
         """End all jobs and daemons and remove the folder. Leaves no process and no file; may be repeated.
 
-        Jobs first: a slurmd that ends leaves slurmstepd and the tasks behind.
+        All are killed: the state is thrown away, so nobody needs time to end in order.
         """
         if registry.read_layout(self.folder) is None:
             registry.forget(self.folder)
             return
-        self._cancel_jobs()
-        processes = self.processes()
-        signal_all(processes, signal.SIGCONT)  # a test may have stopped one
-        signal_all(processes, signal.SIGTERM)
-        wait_until(lambda: not self.processes(), _PATIENCE_S)
         ended = wait_until(self._kill_all, _KILL_DEADLINE_S)
         shutil.rmtree(self.folder, ignore_errors=True)
         if not ended or self.folder.exists():
@@ -239,16 +213,6 @@ class Testbed:
     def _kill_all(self) -> bool:
         signal_all(left := self.processes(), signal.SIGKILL)
         return not left
-
-    def _cancel_jobs(self) -> None:
-        try:
-            # steps and batch scripts at once; the state is thrown away, nobody needs the grace
-            self.slurm("scancel", "--quiet", "--full", "--signal=KILL", "--state=RUNNING", timeout_s=_PATIENCE_S)
-            for state in ("PENDING", "SUSPENDED", "RUNNING"):
-                self.slurm("scancel", "--quiet", f"--state={state}", timeout_s=_PATIENCE_S)
-            wait_until(lambda: not self.slurm("squeue", "-h", "-a", "-o", "%A").strip(), _PATIENCE_S)
-        except FallowError:
-            return  # slurmctld is gone or hangs; the processes are killed one by one then
 
     def __enter__(self) -> Self:
         return self

@@ -18,6 +18,7 @@ PARTITION = "normal"
 SCAVENGE = "scavenge"
 "The preemptible partition of the profiles that have one."
 
+NODES = 8
 CPUS_PER_NODE = 4
 MEMORY_PER_NODE_MB = 4000
 KILL_WAIT_S = 5
@@ -45,19 +46,22 @@ class Layout(Struct, frozen=True):
     "path of the testbed's folder"
     user: str
     "who runs the daemons: SlurmUser and SlurmdUser"
-    nodes: int
-    gpus: int
-    profile: Profile
-    bf_interval: int
     first_port: int
     "slurmctld's; the nodes' follow"
     version: tuple[int, int]
     "Slurm's major and minor, e.g. (22, 5)"
     started_at: float
     "Unix time"
+    nodes: int = NODES
+    gpus: int = 4
+    "of each node; they are fake"
+    profile: Profile = Profile.PREEMPT
+    bf_interval: int = 1
+    "seconds between cycles of the backfill scheduler; sites have 30 and more"
     grace_s: int = GRACE_S
-    "of the profile `preempt`"
+    "of the profile `preempt`: between the warning of a job that is preempted and its end"
     kill_wait_s: int = KILL_WAIT_S
+    "between SIGTERM and SIGKILL"
 
     @property
     def folder(self) -> Path:
