@@ -33,6 +33,7 @@ class StillSource:
         self.told = asyncio.Event()
 
     async def subscribe(self) -> AsyncIterator[Snapshot | EventRecord]:
+        yield self._cluster.snapshot()
         for _ in range(STORY_S):
             for event in self._cluster.advance():
                 yield event

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import AsyncIterator, Callable
@@ -254,12 +255,10 @@ class DemoSource:
         self._tick_s = tick_s
 
     async def subscribe(self) -> AsyncIterator[Snapshot | EventRecord]:
-        for _ in range(WARM_UP):
-            for event in self._cluster.advance():
-                yield event
-            yield self._cluster.snapshot()
-        while True:
-            await asyncio.sleep(self._tick_s)
+        yield self._cluster.snapshot()
+        for second in itertools.count():
+            if second >= WARM_UP:
+                await asyncio.sleep(self._tick_s)
             for event in self._cluster.advance():
                 yield event
             yield self._cluster.snapshot()

@@ -65,12 +65,17 @@ FRESHNESS: dict[Freshness, Style] = {Freshness.FRESH: GOOD, Freshness.AGING: WAR
 
 
 def run_colour(view: View, run: str) -> str:
-    return RUN_COLOURS[view.index(run) % len(RUN_COLOURS)]
+    return RUN_COLOURS[view.number(run) % len(RUN_COLOURS)]
+
+
+def run_letter(view: View, run: str) -> str:
+    """A to Z."""
+    return chr(ord("A") + view.number(run) % 26)
 
 
 def run_badge(view: View, run: str) -> Text:
     """The run's letter on its colour."""
-    return Text(view.letter(run), Style(color="#000000", bgcolor=run_colour(view, run), bold=True))
+    return Text(run_letter(view, run), Style(color="#000000", bgcolor=run_colour(view, run), bold=True))
 
 
 def glyph(view: View, cell: Cell) -> tuple[str, Style]:
@@ -81,7 +86,7 @@ def glyph(view: View, cell: Cell) -> tuple[str, Style]:
     if cell.owner is not NodeOwner.OURS or cell.run is None:
         return OWNERS[cell.owner]
     colour = run_colour(view, cell.run)
-    letter = view.letter(cell.run)
+    letter = run_letter(view, cell.run)
     if cell.phase is MemberPhase.LEAVING:
         return "-", Style(color=colour, bold=True)
     if cell.phase is MemberPhase.SILENT:

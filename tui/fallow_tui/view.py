@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -72,7 +72,8 @@ class View:
     ours: set[str] = field(default_factory=set)
     "rows that were ours at some time"
     rates: dict[str, deque[tuple[float, float]]] = field(default_factory=dict)
-    _letters: dict[str, str] = field(default_factory=dict)
+    _numbers: dict[str, int] = field(default_factory=dict)
+    "of runs, in the order in which they were first heard of"
     _last_seq: int = -1
 
     def apply(self, item: Snapshot | EventRecord, now: float) -> None:
@@ -117,14 +118,9 @@ class View:
         nodes = self.snapshot.nodes if self.snapshot is not None else []
         return next((view for view in nodes if view.node == node), None)
 
-    def letter(self, run: str) -> str:
-        """The run's letter, A to Z by first appearance."""
-        return self._letters.setdefault(run, chr(ord("A") + len(self._letters) % 26))
-
-    def index(self, run: str) -> int:
-        """The run's number by first appearance; colours go by it."""
-        self.letter(run)
-        return list(self._letters).index(run)
+    def number(self, run: str) -> int:
+        """The run's number by first appearance, from 0; letters and colours go by it."""
+        return self._numbers[run]
 
     def next_release(self, run: RunView, now: float) -> float | None:
         """Seconds until the first node of the run goes away."""
@@ -167,6 +163,7 @@ class View:
         if event.seq > self._last_seq:
             self._last_seq = event.seq
             self.events.append(event)
+            self._name_runs([event.run])
 
     def _add_snapshot(self, snapshot: Snapshot, now: float) -> None:
         if self.away_since is not None:
@@ -183,9 +180,15 @@ class View:
             self._note(row, snapshot.at, cell)
         self.cells = cells
         # Runs that go on come first: there are 26 letters, and fewer colours.
-        for run in sorted(snapshot.runs, key=lambda run: run.status.ended):
-            self.letter(run.run)
+        runs = sorted(snapshot.runs, key=lambda run: run.status.ended)
+        self._name_runs([*(run.run for run in runs), *(cell.run for cell in cells.values())])
+        for run in runs:
             self._add_rate(run, snapshot.at)
+
+    def _name_runs(self, runs: Iterable[str | None]) -> None:
+        for run in runs:
+            if run is not None:
+                self._numbers.setdefault(run, len(self._numbers))
 
     def _note(self, row: str, at: float, cell: Cell) -> None:
         marks = self.history.setdefault(row, [])

@@ -13,6 +13,7 @@ from fallow.model import FallowError, RunView
 from fallow.text import clean
 from fallow_tui.screens.dialogs import Confirm, Help
 from fallow_tui.view import View
+from fallow_tui.widgets.events import EventLog
 
 if TYPE_CHECKING:
     from fallow_tui.app import TopApp
@@ -83,9 +84,14 @@ class OperatorScreen(Screen[None]):
             Binding(action.key, f"operate('{action.method}')", action.label, id=f"operate.{action.method}")
             for action in ACTIONS.values()
         ),
+        Binding("slash", "filter", "Filter", key_display="/", id="events.filter"),
+        *(Binding(str(n), f"panel({n})", f"Panel {n}", show=False, id=f"panel.{n}") for n in range(1, 5)),
         Binding("question_mark", "help", "Help", key_display="?", id="help"),
         Binding("q", "app.quit", "Quit", id="quit"),
     ]
+
+    PANELS: ClassVar[tuple[str, ...]]
+    "what the keys 1, 2, ... go to; the last one is the event log"
 
     _valid: tuple[bool | None, ...] = ()
 
@@ -111,6 +117,8 @@ class OperatorScreen(Screen[None]):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Hides what cannot be done now, which the footer shows as missing keys."""
+        if action == "panel":
+            return parameters[0] in range(1, len(self.PANELS) + 1)
         if action != "operate":
             return True
         if self.top.read_only:
@@ -134,6 +142,23 @@ class OperatorScreen(Screen[None]):
         if valid != self._valid:
             self._valid = valid
             self.refresh_bindings()
+
+    def action_panel(self, number: int) -> None:
+        """Goes to a panel."""
+        panel = self.query_one(self.PANELS[number - 1])
+        if isinstance(panel, EventLog):
+            panel.focus_lines()
+        else:
+            panel.focus()
+
+    def action_filter(self) -> None:
+        """Opens the filter of the event log."""
+        self.query_one(EventLog).start_filter()
+
+    def action_back(self) -> None:
+        """Closes the filter of the event log, else the screen above the first one."""
+        if not self.query_one(EventLog).clear_filter() and len(self.app.screen_stack) > 2:
+            self.app.pop_screen()
 
     def action_help(self) -> None:
         """Shows the keys that are valid here."""

@@ -20,20 +20,12 @@ from fallow_tui.widgets.nodes import NodeMap
 from fallow_tui.widgets.runs import RunsTable
 from fallow_tui.widgets.timeline import ChangeList, Timeline
 
-PANELS = ("#nodes", "#runs", "#timeline", "#events")
-
 
 class OverviewScreen(OperatorScreen):
     """Everything at a glance."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("slash", "filter", "Filter", key_display="/", id="events.filter"),
-        Binding("escape", "clear_filter", "Clear filter", show=False, id="events.clear"),
-        *(
-            Binding(str(number), f"panel({number})", f"Panel {number}", show=False, id=f"panel.{number}")
-            for number in range(1, len(PANELS) + 1)
-        ),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "back", "Clear filter", show=False, id="events.clear")]
+    PANELS = ("#nodes", "#runs", "#timeline", "#events")
 
     def compose(self) -> ComposeResult:
         yield HeaderBar()
@@ -76,19 +68,3 @@ class OverviewScreen(OperatorScreen):
     def _open(self, event: DataTable.RowSelected) -> None:
         if event.row_key.value is not None:
             self.app.push_screen(RunScreen(event.row_key.value))
-
-    def action_panel(self, number: int) -> None:
-        """Goes to a panel."""
-        panel = self.query_one(PANELS[number - 1])
-        if isinstance(panel, EventLog):
-            panel.focus_lines()
-        else:
-            panel.focus()
-
-    def action_filter(self) -> None:
-        """Opens the filter of the event log."""
-        self.query_one(EventLog).start_filter()
-
-    def action_clear_filter(self) -> None:
-        """Closes the filter of the event log."""
-        self.query_one(EventLog).clear_filter()
