@@ -1,11 +1,13 @@
-"""Commands that start something big and get out of the way: daemon, top, demo."""
+"""Commands that start something big and get out of the way: daemon, top, demo; and the shell's completion."""
 
 from __future__ import annotations
 
+import codecs
 import importlib.util
 import sys
 
 import click
+from click.shell_completion import get_completion_class
 
 from fallow.cli.common import Finite, json_option
 from fallow.model import Exit, FallowError
@@ -26,8 +28,11 @@ def top(read_only: bool, demo: bool) -> int:
     """Live view of runs, members and nodes."""
     if importlib.util.find_spec("textual") is None:
         raise FallowError("fallow top needs Textual; run: pip install 'fallow[tui]'", Exit.UNAVAILABLE)
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    # Textual draws on standard error.
+    if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         raise FallowError("fallow top needs a terminal; elsewhere: fallow status, fallow events --follow", Exit.USAGE)
+    if codecs.lookup(sys.stderr.encoding).name != "utf-8":
+        raise FallowError("fallow top needs UTF-8; try LC_ALL=C.UTF-8 fallow top, else: fallow status", Exit.USAGE)
     from fallow.config import load_config
     from fallow_tui.app import main
 
@@ -44,3 +49,14 @@ def demo(seconds: float, as_json: bool) -> int:
     from fallow.demo.main import main
 
     return int(main(seconds=seconds, json=as_json))
+
+
+@click.command(short_help="Print shell completion.")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print completion for SHELL. For bash, in ~/.bashrc: eval "$(fallow completion bash)"."""
+    from fallow.cli.main import cli
+
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(cli, {}, "fallow", "_FALLOW_COMPLETE").source())

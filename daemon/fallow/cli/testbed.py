@@ -9,8 +9,9 @@ from pathlib import Path
 
 import click
 
-from fallow.cli.common import Finite, json_option, print_json, say, tell
+from fallow.cli.common import Finite, json_option, say, tell
 from fallow.cli.tables import show_items
+from fallow.model import Exit, FallowError
 from fallow.testbed.cluster import Testbed, TestbedStatus
 from fallow.testbed.conf import Profile
 from fallow.testbed.load import Played, make_jobs, play
@@ -55,13 +56,13 @@ def _show_up(made: TestbedStatus) -> None:
 @json_option
 def down(folder: Path | None, everything: bool, as_json: bool) -> None:
     """Take down the testbed in FOLDER (needed if there are several). Leaves no process and no file."""
+    if everything and folder is not None:
+        raise FallowError("--all takes down all testbeds; give FOLDER or --all", Exit.USAGE)
     chosen = Testbed.all() if everything else [Testbed.find(folder)]
     for each in chosen:
         each.down()
-        if not as_json:
-            click.echo(f"{each.folder}: down")
-    if as_json:
-        print_json({"down": [str(each.folder) for each in chosen]})
+    folders = [str(each.folder) for each in chosen]
+    tell({"down": folders}, as_json, lambda _: click.echo("".join(f"{one}: down\n" for one in folders), nl=False))
 
 
 @testbed.command(short_help="Which there are.")

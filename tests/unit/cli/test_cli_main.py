@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,3 +112,19 @@ def test_top_needs_textual(monkeypatch: pytest.MonkeyPatch, fallow: Fallow) -> N
     done = fallow("top")
     assert done.code == Exit.UNAVAILABLE
     assert "pip install 'fallow[tui]'" in done.err
+
+
+def test_top_is_not_drawn_where_its_signs_cannot_be_seen(monkeypatch: pytest.MonkeyPatch, fallow: Fallow) -> None:
+    def stream(is_terminal: bool, encoding: str = "utf-8") -> Any:
+        return SimpleNamespace(isatty=lambda: is_terminal, encoding=encoding)
+
+    yes = stream(True)
+    for errors, said in ((stream(False), "needs a terminal"), (stream(True, "iso8859-1"), "LC_ALL=C.UTF-8")):
+        monkeypatch.setattr("fallow.cli.start.sys", SimpleNamespace(stdin=yes, stdout=yes, stderr=errors))
+        done = fallow("top", "--demo")
+        assert (done.code, said in done.err) == (Exit.USAGE, True)
+
+
+def test_a_folder_beside_all_takes_nothing_down(monkeypatch: pytest.MonkeyPatch, fallow: Fallow) -> None:
+    monkeypatch.setattr("fallow.testbed.cluster.Testbed.all", lambda: pytest.fail("all would go"))
+    assert fallow("testbed", "down", "--all", "/nowhere").code == Exit.USAGE
