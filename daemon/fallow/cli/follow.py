@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ _AWAY_S = 120.0
 """A head that is away for longer is not waited for."""
 _AWAY = (Exit.UNAVAILABLE, Exit.TEMPFAIL)
 """What is said of a head that is started again, stopped, or overloaded."""
+_NOT_ENDED = "it has not ended within the time of --timeout"
 _CHUNK = 65536
 
 
@@ -53,8 +55,12 @@ def events(run: str | None, since: int, limit: int, following: bool, as_json: bo
         found = _patiently(partial(ask, "events", list[EventRecord], since=since, limit=MOST_EVENTS))
 
 
-def _patiently(look: Callable[[], T]) -> T:
-    """Ask a head that has answered before, across a restart of it."""
+def _patiently(look: Callable[[], T], until: float = math.inf) -> T:
+    """Ask a head that has answered before, across a restart of it.
+
+    Raises:
+        FallowError: it says no, it is away for longer than `_AWAY_S`, or it is away at `until` (time.monotonic()).
+    """
     deadline = time.monotonic() + _AWAY_S
     while True:
         try:
@@ -62,6 +68,8 @@ def _patiently(look: Callable[[], T]) -> T:
         except FallowError as error:
             if error.code not in _AWAY or time.monotonic() > deadline:
                 raise
+            if time.monotonic() > until:
+                raise FallowError(f"the head is away: {_NOT_ENDED}", Exit.TEMPFAIL) from error
         time.sleep(WATCH_S)
 
 
@@ -82,29 +90,17 @@ def wait(run: str, timeout_s: float | None, as_json: bool) -> int:
 
     Ends with 0 if it is finished, 70 if it failed, 93 if it was cancelled.
     """
-    view = _ended(run, timeout_s)
-    tell(ask("report", RunReport, run=view.run), as_json, show_report)
+    until = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
+    view = _one(run)
+    while not view.status.ended:
+        if time.monotonic() > until:
+            text = f"run {view.run} is {view.status} at step {view.step}: {_NOT_ENDED}"
+            raise FallowError(text, Exit.TEMPFAIL)
+        time.sleep(WATCH_S)
+        view = _patiently(partial(_one, view.run), until)
+    tell(_patiently(partial(ask, "report", RunReport, run=view.run)), as_json, show_report)
     codes = {RunStatus.FINISHED: Exit.OK, RunStatus.FAILED: Exit.SOFTWARE}
     return codes.get(view.status, Exit.NO_RESTART)
-
-
-def _ended(run: str, timeout_s: float | None) -> RunView:
-    """Waits across a restart of the head."""
-    began = heard_at = time.monotonic()
-    known = _one(run).run
-    while True:
-        how = "the head is away"
-        try:
-            view, heard_at = _one(known), time.monotonic()
-            if view.status.ended:
-                return view
-            how = f"run {view.run} is {view.status} at step {view.step}"
-        except FallowError as error:
-            if error.code not in _AWAY or time.monotonic() > heard_at + _AWAY_S:
-                raise
-        if timeout_s is not None and time.monotonic() > began + timeout_s:
-            raise FallowError(f"{how}: it has not ended within the time of --timeout", Exit.TEMPFAIL)
-        time.sleep(WATCH_S)
 
 
 def _one(run: str) -> RunView:
