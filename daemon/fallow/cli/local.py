@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from fallow.cli.common import json_option, json_text, print_json, restart_option, say
+from fallow.cli.common import json_option, json_text, restart_option, say, tell
 from fallow.model import Exit, FallowError, RunReport, RunStatus
 from fallow.text import clean_output
 
@@ -115,10 +115,7 @@ def _tell(result: RunReport, report: Path | None, folder: Path, as_json: bool) -
     from fallow.cli.show import show_report
 
     written = report is None or _write(result, report)
-    if as_json:
-        print_json(result)
-    else:
-        show_report(result)
+    tell(result, as_json, show_report)
     if result.status is RunStatus.FINISHED and not result.samples.lost and not result.samples.duplicated:
         if result.message:
             say(result.message)

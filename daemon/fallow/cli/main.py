@@ -36,12 +36,12 @@ COMMANDS: dict[str, str] = {
     "rollback": "fallow.cli.operate:rollback",
     "cancel": "fallow.cli.operate:cancel",
     "doctor": "fallow.cli.doctor:doctor",
-    "prune": "fallow.cli.prune:prune",
+    "prune": "fallow.cli.operate:prune",
     "testbed": "fallow.cli.testbed:testbed",
     "demo": "fallow.cli.start:demo",
     "simulate": "fallow.cli.simulate:simulate",
     "service": "fallow.cli.service:service",
-    "completion": "fallow.cli.completion:completion",
+    "completion": "fallow.cli.start:completion",
 }
 """Name -> module and object. Modules are imported when their command is used: a shell prompt should not wait."""
 

@@ -13,6 +13,7 @@ from typing import IO
 
 import msgspec
 
+from fallow.cli.common import say
 from fallow.core.allocations import SUBMIT_S
 from fallow.model import Exit, FallowError
 from fallow.text import clean_output
@@ -32,10 +33,6 @@ class Outcome(msgspec.Struct, frozen=True):
     reason: str
 
 
-class NotStarted(Exception):
-    """There is no job, and sbatch was not even asked; says why."""
-
-
 def call_sbatch(
     argv: list[str], environment: Mapping[str, str], taken: Callable[[str], None], stdin: str | None = None
 ) -> Outcome:
@@ -46,9 +43,6 @@ def call_sbatch(
         environment: all of it.
         taken: called with the job as soon as it is known; sbatch --wait goes on for as long as the job does.
         stdin: the script, where no file holds it.
-
-    Raises:
-        NotStarted: sbatch cannot be started.
     """
     from fallow.slurm.parse import complaint, is_refusal
 
@@ -62,7 +56,8 @@ def call_sbatch(
                 argv, env=environment, stdin=script, stdout=pipe, stderr=pipe, text=True, errors="replace"
             )
         except OSError as error:
-            raise NotStarted(error.strerror) from error
+            say(f"sbatch cannot be started ({error.strerror})")
+            return Outcome(Exit.UNAVAILABLE, None, True, str(error))
     assert process.stdout is not None
     assert process.stderr is not None
     # The deadline is for Slurm's answer. Once the job is known, how long sbatch goes on (--wait) is the user's.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import click
 
@@ -21,6 +22,8 @@ from fallow.model import (
     SpeedView,
 )
 from fallow.text import clean, clean_output, counted
+
+T = TypeVar("T")
 
 MOST_REASONS = 10
 """Why idle nodes are not used: as many rows at most."""
@@ -180,22 +183,20 @@ def show_run(run: RunView, now: float) -> None:
         click.echo(clean(f"node {node} is barred: {reason}"))
     if run.drained:
         click.echo(clean(f"drained: {', '.join(run.drained)}; to use them again: fallow resume {run.run}"))
-    if run.members:
-        click.echo()
-        show_items(MEMBERS, run.members)
-    if run.allocations:
-        click.echo()
-        show_items(ALLOCATIONS, run.allocations)
+    _section(MEMBERS, run.members)
+    _section(ALLOCATIONS, run.allocations)
     if run.deadline_at is not None:
         click.echo(f"\ndeadline {moment(run.deadline_at)}: {_stands(run.ahead_s)}")
-    if run.speeds:
+    _section(SPEEDS, run.speeds)
+    if run.speeds and run.target is not None:
+        click.echo(f"harvested nodes it should have now: {run.target}")
+    _section(_checkpoint_columns(now), run.checkpoints)
+
+
+def _section(columns: Mapping[str, Callable[[T], str]], items: Sequence[T]) -> None:
+    if items:
         click.echo()
-        show_items(SPEEDS, run.speeds)
-        if run.target is not None:
-            click.echo(f"harvested nodes it should have now: {run.target}")
-    if run.checkpoints:
-        click.echo()
-        show_items(_checkpoint_columns(now), run.checkpoints)
+        show_items(columns, items)
 
 
 def _stands(ahead_s: float | None) -> str:

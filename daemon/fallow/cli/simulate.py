@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from fallow.cli.common import Finite, json_option, print_json
-from fallow.model import Exit, FallowError
+from fallow.cli.common import Finite, json_option, tell
+from fallow.model import Exit, FallowError, PolicyScore, SimReport
 from fallow.sim.costs import RESTART
 from fallow.sim.traces.sacct import COMMAND
 
 if TYPE_CHECKING:
-    from fallow.model import SimReport
     from fallow.sim.simulate import Setup
 
 _number = Finite(min=0)
@@ -38,6 +38,21 @@ Policies (--policy, several times):
 
 Ctrl-C ends it with what is known so far (exit code 75).
 """
+
+
+COLUMNS: dict[str, Callable[[PolicyScore], str]] = {
+    "POLICY": lambda one: one.name,
+    "IDEAL": lambda one: f"{one.ideal_ratio:.3f}",
+    "UTILITY": lambda one: f"{one.utility:.3f}",
+    "HARVESTED": lambda one: f"{one.harvested_node_s / one.idle_node_s:.3f}" if one.idle_node_s else "-",
+    "ABSORBS/D": lambda one: f"{one.absorbs_per_day:.0f}",
+    "RELEASES/D": lambda one: f"{one.releases_per_day:.0f}",
+    "LOST/D": lambda one: f"{one.unannounced_per_day:.0f}",
+    "DELAYED": lambda one: str(one.others_delayed.jobs),
+    "P95 S": lambda one: f"{one.others_delayed.p95_s:.1f}",
+    "MAX S": lambda one: f"{one.others_delayed.max_s:.1f}",
+    "RPCS/MIN": lambda one: f"{one.slurmctld_rpcs_per_min:.1f}",
+}
 
 
 @click.command(short_help="What your idle nodes could have trained.", help=_HELP)
@@ -97,10 +112,7 @@ def simulate(trace: str | None, as_json: bool, **given: Any) -> int:
     from fallow.sim.simulate import Setup
 
     found = _simulate(Setup(trace=trace, **{name: value for name, value in given.items() if value not in (None, ())}))
-    if as_json:
-        print_json(found)
-    else:
-        _show(found)
+    tell(found, as_json, _show)
     return Exit.TEMPFAIL if found.stopped else Exit.OK
 
 
@@ -125,19 +137,40 @@ def _simulate(setup: Setup) -> SimReport:
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         tasks: dict[str, TaskID] = {}
 
-        def tell(policy: str, share: float, ratio: float) -> None:
+        def show(policy: str, share: float, ratio: float) -> None:
             if policy not in tasks:
                 tasks[policy] = bar.add_task(policy, total=1.0)
             bar.update(tasks[policy], completed=share, description=f"{policy}: ratio {ratio:.3f}")
 
-        return play(setup, tell)
+        return play(setup, show)
 
 
 def _show(found: SimReport) -> None:
-    from fallow.cli.sim_report import COLUMNS, foot, rows
-    from fallow.cli.tables import show_table
+    """A table of the policies, and what must be known to read it."""
+    from fallow.cli.tables import show_items
     from fallow.text import clean
 
-    show_table(COLUMNS, rows(found))
-    for line in foot(found):
+    show_items(COLUMNS, found.policies)
+    for line in _foot(found):
         click.echo(clean(line, 512))
+
+
+def _foot(found: SimReport) -> list[str]:
+    from fallow.cli.tables import duration
+
+    trace = found.trace
+    idle_nodes = found.idle_node_s / found.seconds if found.seconds else 0.0
+    lines = [
+        f"{trace.name}: {duration(found.seconds)}, {trace.jobs} records, {idle_nodes:.1f} idle nodes on average; "
+        f"{found.arm}; seed {found.seed}",
+    ]
+    if trace.bad_lines:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in trace.bad_lines.items())
+        lines.append(f"skipped lines: {reasons}")
+        lines += [f"  {example}" for example in trace.examples]
+    lines += [f"note: {each}" for each in trace.assumed]
+    lines += [f"{policy.name}: {note}" for policy in found.policies for note in policy.notes]
+    if found.stopped:
+        last = found.policies[-1]
+        lines.append(f"{last.name}: stopped after {duration(last.seconds)}")
+    return lines

@@ -161,7 +161,7 @@ def decode_script(data: bytes, name: str) -> str:
 
 def submit_plan(made: Submission, source: Path | None) -> int:
     """Makes the run at the head, calls sbatch, and tells the head what came of it."""
-    from fallow.cli.sbatch_call import NotStarted, call_sbatch, look_up
+    from fallow.cli.sbatch_call import call_sbatch, look_up
 
     state = str(Paths.default().state)
     script = [str(source), *made.spec.args] if source is not None else []
@@ -184,16 +184,12 @@ def submit_plan(made: Submission, source: Path | None) -> int:
         _announce(made, line, new.run)
         _warn_of_refusal(new.run)
 
-    try:
-        outcome = call_sbatch(
-            ["sbatch", "--parsable", *made.options(new.token, variables), *script],
-            {name: value for name, value in os.environ.items() if not name.startswith(HEAD_SETTINGS)} | variables,
-            taken,
-            made.spec.script if source is None and not made.asked("wrap") else None,
-        )
-    except NotStarted as error:
-        _tell_failure(new, str(error), unknown=False)
-        raise _no_sbatch(str(error)) from error
+    outcome = call_sbatch(
+        ["sbatch", "--parsable", *made.options(new.token, variables), *script],
+        {name: value for name, value in os.environ.items() if not name.startswith(HEAD_SETTINGS)} | variables,
+        taken,
+        made.spec.script if source is None and not made.asked("wrap") else None,
+    )
     if outcome.job is not None:
         return outcome.code
     if outcome.refused:

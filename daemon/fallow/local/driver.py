@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
 
@@ -308,16 +309,9 @@ def name_of(command: Sequence[str]) -> str:
 
 def peak(members: int, schedule: Sequence[Item]) -> int:
     """Most members at any time of a schedule."""
-    now = most = members
-    for item in schedule:
-        if item.action is Action.ADD:
-            now += item.count
-        elif item.action is Action.RELEASE:
-            now -= item.count
-        elif item.action in (Action.RELEASE_MEMBER, Action.KILL):
-            now -= 1
-        most = max(most, now)
-    return most
+    leaves = (Action.RELEASE_MEMBER, Action.KILL)
+    changes = (item.count if item.action is Action.ADD else -item.count - (item.action in leaves) for item in schedule)
+    return max(accumulate(changes, initial=members))
 
 
 def store_pid(paths: Paths) -> int:

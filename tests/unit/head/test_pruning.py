@@ -170,7 +170,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         asked.append({"method": method, **params})
         return [Pruned(run="r1", name="evil\x1b[2J", ended_at=0.0, checkpoints_kept=2)]
 
-    monkeypatch.setattr("fallow.cli.prune.ask", answer)
+    monkeypatch.setattr("fallow.cli.operate.ask", answer)
     assert invoke(["prune", "--keep", "3", "--older-than", "14", "--dry-run"]) == 0
     row = capsys.readouterr().out.splitlines()[1].split()
     assert (row[0], row[1], row[-3:]) == ("r1", r"evil\x1b[2J", ["logs,", "ledgers", "2"])
