@@ -2,9 +2,8 @@
 
 usage: slurm_train.py FOLDER STEPS PACE
 
-Each step takes at least PACE seconds until a file `hurry` is in FOLDER; then the rest goes as fast as it can. So the
-number of steps is fixed beforehand, as members must agree on it, and the test still says when the training ends. The
-second half takes SLOWER times as long: so it has not ended by itself before a test on a busy machine says so.
+Each step takes at least PACE seconds until a file `hurry` is in FOLDER (see `unhurried`). So the number of steps is
+fixed beforehand, as members must agree on it, and the test still says when the training ends.
 Each worker notes `GENERATION STEP RANK` for every step in `FOLDER/WORKER-PID.steps`.
 """
 
@@ -12,23 +11,21 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from unhurried import rest
 
 import fallow
 
 SAMPLES = 64
 GLOBAL_BATCH = 16
-SLOWER = 8
 
 
 def main() -> None:
     folder, steps, pace_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    hurry, nothing = folder / "hurry", threading.Event()
     torch.set_num_threads(1)
     run = fallow.init()
     model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
@@ -45,8 +42,7 @@ def main() -> None:
             optimizer.zero_grad()
             if run.rehearsing:
                 continue
-            if not hurry.exists():
-                nothing.wait(pace_s * (SLOWER if update.step >= steps / 2 else 1))
+            rest(update.step, steps, pace_s, folder / "hurry")
             trace.write(f"{run.generation} {update.step} {run.rank}\n")
 
 
