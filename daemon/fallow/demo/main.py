@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -70,13 +71,14 @@ def main(seconds: float = 120.0, json: bool = False, seed: int = 0) -> int:
     Raises:
         FallowError: it could not be set up.
     """
-    if not 10 <= seconds <= 3600:
-        raise FallowError(f"--seconds {seconds:g}: between 10 and 3600", Exit.USAGE)
     folder = Path(tempfile.mkdtemp(prefix="fallow-demo-"))
     with LiveView() as live:
         demo = Demo(folder, seconds, seed, live)
         try:
             report = asyncio.run(demo.play())
+        except asyncio.CancelledError:
+            live.say(f"ended by SIGTERM; logs are kept in {folder}")
+            return 128 + signal.SIGTERM
         except BaseException:
             live.say(f"logs are kept in {folder}")
             raise
@@ -112,12 +114,16 @@ class Demo:
 
     async def play(self) -> DemoReport:
         """From the first step of the calibration to the report."""
-        script = shipped("examples") / "gpt_stdlib.py"
+        task, script = asyncio.current_task(), shipped("examples") / "gpt_stdlib.py"
+        assert task is not None
+        # As Ctrl-C: else the private Slurm is left behind.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         step_s = await self._calibrate(script)
         steps = max(20, int(self.seconds / step_s))
         self.live.say(f"one member alone takes {step_s * 1000:.0f} ms a step: {steps} steps")
         self.live.say(f"starting a private Slurm of {NODES} nodes")
-        testbed = await asyncio.to_thread(Testbed.up, self.folder / "slurm", nodes=NODES)
+        # Not in a thread: nobody would take down what is up only after the demo has been cancelled.
+        testbed = Testbed.up(self.folder / "slurm", nodes=NODES)
         try:
             snapshot, elastic, took_s = await self._elastic(Stage(self.folder, testbed, SETTINGS), script, steps)
         finally:
