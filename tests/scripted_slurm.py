@@ -15,8 +15,8 @@ from builders import NOW
 from fallow.core.states import ENDED_STATES
 from fallow.core.tokens import carries_token
 from fallow.model import ClusterConfig, ClusterState, JobInfo, JobRequest, PartitionInfo
-from fallow.sim.client import SimClient, option_values
 from fallow.sim.slurm import SlurmSim
+from fallow.sim.slurm.engine import SimClient, option_values
 from fallow.sim.types import Happening
 from fallow.slurm.client import SlurmUnavailable, SubmitRejected, SubmitUnknown
 from sim_cases import site, tiers

@@ -8,20 +8,21 @@ from typing import Any
 from fallow.model import PartitionInfo, TraceRead
 from fallow.sim.costs import restart
 from fallow.sim.slurm import SlurmSim
-from fallow.sim.traces.sites import Profile, made_up
+from fallow.sim.traces.recorded import Window
+from fallow.sim.traces.sites import made_up
 from fallow.sim.types import (
     Change,
     Costs,
     Happening,
     JobPart,
     Plans,
+    Profile,
     Recording,
     RunPlan,
     Scheduler,
     SimJob,
     SimNode,
     Site,
-    Wanted,
 )
 
 MIN = 60.0
@@ -39,10 +40,9 @@ def site(
     """Nodes n1, n2, ... in a partition p. Args: more: fields of the scheduler."""
     names = [f"n{i}" for i in range(1, nodes + 1)]
     partitions = tuple(partitions) or (PartitionInfo(partition="p", nodes=names),)
-    within = {name: tuple(p.partition for p in partitions if name in p.nodes) for name in names}
     return Site(
         name="made-up",
-        nodes=tuple(SimNode(node=name, partitions=within[name], gpus=gpus, cpus=16) for name in names),
+        nodes=tuple(SimNode(node=name, gpus=gpus, cpus=16) for name in names),
         partitions=partitions,
         scheduler=Scheduler(**{"batch_sched_delay_s": 0.0, "kill_wait_s": 5.0, **more}),
         preempt_type="preempt/partition_prio" if preempt else "",
@@ -69,8 +69,9 @@ def job(
     )
 
 
-def wanted(minutes: int = 60, **more: Any) -> Wanted:
-    return Wanted(**{"token": "fallow-r-h1-x", "partition": "p", "minutes": minutes, "nice": 100_000, **more})
+def wanted(minutes: int = 60, token: str = "fallow-r-h1-x", **options: str) -> tuple[str, dict[str, str]]:
+    """Arguments of `SlurmSim.submit`."""
+    return token, {"partition": "p", "time": str(minutes), "nice": "100000", **options}
 
 
 def starts(sim: SlurmSim, *jobs: str) -> list[float]:
@@ -87,7 +88,7 @@ def of(kind: type[Any], told: Iterable[Happening]) -> list[Any]:
 def holes(*changes: Change, nodes: int = 4, profile: Profile = "preempt", **more: Any) -> Recording:
     names = [f"n{number}" for number in range(nodes)]
     scheduler = Scheduler(**{"kill_wait_s": 5.0, **more})
-    where = made_up("holes", {"batch": names}, gpus=4, profile=profile, scheduler=scheduler)
+    where = made_up("holes", {"batch": names}, 4, Window(profile=profile, scheduler=scheduler))
     return Recording(site=where, begin=0.0, end=MANY, read=READ, changes=changes)
 
 
@@ -101,9 +102,7 @@ def hole_sim(source: Recording, plans: Plans = "hidden") -> SlurmSim:
 def runs_of(number: int, *speeds: float, **more: Any) -> list[RunPlan]:
     """Equal runs; `speeds`: on one node, two, ... up to their most."""
     rate = tuple(enumerate(speeds, 1))
-    return [
-        RunPlan(run=f"r{n}", min_nodes=1, max_nodes=len(speeds), rate=rate, shards=64, **more) for n in range(number)
-    ]
+    return [RunPlan(run=f"r{n}", min_nodes=1, max_nodes=len(speeds), rate=rate, **more) for n in range(number)]
 
 
 def linear(number: int = 1, most: int = 8, **more: Any) -> list[RunPlan]:

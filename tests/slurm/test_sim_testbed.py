@@ -135,7 +135,7 @@ def site(testbed: Testbed) -> Site:
         partitions.append(scavenge)
     return Site(
         name="testbed",
-        nodes=tuple(SimNode(node=node, partitions=(), gpus=layout.gpus, cpus=4) for node in nodes),
+        nodes=tuple(SimNode(node=node, gpus=layout.gpus, cpus=4) for node in nodes),
         partitions=tuple(partitions),
         scheduler=Scheduler.of(told["SchedulerParameters"], version=layout.version, kill_wait_s=float(KILL_WAIT_S)),
         preempt_type="" if layout.profile is Profile.PLAIN else told["PreemptType"],

@@ -57,7 +57,7 @@ COLUMNS: dict[str, Callable[[PolicyScore], str]] = {
 
 @click.command(short_help="What your idle nodes could have trained.", help=_HELP)
 @click.option("--trace", metavar="FILE|NAME", help="Recorded jobs, or holes.")
-@click.option("--policy", "policies", multiple=True, metavar="P", help="Default: ours.")
+@click.option("--policy", "policies", multiple=True, default=["ours"], metavar="P", help="Default: ours.")
 @click.option(
     "--runs",
     metavar="NxMAX:CURVE;...",
@@ -110,8 +110,12 @@ def simulate(trace: str | None, as_json: bool, **given: Any) -> int:
     if given["site"] is not None:
         _refuse_beside_site()
     from fallow.sim.simulate import Setup
+    from fallow.sim.traces.recorded import Window
+    from fallow.sim.types import Scheduler
 
-    found = _simulate(Setup(trace=trace, **{name: value for name, value in given.items() if value not in (None, ())}))
+    scheduler = Scheduler(bf_interval_s=given.pop("bf_interval_s"))
+    window = Window(scheduler=scheduler, **{name: given.pop(name) for name in ("seed", "begin_day", "days", "profile")})
+    found = _simulate(Setup(trace=trace, window=window, **given))
     tell(found, as_json, _show)
     return Exit.TEMPFAIL if found.stopped else Exit.OK
 

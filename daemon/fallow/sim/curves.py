@@ -27,9 +27,6 @@ Rate = tuple[tuple[int, float], ...]
 DEFAULT = "10x64:ShuffleNet"
 """What BFTrainer was tried with."""
 
-SHARDS = 16
-"""Shards per node of the largest world: the measured curves have no stairs of whole shards."""
-
 _DOUBLINGS = {
     "AlexNet": (7115.3, 13071.7, 21066.1, 40484.9, 74002.9, 130762.0, 202135.4),
     "ResNet18": (5218.8, 10582.5, 20436.0, 39584.0, 78023.8, 144762.5, 262723.0),
@@ -108,7 +105,6 @@ def plans(text: str, partitions: tuple[str, ...] = ()) -> list[RunPlan]:
                 min_nodes=least,
                 max_nodes=most,
                 rate=rate,
-                shards=SHARDS * most,
                 partitions=chosen,
             )
             for k in range(number)

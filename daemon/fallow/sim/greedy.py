@@ -13,25 +13,14 @@ from dataclasses import dataclass
 
 from fallow.sim.play import Head
 from fallow.sim.slurm import SlurmSim
-from fallow.sim.types import (
-    Active,
-    Ended,
-    Happening,
-    Measured,
-    Notice,
-    Options,
-    RunPlan,
-    Site,
-    Started,
-    Wanted,
-)
+from fallow.sim.types import Ended, Happening, Notice, Options, RunPlan, Started
 from fallow.sim.work import Work
 from fallow.slurm.paced import Bucket
 
 NAME = "greedy"
 """Of all of its jobs."""
 
-MINUTES = 60
+MINUTES = "60"
 """Time limit of each job."""
 
 STALE_S = 600.0
@@ -39,8 +28,6 @@ STALE_S = 600.0
 
 LEAVING_S = 1.0
 """At most so long before a job's limit its node leaves the training."""
-
-BUSY_FLAGS = frozenset(("DRAIN", "NOT_RESPONDING", "COMPLETING"))
 
 
 @dataclass(slots=True)
@@ -60,97 +47,83 @@ class Greedy(Head):
 
     def __init__(self, engine: SlurmSim, runs: Work, plans: Sequence[RunPlan], options: Options) -> None:
         super().__init__(engine, runs, plans, options)
-        self._partitions = lowest_partitions(engine.site)
-        self._held = dict.fromkeys(self._plans, 0)
-        "run -> its nodes, those that start up included"
+        tiers = sorted((p for p in engine.site.partitions if p.up), key=lambda p: p.priority_tier)
+        self._partitions = {node: p.partition for p in reversed(tiers) for node in p.nodes}
+        "node -> its partition of the lowest tier: jobs there disturb others least"
         self._lead_s = min(LEAVING_S, options.costs.release[1])
-        self._loop.post(engine.now, self._look)
-        self._bucket = Bucket(options.submits_per_min, self._loop.time)
+        self._bucket = Bucket(options.slurm.submits_per_min, self.loop.time)
         self._queued: Counter[str] = Counter()
         "partition -> requests that wait for their turn at sbatch"
         self._jobs: dict[str, _Job] = {}
+        self.loop.post(engine.now, self._look)
 
-    def told(self, happening: Happening | Active | Measured) -> None:
-        self._loop.post(happening.at, self._hear, happening)
-
-    def _hear(self, happening: Happening | Active | Measured) -> None:
-        if isinstance(happening, Started):
-            self._started(happening)
-        elif isinstance(happening, Notice) and happening.kill_at > happening.at:
-            self._leave(happening.job_id)
-        elif isinstance(happening, Ended):
-            job = self._jobs.pop(happening.job_id, None)
-            if job is not None and job.run:
-                self.runs.lost(job.run, [job.node], happening.at)
-                self._held[job.run] -= 1
+    def hear(self, happening: Happening) -> None:
+        match happening:
+            case Started():
+                self._started(happening)
+            case Notice() if happening.kill_at > happening.at:
+                self._leave(happening.job_id)
+            case Ended():
+                job = self._jobs.pop(happening.job_id, None)
+                if job is not None and job.run:
+                    self.runs.lost(job.run, [job.node])
 
     # -- nodes ------------------------------------------------------------------------------------------------------
 
     def _started(self, started: Started) -> None:
-        job = self._jobs[started.job_id]
+        job, rooms = self._jobs[started.job_id], self._rooms()
         job.node = started.nodes[0]
-        users = [run for run in self._users(job.partition) if self._held[run] < self._plans[run].max_nodes]
+        users = [run for run in self._users(job.partition) if rooms[run] > 0]
         if not users:
             self._leave(started.job_id)
             return
-        job.run = min(users, key=self._held.__getitem__)
-        self._held[job.run] += 1
-        self.runs.join(job.run, job.node, started.job_id, started.at)
-        self._loop.post(started.end_at - self._lead_s, self._leave, started.job_id)
+        job.run = min(users, key=lambda run: self._plans[run].max_nodes - rooms[run])
+        self.runs.join(job.run, job.node, started.job_id)
+        self.loop.post(started.end_at - self._lead_s, self._leave, started.job_id)
 
     def _leave(self, job_id: str) -> None:
         """Have the node of a job leave its run, and the job end."""
         job = self._jobs.get(job_id)
         if job is None or job.is_leaving or not job.node:
             return
-        job.is_leaving, left_at = True, self._loop.now
+        job.is_leaving, left_at = True, self.loop.now
         if job.run:
-            left_at = self.runs.release(job.run, [job.node], self._loop.now)
-            self._held[job.run] -= 1
+            left_at = self.runs.release(job.run, [job.node])
             job.run = ""
-        self._loop.post(left_at, self._left, job_id)
-
-    def _left(self, job_id: str) -> None:
-        if job_id in self._jobs:
-            self._engine.left(job_id)
+        self.loop.post(left_at, self._engine.left, job_id)
 
     def _users(self, partition: str) -> list[str]:
         """Runs that may use nodes of this partition."""
         return [run for run, plan in self._plans.items() if not plan.partitions or partition in plan.partitions]
 
+    def _rooms(self) -> dict[str, int]:
+        """Run -> nodes that it could still use; those that start up are its nodes already."""
+        held = Counter(job.run for job in self._jobs.values())
+        return {run: plan.max_nodes - held[run] for run, plan in self._plans.items()}
+
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
         """Poll, withdraw what has waited for long, and ask for what is idle and useful."""
-        self._loop.post(self._loop.now + self._options.poll_s, self._look)
+        self.loop.post(self.loop.now + self._options.slurm.poll_interval_s, self._look)
         for job_id, job in list(self._jobs.items()):
-            if not job.node and not job.is_leaving and self._loop.now - job.asked_at > STALE_S:
+            if not job.node and not job.is_leaving and self.loop.now - job.asked_at > STALE_S:
                 job.is_leaving = True
                 self._engine.cancel(job_id)
         waiting = self._queued + Counter(job.partition for job in self._jobs.values() if not job.node)
         idle = Counter(
             self._partitions[node.node]
             for node in self._engine.poll().nodes
-            if node.state == "IDLE" and node.node in self._partitions and BUSY_FLAGS.isdisjoint(node.flags)
+            if node.state == "IDLE" and node.node in self._partitions and "COMPLETING" not in node.flags
         )
+        rooms = self._rooms()
         for partition, number in idle.items():
-            room = sum(self._plans[run].max_nodes - self._held[run] for run in self._users(partition))
+            room = sum(rooms[run] for run in self._users(partition))
             for _ in range(min(number, room) - waiting[partition]):
                 self._queued[partition] += 1
-                self._loop.post(self._loop.now + self._bucket.take(), self._submit, partition)
+                self.loop.post(self.loop.now + self._bucket.take(), self._submit, partition)
 
     def _submit(self, partition: str) -> None:
         self._queued[partition] -= 1
-        job_id = self._engine.submit(Wanted(token=NAME, partition=partition, minutes=MINUTES))
-        self._jobs[job_id] = _Job(partition, self._loop.now)
-
-
-def lowest_partitions(site: Site) -> dict[str, str]:
-    """Of each node, the partition of the lowest tier: jobs there disturb others least."""
-    tiers = {p.partition: (p.priority_tier, number) for number, p in enumerate(site.partitions) if p.up}
-    found: dict[str, str] = {}
-    for node in site.nodes:
-        open_to = [partition for partition in node.partitions if partition in tiers]
-        if open_to:
-            found[node.node] = min(open_to, key=tiers.__getitem__)
-    return found
+        job_id = self._engine.submit(NAME, {"partition": partition, "time": MINUTES})
+        self._jobs[job_id] = _Job(partition, self.loop.now)

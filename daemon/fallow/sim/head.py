@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from fallow import __version__
-from fallow.config import Config, Membership, Site, Slurm
+from fallow.config import Config, Membership, Site
 from fallow.config import Harvest as HarvestSection
 from fallow.core.allocations import Allocation
 from fallow.core.membership import events as ev
@@ -33,18 +33,21 @@ from fallow.head.slurm.calls import SlurmCalls
 from fallow.head.slurm.harvest import Harvest
 from fallow.head.state.book import Book, Run, RunRecord, StoredRun, timing
 from fallow.model import AllocationKind, AllocationState, ClusterState, Exit, RunSpec
-from fallow.sim.client import SimClient
 from fallow.sim.members import AtOnce
 from fallow.sim.play import Head
 from fallow.sim.slurm import SlurmSim
+from fallow.sim.slurm.engine import SimClient
 from fallow.sim.slurm.view import config as config_of
-from fallow.sim.types import Active, Ended, Happening, Measured, Notice, Options, Pool, RunPlan, Started, Waited
+from fallow.sim.types import Active, Ended, Happening, Measured, Notice, Options, RunPlan, Started
 from fallow.sim.work import Work
 from fallow.slurm.paced import PacedClient
 from fallow.wire.keys import KEY_LENGTH
 
 NEVER = 1 << 30
 """Failures after which a node is barred: what happens to nodes here is never their fault."""
+
+SHARDS = 16
+"""Per node of the largest world: the curves of simulated runs have no stairs of whole shards."""
 
 SIGTERM, KILLED = 15, 137
 """With what Slurm warns, and the exit code of what it kills."""
@@ -60,27 +63,26 @@ class VirtualHead(Head):
         self.harvest = Harvest(config)
         self._inbox = Inbox()
         paced = PacedClient(
-            SimClient(engine, self._has_job),
+            SimClient(engine),
             queries_per_min=config.slurm.queries_per_min,
             submits_per_min=config.slurm.submits_per_min,
-            clock=self._loop.time,
-            wall=lambda: self._loop.now,
+            clock=self.loop.time,
+            wall=lambda: self.loop.now,
         )
         self._calls = SlurmCalls(paced, self._book.paths, self.harvest, self._inbox, _NoFaults())
-        self._jobs: dict[str, tuple[Run, str]] = {}
-        "job id -> run, token"
         self._leaving: set[str] = set()
         "tokens of those that are about to leave"
         self._looks_at: dict[str, float] = {}
         "run -> when time makes one of its allocations leave"
         self._look: asyncio.TimerHandle | None = None
-        self._contracts = {plan.run: self._add(plan) for plan in plans}
+        for plan in plans:
+            self._add(plan)
         for serve in (*self._calls.sources(self._book).values(), self._turns):
-            self._loop.keep(serve)
+            self.loop.keep(serve)
 
-    def _add(self, plan: RunPlan) -> Contract:
-        """Begin a run whose script is known to work, and all of whose nodes are harvested; returns what these say."""
-        now = self._loop.now
+    def _add(self, plan: RunPlan) -> None:
+        """Begin a run whose script is known to work, and all of whose nodes are harvested."""
+        now = self.loop.now
         spec = RunSpec(
             run=plan.run,
             name=plan.run,
@@ -89,23 +91,17 @@ class VirtualHead(Head):
             # Runs of one script learn from each other.
             script=f"#!/bin/sh\n# {plan.rate}\n",
             cwd="/",
-            weight=plan.weight,
             harvest_partitions=list(plan.partitions),
             created_at=now,
         )
         root = Root(run=plan.run, minimum=plan.min_nodes, maximum=plan.max_nodes, limit=plan.max_nodes)
         record = RunRecord(base_wanted=False, slots=1)
-        self._book.add(StoredRun(spec, record, Roster(root), {}), 0, self._loop.time())
-        return Contract(signature="", shards=plan.shards, global_batch=plan.shards)
-
-    def told(self, happening: Happening | Active | Measured) -> None:
-        if not isinstance(happening, Pool | Waited):  # nobody tells the head of those
-            self._loop.post(happening.at, self._hear, happening)
+        self._book.add(StoredRun(spec, record, Roster(root), {}), 0, self.loop.time())
 
     # -- turns ------------------------------------------------------------------------------------------------------
 
     def _turn(self) -> Turn:
-        return Turn(self._book, self._loop.time(), self._loop.now)
+        return Turn(self._book, self.loop.time(), self.loop.now)
 
     async def _turns(self) -> None:
         """As the head's loop, with nothing to be written down."""
@@ -136,7 +132,7 @@ class VirtualHead(Head):
     def _look_at(self, at: float) -> None:
         if self._look is not None:
             self._look.cancel()
-        self._look = None if at == inf else self._loop.post(at, self._look_at_time)
+        self._look = None if at == inf else self.loop.post(at, self._look_at_time)
 
     def _look_at_time(self) -> None:
         self._look, turn = None, self._turn()
@@ -147,33 +143,31 @@ class VirtualHead(Head):
 
     # -- what the nodes say -----------------------------------------------------------------------------------------
 
-    def _has_job(self, job_id: str, token: str) -> None:
-        run = next(run for run in self._book.runs.values() if token in run.allocations)
-        self._jobs[job_id] = run, token
-
-    def _hear(self, happening: Started | Active | Notice | Ended | Measured) -> None:
+    def hear(self, happening: Happening) -> None:
         if isinstance(happening, Measured):
             curve = self._book.runs[happening.run].record.curve
             curve.observe(happening.members, happening.step_s, happening.lasted_s, happening.at)
             return
-        run, token = self._jobs[happening.job_id]
-        allocation = run.allocations.get(token)
-        if allocation is None or not allocation.live:
+        token = self._engine.name_of(happening.job_id)
+        run = next((run for run in self._book.runs.values() if token in run.allocations), None)
+        if run is None or not run.allocations[token].live:
             return
+        allocation = run.allocations[token]
         turn = self._turn()
         match happening:
             case Started():
                 self._come(turn, run, allocation, happening)
             case Active():
                 allocation.active_at = turn.now
+                shards = SHARDS * self._plans[run.id].max_nodes
+                ready = Contract(signature="", shards=shards, global_batch=shards)
                 for host, agent in allocation.agents.items():
-                    ready = self._contracts[run.id]
                     report = Report(node=agent.node, boot=agent.boot, seq=1, term=0, edition=1, ready=ready)
                     turn.apply(run, ev.Reported(at=turn.at, host=host, report=report))
             case Notice() if allocation.agents:
                 hear(turn, _peer(allocation), Beat(warned=SIGTERM), turn.at)
             case Ended() if allocation.agents:
-                self.runs.lost(run.id, list(allocation.agents), turn.now)
+                self.runs.lost(run.id, allocation.agents)
                 self._gone(turn, run, allocation, KILLED)
         self._carry_out(turn)
 
@@ -190,7 +184,7 @@ class VirtualHead(Head):
         )
         hear(turn, agent_peer(allocation, node), hello, turn.at)
         if allocation.agents:
-            self.runs.join(run.id, node, started.job_id, turn.now)
+            self.runs.join(run.id, node, started.job_id)
         else:
             # It was turned away.
             self._engine.left(started.job_id)
@@ -198,8 +192,8 @@ class VirtualHead(Head):
     def _leave(self, run: Run, allocation: Allocation) -> None:
         """Its node leaves the training, as it was told to, and then the job ends."""
         self._leaving.add(allocation.token)
-        left_at = self.runs.release(run.id, list(allocation.agents), self._loop.now)
-        self._loop.post(left_at, self._left, run, allocation)
+        left_at = self.runs.release(run.id, allocation.agents)
+        self.loop.post(left_at, self._left, run, allocation)
 
     def _left(self, run: Run, allocation: Allocation) -> None:
         if allocation.live:
@@ -248,11 +242,7 @@ def _config(engine: SlurmSim, options: Options) -> Config:
         # What a trace does not say of others is not hidden from us: there is nothing behind it.
         site=Site(harvest_unseen=True),
         harvest=HarvestSection(allow_without_preemption=not preempts),
-        slurm=Slurm(
-            poll_interval_s=options.poll_s,
-            queries_per_min=options.queries_per_min,
-            submits_per_min=options.submits_per_min,
-        ),
+        slurm=options.slurm,
         membership=Membership(bar_after=NEVER),
     )
 

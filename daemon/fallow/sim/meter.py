@@ -1,7 +1,7 @@
 """Adds up what a policy made of the idle nodes.
 
 What it is measured against are the same idle nodes with free, instant rescaling. Nodes are shared out then as the
-planner (`fallow.core.planning.share`) would if it knew everything: the sum of weight x log(1 + speed) is greatest. For
+planner (`fallow.core.planning.share`) would if it knew everything: the sum of log(1 + speed) is greatest. For
 runs alike whose curves bend down that is the equal split, as in published scores, and no other way does more work.
 Else a policy that starves some runs for those that scale best can do more work, and score above 1. Its `utility`, that
 sum over the best one, is then below 1.
@@ -9,7 +9,8 @@ sum over the best one, is then below 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import log1p
 
@@ -24,9 +25,7 @@ DAY_S = 86400.0
 @dataclass(slots=True)
 class _Run:
     speed: tuple[float, ...]
-    weight: float
     nodes: int = 0
-    since: float = 0.0
     stalled_until: float = 0.0
 
 
@@ -36,46 +35,48 @@ class Tally:
     Args:
         plans: the runs.
         nodes: of the site.
-        begin: what was before that does not count; times in Unix seconds.
+        begin: Unix time.
     """
 
     def __init__(self, plans: Sequence[RunPlan], nodes: int, begin: float) -> None:
         self._begin = self._at = begin
-        self._runs = {plan.run: _Run(speeds(plan), plan.weight, since=begin) for plan in plans}
+        self._runs = {plan.run: _Run(speeds(plan)) for plan in plans}
         self._best_work, self._best_value = best_shares(plans, nodes)
-        self._idle = self._members = 0
+        self._idle = 0
         self._idle_s = self._usable_s = self._harvested_s = 0.0
         self._work = self._ideal_work = self._value = self._ideal_value = 0.0
-        self._changes: dict[Kind, int] = {"absorb": 0, "release": 0, "eject": 0}
-        self._waits: dict[str, float] = {}
-        self.calls = 0
-        "requests to slurmctld"
+        self._changes: Counter[Kind] = Counter()
+        self._waits: Mapping[str, float] = {}
+        self._requests = 0
 
     def pool(self, at: float, idle: int) -> None:
         """So many nodes are without a job of others from now on."""
-        self._until(at)
-        self._idle = idle
+        if idle != self._idle:
+            self._until(at)
+            self._idle = idle
 
     def members(self, at: float, run: str, nodes: int, stalled_until: float) -> None:
         """A run has so many members, and stands still for a while."""
         self._until(at)
         each = self._runs[run]
-        self._settle(each)
-        self._members += nodes - each.nodes
         each.nodes, each.stalled_until = nodes, stalled_until
 
-    def change(self, at: float, kind: Kind) -> None:
+    def change(self, kind: Kind) -> None:
         """One change of one run, of however many nodes."""
-        if at >= self._begin:
-            self._changes[kind] += 1
+        self._changes[kind] += 1
 
-    def waited(self, job_id: str, seconds: float) -> None:
-        """A job of others waited this long for a node of ours."""
-        if seconds > 0:
-            self._waits[job_id] = self._waits.get(job_id, 0.0) + seconds
+    def end(self, at: float, requests: int, waits: Mapping[str, float]) -> None:
+        """Nothing more is played.
+
+        Args:
+            at: Unix time.
+            requests: that slurmctld has had from us.
+            waits: job of others -> for how long it waited for nodes of ours.
+        """
+        self._until(at)
+        self._requests, self._waits = requests, waits
 
     def score(self) -> Score:
-        self._settle_all()
         seconds = self._at - self._begin
         days, waits = seconds / DAY_S, self._waits.values()
         return Score(
@@ -90,7 +91,7 @@ class Tally:
             others_delayed=DelayedJobs(
                 jobs=len(waits), p95_s=quantile(waits, 0.95) or 0.0, max_s=max(waits, default=0.0)
             ),
-            slurmctld_rpcs_per_min=self.calls * 60.0 / seconds if seconds else 0.0,
+            slurmctld_rpcs_per_min=self._requests * 60.0 / seconds if seconds else 0.0,
         )
 
     def _until(self, at: float) -> None:
@@ -98,48 +99,34 @@ class Tally:
         lasted_s = at - self._at
         if lasted_s <= 0:
             return
-        too_many = self._members > self._idle
-        if too_many:
-            self._settle_all()
         most = min(self._idle, len(self._best_work) - 1)
         self._idle_s += self._idle * lasted_s
         self._usable_s += most * lasted_s
         self._ideal_work += self._best_work[most] * lasted_s
         self._ideal_value += self._best_value[most] * lasted_s
-        self._at = at
-        if too_many:
-            # What a node does while its owner waits for it counts for nothing.
-            self._settle_all(self._idle / self._members)
-
-    def _settle_all(self, part: float = 1.0) -> None:
+        # What a node does while its owner waits for it counts for nothing.
+        members = sum(run.nodes for run in self._runs.values())
+        part = min(1.0, self._idle / members) if members else 0.0
         for run in self._runs.values():
-            self._settle(run, part)
-
-    def _settle(self, run: _Run, part: float = 1.0) -> None:
-        """Add up a run's work until now, or that part of it."""
-        lasted_s = self._at - run.since
-        if lasted_s > 0:
+            speed = run.speed[min(run.nodes, len(run.speed) - 1)]
+            trained_s = part * min(lasted_s, max(0.0, at - run.stalled_until))
             self._harvested_s += part * run.nodes * lasted_s
-            trained_s = self._at - max(run.since, run.stalled_until)
-            if trained_s > 0:
-                speed = run.speed[min(run.nodes, len(run.speed) - 1)]
-                self._work += part * speed * trained_s
-                self._value += part * run.weight * log1p(speed) * trained_s
-            run.since = self._at
+            self._work += speed * trained_s
+            self._value += log1p(speed) * trained_s
+        self._at = at
 
 
 class IdealTally(Tally):
     """The figures of who knows everything and for whom changes are free."""
 
     def score(self) -> Score:
-        self._settle_all()
         self._harvested_s = self._usable_s
         self._work, self._value = self._ideal_work, self._ideal_value
         return super().score()
 
 
 def best_shares(plans: Sequence[RunPlan], nodes: int) -> tuple[list[float], list[float]]:
-    """Work per second, and sum of weight x log(1 + speed), of 0, 1, ... `nodes` nodes shared out in the best way.
+    """Work per second, and sum of log(1 + speed), of 0, 1, ... `nodes` nodes shared out in the best way.
 
     Exact, by dynamic programming over the runs: the best of k runs with n nodes is the best of k-1 runs with n-m nodes
     and m nodes for the last. Which partitions a run may use is left out. With more nodes than the runs can use the
@@ -148,7 +135,7 @@ def best_shares(plans: Sequence[RunPlan], nodes: int) -> tuple[list[float], list
     values, work = [0.0], [0.0]
     for plan in plans:
         speed = speeds(plan)
-        worth = [plan.weight * log1p(v) for v in speed]
+        worth = [log1p(v) for v in speed]
         size = min(nodes, len(values) - 1 + plan.max_nodes)
         more = size + 1 - len(values)
         values_before, work_before = values + [values[-1]] * more, work + [work[-1]] * more

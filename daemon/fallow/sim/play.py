@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from math import inf
 from typing import TypeVar
 
 from fallow.sim.clock import VirtualLoop
 from fallow.sim.meter import Tally
 from fallow.sim.slurm import SlurmSim
-from fallow.sim.types import Active, Happening, Measured, Options, Pool, RunPlan, Waited
+from fallow.sim.types import Happening, Options, RunPlan
 from fallow.sim.work import Work
 
 H = TypeVar("H", bound="Head")
 
 PROGRESS_S = 600.0
 """Progress is told so often, in virtual time."""
-
-STUCK = 100_000
-"""Turns at one moment after which somebody is going round in circles."""
 
 
 class Head:
@@ -35,22 +31,18 @@ class Head:
     def __init__(self, engine: SlurmSim, runs: Work, plans: Sequence[RunPlan], options: Options) -> None:
         self._engine, self.runs, self._options = engine, runs, options
         self._plans = {plan.run: plan for plan in plans}
-        self._loop = VirtualLoop(engine.now)
+        self.loop = VirtualLoop(engine.now)
 
-    def next_at(self) -> float:
-        """When something is due; infinity: nothing."""
-        return self._loop.due
-
-    def wake(self, at: float) -> None:
+    def wake(self) -> None:
         """A poll is due, a submission done, a timer has run out."""
-        self._loop.play(at)
+        self.loop.play(self._engine.now)
 
-    def told(self, happening: Happening | Active | Measured) -> None:
+    def hear(self, happening: Happening) -> None:
         """What our jobs' agents and the runs notice at once."""
 
     def close(self) -> None:
         """Nothing more is played."""
-        self._loop.close()
+        self.loop.close()
 
 
 def play(
@@ -79,39 +71,21 @@ def play(
         seed: of what is drawn.
         progress: called with the time and the ideal ratio so far.
     """
-    runs = Work(plans, options.costs, seed, meter, engine.now)
-    with closing(policy(engine, runs, plans, options)) as head:
-        _play(engine, head, meter, until, progress)
-    for waits in engine.held():
-        meter.waited(waits.job_id, waits.seconds)
-    meter.pool(until, engine.idle_nodes())
-    return head
-
-
-def _play(engine: SlurmSim, head: Head, meter: Tally, until: float, progress: Callable[[float, float], None]) -> None:
-    runs = head.runs
+    runs = Work(plans, options.costs, seed, meter, engine)
+    told_at = engine.now
     meter.pool(engine.now, engine.idle_nodes())
-    told_at, before, turns = engine.now, -inf, 0
-    while True:
-        due = min(engine.next_at(), runs.next_at(), head.next_at())
-        at = max(engine.now, min(due, until))
-        turns = turns + 1 if at == before else 0
-        if turns > STUCK:
-            raise AssertionError(f"no end of what happens at {at:.3f}")
-        before = at
-        for happening in engine.advance(at):
-            if isinstance(happening, Pool):
-                meter.pool(happening.at, happening.idle)
-            elif isinstance(happening, Waited):
-                meter.waited(happening.job_id, happening.seconds)
-            head.told(happening)
-        for each in runs.advance(at):
-            head.told(each)
-        if due > until:
-            break
-        if head.next_at() <= at:
-            head.wake(at)
-            meter.calls = engine.requests
-        if at >= told_at + PROGRESS_S:
-            told_at = at
-            progress(at, meter.score().ideal_ratio)
+    try:
+        with closing(policy(engine, runs, plans, options)) as head:
+            while (at := max(engine.now, min(engine.next_at(), head.loop.due))) <= until:
+                for happening in engine.advance(at):
+                    head.loop.post(at, head.hear, happening)
+                meter.pool(at, engine.idle_nodes())
+                if head.loop.due <= at:
+                    head.wake()
+                if at >= told_at + PROGRESS_S:
+                    told_at = at
+                    progress(at, meter.score().ideal_ratio)
+        engine.advance(until)
+    finally:
+        meter.end(engine.now, engine.requests, engine.waits())
+    return head

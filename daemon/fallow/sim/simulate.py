@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
-from fallow.model import Exit, FallowError, PolicyScore, Score, SimReport, Struct
+from fallow.config import Slurm
+from fallow.model import Exit, FallowError, PolicyScore, SimReport, Struct
 from fallow.sim import curves
-from fallow.sim.costs import IN_PLACE, RESTART, restart
+from fallow.sim.costs import IN_PLACE, restart
 from fallow.sim.greedy import Greedy
 from fallow.sim.head import VirtualHead
 from fallow.sim.meter import IdealTally, Tally
 from fallow.sim.play import Head, play
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.traces import open_trace
-from fallow.sim.traces.sites import Profile, harvested
-from fallow.sim.types import Costs, Options, Plans, Recording, RunPlan, Scheduler
+from fallow.sim.traces.recorded import Window
+from fallow.sim.traces.sites import harvested
+from fallow.sim.types import Options, Plans, Recording, RunPlan
 
 POLICIES: dict[str, type[Head]] = {"ours": VirtualHead, "greedy": Greedy, "restart": Greedy, "ideal": Head}
 """Name of a policy -> who asks for nodes."""
@@ -32,32 +34,18 @@ class Setup(Struct, frozen=True, kw_only=True):
 
     trace: str
     "a file, or one of the names of those that come with Fallow"
-    policies: tuple[str, ...] = ("ours",)
-    runs: str = curves.DEFAULT
-    costs: str = RESTART
+    window: Window
+    policies: tuple[str, ...]
+    runs: str | None
+    "None: as BFTrainer was tried"
+    costs: str
     "UP-DOWN in seconds: of changes under the policy `restart`"
-    start_up_s: float | None = None
+    start_up_s: float | None
     "None: as measured"
-    plans: Plans = "hidden"
-    profile: Profile = "preempt"
-    bf_interval_s: float = 30.0
-    poll_s: float = 30.0
-    begin_day: float = 0.0
-    days: float | None = None
-    "None: as long as is usual for the trace"
-    site: str = ""
+    plans: Plans
+    poll_s: float
+    site: str | None
     "folder with the cluster's own description"
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Ground:
-    """What is the same for all policies."""
-
-    source: Recording
-    plans: list[RunPlan]
-    costs: Costs
-    restart_costs: Costs
 
 
 def simulate(setup: Setup, progress: Progress = lambda *_: None) -> SimReport:
@@ -66,94 +54,60 @@ def simulate(setup: Setup, progress: Progress = lambda *_: None) -> SimReport:
     Raises:
         FallowError: the setup makes no sense, or it was ended before there was anything to report.
     """
-    ground = _ground(setup)
+    for name in setup.policies:
+        if name not in POLICIES:
+            raise FallowError(f"policy {name!r}: there is {', '.join(POLICIES)}", Exit.USAGE)
+    source = open_trace(setup.trace, setup.window, Path(setup.site) if setup.site else None)
+    # The trace's name without the folders it lies in: a report does not say where somebody keeps things.
+    trace = replace(source.read, name=Path(setup.trace).name)
+    if source.changes is None and setup.plans == "known":
+        raise FallowError(
+            f"--plans known: goes with traces of holes; of {trace.name} the simulated Slurm plans the jobs itself",
+            Exit.USAGE,
+        )
+    start = IN_PLACE.start if setup.start_up_s is None else (setup.start_up_s, setup.start_up_s)
+    in_place = Options(slurm=Slurm(poll_interval_s=setup.poll_s), costs=replace(IN_PLACE, start=start))
+    restarts = replace(in_place, costs=restart(setup.costs, start))
+    plans = curves.plans(setup.runs or curves.DEFAULT, harvested(source.site))
     played: list[PolicyScore] = []
     stopped = False
     for name in dict.fromkeys(setup.policies):
-        found, stopped = _play(setup, ground, name, progress)
+        found = _play(setup, source, plans, name, restarts if name == "restart" else in_place, progress)
+        stopped = found.seconds < source.end - source.begin
         if found.seconds > 0:
             played.append(found)
         if stopped:
             break
     if not played:
         raise FallowError("simulate: interrupted before there was anything to report", Exit.TEMPFAIL)
-    first = played[0]
+    first = {field: value for field, value in asdict(played[0]).items() if field in SimReport.__struct_fields__}
     return SimReport(
-        **{field: getattr(first, field) for field in Score.__struct_fields__},
-        policies=played,
-        trace=replace(ground.source.read, name=_shown(setup.trace)),
-        seed=setup.seed,
-        seconds=first.seconds,
-        arm=_arm(setup, ground),
-        stopped=stopped,
+        **first, policies=played, trace=trace, seed=setup.window.seed, arm=_arm(setup, source), stopped=stopped
     )
 
 
-def _play(setup: Setup, ground: _Ground, name: str, progress: Progress) -> tuple[PolicyScore, bool]:
-    """One policy: its figures, and whether it was stopped before its end."""
-    source = ground.source
+def _play(
+    setup: Setup, source: Recording, plans: list[RunPlan], name: str, options: Options, progress: Progress
+) -> PolicyScore:
+    """One policy, to the end of the trace or until Ctrl-C."""
     begin, end = source.begin, source.end
-    engine = SlurmSim(source.site, setup.seed, begin, source.jobs, changes=source.changes, plans=setup.plans)
-    meter = (IdealTally if name == "ideal" else Tally)(ground.plans, len(source.site.nodes), begin)
-    costs = ground.restart_costs if name == "restart" else ground.costs
-    options = Options(poll_s=setup.poll_s, costs=costs)
+    engine = SlurmSim(source.site, setup.window.seed, begin, source.jobs, changes=source.changes, plans=setup.plans)
+    meter = (IdealTally if name == "ideal" else Tally)(plans, len(source.site.nodes), begin)
 
     def tell(at: float, ratio: float) -> None:
         progress(name, (at - begin) / (end - begin), ratio)
 
-    stopped = False
-    try:
-        play(engine, POLICIES[name], ground.plans, options, meter, end, seed=setup.seed, progress=tell)
-    except KeyboardInterrupt:
-        stopped = True
-    score = meter.score()
+    with suppress(KeyboardInterrupt):
+        play(engine, POLICIES[name], plans, options, meter, end, seed=setup.window.seed, progress=tell)
     notes = [f"{len(engine.refused)} jobs of others ask for more than there is, and were left out"]
-    found = PolicyScore(
-        **{field: getattr(score, field) for field in Score.__struct_fields__},
-        name=name,
-        seconds=(engine.now if stopped else end) - begin,
-        notes=notes if engine.refused else [],
+    return PolicyScore(
+        **asdict(meter.score()), name=name, seconds=engine.now - begin, notes=notes if engine.refused else []
     )
-    return found, stopped
 
 
-def _ground(setup: Setup) -> _Ground:
-    for name in setup.policies:
-        if name not in POLICIES:
-            raise FallowError(f"policy {name!r}: there is {', '.join(POLICIES)}", Exit.USAGE)
-    source = open_trace(
-        setup.trace,
-        site_folder=Path(setup.site) if setup.site else None,
-        seed=setup.seed,
-        begin_day=setup.begin_day,
-        days=setup.days,
-        profile=setup.profile,
-        scheduler=Scheduler(bf_interval_s=setup.bf_interval_s),
-    )
-    start = IN_PLACE.start if setup.start_up_s is None else (setup.start_up_s, setup.start_up_s)
-    ground = _Ground(
-        source=source,
-        plans=curves.plans(setup.runs, harvested(source.site)),
-        costs=replace(IN_PLACE, start=start),
-        restart_costs=restart(setup.costs, start),
-    )
-    if source.changes is None and setup.plans == "known":
-        raise FallowError(
-            f"--plans known: goes with traces of holes; of {_shown(setup.trace)} the simulated Slurm plans the jobs "
-            "itself",
-            Exit.USAGE,
-        )
-    return ground
-
-
-def _arm(setup: Setup, ground: _Ground) -> str:
+def _arm(setup: Setup, source: Recording) -> str:
     """Under which rules it was played: those of the trace's own site, where it has one."""
-    words = [] if ground.source.changes is None else [f"plans {setup.plans}"]
-    words += ["the site's own Slurm" if setup.site else setup.profile, f"runs {setup.runs}"]
-    slurm = ground.source.site.scheduler
+    words = [] if source.changes is None else [f"plans {setup.plans}"]
+    words += ["the site's own Slurm" if setup.site else setup.window.profile, f"runs {setup.runs or curves.DEFAULT}"]
+    slurm = source.site.scheduler
     return ", ".join([*words, f"backfill every {slurm.bf_interval_s:g} s", f"polls every {setup.poll_s:g} s"])
-
-
-def _shown(trace: str) -> str:
-    """The trace's name without the folders it lies in: a report does not say where somebody keeps things."""
-    return Path(trace).name

@@ -1,7 +1,7 @@
 """The words that the parts of the simulation share: what a cluster, a trace and a run are.
 
 Times are Unix seconds of the trace (virtual), lengths are seconds. At equal times things happen in this order: ends of
-jobs, submissions, the scheduler's main pass, backfill, runs, head.
+jobs, submissions, the scheduler's main pass, backfill, runs (`slurm.agenda`), head.
 """
 
 from __future__ import annotations
@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from fallow.config import Slurm
 from fallow.model import Exit, FallowError, PartitionInfo, Struct, TraceRead
+
+Profile = Literal["preempt", "nograce", "plain"]
+"""May Slurm take our nodes: with 10 s of grace, at once, or never? As of the testbed."""
 
 Plans = Literal["hidden", "known"]
 """Of a trace of holes: does Slurm's plan tell when a hole ends, or does its owner come back without notice?"""
@@ -39,6 +43,8 @@ class SimJob(Struct, frozen=True, kw_only=True):
     job_id: str
     user: str
     submit_at: float
+    start_at: float = 0.0
+    "as recorded"
     runs_s: float
     "until it ends by itself; it is ended at `limit_s` if that is shorter"
     limit_s: float
@@ -50,7 +56,6 @@ class SimJob(Struct, frozen=True, kw_only=True):
 
 class SimNode(Struct, frozen=True, kw_only=True):
     node: str
-    partitions: tuple[str, ...]
     gpus: int = 0
     cpus: int = 1
 
@@ -145,20 +150,7 @@ class Recording(Struct, frozen=True, kw_only=True):
     "in order of time; None: the jobs are known"
 
 
-# -- what the cluster tells -----------------------------------------------------------------------------------------
-
-
-class Wanted(Struct, frozen=True, kw_only=True):
-    """A job of ours as the head asks for it."""
-
-    token: str
-    partition: str
-    minutes: int
-    nodes: int = 1
-    node: str = ""
-    "empty: any"
-    exclude: frozenset[str] = frozenset()
-    nice: int = 0
+# -- our jobs on the cluster ----------------------------------------------------------------------------------------
 
 
 class Started(Struct, frozen=True, kw_only=True):
@@ -184,25 +176,6 @@ class Ended(Struct, frozen=True, kw_only=True):
     "in Slurm's words: COMPLETED, CANCELLED, PREEMPTED, TIMEOUT"
 
 
-class Pool(Struct, frozen=True, kw_only=True):
-    """The number of nodes without a job of others has changed."""
-
-    at: float
-    idle: int
-
-
-class Waited(Struct, frozen=True, kw_only=True):
-    """A job of others could have started but for nodes of ours, which have left now."""
-
-    at: float
-    job_id: str
-    seconds: float
-
-
-Happening = Started | Notice | Ended | Pool | Waited
-"""What the cluster tells: of our jobs (Started, Notice, Ended), the idle nodes, and those who waited for us."""
-
-
 # -- runs -----------------------------------------------------------------------------------------------------------
 
 
@@ -214,10 +187,8 @@ class RunPlan(Struct, frozen=True, kw_only=True):
     max_nodes: int
     rate: tuple[tuple[int, float], ...]
     "(nodes, work per second), ascending; linear in between, constant beyond; on one node it is 1"
-    shards: int
     partitions: tuple[str, ...] = ()
     "empty: all"
-    weight: float = 1.0
 
 
 class Active(Struct, frozen=True, kw_only=True):
@@ -237,6 +208,10 @@ class Measured(Struct, frozen=True, kw_only=True):
     lasted_s: float
 
 
+Happening = Started | Notice | Ended | Active | Measured
+"""What is noticed at once: of our jobs on the cluster, and of the runs in them."""
+
+
 class Costs(Struct, frozen=True, kw_only=True):
     """What a change costs, as (p50, p95) in seconds."""
 
@@ -252,7 +227,6 @@ class Costs(Struct, frozen=True, kw_only=True):
 class Options(Struct, frozen=True, kw_only=True):
     """What heads are told."""
 
-    poll_s: float
     costs: Costs
-    submits_per_min: float = 120.0
-    queries_per_min: float = 120.0
+    slurm: Slurm = Slurm()
+    "how they ask Slurm"

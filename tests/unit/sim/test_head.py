@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from fallow.config import Slurm
 from fallow.core.neighbour.watch import WATCHFUL_S
-from fallow.sim.client import SimClient
 from fallow.sim.costs import IN_PLACE
 from fallow.sim.head import VirtualHead
 from fallow.sim.meter import Tally
 from fallow.sim.play import play
 from fallow.sim.slurm import SlurmSim
-from fallow.sim.types import POLL_REQUESTS, Options, RunPlan, SimJob, Site, Wanted
+from fallow.sim.slurm.engine import SimClient
+from fallow.sim.types import POLL_REQUESTS, Options, RunPlan, SimJob, Site
 from fallow.slurm.client import SubmitRejected
 from sim_cases import MIN, job, linear, site, tiers
 
@@ -26,11 +27,11 @@ class Refusing(SlurmSim):
         self.asked_at: list[float] = []
         self._refuses_until = refuses_until
 
-    def submit(self, request: Wanted) -> str:
+    def submit(self, token: str, options: Mapping[str, str]) -> str:
         self.asked_at.append(round(self.now - BEGIN, 3))
         if self.now < self._refuses_until:
-            raise SubmitRejected(request.token, "User's group not permitted to use this partition")
-        return super().submit(request)
+            raise SubmitRejected(token, "User's group not permitted to use this partition")
+        return super().submit(token, options)
 
 
 def cluster(nodes: int, others: Sequence[SimJob] = (), *, preempt: bool, refuses_until: float = 0.0) -> Refusing:
@@ -41,14 +42,14 @@ def cluster(nodes: int, others: Sequence[SimJob] = (), *, preempt: bool, refuses
 def played(
     engine: SlurmSim, plans: Sequence[RunPlan], until_s: float, options: Options | None = None
 ) -> tuple[VirtualHead, Tally]:
-    options = options or Options(poll_s=30.0, costs=IN_PLACE)
+    options = options or Options(costs=IN_PLACE)
     meter = Tally(plans, len(engine.site.nodes), BEGIN)
     return play(engine, VirtualHead, plans, options, meter, BEGIN + until_s), meter
 
 
 def test_polls_wait_for_tokens_and_are_counted() -> None:
     engine = cluster(2, preempt=True)
-    options = Options(poll_s=30.0, costs=IN_PLACE, queries_per_min=1.0)
+    options = Options(costs=IN_PLACE, slurm=Slurm(queries_per_min=1.0))
     played(engine, [], 600.0, options)
     assert engine.requests == 1 + POLL_REQUESTS, "the tokens of the configuration and one poll take seven minutes"
 

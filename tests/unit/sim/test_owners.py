@@ -10,19 +10,13 @@ from hypothesis import strategies as st
 
 from fallow.model import JobInfo
 from fallow.sim.slurm import SlurmSim
-from fallow.sim.traces.sites import Profile, harvested
-from fallow.sim.types import Ended, Happening, Notice, Pool, Started, Waited, Wanted
-from sim_cases import hole_sim, holes
+from fallow.sim.traces.sites import harvested
+from fallow.sim.types import Ended, Notice, Profile, Started
+from sim_cases import hole_sim, holes, wanted
 
 
-def ask(engine: SlurmSim, minutes: int = 60, **more: object) -> str:
-    partition = harvested(engine.site)[0]
-    return engine.submit(Wanted(token="fallow-r-h1", partition=partition, minutes=minutes, **more))  # type: ignore[arg-type]
-
-
-def until(engine: SlurmSim, to: float) -> list[Happening]:
-    """Everything up to `to`, without the counts of idle nodes."""
-    return [each for each in engine.advance(to) if not isinstance(each, Pool)]
+def ask(engine: SlurmSim, minutes: int = 60) -> str:
+    return engine.submit(*wanted(minutes, partition=harvested(engine.site)[0]))
 
 
 def shown(engine: SlurmSim, job_id: str) -> JobInfo:
@@ -33,18 +27,17 @@ def test_an_owner_who_is_back_has_us_preempted_and_waits_until_we_have_left() ->
     """He comes at 100.0; a pass takes 0.2 s, the signal 0.17 s, the epilog 0.3 s, and the next pass 0.2 s."""
     engine = hole_sim(holes((0.0, (0,), ()), (100.0, (), (0,)), (300.0, (0,), ())))
     job_id = ask(engine)
-    until(engine, 100.1)
+    engine.advance(100.1)
     assert engine.idle_nodes() == 0, "it is no idle node any more, though we have it"
     assert [job.required_nodes for job in engine.poll().jobs if job.user == "other"] == [["n0"]]
-    [notice] = until(engine, 100.5)
+    [notice] = engine.advance(100.5)
     assert isinstance(notice, Notice)
     assert (notice.at, notice.kill_at) == (pytest.approx(100.37), pytest.approx(115.2))
     info = shown(engine, job_id)
     assert (info.state, info.preempt_at, info.end_at) == ("RUNNING", pytest.approx(100.2), pytest.approx(110.2))
     engine.left(job_id)
-    ended, waited = until(engine, 105.0)
-    assert ended == Ended(at=100.5, job_id=job_id, state="PREEMPTED")
-    assert isinstance(waited, Waited) and waited.seconds == pytest.approx(0.3), "from the pass until we have left"
+    assert engine.advance(105.0) == [Ended(at=100.5, job_id=job_id, state="PREEMPTED")]
+    assert list(engine.waits().values()) == [pytest.approx(0.3)], "from the pass until we have left"
     assert [job.user for job in engine.poll().jobs] == ["me"]
     assert engine.poll().nodes[0].state == "ALLOCATED"
 
@@ -53,7 +46,7 @@ def test_an_owner_who_is_back_has_us_preempted_and_waits_until_we_have_left() ->
 def test_where_ends_are_planned_nothing_starts_that_would_not_be_over_by_then(minutes: int, starts: bool) -> None:
     engine = hole_sim(holes((0.0, (0, 1), ()), (660.0, (), (0, 1))), "known")
     ask(engine, minutes)
-    until(engine, 100.0)
+    engine.advance(100.0)
     state = engine.poll()
     [planned] = [job for job in state.jobs if job.user == "other"]
     assert (planned.start_at, planned.reason, planned.partition) == (660.0, "BeginTime", "batch")

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fallow.config import Slurm
 from fallow.model import Score
 from fallow.sim.costs import IN_PLACE
 from fallow.sim.meter import IdealTally, Tally
@@ -22,7 +23,7 @@ DAY_S = 86400.0
 def played(policy: str, source: Recording, plans: list[RunPlan], costs: Costs = FREE, until: float = 1000.0) -> Score:
     engine = hole_sim(source)
     meter = (IdealTally if policy == "ideal" else Tally)(plans, len(source.site.nodes), 0.0)
-    options = Options(poll_s=5.0, costs=costs, submits_per_min=6000.0)
+    options = Options(costs=costs, slurm=Slurm(poll_interval_s=5.0, submits_per_min=6000.0))
     play(engine, POLICIES[policy], plans, options, meter, until)
     return meter.score()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from fallow.config import Slurm
 from fallow.model import Score
 from fallow.sim.costs import restart
 from fallow.sim.curves import DEFAULT, plans
@@ -16,6 +17,7 @@ from fallow.sim.meter import Tally
 from fallow.sim.play import play
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.traces import open_trace
+from fallow.sim.traces.recorded import Window
 from fallow.sim.types import Options, Scheduler
 
 KNOWN = {"250-250": 0.423, "60-60": 0.734, "18-12": 0.907, "5-3": 0.973, "2-1": 0.989}
@@ -23,11 +25,19 @@ KNOWN = {"250-250": 0.423, "60-60": 0.734, "18-12": 0.907, "5-3": 0.973, "2-1": 
 
 
 def score(words: str, days: float) -> Score:
-    holes = open_trace("summit", days=days, profile="nograce", scheduler=Scheduler(bf_interval_s=1.0, pass_s=0.0))
+    at_once = Scheduler(bf_interval_s=1.0, pass_s=0.0)
+    holes = open_trace("summit", Window(days=days, profile="nograce", scheduler=at_once))
     engine = SlurmSim(holes.site, 0, holes.begin, changes=holes.changes)
     runs, costs = plans(DEFAULT, ("scavenge",)), restart(words, (0.0, 0.0))
     meter = Tally(runs, len(holes.site.nodes), holes.begin)
-    play(engine, Greedy, runs, Options(poll_s=5.0, costs=costs, submits_per_min=1e9), meter, holes.end)
+    play(
+        engine,
+        Greedy,
+        runs,
+        Options(costs=costs, slurm=Slurm(poll_interval_s=5.0, submits_per_min=1e9)),
+        meter,
+        holes.end,
+    )
     return meter.score()
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from itertools import pairwise
 
 import pytest
 
 from fallow.model import FallowError, PartitionInfo
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.traces import open_trace
-from fallow.sim.types import Ended, Notice, Pool, Scheduler, SimJob, Site, Started, Waited
+from fallow.sim.types import Ended, Notice, Scheduler, SimJob, Site, Started
 from fallow.slurm.client import SubmitRejected
 from sim_cases import MIN, job, of, site, starts, tiers, wanted
 
@@ -30,14 +29,14 @@ def test_backfill_looks_at_no_more_jobs_than_its_limits_allow(limits: dict[str, 
     sim = sim_of(site(2, **limits), job("runs", 0, 1, 60 * MIN), job("wide", 1, 2, 60 * MIN))
     sim.advance(5.0)
     for number, minutes in enumerate((300, 20)):
-        sim.submit(wanted(minutes, token=f"fallow-r-h{number}-x"))
+        sim.submit(*wanted(minutes, token=f"fallow-r-h{number}-x"))
     assert bool(of(Started, sim.advance(300.0))) is starts_ours
 
 
 def test_nothing_starts_on_a_drained_node_and_no_job_that_is_held() -> None:
     sim = sim_of(site(2, bf_interval_s=1.0), job("part", 0, 1, MIN, gpus=1), job("whole", 0, 1, MIN))
     sim.drain(["n1"])
-    mine = sim.submit(wanted(1, nice=0))
+    mine = sim.submit(*wanted(1, nice="0"))
     sim.hold(mine, "QOSMaxJobsPerUserLimit")
     told = sim.advance(600.0)
     assert {node.node: node.flags for node in sim.poll().nodes} == {"n1": ["DRAIN"], "n2": []}
@@ -54,7 +53,7 @@ def held(grace_s: float) -> tuple[SlurmSim, str]:
     """One node, which is ours, and a job in `normal` that comes at 100 s."""
     where = site(1, partitions=tiers(1, grace_s), preempt=True, bf_interval_s=0.0)
     sim = sim_of(where, job("user", 100, 1, 60 * MIN, partition="normal"))
-    mine = sim.submit(wanted(600, partition="scavenge"))
+    mine = sim.submit(*wanted(600, partition="scavenge"))
     sim.advance(50.0)
     return sim, mine
 
@@ -77,12 +76,13 @@ def test_who_waits_for_others_does_not_wait_for_us() -> None:
     jobs = [job("runs", 0, 1, 100 * MIN, runs_s=200), job("wide", 100, 2, 60 * MIN)]
     sim = sim_of(site(2), *jobs)
     sim.advance(10.0)
-    mine = sim.submit(wanted(600, nice=0))
-    assert of(Waited, sim.advance(300.0)) == []
+    mine = sim.submit(*wanted(600, nice="0"))
+    sim.advance(200.0)
+    assert sim.waits() == {}
+    sim.advance(300.0)
     sim.left(mine)
-    [waited] = of(Waited, sim.advance(400.0))
-    assert (waited.job_id, waited.at) == ("wide", 300.0)
-    assert waited.seconds == pytest.approx(300.0 - 200.7)
+    sim.advance(400.0)
+    assert sim.waits() == {"wide": pytest.approx(300.0 - 200.7)}
 
 
 # -- what is refused, and what is read ------------------------------------------------------------------------------
@@ -91,9 +91,9 @@ def test_who_waits_for_others_does_not_wait_for_us() -> None:
 def test_refusals() -> None:
     sim = sim_of(site(1), job("wide", 0, 2, MIN))
     with pytest.raises(SubmitRejected, match="invalid partition"):
-        sim.submit(wanted(partition="q"))
+        sim.submit(*wanted(partition="q"))
     with pytest.raises(SubmitRejected, match="node configuration"):
-        sim_of(site(2, partitions=[PartitionInfo(partition="p", nodes=["n1"])])).submit(wanted(node="n2"))
+        sim_of(site(2, partitions=[PartitionInfo(partition="p", nodes=["n1"])])).submit(*wanted(nodelist="n2"))
     sim.advance(1.0)
     assert list(sim.refused) == ["wide"]
 
@@ -111,9 +111,12 @@ def test_a_month_of_earth_without_us_is_played_in_seconds_and_as_it_was_recorded
     trace = open_trace("earth")
     sim = SlurmSim(trace.site, 0, trace.begin, trace.jobs)
     began = time.process_time()
-    told = [*of(Pool, sim.advance(trace.end)), Pool(at=trace.end, idle=0)]
+    idle_s = 0.0
+    while sim.now < trace.end:
+        at, idle = sim.now, sim.idle_nodes()
+        sim.advance(min(sim.next_at(), trace.end))
+        idle_s += idle * (sim.now - at)
     assert time.process_time() - began <= 30.0
     waits = sorted(sim.ran[job.job_id][0] - job.submit_at for job in trace.jobs)
     assert waits[int(0.99 * len(waits))] < 5.0
-    idle_s = sum(pool.idle * (after.at - pool.at) for pool, after in pairwise(told))
     assert idle_s / (107 * (trace.end - trace.begin)) == pytest.approx(0.303, abs=0.003)

@@ -5,21 +5,22 @@ from __future__ import annotations
 import pytest
 
 from fallow.sim.traces import open_trace
-from fallow.sim.traces.summit import NODES
+from fallow.sim.traces.recorded import Window
+from fallow.sim.traces.shipped import SUMMIT_NODES
 
 DAYS = 5.0
 DAY_S = 86400.0
 
 
 def test_five_days_are_as_the_source_and_nodes_come_and_go_in_turn() -> None:
-    holes = open_trace("summit", days=DAYS)
+    holes = open_trace("summit", Window(days=DAYS))
     assert holes.changes is not None
     events, since, lengths, node_s, last = [], dict[int, float](), list[float](), 0.0, holes.begin
     for at, joined, left in holes.changes:
         assert (holes.begin <= last < at < holes.end or not events) and (at - holes.begin) % 10 == 0
         node_s += len(since) * (at - last)
         lengths += [at - begun for begun in map(since.pop, left) if begun > holes.begin]
-        assert since.keys().isdisjoint(joined) and set(joined) <= set(range(NODES))
+        assert since.keys().isdisjoint(joined) and set(joined) <= set(range(SUMMIT_NODES))
         since.update(dict.fromkeys(joined, at))
         events.append((bool(joined), bool(left)))
         last = at

@@ -11,6 +11,7 @@ import pytest
 
 from fallow.model import Exit, FallowError
 from fallow.sim.traces import open_trace
+from fallow.sim.traces.recorded import Window
 from fallow.sim.traces.sacct import COMMAND
 from fallow.sim.traces.sites import from_folder
 from fallow.sim.types import JobPart, Recording, SimJob
@@ -28,9 +29,9 @@ def jobs(trace: Recording) -> dict[str, SimJob]:
     return {job.job_id: job for job in found}
 
 
-def refused(path: Path, **more: object) -> FallowError:
+def refused(path: Path, window: Window | None = None, site_folder: Path | None = None) -> FallowError:
     with pytest.raises(FallowError) as found:
-        open_trace(path, **more)  # type: ignore[arg-type]
+        open_trace(path, window, site_folder)
     return found.value
 
 
@@ -38,7 +39,7 @@ def refused(path: Path, **more: object) -> FallowError:
 
 
 def test_swf_counts_its_bad_lines_and_uses_the_others() -> None:
-    trace = open_trace(SWF, profile="plain")
+    trace = open_trace(SWF, Window(profile="plain"))
     problems = trace.read
     assert problems.jobs == 6
     assert problems.bad_lines == {
@@ -61,13 +62,14 @@ def test_swf_counts_its_bad_lines_and_uses_the_others() -> None:
 
 
 def test_swf_maps_its_fields() -> None:
-    trace = open_trace(SWF, profile="plain")
+    trace = open_trace(SWF, Window(profile="plain"))
     found = jobs(trace)
     assert list(found) == ["1", "2", "3", "5", "6", "13"]
     assert found["2"] == SimJob(
         job_id="2",
         user="u2",
         submit_at=1_000_060.0,
+        start_at=1_000_060.0,
         runs_s=1800.0,
         limit_s=3600.0,
         part=JobPart(partition="gpu", nodes=4, gpus_per_node=4),
@@ -128,7 +130,7 @@ def test_sacct_counts_its_bad_lines_and_uses_the_others() -> None:
 
 
 def test_sacct_maps_its_columns() -> None:
-    trace = open_trace(SACCT, profile="plain")
+    trace = open_trace(SACCT, Window(profile="plain"))
     found = jobs(trace)
     assert trace.begin == 1_000_600.0  # sacct shows what had not ended by --starttime
     assert trace.end == 1_004_400.0
@@ -136,6 +138,7 @@ def test_sacct_maps_its_columns() -> None:
         job_id="101",
         user="u1",
         submit_at=1_000_600.0,  # before the window: it waits as the window begins
+        start_at=1_000_700.0,
         runs_s=3600.0,
         limit_s=7200.0,
         part=JobPart(partition="gpu", nodes=1, gpus_per_node=4),
@@ -208,7 +211,7 @@ def test_philly_has_its_idle_nodes_as_a_stack(tmp_path: Path) -> None:
         "900,0,420",
     ]
     path.write_text("time,active_nodes,total_nodes\n" + "".join(f"{row}\n" for row in rows))
-    trace = open_trace(path, begin_day=650 / DAY_S)
+    trace = open_trace(path, Window(begin_day=650 / DAY_S))
     assert trace.changes == [(650.0, (0, 1, 2), ()), (720.0, (), (1, 2)), (840.0, (1,), ())]
     assert (trace.end, trace.jobs, len(trace.site.nodes)) == (900.0, (), 420)
     assert trace.read.bad_lines == {"earlier than the line before": 1, "not a number": 1}
@@ -252,7 +255,7 @@ def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
     path.write_bytes(b"no gzip")
     assert "cannot read it" in refused(path).message
     assert "they are earth, helios, philly, summit" in refused(Path("Earth")).message
-    outside = refused(SACCT, begin_day=3.0)
+    outside = refused(SACCT, Window(begin_day=3.0))
     assert (outside.code, "the trace ends 0.044 days after" in outside.message) == (Exit.USAGE, True)
 
 
@@ -267,7 +270,7 @@ def test_the_command_asks_for_what_is_read() -> None:
 def test_earth_replayed_is_the_recorded_occupancy() -> None:
     """GPUs in use in three partitions in every minute of a day; that in which a job ended counts, as in the source."""
     day, queues = 5, {"vcvlY", "vcSoL", "vc8Sj"}
-    trace = open_trace("earth", begin_day=day, days=1)
+    trace = open_trace("earth", Window(begin_day=day, days=1))
     changes: dict[tuple[str, bool], dict[float, int]] = defaultdict(lambda: defaultdict(int))
     for job in jobs(trace).values():
         part = job.part

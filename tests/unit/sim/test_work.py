@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from fallow.model import FallowError
 from fallow.sim.curves import curve_of, plans, speeds
 from fallow.sim.meter import Tally, best_shares
+from fallow.sim.slurm.agenda import Agenda
 from fallow.sim.types import Active, Costs, Kind, RunPlan
 from fallow.sim.work import Work
-from sim_cases import FREE, costing, linear, runs_of
+from sim_cases import FREE, costing, linear, of, runs_of
 
 
 class Noted(Tally):
@@ -23,56 +24,60 @@ class Noted(Tally):
 
     def __init__(self) -> None:
         super().__init__([], 0, 0.0)
-        self.changes: list[tuple[float, Kind]] = []
+        self.changes: list[Kind] = []
         self.sizes: list[tuple[float, int, float]] = []
 
     def members(self, at: float, run: str, nodes: int, stalled_until: float) -> None:
         self.sizes.append((at, nodes, stalled_until))
 
-    def change(self, at: float, kind: Kind) -> None:
-        self.changes.append((at, kind))
+    def change(self, kind: Kind) -> None:
+        self.changes.append(kind)
 
 
-def work(costs: Costs = FREE, *runs: RunPlan) -> tuple[Work, Noted]:
-    meter = Noted()
-    return Work(runs or linear(), costs, 0, meter, 0.0), meter
+def work(costs: Costs = FREE, *runs: RunPlan) -> tuple[Work, Noted, Agenda]:
+    meter, agenda = Noted(), Agenda(0.0)
+    return Work(runs or linear(), costs, 0, meter, agenda), meter, agenda
 
 
-def join(runs: Work, at: float, *nodes: str) -> None:
+def join(runs: Work, *nodes: str) -> None:
     for node in nodes:
-        runs.join("r0", node, f"job-{node}", at)
+        runs.join("r0", node, f"job-{node}")
 
 
 def test_what_happens_together_is_one_change() -> None:
-    runs, meter = work(costing(18, 12))
-    join(runs, 0, "a", "b")
-    assert [type(each) for each in runs.advance(0)] == [Active, Active]
+    runs, meter, agenda = work(costing(18, 12))
+    join(runs, "a", "b")
+    assert [type(each) for each in agenda.advance(0)] == [Active, Active]
     assert meter.sizes == [(0, 2, 0)]
-    join(runs, 100, "c", "d")
-    runs.lost("r0", ["a"], 100)
-    assert [each for each in runs.advance(100) if isinstance(each, Active)] == []
-    assert meter.changes == [(0, "absorb"), (100, "eject"), (100, "absorb")]
+    agenda.advance(100)
+    join(runs, "c", "d")
+    runs.lost("r0", ["a"])
+    assert of(Active, agenda.advance(100)) == []
+    assert meter.changes == ["absorb", "eject", "absorb"]
     assert meter.sizes[-1] == (100, 3, 118)
-    join(runs, 110, "e")
-    runs.advance(110)
+    agenda.advance(110)
+    join(runs, "e")
+    agenda.advance(110)
     assert meter.sizes[-1] == (110, 4, 128), "a change within a change begins it anew"
-    active = [each for each in runs.advance(128) if isinstance(each, Active)]
+    active = of(Active, agenda.advance(128))
     assert active == [Active(at=at, job_id=f"job-{node}") for at, node in ((118, "c"), (118, "d"), (128, "e"))]
 
 
 def test_release() -> None:
-    runs, meter = work(costing(0, 0.5, 10))
-    join(runs, 0, "a", "b", "c")
-    runs.advance(10)
-    assert runs.release("r0", ["a"], 50) == 50.5
-    assert runs.release("r0", ["b"], 50) == 50.5
+    runs, meter, agenda = work(costing(0, 0.5, 10))
+    join(runs, "a", "b", "c")
+    agenda.advance(50)
+    assert runs.release("r0", ["a"]) == 50.5
+    assert runs.release("r0", ["b"]) == 50.5
     assert runs.members("r0") == 1
-    runs.advance(50)
-    assert meter.changes[1:] == [(50, "release")]
+    agenda.advance(50)
+    assert meter.changes[1:] == ["release"]
     assert meter.sizes[-1] == (50, 1, 50.5)
-    join(runs, 60, "d")
-    assert runs.release("r0", ["d"], 61) == 61, "it has not trained yet"
-    runs.advance(100)
+    agenda.advance(60)
+    join(runs, "d")
+    agenda.advance(61)
+    assert runs.release("r0", ["d"]) == 61, "it has not trained yet"
+    agenda.advance(100)
     assert (runs.members("r0"), len(meter.changes)) == (1, 2)
 
 
@@ -118,7 +123,6 @@ def test_the_ideal_is_the_fairest_of_all_ways(curves: list[list[int]], nodes: in
             min_nodes=1,
             max_nodes=len(curve),
             rate=tuple(enumerate(map(float, curve), 1)),
-            shards=8,
         )
         for n, curve in enumerate(curves)
     ]
@@ -135,15 +139,15 @@ def test_the_ideal_is_the_fairest_of_all_ways(curves: list[list[int]], nodes: in
 # -- costs and scores -----------------------------------------------------------------------------------------------
 
 
-def test_what_was_before_the_begin_does_not_count() -> None:
+def test_score() -> None:
     meter = Tally(runs_of(1, 1, 1.5), 4, 100.0)
-    meter.pool(0, 2)
-    meter.change(10, "absorb")
-    meter.members(10, "r0", 2, 20)
-    meter.change(150, "release")
+    meter.pool(100, 2)
+    meter.members(100, "r0", 2, 100)
+    meter.change("release")
     meter.members(150, "r0", 1, 160)
-    meter.pool(200, 2)
+    meter.end(200, 5, {"theirs": 3.0})
     score = meter.score()
     assert (score.idle_node_s, score.harvested_node_s) == (200, 150)
     assert score.ideal_ratio == pytest.approx((50 * 1.5 + 40) / 150)
-    assert (score.absorbs_per_day, score.releases_per_day) == (0, 864)
+    assert (score.absorbs_per_day, score.releases_per_day, score.slurmctld_rpcs_per_min) == (0, 864, 3)
+    assert (score.others_delayed.jobs, score.others_delayed.max_s) == (1, 3)

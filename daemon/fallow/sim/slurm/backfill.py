@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from math import inf
 
+from fallow.sim.slurm.cluster import victims
 from fallow.sim.slurm.jobs import Job
 from fallow.sim.slurm.lives import Lives
 from fallow.sim.slurm.owners import Owners
 from fallow.sim.slurm.space import ENDING_S, Space, Timeline
-from fallow.sim.slurm.victims import victims
 
 TRIES = 10_000
 """Times that are looked at for one job before it is left without a plan."""
@@ -54,7 +54,7 @@ class Cycle:
         # Most are planned as they were, and a poll shows the same.
         for job, plan in before.items():
             if (job.planned, job.planned_at) != plan:
-                self._lives.news[job.job_id] = None
+                job.shown = None
         return self._starts
 
     def _look(self, job: Job) -> None:

@@ -1,20 +1,26 @@
-"""The simulated Slurm as the rest of the simulation sees it."""
+"""The simulated Slurm as the rest of the simulation sees it, and its commands as the head calls them.
+
+It is the agenda of a whole simulation: what happens beside the cluster is put there, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import asyncio
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from math import inf
 from random import Random
 
-from fallow.model import ClusterConfig, ClusterState
-from fallow.sim.slurm.agenda import SUBMIT, SWEEP_S, Agenda
+from fallow.model import ClusterConfig, ClusterState, JobRequest, OwnerView
+from fallow.sim.slurm.agenda import SUBMIT, Agenda
 from fallow.sim.slurm.cluster import Cluster
 from fallow.sim.slurm.jobs import FIRST_PRIORITY, Job
-from fallow.sim.slurm.lives import Lives
+from fallow.sim.slurm.lives import SWEEP_S, Lives
 from fallow.sim.slurm.owners import Owners
 from fallow.sim.slurm.scheduler import LOOK_S, Rounds
 from fallow.sim.slurm.view import View, config
-from fallow.sim.types import POLL_REQUESTS, Change, Happening, Plans, Pool, SimJob, Site, Waited, Wanted
+from fallow.sim.types import POLL_REQUESTS, Change, Plans, SimJob, Site
+from fallow.slurm import parse
 from fallow.slurm.client import SubmitRejected
 
 FIRST_JOB = 1_000_000_000
@@ -26,7 +32,7 @@ US = "me"
 NOT_AVAILABLE = "Requested node configuration is not available"
 
 
-class SlurmSim:
+class SlurmSim(Agenda):
     """A cluster on which the jobs of others run, and ours.
 
     Args:
@@ -45,9 +51,10 @@ class SlurmSim:
         begin: float,
         jobs: Iterable[SimJob] = (),
         *,
-        changes: Iterable[Change] | None = None,
+        changes: Sequence[Change] | None = None,
         plans: Plans = "hidden",
     ) -> None:
+        super().__init__(begin)
         self.site = site
         self.requests = 0
         "that slurmctld has had from us"
@@ -55,88 +62,62 @@ class SlurmSim:
         "job of others that could never start -> why"
         self._jobs: Iterator[SimJob] = iter(jobs)
         phases = Random(f"{seed}/slurm/clock")
-        self._agenda = Agenda(begin, phases.uniform(0.0, SWEEP_S))
         self._cluster = Cluster(site)
-        self._lives = Lives(self._cluster, self._agenda, self._changed)
+        self._lives = Lives(self._cluster, self, phases.uniform(0.0, SWEEP_S))
         owners = None if changes is None else Owners(changes, plans, self._lives)
         self._rounds = Rounds(self._lives, owners, phases.uniform(0.0, LOOK_S))
         self._view = View(self._lives, owners)
         self._serial = 0
         self._last_priority: int | None = None
         "of the last job of the trace that says"
-        self._idle = -1
         self._await_job()
-
-    def _changed(self) -> None:
-        self._rounds.changed()
-
-    # -- time -------------------------------------------------------------------------------------------------------
-
-    @property
-    def now(self) -> float:
-        """Unix time up to which it has been played."""
-        return self._agenda.now
 
     @property
     def ran(self) -> dict[str, tuple[float, float]]:
         """Job of others -> its start and its end (infinity while it runs)."""
         return self._lives.ran
 
-    def next_at(self) -> float:
-        """When something happens by itself; infinity: nothing any more."""
-        return self._agenda.next_at()
+    def waits(self) -> dict[str, float]:
+        """Job of others -> for how long nodes of ours alone have kept it from starting, until now."""
+        return self._lives.waits()
 
-    def advance(self, to: float) -> list[Happening]:
-        """Play everything up to `to`, in order of time."""
-        agenda = self._agenda
-        while (at := agenda.next_at()) <= to:
-            if at > agenda.now:
-                self._look_at_pool()
-            agenda.play_next()
-        self._look_at_pool()
-        agenda.now = max(agenda.now, to)
-        told, self._lives.told = self._lives.told, []
-        return told
-
-    def held(self) -> list[Waited]:
-        """The jobs of others that nodes of ours alone keep from starting now."""
-        return self._lives.held()
-
-    def _look_at_pool(self) -> None:
-        idle = self.idle_nodes()
-        if idle != self._idle:
-            self._idle = idle
-            self._lives.told.append(Pool(at=self.now, idle=idle))
+    def idle_nodes(self) -> int:
+        """Without a job of others: ours are included."""
+        return self._cluster.idle.bit_count()
 
     # -- for the head -----------------------------------------------------------------------------------------------
 
-    def submit(self, request: Wanted) -> str:
-        """The job's id.
+    def submit(self, token: str, options: Mapping[str, str]) -> str:
+        """sbatch: a job of ours. Returns its id.
+
+        Args:
+            token: its name.
+            options: of sbatch, without the dashes: partition and time, and nodes, nodelist, exclude and nice if given.
 
         Raises:
             SubmitRejected: there is no such partition, or it has not so many nodes or not that one.
         """
         self.requests += 1
-        partition = self._cluster.partitions.get(request.partition)
+        partition = self._cluster.partitions.get(options["partition"])
         if partition is None:
-            raise SubmitRejected(request.token, f"invalid partition specified: {request.partition}")
-        required = self._cluster.mask_of([request.node]) if request.node else 0
-        is_there = partition.mask.bit_count() >= request.nodes and not required & ~partition.mask
-        if not is_there or (request.node and not required):
-            raise SubmitRejected(request.token, NOT_AVAILABLE)
+            raise SubmitRejected(token, f"invalid partition specified: {options['partition']}")
+        nodes, named = parse.count(options.get("nodes", "1")), parse.nodes(options.get("nodelist", ""))
+        required = self._cluster.mask_of(named)
+        if partition.mask.bit_count() < nodes or required & ~partition.mask or required.bit_count() < len(named):
+            raise SubmitRejected(token, NOT_AVAILABLE)
         self._serial += 1
         job = Job(
             job_id=str(FIRST_JOB + self._serial),
-            name=request.token,
+            name=token,
             user=US,
             partition=partition,
-            nodes=request.nodes,
+            nodes=nodes,
             submit_at=self.now,
-            priority=max(1, self._priority(0) - request.nice),
+            priority=max(1, self._priority(0) - parse.count(options.get("nice", ""))),
             serial=self._serial,
-            limit_s=60.0 * request.minutes,
+            limit_s=parse.duration(options["time"]) or inf,
             required=required,
-            excluded=self._cluster.mask_of(request.exclude),
+            excluded=self._cluster.mask_of(parse.nodes(options.get("exclude", ""))),
             ours=True,
         )
         self._lives.add(job)
@@ -150,6 +131,10 @@ class SlurmSim:
         if job is not None:
             self._lives.cancel(job)
 
+    def name_of(self, job_id: str) -> str:
+        """The name of a job that Slurm knows: the token of ours."""
+        return self._lives.jobs[job_id].name
+
     def left(self, job_id: str, state: str = "") -> None:
         """Our processes are gone: by themselves, so the job completes, or for a reason that is known as `state`."""
         job = self._lives.jobs.get(job_id)
@@ -162,33 +147,28 @@ class SlurmSim:
         if job.held_for != reason:
             job.held_for = reason
             self._lives.give_reason(job, reason)
-            self._changed()
+            self._lives.changed()
 
     def drain(self, nodes: Collection[str]) -> None:
         """Start nothing on these nodes from now on, and on all others what fits."""
         self._cluster.drained = self._cluster.mask_of(nodes)
         self._cluster.touched = self._cluster.everything
-        self._changed()
+        self._lives.changed()
 
     def poll(self) -> ClusterState:
         self.requests += POLL_REQUESTS
-        self._lives.purge()
         return self._view.state(self.now)
 
     def config(self) -> ClusterConfig:
         self.requests += 1
         return config(self.site)
 
-    def idle_nodes(self) -> int:
-        """Without a job of others: ours are included."""
-        return self._cluster.idle.bit_count()
-
     # -- jobs of others ---------------------------------------------------------------------------------------------
 
     def _await_job(self) -> None:
         job = next(self._jobs, None)
         if job is not None:
-            self._agenda.at(max(job.submit_at, self.now), SUBMIT, partial(self._arrive, job))
+            self.at(max(job.submit_at, self.now), SUBMIT, partial(self._arrive, job))
 
     def _arrive(self, job: SimJob) -> None:
         self._await_job()
@@ -228,3 +208,47 @@ class SlurmSim:
         if given:
             return given
         return FIRST_PRIORITY - self._serial if self._last_priority is None else self._last_priority
+
+
+class SimClient:
+    """`SlurmClient` over an engine that somebody else plays."""
+
+    answer_s = 0.2
+    "from a poll to its answer"
+    sbatch_s = 0.1
+    "what sbatch takes"
+
+    def __init__(self, engine: SlurmSim) -> None:
+        self.engine = engine
+        self.poll_requests = POLL_REQUESTS
+        self.backend = ""
+
+    async def config(self) -> ClusterConfig:
+        return self.engine.config()
+
+    async def poll(self) -> ClusterState:
+        cluster = self.engine.poll()
+        await asyncio.sleep(self.answer_s)
+        return cluster
+
+    async def submit(self, request: JobRequest) -> str:
+        await asyncio.sleep(self.sbatch_s)
+        return self.engine.submit(request.token, option_values(request))
+
+    async def cancel(self, job_ids: Sequence[str]) -> None:
+        for job_id in job_ids:
+            self.engine.cancel(job_id)
+
+    async def owner(self) -> OwnerView:
+        return OwnerView(user=US, at=self.engine.now)
+
+    async def test_only(self, request: JobRequest) -> str:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Nothing was started."""
+
+
+def option_values(request: JobRequest) -> dict[str, str]:
+    """What is given to sbatch: option -> value."""
+    return dict(option.removeprefix("--").partition("=")[::2] for option in request.options)

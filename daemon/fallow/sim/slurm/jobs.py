@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
-from fallow.model import PartitionInfo
+from fallow.model import JobInfo, PartitionInfo
 
 FIRST_PRIORITY = 4_294_901_759
 """Of the first job under priority/basic; each later one has one less."""
@@ -73,6 +73,8 @@ class Job:
     "its processes are there"
     planned: int = 0
     planned_at: float | None = None
+    shown: JobInfo | None = None
+    "as polls show it; None: it has changed since the last one"
     stamp: int = 0
     "counts changes, so that events that were planned before the last one come to nothing"
     key: tuple[int, int, int] = field(init=False)

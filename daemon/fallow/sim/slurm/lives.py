@@ -7,16 +7,16 @@ Times measured on Slurm 22.05.8: SIGTERM reaches a step 0.17 s after a preemptio
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 from operator import attrgetter
 
-from fallow.sim.slurm.agenda import END, PASS, TELL, Agenda
+from fallow.sim.slurm.agenda import END, PASS, TELL, Agenda, next_beat
 from fallow.sim.slurm.cluster import Cluster
 from fallow.sim.slurm.jobs import Job
-from fallow.sim.types import Ended, Happening, Notice, Started, Waited
+from fallow.sim.types import Ended, Happening, Notice, Started
 
 GRACE_NOTICE_S = 0.17
 NOGRACE_NOTICE_S = 0.28
@@ -24,6 +24,9 @@ CANCEL_NOTICE_S = 0.03
 NOGRACE_EARLY_S = 0.5
 LEAST_KILL_WAIT_S = 5.0
 """slurmd waits as long even where KillWait is less."""
+
+SWEEP_S = 30.0
+"""slurmctld looks for jobs that are over their limit so often (PERIODIC_TIMEOUT, fixed when it is built)."""
 
 PREEMPTED_ANYWAY = (24, 5)
 """From this version on a job that ends by itself during grace is PREEMPTED, not COMPLETED."""
@@ -37,25 +40,26 @@ class Lives:
     Args:
         cluster: where they run.
         agenda: for what comes later.
-        changed: called when jobs could use nodes that they could not use before.
+        sweep_phase_s: when slurmctld's looks at limits began.
     """
 
-    def __init__(self, cluster: Cluster, agenda: Agenda, changed: Callable[[], None]) -> None:
-        self.cluster, self.agenda, self.changed = cluster, agenda, changed
+    changed: Callable[[], None]
+    "the scheduler is told that jobs could use nodes that they could not use before"
+
+    def __init__(self, cluster: Cluster, agenda: Agenda, sweep_phase_s: float) -> None:
+        self.cluster, self.agenda, self._sweep_phase_s = cluster, agenda, sweep_phase_s
         self.scheduler = cluster.site.scheduler
         self._kill_wait_s = max(self.scheduler.kill_wait_s, LEAST_KILL_WAIT_S)
         self.jobs: dict[str, Job] = {}
         "that Slurm knows: ours for MinJobAge after their end"
         self.pending: list[Job] = []
         "in the order in which the scheduler looks at them"
-        self.told: list[Happening] = []
         self.ran: dict[str, tuple[float, float]] = {}
         "job of others -> its start and its end; infinity while it runs"
-        self.news: dict[str, None] = {}
-        "jobs that the next poll shows otherwise than the one before, or no more"
         self._held: list[Job] = []
         "jobs of others that nodes of ours alone keep from starting"
-        self._over: deque[tuple[float, Job]] = deque()
+        self._waits: defaultdict[str, float] = defaultdict(float)
+        "job of others -> seconds for which it was held"
 
     @property
     def now(self) -> float:
@@ -66,7 +70,6 @@ class Lives:
     def add(self, job: Job) -> None:
         """A job that waits from now on."""
         self.jobs[job.job_id] = job
-        self.news[job.job_id] = None
         insort(self.pending, job, key=_key)
 
     def start(self, job: Job, mask: int) -> None:
@@ -78,7 +81,7 @@ class Lives:
         self._await_end(job, self._over_limit)
         if job.ours:
             nodes = tuple(self.cluster.names_of(mask))
-            self.told.append(Started(at=self.now, job_id=job.job_id, nodes=nodes, end_at=job.end_at))
+            self.agenda.tell(Started(at=self.now, job_id=job.job_id, nodes=nodes, end_at=job.end_at))
         elif not job.is_owner:
             self.ran[job.job_id] = self.now, inf
 
@@ -90,7 +93,7 @@ class Lives:
 
     def _await_end(self, job: Job, then: Callable[[Job], None]) -> None:
         """It ends by itself, or something is done about it when its limit is noticed."""
-        own_at, limit_at = job.start_at + job.runs_s, self.agenda.sweep(job.end_at)
+        own_at, limit_at = job.start_at + job.runs_s, next_beat(job.end_at, SWEEP_S, self._sweep_phase_s)
         what = partial(self._gone, job, "COMPLETED") if own_at <= limit_at else partial(then, job)
         if min(own_at, limit_at) < inf:
             self.agenda.at(min(own_at, limit_at), END, what, job)
@@ -103,15 +106,16 @@ class Lives:
             job.held_since = self.now
             self._held.append(job)
         elif not is_held and job.held_since is not None:
-            self.told.append(Waited(at=self.now, job_id=job.job_id, seconds=self.now - job.held_since))
+            self._waits[job.job_id] += self.now - job.held_since
             job.held_since = None
             self._held.remove(job)
 
-    def held(self) -> list[Waited]:
-        """The jobs of others that nodes of ours alone keep from starting now."""
-        return [
-            Waited(at=self.now, job_id=job.job_id, seconds=self.now - (job.held_since or 0.0)) for job in self._held
-        ]
+    def waits(self) -> dict[str, float]:
+        """Job of others -> for how long nodes of ours alone have kept it from starting, until now."""
+        waits = self._waits.copy()
+        for job in self._held:
+            waits[job.job_id] += self.now - (job.held_since or 0.0)
+        return {job_id: seconds for job_id, seconds in waits.items() if seconds > 0}
 
     # -- ending -----------------------------------------------------------------------------------------------------
 
@@ -138,7 +142,7 @@ class Lives:
             self.cancel(job)
         else:
             self.cluster.free(job)
-            self._drop(job)
+            self._forget(job)
 
     def may_preempt(self, by: Job) -> bool:
         """A job that has had others preempted waits until that should be over before it does so again."""
@@ -210,33 +214,23 @@ class Lives:
         self.changed()
 
     def _forget(self, job: Job) -> None:
+        """Slurm does so with ours MinJobAge after their end; those of others are of no use any more."""
+        forget = partial(self.jobs.pop, job.job_id)
         if job.ours:
-            self._over.append((self.now, job))
+            self.agenda.at(self.now + self.scheduler.min_job_age_s, TELL, forget)
         else:
-            self._drop(job)
-
-    def purge(self) -> None:
-        """Forget ours that ended MinJobAge ago."""
-        while self._over and self._over[0][0] + self.scheduler.min_job_age_s < self.now:
-            self._drop(self._over.popleft()[1])
-
-    def _drop(self, job: Job) -> None:
-        del self.jobs[job.job_id]
-        self.news[job.job_id] = None
-
-    # ---------------------------------------------------------------------------------------------------------------
+            forget()
 
     def _change(self, job: Job, state: str) -> None:
         job.state = state
         job.stamp += 1
-        self.news[job.job_id] = None
+        job.shown = None
 
     def give_reason(self, job: Job, reason: str) -> None:
         """Why it waits, as a poll shows it."""
         if job.reason != reason:
-            job.reason = reason
-            self.news[job.job_id] = None
+            job.reason, job.shown = reason, None
 
     def _tell(self, happening: Happening, job: Job) -> None:
         if job.ours:
-            self.told.append(happening)
+            self.agenda.tell(happening)

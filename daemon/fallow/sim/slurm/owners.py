@@ -10,8 +10,7 @@ With `plans="known"` Slurm has planned the end of every hole: nothing starts tha
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -37,24 +36,20 @@ class Owners:
         lives: the jobs on the cluster that they own.
     """
 
-    def __init__(self, changes: Iterable[Change], plans: Plans, lives: Lives) -> None:
+    def __init__(self, changes: Sequence[Change], plans: Plans, lives: Lives) -> None:
         cluster = self._cluster = lives.cluster
         self._lives, self._scheduler, self._agenda = lives, lives.scheduler, lives.agenda
         self._is_known = plans == "known"
-        self._changes: Iterator[Change] = iter(changes)
-        self._ahead: deque[tuple[Change, int]] = deque()
-        "read already, with the nodes that are taken: the next one, or all that Slurm has planned"
+        self._changes = changes
+        self._taken = [sum(1 << place for place in taken) for _, _, taken in changes]
+        "nodes that each change takes"
+        self._next = 0
         self._jobs: dict[int, Job] = {}
         "node -> its owner's job, while he wants it"
+        highest = [max(partitions, key=lambda partition: partition.tier) for partitions in cluster.of_node]
         # Whatever an owner runs, it may run for as long as he wants.
-        endless = {
-            name: replace(partition, info=structs.replace(partition.info, max_time_s=None))
-            for name, partition in cluster.partitions.items()
-        }
-        self._highest = [
-            max((endless[name] for name in node.partitions), key=lambda partition: partition.tier)
-            for node in cluster.site.nodes
-        ]
+        endless = {one: replace(one, info=structs.replace(one.info, max_time_s=None)) for one in set(highest)}
+        self._highest = [endless[partition] for partition in highest]
         self._serial = 0
         for place in places(cluster.everything):
             self._come(place)
@@ -62,15 +57,21 @@ class Owners:
 
     def wanted_by(self, at: float) -> int:
         """Nodes for which Slurm has planned their owners before that time."""
-        mask = 0
-        if self._is_known:
-            self._read_ahead()
-            grid_s = self._scheduler.bf_resolution_s  # as all times in backfill's plans
-            for (back_at, _, _), nodes in self._ahead:
-                if back_at // grid_s * grid_s >= at:
-                    break
-                mask |= nodes
+        mask, grid_s = 0, self._scheduler.bf_resolution_s  # of all times in backfill's plans
+        for back_at, nodes in self._plans():
+            if back_at // grid_s * grid_s >= at:
+                break
+            mask |= nodes
         return mask
+
+    def _plans(self) -> Iterator[tuple[float, int]]:
+        """When nodes are taken, and which: as far as Slurm plans, where it does so, and one time more."""
+        until = self._agenda.now + self._scheduler.bf_window_s
+        for number in range(self._next, len(self._changes)) if self._is_known else ():
+            at = self._changes[number][0]
+            yield at, self._taken[number]
+            if at > until:
+                return
 
     def planned(self) -> list[JobInfo]:
         """Jobs whose planned starts are the ends of the holes.
@@ -78,12 +79,9 @@ class Owners:
         They wait for their time, not for nodes: why they do not start now the trace does not say, and what waits for
         nodes and could start on an idle one would have to be let in first.
         """
-        if not self._is_known:
-            return []
-        self._read_ahead()
         found: list[JobInfo] = []
         holes = self._cluster.idle
-        for (at, _, _), nodes in self._ahead:
+        for at, nodes in self._plans():
             here = holes & nodes
             holes &= ~here
             names: dict[Partition, list[str]] = {}
@@ -110,23 +108,14 @@ class Owners:
 
     # ---------------------------------------------------------------------------------------------------------------
 
-    def _read_ahead(self) -> None:
-        """At least one change; where plans are known as far as Slurm plans."""
-        until = self._agenda.now + self._scheduler.bf_window_s if self._is_known else -inf
-        while not self._ahead or self._ahead[-1][0][0] <= until:
-            change = next(self._changes, None)
-            if change is None:
-                return
-            self._ahead.append((change, sum(1 << place for place in change[2])))
-
     def _await_change(self) -> None:
-        self._read_ahead()
-        if self._ahead:
-            self._agenda.at(self._ahead[0][0][0], NODE, self._change)
+        if self._next < len(self._changes):
+            self._agenda.at(self._changes[self._next][0], NODE, self._change)
 
     def _change(self) -> None:
-        (_, joined, left), _ = self._ahead.popleft()
-        for place in left:
+        _, joined, taken = self._changes[self._next]
+        self._next += 1
+        for place in taken:
             self._come(place)
         for place in joined:
             self._cluster.awaited &= ~(1 << place)

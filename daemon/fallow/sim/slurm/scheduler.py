@@ -9,10 +9,10 @@ from math import inf
 
 from fallow.sim.slurm.agenda import BACKFILL, PASS, next_beat
 from fallow.sim.slurm.backfill import Cycle
+from fallow.sim.slurm.cluster import victims
 from fallow.sim.slurm.jobs import Job
 from fallow.sim.slurm.lives import Lives
 from fallow.sim.slurm.owners import Owners
-from fallow.sim.slurm.victims import victims
 
 RESOURCES, PRIORITY = "Resources", "Priority"
 NO_NODES = "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions"
@@ -33,6 +33,7 @@ class Rounds:
     def __init__(self, lives: Lives, owners: Owners | None, look_phase_s: float) -> None:
         self._lives, self._scheduler, self._cluster, self._agenda = lives, lives.scheduler, lives.cluster, lives.agenda
         self._owners = owners
+        lives.changed = self.changed
         self._look_phase_s = look_phase_s
         self._pass_at = self._cycle_at = inf
         self._submits_at = -inf

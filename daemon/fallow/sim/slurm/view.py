@@ -19,19 +19,17 @@ class View:
         self._lives, self._cluster, self._site = lives, lives.cluster, lives.cluster.site
         self._owners = owners
         self._nodes: list[NodeInfo] = [NodeInfo(node=node.node, state="IDLE") for node in self._site.nodes]
-        self._jobs: dict[str, JobInfo] = {}
         self._planned = 0
 
     def state(self, now: float) -> ClusterState:
         """One poll."""
-        news, self._lives.news = self._lives.news, {}
-        for job_id in news:
-            job = self._lives.jobs.get(job_id)
-            if job is None or (job.is_owner and job.state != "PENDING"):
-                self._jobs.pop(job_id, None)
-            else:
-                self._jobs[job_id] = self._job(job)
-        jobs = list(self._jobs.values()) + ([] if self._owners is None else self._owners.planned())
+        jobs: list[JobInfo] = []
+        for job in self._lives.jobs.values():
+            if not job.is_owner or job.state == "PENDING":
+                job.shown = job.shown or self._job(job)
+                jobs.append(job.shown)
+        if self._owners is not None:
+            jobs += self._owners.planned()
         planned = self._cluster.mask_of([node for job in jobs for node in job.planned_nodes])
         for place in places(self._cluster.touched | (planned ^ self._planned)):
             self._nodes[place] = self._node(place, bool(planned >> place & 1))
@@ -55,7 +53,7 @@ class View:
             node=node.node,
             state="ALLOCATED" if used >= slots else "MIXED" if running else "IDLE",
             flags=flags,
-            partitions=list(node.partitions),
+            partitions=[partition.name for partition in cluster.of_node[place]],
             arch="x86_64",
             cpus=cpus,
             cpus_used=cpus * used // slots,

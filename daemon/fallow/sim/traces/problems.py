@@ -38,7 +38,6 @@ class Tally:
         self._examples: list[str] = []
         self._assumed: dict[str, int] = {}
         self.read = 0
-        self.used = 0
 
     def bad(self, line: int, reason: str, value: str = "") -> None:
         """A line that cannot be used."""
@@ -55,9 +54,6 @@ class Tally:
     def assume(self, what: str) -> None:
         """Something that the file does not say; said once, with how often if that is more than once."""
         self._assumed[what] = self._assumed.get(what, 0) + 1
-
-    def use(self) -> None:
-        self.used += 1
 
     def refuse(self, reason: str) -> FallowError:
         """The error that says why the whole file is of no use."""
@@ -77,11 +73,12 @@ class Tally:
         first = f"; the first: {self._examples[0]}" if self._examples else ""
         if 2 * self._wrong > self.read:
             raise self.refuse(f"{self._wrong} of {self.read} lines are bad{first}")
-        if not self.used:
+        used = self.read - self._bad.total()
+        if not used:
             raise self.refuse(f"none of its {self.read} lines can be used{first}")
         return TraceRead(
             name=self._path.name,
-            jobs=self.used,
+            jobs=used,
             bad_lines=dict(sorted(self._bad.items())),
             examples=list(self._examples),
             assumed=[what if times == 1 else f"{what} ({times} times)" for what, times in self._assumed.items()],

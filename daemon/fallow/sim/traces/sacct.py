@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections import Counter
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from fallow.sim.traces.problems import LAST_S, Row, Tally, table
-from fallow.sim.traces.recorded import DAY_S, Record, Window, recording
-from fallow.sim.traces.sites import LONGEST_S, Profile, made_up
-from fallow.sim.types import JobPart, Recording, Scheduler, Site
+from fallow.sim.traces.recorded import Window, recording
+from fallow.sim.traces.sites import made_up, max_days
+from fallow.sim.types import JobPart, Recording, SimJob, Site
 from fallow.slurm import parse
 
 FIELDS = (
@@ -32,55 +32,44 @@ _NEVER = frozenset(("PENDING", "REQUEUED", "REVOKED"))
 _RUNNING = frozenset(("RUNNING", "SUSPENDED", "COMPLETING", "RESIZING"))
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A job before the sizes of nodes are known."""
-
-    fields: Row
-    submit_at: float
-    start_at: float
-    end_at: float
-    nodelist: tuple[str, ...]
-    gpus: int
-    cpus: int
-    "in all"
-
-    @property
-    def partition(self) -> str:
-        return self.fields["Partition"].split(",")[0].strip()
+Used = tuple[SimJob, int, int]
+"""A job before the sizes of nodes are known; its GPUs and CPUs in all."""
 
 
-def read(path: Path, window: Window, profile: Profile, scheduler: Scheduler, site: Site | None = None) -> Recording:
+def read(path: Path, window: Window, site: Site | None = None) -> Recording:
     """The jobs of a site. Names of users become numbers; components of a heterogeneous job become jobs.
 
     Args:
         path: the output of `COMMAND`, the columns in any order.
         window: what to play of it.
-        profile: of a site that is made up from the jobs.
-        scheduler: of such a site.
         site: where it is known.
 
     Raises:
         FallowError: it is no such file, or its times are no Unix seconds.
     """
     tally = Tally(path, f"the output of: {COMMAND}")
-    rows: list[_Row] = []
+    rows: list[Used] = []
+    seen: Counter[str] = Counter()
+    users: dict[str, int] = {}
     # --parsable ends lines with a separator, --parsable2 does not; the header ends alike.
     for number, fields in table(path, NEEDED, tally, "|"):
         if (row := _row(number, fields, tally)) is not None:
-            tally.use()
-            rows.append(row)
-    if not rows:
-        tally.result()
-        raise tally.refuse("no job in it ran")
+            job, *used = row
+            name, times = job.job_id, seen[job.job_id]
+            seen[name] += 1
+            user = users.setdefault(job.user, len(users) + 1)
+            # A job that was requeued has several rows.
+            job = replace(job, job_id=f"{name}.{times}" if times else name, user=f"u{user}")
+            rows.append((job, *used))
+    tally.result()
     if site is None:
-        site = _inferred(path, rows, profile, scheduler, tally)
+        site = _inferred(path, rows, window, tally)
     else:
         rows = _within(site, rows, tally)
         if site.preempt_type not in ("", "preempt/none", "preempt/partition_prio"):
             tally.assume(f"{site.preempt_type} is not simulated: nobody's jobs give way to others'")
-    records = _records(rows, site)
-    ends = [record.end_at for record in records if math.isfinite(record.end_at)]
+    records = _sized(rows, site)
+    ends = [record.start_at + record.runs_s for record in records if math.isfinite(record.runs_s)]
     if not ends:
         raise tally.refuse("no job in it has ended")
     last = max([*ends, *(record.start_at for record in records)])
@@ -91,7 +80,7 @@ def read(path: Path, window: Window, profile: Profile, scheduler: Scheduler, sit
     return recording(site, records, first, last, window, tally)
 
 
-def _row(number: int, row: Row, tally: Tally) -> _Row | None:
+def _row(number: int, row: Row, tally: Tally) -> Used | None:
     job_id, state = row["JobID"].strip(), row["State"].split(" ")[0].upper()
     times = {name: row[name].strip() for name in ("Submit", "Start", "End")}
     for name, text in times.items():
@@ -101,7 +90,7 @@ def _row(number: int, row: Row, tally: Tally) -> _Row | None:
     never_ran = state in _NEVER or (start is not None and end == start)
     if start is None:
         never_ran = never_ran or state.startswith(("CANCELLED", "FAILED", "DEADLINE", "NODE_FAIL"))
-    listed = row["NodeList"]
+    listed, partition = row["NodeList"], row["Partition"].split(",")[0].strip()
     nodelist = tuple(parse.nodes("" if listed.startswith("None") else listed))
     if not re.match(r"\d", job_id):
         tally.bad(number, "no job id", job_id)
@@ -119,12 +108,23 @@ def _row(number: int, row: Row, tally: Tally) -> _Row | None:
         tally.bad(number, "it ends before it starts", f"{times['Start']}|{times['End']}")
     elif not nodelist or len(nodelist) != parse.count(row["NNodes"]):
         tally.bad(number, "NNodes is not how many NodeList names", f"{row['NNodes']}|{listed}")
-    elif not row["Partition"].strip():
+    elif not partition:
         tally.bad(number, "no partition")
     else:
+        limit_s = parse.duration(row.get("Timelimit", ""))
+        job = SimJob(
+            job_id=row.get("JobIDRaw", "").strip() or job_id,
+            user=row.get("User", ""),
+            submit_at=min(submit, start),
+            start_at=start,
+            runs_s=math.inf if end is None else end - start,
+            limit_s=math.inf if limit_s is None else limit_s,
+            part=JobPart(partition=partition, nodes=len(nodelist)),
+            priority=parse.count(row.get("Priority", "")),
+            nodelist=nodelist,
+        )
         tres = row.get("AllocTRES", "") or row.get("ReqTRES", "")
-        end_at = math.inf if end is None else end
-        return _Row(row, min(submit, start), start, end_at, nodelist, _tres(tres, "gres/gpu"), _tres(tres, "cpu"))
+        return job, _tres(tres, "gres/gpu"), _tres(tres, "cpu")
     return None
 
 
@@ -139,14 +139,15 @@ def _tres(text: str, name: str) -> int:
 # -- the cluster ----------------------------------------------------------------------------------------------------
 
 
-def _within(site: Site, rows: list[_Row], tally: Tally) -> list[_Row]:
+def _within(site: Site, rows: list[Used], tally: Tally) -> list[Used]:
     """Those that can run on the site that was given."""
     sizes = {p.partition: len(p.nodes) for p in site.partitions}
-    kept: list[_Row] = []
+    kept: list[Used] = []
     for row in rows:
-        if row.partition not in sizes:
+        part = row[0].part
+        if part.partition not in sizes:
             tally.left_out("its partition is not among the site's")
-        elif len(row.nodelist) > sizes[row.partition]:
+        elif part.nodes > sizes[part.partition]:
             tally.left_out("it has more nodes than its partition")
         else:
             kept.append(row)
@@ -155,65 +156,35 @@ def _within(site: Site, rows: list[_Row], tally: Tally) -> list[_Row]:
     return kept
 
 
-def _inferred(path: Path, rows: list[_Row], profile: Profile, scheduler: Scheduler, tally: Tally) -> Site:
+def _inferred(path: Path, rows: list[Used], window: Window, tally: Tally) -> Site:
     """Nodes are those that jobs had."""
     groups: dict[str, set[str]] = {}
     gpus: dict[str, int] = {}
     cpus: dict[str, int] = {}
-    for row in rows:
-        groups.setdefault(row.partition, set()).update(row.nodelist)
-        for node in row.nodelist:
-            gpus[node] = max(gpus.get(node, 0), -(-row.gpus // len(row.nodelist)))
-            cpus[node] = max(cpus.get(node, 1), -(-row.cpus // len(row.nodelist)))
+    for job, job_gpus, job_cpus in rows:
+        groups.setdefault(job.part.partition, set()).update(job.nodelist)
+        for node in job.nodelist:
+            gpus[node] = max(gpus.get(node, 0), -(-job_gpus // job.part.nodes))
+            cpus[node] = max(cpus.get(node, 1), -(-job_cpus // job.part.nodes))
     for partition, nodes in groups.items():
         tally.assume(f"{len(nodes)} nodes in {partition}: those that jobs ran on")
         tally.check_size(len(nodes))
-    longest_s = max([LONGEST_S, *(row.end_at - row.start_at for row in rows if math.isfinite(row.end_at))])
-    site = made_up(
-        path.name.partition(".")[0],
-        {partition: sorted(nodes) for partition, nodes in groups.items()},
-        gpus=0,
-        profile=profile,
-        scheduler=scheduler,
-        max_time_s=math.ceil(longest_s / DAY_S) * DAY_S,
-    )
+    names = {partition: sorted(nodes) for partition, nodes in groups.items()}
+    site = made_up(path.name.partition(".")[0], names, 0, window, max_days(job for job, _, _ in rows))
     tally.assume("GPUs and CPUs of a node are the most that a job had on it")
     return replace(site, nodes=tuple(replace(n, gpus=gpus[n.node], cpus=cpus[n.node]) for n in site.nodes))
 
 
-def _records(rows: list[_Row], site: Site) -> list[Record]:
+def _sized(rows: list[Used], site: Site) -> list[SimJob]:
+    """Whole nodes where a job has all GPUs or all CPUs of them; else the larger of its two shares."""
     nodes = {node.node: node for node in site.nodes}
     slots = {p.partition: max(nodes[n].gpus or nodes[n].cpus for n in p.nodes) for p in site.partitions if p.nodes}
     cpus = {p.partition: max(nodes[n].cpus for n in p.nodes) for p in site.partitions if p.nodes}
-    seen: dict[str, int] = {}
-    users: dict[str, int] = {}
-    found = []
-    for row in rows:
-        fields, name = row.fields, row.partition
-        job_id = fields.get("JobIDRaw", "").strip() or fields["JobID"].strip()
-        times = seen[job_id] = seen.get(job_id, -1) + 1
-        found.append(
-            Record(
-                job_id=f"{job_id}.{times}" if times else job_id,  # a job that was requeued has several rows
-                user=f"u{users.setdefault(fields.get('User', ''), len(users) + 1)}",
-                submit_at=row.submit_at,
-                start_at=row.start_at,
-                end_at=row.end_at,
-                part=_part(row, slots[name], cpus[name]),
-                limit_s=parse.duration(fields.get("Timelimit", "")),
-                priority=parse.count(fields.get("Priority", "")),
-                nodelist=row.nodelist,
-            )
-        )
+    found: list[SimJob] = []
+    for job, job_gpus, job_cpus in rows:
+        part, most = job.part, slots[job.part.partition]
+        wanted = max(-(-job_gpus // part.nodes), math.ceil(job_cpus / part.nodes * most / cpus[part.partition]))
+        whole = wanted >= most or not (job_gpus or job_cpus)
+        part = replace(part, gpus_per_node=most if whole else max(1, wanted), exclusive=whole)
+        found.append(replace(job, part=part))
     return found
-
-
-def _part(row: _Row, slots: int, cpus: int) -> JobPart:
-    """Whole nodes where it has all GPUs or all CPUs of them; else the larger of its two shares."""
-    nodes = len(row.nodelist)
-    gpus = -(-row.gpus // nodes)
-    wanted = max(gpus, math.ceil(row.cpus / nodes * slots / cpus))
-    whole = wanted >= slots or not (row.gpus or row.cpus)
-    return JobPart(
-        partition=row.partition, nodes=nodes, gpus_per_node=slots if whole else max(1, wanted), exclusive=whole
-    )

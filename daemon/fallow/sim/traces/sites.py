@@ -3,74 +3,61 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from math import ceil, isfinite
 from pathlib import Path
-from typing import Literal
 
-import msgspec
+from msgspec.structs import replace
 
 from fallow.model import Exit, FallowError, PartitionInfo
-from fallow.sim.types import Scheduler, SimNode, Site
+from fallow.sim.traces.recorded import DAY_S, Window
+from fallow.sim.types import Scheduler, SimJob, SimNode, Site
 from fallow.slurm import parse
 
-Profile = Literal["preempt", "nograce", "plain"]
-"""May Slurm take our nodes: with 10 s of grace, at once, or never? As of the testbed."""
 SCAVENGE = "scavenge"
 """Partition of all nodes whose jobs give way, where the profile preempts."""
 GRACE_S = 10.0
-LONGEST_S = 86400.0
-"""MaxTime of partitions of which nobody says."""
 
 SITE_FILES = {"nodes": "show node", "partitions": "show partition", "config": "show config"}
 """Files of a site's folder (NAME.txt), and the `scontrol -o` command that prints each."""
 
 
-def made_up(
-    name: str,
-    groups: Mapping[str, Sequence[str]],
-    *,
-    gpus: int,
-    profile: Profile,
-    scheduler: Scheduler,
-    max_time_s: float = LONGEST_S,
-) -> Site:
-    """A site of closed partitions (`groups`: partition -> its nodes), and one below them all where ours are preempted.
+def made_up(name: str, groups: Mapping[str, Sequence[str]], gpus: int, window: Window, days: int = 1) -> Site:
+    """A site of closed partitions, and one below them all where ours are preempted (if the profile preempts).
 
     Args:
         name: the cluster's.
         groups: partition -> its nodes; a node may be in several.
         gpus: on each node.
-        profile: whether there is a partition `scavenge`, and its grace.
-        scheduler: as configured.
-        max_time_s: of all partitions.
+        window: says the profile and the scheduler.
+        days: MaxTime of all partitions.
     """
-    below = [SCAVENGE] if profile != "plain" else []
-    within: dict[str, list[str]] = {}
-    for group, names in groups.items():
-        for node in names:
-            within.setdefault(node, []).append(group)
+    nodes = list(dict.fromkeys(node for names in groups.values() for node in names))
+    preempts, max_time_s = window.profile != "plain", days * DAY_S
     partitions = [
         PartitionInfo(partition=group, nodes=list(names), max_time_s=max_time_s, priority_tier=10)
         for group, names in groups.items()
     ]
-    partitions += [
-        PartitionInfo(
-            partition=each,
-            nodes=list(within),
-            max_time_s=max_time_s,
-            preempt_mode="CANCEL",
-            grace_s=GRACE_S if profile == "preempt" else 0.0,
+    if preempts:
+        grace_s = GRACE_S if window.profile == "preempt" else 0.0
+        partitions.append(
+            PartitionInfo(
+                partition=SCAVENGE, nodes=nodes, max_time_s=max_time_s, preempt_mode="CANCEL", grace_s=grace_s
+            )
         )
-        for each in below
-    ]
     return Site(
         name=name,
-        nodes=tuple(SimNode(node=node, partitions=(*own, *below), gpus=gpus) for node, own in within.items()),
+        nodes=tuple(SimNode(node=node, gpus=gpus) for node in nodes),
         partitions=tuple(partitions),
-        scheduler=scheduler,
-        preempt_type="preempt/partition_prio" if below else "",
-        preempt_mode="CANCEL" if below else "OFF",
+        scheduler=window.scheduler,
+        preempt_type="preempt/partition_prio" if preempts else "",
+        preempt_mode="CANCEL" if preempts else "OFF",
     )
+
+
+def max_days(jobs: Iterable[SimJob]) -> int:
+    """MaxTime where nobody says: the days of the longest job."""
+    return max(1, ceil(max((job.runs_s for job in jobs if isfinite(job.runs_s)), default=0.0) / DAY_S))
 
 
 def harvested(site: Site) -> tuple[str, ...]:
@@ -112,39 +99,22 @@ def from_folder(folder: Path) -> Site:
                 f"`scontrol -o {SITE_FILES[name]}`",
                 Exit.DATA,
             )
-    there = {node.node for node in nodes}
-    kept = [
-        msgspec.structs.replace(p, nodes=[node for node in p.nodes if node in there]) for p in partitions if p.nodes
-    ]
-    of: dict[str, list[str]] = {}
-    for partition in kept:
-        for node_name in partition.nodes:
-            of.setdefault(node_name, []).append(partition.partition)
+    known = {node.node for node in nodes}
+    kept = [replace(p, nodes=[node for node in p.nodes if node in known]) for p in partitions]
+    used = {node for partition in kept for node in partition.nodes}
+    version = re.match(r"(\d+)\.(\d+)", config.slurm_version)
     return Site(
         name=config.cluster or folder.name,
         nodes=tuple(
-            SimNode(
-                node=node.node,
-                partitions=tuple(of[node.node]),
-                gpus=node.gpus,
-                cpus=max(1, node.cpus),
-            )
-            for node in nodes
-            if node.node in of
+            SimNode(node=node.node, gpus=node.gpus, cpus=max(1, node.cpus)) for node in nodes if node.node in used
         ),
         partitions=tuple(p for p in kept if p.nodes),
         scheduler=Scheduler.of(
             config.scheduler_parameters,
             kill_wait_s=config.kill_wait_s,
             message_timeout_s=config.message_timeout_s,
-            **_version(config.slurm_version),
+            **({"version": (int(version[1]), int(version[2]))} if version else {}),
         ),
         preempt_type=config.preempt_type,
         preempt_mode=config.preempt_mode,
     )
-
-
-def _version(text: str) -> dict[str, tuple[int, int]]:
-    """`22.05.8`; {} where it cannot be read."""
-    found = re.match(r"(\d+)\.(\d+)", text)
-    return {"version": (int(found[1]), int(found[2]))} if found else {}

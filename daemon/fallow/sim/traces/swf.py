@@ -11,9 +11,9 @@ import re
 from pathlib import Path
 
 from fallow.sim.traces.problems import LAST_S, Tally, lines
-from fallow.sim.traces.recorded import DAY_S, Record, Window, recording
-from fallow.sim.traces.sites import LONGEST_S, Profile, made_up
-from fallow.sim.types import JobPart, Recording, Scheduler
+from fallow.sim.traces.recorded import Window, recording
+from fallow.sim.traces.sites import made_up, max_days
+from fallow.sim.types import JobPart, Recording, SimJob
 
 FIELDS = 18
 _ID, _SUBMIT, _WAIT, _RUN, _PROCESSORS, _ASKED_PROCESSORS, _ASKED_S, _STATUS = 0, 1, 2, 3, 4, 7, 8, 10
@@ -22,7 +22,7 @@ _PARTIAL = (2, 3, 4)
 """Status of parts of a job that has a line of its own."""
 
 
-def read(path: Path, window: Window, profile: Profile, scheduler: Scheduler) -> Recording:
+def read(path: Path, window: Window) -> Recording:
     """The jobs of a log. A node has MaxProcs / MaxNodes processors; jobs of fewer share it.
 
     Raises:
@@ -42,9 +42,7 @@ def read(path: Path, window: Window, profile: Profile, scheduler: Scheduler) -> 
             tally.read += 1
             if (row := _row(number, line.split(), _header_number(header, "MaxProcs"), tally)) is not None:
                 rows.append(row)
-    if not rows:
-        tally.result()
-        raise tally.refuse("no job in it ran")
+    tally.result()
     each, nodes = _size(header, rows, tally)
     begin = _header_number(header, "UnixStartTime")
     if begin is None:
@@ -57,17 +55,10 @@ def read(path: Path, window: Window, profile: Profile, scheduler: Scheduler) -> 
     if len(names) > 1:
         tally.assume("all partitions have all nodes")
     hosts = [f"n{number:05d}" for number in range(1, nodes + 1)]
-    longest_s = max([LONGEST_S, *(record.end_at - record.start_at for record in records)])
-    site = made_up(
-        path.name.partition(".")[0],
-        dict.fromkeys(names.values(), hosts),
-        gpus=each,
-        profile=profile,
-        scheduler=scheduler,
-        max_time_s=math.ceil(longest_s / DAY_S) * DAY_S,
-    )
+    groups = dict.fromkeys(names.values(), hosts)
+    site = made_up(path.name.partition(".")[0], groups, each, window, max_days(records))
     first = min(record.submit_at for record in records)
-    last = max(record.end_at for record in records)
+    last = max(record.start_at + record.runs_s for record in records)
     return recording(site, records, first, last, window, tally)
 
 
@@ -98,7 +89,6 @@ def _row(number: int, words: list[str], most: float | None, tally: Tally) -> lis
     elif most and _processors(row) > most:
         tally.bad(number, "more processors than the header's MaxProcs", f"{_processors(row):.0f}")
     else:
-        tally.use()
         return row
     return None
 
@@ -129,9 +119,8 @@ def _processors(row: list[float]) -> float:
     return row[_PROCESSORS] if row[_PROCESSORS] > 0 else row[_ASKED_PROCESSORS]
 
 
-def _record(row: list[float], begin: float, names: dict[int, str], each: int, nodes: int) -> Record:
+def _record(row: list[float], begin: float, names: dict[int, str], each: int, nodes: int) -> SimJob:
     submit = begin + row[_SUBMIT]
-    start = submit + max(0.0, row[_WAIT])
     wanted = int(_processors(row))
     whole = wanted >= each
     part = JobPart(
@@ -140,12 +129,12 @@ def _record(row: list[float], begin: float, names: dict[int, str], each: int, no
         gpus_per_node=each if whole else wanted,
         exclusive=whole,
     )
-    return Record(
+    return SimJob(
         job_id=f"{row[_ID]:.0f}",
         user=f"u{row[_USER]:.0f}",
         submit_at=submit,
-        start_at=start,
-        end_at=start + row[_RUN],
+        start_at=submit + max(0.0, row[_WAIT]),
+        runs_s=row[_RUN],
+        limit_s=max(row[_ASKED_S], row[_RUN], 60.0) if row[_ASKED_S] > 0 else math.inf,
         part=part,
-        limit_s=max(row[_ASKED_S], row[_RUN], 60.0) if row[_ASKED_S] > 0 else None,
     )

@@ -1,0 +1,194 @@
+"""The traces that come with Fallow (contrib/traces/README.md): jobs of Helios Earth, idle nodes of Philly and Summit.
+
+Idle nodes have no names. Of Philly the node that became idle last is taken first, as if nodes were a stack: k idle
+nodes are the first k. Of Summit the node that has been busy for the longest is the next to be idle.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heappop, heappush
+from itertools import accumulate
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from fallow.sim.traces.problems import Tally, numbers
+from fallow.sim.traces.recorded import Window, recording
+from fallow.sim.traces.sites import made_up, max_days
+from fallow.sim.types import Change, JobPart, Recording, SimJob
+from fallow.traces import HELIOS_GPUS, HELIOS_NODES
+
+HELIOS_WORDS, HELIOS = ("job_id", "queue"), ("submit_time", "start_time", "end_time", "gpus")
+COUNTED_S = 60.0
+"""The source counts a job in the minute in which it ended, beside the one that took its place."""
+DOES_NOT_FIT = "more at once than the queue has"
+
+PHILLY = ("time", "active_nodes", "total_nodes")
+PHILLY_NODES, PHILLY_GPUS = 420, 8
+
+SUMMIT = ("begin_s", "end_s", "nodes")
+SUMMIT_NODES, SUMMIT_GPUS = 4734, 6
+FIRST_AT = 1612915200.0
+"""2021-02-10 00:00 UTC, when the source of Summit begins."""
+DAYS = 2.0
+"""So many of Summit are played unless it is said."""
+Hole = tuple[float, float, int]
+"""(begin, end, nodes), in Unix seconds."""
+
+
+def read_helios(path: Path, window: Window) -> Recording:
+    """The jobs of Helios Earth, a Slurm cluster of 107 nodes in 16 closed partitions.
+
+    They were rebuilt from how many ran in each minute. Each is submitted when it started, so that the load is as
+    recorded. Those of less than a node share one.
+
+    MaxTime: the days of the longest job, for nobody says. Those jobs are left out that cannot have run together
+    (`_possible`): one in seven, but 0.8 % of the GPU time.
+
+    Raises:
+        FallowError: it is no such file.
+    """
+    tally = Tally(path, f"the columns of the Helios files in contrib/traces ({', '.join(HELIOS_WORDS + HELIOS)})")
+    records: list[SimJob] = []
+    for number, row, (submit, start, end, gpus) in numbers(path, HELIOS, tally, HELIOS_WORDS):
+        queue = row["queue"]
+        if queue not in HELIOS_NODES:
+            tally.bad(number, "unknown queue", queue)
+        elif not 1 <= gpus <= HELIOS_GPUS * HELIOS_NODES[queue]:
+            tally.bad(number, "more GPUs than the queue has, or none", row["gpus"])
+        elif not submit <= start < end:
+            tally.bad(number, "it ends before it starts, or starts before it is submitted")
+        else:
+            records.append(
+                SimJob(
+                    job_id=row["job_id"],
+                    user=queue,
+                    submit_at=start,
+                    start_at=start,
+                    runs_s=max(1.0, end - COUNTED_S - start),
+                    limit_s=math.inf,
+                    part=_part(queue, int(gpus)),
+                )
+            )
+    tally.result()
+    first = min(record.start_at for record in records)
+    last = max(record.start_at + record.runs_s for record in records) + COUNTED_S
+    records = _possible(records, tally)
+    days = max_days(records)
+    tally.assume(f"MaxTime is {days} days, as the longest job needs")
+    groups = {queue: [f"{queue}-{number:02d}" for number in range(1, n + 1)] for queue, n in HELIOS_NODES.items()}
+    site = made_up("earth", groups, HELIOS_GPUS, window, days)
+    return recording(site, records, first, last, window, tally)
+
+
+def _part(queue: str, gpus: int) -> JobPart:
+    if gpus < HELIOS_GPUS:
+        return JobPart(partition=queue, nodes=1, gpus_per_node=gpus, exclusive=False)
+    return JobPart(partition=queue, nodes=math.ceil(gpus / HELIOS_GPUS), gpus_per_node=HELIOS_GPUS)
+
+
+def _possible(records: Iterable[SimJob], tally: Tally) -> list[SimJob]:
+    """Those that can have run when they are said to, the jobs of less than a node packed on as few as they need.
+
+    In some minutes more ran than there is, by short jobs mostly: ended ones, of whose time only the minute is known.
+    Played from their recorded starts they would wait, and those behind them, and nothing would be as it was recorded.
+    """
+    found: list[SimJob] = []
+    ends: list[tuple[float, int, JobPart]] = []
+    used = {queue: {True: 0, False: 0} for queue in HELIOS_NODES}
+    "queue -> GPUs of jobs that have their nodes alone, and of the others"
+    for number, record in enumerate(sorted(records, key=lambda record: record.start_at)):
+        while ends and ends[0][0] <= record.start_at:
+            gone = heappop(ends)[2]
+            used[gone.partition][gone.exclusive] -= gone.nodes * gone.gpus_per_node
+        part, gpus = record.part, used[record.part.partition]
+        gpus[part.exclusive] += part.nodes * part.gpus_per_node
+        if sum(math.ceil(each / HELIOS_GPUS) for each in gpus.values()) > HELIOS_NODES[part.partition]:
+            gpus[part.exclusive] -= part.nodes * part.gpus_per_node
+            tally.left_out(DOES_NOT_FIT)
+        else:
+            heappush(ends, (record.start_at + record.runs_s, number, part))
+            found.append(record)
+    return found
+
+
+def read_philly(path: Path, window: Window) -> Recording:
+    """Idle are those of 420 nodes that are not active; in 97 % of the minutes the set has as many. No Slurm.
+
+    Raises:
+        FallowError: it is no such file.
+    """
+    tally = Tally(path, f"the columns {', '.join(PHILLY)}")
+    counts: list[tuple[float, int]] = []
+    "(Unix time, idle nodes from then on), ascending"
+    for number, _, (at, active, total) in numbers(path, PHILLY, tally):
+        if counts and at < counts[-1][0]:
+            tally.bad(number, "earlier than the line before")
+            continue
+        if total != PHILLY_NODES:
+            tally.assume(f"a line says another number of nodes than {PHILLY_NODES}, and more are left out")
+        counts.append((at, max(0, int(min(total, PHILLY_NODES) - active))))
+    tally.assume("not a Slurm cluster: idle nodes are offered as if it were")
+    tally.assume("the node that became idle last is taken first")
+    found = tally.result()
+    begin, end = window.of(counts[0][0], counts[-1][0])
+    names = [f"n{number:03d}" for number in range(1, PHILLY_NODES + 1)]
+    site = made_up("philly", {"philly": names}, PHILLY_GPUS, window)
+    return Recording(site=site, begin=begin, end=end, read=found, changes=list(_stacked(counts, begin, end)))
+
+
+def _stacked(counts: Sequence[tuple[float, int]], begin: float, end: float) -> Iterator[Change]:
+    idle = [count for at, count in counts if at <= begin][-1]
+    yield begin, tuple(range(idle)), ()
+    for at, count in counts:
+        if begin < at < end and count != idle:
+            yield at, tuple(range(idle, count)), tuple(range(count, idle))
+            idle = count
+
+
+def read_summit(path: Path, window: Window) -> Recording:
+    """For how long so many nodes were idle together, on a machine that is idle as Summit was.
+
+    Raises:
+        FallowError: it is no such file.
+    """
+    tally = Tally(path, f"the columns {', '.join(SUMMIT)}")
+    holes: list[Hole] = []
+    for number, _, (begin_s, end_s, nodes) in numbers(path, SUMMIT, tally):
+        if 0 <= begin_s < end_s and nodes >= 1:
+            holes.append((FIRST_AT + begin_s, FIRST_AT + end_s, int(nodes)))
+        else:
+            tally.bad(number, "it ends before it begins, or has no nodes")
+    tally.assume("holes are drawn from percentiles of the source; how they go together is a model")
+    found = tally.result()
+    steps: Counter[float] = Counter()
+    for begin, end, number in holes:
+        steps[begin] += number
+        steps[end] -= number
+    if max(accumulate(steps[at] for at in sorted(steps))) > SUMMIT_NODES:
+        raise tally.refuse(f"more than {SUMMIT_NODES} nodes are idle at once")
+    days = DAYS if window.days is None else window.days
+    begin, end = replace(window, days=days).of(FIRST_AT, max(end for _, end, _ in holes))
+    names = [f"n{number:04d}" for number in range(1, SUMMIT_NODES + 1)]
+    site = made_up("summit", {"batch": names}, SUMMIT_GPUS, window)
+    return Recording(site=site, begin=begin, end=end, read=found, changes=list(_in_turn(holes, begin, end)))
+
+
+def _in_turn(holes: Sequence[Hole], first: float, last: float) -> Iterator[Change]:
+    joining: dict[float, list[tuple[float, int]]] = {first: []}
+    for begin, end, nodes in holes:
+        if begin < last and end > first:
+            joining.setdefault(max(begin, first), []).append((end, nodes))
+    times = set(joining) | {end for some in joining.values() for end, _ in some}
+    busy, leaving = deque(range(SUMMIT_NODES)), dict[float, list[int]]()
+    for at in sorted(at for at in times if at < last):
+        busy.extend(left := leaving.pop(at, []))
+        joined: list[int] = []
+        for end, number in joining.get(at, ()):
+            chosen = [busy.popleft() for _ in range(number)]
+            joined += chosen
+            leaving.setdefault(end, []).extend(chosen)
+        yield at, tuple(sorted(joined)), tuple(sorted(left))
