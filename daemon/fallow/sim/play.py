@@ -77,10 +77,12 @@ def play(
     try:
         with closing(policy(engine, runs, plans, options)) as head:
             while (at := max(engine.now, min(engine.next_at(), head.loop.due))) <= until:
-                for happening in engine.advance(at):
-                    head.loop.post(at, head.hear, happening)
+                happenings = engine.advance(at)
+                for happening in happenings:
+                    # Timers of one time run in no order; these are heard in theirs, and before them.
+                    head.loop.call_soon(head.hear, happening)
                 meter.pool(at, engine.idle_nodes())
-                if head.loop.due <= at:
+                if happenings or head.loop.due <= at:
                     head.wake()
                 if at >= told_at + PROGRESS_S:
                     told_at = at

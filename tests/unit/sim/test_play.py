@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,11 +12,11 @@ from fallow.config import Slurm
 from fallow.model import Score
 from fallow.sim.costs import IN_PLACE
 from fallow.sim.meter import IdealTally, Tally
-from fallow.sim.play import play
+from fallow.sim.play import Head, play
 from fallow.sim.simulate import POLICIES
-from fallow.sim.types import POLL_REQUESTS, Change, Costs, Options, Recording, RunPlan
+from fallow.sim.types import POLL_REQUESTS, Change, Costs, Happening, Options, Recording, RunPlan, Started
 from fallow.slurm.cli import CliClient
-from sim_cases import FREE, costing, hole_sim, holes, linear, runs_of
+from sim_cases import FREE, costing, hole_sim, holes, linear, runs_of, wanted
 
 QUICK = {"bf_interval_s": 1.0}
 DAY_S = 86400.0
@@ -66,6 +68,25 @@ def test_requests_to_slurm_are_counted() -> None:
     score = played("greedy", holes((0.0, (0,), ()), nodes=1, **QUICK), linear())
     assert score.slurmctld_rpcs_per_min == pytest.approx((201 * POLL_REQUESTS + 1) * 60 / 1000, rel=0.01)
     assert CliClient.poll_requests == POLL_REQUESTS
+
+
+class Noting(Head):
+    """Takes eight nodes at once, and notes what it hears."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.asked = [self._engine.submit(*wanted(partition="scavenge")) for _ in range(8)]
+        self.heard: list[Happening] = []
+
+    def hear(self, happening: Happening) -> None:
+        self.heard.append(happening)
+
+
+def test_what_happens_at_once_is_heard_in_its_order() -> None:
+    source = holes((0.0, tuple(range(8)), ()), nodes=8, **QUICK)
+    head = play(hole_sim(source), Noting, [], Options(costs=FREE), Tally([], 8, 0.0), 10.0)
+    assert len({each.at for each in head.heard}) == 1
+    assert [each.job_id for each in head.heard if isinstance(each, Started)] == head.asked
 
 
 @st.composite
