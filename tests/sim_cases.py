@@ -14,7 +14,6 @@ from fallow.sim.types import (
     Change,
     Costs,
     Happening,
-    JobPart,
     Plans,
     Profile,
     Recording,
@@ -63,10 +62,9 @@ def job(
     job_id: str, at: float, nodes: int, limit_s: float, runs_s: float = MANY, partition: str = "p", **more: Any
 ) -> SimJob:
     gpus = more.pop("gpus", None)
-    part = JobPart(partition=partition, nodes=nodes, gpus_per_node=gpus or 0, exclusive=gpus is None)
-    return SimJob(
-        job_id=job_id, user=more.pop("user", "u"), submit_at=at, runs_s=runs_s, limit_s=limit_s, part=part, **more
-    )
+    usual = {"user": "u", "gpus_per_node": gpus or 0, "exclusive": gpus is None}
+    wants: dict[str, Any] = {"partition": partition, "nodes": nodes, "runs_s": runs_s, "limit_s": limit_s}
+    return SimJob(job_id=job_id, submit_at=at, **wants, **{**usual, **more})
 
 
 def wanted(minutes: int = 60, token: str = "fallow-r-h1-x", **options: str) -> tuple[str, dict[str, str]]:

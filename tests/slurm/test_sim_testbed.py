@@ -13,7 +13,7 @@ import pytest
 
 from fallow.model import PartitionInfo
 from fallow.sim.slurm import SlurmSim
-from fallow.sim.types import JobPart, Scheduler, SimJob, SimNode, Site
+from fallow.sim.types import Scheduler, SimJob, SimNode, Site
 from fallow.testbed.cluster import Testbed
 from fallow.testbed.conf import GRACE_S, KILL_WAIT_S, PARTITION, SCAVENGE, Profile
 
@@ -150,7 +150,8 @@ def job_of(line: Line, real: dict[str, Seen]) -> SimJob:
         submit_at=real[line.name].submit_at + 0.5,  # somewhere in the second that Slurm says
         runs_s=line.runs_s,
         limit_s=60.0 * line.limit,
-        part=JobPart(partition=line.partition, nodes=line.nodes),
+        partition=line.partition,
+        nodes=line.nodes,
     )
 
 

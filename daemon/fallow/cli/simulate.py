@@ -10,6 +10,7 @@ import click
 from fallow.cli.common import Finite, json_option, tell
 from fallow.model import Exit, FallowError, PolicyScore, SimReport
 from fallow.sim.costs import RESTART
+from fallow.sim.curves import DEFAULT
 from fallow.sim.traces.sacct import COMMAND
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ COLUMNS: dict[str, Callable[[PolicyScore], str]] = {
 @click.option("--policy", "policies", multiple=True, default=["ours"], metavar="P", help="Default: ours.")
 @click.option(
     "--runs",
+    default=DEFAULT,
     metavar="NxMAX:CURVE;...",
     help="N runs of MAX nodes at most (or MIN-MAX), and how fast they are: a published MODEL such as ShuffleNet, "
     "AlexNet, VGG16 or bert, or head:FILE (of `status --json`). NxMAX,in=P+Q:CURVE: they may use these partitions "

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from fallow.sim.play import Head
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.types import Ended, Happening, Notice, Options, RunPlan, Started
-from fallow.sim.work import Work
 from fallow.slurm.paced import Bucket
 
 NAME = "greedy"
@@ -45,8 +44,8 @@ class _Job:
 class Greedy(Head):
     """Arguments: as of `Head`."""
 
-    def __init__(self, engine: SlurmSim, runs: Work, plans: Sequence[RunPlan], options: Options) -> None:
-        super().__init__(engine, runs, plans, options)
+    def __init__(self, engine: SlurmSim, plans: Sequence[RunPlan], options: Options) -> None:
+        super().__init__(engine, plans, options)
         tiers = sorted((p for p in engine.site.partitions if p.up), key=lambda p: p.priority_tier)
         self._partitions = {node: p.partition for p in reversed(tiers) for node in p.nodes}
         "node -> its partition of the lowest tier: jobs there disturb others least"
@@ -90,7 +89,7 @@ class Greedy(Head):
         if job.run:
             left_at = self.runs.release(job.run, [job.node])
             job.run = ""
-        self.loop.post(left_at, self._engine.left, job_id)
+        self.loop.post(left_at, self.engine.left, job_id)
 
     def _users(self, partition: str) -> list[str]:
         """Runs that may use nodes of this partition."""
@@ -109,11 +108,11 @@ class Greedy(Head):
         for job_id, job in list(self._jobs.items()):
             if not job.node and not job.is_leaving and self.loop.now - job.asked_at > STALE_S:
                 job.is_leaving = True
-                self._engine.cancel(job_id)
+                self.engine.cancel(job_id)
         waiting = self._queued + Counter(job.partition for job in self._jobs.values() if not job.node)
         idle = Counter(
             self._partitions[node.node]
-            for node in self._engine.poll().nodes
+            for node in self.engine.poll().nodes
             if node.state == "IDLE" and node.node in self._partitions and "COMPLETING" not in node.flags
         )
         rooms = self._rooms()
@@ -125,5 +124,5 @@ class Greedy(Head):
 
     def _submit(self, partition: str) -> None:
         self._queued[partition] -= 1
-        job_id = self._engine.submit(NAME, {"partition": partition, "time": MINUTES})
+        job_id = self.engine.submit(NAME, {"partition": partition, "time": MINUTES})
         self._jobs[job_id] = _Job(partition, self.loop.now)

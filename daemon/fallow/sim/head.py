@@ -6,7 +6,6 @@ Here is what surrounds it: the time, and agents that say that they have come, we
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from itertools import count
 from math import inf
@@ -39,7 +38,6 @@ from fallow.sim.slurm import SlurmSim
 from fallow.sim.slurm.engine import SimClient
 from fallow.sim.slurm.view import config as config_of
 from fallow.sim.types import Active, Ended, Happening, Measured, Notice, Options, RunPlan, Started
-from fallow.sim.work import Work
 from fallow.slurm.paced import PacedClient
 from fallow.wire.keys import KEY_LENGTH
 
@@ -56,8 +54,8 @@ SIGTERM, KILLED = 15, 137
 class VirtualHead(Head):
     """Our head. Arguments: as of `Head`."""
 
-    def __init__(self, engine: SlurmSim, runs: Work, plans: Sequence[RunPlan], options: Options) -> None:
-        super().__init__(engine, runs, plans, options)
+    def __init__(self, engine: SlurmSim, plans: Sequence[RunPlan], options: Options) -> None:
+        super().__init__(engine, plans, options)
         config = self._config = _config(engine, options)
         self._book = _Book(config, options.costs.absorb[1])
         self.harvest = Harvest(config)
@@ -74,7 +72,8 @@ class VirtualHead(Head):
         "tokens of those that are about to leave"
         self._looks_at: dict[str, float] = {}
         "run -> when time makes one of its allocations leave"
-        self._look: asyncio.TimerHandle | None = None
+        self._look_at = inf
+        "the earliest of them"
         for plan in plans:
             self._add(plan)
         for serve in (*self._calls.sources(self._book).values(), self._turns):
@@ -125,17 +124,14 @@ class VirtualHead(Head):
                 if is_told and allocation.token not in self._leaving:
                     self._leave(run, allocation)
             self._looks_at[run_id] = deadlines.next_at(run, self._config.membership)
-        self._look_at(min(self._looks_at.values(), default=inf))
-
-    # -- what time brings -------------------------------------------------------------------------------------------
-
-    def _look_at(self, at: float) -> None:
-        if self._look is not None:
-            self._look.cancel()
-        self._look = None if at == inf else self.loop.post(at, self._look_at_time)
+        earliest = min(self._looks_at.values(), default=inf)
+        if earliest < self._look_at:
+            self._look_at = earliest
+            self.loop.post(earliest, self._look_at_time)
 
     def _look_at_time(self) -> None:
-        self._look, turn = None, self._turn()
+        """See what time brings: perhaps nothing, as what was to come has changed."""
+        self._look_at, turn = inf, self._turn()
         for run_id in [run_id for run_id, at in self._looks_at.items() if at <= turn.now]:
             deadlines.watch_time(turn, self._book.runs[run_id])
             turn.dirty.add(run_id)
@@ -148,7 +144,7 @@ class VirtualHead(Head):
             curve = self._book.runs[happening.run].record.curve
             curve.observe(happening.members, happening.step_s, happening.lasted_s, happening.at)
             return
-        token = self._engine.name_of(happening.job_id)
+        token = self.engine.name_of(happening.job_id)
         run = next((run for run in self._book.runs.values() if token in run.allocations), None)
         if run is None or not run.allocations[token].live:
             return
@@ -187,7 +183,7 @@ class VirtualHead(Head):
             self.runs.join(run.id, node, started.job_id)
         else:
             # It was turned away.
-            self._engine.left(started.job_id)
+            self.engine.left(started.job_id)
 
     def _leave(self, run: Run, allocation: Allocation) -> None:
         """Its node leaves the training, as it was told to, and then the job ends."""
@@ -200,7 +196,7 @@ class VirtualHead(Head):
             turn = self._turn()
             self._gone(turn, run, allocation, Exit.NO_RESTART)
             self._carry_out(turn)
-            self._engine.left(allocation.job_id or "")
+            self.engine.left(allocation.job_id or "")
 
     def _gone(self, turn: Turn, run: Run, allocation: Allocation, code: int) -> None:
         self._leaving.discard(allocation.token)

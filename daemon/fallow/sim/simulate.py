@@ -14,15 +14,14 @@ from fallow.sim import curves
 from fallow.sim.costs import IN_PLACE, restart
 from fallow.sim.greedy import Greedy
 from fallow.sim.head import VirtualHead
-from fallow.sim.meter import IdealTally, Tally
-from fallow.sim.play import Head, play
+from fallow.sim.play import Head, Ideal, play
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.traces import open_trace
 from fallow.sim.traces.recorded import Window
 from fallow.sim.traces.sites import harvested
 from fallow.sim.types import Options, Plans, Recording, RunPlan
 
-POLICIES: dict[str, type[Head]] = {"ours": VirtualHead, "greedy": Greedy, "restart": Greedy, "ideal": Head}
+POLICIES: dict[str, type[Head]] = {"ours": VirtualHead, "greedy": Greedy, "restart": Greedy, "ideal": Ideal}
 """Name of a policy -> who asks for nodes."""
 
 Progress = Callable[[str, float, float], None]
@@ -36,8 +35,7 @@ class Setup(Struct, frozen=True, kw_only=True):
     "a file, or one of the names of those that come with Fallow"
     window: Window
     policies: tuple[str, ...]
-    runs: str | None
-    "None: as BFTrainer was tried"
+    runs: str
     costs: str
     "UP-DOWN in seconds: of changes under the policy `restart`"
     start_up_s: float | None
@@ -66,9 +64,11 @@ def simulate(setup: Setup, progress: Progress = lambda *_: None) -> SimReport:
             Exit.USAGE,
         )
     start = IN_PLACE.start if setup.start_up_s is None else (setup.start_up_s, setup.start_up_s)
-    in_place = Options(slurm=Slurm(poll_interval_s=setup.poll_s), costs=replace(IN_PLACE, start=start))
+    in_place = Options(
+        slurm=Slurm(poll_interval_s=setup.poll_s), costs=replace(IN_PLACE, start=start), seed=setup.window.seed
+    )
     restarts = replace(in_place, costs=restart(setup.costs, start))
-    plans = curves.plans(setup.runs or curves.DEFAULT, harvested(source.site))
+    plans = curves.plans(setup.runs, harvested(source.site))
     played: list[PolicyScore] = []
     stopped = False
     for name in dict.fromkeys(setup.policies):
@@ -92,22 +92,22 @@ def _play(
     """One policy, to the end of the trace or until Ctrl-C."""
     begin, end = source.begin, source.end
     engine = SlurmSim(source.site, setup.window.seed, begin, source.jobs, changes=source.changes, plans=setup.plans)
-    meter = (IdealTally if name == "ideal" else Tally)(plans, len(source.site.nodes), begin)
+    head = POLICIES[name](engine, plans, options)
 
     def tell(at: float, ratio: float) -> None:
         progress(name, (at - begin) / (end - begin), ratio)
 
     with suppress(KeyboardInterrupt):
-        play(engine, POLICIES[name], plans, options, meter, end, seed=setup.window.seed, progress=tell)
+        play(head, end, tell)
     notes = [f"{len(engine.refused)} jobs of others ask for more than there is, and were left out"]
     return PolicyScore(
-        **asdict(meter.score()), name=name, seconds=engine.now - begin, notes=notes if engine.refused else []
+        **asdict(head.meter.score()), name=name, seconds=engine.now - begin, notes=notes if engine.refused else []
     )
 
 
 def _arm(setup: Setup, source: Recording) -> str:
     """Under which rules it was played: those of the trace's own site, where it has one."""
     words = [] if source.changes is None else [f"plans {setup.plans}"]
-    words += ["the site's own Slurm" if setup.site else setup.window.profile, f"runs {setup.runs or curves.DEFAULT}"]
+    words += ["the site's own Slurm" if setup.site else setup.window.profile, f"runs {setup.runs}"]
     slurm = source.site.scheduler
     return ", ".join([*words, f"backfill every {slurm.bf_interval_s:g} s", f"polls every {setup.poll_s:g} s"])

@@ -27,16 +27,6 @@ Kind = Literal["absorb", "release", "eject"]
 # -- clusters and traces --------------------------------------------------------------------------------------------
 
 
-class JobPart(Struct, frozen=True, kw_only=True):
-    """The nodes that a job wants."""
-
-    partition: str
-    nodes: int
-    gpus_per_node: int = 0
-    exclusive: bool = True
-    "whole nodes; else `gpus_per_node` of each, beside other jobs"
-
-
 class SimJob(Struct, frozen=True, kw_only=True):
     """A job of somebody else's."""
 
@@ -48,7 +38,11 @@ class SimJob(Struct, frozen=True, kw_only=True):
     runs_s: float
     "until it ends by itself; it is ended at `limit_s` if that is shorter"
     limit_s: float
-    part: JobPart
+    partition: str
+    nodes: int
+    gpus_per_node: int = 0
+    exclusive: bool = True
+    "whole nodes; else `gpus_per_node` of each, beside other jobs"
     priority: int = 0
     nodelist: tuple[str, ...] = ()
     "where it ran, as recorded; it goes there again if these nodes are free"
@@ -228,5 +222,7 @@ class Options(Struct, frozen=True, kw_only=True):
     """What heads are told."""
 
     costs: Costs
+    seed: int = 0
+    "of their spread"
     slurm: Slurm = Slurm()
     "how they ask Slurm"

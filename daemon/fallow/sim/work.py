@@ -18,7 +18,7 @@ from fallow.sim.costs import drawn
 from fallow.sim.curves import speeds
 from fallow.sim.meter import Tally
 from fallow.sim.slurm.agenda import RUN, Agenda
-from fallow.sim.types import Active, Costs, Kind, Measured, RunPlan
+from fallow.sim.types import Active, Kind, Measured, Options, RunPlan
 
 ONE_NODE_STEP_S = 16.0
 """A step on one node. It decides how soon speeds are known, as a stretch has whole steps."""
@@ -62,15 +62,14 @@ class Work:
 
     Args:
         plans: the runs.
-        costs: of changes.
-        seed: of their spread.
+        options: what changes cost.
         meter: is told of all changes.
         agenda: of all that happens.
     """
 
-    def __init__(self, plans: Sequence[RunPlan], costs: Costs, seed: int, meter: Tally, agenda: Agenda) -> None:
+    def __init__(self, plans: Sequence[RunPlan], options: Options, meter: Tally, agenda: Agenda) -> None:
         self._runs = {plan.run: _Run(plan, speeds(plan)) for plan in plans}
-        self._costs, self._seed, self._meter, self._agenda = costs, seed, meter, agenda
+        self._costs, self._seed, self._meter, self._agenda = options.costs, options.seed, meter, agenda
         self._starts: Counter[str] = Counter()
         "node -> how often it has started up"
 
@@ -98,8 +97,7 @@ class Work:
 
     def _drawn(self, run: _Run, kind: Kind) -> float:
         """What its next change of that kind costs."""
-        cost = {"absorb": self._costs.absorb, "release": self._costs.release, "eject": self._costs.eject}[kind]
-        return drawn(cost, f"{self._seed}/{kind}/{run.plan.run}/{run.changes[kind]}")
+        return drawn(getattr(self._costs, kind), f"{self._seed}/{kind}/{run.plan.run}/{run.changes[kind]}")
 
     def _take(self, run: _Run, nodes: Collection[str], kind: Kind) -> bool:
         """Nodes are no longer members; what that costs is settled with everything else that happens in this moment."""

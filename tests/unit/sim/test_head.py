@@ -8,11 +8,11 @@ from fallow.config import Slurm
 from fallow.core.neighbour.watch import WATCHFUL_S
 from fallow.sim.costs import IN_PLACE
 from fallow.sim.head import VirtualHead
-from fallow.sim.meter import Tally
 from fallow.sim.play import play
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.slurm.engine import SimClient
 from fallow.sim.types import POLL_REQUESTS, Options, RunPlan, SimJob, Site
+from fallow.slurm.cli import CliClient
 from fallow.slurm.client import SubmitRejected
 from sim_cases import MIN, job, linear, site, tiers
 
@@ -39,33 +39,31 @@ def cluster(nodes: int, others: Sequence[SimJob] = (), *, preempt: bool, refuses
     return Refusing(where, others, refuses_until)
 
 
-def played(
-    engine: SlurmSim, plans: Sequence[RunPlan], until_s: float, options: Options | None = None
-) -> tuple[VirtualHead, Tally]:
-    options = options or Options(costs=IN_PLACE)
-    meter = Tally(plans, len(engine.site.nodes), BEGIN)
-    return play(engine, VirtualHead, plans, options, meter, BEGIN + until_s), meter
+def played(engine: SlurmSim, plans: Sequence[RunPlan], until_s: float, **asks: float) -> VirtualHead:
+    head = VirtualHead(engine, plans, Options(costs=IN_PLACE, slurm=Slurm(**asks)))  # type: ignore[arg-type]
+    play(head, BEGIN + until_s)
+    return head
 
 
 def test_polls_wait_for_tokens_and_are_counted() -> None:
     engine = cluster(2, preempt=True)
-    options = Options(costs=IN_PLACE, slurm=Slurm(queries_per_min=1.0))
-    played(engine, [], 600.0, options)
+    played(engine, [], 600.0, queries_per_min=1.0)
+    assert CliClient.poll_requests == POLL_REQUESTS
     assert engine.requests == 1 + POLL_REQUESTS, "the tokens of the configuration and one poll take seven minutes"
 
 
 def test_a_node_that_somebody_waits_for_is_given_back_in_time() -> None:
     engine = cluster(2, [job("theirs", BEGIN + 1001.5, 1, 10 * MIN, partition="normal")], preempt=False)
-    head, meter = played(engine, linear(most=2), 1100.0)
+    head = played(engine, linear(most=2), 1100.0)
     assert engine.ran["theirs"][0] - (BEGIN + 1001.5) < WATCHFUL_S + SimClient.answer_s + 2.0
-    assert head.runs.members("r0") == 1 and meter.score().unannounced_per_day == 0
+    assert head.runs.members("r0") == 1 and head.meter.score().unannounced_per_day == 0
     assert head.harvest.neighbours.delays.report(engine.now).jobs == 1
-    delayed = meter.score().others_delayed
+    delayed = head.meter.score().others_delayed
     assert delayed.jobs == 1 and 0.0 < delayed.max_s < WATCHFUL_S + SimClient.answer_s + 1.0
 
 
 def test_what_slurm_refuses_is_left_alone_for_longer_and_longer() -> None:
     engine = cluster(4, preempt=True, refuses_until=BEGIN + 200.0)
-    head, _ = played(engine, linear(most=4), 700.0)
+    head = played(engine, linear(most=4), 700.0)
     assert engine.asked_at[:3] == [0.3, 90.3, 240.3], "with the first poll a minute later, and two minutes after that"
     assert head.runs.members("r0") == 4

@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from fallow.config import Slurm
 from fallow.model import Score
 from fallow.sim.costs import IN_PLACE
-from fallow.sim.meter import IdealTally, Tally
 from fallow.sim.play import Head, play
 from fallow.sim.simulate import POLICIES
-from fallow.sim.types import POLL_REQUESTS, Change, Costs, Happening, Options, Recording, RunPlan, Started
-from fallow.slurm.cli import CliClient
+from fallow.sim.types import Change, Costs, Happening, Options, Recording, RunPlan, Started
 from sim_cases import FREE, costing, hole_sim, holes, linear, runs_of, wanted
 
 QUICK = {"bf_interval_s": 1.0}
@@ -23,11 +21,10 @@ DAY_S = 86400.0
 
 
 def played(policy: str, source: Recording, plans: list[RunPlan], costs: Costs = FREE, until: float = 1000.0) -> Score:
-    engine = hole_sim(source)
-    meter = (IdealTally if policy == "ideal" else Tally)(plans, len(source.site.nodes), 0.0)
     options = Options(costs=costs, slurm=Slurm(poll_interval_s=5.0, submits_per_min=6000.0))
-    play(engine, POLICIES[policy], plans, options, meter, until)
-    return meter.score()
+    head = POLICIES[policy](hole_sim(source), plans, options)
+    play(head, until)
+    return head.meter.score()
 
 
 ONE_LATER = holes((0.0, (0,), ()), (400.0, (1,), ()), nodes=2, **QUICK)
@@ -63,19 +60,12 @@ def test_a_loss_is_one_change_of_all_that_went(policy: str) -> None:
     assert score.releases_per_day + score.unannounced_per_day == pytest.approx(DAY_S / 900)
 
 
-def test_requests_to_slurm_are_counted() -> None:
-    """201 polls and one submission."""
-    score = played("greedy", holes((0.0, (0,), ()), nodes=1, **QUICK), linear())
-    assert score.slurmctld_rpcs_per_min == pytest.approx((201 * POLL_REQUESTS + 1) * 60 / 1000, rel=0.01)
-    assert CliClient.poll_requests == POLL_REQUESTS
-
-
 class Noting(Head):
     """Takes eight nodes at once, and notes what it hears."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.asked = [self._engine.submit(*wanted(partition="scavenge")) for _ in range(8)]
+        self.asked = [self.engine.submit(*wanted(partition="scavenge")) for _ in range(8)]
         self.heard: list[Happening] = []
 
     def hear(self, happening: Happening) -> None:
@@ -84,7 +74,8 @@ class Noting(Head):
 
 def test_what_happens_at_once_is_heard_in_its_order() -> None:
     source = holes((0.0, tuple(range(8)), ()), nodes=8, **QUICK)
-    head = play(hole_sim(source), Noting, [], Options(costs=FREE), Tally([], 8, 0.0), 10.0)
+    head = Noting(hole_sim(source), [], Options(costs=FREE))
+    play(head, 10.0)
     assert len({each.at for each in head.heard}) == 1
     assert [each.job_id for each in head.heard if isinstance(each, Started)] == head.asked
 

@@ -13,7 +13,6 @@ from fallow.model import Score
 from fallow.sim.costs import restart
 from fallow.sim.curves import DEFAULT, plans
 from fallow.sim.greedy import Greedy
-from fallow.sim.meter import Tally
 from fallow.sim.play import play
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.traces import open_trace
@@ -29,16 +28,9 @@ def score(words: str, days: float) -> Score:
     holes = open_trace("summit", Window(days=days, profile="nograce", scheduler=at_once))
     engine = SlurmSim(holes.site, 0, holes.begin, changes=holes.changes)
     runs, costs = plans(DEFAULT, ("scavenge",)), restart(words, (0.0, 0.0))
-    meter = Tally(runs, len(holes.site.nodes), holes.begin)
-    play(
-        engine,
-        Greedy,
-        runs,
-        Options(costs=costs, slurm=Slurm(poll_interval_s=5.0, submits_per_min=1e9)),
-        meter,
-        holes.end,
-    )
-    return meter.score()
+    head = Greedy(engine, runs, Options(costs=costs, slurm=Slurm(poll_interval_s=5.0, submits_per_min=1e9)))
+    play(head, holes.end)
+    return head.meter.score()
 
 
 def test_the_dearer_a_restart_the_less_is_left() -> None:

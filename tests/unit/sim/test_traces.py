@@ -14,7 +14,7 @@ from fallow.sim.traces import open_trace
 from fallow.sim.traces.recorded import Window
 from fallow.sim.traces.sacct import COMMAND
 from fallow.sim.traces.sites import from_folder
-from fallow.sim.types import JobPart, Recording, SimJob
+from fallow.sim.types import Recording, SimJob
 from fallow.traces import FOLDER, trace_path
 
 DATA = Path(__file__).parents[2] / "data"
@@ -27,6 +27,10 @@ def jobs(trace: Recording) -> dict[str, SimJob]:
     assert found == sorted(found, key=lambda job: job.submit_at)
     assert len({job.job_id for job in found}) == len(found)
     return {job.job_id: job for job in found}
+
+
+def part(job: SimJob) -> tuple[str, int, int, bool]:
+    return job.partition, job.nodes, job.gpus_per_node, job.exclusive
 
 
 def refused(path: Path, window: Window | None = None, site_folder: Path | None = None) -> FallowError:
@@ -72,10 +76,12 @@ def test_swf_maps_its_fields() -> None:
         start_at=1_000_060.0,
         runs_s=1800.0,
         limit_s=3600.0,
-        part=JobPart(partition="gpu", nodes=4, gpus_per_node=4),
+        partition="gpu",
+        nodes=4,
+        gpus_per_node=4,
     )
-    assert found["3"].part == JobPart(partition="cpu", nodes=1, gpus_per_node=2, exclusive=False)
-    assert found["6"].part.nodes == 2  # asked for 6, which are two nodes
+    assert part(found["3"]) == ("cpu", 1, 2, False)
+    assert found["6"].nodes == 2  # asked for 6, which are two nodes
     assert found["13"].limit_s == 40000.0  # it ran for longer than it asked for
     assert {p.partition: (len(p.nodes), p.max_time_s) for p in trace.site.partitions} == {
         "gpu": (4, DAY_S),
@@ -141,22 +147,19 @@ def test_sacct_maps_its_columns() -> None:
         start_at=1_000_700.0,
         runs_s=3600.0,
         limit_s=7200.0,
-        part=JobPart(partition="gpu", nodes=1, gpus_per_node=4),
+        partition="gpu",
+        nodes=1,
+        gpus_per_node=4,
         priority=100,
         nodelist=("g1",),
     )
     # one GPU of four; two of eight CPUs are as much
-    quarter = JobPart(partition="gpu", nodes=1, gpus_per_node=1, exclusive=False)
-    assert found["102"].part == found["103"].part == quarter
+    assert part(found["102"]) == part(found["103"]) == ("gpu", 1, 1, False)
     # components of a heterogeneous job are jobs
-    parts = {
-        "105": JobPart(partition="gpu", nodes=1, gpus_per_node=4),
-        "106": JobPart(partition="cpu", nodes=2, gpus_per_node=32),
-    }
-    assert {job_id: found[job_id].part for job_id in parts} == parts
+    assert (part(found["105"]), part(found["106"])) == (("gpu", 1, 4, True), ("cpu", 2, 32, True))
     assert found["107"].nodelist != found["107.1"].nodelist, "it was requeued"
     assert found["108"].runs_s == 1400.0  # was still running
-    assert found["108"].part == JobPart(partition="cpu", nodes=1, gpus_per_node=4, exclusive=False)
+    assert part(found["108"]) == ("cpu", 1, 4, False)
     assert {job.user for job in found.values()} == {"u1", "u2", "u3"}
     assert trace.read.assumed == [
         "3 nodes in gpu: those that jobs ran on",
@@ -273,11 +276,10 @@ def test_earth_replayed_is_the_recorded_occupancy() -> None:
     trace = open_trace("earth", Window(begin_day=day, days=1))
     changes: dict[tuple[str, bool], dict[float, int]] = defaultdict(lambda: defaultdict(int))
     for job in jobs(trace).values():
-        part = job.part
-        if part.partition in queues and part.gpus_per_node:
-            use = changes[part.partition, part.exclusive]
-            use[job.submit_at] += part.nodes * part.gpus_per_node
-            use[(job.submit_at + job.runs_s) // 60 * 60 + 60] -= part.nodes * part.gpus_per_node
+        if job.partition in queues and job.gpus_per_node:
+            use = changes[job.partition, job.exclusive]
+            use[job.submit_at] += job.nodes * job.gpus_per_node
+            use[(job.submit_at + job.runs_s) // 60 * 60 + 60] -= job.nodes * job.gpus_per_node
     with gzip.open(FOLDER / "helios_earth_2020-05_occupancy.csv.gz", "rt") as file:
         recorded: dict[tuple[str, bool], dict[float, int]] = defaultdict(dict)
         for row in csv.DictReader(file):

@@ -14,7 +14,7 @@ from fallow.model import FallowError
 from fallow.sim.curves import curve_of, plans, speeds
 from fallow.sim.meter import Tally, best_shares
 from fallow.sim.slurm.agenda import Agenda
-from fallow.sim.types import Active, Costs, Kind, RunPlan
+from fallow.sim.types import Active, Costs, Kind, Options, RunPlan
 from fallow.sim.work import Work
 from sim_cases import FREE, costing, linear, of, runs_of
 
@@ -36,7 +36,7 @@ class Noted(Tally):
 
 def work(costs: Costs = FREE, *runs: RunPlan) -> tuple[Work, Noted, Agenda]:
     meter, agenda = Noted(), Agenda(0.0)
-    return Work(runs or linear(), costs, 0, meter, agenda), meter, agenda
+    return Work(runs or linear(), Options(costs=costs), meter, agenda), meter, agenda
 
 
 def join(runs: Work, *nodes: str) -> None:

@@ -29,10 +29,10 @@ class Agenda:
         self.now = now
         "Unix time up to which it has been played"
         self._told: list[Happening] = []
-        self._heap: list[tuple[float, int, int, Callable[[], None], Changing | None, int]] = []
+        self._heap: list[tuple[float, int, int, Callable[[], object], Changing | None, int]] = []
         self._serial = 0
 
-    def at(self, at: float, order: int, what: Callable[[], None], about: Changing | None = None) -> None:
+    def at(self, at: float, order: int, what: Callable[[], object], about: Changing | None = None) -> None:
         """Have something happen. If it is about something, then only if that has not changed until then."""
         self._serial += 1
         heappush(self._heap, (at, order, self._serial, what, about, 0 if about is None else about.stamp))

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from math import inf
 
-from fallow.sim.slurm.cluster import victims
 from fallow.sim.slurm.jobs import Job
 from fallow.sim.slurm.lives import Lives
 from fallow.sim.slurm.owners import Owners
@@ -127,20 +126,10 @@ class Cycle:
         return self._timelines[key]
 
     def _start(self, job: Job, avail: int) -> bool:
-        """Start it, or have those ended that are in its way (then it does not start yet).
-
-        Who that is does not follow from where it was planned: `_start_job` gives `select_nodes` all that is available.
-        """
-        nodes = self._cluster.fitting(job, avail)
-        if nodes:
-            self._lives.start(job, nodes)
+        is_started = self._lives.try_to_start(job, avail)
+        self._timelines.clear()
+        if is_started:
             self._starts += 1
-            self._timelines.clear()
             if job.whole and not job.partition.preempts:
-                self._space.reserve(nodes, *self._space.slot(self._now, job.granted_s))
-        elif job.partition.may_preempt and self._lives.may_preempt(job):
-            going = victims(self._cluster, job, avail)
-            if going:
-                self._lives.preempt(job, going)
-                self._timelines.clear()
-        return bool(nodes)
+                self._space.reserve(job.mask, *self._space.slot(self._now, job.granted_s))
+        return is_started

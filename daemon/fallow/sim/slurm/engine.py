@@ -176,9 +176,9 @@ class SlurmSim(Agenda):
 
     def arrive(self, job: SimJob) -> None:
         """Somebody else submits a job now."""
-        partition = self._cluster.partitions[job.part.partition]
+        partition = self._cluster.partitions[job.partition]
         self._serial += 1
-        if (partition.mask & self._cluster.has(job.part.gpus_per_node)).bit_count() < job.part.nodes:
+        if (partition.mask & self._cluster.has(job.gpus_per_node)).bit_count() < job.nodes:
             self.refused[job.job_id] = NOT_AVAILABLE
             return
         recorded = self._cluster.mask_of(job.nodelist) & partition.mask
@@ -188,15 +188,15 @@ class SlurmSim(Agenda):
                 name=f"job-{job.job_id}",
                 user=job.user,
                 partition=partition,
-                nodes=job.part.nodes,
+                nodes=job.nodes,
                 submit_at=self.now,
                 priority=self._priority(job.priority),
                 serial=self._serial,
                 limit_s=job.limit_s,
                 runs_s=job.runs_s,
-                slots=job.part.gpus_per_node,
-                whole=job.part.exclusive or partition.info.exclusive,
-                preferred=recorded if recorded.bit_count() == job.part.nodes else 0,
+                slots=job.gpus_per_node,
+                whole=job.exclusive or partition.info.exclusive,
+                preferred=recorded if recorded.bit_count() == job.nodes else 0,
             )
         )
         if job.priority:

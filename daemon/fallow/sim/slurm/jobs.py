@@ -65,8 +65,8 @@ class Job:
     start_at: float = 0.0
     end_at: float = 0.0
     preempt_at: float | None = None
-    tried_at: float = -inf
-    "when it last had others preempted"
+    again_at: float = -inf
+    "when it may have others preempted"
     held_since: float | None = None
     "since when nodes of ours alone keep it from starting"
     alive: bool = False

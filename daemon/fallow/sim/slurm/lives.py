@@ -14,7 +14,7 @@ from math import inf
 from operator import attrgetter
 
 from fallow.sim.slurm.agenda import END, PASS, TELL, Agenda, next_beat
-from fallow.sim.slurm.cluster import Cluster
+from fallow.sim.slurm.cluster import Cluster, victims
 from fallow.sim.slurm.jobs import Job
 from fallow.sim.types import Ended, Happening, Notice, Started
 
@@ -71,6 +71,21 @@ class Lives:
         """A job that waits from now on."""
         self.jobs[job.job_id] = job
         insort(self.pending, job, key=_key)
+
+    def try_to_start(self, job: Job, allowed: int) -> bool:
+        """Start a pending job on some of these nodes, or have those ended that are in its way: it starts later then.
+
+        Who that is does not follow from where it was planned: `_start_job` of backfill.c gives `select_nodes` all that
+        is available.
+        """
+        nodes = self.cluster.fitting(job, allowed)
+        if nodes:
+            self.start(job, nodes)
+        elif job.partition.may_preempt and self.now >= job.again_at:
+            going = victims(self.cluster, job, allowed)
+            if going:
+                self._preempt(job, going)
+        return bool(nodes)
 
     def start(self, job: Job, mask: int) -> None:
         """A pending job starts now on these nodes."""
@@ -144,11 +159,7 @@ class Lives:
             self.cluster.free(job)
             self._forget(job)
 
-    def may_preempt(self, by: Job) -> bool:
-        """A job that has had others preempted waits until that should be over before it does so again."""
-        return self.now >= by.tried_at + self.scheduler.kill_wait_s + self.scheduler.message_timeout_s
-
-    def preempt(self, by: Job, victims: Sequence[Job]) -> None:
+    def _preempt(self, by: Job, victims: Sequence[Job]) -> None:
         """These make room for that one, or it waits for those that do so for another before it tries again."""
         for job in victims:
             if job.preempt_at is not None:
@@ -165,10 +176,9 @@ class Lives:
             notice = Notice(at=self.now + GRACE_NOTICE_S, job_id=job.job_id, kill_at=job.end_at + self._kill_wait_s)
             self.agenda.at(notice.at, TELL, partial(self._tell, notice, job), job)
             self._await_end(job, self._kill_preempted)
-        by.tried_at = self.now
-        # Nothing else need have changed when it may try again: a pass must come by itself.
-        again_at = self.now + self.scheduler.kill_wait_s + self.scheduler.message_timeout_s
-        self.agenda.at(again_at, PASS, self.changed, by)
+        # Until then that should be over. Nothing else need have changed: a pass must come by itself.
+        by.again_at = self.now + self.scheduler.kill_wait_s + self.scheduler.message_timeout_s
+        self.agenda.at(by.again_at, PASS, self.changed, by)
 
     def _kill_preempted(self, job: Job) -> None:
         if job.preempt_at == self.now:

@@ -9,7 +9,6 @@ from math import inf
 
 from fallow.sim.slurm.agenda import BACKFILL, PASS, next_beat
 from fallow.sim.slurm.backfill import Cycle
-from fallow.sim.slurm.cluster import victims
 from fallow.sim.slurm.jobs import Job
 from fallow.sim.slurm.lives import Lives
 from fallow.sim.slurm.owners import Owners
@@ -100,23 +99,14 @@ class Rounds:
 
     def _try(self, job: Job, here: int) -> str:
         """Start a job on some of these nodes, or have others preempted for it. Returns why it waits; empty: no more."""
-        cluster, lives = self._cluster, self._lives
         if here.bit_count() < job.nodes:
             return NO_NODES
         here &= ~job.excluded
-        nodes = cluster.fitting(job, here)
-        if nodes:
-            lives.start(job, nodes)
+        if self._lives.try_to_start(job, here):
             return ""
         if not job.ours:
-            lives.note_held(job, cluster.is_held_by_us(job, here))
-        if job.required & ~here:
-            return "ReqNodeNotAvail, May be reserved for other job"
-        if job.partition.may_preempt and cluster.yielding & here and lives.may_preempt(job):
-            going = victims(cluster, job, here)
-            if going:
-                lives.preempt(job, going)
-        return RESOURCES
+            self._lives.note_held(job, self._cluster.is_held_by_us(job, here))
+        return "ReqNodeNotAvail, May be reserved for other job" if job.required & ~here else RESOURCES
 
     # -- backfill ---------------------------------------------------------------------------------------------------
 

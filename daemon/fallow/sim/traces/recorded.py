@@ -83,7 +83,7 @@ def recording(
             continue
         if math.isinf(limit_s):
             tally.assume("a time limit was drawn")
-            allowed_s = longest.get(record.part.partition)
+            allowed_s = longest.get(record.partition)
             limit_s = drawn_limit_s(window.seed, record.job_id, runs_s, allowed_s or max(UNLIMITED_S, runs_s))
         gone_s = max(0.0, begin - record.start_at)
         job = replace(
@@ -115,7 +115,7 @@ def _with_room(site: Site, jobs: Iterable[SimJob]) -> Site:
     """Jobs over a partition's MaxTime were let in by somebody; in the simulation they would wait for ever."""
     wanted: dict[str, float] = {}
     for job in jobs:
-        wanted[job.part.partition] = max(wanted.get(job.part.partition, 0.0), job.limit_s)
+        wanted[job.partition] = max(wanted.get(job.partition, 0.0), job.limit_s)
     partitions = tuple(
         p
         if p.max_time_s is None or wanted.get(p.partition, 0.0) <= p.max_time_s

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from fallow.sim.traces.problems import LAST_S, Row, Tally, table
 from fallow.sim.traces.recorded import Window, recording
 from fallow.sim.traces.sites import made_up, max_days
-from fallow.sim.types import JobPart, Recording, SimJob, Site
+from fallow.sim.types import Recording, SimJob, Site
 from fallow.slurm import parse
 
 FIELDS = (
@@ -54,13 +54,13 @@ def read(path: Path, window: Window, site: Site | None = None) -> Recording:
     # --parsable ends lines with a separator, --parsable2 does not; the header ends alike.
     for number, fields in table(path, NEEDED, tally, "|"):
         if (row := _row(number, fields, tally)) is not None:
-            job, *used = row
+            job, gpus, cpus = row
             name, times = job.job_id, seen[job.job_id]
             seen[name] += 1
             user = users.setdefault(job.user, len(users) + 1)
             # A job that was requeued has several rows.
             job = replace(job, job_id=f"{name}.{times}" if times else name, user=f"u{user}")
-            rows.append((job, *used))
+            rows.append((job, gpus, cpus))
     tally.result()
     if site is None:
         site = _inferred(path, rows, window, tally)
@@ -119,7 +119,8 @@ def _row(number: int, row: Row, tally: Tally) -> Used | None:
             start_at=start,
             runs_s=math.inf if end is None else end - start,
             limit_s=math.inf if limit_s is None else limit_s,
-            part=JobPart(partition=partition, nodes=len(nodelist)),
+            partition=partition,
+            nodes=len(nodelist),
             priority=parse.count(row.get("Priority", "")),
             nodelist=nodelist,
         )
@@ -144,10 +145,10 @@ def _within(site: Site, rows: list[Used], tally: Tally) -> list[Used]:
     sizes = {p.partition: len(p.nodes) for p in site.partitions}
     kept: list[Used] = []
     for row in rows:
-        part = row[0].part
-        if part.partition not in sizes:
+        job, _, _ = row
+        if job.partition not in sizes:
             tally.left_out("its partition is not among the site's")
-        elif part.nodes > sizes[part.partition]:
+        elif job.nodes > sizes[job.partition]:
             tally.left_out("it has more nodes than its partition")
         else:
             kept.append(row)
@@ -162,10 +163,10 @@ def _inferred(path: Path, rows: list[Used], window: Window, tally: Tally) -> Sit
     gpus: dict[str, int] = {}
     cpus: dict[str, int] = {}
     for job, job_gpus, job_cpus in rows:
-        groups.setdefault(job.part.partition, set()).update(job.nodelist)
+        groups.setdefault(job.partition, set()).update(job.nodelist)
         for node in job.nodelist:
-            gpus[node] = max(gpus.get(node, 0), -(-job_gpus // job.part.nodes))
-            cpus[node] = max(cpus.get(node, 1), -(-job_cpus // job.part.nodes))
+            gpus[node] = max(gpus.get(node, 0), -(-job_gpus // job.nodes))
+            cpus[node] = max(cpus.get(node, 1), -(-job_cpus // job.nodes))
     for partition, nodes in groups.items():
         tally.assume(f"{len(nodes)} nodes in {partition}: those that jobs ran on")
         tally.check_size(len(nodes))
@@ -182,9 +183,8 @@ def _sized(rows: list[Used], site: Site) -> list[SimJob]:
     cpus = {p.partition: max(nodes[n].cpus for n in p.nodes) for p in site.partitions if p.nodes}
     found: list[SimJob] = []
     for job, job_gpus, job_cpus in rows:
-        part, most = job.part, slots[job.part.partition]
-        wanted = max(-(-job_gpus // part.nodes), math.ceil(job_cpus / part.nodes * most / cpus[part.partition]))
+        most = slots[job.partition]
+        wanted = max(-(-job_gpus // job.nodes), math.ceil(job_cpus / job.nodes * most / cpus[job.partition]))
         whole = wanted >= most or not (job_gpus or job_cpus)
-        part = replace(part, gpus_per_node=most if whole else max(1, wanted), exclusive=whole)
-        found.append(replace(job, part=part))
+        found.append(replace(job, gpus_per_node=most if whole else max(1, wanted), exclusive=whole))
     return found

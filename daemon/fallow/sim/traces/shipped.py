@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from fallow.sim.traces.problems import Tally, numbers
 from fallow.sim.traces.recorded import Window, recording
 from fallow.sim.traces.sites import made_up, max_days
-from fallow.sim.types import Change, JobPart, Recording, SimJob
+from fallow.sim.types import Change, Recording, SimJob
 from fallow.traces import HELIOS_GPUS, HELIOS_NODES
 
 HELIOS_WORDS, HELIOS = ("job_id", "queue"), ("submit_time", "start_time", "end_time", "gpus")
@@ -70,7 +70,10 @@ def read_helios(path: Path, window: Window) -> Recording:
                     start_at=start,
                     runs_s=max(1.0, end - COUNTED_S - start),
                     limit_s=math.inf,
-                    part=_part(queue, int(gpus)),
+                    partition=queue,
+                    nodes=math.ceil(int(gpus) / HELIOS_GPUS),
+                    gpus_per_node=min(int(gpus), HELIOS_GPUS),
+                    exclusive=gpus >= HELIOS_GPUS,
                 )
             )
     tally.result()
@@ -84,12 +87,6 @@ def read_helios(path: Path, window: Window) -> Recording:
     return recording(site, records, first, last, window, tally)
 
 
-def _part(queue: str, gpus: int) -> JobPart:
-    if gpus < HELIOS_GPUS:
-        return JobPart(partition=queue, nodes=1, gpus_per_node=gpus, exclusive=False)
-    return JobPart(partition=queue, nodes=math.ceil(gpus / HELIOS_GPUS), gpus_per_node=HELIOS_GPUS)
-
-
 def _possible(records: Iterable[SimJob], tally: Tally) -> list[SimJob]:
     """Those that can have run when they are said to, the jobs of less than a node packed on as few as they need.
 
@@ -97,20 +94,20 @@ def _possible(records: Iterable[SimJob], tally: Tally) -> list[SimJob]:
     Played from their recorded starts they would wait, and those behind them, and nothing would be as it was recorded.
     """
     found: list[SimJob] = []
-    ends: list[tuple[float, int, JobPart]] = []
+    ends: list[tuple[float, int, SimJob]] = []
     used = {queue: {True: 0, False: 0} for queue in HELIOS_NODES}
     "queue -> GPUs of jobs that have their nodes alone, and of the others"
     for number, record in enumerate(sorted(records, key=lambda record: record.start_at)):
         while ends and ends[0][0] <= record.start_at:
             gone = heappop(ends)[2]
             used[gone.partition][gone.exclusive] -= gone.nodes * gone.gpus_per_node
-        part, gpus = record.part, used[record.part.partition]
-        gpus[part.exclusive] += part.nodes * part.gpus_per_node
-        if sum(math.ceil(each / HELIOS_GPUS) for each in gpus.values()) > HELIOS_NODES[part.partition]:
-            gpus[part.exclusive] -= part.nodes * part.gpus_per_node
+        gpus, wanted = used[record.partition], record.nodes * record.gpus_per_node
+        gpus[record.exclusive] += wanted
+        if sum(math.ceil(each / HELIOS_GPUS) for each in gpus.values()) > HELIOS_NODES[record.partition]:
+            gpus[record.exclusive] -= wanted
             tally.left_out(DOES_NOT_FIT)
         else:
-            heappush(ends, (record.start_at + record.runs_s, number, part))
+            heappush(ends, (record.start_at + record.runs_s, number, record))
             found.append(record)
     return found
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from fallow.sim.traces.problems import LAST_S, Tally, lines
 from fallow.sim.traces.recorded import Window, recording
 from fallow.sim.traces.sites import made_up, max_days
-from fallow.sim.types import JobPart, Recording, SimJob
+from fallow.sim.types import Recording, SimJob
 
 FIELDS = 18
 _ID, _SUBMIT, _WAIT, _RUN, _PROCESSORS, _ASKED_PROCESSORS, _ASKED_S, _STATUS = 0, 1, 2, 3, 4, 7, 8, 10
@@ -122,13 +122,6 @@ def _processors(row: list[float]) -> float:
 def _record(row: list[float], begin: float, names: dict[int, str], each: int, nodes: int) -> SimJob:
     submit = begin + row[_SUBMIT]
     wanted = int(_processors(row))
-    whole = wanted >= each
-    part = JobPart(
-        partition=names[int(row[_PARTITION])],
-        nodes=min(nodes, math.ceil(wanted / each)),
-        gpus_per_node=each if whole else wanted,
-        exclusive=whole,
-    )
     return SimJob(
         job_id=f"{row[_ID]:.0f}",
         user=f"u{row[_USER]:.0f}",
@@ -136,5 +129,8 @@ def _record(row: list[float], begin: float, names: dict[int, str], each: int, no
         start_at=submit + max(0.0, row[_WAIT]),
         runs_s=row[_RUN],
         limit_s=max(row[_ASKED_S], row[_RUN], 60.0) if row[_ASKED_S] > 0 else math.inf,
-        part=part,
+        partition=names[int(row[_PARTITION])],
+        nodes=min(nodes, math.ceil(wanted / each)),
+        gpus_per_node=min(wanted, each),
+        exclusive=wanted >= each,
     )
