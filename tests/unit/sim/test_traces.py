@@ -116,6 +116,12 @@ def test_lines_that_cannot_be_true_are_skipped(tmp_path: Path, text: str, reason
     assert len(trace.site.nodes) == (4 if "Max" in text else 2)
 
 
+def test_a_number_that_comes_twice_is_another_job(tmp_path: Path) -> None:
+    path = tmp_path / "two-months.swf"
+    path.write_text(SWF_HEADER.format(nodes=4) + 2 * SWF_JOB.format(1, 0, 600, 4))
+    assert list(jobs(open_trace(path))) == ["1", "1.1"]
+
+
 # -- sacct --------------------------------------------------------------------------------------------------------
 
 

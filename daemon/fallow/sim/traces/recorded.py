@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
@@ -77,17 +78,23 @@ def recording(
     longest = {p.partition: p.max_time_s for p in site.partitions}
     highest = max((record.priority for record in records), default=0)
     jobs: list[SimJob] = []
+    seen: Counter[str] = Counter()
     for record in records:
+        # A job that was requeued has several records, and logs that were put together have numbers twice.
+        times = seen[record.job_id]
+        seen[record.job_id] += 1
+        job_id = f"{record.job_id}.{times}" if times else record.job_id
         runs_s, limit_s = min(record.runs_s, max(last - record.start_at, 60.0)), record.limit_s
         if record.start_at + runs_s <= begin or record.submit_at >= end:
             continue
         if math.isinf(limit_s):
             tally.assume("a time limit was drawn")
             allowed_s = longest.get(record.partition)
-            limit_s = drawn_limit_s(window.seed, record.job_id, runs_s, allowed_s or max(UNLIMITED_S, runs_s))
+            limit_s = drawn_limit_s(window.seed, job_id, runs_s, allowed_s or max(UNLIMITED_S, runs_s))
         gone_s = max(0.0, begin - record.start_at)
         job = replace(
             record,
+            job_id=job_id,
             submit_at=max(record.submit_at, begin),
             runs_s=runs_s - gone_s,
             limit_s=max(limit_s - gone_s, 60.0),

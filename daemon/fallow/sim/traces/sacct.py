@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -49,18 +48,13 @@ def read(path: Path, window: Window, site: Site | None = None) -> Recording:
     """
     tally = Tally(path, f"the output of: {COMMAND}")
     rows: list[Used] = []
-    seen: Counter[str] = Counter()
     users: dict[str, int] = {}
     # --parsable ends lines with a separator, --parsable2 does not; the header ends alike.
     for number, fields in table(path, NEEDED, tally, "|"):
         if (row := _row(number, fields, tally)) is not None:
             job, gpus, cpus = row
-            name, times = job.job_id, seen[job.job_id]
-            seen[name] += 1
             user = users.setdefault(job.user, len(users) + 1)
-            # A job that was requeued has several rows.
-            job = replace(job, job_id=f"{name}.{times}" if times else name, user=f"u{user}")
-            rows.append((job, gpus, cpus))
+            rows.append((replace(job, user=f"u{user}"), gpus, cpus))
     tally.result()
     if site is None:
         site = _inferred(path, rows, window, tally)
