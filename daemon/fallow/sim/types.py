@@ -76,7 +76,7 @@ class Scheduler(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, scheduler_parameters: str, **more: Any) -> Scheduler:
-        """As a site's SchedulerParameters say, with Slurm's defaults for the rest.
+        """As a site's SchedulerParameters say, with Slurm's defaults for the rest, and for numbers that it refuses.
 
         Args:
             scheduler_parameters: `bf_interval=30,bf_continue,...`; words that play no part here are left out.
@@ -89,9 +89,11 @@ class Scheduler(Struct, frozen=True, kw_only=True):
         for word in scheduler_parameters.replace(" ", "").split(","):
             name, _, value = word.partition("=")
             if name in _NUMBERS:
-                field, unit_s = _NUMBERS[name]
+                field, unit_s, least = _NUMBERS[name]
                 try:
-                    found[field] = float(value) * unit_s if unit_s else int(value)
+                    number = int(value)
+                    if number >= least or (name, number) == BACKFILL_OFF:
+                        found[field] = number * (unit_s or 1)
                 except ValueError:
                     raise FallowError(
                         f"SchedulerParameters: {name} needs a number, for example {name}=30", Exit.DATA
@@ -101,19 +103,21 @@ class Scheduler(Struct, frozen=True, kw_only=True):
     @property
     def words(self) -> str:
         """As `SchedulerParameters` of slurm.conf."""
-        numbers = {name: getattr(self, field) / (unit_s or 1) for name, (field, unit_s) in _NUMBERS.items()}
+        numbers = {name: getattr(self, field) / (unit_s or 1) for name, (field, unit_s, _) in _NUMBERS.items()}
         return ",".join(f"{name}={number:g}" for name, number in numbers.items() if number or _NUMBERS[name][1])
 
 
-_NUMBERS: dict[str, tuple[str, float]] = {
-    "bf_interval": ("bf_interval_s", 1.0),
-    "bf_resolution": ("bf_resolution_s", 1.0),
-    "bf_window": ("bf_window_s", 60.0),
-    "bf_max_job_test": ("bf_max_job_test", 0.0),
-    "bf_max_job_user": ("bf_max_job_user", 0.0),
-    "batch_sched_delay": ("batch_sched_delay_s", 1.0),
+_NUMBERS: dict[str, tuple[str, float, int]] = {
+    "bf_interval": ("bf_interval_s", 1.0, 1),
+    "bf_resolution": ("bf_resolution_s", 1.0, 1),
+    "bf_window": ("bf_window_s", 60.0, 1),
+    "bf_max_job_test": ("bf_max_job_test", 0.0, 1),
+    "bf_max_job_user": ("bf_max_job_user", 0.0, 0),
+    "batch_sched_delay": ("batch_sched_delay_s", 1.0, 0),
 }
-"""Word of slurm.conf -> field, and its unit in seconds; 0: it is a number of jobs."""
+"""Word of slurm.conf -> field, its unit in seconds (0: it is a number of jobs), and the least that Slurm takes."""
+
+BACKFILL_OFF = "bf_interval", -1
 
 
 class Site(Struct, frozen=True, kw_only=True):
