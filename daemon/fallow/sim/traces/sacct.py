@@ -80,7 +80,7 @@ def _row(number: int, row: Row, tally: Tally) -> Used | None:
     for name, text in times.items():
         if re.match(r"\d{4}-\d\d-\d\d", text):
             raise tally.refuse(f"line {number}: {name} is {text}, and must be Unix seconds (SLURM_TIME_FORMAT=%s)")
-    submit, start, end = (float(text) if text.isdigit() and text != "0" else None for text in times.values())
+    submit, start, end = (float(text) if text.isdecimal() and text != "0" else None for text in times.values())
     never_ran = state in _NEVER or (start is not None and end == start)
     if start is None:
         never_ran = never_ran or state.startswith(("CANCELLED", "FAILED", "DEADLINE", "NODE_FAIL"))
