@@ -101,7 +101,7 @@ class ScriptedSlurm(SimClient):
         if self.refusal is not None:
             raise SubmitRejected(request.token, self.refusal)
         given = self._given[request.token] = {**USUAL, **option_values(request)}
-        return await super().submit(replace(request, options=[f"--{name}={value}" for name, value in given.items()]))
+        return self.engine.submit(request.token, given)
 
     async def cancel(self, job_ids: Sequence[str]) -> None:
         self._check()
