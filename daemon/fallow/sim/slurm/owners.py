@@ -1,8 +1,8 @@
 """A cluster of which only the holes are known: when each node is idle, and not what its owner runs in between.
 
-An owner is a job of somebody else's that has just this node while it is no hole. When he comes back to a node of ours
-he is a job that waits for it, and has us preempted where the partition's jobs may be. His own end is where the trace
-has it, however late he starts.
+An owner is a job of somebody else's that has just this node while it is no hole; all are of one partition. When he
+comes back to a node of ours he is a job that waits for it, and has us preempted where the partition's jobs may be. His
+own end is where the trace has it, however late he starts.
 
 With `plans="known"` Slurm has planned the end of every hole: nothing starts that would not be over by then. With
 "hidden" owners come back unannounced.
@@ -19,7 +19,7 @@ from msgspec import structs
 from fallow.model import JobInfo
 from fallow.sim.slurm.agenda import NODE
 from fallow.sim.slurm.cluster import places
-from fallow.sim.slurm.jobs import FIRST_PRIORITY, Job, Partition
+from fallow.sim.slurm.jobs import FIRST_PRIORITY, Job
 from fallow.sim.slurm.lives import Lives
 from fallow.sim.types import Change, Plans
 
@@ -46,10 +46,9 @@ class Owners:
         self._next = 0
         self._jobs: dict[int, Job] = {}
         "node -> its owner's job, while he wants it"
-        highest = [max(partitions, key=lambda partition: partition.tier) for partitions in cluster.of_node]
+        highest = max(cluster.partitions.values(), key=lambda partition: partition.tier)
         # Whatever an owner runs, it may run for as long as he wants.
-        endless = {one: replace(one, info=structs.replace(one.info, max_time_s=None)) for one in set(highest)}
-        self._highest = [endless[partition] for partition in highest]
+        self._partition = replace(highest, info=structs.replace(highest.info, max_time_s=None))
         self._serial = 0
         for place in places(cluster.everything):
             self._come(place)
@@ -84,26 +83,22 @@ class Owners:
         for at, nodes in self._plans():
             here = holes & nodes
             holes &= ~here
-            names: dict[Partition, list[str]] = {}
-            for place in places(here):
-                names.setdefault(self._highest[place], []).append(self._cluster.names[place])
-            found += [
-                JobInfo(
+            if here:
+                job = JobInfo(
                     job_id=f"{at:.0f}",
                     name="job",
                     user=OTHERS,
                     state="PENDING",
-                    partition=partition.name,
+                    partition=self._partition.name,
                     reason="BeginTime",
-                    num_nodes=len(some),
-                    planned_nodes=some,
+                    num_nodes=here.bit_count(),
+                    planned_nodes=self._cluster.names_of(here),
                     start_at=at,
                     eligible_at=at,
                     priority=FIRST_PRIORITY,
                     exclusive=True,
                 )
-                for partition, some in names.items()
-            ]
+                found.append(job)
         return found
 
     # ---------------------------------------------------------------------------------------------------------------
@@ -131,7 +126,7 @@ class Owners:
             job_id=f"{OTHERS}-{self._serial}",
             name="job",
             user=OTHERS,
-            partition=self._highest[place],
+            partition=self._partition,
             nodes=1,
             submit_at=self._agenda.now,
             priority=FIRST_PRIORITY,
