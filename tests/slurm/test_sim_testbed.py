@@ -139,7 +139,6 @@ def site(testbed: Testbed) -> Site:
         partitions=tuple(partitions),
         scheduler=Scheduler.of(told["SchedulerParameters"], version=layout.version, kill_wait_s=float(KILL_WAIT_S)),
         preempt_type="" if layout.profile is Profile.PLAIN else told["PreemptType"],
-        preempt_mode=told["PreemptMode"],
     )
 
 

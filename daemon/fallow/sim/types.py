@@ -127,7 +127,6 @@ class Site(Struct, frozen=True, kw_only=True):
     scheduler: Scheduler = Scheduler()
     preempt_type: str = ""
     "preempt/partition_prio; empty: nothing preempts"
-    preempt_mode: str = "OFF"
 
 
 Change = tuple[float, tuple[int, ...], tuple[int, ...]]

@@ -95,7 +95,7 @@ def test_refusals() -> None:
     with pytest.raises(SubmitRejected, match="node configuration"):
         sim_of(site(2, partitions=[PartitionInfo(partition="p", nodes=["n1"])])).submit(*wanted(nodelist="n2"))
     sim.advance(1.0)
-    assert list(sim.refused) == ["wide"]
+    assert sim.refused == ["wide"]
 
 
 def test_scheduler_parameters() -> None:

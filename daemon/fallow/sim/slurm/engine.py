@@ -58,8 +58,8 @@ class SlurmSim(Agenda):
         self.site = site
         self.requests = 0
         "that slurmctld has had from us"
-        self.refused: dict[str, str] = {}
-        "job of others that could never start -> why"
+        self.refused: list[str] = []
+        "jobs of others that could never start"
         self._jobs: Iterator[SimJob] = iter(jobs)
         phases = Random(f"{seed}/slurm/clock")
         self._cluster = Cluster(site)
@@ -179,7 +179,7 @@ class SlurmSim(Agenda):
         partition = self._cluster.partitions[job.partition]
         self._serial += 1
         if (partition.mask & self._cluster.has(job.gpus_per_node)).bit_count() < job.nodes:
-            self.refused[job.job_id] = NOT_AVAILABLE
+            self.refused.append(job.job_id)
             return
         recorded = self._cluster.mask_of(job.nodelist) & partition.mask
         self._lives.add(

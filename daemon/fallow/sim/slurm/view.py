@@ -109,7 +109,6 @@ def config(site: Site) -> ClusterConfig:
         cluster=site.name,
         slurm_version=f"{s.version[0]}.{s.version[1]:02}.0",
         preempt_type=site.preempt_type,
-        preempt_mode=site.preempt_mode,
         kill_wait_s=s.kill_wait_s,
         backfill_interval_s=s.bf_interval_s,
         message_timeout_s=s.message_timeout_s,

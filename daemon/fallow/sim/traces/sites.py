@@ -51,7 +51,6 @@ def made_up(name: str, groups: Mapping[str, Sequence[str]], gpus: int, window: W
         partitions=tuple(partitions),
         scheduler=window.scheduler,
         preempt_type="preempt/partition_prio" if preempts else "",
-        preempt_mode="CANCEL" if preempts else "OFF",
     )
 
 
@@ -116,5 +115,4 @@ def from_folder(folder: Path) -> Site:
             **({"version": (int(version[1]), int(version[2]))} if version else {}),
         ),
         preempt_type=config.preempt_type,
-        preempt_mode=config.preempt_mode,
     )
