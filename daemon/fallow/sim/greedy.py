@@ -60,7 +60,7 @@ class Greedy(Head):
         match happening:
             case Started():
                 self._started(happening)
-            case Notice() if happening.kill_at > happening.at:
+            case Notice():
                 self._leave(happening.job_id)
             case Ended():
                 job = self._jobs.pop(happening.job_id, None)

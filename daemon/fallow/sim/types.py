@@ -163,7 +163,6 @@ class Notice(Struct, frozen=True, kw_only=True):
 
     at: float
     job_id: str
-    kill_at: float
 
 
 class Ended(Struct, frozen=True, kw_only=True):

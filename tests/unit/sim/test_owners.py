@@ -30,9 +30,7 @@ def test_an_owner_who_is_back_has_us_preempted_and_waits_until_we_have_left() ->
     engine.advance(100.1)
     assert engine.idle_nodes() == 0, "it is no idle node any more, though we have it"
     assert [job.required_nodes for job in engine.poll().jobs if job.user == "other"] == [["n0"]]
-    [notice] = engine.advance(100.5)
-    assert isinstance(notice, Notice)
-    assert (notice.at, notice.kill_at) == (pytest.approx(100.37), pytest.approx(115.2))
+    assert engine.advance(100.5) == [Notice(at=pytest.approx(100.37), job_id=job_id)]
     info = shown(engine, job_id)
     assert (info.state, info.preempt_at, info.end_at) == ("RUNNING", pytest.approx(100.2), pytest.approx(110.2))
     engine.left(job_id)

@@ -173,8 +173,7 @@ class Lives:
                 continue
             self._change(job, "RUNNING")
             job.end_at = min(job.end_at, self.now + grace_s)
-            notice = Notice(at=self.now + GRACE_NOTICE_S, job_id=job.job_id, kill_at=job.end_at + self._kill_wait_s)
-            self.agenda.at(notice.at, TELL, partial(self._tell, notice, job), job)
+            self._warn(job, GRACE_NOTICE_S)
             self._await_end(job, self._kill_preempted)
         # Until then that should be over. Nothing else need have changed: a pass must come by itself.
         by.again_at = self.now + self.scheduler.kill_wait_s + self.scheduler.message_timeout_s
@@ -198,8 +197,7 @@ class Lives:
         job.final, job.end_at = final, self.now
         self.cluster.end(job)
         if notice_s is not None:
-            notice = Notice(at=self.now + notice_s, job_id=job.job_id, kill_at=self.now + kill_s)
-            self.agenda.at(notice.at, TELL, partial(self._tell, notice, job), job)
+            self._warn(job, notice_s)
         self.agenda.at(self.now + kill_s, END, partial(self._gone, job, final), job)
 
     def _gone(self, job: Job, final: str) -> None:
@@ -240,6 +238,10 @@ class Lives:
         """Why it waits, as a poll shows it."""
         if job.reason != reason:
             job.reason, job.shown = reason, None
+
+    def _warn(self, job: Job, after_s: float) -> None:
+        notice = Notice(at=self.now + after_s, job_id=job.job_id)
+        self.agenda.at(notice.at, TELL, partial(self._tell, notice, job), job)
 
     def _tell(self, happening: Happening, job: Job) -> None:
         if job.ours:
