@@ -34,11 +34,11 @@ from fallow.model import Exit, FallowError, RunSpec, RunStatus, Snapshot
 from fallow.sim.costs import IN_PLACE
 from fallow.sim.curves import CURVES
 from fallow.sim.head import VirtualHead
-from fallow.sim.meter import Tally
 from fallow.sim.play import play
 from fallow.sim.slurm.engine import SlurmSim
+from fallow.sim.traces.recorded import Window
 from fallow.sim.traces.sites import harvested, made_up
-from fallow.sim.types import JobPart, Options, RunPlan, Scheduler, SimJob
+from fallow.sim.types import Options, RunPlan, SimJob
 from fallow.testbed.load import make_jobs
 
 NODES, SLOTS = 1000, 8
@@ -57,7 +57,7 @@ USED = 0.7
 MEAN_S = 7200.0
 """Length of the others' jobs on average; the longest is eight times that."""
 
-OPTIONS = Options(poll_s=30.0, costs=IN_PLACE)
+OPTIONS = Options(costs=IN_PLACE)
 
 Figures = dict[tuple[str, str], list[float]]
 """Name and unit of a row -> what was measured."""
@@ -186,9 +186,9 @@ class TimedHead(VirtualHead):
         super().__init__(*arguments)
         self.polls_s: list[float] = []
 
-    def wake(self, at: float) -> None:
+    def wake(self) -> None:
         before, began = self.harvest.cluster, time.process_time()
-        super().wake(at)
+        super().wake()
         if self.harvest.cluster is not before:
             self.polls_s.append(time.process_time() - began)
 
@@ -196,15 +196,15 @@ class TimedHead(VirtualHead):
 def decide(nodes: int, runs: int, lasts_s: float) -> tuple[list[float], str]:
     """Play so long. Returns the seconds of each poll that was taken in, and what else was found, in words."""
     groups = {f"p{p}": [f"n{n:05}" for n in range(p, nodes, PARTITIONS)] for p in range(PARTITIONS)}
-    site = made_up("scale", groups, gpus=8, profile="preempt", scheduler=Scheduler(version=(25, 11)))
+    site = made_up("scale", groups, 8, Window())
     most = max(2, math.ceil(2 * (1 - USED) * nodes / runs))
     rates, within = [CURVES[name] for name in sorted(CURVES)], harvested(site)
-    limits: dict[str, Any] = {"min_nodes": 1, "max_nodes": most, "shards": 16 * most, "partitions": within}
+    limits: dict[str, Any] = {"min_nodes": 1, "max_nodes": most, "partitions": within}
     plans = [RunPlan(run=f"r{number}", rate=rates[number % len(rates)], **limits) for number in range(runs)]
-    engine, meter = SlurmSim(site, 0, 0.0, iter(others(groups, lasts_s))), Tally(plans, nodes, 0.0)
-    virtual = play(engine, TimedHead, plans, OPTIONS, meter, lasts_s)
+    virtual = TimedHead(SlurmSim(site, 0, 0.0, iter(others(groups, lasts_s))), plans, OPTIONS)
+    play(virtual, lasts_s)
     training = sum(virtual.runs.members(plan.run) for plan in plans)
-    requests = meter.score().slurmctld_rpcs_per_min
+    requests = virtual.meter.score().slurmctld_rpcs_per_min
     per_min = f"{len(virtual.polls_s) * 60 / lasts_s:.1f} polls and {requests:.0f} requests a minute"
     return virtual.polls_s, f"{per_min}; {training} nodes train in the end"
 
@@ -218,6 +218,6 @@ def others(groups: Mapping[str, Sequence[str]], lasts_s: float) -> list[SimJob]:
             at, end = max(0.0, job.at_s - before_s), job.at_s - before_s + job.runs_s
             if end > at + 1.0:
                 what: dict[str, Any] = {"runs_s": end - at, "limit_s": min(86400.0, 60.0 * job.limit_minutes)}
-                what |= {"user": job.name.split("-")[1], "part": JobPart(partition=group, nodes=job.nodes)}
+                what |= {"user": job.name.split("-")[1], "partition": group, "nodes": job.nodes}
                 jobs.append(SimJob(job_id=f"{group}-{job.name}", submit_at=at, **what))
     return sorted(jobs, key=lambda job: job.submit_at)
