@@ -21,6 +21,7 @@ __all__ = [
     "host_view",
     "load",
     "mark_garbage",
+    "pooled_streams",
     "report_syncs",
     "reset",
     "speculating",
@@ -63,6 +64,16 @@ def held(stream: torch.Stream) -> Iterator[None]:
         yield
     finally:
         _hold(stream.stream_id, False)
+
+
+@contextlib.contextmanager
+def pooled_streams(size: int = 32) -> Iterator[None]:
+    """Give streams of a priority out again after so many, as torch does on CUDA. Else each one is new."""
+    _ops().pool_streams(size)
+    try:
+        yield
+    finally:
+        _ops().pool_streams(0)
 
 
 def take_reports() -> list[str]:

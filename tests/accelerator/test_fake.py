@@ -124,6 +124,12 @@ def test_host_memory_is_not_what_it_will_be_until_a_copy_is_waited_for() -> None
         host.zero_()
     with pytest.raises(RuntimeError, match="asynchronous device error: host memory was changed"):
         tensor.tolist()
+    accelerator.reset()
+    host.to("fake", non_blocking=True)
+    host.fill_(7)  # the copy may be done by now, but nobody knows
+    with pytest.raises(RuntimeError, match="host memory was changed"):
+        host.to("fake", non_blocking=True)
+    accelerator.reset()
     assert torch.empty(4, device="fake").cpu().isnan().all()
 
 

@@ -67,6 +67,12 @@ class Fake:
 
         return accelerator.held(stream)
 
+    def pooled_streams(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, streams of a priority are given out again after 32 others."""
+        import accelerator
+
+        return accelerator.pooled_streams()
+
     def reset(self) -> list[str]:
         """Wait for all that was queued and put the modes back. Returns what was found to be wrong meanwhile."""
         import accelerator
@@ -132,6 +138,9 @@ class Cuda:
             opening.cancel()
             gate.fill_(1)
             torch.cuda.synchronize()  # it reads the gate until then
+
+    def pooled_streams(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def reset(self) -> list[str]:
         torch.cuda.set_sync_debug_mode("default")

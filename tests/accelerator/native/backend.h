@@ -5,11 +5,17 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <map>
+
 #include "allocator.h"
 
 namespace fake {
 
 constexpr auto kKey = c10::DispatchKey::PrivateUse1;
+
+// By priority, streams that were made, and how many were given out again: CUDA has 32 of each. Size 0: always new ones.
+inline size_t pool_size = 0;
+inline auto& pools = *new std::map<int, std::pair<std::vector<int>, size_t>>;
 
 // There is one device; each thread has a current stream.
 class Guard final : public c10::impl::DeviceGuardImplInterface {
@@ -24,10 +30,12 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
 
   c10::Stream getStream(c10::Device) const override { return handle(current_stream); }
   c10::Stream getDefaultStream(c10::Device) const override { return handle(0); }
-  c10::Stream getNewStream(c10::Device, int) const override {
+  c10::Stream getNewStream(c10::Device, int priority) const override {
     Lock lock(mutex);
     stream_locked(0);
-    return handle(stream_locked((int)streams.size()).id);
+    auto& [ids, again] = pools[priority];
+    if (pool_size && ids.size() >= pool_size) return handle(ids[again++ % pool_size]);
+    return handle(ids.emplace_back(stream_locked((int)streams.size()).id));
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
   c10::Stream exchangeStream(c10::Stream stream) const override {

@@ -57,6 +57,7 @@ TORCH_LIBRARY(fallow_fake, m) {
   m.def("fail(str text) -> ()", fail);
   m.def("report_syncs(bool on) -> ()", [](bool on) { report_syncs = on; });
   m.def("hold(int stream, bool on) -> ()", hold);
+  m.def("pool_streams(int size) -> ()", [](int64_t size) { pool_size = size; });
   m.def("mark_garbage(Tensor tensor, str why) -> ()", mark_garbage);
   m.def("speculate(bool on) -> ()", [](bool on) { speculative = on; });
   m.def("take_reports() -> str[]", take_reports);

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fallow.worker.transport import device as devices
+
 WINDOW = 5
 """Steps whose median counts: two odd ones in a row do not show."""
 
@@ -104,16 +106,10 @@ class _Step:
 
 
 def _mark(device: torch.device) -> _Mark:
-    if device.type in ("cpu", "meta"):
-        return time.monotonic()
-    event = torch.Event(device, enable_timing=True)
-    event.record()
-    return event
+    return devices.event(device, timed=True) or time.monotonic()
 
 
 def _seconds(began: _Mark, end: _Mark) -> float:
-    if isinstance(began, torch.Event) and isinstance(end, torch.Event):
-        return float(began.elapsed_time(end)) / 1000
-    assert isinstance(began, float)
-    assert isinstance(end, float)
-    return end - began
+    if isinstance(began, float) and isinstance(end, float):
+        return end - began
+    return float(began.elapsed_time(end)) / 1000  # type: ignore[union-attr, arg-type]

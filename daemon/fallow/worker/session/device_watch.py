@@ -23,17 +23,14 @@ def watch_device(
     """Look at an asynchronous device every `beat_s` seconds until `closed` is set, on a thread of its own."""
 
     def look() -> None:
-        is_entered = is_reported = False
+        is_reported = False
         while not closed.wait(beat_s):
             try:
-                if not is_entered:
-                    devices.enter(device)
-                    is_entered = True
+                devices.enter(device)  # again: it may have failed
                 current = group()
                 if current is not None:
                     current.device_progress.look(device)
             except Exception as error:  # whatever it is, the next look may succeed
-                is_entered = False
                 if not is_reported:
                     sys.stderr.write(_UNSEEN.format(worker=worker, device=device, error=error))
                 is_reported = True

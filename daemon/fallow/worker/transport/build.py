@@ -167,7 +167,7 @@ def reap(group: Group) -> None:
     """
 
     def destroy() -> None:
-        devices.ignore_captures()
+        devices.enter()
         time.sleep(_QUIET_S + min(_STAGGER_S * (group.size - 1 - group.rank), _LATEST_S))
         group.destroy()
 

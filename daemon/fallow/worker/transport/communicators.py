@@ -61,12 +61,10 @@ class Staged:
         self.failure: str | None = None
 
     def allreduce(self, tensors: list[torch.Tensor]) -> _StagedWork:
-        (tensor,) = tensors
-        return _StagedWork(self, tensor, tensor, lambda _, taken: self._gloo_group.allreduce([taken]))
+        return _StagedWork(self, tensors[0], tensors[0], lambda _, taken: self._gloo_group.allreduce([taken]))
 
     def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions) -> _StagedWork:
-        (tensor,) = tensors
-        return _StagedWork(self, tensor, tensor, lambda _, taken: self._gloo_group.broadcast([taken], options))
+        return _StagedWork(self, tensors[0], tensors[0], lambda _, taken: self._gloo_group.broadcast([taken], options))
 
     def alltoall_base(
         self, taken: torch.Tensor, given: torch.Tensor, arriving: list[int], counts: list[int]
@@ -206,7 +204,7 @@ def abandon(communicator: Any) -> threading.Thread:
     """End what is pending, with garbage, and give its memory back. On a thread of its own: it may take long."""
 
     def abort() -> None:
-        devices.ignore_captures()
+        devices.enter()
         communicator.abort()
 
     aborting = threading.Thread(target=abort, name="abort", daemon=True)

@@ -23,6 +23,10 @@ _LONGEST_POLL_S = 1e-3
 _POLL_SHARE = 0.02
 "Part of a wait by which polling may prolong it."
 
+_SIDE_PRIORITY = -2
+"""torch gives a stream of a priority out again after 32 others (c10/cuda/CUDAStream.h). Communicators and scripts have
+those of 0, -1 and the highest priority, -3 on most GPUs: they may wait for other members, and those for what we do."""
+
 _CAPTURE_MODES = {
     "libcuda.so.1": "cuThreadExchangeStreamCaptureMode",
     "libamdhip64.so": "hipThreadExchangeStreamCaptureMode",  # as torch's wheels name it
@@ -45,23 +49,16 @@ def asynchronous(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
-def enter(device: torch.device) -> None:
+def enter(device: torch.device = HOST) -> None:
     """Prepare a thread of our own, never the training thread, for work on a device.
 
-    The device becomes the calling thread's current one: every thread begins with the first one. See `ignore_captures`.
+    The device becomes the calling thread's current one: every thread begins with the first one. And the thread may use
+    the driver while another one captures a graph. `torch.cuda.graph` captures in mode "global" unless the script asks
+    for another one. Then a query of an event, or an allocation, on any thread spoils the capture, except on threads of
+    the mode "thread local".
     """
     if asynchronous(device) and device.index is not None:
         torch.accelerator.set_device_index(device.index)
-    ignore_captures()
-
-
-def ignore_captures() -> None:
-    """Let the calling thread, never the training thread, use the driver while another thread captures a graph.
-
-    `torch.cuda.graph` captures in mode "global" unless the script asks for another one. Then a query of an event, or an
-    allocation, on any thread spoils the capture, except on threads of the mode "thread local". Does nothing where no
-    driver with such modes is loaded.
-    """
     for library, function in _CAPTURE_MODES.items():
         with contextlib.suppress(OSError, AttributeError):
             driver = ctypes.CDLL(library, mode=os.RTLD_NOLOAD)
@@ -76,14 +73,23 @@ def capturing(device: torch.device) -> bool:
     return is_capturing is not None and bool(is_capturing())
 
 
-def event(device: torch.device) -> torch.Event | None:
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """The stream to which this thread gives the device work; None on the host. Each gradient asks: torch's own function
+    for that takes 15 times as long."""
+    return torch._C._accelerator_getStream(device.index) if asynchronous(device) else None
+
+
+def event(device: torch.device, *, timed: bool = False) -> torch.Event | None:
     """An event behind everything that the device's current stream was given; None on the host."""
-    return torch.accelerator.current_stream(device).record_event() if asynchronous(device) else None
+    # Not by `Event.record`, which takes the stream of the thread's current device: a script need not have set that.
+    stream = current_stream(device)
+    return None if stream is None else stream.record_event(torch.Event(device, enable_timing=timed))
 
 
 def idle(device: torch.device) -> bool:
     """True if the device's current stream has done all that it was given."""
-    return not asynchronous(device) or torch.accelerator.current_stream(device).query()
+    stream = current_stream(device)
+    return stream is None or stream.query()
 
 
 def wait(event: torch.Event | None, stop: Callable[[], object] = never) -> None:
@@ -118,8 +124,6 @@ def has_room(device: torch.device, nbytes: int) -> bool:
 
     False on the host, and where the device does not tell.
     """
-    if not asynchronous(device):
-        return False
     with contextlib.suppress(AttributeError, RuntimeError):
         free, _ = torch.get_device_module(device).mem_get_info(device)
         return bool(free >= 2 * nbytes)
@@ -128,19 +132,16 @@ def has_room(device: torch.device, nbytes: int) -> bool:
 
 @contextlib.contextmanager
 def side_stream(device: torch.device, behind: torch.Event | None) -> Iterator[None]:
-    """Inside, the current stream is a new one, behind an event: the device's current stream may wait for this thread.
+    """Inside, the current stream is behind this event, and behind nothing that another stream waits for.
 
-    Allocate device memory outside: the allocator ties it to the stream that is current. To use inside's results on the
-    stream outside, `wait` outside for an `event` that was taken inside.
-
-    Args:
-        device: of the stream; on the host nothing happens.
-        behind: an event of the device; None: on the host.
+    The current stream outside may wait for other members, and they for what is done inside. Allocate device memory
+    outside: the allocator ties it to the stream that is current. To use inside's results on the stream outside, `wait`
+    for an `event` that was taken inside. On the host nothing happens.
     """
-    if behind is None or not asynchronous(device):
+    if behind is None:
         yield
         return
-    side = torch.Stream(device=device)
-    side.wait_event(behind)
-    with side:
+    stream = torch.Stream(device=device, priority=_SIDE_PRIORITY)
+    stream.wait_event(behind)
+    with stream:
         yield
