@@ -123,10 +123,11 @@ def train(way: Way, device: str = DEVICE.kind) -> tuple[nn.Module, torch.optim.O
                     with torch.autocast(device, torch.bfloat16, enabled=way.half):
                         loss = forward(x).float().square().mean()
                     scaler.scale(loss * torch.inf if infinite else loss).backward()
-                    update.note(loss=loss)
+                    update.note(loss=loss, one=torch.ones((), device="cpu"))
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()
+                assert update.mean("one") == 1.0
     assert not way.half or scaler.get_scale() == 2.0 ** (10 if way.infinite else 12)
     return model, optimizer, len(waits)
 
@@ -244,17 +245,18 @@ def checkpointed(model: nn.Module, *, reentrant: bool) -> Forward:
     return forward
 
 
-def beside(model: nn.Module) -> Forward:
-    """Forward, and so backward, on another stream than the loop's."""
+def branched(model: nn.Module) -> Forward:
+    """Two parts on two streams, neither of which waits for the other before the end."""
     side = torch.Stream(device=DEVICE.here())
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         main = torch.accelerator.current_stream()
         side.wait_stream(main)
         with side:
-            y: torch.Tensor = model(x)
+            z = model[0](x).mean()  # type: ignore[index]
+        y: torch.Tensor = model[3](x.flatten(1)[:, :16])  # type: ignore[index]
         main.wait_stream(side)
-        return y
+        return y + z
 
     return forward
 
@@ -268,7 +270,7 @@ WAYS = {
     "graphed": Way(graphed),
     "compiled": Way(partial(compiled, mode="reduce-overhead")),
     "capturable": Way(optimizer=partial(torch.optim.AdamW, foreach=True, capturable=True)),
-    "side-stream": Way(beside),
+    "two-streams": Way(branched),
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fallow.model import Exit, FallowError
-from fallow.worker.transport.device import to_host
+from fallow.worker.transport.device import asynchronous, to_host
 
 
 class Figures:
@@ -17,7 +17,6 @@ class Figures:
     def __init__(self) -> None:
         self._values: dict[tuple[str, int], float | torch.Tensor] = {}
         "(figure, shard) -> weight x value"
-        self._on_device: list[tuple[str, int]] = []
         self._arriving = torch.empty(0, device="cpu")
         "values of those on a device"
 
@@ -31,21 +30,21 @@ class Figures:
             if isinstance(value, torch.Tensor):
                 if value.numel() != 1:
                     raise FallowError(f"update.note({name}=...) wants one number, not {tuple(value.shape)}", Exit.DATA)
-                self._values[name, shard] = value.detach().reshape(()).to(torch.float64, copy=True) * weight
-            else:
-                self._values[name, shard] = float(value) * weight
+                value = value.detach().reshape(()).to(torch.float64, copy=True)
+            if not isinstance(value, torch.Tensor) or not asynchronous(value.device):
+                value = float(value)
+            self._values[name, shard] = value * weight
 
     def send(self) -> None:
         """Those on a device start for the host, in one copy."""
-        away = {at: value for at, value in self._values.items() if isinstance(value, torch.Tensor)}
-        self._on_device = list(away)
+        away = [value for value in self._values.values() if isinstance(value, torch.Tensor)]
         if away:
-            self._arriving = to_host(torch.stack(list(away.values())))
+            self._arriving = to_host(torch.stack(away))
 
     def told(self) -> dict[str, dict[int, float]]:
         """By figure and shard, behind an event behind `send`."""
-        arrived = zip(self._on_device, self._arriving.tolist(), strict=True)
+        arrived = iter(self._arriving.tolist())
         found: dict[str, dict[int, float]] = {}
-        for (name, shard), value in (self._values | dict(arrived)).items():
-            found.setdefault(name, {})[shard] = float(value)
+        for (name, shard), value in self._values.items():
+            found.setdefault(name, {})[shard] = next(arrived) if isinstance(value, torch.Tensor) else value
         return found

@@ -35,7 +35,7 @@ class StepBuffers:
     """Made once per run. `live` gives the modules' buffers, always as many, of the same shapes and types."""
 
     def __init__(self, live: Callable[[], list[torch.Tensor]]) -> None:
-        self._live = live
+        self.live = live
         self._step_room: _Room | None = None
         "the step's own; None: there are no buffers, or no step has begun"
         self._shard_0_room: _Room | None = None
@@ -44,38 +44,43 @@ class StepBuffers:
     @torch.no_grad()
     def begin(self) -> None:
         """Remember the step's own buffers."""
-        live = self._live()
+        live = self.live()
         if live:
-            self._step_room = self._step_room or _Room(live)
-            torch._foreach_copy_(self._step_room.views, live)
+            if self._step_room is None:
+                self._step_room, self._shard_0_room = _Room(live), _Room(live)
+            _copy(self._step_room.views, live)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put the step's own buffers back: before another shard, or before the step is done again."""
         if self._step_room is not None:
-            torch._foreach_copy_(self._live(), self._step_room.views)
+            _copy(self.live(), self._step_room.views)
 
     @torch.no_grad()
     def keep(self) -> None:
         """Shard 0's body is over, on this member: its buffers are the step's result."""
-        if self._step_room is not None:
-            torch._foreach_copy_(self._room().views, self._live())
+        if self._shard_0_room is not None:
+            _copy(self._shard_0_room.views, self.live())
 
     def share(self, group: Group) -> None:
         """Launch that all members get shard 0's, which rank `ROOT` has kept."""
-        if self._step_room is not None:
-            group.copy(self._room().bytes, ROOT)
+        if self._shard_0_room is not None:
+            group.copy(self._shard_0_room.bytes, ROOT)
 
     @torch.no_grad()
     def settle(self) -> None:
         """All members have shard 0's: they become the modules' own."""
-        if self._step_room is not None:
-            torch._foreach_copy_(self._live(), self._room().views)
+        if self._shard_0_room is not None:
+            _copy(self.live(), self._shard_0_room.views)
 
     def renew(self) -> None:
         """The group was abandoned: a late peer may still write into what was to arrive."""
-        self._shard_0_room = None
+        if self._shard_0_room is not None:
+            self._shard_0_room = _Room(self.live())
 
-    def _room(self) -> _Room:
-        self._shard_0_room = self._shard_0_room or _Room(self._live())
-        return self._shard_0_room
+
+def _copy(into: list[torch.Tensor], source: list[torch.Tensor]) -> None:
+    """A call for each type: with several types in one call every tensor costs CUDA a kernel."""
+    for dtype in {tensor.dtype for tensor in into}:
+        numbers = [number for number, tensor in enumerate(into) if tensor.dtype == dtype]
+        torch._foreach_copy_([into[number] for number in numbers], [source[number] for number in numbers])

@@ -27,7 +27,7 @@ from fallow.worker.reduction.arithmetic import Arithmetic
 from fallow.worker.reduction.buckets import Arrived, Bucket, lay_out
 from fallow.worker.reduction.buffers import StepBuffers
 from fallow.worker.reduction.step_sums import PATIENCE, Sums, bitmap, numbers_in
-from fallow.worker.transport.device import asynchronous, capturing
+from fallow.worker.transport.device import HOST, asynchronous, capturing, current_stream
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted
 
@@ -65,19 +65,20 @@ class Reduction:
     the modules are shared beside the sums.
 
     Raises:
-        FallowError: the parameters are on several devices, or the arithmetic has no sum for their type.
+        FallowError: parameters and buffers are on several devices, or the arithmetic has no sum for their type.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], arithmetic: Arithmetic, buffers: StepBuffers) -> None:
         self._names = [name for name, _ in named]
         self._params = [parameter for _, parameter in named]
-        devices = {parameter.device for parameter in self._params}
+        devices = {tensor.device for tensor in (*self._params, *buffers.live())}
         if len(devices) > 1:
             raise FallowError(
-                f"parameters lie on several devices, {', '.join(sorted(map(str, devices)))}; Fallow trains with one "
-                "device per worker: move the models to it before run.prepare",
+                f"parameters and buffers lie on several devices, {', '.join(sorted(map(str, devices)))}; Fallow trains "
+                "with one device per worker: move the models to it before run.prepare",
                 Exit.DATA,
             )
+        self._device = next(iter(devices), HOST)
         self.arithmetic = arithmetic
         self.buffers = buffers
         self._group = Group(0, 0, 1, None)
@@ -98,6 +99,8 @@ class Reduction:
         self._takes_gradients = False
         "gradients are taken: between `begin` and `give_out`, in bodies that are not rehearsals"
         self._body: _Body | None = None
+        self._stream: torch.Stream | None = None
+        "to which the latest work was given, and on which the gradients were made that wait; None on the host"
         self._next = 0
         "number of the bucket that leaves next"
         self._mistake: Exception | None = None
@@ -145,6 +148,7 @@ class Reduction:
             live: False in a rehearsal: gradients stay as autograd makes them.
         """
         self._body = _Body(weight, final, live, threading.get_ident())
+        self._stream = current_stream(self._device)
         for bucket, *counts in zip(self._buckets, *self._body_counts[self._phase], strict=True):
             bucket.count, bucket.expected = 0, max(counts)
         self.arithmetic.begin_body()
@@ -270,6 +274,21 @@ class Reduction:
 
     # ------------------------------------------------------------------------------------------------- in backward
 
+    def _follow_stream(self) -> None:
+        """Go on on the current stream: autograd makes a gradient on the stream on which the forward took the parameter.
+
+        What waits is added on the stream on which it was made, since its memory is that stream's to use again.
+        """
+        stream, before = current_stream(self._device), self._stream
+        if stream is None or before is None or stream == before:
+            return
+        with before:
+            for bucket in self._buckets:
+                if bucket.waiting:
+                    self._fill(bucket, bucket.take_waiting())
+        stream.wait_stream(before)
+        self._stream = stream
+
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         parameter, places = self._params[index], self._places
         size = 0 if asynchronous(parameter.device) else parameter.nbytes  # a kernel for all of a bucket is best there
@@ -278,6 +297,8 @@ class Reduction:
             body = self._body
             if body is None or not (body.in_backward or self._begin_backward(body, index)) or not body.is_live:
                 return
+            if not size:
+                self._follow_stream()
             if body.weight:
                 self._touched[index] = None
             bucket, place = places[index]
@@ -296,7 +317,7 @@ class Reduction:
 
     def _begin_backward(self, body: _Body, index: int) -> bool:
         """Call for the first gradient of a backward; False if the body does not take gradients."""
-        if capturing(self._params[index].device):
+        if capturing(self._device):
             self._mistake = self._mistake or FallowError(_CAPTURED, Exit.DATA)
             return False
         if not self._takes_gradients:
@@ -321,6 +342,7 @@ class Reduction:
         """
         if self._body is not None:
             self._body.in_backward = False
+        self._follow_stream()
         for bucket in self._buckets:
             if bucket.waiting:
                 self._fill(bucket, bucket.take_waiting())

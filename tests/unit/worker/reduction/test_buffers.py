@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,3 +78,14 @@ def test_a_buffer_that_is_replaced_counts() -> None:
     shared.restore()
     shared.settle()
     assert live[0].tolist() == [2, 2]
+
+
+def test_a_call_copies_tensors_of_one_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each tensor costs CUDA a kernel."""
+    copy, types = torch._foreach_copy_, list[set[torch.dtype]]()
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda into, source: (types.append({t.dtype for t in into}), copy(into, source))
+    )
+    member(Group(0, 0, 1, None), [lambda live, shard: None])
+    assert types
+    assert all(len(each) == 1 for each in types)

@@ -253,6 +253,12 @@ def test_activation_checkpointing(times: int, reentrant: bool) -> None:
         assert ends == [1, 2, 3, 4, 5, 6], "once in each body"
 
 
+def test_a_buffer_on_another_device_is_refused() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False, device="meta"))
+    with pytest.raises(FallowError, match=r"parameters and buffers lie on several devices, cpu, meta; .* move the mo"):
+        Summing(Group(0, 0, 1, None), net)
+
+
 def test_sparse_gradients_are_refused_at_the_end_of_the_body() -> None:
     net = nn.Sequential(nn.Embedding(4, 2, sparse=True))
     member = alone(net)
