@@ -62,7 +62,8 @@ class Intake:
         self._arrived = 0
         "pieces that are here as a whole"
         self._error: Exception | None = None
-        self._completion = Future[None]()
+        self.completion = Future[None]()
+        "done as soon as everything is here; never if it does not come"
         self._threads = [
             threading.Thread(
                 target=self._take, args=(rank, number, len(donors)), name=f"intake-{group.generation}", daemon=True
@@ -81,12 +82,14 @@ class Intake:
         try:
             line = streams.connect(rank)
             line.sendall(ASK.pack(number, pieces))
-            length, fingerprint, *extra = HEAD.unpack(receive(line, HEAD.size))
+            length, fingerprint, more, fingerprint_of_more = HEAD.unpack(receive(line, HEAD.size))
             if number == 0:
-                texts = _texts(line, length, fingerprint, *extra)
+                texts = receive(line, length), receive(line, more)
+                if tuple(map(checksum, texts)) != (fingerprint, fingerprint_of_more):
+                    raise Damaged
                 line.sendall(DONE)
                 with self._changed:
-                    self._text = texts[0], texts[1], fingerprint
+                    self._text = *texts, fingerprint
                     self._changed.notify_all()
             self._agree(fingerprint)
             device.enter(self._device)
@@ -97,8 +100,7 @@ class Intake:
                     self._count(part, got)
         except Exception as error:  # whatever it is, the training thread must hear of it
             # Each sum was taken before the donor's memory changed.
-            is_change = isinstance(error, Damaged) and part == MIDDLE
-            failure = Changed(_CHANGED) if is_change else error
+            failure = Changed(_CHANGED) if isinstance(error, Damaged) and part == MIDDLE else error
             self._fail(failure, f"state from rank {rank}: {failure}")
         finally:
             if line is not None:
@@ -123,7 +125,7 @@ class Intake:
             last = self._arrived == len(self._threads)
         if last:
             self._group.end_transfers()
-            self._completion.set_result(None)  # before the training thread may go on into another generation
+            self.completion.set_result(None)  # before the training thread may go on into another generation
         with self._changed:
             self._open[part] -= 1
             self._changed.notify_all()
@@ -213,10 +215,6 @@ class Intake:
         """Everything is here."""
         return not self._open[LATE]
 
-    def when_complete(self, then: Callable[[], None]) -> None:
-        """Call this once, as soon as everything is here; never if it does not come."""
-        self._completion.add_done_callback(lambda _: then())
-
     def settle(self) -> None:
         """Wait for the late part.
 
@@ -242,10 +240,3 @@ class Intake:
         self._group.interrupt(why)
         for thread in self._threads:
             thread.join()
-
-
-def _texts(line: socket.socket, length: int, fingerprint: int, more: int, fingerprint_of_more: int) -> list[bytes]:
-    texts = [receive(line, length), receive(line, more)]
-    if [checksum(text) for text in texts] != [fingerprint, fingerprint_of_more]:
-        raise Damaged
-    return texts

@@ -241,7 +241,7 @@ class Generations:
             self._tell(switch)
         else:
             # Until all of the state is here this member cannot give it to others.
-            intake.when_complete(lambda: self._tell(replace(switch, bytes_behind=intake.bytes_behind)))
+            intake.completion.add_done_callback(lambda _: self._tell(replace(switch, bytes_behind=intake.bytes_behind)))
 
     def _tell(self, switch: Switch) -> None:
         session = self._member.session
