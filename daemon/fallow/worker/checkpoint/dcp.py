@@ -7,10 +7,8 @@ the parts by its own manifest and never opens torch's index, which is a pickle.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import io
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +16,9 @@ import msgspec
 import torch
 
 from fallow.files import write_private
-from fallow.worker.checkpoint.manifest import EXTRA, METADATA, Chunk, Extra, FileInfo, Manifest, PartInfo
+from fallow.worker.checkpoint.manifest import EXTRA, Chunk, Extra, FileInfo, Manifest, PartInfo
 from fallow.worker.checkpoint.parts import PartSnapshot, extra_parts
 from fallow.worker.prepared.state import dtype_named
-
-_FILE_SYSTEM = "torch.distributed.checkpoint.filesystem"
-
-
-def import_ahead() -> None:
-    """Import, on a thread of its own, what the first `write_index` needs.
-
-    That is 700 modules, torch's compiler among them: seconds of work, for which neither a newcomer's start nor the
-    first checkpoint should wait.
-    """
-    threading.Thread(
-        target=importlib.import_module, args=(_FILE_SYSTEM,), name="checkpoint-imports", daemon=True
-    ).start()
 
 
 def write_part(folder: Path, snapshot: PartSnapshot) -> PartInfo:
@@ -63,8 +48,11 @@ def write_part(folder: Path, snapshot: PartSnapshot) -> PartInfo:
     return PartInfo(outline=outline, files=files, chunks=chunks, extra=extra, modes=snapshot.manifest.modes)
 
 
-def write_index(folder: Path, manifest: Manifest) -> FileInfo:
-    """Write `.metadata`: torch's index of all parts. A tied tensor is in it under each of its names."""
+def write_index(folder: Path, manifest: Manifest) -> None:
+    """Write `.metadata`: torch's index of all parts. A tied tensor is in it under each of its names.
+
+    The first one imports 700 modules, torch's compiler among them: seconds of work, for which nothing should wait.
+    """
     from torch.distributed.checkpoint import metadata as dcp
     from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
     from torch.distributed.checkpoint.storage import WriteResult
@@ -93,5 +81,4 @@ def write_index(folder: Path, manifest: Manifest) -> FileInfo:
             results.append(WriteResult(dcp.MetadataIndex(name), blob.length, where))
             stored[name] = dcp.BytesStorageMetadata()
     FileSystemWriter(folder, sync_files=True).finish(dcp.Metadata(stored, planner_data=paths), [results])
-    (folder / METADATA).chmod(0o600)
-    return FileInfo.of(folder / METADATA)
+    (folder / ".metadata").chmod(0o600)

@@ -6,8 +6,8 @@ gGGGGGGGG-sSSSSSSSSSSSS.tmp/    being written; the suffix goes when everything b
     part-RANK.json              what is in it; its last act
 gGGGGGGGG-sSSSSSSSSSSSS/
     __RANK_0.distcp ...
-    .metadata                   torch's own index (a pickle: for torch's tools, Fallow never reads it)
-    manifest                    SHA-256 of the lines below it, then JSON: sizes and digests of every file
+    manifest                    SHA-256 of the lines below it, then JSON: sizes and digests of every file above
+    .metadata                   torch's own index (a pickle: for torch's tools, Fallow never reads it); comes last
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from fallow.files import check_dir, read_private, write_private
 from fallow.model import Exit, FallowError
 
 MANIFEST = "manifest"
-METADATA = ".metadata"
 EXTRA = "extra.distcp"
 TEMPORARY = ".tmp"
 REMOVED = ".old"

@@ -14,7 +14,7 @@ import torch
 
 from fallow.files import open_private
 from fallow.model import Exit, FallowError
-from fallow.worker.checkpoint.manifest import EXTRA, METADATA, FileInfo, damaged, read_manifest
+from fallow.worker.checkpoint.manifest import EXTRA, FileInfo, damaged, read_manifest
 from fallow.worker.checkpoint.parts import rows_of
 from fallow.worker.prepared.state import decode, dtype_named, from_bytes
 
@@ -60,8 +60,6 @@ def load(folder: Path, alive: Callable[[], None] = lambda: None) -> Any:
     tensors = [torch.empty(info.shape, dtype=dtype_named(info.dtype), device="cpu") for info in manifest.tensors]
     rows, extra = Counter[int](), dict[str, Any]()
     for file in manifest.files:
-        if file.name == METADATA:
-            continue  # torch's, for its own tools
         data = _checked_content(folder, file, alive)
         for chunk in manifest.chunks:
             if chunk.file == file.name:

@@ -9,7 +9,6 @@ from typing import Any
 
 from fallow.core.membership.messages import Checkpoint, Problem
 from fallow.core.training.saving import RETRY_S
-from fallow.worker.checkpoint.dcp import import_ahead
 from fallow.worker.checkpoint.manifest import folder_name
 from fallow.worker.checkpoint.parts import take
 from fallow.worker.checkpoint.writer import PATIENCE_S, STUCK_S, Writing, failure
@@ -18,9 +17,6 @@ from fallow.worker.prepared import extra_state
 from fallow.worker.prepared.objects import Prepared
 from fallow.worker.session.session import Session
 from fallow.worker.transport.group import Group
-
-_AHEAD_S = 60.0
-"""So long before the first checkpoint is due, or the node goes away, everything that writing needs is imported."""
 
 _SIGN_S = 1.0
 """Signs of life while writing holds the training thread up: it does not hang."""
@@ -54,7 +50,6 @@ class Saver:
         "this member wishes no periodic one before then: what became of the last one is not known"
         self._known_given_up: tuple[int, int] | None = None
         "(generation, step) of the last one of which it is known that it was given up"
-        self._has_imported = False
         self.asked = False
         "the script called run.checkpoint()"
 
@@ -65,7 +60,6 @@ class Saver:
         """
         if self._is_busy:
             return -float(size)
-        self.import_ahead()
         is_asked = self.asked or self._session.news.checkpoints_asked > 0
         return float(is_asked or self._due() or self.leaves_alone)
 
@@ -78,28 +72,14 @@ class Saver:
     def _is_busy(self) -> bool:
         return self._writing is not None and self._writing.is_alive() and not self._writing.is_stuck
 
-    def import_ahead(self) -> None:
-        """Import in the background what writing needs, if the first checkpoint or the node's end is near."""
-        if self._has_imported:
-            return
-        left_s = [self._due_at() - self._clock()] if self._every_s else []
-        if self._session.news.ends_in_s is not None:
-            left_s.append(self._session.news.ends_in_s)
-        if left_s and min(left_s) < _AHEAD_S:
-            self._has_imported = True
-            import_ahead()
-
     def _due(self) -> bool:
         if not self._every_s:
             return False
         given_up = self._session.orders.newest.unsaved
         if given_up == self._newest != self._known_given_up:
             self._known_given_up, self._held_until = given_up, 0.0  # by another member; the head says when to try again
-        return self._clock() >= self._due_at()
-
-    def _due_at(self) -> float:
         told_at = self._session.news.checkpoint_due_at
-        return max(self._began_at + self._every_s if told_at is None else told_at, self._held_until)
+        return self._clock() >= max(self._began_at + self._every_s if told_at is None else told_at, self._held_until)
 
     def has_nothing_to_lose(self, group: Group, step: int) -> bool:
         """This member has to leave without the head, and a checkpoint of the step where it stands is complete."""

@@ -25,6 +25,7 @@ from fallow.worker.checkpoint.manifest import (
     LARGEST_MANIFEST,
     REMOVED,
     TEMPORARY,
+    Manifest,
     PartInfo,
     announcement,
     folder_name,
@@ -91,9 +92,11 @@ class Writing(threading.Thread):
             self._write_part(snapshot, temporary)
             if self.completes and self._await_parts(snapshot.manifest.world, temporary):
                 self._moved_at = self._clock()
-                done = self._finish(snapshot, temporary, final)
+                manifest, digest = self._finish(snapshot, temporary, final)
                 self._sweep(step)
+                done = announcement(final, manifest, digest)
                 self._report(msgspec.structs.replace(done, took_s=time.monotonic() - began))
+                write_index(final, manifest)  # what it imports may take longer than a node has that Slurm takes
         except (OSError, RuntimeError, FallowError) as error:
             if is_made and not temporary.exists():
                 return  # another member has given this checkpoint up, or finished it
@@ -128,7 +131,7 @@ class Writing(threading.Thread):
             time.sleep(LOOK_S)
         return False
 
-    def _finish(self, snapshot: PartSnapshot, temporary: Path, final: Path) -> Checkpoint:
+    def _finish(self, snapshot: PartSnapshot, temporary: Path, final: Path) -> tuple[Manifest, str]:
         notes = [temporary / _part_name(rank) for rank in range(snapshot.manifest.world)]
         parts = [msgspec.json.decode(read_private(note, LARGEST_MANIFEST), type=PartInfo) for note in notes]
         if any(part.outline != parts[0].outline for part in parts):
@@ -138,16 +141,15 @@ class Writing(threading.Thread):
             chunks=[chunk for part in parts for chunk in part.chunks],
             extra=[blob for part in parts for blob in part.extra],
             modes=common([part.modes or [] for part in parts]),
+            files=[file for part in parts for file in part.files],
         )
-        files = [*(file for part in parts for file in part.files), write_index(temporary, manifest)]
-        manifest = msgspec.structs.replace(manifest, files=files)
         digest = write_manifest(temporary, manifest)
         for note in notes:
             note.unlink()
         sync_dir(temporary)
         temporary.rename(final)
         sync_dir(self._folder)
-        return announcement(final, manifest, digest)
+        return manifest, digest
 
     def _sweep(self, upto: int) -> None:
         """Remove what was given up: nobody finishes it any more."""

@@ -137,10 +137,9 @@ class Generations:
     def _wait(self) -> bool:
         """What there is to do while no generation is committed; True: there is more."""
         member = self._member
-        if member.saver is not None:
-            member.saver.import_ahead()
-            if member.place.joined and member.saver.has_nothing_to_lose(member.group, member.place.position.step):
-                self.depart()
+        step = member.place.position.step
+        if member.saver is not None and member.place.joined and member.saver.has_nothing_to_lose(member.group, step):
+            self.depart()
         return member.follow()
 
     @contextlib.contextmanager
