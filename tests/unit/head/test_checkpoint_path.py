@@ -13,7 +13,7 @@ from fallow.head.loop.turn import Turn
 from fallow.head.peers import checkpoints
 from fallow.head.state.book import Book, RunRecord, StoredRun
 from fallow.model import AllocationKind, FallowError
-from runs import new_book, new_run
+from runs import new_book, new_run, train
 from talk import Talk
 
 
@@ -37,6 +37,22 @@ def test_each_run_has_a_private_folder_below_the_path_in_which_all_look_for_chec
     monkeypatch.setattr(checkpoints, "complete_ones", lambda place: looked.append(place) or [])
     checkpoints.adopt(Turn(known, 1.0, 1000.0))
     assert looked == [folder]
+
+
+def test_a_head_that_was_cut_off_looks_what_the_members_have_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may have written one and left, with their agents, while nobody could tell the head."""
+    known = book(tmp_path, None)
+    run, turn = new_run(known), Turn(known, 1.0, 1000.0)
+    looked: list[Path] = []
+    monkeypatch.setattr(checkpoints, "complete_ones", lambda place: looked.append(place) or [])
+    nodes = train(turn, run, ["a", "b"])
+    for gone, times in ((0, 1), (1, 1), (2, 2), (2, 2)):
+        for node in list(run.roster.nodes)[:gone]:
+            nodes.end(turn, node, code=None)
+        checkpoints.adopt(turn)
+        assert len(looked) == times
 
 
 def test_a_run_keeps_its_place_when_the_setting_changes(tmp_path: Path) -> None:

@@ -20,13 +20,16 @@ log = structlog.get_logger("fallow.head")
 
 
 def adopt(turn: Turn) -> None:
-    """Once per run and head: learn of checkpoints that were finished while no head was there."""
-    unseen = [run for run in turn.book.current.values() if not run.looked_for_checkpoints]
+    """Learn of checkpoints that nobody could tell of: as a head begins, and when a run has lost its last member."""
+    unseen: list[Run] = []
+    for run in turn.book.current.values():
+        was_empty, run.is_empty = run.is_empty, not run.roster.present()
+        if was_empty is None or run.is_empty > was_empty:
+            unseen.append(run)
     turn.for_each(unseen, "checkpoints on disk", lambda run: _adopt_run(turn, run))
 
 
 def _adopt_run(turn: Turn, run: Run) -> None:
-    run.looked_for_checkpoints = True
     if run.ended:
         return
     known = {saved.checkpoint.path for saved in run.roster.checkpoints.saved}

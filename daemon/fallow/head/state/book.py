@@ -196,8 +196,8 @@ class Run:
         "harvested nodes that it should have, as of the last plan"
         self.held_back = ""
         "why its base job is not submitted again"
-        self.looked_for_checkpoints = False
-        "this head has looked for some that were finished while none was there"
+        self.is_empty: bool | None = None
+        "it had no member when this head last looked whether there are checkpoints on disk; None: it has not looked"
 
     @property
     def id(self) -> str:
@@ -462,7 +462,7 @@ class Book:
         """Put a run's durable records in the place of what is in memory, as for a head that has just begun."""
         self._forget_keys(run)
         new = self.add(stored._replace(spec=run.spec), revision, at)
-        new.looked_for_checkpoints, new.reached = True, run.reached
+        new.is_empty, new.reached = run.is_empty, run.reached
         new.failures_seen, new.limited_by = run.failures_seen, run.limited_by
         return new
 
