@@ -352,10 +352,12 @@ def _load_plainly(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> No
     cast = {
         number: {key: value for key, value in entry.items() if _would_be_cast(key, value, params[number])}
         for number, entry in saved["state"].items()
+        if number in range(len(params)) and isinstance(entry, dict)  # others are the optimizer's own
     }
     instead = {number: torch.empty(0, dtype=params[number].dtype, device=params[number].device) for number in cast}
     kept = {
-        number: {**entry, **dict.fromkeys(cast[number], instead[number])} for number, entry in saved["state"].items()
+        number: {**entry, **dict.fromkeys(cast[number], instead[number])} if number in cast else entry
+        for number, entry in saved["state"].items()
     }
     optimizer.load_state_dict({**saved, "state": kept})
     for number, entry in cast.items():

@@ -48,6 +48,15 @@ def test_a_dict_gets_the_members_values_in_place(make: Any) -> None:
     assert (new["seen"], len(new["nested"]["a"])) == (7, 2)
 
 
+def test_an_optimizer_keeps_what_is_of_no_parameter() -> None:
+    """torch hands over such entries of the state as they are."""
+    old, new = (torch.optim.SGD([nn.Parameter(torch.zeros(2))], 0.1, momentum=0.9) for _ in range(2))
+    old.state["steps"], old.state["own"] = 3, {"sum": torch.ones(1, dtype=torch.float64)}
+    hand_over(prepared(old), prepared(new))
+    assert new.state["steps"] == 3
+    assert torch.equal(new.state["own"]["sum"], torch.ones(1, dtype=torch.float64))
+
+
 def test_a_tensor_under_two_keys_of_a_dict_changes_under_both() -> None:
     mean = torch.ones(3)
     new = {"mean": torch.zeros(3), "best": torch.zeros(3)}
