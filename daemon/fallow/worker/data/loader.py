@@ -7,8 +7,11 @@ this process asks for. With `num_workers`, loader processes load ahead (see `pre
 from __future__ import annotations
 
 import functools
+import operator
+import sys
 from array import array
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,14 +21,18 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
 )
 
 from fallow.core.training.shards import Cut, Layout, make_layout, mix, shard_crc
 from fallow.model import Exit, FallowError
 from fallow.worker.data import rng
-from fallow.worker.data.prefetch import Prefetcher, Request
+from fallow.worker.data.prefetch import Prefetcher, set_epoch
 from fallow.worker.data.source import Duties, Key, Reached, Source
+
+_MOST, _MOST_PASSES = 10_000_000, 16
+"""A sampler of the script's own that gives more samples than this, and more often each of the data set, has no end."""
 
 
 def check_loader(loader: DataLoader[Any]) -> None:
@@ -62,7 +69,7 @@ class ElasticLoader(Source):
         super().__init__(source.batch_size, global_batch)
         self.source, self.dataset = source, source.dataset
         self.processes = source.num_workers
-        self._seed = seed
+        self.seed = seed
         self._prefetch = Prefetcher(self)
         self._order = functools.lru_cache(maxsize=2)(self._make_order)  # prefetching looks into the next epoch
         first = self._order(0)
@@ -130,17 +137,12 @@ class ElasticLoader(Source):
             batch = torch.utils.data._utils.pin_memory.pin_memory(batch)  # type: ignore[no-untyped-call]
         return batch
 
-    def request(self, key: Key) -> Request:
-        """Return what has to be loaded for one shard."""
-        return Request(key, mix(self._seed, "data", *key), self.indices(key))
-
     def _make_order(self, epoch: int) -> array[int]:
-        sampler, seed = self.source.sampler, mix(self._seed, "order", epoch)
+        sampler, seed = self.source.sampler, mix(self.seed, "order", epoch)
         if isinstance(sampler, SequentialSampler):
             return array("q", range(len(sampler)))
         of_sampler = getattr(sampler, "generator", None)
         generator = of_sampler if isinstance(of_sampler, torch.Generator) else torch.Generator(device="cpu")
-        set_epoch = getattr(sampler, "set_epoch", None)
         with rng.kept([generator]), generator.device:
             rng.seed_everything(seed)
             generator.manual_seed(seed)
@@ -148,6 +150,19 @@ class ElasticLoader(Source):
                 size = len(sampler.data_source)
                 if sampler.num_samples == size:  # at once, not in chunks through torch's iterator
                     return array("q", torch.randperm(size, generator=generator).tolist())
-            if callable(set_epoch):
-                set_epoch(epoch)  # the script's own call, if there is one, may come after prefetching has begun
-            return array("q", (int(index) for index in sampler))
+            set_epoch(sampler, epoch)  # the script's own call, if there is one, may come after prefetching has begun
+            return self._numbers(sampler)
+
+    def _numbers(self, sampler: Sampler[Any]) -> array[int]:
+        """Read a sampler to its end."""
+        kind = type(sampler)
+        size = len(self.dataset) if hasattr(self.dataset, "__len__") else 0
+        most = sys.maxsize if kind.__module__.startswith("torch.") else max(_MOST, _MOST_PASSES * size)
+        numbers = array("q", map(operator.index, islice(sampler, most)))
+        if len(numbers) == most:
+            raise FallowError(
+                f"the sampler {kind.__name__} does not end: {most} samples for a data set of {size}. Have it end after "
+                "one pass; `epochs` and `max_steps` of run.updates say how long to train",
+                Exit.DATA,
+            )
+        return numbers

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
+from fallow.core.training.shards import mix
 from fallow.worker.data import rng
 from fallow.worker.data.source import Duties, Key
 
@@ -27,13 +28,8 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 
-
-class Request(NamedTuple):
-    """One shard to load: the seed of its random numbers and its sample numbers (none: its epoch is unknown)."""
-
-    key: Key
-    seed: int
-    indices: list[int]
+_Request = tuple[Key, list[int]]
+"""A shard to load, and its sample numbers (none: its epoch is unknown)."""
 
 
 class _LoadedShard(NamedTuple):
@@ -70,7 +66,7 @@ class Prefetcher:
         """Return (seconds that it took to load, batch) of a shard of the plan; wait for it if need be."""
         if self._arriving is None:
             source = self._loader.source
-            dataset = _ShardDataset(source.dataset, source.collate_fn, self._loader.generators)
+            dataset = _ShardDataset(source.dataset, source.collate_fn, self._loader.seed, self._loader.generators)
             if source.num_workers:
                 self._arriving = start_loading(source, dataset, batch_sampler=self, collate_fn=_unchanged)
             else:
@@ -85,16 +81,16 @@ class Prefetcher:
         _, load_s, batch = self._ready.pop(key)
         return load_s, batch
 
-    def __iter__(self) -> Iterator[list[Request]]:
+    def __iter__(self) -> Iterator[list[_Request]]:
         while True:
             key = next(key for key in self._plan if key not in self._loading)
             self._loading.add(key)
             try:
-                request = self._loader.request(key)
+                indices = self._loader.indices(key)
             except Exception:
                 # It may be beyond the last epoch. If the epoch comes, the loop asks for its order first, and is told.
-                request = Request(key, 0, [])
-            yield [request]
+                indices = []
+            yield [(key, indices)]
 
     def _wants(self, key: Key) -> bool:
         return key >= self._at and key.shard in self._duties(self._loader.layout.shards_in(key.step))
@@ -141,25 +137,38 @@ def _let_go(queues: list[Any]) -> None:
 
 
 class _ShardDataset(torch.utils.data.Dataset[Any]):
-    """The script's data set and collate function, asked for one batch under the seed of its request."""
+    """The script's data set and collate function, asked for one batch under a seed of its own."""
 
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any], generators: Sequence[Any]) -> None:
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, generators: Sequence[Any]) -> None:
         self.dataset = dataset
         self._collate = collate
+        self._seed = seed
         self._generators = list(generators)  # travel together with the data set, so they are those that it holds
+        self._epoch = -1
 
-    def __getitems__(self, requests: list[Request]) -> _LoadedShard:
-        (request,) = requests
-        if not request.indices:
-            return _LoadedShard(request.key, 0.0, None)
+    def __getitems__(self, requests: list[_Request]) -> _LoadedShard:
+        ((key, indices),) = requests
+        if not indices:
+            return _LoadedShard(key, 0.0, None)
         began = time.monotonic()
-        rng.seed_everything(request.seed, self._generators)
+        if self._epoch != key.epoch:
+            self._epoch = key.epoch
+            rng.seed_everything(mix(self._seed, "epoch", self._epoch), self._generators)
+            set_epoch(self.dataset, self._epoch)  # a loader process would not see the script's own call
+        rng.seed_everything(mix(self._seed, "data", *key), self._generators)
         if callable(getattr(self.dataset, "__getitems__", None)):  # as torch's DataLoader asks for samples
-            samples = list(self.dataset.__getitems__(request.indices))
+            samples = list(self.dataset.__getitems__(indices))
         else:
-            samples = [self.dataset[index] for index in request.indices]
+            samples = [self.dataset[index] for index in indices]
         batch = self._collate(samples)
-        return _LoadedShard(request.key, time.monotonic() - began, batch)
+        return _LoadedShard(key, time.monotonic() - began, batch)
+
+
+def set_epoch(thing: Any, epoch: int) -> None:
+    """Tell a data set or a sampler the epoch, if it can be told."""
+    tell = getattr(thing, "set_epoch", None)
+    if callable(tell):
+        tell(epoch)
 
 
 def _unchanged(loaded: _LoadedShard) -> _LoadedShard:

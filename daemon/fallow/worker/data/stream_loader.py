@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from fallow.core.training.shards import Cut, check_batch, mix, shard_crc
 from fallow.model import Exit, FallowError
 from fallow.worker.data import rng
-from fallow.worker.data.prefetch import start_loading
+from fallow.worker.data.prefetch import set_epoch, start_loading
 from fallow.worker.data.source import Key, Reached, Source
 
 _COMPARED_BYTES = 1024
@@ -155,9 +155,7 @@ class StreamLoader(Source):
         self._epoch, self._first_number = epoch, 0
         self._batches.clear()
         with self._seeded(-1):
-            set_epoch = getattr(self.dataset, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(epoch)
+            set_epoch(self.dataset, epoch)
             self._stream = start_loading(
                 source,
                 self.dataset,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from torch.utils.data import (
 )
 
 from fallow.model import FallowError
+from fallow.worker.data import loader as loader_module
 from fallow.worker.data.loader import ElasticLoader, check_loader
 from fallow.worker.data.source import Key
 
@@ -64,6 +66,28 @@ def test_order_and_augmentation_depend_on_seed_and_epoch_only() -> None:
     assert epochs_of(elastic(shuffle=True, seed=4)) != one
 
 
+class Staged(Dataset[Any]):
+    """Numbers that depend on the epoch, and a number that is drawn in each."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch, self.drawn = epoch, random.random()
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return index + 100 * self.epoch, self.drawn
+
+
+def test_a_data_set_is_told_the_epoch_wherever_it_is_and_draws_the_same_for_it() -> None:
+    inside, outside = (
+        epochs_of(ElasticLoader(DataLoader(Staged(), 4, num_workers=processes), 3, 8)) for processes in (0, 2)
+    )
+    assert inside == outside
+    assert [index for indices, _ in inside for index in indices] == [*range(24), *range(100, 124)]
+    assert len({number for _, drawn in inside for number in drawn}) == 2
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -87,7 +111,7 @@ def test_samplers_with_randomness_of_their_own_are_the_same_everywhere(make: Cal
 class Own(Sampler[int]):
     """`numbers` of an epoch, which `set_epoch` tells."""
 
-    def __init__(self, numbers: Callable[[int], list[int]]) -> None:
+    def __init__(self, numbers: Callable[[int], Iterable[Any]]) -> None:
         self.numbers, self.epoch = numbers, 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -120,6 +144,15 @@ def test_a_sampler_whose_order_is_no_function_of_the_epoch_is_refused() -> None:
     one, two = (elastic(sampler=seeded) for _ in range(2))
     one.order(1)
     assert one.order(2) == two.order(2)
+
+
+def test_a_sampler_without_an_end_and_one_that_gives_no_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader_module, "_MOST", 500)
+    with pytest.raises(FallowError, match="sampler Own does not end: 500 samples for a data set of 24"):
+        elastic(sampler=Own(lambda epoch: itertools.cycle(range(24))))
+    assert len(elastic(sampler=Own(lambda epoch: [*range(20)] * 24))) == 60
+    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+        elastic(sampler=Own(lambda epoch: [0.5]))
 
 
 class Stream(IterableDataset[int]):
