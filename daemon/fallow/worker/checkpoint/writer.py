@@ -97,15 +97,13 @@ class Writing(threading.Thread):
                 done = announcement(final, manifest, digest)
                 self._report(msgspec.structs.replace(done, took_s=time.monotonic() - began))
                 write_index(final, manifest)  # what it imports may take longer than a node has that Slurm takes
-        except (OSError, RuntimeError, FallowError) as error:
+        except Exception as error:  # whatever it is, the head must hear of it
             if is_made and not temporary.exists():
                 return  # another member has given this checkpoint up, or finished it
             shutil.rmtree(temporary, ignore_errors=True)
             self._report(failure(generation, step, _explain(error, self._folder)))
 
     def _write_part(self, snapshot: PartSnapshot, temporary: Path) -> None:
-        if snapshot.rank == 0:
-            sync_dir(self._folder)
         snapshot.bring_to_host()
         part = write_part(temporary, snapshot)
         write_private(temporary / _part_name(snapshot.rank), msgspec.json.encode(part))

@@ -311,18 +311,21 @@ def test_a_part_that_grows_is_waited_for_though_a_member_may_be_lost(
     assert [type(report) for report in write(tmp_path, 7, 2)] == [Checkpoint]
 
 
+@pytest.mark.parametrize(
+    ("error", "said"), [(OSError(errno.EDQUOT, "Disk quota exceeded"), "your quota"), (MemoryError(), "MemoryError")]
+)
 def test_what_one_member_cannot_write_is_said_once_and_no_rest_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write_part(folder: Path, snapshot: Any) -> Any:
         if snapshot.rank == 0:
             return dcp.write_part(folder, snapshot)
         while not (folder / "part-00000.json").exists():
             time.sleep(0.001)
-        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        raise error
 
     monkeypatch.setattr("fallow.worker.checkpoint.writer.write_part", write_part)
     (failed,) = write(tmp_path, 7, 2)
     assert isinstance(failed, Problem)
-    assert "your quota" in failed.reason
+    assert said in failed.reason
     assert list(tmp_path.iterdir()) == []
