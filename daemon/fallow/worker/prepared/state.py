@@ -261,9 +261,10 @@ def _order(tensor: torch.Tensor) -> list[int]:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat uint8 view of a tensor as it lies in memory; a copy, row by row, if there are gaps in it."""
-    order = _order(tensor)
-    lying = tensor.detach().permute(order) if order else tensor.detach()
+    """A flat uint8 view of a tensor as it lies in memory; a copy, row by row, if there are gaps in it, or if torch has
+    put off to conjugate or negate it."""
+    order, values = _order(tensor), tensor.detach().resolve_conj().resolve_neg()
+    lying = values.permute(order) if order else values
     return lying.contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -285,7 +286,7 @@ def fitting(live: Iterable[torch.Tensor], specs: Iterable[TensorSpec]) -> dict[i
     """By number, the live tensors that are as specified, so that their memory takes such a tensor's bytes."""
     pairs = enumerate(zip(live, specs, strict=False))
     alike = {n: tensor.detach() for n, (tensor, spec) in pairs if spec_of(tensor) == spec}
-    return {n: tensor for n, tensor in alike.items() if tensor.is_contiguous() or _order(tensor)}
+    return {n: tensor for n, tensor in alike.items() if as_bytes(tensor).data_ptr() == tensor.data_ptr()}
 
 
 def _block(size: int, *, pinned: bool) -> torch.Tensor:

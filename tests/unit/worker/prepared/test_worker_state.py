@@ -8,13 +8,7 @@ import pytest
 import torch
 
 from fallow.model import FallowError
-from fallow.worker.prepared.state import (
-    decode,
-    encode,
-    from_bytes,
-    room,
-    to_bytes,
-)
+from fallow.worker.prepared.state import as_bytes, decode, encode, fitting, from_bytes, room, spec_of, to_bytes
 
 TREE = {
     "plain": [None, True, 1, -(2**70), 2.5, math.inf, "ü", b"\x00\xff"],
@@ -88,6 +82,14 @@ def test_a_tensor_in_several_places_stays_one_tensor(kind) -> None:
     encoded = encode({"a": tensor, "b": [tensor, 1]}, "test")
     assert (encoded.paths, encoded.aliases) == ([["a"]], [(0, ["b", 0])])
     assert encoded.plain == [(["b", 1], 1)]
+
+
+@pytest.mark.parametrize("late", [torch.randn(3, dtype=torch.cfloat).conj(), torch._neg_view(torch.ones(3))])
+def test_what_torch_has_put_off_is_done_when_bytes_are_wanted(late: torch.Tensor) -> None:
+    assert late.is_contiguous()
+    plain = late.resolve_conj().resolve_neg()
+    assert as_bytes(late).tolist() == as_bytes(plain).tolist()
+    assert list(fitting([late, plain], [spec_of(late), spec_of(plain)])) == [1], "bytes that come would mean others"
 
 
 def test_a_small_state_travels_as_bytes() -> None:
