@@ -37,17 +37,6 @@ class OthersEnded(FallowError):
         self.answer = finish.answer
 
 
-class HeadSilent(FallowError):
-    """The head was silent for as long as this worker waits for one."""
-
-    def __init__(self, worker: str, patience_s: float) -> None:
-        super().__init__(
-            f"worker {worker}: the head was silent for {patience_s:g} s while this worker waited for a new generation; "
-            "state is in the newest checkpoint",
-            Exit.TEMPFAIL,
-        )
-
-
 def exit_code(code: int) -> Exit:
     """The documented exit code of that number, or that of a mistake in the software."""
     try:

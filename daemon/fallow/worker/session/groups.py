@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -78,4 +79,5 @@ class Groups:
 
     def measure_links(self) -> None:
         """Bring `link_load` up to date. Call it with every beat."""
-        self.link_load.measure(self._peers)
+        with contextlib.suppress(OSError):  # the script has used up its file descriptors
+            self.link_load.measure(self._peers)

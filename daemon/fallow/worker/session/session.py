@@ -22,7 +22,7 @@ from fallow.core.protocol.workers import FromWorker, Heard, Start, ToWorker
 from fallow.model import Doing, Exit, FallowError
 from fallow.wire.address import interfaces
 from fallow.worker.session.device_watch import watch_device
-from fallow.worker.session.ends import Answered, Dismissed, HeadSilent, OthersEnded
+from fallow.worker.session.ends import Answered, Dismissed, OthersEnded
 from fallow.worker.session.gathering import Gathering
 from fallow.worker.session.groups import Groups
 from fallow.worker.session.news import HeadNews
@@ -287,7 +287,11 @@ class Session:
                         return self._take()
                     left_s = self.setup.patience_s - min(self.news.silent_s, time.monotonic() - since)
                     if left_s <= 0:
-                        raise HeadSilent(self.worker, self.setup.patience_s)
+                        raise FallowError(
+                            f"worker {self.worker}: the head was silent for {self.setup.patience_s:g} s while this "
+                            "worker waited for a new generation; state is in the newest checkpoint",
+                            Exit.TEMPFAIL,
+                        )
                     if not is_busy:
                         self._changed.wait(min(left_s, _LOST_S))
                     if not self.orders.switch_offered:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from typing import Any
@@ -10,11 +11,12 @@ import pytest
 
 from fallow.core.membership.messages import Checkpoint, Contract, Finish, Outcome
 from fallow.core.protocol.agents import News
-from fallow.model import Doing, Exit
-from fallow.worker.session.ends import Answered, Dismissed, HeadSilent, OthersEnded, exit_code
+from fallow.model import Doing, Exit, FallowError
+from fallow.worker.session.ends import Answered, Dismissed, OthersEnded, exit_code
 from fallow.worker.session.news import HEAD_SILENT_S
 from fallow.worker.session.status import Progress
 from fallow.worker.transport.group import Group
+from fallow.worker.transport.link_load import LinkLoad
 from scripted_agent import Agent, plan
 
 CONTRACT = Contract(signature="s", shards=1, global_batch=1)
@@ -45,6 +47,17 @@ def test_a_member_whose_group_broke_gives_that_generation_up_and_no_other() -> N
     agent.order(None, committed=2, broken=2)
     agent.session.hold(2, "the head has given it up")
     assert (agent.status.given_up, agent.status.break_reason) == (2, "connection reset"), "that is no news"
+
+
+def test_a_worker_without_a_file_descriptor_left_is_heard_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(*_: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(LinkLoad, "measure", measure)
+    agent = Agent(beat_s=0.001)
+    agent.session.progress.step = 7
+    agent.until(lambda status: status.step == 7)
+    agent.session.close()
 
 
 def test_a_plan_that_interrupts_ends_what_goes_on_in_the_generation_before() -> None:
@@ -148,7 +161,7 @@ def test_a_worker_with_infinite_patience_waits_for_a_silent_head_and_another_one
     assert agent.session.await_commit(look).generation == 2
     other = Agent(patience_s=0.2)
     other.silent(1e6)
-    with pytest.raises(HeadSilent, match="worker n0: the head was silent for"):
+    with pytest.raises(FallowError, match="worker n0: the head was silent for"):
         other.session.await_commit(never)
 
 
