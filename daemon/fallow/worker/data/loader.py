@@ -10,7 +10,7 @@ import functools
 import operator
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    Sampler,
     SequentialSampler,
 )
 
@@ -153,7 +152,7 @@ class ElasticLoader(Source):
             set_epoch(sampler, epoch)  # the script's own call, if there is one, may come after prefetching has begun
             return self._numbers(sampler)
 
-    def _numbers(self, sampler: Sampler[Any]) -> array[int]:
+    def _numbers(self, sampler: Iterable[Any]) -> array[int]:
         """Read a sampler to its end."""
         kind = type(sampler)
         size = len(self.dataset) if hasattr(self.dataset, "__len__") else 0
