@@ -18,13 +18,15 @@ MOST_WORKERS = 512
 
 
 class Action(StrEnum):
-    ADD = "add"
-    RELEASE = "release"
+    """Each as it is written, before a number or alone."""
+
+    ADD = "+"
+    RELEASE = "-"
     "the youngest `count` members"
-    RELEASE_MEMBER = "release-member"
-    KILL = "kill"
-    STOP = "stop"
-    CONT = "cont"
+    RELEASE_MEMBER = "-m"
+    KILL = "kill:"
+    STOP = "stop:"
+    CONT = "cont:"
     HEAD_KILL = "head-kill"
     STORE_KILL = "store-kill"
 
@@ -42,9 +44,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _ITEM = re.compile(
-    r"""(?: \+(?P<add>\d+) | -m(?P<leave>\d+) | -(?P<release>\d+)
-          | (?P<verb>kill|stop|cont):(?P<member>\d+) | (?P<whole>head-kill|store-kill) ) @(?P<step>\d+)""",
-    re.VERBOSE | re.ASCII,
+    r"(?:(?P<verb>\+|-m?|kill:|stop:|cont:)(?P<number>\d+)|(?P<whole>head-kill|store-kill))@(?P<step>\d+)", re.ASCII
 )
 
 SHOWN = 64
@@ -91,17 +91,12 @@ def _item(number: int, word: str) -> Item:
         raise _bad(number, word, f"is none of {GRAMMAR}{hint}")
     if any(len(digits) > DIGITS for digits in re.findall(r"\d+", word)):
         raise _bad(number, word, f"has a number of more than {DIGITS} digits")
-    step = int(found["step"])
-    if found["whole"]:
-        return Item(action=Action(found["whole"]), step=step, text=word)
-    if found["verb"]:
-        return Item(action=Action(found["verb"]), step=step, member=int(found["member"]), text=word)
-    if found["leave"]:
-        return Item(action=Action.RELEASE_MEMBER, step=step, member=int(found["leave"]), text=word)
-    count = int(found["add"] or found["release"])
-    if count == 0:
+    action, given = Action(found["verb"] or found["whole"]), int(found["number"] or 0)
+    counts = action in (Action.ADD, Action.RELEASE)
+    if counts and not given:
         raise _bad(number, word, "changes nothing; K must be at least 1")
-    return Item(action=Action.ADD if found["add"] else Action.RELEASE, step=step, count=count, text=word)
+    member = None if counts or found["whole"] else given
+    return Item(action=action, step=int(found["step"]), count=given if counts else 0, member=member, text=word)
 
 
 def _check(items: list[Item], members: int) -> None:
