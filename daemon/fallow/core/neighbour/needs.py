@@ -94,22 +94,35 @@ def assess(
         if job.preempt_at is not None and cluster.at - job.preempt_at < site.preempts_again_s and is_ours(job, tokens)
         for node in job.nodes
     )
-    kept = _kept_nodes(placed, preemption, taken)
+    give_backs: dict[str, tuple[float, str, GiveBack]] = {}
+    kept: dict[str, set[str]] = {}
     delayed: dict[str, frozenset[str]] = {}
+    offers: list[tuple[Waiting, frozenset[str]]] = []
     for job, places in placed:
         if needed := frozenset[str]().union(*(room.tokens for room in places)):
             delayed[job.job_id] = delayed.get(job.job_id, frozenset()) | needed
+        else:
+            offers.append((job, frozenset(room.node.node for room in places)))
+        # Where Slurm has just taken a node from us, it preempts nothing more for this job.
+        begun = any(not taken.isdisjoint(preemption.nodes.get(name, ())) for name in job.partitions)
+        for room in places:
+            node = room.node.node
+            # Who has a node preempted for it comes before our requests and gets that node.
+            for name, nodes in preemption.nodes.items():
+                if node in nodes and (not preemption.takes(name, job, node) or (begun and node not in taken)):
+                    kept.setdefault(name, set()).add(node)
+            for a in room.allocations:
+                if begun or not preemption.takes(a.partition, job, node):
+                    wish = GiveBack(a.token, f"job {job.job_id} of {job.user} waits for a node", urgent=True)
+                    give_backs.setdefault(a.token, (-(a.start_at or 0.0), a.token, wish))
+    kept_nodes = {name: frozenset(nodes) for name, nodes in kept.items()}
     return ExternalDemand(
-        give_backs=_give_backs(placed, preemption, taken),
-        kept_nodes=kept,
-        competing_requests=_competing(cluster, harvest, preemption, kept, others),
+        give_backs=tuple(wish for *_, wish in sorted(give_backs.values(), key=lambda each: each[:2])),
+        kept_nodes=kept_nodes,
+        competing_requests=_competing(cluster, harvest, preemption, kept_nodes, others),
         contested_partitions=contested,
         delayed_jobs=delayed,
-        offers=tuple(
-            (job, frozenset(room.node.node for room in places))
-            for job, places in placed
-            if not any(room.tokens for room in places)
-        ),
+        offers=tuple(offers),
     )
 
 
@@ -126,6 +139,36 @@ def _nodes_of_own_run(allocations: Sequence[Allocation]) -> dict[str, frozenset[
         if allocation.harvested and allocation.state is not AllocationState.RELEASING:
             nodes.setdefault(allocation.run, set()).update(allocation.nodes)
     return {a.token: frozenset(nodes.get(a.run, ())) for a in allocations if a.hurried}
+
+
+def _competing(
+    cluster: ClusterState,
+    harvest: Sequence[Allocation],
+    preemption: Preemption,
+    kept: Mapping[str, frozenset[str]],
+    others: Sequence[Waiting],
+) -> frozenset[str]:
+    """Requests of ours that could take a node that is kept for others, or whose turn comes before theirs."""
+    requests = [a for a in harvest if a.state in WAITING]
+    tokens = {request.token for request in requests}
+    turns = {job.name: turn(job) for job in cluster.jobs if job.name in tokens}
+    found: set[str] = set()
+    for partition in {request.partition for request in requests}:
+        here = preemption.nodes.get(partition, frozenset())
+        beside = {name for name, nodes in preemption.nodes.items() if not nodes.isdisjoint(here)} | {partition}
+        # For whom Slurm makes room may come after us; jobs without a priority are held.
+        rivals = (
+            job for job in others if not beside.isdisjoint(job.partitions) and not preemption.takes(partition, job)
+        )
+        latest = (max(map(turn, job.jobs)) for job in rivals if min(each.priority for each in job.jobs) > 0)
+        last = max(latest, default=None)
+        for request in requests:
+            if request.partition == partition:
+                node = request.pinned or (request.part.node if request.part is not None else "")
+                in_the_way = node in kept.get(partition, ()) if node else partition in kept
+                if in_the_way or (last is not None and request.token in turns and turns[request.token] < last):
+                    found.add(request.token)
+    return frozenset(found)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -251,68 +294,3 @@ def _asks(job: JobInfo) -> tuple[object, ...]:
     size = (job.num_nodes, job.cpus_per_node, job.memory_mb_per_node, job.gpus_per_node, job.gpu_type, *job.gres)
     where = (job.partition, job.constraint, job.reservation, *job.required_nodes, "", *job.excluded_nodes)
     return (job.user, job.time_limit_s, job.exclusive, job.exclusive_user, *size, *where)
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# What follows
-# ---------------------------------------------------------------------------------------------------------------
-
-
-def _preempts_no_more(job: Waiting, preemption: Preemption, taken: frozenset[str]) -> bool:
-    """Return True if Slurm has just taken a node from us where this job waits."""
-    return any(not taken.isdisjoint(preemption.nodes.get(name, ())) for name in job.partitions)
-
-
-def _give_backs(placed: _Placed, preemption: Preemption, taken: frozenset[str]) -> tuple[GiveBack, ...]:
-    """Allocations of ours that must leave. Args: taken: nodes that Slurm has just taken from us."""
-    found: dict[str, tuple[float, str, GiveBack]] = {}
-    for job, places in placed:
-        begun = _preempts_no_more(job, preemption, taken)
-        for room in places:
-            for a in room.allocations:
-                if begun or not preemption.takes(a.partition, job, room.node.node):
-                    wish = GiveBack(a.token, f"job {job.job_id} of {job.user} waits for a node", urgent=True)
-                    found.setdefault(a.token, (-(a.start_at or 0.0), a.token, wish))
-    return tuple(wish for *_, wish in sorted(found.values(), key=lambda each: each[:2]))
-
-
-def _kept_nodes(placed: _Placed, preemption: Preemption, taken: frozenset[str]) -> dict[str, frozenset[str]]:
-    """`ExternalDemand.kept_nodes`. Who has a node preempted for it comes before our requests and gets that node."""
-    kept: dict[str, set[str]] = {}
-    for job, places in placed:
-        begun = _preempts_no_more(job, preemption, taken)
-        for node in (room.node.node for room in places):
-            for name, nodes in preemption.nodes.items():
-                if node in nodes and (not preemption.takes(name, job, node) or (begun and node not in taken)):
-                    kept.setdefault(name, set()).add(node)
-    return {name: frozenset(nodes) for name, nodes in kept.items()}
-
-
-def _competing(
-    cluster: ClusterState,
-    harvest: Sequence[Allocation],
-    preemption: Preemption,
-    kept: Mapping[str, frozenset[str]],
-    others: Sequence[Waiting],
-) -> frozenset[str]:
-    """Requests of ours that could take a node that is kept for others, or whose turn comes before theirs."""
-    requests = [a for a in harvest if a.state in WAITING]
-    tokens = {request.token for request in requests}
-    turns = {job.name: turn(job) for job in cluster.jobs if job.name in tokens}
-    found: set[str] = set()
-    for partition in {request.partition for request in requests}:
-        here = preemption.nodes.get(partition, frozenset())
-        beside = {name for name, nodes in preemption.nodes.items() if not nodes.isdisjoint(here)} | {partition}
-        # For whom Slurm makes room may come after us; jobs without a priority are held.
-        rivals = (
-            job for job in others if not beside.isdisjoint(job.partitions) and not preemption.takes(partition, job)
-        )
-        latest = (max(map(turn, job.jobs)) for job in rivals if min(each.priority for each in job.jobs) > 0)
-        last = max(latest, default=None)
-        for request in requests:
-            if request.partition == partition:
-                node = request.pinned or (request.part.node if request.part is not None else "")
-                in_the_way = node in kept.get(partition, ()) if node else partition in kept
-                if in_the_way or (last is not None and request.token in turns and turns[request.token] < last):
-                    found.add(request.token)
-    return frozenset(found)
