@@ -22,12 +22,10 @@ def planned(
     rules: HarvestRules,
     known: Known | None = None,
     external: ExternalDemand | None = None,
-    *,
-    asks_only: bool = False,
 ) -> Plan:
     """The plan of such a situation; where nothing is said of others' needs, they are worked out."""
     external = assess(cluster, allocations) if external is None else external
-    return plan(Situation(cluster, demands, allocations, rules, known or Known(), external, asks_only))
+    return plan(Situation(cluster, demands, allocations, rules, known or Known(), external))
 
 
 def actions(*situation: Any, **more: Any) -> list[Action]:

@@ -306,10 +306,10 @@ def test_a_warning_before_its_time_means_that_slurm_takes_a_node_from_us(
     agent = talk.play(run, allocation).greet()
     allocation.end_at, allocation.asked_at = end_at, asked_at
     agent.beat(warned=15)
-    assert (talk.turn.taken, allocation.warned) == (taken, taken)
+    assert (talk.turn.poll_soon, allocation.warned) == (taken, taken)
     assert len(talk.texts("release")) == 1
     agent.beat(warned=15)
-    assert not talk.turn.taken, "the same warning, said again"
+    assert not talk.turn.poll_soon, "the same warning, said again"
     assert len(talk.texts("release")) == 1
 
 

@@ -56,7 +56,6 @@ async def test_what_the_head_does_at_each_poll_and_tick_does_not_grow_with_runs_
     turn = site.turn()
     checkpoints.adopt(turn)
     deadlines.tick(turn)
-    site.harvest.plan_again(turn)
     assert site.harvest.neighbours.interval_s(site.book) and other.live_allocations()
 
 

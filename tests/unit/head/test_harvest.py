@@ -16,7 +16,7 @@ from builders import cluster, job, waits
 from fallow.config import Config
 from fallow.config import Harvest as HarvestSection
 from fallow.core.accounting.backoff import FIRST_S, Asker, Backoff
-from fallow.core.allocations import SUBMIT_S, Agent, Allocation
+from fallow.core.allocations import SUBMIT_S, Allocation
 from fallow.core.planning.allowance import AHEAD
 from fallow.core.planning.rules import HarvestRules, Known
 from fallow.head.api.views import node_views
@@ -72,33 +72,19 @@ async def test_a_node_that_was_just_given_back_is_none_of_others_until_slurm_sho
     assert owners()[held] == (NodeOwner.IDLE, None, False)
 
 
-async def test_a_run_that_begins_to_train_asks_at_once_for_what_the_last_poll_showed_idle(tmp_path: Path) -> None:
+async def test_a_run_that_begins_to_train_has_slurm_polled_soon(tmp_path: Path) -> None:
     site = Site(tmp_path, ScriptedSlurm(2, config=config()))
     run = site.run(nodes=4)
     run.record.base_wanted, run.record.slots = True, None
     await site.poll()
     assert not run.live_allocations(), "nobody knows yet whether its script works"
-
-    def begins(after_s: float) -> int:
-        turn = Turn(site.book, site.slurm.now + after_s, site.slurm.now + after_s)
-        site.harvest.plan_again(turn)
-        return len(turn.submissions)
-
     base = site.book.new_allocation(run, AllocationKind.BASE, site.slurm.now)
     base.state = AllocationState.RUNNING
     turn, nodes = site.turn(), Nodes(run)
     nodes.ready(turn, nodes.come(turn, base, "n1"))
-    assert not turn.began
+    assert not turn.poll_soon
     nodes.settle(turn)
-    assert turn.began
-    assert begins(POLL_S + 1) == 0, "too long ago"
-    early = site.book.new_allocation(run, AllocationKind.HARVEST, site.slurm.now, partition="scavenge")
-    early.state, early.agents = AllocationState.RUNNING, {"n2": Agent()}
-    assert begins(POLL_S - 1) == 0, "an agent has come on n2, and none of its nodes is known"
-    assert site.harvest.asking.unused == {}, "so it is not idle"
-    site.book.end_allocation(run, early, "gone")
-    assert begins(POLL_S - 1) == 1, "n1 is the base job's, though the last poll showed it idle"
-    assert begins(POLL_S - 1) == 0, "it is asked for already"
+    assert turn.poll_soon
 
 
 @pytest.mark.parametrize("seed", range(2))

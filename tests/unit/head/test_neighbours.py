@@ -15,7 +15,7 @@ from fallow.config import Harvest as HarvestSection
 from fallow.core.accounting.backoff import Backoff
 from fallow.core.allocations import CANCEL_AGAIN_S, Agent, Allocation
 from fallow.core.membership import events as ev
-from fallow.core.neighbour.site import site_rules
+from fallow.core.neighbour.site import UNKNOWN, site_rules
 from fallow.core.protocol.agents import EndAgent
 from fallow.files import write_private
 from fallow.head import deadlines
@@ -65,7 +65,7 @@ def test_polls_come_soon_once_slurm_has_taken_a_node_from_us(book: Book, run: Ru
     """Who came at the same time may have counted on it, too, and preempts nobody else for a while."""
     harvest = Harvest(CONFIG)
     harvest.neighbours.polled(turn(book), cluster(run, False), SITE)
-    harvest.neighbours.taken(NOW + 7)
+    harvest.neighbours.poll_soon(NOW + 7)
     found = []
     for at in (NOW + 6.9, NOW + 7, NOW + 12, NOW + 42):
         harvest.neighbours.polled(turn(book), cluster(run, False, at), SITE)
@@ -283,7 +283,7 @@ def test_a_base_job_that_slurm_shows_after_it_was_lost_is_cancelled(
 def test_nodes_are_shared_or_not_for_us_as_for_others() -> None:
     for select_type, whole in (("select/linear", True), ("select/cons_tres", False), ("", True)):
         assert site_rules(msgspec.structs.replace(SITE, select_type=select_type)).whole_nodes is whole
-    assert site_rules(None).whole_nodes
+    assert site_rules(UNKNOWN).whole_nodes
 
 
 def test_refusals_are_told_once(book: Book, run: Run) -> None:

@@ -106,9 +106,9 @@ class _Strikes:
     freed_now: tuple[float, int] = (0.0, 0)
     "when the last ones did, and how many"
 
-    def add(self, now: float, wait_s: float | None = None) -> None:
-        """Once more: leave it alone from now on, for so long, or for longer than the time before."""
-        self.until = now + (pause_s(self.count) if wait_s is None else wait_s)
+    def add(self, now: float) -> None:
+        """Once more: leave it alone from now on, for longer than the time before."""
+        self.until = now + pause_s(self.count)
         self.count += 1
 
 
@@ -148,15 +148,14 @@ class Backoff:
         strikes.tries, strikes.freed = 1, since
         return True
 
-    def put_off(self, what: str, now: float, wait_s: float | None = None) -> None:
+    def put_off(self, what: str, now: float) -> None:
         """Leave jobs of one run alone, whatever went wrong: that says nothing of other runs.
 
         Args:
             what: `base_job` or `harvest_jobs` of a run.
             now: Unix time.
-            wait_s: for so long; None: for longer than the time before.
         """
-        self._alone.setdefault(_of_run(what), _Strikes()).add(now, wait_s)
+        self._alone.setdefault(_of_run(what), _Strikes()).add(now)
 
     def take_up(self, what: str) -> None:
         """They are well again, or somebody says so."""

@@ -18,9 +18,6 @@ ON_NODE = 2
 ROUNDS = 5
 """Times that jobs are put off before nothing is asked for any more."""
 
-BACKOFF_S = 600.0
-"""The longest that a job is put off."""
-
 
 class Duds(msgspec.Struct, kw_only=True):
     """Those of a run."""
@@ -68,20 +65,3 @@ def came(duds: Duds, node: str) -> None:
     """An agent has come: the script works there. What ended on other nodes counts against those still."""
     duds.in_a_row = 0
     duds.on.pop(node, None)
-
-
-def put_off_s(duds: Duds, failures: int, poll_s: float) -> float | None:
-    """A further job has come to nothing while none was put off: for so long the next one is.
-
-    Args:
-        duds: changed in place.
-        failures: in a row, those of workers that never got ready included.
-        poll_s: between polls.
-
-    Returns:
-        Seconds, 0: not at all; None: nothing is to be asked for any more.
-    """
-    if failures < DUDS:
-        return 0.0
-    duds.rounds += 1
-    return min(BACKOFF_S, poll_s * 2.0**duds.rounds) if duds.rounds <= ROUNDS else None

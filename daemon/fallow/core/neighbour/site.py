@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from fallow.core.parameters import numbers
 from fallow.model import ClusterConfig
 
+UNKNOWN = ClusterConfig(cluster="", slurm_version="")
+"""Stands for a configuration that Slurm has not told yet: its own defaults, without shared nodes."""
+
 LOOKED_AT = 500
 """Slurm's own default of bf_max_job_test."""
 
@@ -28,18 +31,13 @@ class SiteRules:
     "a job for which Slurm has preempted others has it do so again only after this time, whatever became of the nodes"
 
 
-def site_rules(config: ClusterConfig | None) -> SiteRules:
+def site_rules(config: ClusterConfig) -> SiteRules:
     """Read the site's configuration.
 
     Only cons_tres and cons_res share nodes between jobs. Backfill sleeps for bf_interval after a cycle, which lasts up
     to bf_max_time (as long as bf_interval, if that is not set: https://slurm.schedmd.com/slurm.conf.html). For
     `preempts_again_s` see `select_nodes` in Slurm's src/slurmctld/node_scheduler.c; tried on 22.05.
-
-    Args:
-        config: None: Slurm has not told it yet.
     """
-    if config is None:
-        return SiteRules(whole_nodes=True)
     most_jobs = numbers(r"(?:^|,)bf_max_job_test=(\d+)", config.scheduler_parameters)
     max_time_s = numbers(r"(?:^|,)bf_max_time=(\d+)", config.scheduler_parameters)
     cycle_s = config.backfill_interval_s + (max_time_s[0] if max_time_s else config.backfill_interval_s)

@@ -6,7 +6,7 @@ from math import ceil
 
 from msgspec.structs import replace
 
-from fallow.core.neighbour.site import LOOKED_AT, site_rules
+from fallow.core.neighbour.site import LOOKED_AT, UNKNOWN, site_rules
 from fallow.core.parameters import numbers
 from fallow.core.planning.experience import Experience
 from fallow.core.planning.rules import HarvestRules
@@ -17,11 +17,8 @@ AHEAD = 2
 large job leaves is lost until the next poll but for these. No more than half of those that may wait at all: what is
 idle comes first. And no more than half of all jobs that backfill looks at: they come last, but take their time."""
 
-BACKFILL_S = 30.0
-"""From one cycle of backfill to the next, unless Slurm has said: its own default."""
-
 RESOLUTION_S = 60.0
-"""Of backfill's plan, likewise."""
+"""Of the times in backfill's plan, unless bf_resolution says otherwise (slurm.conf(5))."""
 
 FEW = 4
 """As many requests may wait at once however often is polled, and no more of normal priority for one run."""
@@ -54,12 +51,18 @@ def rules(
         max_pending, poll_interval_s, submits_per_min: as configured.
         limits_known: Slurm has told the limits of the owner's accounts and QOS.
     """
-    usual = 1 << 30 if max_pending is None else max_pending
-    most = usual if site is None else min(usual, pending_allowed(site))
-    waiting = usual if site is None else min(usual, pending_allowed(site, in_all=True))
-    if not limits_known and max_pending is None and site is not None and site.accounting:
-        waiting = min(waiting, LIMITS_UNKNOWN)
-    at_once = most if max_pending is not None else min(most, _at_once(site, interval_s, submits_per_min))
+    site, usual = site or UNKNOWN, 1 << 30 if max_pending is None else max_pending
+    most = at_once = min(usual, pending_allowed(site))
+    waiting = min(usual, pending_allowed(site, in_all=True))
+    backfill_s, parameters = site.backfill_interval_s, site.scheduler_parameters
+    if max_pending is None:
+        waiting = min(waiting, LIMITS_UNKNOWN) if site.accounting and not limits_known else waiting
+        # However many fall idle, they are asked for as fast as may be. One waits until Slurm has looked, and then until
+        # a poll shows that it started; what counted polls alone let a sixth through where polls come every 5 s.
+        at_once = min(most, max(FEW, round(submits_per_min * (interval_s + backfill_s) / 60.0)))
+    # Jobs of all users together that backfill looks at in a cycle, in a partition or in all.
+    looked_at = _least(r"bf_max_job_(?:test|part)=(\d+)", parameters, LOOKED_AT)
+    resolution_s = next(iter(numbers(r"(?:^|,)bf_resolution=(\d+)", parameters)), RESOLUTION_S)
     start_s = experience.start_s(now)
     return replace(
         configured,
@@ -68,22 +71,13 @@ def rules(
         # A job that trains for less than it takes to begin is a burden to the site. Where nodes take longer to begin
         # than any job may last, the longest are asked for: were there none, nobody would see that it is over.
         min_minutes=max(configured.min_minutes, min(configured.max_minutes, ceil(2.0 * start_s / 60.0))),
-        start_patience_s=3 * poll_interval_s + 2 * _backfill_s(site),
-        slack_s=_resolution_s(site) + _backfill_s(site),
+        start_patience_s=3 * poll_interval_s + 2 * backfill_s,
+        slack_s=resolution_s + backfill_s,
         # Two polls may pass before a wish is a job, and then it has to start.
         lead_s=configured.margin_s + 2 * poll_interval_s + experience.wait_s(now) + start_s,
         whole_nodes=site_rules(site).whole_nodes,
-        ahead=min(max(AHEAD, round(experience.at_once(now))), _looked_at(site) // 2, most // 2),
+        ahead=min(max(AHEAD, round(experience.at_once(now))), looked_at // 2, most // 2),
     )
-
-
-def _at_once(site: ClusterConfig | None, interval_s: float, submits_per_min: float) -> int:
-    """Requests for idle nodes that may wait at once: however many fall idle, they are asked for as fast as may be.
-
-    One waits until Slurm has looked, and then until a poll shows that it started; what counted polls alone let a sixth
-    of the submissions through where polls come every 5 s.
-    """
-    return max(FEW, round(submits_per_min * (interval_s + _backfill_s(site)) / 60.0))
 
 
 def pending_allowed(site: ClusterConfig, *, in_all: bool = False) -> int:
@@ -91,23 +85,6 @@ def pending_allowed(site: ClusterConfig, *, in_all: bool = False) -> int:
     since the user's own ones need the others."""
     pattern = r"bf_max_job_(?:user|assoc)=(\d+)" if in_all else r"bf_max_job_(?:user|assoc|user_part)=(\d+)"
     return max(1, _least(pattern, site.scheduler_parameters, 2 << 30) // 2)
-
-
-def _looked_at(site: ClusterConfig | None) -> int:
-    """Jobs of all users together that backfill looks at in a cycle, in a partition or in all."""
-    if site is None:
-        return LOOKED_AT
-    return _least(r"bf_max_job_(?:test|part)=(\d+)", site.scheduler_parameters, LOOKED_AT)
-
-
-def _backfill_s(site: ClusterConfig | None) -> float:
-    return BACKFILL_S if site is None else site.backfill_interval_s
-
-
-def _resolution_s(site: ClusterConfig | None) -> float:
-    """Of the times in backfill's plan (`bf_resolution`, https://slurm.schedmd.com/slurm.conf.html)."""
-    said = () if site is None else numbers(r"(?:^|,)bf_resolution=(\d+)", site.scheduler_parameters)
-    return float(said[0]) if said else RESOLUTION_S
 
 
 def _least(pattern: str, parameters: str, otherwise: int) -> int:

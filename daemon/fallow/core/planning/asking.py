@@ -6,22 +6,19 @@ changed since the poll. Only idle GPUs of a shared node are asked for by the nod
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from functools import cached_property
 from math import floor
 
 from fallow.core.accounting.budget import minutes_in
 from fallow.core.allocations import Allocation
-from fallow.core.holes import CLOSED, Hole, Part, is_idle, planned_ends, waits
+from fallow.core.holes import CLOSED, Hole, Part, is_idle, planned_ends
 from fallow.core.kinds import Kind
-from fallow.core.neighbour.waiting import nodes_for
 from fallow.core.planning.caps import Caps
 from fallow.core.planning.offers import Eligibility, Offer
 from fallow.core.planning.rules import Demand, HarvestRules, most_minutes, sleeping_nodes
-from fallow.core.planning.share import Party, Supply
 from fallow.core.planning.situation import Situation
 from fallow.core.planning.unstarted import RunClass
 from fallow.model import ClusterState
@@ -67,6 +64,13 @@ class Asking:
     ) -> None:
         self._situation, self._eligibility, self._offered = situation, eligibility, offered
         self.taken, self.caps, self._shorter = set(taken), caps, shorter
+        self._users: dict[str, frozenset[RunClass]] = {}
+        "idle node -> classes of runs that can use it, in whatever partition"
+        for hole, users in offered:
+            before = self._users.get(hole.node)
+            self._users[hole.node] = users if before is None else before | users
+        self._idle = Counter(users for node, users in self._users.items() if node not in self.taken)
+        "classes of runs -> idle nodes that they can use and nobody has asked for"
         self._budgets = {demand.run: demand.budget_node_s for demand in situation.demands}
         self._queues: dict[str, deque[Hole]] = {}
         "run -> holes that it can use, from the first that was not passed over for good"
@@ -86,6 +90,7 @@ class Asking:
                 self.reasons.setdefault(hole.node, why)
             elif (minutes := self._minutes(hole, demand)) is not None:
                 self.taken.add(hole.node)
+                self._idle[self._users[hole.node]] -= 1
                 exclude = () if hole.part else self._unsuitable(demand.kind, hole.partition)
                 part = None if hole.part is None else demand.kind.share(hole.part)
                 return self._made(demand, Ask(demand.run, hole.partition, minutes, "", part, exclude, replaces))
@@ -119,7 +124,12 @@ class Asking:
             return None
         (name,) = leaving.nodes
         node = self._situation.nodes.get(name)
-        if name in self._wanted or name in demand.barred or node is None or not CLOSED.isdisjoint(node.flags):
+        if (
+            name in self._situation.contested_nodes
+            or name in demand.barred
+            or node is None
+            or not CLOSED.isdisjoint(node.flags)
+        ):
             return None
         if name in partition.unpreempted and name not in partition.nodes:
             return None
@@ -130,29 +140,15 @@ class Asking:
             return None
         return self._made(demand, Ask(demand.run, leaving.partition, minutes, name, leaving.part, (), leaving.token))
 
-    def supply(self) -> Supply:
-        """Idle nodes that nobody has asked for, by the runs that may ask for them."""
-        classes: dict[str, frozenset[RunClass]] = {}
-        "node -> classes of runs that may ask for it"
-        places: dict[str, int] = {}
-        "partition -> places that no node counted so far will take"
-        for hole, able in self._offered:
-            if not able or hole.node in self.taken:
-                continue
-            if places.setdefault(hole.partition, self.caps.places([hole.partition])) > 0:
-                places[hole.partition] -= hole.node not in classes
-                classes[hole.node] = classes.get(hole.node, frozenset()) | able
-        demands = self._situation.demands
-        runs = {some: frozenset(d.run for d in demands if d.run_class in some) for some in set(classes.values())}
-        return Supply([runs[some] for some in classes.values()], self.caps.nodes_left())
+    def places(self, demand: Demand) -> int:
+        """Nodes more that a run may hold where it may ask."""
+        return self.caps.places(self._eligibility.partitions(demand.run_class))
 
-    def within_caps(self, parties: Iterable[Party], refused: Collection[str] = ()) -> list[Party]:
-        """The runs with room for no more nodes than may be held where they may ask; `refused`: those may not ask."""
-        found = []
-        for party in parties:
-            places = self.caps.places(self._eligibility.partitions(self._situation.by_run[party.run].run_class))
-            found.append(party._replace(room=0 if party.run in refused else min(party.room, places)))
-        return found
+    def idle(self, demand: Demand) -> int:
+        """Idle nodes of these that nobody has asked for."""
+        run_class = demand.run_class
+        usable = sum(number for users, number in self._idle.items() if run_class in users)
+        return min(usable, self.places(demand))
 
     def _made(self, demand: Demand, ask: Ask) -> Ask:
         self.caps.add_request(demand.asker, ask.partition, pinned=bool(ask.node), ahead=ask.ahead)
@@ -204,11 +200,6 @@ class Asking:
         return None
 
     # -- which nodes ----------------------------------------------------------------------------------------------
-
-    @cached_property
-    def _wanted(self) -> frozenset[str]:
-        """Nodes that others wait for, or might."""
-        return nodes_for(self._situation.cluster, [job for job in self._situation.cluster.jobs if waits(job)])
 
     def _magnetic(self, kind: Kind) -> frozenset[str]:
         """Nodes of reservations in which Slurm starts whatever is allowed to, also jobs that do not name them."""

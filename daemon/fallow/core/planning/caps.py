@@ -22,35 +22,30 @@ class Caps:
     def __init__(self, situation: Situation, held: Iterable[Allocation], pending: Iterable[Allocation]) -> None:
         self._rules, self._backoff, self._at = situation.rules, situation.known.backoff, situation.at
         self._held = Counter(a.partition for a in situation.allocations if a.hurried and a.live)
-        self._waiting = self._fresh = self._old = 0
-        self._by_asker = Counter[Asker]()
+        self.waiting = 0
+        "requests that wait"
+        self._fresh = self._old = 0
+        self._by_asker = Counter[Asker | None]()
         held = list(held)
         live, waits = {allocation.token for allocation in held}, {allocation.token for allocation in pending}
         for allocation in held:
             # A successor that waits for the node of the lease before it is the same node.
             if not (allocation.pinned and allocation.token in waits and allocation.replaces in live):
-                self.add_node(allocation.partition)
+                self._held[allocation.partition] += 1
             if allocation.token in waits:
-                demand = situation.by_run.get(allocation.run)
-                counts = not situation.waits_for_others(allocation)
-                self._old += not (counts or allocation.ahead)
-                self._count(None if demand is None else demand.asker, counts=counts)
+                demand, is_fresh = situation.by_run.get(allocation.run), not situation.waits_for_others(allocation)
+                self._old += not (is_fresh or allocation.ahead)
+                self._count(None if demand is None else demand.asker, is_fresh=is_fresh)
 
-    def _count(self, asker: Asker | None, *, counts: bool) -> None:
-        self._waiting += 1
-        self._fresh += counts
-        if asker is not None:
-            self._by_asker[asker] += 1
+    def _count(self, asker: Asker | None, *, is_fresh: bool) -> None:
+        self.waiting += 1
+        self._fresh += is_fresh
+        self._by_asker[asker] += 1
 
     def add_request(self, asker: Asker, partition: str, *, pinned: bool = False, ahead: bool = False) -> None:
         """One more request is made."""
-        self._count(asker, counts=not ahead)
-        if not pinned:
-            self.add_node(partition)
-
-    def add_node(self, partition: str) -> None:
-        """One more node is held or asked for there."""
-        self._held[partition] += 1
+        self._count(asker, is_fresh=not ahead)
+        self._held[partition] += not pinned
 
     def nodes_left(self) -> int:
         """Nodes more that may be held in all."""
@@ -79,7 +74,7 @@ class Caps:
         """Requests more that may wait for idle nodes."""
         most = self._rules.max_pending
         fresh = min(most, 2 * most - self._old) - self._fresh
-        return max(0, min(fresh, self._rules.max_waiting - self._waiting))
+        return max(0, min(fresh, self._rules.max_waiting - self.waiting))
 
     def may_wait(self, asker: Asker) -> bool:
         """May one more request wait in this name? Its account or QOS may have been at a limit of late."""
@@ -88,9 +83,4 @@ class Caps:
 
     def may_wait_ahead(self) -> bool:
         """May one more request wait for a node that others still have?"""
-        return self._waiting < self._rules.max_waiting
-
-    @property
-    def waiting(self) -> int:
-        """Requests that wait."""
-        return self._waiting
+        return self.waiting < self._rules.max_waiting

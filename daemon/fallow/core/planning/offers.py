@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from fallow.core.allocations import Allocation
 from fallow.core.holes import Hole, Part
 from fallow.core.kinds import may_use
-from fallow.core.planning.rules import may_take
+from fallow.core.planning.rules import needed_s, off_limits
 from fallow.core.planning.situation import Situation
 from fallow.core.planning.unstarted import FIRST_S, RunClass
 
@@ -52,11 +51,14 @@ class Eligibility:
 
     def usable_in(self, run_class: RunClass, node: str) -> list[str]:
         """Partitions in which such runs can use this node as a whole."""
-        return [name for name in self._partitions_of.get(node, ()) if not self.why_not(run_class, node, name)]
+        known, rules = self._situation.nodes.get(node), self._situation.rules
+        here = (self._situation.by_partition.get(name) for name in (() if known is None else known.partitions))
+        names = [p.partition for p in here if p is not None and node not in off_limits(p, rules)]
+        return [name for name in names if not self.why_not(run_class, node, name)]
 
     def could_take(self, allocation: Allocation, hole: Hole) -> bool:
         """Could Slurm start a request on this hole now?"""
-        fits = may_take(allocation, hole.length_s, self._situation.at, self._situation.rules)
+        fits = hole.length_s is None or hole.length_s >= needed_s(allocation, self._situation.at, self._situation.rules)
         return fits and self.stands_for(allocation, hole)
 
     def stands_for(self, allocation: Allocation, hole: Hole) -> bool:
@@ -84,14 +86,6 @@ class Eligibility:
         if (run_class, node, partition) not in self._declined:
             left_s = self._situation.known.unstarted.declined_s(node, run_class, partition, self._situation.at)
         return f"declined: Slurm starts no request there; left alone for {left_s:.0f} s" if left_s else ""
-
-    @cached_property
-    def _partitions_of(self) -> Mapping[str, Sequence[str]]:
-        found: dict[str, list[str]] = {}
-        for partition in self._situation.partitions:
-            for node in partition.nodes:
-                found.setdefault(node, []).append(partition.partition)
-        return found
 
 
 class Offer(NamedTuple):

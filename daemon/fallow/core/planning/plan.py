@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, log2
 
 from fallow.core.accounting.budget import minutes_in
@@ -25,7 +25,7 @@ from fallow.core.planning.asking import Ask, Asking
 from fallow.core.planning.caps import Caps
 from fallow.core.planning.offers import Eligibility, match, offers
 from fallow.core.planning.rules import Demand, HarvestRules
-from fallow.core.planning.share import Party, Worth, linear, move, share, step_up, useful
+from fallow.core.planning.share import Party, Step, Worth, linear, move, step_up, useful
 from fallow.core.planning.situation import Situation
 from fallow.core.planning.unused import unused
 from fallow.core.planning.withdrawals import Withdraw, wanted_back, withdrawals
@@ -81,17 +81,15 @@ class _Draft:
     def __init__(self, situation: Situation) -> None:
         self._situation, self._eligibility = situation, Eligibility(situation)
         self._give_backs = _first_of_each([*situation.external.give_backs, *wanted_back(situation)])
-        lost = withdrawals(situation, self._eligibility)
-        self._withdrawals, self._asks = [] if situation.asks_only else lost, list[Ask]()
-        for each in lost:
+        self._withdrawals, self._asks = withdrawals(situation, self._eligibility), list[Ask]()
+        for each in self._withdrawals:
             if each.declined:
                 self._eligibility.decline(each.token, each.declined)
         going = self._going
         waiting = [a for a in situation.pending if a.token not in going]
         taken, self._unmatched = match(waiting, situation.holes, self._eligibility)
         # Idle nodes come first: what waits for nodes that others still have must not keep anybody from asking for them.
-        movable = [] if situation.asks_only else self._unmatched
-        self._movable = [a for a in movable if situation.waits_for_others(a)]
+        self._movable = [a for a in self._unmatched if situation.waits_for_others(a)]
         # What is given back is held until its job has ended.
         gone = {each.token for each in self._withdrawals}.union(a.token for a in self._movable)
         self._caps = Caps(situation, [a for a in situation.harvest if a.token not in gone], waiting)
@@ -101,10 +99,8 @@ class _Draft:
         have = _have(situation.harvest, going)
         self._parties = {demand.run: _party(demand, have[demand.run], situation.rules) for demand in situation.demands}
         self._count(self._movable, -1)
-        self._unmet: dict[str, int] = {}
+        self._unmet = Counter[str]()
         "run -> nodes that it should have and may not ask for: a cap, or its budget, is used up"
-        self._losing: set[str] = set()
-        "runs from which something is taken since it is worth more elsewhere, or nothing"
 
     @property
     def _going(self) -> set[str]:
@@ -114,19 +110,35 @@ class _Draft:
     # -- who gets what -------------------------------------------------------------------------------------------------
 
     def share_idle_nodes(self) -> None:
-        """Ask for idle nodes. What a run may not ask for after all is for the others."""
-        stays_s = stay_s(self._situation.rules)
-        while more := share(
-            self._asking.within_caps(self._parties.values(), self._unmet), self._asking.supply(), stays_s
-        ):
-            for run, nodes in more.items():
-                asked = 0
-                while asked < nodes and (ask := self._asking.ask(self._situation.by_run[run])) is not None:
-                    self._asks.append(ask)
-                    asked += 1
-                self._add(run, asked)
-                if asked < nodes:
-                    self._unmet[run] = nodes - asked
+        """Ask for idle nodes, always for the run to which the next one is worth most.
+
+        What a run may not ask for after all is for the others.
+        """
+        grown = set[str]()
+
+        def next_step(run: str) -> Step:
+            party, unmet = self._parties[run], self._unmet[run]
+            most = min(party.room, self._asking.idle(self._situation.by_run[run])) - unmet
+            return step_up(
+                party.worth, party.have + unmet, most, stay_s(self._situation.rules), stalls=run not in grown
+            )
+
+        steps = {run: next_step(run) for run in self._parties}
+        while steps:
+            run = max(steps, key=lambda run: steps[run].gain)
+            nodes, demand = steps[run].nodes, self._situation.by_run[run]
+            if not nodes:
+                break
+            if nodes <= self._asking.idle(demand):
+                asks: list[Ask] = []
+                while run not in self._unmet and len(asks) < nodes and (ask := self._asking.ask(demand)) is not None:
+                    asks.append(ask)
+                self._asks += asks
+                self._parties[run].add(len(asks))
+                if len(asks) < nodes:
+                    self._unmet[run] += nodes - len(asks)
+                grown.add(run)
+            steps[run] = next_step(run)
         for allocation in self._movable:
             self._keep_waiting(allocation)
 
@@ -136,14 +148,12 @@ class _Draft:
         has_room = run in self._parties and self._parties[run].room > 0
         if has_room and not caps.full(allocation.partition) and caps.may_wait_ahead():
             caps.add_request(self._situation.by_run[run].asker, allocation.partition, ahead=True)
-            self._add(run, 1)
+            self._parties[run].add(1)
         else:
             self._withdrawals.append(Withdraw(allocation.token, "an idle node is asked for instead"))
 
     def move_nodes(self) -> None:
         """Take nodes from runs that gain nothing from them, or less than another one would."""
-        if self._situation.asks_only:
-            return
         growing = {ask.run for ask in self._asks}.union(() if self._caps.requests_left() else self._unmet)
         for party in [party for run, party in self._parties.items() if run not in growing]:
             self._drop_useless(party)
@@ -164,7 +174,7 @@ class _Draft:
         self._give_backs += [GiveBack(a.token, reason) for a in held]
         self._count([*waits, *held], -1)
         if waits or held:
-            self._losing.add(party.run)
+            party.room = 0
 
     def _move_to_who_gains_more(self) -> None:
         """Take nodes from one run for another one, no more than can be asked for again soon.
@@ -173,32 +183,27 @@ class _Draft:
         back.
         """
         situation, reason = self._situation, "another run gains more from it"
-        going, sellers = self._going, set[str]()
+        going, sellers = self._going, dict[str, Party]()
         waits = [a for a in self._unmatched if a.token not in going]
         self._count(waits, -1)
         until = situation.at + MOVABLE_S
         held = [a for a in situation.harvest if _is_held(a) and a.part is None and a.token not in going]
         leases = _newest_first(a for a in held if a.end_at is None or a.end_at >= until)
         next_s = next_node_s(situation.known.experience.between_s(situation.at))
-        moved = 0
-
-        def parties() -> list[Party]:
-            return [party._replace(room=0) if run in sellers else party for run, party in self._parties.items()]
-
-        while found := move(parties(), leases, self._may_move, stay_s=stay_s(situation.rules), next_s=next_s):
-            lease, buyer = found
-            if moved >= self._caps.requests_left():
+        for _ in range(self._caps.requests_left()):
+            found = move(self._parties.values(), leases, self._may_move, stay_s=stay_s(situation.rules), next_s=next_s)
+            if found is None:
                 break
+            lease, buyer = found
             # Nobody both gets and gives: what is given up for one that has yet to come may go to somebody else.
             leases = [each for each in leases if each is not lease and each.run != buyer]
-            self._add(lease.run, -1)
-            self._add(buyer, 1)
+            seller = sellers[lease.run] = self._parties[lease.run]
+            self._parties[buyer].add(1)
+            seller.add(-1)
+            seller.room = 0
             self._give_backs.append(GiveBack(lease.token, reason))
-            sellers.add(lease.run)
-            moved += 1
         self._withdrawals += [Withdraw(a.token, reason) for a in waits if a.run in sellers]
         self._count([a for a in waits if a.run not in sellers], 1)
-        self._losing |= sellers
 
     def _may_move(self, run: str, lease: Allocation) -> bool:
         """May this run ask for the node of that lease once it is idle?"""
@@ -235,43 +240,39 @@ class _Draft:
             return
         ours = {allocation.token for allocation in situation.allocations}
         coming = find_coming(situation.cluster, situation.partitions, ours, situation.contested_nodes)
-        open_to = {run: party for run, party in self._parties.items() if party.room > 0 and run not in self._losing}
+        # They are no nodes yet: who waits for them is not part of what a run should have.
+        open_to = {run: replace(party) for run, party in self._parties.items()}
         while open_to and free > 0:
-            steps = {
-                party.run: step_up(party.worth, party.have, min(party.room, free), stay_s(situation.rules))
-                for party in self._asking.within_caps(open_to.values())
-            }
+            steps: dict[str, Step] = {}
+            for run, party in open_to.items():
+                most = min(party.room, free, self._asking.places(situation.by_run[run]))
+                steps[run] = step_up(party.worth, party.have, most, stay_s(situation.rules))
             run = max(steps, key=lambda run: steps[run].gain)
             if not steps[run].nodes:
                 return
-            party = open_to.pop(run)
             ask = self._asking.ahead(situation.by_run[run], coming)
-            if ask is not None:
+            if ask is None:
+                del open_to[run]
+            else:
                 self._asks.append(ask)
+                open_to[run].add(1)
                 free -= 1
-                if party.room > 1:
-                    open_to[run] = party._replace(have=party.have + 1, room=party.room - 1)
 
     def finished(self) -> Plan:
         """The plan as it stands."""
         return Plan(
-            give_backs=() if self._situation.asks_only else tuple(self._give_backs),
+            give_backs=tuple(self._give_backs),
             withdrawals=tuple(self._withdrawals),
             asks=tuple(self._asks),
-            targets={run: party.have + self._unmet.get(run, 0) for run, party in self._parties.items()},
+            targets={run: party.have + self._unmet[run] for run, party in self._parties.items()},
             unused=unused(self._situation, self._eligibility, self._offered, self._asking),
         )
-
-    def _add(self, run: str, nodes: int) -> None:
-        """A run has so many nodes more, requests included."""
-        party = self._parties[run]
-        self._parties[run] = party._replace(have=party.have + nodes, room=party.room - nodes)
 
     def _count(self, allocations: Iterable[Allocation], each: int) -> None:
         """Count each of these allocations as so many nodes more of its run."""
         for allocation in allocations:
             if allocation.run in self._parties:
-                self._add(allocation.run, each)
+                self._parties[allocation.run].add(each)
 
 
 def stay_s(rules: HarvestRules) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from fallow.core.accounting.backoff import Asker, Backoff
 from fallow.core.accounting.prices import WakePrice
 from fallow.core.allocations import Allocation
-from fallow.core.holes import SLEEPING, Hole, find_holes, is_asleep
+from fallow.core.holes import SLEEPING, is_asleep
 from fallow.core.kinds import Kind, open_to
 from fallow.core.neighbour.permission import too_small_for
 from fallow.core.planning.experience import Experience
@@ -100,29 +100,6 @@ class Known:
     unstarted: Unstarted = field(default_factory=Unstarted)
 
 
-def holes_of(
-    cluster: ClusterState,
-    partitions: Sequence[PartitionInfo],
-    allocations: Sequence[Allocation],
-    rules: HarvestRules,
-) -> list[Hole]:
-    """Where there is anything to be asked for.
-
-    Args:
-        cluster: one poll.
-        partitions: that may be harvested.
-        allocations: our own, whose planned starts bound nothing.
-        rules: what is allowed.
-    """
-    return find_holes(
-        cluster,
-        partitions,
-        ours={a.token for a in allocations},
-        whole_nodes=rules.whole_nodes,
-        wakes=None if rules.wake is None else rules.wakes,
-    )
-
-
 def sleeping_nodes(nodes: Iterable[NodeInfo], partition: str, rules: HarvestRules) -> frozenset[str]:
     """Return the nodes that a request in this partition must not wake."""
     asleep = (node for node in nodes if node.flags and not SLEEPING.isdisjoint(node.flags))
@@ -170,12 +147,10 @@ def most_minutes(partition: PartitionInfo, rules: HarvestRules) -> int:
     return rules.max_minutes if limit_s is None else min(rules.max_minutes, int(limit_s // 60))
 
 
-def may_take(allocation: Allocation, length_s: float | None, at: float, rules: HarvestRules) -> bool:
-    """Is a pending request short enough for this hole? Slurm starts nothing that runs into what is planned."""
-    return length_s is None or length_s >= needed_s(allocation, at, rules)
-
-
 def needed_s(allocation: Allocation, at: float, rules: HarvestRules) -> float:
-    """Return how long a hole must be for a pending request. One that was made for the hole did fit a moment ago."""
+    """Return how long a hole must be for a pending request: Slurm starts nothing that runs into what is planned.
+
+    One that was made for the hole did fit a moment ago.
+    """
     ago_s = min(at - allocation.requested_at, rules.start_patience_s)
     return 60.0 * (allocation.minutes or 0) - ago_s

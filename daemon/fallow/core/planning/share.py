@@ -11,8 +11,7 @@ arXiv 2106.12091, with costs in time). A node changes hands only if that pays fo
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import inf, log1p
 from typing import NamedTuple
@@ -118,34 +117,8 @@ def useful(worth: Worth, have: int) -> int:
     return have
 
 
-class Supply:
-    """Idle nodes by class: a class is all nodes that the same runs can use. Those that few can use go first.
-
-    Args:
-        users: of each idle node, the runs that can use it.
-        most: nodes that may be taken in all.
-    """
-
-    def __init__(self, users: Sequence[frozenset[str]], most: int) -> None:
-        self._most = most
-        self._left: dict[frozenset[str], int] = {}
-        for runs in users:
-            self._left[runs] = self._left.get(runs, 0) + 1
-
-    def most(self, run: str) -> int:
-        """Nodes that it can have."""
-        return min(self._most, sum(number for runs, number in self._left.items() if run in runs))
-
-    def take(self, run: str, nodes: int) -> None:
-        """It gets so many."""
-        self._most -= nodes
-        for runs in sorted((runs for runs in self._left if run in runs), key=lambda runs: (len(runs), sorted(runs))):
-            got = min(nodes, self._left[runs])
-            self._left[runs] -= got
-            nodes -= got
-
-
-class Party(NamedTuple):
+@dataclass(slots=True)
+class Party:
     """A run that has or wants harvested nodes."""
 
     run: str
@@ -155,32 +128,14 @@ class Party(NamedTuple):
     room: int
     "more that it may have; below 0: it has so many too many"
 
-
-def share(parties: Sequence[Party], supply: Supply, stay_s: float) -> dict[str, int]:
-    """Run -> nodes more, of those that are idle; the one with the greatest gain comes first."""
-    more = Counter[str]()
-
-    def next_step(party: Party) -> Step:
-        got = more[party.run]
-        most = min(party.room - got, supply.most(party.run))
-        return step_up(party.worth, party.have + got, most, stay_s, stalls=not got)
-
-    by_run = {party.run: party for party in parties}
-    steps = {run: next_step(party) for run, party in by_run.items()}
-    while steps:
-        run = max(steps, key=lambda run: steps[run].gain)
-        nodes = steps[run].nodes
-        if not nodes:
-            break
-        if nodes <= supply.most(run):
-            supply.take(run, nodes)
-            more[run] += nodes
-        steps[run] = next_step(by_run[run])
-    return more
+    def add(self, nodes: int) -> None:
+        """It has so many nodes more, requests included."""
+        self.have += nodes
+        self.room -= nodes
 
 
 def move(
-    parties: Sequence[Party],
+    parties: Collection[Party],
     leases: Sequence[Allocation],
     usable: Callable[[str, Allocation], bool],
     *,

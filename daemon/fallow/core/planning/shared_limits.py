@@ -55,15 +55,8 @@ class Room(msgspec.Struct, frozen=True):
     "False: those runs do not even ask again for nodes whose time is nearly over"
 
 
-class Need(msgspec.Struct, frozen=True):
-    """What one harvest job counts for under a limit."""
-
-    cpus: int = 1
-    gpus: int = 0
-
-    def of(self, unit: str) -> int:
-        """Return what it counts for in this unit: SubmitJobs, Jobs, node, cpu or gres/gpu."""
-        return {"cpu": self.cpus, "gres/gpu": self.gpus}.get(unit, 1)
+Need = dict[str, int]
+"""Unit (`cpu`, `gres/gpu`) -> what one harvest job counts for under a limit; it counts once for any other unit."""
 
 
 def waits_for_limit(job: JobInfo) -> bool:
@@ -267,8 +260,10 @@ class Reserve:
         give_back: list[GiveBack] = []
         for demand in demands:
             asker, need = askers.get(demand.run, Asker()), needs[demand.run]
-            mine = [i for i, limit in enumerate(limits) if _binds(limit, asker, accounts, qos) and _counts(need, limit)]
-            rooms = {i: floor(left[i] / need.of(_unit(limits[i]))) for i in mine}
+            counts = {
+                i: need.get(_unit(limit), 1) for i, limit in enumerate(limits) if _binds(limit, asker, accounts, qos)
+            }
+            rooms = {i: floor(left[i] / count) for i, count in counts.items() if count}
             if not rooms:
                 continue
             tightest = min(rooms, key=lambda i: (rooms[i], i))
@@ -277,8 +272,8 @@ class Reserve:
             part = reserves[tightest] / limit.limit if limit.limit else self._reserve
             because[demand.run] = f"{limit.of}: {limit.name}={limit.limit:g}, of which {part:.0%} are left"
             taken = min(max(0, demand.nodes), room) if room >= 0 else -len(_too_many(ours, demand.run, room))
-            for i in mine:
-                left[i] -= taken * need.of(_unit(limits[i]))
+            for i in rooms:
+                left[i] -= taken * counts[i]
             waits = len([a for a in ours if a.run == demand.run and _is_request(a)])
             running = _too_many([a for a in ours if not _is_request(a)], demand.run, room + waits)
             give_back += [GiveBack(a.token, f"too much of a limit is ours: {because[demand.run]}") for a in running]
@@ -309,10 +304,6 @@ def _too_many(ours: Sequence[Allocation], run: str, room: int) -> list[Allocatio
 def _unit(limit: LimitView) -> str:
     match = _COUNTED.fullmatch(limit.name)
     return "" if match is None else match[1] or match[4]
-
-
-def _counts(need: Need, limit: LimitView) -> bool:
-    return need.of(_unit(limit)) > 0
 
 
 def _binds(limit: LimitView, asker: Asker, accounts: Collection[str], qos: Collection[str]) -> bool:
@@ -362,11 +353,12 @@ def _sum(ours: Sequence[Allocation], needs: Mapping[str, Need], limit: LimitView
     """What harvest jobs take of a limit; `running`: those alone that Slurm counts, where only running ones count."""
     unit = _unit(limit)
     counted = [a for a in ours if not running or unit == "SubmitJobs" or a.state not in WAITING]
-    return sum(count * needs[run].of(unit) for run, count in Counter(a.run for a in counted).items())
+    return sum(count * needs[run].get(unit, 1) for run, count in Counter(a.run for a in counted).items())
 
 
 def _need(kind: Kind, cluster: ClusterState, whole: bool) -> Need:
-    if not whole:
-        return Need(max(1, kind.cpus), kind.gpus)
-    nodes = [node for node in cluster.nodes if kind.suits(node)]
-    return Need(max((node.cpus for node in nodes), default=1) or 1, max((node.gpus for node in nodes), default=0))
+    cpus, gpus = kind.cpus, kind.gpus
+    if whole:
+        nodes = [node for node in cluster.nodes if kind.suits(node)]
+        cpus, gpus = (max(counts, default=0) for counts in ([n.cpus for n in nodes], [n.gpus for n in nodes]))
+    return {"cpu": max(1, cpus), "gres/gpu": gpus}

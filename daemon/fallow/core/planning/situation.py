@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from fallow.core.allocations import LIVE, WAITING, Allocation
-from fallow.core.holes import Hole
+from fallow.core.holes import Hole, find_holes
 from fallow.core.neighbour.needs import ExternalDemand
-from fallow.core.planning.rules import Demand, HarvestRules, Known, harvestable, holes_of
+from fallow.core.planning.rules import Demand, HarvestRules, Known, harvestable
 from fallow.model import ClusterState, NodeInfo, PartitionInfo
 
 
@@ -24,7 +24,6 @@ class Situation:
         rules: what is allowed.
         known: what was learned.
         external: what others' jobs need of us (`core.neighbour.needs.assess`).
-        asks_only: the poll was planned on before: requests are made, nothing is withdrawn or given back.
     """
 
     cluster: ClusterState
@@ -33,7 +32,6 @@ class Situation:
     rules: HarvestRules
     known: Known = field(default_factory=Known)
     external: ExternalDemand = field(default_factory=ExternalDemand)
-    asks_only: bool = False
 
     @property
     def at(self) -> float:
@@ -67,7 +65,13 @@ class Situation:
         A request might take any node of its partition. So a partition in which others are about to get a node that
         nobody would take back from us has no holes.
         """
-        found = holes_of(self.cluster, self.partitions, self.harvest, self.rules)
+        found = find_holes(
+            self.cluster,
+            self.partitions,
+            ours={a.token for a in self.harvest},
+            whole_nodes=self.rules.whole_nodes,
+            wakes=None if self.rules.wake is None else self.rules.wakes,
+        )
         return [hole for hole in found if hole.partition not in self.external.kept_nodes]
 
     @cached_property

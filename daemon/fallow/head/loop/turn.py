@@ -61,10 +61,8 @@ class Turn:
     "folders of checkpoints to delete"
     forgotten: list[Run] = field(default_factory=list)
     "ended runs whose records are deleted"
-    began: bool = False
-    "a run began to train"
-    taken: bool = False
-    "Slurm takes a node from us"
+    poll_soon: bool = False
+    "Slurm takes a node from us, or a run began to train"
     failures: list[Failure] = field(default_factory=list)
     "unexpected errors; what the turn holds of their runs is discarded"
 
@@ -195,7 +193,7 @@ class Turn:
         self.dirty.add(run.id)
         if report.kind is ChangeKind.START:
             run.record.saving.began(self.now)
-            self.began = True
+            self.poll_soon = True
 
     def tell(self, run: Run, node: int, message: ToAgent) -> None:
         """Send to the agent of a node, if its record is still there."""

@@ -269,7 +269,7 @@ def _warned(turn: Turn, run: Run, allocation: Allocation, number: int) -> None:
     if why != "walltime" and not allocation.warned and allocation.asked_at is None:
         is_base = allocation.kind is AllocationKind.BASE
         # Only Slurm knows whether it was preempted or cancelled: the next poll comes soon.
-        turn.taken = turn.taken or allocation.harvested or is_base
+        turn.poll_soon = turn.poll_soon or allocation.harvested or is_base
         allocation.warned = True
         turn.dirty.add(run.id)
     turn.release_allocation(run, allocation, why)

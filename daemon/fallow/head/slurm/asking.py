@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from fallow.config import Config
 from fallow.core.accounting.backoff import base_job, harvest_jobs
 from fallow.core.accounting.cancelled import Cancels, awaits_verdict
-from fallow.core.accounting.duds import DUDS, Duds, put_off_s
+from fallow.core.accounting.duds import DUDS, ROUNDS, Duds
 from fallow.core.accounting.prices import Prices, WakePrice
 from fallow.core.allocations import WAITING, Allocation
 from fallow.core.holes import SLEEPING
@@ -74,9 +74,7 @@ class Asking:
             limits_known=self.owner is not None,
         )
 
-    def plan(
-        self, turn: Turn, cluster: ClusterState, rules: HarvestRules, external: ExternalDemand, *, again: bool = False
-    ) -> None:
+    def plan(self, turn: Turn, cluster: ClusterState, rules: HarvestRules, external: ExternalDemand) -> None:
         """Carry out what the planner wants for the next interval.
 
         Args:
@@ -84,7 +82,6 @@ class Asking:
             cluster: the last poll.
             rules: what is allowed.
             external: what others' jobs need of us.
-            again: on a poll that was planned on before: nodes are asked for, and nothing is taken back.
         """
         runs = {run.id: run for run in turn.book.on_slurm}
         cluster = within(cluster, {run.spec.harvest_given.get("reservation", "") for run in runs.values()})
@@ -96,10 +93,9 @@ class Asking:
         # Whether its base job was preempted or its owner has cancelled the run, Slurm has to say first.
         unsure = (a.run for run in runs.values() for a in run.bases if a.warned and awaits_verdict(a, turn.now))
         put_off.update(unsure)
-        if not again:
-            # First, for the nodes of a base job need not be harvested.
-            wanting = [run for run in runs.values() if run.id not in put_off]
-            turn.for_each(wanting, "base job", lambda run: renew_base(turn, run, cluster.at, self._known.backoff))
+        # First, for the nodes of a base job need not be harvested.
+        wanting = [run for run in runs.values() if run.id not in put_off]
+        turn.for_each(wanting, "base job", lambda run: renew_base(turn, run, cluster.at, self._known.backoff))
         known_nodes = {node.node: node for node in cluster.nodes}
         experience = self._known.experience
         start_s = experience.wait_s(cluster.at) + experience.start_s(cluster.at)
@@ -111,13 +107,11 @@ class Asking:
             )
             for name, gain in known.items()
         ]
-        if not again:
-            _make_anew(turn, runs, demands, cluster, rules)
-        demands, external = self._within_limits(turn, runs, cluster, demands, rules, external, again=again)
+        _make_anew(turn, runs, demands, cluster, rules)
+        demands, external = self._within_limits(turn, runs, cluster, demands, rules, external)
         live = [a for run in runs.values() for a in run.live_allocations()]
-        if not again:
-            self._known.unstarted.look(cluster)
-        situation = Situation(cluster, demands, live, rules, self._known, external, asks_only=again)
+        self._known.unstarted.look(cluster)
+        situation = Situation(cluster, demands, live, rules, self._known, external)
         found = plan(situation)
         for action in found.actions:
             match action:
@@ -139,7 +133,7 @@ class Asking:
         self.unused = dict(found.unused)
         for run in runs.values():
             run.gain, run.target = known.get(run.id), found.targets.get(run.id)
-            if run.id not in put_off and not again and not self.stopped:
+            if run.id not in put_off and not self.stopped:
                 most = 1 if run.failures >= DUDS else min(FEW, rules.max_pending)
                 keep_pace(turn, run, cluster, left_s(run, cluster.at), most, self._known.backoff, rules)
 
@@ -151,8 +145,6 @@ class Asking:
         demands: Sequence[Demand],
         rules: HarvestRules,
         external: ExternalDemand,
-        *,
-        again: bool,
     ) -> tuple[list[Demand], ExternalDemand]:
         """Leave to others what they need of the limits of accounts and QOS.
 
@@ -169,7 +161,7 @@ class Asking:
             before, run.limited_by = run.limited_by, waits.because.get(run.id, "")
             if run.limited_by not in ("", before):
                 turn.record(run, "limit", f"nothing is asked for: {run.limited_by}")
-        for token, why in () if again else waits.withdraw.items():
+        for token, why in waits.withdraw.items():
             run, allocation = _find(dict(runs), token)
             turn.record(run, "withdraw", f"{token} (job {allocation.job_id}): {why}")
             turn.cancel(run, allocation, why)
@@ -229,19 +221,21 @@ class Asking:
         before, run.failures_seen = run.failures_seen, failures
         if before is None:
             before = failures if duds.rounds else 0
+        is_worse = failures > max(before, DUDS - 1) and not run.record.paused
         if not failures:
             backoff.take_up(what)
             duds.rounds = 0
-        elif failures > before and turn.now >= backoff.put_off_until(what) and not run.record.paused:
-            wait_s = put_off_s(duds, failures, self._config.slurm.poll_interval_s)
+        elif is_worse and turn.now >= backoff.put_off_until(what):
+            duds.rounds += 1
             turn.dirty.add(run.id)
             why = f"{failures} jobs in a row came to nothing"
-            if wait_s is None:
+            if duds.rounds > ROUNDS:
                 why += f", with longer and longer waits in between; to try again: fallow resume {run.id}"
                 turn.stop_asking(run, f"{why}; the last: {duds.last or run.root.message}")
-            elif wait_s:
-                backoff.put_off(what, turn.now, wait_s)
+            else:
+                backoff.put_off(what, turn.now)
                 note_pauses(turn, backoff)
+                wait_s = backoff.put_off_until(what) - turn.now
                 turn.record(run, "pause", f"{why}; the next one is tried in {wait_s:.0f} s")
         return turn.now < backoff.put_off_until(what)
 

@@ -135,12 +135,9 @@ class SlurmCalls:
         return None
 
     def follow_up(self, turn: Turn) -> None:
-        """What a turn leads to at once: nodes for a run that begins to train, and polls that come sooner."""
-        if turn.began:
-            self._harvest.plan_again(turn)
-        if turn.taken:
-            with turn.apart("neighbours"):
-                self._harvest.neighbours.taken(turn.now)
+        """What a turn leads to at once: polls that come sooner, for others' sake or for a run that begins to train."""
+        if turn.poll_soon:
+            self._harvest.neighbours.poll_soon(turn.now)
             self.pace()
 
     def carry_out(self, turn: Turn) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
@@ -10,9 +11,8 @@ from msgspec.structs import replace
 from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import Allocation
 from fallow.core.neighbour.needs import assess
-from fallow.core.planning.asking import Ask
 from fallow.core.planning.plan import plan
-from fallow.core.planning.rules import Demand, HarvestRules, Known, harvestable, holes_of
+from fallow.core.planning.rules import Demand, HarvestRules, Known
 from fallow.core.planning.situation import Situation
 from fallow.core.submission.reserved import within
 from fallow.head.slurm.demands import kind_of
@@ -40,7 +40,6 @@ def estimate(
         ordered: account and QOS of harvest jobs, where the configuration says so.
     """
     cluster = within(cluster, [spec.harvest_given.get("reservation", "")])
-    partitions = harvestable(cluster, rules)
     budget_s = None if spec.budget_node_hours is None else spec.budget_node_hours * 3600.0
     demand = Demand(
         run="",
@@ -51,26 +50,19 @@ def estimate(
         kind=kind_of(spec, []),
         asker=Asker.of(spec, ordered),
     )
-    holes = holes_of(cluster, partitions, live, rules)
-    asks = _asks(cluster, demand, live, rules, known)
-    all_asks = _asks(cluster, demand, live, replace(rules, max_pending=UNBOUNDED, max_waiting=UNBOUNDED), known)
+    situation = Situation(cluster, [demand], live, replace(rules, ahead=0), known, assess(cluster, live))
+    unbounded = replace(situation.rules, max_pending=UNBOUNDED, max_waiting=UNBOUNDED)
+    asks, all_asks = (plan(some).asks for some in (situation, dataclasses.replace(situation, rules=unbounded)))
     return Prospect(
         polled_at=cluster.at,
-        idle_nodes=len({hole.node for hole in holes if hole.part is None}),
+        idle_nodes=len({hole.node for hole in situation.holes if hole.part is None}),
         asks=[
             WouldAsk(partition=partition, minutes=minutes, nodes=nodes)
             for (partition, minutes), nodes in sorted(Counter((ask.partition, ask.minutes) for ask in asks).items())
         ],
         nodes=spec.min_nodes + len(all_asks),
-        notes=_notes(spec, rules, [p.partition for p in partitions], cluster),
+        notes=_notes(spec, rules, [p.partition for p in situation.partitions], cluster),
     )
-
-
-def _asks(
-    cluster: ClusterState, demand: Demand, live: Sequence[Allocation], rules: HarvestRules, known: Known
-) -> list[Ask]:
-    situation = Situation(cluster, [demand], live, replace(rules, ahead=0), known, assess(cluster, live))
-    return [ask for ask in plan(situation).asks if ask.run == demand.run]
 
 
 def _notes(spec: RunSpec, rules: HarvestRules, allowed: Sequence[str], cluster: ClusterState) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from msgspec.structs import astuple, replace
+from msgspec.structs import astuple
 
 from fallow.config import Config
 from fallow.core.accounting.backoff import base_job
@@ -81,23 +81,6 @@ class Harvest:
             rules = self._rules(cluster)
             self._learning.polled(turn, cluster, rules)
             self.asking.plan(turn, cluster, rules, external)
-
-    def plan_again(self, turn: Turn) -> None:
-        """Ask for nodes on what the last poll showed, while that is not older than polls usually get.
-
-        A run that begins to train need not wait for the next poll. Whatever has been taken since is left out, and
-        nothing is taken back: the poll itself decides on that.
-        """
-        cluster = self.cluster
-        if cluster is None or turn.now - cluster.at > self.neighbours.interval_s(turn.book):
-            return
-        held: set[str] = set()
-        for run in turn.book.current.values():
-            for allocation in run.live_allocations():
-                held.update(allocation.nodes, allocation.agents)
-        nodes = [replace(node, state="ALLOCATED") if node.node in held else node for node in cluster.nodes]
-        with turn.apart("plan"):
-            self.asking.plan(turn, replace(cluster, nodes=nodes), self._rules(cluster), self._external, again=True)
 
     def _rules(self, cluster: ClusterState) -> HarvestRules:
         return self.asking.rules(cluster.at, self._site, self.neighbours.refused)

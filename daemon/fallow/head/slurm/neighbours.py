@@ -10,7 +10,7 @@ from fallow.core.allocations import CANCEL_AGAIN_S, Allocation
 from fallow.core.neighbour.delays import DelayedJob, Delays
 from fallow.core.neighbour.needs import ExternalDemand, assess
 from fallow.core.neighbour.permission import Visibility, nice_for, refusals, too_small_for
-from fallow.core.neighbour.site import site_rules
+from fallow.core.neighbour.site import UNKNOWN, site_rules
 from fallow.core.neighbour.watch import END_S, LEAVE_S, Memory, poll_interval_s, remember
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Book, Run
@@ -20,8 +20,9 @@ DELAYS = "delays"
 """Their key among the notes of the store."""
 
 ALERT_POLLS = 2
-"""So many polls come soon when Slurm takes a node from us. The next one shows who came at the same time, and the one
-after it who came while that node was being left: they may have counted on the node, too (`core.neighbour.needs`)."""
+"""So many polls come soon when a run begins to train, or Slurm takes a node from us. The next one then shows who came
+at the same time, and the one after it who came while that node was being left: they may have counted on the node, too
+(`core.neighbour.needs`)."""
 
 
 def _without_histogram(fields: records.Fields) -> records.Fields:
@@ -100,7 +101,7 @@ class Neighbours:
         nodes = {p.partition: p.unpreempted if p.preempts else frozenset(p.nodes) for p in cluster.partitions}
         self._unpreempted = {name: some for name, some in nodes.items() if some}
         self._ask_permission(cluster, site)
-        rules = site_rules(site)
+        rules = site_rules(site or UNKNOWN)
         former = [a.token for a in over]
         demand = assess(cluster, live, former=former, passed_over=self._memory.passed_over, site=rules)
         self._memory = remember(self._memory, cluster.at, demand, rules.looks_again_s)
@@ -108,8 +109,8 @@ class Neighbours:
         self._awaited = any(a.token in tokens and self._is_ours_to_give(a) for a in over)
         return demand, self.delays.note(cluster, demand.delayed_jobs)
 
-    def taken(self, at: float) -> None:
-        """Slurm takes a node from us. Args: at: Unix time; polls before it do not count."""
+    def poll_soon(self, at: float) -> None:
+        """Slurm takes a node from us, or a run begins to train. Args: at: Unix time; polls before it do not count."""
         self._alert, self._taken_at = ALERT_POLLS, at
 
     def interval_s(self, book: Book) -> float:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from builders import NOW, allocation, node, partition, runs, site, waits
 from fallow.core.holes import waits as is_waiting
 from fallow.core.neighbour.needs import ExternalDemand, assess
-from fallow.core.neighbour.site import LOOKED_AT, SiteRules, site_rules
+from fallow.core.neighbour.site import LOOKED_AT, UNKNOWN, SiteRules, site_rules
 from fallow.core.submission.sbatch import harvest_options
 from fallow.core.tokens import new_token
 from fallow.model import AllocationKind, JobInfo, ReservationInfo, RunSpec
@@ -235,7 +235,7 @@ def test_of_one_partition_the_first_are_looked_at_and_as_many_as_the_site_looks_
     ("said", "most"), [("bf_interval=1", 500), ("bf_max_job_test=20", 500), ("x,bf_max_job_test=2000", 2000)]
 )
 def test_how_many_are_looked_at(said: str, most: int) -> None:
-    assert (site_rules(site(scheduler_parameters=said)).looked_at, site_rules(None).looked_at) == (most, LOOKED_AT)
+    assert (site_rules(site(scheduler_parameters=said)).looked_at, site_rules(UNKNOWN).looked_at) == (most, LOOKED_AT)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from builders import NOW, node, partition, runs, site, waits
 from fallow.core.neighbour.needs import assess
-from fallow.core.neighbour.site import site_rules
+from fallow.core.neighbour.site import UNKNOWN, site_rules
 from fallow.model import JobInfo
 from neighbours import FOUR, PENDING, RELEASING, THREE, TIERS, cluster, given_back, held, standing
 
@@ -113,7 +113,7 @@ def test_where_jobs_are_given_longer_to_end_others_preempt_again_later(
     seen = cluster(FOUR[:3], [*waiting, going], ours[:2], partitions=TIERS)
     assert given_back(assess(seen, ours, site=site_rules(slow))) == given
     usual = site_rules(replace(slow, kill_wait_s=30.0))
-    assert usual.preempts_again_s == site_rules(None).preempts_again_s == 100.0
+    assert usual.preempts_again_s == site_rules(UNKNOWN).preempts_again_s == 100.0
 
 
 @pytest.mark.parametrize("limits", [{"max_time_s": 3600.0}, {"up": False}, {"max_nodes": 0}])

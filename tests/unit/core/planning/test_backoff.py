@@ -91,7 +91,8 @@ def test_waits_double_up_to_an_hour_and_a_start_ends_them() -> None:
 
 def test_what_one_run_puts_off_concerns_no_other_and_the_next_head_goes_on_with_it() -> None:
     before, backoff = Backoff(), Backoff()
-    before.put_off(harvest_jobs("r"), NOW, 120.0)
+    for _ in range(2):
+        before.put_off(harvest_jobs("r"), NOW)
     before.put_off(base_job("r"), NOW)
     backoff.recall(before.remembered())
     backoff.forget(Asker())
