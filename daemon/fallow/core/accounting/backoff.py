@@ -7,7 +7,6 @@ begin with `Assoc` and `QOS`; new ones appear with every release, so they are to
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from enum import StrEnum
 
 import msgspec
@@ -95,8 +94,13 @@ class Asker(msgspec.Struct, frozen=True, cache_hash=True):
         return f"account {self.account or 'by default'}, QOS {self.qos or 'by default'}"
 
 
-@dataclass(slots=True)
-class _Strikes:
+ANYBODY = Asker("*", "*")
+"""Stands for every account and QOS; none has such a name."""
+
+
+class Strikes(msgspec.Struct):
+    """How often one scope was left alone, and what follows."""
+
     count: int = 0
     until: float = 0.0
     tries: int = 1
@@ -112,23 +116,13 @@ class _Strikes:
         self.count += 1
 
 
-class LeftAlone(msgspec.Struct, frozen=True):
-    """A back-off's state as it is written down."""
-
-    alone: list[tuple[str, str, str, int, float]] = []
-    "partition or nothing, account, QOS (of a run's jobs: `_of_run`), times that it was left alone, until (Unix time)"
-    too_long: list[tuple[str, Asker | None, int, float]] = []
-    "partition, for whom (None: anybody), minutes, until"
-
-
-@dataclass
-class Backoff:
+class Backoff(msgspec.Struct):
     """What is left alone, and until when (Unix time)."""
 
-    _alone: dict[tuple[str, str, str], _Strikes] = field(default_factory=dict)
+    alone: dict[tuple[str, str, str], Strikes] = {}
     "(partition or nothing, account, QOS), or `_of_run`"
-    _too_long: dict[tuple[str, Asker | None], tuple[int, float]] = field(default_factory=dict)
-    "(partition, for whom; None: anybody) -> (minutes, until)"
+    lengths: dict[tuple[str, str, str], tuple[int, float]] = {}
+    "(partition, account, QOS) -> minutes that do not start there, and until when that counts"
 
     def strike(self, reason: str, asker: Asker, partition: str, minutes: int | None, now: float) -> bool:
         """A request waits for this reason, or was refused for it; True when it had better be withdrawn."""
@@ -137,9 +131,9 @@ class Backoff:
             return False
         if scope is Scope.LENGTH and minutes is not None and minutes > 1:
             # A limit of an account or a QOS binds nobody else.
-            self.too_long(partition, minutes, now, asker if _OWNER.search(_plain(reason)) else None)
+            self.too_long(partition, minutes, now, asker if _OWNER.search(_plain(reason)) else ANYBODY)
             return True
-        strikes = self._alone.setdefault(_key(scope, asker, partition), _Strikes())
+        strikes = self.alone.setdefault(_key(scope, asker, partition), Strikes())
         at, freed = strikes.freed_now
         # What waited before the last of ours ended says nothing about the room that this left.
         since = min(strikes.freed, freed) if at == now else 0
@@ -155,29 +149,30 @@ class Backoff:
             what: `base_job` or `harvest_jobs` of a run.
             now: Unix time.
         """
-        self._alone.setdefault(_of_run(what), _Strikes()).add(now)
+        self.alone.setdefault(_of_run(what), Strikes()).add(now)
 
     def take_up(self, what: str) -> None:
         """They are well again, or somebody says so."""
-        self._alone.pop(_of_run(what), None)
+        self.alone.pop(_of_run(what), None)
 
     def put_off_until(self, what: str) -> float:
         """Unix time before which nothing is asked for; 0: now."""
-        strikes = self._alone.get(_of_run(what))
+        strikes = self.alone.get(_of_run(what))
         return strikes.until if strikes else 0.0
 
-    def too_long(self, partition: str, minutes: int, now: float, asker: Asker | None = None) -> None:
-        """Requests of so many minutes do not start there now. `asker`: in whose name; None: in anybody's."""
-        known, until = self._too_long.get((partition, asker), (minutes, 0.0))
-        self._too_long[partition, asker] = (min(minutes, known) if now < until else minutes, now + SHORTER_S)
+    def too_long(self, partition: str, minutes: int, now: float, asker: Asker = ANYBODY) -> None:
+        """Requests of so many minutes do not start there now, in this name."""
+        key = _key(Scope.LENGTH, asker, partition)
+        known, until = self.lengths.get(key, (minutes, 0.0))
+        self.lengths[key] = (min(minutes, known) if now < until else minutes, now + SHORTER_S)
 
     def started(self, asker: Asker, partition: str, now: float) -> None:
         """A request has become a job. One more than before the limit: there is room, nobody knows how much.
 
         To ask for all that is idle then would have all but a few wait, again after every job that ends.
         """
-        self._alone.pop(_key(Scope.PARTITION, asker, partition), None)
-        strikes = self._alone.get(_key(Scope.OWNER, asker, ""))
+        self.alone.pop(_key(Scope.PARTITION, asker, partition), None)
+        strikes = self.alone.get(_key(Scope.OWNER, asker, ""))
         if strikes is None:
             return
         if strikes.freed:
@@ -188,54 +183,42 @@ class Backoff:
 
     def eased(self, asker: Asker, now: float, jobs: int = 1) -> None:
         """So many of our jobs have ended: a limit of this account or QOS may have room for as many again."""
-        if strikes := self._alone.get(_key(Scope.OWNER, asker, "")):
+        if strikes := self.alone.get(_key(Scope.OWNER, asker, "")):
             strikes.freed += jobs
             strikes.freed_now = now, jobs
 
     def room(self, asker: Asker, now: float) -> int | None:
         """As many requests may wait in this name; None: no limit of its account or QOS is known."""
-        strikes = self._alone.get(_key(Scope.OWNER, asker, ""))
+        strikes = self.alone.get(_key(Scope.OWNER, asker, ""))
         if strikes is None:
             return None
         return strikes.freed if now < strikes.until else max(strikes.freed, strikes.tries)
 
     def forget(self, asker: Asker) -> None:
         """Somebody says that it is all right now: leave nothing alone for the sake of this account and QOS."""
-        for key in [key for key in self._alone if key[1:] == (asker.account, asker.qos)]:
-            del self._alone[key]
-        self._too_long = {key: value for key, value in self._too_long.items() if key[1] != asker}
-
-    def remembered(self) -> LeftAlone:
-        """What the next head needs to know."""
-        alone = [(*key, strikes.count, strikes.until) for key, strikes in self._alone.items()]
-        return LeftAlone(alone, [(*key, *bound) for key, bound in self._too_long.items()])
-
-    def recall(self, known: LeftAlone) -> None:
-        """Go on from what an earlier head knew."""
-        self._alone = {
-            (where, account, qos): _Strikes(count, until) for where, account, qos, count, until in known.alone
-        }
-        self._too_long = {(where, asker): (minutes, until) for where, asker, minutes, until in known.too_long}
+        name = asker.account, asker.qos
+        self.alone = {key: strikes for key, strikes in self.alone.items() if key[1:] != name}
+        self.lengths = {key: bound for key, bound in self.lengths.items() if key[1:] != name}
 
     def bound(self, now: float) -> None:
         """Leave nothing alone for longer than ever meant, also where a clock was set back.
 
         What nobody has asked for in an hour is forgotten, but for limits of accounts and QOS.
         """
-        self._alone = {key: s for key, s in self._alone.items() if not key[0] or now < s.until + LONGEST_S}
-        for strikes in self._alone.values():
+        self.alone = {key: s for key, s in self.alone.items() if not key[0] or now < s.until + LONGEST_S}
+        for strikes in self.alone.values():
             strikes.until = min(strikes.until, now + LONGEST_S)
-        for key, (minutes, until) in self._too_long.items():
-            self._too_long[key] = (minutes, min(until, now + SHORTER_S))
+        for key, (minutes, until) in self.lengths.items():
+            self.lengths[key] = (minutes, min(until, now + SHORTER_S))
 
     def until(self, asker: Asker, partition: str) -> float:
         """Unix time before which nothing is asked for there; 0: now."""
-        here = self._alone.get(_key(Scope.PARTITION, asker, partition))
+        here = self.alone.get(_key(Scope.PARTITION, asker, partition))
         return max(self.owner_until(asker), here.until if here else 0.0)
 
     def owner_until(self, asker: Asker) -> float:
         """Unix time before which nothing is asked for in this name anywhere; 0: now."""
-        strikes = self._alone.get(_key(Scope.OWNER, asker, ""))
+        strikes = self.alone.get(_key(Scope.OWNER, asker, ""))
         return strikes.until if strikes and not strikes.freed else 0.0
 
     def words(self, asker: Asker, partition: str, now: float) -> str:
@@ -249,7 +232,7 @@ class Backoff:
 
     def longest(self, asker: Asker, partition: str, now: float) -> int | None:
         """Ask for no more minutes than that there; None: no bound is known."""
-        bounds = (self._too_long.get((partition, whose), (0, 0.0)) for whose in (asker, None))
+        bounds = (self.lengths.get(_key(Scope.LENGTH, whose, partition), (0, 0.0)) for whose in (asker, ANYBODY))
         return min((max(1, minutes // 2) for minutes, until in bounds if now < until), default=None)
 
 

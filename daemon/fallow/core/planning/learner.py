@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
@@ -60,7 +60,10 @@ class Learner:
         before, self._seen = self._seen, {a.token: _seen(a, asker) for a, asker in harvest}
         # Those that began before this head did have been taken note of by the one before.
         if before is not None:
-            self._ease(before, self._seen, now)
+            # Where jobs of ours have ended, a limit of their account or QOS has room for as many again.
+            left = (was.holder for token, was in before.items() if self._seen.get(token, _Seen()).holder is None)
+            for who, count in Counter(who for who in left if who is not None).items():
+                self.known.backoff.eased(who, now, count)
             for allocation, asker in harvest:
                 self._follow_start(before.get(allocation.token, _Seen()), allocation, asker, now)
         # Those that start and those that wait in one poll tell of the same limit, which is at the last that started.
@@ -78,13 +81,6 @@ class Learner:
             self._idle |= ending
             matter = {n.node for n in cluster.nodes if n.node in fresh and not partitions.isdisjoint(n.partitions)}
             self.known.experience.came(len(matter), cluster.at)
-
-    def _ease(self, before: Mapping[str, _Seen], seen: Mapping[str, _Seen], now: float) -> None:
-        """Where jobs of ours have ended, a limit of their account or QOS has room for as many again."""
-        holders = {token: was.holder for token, was in before.items() if was.holder is not None}
-        ended = Counter(who for token, who in holders.items() if seen.get(token, _Seen()).holder is None)
-        for asker, count in ended.items():
-            self.known.backoff.eased(asker, now, count)
 
     def _follow_wait(self, allocation: Allocation, asker: Asker, now: float) -> str:
         """Returns: what is left alone from now on, in words."""

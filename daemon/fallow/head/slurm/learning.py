@@ -9,7 +9,7 @@ import msgspec
 import structlog
 
 from fallow.core import records
-from fallow.core.accounting.backoff import Asker, Backoff, LeftAlone, Scope, scope_of
+from fallow.core.accounting.backoff import Asker, Backoff, Scope, scope_of
 from fallow.core.membership.messages import Unreadable
 from fallow.core.planning.experience import Experience
 from fallow.core.planning.learner import Learner
@@ -30,7 +30,9 @@ WRITE_EVERY_S = 300.0
 came to nothing, or the run is resumed. What was learned since is lost when the head is killed; that is a statistic."""
 
 
-records.SCHEMAS.update({Experience: 1, LeftAlone: 1})
+records.SCHEMAS.update({Experience: 1, Backoff: 2})
+# What an older Fallow left alone is tried at once: nothing of it lasts for more than an hour.
+records.MIGRATIONS[Backoff, 1] = lambda _: msgspec.to_builtins(Backoff())
 
 
 class Learning(Learner):
@@ -43,7 +45,7 @@ class Learning(Learner):
     def recall(self, notes: Mapping[str, bytes]) -> None:
         """Go on with what an earlier head wrote down. What cannot be read is forgotten."""
         self.known.experience = _read(notes.get(NOTE), Experience)
-        self.known.backoff.recall(_read(notes.get(BACKOFF), LeftAlone))
+        self.known.backoff = _read(notes.get(BACKOFF), Backoff)
 
     def note(self, turn: Turn) -> None:
         """Have it written down with this turn."""
@@ -75,7 +77,7 @@ class Learning(Learner):
 
 def note_pauses(turn: Turn, backoff: Backoff) -> None:
     """Have it written down with this turn what is left alone, and until when."""
-    turn.notes[BACKOFF] = records.encode(backoff.remembered())
+    turn.notes[BACKOFF] = records.encode(backoff)
 
 
 def _read(note: bytes | None, kind: type[T]) -> T:

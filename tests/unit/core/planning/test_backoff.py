@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from builders import NOW, allocation, cluster, node, preempting, request
+from fallow.core import records
 from fallow.core.accounting.backoff import LONGEST_S, Asker, Backoff, Scope, base_job, harvest_jobs, scope_of
 from fallow.core.planning.learner import Learner
 from fallow.core.planning.rules import Demand, HarvestRules, Known
@@ -90,14 +91,14 @@ def test_waits_double_up_to_an_hour_and_a_start_ends_them() -> None:
 
 
 def test_what_one_run_puts_off_concerns_no_other_and_the_next_head_goes_on_with_it() -> None:
-    before, backoff = Backoff(), Backoff()
+    before = Backoff()
     for _ in range(2):
         before.put_off(harvest_jobs("r"), NOW)
     before.put_off(base_job("r"), NOW)
-    backoff.recall(before.remembered())
+    backoff = records.decode(records.encode(before), Backoff)
     backoff.forget(Asker())
     jobs = (harvest_jobs("r"), base_job("r"), harvest_jobs("s"))
     assert [backoff.put_off_until(what) - NOW for what in jobs] == [120.0, 60.0, -NOW]
     assert backoff.until(Asker(), "p") == 0.0
     backoff.bound(NOW + 2 * LONGEST_S)
-    assert backoff.remembered().alone == [], "runs that are over leave nothing behind"
+    assert backoff.alone == {}, "runs that are over leave nothing behind"
