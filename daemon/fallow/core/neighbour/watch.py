@@ -32,7 +32,7 @@ def poll_interval_s(
     Args:
         usual: as configured.
         watchful: others' jobs may wait for what only we give back.
-        alert: Slurm has just taken a node from us, or a run has just begun to train.
+        alert: Slurm has just taken a node from us, or a run trains for the first time.
         least: what Slurm's load allows for; a tenth of the polls that are wanted come in any case.
         failures: polls in a row without an answer; each doubles the interval.
     """

@@ -2,6 +2,6 @@
 
 In goes one `Situation`: a poll, what each run could use (`Demand`), our allocations, the rules and what was learned
 (`Known`). Out comes one `Plan`, with a reason for every idle node that is not used. `plan` is the place to begin:
-`share` says who gets how many nodes, `offers` who can use which, `caps` how many there may be, `asking` how they
-are asked for, `withdrawals` what goes, `unused` why a node stays idle.
+`share` says who gets how many nodes, `offers` who can use which, `asking` how many there may be and how they are
+asked for, `withdrawals` what goes.
 """

@@ -62,7 +62,7 @@ class Turn:
     forgotten: list[Run] = field(default_factory=list)
     "ended runs whose records are deleted"
     poll_soon: bool = False
-    "Slurm takes a node from us, or a run began to train"
+    "Slurm takes a node from us, or a run trains for the first time"
     failures: list[Failure] = field(default_factory=list)
     "unexpected errors; what the turn holds of their runs is discarded"
 
@@ -193,7 +193,8 @@ class Turn:
         self.dirty.add(run.id)
         if report.kind is ChangeKind.START:
             run.record.saving.began(self.now)
-            self.poll_soon = True
+            # Nothing was asked for before its script had worked once.
+            self.poll_soon = self.poll_soon or len(run.generations) == 1
 
     def tell(self, run: Run, node: int, message: ToAgent) -> None:
         """Send to the agent of a node, if its record is still there."""

@@ -135,7 +135,7 @@ class SlurmCalls:
         return None
 
     def follow_up(self, turn: Turn) -> None:
-        """What a turn leads to at once: polls that come sooner, for others' sake or for a run that begins to train."""
+        """What a turn leads to at once: Slurm is polled soon."""
         if turn.poll_soon:
             self._harvest.neighbours.poll_soon(turn.now)
             self.pace()

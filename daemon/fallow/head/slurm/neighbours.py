@@ -20,7 +20,7 @@ DELAYS = "delays"
 """Their key among the notes of the store."""
 
 ALERT_POLLS = 2
-"""So many polls come soon when a run begins to train, or Slurm takes a node from us. The next one then shows who came
+"""So many polls come soon when a run first trains, or Slurm takes a node from us. The next one then shows who came
 at the same time, and the one after it who came while that node was being left: they may have counted on the node, too
 (`core.neighbour.needs`)."""
 
@@ -110,7 +110,7 @@ class Neighbours:
         return demand, self.delays.note(cluster, demand.delayed_jobs)
 
     def poll_soon(self, at: float) -> None:
-        """Slurm takes a node from us, or a run begins to train. Args: at: Unix time; polls before it do not count."""
+        """Slurm takes a node from us, or a run trains at last. Args: at: Unix time; polls before it do not count."""
         self._alert, self._taken_at = ALERT_POLLS, at
 
     def interval_s(self, book: Book) -> float:
