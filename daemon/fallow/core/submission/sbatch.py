@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fallow.core.checks.devices import VARIABLES
 from fallow.core.holes import Part
 from fallow.core.neighbour.waiting import PICKS_UP
-from fallow.core.submission.sbatch_line import Component, Given, canonical, split
+from fallow.core.submission.sbatch_line import Component, Given, canonical, number, split
 from fallow.core.submission.sbatch_table import Reach
 from fallow.model import ID_PATTERN, AllocationKind, Exit, FallowError, RunSpec
 
@@ -140,17 +140,17 @@ def _per_task(options: Mapping[str, Given]) -> list[str]:
 
 
 def _tasks_per_node(options: Mapping[str, Given], nodes: int, gpus: int = 0) -> int:
-    per_gpu = _count(options, "ntasks-per-gpu")
+    per_gpu = number(options, "ntasks-per-gpu")
     if per_gpu and gpus:
         return per_gpu * gpus
-    return max(_count(options, "ntasks-per-node") or -(-(_count(options, "ntasks") or nodes) // nodes), 1)
+    return max(number(options, "ntasks-per-node") or -(-(number(options, "ntasks") or nodes) // nodes), 1)
 
 
 def _sockets(options: Mapping[str, Given]) -> int:
     """Sockets of a node: `--sockets-per-node`, or the first number of `--extra-node-info`."""
     layout = options.get("extra-node-info")
     first = (layout.value or "").partition(":")[0] if layout is not None else ""
-    return _count(options, "sockets-per-node") or (int(first) if first.isdecimal() else 1)
+    return number(options, "sockets-per-node") or (int(first) if first.isdecimal() else 1)
 
 
 def _total(gpus: str) -> int:
@@ -164,11 +164,6 @@ def _scaled(gpus: str, scale: Callable[[int], int]) -> str:
         kind, colon, count = part.rpartition(":")
         parts.append(f"{kind}{colon}{scale(int(count))}" if count.isdecimal() else part)
     return ",".join(parts)
-
-
-def _count(options: Mapping[str, Given], name: str) -> int | None:
-    given = options.get(name)
-    return int(given.value) if given is not None and given.value and given.value.isdecimal() else None
 
 
 def harvest_options(

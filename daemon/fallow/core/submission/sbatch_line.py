@@ -362,7 +362,7 @@ def _component_limits(options: Mapping[str, Given]) -> Limits:
         return parse_nodes(nodes.value or "")
     # Without --nodes, Slurm takes as many nodes as the tasks need.
     count = 1
-    tasks, per_node = _number(options, "ntasks"), _number(options, "ntasks-per-node")
+    tasks, per_node = number(options, "ntasks"), number(options, "ntasks-per-node")
     if tasks and per_node:
         count = -(-tasks // per_node)
     return Limits("", count, count)
@@ -375,7 +375,8 @@ def base_nodes(spec: RunSpec) -> int:
     return max(spec.min_nodes, sum(limits.minimum for limits in asked))
 
 
-def _number(options: Mapping[str, Given], name: str) -> int | None:
+def number(options: Mapping[str, Given], name: str) -> int | None:
+    """Value of an option; None: it was not given, or is no number."""
     given = options.get(name)
     return int(given.value) if given is not None and given.value and given.value.isdecimal() else None
 
