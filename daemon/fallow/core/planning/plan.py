@@ -114,14 +114,15 @@ class _Draft:
         """
         grown = set[str]()
 
-        def next_step(run: str) -> Step:
-            party, unmet = self._parties[run], self._unmet[run]
+        def left(run: str) -> int:
             # Those that may not ask share out among themselves what others leave.
-            most = self._asking.idle(self._situation.by_run[run]) - (self._unmet.total() if unmet else 0)
-            most = min(party.room - unmet, most)
-            return step_up(
-                party.worth, party.have + unmet, most, stay_s(self._situation.rules), stalls=run not in grown
-            )
+            idle = self._asking.idle(self._situation.by_run[run])
+            return idle - self._unmet.total() if run in self._unmet else idle
+
+        def next_step(run: str) -> Step:
+            party, have = self._parties[run], self._parties[run].have + self._unmet[run]
+            most = min(party.room - self._unmet[run], left(run))
+            return step_up(party.worth, have, most, stay_s(self._situation.rules), stalls=run not in grown)
 
         steps = {run: next_step(run) for run in self._parties}
         while steps:
@@ -129,7 +130,7 @@ class _Draft:
             nodes, demand = steps[run].nodes, self._situation.by_run[run]
             if not nodes:
                 break
-            if nodes <= self._asking.idle(demand):
+            if nodes <= left(run):
                 asks: list[Ask] = []
                 while run not in self._unmet and len(asks) < nodes and (ask := self._asking.ask(demand)) is not None:
                     asks.append(ask)

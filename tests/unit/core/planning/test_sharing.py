@@ -17,7 +17,7 @@ from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.core.planning.share import Worth, values
 from fallow.core.planning.withdrawals import Withdraw
 from fallow.model import ClusterState
-from planning import actions, asked
+from planning import actions, asked, planned
 
 RULES = HarvestRules()
 
@@ -104,6 +104,13 @@ def test_a_held_node_goes_to_a_run_that_has_it_through_another_partition() -> No
     assert wishes and all(isinstance(w, GiveBack) for w in wishes)
     full = HarvestRules(max_pending=100, partition_nodes={"q": 0})
     assert actions(site.cluster(), demands, site.mine, full) == []
+
+
+def test_what_runs_may_not_ask_for_yet_is_no_more_than_there_is() -> None:
+    site = Site(20, 0)
+    demands = [demand(site, run, 20, Worth(curve(64))) for run in ("a", "b", "c")]
+    found = planned(site.cluster(), demands, [], HarvestRules(max_pending=2))
+    assert len(found.asks) == 2 and sum(found.targets.values()) == 20
 
 
 @settings(max_examples=150, deadline=None)
