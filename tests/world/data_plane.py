@@ -23,8 +23,8 @@ class DataPlane:
         self.acted = 0
         "newest generation that began"
         self.stepped_at = 0.0
-        self.checkpoints: dict[str, int] = {}
-        "path -> step"
+        self.checkpoints: dict[str, Checkpoint] = {}
+        "those on disk, by their paths"
 
     # -- orders -----------------------------------------------------------------------------------------------------
 
@@ -180,11 +180,13 @@ class DataPlane:
             return
         holders = [x for x in ws if x.has_state]
         self.w.observer.see_exchange(plan, members, holders, ws)
-        self.acted = g
         paths = next((x.plan.checkpoints for x in ws if x.plan is not None), ())
-        step = max((self.checkpoints[path] for path in paths), default=0)
         if holders:
             step = max(x.step for x in holders)
+        else:
+            step = self._load(paths)
+        self.w.observer.see_begin(g, self.acted, step, bool(holders))
+        self.acted = g
         self.w.counts["lost steps"] += max(0, self.front - step - 1)
         self.w.counts["exchanges"] += 1
         self.front = step
@@ -192,6 +194,15 @@ class DataPlane:
             x.receives = not (x.has_state and x.step == step)
             takes_s = self.w.rng.uniform(0.2, 1.5) if x.receives else 0.02
             self.w.after(takes_s, lambda x=x: self._arrive(x, g, step))
+
+    def _load(self, paths: Sequence[str]) -> int:
+        """The step of the newest checkpoint that is named and there."""
+        steps = [self.checkpoints[path].step for path in paths if path in self.checkpoints]
+        if len(steps) < len(paths) and not self.w.fired["store goes back"]:
+            self.w.fail(f"of {paths}, one of which is to be loaded, there are {self.checkpoints.keys()}")
+        if paths and not steps:
+            self.w.fail(f"none of {paths} is there")
+        return max(steps, default=0)
 
     def _arrive(self, x: Worker, generation: int, step: int) -> None:
         if not x.alive or x.entering != generation or x.given_up >= generation:
@@ -276,8 +287,7 @@ class DataPlane:
 
     def _save(self, x: Worker) -> None:
         path = f"/c{x.generation}-{x.step}"
-        self.checkpoints[path] = x.step
-        x.host.saved = Checkpoint(path=path, generation=x.generation, step=x.step)
+        x.host.saved = self.checkpoints[path] = Checkpoint(path=path, generation=x.generation, step=x.step)
 
     def _leave(self, x: Worker, generation: int) -> None:
         x.left, x.given_up, x.waits_since = generation, max(x.given_up, x.generation), self.w.t

@@ -35,6 +35,12 @@ def head_crash_at_write(w: World, host: Host, lasts: float) -> bool:
     return False
 
 
+def head_crash_amid_orders(w: World, host: Host, lasts: float) -> bool:
+    w.upset(20)
+    w.head.orders_left = w.rng.randint(0, 5)
+    return False
+
+
 def head_stall(w: World, host: Host, lasts: float) -> bool:
     if w.head.frozen or not w.head.alive:
         return False
@@ -118,6 +124,16 @@ def join(w: World, host: Host, lasts: float) -> bool:
     if len(w.running()) >= MOST_HOSTS:
         return False
     w.add_host()
+    return True
+
+
+def comes_back(w: World, host: Host, lasts: float) -> bool:
+    """A node that was lost, or whose job has ended, has another one, or its lost job is requeued there."""
+    left = [other for other in w.hosts.values() if not other.up or other.over]
+    if not left or len(w.running()) >= MOST_HOSTS:
+        return False
+    other = w.rng.choice(left)
+    other.come_back(requeued=not other.up and w.rng.random() < 0.5)
     return True
 
 
@@ -209,8 +225,8 @@ def agent_lies(w: World, host: Host, lasts: float) -> bool:
 
 
 def release(w: World, host: Host, lasts: float) -> bool:
-    by, node = w.t + w.rng.choice((4, 10, 20)), host.node
-    w.head.receive(("event", lambda at: ev.Release(at=at, nodes=(node,), reason="asked", by=by)))
+    node = host.node
+    w.head.receive(("event", lambda at: ev.Release(at=at, nodes=(node,), reason="asked")))
     return node > 0
 
 
@@ -218,7 +234,7 @@ def two_released(w: World, host: Host, lasts: float) -> bool:
     """Both are wanted at the same moment, each for itself."""
     nodes = {host.node, w.rng.choice(w.running()).node} - {0}
     for node in sorted(nodes):
-        w.head.receive(("event", lambda at, n=node: ev.Release(at=at, nodes=(n,), reason="asked", by=at + 20)))
+        w.head.receive(("event", lambda at, n=node: ev.Release(at=at, nodes=(n,), reason="asked")))
     return len(nodes) == 2
 
 
@@ -227,17 +243,34 @@ def walltime(w: World, host: Host, lasts: float) -> bool:
         return False
     host.ends_at = w.t + w.rng.uniform(10, 25)
 
+    jobs = host.jobs
+
     def end() -> None:
-        w.observer.see_walltime(host)
-        host.lose_power()
+        if host.jobs == jobs:
+            w.observer.see_walltime(host)
+            host.lose_power()
 
     w.after(host.ends_at - w.t, end)
     return True
 
 
 def limit(w: World, host: Host, lasts: float) -> bool:
-    most = w.rng.randint(1, 8)
+    most = w.rng.randint(0, 8)
     w.head.receive(("event", lambda at: ev.Release(at=at, limit=most, reason="asked")))
+    return True
+
+
+def bar(w: World, host: Host, lasts: float) -> bool:
+    """The run does without the node for a while."""
+    w.head.receive(("event", lambda at: ev.Bar(at=at, host=host.name, reason="asked")))
+    w.after(lasts, lambda: w.head.receive(("event", lambda at: ev.Unbar(at=at, hosts=(host.name,)))))
+    return True
+
+
+def cancel(w: World, host: Host, lasts: float) -> bool:
+    if w.rng.random() < 0.8:
+        return False
+    w.head.receive(("event", lambda at: ev.Cancel(at=at, reason="cancelled by hand")))
     return True
 
 
@@ -257,6 +290,7 @@ def rollback(w: World, host: Host, lasts: float) -> bool:
 FAULTS: dict[str, tuple[int, Strike]] = {
     "head crash": (1, head_crash),
     "head crash at a write": (2, head_crash_at_write),
+    "head crash amid orders": (2, head_crash_amid_orders),
     "head stall": (2, head_stall),
     "second head": (1, second_head),
     "second head at a write": (1, second_head_at_write),
@@ -270,6 +304,7 @@ FAULTS: dict[str, tuple[int, Strike]] = {
     "link cut": (1, lambda w, host, lasts: _cut_links(w, host, [w.rng.choice(w.running())], lasts)),
     "node cut": (1, lambda w, host, lasts: _cut_links(w, host, w.running(), lasts)),
     "join": (2, join),
+    "comes back": (2, comes_back),
     "worker killed": (3, worker_killed),
     "script fails": (1, script_fails),
     "script deserts": (1, script_deserts),
@@ -282,6 +317,8 @@ FAULTS: dict[str, tuple[int, Strike]] = {
     "two released": (1, two_released),
     "walltime": (1, walltime),
     "limit": (1, limit),
+    "bar": (1, bar),
+    "cancel": (1, cancel),
     "rollback": (1, rollback),
 }
 """Name -> how often it is chosen, and what it does."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fallow.core.membership import events as ev
+from fallow.core.membership.failures import is_barred
 from fallow.core.membership.machine import Machine
 from fallow.core.membership.records import Root
 from fallow.core.membership.roster import Roster
@@ -80,6 +81,11 @@ class Head:
         self.w, self.alive, self.frozen = w, True, False
         self.crash_at_write = False
         self.usurped_at_write_s = 0.0
+        self.orders_left: int | None = None
+        "the head dies behind so many more orders; None: it does not"
+        self.skew_s = w.rng.choice((0.0, 0.0, w.rng.uniform(-90, 90)))
+        "its clock's difference to Slurm's"
+        self._has_ticked = False
         self.term = w.store.begin_term()
         self._revision = w.store.revision
         self._kernel: list[tuple[Any, ...]] = []
@@ -95,7 +101,11 @@ class Head:
     def _load(self, edition: int = 0) -> Machine:
         records = {key: raw for key, raw in {**self.w.store.records, **self._writes}.items() if raw is not None}
         roster = Roster.load("r", records)
-        return Machine(roster, term=self.term, timing=self.w.timing, at=self.w.t, edition=edition, validate=True)
+        return Machine(roster, term=self.term, timing=self.w.timing, at=self._at, edition=edition, validate=True)
+
+    @property
+    def _at(self) -> float:
+        return self.w.t + self.skew_s
 
     def receive(self, message: tuple[Any, ...]) -> None:
         if not self.alive:
@@ -103,7 +113,7 @@ class Head:
         if self.frozen:
             self._kernel.append(message)
         else:
-            self._inbox.append((self.w.t, message))
+            self._inbox.append((self._at, message))
             self._step()
 
     def freeze(self, seconds: float) -> None:
@@ -116,7 +126,7 @@ class Head:
         self.frozen = False
         late, self._kernel = self._kernel, []
         self.w.rng.shuffle(late)
-        self._inbox += [(self.w.t, message) for message in late]
+        self._inbox += [(self._at, message) for message in late]
         self._step()
 
     def _loop(self) -> None:
@@ -131,21 +141,28 @@ class Head:
             self._hear(*self._inbox.pop(0))
         if self.alive and self.w.t >= self._last_tick + TICK_S - 1e-9:
             self._last_tick = self.w.t
-            for n, node in list(self.machine.roster.nodes.items()):
-                ends_at = self.w.hosts[node.host].ends_at
-                if ends_at is not None and self.w.rng.random() < 0.2:
-                    self.apply(ev.Ends(at=self.w.t, node=n, ends_at=ends_at))
-            self.apply(ev.Ticked(at=self.w.t))
+            self._look_at_jobs()
+            self._has_ticked = True
+            self.apply(ev.Ticked(at=self._at))
         if self.alive and (self._writes or self._then):
             self._persist()
 
+    def _look_at_jobs(self) -> None:
+        """The first tick of a head says what it knows of walltimes, and finds checkpoints that no report told of."""
+        for n, node in list(self.machine.roster.nodes.items()):
+            host = self.w.hosts[node.host]
+            is_known = node.ends_at is not None and not self._has_ticked
+            if host.ends_at is not None and host.token == node.token and (is_known or self.w.rng.random() < 0.2):
+                self.apply(ev.Ends(at=self._at, node=n, ends_at=host.ends_at + self.skew_s))
+        for found in () if self._has_ticked else list(self.w.plane.checkpoints.values()):
+            self.apply(ev.Found(at=self._at, checkpoint=found))
+
     def _hear(self, at: float, message: tuple[Any, ...]) -> None:
         match message:
-            case ("hello", host, boot, node):
-                if self.machine.roster.root.status.ended:
+            case ("hello", host, token, boot, node):
+                if self.machine.roster.root.status.ended or is_barred(self.machine.roster, host):
                     self._then.append(("over", host))
                 else:
-                    token = "t" + host
                     self.apply(
                         ev.Expected(at=at, host=host, token=token, boot=boot, slots=SLOTS, entry=host, node=node)
                     )
@@ -156,9 +173,10 @@ class Head:
                 who = {"host": host, "boot": boot, "is_ordered": is_ordered, "report": report}
                 self.apply(ev.Gone(at=at, node=node, **who, **end))
                 self._then.append(("noted", host, node))
-            case ("job over", host):
-                for n in [n for n, node in self.machine.roster.nodes.items() if node.host == host]:
-                    self.apply(ev.Gone(at=at, node=n, reason="its job is over"))
+            case ("job over", host, token, boot, taken):
+                for node in self.machine.roster.at_place(host, token):
+                    if node.boot <= boot:
+                        self.apply(ev.Gone(at=at, node=node.id, reason="its job is over", taken=taken))
             case ("event", make):
                 self.apply(make(at))
 
@@ -242,6 +260,11 @@ class Head:
         for instruction in then:
             match instruction:
                 case ev.Send(node, order):
+                    if self.orders_left == 0:
+                        w.fired["head crash amid orders"] += 1
+                        self.die()
+                        return
+                    self.orders_left = self.orders_left - 1 if self.orders_left else None
                     if node in w.host_of:
                         w.to_agent(w.host_of[node], ("order", node, order))
                 case ev.Admitted(node, host, _, boot):
@@ -254,5 +277,7 @@ class Head:
                     w.to_agent(host, ("noted", node))
                 case ("over", host):
                     w.to_agent(host, ("over",))
+                case ev.RemoveCheckpoint(path):
+                    w.plane.checkpoints.pop(path, None)
                 case ev.RunEnded(status, message):
                     w.ended.append((status, message))

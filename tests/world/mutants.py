@@ -84,12 +84,6 @@ def _any_seq(self: Machine, event: ev.Reported) -> None:
     Machine._report(self, event)
 
 
-def _tick_without_leave_by(self: Machine, event: ev.Ticked) -> None:
-    for node in self.roster.nodes.values():
-        node.leave_by = None
-    Machine._tick(self, event)
-
-
 def _reuse(m: State, *args: Any, **more: Any) -> None:
     m.roster.root.highest = m.roster.root.generation
     _BEGIN(m, *args, **more)
@@ -214,7 +208,7 @@ MUTANTS: dict[str, Take] = {
     # progress
     "votes have no deadline (rebuilding)": _rule(RunPhase.REBUILDING, "votes are late"),
     "votes have no deadline (planned)": _rule(RunPhase.PREPARING, "votes are late"),
-    "leaving has no deadline": _handler(ev.Ticked, _tick_without_leave_by),
+    "leaving has no deadline": _object(State, "ends_within", lambda self, node, seconds: False),
     "a loss goes unnoticed while all switch": _rule(RunPhase.SWITCHING, "a member is lost"),
     "a broken group is not rebuilt": _rule(RunPhase.SWITCHING, "a group broke"),
     "nobody comes back into a broken generation": _rule(RunPhase.STEADY, "its generation is broken"),

@@ -50,6 +50,8 @@ class Host:
         self.bad_until = self.cut_until = self.froze_until = 0.0
         self.breaks_until = self.lies_until = 0.0
         "until then every group breaks on it; until then it claims to obey a head that never was"
+        self.token, self.jobs = f"t{name}", 1
+        "of the allocation that it is in; how many jobs have begun on it, each attempt of one for itself"
         self.ends_at: float | None = None
         self.boot = self.highest = 0
         self.unsaid: list[tuple[Any, ...]] = []
@@ -105,7 +107,7 @@ class Host:
         if not self.up or self.frozen or self.over or not (self.node or self.workers):
             return
         if not self.node:
-            self.w.to_head(self, ("hello", self.name, self.boot, 0))
+            self.w.to_head(self, ("hello", self.name, self.token, self.boot, 0))
         elif self.workers and all(x.alive for x in self.workers):
             self.w.to_head(self, ("report", self.name, self.report()))
 
@@ -152,7 +154,7 @@ class Host:
                     self.say()
             case ("introduce", node):
                 if node == self.node:
-                    self.w.to_head(self, ("hello", self.name, self.boot, node))
+                    self.w.to_head(self, ("hello", self.name, self.token, self.boot, node))
             case ("noted", node):
                 self.unsaid = [message for message in self.unsaid if message[2] != node]
             case ("over",):
@@ -196,7 +198,8 @@ class Host:
         finished = all(x.finished for x in self.workers)
         self.node, self.workers = 0, []
         if restarts and not finished:
-            self.w.after(self.w.rng.uniform(0.5, 3), lambda: self._begin() if self.up else None)
+            jobs = self.jobs
+            self.w.after(self.w.rng.uniform(0.5, 3), lambda: self._begin() if self.up and self.jobs == jobs else None)
         else:
             self.over = True
             self._end_job()
@@ -212,4 +215,16 @@ class Host:
 
     def _end_job(self) -> None:
         """Slurm sees it in a while, and says so with each poll."""
-        self.w.after(self.w.rng.uniform(3, 20), lambda: self.w.poll_end(self.name))
+        over = ("job over", self.name, self.token, self.boot, not self.up)
+        self.w.after(self.w.rng.uniform(3, 20), lambda: self.w.poll_end(over))
+
+    def come_back(self, *, requeued: bool) -> None:
+        """Another job begins here, or the next attempt of the one that was lost."""
+        was_up, self.up, self.over = self.up, True, False
+        self.jobs, self.ends_at, self.unsaid = self.jobs + 1, None, []
+        if not requeued:
+            self.token, self.boot = f"t{self.name}-{self.jobs}", 0
+        self.w.thaw_host(self)
+        self._begin()
+        if not was_up:
+            self._beat()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Order, Plan
 from fallow.core.membership.names import member_name
-from fallow.core.membership.records import Node
+from fallow.core.membership.records import History, Node
 from fallow.core.records import decode
 from world.head import Head
 from world.node import Host, Worker
@@ -102,6 +102,13 @@ class Observer:
         if plan.interrupt and whole and len(whole) < len(hosts):
             self.w.fail(f"generation {g} of survivors has some with state and some without")
 
+    def see_begin(self, generation: int, before: int, step: int, has_state: bool) -> None:
+        """It begins at this step, with somebody's state or a checkpoint's, after the generation that acted before."""
+        stored = self.w.store.records.get("history")
+        for back in [] if stored is None else decode(stored, History).rollbacks:
+            if before < back.generation <= generation and (has_state or step > back.to_step):
+                self.w.fail(f"generation {generation} begins at step {step}, in spite of {back}")
+
     def see_step(self, generation: int, step: int) -> None:
         if generation != self.w.plane.acted:
             self.w.fail(f"generation {generation} finishes step {step}, and {self.w.plane.acted} acts")
@@ -144,6 +151,8 @@ class Observer:
             w.fail(f"a node that works was given up: {text}")
         if "in a row broke" in text and w.t > w.broke_at + 40:
             w.fail(f"a node was given up though groups break on none: {text}")
+        if "had to leave" in text and (host.ends_at is None or w.t < host.ends_at - w.timing.last_call_s - 0.1):
+            w.fail(f"a node that still had time to leave was given up: {text}")
         if "stopped" in text and not any(x.stopped for x in host.workers) and w.t > host.bad_until + 4:
             w.fail(f"a node that is not stopped was given up: {text}")
 

@@ -50,7 +50,7 @@ def test_newcomers_hear_of_a_commit_first_and_members_when_they_have_or_when_an_
 def test_members_hear_of_a_commit_within_a_tick_while_somebody_has_to_leave_in_time() -> None:
     rig = started(3)
     n = rig.join("d")
-    rig.release(2, reason="urgent", by=rig.at + 10.0)
+    rig.want(ev.Ends, node=2, ends_at=rig.at + 10.0)
     g = rig.r.root.highest
     for voter in [*rig.r.members, n]:
         rig.say(voter, prepared=g, given_up=0)
@@ -138,24 +138,27 @@ def test_deadlines_a_node_leaves_before_its_end_or_is_ejected() -> None:
     assert any(o.end is not None and o.end.kill for o in orders(turn).values())
 
 
-def test_a_deadline_counts_for_one_that_was_asked_to_leave_without_one() -> None:
+@notices("leaving has no deadline")
+def test_who_is_asked_to_leave_is_gone_before_its_time_is_over() -> None:
     rig = started(2)
     rig.put(ev.Ends(at=0, node=2, ends_at=100))
     rig.tick(70, 1, 2)
     rig.limit(1)
-    rig.tick(98, 1, 2)
-    assert rig.r.nodes[2].phase is MemberPhase.GONE
-
-
-@notices("leaving has no deadline")
-def test_who_is_asked_to_leave_by_a_time_is_gone_by_then() -> None:
-    rig = started(2)
-    rig.release(2, reason="urgent", by=4.0)
-    rig.tick(3.5, 1, 2)
+    rig.tick(96, 1, 2)
     assert rig.r.nodes[2].phase is MemberPhase.LEAVING
-    turn = rig.tick(4, 1, 2)
+    turn = rig.tick(98, 1, 2)
     assert rig.r.nodes[2].phase is MemberPhase.GONE
     assert orders(turn)[1].broken == 1
+
+
+def test_a_leaver_whose_time_is_prolonged_or_shown_by_another_clock_is_not_ejected() -> None:
+    rig = started(2)
+    rig.put(ev.Ends(at=0, node=2, ends_at=100))
+    rig.tick(90, 1, 2)
+    assert rig.r.nodes[2].phase is MemberPhase.LEAVING
+    rig.put(ev.Ends(at=90, node=2, ends_at=200))
+    rig.tick(150, 1, 2)
+    assert rig.r.nodes[2].phase is MemberPhase.LEAVING
 
 
 def test_t7_limits_keep_standbys_warm_and_release_the_youngest() -> None:

@@ -43,6 +43,7 @@ EXPECTED_ENDS = (
     "left the training loop on every member",
     "is gone: ValueError",
     "is gone: code",
+    "cancelled by hand",
 )
 """What a run's message says when faults here have ended it."""
 
@@ -139,9 +140,9 @@ class World:
         for x in host.workers:
             x.stopped = False
 
-    def poll_end(self, host: str) -> None:
-        self.head.receive(("job over", host))
-        self.after(5.0, lambda: self.poll_end(host))
+    def poll_end(self, over: tuple[Any, ...]) -> None:
+        self.head.receive(over)
+        self.after(5.0, lambda: self.poll_end(over))
 
     # -- network ----------------------------------------------------------------------------------------------------
 
