@@ -23,7 +23,7 @@ from msgspec import inspect as types
 from extremes import full, least, struct_info
 from fallow.core import records
 from fallow.core.membership.messages import VERSION, Finish, Unreadable, Wire
-from fallow.core.membership.records import Node, Root
+from fallow.core.membership.records import Root
 from fallow.core.protocol.agents import FromAgent, Hello, Refused, ToAgent
 from fallow.core.protocol.workers import FromWorker, ToWorker
 from fallow.wire.codec import Decoder, encode
@@ -175,18 +175,18 @@ def test_a_number_that_is_none_is_read_back() -> None:
 
 
 def test_older_schemas_go_through_every_migration_since(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = records.encode(full(Node))
-    monkeypatch.setitem(records.SCHEMAS, Node, 3)
-    monkeypatch.setitem(records.MIGRATIONS, (Node, 1), lambda fields: fields | {"step": fields["step"] * 10})
-    monkeypatch.setitem(records.MIGRATIONS, (Node, 2), lambda fields: fields | {"step": fields["step"] + 1})
-    assert records.decode(written, Node).step == 10 * full(Node).step + 1
-    assert records.decode(records.encode(full(Node)), Node) == full(Node)
-    monkeypatch.delitem(records.MIGRATIONS, (Node, 2))
+    written = records.encode(full(Root))
+    monkeypatch.setitem(records.SCHEMAS, Root, 3)
+    monkeypatch.setitem(records.MIGRATIONS, (Root, 1), lambda fields: fields | {"first": fields["first"] * 10})
+    monkeypatch.setitem(records.MIGRATIONS, (Root, 2), lambda fields: fields | {"first": fields["first"] + 1})
+    assert records.decode(written, Root).first == 10 * full(Root).first + 1
+    assert records.decode(records.encode(full(Root)), Root) == full(Root)
+    monkeypatch.delitem(records.MIGRATIONS, (Root, 2))
     with pytest.raises(Unreadable):
-        records.decode(written, Node)
+        records.decode(written, Root)
     for schema in (-1, 0, 4):
         with pytest.raises(Unreadable, match=f"schema is {schema}, this Fallow reads 1 to 3"):
-            records.decode(msgspec.msgpack.encode((schema, msgspec.to_builtins(full(Node)))), Node)
+            records.decode(msgspec.msgpack.encode((schema, msgspec.to_builtins(full(Root)))), Root)
 
 
 @pytest.mark.parametrize(("way", "kind"), MESSAGES)

@@ -180,7 +180,8 @@ def change_is_due(m: State) -> bool:
 
 
 def all_have_arrived(m: State) -> bool:
-    return m.going is not None and not m.going.awaited and not m.going.leaving
+    going = m.going
+    return going is not None and not going.awaited and not any(map(m.roster.alive, going.change.leavers))
 
 
 def main_is_lost(m: State) -> bool:

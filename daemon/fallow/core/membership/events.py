@@ -77,7 +77,7 @@ class Ends(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release(Event):
-    """These nodes have to leave at the next boundary. A node that is still there at `by` is ejected.
+    """These nodes have to leave at the next boundary.
 
     The generation without them is begun with the next tick. Whoever is released until then goes in it, too.
     """
@@ -85,7 +85,6 @@ class Release(Event):
     reason: str
     nodes: tuple[int, ...] = ()
     "none: the youngest members that are more than `limit`"
-    by: float | None = None
     limit: int | None = None
     "nodes wanted at most from now on, so that no standby takes their place; None: as before"
 

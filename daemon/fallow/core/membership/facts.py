@@ -216,8 +216,6 @@ def note_left(m: State, node: Node, report: Report) -> None:
     losses.dismiss(m, node, Exit.OK, node.leaving)
     m.roster.root.old_may_step = False
     m.roster.mark("root")
-    if m.going is not None:
-        m.going.leaving.discard(node.id)
 
 
 def note_left_alone(m: State, node: Node, report: Report) -> None:

@@ -40,8 +40,7 @@ def lose(m: State, node: Node, reason: str, phase: MemberPhase = MemberPhase.GON
         return
     voting, going = m.voting, m.going
     if going is not None and node.id in going.change.leavers and not r.root.old_may_step:
-        going.leaving.discard(node.id)  # a member has passed the boundary, so this node had, too
-        return
+        return  # a member has passed the boundary, so this node had, too
     m.outbox.log("eject", f"{name} is gone: {reason}", node=node.id)
     if voting is not None and node.id in voting.members and not node.seat:
         voting.spoiled = f"newcomer {name} is gone: {reason}"

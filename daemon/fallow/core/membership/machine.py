@@ -211,15 +211,13 @@ class Machine:
             nodes = nodes or tuple(sorted(m.roster.present(MemberPhase.MEMBER))[event.limit :])
         for n in nodes:
             if n in m.roster.nodes:
-                self._ask_to_leave(m.roster.nodes[n], event.reason, event.by)
+                self._ask_to_leave(m.roster.nodes[n], event.reason)
 
-    def _ask_to_leave(self, node: Node, reason: str, by: float | None = None) -> None:
+    def _ask_to_leave(self, node: Node, reason: str) -> None:
         m, voting = self.state, self.state.voting
         if node.phase is MemberPhase.GONE or node.finished:
             return
         m.roster.touch(node).leaving = node.leaving or reason
-        if by is not None:
-            node.leave_by = by if node.leave_by is None else min(by, node.leave_by)
         if node.phase is MemberPhase.MEMBER:
             node.phase = MemberPhase.LEAVING
         elif node.phase in (MemberPhase.STARTING, MemberPhase.READY):
@@ -270,7 +268,7 @@ class Machine:
         for host in failures.expire(self.roster, event.at):
             m.outbox.log("bar", f"{host} is barred no longer: it may be tried again", host=host)
         for node in [node for node in self.roster.nodes.values() if node.alive and not node.finished]:
-            self._look_at_deadline(node, event.at)
+            self._look_at_deadline(node)
             waited_s = m.watch.now - m.finished_at.setdefault(node.id, m.watch.now) if node.deserted else 0.0
             if node.alive and waited_s > m.timing.lease_s:
                 losses.eject(m, [Overdue(node, f"still there {m.timing.lease_s:g} s after its script had ended")])
@@ -278,14 +276,12 @@ class Machine:
                 return
         losses.eject(m, m.watch.overdue())
 
-    def _look_at_deadline(self, node: Node, at: float) -> None:
-        timing = self.state.timing
-        if node.ends_at is not None and at >= node.ends_at - timing.release_s:
-            last_call = node.ends_at - timing.last_call_s
-            if node.leave_by is None or node.leave_by > last_call:
-                self._ask_to_leave(node, "its time is over", last_call)
-        if node.alive and node.leave_by is not None and at >= node.leave_by:
-            losses.eject(self.state, [Overdue(node, f"still there though it had to leave: {node.leaving}")])
+    def _look_at_deadline(self, node: Node) -> None:
+        m = self.state
+        if not node.leaving and m.ends_within(node, m.timing.release_s):
+            self._ask_to_leave(node, "its time is over")
+        if node.alive and m.ends_within(node, m.timing.last_call_s):
+            losses.eject(m, [Overdue(node, f"still there though it had to leave: {node.leaving}")])
 
 
 _HANDLERS: dict[type[ev.Event], Callable[[Machine, Any], None]] = {

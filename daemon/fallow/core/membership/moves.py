@@ -306,7 +306,6 @@ def commit(m: State) -> None:
     r.seat(ballot.members, change.joined)
     m.watch.committed_at, m.trouble.lists_differ = m.watch.now, False
     ballot.awaited = set(ballot.members)
-    ballot.leaving = {n for n in change.leavers if r.alive(n)}
     m.tell(ballot.participants)
     for node in [r.nodes[n] for n in gone if r.alive(n) and n not in change.leavers]:
         m.tell([node.id])

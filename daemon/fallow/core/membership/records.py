@@ -11,7 +11,7 @@ from enum import StrEnum
 import msgspec
 
 from fallow.core.membership.messages import Checkpoint, Contract, Finish, Outcome
-from fallow.core.records import SCHEMAS
+from fallow.core.records import MIGRATIONS, SCHEMAS, Fields
 from fallow.model import ChangeKind, MemberPhase, Parts, RunStatus
 
 
@@ -36,7 +36,6 @@ class Node(msgspec.Struct, kw_only=True):
     "its contract was"
     step: int = 0
     ends_at: float | None = None
-    leave_by: float | None = None
     leaving: str = ""
     "why it was asked to leave"
     ended: str = ""
@@ -208,4 +207,10 @@ class Failures(msgspec.Struct, kw_only=True):
     "host -> its bar"
 
 
-SCHEMAS.update({Root: 1, Node: 1, History: 1, Checkpoints: 1, Failures: 1})
+def _without_leave_by(fields: Fields) -> Fields:
+    del fields["leave_by"]
+    return fields
+
+
+SCHEMAS.update({Root: 1, Node: 2, History: 1, Checkpoints: 1, Failures: 1})
+MIGRATIONS[Node, 1] = _without_leave_by

@@ -64,8 +64,6 @@ class Ballot:
     "both on the clock of `Watch.now`"
     awaited: set[int]
     "nodes whose vote is missing, and after the commit nodes that have not gone over"
-    leaving: set[int] = field(default_factory=set)
-    "leavers that have not left, after the commit"
     refusals: dict[int, Refusal] = field(default_factory=dict)
     "those that name unreachable nodes"
     refused_at: float | None = None
@@ -190,10 +188,10 @@ class State:
             leave = msgspec.structs.replace(
                 plan, base=0, leave=True, suspends=not r.members, interrupt=change.interrupt
             )
-            members, leaving = set(filter(r.alive, r.members)), set(filter(r.alive, change.leavers))
-            self.ballot = Ballot(change, r.members, Plans(plan, plan, leave), 0.0, 0.0, members, leaving=leaving)
-            known = [r.nodes[n] for n in change.leavers if n in r.nodes and n not in leaving]
-            self.trouble.lost.update({node.id: node.ended for node in known if not node.proved_gone})
+            members = set(filter(r.alive, r.members))
+            self.ballot = Ballot(change, r.members, Plans(plan, plan, leave), 0.0, 0.0, members)
+            lost = [r.nodes[n] for n in change.leavers if n in r.nodes and not r.alive(n)]
+            self.trouble.lost.update({node.id: node.ended for node in lost if not node.proved_gone})
 
     # -- views ------------------------------------------------------------------------------------------------------
 
@@ -245,6 +243,10 @@ class State:
     def is_inside(self, node: Node) -> bool:
         change = self.roster.root.change
         return node.seat > 0 or (change is not None and node.id in change.leavers)
+
+    def ends_within(self, node: Node, seconds: float) -> bool:
+        """It goes away so soon, as far as is known."""
+        return node.ends_at is not None and self.at >= node.ends_at - seconds
 
     def has_state(self, node: int) -> bool:
         """Has the node the whole state, as far as is known?"""
@@ -305,7 +307,8 @@ class State:
         newcomers = filter(self.roster.alive, going.change.joined)
         if all(n not in outbox.nodes and outbox.has_heard(n, reports.get(n)) for n in newcomers):
             return set()
-        if self.is_tick and any(node.leave_by is not None for node in self.roster.nodes.values() if node.alive):
+        soon = [node for node in self.roster.nodes.values() if self.ends_within(node, self.timing.release_s)]
+        if self.is_tick and any(node.alive for node in soon):
             return set()
         return set(going.participants).difference(going.change.joined)
 
