@@ -165,8 +165,8 @@ class DataPlane:
         return found
 
     def _reach(self, nodes: Sequence[int]) -> bool:
-        if not self.w.cut:
-            return True
+        if self.w.t < self.w.stuck_until:
+            return False
         names = [self.w.host_of[n] for n in nodes]
         return not any(frozenset((a, b)) in self.w.cut for i, a in enumerate(names) for b in names[:i])
 
@@ -181,10 +181,7 @@ class DataPlane:
         holders = [x for x in ws if x.has_state]
         self.w.observer.see_exchange(plan, members, holders, ws)
         paths = next((x.plan.checkpoints for x in ws if x.plan is not None), ())
-        if holders:
-            step = max(x.step for x in holders)
-        else:
-            step = self._load(paths)
+        step = max(x.step for x in holders) if holders else self._load(paths)
         self.w.observer.see_begin(g, self.acted, step, bool(holders))
         self.acted = g
         self.w.counts["lost steps"] += max(0, self.front - step - 1)

@@ -117,6 +117,11 @@ def _cut_links(w: World, host: Host, others: list[Host], lasts: float) -> bool:
     return bool(pairs)
 
 
+def groups_stuck(w: World, host: Host, lasts: float) -> bool:
+    w.stuck_until = w.t + lasts
+    return True
+
+
 # -- nodes ------------------------------------------------------------------------------------------------------------
 
 
@@ -169,6 +174,18 @@ def script_deserts(w: World, host: Host, lasts: float) -> bool:
     # The same exit code on two nodes would be the script's own failure.
     code = 0 if w.rng.random() < 0.25 else 2 + w.counts["deserters"]
     w.after(w.rng.uniform(0.1, 9), lambda: host.kill(code, None, restarts=True) if host.boot == boot else None)
+    return True
+
+
+def leaves_alone(w: World, host: Host, lasts: float) -> bool:
+    """Its node goes away, and it hears no head that could release it."""
+    if not host.workers or host.dying or host.script_ended or not all(x.generation and x.alive for x in host.workers):
+        return False
+    for x in host.workers:
+        w.plane.give_up(x, x.generation)
+        x.left = x.generation
+    host.say()
+    w.after(0.2, lambda: host.kill(0, None))
     return True
 
 
@@ -303,11 +320,13 @@ FAULTS: dict[str, tuple[int, Strike]] = {
     "members cut off": (2, members_cut_off),
     "link cut": (1, lambda w, host, lasts: _cut_links(w, host, [w.rng.choice(w.running())], lasts)),
     "node cut": (1, lambda w, host, lasts: _cut_links(w, host, w.running(), lasts)),
+    "groups stuck": (1, groups_stuck),
     "join": (2, join),
     "comes back": (2, comes_back),
     "worker killed": (3, worker_killed),
     "script fails": (1, script_fails),
     "script deserts": (1, script_deserts),
+    "leaves alone": (1, leaves_alone),
     "power lost": (1, power_lost),
     "worker stopped": (1, worker_stopped),
     "node frozen": (1, node_frozen),

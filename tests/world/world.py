@@ -73,6 +73,8 @@ class World:
         self.loss = self.repeats = self.poison = 0.0
         self.slow_s = rng.choice((0.02, 0.05, 0.5, 2.0))
         self.cut: set[frozenset[str]] = set()
+        self.stuck_until = 0.0
+        "until then no group carries anything, though links can be made"
         self.broke_at = -math.inf
         "when a group broke for no other reason than a bad node"
         self.unwell_until = self.reliable_until = 0.0
@@ -178,7 +180,7 @@ class World:
         """Faults are over: everybody gets well."""
         self.slow_s, self.loss, self.repeats, self.poison = 0.05, 0.0, 0.0, 0.0
         self.cut.clear()
-        self.store.away_until = 0.0
+        self.store.away_until = self.stuck_until = 0.0
         for host in self.hosts.values():
             host.hears = host.is_heard = True
             host.breaks_until = host.lies_until = 0.0
