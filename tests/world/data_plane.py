@@ -25,6 +25,8 @@ class DataPlane:
         self.stepped_at = 0.0
         self.checkpoints: dict[str, Checkpoint] = {}
         "those on disk, by their paths"
+        self._saved_by_script = 0
+        "the newest step of those of a script that is restarted"
 
     # -- orders -----------------------------------------------------------------------------------------------------
 
@@ -178,7 +180,7 @@ class DataPlane:
         if not self._reach(members):
             self.w.after(1.0, lambda: self._exchange(plan, members))
             return
-        holders = [x for x in ws if x.has_state]
+        holders = [x for x in ws if x.has_state and not self.w.restarts]
         self.w.observer.see_exchange(plan, members, holders, ws)
         paths = next((x.plan.checkpoints for x in ws if x.plan is not None), ())
         step = max(x.step for x in holders) if holders else self._load(paths)
@@ -194,6 +196,8 @@ class DataPlane:
 
     def _load(self, paths: Sequence[str]) -> int:
         """The step of the newest checkpoint that is named and there."""
+        if self.w.restarts:
+            return self._saved_by_script
         steps = [self.checkpoints[path].step for path in paths if path in self.checkpoints]
         if len(steps) < len(paths) and not self.w.fired["store goes back"]:
             self.w.fail(f"of {paths}, one of which is to be loaded, there are {self.checkpoints.keys()}")
@@ -283,6 +287,9 @@ class DataPlane:
             self._enter(x, x.plan)
 
     def _save(self, x: Worker) -> None:
+        if self.w.restarts:
+            self._saved_by_script = x.step
+            return
         path = f"/c{x.generation}-{x.step}"
         x.host.saved = self.checkpoints[path] = Checkpoint(path=path, generation=x.generation, step=x.step)
 

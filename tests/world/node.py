@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from world.world import World
 
 BEAT_S = 1.0
-CONTRACT = Contract(signature="s", shards=64, global_batch=64, total_steps=100)
+CONTRACT = {
+    restarts: Contract(signature="s", shards=64, global_batch=64, total_steps=100, restarts=restarts)
+    for restarts in (False, True)
+}
 
 
 class Worker:
@@ -125,7 +128,7 @@ class Host:
             seq=self.seq,
             term=self.obeyed[0] + (1000 if t < self.lies_until else 0),
             edition=self.obeyed[1],
-            ready=CONTRACT if all(x.ready for x in ws) and not accepted else None,
+            ready=CONTRACT[self.w.restarts] if all(x.ready for x in ws) and not accepted else None,
             generation=min(x.generation for x in ws),
             highest=self.highest,
             prepared=min(x.prepared for x in ws),

@@ -17,22 +17,20 @@ from fallow.model import ChangeKind, Exit, MemberPhase, RunStatus
 
 def recover(m: State, report: Report, host: str) -> None:
     """The store has lost a number that a node on `host` has heard of, or even a committed generation: go on above."""
-    root, lost_writes = m.roster.root, "the store has lost what was written last"
+    root, voting, known = m.roster.root, m.voting, m.roster.nodes.get(report.node)
     newest = max(report.highest, report.generation, report.prepared, report.given_up)
-    voting, known = m.voting, m.roster.nodes.get(report.node)
     if newest > root.highest:
         root.highest = newest
         m.roster.mark("root")
-        if voting is not None:
-            voting.spoiled = lost_writes
-    is_asked = voting is not None and known is not None and known.host == host and known.id in voting.participants
-    if voting is not None and not is_asked and report.highest >= voting.change.generation:
-        voting.spoiled = lost_writes  # another head has told this node of that number
+    if voting is not None:
+        number = voting.change.generation
+        is_asked = known is not None and known.host == host and known.id in voting.participants
+        # One who is not asked was told of that number by another head, and nobody computes in it yet.
+        was_used = newest > number or report.generation == number or (report.highest == number and not is_asked)
+        voting.spoiled = "the store has lost what was written last" if was_used else voting.spoiled
     if report.generation > max(root.generation, m.trouble.broken):
         m.trouble.broken = root.recovered = report.generation
         m.roster.mark("root")
-        if voting is not None and voting.change.generation <= report.generation:
-            voting.spoiled = lost_writes  # its number is that of a generation that was
         m.outbox.log(
             "recover", f"{m.roster.name(report.node)} is in generation {report.generation}, which the store lost"
         )
