@@ -22,9 +22,8 @@ from fallow.head import deadlines
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm import submissions
 from fallow.head.slurm.harvest import Harvest
-from fallow.head.slurm.jobs import take_in
+from fallow.head.slurm.jobs import sweep, take_in
 from fallow.head.slurm.neighbours import DELAYS, END_S, LEAVE_S, Neighbours, give_back, hurry
-from fallow.head.slurm.orphans import sweep
 from fallow.head.state.book import Book, Run
 from fallow.model import AllocationKind, AllocationState, ClusterConfig, ClusterState, DelayReport, RunSpec, RunStatus
 

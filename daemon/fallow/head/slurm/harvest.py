@@ -15,11 +15,11 @@ from fallow.core.neighbour.preemption import as_for_us
 from fallow.core.planning.rules import HarvestRules, harvestable
 from fallow.files import Paths
 from fallow.head.loop.turn import Turn
-from fallow.head.slurm import accounts, orphans, submissions
+from fallow.head.slurm import accounts, submissions
 from fallow.head.slurm.asking import Asking
 from fallow.head.slurm.budgets import keep_within_budget
 from fallow.head.slurm.estimate import estimate
-from fallow.head.slurm.jobs import take_in
+from fallow.head.slurm.jobs import sweep, take_in
 from fallow.head.slurm.learning import Learning
 from fallow.head.slurm.neighbours import DELAYS, Neighbours
 from fallow.head.state.book import Book, Run, ordered
@@ -75,7 +75,7 @@ class Harvest:
             self._external = self.neighbours.polled(turn, cluster, site)
         external = self._external
         with turn.apart("orphans"):
-            orphans.sweep(turn, cluster, frozenset[str]().union(*external.delayed_jobs.values()))
+            sweep(turn, cluster, frozenset[str]().union(*external.delayed_jobs.values()))
         with turn.apart("plan"):
             self.asking.interval_s = self.neighbours.interval_s(turn.book)
             rules = self._rules(cluster)

@@ -1,11 +1,11 @@
-"""Polls become facts about allocations: started, preempted, ended, never come."""
+"""Polls become facts about allocations: started, preempted, ended, cancelled by somebody, never come; left behind."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import inf
 
-from fallow.core.accounting import duds
+from fallow.core.accounting import cancelled, duds
 from fallow.core.accounting.backoff import Backoff
 from fallow.core.accounting.spans import follow
 from fallow.core.allocations import (
@@ -20,11 +20,11 @@ from fallow.core.allocations import (
 )
 from fallow.core.holes import CLOSED
 from fallow.core.membership import events as ev
+from fallow.core.neighbour.watch import END_S, LEAVE_S
 from fallow.core.planning.allowance import horizon_s
+from fallow.core.states import ENDED_STATES, ENDING
 from fallow.head.loop.turn import Turn
 from fallow.head.peers.agents import agent_gone
-from fallow.head.slurm import cancelled
-from fallow.head.slurm.cancelled import base_cancelled
 from fallow.head.slurm.submissions import left_word
 from fallow.head.state.book import Run
 from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo, RunStatus
@@ -65,13 +65,14 @@ def take_in(turn: Turn, cluster: ClusterState, backoff: Backoff) -> None:
                 turn.dirty.add(run.id)
                 if allocation.settled:
                     turn.book.close(run, allocation)
-                    cancelled.look_for(turn, run, allocation, mine, closed, backoff)
+                    if cancelled.by_others(allocation, mine, closed):
+                        _cancelled(turn, run, allocation, backoff)
 
     turn.for_each(turn.book.on_slurm, "jobs of a poll", observe_run)
 
 
 def _adopt_requeued(turn: Turn, run: Run, jobs: Shown) -> None:
-    """Take up a base job again that Slurm has requeued. Of an ended run the job is an orphan (`head.slurm.orphans`)."""
+    """Take up a base job again that Slurm has requeued. Of an ended run the job is swept up."""
     bases = [a for a in run.bases if not a.settled]
     for allocation in bases:
         others = any(a.live for a in bases if a is not allocation)
@@ -155,8 +156,8 @@ def _ended(turn: Turn, run: Run, allocation: Allocation) -> None:
                 text = f"Slurm took job {allocation.job_id} and has forgotten it; submit it again"
             turn.apply(run, ev.Cancel(at=turn.at, reason=text, status=RunStatus.FAILED))
     elif allocation.kind is AllocationKind.BASE and vanished and allocation.asked_at is None:
-        # It waited, and Slurm has forgotten how it ended. While Slurm remembers, `cancelled` looks at the state.
-        base_cancelled(turn, run, allocation)
+        # It waited, and Slurm has forgotten how it ended. While Slurm remembers, its state tells.
+        _base_cancelled(turn, run, allocation)
     elif not (allocation.agents or allocation.told_to_end) and allocation.asked_at is None and allocation.reason in DUD:
         _came_to_nothing(turn, run, allocation)
     turn.book.end_allocation(run, allocation, reason)
@@ -189,3 +190,87 @@ def _came_to_nothing(turn: Turn, run: Run, allocation: Allocation) -> None:
 def is_new(run: Run) -> bool:
     """No node has ever come to it."""
     return run.root.generation == 0 and run.root.next_id == 1
+
+
+# -- cancelled by others ------------------------------------------------------------------------------------------
+
+
+def _cancelled(turn: Turn, run: Run, allocation: Allocation, backoff: Backoff) -> None:
+    """Somebody else cancelled it: a base job's run ends; a harvest job's node is left alone, and then all are."""
+    if allocation.kind is AllocationKind.BASE:
+        _base_cancelled(turn, run, allocation)
+        return
+    started = allocation.start_at is not None or bool(allocation.spans)
+    node = allocation.nodes[0] if started and allocation.nodes else ""
+    what = f"job {allocation.job_id}" + (f" on {node}" if node else f", a request in {allocation.partition}")
+    text = f"somebody cancelled {what}"
+    turn.record(run, "cancelled", text, job=allocation.job_id, node=node)
+    turn.dirty.add(run.id)
+    if node:
+        # No run of ours asks for it for a while, each time for longer.
+        for other in turn.book.on_slurm:
+            if not other.ended and node not in other.barred:
+                turn.apply(other, ev.Bar(at=turn.at, host=node, reason=text))
+    else:
+        backoff.strike(text, run.asks_as(allocation), allocation.partition, None, turn.now)
+    enough = cancelled.note(run.record.cancelled, turn.now, node)
+    if enough and not run.record.harvest_paused and not run.ended:
+        turn.stop_asking(
+            run,
+            f"{cancelled.CANCELS} of its harvest jobs were cancelled by somebody within a day, the last: {what}; "
+            f"if it may go on: fallow resume {run.id}",
+        )
+        for request in run.live_allocations():
+            if request.kind is AllocationKind.HARVEST and request.start_at is None and not request.agents:
+                turn.cancel(run, request, "harvest jobs of the run were cancelled by somebody")
+
+
+def _base_cancelled(turn: Turn, run: Run, allocation: Allocation) -> None:
+    """End the run whose base job was cancelled, unless the user wants it to go on without one."""
+    run.record.base_wanted = False
+    turn.dirty.add(run.id)
+    if run.ended:
+        return
+    what = f"job {allocation.job_id}, its base job, was cancelled"
+    if run.spec.outlives_base:
+        turn.record(run, "cancelled", f"{what}; the run outlives it", job=allocation.job_id)
+    else:
+        turn.apply(run, ev.Cancel(at=turn.at, reason=what))
+
+
+# -- left behind --------------------------------------------------------------------------------------------------
+
+
+def sweep(turn: Turn, cluster: ClusterState, wanted: Collection[str] = ()) -> None:
+    """Cancel the jobs of allocations that have ended, base jobs included (I9, I15).
+
+    A job is ours if it carries the allocation's token and, once that is known, its job id (`Shown`). A job that was
+    asked to end gets time to end by itself: little, where somebody waits for its nodes (`wanted`: tokens). A job that
+    Slurm preempts is Slurm's to end or to requeue. The elected one runs the lines after `fallow run`.
+    """
+    shown = Shown(cluster.jobs)
+    for run in turn.book.on_slurm:
+        for allocation in run.allocations.values():
+            if allocation.live or _ends_by_itself(turn, allocation, allocation.token in wanted):
+                continue
+            alive = (job for job in shown.of(allocation) if _is_orphan(job, cluster.at))
+            for job_id in dict.fromkeys(job.het_job_id or job.job_id for job in alive):
+                turn.record(run, "orphan", f"job {job_id} of the ended {allocation.token} is cancelled")
+                turn.cancels.append((run.id, allocation.token, job_id))
+                # Whether it was us is asked later (`cancelled.by_others`).
+                allocation.asked_at = turn.now
+                turn.dirty.add(run.id)
+
+
+def _ends_by_itself(turn: Turn, allocation: Allocation, is_wanted: bool) -> bool:
+    if allocation.elected and not (is_wanted and allocation.kind is AllocationKind.HARVEST):
+        return True
+    if allocation.left_at is not None and abs(turn.now - allocation.left_at) < END_S:
+        return True
+    time_s = LEAVE_S + END_S if is_wanted else CANCEL_AGAIN_S
+    return allocation.asked_at is not None and abs(turn.now - allocation.asked_at) < time_s
+
+
+def _is_orphan(job: JobInfo, at: float) -> bool:
+    is_preempted = job.preempt_at is not None and job.end_at is not None and job.end_at > at
+    return job.state not in ENDED_STATES | ENDING and not is_preempted

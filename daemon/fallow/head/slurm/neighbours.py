@@ -69,7 +69,7 @@ class Neighbours:
         live = [a for run in runs for a in run.live_allocations()]
         over = [a for run in runs for a in run.allocations.values() if not a.live]
         # The end of a user's batch script may run on in a base job. Of those that were lost, the head's own are
-        # cancelled when they appear (`orphans`).
+        # cancelled when they appear (`jobs.sweep`).
         lost = AllocationState.LOST
         over = [a for a in over if a.kind is AllocationKind.HARVEST or (a.state is lost and a.renewed)]
         refused, nice = self.refused, self.nice
