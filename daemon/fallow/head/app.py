@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -27,13 +26,12 @@ from fallow.head.api.handler import ControlHandler
 from fallow.head.api.metrics import Metrics
 from fallow.head.api.operations import Operations
 from fallow.head.api.pruning import Pruning
-from fallow.head.loop.clock import steady
 from fallow.head.loop.durable import Durable
 from fallow.head.loop.faults import Faults, Quarantine
 from fallow.head.loop.inbox import Asked, Due, Heard, Inbox, Item, Polled, Submitted, Switched, Tick, TrialRefused, tell
 from fallow.head.loop.notify import Notifier
 from fallow.head.loop.stop_file import StopFile
-from fallow.head.loop.turn import Failure, Turn
+from fallow.head.loop.turn import Failure, Turn, steady
 from fallow.head.peers import agents, checkpoints
 from fallow.head.peers.whereabouts import find_address, former_port, own_keys, write_head_file
 from fallow.head.recovery import Recovery
@@ -192,7 +190,7 @@ class Head:
         except Exception as error:
             # What is missing is learned again.
             self._faults.note("notes", error)
-        given_up = Turn(self._book, steady(), time.time())
+        given_up = Turn.begin(self._book)
         try:
             if NOTE in self._durable.notes:
                 self._book.archive.recall(self._durable.notes[NOTE])
@@ -231,7 +229,7 @@ class Head:
 
     async def _remember(self) -> None:
         """Write down what the next head should know. It is no more than useful, so nothing waits for long for it."""
-        turn = Turn(self._book, steady(), time.time())
+        turn = Turn.begin(self._book)
         self._harvest.note(turn)
         try:
             async with asyncio.timeout(REMEMBER_S):
@@ -280,9 +278,9 @@ class Head:
                     self._faults.note("metrics", error)
                 self._notifier.alive(f"{len(self._book.runs)} runs, {len(self._router.connected)} peers")
 
-    async def _turn(self, items: list[Item], *, is_last_try: bool = False) -> None:
-        """One turn: decide, make it durable, carry it out. Messages beside one that failed are heard once more."""
-        turn = Turn(self._book, steady(), time.time())
+    async def _turn(self, items: list[Item]) -> None:
+        """One turn: decide, make it durable, carry it out."""
+        turn = Turn.begin(self._book)
         answers = [self._decide(turn, item) for item in items]
         self._calls.follow_up(turn)
         accounts.note(turn)
@@ -295,14 +293,6 @@ class Head:
                 _refuse(item, turn.failures[0])
             elif answer is not None:
                 answer()
-        if lost := [] if is_last_try else [item for item in items if self._was_lost(turn, item)]:
-            await self._turn(lost, is_last_try=True)
-
-    def _was_lost(self, turn: Turn, item: Item) -> bool:
-        """True of a message at which the head has not failed, but whose run has lost its part of the turn."""
-        if not isinstance(item, Heard) or self._quarantine.holds(item.peer, turn.at):
-            return False
-        return self._run_of(item) in turn.failed
 
     def _decide(self, turn: Turn, item: Item) -> Callable[[], None] | None:
         """Take an item. An unexpected error costs the item, and its run, or the runs that it has changed, the turn."""

@@ -5,12 +5,12 @@ Nodes are judged by the membership machine. What it does not see is an agent on 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 
 from fallow.config import Membership
 from fallow.core.allocations import Allocation
 from fallow.core.membership import events as ev
-from fallow.core.missing_agents import missing_agents, note
 from fallow.head.loop.turn import Turn
 from fallow.head.peers import restarts
 from fallow.head.peers.agents import agent_gone, give_up_agent
@@ -24,6 +24,13 @@ MARGIN_PART = 1 / 3
 
 CLOSE_S = 1.0
 """Ends that differ by less are the same: they are on two clocks."""
+
+MISSING_S = 30.0
+"""From the start of a job until somebody is told that no agent has come: scripts load modules and prepare their data
+before `fallow run`."""
+
+_NAMED = 3
+"""Nodes that are named at most."""
 
 
 def tick(turn: Turn) -> None:
@@ -121,17 +128,30 @@ def _patience_s(run: Run, allocation: Allocation, host: str, config: Membership)
 
 
 def _look_for_agents(turn: Turn, run: Run) -> None:
-    """Find the jobs whose agents should have come by now; the event log has each once."""
-    if run.spec.local:
-        return
+    """Find the jobs whose agents should have come by now: in all likelihood their nodes do not reach the head.
+
+    The event log has each once.
+    """
     found: dict[str, str] = {}
-    for allocation in run.live_allocations():
-        if nodes := missing_agents(allocation, turn.now):
-            text = note(allocation, nodes, turn.now, turn.book.endpoint, turn.book.output_of(run, allocation))
-            found[allocation.token] = text
+    for allocation in () if run.spec.local else run.live_allocations():
+        nodes = [node for node in allocation.nodes if node not in allocation.agents]
+        since_s = turn.now - (turn.now if allocation.start_at is None else allocation.start_at)
+        if nodes and since_s > MISSING_S and allocation.state is AllocationState.RUNNING:
+            text = found[allocation.token] = _without_agent(turn, run, allocation, nodes, since_s)
             if allocation.token not in run.without_agent:
                 turn.record(run, "network", text, job=allocation.job_id)
     run.without_agent = found
+
+
+def _without_agent(turn: Turn, run: Run, allocation: Allocation, nodes: Sequence[str], since_s: float) -> str:
+    """What the user is told of the nodes of a job on which no agent has come since it has started."""
+    names = ", ".join(nodes[:_NAMED]) + (f" and {len(nodes) - _NAMED} more nodes" if len(nodes) > _NAMED else "")
+    node = nodes[0] if len(nodes) == 1 else "these nodes"
+    return (
+        f"job {allocation.job_id or allocation.token} runs on {names} since {since_s:.0f} s, no agent has come: check "
+        f"that {node} can reach {turn.book.endpoint} ([head] address, [head] port, firewall); its output: "
+        f"{turn.book.output_of(run, allocation)}"
+    )
 
 
 def forget(turn: Turn, run: Run) -> None:

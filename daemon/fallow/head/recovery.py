@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
 
 from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Unreadable
-from fallow.head.loop.clock import steady
 from fallow.head.loop.durable import Durable
 from fallow.head.loop.faults import Faults
-from fallow.head.loop.turn import Turn
+from fallow.head.loop.turn import Turn, steady
 from fallow.head.slurm.submissions import withdraw_queued
 from fallow.head.state.book import Book, Run
 from fallow.head.state.salvage import end_now
@@ -70,7 +68,7 @@ class Recovery:
             words = self._faults.note("store", error, run.id)
             await self.end(run, f"it could not be made anew from its record ({words})")
             return
-        turn = Turn(self._book, steady(), time.time())
+        turn = Turn.begin(self._book)
         turn.record(new, "fault", f"an error of the head's own, {why}: the run goes on from what was written down")
         turn.for_each([new], "withdraw", lambda run: withdraw_queued(turn, run, "the head has begun anew with the run"))
         await self._persist(turn)
@@ -79,7 +77,7 @@ class Recovery:
     async def end(self, run: Run, why: str) -> None:
         """Stop a run that the head cannot look after."""
         for how in () if run.ended else (_cancel, _end_by_force):
-            turn = Turn(self._book, steady(), time.time())
+            turn = Turn.begin(self._book)
             try:
                 how(turn, run, why)
             except Exception as error:

@@ -15,10 +15,10 @@ from fallow.control.methods import check
 from fallow.head.api import views
 from fallow.head.api.ledgers import count_samples
 from fallow.head.api.pruning import kept_report
-from fallow.head.loop.clock import steady
 from fallow.head.loop.durable import Durable
 from fallow.head.loop.faults import Faults
 from fallow.head.loop.inbox import Asked, Inbox
+from fallow.head.loop.turn import steady
 from fallow.head.slurm import accounts
 from fallow.head.slurm.calls import SlurmCalls
 from fallow.head.slurm.harvest import Harvest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,16 @@ from fallow.model import (
 
 log = structlog.get_logger("fallow.head")
 
+_BEGAN = time.time() - time.monotonic()
+
+
+def steady() -> float:
+    """The head's clock: Unix time when the head began, plus monotonic seconds since.
+
+    So times outlive the head, and no step of the system clock is seen while it lives.
+    """
+    return _BEGAN + time.monotonic()
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -40,7 +51,7 @@ class Failure:
 
 @dataclass
 class Turn:
-    """Effects of one turn, in order. `at` is the head's own clock (`head.loop.clock`), `now` Unix time."""
+    """Effects of one turn, in order. `at` is the head's own clock (`steady`), `now` Unix time."""
 
     book: Book
     at: float
@@ -65,6 +76,11 @@ class Turn:
     "Slurm takes a node from us, or a run trains for the first time"
     failures: list[Failure] = field(default_factory=list)
     "unexpected errors; what the turn holds of their runs is discarded"
+
+    @classmethod
+    def begin(cls, book: Book) -> Turn:
+        """A turn of this moment."""
+        return cls(book, steady(), time.time())
 
     def fail(self, source: str, error: Exception, run: str | None = None) -> None:
         """Note an unexpected error, and what it costs."""
