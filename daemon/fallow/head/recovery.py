@@ -94,12 +94,10 @@ class Recovery:
 
 def _cancel(turn: Turn, run: Run, why: str) -> None:
     turn.apply(run, ev.Cancel(at=turn.at, reason=why, status=RunStatus.FAILED))
-    turn.dirty.add(run.id)
 
 
 def _end_by_force(turn: Turn, run: Run, why: str) -> None:
     """Where the membership machine itself fails."""
     end_now(run, why, turn.now)
-    turn.dirty.add(run.id)
     turn.record(run, RunStatus.FAILED.value, f"run {run.id} is failed: {why}")
     turn.cancels += [(run.id, a.token, a.job_id) for a in run.live_allocations() if a.job_id is not None]

@@ -47,7 +47,6 @@ class Operations:
         except FallowError:
             self._book.drop(run)
             raise
-        turn.dirty.add(run.id)
         turn.record(run, "run", f"run {run.id}: {spec.min_nodes} to {spec.max_nodes} nodes")
         folder = self._book.paths.run(run.id)
         return NewRun(

@@ -119,7 +119,6 @@ class Pruning:
             log.warning("prune.report", run=run.id, error=str(error))
             return False
         run.record.pruned = True
-        turn.dirty.add(run.id)
         turn.removals += [str(paths.logs), str(paths.ledger)]
         turn.record(run, "prune", f"run {run.id}: its logs and ledgers are removed; report and checkpoints stay")
         return True

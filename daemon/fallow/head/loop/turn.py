@@ -137,6 +137,9 @@ class Turn:
         return bool(self.dirty or self.records or self.notes or self.forgotten)
 
     def record(self, run: Run | None, kind: str, text: str, **data: Any) -> None:
+        """Add a line to the event log. What has changed of its run is written with it."""
+        if run is not None:
+            self.dirty.add(run.id)
         self.records.append(NewEvent(self.now, None if run is None else run.id, kind, text, data))
 
     def new_allocation(self, run: Run, kind: AllocationKind, **known: object) -> Allocation | None:
@@ -228,7 +231,6 @@ class Turn:
             self.cancel(run, allocation, reason)
             return
         allocation.state, allocation.asked_at, allocation.reason = AllocationState.RELEASING, self.now, reason
-        self.dirty.add(run.id)
         self.apply(run, ev.Release(at=self.at, nodes=tuple(allocation.members), reason=reason))
         self.let_go_of_empty(run)
 
@@ -255,7 +257,6 @@ class Turn:
     def stop_asking(self, run: Run, why: str) -> None:
         """Ask for no more nodes until somebody resumes the run; what it has stays."""
         run.record.harvest_paused = why
-        self.dirty.add(run.id)
         self.record(run, "pause", f"no more nodes are asked for: {why}")
 
     def let_go_of_empty(self, run: Run) -> None:

@@ -119,7 +119,6 @@ def _hello(turn: Turn, run: Run, allocation: Allocation, peer: str, hello: Hello
         # The one before has ended, and its workers with it: there is one agent on a node.
         agent.process, agent.again_at = hello.process, None
         agent.boot, agent.node = (agent.boot + 1, 0) if agent.node else (agent.boot, 0)
-        turn.dirty.add(run.id)
         turn.record(run, "node", f"{hello.host} has another agent of {allocation.token} now")
     turn.messages.append((peer, _setup(turn, run, allocation)))
     if hello.boot < agent.boot:
@@ -180,7 +179,6 @@ def _come(turn: Turn, run: Run, allocation: Allocation, hello: Hello) -> None:
         if allocation.end_at is None and allocation.minutes is not None:
             # Until a poll shows what was granted, what was asked for is the safe guess.
             allocation.end_at = turn.now + 60.0 * allocation.minutes
-    turn.dirty.add(run.id)
     turn.record(run, "node", f"{hello.host} came with {allocation.token}", job=hello.job_id)
 
 

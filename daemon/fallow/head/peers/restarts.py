@@ -27,7 +27,6 @@ def ended(turn: Turn, run: Run, allocation: Allocation, host: str, end: Ended) -
         return
     wait_s = min(LONGEST_S, 2.0 ** min(agent.restarts, 20)) if agent.restarts else 0.0
     agent.restarts, agent.again_at = agent.restarts + 1, turn.now + wait_s
-    turn.dirty.add(run.id)
     when = f"in {wait_s:g} s" if wait_s else "now"
     turn.record(run, "restart", f"other workers take the place of {member_name(end.node)} on {host} {when}")
 

@@ -173,7 +173,6 @@ class Asking:
     def pause(self, turn: Turn, run: Run) -> None:
         """Ask for nothing more for this run, and give its harvest nodes back. Its base job stays."""
         run.record.paused_by_hand = True
-        turn.dirty.add(run.id)
         turn.record(run, "pause", "paused by hand: harvest nodes are given back, and none is asked for")
         _give_all_back(turn, run, "the run is paused")
 
@@ -206,7 +205,6 @@ class Asking:
         self._known.backoff.forget(run.asker)
         for what in (base_job(run.id), harvest_jobs(run.id)):
             self._known.backoff.take_up(what)
-        turn.dirty.add(run.id)
         turn.record(run, "resume", "resumed by hand: nodes are asked for again")
 
     def waits_after_failures(self, turn: Turn, run: Run) -> bool:

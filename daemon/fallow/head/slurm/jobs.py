@@ -81,7 +81,6 @@ def _adopt_requeued(turn: Turn, run: Run, jobs: Shown) -> None:
         for host in list(allocation.hosts):
             agent_gone(turn, run, allocation, host, "Slurm has requeued its job", taken=True)
         begin_again(allocation, turn.now)
-        turn.dirty.add(run.id)
         turn.record(run, "job", f"{allocation.token} (job {allocation.job_id}): Slurm has requeued it")
 
 
@@ -95,7 +94,6 @@ def _observe(turn: Turn, run: Run, allocation: Allocation, jobs: Sequence[JobInf
     if was_shown is not (allocation.unseen_at is None):
         turn.dirty.add(run.id)
     if changed is not None:
-        turn.dirty.add(run.id)
         job = f" (job {allocation.job_id})" if allocation.job_id else ""
         turn.record(run, "job", f"{allocation.token}{job}: {changed}")
     grace_end = preempted_until(jobs)
@@ -173,7 +171,6 @@ def _prove_gone(turn: Turn, run: Run, allocation: Allocation) -> None:
 
 def _came_to_nothing(turn: Turn, run: Run, allocation: Allocation) -> None:
     """No agent came: the script is wrong, something that it needs is away, or the head cannot be reached from there."""
-    turn.dirty.add(run.id)
     how = f"job {allocation.job_id} ended ({allocation.reason})"
     text = f"{how} before an agent of it had come to the head; see {turn.book.output_of(run, allocation)}"
     turn.record(run, "failed", text)
@@ -205,7 +202,6 @@ def _cancelled(turn: Turn, run: Run, allocation: Allocation, backoff: Backoff) -
     what = f"job {allocation.job_id}" + (f" on {node}" if node else f", a request in {allocation.partition}")
     text = f"somebody cancelled {what}"
     turn.record(run, "cancelled", text, job=allocation.job_id, node=node)
-    turn.dirty.add(run.id)
     if node:
         # No run of ours asks for it for a while, each time for longer.
         for other in turn.book.on_slurm:
@@ -259,7 +255,6 @@ def sweep(turn: Turn, cluster: ClusterState, wanted: Collection[str] = ()) -> No
                 turn.cancels.append((run.id, allocation.token, job_id))
                 # Whether it was us is asked later (`cancelled.by_others`).
                 allocation.asked_at = turn.now
-                turn.dirty.add(run.id)
 
 
 def _ends_by_itself(turn: Turn, allocation: Allocation, is_wanted: bool) -> bool:

@@ -172,7 +172,6 @@ def give_back(turn: Turn, run: Run, allocation: Allocation, reason: str) -> None
         turn.record(run, "release", f"{allocation.token} has to hurry: {reason}")
     turn.release_allocation(run, allocation, reason)
     allocation.wanted_at, allocation.gone_by = turn.now, turn.now + LEAVE_S
-    turn.dirty.add(run.id)
     if not allocation.agents:
         # Its script has not come to `fallow run` yet.
         turn.cancel(run, allocation, reason)
@@ -182,7 +181,6 @@ def hurry(turn: Turn, run: Run, allocation: Allocation) -> None:
     """End what has not left in time: its workers first, then its job."""
     if allocation.gone_by is None or turn.now < allocation.gone_by <= turn.now + CANCEL_AGAIN_S or not allocation.live:
         return
-    turn.dirty.add(run.id)
     # Never later than now: a clock may be set back.
     allocation.wanted_at = min(allocation.wanted_at or 0.0, turn.now)
     last_at = allocation.wanted_at + LEAVE_S + END_S

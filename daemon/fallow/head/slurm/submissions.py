@@ -80,7 +80,6 @@ def submitted(turn: Turn, run: Run, token: str, job_id: str) -> None:
     if allocation.state is AllocationState.UNKNOWN:
         allocation.state = AllocationState.PENDING
     run.record.refusals.pop(_place(allocation), None)
-    turn.dirty.add(run.id)
     # Of a base job the options say it, which are sbatch's to read; the next poll shows it.
     where = f" in {allocation.partition}" if allocation.partition else ""
     limit = "" if allocation.minutes is None else f" for {allocation.minutes} min"
@@ -118,7 +117,6 @@ def refused(turn: Turn, run: Run, token: str, reason: str, usable: Collection[st
     if news and scope_of(reason) not in (Scope.OWNER, Scope.LENGTH):
         # Those are limits that others' jobs, or time, lift again.
         refusals[_place(allocation)] = refusals.get(_place(allocation), 0) + 1
-    turn.dirty.add(run.id)
     turn.record(run, "refused", f"{token}: Slurm refused it: {reason}")
     if _everywhere(refusals, usable) and not run.record.harvest_paused:
         turn.stop_asking(run, f"Slurm refused {REFUSALS} submissions in a row: {reason}")
@@ -138,5 +136,4 @@ def _everywhere(refusals: Mapping[str, int], usable: Collection[str]) -> bool:
 def unknown(turn: Turn, run: Run, token: str, reason: str) -> None:
     """sbatch failed without a clear answer: the job may exist, so it is looked for and never sent again."""
     sent(run.allocations[token], turn.now)
-    turn.dirty.add(run.id)
     turn.record(run, "unknown", f"{token}: nobody knows whether Slurm has it ({reason}); it is looked for")
