@@ -138,10 +138,10 @@ async def test_a_run_that_is_made_anew_is_what_was_written_down(tmp_path: Path) 
         turn = Turn(book, 0.0, 0.0)
         nodes.come(turn, lost, "h2")
         nodes.ready(turn, 1)
-        assert run.pending
+        assert run.roster.unwritten
         new = await durable.make_anew(book, run, 0.0)
         assert book.runs[run.id] is book.current[run.id] is new
-        assert (new.record.spent_node_s, new.pending, list(new.allocations)) == (0.0, {}, [kept.token])
+        assert (new.record.spent_node_s, new.roster.unwritten, list(new.allocations)) == (0.0, set(), [kept.token])
         assert new.allocations[kept.token].reason == ""
         assert list(new.roster.nodes) == [1] and new.root.contract is None
         assert [one.generation for one in new.generations] == [1]

@@ -198,7 +198,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
         "spec": records.encode(run.spec),
         "record": records.encode(run.record),
         f"allocation/{allocation.token}": records.encode(allocation),
-        **{key: value for key, value in run.pending.items() if value is not None},
+        **{key: value for key, value in run.roster.take_writes().items() if value is not None},
     }
     return book.paths, run.id, values
 

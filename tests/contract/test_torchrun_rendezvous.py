@@ -86,7 +86,7 @@ class Head:
             act()
 
     def _apply(self, event: ev.Event) -> None:
-        for instruction in self.machine.handle(event).then:
+        for instruction in self.machine.handle(event):
             if isinstance(instruction, ev.Admitted):
                 self.agents[instruction.host].begin(instruction.node)
             elif isinstance(instruction, ev.Send):

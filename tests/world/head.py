@@ -193,11 +193,11 @@ class Head:
             self.machine = self._load(self.machine.state.outbox.edition + 1000)
             return
         turn = self.machine.handle(event)
-        self._writes.update(turn.writes)
-        for instruction in turn.then:
+        self._writes.update(self.machine.roster.take_writes())
+        for instruction in turn:
             if isinstance(instruction, ev.Log):
                 self.w.observer.read_log(instruction, self)
-        self._then += turn.then
+        self._then += turn
 
     def die(self) -> None:
         if self.alive:

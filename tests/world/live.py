@@ -62,7 +62,7 @@ class Live:
         self._put(ev.Ticked(at=self.rig.at))
 
     def nobody_is_lost(self) -> None:
-        turn = ev.Turn({}, self.told)
+        turn = self.told
         assert not [text for kind in ("eject", "lost", "abort", "probe") for text in logs(turn, kind)]
         root, nodes = self.rig.r.root, self.rig.r.nodes.values()
         assert (root.generation, root.highest) == (1, 1)
@@ -79,7 +79,7 @@ class Live:
             else:
                 how = {"doing": Doing.OUTSIDE, "stalled_s": rig.at}
             step = int(stopped_at / self.step_s) if n in rig.r.members else 0
-            self.told += rig.say(n, step=step, **how).then
+            self.told += rig.say(n, step=step, **how)
 
     def _put(self, event: ev.Event) -> None:
-        self.told += self.rig.put(event).then
+        self.told += self.rig.put(event)

@@ -22,6 +22,8 @@ CONTRACT = Contract(signature="s", shards=64, global_batch=64, layout=("w float3
 WAITS: dict[str, Any] = {"doing": Doing.WAITING, "stalled_s": 20.0}
 
 
+Told = list[ev.Instruction]
+
 NOTICED_BY: dict[str, Callable[[], None]] = {}
 """Missing guard (`mutants`) -> a test that notices."""
 
@@ -63,14 +65,14 @@ class Rig:
         assert self.m.state.ballot is not None
         return self.m.state.ballot
 
-    def put(self, event: ev.Event) -> ev.Turn:
+    def put(self, event: ev.Event) -> Told:
         turn = self.m.handle(event)
-        for key, raw in turn.writes.items():
+        for key, raw in self.r.take_writes().items():
             if raw is None:
                 self.store.pop(key, None)
             else:
                 self.store[key] = raw
-        for instruction in turn.then:
+        for instruction in turn:
             if isinstance(instruction, ev.Send):
                 self.orders[instruction.node] = instruction.order
             elif isinstance(instruction, ev.Completed):
@@ -85,26 +87,26 @@ class Rig:
         self.said[n] = msgspec.structs.replace(last, **{"seq": last.seq + 1, **told, **what})
         return self.said[n]
 
-    def say(self, n: int, **what: Any) -> ev.Turn:
+    def say(self, n: int, **what: Any) -> Told:
         """The head hears the node's next report."""
         return self.put(ev.Reported(at=self.at, host=self.r.nodes[n].host, report=self.next_report(n, **what)))
 
     def expect(self, host: str, token: str = "", boot: int = 0, slots: int = 1, node: int = 0) -> int:
         boot = boot or self.r.root.next_id
         event = ev.Expected(at=self.at, host=host, token=token or host, boot=boot, slots=slots, entry=host, node=node)
-        return next(i.node for i in self.put(event).then if isinstance(i, ev.Admitted))
+        return next(i.node for i in self.put(event) if isinstance(i, ev.Admitted))
 
     def join(self, host: str, token: str = "", slots: int = 1, **contract: Any) -> int:
         n = self.expect(host, token, slots=slots)
         self.say(n, ready=msgspec.structs.replace(self.contract, **contract))
         return n
 
-    def vote(self) -> ev.Turn:
+    def vote(self) -> Told:
         """All participants of the ballot vote as its plan asks."""
-        ballot, turn = self.ballot, ev.Turn({}, [])
+        ballot, turn = self.ballot, Told()
         for n in ballot.participants:
             given_up = max(self.said[n].given_up, self.orders[n].broken)
-            turn = both(turn, self.say(n, prepared=ballot.change.generation, given_up=given_up))
+            turn += self.say(n, prepared=ballot.change.generation, given_up=given_up)
         return turn
 
     def switch(self, step: int | None = None) -> None:
@@ -118,7 +120,7 @@ class Rig:
             if self.m.state.ballot is not None:
                 self.arrive(n, g, first)
 
-    def arrive(self, n: int, generation: int, step: int = 0, **more: Any) -> ev.Turn:
+    def arrive(self, n: int, generation: int, step: int = 0, **more: Any) -> Told:
         switch = Switch(generation=generation, first_step=step)
         what = {"generation": generation, "has_state": True, "step": step, "switch": switch, **more}
         return self.say(n, doing=Doing.WORKING, stalled_s=0.0, **what)
@@ -127,54 +129,54 @@ class Rig:
         self.vote()
         self.switch(step)
 
-    def tick(self, at: float, *heard: int, **what: Any) -> ev.Turn:
+    def tick(self, at: float, *heard: int, **what: Any) -> Told:
         """Time passes, a second at a time. These nodes are heard."""
-        turn = ev.Turn({}, [])
+        turn = Told()
         while self.at < at:
             self.at = min(self.at + 1.0, at)
             for n in heard:
-                turn = both(turn, self.say(n, **what))
-            turn = both(turn, self.put(ev.Ticked(at=self.at)))
+                turn += self.say(n, **what)
+            turn += self.put(ev.Ticked(at=self.at))
         return turn
 
-    def stand(self, at: float, how: dict[int, tuple[Doing, float]], computing: Collection[int] = ()) -> ev.Turn:
+    def stand(self, at: float, how: dict[int, tuple[Doing, float]], computing: Collection[int] = ()) -> Told:
         """It is that late, and nodes say what they do for how long; some of them compute on their devices."""
-        turn, self.at = ev.Turn({}, []), at
+        turn, self.at = Told(), at
         for n, (doing, stalled_s) in how.items():
-            turn = both(turn, self.say(n, doing=doing, stalled_s=float(stalled_s), computes=n in computing))
-        return both(turn, self.put(ev.Ticked(at=at)))
+            turn += self.say(n, doing=doing, stalled_s=float(stalled_s), computes=n in computing)
+        return turn + self.put(ev.Ticked(at=at))
 
-    def wait(self, until: float) -> ev.Turn:
+    def wait(self, until: float) -> Told:
         """All members wait for each other until then."""
-        turn = ev.Turn({}, [])
+        turn = Told()
         while self.at < until:
             self.at += 1
             for n in self.r.present():
-                turn = both(turn, self.say(n, doing=Doing.WAITING, stalled_s=self.at))
-            turn = both(turn, self.put(ev.Ticked(at=self.at)))
+                turn += self.say(n, doing=Doing.WAITING, stalled_s=self.at)
+            turn += self.put(ev.Ticked(at=self.at))
         return turn
 
-    def gone(self, n: int, code: int | None = None, signal: int | None = None, **more: Any) -> ev.Turn:
+    def gone(self, n: int, code: int | None = None, signal: int | None = None, **more: Any) -> Told:
         reason = f"exited with {code}" if code is not None else f"killed by signal {signal}"
         return self.put(ev.Gone(at=self.at, node=n, code=code, signal=signal, **{"reason": reason, **more}))
 
-    def fails(self, n: int, step: int = 5, signature: str = "ValueError at t.py:7", **more: Any) -> ev.Turn:
+    def fails(self, n: int, step: int = 5, signature: str = "ValueError at t.py:7", **more: Any) -> Told:
         fault = Fault(code=1, message="ValueError: bad", signature=signature, traceback="Traceback", step=step, **more)
         return self.say(n, fault=fault)
 
-    def finish(self, n: int, digest: str = "d", generation: int = 1) -> ev.Turn:
+    def finish(self, n: int, digest: str = "d", generation: int = 1) -> Told:
         finish = Finish(generation=generation, steps=9, digest=digest, agreed=3, answer=0.5)
         return self.say(n, finish=finish)
 
-    def want(self, kind: type[ev.Event], **what: Any) -> ev.Turn:
+    def want(self, kind: type[ev.Event], **what: Any) -> Told:
         """Something that people or Slurm want, and a tick at the same moment."""
         turn = self.put(kind(at=self.at, **what))
-        return both(turn, self.put(ev.Ticked(at=self.at)))
+        return turn + self.put(ev.Ticked(at=self.at))
 
-    def release(self, *nodes: int, reason: str = "asked", **more: Any) -> ev.Turn:
+    def release(self, *nodes: int, reason: str = "asked", **more: Any) -> Told:
         return self.want(ev.Release, nodes=nodes, reason=reason, **more)
 
-    def limit(self, limit: int) -> ev.Turn:
+    def limit(self, limit: int) -> Told:
         return self.want(ev.Release, limit=limit, reason="asked")
 
     def restart(self, *heard: int, keep: int = 2) -> None:
@@ -187,16 +189,12 @@ class Rig:
         self.tick(self.at + 0.25)
 
 
-def both(a: ev.Turn, b: ev.Turn) -> ev.Turn:
-    return ev.Turn({**a.writes, **b.writes}, a.then + b.then)
+def orders(turn: Told) -> dict[int, Order]:
+    return {i.node: i.order for i in turn if isinstance(i, ev.Send)}
 
 
-def orders(turn: ev.Turn) -> dict[int, Order]:
-    return {i.node: i.order for i in turn.then if isinstance(i, ev.Send)}
-
-
-def logs(turn: ev.Turn, kind: str) -> list[str]:
-    return [i.text for i in turn.then if isinstance(i, ev.Log) and i.kind == kind]
+def logs(turn: Told, kind: str) -> list[str]:
+    return [i.text for i in turn if isinstance(i, ev.Log) and i.kind == kind]
 
 
 def started(n: int, **more: Any) -> Rig:

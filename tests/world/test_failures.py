@@ -14,7 +14,7 @@ from fallow.core.membership.messages import Finish, Outcome
 from fallow.core.membership.state import RunPhase
 from fallow.core.training.apart import APART, STRANGER
 from fallow.model import Exit, RunStatus
-from world.rig import Rig, both, logs, notices, orders, started
+from world.rig import Rig, logs, notices, orders, started
 
 
 @notices("a failed script is not noticed")
@@ -110,7 +110,7 @@ def test_a_run_that_two_deserters_end_ends_once() -> None:
     for n in (2, 3):
         rig.say(n, deserted=True)
     turn = rig.tick(12, 1, 2, 3)
-    assert len([i for i in turn.then if isinstance(i, ev.RunEnded)]) == 1
+    assert len([i for i in turn if isinstance(i, ev.RunEnded)]) == 1
 
 
 def test_members_that_go_on_hear_what_a_failed_one_knew_of_their_last_exchange() -> None:
@@ -131,7 +131,7 @@ def test_an_exit_that_an_order_asked_for_is_no_failure_though_the_store_forgot_t
 def test_node_fail_bars_its_host_at_once_and_an_hour_later_it_may_be_tried_again() -> None:
     rig = started(2)
     turn = rig.gone(2, node_failed=True, reason="n7 is down")
-    assert ev.Barred("h2") in turn.then
+    assert ev.Barred("h2") in turn
     turn = rig.tick(3601, 1)
     assert logs(turn, "bar") == ["h2 is barred no longer: it may be tried again"]
 
@@ -194,7 +194,7 @@ def test_members_with_unlike_final_states_are_told_of() -> None:
 
 def test_healed_weights_and_a_ledger_that_cannot_be_written_are_told_once() -> None:
     rig = started(1)
-    turn = both(rig.say(1, healed=7, unrecorded=8), rig.say(1))
+    turn = rig.say(1, healed=7, unrecorded=8) + rig.say(1)
     assert len(logs(turn, "healed")) == len(logs(turn, "ledger")) == 1
     assert rig.r.nodes[1].unrecorded == 8
     assert "writes down again" in logs(rig.say(1, unrecorded=None), "ledger")[0]
@@ -262,7 +262,7 @@ def test_members_that_do_not_follow_the_script_together_end_the_run_at_once() ->
 @pytest.mark.parametrize("is_scripted", [False, True])
 def test_a_host_with_three_failures_is_barred_except_where_a_schedule_decides(is_scripted: bool) -> None:
     rig = started(1, scripted=is_scripted)
-    turn = ev.Turn({}, [])
+    turn = list[ev.Instruction]()
     for number in range(3):
         assert not rig.r.failures.bars
         rig.limit(2)
@@ -270,7 +270,7 @@ def test_a_host_with_three_failures_is_barred_except_where_a_schedule_decides(is
         rig.change(number)
         turn = rig.fails(n, step=number, signature=f"E{number}")
         rig.change(number)
-    barred = [i.host for i in turn.then if isinstance(i, ev.Barred)]
+    barred = [i.host for i in turn if isinstance(i, ev.Barred)]
     assert (barred, list(rig.r.failures.bars)) == (([], []) if is_scripted else (["bad"], ["bad"]))
 
 
@@ -305,7 +305,7 @@ def test_n3_a_run_ends_when_all_members_have_finished_and_lets_the_others_go() -
     rig.finish(2)
     assert not rig.r.root.status.ended
     turn = rig.gone(1, code=0)
-    assert ev.RunEnded(RunStatus.FINISHED, "") in turn.then
+    assert ev.RunEnded(RunStatus.FINISHED, "") in turn
     end = orders(turn)[3].end
     assert end is not None
     assert (end.code, list(orders(turn))) == (Exit.OK, [3])
@@ -359,7 +359,7 @@ def test_what_happens_behind_the_end_of_a_run_changes_nothing_and_all_hear_of_it
     assert [order.end is not None for order in rig.orders.values()] == [True, True]
     turn = rig.say(1, edition=0)
     rig.tick(3, 2)
-    turn = both(turn, rig.say(1, edition=0))
+    turn += rig.say(1, edition=0)
     assert orders(turn)[1].end is not None, "it missed that"
     rig.gone(1, signal=9)
     rig.fails(2)

@@ -8,7 +8,7 @@ from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Checkpoint, Refusal
 from fallow.core.membership.state import RunPhase
 from fallow.model import ChangeKind, Doing, Exit, MemberPhase, RunStatus
-from world.rig import WAITS, Rig, both, logs, notices, orders, started
+from world.rig import WAITS, Rig, logs, notices, orders, started
 
 
 def test_a_killed_member_interrupts_the_others_at_once() -> None:
@@ -220,7 +220,7 @@ def test_who_is_cut_off_is_told_with_the_address_that_was_tried() -> None:
     rig = started(2)
     rig.join("c")
     turn = rig.say(1, refusal=Refusal(generation=2, reason="cut", unreachable=(3,), tried=("10.0.0.3:7001",)))
-    turn = both(turn, rig.say(2, prepared=2))
+    turn += rig.say(2, prepared=2)
     assert logs(turn, "eject") == ["n2 (c) is gone: no connection between it and n0 (h1), tried 10.0.0.3:7001"]
 
 
@@ -292,12 +292,12 @@ def test_what_has_changed_is_told_of_generations_that_became_complete() -> None:
     for n in (1, 3):
         rig.arrive(n, 2)
     turn = rig.gone(2, signal=9)
-    turn = both(turn, rig.vote())
+    turn += rig.vote()
     for n in rig.r.members:
-        turn = both(turn, rig.arrive(n, rig.r.root.generation))
+        turn += rig.arrive(n, rig.r.root.generation)
     done = rig.completed[-1]
     assert (done.change.kind, done.joined, done.left) == (ChangeKind.EJECT, (3,), (2,))
-    (data,) = [i.data for i in turn.then if isinstance(i, ev.Log) and i.kind == "eject" and "joined" in i.data]
+    (data,) = [i.data for i in turn if isinstance(i, ev.Log) and i.kind == "eject" and "joined" in i.data]
     assert (data["joined"], data["left"]) == ({"n2": "c"}, ["n1"])
 
 
@@ -442,7 +442,7 @@ def test_a_newcomer_is_not_kept_out_by_a_look_at_the_links() -> None:
     assert (rig.m.phase, rig.ballot.members) == (RunPhase.PREPARING, [1, 2, 3])
 
 
-def cannot_reach(rig: Rig, n: int, *others: int) -> ev.Turn:
+def cannot_reach(rig: Rig, n: int, *others: int) -> list[ev.Instruction]:
     refusal = Refusal(generation=rig.r.root.highest, reason="cut", unreachable=others)
     return rig.say(n, given_up=rig.orders[n].broken, refusal=refusal)
 

@@ -39,7 +39,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_last_one_ends_the_run() -> 
 def save(rig: Rig, step: int, generation: int = 1, n: int = 1, *, asked: bool = False) -> list[str]:
     """A checkpoint is complete. Returns those that are removed."""
     saved = Checkpoint(path=f"/{generation}-{step}", generation=generation, step=step, asked=asked)
-    return [i.path for i in rig.say(n, saved=saved, step=step).then if isinstance(i, ev.RemoveCheckpoint)]
+    return [i.path for i in rig.say(n, saved=saved, step=step) if isinstance(i, ev.RemoveCheckpoint)]
 
 
 def usable(rig: Rig) -> list[int]:
@@ -66,7 +66,7 @@ def test_none_is_removed_while_one_of_them_may_be_loaded() -> None:
     n = rig.join("b")
     for step in (10, 20, 30):
         turn = rig.put(ev.Found(at=rig.at, checkpoint=Checkpoint(path=f"/1-{step}", generation=1, step=step)))
-        assert not [i for i in turn.then if isinstance(i, ev.RemoveCheckpoint)]
+        assert not [i for i in turn if isinstance(i, ev.RemoveCheckpoint)]
     rig.tick(1, n)
     rig.change(30)
     assert save(rig, 40, rig.r.root.generation, n) == ["/1-10", "/1-20"]
@@ -78,7 +78,7 @@ def test_one_that_was_written_while_no_head_was_there_counts() -> None:
     save(rig, 20)
     found = Checkpoint(path="/found", generation=1, step=15)
     turn = rig.put(ev.Found(at=rig.at, checkpoint=found))
-    assert [i.path for i in turn.then if isinstance(i, ev.RemoveCheckpoint)] == ["/1-10"]
+    assert [i.path for i in turn if isinstance(i, ev.RemoveCheckpoint)] == ["/1-10"]
     assert usable(rig) == [20, 15]
 
 

@@ -119,6 +119,7 @@ class VirtualHead(Head):
         self._calls.carry_out(turn)
         for run_id in turn.dirty:
             run = self._book.runs[run_id]
+            run.roster.unwritten.clear()
             for allocation in run.live_allocations():
                 is_told = allocation.state is AllocationState.RELEASING and bool(allocation.agents)
                 if is_told and allocation.token not in self._leaving:

@@ -24,7 +24,7 @@ class AtOnce(Machine):
         super().__init__(roster, **more)
         self._pause_s = pause_s
 
-    def handle(self, event: ev.Event) -> ev.Turn:
+    def handle(self, event: ev.Event) -> list[ev.Instruction]:
         nodes, then = self.roster.nodes, list[ev.Instruction]()
         match event:
             case ev.Expected():
@@ -38,7 +38,7 @@ class AtOnce(Machine):
                     nodes[number].leaving = event.reason
             case ev.Gone() if event.node in nodes:
                 self._forget(nodes[event.node])
-        return ev.Turn({}, then)
+        return then
 
     def _expect_node(self, event: ev.Expected) -> ev.Admitted:
         root = self.roster.root

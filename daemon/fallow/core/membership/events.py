@@ -199,11 +199,3 @@ class RunEnded:
 
 
 Instruction = Send | Admitted | Unknown | Log | Completed | RemoveCheckpoint | Barred | RunEnded
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What follows from one event. `writes` must be durable before anything of `then` is done; None deletes a key."""
-
-    writes: dict[str, bytes | None]
-    then: list[Instruction]

@@ -1,4 +1,4 @@
-"""The membership machine of one run: events in, `Turn`s out. Pure: it has no clock and does no I/O.
+"""The membership machine of one run: events in, instructions out. Pure: it has no clock and does no I/O.
 
 The two tables in `tables` say all of it. This module takes events in and has the tables carried out.
 
@@ -81,8 +81,11 @@ class Machine:
         """Where a node has to be, as things are now."""
         return self.state.order(node)
 
-    def handle(self, event: ev.Event) -> ev.Turn:
+    def handle(self, event: ev.Event) -> list[ev.Instruction]:
         """Apply one event. If it raises, drop this machine and make another one of what is stored.
+
+        Returns:
+            What follows from the event. What has changed of the roster must be durable before anything of it is done.
 
         Raises:
             InvalidMembership: an invariant is broken, or the rules do not come to rest.
@@ -100,7 +103,7 @@ class Machine:
             self._apply_rules()
         if self._validate:
             _check(m)
-        return m.take_turn()
+        return m.take_instructions()
 
     def waiting(self) -> str:
         """Why nodes that are ready do not compute, in words; empty: none waits, or a change is under way."""

@@ -27,7 +27,8 @@ class Roster:
         self.root = root
         self.nodes: dict[int, Node] = {}
         self.history, self.checkpoints, self.failures = History(), Checkpoints(), Failures()
-        self._changed: set[str] = {"root"}
+        self.unwritten: set[str] = {"root"}
+        "keys of records that were changed since they were written down"
         self._members: list[int] | None = None
         self._by_place: dict[tuple[str, str], list[int]] = {}
         self._deserted: set[int] = set()
@@ -55,31 +56,31 @@ class Roster:
             raise Unreadable(f"run {run}: record {key} is missing; restore the store from a backup") from error
         except Unreadable as error:
             raise Unreadable(f"run {run}: record {key} cannot be read: {error.message}") from error
-        roster._changed.clear()
+        roster.unwritten.clear()
         return roster
 
     def take_writes(self) -> dict[str, bytes | None]:
         """Records that were changed since the last call, the root among them; None: deleted."""
-        if not self._changed:
+        if not self.unwritten:
             return {}
         writes: dict[str, bytes | None] = {}
-        for key in sorted(self._changed | {"root"}):
+        for key in sorted(self.unwritten | {"root"}):
             if key.startswith(NODE_KEY):
                 node = self.nodes.get(int(key[len(NODE_KEY) :]))
                 writes[key] = None if node is None else records.encode(node)
             else:
                 writes[key] = records.encode(getattr(self, key))
-        self._changed.clear()
+        self.unwritten.clear()
         return writes
 
     def touch(self, node: Node) -> Node:
         """The node's record is about to be changed."""
-        self._changed.add(f"{NODE_KEY}{node.id}")
+        self.unwritten.add(f"{NODE_KEY}{node.id}")
         return node
 
     def mark(self, key: str) -> None:
         """A record is about to be changed: root, history, checkpoints or failures."""
-        self._changed.add(key)
+        self.unwritten.add(key)
 
     def add(self, node: Node) -> None:
         self.nodes[node.id] = self.touch(node)

@@ -275,7 +275,7 @@ class State:
         """These nodes need a new order."""
         self.outbox.nodes.update(nodes)
 
-    def take_turn(self) -> ev.Turn:
+    def take_instructions(self) -> list[ev.Instruction]:
         """What the events since the last call ask for."""
         outbox, main = self.outbox, self.main()
         if main != self._main:
@@ -291,7 +291,7 @@ class State:
         outbox.nodes = later
         instructions: list[ev.Instruction] = [*outbox.instructions, *outbox.admitted]
         outbox.instructions, outbox.admitted = [], []
-        return ev.Turn(self.roster.take_writes(), instructions)
+        return instructions
 
     def _told_last(self) -> set[int]:
         """Members of the old generation, as long as newcomers have not heard of the commit.

@@ -140,7 +140,6 @@ class Durable:
                 # Whatever it is, it is this run's alone.
                 self.unreadable[run_id] = error
                 run = book.add(salvage(self._paths, run_id, stored, time.time()), revision, at)
-                run.pending |= run.roster.take_writes()
                 originals = {f"unreadable/{run_id}/{key}": value for key, value in stored.items()}
                 self._kept.setdefault(run_id, []).extend(originals)
                 self._originals[run_id] = [
@@ -218,7 +217,6 @@ class Durable:
     def _note_written(self, run: Run, values: dict[str, bytes | None]) -> None:
         self._originals.pop(run.id, None)
         run.revision += "root" in values
-        run.pending.clear()
         for key, value in values.items():
             if value is None:
                 run.stored.pop(key, None)
@@ -338,7 +336,7 @@ def read_run(run_id: str, stored: dict[str, bytes]) -> StoredRun:
 
 def _changed(run: Run) -> dict[str, bytes | None]:
     """Records of a run that differ from what is stored; None: to be deleted."""
-    values: dict[str, bytes | None] = dict(run.pending)
+    values = run.roster.take_writes()
     now: dict[str, RunRecord | Allocation] = {f"allocation/{token}": a for token, a in run.allocations.items()}
     now["record"] = run.record
     for key, record in now.items():
@@ -363,4 +361,4 @@ def _hashes(stored: Mapping[str, bytes]) -> dict[str, int]:
 
 def _keys_of(run: Run) -> set[str]:
     """All keys under which something of a run may be stored."""
-    return {*MEMBERSHIP, *run.stored, *run.pending, *(f"{NODE_KEY}{n}" for n in run.roster.nodes)}
+    return {*MEMBERSHIP, *run.stored, *run.roster.unwritten, *(f"{NODE_KEY}{n}" for n in run.roster.nodes)}

@@ -162,21 +162,20 @@ class Turn:
     def apply(self, run: Run, event: ev.Event) -> None:
         """Put an event into a run's machine and take its instructions as effects."""
         newest, unsaved = run.roster.checkpoints.saved[-1:], run.root.unsaved
-        result = run.machine.handle(event)
-        run.pending |= result.writes
-        if result.writes:
+        instructions = run.machine.handle(event)
+        if run.roster.unwritten:
             self.dirty.add(run.id)
         if run.root.unsaved != unsaved:
             run.record.saving.failed(self.now)
         for saved in run.roster.checkpoints.saved[-1:]:
             if saved.usable and [saved] != newest:
                 run.record.saving.written(saved.checkpoint.written_at, saved.checkpoint.took_s)
-        for instruction in result.then:
+        for instruction in instructions:
             self._take(run, instruction)
         if (ballot := run.machine.state.ballot) is not None:
             # Take parts of a generation that is voted on from now, or that a head before has committed.
             run.gathers.open(ballot.change.generation, ballot.members)
-        if not all(isinstance(instruction, ev.Send | ev.Admitted) for instruction in result.then):
+        if not all(isinstance(instruction, ev.Send | ev.Admitted) for instruction in instructions):
             # Where nodes are only told something, nobody has gone; and in a large run much is told.
             self.let_go_of_empty(run)
 

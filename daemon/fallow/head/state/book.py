@@ -159,8 +159,6 @@ class Run:
         "by token"
         self.machine = machine
         self.revision = revision
-        self.pending: dict[str, bytes | None] = {}
-        "records of its membership that the next turn has to write, by key; None: to be deleted"
         self.stored: dict[str, int] = {}
         "key -> hash of what is in the store, but for the membership's records (`head.loop.durable`)"
         self.generations: deque[GenerationReport] = deque(stored.generations, maxlen=KEPT_GENERATIONS)
@@ -428,9 +426,7 @@ class Book:
         # Under `fallow local` members are let in by the schedule alone.
         limit = 0 if spec.local else spec.max_nodes
         root = Root(run=run_id, minimum=spec.min_nodes, maximum=spec.max_nodes, limit=limit, scripted=spec.local)
-        run = self.add(StoredRun(spec, RunRecord(checkpoint_folder=checkpoints), Roster(root), {}), 0, at)
-        run.pending |= run.roster.take_writes()
-        return run
+        return self.add(StoredRun(spec, RunRecord(checkpoint_folder=checkpoints), Roster(root), {}), 0, at)
 
     def _make_checkpoint_folder(self, run_id: str) -> str:
         """Make a private folder for a run's checkpoints where the configuration says so; empty: it does not."""

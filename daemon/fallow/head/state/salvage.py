@@ -53,7 +53,6 @@ def end_now(run: Run, why: str, now: float) -> None:
     root = run.root
     root.status, root.message, root.change, run.record.ended_at = RunStatus.FAILED, why, None, now
     run.roster.mark("root")
-    run.pending |= run.roster.take_writes()
     for allocation in run.live_allocations():
         # Its agents are told so at their next beats.
         allocation.state, allocation.asked_at = AllocationState.RELEASING, now

@@ -72,7 +72,7 @@ class Life:
         accounts.settle(self.talk.turn, self.talk.now)
         self.talk.events.clear()
         # As when the turn was written down and carried out.
-        self.run.pending.clear()
+        self.run.roster.unwritten.clear()
         self.talk.book.take_revoked()
 
     def live_on(self, changes: int) -> None:
