@@ -15,7 +15,7 @@ from fallow.core.membership.records import Root
 from fallow.core.membership.roster import Roster
 from fallow.core.membership.state import Ballot
 from fallow.core.membership.watch import Timing
-from fallow.model import Doing, RunStatus
+from fallow.model import Doing, GenerationReport, RunStatus
 
 TIMING = Timing(prepare_s=10, rebuild_s=10, start_s=60, lease_s=10, progress_s=40)
 CONTRACT = Contract(signature="s", shards=64, global_batch=64, layout=("w float32[2]",))
@@ -53,7 +53,7 @@ class Rig:
         self.said: dict[int, Report] = {}
         self.orders: dict[int, Order] = {}
         "the newest of each node"
-        self.completed: list[ev.Completed] = []
+        self.completed: list[GenerationReport] = []
         self.contract = msgspec.structs.replace(CONTRACT, shards=shards)
 
     @property
@@ -75,7 +75,7 @@ class Rig:
         for instruction in turn:
             if isinstance(instruction, ev.Send):
                 self.orders[instruction.node] = instruction.order
-            elif isinstance(instruction, ev.Completed):
+            elif isinstance(instruction, GenerationReport):
                 self.completed.append(instruction)
         return turn
 

@@ -318,7 +318,7 @@ def test_a_generation_whose_members_have_finished_before_they_were_heard_in_it_i
     newest = rig.r.root.generation
     for n in (1, 2):
         rig.arrive(n, newest, 4, finish=Finish(generation=newest, steps=9, digest="d"))
-    assert [done.change.first_step for done in rig.completed] == [0, 4]
+    assert [done.first_step for done in rig.completed] == [0, 4]
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -7,9 +7,10 @@ from typing import Any
 from fallow.core.membership import events as ev
 from fallow.core.membership.machine import Machine
 from fallow.core.membership.messages import Report
-from fallow.core.membership.records import Change, Node
+from fallow.core.membership.names import member_name
+from fallow.core.membership.records import Node
 from fallow.core.membership.roster import Roster
-from fallow.model import ChangeKind, MemberPhase, RunStatus
+from fallow.model import ChangeKind, GenerationReport, MemberPhase, Parts, RunStatus
 
 
 class AtOnce(Machine):
@@ -30,7 +31,7 @@ class AtOnce(Machine):
             case ev.Expected():
                 then.append(self._expect_node(event))
             case ev.Reported(report=report):
-                then.append(self._join(report, event.at))
+                then.append(self._join(report))
             case ev.Ends() if event.node in nodes:
                 nodes[event.node].ends_at = event.ends_at
             case ev.Release():
@@ -48,24 +49,21 @@ class AtOnce(Machine):
         )
         return ev.Admitted(number, event.host, event.token, event.boot)
 
-    def _join(self, report: Report, at: float) -> ev.Completed:
+    def _join(self, report: Report) -> GenerationReport:
         root, before, number = self.roster.root, self.roster.members, report.node
         members = [*before, number]
         root.generation, root.contract, root.status = root.generation + 1, report.ready, RunStatus.TRAINING
         self.roster.nodes[number].phase = MemberPhase.READY
         self.roster.seat(members, [number])
-        change = Change(
+        return GenerationReport(
             generation=root.generation,
-            replaces=root.generation - 1,
             kind=ChangeKind.ABSORB if before else ChangeKind.START,
-            leavers=[],
-            joined=[number],
-            reason="",
-            began_at=at,
+            members=[member_name(n) for n in members],
             first_step=0,
-            pause_s=self._pause_s if before else 0.0,
+            pause_s=self._pause_s if before else None,
+            parts=Parts(),
+            took_s=0.0,
         )
-        return ev.Completed(change, tuple(members), (number,), (), 0.0)
 
     def _forget(self, node: Node) -> None:
         self.roster.seat([number for number in self.roster.members if number != node.id], [])

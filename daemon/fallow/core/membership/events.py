@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fallow.core.membership.messages import Checkpoint, Order, Report
-from fallow.core.membership.records import Change
-from fallow.model import RunStatus
+from fallow.model import GenerationReport, RunStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,19 +167,6 @@ class Log:
 
 
 @dataclass(frozen=True, slots=True)
-class Completed:
-    """A generation became complete: all of its members compute in it."""
-
-    change: Change
-    members: tuple[int, ...]
-    "in rank order"
-    joined: tuple[int, ...]
-    left: tuple[int, ...]
-    "since the last generation that became complete"
-    took_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class RemoveCheckpoint:
     path: str
 
@@ -198,4 +184,5 @@ class RunEnded:
     message: str
 
 
-Instruction = Send | Admitted | Unknown | Log | Completed | RemoveCheckpoint | Barred | RunEnded
+Instruction = Send | Admitted | Unknown | Log | GenerationReport | RemoveCheckpoint | Barred | RunEnded
+"""A report is to be kept: a generation became complete, all of its members compute in it."""

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from fallow.core.membership import checkpoints, losses
-from fallow.core.membership import events as ev
 from fallow.core.membership.conditions import all_wait_s
 from fallow.core.membership.links import to_drop
 from fallow.core.membership.messages import Peer, Plan
@@ -18,7 +17,7 @@ from fallow.core.membership.records import Change, FailureKind, Node
 from fallow.core.membership.roster import check_of
 from fallow.core.membership.state import Ballot, Plans, State
 from fallow.core.membership.watch import DEAF_S, Overdue
-from fallow.model import ChangeKind, Exit, RunStatus
+from fallow.model import ChangeKind, Exit, GenerationReport, RunStatus
 from fallow.text import counted
 
 ATTEMPTS = 3
@@ -338,12 +337,26 @@ def complete(m: State) -> None:
         root.status = RunStatus.TRAINING
         if change.generation > root.rollback_below:
             root.complete, root.rollback_below = change.generation, 0
-        first_step, pause_s, took_s = change.first_step, change.pause_s, m.at - change.began_at
+        first_step, pause_s = change.first_step, change.pause_s
         if first_step is not None:
             r.history.first_steps = [*r.history.first_steps, (change.generation, first_step)][-KEPT:]
         m.outbox.log(change.kind.value, text, members=len(r.members), first_step=first_step, pause_s=pause_s, **data)
-        done = ev.Completed(change, tuple(r.members), tuple(joined), tuple(left), took_s)
-        m.outbox.instructions.append(done)
+        m.outbox.instructions.append(
+            GenerationReport(
+                generation=change.generation,
+                kind=change.kind,
+                members=[member_name(n) for n in r.members],
+                first_step=first_step,
+                pause_s=pause_s or None,
+                parts=change.parts,
+                bytes_in_pause=change.bytes_in_pause,
+                bytes_behind=change.bytes_behind,
+                reason=change.reason,
+                at=m.at,
+                # The head that began it may have had another clock.
+                took_s=max(0.0, m.at - change.began_at),
+            )
+        )
     else:
         root.status = RunStatus.SUSPENDED
         m.outbox.log("suspend", f"{text}; the run goes on from {_kept(m)}", **data)

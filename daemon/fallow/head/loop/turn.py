@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
+from msgspec.structs import replace
 
 from fallow.core.allocations import Allocation, forgo
 from fallow.core.membership import events as ev
-from fallow.core.membership.names import member_name
 from fallow.core.protocol.agents import Admitted, EndAgent, Introduce, ToAgent
 from fallow.head.state.book import Book, Run
 from fallow.model import (
@@ -195,8 +195,8 @@ class Turn:
                         self.messages.append((agent_peer(allocation, host), Introduce(node=node)))
             case ev.Log(kind, text, data):
                 self.record(run, kind, text, **data)
-            case ev.Completed():
-                self._note_complete(run, instruction)
+            case GenerationReport():
+                self._note_complete(run, replace(instruction, at=self.now))
             case ev.RemoveCheckpoint(path):
                 self.removals.append(path)
             case ev.Barred(host):
@@ -204,9 +204,8 @@ class Turn:
             case ev.RunEnded(status, message):
                 self._end_run(run, status, message)
 
-    def _note_complete(self, run: Run, done: ev.Completed) -> None:
+    def _note_complete(self, run: Run, report: GenerationReport) -> None:
         """Keep the report of a generation that has become complete, as a record of its own."""
-        report = generation_report(done, self.now)
         run.generations.append(report)
         self.dirty.add(run.id)
         if report.kind is ChangeKind.START:
@@ -321,21 +320,3 @@ def why_ended(run: Run, allocation: Allocation) -> str:
 def agent_peer(allocation: Allocation, host: str) -> str:
     """The router's name for an agent: its allocation's key and its own name."""
     return f"{allocation.public_key} {host}"
-
-
-def generation_report(completed: ev.Completed, now: float) -> GenerationReport:
-    """What people are told of a generation that has just become complete; `now`: Unix time."""
-    done = completed.change
-    return GenerationReport(
-        generation=done.generation,
-        kind=done.kind,
-        members=[member_name(n) for n in completed.members],
-        first_step=done.first_step,
-        pause_s=done.pause_s or None,
-        parts=done.parts,
-        bytes_in_pause=done.bytes_in_pause,
-        bytes_behind=done.bytes_behind,
-        reason=done.reason,
-        at=now,
-        took_s=completed.took_s,
-    )
