@@ -7,9 +7,9 @@ all members were lost before the checkpoint was known), it is set aside: going o
 from __future__ import annotations
 
 from fallow.core.membership.messages import Checkpoint
-from fallow.core.membership.records import Saved, WentBack
+from fallow.core.membership.records import Saved
 from fallow.core.membership.roster import Roster
-from fallow.model import ChangeKind
+from fallow.model import ChangeKind, RollbackReport
 
 
 def usable(roster: Roster) -> list[Checkpoint]:
@@ -76,7 +76,7 @@ def roll_back(roster: Roster, step: int) -> int:
     front = max([roster.front, step, *reached])
     for saved in roster.checkpoints.saved:
         saved.aside = saved.aside or saved.checkpoint.step > step
-    went_back = WentBack(generation=roster.root.highest + 1, from_step=front, to_step=step)
+    went_back = RollbackReport(generation=roster.root.highest + 1, from_step=front, to_step=step)
     roster.history.rollbacks.append(went_back)
     for node in roster.nodes.values():
         roster.touch(node).step = min(node.step, step)

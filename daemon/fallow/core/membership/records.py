@@ -12,7 +12,7 @@ import msgspec
 
 from fallow.core.membership.messages import Checkpoint, Contract, Finish, Outcome
 from fallow.core.records import MIGRATIONS, SCHEMAS, Fields
-from fallow.model import ChangeKind, MemberPhase, Parts, RunStatus
+from fallow.model import ChangeKind, MemberPhase, Parts, RollbackReport, RunStatus
 
 
 class Node(msgspec.Struct, kw_only=True):
@@ -135,21 +135,12 @@ class Root(msgspec.Struct, kw_only=True):
     traceback: str = ""
 
 
-class WentBack(msgspec.Struct, kw_only=True):
-    """A rollback by hand: steps after `to_step` that were done before are done again."""
-
-    generation: int
-    "generations from this one on began from there"
-    from_step: int
-    to_step: int
-
-
 class History(msgspec.Struct, kw_only=True):
     members: list[int] = []
     "of the newest generation that became complete, in rank order"
     first_steps: list[tuple[int, int]] = []
     "(generation, first step) of those that became complete, the newest"
-    rollbacks: list[WentBack] = []
+    rollbacks: list[RollbackReport] = []
 
 
 class Saved(msgspec.Struct, kw_only=True):

@@ -27,7 +27,6 @@ from fallow.model import (
     NodeView,
     PauseReport,
     Quantiles,
-    RollbackReport,
     RunReport,
     RunStatus,
     RunView,
@@ -259,10 +258,7 @@ def run_report(run: Run, history: Sequence[GenerationReport], samples: SampleRep
         generations=list(history),
         pause_s=PauseReport(planned=_pauses(history, False), unplanned=_pauses(history, True)),
         steps_discarded=root.discarded,
-        rolled_back=[
-            RollbackReport(generation=back.generation, from_step=back.from_step, to_step=back.to_step)
-            for back in run.roster.history.rollbacks
-        ],
+        rolled_back=list(run.roster.history.rollbacks),
         message=root.message,
         traceback=root.traceback,
         rest_in=next((a.token for a in run.allocations.values() if a.elected), ""),
