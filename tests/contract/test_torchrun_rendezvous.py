@@ -21,7 +21,7 @@ from fallow.agent.merge import Facts, merge_report
 from fallow.core.membership import events as ev
 from fallow.core.membership.gather import Gathers
 from fallow.core.membership.machine import Machine
-from fallow.core.membership.messages import Gather, Report
+from fallow.core.membership.messages import Gather, Order, Report
 from fallow.core.membership.names import member_name
 from fallow.core.membership.records import Root
 from fallow.core.membership.roster import Roster
@@ -89,8 +89,8 @@ class Head:
         for instruction in self.machine.handle(event):
             if isinstance(instruction, ev.Admitted):
                 self.agents[instruction.host].begin(instruction.node)
-            elif isinstance(instruction, ev.Send):
-                self._tell(instruction.node, instruction.order)
+            elif isinstance(instruction, Order):
+                self._tell(instruction.node, instruction)
         voting = self.machine.state.voting
         if voting is not None:
             self.gathers.open(voting.change.generation, voting.members)

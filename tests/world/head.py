@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fallow.core.membership import events as ev
 from fallow.core.membership.failures import is_barred
 from fallow.core.membership.machine import Machine
+from fallow.core.membership.messages import Order
 from fallow.core.membership.records import Root
 from fallow.core.membership.roster import Roster
 from fallow.core.records import decode, encode
@@ -259,7 +260,7 @@ class Head:
         w = self.w
         for instruction in then:
             match instruction:
-                case ev.Send(node, order):
+                case Order(node=node) as order:
                     if self.orders_left == 0:
                         w.fired["head crash amid orders"] += 1
                         self.die()

@@ -73,8 +73,8 @@ class Rig:
             else:
                 self.store[key] = raw
         for instruction in turn:
-            if isinstance(instruction, ev.Send):
-                self.orders[instruction.node] = instruction.order
+            if isinstance(instruction, Order):
+                self.orders[instruction.node] = instruction
             elif isinstance(instruction, GenerationReport):
                 self.completed.append(instruction)
         return turn
@@ -190,7 +190,7 @@ class Rig:
 
 
 def orders(turn: Told) -> dict[int, Order]:
-    return {i.node: i.order for i in turn if isinstance(i, ev.Send)}
+    return {i.node: i for i in turn if isinstance(i, Order)}
 
 
 def logs(turn: Told, kind: str) -> list[str]:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from fallow.core.membership import events as ev
-from fallow.core.membership.messages import Checkpoint, Refusal, Switch
+from fallow.core.membership.messages import Checkpoint, Order, Refusal, Switch
 from fallow.core.membership.roster import Roster
 from fallow.core.membership.state import RunPhase
 from fallow.core.membership.tables import RUN
@@ -298,7 +298,7 @@ def test_a_leaver_that_missed_the_generation_after_a_loss_breaks_nothing_and_hea
     while rig.at < 4:
         turn += rig.tick(rig.at + 1, 2)
         turn += rig.say(1, edition=missed)
-    assert [i.node for i in turn if isinstance(i, ev.Send)] == [1, 1], "not with every report"
+    assert [i.node for i in turn if isinstance(i, Order)] == [1, 1], "not with every report"
     assert rig.r.root.highest == 3
     rig.say(1, left=3, given_up=1)
     rig.arrive(2, 3)

@@ -131,12 +131,6 @@ class Ticked(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
-    node: int
-    order: Order
-
-
-@dataclass(frozen=True, slots=True)
 class Admitted:
     """The number of the workers that were expected, for their agent."""
 
@@ -184,5 +178,5 @@ class RunEnded:
     message: str
 
 
-Instruction = Send | Admitted | Unknown | Log | GenerationReport | RemoveCheckpoint | Barred | RunEnded
-"""A report is to be kept: a generation became complete, all of its members compute in it."""
+Instruction = Order | Admitted | Unknown | Log | GenerationReport | RemoveCheckpoint | Barred | RunEnded
+"""An order is to be sent to its node. A report is to be kept: all members of a generation compute in it now."""

@@ -287,7 +287,7 @@ class State:
             outbox.edition += 1
             for n in sorted(now):
                 outbox.told[n] = outbox.edition, self.watch.now
-                outbox.instructions.append(ev.Send(n, self._order(self.roster.nodes[n], main)))
+                outbox.instructions.append(self._order(self.roster.nodes[n], main))
         outbox.nodes = later
         instructions: list[ev.Instruction] = [*outbox.instructions, *outbox.admitted]
         outbox.instructions, outbox.admitted = [], []

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from fallow.core.allocations import Allocation, forgo
 from fallow.core.membership import events as ev
+from fallow.core.membership.messages import Order
 from fallow.core.protocol.agents import Admitted, EndAgent, Introduce, ToAgent
 from fallow.head.state.book import Book, Run
 from fallow.model import (
@@ -175,14 +176,14 @@ class Turn:
         if (ballot := run.machine.state.ballot) is not None:
             # Take parts of a generation that is voted on from now, or that a head before has committed.
             run.gathers.open(ballot.change.generation, ballot.members)
-        if not all(isinstance(instruction, ev.Send | ev.Admitted) for instruction in instructions):
+        if not all(isinstance(instruction, Order | ev.Admitted) for instruction in instructions):
             # Where nodes are only told something, nobody has gone; and in a large run much is told.
             self.let_go_of_empty(run)
 
     def _take(self, run: Run, instruction: ev.Instruction) -> None:
         match instruction:
-            case ev.Send(node, order):
-                self.tell(run, node, order)
+            case Order():
+                self.tell(run, instruction.node, instruction)
             case ev.Admitted(node, host, token, boot):
                 agent = run.allocations[token].agents[host]
                 if agent.boot == boot and agent.node != node:
