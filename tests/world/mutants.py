@@ -99,7 +99,7 @@ def _plans_without(**changed: Callable[[Plans], Any]) -> Callable[..., Plans]:
 
 def _seat_unwritten(self: Roster, members: list[int], joined: list[int]) -> None:
     _SEAT(self, members, joined)
-    self._changed -= {f"node/{n}" for n in members}
+    self.unwritten -= {f"node/{n}" for n in members}
 
 
 def _after_loss_all(
