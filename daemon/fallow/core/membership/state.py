@@ -307,8 +307,8 @@ class State:
         newcomers = filter(self.roster.alive, going.change.joined)
         if all(n not in outbox.nodes and outbox.has_heard(n, reports.get(n)) for n in newcomers):
             return set()
-        soon = [node for node in self.roster.nodes.values() if self.ends_within(node, self.timing.release_s)]
-        if self.is_tick and any(node.alive for node in soon):
+        alive = (node for node in self.roster.nodes.values() if node.alive)
+        if self.is_tick and any(self.ends_within(node, self.timing.release_s) for node in alive):
             return set()
         return set(going.participants).difference(going.change.joined)
 
