@@ -45,19 +45,15 @@ def place(name: str, act: Callable[[], object]) -> None:
     script has not. `joint`: it has the answer of a `run.mean` or the end of a call, which nobody else may have.
     """
     if name == "joint":
-        plain_open, plain_hear, kinds = Meeting.open, Meeting.hear, {}
+        plain_hear = Meeting.hear
 
-        def opened(self: Meeting, kind: Kind, **how: Any) -> None:
-            kinds[self] = kind
-            plain_open(self, kind, **how)
-
-        def hear(self: Meeting) -> Any:
-            heard = plain_hear(self)
-            if kinds[self] in (Kind.END, Kind.MEAN):
+        def hear(self: Meeting, kind: Kind) -> Any:
+            heard = plain_hear(self, kind)
+            if kind in (Kind.END, Kind.MEAN):
                 act()
             return heard
 
-        Meeting.open, Meeting.hear = opened, hear
+        Meeting.hear = hear
         return
     plain = Reduction.finish
 

@@ -144,7 +144,7 @@ def test_jobs_that_come_to_nothing_are_not_asked_for_without_end(rig: Rig) -> No
     assert "2 jobs in a row came to nothing there, the last: job " in barred.text
     # One at a time is wanted: two on each node before it is barred, until three have no explanation.
     training.wait_for("put off", lambda: training.events("pause"), START_S)
-    assert training.events("pause")[0].text == "3 jobs in a row came to nothing; the next one is tried in 2 s"
+    assert training.events("pause")[0].text == "3 jobs in a row came to nothing; the next one is tried in 60 s"
     training.finish()
     assert broken.jobs() == {broken.job: broken.jobs()[broken.job]}
     assert training.lines_after() == [training.job]

@@ -94,6 +94,7 @@ class Site:
             "SLURM_CONF": str(self.folder / "slurm.conf"),
             "XDG_RUNTIME_DIR": "/run/user",
             "PATH": program_path(),
+            "PYTHONPATH": str(Path(__file__).parents[1] / "start"),
         }
         try:
             self.hosts = Namespaces(self.folder, environ)
