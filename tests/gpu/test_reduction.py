@@ -149,7 +149,7 @@ def test_an_abort_leaves_garbage_that_nobody_uses(member: Member, kind: str) -> 
         member.store.set("aborted", "")
         script.buffers.restore()
         script.reduction.drop()
-        script.reduction.forget()
+        script.reduction.arithmetic.forget()
         script.group = build_group(2, 0, 1, None, "127.0.0.1", 60, device=DEVICE.here())
         script.reduction.attach(script.group)
         script.shards = [*script.shards[:2], *script.shards[:2]]
