@@ -300,6 +300,7 @@ async def test_who_does_not_answer_is_named_without_the_password(tmp_path: Path)
         ("redis://me:sesame/1@x/", FallowError, "not a Redis URL.*%2F"),
         ("redis://127.0.0.1:1/0?password=p@sesame", Unavailable, "127.0.0.1:1"),
         ("redis://me:sesame@x/0?nonsense=sesame", FallowError, "not a Redis URL"),
+        ("unix://me:sesame@/no/redis.sock?db=1", Unavailable, "store unix:///no/redis.sock: "),
     ):
         with pytest.raises(kind, match=words) as caught:
             await Store.open(url, deadline_s=1.0)

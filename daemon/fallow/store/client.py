@@ -110,7 +110,8 @@ class Store:
         if "://" in text:
             try:
                 # Nothing else of it is shown: an error of the parser quotes what may be a password.
-                shown = "{0.scheme}://{0.hostname}".format(urlsplit(text))
+                parts = urlsplit(text)
+                shown = f"{parts.scheme}://{parts.hostname or parts.path.rpartition('@')[2]}"
                 client = redis.asyncio.Redis.from_url(text, **options)
             except ValueError:
                 advice = "write / as %2F, # as %23, ? as %3F and @ as %40 in its password"
