@@ -55,6 +55,16 @@ def test_a_head_that_was_cut_off_looks_what_the_members_have_left_behind(
         assert len(looked) == times
 
 
+def test_a_run_whose_checkpoints_cannot_be_looked_for_goes_on(tmp_path: Path) -> None:
+    """A file system that failed may be why its members are lost."""
+    known = book(tmp_path, tmp_path / "scratch")
+    run, turn = new_run(known), Turn(known, 1.0, 1000.0)
+    known.checkpoint_folder(run).rmdir()
+    known.checkpoint_folder(run).write_text("")
+    checkpoints.adopt(turn)
+    assert not turn.failures
+
+
 def test_a_run_keeps_its_place_when_the_setting_changes(tmp_path: Path) -> None:
     run = new_run(book(tmp_path, tmp_path / "scratch"))
     later = book(tmp_path, None)

@@ -33,7 +33,12 @@ def _adopt_run(turn: Turn, run: Run) -> None:
     if run.ended:
         return
     known = {saved.checkpoint.path for saved in run.roster.checkpoints.saved}
-    for folder in complete_ones(turn.book.checkpoint_folder(run)):
+    try:
+        folders = complete_ones(turn.book.checkpoint_folder(run))
+    except OSError as error:  # a file system that failed may be why the members are lost
+        log.warning("checkpoints.unseen", run=run.id, error=str(error))
+        return
+    for folder in folders:
         if str(folder) in known:
             continue
         try:
