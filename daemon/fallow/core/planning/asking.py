@@ -140,13 +140,16 @@ class Asking:
     ) -> None:
         self._situation, self._eligibility, self._offered = situation, eligibility, offered
         self.taken, self.caps, self._shorter = set(taken), caps, shorter
-        self._users: dict[str, frozenset[RunClass]] = {}
-        "idle node -> classes of runs that can use it, in whatever partition"
+        self._ways: dict[str, dict[RunClass, frozenset[str]]] = {}
+        "idle node -> class of runs -> partitions in which they can use it"
+        self._idle = {demand.run_class: Counter[frozenset[str]]() for demand in situation.demands}
+        "class of runs -> such partitions -> idle nodes of theirs that nobody has asked for"
         for hole, users in offered:
-            before = self._users.get(hole.node)
-            self._users[hole.node] = users if before is None else before | users
-        self._idle = Counter(users for node, users in self._users.items() if node not in self.taken)
-        "classes of runs -> idle nodes that they can use and nobody has asked for"
+            if hole.node not in self.taken:
+                ways = self._ways.setdefault(hole.node, {})
+                ways.update((some, ways.get(some, frozenset()) | {hole.partition}) for some in users)
+        for node in self._ways:
+            self._count(node, 1)
         self._budgets = {demand.run: demand.budget_node_s for demand in situation.demands}
         self._queues: dict[str, deque[Hole]] = {}
         "run -> holes that it can use, from the first that was not passed over for good"
@@ -166,7 +169,7 @@ class Asking:
                 self.reasons.setdefault(hole.node, why)
             elif (minutes := self._minutes(hole, demand)) is not None:
                 self.taken.add(hole.node)
-                self._idle[self._users[hole.node]] -= 1
+                self._count(hole.node, -1)
                 exclude = () if hole.part else self._unsuitable(demand.kind, hole.partition)
                 part = None if hole.part is None else demand.kind.share(hole.part)
                 return self._made(demand, Ask(demand.run, hole.partition, minutes, "", part, exclude, replaces))
@@ -221,10 +224,13 @@ class Asking:
         return self.caps.places(self._eligibility.partitions(demand.run_class))
 
     def idle(self, demand: Demand) -> int:
-        """Idle nodes of these that nobody has asked for."""
-        run_class = demand.run_class
-        usable = sum(number for users, number in self._idle.items() if run_class in users)
-        return min(usable, self.places(demand))
+        """Idle nodes of these that nobody has asked for, as far as the caps of their partitions leave room."""
+        idle = self._idle[demand.run_class]
+        return min(self.places(demand), sum(min(count, self.caps.places(names)) for names, count in idle.items()))
+
+    def _count(self, node: str, number: int) -> None:
+        for run_class, names in self._ways[node].items():
+            self._idle[run_class][names] += number
 
     def _made(self, demand: Demand, ask: Ask) -> Ask:
         self.caps.add_request(demand.asker, ask.partition, pinned=bool(ask.node), ahead=ask.ahead)

@@ -113,6 +113,13 @@ def test_what_runs_may_not_ask_for_yet_is_no_more_than_there_is() -> None:
     assert len(found.asks) == 2 and sum(found.targets.values()) == 20
 
 
+def test_of_nodes_that_help_only_together_none_is_asked_for_where_a_cap_is_below_that() -> None:
+    site = Site(10, 0)
+    together = demand(site, "a", 8, Worth(curve(64, least=4)))
+    found = [planned(site.cluster(), [together], [], HarvestRules(partition_nodes={"p": cap})) for cap in (3, 4)]
+    assert [(len(each.asks), each.targets["a"]) for each in found] == [(0, 0), (4, 4)]
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_plans_keep_limits_and_come_to_rest(data: st.DataObject) -> None:
