@@ -60,7 +60,9 @@ def cluster_state(
     at: float,
 ) -> ClusterState:
     """As `SlurmClient.poll` promises: others' ended jobs left out, no node idle that a job keeps."""
-    # The user data base may be away, for us or for squeue, which shows the number then.
+    # The user data base may be away, for us or for squeue, which shows the number then. Each user is looked up once a
+    # poll: thousands of jobs may belong to users whom it does not know, or not now.
+    user_name.cache_clear()
     own = {user_name(os.getuid()), str(os.getuid())}
     shown = [job for job in jobs if job.state not in ENDED_STATES or (job.user in own and carries_token(job))]
     # Two answers, two moments: a job may have started between them. And Slurm calls a node idle whose only job is
@@ -78,17 +80,13 @@ def cluster_state(
     )
 
 
+@functools.lru_cache(maxsize=4096)
 def user_name(uid: int) -> str:
-    """As squeue prints it: the number while the user data base does not know it."""
+    """As squeue prints it: the number when the user data base does not know it. Kept until the next poll."""
     try:
-        return _known_name(uid)
+        return pwd.getpwuid(uid).pw_name
     except KeyError:
         return str(uid)
-
-
-@functools.lru_cache(maxsize=4096)
-def _known_name(uid: int) -> str:
-    return pwd.getpwuid(uid).pw_name
 
 
 def own_groups() -> frozenset[str] | None:

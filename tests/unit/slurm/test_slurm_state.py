@@ -45,12 +45,25 @@ def test_of_ended_jobs_only_our_own_with_a_token_are_shown(me: str) -> None:
     assert [job.job_id for job in cluster_state([], [], [], jobs, at=1e6).jobs] == ["1", "4"]
 
 
-def test_a_user_data_base_that_was_away_once_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_data_base_that_was_away_is_asked_again_with_each_poll_once_a_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A head that starts before the site's name service has to know its own jobs by name later on."""
-    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
-    assert user_name(4242) == "4242"
-    monkeypatch.setattr("pwd.getpwuid", lambda uid: SimpleNamespace(pw_name="alice"))
-    assert user_name(4242) == "alice"
+    asked: list[int] = []
+    known: dict[int, SimpleNamespace] = {}
+
+    def getpwuid(uid: int) -> SimpleNamespace:
+        asked.append(uid)
+        return known[uid]
+
+    monkeypatch.setattr("pwd.getpwuid", getpwuid)
+    monkeypatch.setattr("os.getuid", lambda: 4242)
+    for name in ("4242", "alice"):
+        jobs = (builders.job(str(i), "PENDING", user=user_name(4242)) for i in range(3))
+        assert {job.user for job in cluster_state([], [], [], jobs, at=1e6).jobs} == {name}
+        assert asked == [4242]
+        asked.clear()
+        known[4242] = SimpleNamespace(pw_name="alice")
 
 
 FEDERATED = """#!/bin/sh
