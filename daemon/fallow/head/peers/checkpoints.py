@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,37 +22,71 @@ from fallow.worker.checkpoint.manifest import REMOVED, announcement, complete_on
 log = structlog.get_logger("fallow.head")
 
 
+Look = list[Checkpoint | tuple[Path, str]]
+"""Complete checkpoints; of one that is damaged its folder, and what is wrong."""
+
+
 def adopt(turn: Turn) -> None:
-    """Learn of checkpoints that nobody could tell of: as a head begins, and when a run has lost its last member."""
-    unseen: list[Run] = []
-    for run in turn.book.current.values():
-        was_empty, run.is_empty = run.is_empty, not run.roster.present()
-        if was_empty is None or run.is_empty > was_empty:
-            unseen.append(run)
-    turn.for_each(unseen, "checkpoints on disk", lambda run: _adopt_run(turn, run))
+    """Learn of checkpoints that nobody could tell of: as a head begins, and when a run has lost its last member.
+
+    The second look is taken beside the main loop. A file system that hangs may be why the members are lost.
+    """
+    current = [run for run in turn.book.current.values() if not run.ended]
+    turn.for_each(current, "checkpoints on disk", lambda run: _adopt_run(turn, run))
 
 
 def _adopt_run(turn: Turn, run: Run) -> None:
-    if run.ended:
-        return
+    was_empty, run.is_empty = run.is_empty, not run.roster.present()
     known = {saved.checkpoint.path for saved in run.roster.checkpoints.saved}
+    look = partial(_look, turn.book.checkpoint_folder(run), known)
+    if was_empty is None:
+        _take(turn, run, look())
+    elif run.is_empty > was_empty:
+        run.look = _beside(look)
+    if run.look is not None and run.look.done():
+        done, run.look = run.look, None
+        _take(turn, run, done.result())
+
+
+def _look(folder: Path, known: Collection[str]) -> Look:
+    """What is in a folder besides what is known."""
+    found: Look = []
     try:
-        folders = complete_ones(turn.book.checkpoint_folder(run))
-    except OSError as error:  # a file system that failed may be why the members are lost
-        log.warning("checkpoints.unseen", run=run.id, error=str(error))
-        return
-    for folder in folders:
-        if str(folder) in known:
-            continue
+        unknown = [path for path in complete_ones(folder) if str(path) not in known]
+    except OSError as error:
+        log.warning("checkpoints.unseen", folder=str(folder), error=str(error))
+        return found
+    for path in unknown:
         try:
-            manifest, digest = read_manifest(folder)
             # What is out of bounds could be written to the store, and not be read from there.
-            found = msgspec.convert(msgspec.to_builtins(announcement(folder, manifest, digest)), Checkpoint)
+            found.append(msgspec.convert(msgspec.to_builtins(announcement(path, *read_manifest(path))), Checkpoint))
         except (FallowError, msgspec.ValidationError) as error:
-            turn.record(run, "damaged", str(error), path=str(folder))
-            continue
-        found = msgspec.structs.replace(found, written_at=min(turn.now, found.written_at))
-        turn.apply(run, ev.Found(at=turn.at, checkpoint=found))
+            found.append((path, str(error)))
+    return found
+
+
+def _take(turn: Turn, run: Run, look: Look) -> None:
+    known = {saved.checkpoint.path for saved in run.roster.checkpoints.saved}
+    for found in look:
+        if isinstance(found, tuple):
+            turn.record(run, "damaged", found[1], path=str(found[0]))
+        elif found.path not in known:
+            found = msgspec.structs.replace(found, written_at=min(turn.now, found.written_at))
+            turn.apply(run, ev.Found(at=turn.at, checkpoint=found))
+
+
+def _beside(look: Callable[[], Look]) -> Future[Look]:
+    """Look in a thread that holds up nobody, nor the head's end."""
+    future = Future[Look]()
+
+    def run() -> None:
+        try:
+            future.set_result(look())
+        except Exception as error:  # it is the run's, once its turn asks
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="look-for-checkpoints", daemon=True).start()
+    return future
 
 
 def by_this_clock(run: Run, report: Report, now: float) -> Report:

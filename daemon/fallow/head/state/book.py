@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from secrets import token_hex
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -195,7 +196,9 @@ class Run:
         self.held_back = ""
         "why its base job is not submitted again"
         self.is_empty: bool | None = None
-        "it had no member when this head last looked whether there are checkpoints on disk; None: it has not looked"
+        "it had no member at the last tick; None: this head has not looked yet whether there are checkpoints on disk"
+        self.look: Future[Any] | None = None
+        "at its checkpoints on disk, see `head.peers.checkpoints`"
 
     @property
     def id(self) -> str:
@@ -458,7 +461,7 @@ class Book:
         """Put a run's durable records in the place of what is in memory, as for a head that has just begun."""
         self._forget_keys(run)
         new = self.add(stored._replace(spec=run.spec), revision, at)
-        new.is_empty, new.reached = run.is_empty, run.reached
+        new.is_empty, new.look, new.reached = run.is_empty, run.look, run.reached
         new.failures_seen, new.limited_by = run.failures_seen, run.limited_by
         return new
 
