@@ -299,6 +299,16 @@ def test_it_is_the_same_training(way: str) -> None:
     assert_close(found.parameters(), wanted.parameters(), 1e-2 if WAYS[way].half else 1e-4)
 
 
+@on_device
+def test_a_shuffle_may_draw_on_the_device() -> None:
+    """As a DataLoader must where the script has made the device torch's default one."""
+    generator = torch.Generator(DEVICE.kind)
+    loader: Any = DataLoader(TensorDataset(INPUTS), BATCH, shuffle=True, generator=generator)
+    with place(0, 1):
+        order = fallow.init().prepare(loader).order(0).tolist()
+    assert order != sorted(order) == list(range(len(INPUTS)))
+
+
 # ----------------------------------------------------------------------------------------------- what is refused
 
 

@@ -148,7 +148,7 @@ class ElasticLoader(Source):
             if isinstance(sampler, RandomSampler) and not sampler.replacement:
                 size = len(sampler.data_source)
                 if sampler.num_samples == size:  # at once, not in chunks through torch's iterator
-                    return array("q", torch.randperm(size, generator=generator).numpy().tobytes())
+                    return array("q", torch.randperm(size, generator=generator).cpu().numpy().tobytes())
             set_epoch(sampler, epoch)  # the script's own call, if there is one, may come after prefetching has begun
             return self._numbers(sampler)
 
