@@ -151,10 +151,11 @@ class _ShardDataset(torch.utils.data.Dataset[Any]):
         if not indices:
             return _LoadedShard(key, 0.0, None)
         began = time.monotonic()
-        if self._epoch != key.epoch:
+        if self._epoch != key.epoch and torch.utils.data.get_worker_info() is not None:
+            # A loader process does not see the script's own calls. In the script's process those count, as they are.
             self._epoch = key.epoch
             rng.seed_everything(mix(self._seed, "epoch", self._epoch), self._generators)
-            set_epoch(self.dataset, self._epoch)  # a loader process would not see the script's own call
+            set_epoch(self.dataset, self._epoch)
         rng.seed_everything(mix(self._seed, "data", *key), self._generators)
         if callable(getattr(self.dataset, "__getitems__", None)):  # as torch's DataLoader asks for samples
             samples = list(self.dataset.__getitems__(indices))
