@@ -31,7 +31,8 @@ from fallow.worker.data.prefetch import Prefetcher, set_epoch
 from fallow.worker.data.source import Duties, Key, Reached, Source
 
 _MOST, _MOST_PASSES = 10_000_000, 16
-"""A sampler of the script's own that gives more samples than this, and more often each of the data set, has no end."""
+"""A sampler of the script's own that gives more samples than this, more often each of the data set, and more than it
+says, has no end."""
 
 
 def check_loader(loader: DataLoader[Any]) -> None:
@@ -155,8 +156,10 @@ class ElasticLoader(Source):
     def _numbers(self, sampler: Iterable[Any]) -> array[int]:
         """Read a sampler to its end."""
         kind = type(sampler)
-        size = len(self.dataset) if hasattr(self.dataset, "__len__") else 0
-        most = sys.maxsize if kind.__module__.startswith("torch.") else max(_MOST, _MOST_PASSES * size)
+        size, told = _length(self.dataset), _length(sampler)
+        most = sys.maxsize
+        if not kind.__module__.startswith("torch."):
+            most = min(most, max(_MOST, _MOST_PASSES * size, told + 1))
         numbers = array("q", map(operator.index, islice(sampler, most)))
         if len(numbers) == most:
             raise FallowError(
@@ -165,3 +168,11 @@ class ElasticLoader(Source):
                 Exit.DATA,
             )
         return numbers
+
+
+def _length(thing: Any) -> int:
+    """The length that it tells; 0: none, or infinity."""
+    try:
+        return len(thing)
+    except (TypeError, NotImplementedError, OverflowError, ValueError):
+        return 0
