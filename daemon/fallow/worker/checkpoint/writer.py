@@ -71,7 +71,7 @@ class Writing(threading.Thread):
         self.hurry = threading.Event()
         "a member may be lost: its part may never come"
         self.completes = snapshot.rank == 0
-        "the first member sees to the whole"
+        "the first member has to see to the whole, and has not told of it"
 
     @property
     def is_stuck(self) -> bool:
@@ -95,6 +95,7 @@ class Writing(threading.Thread):
                 manifest, digest = self._finish(snapshot, temporary, final)
                 self._sweep(step)
                 done = announcement(final, manifest, digest)
+                self.completes = False
                 self._report(msgspec.structs.replace(done, took_s=time.monotonic() - began))
                 write_index(final, manifest)  # what it imports may take longer than a node has that Slurm takes
         except Exception as error:  # whatever it is, the head must hear of it

@@ -138,6 +138,20 @@ def test_nobody_waits_longer_than_the_node_has(tmp_path: Path, gate: threading.E
     assert len(member.session.written) == 1
 
 
+def test_a_checkpoint_of_which_the_index_alone_is_missing_when_the_node_goes_away_is_not_called_unwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    indexing, gone = threading.Event(), threading.Event()
+    monkeypatch.setattr(writing, "write_index", lambda *_: (indexing.set(), gone.wait(120)))
+    member = Member(tmp_path, 0, 1, every_s=0.0)
+    member.save(4)
+    assert indexing.wait(120)
+    member.session.hear(ends_in_s=1.0)
+    member.saver.finish()
+    gone.set()
+    assert ([saved.step for saved in member.session.written], member.session.unsaved) == ([4], [])
+
+
 def test_one_that_another_member_gave_up_is_due_when_the_head_says(tmp_path: Path) -> None:
     clock = builders.Clock()
     member = Member(tmp_path, 1, 2, 600.0, clock)
