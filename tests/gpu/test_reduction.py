@@ -19,7 +19,7 @@ from fallow.worker.transport import device as devices
 from fallow.worker.transport.build import build_group
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted
-from gpu import DEVICE, Member, on_both, on_two_devices, without_communicator
+from gpu import DEVICE, Member, on_both, on_device, on_two_devices, without_communicator
 from members import Body, Summing, telling
 
 KINDS: dict[str, Callable[[], Arithmetic]] = {"float": Arithmetic, "exact": Exact}
@@ -120,6 +120,27 @@ def test_sums_are_right_without_a_race_and_with_no_hidden_wait(member: Member, k
         assert_close(found)
         assert script.launched[0] >= 2, "buckets leave in backward"
         assert len(waits) == len(script.launched) + 1, "one for each sum, and one for the late round of the second step"
+
+
+@on_device
+@BOTH_KINDS
+def test_each_body_may_have_a_stream_of_its_own_for_which_the_script_waits_behind_the_last_one(kind: str) -> None:
+    streams = [torch.Stream(device=DEVICE.here()) for _ in range(SHARDS)]
+    main = torch.accelerator.current_stream()
+    group = Group(0, 0, 1, None)
+    group.connect_transport(DEVICE.here(), 1.0)
+    script = Summing(group, nn.Linear(8, 1).to(DEVICE.kind), KINDS[kind]())
+    shards = [devices.to_device(batch, DEVICE.here()) for batch in batches()]
+
+    def body(net: nn.Module, shard: int) -> None:
+        streams[shard].wait_stream(main)
+        with streams[shard]:
+            net(shards[shard]).sum().backward()
+
+    script.sum(body, range(SHARDS), SHARDS)
+    (grad, _) = (parameter.grad for parameter in script.net.parameters())
+    assert grad is not None
+    torch.testing.assert_close(grad[0].cpu(), torch.cat(batches()).sum(0) / SHARDS)
 
 
 @on_both

@@ -148,7 +148,8 @@ class Reduction:
             live: False in a rehearsal: gradients stay as autograd makes them.
         """
         self._body = _Body(weight, final, live, threading.get_ident())
-        self._stream = current_stream(self._device)
+        self._stream = self._stream or current_stream(self._device)
+        self._follow_stream()
         for bucket, *counts in zip(self._buckets, *self._body_counts[self._phase], strict=True):
             bucket.count, bucket.expected = 0, max(counts)
         self.arithmetic.begin_body()
@@ -187,6 +188,7 @@ class Reduction:
         """
         if self._mistake is not None:
             raise self._mistake
+        self._follow_stream()
         with torch.no_grad():
             self._launch_ready(rest=True)
             self.buffers.share(self._group)
