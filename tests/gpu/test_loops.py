@@ -299,6 +299,21 @@ def test_it_is_the_same_training(way: str) -> None:
     assert_close(found.parameters(), wanted.parameters(), 1e-2 if WAYS[way].half else 1e-4)
 
 
+@on_both
+def test_a_frozen_copy_of_the_model_may_lie_on_the_host(member: Member) -> None:
+    copy, model = images(0.0).cpu().requires_grad_(False), images(0.0).to(DEVICE.kind)
+    optimizer: Any = FUSED(model.parameters())
+    loader: Any = DataLoader(TensorDataset(INPUTS), BATCH)
+    with together(member):
+        run = fallow.init()
+        *_, loader = run.prepare(copy, model, optimizer, loader)
+        for update in run.updates(loader, max_steps=2):
+            for (x,) in update:
+                model(x.to(DEVICE.kind)).square().mean().backward()
+            optimizer.step()
+    assert_alike(member, digest([model.state_dict()]))
+
+
 @on_device
 def test_a_shuffle_may_draw_on_the_device() -> None:
     """As a DataLoader must where the script has made the device torch's default one."""

@@ -11,6 +11,7 @@ from itertools import accumulate
 
 import torch
 
+from fallow.worker.transport.device import asynchronous
 from fallow.worker.transport.group import Group
 
 _ALIGN = 16
@@ -24,7 +25,8 @@ class _Room:
     def __init__(self, like: Sequence[torch.Tensor]) -> None:
         sizes = [-(-tensor.nbytes // _ALIGN) * _ALIGN for tensor in like]
         *starts, size = accumulate(sizes, initial=0)
-        self.bytes = torch.zeros(size, dtype=torch.uint8, device=like[0].device)
+        device = next((tensor.device for tensor in like if asynchronous(tensor.device)), like[0].device)
+        self.bytes = torch.zeros(size, dtype=torch.uint8, device=device)
         self.views = [
             self.bytes[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for start, tensor in zip(starts, like, strict=True)

@@ -71,7 +71,9 @@ class Reduction:
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], arithmetic: Arithmetic, buffers: StepBuffers) -> None:
         self._names = [name for name, _ in named]
         self._params = [parameter for _, parameter in named]
-        devices = {tensor.device for tensor in (*self._params, *buffers.live())}
+        devices, of_buffers = ({tensor.device for tensor in some} for some in (self._params, buffers.live()))
+        if devices.isdisjoint(of_buffers):  # those of a frozen copy, such as a moving average, may lie on the host
+            devices |= of_buffers
         if len(devices) > 1:
             raise FallowError(
                 f"parameters and buffers lie on several devices, {', '.join(sorted(map(str, devices)))}; Fallow trains "
