@@ -192,6 +192,7 @@ async def test_details_of_a_run_and_back() -> None:
         text = rig.text()
         for word in ("absorbing n3", "lr 0.125", "norm -", "generation 7", "m-n1", "base", "2h00m", "of this one"):
             assert word in text
+        assert "1 Members" in text and "2 Events" in text
         assert "of another" not in text
         await rig.send(snapshot(runs=[other]))
         assert "no longer knows run digits-1" in rig.text()
