@@ -6,6 +6,7 @@ Here is what surrounds it: the time, and agents that say that they have come, we
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from itertools import count
 from math import inf
@@ -74,6 +75,7 @@ class VirtualHead(Head):
         "run -> when time makes one of its allocations leave"
         self._look_at = inf
         "the earliest of them"
+        self._look: asyncio.TimerHandle | None = None
         for plan in plans:
             self._add(plan)
         for serve in (*self._calls.sources(self._book).values(), self._turns):
@@ -127,8 +129,9 @@ class VirtualHead(Head):
             self._looks_at[run_id] = deadlines.next_at(run, self._config.membership)
         earliest = min(self._looks_at.values(), default=inf)
         if earliest < self._look_at:
-            self._look_at = earliest
-            self.loop.post(earliest, self._look_at_time)
+            if self._look is not None:
+                self._look.cancel()  # else each look would begin an endless row of looks
+            self._look_at, self._look = earliest, self.loop.post(earliest, self._look_at_time)
 
     def _look_at_time(self) -> None:
         """See what time brings: perhaps nothing, as what was to come has changed."""
