@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +14,6 @@ from fallow.model import Exit, FallowError
 from fallow.text import clean, counted, shown
 
 DAY_S = 86_400.0
-MOST_NODES = 100_000
-"""In one node list: every name of a range is made before anybody can look at it."""
 
 
 def _of_run(short_help: str) -> Callable[[Callable[..., None]], click.Command]:
@@ -172,25 +169,14 @@ def unfold(nodes: tuple[str, ...]) -> list[str]:
     """Node names of folded lists, in order, each once."""
     from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 
+    from fallow.slurm.parse.values import MOST_NODES, most_names
+
     names: dict[str, None] = {}
     for word in nodes:
-        if _most_names(word) > MOST_NODES:
+        if most_names(word) > MOST_NODES:
             raise FallowError(f"{word[:64]!r}: names more than {MOST_NODES} nodes", Exit.USAGE)
         try:
             names |= dict.fromkeys(NodeSet(word, resolver=RESOLVER_NOGROUP))
         except NodeSetException as error:
             raise FallowError(f"{word[:64]!r} is no node list ({error}); e.g. n[01-04],n7", Exit.USAGE) from error
     return list(names)
-
-
-def _most_names(word: str) -> int:
-    """How many names a folded list has, at most; nothing is unfolded for it."""
-    total = 0
-    for piece in re.split(r",(?![^\[]*\])", word):
-        names = 1
-        for inside in re.findall(r"\[([^\]]*)\]", piece):
-            # Nobody has nodes of more digits, and Python refuses to read thousands of them.
-            ends = re.findall(r"(\d{1,18})-(\d{1,18})", inside)
-            names *= max(1, inside.count(",") + 1 + sum(int(last) - int(first) for first, last in ends))
-        total += names
-    return total

@@ -141,6 +141,7 @@ def test_node_lists() -> None:
     assert parse.nodes("n[1-3],gpu-a[08-09]") == ["gpu-a08", "gpu-a09", "n1", "n2", "n3"]
     assert parse.nodes("(null)") == [] and parse.nodes("") == []
     assert parse.nodes("n[1-") == [], "cannot be read: none, not an error"
+    assert parse.nodes("n[1-99999999]") == parse.nodes("a[1-999]b[1-999]") == [], "too many: none is made"
     assert parse.nodes("@all") == ["@all"], "a name; never the site's group commands"
 
 

@@ -10,13 +10,12 @@ from math import isfinite
 from pathlib import Path
 
 from fallow.model import Exit, FallowError, TraceRead
+from fallow.slurm.parse.values import MOST_NODES
 
 Row = dict[str, str]
 """Column -> text."""
 
 MOST_EXAMPLES = 5
-MOST_NODES = 100_000
-"""No cluster has more; a file that says so is wrong, and would take all memory."""
 LAST_S = 2.0**32
 """In 2106. Later times are a mistake of somebody's."""
 _SHOWN = 80

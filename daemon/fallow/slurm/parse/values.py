@@ -8,6 +8,9 @@ from collections.abc import Collection, Iterator
 
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 
+MOST_NODES = 100_000
+"""No cluster has more. Every name of a folded list is made before anybody can look at it, and would take all memory."""
+
 _NOTHING = frozenset(
     ["", "(null)", "N/A", "n/a", "None", "Unknown", "UNLIMITED", "INFINITE", "INVALID", "NOT_SET", "Partition_Limit"]
 )
@@ -34,17 +37,32 @@ def word(text: str) -> str:
 
 
 def nodes(text: str) -> list[str]:
-    """Names in a folded node list, sorted; [] for none. A list that cannot be read counts as none."""
+    """Names in a folded node list, sorted; [] for none. One that cannot be read, or names too many, counts as none."""
     text = word(text)
     if not text or text == "ALL":
         return []
     if not any(mark in text for mark in "[],@"):
         return [text]  # by far the most: jobs of one node
+    if most_names(text) > MOST_NODES:
+        return []
     try:
         # NOGROUP: else `@name` in a node list would make ClusterShell run the site's group commands
         return [str(name) for name in NodeSet(text, resolver=RESOLVER_NOGROUP)]
     except NodeSetException:
         return []
+
+
+def most_names(text: str) -> int:
+    """How many names a folded list has, at most; nothing is unfolded for it."""
+    total = 0
+    for piece in re.split(r",(?![^\[]*\])", text):
+        names = 1
+        for inside in re.findall(r"\[([^\]]*)\]", piece):
+            # Nobody has nodes of more digits, and Python refuses to read thousands of them.
+            ends = re.findall(r"(\d{1,18})-(\d{1,18})", inside)
+            names *= max(1, inside.count(",") + 1 + sum(int(last) - int(first) for first, last in ends))
+        total += names
+    return total
 
 
 def folded(found: Collection[str]) -> str:
