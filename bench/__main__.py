@@ -103,7 +103,10 @@ def _members(text: str) -> list[int]:
 
 
 def _millions(text: str) -> list[int]:
-    return [round(float(word) * 1e6) for word in text.split(",")]
+    try:
+        return [round(float(word) * 1e6) for word in text.split(",")]
+    except OverflowError as error:  # of infinity
+        raise ValueError from error
 
 
 if __name__ == "__main__":

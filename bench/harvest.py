@@ -19,7 +19,7 @@ from bench.session import command
 from fallow.core.holes import is_idle
 from fallow.demo.holes import HoleWatch, waits_s
 from fallow.demo.stage import Stage, members_of, start_load
-from fallow.model import ClusterState, DelayReport, FallowError, JobInfo, NodeOwner, Snapshot
+from fallow.model import ClusterState, DelayReport, Exit, FallowError, JobInfo, NodeOwner, Snapshot
 from fallow.slurm.cli import CliClient
 from fallow.testbed.cluster import Testbed
 
@@ -27,6 +27,9 @@ NODES, SHARDS, SHARD_S = 8, 32, 0.04
 """A step takes 1.3 s on one node and 0.16 s on eight: each node makes the training faster."""
 
 LOOK_S = 1.0
+PATIENCE_S = 300.0
+"""With the first step of the training."""
+
 LOAD = {"utilisation": 0.6, "mean": 60.0}
 """Jobs of a minute. A start-up is to them about what 30 s are to the holes of a large site."""
 
@@ -63,7 +66,10 @@ async def measure(folder: Path, bed: Testbed, other: Testbed, settings: Settings
     base = await stage.submit(SCRIPT.format(root=Path(__file__).parents[1], command=" ".join(argv)), NODES)
     sleeping = ["--job-name=training", "--exclusive", "--output=/dev/null", "--time=1440", "--wrap=exec sleep 86400"]
     await asyncio.to_thread(other.slurm, "sbatch", *sleeping)
-    while not (await control.call("status", Snapshot)).runs[0].generation:  # noqa: ASYNC110
+    end = time.monotonic() + PATIENCE_S
+    while not (training := (await control.call("status", Snapshot)).runs[0]).generation:
+        if training.status.ended or time.monotonic() > end:
+            raise FallowError(f"the run is {training.status} and never trained: {training.message}", Exit.SOFTWARE)
         await asyncio.sleep(LOOK_S)
     beds = {"with": bed, "without": other}
     loads = [start_load(each, folder / f"{name}.log", seed=0, seconds=8e4, **LOAD) for name, each in beds.items()]
