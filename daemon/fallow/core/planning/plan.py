@@ -140,6 +140,7 @@ class _Draft:
                     self._unmet[run] += nodes - len(asks)
                 grown.add(run)
             steps[run] = next_step(run)
+        self._asks = _run_by_run(self._asks, self._situation.by_run)
         for allocation in self._movable:
             self._keep_waiting(allocation)
 
@@ -327,6 +328,23 @@ def _party(demand: Demand, have: int, rules: HarvestRules) -> Party:
         shortest = max(rules.min_minutes, demand.min_minutes)
         room = min(room, minutes_in(demand.budget_node_s) // shortest)
     return Party(demand.run, worth, have, room)
+
+
+def _run_by_run(asks: Iterable[Ask], by_run: Mapping[str, Demand]) -> list[Ask]:
+    """These requests, with holes that end together in one run as far as possible, for each end stalls all of a run.
+
+    Requests of runs that can use the same holes, and for the same times, are exchanged.
+    """
+    alike: dict[object, list[Ask]] = {}
+    for ask in asks:
+        demand = by_run[ask.run]
+        times = demand.min_minutes if demand.budget_node_s is None else demand.run
+        alike.setdefault((replace(ask, run="", minutes=0), demand.run_class, times), []).append(ask)
+    return [
+        replace(ask, minutes=minutes)
+        for group in alike.values()
+        for ask, minutes in zip(sorted(group, key=lambda ask: ask.run), [ask.minutes for ask in group], strict=True)
+    ]
 
 
 def _is_held(allocation: Allocation) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from builders import NOW, allocation, node, partition
+from builders import NOW, allocation, node, partition, preempting, waits
 from builders import cluster as poll_of
 from fallow.core.allocations import Allocation
 from fallow.core.neighbour.needs import GiveBack
@@ -90,6 +91,20 @@ def test_a_node_of_several_partitions_is_offered_in_each_of_them() -> None:
     assert places(site, both_capped, Demand("p", 4, partitions=("p",))) == [("p", "p")] * 2
     assert places(site, both_capped, Demand("q", 9, partitions=("q",))) == [("q", "q")] * 3
     assert places(site, both_capped, Demand("any", 9), only_q) == [*[("any", "p")] * 2, *[("q", "q")] * 2]
+
+
+def test_holes_that_end_together_go_to_one_run_which_stalls_once() -> None:
+    names = ["n1", "n2", "n3", "n4"]
+    starts = [
+        waits(at, partition="urgent", planned_nodes=[at], start_at=NOW + (1260 if at < "n3" else 3060)) for at in names
+    ]
+    site = preempting([node(name) for name in names], starts)
+    wanted = [Demand("a", 2), Demand("b", 2)]
+    together = [*[("a", 51)] * 2, *[("b", 21)] * 2]
+    assert sorted((ask.run, ask.minutes) for ask in asked(site, wanted, [], RULES)) == together
+    # A run that does without the first nodes is asked for others, whatever ends when.
+    barred = replace(wanted[0], barred=frozenset({"n3", "n4"}))
+    assert {ask.minutes for ask in asked(site, [barred, wanted[1]], [], RULES) if ask.run == "a"} == {21}
 
 
 def test_a_held_node_goes_to_a_run_that_has_it_through_another_partition() -> None:
