@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fallow.core.states import ENDED_STATES, ON_NODES
+from fallow.core.states import ENDED_STATES, ENDING, ON_NODES
 from fallow.model import AllocationState, JobInfo
 
 if TYPE_CHECKING:
@@ -105,8 +105,10 @@ def _follow_job(allocation: Allocation, job: JobInfo, at: float, gpus: Mapping[s
     if job.start_at is None or not job.nodes or job.state not in ON_NODES | ENDED_STATES:
         return
     span = allocation.spans.setdefault(job.job_id, Span(nodes={}, start_at=job.start_at))
-    # A job that waits in several partitions runs in one.
-    span.start_at, span.partition = job.start_at, job.partition
+    # A job that waits in several partitions runs in one. Of one that completes since it was requeued, squeue shows when
+    # it may start next.
+    if job.state not in ENDING:
+        span.start_at, span.partition = job.start_at, job.partition
     for node in job.nodes:
         if node in gpus:
             span.nodes[node] = gpus[node] if job.exclusive else min(gpus[node], job.gpus_per_node)

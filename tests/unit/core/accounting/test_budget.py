@@ -15,7 +15,7 @@ from builders import NOW, allocation
 from builders import job as poll_job
 from fallow.core.accounting import budget
 from fallow.core.accounting.spans import Span, follow
-from fallow.core.allocations import SUBMIT_S, Allocation, Shown, forgo, observe, send, sent
+from fallow.core.allocations import SUBMIT_S, Allocation, Shown, begin_again, forgo, observe, send, sent
 from fallow.core.states import ENDED_STATES
 from fallow.model import AllocationKind, AllocationState, JobInfo
 
@@ -255,6 +255,16 @@ def test_a_poll_tells_what_was_held() -> None:
     job.state, job.end_at = "CANCELLED", NOW + 70
     assert follow(mine, [job.info()], NOW + 90, {}) and mine.settled
     assert mine.spans["5"] == Span(nodes={"n1": 8}, partition="p", start_at=NOW, end_at=NOW + 70)
+
+
+def test_a_requeued_job_that_completes_has_held_its_node_since_it_started() -> None:
+    """squeue shows when it may start next, which moves with the clock (seen with 22.05)."""
+    mine, job = harvest(job_id="5"), SlurmJob("fallow-r-h1-x", "5", 900.0, "RUNNING", NOW)
+    follow(mine, [job.info()], NOW + 30, {"n1": 8})
+    job.state, job.start_at = "COMPLETING", NOW + 60
+    follow(mine, [job.info()], NOW + 60, {"n1": 8})
+    begin_again(mine, NOW + 62)
+    assert budget.spent(mine, NOW + 100) == 62.0
 
 
 def test_a_forgotten_job_ended_at_its_limit_at_the_latest() -> None:
