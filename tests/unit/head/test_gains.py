@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -33,12 +34,14 @@ from fallow.model import (
     AllocationState,
     ClusterConfig,
     ClusterState,
+    Doing,
+    EventRecord,
     FallowError,
     JobRequest,
     RunStatus,
 )
 
-from runs import CONTRACT, NOW, Nodes, new_book, new_run  # isort: skip
+from runs import CONTRACT, NOW, Nodes, arrived, new_book, new_run, settle  # isort: skip
 
 SITE = ClusterConfig(cluster="c", slurm_version="25.11.1", preempt_type="preempt/partition_prio")
 SCRIPT = "#!/bin/sh\nfallow run -- python train.py\n"
@@ -193,15 +196,21 @@ def test_a_run_shows_its_curve_and_how_it_stands_to_its_deadline(desk: Desk) -> 
 
 
 def test_each_pause_is_counted_once(desk: Desk) -> None:
-    run, metrics = desk.run("a", members=1), Metrics(None)
-    metrics._served = True
-    report = run.generations.pop()
-    for generation in (1, 2, 7):
-        run.generations.append(msgspec.structs.replace(report, generation=generation, pause_s=0.5))
-        for _ in range(2):
-            metrics.update(desk.book)
-    (found,) = [one for one in metrics._pause.collect()[0].samples if one.name.endswith("_count")]
-    assert found.value == 3
+    run, metrics, turn = desk.run("a", members=1), Metrics(None), desk.turn()
+    nodes = desk.nodes[run.id]
+    nodes.ready(turn, nodes.come(turn, next(iter(run.allocations.values())), "n1"))
+
+    def arrive(node: int, generation: int) -> None:
+        told = arrived(generation, 0)
+        told["switch"] = msgspec.structs.replace(told["switch"], pause_s=0.25 * node)
+        nodes.say(turn, node, doing=Doing.WORKING, stalled_s=0.0, **told)
+
+    settle(run, nodes.said.__getitem__, partial(nodes.say, turn), arrive)
+    for record in turn.records:
+        metrics.count_event(EventRecord(seq=1, **record._asdict()))
+    samples = {one.name.rpartition("_")[2]: one for one in metrics._pause.collect()[0].samples}
+    assert (samples["count"].value, samples["sum"].value) == (1, 0.5), "the longest of a generation's members"
+    assert samples["sum"].labels == {"kind": "absorb"}
 
 
 class Slurm:

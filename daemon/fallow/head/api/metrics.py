@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import takewhile
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-from fallow.head.state.book import Book, Run
+from fallow.head.state.book import Book
 from fallow.model import AllocationState, EventRecord, RunStatus
 
 
@@ -32,7 +30,6 @@ class Metrics:
             registry=registry,
             buckets=(1.0, 2.0, 5.0, 10.0, 15.0, 30.0, 60.0, 300.0),
         )
-        self._seen: dict[str, int] = {}
         self._served = port is not None
         if port is not None:
             start_http_server(port, addr="127.0.0.1", registry=registry)
@@ -41,6 +38,8 @@ class Metrics:
         self._events.labels(kind=event.kind).inc()
         if event.kind == "delayed":
             self._delayed.observe(event.data["waited_s"])
+        if pause_s := event.data.get("pause_s"):
+            self._pause.labels(kind=event.kind).observe(pause_s)
 
     def update(self, book: Book) -> None:
         """Take the gauges' values from the book. Costs nothing while nobody can read them."""
@@ -54,16 +53,3 @@ class Metrics:
         live = [a for r in runs for a in r.live_allocations()]
         for state in AllocationState:
             self._allocations.labels(state=state.value).set(sum(1 for a in live if a.state is state))
-        for ended in self._seen.keys() - book.current.keys():
-            del self._seen[ended]
-        for run in runs:
-            self._observe_pauses(run)
-
-    def _observe_pauses(self, run: Run) -> None:
-        """Those of generations that have become complete since the last call."""
-        seen = self._seen.get(run.id, 0)
-        for done in takewhile(lambda done: done.generation > seen, reversed(run.generations)):
-            if done.pause_s is not None:
-                self._pause.labels(kind=done.kind.value).observe(done.pause_s)
-        if run.generations:
-            self._seen[run.id] = run.generations[-1].generation
