@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import msgspec
@@ -19,7 +19,7 @@ import structlog
 
 from fallow.core import records
 from fallow.core.allocations import Allocation
-from fallow.core.membership.roster import NODE_KEY, Roster
+from fallow.core.membership.roster import Roster
 from fallow.files import Paths, check_id, read_private, write_private
 from fallow.head.loop.turn import Turn
 from fallow.head.state.archive import NOTE
@@ -42,12 +42,6 @@ _PAUSE_S = (0.2, 2.0)
 """Before the first attempt to have the store back, and at most."""
 
 _SHOW_AGAIN_S = 30.0
-
-MEMBERSHIP = ("root", "history", "checkpoints", "failures")
-"""Keys of the membership's records, besides those of nodes."""
-
-COMPARED = ("spec", "record", "allocation", "generation")
-"""First words of the keys of all other records."""
 
 T = TypeVar("T")
 
@@ -146,8 +140,8 @@ class Durable:
                     *(Write(key, None, value) for key, value in originals.items()),
                     *(Write(f"run/{run_id}/{key}", None, None) for key in stored if key != "root"),
                 ]
-            else:
-                run.stored = _hashes(stored)
+                stored = {"root": stored.get("root", b"")}
+            run.stored = {key: hash(value) for key, value in stored.items()}
         # The store has no order; people see runs in the order in which they came.
         book.runs = dict(sorted(book.runs.items(), key=lambda item: item[1].spec.created_at))
         for key, (_, note) in (await self.store.load("note/")).items():
@@ -175,7 +169,7 @@ class Durable:
         for key, note in turn.notes.items():
             writes.append(Write(f"note/{key}", None, note))
         for run in turn.forgotten:
-            writes += [Write(f"run/{run.id}/{key}", None, None) for key in _keys_of(run)]
+            writes += [Write(f"run/{run.id}/{key}", None, None) for key in run.stored]
             writes += [Write(key, None, None) for key in self._kept.get(run.id, ())]
         seqs = await self._save(writes, turn.records)
         for run_id, changed in values.items():
@@ -220,7 +214,7 @@ class Durable:
         for key, value in values.items():
             if value is None:
                 run.stored.pop(key, None)
-            elif key.partition("/")[0] in COMPARED:
+            else:
                 run.stored[key] = hash(value)
 
     async def make_anew(self, book: Book, run: Run, at: float) -> Run:
@@ -233,7 +227,7 @@ class Durable:
         found = await self._patiently(lambda: self.store.load(f"run/{run.id}/"))
         stored = {key.removeprefix(f"run/{run.id}/"): value for key, (_, value) in found.items()}
         new = book.make_anew(run, read_run(run.id, stored), found[f"run/{run.id}/root"][0], at)
-        new.stored = _hashes(stored)
+        new.stored = {key: hash(value) for key, value in stored.items()}
         return new
 
     async def _save(self, writes: list[Write], new: list[NewEvent]) -> list[int]:
@@ -320,7 +314,7 @@ def read_run(run_id: str, stored: dict[str, bytes]) -> StoredRun:
         Unreadable: one of them is.
         LookupError: one is missing.
     """
-    roster = Roster.load(run_id, {key: value for key, value in stored.items() if _is_membership(key)})
+    roster = Roster.load(run_id, stored)
     allocations = [records.decode(value, Allocation) for key, value in stored.items() if key.startswith("allocation/")]
     generations = [
         records.decode(value, GenerationReport) for key, value in stored.items() if key.startswith("generation/")
@@ -347,18 +341,5 @@ def _changed(run: Run) -> dict[str, bytes | None]:
     lasting: dict[str, RunSpec | GenerationReport] = {f"generation/{g.generation}": g for g in run.generations}
     lasting["spec"] = run.spec
     values |= {key: records.encode(value) for key, value in lasting.items() if key not in run.stored}
-    return values | {key: None for key in run.stored if key not in now and key not in lasting}
-
-
-def _is_membership(key: str) -> bool:
-    return key in MEMBERSHIP or key.startswith(NODE_KEY)
-
-
-def _hashes(stored: Mapping[str, bytes]) -> dict[str, int]:
-    """Of the values that are compared with those of now, see `_changed`."""
-    return {key: hash(value) for key, value in stored.items() if key.partition("/")[0] in COMPARED}
-
-
-def _keys_of(run: Run) -> set[str]:
-    """All keys under which something of a run may be stored."""
-    return {*MEMBERSHIP, *run.stored, *run.roster.unwritten, *(f"{NODE_KEY}{n}" for n in run.roster.nodes)}
+    numbered = (key for key in run.stored if key.startswith(("allocation/", "generation/")))
+    return values | {key: None for key in numbered if key not in now and key not in lasting}
