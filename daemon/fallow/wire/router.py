@@ -89,10 +89,8 @@ class Router:
         self._unreachable: set[str] = set()
         self._agents: Counter[str] = Counter()
         self._quiet_until = 0.0
-        self._encoded: tuple[Any, bytes] = None, b""
+        self._last: tuple[Any, bytes, zmq.Frame | None] = None, b"", None
         "the message that was sent last: what all nodes are told is the same object"
-        self._large: tuple[Any, bytes, zmq.Frame | None] = None, b"", None
-        "the last large one"
         self.endpoint = ""
         self.refused: Counter[str] = Counter()
         "What was refused or dropped, by reason; for metrics and tests."
@@ -301,17 +299,13 @@ class Router:
 
     def _encode(self, message: ToAgent) -> bytes | zmq.Frame:
         """A large message becomes a frame, which all connections share until each has sent it."""
-        if message is self._encoded[0]:
-            return self._encoded[1]
-        known, raw, frame = self._large
+        known, raw, frame = self._last
         if message is not known:
             raw, frame = encode(message), None
-        if len(raw) < LARGE:
-            self._encoded = message, raw
-            return raw
-        frame = frame or zmq.Frame(raw, copy=False, track=True)
-        self._large = message, raw, frame
-        return frame
+        if frame is None and len(raw) >= LARGE:
+            frame = zmq.Frame(raw, copy=False, track=True)
+        self._last = message, raw, frame
+        return raw if frame is None else frame
 
     async def encrypted(self) -> bool:
         """Wait, not for long, until ZeroMQ's thread has encrypted the large messages that were sent.
@@ -321,10 +315,10 @@ class Router:
         Returns:
             False if somebody does not read: to wait again would not help.
         """
-        message, raw, frame = self._large
+        message, raw, frame = self._last
         if frame is not None:
             tracker, frame = frame.tracker, None
-            self._large = message, raw, None
+            self._last = message, raw, None
             try:
                 await asyncio.to_thread(tracker.wait, _ENCRYPT_S)
             except zmq.NotDone:
