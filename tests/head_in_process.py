@@ -17,7 +17,7 @@ from fallow.control.client import ControlClient
 from fallow.control.protocol import NewRun
 from fallow.files import Paths
 from fallow.head.app import Head
-from fallow.head.loop.inbox import Asked, Item
+from fallow.head.loop.inbox import Item
 from fallow.head.main import set_up_logging
 from fallow.model import RunSpec, Snapshot
 from fallow.slurm.client import SlurmClient
@@ -40,10 +40,7 @@ class Serving:
         if not self._is_by_hand:
             self._is_by_hand = self.head._tick_queued = True
             # Once the loop has come to this, it has done with all that was there.
-            answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self.head._inbox.put_nowait(Asked("cancel", {"run": "no such run"}, answer))
-            await asyncio.wait([answer])
-            assert answer.exception() is not None
+            await self.head._inbox.ask("nothing", lambda turn: None)
         await self.head._turn(list(items))
 
     async def call(self, method: str, **params: Any) -> Any:

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from extremes import ON_THE_WIRE, WRONG, cases, struct_info, within
 from fallow.control.client import ControlClient
-from fallow.control.methods import METHODS
 from fallow.core import records
 from fallow.core.membership.messages import VERSION, Unreadable
 from fallow.core.protocol.agents import FromAgent
 from fallow.files import Paths
+from fallow.head.api.handler import METHODS
 from fallow.head.loop.durable import read_run
 from fallow.head.loop.inbox import Heard
 from fallow.head.loop.turn import Turn, agent_peer
@@ -73,6 +73,7 @@ async def refused_or_done(control: ControlClient, method: str, params: dict[str,
 async def test_extremes_of_each_parameter_are_refused_and_the_head_goes_on(tmp_path: Path) -> None:
     async with serving(tmp_path) as head:
         other = await head.create("other")
+        assert await refused_or_done(head.control, "format_disk", {}) == Exit.DATA
         for method in sorted(METHODS):
             target = await head.create("target")
             for params in cases(METHODS[method], usual(method, target.run), WRONG):

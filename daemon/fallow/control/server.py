@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import structlog
 
-from fallow.control.methods import METHODS
 from fallow.control.protocol import MAX_REQUEST, Request, error_line, peer_uid
 from fallow.files import private_dir
 from fallow.model import Exit, FallowError
@@ -130,12 +129,6 @@ async def _send(writer: asyncio.StreamWriter, line: bytes) -> None:
 
 def _parse(line: bytes) -> Request:
     try:
-        request = msgspec.json.decode(line, type=Request)
+        return msgspec.json.decode(line, type=Request)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise FallowError(f"this is no request: {str(error)[:200]}", Exit.DATA) from error
-    if request.method not in METHODS:
-        raise FallowError(
-            f"this head knows no method {request.method[:64]!r}; its version may differ from ours",
-            Exit.DATA,
-        )
-    return request

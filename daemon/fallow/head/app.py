@@ -22,16 +22,16 @@ from fallow.core.checks.network import port_range
 from fallow.core.protocol.agents import FromAgent
 from fallow.files import Paths, write_struct
 from fallow.head import deadlines
-from fallow.head.api.handler import ControlHandler
+from fallow.head.api.handler import ControlHandler, report_of
 from fallow.head.api.metrics import Metrics
 from fallow.head.api.operations import Operations
 from fallow.head.api.pruning import Pruning
 from fallow.head.loop.durable import Durable
 from fallow.head.loop.faults import Faults, Quarantine
-from fallow.head.loop.inbox import Asked, Due, Heard, Inbox, Item, Polled, Submitted, Switched, Tick, TrialRefused, tell
+from fallow.head.loop.inbox import Heard, Inbox, Item, Tick, Work, tell
 from fallow.head.loop.notify import Notifier
 from fallow.head.loop.stop_file import StopFile
-from fallow.head.loop.turn import Failure, Turn, steady
+from fallow.head.loop.turn import Turn, steady
 from fallow.head.peers import agents, checkpoints
 from fallow.head.peers.whereabouts import find_address, former_port, own_keys, write_head_file
 from fallow.head.recovery import Recovery
@@ -106,8 +106,10 @@ class Head:
             paced = PacedClient(slurm, queries_per_min=limits.queries_per_min, submits_per_min=limits.submits_per_min)
         self._slurm = paced
         self._calls = SlurmCalls(paced, paths, self._harvest, self._inbox, self._faults)
-        self._stop_file = StopFile(config.site.stop_file, self._inbox)
+        self._stop_file = StopFile(config.site.stop_file, self._inbox, self._harvest.asking.switch)
+        self._pruning = Pruning(config.prune, partial(report_of, self._book))
         self._handler = ControlHandler(
+            Operations(self._book, self._harvest, self._pruning),
             self._book,
             self._durable,
             self._harvest,
@@ -116,8 +118,6 @@ class Head:
             self._faults,
             stand_in=stand_in,
         )
-        self._pruning = Pruning(config.prune, self._handler.report)
-        self._operations = Operations(self._book, self._harvest, self._pruning)
         self._recovery = Recovery(self._book, self._durable, self._faults, self._persist, self._carry_out)
         self._router: Router
 
@@ -208,7 +208,7 @@ class Head:
         if why := await self._stop_file.look():
             # Before the first plan; the loop's first turn gives back what is held.
             self._harvest.asking.stopped = why
-            self._inbox.put_nowait(Switched(why))
+            self._stop_file.tell(why)
         self._router = Router(keys.public, keys.secret, self._book.allowed)
         closing.push_async_callback(_close, self._router)
         address = config.head.address or await find_address(self._slurm)
@@ -281,21 +281,22 @@ class Head:
     async def _turn(self, items: list[Item]) -> None:
         """One turn: decide, make it durable, carry it out."""
         turn = Turn.begin(self._book)
-        answers = [self._decide(turn, item) for item in items]
+        outcomes = [self._decide(turn, item) for item in items]
         self._calls.follow_up(turn)
         accounts.note(turn)
         await self._persist(turn)
         await self._carry_out(turn)
         if turn.failures or isinstance(items[0], Tick):
             await self._recovery.settle(turn, ticked=isinstance(items[0], Tick))
-        for item, answer in zip(items, answers, strict=True):
-            if isinstance(item, Asked | Due) and turn.failures and (answer is None or turn.failed):
-                _refuse(item, turn.failures[0])
-            elif answer is not None:
-                answer()
+        for item, outcome in zip(items, outcomes, strict=True):
+            if isinstance(item, Work) and item.answer is not None:
+                tell(item.answer, _nothing_done(item, turn.failures[0].error) if turn.failed else outcome)
 
-    def _decide(self, turn: Turn, item: Item) -> Callable[[], None] | None:
-        """Take an item. An unexpected error costs the item, and its run, or the runs that it has changed, the turn."""
+    def _decide(self, turn: Turn, item: Item) -> Any:
+        """Take an item, and return what comes of it.
+
+        An unexpected error costs the item, and its run, or the runs that it has changed, the turn.
+        """
         run, before = self._run_of(item), set(turn.dirty)
         try:
             return self._take(turn, item)
@@ -304,26 +305,19 @@ class Head:
                 self._quarantine.add(item.peer, turn.at)
             changed = {run} if run is not None else turn.dirty - before
             for run_id in changed:
-                turn.fail(_label(item), error, run_id)
+                turn.fail(item.source, error, run_id)
             if not changed:
-                turn.fail(_label(item), error)
-            return None
+                turn.fail(item.source, error)
+            return _nothing_done(item, error)
 
     def _run_of(self, item: Item) -> str | None:
         """The one run that an item concerns, if it is one."""
-        match item:
-            case Heard(peer=peer):
-                principal = self._book.principals.get(key_of(peer))
-                return None if principal is None else principal.run
-            case Due(run) | Submitted(run) | TrialRefused(run):
-                return run
-            case Asked(_, {"run": str() as name}):
-                with contextlib.suppress(FallowError):
-                    return self._book.get(name).id
-        return None
+        if isinstance(item, Heard):
+            allocation = self._book.principals.get(key_of(item.peer))
+            return None if allocation is None else allocation.run
+        return item.run if isinstance(item, Work) else None
 
-    def _take(self, turn: Turn, item: Item) -> Callable[[], None] | None:
-        """Let the machines have an item; returns what tells its sender, once the turn is durable."""
+    def _take(self, turn: Turn, item: Item) -> Any:
         match item:
             case Heard(peer, message, at):
                 agents.hear(turn, peer, message, at)
@@ -333,21 +327,9 @@ class Head:
                 deadlines.tick(turn)
                 with turn.apart("pruning"):
                     self._pruning.tick(turn)
-            case Polled() | Due() | Submitted() | TrialRefused():
-                return self._calls.take(turn, item)
-            case Switched(why):
-                self._harvest.asking.switch(turn, why)
-            case Asked():
-                return self._take_request(turn, item)
+            case Work(act=act):
+                return act(turn)
         return None
-
-    def _take_request(self, turn: Turn, item: Asked) -> Callable[[], None]:
-        outcome: Any
-        try:
-            outcome = self._operations.handle(turn, item.method, item.params)
-        except FallowError as error:
-            outcome = error
-        return partial(tell, item.answer, outcome)
 
     async def _persist(self, turn: Turn) -> None:
         for run_id in turn.failed:
@@ -388,7 +370,7 @@ class Head:
 
     def _write_report(self, run: Run) -> None:
         try:
-            write_struct(self.paths.run(run.id).report, self._handler.report(run))
+            write_struct(self.paths.run(run.id).report, report_of(self._book, run))
         except (OSError, FallowError) as error:  # `fallow report` tries again
             log.warning("report.unwritten", run=run.id, error=str(error))
 
@@ -412,21 +394,9 @@ def _remove_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def _label(item: Item) -> str:
-    """What an item is, in words that tell kinds of errors apart."""
-    match item:
-        case Heard(message=message):
-            return f"message {type(message).__name__}"
-        case Asked(method):
-            return f"request {method}"
-    return type(item).__name__.lower()
-
-
-def _refuse(item: Asked | Due, failure: Failure) -> None:
-    """Tell who asked that it came to nothing."""
-    if isinstance(item, Due):
-        tell(item.wanted, False)
-    else:
-        words = f"{type(failure.error).__name__}: {clean(str(failure.error), 200)}"
-        text = f"{item.method}: the head could not carry this out ({words}); nothing was changed, and its log says more"
-        tell(item.answer, FallowError(text, Exit.SOFTWARE))
+def _nothing_done(item: Item, error: Exception) -> FallowError:
+    """What to tell who asked, where an error has undone what they asked for."""
+    words = f"{type(error).__name__}: {clean(str(error), 200)}"
+    what = item.source.removeprefix("request ")
+    text = f"{what}: the head could not carry this out ({words}); nothing was changed, and its log says more"
+    return FallowError(text, Exit.SOFTWARE)

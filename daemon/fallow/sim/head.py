@@ -26,7 +26,7 @@ from fallow.core.protocol.agents import Beat, Hello, Left
 from fallow.files import Paths
 from fallow.head import deadlines
 from fallow.head.loop.faults import Faults
-from fallow.head.loop.inbox import Inbox
+from fallow.head.loop.inbox import Inbox, Work, tell
 from fallow.head.loop.turn import Turn, agent_peer
 from fallow.head.peers.agents import hear
 from fallow.head.slurm.calls import SlurmCalls
@@ -109,10 +109,11 @@ class VirtualHead(Head):
         while True:
             item = await self._inbox.get()
             turn = self._turn()
-            answer = self._calls.take(turn, item)
+            assert isinstance(item, Work)
+            outcome = item.act(turn)
             self._carry_out(turn)
-            if answer is not None:
-                answer()
+            if item.answer is not None:
+                tell(item.answer, outcome)
 
     def _carry_out(self, turn: Turn) -> None:
         self._calls.follow_up(turn)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 from unittest.mock import AsyncMock
@@ -20,7 +21,7 @@ from fallow.core.allocations import SUBMIT_S, Allocation
 from fallow.core.planning.allowance import AHEAD
 from fallow.core.planning.rules import HarvestRules, Known
 from fallow.head.api.views import node_views
-from fallow.head.loop.inbox import Inbox, Item, Polled, Submitted, TrialRefused
+from fallow.head.loop.inbox import Inbox, Item, Work, tell
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm.asking import Asking
 from fallow.head.slurm.calls import SlurmCalls
@@ -31,6 +32,7 @@ from fallow.model import (
     AllocationKind,
     AllocationState,
     ClusterConfig,
+    ClusterState,
     FallowError,
     JobInfo,
     LimitView,
@@ -223,11 +225,17 @@ class Loop:
     def take(self, item: Item) -> Turn:
         """One turn; what it asks for waits in our own queue."""
         turn = Turn(self.site.book, self.site.slurm.now, self.site.slurm.now)
-        if (answer := self.calls.take(turn, item)) is not None:
-            answer()
+        assert isinstance(item, Work)
+        outcome = item.act(turn)
+        if item.answer is not None:
+            tell(item.answer, outcome)
         for run, token in turn.submissions:
             self.calls.submit(run, token)
         return turn
+
+    def poll(self, cluster: ClusterState | FallowError) -> Turn:
+        """The turn for a poll."""
+        return self.take(Work("poll", partial(self.calls.polled, cluster=cluster)))
 
     async def next(self) -> Turn:
         """The turn for what comes next."""
@@ -256,12 +264,12 @@ async def test_a_job_that_was_given_the_number_of_ours_is_not_cancelled(site: Si
     loop.calls.config = await slurm.config()
     cancelled, empty = list[str](), cluster([])
     loop.calls.cancel = cancelled.extend  # type: ignore[method-assign]
-    (token,) = asked_for(loop.take(Polled(await slurm.poll())))
-    loop.take(Submitted(run.id, token, "41"))
+    (token,) = asked_for(loop.poll(await slurm.poll()))
+    loop.take(Work("submitted", partial(loop.calls.submitted, run_id=run.id, token=token, outcome="41")))
     allocation = run.allocations[token]
 
     def poll(*jobs: JobInfo) -> None:
-        loop.take(Polled(msgspec.structs.replace(empty, jobs=list(jobs))))
+        loop.poll(msgspec.structs.replace(empty, jobs=list(jobs)))
 
     def cancel() -> list[str]:
         turn = site.turn()
@@ -285,10 +293,10 @@ async def test_nothing_is_submitted_to_a_slurm_that_does_not_answer_and_the_next
     run = site.run(nodes=2)
     loop = Loop(site, queries_per_min=60_000, submits_per_min=60_000)
     loop.calls.config = await slurm.config()
-    first, second = asked_for(loop.take(Polled(await slurm.poll())))
+    first, second = asked_for(loop.poll(await slurm.poll()))
     unknown = run.allocations[first]
     if how == "a poll":
-        loop.take(Polled(FallowError("Slurm does not answer")))
+        loop.poll(FallowError("Slurm does not answer"))
         slurm.advance(2 * SUBMIT_S)
         now = Turn(site.book, slurm.now, slurm.now)
         take_in(now, await slurm.poll(), Backoff())
@@ -306,7 +314,7 @@ async def test_nothing_is_submitted_to_a_slurm_that_does_not_answer_and_the_next
         # Meanwhile somebody has drained all nodes but one.
         slurm.engine.drain(["n2", "n3", "n4"])
         slurm.advance(POLL_S)
-        asked = asked_for(loop.take(Polled(await slurm.poll())))
+        asked = asked_for(loop.poll(await slurm.poll()))
         assert not run.allocations[second].live
         assert (len(asked), slurm.engine.poll().jobs) == (0 if unknown.live else 1, [])
         while any(run.allocations[token].job_id is None for token in asked):
@@ -356,9 +364,9 @@ async def test_a_trial_asks_slurm_once_and_is_remembered(site: Site, monkeypatch
     assert await calls.test(run) == f"scavenge: {site.slurm.refusal}"
     assert await calls.test(run) == "", "not so soon again"
     tested = inbox.get_nowait()
-    assert isinstance(tested, TrialRefused)
+    assert isinstance(tested, Work)
     turn = site.turn()
-    site.harvest.tested(turn, run, tested.partition, tested.reason)
+    tested.act(turn)
     assert [record.kind for record in turn.records] == ["refused", "backoff"]
     before = run.record.next_allocation
     await site.poll(1.0)

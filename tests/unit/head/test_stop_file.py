@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from fallow.config import Config
 from fallow.core.allocations import Agent
 from fallow.head.app import Head
-from fallow.head.loop.inbox import Inbox, Switched
-from fallow.head.loop.stop_file import StopFile, exists
+from fallow.head.loop.stop_file import exists
 from fallow.head.loop.turn import Turn
 from fallow.model import AllocationKind, AllocationState
 from runs import new_book
@@ -59,25 +59,18 @@ async def test_all_that_is_harvested_goes_and_nothing_is_asked_for_until_the_swi
 
 async def test_the_head_hears_of_the_file_as_it_comes_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fallow.head.loop.stop_file.LOOK_S", 0.01)
-    file, inbox = tmp_path / "stop", Inbox()
-    switch = StopFile(str(file), inbox)
-    assert await switch.look() == ""
-    watching = asyncio.create_task(switch.watch())
+    file, book = tmp_path / "stop", new_book(tmp_path)
+    head = Head(book.paths, msgspec.convert({"site": {"stop_file": str(file)}}, Config), None)
+    assert await head._stop_file.look() == ""
+    watching, turn = asyncio.create_task(head._stop_file.watch()), Turn(book, 0.0, 0.0)
     try:
         async with asyncio.timeout(120):
-            file.touch()
-            on = await inbox.get()
-            file.unlink()
-            off = await inbox.get()
+            for is_there in (True, False):
+                file.touch() if is_there else file.unlink()
+                head._take(turn, await head._inbox.get())
+                assert (str(file) in head._harvest.asking.stopped) is is_there
     finally:
         watching.cancel()
-    assert isinstance(on, Switched) and str(file) in on.why
-    assert off == Switched("")
-    book = new_book(tmp_path)
-    head = Head(book.paths, Config(), None)
-    head._take(Turn(book, 0.0, 0.0), on)
-    assert head._harvest.asking.stopped == on.why
-    head._take(Turn(book, 0.0, 0.0), off)
     assert head._harvest.asking.stopped == ""
 
 

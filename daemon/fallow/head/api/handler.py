@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import math
 import os
 import time
@@ -11,19 +11,21 @@ from typing import Any
 import msgspec
 
 from fallow import __version__
-from fallow.control.methods import check
+from fallow.control.methods import check, parameters
 from fallow.head.api import views
 from fallow.head.api.ledgers import count_samples
+from fallow.head.api.operations import CHANGING, Operations
 from fallow.head.api.pruning import kept_report
 from fallow.head.loop.durable import Durable
 from fallow.head.loop.faults import Faults
-from fallow.head.loop.inbox import Asked, Inbox
-from fallow.head.loop.turn import steady
+from fallow.head.loop.inbox import Inbox
+from fallow.head.loop.turn import Turn, steady
 from fallow.head.slurm import accounts
 from fallow.head.slurm.calls import SlurmCalls
 from fallow.head.slurm.harvest import Harvest
 from fallow.head.state.book import Book, Run
-from fallow.model import EventRecord, Exit, FallowError, HeadView, RunReport, Snapshot, UsageReport
+from fallow.model import EventRecord, Exit, FallowError, HeadView, Prospect, RunReport, RunSpec, Snapshot, UsageReport
+from fallow.model.bounds import Count, Name, Positive
 
 RECENT_S = 0.4
 """A snapshot that is as old as this will do for who watches."""
@@ -33,6 +35,7 @@ class ControlHandler:
     """Reads the head's state at once; what would change something waits in the inbox for its turn.
 
     Args:
+        operations: what may be changed.
         book, durable, harvest, calls: what is shown.
         inbox: of the head's loop.
         faults: errors that nobody expected.
@@ -41,6 +44,7 @@ class ControlHandler:
 
     def __init__(
         self,
+        operations: Operations,
         book: Book,
         durable: Durable,
         harvest: Harvest,
@@ -50,6 +54,7 @@ class ControlHandler:
         *,
         stand_in: bool = False,
     ) -> None:
+        self._operations = operations
         self._book = book
         self._durable = durable
         self._harvest = harvest
@@ -63,7 +68,7 @@ class ControlHandler:
 
     async def handle(self, method: str, params: dict[str, Any]) -> msgspec.Raw:
         """Answer one control request, in JSON."""
-        params = check(method, params)
+        params = check(METHODS, method, params)
         try:
             return msgspec.Raw(msgspec.json.encode(await self._answer(method, params)))
         except FallowError:
@@ -74,27 +79,35 @@ class ControlHandler:
             raise FallowError(text, Exit.SOFTWARE) from error
 
     async def _answer(self, method: str, params: dict[str, Any]) -> Any:
-        match method:
-            case "status":
-                return self._status(**params)
-            case "events":
-                return await self._events(**params)
-            case "report":
-                return self.report(self._book.get(params["run"]))
-            case "test_harvest":
-                return await self._calls.test(self._book.get(params["run"]))
-            case "usage":
-                return await self._usage(**params)
-            case "prospect":
-                return self._harvest.prospect(self._book, **params)
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._inbox.put_nowait(Asked(method, params, answer))
-        return await answer
+        if method in READING:
+            return await getattr(self, method)(**params)
+        run: str | None = None
+        with contextlib.suppress(FallowError):
+            run = self._book.get(params.get("run", "")).id
 
-    async def _events(self, since: int = 0, limit: int = 1000, run: str | None = None) -> list[EventRecord]:
+        def carry_out(turn: Turn) -> Any:
+            try:
+                return self._operations.handle(turn, method, params)
+            except FallowError as refusal:
+                return refusal
+
+        return await self._inbox.ask(f"request {method}", carry_out, run)
+
+    # -- what is read; requests are checked by these signatures ----------------------------------------------------
+
+    async def events(self, since: Count = 0, limit: Positive = 1000, run: Name | None = None) -> list[EventRecord]:
         return await self._durable.store.events(since, limit, None if run is None else self._book.get(run).id)
 
-    async def _usage(self, by: str = "run", since: str | None = None, run: str | None = None) -> UsageReport:
+    async def test_harvest(self, run: Name) -> str:
+        return await self._calls.test(self._book.get(run))
+
+    async def prospect(self, spec: RunSpec) -> Prospect:
+        return self._harvest.prospect(self._book, spec)
+
+    async def report(self, run: Name) -> RunReport:
+        return report_of(self._book, self._book.get(run))
+
+    async def usage(self, by: Name = "run", since: Name | None = None, run: Name | None = None) -> UsageReport:
         if by not in ("run", "project", "day"):
             raise FallowError(f"usage by {by[:32]!r}: it is shown by run, project or day", Exit.USAGE)
         runs = list(self._book.runs.values()) if run is None else [self._book.get(run)]
@@ -112,13 +125,8 @@ class ControlHandler:
             owner=await self._calls.owner(),
         )
 
-    def report(self, run: Run) -> RunReport:
-        if (kept := kept_report(self._book, run)) is not None:
-            return kept
-        history = list(run.generations)
-        return views.run_report(run, history, count_samples(self._book.paths.run(run.id).ledger, run.roster, history))
-
-    def _status(self, run: str | None, recent: bool) -> Snapshot | msgspec.Raw:
+    async def status(self, run: Name | None = None, recent: bool = False) -> Snapshot | msgspec.Raw:
+        """The head and its runs. `recent`: of all runs, an answer that somebody else was given just now will do."""
         if run is not None or not recent:
             return self.snapshot(run)
         # One for all who watch: that of a large cluster takes the head's loop some milliseconds.
@@ -162,3 +170,19 @@ class ControlHandler:
             runs=[views.run_view(r, at, now) for r in runs],
             last_event=self._durable.last_event,
         )
+
+
+def report_of(book: Book, run: Run) -> RunReport:
+    """The report of a run: the one that was kept when its ledgers were removed, or how things stand now."""
+    if (kept := kept_report(book, run)) is not None:
+        return kept
+    history = list(run.generations)
+    return views.run_report(run, history, count_samples(book.paths.run(run.id).ledger, run.roster, history))
+
+
+READING = ("status", "events", "report", "test_harvest", "usage", "prospect")
+"""Methods that change nothing."""
+
+METHODS = {name: parameters(getattr(ControlHandler, name)) for name in READING}
+METHODS |= {call.__name__: parameters(call) for call in CHANGING}
+"""Every method; another one is refused."""

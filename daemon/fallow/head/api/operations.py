@@ -16,11 +16,15 @@ from fallow.head.loop.turn import Turn
 from fallow.head.slurm.harvest import Harvest
 from fallow.head.state.book import Book, Run
 from fallow.model import AllocationKind, AllocationState, Exit, FallowError, MemberPhase, RunSpec
+from fallow.model.bounds import Code, Count, Few, Id, Many, Name, Prose
 from fallow.text import counted, shown
 
 
 class Operations:
-    """One method per control method that changes something; each gets its turn of the main loop."""
+    """One public method per control method that changes something; each gets its turn of the main loop.
+
+    Requests are checked by their signatures (`control.methods`).
+    """
 
     def __init__(self, book: Book, harvest: Harvest, pruning: Pruning | None = None) -> None:
         self._book = book
@@ -28,7 +32,7 @@ class Operations:
         self._pruning = pruning
 
     def handle(self, turn: Turn, method: str, params: dict[str, Any]) -> Any:
-        """Carry out one request. Args: params: checked by `control.methods`.
+        """Carry out one request, whose parameters are checked.
 
         Raises:
             FallowError: it cannot be done.
@@ -53,7 +57,7 @@ class Operations:
             run=run.id, token=allocation.token, folder=str(folder.root), key_file=str(folder.key(allocation.token))
         )
 
-    def local_allocation(self, turn: Turn, run: str) -> LocalAllocation:
+    def local_allocation(self, turn: Turn, run: Name) -> LocalAllocation:
         """A node of `fallow local`. Nodes get their numbers now: the first that is asked for is n0, the next n1."""
         found = self._active(run)
         if not found.spec.local:
@@ -73,11 +77,11 @@ class Operations:
             key_file=str(self._book.paths.run(found.id).key(allocation.token)),
         )
 
-    def base_submitted(self, turn: Turn, run: str, token: str, job_id: str) -> None:
+    def base_submitted(self, turn: Turn, run: Name, token: Id, job_id: Id) -> None:
         found = self._book.get(run)
         self._harvest.submitted(turn, found, self._allocation(found, token).token, job_id)
 
-    def base_failed(self, turn: Turn, run: str, token: str, reason: str, unknown: bool) -> None:
+    def base_failed(self, turn: Turn, run: Name, token: Id, reason: Prose, unknown: bool) -> None:
         found = self._book.get(run)
         allocation = self._allocation(found, token)
         if unknown:
@@ -86,8 +90,8 @@ class Operations:
         self._book.end_allocation(found, allocation, reason)
         turn.apply(found, ev.Cancel(at=turn.at, reason=f"sbatch refused the base job: {reason}"))
 
-    def grow(self, turn: Turn, run: str, by: int = 1) -> int:
-        """Raise the limit by so many nodes; returns the new limit."""
+    def grow(self, turn: Turn, run: Name, by: Code = 1) -> int:
+        """Raise the limit by so many nodes; returns the new limit. Less than 1 is refused with the run's own limits."""
         found = self._active(run)
         most = found.root.maximum
         if by < 1 or (found.root.limit + by > most and found.root.limit >= most):
@@ -98,7 +102,7 @@ class Operations:
         turn.apply(found, ev.Release(at=turn.at, limit=limit, reason="grown by hand"))
         return limit
 
-    def shrink(self, turn: Turn, run: str, by: int = 1) -> int:
+    def shrink(self, turn: Turn, run: Name, by: Code = 1) -> int:
         """Lower the limit by so many nodes, releasing the youngest; returns the new limit."""
         found = self._active(run)
         members = len(found.roster.present(MemberPhase.MEMBER))
@@ -110,7 +114,7 @@ class Operations:
         turn.apply(found, ev.Release(at=turn.at, limit=limit, reason="shrunk by hand"))
         return limit
 
-    def release(self, turn: Turn, run: str, members: list[str]) -> None:
+    def release(self, turn: Turn, run: Name, members: Few[Name]) -> None:
         """Release these members and keep the limit as low, so that they are not replaced at once."""
         found = self._active(run)
         numbers = {member_number(member): member for member in members}
@@ -125,7 +129,7 @@ class Operations:
         # One event: between two of them a standby would take the released one's place.
         turn.apply(found, ev.Release(at=turn.at, nodes=tuple(numbers), reason="released by hand", limit=limit))
 
-    def drain(self, turn: Turn, run: str, nodes: list[str]) -> None:
+    def drain(self, turn: Turn, run: Name, nodes: Many[Name]) -> None:
         """Give these nodes of the run back; it does without them until it is resumed."""
         found = self._active(run)
         held = {node: [a for a in found.live_allocations() if node in a.agents or node in a.nodes] for node in nodes}
@@ -140,7 +144,7 @@ class Operations:
         if not found.spec.local:  # there the schedule says who comes
             self._harvest.asking.drain(turn, found, nodes)
 
-    def pause(self, turn: Turn, run: str) -> None:
+    def pause(self, turn: Turn, run: Name) -> None:
         """Give the harvest nodes back and ask for none until it is resumed; the base job goes on."""
         found = self._active(run)
         if found.spec.local:
@@ -149,7 +153,7 @@ class Operations:
             raise FallowError(f"run {found.id}: it is paused already; to go on: fallow resume {found.id}", Exit.USAGE)
         self._harvest.asking.pause(turn, found)
 
-    def resume(self, turn: Turn, run: str) -> None:
+    def resume(self, turn: Turn, run: Name) -> None:
         """Ask for nodes again, whether a hand or Slurm's refusals had paused it, and for drained ones too."""
         found = self._active(run)
         if not (found.record.paused or found.record.drained) and not self._harvest.asking.waits_after_failures(
@@ -160,14 +164,14 @@ class Operations:
         # A head that is killed now must not recall a pause that the run's record does not have.
         self._harvest.note(turn)
 
-    def cancel(self, turn: Turn, run: str) -> None:
+    def cancel(self, turn: Turn, run: Name) -> None:
         found = self._book.get(run)
         if found.ended:
             raise FallowError(f"run {found.id}: it is {found.root.status} already", Exit.USAGE)
         found.record.base_wanted = False
         turn.apply(found, ev.Cancel(at=turn.at, reason="cancelled by hand"))
 
-    def checkpoint(self, turn: Turn, run: str) -> None:
+    def checkpoint(self, turn: Turn, run: Name) -> None:
         found = self._active(run)
         if not found.roster.present():
             raise FallowError(f"run {found.id}: has no member that could write one", Exit.TEMPFAIL)
@@ -177,7 +181,7 @@ class Operations:
         found.record.checkpoints_asked += 1
         turn.dirty.add(found.id)
 
-    def rollback(self, turn: Turn, run: str, step: int) -> None:
+    def rollback(self, turn: Turn, run: Name, step: Count) -> None:
         """Go back to the checkpoint of that step."""
         found = self._active(run)
         r = found.roster
@@ -203,3 +207,8 @@ class Operations:
         if allocation is None or allocation.state is AllocationState.LOST:
             raise FallowError(f"run {run.id}: no allocation {token}", Exit.NOINPUT)
         return allocation
+
+
+CHANGING = [call for name, call in vars(Operations).items() if not name.startswith("_") and name != "handle"]
+CHANGING.append(Pruning.prune)
+"""The functions behind methods that change something, each by its method's name."""

@@ -19,6 +19,7 @@ from fallow.files import read_struct, write_struct
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Book, Run
 from fallow.model import Exit, FallowError, RunReport
+from fallow.model.bounds import Count, Few, Name, Seconds
 from fallow.text import shown
 
 log = structlog.get_logger("fallow.head")
@@ -55,9 +56,9 @@ class Pruning:
     def prune(
         self,
         turn: Turn,
-        runs: list[str] | None = None,
-        keep: int | None = None,
-        older_than_s: float | None = None,
+        runs: Few[Name] | None = None,
+        keep: Count | None = None,
+        older_than_s: Seconds | None = None,
         checkpoints: bool = False,
         dry_run: bool = False,
     ) -> list[Pruned]:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fallow.core.protocol.agents import Beat, FromAgent
-from fallow.model import ClusterState, FallowError
-from fallow.slurm.client import SubmitRejected, SubmitUnknown
+from fallow.head.loop.turn import Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,59 +19,30 @@ class Heard:
     at: float
     "when it was received, on the head's clock"
 
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    method: str
-    params: dict[str, Any]
-    answer: asyncio.Future[Any]
+    @property
+    def source(self) -> str:
+        return f"message {type(self.message).__name__}"
 
 
 @dataclass(frozen=True, slots=True)
-class Polled:
-    cluster: ClusterState | FallowError
+class Work:
+    """Something to do in a turn: a request of the control socket, or what an answer of Slurm leads to."""
 
-
-@dataclass(frozen=True, slots=True)
-class Due:
-    """An allocation's turn at sbatch has come."""
-
-    run: str
-    token: str
-    wanted: asyncio.Future[bool]
-    "whether it is submitted; told once that is written down"
-
-
-@dataclass(frozen=True, slots=True)
-class Submitted:
-    run: str
-    token: str
-    outcome: str | SubmitRejected | SubmitUnknown
-
-
-@dataclass(frozen=True, slots=True)
-class TrialRefused:
-    """Slurm said no to a trial of a run's harvest jobs."""
-
-    run: str
-    partition: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Switched:
-    """The administrators' switch was turned."""
-
-    why: str
-    "nothing may be harvested; empty: it may be again"
+    source: str
+    "what it is, in words that tell kinds of errors apart"
+    act: Callable[[Turn], Any]
+    run: str | None = None
+    "the one run that it concerns, if it is one"
+    answer: asyncio.Future[Any] | None = None
+    "what comes of it, told once that is durable; a FallowError: it came to nothing"
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    pass
+    source: str = "tick"
 
 
-Item = Heard | Asked | Polled | Due | Submitted | TrialRefused | Switched | Tick
+Item = Heard | Work | Tick
 
 
 def tell(future: asyncio.Future[Any], outcome: object) -> None:
@@ -117,6 +87,12 @@ class Inbox:
                 self._beats.pop(peer, None)
         self._cells.append(cell)
         self._arrived.set()
+
+    def ask(self, source: str, act: Callable[[Turn], Any], run: str | None = None) -> asyncio.Future[Any]:
+        """Have something done in a turn. Arguments and result: as in `Work`."""
+        answer = asyncio.get_running_loop().create_future()
+        self.put_nowait(Work(source, act, run, answer))
+        return answer
 
     async def get(self) -> Item:
         """The next item, when there is one."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 
-from fallow.head.loop.inbox import Inbox, Switched
+from fallow.head.loop.inbox import Inbox, Work
+from fallow.head.loop.turn import Turn
 
 LOOK_S = 5.0
 """From one look to the next."""
@@ -17,11 +19,13 @@ class StopFile:
     Args:
         path: of the file; None: there is no switch.
         inbox: of the head's loop.
+        switch: is told in a turn why nothing may be harvested; empty: it may be again.
     """
 
-    def __init__(self, path: str | None, inbox: Inbox) -> None:
+    def __init__(self, path: str | None, inbox: Inbox, switch: Callable[[Turn, str], None]) -> None:
         self._path = path
         self._inbox = inbox
+        self._switch = switch
         self._on = False
 
     async def look(self) -> str:
@@ -38,7 +42,11 @@ class StopFile:
             before = self._on
             why = await self.look()
             if self._on != before:
-                self._inbox.put_nowait(Switched(why))
+                self.tell(why)
+
+    def tell(self, why: str) -> None:
+        """Have the loop's next turn take it in."""
+        self._inbox.put_nowait(Work("stop file", lambda turn: self._switch(turn, why)))
 
 
 def exists(path: str, before: bool) -> bool:

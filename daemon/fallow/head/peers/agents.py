@@ -43,12 +43,11 @@ def hear(turn: Turn, peer: str, message: FromAgent, at: float) -> None:
         message: what is said.
         at: when it was received, on the head's clock.
     """
-    principal = turn.book.principals.get(key_of(peer))
-    if principal is None:
+    allocation = turn.book.principals.get(key_of(peer))
+    if allocation is None:
         return
     turn.book.hearing.hear(at)
-    run = turn.book.runs[principal.run]
-    allocation = run.allocations[principal.token]
+    run = turn.book.runs[allocation.run]
     if isinstance(message, Hello):
         _hello(turn, run, allocation, peer, message, at)
         return

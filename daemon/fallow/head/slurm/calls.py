@@ -14,7 +14,7 @@ import structlog
 from fallow.core.allocations import Allocation, Shown
 from fallow.files import Paths
 from fallow.head.loop.faults import Faults
-from fallow.head.loop.inbox import Due, Inbox, Item, Polled, Submitted, TrialRefused, tell
+from fallow.head.loop.inbox import Inbox, Work
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm import submissions
 from fallow.head.slurm.harvest import Harvest
@@ -57,8 +57,6 @@ class SlurmCalls:
         self.interval_s = harvest.asking.interval_s
         "from one poll to the next"
         self._sooner = asyncio.Event()
-        self._taken = asyncio.Event()
-        "the last poll was taken in"
         self._answers = asyncio.Event()
         "the last poll was answered, and every submission since; else nothing more is submitted"
         self._answers.set()
@@ -87,26 +85,27 @@ class SlurmCalls:
         failures = 0
         while True:
             began = _now()
-            self._taken.clear()
+            cluster: ClusterState | FallowError
             try:
                 self.config = await slurm.config()
                 if self.config.accounting:
                     self._owner_asked(slurm)
                 self.polls += 1
-                self._inbox.put_nowait(Polled(await slurm.poll()))
+                cluster = await slurm.poll()
                 failures = 0
             except FallowError as error:
-                self._inbox.put_nowait(Polled(error))
+                cluster = error
                 failures += 1
             except Exception as error:
                 words = self._faults.note("Slurm poll", error)
-                self._inbox.put_nowait(Polled(FallowError(f"its answer was not understood ({words})", Exit.SOFTWARE)))
+                cluster = FallowError(f"its answer was not understood ({words})", Exit.SOFTWARE)
                 failures += 1
             if slurm.backend != self.backend:
                 self.backend = slurm.backend
                 log.info("slurm.client", backend=self.backend)
             # What it showed decides when the next one is due: polls that are to come soon are counted there.
-            await self._taken.wait()
+            with contextlib.suppress(FallowError):  # an error of the head's own at it, which is counted
+                await self._inbox.ask("poll", partial(self.polled, cluster=cluster))
             await self._wait(slurm, book, began, failures)
 
     async def _wait(self, slurm: PacedClient, book: Book, began: float, failures: int) -> None:
@@ -120,19 +119,6 @@ class SlurmCalls:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left):
                     await self._sooner.wait()
-
-    def take(self, turn: Turn, item: Item) -> Callable[[], None] | None:
-        """Let the machines have what a call has led to; returns what tells its sender, once the turn is durable."""
-        match item:
-            case Polled(cluster):
-                self._take_poll(turn, cluster)
-            case Due():
-                return self._take_due(turn, item)
-            case Submitted():
-                self._take_submission(turn, item)
-            case TrialRefused(run_id, partition, reason):
-                self._harvest.tested(turn, turn.book.runs[run_id], partition, reason)
-        return None
 
     def follow_up(self, turn: Turn) -> None:
         """What a turn leads to at once: Slurm is polled soon."""
@@ -160,8 +146,8 @@ class SlurmCalls:
             log.warning("cancel.skipped", job=job_id, token=token, shown=shown[0].name)
         return is_anothers
 
-    def _take_poll(self, turn: Turn, cluster: ClusterState | FallowError) -> None:
-        self._taken.set()
+    def polled(self, turn: Turn, cluster: ClusterState | FallowError) -> None:
+        """Take in a poll, or why there is none."""
         if isinstance(cluster, FallowError):
             if self.error is None:
                 turn.record(None, "slurm", f"Slurm does not answer: {cluster.message}")
@@ -207,7 +193,8 @@ class SlurmCalls:
             if isinstance(outcome, SubmitUnknown):
                 # A slurmctld that hangs still carries out all that it was sent, when it wakes up.
                 self._answers.clear()
-            self._inbox.put_nowait(Submitted(run_id, token, outcome))
+            answered = partial(self.submitted, run_id=run_id, token=token, outcome=outcome)
+            self._inbox.put_nowait(Work("submitted", answered, run_id))
 
     async def _next_due(self) -> tuple[str, str]:
         """The oldest that is still wanted, once Slurm answers. That it may exist from now on is durable when this
@@ -215,15 +202,12 @@ class SlurmCalls:
         while True:
             run_id, token = await self._submissions.get()
             await self._answers.wait()
-            wanted = asyncio.get_running_loop().create_future()
-            self._inbox.put_nowait(Due(run_id, token, wanted))
-            if await wanted:
-                return run_id, token
+            with contextlib.suppress(FallowError):  # an error of the head's own at it, which is counted
+                if await self._inbox.ask("due", partial(self._send, run_id=run_id, token=token), run_id):
+                    return run_id, token
 
-    def _take_due(self, turn: Turn, item: Due) -> Callable[[], None]:
-        """Note that an allocation is submitted now; returns what to do when that is durable."""
-        wanted = self._harvest.send(turn, turn.book.runs[item.run], item.token)
-        return partial(tell, item.wanted, wanted)
+    def _send(self, turn: Turn, run_id: str, token: str) -> bool:
+        return self._harvest.send(turn, turn.book.runs[run_id], token)
 
     async def test(self, run: Run) -> str:
         """Why harvest jobs of this run would be refused; empty: nothing is known against them."""
@@ -238,24 +222,30 @@ class SlurmCalls:
             request = self._harvest.request(self._paths, run, example)
             await self._slurm.test_only(request)
         except SubmitRejected as refusal:
-            self._inbox.put_nowait(TrialRefused(run.id, example.partition, refusal.reason))
-            return f"{example.partition}: {refusal.reason}"
+            partition, reason = example.partition, refusal.reason
+
+            def refused(turn: Turn) -> None:
+                self._harvest.tested(turn, turn.book.runs[run.id], partition, reason)
+
+            self._inbox.put_nowait(Work("trial", refused, run.id))
+            return f"{partition}: {reason}"
         except FallowError as error:
             log.warning("test.failed", run=run.id, error=error.message)
         return ""
 
-    def _take_submission(self, turn: Turn, item: Submitted) -> None:
-        run = turn.book.runs[item.run]
+    def submitted(self, turn: Turn, run_id: str, token: str, outcome: str | SubmitRejected | SubmitUnknown) -> None:
+        """Take in what came of a submission: a job id, or why there is none."""
+        run = turn.book.runs[run_id]
         self.pace()
-        match item.outcome:
+        match outcome:
             case str(job_id):
-                self._harvest.submitted(turn, run, item.token, job_id)
-                if run.allocations[item.token].asked_at is not None:
-                    turn.cancels.append((run.id, item.token, job_id))
-            case SubmitRejected() as refusal:
-                self._harvest.refused(turn, run, item.token, refusal.reason)
-            case SubmitUnknown() as unknown:
-                self._harvest.unknown(turn, run, item.token, unknown.reason)
+                self._harvest.submitted(turn, run, token, job_id)
+                if run.allocations[token].asked_at is not None:
+                    turn.cancels.append((run.id, token, job_id))
+            case SubmitRejected(reason=reason):
+                self._harvest.refused(turn, run, token, reason)
+            case SubmitUnknown(reason=reason):
+                self._harvest.unknown(turn, run, token, reason)
 
     async def owner(self) -> OwnerView | None:
         """What Slurm's accounting said last about the head's owner; asked at most once in a while, and not waited for

@@ -121,14 +121,6 @@ class StoredRun(NamedTuple):
     "those that became complete, the oldest first"
 
 
-@dataclass(frozen=True, slots=True)
-class Principal:
-    """What an authenticated key may speak for: the agents of an allocation."""
-
-    run: str
-    token: str
-
-
 @dataclass(slots=True)
 class Stretch:
     """Steps of one generation, undisturbed so far."""
@@ -161,7 +153,7 @@ class Run:
         self.machine = machine
         self.revision = revision
         self.stored: dict[str, int] = {}
-        "key -> hash of what is in the store, but for the membership's records (`head.loop.durable`)"
+        "key -> hash of what is in the store (`head.loop.durable`)"
         self.generations: deque[GenerationReport] = deque(stored.generations, maxlen=KEPT_GENERATIONS)
         "those that became complete, the oldest first; each is a record of its own in the store"
         self.gathers = Gathers()
@@ -344,7 +336,8 @@ class Book:
         self.current: dict[str, Run] = {}
         "those of which something may still come; the others are in `archive`"
         self.archive = Archive()
-        self.principals: dict[str, Principal] = {}
+        self.principals: dict[str, Allocation] = {}
+        "authenticated key -> for whose agents it may speak"
         self.hearing = Hearing()
         self.term = 0
         self.endpoint = ""
@@ -405,7 +398,7 @@ class Book:
         self.runs[spec.run] = self.current[spec.run] = run
         for allocation in stored.allocations.values():
             if allocation.live or _may_still_come(spec, allocation):
-                self.principals[allocation.public_key] = Principal(spec.run, allocation.token)
+                self.principals[allocation.public_key] = allocation
         return run
 
     def _edition(self, run: str) -> int:
@@ -466,7 +459,7 @@ class Book:
         return new
 
     def _forget_keys(self, run: Run) -> None:
-        for key in [key for key, principal in self.principals.items() if principal.run == run.id]:
+        for key in [key for key, allocation in self.principals.items() if allocation.run == run.id]:
             del self.principals[key]
 
     def rest(self, run: Run) -> None:
@@ -503,7 +496,7 @@ class Book:
             requested_at=now,
             **known,  # type: ignore[arg-type]
         )
-        self.principals[public_key] = Principal(run.id, token)
+        self.principals[public_key] = allocation
         return allocation
 
     def leave_keys(self, run: Run, kind: AllocationKind, token: str) -> str:
