@@ -12,8 +12,7 @@ from fallow.config import Membership
 from fallow.core.allocations import Allocation
 from fallow.core.membership import events as ev
 from fallow.head.loop.turn import Turn
-from fallow.head.peers import restarts
-from fallow.head.peers.agents import agent_gone, give_up_agent
+from fallow.head.peers.agents import agent_gone, give_up_agent, restart_due
 from fallow.head.slurm import neighbours
 from fallow.head.state.book import Run
 from fallow.head.state.lease import start_of
@@ -50,7 +49,7 @@ def tick_run(turn: Turn, run: Run) -> None:
     for allocation in run.live_allocations():
         for host in allocation.hosts:
             _watch_agent(turn, run, allocation, host)
-        restarts.due(turn, run, allocation)
+        restart_due(turn, run, allocation)
     forget(turn, run)
 
 
