@@ -33,23 +33,15 @@ EVENT_BYTES = 64 * 1024
 EVENT_SCHEMA = 1
 _CUT_TEXT = 10_000
 _PAGE = 1000
-_CONNECTIONS = 16
+_CONNECTIONS = 100
+"More than can read at once (`control.server.MAX_CONNECTIONS`): while the server hangs, who saves still finds one."
 
 
 class Unavailable(FallowError):
     """The store did not answer, or not in time. Whether a write happened is unknown; saving it again is safe."""
 
-    def __init__(self, where: str, what: str) -> None:
-        super().__init__(
-            f"store {where}: {what}; check that the server runs and that its disk has space", Exit.UNAVAILABLE
-        )
-
-
-class Unwritable(Unavailable):
-    """The store's folder cannot be written to, so its server is not started."""
-
-    def __init__(self, problem: str) -> None:
-        FallowError.__init__(self, problem, Exit.UNAVAILABLE)
+    def __init__(self, message: str) -> None:
+        super().__init__(message, Exit.UNAVAILABLE)
 
 
 class Fenced(FallowError):
@@ -86,8 +78,6 @@ class Store:
         self._clock = 0
         self._saves = 0
         self._lock = asyncio.Lock()
-        self._readers = asyncio.Semaphore(_CONNECTIONS // 2)
-        "Of the event log: while the server does not answer, they leave connections for what is saved."
         self.term = 0
         "Our term; 0 before `begin_term`."
 
@@ -200,13 +190,6 @@ class Store:
 
     async def events(self, since: int, limit: int, run: str | None = None) -> list[EventRecord]:
         """The newest `limit` events with numbers above `since`, oldest first; of one run if it is named."""
-        await self._call(self._readers.acquire())
-        try:
-            return await self._read_events(since, limit, run)
-        finally:
-            self._readers.release()
-
-    async def _read_events(self, since: int, limit: int, run: str | None) -> list[EventRecord]:
         found: list[EventRecord] = []
         upto = "+"
         while len(found) < limit:
@@ -227,11 +210,14 @@ class Store:
             async with asyncio.timeout(self._deadline_s):
                 return await cast(Awaitable[Any], call)
         except TimeoutError:
-            raise Unavailable(self._where, f"no answer within {self._deadline_s:g} s") from None
+            raise self._away(f"no answer within {self._deadline_s:g} s") from None
         except ResponseError as error:
-            raise Unavailable(self._where, f"refused a command ({str(error)[:200]})") from error
+            raise self._away(f"refused a command ({str(error)[:200]})") from error
         except (RedisError, OSError) as error:
-            raise Unavailable(self._where, str(error)[:200] or type(error).__name__) from error
+            raise self._away(str(error)[:200] or type(error).__name__) from error
+
+    def _away(self, what: str) -> Unavailable:
+        return Unavailable(f"store {self._where}: {what}; check that the server runs and that its disk has space")
 
 
 def _text(value: Any) -> str:

@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 
 from fallow.files import Paths, private_dir, write_private, write_problem
 from fallow.model import Exit, FallowError
-from fallow.store.client import Unavailable, Unwritable
+from fallow.store.client import Unavailable
 
 START_S = 60.0
 "A long append-only file takes a while to read."
@@ -94,12 +94,12 @@ class RedisServer:
         private_dir(self._paths.redis_dir)
         private_dir(self._paths.runtime)
         if problem := await asyncio.to_thread(write_problem, self._paths.redis_dir):
-            raise Unwritable(problem)
+            raise Unavailable(problem)
         await self._end_old()
         try:
             self._prepare()
         except OSError as error:
-            raise Unwritable(f"{error.filename}: {error.strerror}") from error
+            raise Unavailable(f"{error.filename}: {error.strerror}") from error
         environ = {name: value for name, value in os.environ.items() if name in ("PATH", "LANG", "LC_ALL", "TZ")}
         self.process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", "-c", _LAUNCH),
@@ -152,7 +152,7 @@ class RedisServer:
                 assert self.process is not None
                 ended = self.process.returncode
                 if ended is not None and ended < 0:
-                    raise Unavailable(str(self._paths.redis_dir), f"killed by signal {-ended} at its start")
+                    raise Unavailable(f"{self._paths.redis_dir}: the store was killed by signal {-ended} at its start")
                 words = self._last_words()
                 raise FallowError(
                     f"{self.program} for {self._paths.redis_dir}: ended at start ({words}); see {self.log_file}",

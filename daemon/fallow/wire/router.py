@@ -86,7 +86,6 @@ class Router:
         self._hellos: Decoder[Hello] = Decoder(Hello, always=Hello)
         self._routes: dict[str, bytes] = {}
         self._peers: dict[bytes, str] = {}
-        self._unreachable: set[str] = set()
         self._agents: Counter[str] = Counter()
         self._quiet_until = 0.0
         self._last: tuple[Any, bytes, zmq.Frame | None] = None, b"", None
@@ -171,13 +170,10 @@ class Router:
     def _zap_ended(self, task: asyncio.Task[None]) -> None:
         if self._down is None:
             cause = None if task.cancelled() else task.exception()
-            self._fail(f"the authenticator ended: {cause or 'cancelled'}")
-
-    def _fail(self, reason: str) -> None:
-        self._down = reason
-        log.error("ZeroMQ socket closed: %s", reason)
-        if self._socket is not None:
-            self._socket.close()
+            self._down = f"the authenticator ended: {cause or 'cancelled'}"
+            log.error("ZeroMQ socket closed: %s", self._down)
+            if self._socket is not None:
+                self._socket.close()
 
     async def close(self) -> None:
         """Close everything. A waiting `recv` raises `RouterDown`."""
@@ -244,7 +240,6 @@ class Router:
             self._learn(peer, route)
         elif peer is None:
             return self._reject("no hello yet", frame)
-        self._unreachable.discard(peer)
         return peer, message
 
     def _refuse(self, route: bytes, frame: zmq.Frame, error: Unreadable) -> None:
@@ -268,7 +263,6 @@ class Router:
         self._agents[key_of(peer)] += 1
 
     def _forget(self, peer: str) -> None:
-        self._unreachable.discard(peer)
         route = self._routes.pop(peer, None)
         if route is not None:
             self._peers.pop(route, None)
@@ -291,11 +285,8 @@ class Router:
         except Unreadable as error:
             log.error("not sent to %s: %s", agent_of(peer), error)
             return False
-        sent = socket.send([route, encoded])
-        if not sent:
-            # The name stays: its last messages may still be waiting to be read.
-            self._unreachable.add(peer)
-        return sent
+        # The name stays where it is not sent: the peer's last messages may still be waiting to be read.
+        return socket.send([route, encoded])
 
     def _encode(self, message: ToAgent) -> bytes | zmq.Frame:
         """A large message becomes a frame, which all connections share until each has sent it."""
@@ -332,8 +323,8 @@ class Router:
 
     @property
     def connected(self) -> frozenset[str]:
-        """Peers with a route. A dead connection is noticed at the next `send`."""
-        return frozenset(self._routes.keys() - self._unreachable)
+        """Peers with a route, whether or not their connection still lives."""
+        return frozenset(self._routes)
 
     # -- refusals -------------------------------------------------------------------------------------------
 
