@@ -184,7 +184,7 @@ async def test_what_was_learned_is_written_down_when_the_head_ends(tmp_path: Pat
     known, asker, now = Known(), Asker("bio", "low"), time.time()
     for number in range(2):
         async with serving(tmp_path) as head:
-            known = head.head._harvest._learning.known
+            known = head.head._harvest.known
             if not number:
                 known.experience.started(5.0, 100.0, now)
                 known.backoff.strike("QOSMaxJobsPerUserLimit", asker, "gpu", 60, now)

@@ -33,7 +33,7 @@ GOLDEN = Path(__file__).parents[1] / "data" / "golden.json"
 for module in (
     "fallow.core.membership.records",
     "fallow.head.loop.durable",
-    "fallow.head.slurm.learning",
+    "fallow.head.slurm.harvest",
     "fallow.head.slurm.neighbours",
 ):
     importlib.import_module(module)  # each adds its kinds to `records.SCHEMAS`

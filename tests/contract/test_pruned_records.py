@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fallow.config import Config, Prune, Usage
+from fallow.core import records
 from fallow.core.accounting.spans import Span, Use
 from fallow.core.allocations import Allocation
 from fallow.core.membership import events as ev
@@ -51,7 +52,7 @@ class Desk:
         self.book = Book(self.paths, Config(), lambda: f"{next(self.numbers):06}")
         await self.durable.load(self.book, self.at)
         if NOTE in self.durable.notes:
-            self.book.archive.recall(self.durable.notes[NOTE])
+            self.book.pruned = records.decode(self.durable.notes[NOTE], PrunedRuns)
         self.pruning = Pruning(
             Prune(keep=KEEP, older_than_days=OLD_DAYS),
             lambda run: run_report(run, [], SampleReport(consumed=0, lost=0, duplicated=0)),
@@ -100,7 +101,7 @@ class Desk:
         return pruned
 
     def usage(self, by: str, since: str | None = None) -> list[UsageRow]:
-        return accounts.rows(self.book.runs.values(), by, since, PRICES, self.now, self.book.archive.pruned)
+        return accounts.rows(self.book.runs.values(), by, since, PRICES, self.now, self.book.pruned)
 
     async def keys(self) -> list[str]:
         return sorted(await self.durable.store.load(""))
@@ -124,7 +125,7 @@ async def test_memory_and_store_stay_flat_over_hundreds_of_ended_runs_and_the_su
         assert max(runs) <= most
         assert max(keys) <= len(("spec", "record", "root", "allocation")) * most + 1
         assert lengths[-1] < 1000 * len(lengths) * 25, "sums grow with days, and not with runs"
-        assert not list(desk.book.archive.lessons) and len(desk.book.current) <= most
+        assert len(desk.book.current) <= most
         *by_run, total = desk.usage("run")
         assert (total.allocated.node_s, total.allocated.gpu_s, total.jobs) == (RUNS * 64.0, RUNS * 128.0, RUNS)
         assert total.harvested.cost == RUNS * 64.0
@@ -153,14 +154,11 @@ async def test_what_usage_tells_is_the_same_before_and_after_and_for_the_next_he
         last = desk.now
         before = told()
         accounts.settle(desk.turn(), last + DAY_S)
-        used = {account: desk.book.archive.faded(account, last + DAY_S) for account in "abc"}
         assert len(await desk.prune()) == 5
         assert told() == before
         assert await desk.keys() == [f"note/{NOTE}"]
     async with desk:
         assert told() == before
-        assert {a: desk.book.archive.faded(a, last + DAY_S) for a in "abc"} == pytest.approx(used)
-        assert used["a"] > used["b"] > 0
 
 
 async def test_a_head_that_is_refused_the_write_leaves_record_and_sums_as_they_were(tmp_path: Path) -> None:
@@ -203,7 +201,7 @@ async def test_sums_that_cannot_be_read_are_kept_for_somebody_who_can(tmp_path: 
     async with serving(tmp_path) as second:
         notes = await second.head._durable.store.load("note/")
         assert notes[f"note/{NOTE}-unreadable"][1] == b"\xc1"
-        assert second.head._book.archive.pruned == PrunedRuns()
+        assert second.head._book.pruned == PrunedRuns()
         assert "internal.error" in second.log.getvalue()
 
 

@@ -18,6 +18,7 @@ import structlog
 
 from fallow.config import Config
 from fallow.control.server import ControlServer
+from fallow.core import records
 from fallow.core.checks.network import port_range
 from fallow.core.protocol.agents import FromAgent
 from fallow.files import Paths, write_struct
@@ -39,7 +40,7 @@ from fallow.head.slurm import accounts
 from fallow.head.slurm.calls import SlurmCalls
 from fallow.head.slurm.harvest import Harvest
 from fallow.head.slurm.submissions import give_up_queued
-from fallow.head.state.archive import NOTE
+from fallow.head.state.archive import NOTE, PrunedRuns
 from fallow.head.state.book import Book, Run
 from fallow.head.state.lease import Lease
 from fallow.model import Exit, FallowError
@@ -185,15 +186,11 @@ class Head:
         for run_id, error in self._durable.unreadable.items():
             words = self._faults.note("store", error, run_id)
             await self._recovery.end(self._book.runs[run_id], f"its record in the store cannot be read ({words})")
-        try:
-            self._harvest.recall(self._durable.notes)
-        except Exception as error:
-            # What is missing is learned again.
-            self._faults.note("notes", error)
+        self._harvest.recall(self._durable.notes)
         given_up = Turn.begin(self._book)
         try:
             if NOTE in self._durable.notes:
-                self._book.archive.recall(self._durable.notes[NOTE])
+                self._book.pruned = records.decode(self._durable.notes[NOTE], PrunedRuns)
         except Exception as error:
             # The sums begin anew; somebody may still read the old ones.
             self._faults.note("notes", error)
@@ -205,10 +202,8 @@ class Head:
             host = os.uname().nodename
             given_up.record(None, "stand-in", f"no head was heard: a stand-in head serves on {host}, in a base job")
         await self._persist(given_up)
-        if why := await self._stop_file.look():
-            # Before the first plan; the loop's first turn gives back what is held.
-            self._harvest.asking.stopped = why
-            self._stop_file.tell(why)
+        # What it finds is the loop's first turn, before any plan.
+        await self._stop_file.look()
         self._router = Router(keys.public, keys.secret, self._book.allowed)
         closing.push_async_callback(_close, self._router)
         address = config.head.address or await find_address(self._slurm)
@@ -282,7 +277,6 @@ class Head:
         """One turn: decide, make it durable, carry it out."""
         turn = Turn.begin(self._book)
         outcomes = [self._decide(turn, item) for item in items]
-        self._calls.follow_up(turn)
         accounts.note(turn)
         await self._persist(turn)
         await self._carry_out(turn)

@@ -116,7 +116,6 @@ class VirtualHead(Head):
                 tell(item.answer, outcome)
 
     def _carry_out(self, turn: Turn) -> None:
-        self._calls.follow_up(turn)
         if turn.failures:
             raise turn.failures[0].error
         self._calls.carry_out(turn)

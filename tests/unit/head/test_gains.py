@@ -17,6 +17,7 @@ from fallow.core.accounting.backoff import Asker
 from fallow.core.accounting.fairshare import HALF_LIFE_S
 from fallow.core.accounting.spans import Span
 from fallow.core.allocations import Agent, Allocation
+from fallow.core.planning.gain import Seen
 from fallow.core.planning.valuing import Gain
 from fallow.core.submission.deadline import deadline_at
 from fallow.core.submission.script import parse_script
@@ -174,6 +175,18 @@ def test_what_a_project_had_counts_for_days_and_after_its_runs_have_ended(desk: 
         greedy.record.harvested.faded(NOW + 7300.0) / 2
     )
     assert again.record.harvested.faded(NOW + 7300.0) == 0.0
+
+
+def test_a_run_learns_from_runs_of_its_script_that_have_ended(desk: Desk) -> None:
+    ended = desk.run("ended", members=2)
+    ended.record.curve.seen[2] = Seen(step_s=1.0, weight_s=60.0, at=NOW)
+    ended.root.status = RunStatus.FINISHED
+    ended.allocations.clear()
+    desk.book.rest(ended)
+    fresh, other = desk.run("fresh"), desk.run("other", script=f"{SCRIPT}# another\n")
+    found = gains(desk.book.runs.values(), NOW, 30.0)
+    assert found.keys() == {fresh.id, other.id}
+    assert 2 in found[fresh.id].measured and not found[other.id].measured
 
 
 def test_a_run_shows_its_curve_and_how_it_stands_to_its_deadline(desk: Desk) -> None:

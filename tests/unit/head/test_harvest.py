@@ -25,8 +25,8 @@ from fallow.head.loop.inbox import Inbox, Item, Work, tell
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm.asking import Asking
 from fallow.head.slurm.calls import SlurmCalls
+from fallow.head.slurm.harvest import EXPERIENCE
 from fallow.head.slurm.jobs import take_in
-from fallow.head.slurm.learning import NOTE
 from fallow.head.state.book import ordered
 from fallow.model import (
     AllocationKind,
@@ -159,13 +159,13 @@ async def test_a_replacement_is_not_one_too_many_while_it_starts(site: Site) -> 
     await site.poll(200.0)
     second.active_at = site.slurm.now
     await site.poll(1.0)
-    assert site.harvest._learning.known.experience.starts == [], "it waited for the old one; that is no start"
+    assert site.harvest.known.experience.starts == [], "it waited for the old one; that is no start"
     assert run.live_allocations() == [second] and run.record.next_allocation == 2
 
 
 def test_a_note_that_cannot_be_read_is_forgotten(site: Site) -> None:
-    site.harvest.recall({NOTE: b"\xc1 nonsense"})
-    assert site.harvest._learning.known.experience.starts == []
+    site.harvest.recall({EXPERIENCE: b"\xc1 nonsense"})
+    assert site.harvest.known.experience.starts == []
 
 
 def shared(tier: int = 1, **more: object) -> PartitionInfo:

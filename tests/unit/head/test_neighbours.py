@@ -12,9 +12,11 @@ from builders import cluster as poll_of
 from builders import job, node, partition, runs, waits
 from fallow.config import Config, Site, Slurm
 from fallow.config import Harvest as HarvestSection
+from fallow.core import records
 from fallow.core.accounting.backoff import Backoff
 from fallow.core.allocations import CANCEL_AGAIN_S, Agent, Allocation
 from fallow.core.membership import events as ev
+from fallow.core.neighbour.delays import Delays
 from fallow.core.neighbour.site import UNKNOWN, site_rules
 from fallow.core.protocol.agents import EndAgent
 from fallow.files import write_private
@@ -237,7 +239,7 @@ def test_delays_are_told_and_kept(book: Book, run: Run) -> None:
     neighbours.polled(quiet, cluster(run, False, NOW + 10), SITE)
     assert quiet.notes == {}, "nothing new to write down"
     restored = Neighbours(CONFIG)
-    restored.recall(after.notes[DELAYS])
+    restored.delays = records.decode(after.notes[DELAYS], Delays)
     assert restored.delays.report(NOW + 9).max_s == 5.0
 
 
@@ -245,9 +247,8 @@ def test_delays_of_an_older_head_are_read() -> None:
     """It kept a histogram of the jobs that it remembered no more."""
     job = {"job_id": "1", "user": "al", "since": NOW, "seen_at": NOW, "waited_s": 2.0, "tokens": []}
     past = {"max_s": 9.0, "classes": {3: 4, 7: 2}}
-    neighbours = Neighbours(CONFIG)
-    neighbours.recall(msgspec.msgpack.encode((1, {"jobs": {"1": job}, "past": past, "polled_at": None})))
-    assert neighbours.delays.report(NOW) == DelayReport(jobs=7, p95_s=2.0, max_s=9.0)
+    note = msgspec.msgpack.encode((1, {"jobs": {"1": job}, "past": past, "polled_at": None}))
+    assert records.decode(note, Delays).report(NOW) == DelayReport(jobs=7, p95_s=2.0, max_s=9.0)
 
 
 @pytest.mark.parametrize("marked", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,10 @@ from fallow.config import Config, Harvest
 from fallow.core.neighbour.site import LOOKS_AGAIN_S
 from fallow.core.neighbour.watch import AGAIN, CYCLES
 from fallow.core.tokens import new_token
+from fallow.files import Paths
+from fallow.head.loop.turn import Turn
 from fallow.head.slurm.neighbours import Neighbours
+from fallow.head.state.book import Book
 from fallow.model import AllocationKind, ClusterConfig, JobInfo
 
 POLL_S = 30.0
@@ -27,14 +31,16 @@ class Site:
     def __init__(self, nodes: int, config: ClusterConfig | None = None) -> None:
         self.at, self.config = NOW - POLL_S, config
         self.nodes = [f"n{i}" for i in range(nodes)]
-        self.watch = Neighbours(Config(harvest=Harvest(allow_without_preemption=True)))
+        wanted = Config(harvest=Harvest(allow_without_preemption=True))
+        self.watch, self.book = Neighbours(wanted), Book(Paths(Path(), Path()), wanted)
 
     def poll(self, jobs: Sequence[JobInfo], after_s: float = POLL_S) -> set[str]:
         """Take in a poll; return the nodes that are kept free."""
         self.at += after_s
         busy = {node for job in jobs if job.state == "RUNNING" for node in job.nodes}
         shown = cluster([node(n, "ALLOCATED" if n in busy else "IDLE") for n in self.nodes], jobs, at=self.at)
-        return set(self.watch.look(shown, self.config, [], [])[0].kept_nodes.get("p", ())) - busy
+        needs = self.watch.polled(Turn(self.book, self.at, self.at), shown, self.config)
+        return set(needs.kept_nodes.get("p", ())) - busy
 
     def until(self, jobs: Sequence[JobInfo], seconds: float) -> set[str]:
         """Poll until so many seconds have passed; return what is kept free in the end."""

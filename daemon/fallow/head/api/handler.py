@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import os
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, get_type_hints
 
 import msgspec
 
 from fallow import __version__
-from fallow.control.methods import check, parameters
 from fallow.head.api import views
 from fallow.head.api.ledgers import count_samples
 from fallow.head.api.operations import CHANGING, Operations
@@ -24,7 +25,18 @@ from fallow.head.slurm import accounts
 from fallow.head.slurm.calls import SlurmCalls
 from fallow.head.slurm.harvest import Harvest
 from fallow.head.state.book import Book, Run
-from fallow.model import EventRecord, Exit, FallowError, HeadView, Prospect, RunReport, RunSpec, Snapshot, UsageReport
+from fallow.model import (
+    EventRecord,
+    Exit,
+    FallowError,
+    HeadView,
+    Prospect,
+    RunReport,
+    RunSpec,
+    Snapshot,
+    Struct,
+    UsageReport,
+)
 from fallow.model.bounds import Count, Name, Positive
 
 RECENT_S = 0.4
@@ -68,7 +80,7 @@ class ControlHandler:
 
     async def handle(self, method: str, params: dict[str, Any]) -> msgspec.Raw:
         """Answer one control request, in JSON."""
-        params = check(METHODS, method, params)
+        params = check(method, params)
         try:
             return msgspec.Raw(msgspec.json.encode(await self._answer(method, params)))
         except FallowError:
@@ -112,7 +124,7 @@ class ControlHandler:
             raise FallowError(f"usage by {by[:32]!r}: it is shown by run, project or day", Exit.USAGE)
         runs = list(self._book.runs.values()) if run is None else [self._book.get(run)]
         now = time.time()
-        prices, pruned = self._book.config.usage, self._book.archive.pruned if run is None else None
+        prices, pruned = self._book.config.usage, self._book.pruned if run is None else None
         *rows, total = accounts.rows(runs, by, since, prices, now, pruned)
         return UsageReport(
             at=now,
@@ -183,6 +195,43 @@ def report_of(book: Book, run: Run) -> RunReport:
 READING = ("status", "events", "report", "test_harvest", "usage", "prospect")
 """Methods that change nothing."""
 
+
+def parameters(call: Callable[..., Any]) -> type[msgspec.Struct]:
+    """What a request for this function must hold."""
+    kinds = get_type_hints(call, include_extras=True)
+    fields: list[Any] = []
+    for name, given in inspect.signature(call).parameters.items():
+        if name not in ("self", "turn"):  # those are the head's to give
+            default = () if given.default is given.empty else (given.default,)
+            fields.append((name, kinds[name], *default))
+    return msgspec.defstruct(call.__name__, fields, bases=(Struct,), frozen=True, kw_only=True)
+
+
 METHODS = {name: parameters(getattr(ControlHandler, name)) for name in READING}
 METHODS |= {call.__name__: parameters(call) for call in CHANGING}
 """Every method; another one is refused."""
+
+
+def check(method: str, params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of one request, each of its type and within its bounds; those left out have their defaults.
+
+    Raises:
+        FallowError: there is no such method; or a parameter is missing, unknown, of another type or out of bounds, and
+            the message names it.
+    """
+    if method not in METHODS:
+        text = f"this head knows no method {method[:64]!r}; its version may differ from ours"
+        raise FallowError(text, Exit.DATA)
+    try:
+        given = msgspec.convert(params, METHODS[method])
+    except (msgspec.ValidationError, ValueError, OverflowError, RecursionError) as error:
+        raise FallowError(f"{method}: {_where(error)}", Exit.USAGE) from error
+    return {name: getattr(given, name) for name in given.__struct_fields__}
+
+
+def _where(error: Exception) -> str:
+    """ "spec.min_nodes: expected `int` <= 1000000" of msgspec's "Expected `int` <= 1000000 - at `$.spec.min_nodes`"."""
+    text, _, path = str(error)[:500].partition(" - at `$")
+    text = text[:1].lower() + text[1:]
+    name = path.removesuffix("`").lstrip(".")
+    return f"{name}: {text}" if name else text

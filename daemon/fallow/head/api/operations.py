@@ -23,7 +23,7 @@ from fallow.text import counted, shown
 class Operations:
     """One public method per control method that changes something; each gets its turn of the main loop.
 
-    Requests are checked by their signatures (`control.methods`).
+    Requests are checked by their signatures (`head.api.handler`).
     """
 
     def __init__(self, book: Book, harvest: Harvest, pruning: Pruning | None = None) -> None:

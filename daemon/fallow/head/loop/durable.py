@@ -165,7 +165,7 @@ class Durable:
         values = self._values_of(turn)
         writes = [write for run_id in values for write in self._run_writes(turn.book.runs[run_id], values[run_id])]
         if turn.forgotten:
-            turn.notes[NOTE] = records.encode(turn.book.archive.pruned)
+            turn.notes[NOTE] = records.encode(turn.book.pruned)
         for key, note in turn.notes.items():
             writes.append(Write(f"note/{key}", None, note))
         for run in turn.forgotten:

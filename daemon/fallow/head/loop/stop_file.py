@@ -28,25 +28,19 @@ class StopFile:
         self._switch = switch
         self._on = False
 
-    async def look(self) -> str:
-        """Why nothing is to be harvested, in words; empty: it may be."""
-        if self._path is None:
-            return ""
-        self._on = await asyncio.to_thread(exists, self._path, self._on)
-        return f"the site's administrators have stopped it: {self._path} exists" if self._on else ""
+    async def look(self) -> None:
+        """Tell the loop of a change since the last look."""
+        if self._path is not None:
+            before, self._on = self._on, await asyncio.to_thread(exists, self._path, self._on)
+            why = f"the site's administrators have stopped it: {self._path} exists" if self._on else ""
+            if self._on != before:
+                self._inbox.put_nowait(Work("stop file", lambda turn: self._switch(turn, why)))
 
     async def watch(self) -> None:
-        """Tell the loop of every change, until it is cancelled."""
+        """Look again and again, until it is cancelled."""
         while self._path is not None:
             await asyncio.sleep(LOOK_S)
-            before = self._on
-            why = await self.look()
-            if self._on != before:
-                self.tell(why)
-
-    def tell(self, why: str) -> None:
-        """Have the loop's next turn take it in."""
-        self._inbox.put_nowait(Work("stop file", lambda turn: self._switch(turn, why)))
+            await self.look()
 
 
 def exists(path: str, before: bool) -> bool:

@@ -9,7 +9,8 @@ import msgspec
 from msgspec.structs import replace
 
 from fallow.config import Config
-from fallow.core.accounting.backoff import base_job, harvest_jobs
+from fallow.core import records
+from fallow.core.accounting.backoff import Backoff, base_job, harvest_jobs
 from fallow.core.accounting.cancelled import Cancels, awaits_verdict
 from fallow.core.accounting.duds import DUDS, ROUNDS, Duds
 from fallow.core.accounting.prices import Prices, WakePrice
@@ -33,12 +34,18 @@ from fallow.head.loop.turn import Turn
 from fallow.head.slurm.budgets import left_s, renew_base
 from fallow.head.slurm.demands import demand
 from fallow.head.slurm.gains import gains
-from fallow.head.slurm.learning import note_pauses
 from fallow.head.slurm.neighbours import give_back
 from fallow.head.slurm.pace import keep_pace
 from fallow.head.state.book import Run
 from fallow.model import AllocationKind, ClusterConfig, ClusterState, OwnerView
 from fallow.slurm.parse import folded, nodes
+
+BACKOFF = "backoff"
+"""Its key among the notes of the store."""
+
+records.SCHEMAS[Backoff] = 2
+# What an older Fallow left alone is tried at once: nothing of it lasts for more than an hour.
+records.MIGRATIONS[Backoff, 1] = lambda _: msgspec.to_builtins(Backoff())
 
 
 class Asking:
@@ -99,7 +106,7 @@ class Asking:
         known_nodes = {node.node: node for node in cluster.nodes}
         experience = self._known.experience
         start_s = experience.wait_s(cluster.at) + experience.start_s(cluster.at)
-        known = gains(runs.values(), cluster.at, start_s, turn.book.archive)
+        known = gains(turn.book.runs.values(), cluster.at, start_s)
         demands = [
             replace(
                 _tried(runs[name], demand(runs[name], known_nodes, cluster.at, asks=name not in put_off)),
@@ -238,6 +245,11 @@ class Asking:
         return turn.now < backoff.put_off_until(what)
 
 
+def note_pauses(turn: Turn, backoff: Backoff) -> None:
+    """Have it written down with this turn what is left alone, and until when."""
+    turn.notes[BACKOFF] = records.encode(backoff)
+
+
 def _tried(run: Run, wanted: Demand) -> Demand:
     """After jobs that came to nothing, one alone is tried until its node trains or it has come to nothing, too."""
     if run.failures < DUDS:
@@ -259,7 +271,7 @@ def _give_all_back(turn: Turn, run: Run, reason: str) -> None:
 
 
 def _configured(config: Config, groups: frozenset[str] | None) -> HarvestRules:
-    h = config.harvest
+    h, most = config.harvest, config.harvest.wake_up_to_price
     return HarvestRules(
         partitions=tuple(h.partitions),
         allow_without_preemption=h.allow_without_preemption,
@@ -269,14 +281,8 @@ def _configured(config: Config, groups: frozenset[str] | None) -> HarvestRules:
         max_minutes=h.max_minutes,
         min_minutes=h.min_minutes,
         margin_s=config.membership.release_margin_s,
-        wake=wake_price(config),
+        wake=None if most is None else WakePrice(Prices(config.usage.node_hour, config.usage.gpu_hour), most),
     )
-
-
-def wake_price(config: Config) -> WakePrice | None:
-    """Which sleeping nodes may be woken."""
-    most = config.harvest.wake_up_to_price
-    return None if most is None else WakePrice(Prices(config.usage.node_hour, config.usage.gpu_hour), most)
 
 
 def _make_anew(

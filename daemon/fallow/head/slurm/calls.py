@@ -57,6 +57,7 @@ class SlurmCalls:
         self.interval_s = harvest.asking.interval_s
         "from one poll to the next"
         self._sooner = asyncio.Event()
+        "the next poll may be due sooner than it was"
         self._answers = asyncio.Event()
         "the last poll was answered, and every submission since; else nothing more is submitted"
         self._answers.set()
@@ -120,14 +121,11 @@ class SlurmCalls:
                 async with asyncio.timeout(left):
                     await self._sooner.wait()
 
-    def follow_up(self, turn: Turn) -> None:
-        """What a turn leads to at once: Slurm is polled soon."""
+    def carry_out(self, turn: Turn) -> None:
+        """Submit and cancel what a turn asks for, beside the loop, and poll soon. The turn is durable."""
         if turn.poll_soon:
             self._harvest.neighbours.poll_soon(turn.now)
-            self.pace()
-
-    def carry_out(self, turn: Turn) -> None:
-        """Submit and cancel what a turn asks for, beside the loop. The turn is durable."""
+            self._sooner.set()
         for run_id, token in turn.submissions:
             self.submit(run_id, token)
         jobs = [job_id for run, token, job_id in turn.cancels if not self._is_anothers(turn.book, run, token, job_id)]
@@ -163,10 +161,6 @@ class SlurmCalls:
         # Without an association of the user in it, the answer says nothing of limits.
         self._harvest.asking.owner = self._owner if self._owner is not None and self._owner.shares else None
         self._harvest.polled(turn, cluster, self.config)
-        self.pace()
-
-    def pace(self) -> None:
-        """The next poll may be due sooner than it was."""
         self._sooner.set()
 
     def submit(self, run: str, token: str) -> None:
@@ -236,7 +230,7 @@ class SlurmCalls:
     def submitted(self, turn: Turn, run_id: str, token: str, outcome: str | SubmitRejected | SubmitUnknown) -> None:
         """Take in what came of a submission: a job id, or why there is none."""
         run = turn.book.runs[run_id]
-        self.pace()
+        self._sooner.set()
         match outcome:
             case str(job_id):
                 self._harvest.submitted(turn, run, token, job_id)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from fallow.config import Config
 from fallow.core import records
 from fallow.core.allocations import CANCEL_AGAIN_S, Allocation
-from fallow.core.neighbour.delays import DelayedJob, Delays
+from fallow.core.neighbour.delays import Delays
 from fallow.core.neighbour.needs import ExternalDemand, assess
 from fallow.core.neighbour.permission import Visibility, nice_for, refusals, too_small_for
 from fallow.core.neighbour.site import UNKNOWN, site_rules
@@ -54,17 +52,17 @@ class Neighbours:
         self._awaited = False
         "somebody waits for a node there whose job is over for us, and not for Slurm"
 
-    def recall(self, note: bytes) -> None:
-        """Go on from what a head before us noted; what happened in between, nobody has seen.
-
-        Raises:
-            Unreadable: it is damaged, or of a newer Fallow.
-        """
-        self.delays = records.decode(note, Delays)
-        self.delays.polled_at = None
-
     def polled(self, turn: Turn, cluster: ClusterState, site: ClusterConfig | None) -> ExternalDemand:
-        """Take in a poll; what follows for our nodes is the planner's."""
+        """Take in a poll; what follows for our nodes is the planner's.
+
+        Args:
+            turn: takes the effects.
+            cluster: the poll.
+            site: None: Slurm has not told its configuration yet.
+
+        Returns:
+            What others' jobs need of us.
+        """
         runs = turn.book.on_slurm
         live = [a for run in runs for a in run.live_allocations()]
         over = [a for run in runs for a in run.allocations.values() if not a.live]
@@ -72,42 +70,24 @@ class Neighbours:
         # cancelled when they appear (`jobs.sweep`).
         lost = AllocationState.LOST
         over = [a for a in over if a.kind is AllocationKind.HARVEST or (a.state is lost and a.renewed)]
-        refused, nice = self.refused, self.nice
-        external, waited = self.look(cluster, site, live, over)
-        self._tell(turn, refused, nice)
-        for job in waited:
-            text = f"job {job.job_id} of {job.user} has waited {job.waited_s:.1f} s for nodes of ours"
-            turn.record(None, "delayed", text, job=job.job_id, user=job.user, waited_s=job.waited_s)
-        if waited or external.delayed_jobs:
-            turn.notes[DELAYS] = records.encode(self.delays)
-        return external
-
-    def look(
-        self, cluster: ClusterState, site: ClusterConfig | None, live: Sequence[Allocation], over: Sequence[Allocation]
-    ) -> tuple[ExternalDemand, list[DelayedJob]]:
-        """Take in a poll.
-
-        Args:
-            cluster: the poll.
-            site: None: Slurm has not told its configuration yet.
-            live: every live allocation.
-            over: allocations that are over for us and may not be for Slurm.
-
-        Returns:
-            What others' jobs need of us, and those whose waiting for us is over.
-        """
         if cluster.at >= self._taken_at:
             self._alert = max(0, self._alert - 1)
         nodes = {p.partition: p.unpreempted if p.preempts else frozenset(p.nodes) for p in cluster.partitions}
         self._unpreempted = {name: some for name, some in nodes.items() if some}
-        self._ask_permission(cluster, site)
+        self._ask_permission(turn, cluster, site)
         rules = site_rules(site or UNKNOWN)
         former = [a.token for a in over]
         demand = assess(cluster, live, former=former, passed_over=self._memory.passed_over, site=rules)
         self._memory = remember(self._memory, cluster.at, demand, rules.looks_again_s)
         tokens = frozenset[str]().union(*demand.delayed_jobs.values())
         self._awaited = any(a.token in tokens and self._is_ours_to_give(a) for a in over)
-        return demand, self.delays.note(cluster, demand.delayed_jobs)
+        waited = self.delays.note(cluster, demand.delayed_jobs)
+        for job in waited:
+            text = f"job {job.job_id} of {job.user} has waited {job.waited_s:.1f} s for nodes of ours"
+            turn.record(None, "delayed", text, job=job.job_id, user=job.user, waited_s=job.waited_s)
+        if waited or demand.delayed_jobs:
+            turn.notes[DELAYS] = records.encode(self.delays)
+        return demand
 
     def poll_soon(self, at: float) -> None:
         """Slurm takes a node from us, or a run trains at last. Args: at: Unix time; polls before it do not count."""
@@ -138,8 +118,9 @@ class Neighbours:
         may_get = bool(nodes) and self._config.harvest.allow_without_preemption
         return not nodes.isdisjoint(allocation.nodes) if allocation.nodes else may_get
 
-    def _ask_permission(self, cluster: ClusterState, site: ClusterConfig | None) -> None:
-        harvest, allowed = self._config.harvest, self._config.site
+    def _ask_permission(self, turn: Turn, cluster: ClusterState, site: ClusterConfig | None) -> None:
+        """See where we may harvest, and how, and say what has changed."""
+        harvest, allowed, before = self._config.harvest, self._config.site, self.refused
         # Where the site allows what cannot be seen, nobody need look.
         unseen = not allowed.harvest_unseen and self._visibility.look(cluster, site)
         refused = refusals(cluster, site, unseen=unseen, allow_unfair=allowed.harvest_unfair)
@@ -149,18 +130,16 @@ class Neighbours:
             refused = {name: why for name, why in refused.items() if name in small}
         named = harvest.partitions
         self.refused = {name: why for name, why in refused.items() if not named or name in named}
-        self.nice = nice_for(site, harvest.nice)
-
-    def _tell(self, turn: Turn, refused: dict[str, str], nice: int) -> None:
-        """Say what has changed since partitions were `refused` and requests had that `nice`."""
-        for name in sorted(refused.keys() | self.refused.keys()):
-            if refused.get(name) != self.refused.get(name):
+        for name in sorted(before.keys() | self.refused.keys()):
+            if before.get(name) != self.refused.get(name):
                 why = self.refused.get(name)
                 text = f"is not harvested: {why}" if why else "may be harvested again"
                 turn.record(None, "courtesy", f"partition {name} {text}")
+        nice, self.nice = self.nice, nice_for(site, harvest.nice)
         if nice != self.nice:
-            wanted = self._config.harvest.nice
-            text = f"requests are submitted with --nice={self.nice}: {wanted} is too little for the site's weights"
+            text = (
+                f"requests are submitted with --nice={self.nice}: {harvest.nice} is too little for the site's weights"
+            )
             turn.record(None, "courtesy", text)
 
 

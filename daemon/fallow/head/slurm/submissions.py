@@ -8,13 +8,11 @@ import structlog
 
 from fallow.config import Config
 from fallow.control.protocol import BaseJob
-from fallow.core.accounting.backoff import Scope, scope_of
 from fallow.core.allocations import Allocation, sent
 from fallow.core.submission.sbatch import base_options, harvest_options, job_environment
 from fallow.core.submission.script import harvest_script
 from fallow.files import Paths, read_struct
 from fallow.head.loop.turn import Turn
-from fallow.head.slurm.budgets import hold_back
 from fallow.head.state.book import Run
 from fallow.model import AllocationKind, AllocationState, FallowError, JobRequest
 
@@ -79,7 +77,7 @@ def submitted(turn: Turn, run: Run, token: str, job_id: str) -> None:
     sent(allocation, turn.now)
     if allocation.state is AllocationState.UNKNOWN:
         allocation.state = AllocationState.PENDING
-    run.record.refusals.pop(_place(allocation), None)
+    run.record.refusals.pop(place(allocation), None)
     # Of a base job the options say it, which are sbatch's to read; the next poll shows it.
     where = f" in {allocation.partition}" if allocation.partition else ""
     limit = "" if allocation.minutes is None else f" for {allocation.minutes} min"
@@ -101,39 +99,13 @@ def left_word(turn: Turn, run: Run, allocation: Allocation) -> None:
     submitted(turn, run, allocation.token, found.job_id)
 
 
-def refused(turn: Turn, run: Run, token: str, reason: str, usable: Collection[str], news: bool) -> None:
-    """Slurm said no. A run that it refuses wherever the run may go pauses, until somebody has a look.
-
-    Args:
-        turn, run, token, reason: which one, and Slurm's words.
-        usable: partitions in which the run may harvest.
-        news: False for one of several that were on their way together.
-    """
-    allocation = run.allocations[token]
-    turn.book.end_allocation(run, allocation, reason)
-    if allocation.kind is AllocationKind.BASE:
-        hold_back(turn, run, f"Slurm refused it; it is tried again within the hour: {reason}")
-    refusals = run.record.refusals
-    if news and scope_of(reason) not in (Scope.OWNER, Scope.LENGTH):
-        # Those are limits that others' jobs, or time, lift again.
-        refusals[_place(allocation)] = refusals.get(_place(allocation), 0) + 1
-    turn.record(run, "refused", f"{token}: Slurm refused it: {reason}")
-    if _everywhere(refusals, usable) and not run.record.harvest_paused:
-        turn.stop_asking(run, f"Slurm refused {REFUSALS} submissions in a row: {reason}")
-
-
-def _place(allocation: Allocation) -> str:
+def place(allocation: Allocation) -> str:
+    """Under which its refusals are counted."""
     return allocation.partition if allocation.kind is AllocationKind.HARVEST else ""
 
 
-def _everywhere(refusals: Mapping[str, int], usable: Collection[str]) -> bool:
+def everywhere(refusals: Mapping[str, int], usable: Collection[str]) -> bool:
     """Is there nowhere else to go?"""
     harvest = {partition: number for partition, number in refusals.items() if partition}
     nowhere = sum(harvest.values()) >= REFUSALS and harvest.keys() >= set(usable)
     return nowhere or refusals.get("", 0) >= REFUSALS
-
-
-def unknown(turn: Turn, run: Run, token: str, reason: str) -> None:
-    """sbatch failed without a clear answer: the job may exist, so it is looked for and never sent again."""
-    sent(run.allocations[token], turn.now)
-    turn.record(run, "unknown", f"{token}: nobody knows whether Slurm has it ({reason}); it is looked for")

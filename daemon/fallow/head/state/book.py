@@ -38,7 +38,7 @@ from fallow.core.tokens import new_run_id, new_token
 from fallow.core.training.saving import Saving
 from fallow.core.training.slow_links import SlowLinks
 from fallow.files import Paths, private_dir, unwritable, write_private, write_struct
-from fallow.head.state.archive import Archive
+from fallow.head.state.archive import PrunedRuns
 from fallow.head.state.hearing import Hearing
 from fallow.model import (
     AllocationKind,
@@ -176,7 +176,6 @@ class Run:
         "which node's link holds the run up, as of the last stretch; empty: none, or the node is let go"
         self.curve_written = 0.0
         "when `record.curve` was last made durable on its own account, on the turns' clock"
-        self.script_digest = ""
         self.gain: Gain | None = None
         "from nodes, as of the last plan"
         self.failures_seen: int | None = None
@@ -334,8 +333,8 @@ class Book:
         self.paths = paths
         self.runs: dict[str, Run] = {}
         self.current: dict[str, Run] = {}
-        "those of which something may still come; the others are in `archive`"
-        self.archive = Archive()
+        "those of which something may still come; the others rest"
+        self.pruned = PrunedRuns()
         self.principals: dict[str, Allocation] = {}
         "authenticated key -> for whose agents it may speak"
         self.hearing = Hearing()
@@ -467,13 +466,12 @@ class Book:
         for allocation in run.allocations.values():
             self.close(run, allocation)
         del self.current[run.id]
-        self.archive.add(run)
 
     def forget(self, run: Run, now: float) -> None:
-        """Drop a run that has ended, and whose jobs are in its sums. The archive has what it used; `now`: Unix time."""
+        """Drop a run that has ended, and whose jobs are in its sums. `pruned` has what it used; `now`: Unix time."""
         if run.id in self.current:
             self.rest(run)
-        self.archive.prune(run, now)
+        self.pruned.add(run, now)
         del self.runs[run.id]
 
     def new_allocation(self, run: Run, kind: AllocationKind, now: float, **known: object) -> Allocation:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from builders import NOW, allocation, cluster, node, preempting, request
+from fallow.config import Config
 from fallow.core import records
 from fallow.core.accounting.backoff import LONGEST_S, Asker, Backoff, Scope, base_job, harvest_jobs, scope_of
 from fallow.core.planning.learner import Learner
 from fallow.core.planning.rules import Demand, HarvestRules, Known
-from fallow.head.slurm.learning import BACKOFF, Learning
+from fallow.head.slurm.asking import BACKOFF
+from fallow.head.slurm.harvest import Harvest
 from fallow.model import AllocationState
 from fallow.slurm import parse
 from planning import asked
@@ -92,12 +94,12 @@ def test_waits_double_up_to_an_hour_and_a_start_ends_them() -> None:
 
 
 def test_what_one_run_puts_off_concerns_no_other_and_the_next_head_goes_on_with_it() -> None:
-    before, learning = Backoff(), Learning()
+    before, harvest = Backoff(), Harvest(Config())
     for _ in range(2):
         before.put_off(harvest_jobs("r"), NOW)
     before.put_off(base_job("r"), NOW)
-    learning.recall({BACKOFF: records.encode(before)})
-    backoff = learning.known.backoff
+    harvest.recall({BACKOFF: records.encode(before)})
+    backoff = harvest.known.backoff
     backoff.forget(Asker())
     jobs = (harvest_jobs("r"), base_job("r"), harvest_jobs("s"))
     assert [backoff.put_off_until(what) - NOW for what in jobs] == [120.0, 60.0, -NOW]
