@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 
 import builders
+from fallow.control.client import ControlClient
 from fallow.core import records
 from fallow.core.allocations import Allocation
-from fallow.core.protocol.agents import Beat, EndNoted, Setup
+from fallow.core.protocol.agents import Beat, EndAgent, EndNoted, Setup
+from fallow.files import read_struct
+from fallow.head.api import ledgers
 from fallow.head.loop import faults as faults_module
 from fallow.head.loop.faults import MAX_KINDS, MENDED_S, TEXT, Faults, Quarantine
 from fallow.head.loop.inbox import Heard
@@ -26,7 +30,9 @@ from fallow.model import (
     Exit,
     FallowError,
     OwnerView,
+    RunReport,
     RunStatus,
+    SampleReport,
 )
 from fallow.store.client import Write
 from head_in_process import Serving, serving
@@ -216,6 +222,46 @@ async def test_a_request_that_fails_is_answered_and_changes_nothing(
             head.head._book.runs[made.run].record.drained = ["n1"]
         (error,) = (await head.snapshot()).head.internal_errors
         assert (error.source, error.count) == ("request resume", 2)
+
+
+async def test_the_head_goes_on_while_the_samples_of_a_long_run_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, counted = threading.Event(), SampleReport(consumed=7, lost=0, duplicated=0)
+
+    def slow(*_: object) -> SampleReport:
+        gate.wait(60)
+        return counted
+
+    monkeypatch.setattr(ledgers, "audit", slow)
+    async with serving(tmp_path) as head, await ControlClient.connect(head.head.paths.head_file) as other:
+        made = await head.create()
+        asked = asyncio.create_task(other.call("report", RunReport, run=made.run))
+        await head.call("cancel", run=made.run)
+        assert (await head.snapshot()).runs[0].status is RunStatus.CANCELLED
+        file = head.head.paths.run(made.run).report
+        assert not asked.done() and read_struct(file, RunReport).samples.consumed == 0
+        gate.set()
+        assert (await asked).samples == counted
+        await head.until(lambda _: read_struct(file, RunReport).samples == counted, "the samples are in the report")
+
+
+async def test_a_report_is_there_before_agents_are_told_that_the_run_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`fallow run` reads there whether the rest of its script is to run."""
+    async with serving(tmp_path) as head:
+        made = await head.create(local=False)
+        await head.take(hello(head, made.run))
+        told, file = list[bool](), head.head.paths.run(made.run).report
+
+        def send(peer: str, message: object) -> None:
+            if isinstance(message, EndAgent):
+                told.append(file.exists())
+
+        monkeypatch.setattr(head.head._router, "send", send)
+        await head.call("cancel", run=made.run)
+        assert told == [True]
 
 
 async def test_a_message_that_cannot_be_sent_costs_that_message(

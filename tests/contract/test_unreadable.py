@@ -18,7 +18,7 @@ from command_line import as_a_batch_script, write_command
 from fallow.core.membership.records import Root
 from fallow.core.membership.roster import Roster
 from fallow.files import Paths
-from fallow.head.api.ledgers import count_samples
+from fallow.head.api.ledgers import sample_count
 from fallow.model import Exit, FallowError
 
 NOBODY = 65534
@@ -105,7 +105,7 @@ def test_a_job_whose_key_cannot_be_read_ends_and_runs_no_line_more(stranger: Str
 
 def test_ledgers_that_cannot_be_read_are_no_lost_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     roster = Roster(Root(run="r", minimum=1, maximum=1, limit=1))
-    assert count_samples(tmp_path / "none", roster, []).consumed == 0
+    assert sample_count(tmp_path / "none", roster, [])().consumed == 0
 
     def refuse(folder: object) -> None:
         raise PermissionError(13, "Permission denied", str(folder))
@@ -113,4 +113,4 @@ def test_ledgers_that_cannot_be_read_are_no_lost_samples(tmp_path: Path, monkeyp
     for name in ("listdir", "scandir"):
         monkeypatch.setattr(os, name, refuse)
     with pytest.raises(FallowError, match=f"{tmp_path}: cannot be read .Permission denied.; check"):
-        count_samples(tmp_path, roster, [])
+        sample_count(tmp_path, roster, [])()

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
 
 from fallow.config import Config
@@ -23,12 +24,12 @@ from fallow.core.checks.network import port_range
 from fallow.core.protocol.agents import FromAgent
 from fallow.files import Paths, write_struct
 from fallow.head import deadlines
-from fallow.head.api.handler import ControlHandler, report_of
+from fallow.head.api.handler import ControlHandler, counted_report, report_of
 from fallow.head.api.metrics import Metrics
 from fallow.head.api.operations import Operations
 from fallow.head.api.pruning import Pruning
 from fallow.head.loop.durable import Durable
-from fallow.head.loop.faults import Faults, Quarantine
+from fallow.head.loop.faults import Faults, Quarantine, in_thread
 from fallow.head.loop.inbox import Heard, Inbox, Item, Tick, Work, tell
 from fallow.head.loop.notify import Notifier
 from fallow.head.loop.stop_file import StopFile
@@ -108,7 +109,7 @@ class Head:
         self._slurm = paced
         self._calls = SlurmCalls(paced, paths, self._harvest, self._inbox, self._faults)
         self._stop_file = StopFile(config.site.stop_file, self._inbox, self._harvest.asking.switch)
-        self._pruning = Pruning(config.prune, partial(report_of, self._book))
+        self._pruning = Pruning(config.prune, partial(counted_report, self._book))
         self._handler = ControlHandler(
             Operations(self._book, self._harvest, self._pruning),
             self._book,
@@ -339,6 +340,9 @@ class Head:
     async def _carry_out(self, turn: Turn) -> None:
         """What is durable by now; what cannot be done is counted, and the rest is done."""
         self._calls.carry_out(turn)
+        for run_id in turn.ended:
+            with self._counted("report", run_id):
+                self._write_report(self._book.runs[run_id])
         try:
             await self._send(turn)
         finally:  # also if the head is stopped in the middle
@@ -353,9 +357,6 @@ class Head:
                 keeps_up = await self._router.encrypted()
 
     def _clean_up(self, turn: Turn) -> None:
-        for run_id in turn.ended:
-            with self._counted("report", run_id):
-                self._write_report(self._book.runs[run_id])
         if turn.removals:
             with self._counted("removal of checkpoints"):
                 checkpoints.remove(turn.removals)
@@ -363,10 +364,17 @@ class Head:
             self._router.drop(key)
 
     def _write_report(self, run: Run) -> None:
-        try:
-            write_struct(self.paths.run(run.id).report, report_of(self._book, run))
-        except (OSError, FallowError) as error:  # `fallow report` tries again
-            log.warning("report.unwritten", run=run.id, error=str(error))
+        """Before agents are told that the run is over: `fallow run` reads there whether the rest of its script runs."""
+        (report, count), file = report_of(self._book, run), self.paths.run(run.id).report
+
+        def write(counts: bool) -> None:
+            try:
+                write_struct(file, msgspec.structs.replace(report, samples=count()) if counts else report)
+            except (OSError, FallowError) as error:  # `fallow report` tries again
+                log.warning("report.unwritten", run=run.id, error=str(error))
+
+        write(False)
+        self._faults.beside("report", asyncio.wrap_future(in_thread(partial(write, True), "report")))
 
     @contextlib.contextmanager
     def _counted(self, source: str, run: str | None = None) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import math
@@ -14,11 +15,11 @@ import msgspec
 
 from fallow import __version__
 from fallow.head.api import views
-from fallow.head.api.ledgers import count_samples
+from fallow.head.api.ledgers import sample_count
 from fallow.head.api.operations import CHANGING, Operations
 from fallow.head.api.pruning import kept_report
 from fallow.head.loop.durable import Durable
-from fallow.head.loop.faults import Faults
+from fallow.head.loop.faults import Faults, in_thread
 from fallow.head.loop.inbox import Inbox
 from fallow.head.loop.turn import Turn, steady
 from fallow.head.slurm import accounts
@@ -33,6 +34,7 @@ from fallow.model import (
     Prospect,
     RunReport,
     RunSpec,
+    SampleReport,
     Snapshot,
     Struct,
     UsageReport,
@@ -117,7 +119,8 @@ class ControlHandler:
         return self._harvest.prospect(self._book, spec)
 
     async def report(self, run: Name) -> RunReport:
-        return report_of(self._book, self._book.get(run))
+        found, count = report_of(self._book, self._book.get(run))
+        return msgspec.structs.replace(found, samples=await asyncio.wrap_future(in_thread(count, "report")))
 
     async def usage(self, by: Name = "run", since: Name | None = None, run: Name | None = None) -> UsageReport:
         if by not in ("run", "project", "day"):
@@ -184,12 +187,23 @@ class ControlHandler:
         )
 
 
-def report_of(book: Book, run: Run) -> RunReport:
-    """The report of a run: the one that was kept when its ledgers were removed, or how things stand now."""
+def report_of(book: Book, run: Run) -> tuple[RunReport, Callable[[], SampleReport]]:
+    """The report of a run, and what counts its samples (`sample_count`); until then nothing is known of them.
+
+    The report is the one that was kept when its ledgers were removed, or how things stand now.
+    """
     if (kept := kept_report(book, run)) is not None:
-        return kept
-    history = list(run.generations)
-    return views.run_report(run, history, count_samples(book.paths.run(run.id).ledger, run.roster, history))
+        return kept, lambda: kept.samples
+    history, contract = list(run.generations), run.root.contract
+    unknown = 0 if contract is None else contract.global_batch * run.roster.front
+    report = views.run_report(run, history, SampleReport(consumed=0, lost=0, duplicated=0, unknown=unknown))
+    return report, sample_count(book.paths.run(run.id).ledger, run.roster, history)
+
+
+def counted_report(book: Book, run: Run) -> RunReport:
+    """The whole report of a run."""
+    report, count = report_of(book, run)
+    return msgspec.structs.replace(report, samples=count())
 
 
 READING = ("status", "events", "report", "test_harvest", "usage", "prospect")

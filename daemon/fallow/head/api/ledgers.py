@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from fallow.core.membership.names import member_name
@@ -14,45 +14,39 @@ from fallow.model import GenerationReport, SampleReport
 from fallow.worker.data.ledger import Record, read_ledger
 
 
-def count_samples(folder: Path, roster: Roster, history: Sequence[GenerationReport]) -> SampleReport:
-    """Audit one run: consumed, lost and duplicated samples of its finished steps.
+def sample_count(folder: Path, roster: Roster, history: Sequence[GenerationReport]) -> Callable[[], SampleReport]:
+    """Prepare to audit one run: consumed, lost and duplicated samples of the steps that are finished now.
+
+    To read what a long run has written takes a while. What is returned does that; it looks at nothing that changes, so
+    it is for a thread. It raises FallowError where a ledger cannot be read.
 
     Args:
         folder: the run's ledgers, one file per worker.
         roster: how far it is.
         history: of all generations: says which one computed which steps.
-
-    Raises:
-        FallowError: a ledger cannot be read.
     """
     first_steps = {g.generation: g.first_step for g in history if g.first_step is not None}
     root = roster.root
     steps = root.final.steps if root.final is not None else roster.front
-    records = (record for path in _ledgers(folder) for record in _read(path))
     incomplete = root.unrecorded | {n: node.unrecorded for n, node in roster.nodes.items()}
     gaps = [
         Gap(first_step=first, last_step=_last_step(history, member_name(n)))
         for n, first in incomplete.items()
         if first is not None
     ]
-    return audit(records, first_steps, steps, 0 if root.contract is None else root.contract.global_batch, gaps)
+    per_step = 0 if root.contract is None else root.contract.global_batch
+    return lambda: audit(_records(folder), first_steps, steps, per_step, gaps)
 
 
-def _ledgers(folder: Path) -> list[Path]:
-    # Not `glob`: to it a folder that cannot be read is empty, and all samples would be reported as lost.
+def _records(folder: Path) -> Iterator[Record]:
+    path = folder
     try:
-        return sorted(path for path in folder.iterdir() if path.suffix == ".ledger")
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+        # Not `glob`: to it a folder that cannot be read is empty, and all samples would be reported as lost.
+        for path in sorted(path for path in folder.iterdir() if path.suffix == ".ledger"):
+            yield from read_ledger(path)
     except OSError as error:
-        raise unreadable(folder, error) from error
-
-
-def _read(path: Path) -> list[Record]:
-    try:
-        return read_ledger(path)
-    except OSError as error:
-        raise unreadable(path, error) from error
+        if path is not folder or not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise unreadable(path, error) from error
 
 
 def _last_step(history: Sequence[GenerationReport], name: str) -> int:

@@ -7,6 +7,7 @@ The head does this by itself, and `fallow prune` at once.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -114,7 +115,7 @@ class Pruning:
         """False: the report cannot be written, and the ledgers are all that is known of the samples."""
         paths = turn.book.paths.run(run.id)
         try:
-            if not run.record.pruned and paths.root.exists():
+            if not run.record.pruned and paths.root.exists() and not _is_counted(paths.report):
                 write_struct(paths.report, self._report(run))
         except (OSError, FallowError) as error:
             log.warning("prune.report", run=run.id, error=str(error))
@@ -146,6 +147,13 @@ def kept_report(book: Book, run: Run) -> RunReport | None:
         return read_struct(book.paths.run(run.id).report, RunReport)
     except FileNotFoundError:
         return None
+
+
+def _is_counted(report: Path) -> bool:
+    """Is the report there that was made when the run ended? To count the samples again would hold up all runs."""
+    with contextlib.suppress(OSError, FallowError):
+        return not read_struct(report, RunReport).samples.unknown
+    return False
 
 
 def _ended(book: Book) -> dict[str, float]:

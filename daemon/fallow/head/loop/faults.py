@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from pathlib import PurePath
+from typing import TypeVar
 
 import structlog
 
@@ -33,6 +36,27 @@ GIVE_UP_AFTER = 3
 """A run whose ticks fail so often in a row is stopped."""
 
 
+T = TypeVar("T")
+
+
+def in_thread(call: Callable[[], T], name: str) -> Future[T]:
+    """Make a call that takes long, or that a file system never answers, in a thread of its own.
+
+    It holds up nobody, nor the head's end. The loop's own threads are few, and polls are read there.
+    """
+    future = Future[T]()
+    future.set_running_or_notify_cancel()  # whoever stops waiting for it cannot stop it
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:  # it is whoever's who waits for it
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
 class Faults:
     """Counts unexpected errors. Two of one source, type and line of code are of one kind."""
 
@@ -40,6 +64,8 @@ class Faults:
         self._kinds: dict[tuple[str, str, str], InternalError] = {}
         self._in_a_row: Counter[str] = Counter()
         "run -> ticks that failed since one was good"
+        self._tasks: set[asyncio.Task[None]] = set()
+        "calls beside the loop that have not ended"
 
     def note(self, source: str, error: BaseException, run: str | None = None) -> str:
         """Count an error.
@@ -80,6 +106,20 @@ class Faults:
             return False
         self._in_a_row[run] += 1
         return self._in_a_row[run] >= GIVE_UP_AFTER
+
+    def beside(self, source: str, call: Awaitable[None]) -> asyncio.Task[None]:
+        """Make a call beside the loop; its errors are counted."""
+
+        async def counted() -> None:
+            try:
+                await call
+            except Exception as error:
+                self.note(source, error)
+
+        task = asyncio.get_running_loop().create_task(counted())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def keep_running(self, source: str, serve: Callable[[], Awaitable[None]]) -> None:
         """Run a task of the head's; one that fails is started again, after a pause that grows while it goes on failing.

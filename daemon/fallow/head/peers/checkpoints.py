@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import threading
-from collections.abc import Callable, Collection
-from concurrent.futures import Future
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import structlog
 
 from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Checkpoint, Report
+from fallow.head.loop.faults import in_thread
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Run
 from fallow.model import ChangeKind, FallowError
@@ -42,7 +41,7 @@ def _adopt_run(turn: Turn, run: Run) -> None:
     if was_empty is None:
         _take(turn, run, look())
     elif run.is_empty > was_empty:
-        run.look = _beside(look)
+        run.look = in_thread(look, "look-for-checkpoints")
     if run.look is not None and run.look.done():
         done, run.look = run.look, None
         _take(turn, run, done.result())
@@ -75,20 +74,6 @@ def _take(turn: Turn, run: Run, look: Look) -> None:
             turn.apply(run, ev.Found(at=turn.at, checkpoint=found))
 
 
-def _beside(look: Callable[[], Look]) -> Future[Look]:
-    """Look in a thread that holds up nobody, nor the head's end."""
-    future = Future[Look]()
-
-    def run() -> None:
-        try:
-            future.set_result(look())
-        except Exception as error:  # it is the run's, once its turn asks
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="look-for-checkpoints", daemon=True).start()
-    return future
-
-
 def by_this_clock(run: Run, report: Report, now: float) -> Report:
     """The report, with the time of its newest checkpoint's snapshot by this host's clock (`now`: Unix time).
 
@@ -115,7 +100,7 @@ def due_in_s(run: Run, every_s: float, now: float) -> float | None:
 
 def remove(folders: list[str]) -> None:
     """Delete folders, such as checkpoints, beside the main loop: a shared file system takes its time."""
-    threading.Thread(target=_remove, args=(list(folders),), name="remove-checkpoints", daemon=True).start()
+    in_thread(partial(_remove, list(folders)), "remove-checkpoints")
 
 
 def _remove(folders: list[str]) -> None:

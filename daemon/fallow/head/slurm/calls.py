@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
 
 import structlog
 
@@ -66,8 +65,6 @@ class SlurmCalls:
         self._harvest = harvest
         self._inbox = inbox
         self._faults = faults or Faults()
-        self._tasks: set[asyncio.Task[None]] = set()
-        "calls beside the loop that have not ended"
         self._tested_at = -TEST_EVERY_S
         self._submissions: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         self._owner: OwnerView | None = None
@@ -254,7 +251,7 @@ class SlurmCalls:
         asked = self._owner_task
         if asked is None or (asked.done() and _now() - self._owner_at > OWNER_EVERY_S):
             self._owner_at = _now()
-            asked = self._owner_task = self._keep("Slurm owner", self._ask_owner(slurm))
+            asked = self._owner_task = self._faults.beside("Slurm owner", self._ask_owner(slurm))
         return asked
 
     async def _ask_owner(self, slurm: PacedClient) -> None:
@@ -268,21 +265,7 @@ class SlurmCalls:
     def cancel(self, jobs: list[str]) -> None:
         """Cancel jobs, beside the loop."""
         if self._slurm is not None:
-            self._keep("Slurm cancel", self._cancel(self._slurm, jobs))
-
-    def _keep(self, source: str, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Make a call beside the loop; its errors are counted."""
-
-        async def counted() -> None:
-            try:
-                await call
-            except Exception as error:
-                self._faults.note(source, error)
-
-        task = asyncio.get_running_loop().create_task(counted())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+            self._faults.beside("Slurm cancel", self._cancel(self._slurm, jobs))
 
     @staticmethod
     async def _cancel(slurm: PacedClient, jobs: list[str]) -> None:

@@ -21,7 +21,7 @@ from fallow.core.membership.messages import Contract
 from fallow.core.membership.records import Node, Root
 from fallow.core.membership.roster import Roster
 from fallow.core.training.audit import audit
-from fallow.head.api.ledgers import count_samples
+from fallow.head.api.ledgers import sample_count
 from fallow.model import ChangeKind, GenerationReport, Parts
 from fallow.worker.data import ledger as ledgers
 from fallow.worker.data.ledger import Fed, Gap, Ledger, Record, Start, read_ledger
@@ -118,7 +118,7 @@ def test_what_a_lost_node_could_not_write_is_unknown_as_long_as_it_was_a_member(
     roster.nodes[1].step = 10
     roster.nodes[2].unrecorded = 3
     roster.forget(roster.nodes[2])
-    report = count_samples(tmp_path, roster, [generation(1, ["n0", "n1"], 0), generation(2, ["n0"], 7)])
+    report = sample_count(tmp_path, roster, [generation(1, ["n0", "n1"], 0), generation(2, ["n0"], 7)])()
     assert (report.consumed, report.unknown, report.lost, report.duplicated) == (20, 16, 4, 0)
 
 
