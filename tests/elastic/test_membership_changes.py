@@ -9,9 +9,10 @@ import asyncio
 import json
 import signal
 
-from elastic_rig import Elastic, MakeRig, Rig, phase, ranked, send, until
+from elastic_rig import Elastic, MakeRig, Rig, phase, ranked, send
 
 from fallow.model import MemberPhase, RunStatus
+from waiting import until
 
 
 async def test_h1_h13_t1_t2_t4_d4_n11_survivors_keep_their_order_when_the_first_members_leave(
@@ -84,18 +85,6 @@ async def test_h5_h8_e3_n5_r1_from_nothing_to_too_many_and_below_the_minimum(mak
         await run.becomes(["n3", "n6"])
 
         await run.judged()
-
-
-async def test_r3_r4_newcomers_that_are_ready_join_at_once_and_together(make_rig: MakeRig) -> None:
-    """Six newcomers in two bursts: no last call, and not one change for each of them."""
-    async with make_rig() as rig:
-        run = await (await rig.run("--steps", 60, most=8)).begin(2)
-        await run.arrive(6)
-        await run.grow(3)
-        await run.grow(3)
-        await run.becomes([f"n{i}" for i in range(8)])
-        report = await run.judged()
-    assert len(report.generations) <= 3
 
 
 async def test_s3_s4_e6_leavers_that_are_warned_hand_over_first(make_rig: MakeRig) -> None:

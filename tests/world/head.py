@@ -58,7 +58,8 @@ class Store:
                 self.records.pop(key, None)
             else:
                 self.records[key] = raw
-        self.root = decode(self.records["root"], Root)
+        if "root" in writes:
+            self.root = decode(self.records["root"], Root)
         return True
 
     def go_back(self, to: float) -> None:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from fallow.core.membership import events as ev
@@ -22,6 +23,11 @@ from world.node import Host, Worker
 
 if TYPE_CHECKING:
     from world.world import World
+
+
+@lru_cache(maxsize=256)
+def _node(raw: bytes) -> Node:
+    return decode(raw, Node)
 
 
 class Violation(AssertionError):
@@ -60,7 +66,7 @@ class Observer:
 
     def _seats(self) -> tuple[int, ...]:
         stored = self.w.store.records.items()
-        nodes = [decode(raw, Node) for key, raw in stored if key.startswith("node/")]
+        nodes = [_node(raw) for key, raw in stored if key.startswith("node/")]
         return tuple(node.id for node in sorted(nodes, key=lambda node: node.seat) if node.seat)
 
     def see_store_go_back(self) -> None:
