@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ from fallow.files import Paths, write_struct
 from fallow.model import AllocationKind, KeyFile
 from fallow.wire.keys import new_keypair
 from fallow.wire.router import Router
+from waiting import until
 
 DEADLINE_S = 120.0
 M = TypeVar("M")
@@ -190,19 +190,3 @@ class Head:
         if self.agent is not None and self.agent.returncode is None:
             self.agent.send_signal(signal.SIGKILL)
             await self.agent.wait()
-
-
-async def until(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + DEADLINE_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "condition did not come true"
-        await asyncio.sleep(0.01)
-    return found
-
-
-def gone(pid: int) -> bool:
-    """Ended; a zombie that nobody waits for counts."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True

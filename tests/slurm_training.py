@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fallow.model import EventRecord, MemberPhase, MemberView, RunReport, RunStatus, RunView
+from waiting import wait_for
 
 T = TypeVar("T")
 
@@ -18,23 +17,17 @@ START_S = 300.0
 """From a submission to a member: two processes that import torch, on cores shared with others."""
 REACT_S = 180.0
 """From a signal or a decision to what follows from it, a start of a node included."""
-LOOK_S = 0.05
 SAMPLES_PER_STEP = 16
 SUBMITTED = re.compile(r"^(\S+): job (\d+)")
-TRAIN = Path(__file__).parent / "e2e" / "slurm_train.py"
-"""The script of all of them: FOLDER STEPS PACE."""
 
 _GONE = frozenset(("CANCELLED", "COMPLETED", "FAILED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY"))
 
 
-def wait_for(what: str, condition: Callable[[], T], seconds: float, story: Callable[[], str] | None = None) -> T:
-    """The first true answer of `condition`; at the deadline the test fails and says what was waited for."""
-    deadline, nothing = time.monotonic() + seconds, threading.Event()
-    while not (answer := condition()):
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {seconds:g} s: {what}" + (f"\n{story()}" if story else ""))
-        nothing.wait(LOOK_S)
-    return answer
+def train_words(folder: Path, steps: int, pace_s: float) -> str:
+    """The script of all of them and its arguments: as many steps as are said, which end when a test says so."""
+    script = Path(__file__).parent / "e2e" / "local_training.py"
+    size = f"--samples 64 --batch-size 2 --global-batch {SAMPLES_PER_STEP}"
+    return f"{script} {size} --steps {steps} --pace {pace_s} --hurry {folder}/hurry --trace {folder}"
 
 
 @dataclass(frozen=True)

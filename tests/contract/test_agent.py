@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from agent_head import DEADLINE_S, PUPPET, WAIT, Head, gone, until
-from fallow.core.membership.messages import End, Fault
+from agent_head import DEADLINE_S, PUPPET, WAIT, Head
+from fallow.core.membership.messages import End
 from fallow.core.protocol.agents import (
     Admitted,
     Beat,
@@ -32,6 +32,7 @@ from fallow.core.protocol.agents import (
 from fallow.files import read_struct, write_struct
 from fallow.model import HIDDEN, SHOWN, Exit, HeadFile
 from fallow.wire.router import agent_of, key_of
+from waiting import gone, until
 
 
 @pytest.fixture
@@ -243,22 +244,6 @@ async def test_agent_ends_with_its_parent(head: Head) -> None:
     parent.kill()
     await parent.wait()
     await until(lambda: gone(agent) and gone(worker))
-
-
-async def test_a_worker_that_crashes_takes_its_sibling_with_it_and_one_end_is_told(head: Head) -> None:
-    await head.launch_two()
-    fault = Fault(code=65, message="no", signature="ValueError at x.py:1")
-    last_words = f"say(fault=Fault(**{msgspec.to_builtins(fault)!r})); sys.stderr.write('out of memory'); os._exit(65)"
-    head.order(noted=f"if slot == 1: {last_words}")
-    ended = await head.hear(Ended)
-    assert (ended.node, ended.code, ended.signal, ended.tail) == (1, 65, None, "out of memory")
-    assert not ended.is_ordered
-    assert ended.report is not None
-    assert ended.report.fault == fault
-    assert head.workers() == []
-    head.send(EndNoted(node=1, boot=1))
-    assert (await head.hear(Beat)).report is None
-    assert all(said == ended for said in head.heard if isinstance(said, Ended)), "it may have been repeated by then"
 
 
 async def test_workers_that_no_record_knows_are_introduced_again_and_end_if_another_has_their_number(

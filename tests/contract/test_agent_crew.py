@@ -12,10 +12,11 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from threading import Thread
 
+import msgspec
 import pytest
 
 import builders
-from agent_head import DEADLINE_S, PUPPET, WAIT, gone, until
+from agent_head import DEADLINE_S, PUPPET, WAIT
 from fallow.agent import crew as crew_module
 from fallow.agent.crew import Crew
 from fallow.agent.merge import merge_report
@@ -23,10 +24,11 @@ from fallow.agent.place import Place
 from fallow.agent.process import inherit_orphans
 from fallow.agent.worker import Launch
 from fallow.core.checks.devices import Devices
-from fallow.core.membership.messages import End, Gather, Order
+from fallow.core.membership.messages import End, Fault, Gather, Order
 from fallow.core.protocol.agents import Ended, News
 from fallow.files import RunPaths
 from fallow.model import STACK_SIGNAL
+from waiting import gone, until
 
 Start = Callable[..., Crew]
 FINISHED = "Finish(generation=1, steps=1, digest='d')"
@@ -282,14 +284,17 @@ async def test_a_worker_that_hangs_writes_its_stack_before_it_is_killed(
     assert (await told_to_end(tmp_path / "2", is_awaited=False)).signal == signal.SIGKILL
 
 
-async def test_a_crash_before_the_order_is_no_ordered_end(tmp_path: Path) -> None:
+async def test_a_crash_takes_the_sibling_along_and_is_no_ordered_end_though_an_order_follows(tmp_path: Path) -> None:
     async with working(tmp_path) as rig:
         _, second = rig.pids()
-        rig.order("if slot == 0: os.kill(os.getpid(), signal.SIGSEGV)")
+        fault = Fault(code=65, message="no", signature="ValueError at x.py:1")
+        words = f"say(fault=Fault(**{msgspec.to_builtins(fault)!r})); sys.stderr.write('out of memory')"
+        rig.order(f"if slot == 0: {words}; os.kill(os.getpid(), signal.SIGSEGV)")
         await rig.until(lambda: rig.pids()[0] == 0)
         rig.order(end=End(code=75, reason="test", kill=True))
         ended = await rig.ended()
-        assert (ended.signal, ended.is_ordered) == (11, False)
+        assert (ended.signal, ended.is_ordered, ended.tail) == (11, False, "out of memory")
+        assert ended.report is not None and ended.report.fault == fault
         assert gone(second)
 
 

@@ -17,6 +17,7 @@ from fallow.model import JobRequest
 from fallow.slurm.cli import CliClient
 from fallow.slurm.client import SlurmUnavailable, SubmitUnknown
 from fallow.testbed.cluster import Testbed
+from waiting import until
 
 pytestmark = pytest.mark.slurm
 
@@ -88,10 +89,7 @@ async def test_a_job_starts_from_the_captured_environment_folder_and_umask(
         options=["--time=5", "--output=out"],
     )
     await CliClient(testbed.conf).submit(request)
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "args").exists():
-        assert time.monotonic() < deadline, testbed.slurm("squeue", "-t", "all")
-        await asyncio.sleep(0.05)
+    await until((tmp_path / "args").exists)
     assert (tmp_path / "args").read_text().splitlines() == ["one", "two words", "--three"]
     assert (tmp_path / "args").stat().st_mode & 0o777 == 0o640
     seen = dict(line.partition("=")[::2] for line in (tmp_path / "env").read_text().splitlines())
@@ -151,16 +149,11 @@ async def test_a_cancelled_call_leaves_no_process(testbed: Testbed) -> None:
     os.kill(pid, signal.SIGSTOP)
     try:
         call = asyncio.create_task(CliClient(testbed.conf).poll())
-        deadline = time.monotonic() + 120
-        while not _children("squeue"):
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.01)
+        await until(lambda: _children("squeue"))
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        while _children("squeue") or _children("scontrol"):
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.01)
+        await until(lambda: not _children("squeue") and not _children("scontrol"))
     finally:
         os.kill(pid, signal.SIGCONT)
 
@@ -179,10 +172,7 @@ async def test_requests_wait_behind_others_jobs_whatever_the_sites_weights(testb
     testbed.conf.write_text(conf.replace("PriorityType=priority/basic", weights))
     pid = testbed.daemon_pid("slurmctld")
     os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 120
-    while pid in testbed.processes():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
+    await until(lambda: pid not in testbed.processes())
     testbed.restart_slurmctld()
     client = CliClient(testbed.conf)
     nice = nice_for(await client.config(), 100_000)

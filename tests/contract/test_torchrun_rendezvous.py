@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 
 import msgspec
 import psutil
@@ -31,16 +32,11 @@ from fallow.core.protocol.workers import FromWorker, Heard, Part, Start, Status,
 from fallow.model import RunStatus
 from fallow.worker.session.session import Session
 from fallow.worker.torchrun.backend import Handler
+from waiting import wait_for
 
 WITHIN_S = 90.0
 SETUP = builders.setup(beat_s=0.05)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + WITHIN_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
+until = partial(wait_for, "the head and the scripts are where they should be")
 
 
 class Head:

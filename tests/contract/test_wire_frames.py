@@ -19,13 +19,13 @@ import msgspec
 import pytest
 
 import builders
-from agent_head import until
 from fallow.core.membership.messages import VERSION, Gathered, Order, Wire
 from fallow.core.protocol.agents import News
 from fallow.core.protocol.workers import FromWorker, Heard, Part, Start, Status, ToWorker
 from fallow.wire.codec import MAX_MESSAGE, Decoder, encode
 from fallow.wire.frames import AgentChannel, WorkerChannel
 from fallow.wire.waiting import MOST
+from waiting import until
 
 DEADLINE_S = 60.0
 SCRIPT = Path(__file__).parent / "frames_worker.py"

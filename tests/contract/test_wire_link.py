@@ -22,6 +22,7 @@ from fallow.wire.address import host_of, local_address_towards, own_address, res
 from fallow.wire.keys import KeyPair, new_keypair
 from fallow.wire.link import Link
 from fallow.wire.router import Router
+from waiting import until
 
 DEADLINE_S = 60.0
 HEAD, PEER = new_keypair(), new_keypair()
@@ -134,9 +135,7 @@ async def test_a_link_that_cannot_read_dials_again(setup: Setup, monkeypatch: py
     peer, _ = await router.recv()
     monkeypatch.setattr(codec.Decoder, "decode", lambda *_: 1 // 0)
     assert router.send(peer, News(term=1))
-    async with asyncio.timeout(DEADLINE_S):
-        while link.connected:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: not link.connected)
     monkeypatch.undo()
     assert await setup.next() == hello(2)
 
@@ -223,9 +222,7 @@ async def test_the_head_is_found_again_by_a_key_that_it_accepts_later(setup: Set
     router = await setup.head()
     link = setup.link(router)
     link.start()
-    async with asyncio.timeout(DEADLINE_S):
-        while router.refused["unknown key"] < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: router.refused["unknown key"] >= 2)
     setup.allowed.add(PEER.public)
     assert await setup.next() == hello(1)
     endpoint = link.endpoint

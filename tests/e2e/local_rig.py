@@ -18,8 +18,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +30,7 @@ from fallow.control.client import call
 from fallow.model import FallowError, MemberPhase, RunView, Snapshot
 from fallow.testbed.host import free_ports
 from nursery_client import MARK, OWN_MARK, NurseryClient
+from waiting import wait_for
 
 HERE = Path(__file__).parent
 TINY = str(HERE / "local_training.py")
@@ -102,7 +101,7 @@ class Fork:
 
     def communicate(self, timeout: float) -> tuple[str, str]:
         """Wait for its end; returns its standard output and error."""
-        wait(lambda: self.poll() is not None, timeout)
+        wait_for("the fork ends", lambda: self.poll() is not None, timeout)
         out, error = (path.read_text() for path in self._files)
         return out, error
 
@@ -247,7 +246,7 @@ class Box:
             view = self.look()
             return view if view is not None and condition(view) else None
 
-        return wait(holds)
+        return wait_for("the run is as it should be", holds)
 
 
 def ranked(view: RunView) -> list[str]:
@@ -256,22 +255,13 @@ def ranked(view: RunView) -> list[str]:
     return [m.member for m in sorted(members, key=lambda m: m.rank or 0)]
 
 
-def wait(condition: Callable[[], Any], seconds: float = 180.0) -> Any:
-    """The first true answer of `condition`; fails after `seconds`."""
-    deadline, pause = time.monotonic() + seconds, threading.Event()
-    while not (answer := condition()):
-        assert time.monotonic() < deadline, "the wait was in vain"
-        pause.wait(0.05)
-    return answer
-
-
 @pytest.fixture
 def box(tmp_path: Path, nursery: NurseryClient) -> Iterator[Box]:
     made = Box(tmp_path, nursery)
     yield made
     try:
         # What a test that has failed leaves behind may wait for its `hurry` for ever.
-        wait(made.nothing_left, 0.0 if made.going_on else 180.0)
+        wait_for("nothing is left", made.nothing_left, 0.0 if made.going_on else 180.0)
     finally:
         for process in made.processes():
             with contextlib.suppress(psutil.Error):

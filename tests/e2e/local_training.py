@@ -1,4 +1,4 @@
-"""A small training in float64 for `test_local.py`, and ways to get it wrong.
+"""A small training in float64 for `test_local.py` and for runs on Slurm, and ways to get it wrong.
 
 It takes 20 ms per step, so that a schedule has steps to happen at, and with `--hurry` longer at its end. In float64 the
 order of a sum moves the result by about 1e-16, which nothing in here amplifies: batch norm, dropout and a smooth
@@ -72,10 +72,10 @@ def main() -> None:
     parser.add_argument("--odd", help="this worker's model has one more output")
     parser.add_argument("--early", choices=["return", "raise"], help="never reach the loop")
     parser.add_argument("--reproducible", action="store_true")
-    parser.add_argument("--many-threads", help="this worker computes with two threads")
+    parser.add_argument("--trace", type=Path, help="in this folder each worker notes its steps: GENERATION STEP RANK")
     args = parser.parse_args()
     worker = os.environ.get("FALLOW_WORKER")
-    torch.set_num_threads(2 if worker is not None and worker == args.many_threads else 1)
+    torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
 
@@ -104,6 +104,7 @@ def main() -> None:
     resized: list[tuple[int, int, int]] = []
     run.on_resize(lambda: resized.append((run.size, run.rank, run.step)))
     mean = 0.0
+    trace = None if args.trace is None else (args.trace / f"{worker}-{os.getpid()}.steps").open("a", buffering=1)
     for update in updates(run, loader, args):
         for x, y in update:
             if args.fail_at == update.step and not run.rehearsing:
@@ -121,6 +122,8 @@ def main() -> None:
             time.sleep(args.pace)
         elif not run.rehearsing:
             rest(update.step, args.steps, args.pace, args.hurry)
+        if trace is not None and not run.rehearsing:
+            trace.write(f"{run.generation} {update.step} {run.rank}\n")
     if run.is_main and args.result is not None:
         weights = {name: value.tolist() for name, value in model.state_dict().items()}
         extras = {"resized": resized} if args.extras else {}

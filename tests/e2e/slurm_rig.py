@@ -29,7 +29,8 @@ from fallow.local.headprocess import HeadProcess
 from fallow.model import EventRecord, FallowError, HeadView, Snapshot
 from fallow.testbed.cluster import Testbed
 from fallow.testbed.conf import KILL_WAIT_S, Profile
-from slurm_training import REACT_S, SUBMITTED, TRAIN, Training, wait_for
+from slurm_training import REACT_S, SUBMITTED, Training, train_words
+from waiting import wait_for
 
 POLL_S = 1.0
 SETTINGS = {
@@ -209,7 +210,7 @@ class Rig:
         folder = self.folder / f"training{self._count}"
         folder.mkdir(mode=0o700)
         before_it = """sh -c '"$@"; exit $?' sh """ if shell else ""
-        train = f"-- {before_it}{sys.executable} {TRAIN} {folder} {steps} {pace_s}"
+        train = f"-- {before_it}{sys.executable} {train_words(folder, steps, pace_s)}"
         script = folder / "train.sbatch"
         text = _SCRIPT.replace("#FALLOW ", _COMPONENTS if heterogeneous else "#FALLOW ")
         text = text.format(command=words or train, before=before)

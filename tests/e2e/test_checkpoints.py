@@ -8,12 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from local_rig import TINY, Box, Plain, expected_samples, same, wait
+from local_rig import TINY, Box, Plain, expected_samples, same
 
 from command_line import Fallow
 from fallow.control.client import call
 from fallow.model import CheckpointState, CheckpointView, EventRecord, Exit, RunView
 from fallow.worker.checkpoint.restore import load
+from waiting import wait_for
 
 
 def usable(view: RunView) -> list[CheckpointView]:
@@ -58,7 +59,7 @@ def test_back_to_a_checkpoint_of_an_earlier_epoch_and_on(
         events: list[EventRecord] = call(head_file(box), "events", list[EventRecord], since=0, limit=1000)
         return [event.kind for event in events]
 
-    wait(lambda: kinds().count("start") == 2)
+    wait_for("they begin again", lambda: kinds().count("start") == 2)
     assert kinds().count("rollback") == 1
     box.hurry.touch()
     done = box.finish(process)

@@ -7,9 +7,10 @@ import signal
 import subprocess
 import sys
 
-from local_rig import TINY, Box, wait
+from local_rig import TINY, Box
 
 from fallow.model import Exit
+from waiting import wait_for
 
 TELLING = """
 import torch, fallow
@@ -51,7 +52,7 @@ def test_ctrl_c_in_the_loop_of_a_plain_script(box: Box) -> None:
     foreign = stderr.count("in _serve\n")
     assert stderr.count("Traceback") - foreign == stderr.count("KeyboardInterrupt") == 1, stderr
     assert foreign or stderr.rstrip().endswith("KeyboardInterrupt"), stderr
-    wait(box.nothing_left)
+    wait_for("nothing is left", box.nothing_left)
 
 
 def test_ranks_that_compute_other_bits_are_refused_in_a_reproducible_world(box: Box) -> None:

@@ -13,8 +13,9 @@ import pytest
 pytest.importorskip("torch")
 
 import group_member
-from local_rig import wait
 from torch.distributed import TCPStore
+
+from waiting import wait_for
 
 PATIENCE_S = 180.0
 
@@ -95,7 +96,7 @@ def wait_in(members: list[Member], kind: str) -> None:
     """As `launch`; returns when all of them wait."""
     for member in members:
         launch(member, kind)
-    wait(lambda: all(member.do("waits") for member in members))
+    wait_for("all wait", lambda: all(member.do("waits") for member in members))
 
 
 def test_what_is_told_does_not_pair_with_sums_whatever_the_order_of_the_launches(start) -> None:
@@ -133,7 +134,8 @@ def test_a_peer_that_is_stopped_or_killed_ends_every_wait_and_the_others_sum_on(
     for member in survivors:
         member.say("wait_and_verify")
     assert [member.result()[-1] for member in survivors] == [6.0] * 3
-    wait(lambda: not any("reaper" in name for member in survivors for name in member.do("threads")))
+    reaping = lambda: [name for member in survivors for name in member.do("threads") if "reaper" in name]  # noqa: E731
+    wait_for("the old group is gone", lambda: not reaping())
 
     *survivors, killed = survivors
     wait_in(survivors, kind)

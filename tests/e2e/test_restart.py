@@ -7,10 +7,11 @@ import signal
 import sys
 from pathlib import Path
 
-from local_rig import Box, ranked, wait
+from local_rig import Box, ranked
 
 from fallow.control.client import call
 from fallow.model import RunView
+from waiting import wait_for
 
 SCRIPT = str(Path(__file__).with_name("restarted_training.py"))
 
@@ -45,7 +46,7 @@ def train(box: Box, *members: str) -> RunView:
         last = starts(box)[-size:]
         return {one[:2] for one in last} == {(rank, size) for rank in range(size)} and step(box) > max(last)[2]
 
-    wait(trains)
+    wait_for(f"{members} have made a step together", trains)
     return view
 
 

@@ -10,7 +10,8 @@ import psutil
 import pytest
 from slurm_rig import Rig, telling
 
-from slurm_training import REACT_S, wait_for
+from slurm_training import REACT_S
+from waiting import wait_for
 
 ORPHAN_S = 300.0
 """No job of ours lives longer than this beyond what it is for."""

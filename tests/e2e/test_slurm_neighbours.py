@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import pytest
 from slurm_rig import Rig, telling
 
-from slurm_training import REACT_S, START_S, wait_for
+from slurm_training import REACT_S, START_S
+from waiting import wait_for
 
 pytestmark = pytest.mark.slurm
 

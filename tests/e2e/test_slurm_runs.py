@@ -15,7 +15,8 @@ import pytest
 from slurm_rig import POLL_S, Rig, environment_of, telling
 
 from fallow.model import RunStatus
-from slurm_training import REACT_S, START_S, wait_for
+from slurm_training import REACT_S, START_S
+from waiting import wait_for
 
 JOINED, LEFT = ("absorb", "mixed"), ("release", "mixed")
 """A node whose successor is ready leaves as that comes: one change, mixed."""

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from local_rig import wait
 
 from fallow.control.client import call
 from fallow.files import read_struct
 from fallow.model import Exit, HeadFile, RunSpec, Snapshot
+from waiting import wait_for
 
 PATIENCE_S = 120.0
 
@@ -74,7 +74,7 @@ def test_a_second_head_is_refused_by_name_and_one_that_was_replaced_ends(start: 
 
     def serving(host: str) -> subprocess.Popen[str]:
         head = start(host)
-        wait(lambda: file.exists() and read_struct(file, HeadFile).pid == head.pid, PATIENCE_S)
+        wait_for(f"{host} serves", lambda: file.exists() and read_struct(file, HeadFile).pid == head.pid)
         return head
 
     first = serving("login1")

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 
 from fallow.control.client import ControlClient
 from fallow.control.protocol import LocalAllocation, NewRun
@@ -41,6 +40,7 @@ from fallow.store.client import Store
 from fallow.worker.checkpoint.manifest import complete_ones
 from history import check_history
 from nursery_client import NurseryClient
+from waiting import gone, until
 
 TRAINING = str(Path(__file__).parent / "elastic_training.py")
 WAIT_S = 180.0
@@ -96,7 +96,7 @@ class Rig:
             send(pid, signal.SIGKILL)
         await self._control.aclose()
         await self.head.stop()
-        await until(lambda: not any(map(alive, [*self.agents, *self.workers])), "an agent or a worker is still there")
+        await until(lambda: all(map(gone, [*self.agents, *self.workers])), "an agent or a worker is still there")
 
     async def call(self, method: str, **params: Any) -> Any:
         """One request to the head."""
@@ -148,7 +148,7 @@ class Rig:
     def store_there(self) -> bool:
         """Its process is."""
         try:
-            return alive(store_pid(self.paths))
+            return not gone(store_pid(self.paths))
         except FileNotFoundError:
             return False  # it is being started
 
@@ -283,7 +283,7 @@ class Elastic:
         send(self.rig.head.pid, signal.SIGSTOP)
         for worker in workers:
             self.kill(worker)
-        await until(lambda: not any(alive(self.pids[worker]) for worker in workers), "a worker lives")
+        await until(lambda: all(gone(self.pids[worker]) for worker in workers), "a worker lives")
         send(self.rig.head.pid, signal.SIGCONT)
 
     def freeze(self, worker: str) -> None:
@@ -299,7 +299,7 @@ class Elastic:
     async def wakes_to_end(self, worker: str) -> None:
         """Its stopped process goes on after others took its place, and ends by itself."""
         self.signal(worker, signal.SIGCONT)
-        await until(lambda: not alive(self.pids[worker]), "the zombie lives")
+        await until(lambda: gone(self.pids[worker]), "the zombie lives")
 
     def plan(self, action: str, worker: str, place: int | str) -> Path:
         """Have this worker do that at a place (see the training), as in its first body of a step."""
@@ -498,20 +498,6 @@ async def stop(pid: int, seconds: float) -> None:
         await asyncio.sleep(seconds)
     finally:
         send(pid, signal.SIGCONT)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-async def until(condition: Callable[[], object], why: str, within_s: float = WAIT_S) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, why
-        await asyncio.sleep(LOOK_S)
 
 
 def judge(report: RunReport, undisturbed: RunReport, losses: int = 0, backs: int = 0, *, unheard: bool = False) -> None:

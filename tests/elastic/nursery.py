@@ -30,10 +30,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-import network
 import torch
 import torch.distributed
 import torch.utils.data
@@ -43,6 +43,9 @@ import fallow.head.main
 import fallow.worker.api.run
 from fallow.agent.__main__ import main as agent_main
 from fallow.worker.api.lazy_imports import put_off_compiler
+
+sys.path.append(str(Path(__file__).parents[1]))
+import network
 
 LONGEST = 1 << 20
 _PR_SET_PDEATHSIG = 1

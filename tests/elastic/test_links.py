@@ -10,9 +10,9 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import pytest
 from elastic_rig import Elastic, MakeRig, phase
-from network import FAST, HUB, Network, NoNetworkError, fast_address
 
 from lacking import lacks
+from network import FAST, HUB, Network, NoNetworkError, fast_address
 
 FOUND_S = 180.0
 """To find a cut link: 5 s of waiting, up to 4 s for the bytes that do not come, and what a busy machine adds."""

@@ -7,10 +7,11 @@ import signal
 import time
 
 import pytest
-from elastic_rig import LOOK_S, Elastic, MakeRig, Rig, alive, send, stop, until
+from elastic_rig import LOOK_S, Elastic, MakeRig, Rig, send, stop
 
 from fallow.files import read_struct
 from fallow.model import FallowError, HeadFile
+from waiting import gone, until
 
 PATIENCE_S = 8
 COMES_S = 240.0
@@ -81,8 +82,8 @@ async def test_o2_survivors_train_on_under_a_stand_in_head_and_write_checkpoints
         await run.becomes(["n0", "n1"], within_s=COMES_S)
         await run.saves()
         run.hurry()
-        await until(lambda: not any(map(alive, rig.agents)), "an agent does not end", COMES_S)
-        await until(lambda: not alive(head.pid), "the stand-in head is left behind")
+        await until(lambda: all(map(gone, rig.agents)), "an agent does not end", COMES_S)
+        await until(lambda: gone(head.pid), "the stand-in head is left behind")
         await until(lambda: not rig.store_there(), "its store is left behind")
         await rig.start_head()
         report = await run.judged(losses=1, unheard=True)
@@ -98,7 +99,7 @@ async def test_o2_a_stand_in_head_gives_way_to_one_that_is_started_by_hand(make_
         await rig.kill_head()
         head = await stand_in(rig, old)
         await rig.start_head()
-        await until(lambda: not alive(head.pid), "the stand-in head goes on")
+        await until(lambda: gone(head.pid), "the stand-in head goes on")
         now = read_struct(rig.paths.head_file, HeadFile)
         assert (now.stand_in, now.term > head.term, now.pid) == (False, True, rig.head.pid)
         await run.becomes(["n0", "n1"])

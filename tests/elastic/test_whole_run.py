@@ -11,10 +11,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from elastic_rig import MakeRig, alive, send, until
+from elastic_rig import MakeRig, send
 
 from fallow.model import EventRecord, Exit, RunStatus
 from lacking import lacks
+from waiting import gone, until
 
 
 async def test_s11_a_stream_goes_on_from_its_checkpoint_when_all_were_lost(make_rig: MakeRig) -> None:
@@ -46,7 +47,7 @@ async def test_s26_h3_r1_all_nodes_and_the_head_are_lost_at_once(make_rig: MakeR
         await rig.kill_head()
         for pid in (*run.agent_of.values(), *run.pids.values()):
             send(pid, signal.SIGKILL)
-        await until(lambda: not any(map(alive, run.pids.values())), "a worker lives")
+        await until(lambda: all(map(gone, run.pids.values())), "a worker lives")
         newest = max(run.saved())
         await rig.start_head()
         await run.until(lambda view: view.status is RunStatus.SUSPENDED, "nobody is missed")
@@ -96,7 +97,7 @@ async def test_s10_a_signal_to_every_process_at_once_suspends_the_run_in_order(m
                 process.send_signal(signal.SIGTERM)
         view = await run.until(lambda view: view.status is RunStatus.SUSPENDED, "it goes on")
         assert {await rig.agent_ends(agent) for agent in run.agent_of.values()} == {Exit.NO_RESTART}
-        await until(lambda: not any(map(alive, run.pids.values())), "a worker is left")
+        await until(lambda: all(map(gone, run.pids.values())), "a worker is left")
         (left,) = view.checkpoints
         assert "Traceback" not in "".join(run.log(worker) for worker in ("n0", "n1", "n2"))
         await run.absorb()

@@ -1,6 +1,6 @@
 """A small Slurm site of several hosts: a controller, a login node with a head, and compute nodes; they share a home.
 
-Every host has an address in 10.77.0.0/24. Two partitions: `normal` preempts `scavenge`, where harvest jobs go.
+Two partitions: `normal` preempts `scavenge`, where harvest jobs go.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from namespaces import Namespaces, program_path
+from namespaces import Namespaces
 
 from fallow.model import Snapshot
-from slurm_training import REACT_S, TRAIN, Training, wait_for
+from network import address, program_path
+from slurm_training import REACT_S, Training, train_words
+from waiting import wait_for
 
 CONTROLLER, LOGIN = "ctl", "login"
 
 _CONF = """\
 ClusterName=hosts
-SlurmctldHost=ctl(10.77.0.2)
+SlurmctldHost=ctl({controller})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -64,7 +66,7 @@ _SCRIPT = """\
 #SBATCH --partition=normal --exclusive --output={folder}/output
 #FALLOW workers-per-node=1
 export OMP_NUM_THREADS=1
-fallow run -- {python} {train} {folder} {steps} {pace_s}
+fallow run -- {python} {train}
 echo "$SLURM_JOB_ID" >> {folder}/after
 """
 
@@ -76,7 +78,7 @@ class Site:
         nodes: number of compute nodes, named n1, n2, …
 
     Raises:
-        NoHostsError: in words, why hosts cannot be had here.
+        NoNetworkError: in words, why hosts cannot be had here.
     """
 
     def __init__(self, nodes: int) -> None:
@@ -97,7 +99,7 @@ class Site:
             "PYTHONPATH": str(Path(__file__).parents[1] / "start"),
         }
         try:
-            self.hosts = Namespaces(self.folder, environ)
+            self.hosts = Namespaces(self.folder, environ, [CONTROLLER, LOGIN, *self._nodes])
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
@@ -122,18 +124,18 @@ class Site:
         self.home.chmod(0o700)
         settings.touch(mode=0o600)
         settings.write_text(_SETTINGS)
-        addresses = {CONTROLLER: "10.77.0.2", LOGIN: "10.77.0.3"}
-        addresses |= {node: f"10.77.0.{10 + int(node[1:])}" for node in self._nodes}
+        addresses = {name: address(number) for number, name in enumerate(self.hosts.names)}
         for name in addresses:
             # On the login node its own name stands for loopback, as Debian's installer has it.
             seen = addresses | ({LOGIN: "127.0.1.1"} if name == LOGIN else {})
-            lines = ["127.0.0.1 localhost", *(f"{address} {other}" for other, address in seen.items())]
+            lines = ["127.0.0.1 localhost", *(f"{at} {other}" for other, at in seen.items())]
             (self.folder / f"{name}.hosts").write_text("\n".join(lines) + "\n")
         node_lines = "\n".join(
             f"NodeName={node} NodeHostname={node} NodeAddr={addresses[node]} CPUs=2 RealMemory=2000"
             for node in self._nodes
         )
-        conf = _CONF.format(folder=self.folder, nodes=node_lines, names=",".join(self._nodes))
+        names, controller = ",".join(self._nodes), addresses[CONTROLLER]
+        conf = _CONF.format(folder=self.folder, controller=controller, nodes=node_lines, names=names)
         (self.folder / "slurm.conf").write_text(conf)
         (self.folder / "cgroup.conf").write_text(_CGROUP)
         (self.folder / "state").mkdir(mode=0o700)
@@ -142,8 +144,8 @@ class Site:
         key.write_bytes(os.urandom(128))
         munge = ["--socket=/run/munge.socket", "--pid-file=/run/munge.pid", "--seed-file=/run/munge.seed"]
         munge += [f"--key-file={key}", "--num-threads=2"]
-        for name, address in addresses.items():
-            self.hosts.add(name, address)
+        for name in addresses:
+            self.hosts.boot(name)
             self.hosts.run(name, "munged", "--force", *munge, f"--log-file={self.folder}/munge.{name}.log")
         self.hosts.run(CONTROLLER, "slurmctld", "-c")
         for node in self._nodes:
@@ -197,7 +199,7 @@ class Site:
         """Submit a training with `fallow submit` on the login node."""
         folder = self.home / "training"
         folder.mkdir(mode=0o700)
-        text = _SCRIPT.format(folder=folder, python=sys.executable, train=TRAIN, steps=steps, pace_s=pace_s)
+        text = _SCRIPT.format(folder=folder, python=sys.executable, train=train_words(folder, steps, pace_s))
         (folder / "train.sbatch").write_text(text)
         argv = ("fallow", "submit", "--parsable", *options, "train.sbatch")
         job = self.hosts.run(LOGIN, *argv, cwd=str(folder)).strip()

@@ -6,9 +6,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from namespaces import NoHostsError
 from site_rig import LOGIN, Site
 
+from lacking import lacks
+from network import NoNetworkError
 from slurm_training import START_S
 
 pytestmark = pytest.mark.slurm
@@ -23,8 +24,8 @@ def test_a_run_spans_hosts_that_share_only_their_home_and_a_head_that_is_cut_off
     """The head is found though its host's name means loopback there."""
     try:
         made = Site(nodes=3)
-    except NoHostsError as error:
-        pytest.skip(f"no hosts can be made here: {error}")
+    except NoNetworkError as error:
+        lacks(str(error))
     with made as site:
         training = site.submit("--nodes=1:3", steps=580, pace_s=PACE_S)
         assert sorted(member.node for member in training.wait_members(3)) == ["n1", "n2", "n3"]

@@ -21,7 +21,8 @@ from fallow.testbed import registry
 from fallow.testbed.cluster import Testbed
 from fallow.testbed.conf import GRACE_S
 from fallow.testbed.host import check_commands, owned_processes
-from slurm_training import REACT_S, wait_for
+from slurm_training import REACT_S
+from waiting import wait_for
 
 pytestmark = pytest.mark.slurm
 MakeTestbed = Callable[..., Testbed]

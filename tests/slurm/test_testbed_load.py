@@ -11,7 +11,7 @@ import pytest
 
 from fallow.testbed.cluster import Testbed
 from fallow.testbed.load import LoadJob, make_jobs, play
-from slurm_training import wait_for
+from waiting import wait_for
 
 PATIENCE_S = 120.0
 

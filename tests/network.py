@@ -12,6 +12,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,7 +58,7 @@ class Network:
 
     def __init__(self, nodes: int) -> None:
         for program in ("ip", "tc"):
-            if shutil.which(program, path=_path()) is None:
+            if shutil.which(program, path=program_path()) is None:
                 raise NoNetworkError(f"no command `{program}` (Debian: iproute2)")
         self._files: list[int] = []
         try:
@@ -94,7 +95,14 @@ class Network:
     def cut(self, one: int, other: int) -> None:
         """From now on nothing arrives between these two nodes, and nobody is told."""
         for source, target in ((one, other), (other, one)):
-            self._do(self._hub, f"ip rule add from {_address(source)} to {_address(target)} blackhole")
+            self._do(self._hub, f"ip rule add from {address(source)} to {address(target)} blackhole")
+
+    def unplug(self, node: int) -> None:
+        """Take a node off the network: what it sends vanishes, and what is sent to it, until it is plugged in again."""
+        self._do(self._hub, f"ip link set node{node} down")
+
+    def plug(self, node: int) -> None:
+        self._do(self._hub, f"ip link set node{node} up")
 
     def slow_down_node(self, node: int, bits_per_s: int) -> None:
         """What goes to and from this node, all of it, goes no faster than that from now on, each way."""
@@ -134,18 +142,18 @@ class Network:
         self._do(self._hub, "ip link set lo up")
         self._do(self._hub, f"ip addr add {HUB}/32 dev lo")
         for number, node in enumerate(self._nodes):
-            gate = _address(number, host=1)
+            gate = address(number, host=1)
             self._do(self._hub, f"ip link add node{number} type veth peer name eth0 netns {node}")
             self._do(self._hub, f"ip addr add {gate}/24 dev node{number}")
             self._do(self._hub, f"ip link set node{number} up")
             self._do(node, "ip link set lo up")
-            self._do(node, f"ip addr add {_address(number)}/24 dev eth0")
+            self._do(node, f"ip addr add {address(number)}/24 dev eth0")
             self._do(node, "ip link set eth0 up")
             self._do(node, f"ip route add default via {gate}")
 
     def _do(self, where: str, command: str) -> None:
         with self._inside(where):
-            environ = {**os.environ, "PATH": _path()}
+            environ = {**os.environ, "PATH": program_path()}
             subprocess.run(command.split(), check=True, capture_output=True, text=True, timeout=180, env=environ)
 
 
@@ -154,9 +162,11 @@ def fast_address(node: int) -> str:
     return f"10.78.0.{node + 1}"
 
 
-def _address(node: int, host: int = 2) -> str:
+def address(node: int, host: int = 2) -> str:
+    """On the network that leads through the hub."""
     return f"10.77.{node + 1}.{host}"
 
 
-def _path() -> str:
-    return os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+def program_path() -> str:
+    """PATH with the folders of administrators' commands and of this interpreter."""
+    return f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin:/sbin"
