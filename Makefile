@@ -58,9 +58,9 @@ test: setup  ## lint, docs and all tests that need neither a GPU nor patience, e
 	@$(MAKE) compiled
 	@$(MAKE) -j 3 lint docs tests
 
-# Many of them wait for leases and for Slurm: four processes, and lint and docs beside them, keep two cores busy.
+# Two of them wait for Slurm, and tests of the others for leases: with lint and docs beside them two cores are busy.
 tests: setup
-	@$(BIN)/pytest -m "not soak" -n 4 --durations=20 $(ARGS)
+	@$(BIN)/pytest -m "not soak" -n 5 --durations=20 $(ARGS)
 
 # Where nothing is compiled yet, each of the test processes would compile all tests by itself, and at the same time.
 compiled: setup

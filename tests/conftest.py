@@ -29,36 +29,52 @@ settings.load_profile("untimed")
 
 
 START = str(Path(__file__).parent / "start")
-SLURM = "slurm"
-LONG = ("hosts", "e2e", "elastic", "world")
-"""Folders whose files take long; most of their tests start many processes."""
+RUNS, TESTBEDS, REST = "runs on Slurm", "testbeds", "rest"
+ORDER = (RUNS, TESTBEDS, "hosts", "e2e", "elastic", "world", REST)
+"""First what waits for Slurm, then folders whose files take long or start many processes; many short files are last."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """First what waits for Slurm and what takes long; many short files are left for the end."""
-    items.sort(key=lambda item: (SLURM, *LONG, "rest").index(_kind(item.nodeid)))
+    items.sort(key=lambda item: ORDER.index(_kind(item.nodeid)))
 
 
 def _kind(nodeid: str) -> str:
     path = Path(nodeid.partition("::")[0])
-    folder = path.parent.name if len(path.parts) == 3 else "rest"
-    if folder == SLURM or path.name.startswith("test_slurm_"):
-        return SLURM
-    return folder if folder in LONG else "rest"
+    folder = path.parent.name if len(path.parts) == 3 else REST
+    if path.name.startswith("test_slurm_"):
+        return RUNS if folder == "e2e" else TESTBEDS
+    return TESTBEDS if folder == "slurm" else folder if folder in ORDER else REST
+
+
+def _waits_for_slurm(file: str) -> bool:
+    return _kind(file) in (RUNS, TESTBEDS)
 
 
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]
-    """A file's tests share fixtures, and testbeds the machine: a file is for one process, all testbeds for the same."""
+    """A file's tests share fixtures: a file is for one process.
+
+    Of five processes two take what waits for Slurm. They need hardly any processor time, and then they end: three
+    others keep two cores busy.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
-        return SLURM if _kind(nodeid) == SLURM else nodeid.partition("::")[0]
+        return str(nodeid.partition("::")[0])
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        fitting = [file for file in self.workqueue if _waits_for_slurm(file) == self._is_for_slurm(node)]
+        if fitting:
+            self.workqueue.move_to_end(fitting[0], last=False)
+        super()._assign_work_unit(node)
 
     def _reschedule(self, node: WorkerController) -> None:
-        """The process with the testbeds mostly waits: beside two others it does nothing else, and they go on."""
-        if self.numnodes > 2 and SLURM in self.assigned_work[node]:
+        waited, is_more = (any(map(_waits_for_slurm, files)) for files in (self.assigned_work[node], self.workqueue))
+        if self.numnodes > 3 and waited and not is_more:
             node.shutdown()  # when it has done what it has
         else:
             super()._reschedule(node)
+
+    def _is_for_slurm(self, node: WorkerController) -> bool:
+        return int(node.gateway.id.removeprefix("gw")) < max(1, self.numnodes * 2 // 5)
 
 
 @pytest.hookimpl(optionalhook=True)
