@@ -98,7 +98,7 @@ class Upgraded(Driver):
 
     async def _follow(self) -> None:
         """The next release reads what this one writes, and the one behind it does not. Then somebody goes back."""
-        await self.train_on(SOME)
+        await self.train_on(3)
         assert await self.become({"PYTHONPATH": str(self.neighbour)}) == NEXT
         await self.train_on(SOME)
         # A node of this release joins under a head of the next one.
@@ -107,7 +107,7 @@ class Upgraded(Driver):
         while (view := await self._look()).generation < 2 or view.change is not None:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_S)
         assert await self.become({"PYTHONPATH": str(self.stranger)}) == NEXT
-        await self.train_on(2 * SOME)
+        await self.train_on(SOME)
         await self._start_agent()
         self.refused = await list(self._agents.values())[-1].wait()
         assert await self.become({}) == fallow.__version__

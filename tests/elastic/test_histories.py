@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from elastic_rig import Elastic, MakeRig, Rig, Undisturbed, phase, stop, until
+from elastic_rig import Elastic, MakeRig, Rig, Undisturbed, phase, stop
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +25,7 @@ from fallow.local.driver import store_pid
 from fallow.model import CheckpointState, MemberPhase, RunStatus
 from gpu.device import DEVICES, require
 from nursery_client import NurseryClient
+from waiting import until
 
 MOST = 5
 LEASE_S = 8.0  # a process may stand still for seconds beside other tests
@@ -231,7 +232,6 @@ ALL: list[Event] = [
     suppress_health_check=list(HealthCheck),
 )
 @given(history=st.lists(EVENTS, min_size=3, max_size=5), options=OPTIONS)
-@example(history=TOGETHER, options=RICH)
 @example(history=ALL, options=THAW)
 def test_d3_any_short_history(
     history: list[Event],
