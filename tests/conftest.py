@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -84,10 +83,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quick_start() -> Iterator[None]:
-    """Have all Python processes that tests start import PyTorch with fewer garbage collections."""
-    with pytest.MonkeyPatch.context() as patch:
+def environment() -> Iterator[None]:
+    """Python processes that tests start import PyTorch with fewer garbage collections. Sockets have short paths."""
+    with (
+        tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setenv("PYTHONPATH", START, prepend=os.pathsep)
+        patch.setenv("XDG_RUNTIME_DIR", folder)
         yield
 
 
@@ -96,17 +99,3 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NurseryClient]
     made = NurseryClient(tmp_path_factory.mktemp("nursery") / "nursery.log")
     yield made
     made.close()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def runtime_folder() -> Iterator[None]:
-    """One place for all sockets, short enough for them, of which nothing is left afterwards."""
-    before = os.environ.get("XDG_RUNTIME_DIR")
-    folder = tempfile.mkdtemp(prefix="ft-", dir="/tmp")
-    os.environ["XDG_RUNTIME_DIR"] = folder
-    yield
-    shutil.rmtree(folder, ignore_errors=True)
-    if before is None:
-        del os.environ["XDG_RUNTIME_DIR"]
-    else:
-        os.environ["XDG_RUNTIME_DIR"] = before

@@ -11,11 +11,11 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
-from fallow.model import FallowError
+from fallow.model import FallowError, JobRequest
 from fallow.testbed.cluster import Testbed
 from fallow.testbed.host import check_commands, parse_version, slurm_version
 
@@ -73,6 +73,12 @@ def make_testbed(
 def testbed(make_testbed: Callable[..., Testbed]) -> Testbed:
     """A fresh testbed of four nodes with preemption."""
     return make_testbed(nodes=4)
+
+
+def request_of(token: str, *options: str, script: str = "#!/bin/sh\nexec sleep 290\n", **fields: Any) -> JobRequest:
+    """A job that runs for as long as a test wants."""
+    values = {"environment": {"PATH": "/usr/bin:/bin"}, "cwd": "/tmp", **fields}
+    return JobRequest(token=token, options=["--time=5", "--output=/dev/null", *options], script=script, **values)
 
 
 def queries(testbed: Testbed) -> Counter[str]:

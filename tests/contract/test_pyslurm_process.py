@@ -16,7 +16,9 @@ from command_line import write_command
 from fallow.slurm import pyslurm_client
 from fallow.slurm.cli import CliClient
 from fallow.slurm.client import SlurmUnavailable
+from fallow.slurm.process import run
 from fallow.slurm.pyslurm_client import PyslurmClient, slurm_client
+from waiting import gone, until
 
 STUB = Path(__file__).parents[1] / "data" / "pyslurm_stub"
 COMMANDS = {
@@ -186,3 +188,17 @@ async def test_a_hanging_process_is_killed_at_the_deadline_or_when_the_call_is_b
     assert children() == []
     behave()
     assert await nodes(client) == ["from-pyslurm"]
+
+
+async def test_a_command_whose_call_is_broken_off_is_killed_with_its_children(tmp_path: Path) -> None:
+    squeue = write_command(tmp_path, "squeue", "sleep 1000; exit 0")
+
+    def sleepers() -> list[psutil.Process]:
+        return [child for child in psutil.Process().children(recursive=True) if _command(child) == ["sleep", "1000"]]
+
+    call = asyncio.create_task(run([str(squeue)], environment=os.environ, timeout_s=1000.0))
+    (sleeper,) = await until(sleepers)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await until(lambda: gone(sleeper.pid))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -13,23 +12,13 @@ import pytest
 
 from fallow.cli.sbatch_call import look_up
 from fallow.core.neighbour.permission import nice_for
-from fallow.model import JobRequest
 from fallow.slurm.cli import CliClient
 from fallow.slurm.client import SlurmUnavailable, SubmitUnknown
 from fallow.testbed.cluster import Testbed
+from slurm_fixtures import request_of
 from waiting import until
 
 pytestmark = pytest.mark.slurm
-
-
-def request_of(token: str, script: str = "#!/bin/sh\nexec sleep 60\n", **fields: object) -> JobRequest:
-    values = {
-        "options": ["--time=5", "--output=/dev/null"],
-        "environment": {"PATH": "/usr/bin:/bin"},
-        "cwd": "/tmp",
-        **fields,
-    }
-    return JobRequest(token=token, script=script, **values)  # type: ignore[arg-type]
 
 
 async def test_a_hung_slurmctld_makes_a_submit_unknown_and_the_job_is_found_later(testbed: Testbed) -> None:
@@ -79,16 +68,8 @@ async def test_a_job_starts_from_the_captured_environment_folder_and_umask(
         "PMIX_RANK": "0",
         "CUDA_VISIBLE_DEVICES": "7",
     }
-    request = request_of(
-        "fallow-e",
-        script,
-        args=["one", "two words", "--three"],
-        environment=captured,
-        cwd=str(tmp_path),
-        umask=0o027,
-        options=["--time=5", "--output=out"],
-    )
-    await CliClient(testbed.conf).submit(request)
+    how = {"args": ["one", "two words", "--three"], "environment": captured, "cwd": str(tmp_path), "umask": 0o027}
+    await CliClient(testbed.conf).submit(request_of("fallow-e", "--output=out", script=script, **how))
     await until((tmp_path / "args").exists)
     assert (tmp_path / "args").read_text().splitlines() == ["one", "two words", "--three"]
     assert (tmp_path / "args").stat().st_mode & 0o777 == 0o640
@@ -103,9 +84,9 @@ async def test_components_of_a_heterogeneous_job_have_ids_of_their_own_and_the_l
     testbed: Testbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = CliClient(testbed.conf)
-    options = ["--time=5", "--nodes=1", "--gres=gpu:1", "--output=/dev/null", "--comment=r.0"]
-    await client.submit(request_of("fallow-other", options=[*options[:-1], "--comment=r.00"]))
-    job_id = await client.submit(request_of("fallow-h", options=[*options, ":", "--nodes=2", "--comment=r.0"]))
+    one = ["--nodes=1", "--gres=gpu:1"]
+    await client.submit(request_of("fallow-other", *one, "--comment=r.00"))
+    job_id = await client.submit(request_of("fallow-h", *one, "--comment=r.0", ":", "--nodes=2", "--comment=r.0"))
     jobs = [job for job in await client.own_jobs() if job.name == "fallow-h"]
     assert [job.het_job_id for job in jobs] == [job_id, job_id]
     assert {job.job_id for job in jobs} == {job_id, str(int(job_id) + 1)}
@@ -115,10 +96,8 @@ async def test_components_of_a_heterogeneous_job_have_ids_of_their_own_and_the_l
 
 async def test_gpus_in_use_planned_nodes_and_reservations_are_seen(testbed: Testbed) -> None:
     client = CliClient(testbed.conf)
-    one_gpu = ["--time=5", "--output=/dev/null", "--gres=gpu:1", "--nodelist=n2"]
-    await client.submit(request_of("fallow-g", options=one_gpu))
-    whole = ["--time=5", "--output=/dev/null", "--nodes=4", "--exclusive"]
-    await client.submit(request_of("fallow-all", options=whole))
+    await client.submit(request_of("fallow-g", "--gres=gpu:1", "--nodelist=n2"))
+    await client.submit(request_of("fallow-all", "--nodes=4", "--exclusive"))
     reservation = ["reservationname=maint", "starttime=now+2hour", "duration=60", "nodes=n[1-2]", "users=root"]
     began = time.time()
     testbed.slurm("scontrol", "create", "reservation", *reservation, "flags=maint,ignore_jobs")
@@ -144,27 +123,6 @@ async def test_gpus_in_use_planned_nodes_and_reservations_are_seen(testbed: Test
     assert int(began) <= found.start_at - 7200.0 <= made
 
 
-async def test_a_cancelled_call_leaves_no_process(testbed: Testbed) -> None:
-    pid = testbed.daemon_pid("slurmctld")
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        call = asyncio.create_task(CliClient(testbed.conf).poll())
-        await until(lambda: _children("squeue"))
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        await until(lambda: not _children("squeue") and not _children("scontrol"))
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
-def _children(name: str) -> list[str]:
-    listed = subprocess.run(
-        ["ps", "--ppid", str(os.getpid()), "-o", "comm="], capture_output=True, text=True, check=False
-    )
-    return [line for line in listed.stdout.split() if line == name]
-
-
 async def test_requests_wait_behind_others_jobs_whatever_the_sites_weights(testbed: Testbed) -> None:
     """With priorities from factors: an older job of the same size would come first."""
     conf = testbed.conf.read_text()
@@ -177,8 +135,8 @@ async def test_requests_wait_behind_others_jobs_whatever_the_sites_weights(testb
     client = CliClient(testbed.conf)
     nice = nice_for(await client.config(), 100_000)
     assert nice == 200_001
-    one = ["--nodes=1", "--exclusive", "--time=5", "--output=/dev/null", "--begin=now+1hour"]
+    one = ["--nodes=1", "--exclusive", "--begin=now+1hour"]
     for name, more in (("fallow-nice", [f"--nice={nice}"]), ("fallow-not", []), ("theirs", [])):
-        await client.submit(request_of(name, options=[*one, *more]))
+        await client.submit(request_of(name, *one, *more))
     priority = {job.name: job.priority for job in (await client.poll()).jobs}
     assert priority["fallow-nice"] < priority["theirs"] <= priority["fallow-not"]

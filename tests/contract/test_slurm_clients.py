@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
+import slurm_fixtures
 from fallow.core.neighbour.preemption import as_for_us
 from fallow.core.neighbour.waiting import others_waiting
 from fallow.core.planning.rules import HarvestRules, harvestable
@@ -20,7 +21,6 @@ from scripted_slurm import ScriptedSlurm
 from slurm_fixtures import pause, queries, until
 
 T = TypeVar("T")
-SCRIPT = "#!/bin/sh\nexec sleep 290\n"
 
 
 @dataclass
@@ -84,14 +84,9 @@ async def setup(request: pytest.FixtureRequest) -> AsyncIterator[Setup]:
     assert client.backend.startswith("pyslurm" if request.param == "pyslurm" else "command line")
 
 
-def request_of(token: str, *options: str, script: str = SCRIPT) -> JobRequest:
-    return JobRequest(
-        token=token,
-        options=["--nodes=1", "--exclusive", "--time=5", "--output=/dev/null", *options],
-        script=script,
-        environment={"PATH": "/usr/bin:/bin"},
-        cwd="/tmp",
-    )
+def request_of(token: str, *options: str, **fields: Any) -> JobRequest:
+    """A whole node."""
+    return slurm_fixtures.request_of(token, "--nodes=1", "--exclusive", *options, **fields)
 
 
 async def test_poll_shows_the_cluster(setup: Setup) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import AsyncIterator
 
 import msgspec
-import psutil
 import pytest
 
 from fallow.model import ClusterState
 from fallow.slurm.cli import CliClient
-from fallow.slurm.client import SlurmUnavailable
 from fallow.slurm.pyslurm_client import PyslurmClient
 from fallow.testbed.cluster import Testbed
 from slurm_fixtures import until
@@ -92,24 +89,3 @@ async def test_names_and_comments_of_others_break_nothing(testbed: Testbed, clie
     assert client.backend.startswith("pyslurm ")
     assert (jobs["1"].name, jobs["1"].comment) == (evil, evil)
     assert (jobs["2"].name, jobs["2"].comment) == ("", ""), "no text that pyslurm can read"
-
-
-async def test_a_hung_slurmctld_is_given_up_at_the_deadline_and_found_again(
-    testbed: Testbed, client: PyslurmClient
-) -> None:
-    await client.poll()
-    pid = testbed.daemon_pid("slurmctld")
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        with pytest.raises(SlurmUnavailable, match=r"no answer within 5 s"):
-            await client.poll()
-        assert psutil.Process().children() == []
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-    async def back() -> bool | None:
-        return client.backend.startswith("pyslurm ") or (await client.poll() and None)
-
-    assert (await client.poll()).nodes, "by the commands"
-    assert client.backend.startswith("command line (pyslurm no answer within 5 s")
-    await until(back)
