@@ -197,14 +197,6 @@ def test_healed_weights_and_a_ledger_that_cannot_be_written_are_told_once() -> N
     assert "writes down again" in logs(rig.say(1, unrecorded=None), "ledger")[0]
 
 
-def test_kills_from_outside_are_no_failures() -> None:
-    rig = started(4)
-    for n in (2, 3, 4):
-        rig.gone(n, signal=9)
-        rig.change()
-    assert not rig.r.failures.failures
-
-
 # -- whose failure it is -----------------------------------------------------------------------------------------------
 
 
@@ -306,16 +298,6 @@ def test_n3_a_run_ends_when_all_members_have_finished_and_lets_the_others_go() -
     end = orders(turn)[3].end
     assert end is not None
     assert (end.code, list(orders(turn))) == (Exit.OK, [3])
-
-
-def test_a_generation_whose_members_have_finished_before_they_were_heard_in_it_is_told_of() -> None:
-    rig = started(1)
-    rig.join("b")
-    rig.vote()
-    newest = rig.r.root.generation
-    for n in (1, 2):
-        rig.arrive(n, newest, 4, finish=Finish(generation=newest, steps=9, digest="d"))
-    assert [done.first_step for done in rig.completed] == [0, 4]
 
 
 @pytest.mark.parametrize("first", [True, False])

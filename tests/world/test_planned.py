@@ -314,19 +314,6 @@ def test_a_leaver_that_missed_the_generation_after_a_loss_breaks_nothing_and_hea
     assert [done.generation for done in rig.completed] == [1, 3]
 
 
-def test_when_all_leave_at_once_one_hands_the_state_over_first() -> None:
-    rig = started(3)
-    rig.limit(2)
-    rig.change()
-    for host in "de":
-        rig.join(host)
-    rig.release(1, 2, 3, reason="walltime")
-    while rig.m.state.ballot is not None:
-        assert any(map(rig.m.state.has_state, rig.ballot.members))
-        rig.change()
-    assert rig.r.members == [4, 5]
-
-
 def test_who_goes_at_the_same_time_as_a_newcomer_comes_is_told_with_all_members_in_the_order_of_ranks() -> None:
     rig = started(2)
     rig.put(ev.Release(at=0, nodes=(1,), reason="asked"))

@@ -11,16 +11,6 @@ from fallow.model import ChangeKind, Doing, Exit, MemberPhase, RunStatus
 from world.rig import WAITS, Rig, logs, orders, started
 
 
-def test_a_killed_member_interrupts_the_others_at_once() -> None:
-    rig = started(3)
-    turn = rig.gone(2, signal=9)
-    told = orders(turn)
-    assert set(told) == {1, 3}
-    assert all(o.broken == 1 and o.plan is not None and o.plan.interrupt for o in told.values())
-    rig.change(7)
-    assert (rig.r.members, rig.completed[-1].kind) == ([1, 3], ChangeKind.EJECT)
-
-
 def test_a_vote_on_an_interrupting_plan_counts_only_from_one_that_has_given_the_old_generation_up() -> None:
     rig = started(2)
     rig.gone(2, signal=9)
@@ -40,14 +30,6 @@ def test_a_rebuild_has_a_deadline_of_its_own() -> None:
     rig.tick(11, 1, 2)
     assert rig.ballot.members == [1], "the other hears and does not vote"
     assert rig.m.order(2).end is not None
-
-
-def test_death_after_the_commit_interrupts_both_generations() -> None:
-    rig = started(2)
-    rig.join("c")
-    rig.vote()
-    told = orders(rig.gone(2, signal=9))
-    assert {n: o.broken for n, o in told.items() if o.end is None} == {1: 2, 3: 2}
 
 
 def test_nothing_is_committed_while_an_old_generation_may_still_act() -> None:
@@ -74,35 +56,6 @@ def test_a_leaver_that_the_others_have_left_behind_does_not_become_the_state() -
     rig.gone(1, signal=9)
     assert rig.r.root.status is RunStatus.SUSPENDED
     assert rig.r.nodes[2].phase is MemberPhase.GONE
-
-
-def test_a_generation_is_over_when_a_leaver_has_given_it_up() -> None:
-    rig = started(2)
-    rig.join("c")
-    rig.release(1)
-    rig.vote()
-    rig.gone(2, signal=9)
-    assert rig.ballot is not None
-    for n in rig.ballot.members + rig.ballot.change.leavers:
-        rig.say(n, prepared=rig.r.root.highest, given_up=2)
-    assert rig.r.root.generation == rig.r.root.highest
-
-
-def test_a_newcomer_whose_state_was_on_its_way_is_absorbed_again_when_the_survivors_train() -> None:
-    """Survivors may stand inside a step, where nobody can receive their state."""
-    rig = started(2)
-    rig.join("c")
-    rig.vote()
-    for n in (1, 2):
-        rig.arrive(n, 2, 4)
-    told = orders(rig.gone(2, signal=9))
-    assert (told[1].broken, told[3].broken, told[3].plan) == (2, 2, None)
-    assert rig.ballot.members == [1]
-    rig.change(5)
-    assert rig.r.nodes[3].phase is MemberPhase.READY
-    assert (rig.m.phase, rig.ballot.members, rig.ballot.change.interrupt) == (RunPhase.PREPARING, [1, 3], False)
-    rig.change(6)
-    assert rig.r.members == [1, 3]
 
 
 def test_where_votes_show_that_some_have_lost_the_state_those_who_have_it_go_on() -> None:
@@ -192,20 +145,6 @@ def test_slow_links_are_looked_at_and_eject_nobody_a_cut_one_drops_the_younger()
     assert (rig.m.phase, rig.ballot.members) == (RunPhase.REBUILDING, [1, 2])
 
 
-def test_a_newcomer_that_is_cut_off_is_left_out_and_members_that_are_train_on() -> None:
-    rig = started(2)
-    rig.join("c")
-    rig.say(1, refusal=Refusal(generation=2, reason="cut", unreachable=(3,)))
-    rig.say(2, prepared=2)
-    assert (rig.r.nodes[3].phase, rig.m.phase) == (MemberPhase.GONE, RunPhase.STEADY)
-    rig = started(2)
-    rig.join("c")
-    rig.say(1, refusal=Refusal(generation=2, reason="cut", unreachable=(2,)))
-    rig.say(3, prepared=2)
-    rig.say(2, refusal=Refusal(generation=2, reason="cut", unreachable=(1,)))
-    assert (rig.r.nodes[3].phase, rig.m.phase, rig.r.members) == (MemberPhase.READY, RunPhase.STEADY, [1, 2])
-
-
 def test_who_is_cut_off_is_told_with_the_address_that_was_tried() -> None:
     rig = started(2)
     rig.join("c")
@@ -215,19 +154,6 @@ def test_who_is_cut_off_is_told_with_the_address_that_was_tried() -> None:
 
 
 # -- survivors, leavers and newcomers ----------------------------------------------------------------------------------
-
-
-def test_survivors_that_report_the_group_they_were_taken_from_cause_no_further_change() -> None:
-    rig = started(3)
-    rig.gone(2, signal=9)
-    rig.vote()
-    for n in (1, 3):
-        rig.say(n, given_up=1)
-    rig.tick(2, 1, 3)
-    rig.switch()
-    rig.say(1, given_up=1)
-    rig.tick(4, 1, 3)
-    assert (rig.r.root.generation, rig.r.root.highest, rig.m.phase) == (2, 2, RunPhase.STEADY)
 
 
 def test_a_leaver_that_was_kept_for_its_state_is_not_forgotten_at_the_next_loss() -> None:
@@ -288,14 +214,6 @@ def test_what_has_changed_is_told_of_generations_that_became_complete() -> None:
     assert rig.completed[-1].kind is ChangeKind.EJECT
     (data,) = [i.data for i in turn if isinstance(i, ev.Log) and i.kind == "eject" and "joined" in i.data]
     assert (data["joined"], data["left"]) == ({"n2": "c"}, ["n1"])
-
-
-def test_a_standby_that_dies_concerns_no_member() -> None:
-    rig = started(1)
-    rig.limit(1)
-    rig.join("b")
-    assert not orders(rig.gone(2, signal=9))
-    assert rig.r.root.highest == 1
 
 
 # -- groups that break -------------------------------------------------------------------------------------------------

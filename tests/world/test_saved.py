@@ -72,16 +72,6 @@ def test_none_is_removed_while_one_of_them_may_be_loaded() -> None:
     assert save(rig, 40, rig.r.root.generation, n) == ["/1-10", "/1-20"]
 
 
-def test_one_that_was_written_while_no_head_was_there_counts() -> None:
-    rig = started(1)
-    save(rig, 10)
-    save(rig, 20)
-    found = Checkpoint(path="/found", generation=1, step=15)
-    turn = rig.put(ev.Found(at=rig.at, checkpoint=found))
-    assert [i.path for i in turn if isinstance(i, ev.RemoveCheckpoint)] == ["/1-10"]
-    assert usable(rig) == [20, 15]
-
-
 def test_a_damaged_one_goes_when_enough_came_after_it() -> None:
     rig = started(1)
     save(rig, 10)
@@ -149,20 +139,6 @@ def test_a_member_that_dies_on_the_way_back_does_not_undo_it(is_committed: bool)
     assert rig.orders[1].state_since < rig.ballot.change.generation, "later changes are ordinary ones"
     rig.change(11)
     assert rig.completed[-1].members == ["n0", f"n{n - 1}"]
-
-
-def test_going_back_while_newcomers_load_another_checkpoint() -> None:
-    rig = started(1)
-    for step in (10, 20):
-        save(rig, step)
-    rig.gone(1, signal=9)
-    n = rig.join("b")
-    assert rig.ballot.plans.whole.checkpoints == ("/1-20", "/1-10")
-    rig.put(ev.Rollback(at=rig.at, step=10))
-    rig.tick(rig.at + 1, n)
-    assert rig.ballot.plans.whole.checkpoints == ("/1-10",)
-    rig.change(10)
-    assert rig.completed[-1].first_step == 10
 
 
 def test_who_comes_and_goes_meanwhile_is_not_mixed_up_with_it() -> None:
