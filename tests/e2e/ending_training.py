@@ -4,7 +4,7 @@ usage: ending_training.py --folder FOLDER [--harm NAME]
 
 HARM `links`: at each of them n1's group breaks just when the others have the result (as if somebody else had died in
 that moment), and n2 dies in one. `late`: the main member raises after the loops, while n1 has not heard yet that they
-are over. `hang`: the main member's process does not end.
+are over.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import itertools
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -149,10 +148,9 @@ def main() -> None:
             schedule.step(update.mean("loss"))
         if loop == 0:
             told.append(run.mean(0.25 * (1 + run.rank)))
-    if args.harm == "hang" and run.is_main:
-        gc.freeze = threading.Event().wait  # what comes after all that the script has registered
     if args.harm == "late" and run.is_main:
-        gc.freeze = lambda: wait_until((args.folder / "told-n1").exists)  # the run has failed when this process ends
+        # After all that the script has registered: the run has failed when this process ends.
+        gc.freeze = lambda: wait_until((args.folder / "told-n1").exists)
         raise ValueError("the disk is full, say")
     words = {"told": told, "main": bool(run.is_main), "rate": optimizer.param_groups[0]["lr"], "step": run.step}
     (args.folder / f"told-{WORKER}").write_text(json.dumps(words | {"cuts": CUTS}))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from slurm_rig import Rig, telling
+from slurm_rig import Rig
 
 from slurm_training import REACT_S
 from waiting import wait_for
@@ -26,12 +26,6 @@ def shared(slurm_installed: None) -> Iterator[Rig]:
     # More than two runs hold: no base job that is asked for again takes a harvest node of the other run.
     with Rig("preempt", nodes=NODES, FALLOW_MEMBERSHIP__HEAD_PATIENCE_S="20") as rig:
         yield rig
-
-
-@pytest.fixture
-def rig(shared: Rig) -> Iterator[Rig]:
-    with telling(shared):
-        yield shared
 
 
 def shown(rig: Rig, job: str) -> str:

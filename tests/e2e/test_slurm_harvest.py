@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from slurm_rig import Rig, telling
+from slurm_rig import Rig
 
 from slurm_training import REACT_S, START_S
 from waiting import wait_for
@@ -18,12 +18,6 @@ pytestmark = pytest.mark.slurm
 def shared(slurm_installed: None) -> Iterator[Rig]:
     with Rig("preempt", nodes=3) as rig:
         yield rig
-
-
-@pytest.fixture
-def rig(shared: Rig) -> Iterator[Rig]:
-    with telling(shared):
-        yield shared
 
 
 def test_the_idle_gpus_of_nodes_that_others_use_are_harvested_as_many_as_the_script_asks_for(rig: Rig) -> None:

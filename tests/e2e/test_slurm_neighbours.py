@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from slurm_rig import Rig, telling
+from slurm_rig import Rig
 
 from slurm_training import REACT_S, START_S
 from waiting import wait_for
@@ -29,12 +29,6 @@ def shared(slurm_installed: None) -> Iterator[Rig]:
     settings = {"FALLOW_HARVEST__ALLOW_WITHOUT_PREEMPTION": "true", "FALLOW_HARVEST__MAX_MINUTES": "30"}
     with Rig("plain", nodes=4, **settings) as rig:
         yield rig
-
-
-@pytest.fixture
-def rig(shared: Rig) -> Iterator[Rig]:
-    with telling(shared):
-        yield shared
 
 
 def test_who_waits_gets_our_newest_node_and_keeps_it(rig: Rig) -> None:

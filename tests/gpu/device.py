@@ -14,6 +14,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import accelerator
+from accelerator import build, collectives
+from accelerator.engine import permit_speculation
+
 HOLD_S = 60.0
 """A stream that a test still holds then is let go, so that nothing hangs for ever."""
 
@@ -26,8 +30,6 @@ class Fake:
 
     def missing(self) -> str:
         """Why nothing runs on it here; empty: it does. For pytest's own process, which does not load it."""
-        from accelerator import build
-
         try:
             build.library()
         except build.Unavailable as error:
@@ -40,9 +42,6 @@ class Fake:
 
     def load(self, rank: int) -> None:
         """Make a device of this kind this process's own, for good."""
-        import accelerator
-        from accelerator.engine import permit_speculation
-
         accelerator.load()
         permit_speculation()
 
@@ -53,8 +52,6 @@ class Fake:
     @contextlib.contextmanager
     def hidden_syncs_raise(self) -> Iterator[None]:
         """Inside, an operator is an error if the host waits for the device without asking for that."""
-        import accelerator
-
         accelerator.report_syncs(True)
         try:
             yield
@@ -63,26 +60,18 @@ class Fake:
 
     def held(self, stream: torch.Stream) -> contextlib.AbstractContextManager[None]:
         """Inside, the stream begins nothing that it was not given before: an interleaving becomes certain."""
-        import accelerator
-
         return accelerator.held(stream)
 
     def pooled_streams(self) -> contextlib.AbstractContextManager[None]:
         """Inside, streams of a priority are given out again after 32 others."""
-        import accelerator
-
         return accelerator.pooled_streams()
 
     def reset(self) -> list[str]:
         """Wait for all that was queued and put the modes back. Returns what was found to be wrong meanwhile."""
-        import accelerator
-
         return accelerator.reset()
 
     def end(self) -> None:
         """Before the process ends."""
-        from accelerator import collectives
-
         collectives.end_all()
 
 
