@@ -13,7 +13,8 @@ T = TypeVar("T")
 
 WITHIN_S = 180.0
 """Nothing here takes so long, on a busy machine either."""
-LOOK_S = 0.02
+LOOK_S, SOON_S = 0.05, 0.02
+"""From one look to the next: some ask Slurm or read all processes, those beside other tasks look at an object."""
 
 
 def wait_for(
@@ -33,7 +34,7 @@ async def until(condition: Callable[[], T], what: str = "it comes true", seconds
     deadline = time.monotonic() + seconds
     while not (answer := condition()):
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(SOON_S)
     return answer
 
 
