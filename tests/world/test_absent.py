@@ -365,25 +365,6 @@ def test_a_newcomer_that_does_not_hear_of_its_change_after_an_absence_is_asked_a
     assert not logs(run.told, "eject")
 
 
-@pytest.mark.parametrize("how", [Live.stall, Live.freeze])
-@pytest.mark.parametrize("away_s", [2.0, 60.0])
-def test_a_head_that_was_away_takes_up_the_rebuild_that_was_under_way(
-    how: Callable[[Live, float], None], away_s: float
-) -> None:
-    """Its members' votes lie unread: the generation is neither given up nor begun without them."""
-    run = Live(3)
-    rig = run.rig
-    run.live(1)
-    run.die(2)
-    rig.gone(2, signal=9)
-    rig.say(1, prepared=2, given_up=1)
-    run.live(TIMING.rebuild_s - 1.3)
-    voted_at = rig.at
-    how(run, away_s)
-    rig.put(ev.Reported(at=voted_at, host="h3", report=rig.next_report(3, prepared=2, given_up=1)))
-    assert (rig.r.root.generation, rig.r.members) == (2, [1, 3])
-
-
 # -- a node that was frozen or cut off is heard again ------------------------------------------------------------------
 
 
@@ -487,22 +468,6 @@ def test_of_nodes_that_are_all_stuck_the_one_whose_device_computes_is_to_blame()
         assert rig.r.alive(1), "they have the deadline once more"
     rig.stand(81, dict.fromkeys((1, 3), (WORKING, 81)))
     assert not rig.r.present(), "it was not for that one alone"
-
-
-@pytest.mark.parametrize("computing", [[], [1, 2]])
-def test_where_all_are_stuck_alike_nobody_is_spared(computing: list[int]) -> None:
-    rig = started(2)
-    for at in range(1, 42):
-        rig.stand(at, dict.fromkeys((1, 2), (WORKING, at)), computing)
-    assert not rig.r.present()
-
-
-def test_a_newcomer_whose_rehearsal_takes_long_spares_no_member() -> None:
-    rig = started(2)
-    rig.expect("c")
-    for at in range(1, 42):
-        rig.stand(at, {1: (WORKING, at), 2: (WAITING, at - 0.1), 3: (WORKING, at)}, computing=[3])
-    assert (rig.r.alive(1), rig.r.alive(3)) == (False, True)
 
 
 def test_a_long_body_that_makes_progress_and_code_behind_the_loop_are_no_hangs() -> None:

@@ -66,15 +66,6 @@ def test_where_votes_show_that_some_have_lost_the_state_those_who_have_it_go_on(
     assert (rig.r.root.generation, rig.ballot.change.generation, rig.ballot.members) == (1, 3, [1])
 
 
-def test_where_nobody_has_the_state_all_begin_together_from_the_checkpoint() -> None:
-    rig = Rig(minimum=3)
-    for host in "abc":
-        rig.join(host)
-    rig.vote()
-    rig.gone(1, signal=9)
-    assert (rig.ballot.members, rig.ballot.change.interrupt) == ([2, 3], True)
-
-
 def test_a_survivor_that_is_asked_to_leave_while_others_go_on_without_it_is_let_go() -> None:
     rig = started(2)
     rig.join("c")
@@ -114,16 +105,6 @@ def test_a_first_exchange_that_does_not_end_or_whose_group_breaks_is_done_again(
     rig.say(1, given_up=2)
     rig.tick(1, 1, 2, 3)
     assert rig.m.phase is RunPhase.REBUILDING
-
-
-def test_a_first_exchange_of_survivors_that_does_not_end_is_done_again() -> None:
-    """They have given up the generation before, and report it until they have arrived."""
-    rig = started(3)
-    rig.gone(3, signal=9)
-    rig.vote()
-    assert rig.m.phase is RunPhase.SWITCHING
-    rig.wait(7)
-    assert (rig.m.phase, rig.ballot.change.generation) == (RunPhase.REBUILDING, 3)
 
 
 def test_slow_links_are_looked_at_and_eject_nobody_a_cut_one_drops_the_younger() -> None:
@@ -173,19 +154,6 @@ def test_a_leaver_that_was_kept_for_its_state_is_not_forgotten_at_the_next_loss(
     while rig.m.state.ballot is not None:
         rig.change()
     assert [done.members for done in rig.completed[1:]] == [["n0"], ["n0", "n3"], ["n3"]]
-
-
-def test_a_head_that_comes_back_knows_that_the_generation_is_broken() -> None:
-    """Members that stand inside of a step are not asked to take somebody in."""
-    rig = started(3)
-    rig.join("d")
-    rig.gone(2, signal=9)
-    burned = rig.r.root.highest
-    rig.restart(1, 3, 4)
-    assert (rig.ballot.members, rig.ballot.change.interrupt) == ([1, 3], True)
-    assert rig.ballot.change.generation > burned, "its rendezvous was lost with the head"
-    rig.change()
-    assert (rig.ballot.members, rig.ballot.change.interrupt) == ([1, 3, 4], False)
 
 
 def test_why_a_generation_was_begun_that_never_became_complete_is_told_with_the_next() -> None:
@@ -317,26 +285,6 @@ def test_a_first_exchange_in_which_somebody_still_receives_goes_on() -> None:
             rig.say(n, doing=Doing.WAITING, stalled_s=float(stalled_s))
         rig.put(ev.Ticked(at=at))
         assert rig.m.phase is RunPhase.SWITCHING
-
-
-def test_a_leaver_in_a_long_body_breaks_nothing() -> None:
-    rig = started(3)
-    rig.release(3)
-    rig.vote()
-    for at in range(1, 40):
-        rig.stand(at, {1: (Doing.WAITING, at), 2: (Doing.WAITING, at), 3: (Doing.WORKING, at)})
-    assert rig.m.phase is RunPhase.SWITCHING
-    assert rig.r.root.highest == 2
-
-
-def test_the_wait_for_one_that_was_ejected_is_not_held_against_those_who_are_left() -> None:
-    rig = started(3)
-    for at in range(1, 42):
-        rig.stand(at, {1: (Doing.WAITING, at - 0.1), 2: (Doing.WORKING, at), 3: (Doing.WAITING, at - 0.1)})
-    assert rig.ballot.members == [1, 3]
-    rig.vote()
-    rig.stand(41.2, {1: (Doing.WAITING, 41.1), 3: (Doing.WAITING, 41.1)})
-    assert (rig.m.phase, rig.r.root.highest) == (RunPhase.SWITCHING, 2)
 
 
 def test_a_newcomer_is_not_kept_out_by_a_look_at_the_links() -> None:
