@@ -1,4 +1,4 @@
-"""The mistakes of README.md are found, and what is none is not."""
+"""The mistakes of README.md are found, and what is none is not; for the rest see `test_engine_faults`."""
 
 from __future__ import annotations
 
