@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,6 +23,21 @@ WAITS: dict[str, Any] = {"doing": Doing.WAITING, "stalled_s": 20.0}
 
 
 Told = list[ev.Instruction]
+
+NOTICED_BY: dict[str, Callable[[], None]] = {}
+"""Missing guard (`mutants`) -> a test that notices."""
+
+Test = TypeVar("Test", bound=Callable[..., None])
+
+
+def notices(mutant: str, *arguments: Any) -> Callable[[Test], Test]:
+    """The test fails where this guard is missing. Args: arguments: of the test, with which it does."""
+
+    def note(test: Test) -> Test:
+        NOTICED_BY[mutant] = partial(test, *arguments)
+        return test
+
+    return note
 
 
 class Rig:

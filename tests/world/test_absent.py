@@ -12,9 +12,10 @@ from fallow.core.membership.messages import Fault
 from fallow.core.membership.state import RunPhase
 from fallow.model import ChangeKind, Doing, Exit, MemberPhase
 from world.live import BEAT_S, Live
-from world.rig import CONTRACT, TIMING, WAITS, Rig, logs, orders, started
+from world.rig import CONTRACT, TIMING, WAITS, Rig, logs, notices, orders, started
 
 
+@notices("silence counts though nobody waits")
 def test_a_silent_member_is_given_up_only_when_a_member_that_is_heard_waits_for_it() -> None:
     rig = started(3)
     rig.tick(30, 1, 3)
@@ -46,6 +47,7 @@ def test_where_no_member_is_heard_no_standby_begins_before_their_end_is_certain(
     assert (rig.m.phase, rig.ballot.members) == (RunPhase.PREPARING, [3])
 
 
+@notices("steps are no sign of life")
 def test_steps_of_the_others_are_a_sign_of_life() -> None:
     """Though they wait for node 2, and it is not heard: no step is finished without it."""
     rig = started(3)
@@ -70,6 +72,8 @@ def test_that_the_others_have_come_together_with_a_node_is_a_sign_of_its_life() 
     assert rig.r.nodes[n].phase is MemberPhase.MEMBER
 
 
+@notices("a tick comes ahead of what lies in the inbox")
+@notices("the clock goes on though nobody is heard")
 def test_after_an_absence_of_the_head_connections_have_time_to_come_back() -> None:
     rig = started(3)
     rig.tick(20)
@@ -156,6 +160,7 @@ def test_members_that_wait_in_different_places_of_the_script_end_the_run() -> No
     )
 
 
+@notices("a new head does not listen")
 def test_a_head_that_comes_back_decides_nothing_before_it_has_heard_all_or_time_is_up() -> None:
     rig = started(2)
     rig.join("c")
@@ -181,6 +186,7 @@ def test_a_head_that_comes_back_burns_what_was_prepared_and_keeps_what_was_commi
     assert rig.m.phase is RunPhase.STEADY
 
 
+@notices("claims to obey a newer head are believed")
 def test_a_node_that_claims_to_obey_a_newer_head_is_not_heard_and_ends_nobody() -> None:
     rig = started(2)
     before = dict(rig.store)
@@ -192,6 +198,8 @@ def test_a_node_that_claims_to_obey_a_newer_head_is_not_heard_and_ends_nobody() 
     assert rig.r.nodes[2].phase is MemberPhase.SILENT
 
 
+@notices("numbers that a store lost are not heard of")
+@notices("nobody comes back into a broken generation")
 def test_a_store_that_went_back_in_time() -> None:
     """It has lost a committed generation, and the node that this one had taken in."""
     rig = started(2)
@@ -344,6 +352,7 @@ def test_a_leaver_whose_node_went_with_it_holds_up_nobody() -> None:
     assert [done.kind for done in rig.completed] == [ChangeKind.START, ChangeKind.RELEASE]
 
 
+@notices("no connection may come back")
 def test_a_newcomer_that_does_not_hear_of_its_change_after_an_absence_is_asked_again() -> None:
     """The change is given up, for the members need not wait, but not the newcomer."""
     run = Live(2)
@@ -374,6 +383,7 @@ def freeze(rig: Rig, n: int, *others: int) -> None:
     assert rig.r.nodes[n].phase is MemberPhase.SILENT
 
 
+@notices("a node that is heard again is ended")
 def test_one_that_thaws_while_the_others_vote_is_with_them_again_in_another_generation() -> None:
     rig = started(3)
     freeze(rig, 2, 1, 3)
@@ -395,6 +405,7 @@ def test_one_that_thaws_while_the_others_vote_is_with_them_again_in_another_gene
     assert rig.completed[-1].members == ["n0", "n1", "n2"]
 
 
+@notices("nodes are forgotten though their end is not proved")
 def test_one_that_thaws_behind_a_commit_without_it_gives_up_what_it_had_and_begins_as_a_newcomer_does() -> None:
     rig = started(3)
     freeze(rig, 2, 1, 3)
@@ -415,6 +426,7 @@ def test_one_that_thaws_behind_a_commit_without_it_gives_up_what_it_had_and_begi
     assert rig.completed[-1].members == ["n0", "n2", "n1"]
 
 
+@notices("what a node held before a generation that the store lost counts")
 def test_what_a_node_holds_from_before_a_generation_that_the_store_lost_does_not_count() -> None:
     """Node 1 was away when the others went on without it, and the store forgot that they did."""
     rig = started(3)
@@ -457,6 +469,7 @@ def test_a_member_that_keeps_the_others_waiting_is_ejected_at_the_progress_deadl
     assert (end.kill, end.stack, rig.ballot.members) == (True, True, [1, 3])
 
 
+@notices("of nodes that are stuck all are to blame")
 def test_of_nodes_that_are_all_stuck_the_one_whose_device_computes_is_to_blame() -> None:
     rig = started(3)
     for at in range(1, 41):
@@ -479,6 +492,7 @@ def test_a_long_body_that_makes_progress_and_code_behind_the_loop_are_no_hangs()
     assert rig.r.root.highest == 1
 
 
+@notices("a leaver that hangs is waited for", True)
 @pytest.mark.parametrize("is_leaver", [False, True])
 def test_a_node_that_hangs_is_ejected_from_a_generation_in_which_nobody_computes_yet(is_leaver: bool) -> None:
     rig = started(3)

@@ -14,9 +14,10 @@ from fallow.core.membership.messages import Finish, Outcome
 from fallow.core.membership.state import RunPhase
 from fallow.core.training.apart import APART, STRANGER
 from fallow.model import Exit, RunStatus
-from world.rig import Rig, logs, orders, started
+from world.rig import Rig, logs, notices, orders, started
 
 
+@notices("a failed script is not noticed")
 def test_the_same_exception_on_two_nodes_ends_the_run_another_one_is_the_nodes_own() -> None:
     rig = started(3)
     rig.fails(2)
@@ -76,6 +77,7 @@ def test_a_script_that_never_begins_is_told_what_to_write() -> None:
     assert f"{last}); write fallow.init() in the place of torch.distributed's init_process_group" in rig.r.root.message
 
 
+@notices("a deserter is not waited for", True, 3)
 @pytest.mark.parametrize("rebuilding", [False, True])
 @pytest.mark.parametrize("code", [0, 3, None])
 def test_a_deserter_is_waited_for_until_its_exit_code_tells_whether_it_is_to_blame(
@@ -143,6 +145,7 @@ def test_a_host_that_nobody_wants_is_barred_and_its_nodes_leave() -> None:
     assert not rig.r.failures.bars
 
 
+@notices("finished nodes are not counted")
 def test_the_end_the_main_members_exit_code_decides() -> None:
     rig = started(2)
     rig.finish(1)

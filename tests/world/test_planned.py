@@ -11,7 +11,7 @@ from fallow.core.membership.roster import Roster
 from fallow.core.membership.state import RunPhase
 from fallow.core.membership.tables import RUN
 from fallow.model import ChangeKind, Exit, MemberPhase, Parts, RunStatus
-from world.rig import CONTRACT, Rig, logs, orders, started
+from world.rig import CONTRACT, Rig, logs, notices, orders, started
 
 
 def test_waits_for_the_minimum_and_commits_only_with_every_vote() -> None:
@@ -59,6 +59,7 @@ def test_members_hear_of_a_commit_within_a_tick_while_somebody_has_to_leave_in_t
     assert {node for node, order in told.items() if order.committed == g} >= {1, 2, 3}
 
 
+@notices("overtaken reports count")
 def test_s5_a_vote_for_another_generation_a_repeated_or_an_overtaken_report_counts_for_nothing() -> None:
     rig = started(1)
     rig.join("b")
@@ -70,6 +71,7 @@ def test_s5_a_vote_for_another_generation_a_repeated_or_an_overtaken_report_coun
     assert rig.r.root.generation == 2
 
 
+@notices("votes have no deadline (planned)")
 def test_a_newcomer_that_does_not_vote_is_given_up_and_one_that_hears_nothing_waits() -> None:
     rig = started(1)
     rig.join("b")
@@ -88,6 +90,7 @@ def test_a_newcomer_that_does_not_vote_is_given_up_and_one_that_hears_nothing_wa
     assert rig.r.nodes[3].phase is MemberPhase.READY
 
 
+@notices("a spoiled ballot is committed")
 def test_a_joiner_that_dies_before_the_commit_burns_only_its_number() -> None:
     rig = started(1)
     rig.join("b")
@@ -136,6 +139,7 @@ def test_deadlines_a_node_leaves_before_its_end_or_is_ejected() -> None:
     assert any(o.end is not None and o.end.kill for o in orders(turn).values())
 
 
+@notices("leaving has no deadline")
 def test_who_is_asked_to_leave_is_gone_before_its_time_is_over() -> None:
     rig = started(2)
     rig.put(ev.Ends(at=0, node=2, ends_at=100))
@@ -271,6 +275,7 @@ def test_r3_r4_newcomers_that_are_ready_join_at_once_and_together() -> None:
     assert [len(done.members) for done in rig.completed] == [2, 5, 8]
 
 
+@notices("each release is a generation", 2)
 @pytest.mark.parametrize("events", [1, 2])
 def test_nodes_that_are_released_in_one_turn_leave_in_one_generation(events: int) -> None:
     rig = started(4)

@@ -8,9 +8,10 @@ from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Checkpoint, Refusal
 from fallow.core.membership.state import RunPhase
 from fallow.model import ChangeKind, Doing, Exit, MemberPhase, RunStatus
-from world.rig import WAITS, Rig, logs, orders, started
+from world.rig import WAITS, Rig, logs, notices, orders, started
 
 
+@notices("votes count of nodes that have not given up")
 def test_a_vote_on_an_interrupting_plan_counts_only_from_one_that_has_given_the_old_generation_up() -> None:
     rig = started(2)
     rig.gone(2, signal=9)
@@ -20,6 +21,7 @@ def test_a_vote_on_an_interrupting_plan_counts_only_from_one_that_has_given_the_
     assert rig.r.root.generation == 2
 
 
+@notices("votes have no deadline (rebuilding)")
 def test_a_rebuild_has_a_deadline_of_its_own() -> None:
     rig = started(3)
     rig.gone(3, signal=9)
@@ -32,6 +34,9 @@ def test_a_rebuild_has_a_deadline_of_its_own() -> None:
     assert rig.m.order(2).end is not None
 
 
+@notices("commits without proof that the old generation is over")
+@notices("silence proves that a node has ended")
+@notices("it is forgotten that the old generation steps until the boundary")
 def test_nothing_is_committed_while_an_old_generation_may_still_act() -> None:
     """Node 1 alone has the state, is not heard any more, and may compute on; node 2 has voted, but cannot know."""
     rig = started(1)
@@ -47,6 +52,7 @@ def test_nothing_is_committed_while_an_old_generation_may_still_act() -> None:
     assert rig.r.root.generation == 3, "now Slurm says so"
 
 
+@notices("a loss goes unnoticed while all switch")
 def test_a_leaver_that_the_others_have_left_behind_does_not_become_the_state() -> None:
     rig = started(2)
     rig.release(2)
@@ -58,6 +64,7 @@ def test_a_leaver_that_the_others_have_left_behind_does_not_become_the_state() -
     assert rig.r.nodes[2].phase is MemberPhase.GONE
 
 
+@notices("votes that show a lost state count")
 def test_where_votes_show_that_some_have_lost_the_state_those_who_have_it_go_on() -> None:
     rig = started(3)
     rig.gone(3, signal=9)
@@ -91,6 +98,8 @@ def test_the_group_that_broke_without_a_death_is_rebuilt_as_it_was() -> None:
     assert rig.r.root.generation == rig.r.root.highest == 2
 
 
+@notices("a broken group is not rebuilt")
+@notices("the first exchange may last for ever")
 def test_a_first_exchange_that_does_not_end_or_whose_group_breaks_is_done_again() -> None:
     rig = started(2)
     rig.join("c")
@@ -107,6 +116,7 @@ def test_a_first_exchange_that_does_not_end_or_whose_group_breaks_is_done_again(
     assert rig.m.phase is RunPhase.REBUILDING
 
 
+@notices("nobody looks at links")
 def test_slow_links_are_looked_at_and_eject_nobody_a_cut_one_drops_the_younger() -> None:
     rig = started(3)
     rig.wait(6)
@@ -199,6 +209,7 @@ def breaks(rig: Rig, n: int, *others: int) -> float:
     return rig.at - began
 
 
+@notices("groups that always break on one node are rebuilt for ever")
 def test_a_node_on_which_every_group_breaks_is_ejected_and_the_others_go_on() -> None:
     """They break for the others as well, but later."""
     rig = started(3)

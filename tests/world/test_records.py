@@ -12,7 +12,7 @@ from fallow.core.membership.messages import Gather, Gathered, Refusal, Unreadabl
 from fallow.core.membership.records import Root
 from fallow.core.membership.roster import Roster
 from fallow.wire.codec import encode
-from world.rig import CONTRACT, started
+from world.rig import CONTRACT, notices, started
 
 
 def root() -> Root:
@@ -61,6 +61,7 @@ def test_a_change_writes_the_root_and_the_nodes_that_it_changed() -> None:
     assert {key for key, raw in rig.store.items() if raw != before[key]} == {"root", "node/7"}
 
 
+@notices("what a node held before it was away counts")
 def test_plans_are_deltas_to_members_and_whole_lists_to_newcomers() -> None:
     rig = started(4)
     rig.join("e")

@@ -9,7 +9,7 @@ from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Checkpoint, Problem
 from fallow.core.membership.state import RunPhase
 from fallow.model import ChangeKind, RunStatus
-from world.rig import Rig, logs, orders, started
+from world.rig import Rig, logs, notices, orders, started
 
 
 def test_a_checkpoint_that_could_not_be_written_is_told_to_all_and_forgotten_with_the_next_one() -> None:
@@ -83,6 +83,7 @@ def test_a_damaged_one_goes_when_enough_came_after_it() -> None:
     assert sorted(save(rig, 40)) == ["/1-10", "/1-20"]
 
 
+@notices("a checkpoint that turns up does not stop a start")
 def test_one_that_turns_up_after_the_run_went_on_from_before_it_is_set_aside() -> None:
     rig = started(1)
     save(rig, 10)
@@ -103,6 +104,7 @@ def test_one_that_turns_up_after_the_run_went_on_from_before_it_is_set_aside() -
 # -- going back --------------------------------------------------------------------------------------------------------
 
 
+@notices("a checkpoint of a history that was left is loaded")
 def test_going_back_drops_what_members_hold_and_what_was_saved_since() -> None:
     rig = started(2)
     for step in (10, 20):
