@@ -17,8 +17,7 @@ from fallow.core.accounting.backoff import Asker
 from fallow.core.accounting.fairshare import HALF_LIFE_S
 from fallow.core.accounting.spans import Span
 from fallow.core.allocations import Agent, Allocation
-from fallow.core.planning.gain import Seen
-from fallow.core.planning.valuing import Gain
+from fallow.core.planning.gain import Gain, Seen
 from fallow.core.submission.deadline import deadline_at
 from fallow.core.submission.script import parse_script
 from fallow.core.tokens import names_harvest
@@ -186,7 +185,7 @@ def test_a_run_learns_from_runs_of_its_script_that_have_ended(desk: Desk) -> Non
     fresh, other = desk.run("fresh"), desk.run("other", script=f"{SCRIPT}# another\n")
     found = gains(desk.book.runs.values(), NOW, 30.0)
     assert found.keys() == {fresh.id, other.id}
-    assert 2 in found[fresh.id].measured and not found[other.id].measured
+    assert found[fresh.id].curve.is_measured and not found[other.id].curve.is_measured
 
 
 def test_a_run_shows_its_curve_and_how_it_stands_to_its_deadline(desk: Desk) -> None:

@@ -6,7 +6,7 @@ project counts less by a power of two of what it had beyond its due (`slurm.sche
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
@@ -56,6 +56,20 @@ class PastUse(msgspec.Struct, kw_only=True):
         """Take in the use of another one."""
         at = max(self.at, other.at)
         self.node_s, self.at = self.faded(at) + other.faded(at), at
+
+
+def weights(runs: Collection[tuple[str, str, float]], use: Mapping[str, float]) -> dict[str, float]:
+    """Run -> weight of its gain beside that of others. A project's part does not depend on the number of its runs.
+
+    Args:
+        runs: that have not ended, each with its project and its weight beside other runs of that.
+        use: project of such a run -> faded node-seconds of idle nodes that it has had, by runs that have ended too.
+    """
+    sums: dict[str, float] = {}
+    for _, project, weight in runs:
+        sums[project] = sums.get(project, 0.0) + weight
+    due = factors({project: use.get(project, 0.0) for project in sums})
+    return {run: due[project] * weight / sums[project] for run, project, weight in runs}
 
 
 def factors(use: Mapping[str, float]) -> dict[str, float]:

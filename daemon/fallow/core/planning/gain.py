@@ -14,8 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
+
+from fallow.core.accounting.pacing import Schedule
+from fallow.core.planning.share import Worth
 
 REST, TALK = 0.2, 0.02
 
@@ -47,6 +51,11 @@ class Curve(msgspec.Struct, kw_only=True):
     shard_s: float | None = None
     "seconds per shard, as workers measured it (the median of them)"
 
+    @property
+    def is_measured(self) -> bool:
+        """Was anything of it?"""
+        return bool(self.seen) or self.shard_s is not None
+
     def observe(self, workers: int, step_s: float, lasted_s: float, at: float) -> None:
         """Take in a stretch of undisturbed training.
 
@@ -64,6 +73,23 @@ class Curve(msgspec.Struct, kw_only=True):
         if len(self.seen) > SIZES:
             others = [m for m in self.seen if m != workers]
             del self.seen[min(others, key=lambda m: _faded(self.seen[m], at))]
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """What a run gains from nodes.
+
+    Attributes:
+        worth: of nodes to it.
+        speeds: (nodes, steps per second) at which it gets faster.
+        curve: its own, with those of runs like it. While nothing is measured, only ratios of the speeds mean something.
+        schedule: how it stands to its deadline; None: it has none, or it is not known how long it takes.
+    """
+
+    worth: Worth
+    speeds: tuple[tuple[int, float], ...]
+    curve: Curve
+    schedule: Schedule | None
 
 
 def pooled(own: Curve, others: Sequence[Curve], at: float) -> Curve:

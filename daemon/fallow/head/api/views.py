@@ -110,10 +110,10 @@ def _only_barred(run: Run, at: float) -> str:
 
 
 def _speed_views(run: Run) -> list[SpeedView]:
-    if run.gain is None or not run.gain.known:
+    if run.gain is None or not run.gain.curve.is_measured:
         return []
     return [
-        SpeedView(nodes=nodes, steps_per_s=speed, measured=nodes * run.workers_per_node in run.gain.measured)
+        SpeedView(nodes=nodes, steps_per_s=speed, measured=nodes * run.workers_per_node in run.gain.curve.seen)
         for nodes, speed in run.gain.speeds
     ]
 

@@ -1,4 +1,4 @@
-"""What is known of each run, and of runs like it, for `core.valuing` to say what nodes are worth to it."""
+"""What nodes are worth to each run: its curve, its project's share and its deadline become its gain."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 
 from fallow.core.accounting import fairshare
+from fallow.core.accounting.pacing import Schedule, schedule
 from fallow.core.accounting.spans import held
-from fallow.core.planning import valuing
-from fallow.core.planning.gain import pooled
-from fallow.core.planning.valuing import ALIKE, Facts, Gain, measured
-from fallow.core.training.restarts import PAUSE_S
+from fallow.core.planning.gain import Curve, Gain, pooled, speeds
+from fallow.core.planning.share import Worth, values
+from fallow.core.training.restarts import PAUSE_S as RESTART_S
 from fallow.head.state.book import Run
 from fallow.model import AllocationState
+
+ALIKE = 8
+"""A run learns from so many of the newest like it: evidence fades, and each poll would take longer for ever."""
+
+PAUSE_S = 0.5
+"""Stall at a change, until this run has had one."""
 
 Model = tuple[str | int | None, ...]
 
@@ -34,13 +40,14 @@ def gains(all_runs: Iterable[Run], at: float, start_s: float) -> dict[str, Gain]
             alike.setdefault(_model(run), []).append(run)
             newest.setdefault(run.spec.script, run)
     live = [run for run in runs if not run.ended]
-    known: list[Facts] = []
+    shares = [(run.id, _project(run), run.spec.weight) for run in live]
+    weights = fairshare.weights(shares, _use(live, runs, at))
+    found: dict[str, Gain] = {}
     for run in live:
         # As long as a run has not said what it has, what the newest run of the script has is the best guess.
         like = newest.get(run.spec.script, run) if run.root.contract is None else run
-        known.append(_facts(run, _teachers(run, alike.get(_model(like), [])), at))
-    weights = valuing.weights(known, _use(live, runs, at))
-    return {each.run: valuing.gain(each, weights[each.run], at, start_s) for each in known}
+        found[run.id] = _gain(run, _teachers(run, alike.get(_model(like), [])), weights[run.id], at, start_s)
+    return found
 
 
 def _model(run: Run) -> Model:
@@ -66,30 +73,35 @@ def _use(live: Sequence[Run], runs: Sequence[Run], at: float) -> dict[str, float
     return use
 
 
-def _facts(run: Run, others: list[Run], at: float) -> Facts:
-    """What there is to know of a run that has not ended. Args: others: that it learns from; at: Unix time."""
+def _gain(run: Run, others: Sequence[Run], weight: float, at: float, start_s: float) -> Gain:
+    """Gain of one run. Args: others: that it learns from; weight: of its gain beside that of others."""
     spec, contract = run.spec, run.root.contract
     slots = run.record.slots or spec.workers_per_node or (others[0].record.slots if others else None) or 1
     said = [one.root.contract.shards for one in (run, *others[:1]) if one.root.contract is not None]
     shards = next(filter(None, said), spec.max_nodes * slots)
-    running = [a for a in run.live_allocations() if a.state is AllocationState.RUNNING]
-    return Facts(
-        run=run.id,
-        curve=pooled(run.record.curve, [other.record.curve for other in others], at),
-        slots=slots,
-        shards=shards,
-        min_nodes=spec.min_nodes,
-        max_nodes=spec.max_nodes,
-        base=sum(len(a.nodes) or a.nodes_wanted for a in running if not a.harvested),
-        going=run.root.generation > 0,
-        pause_s=run.longest_pause_s() or (PAUSE_S if contract is not None and contract.restarts else 0.0),
-        weight=spec.weight,
-        project=_project(run),
-        created_at=spec.created_at,
-        deadline_at=spec.deadline_at,
-        total_steps=0 if spec.deadline_at is None else _total_steps(run),
-        front=0 if spec.deadline_at is None else run.roster.front,
+    restarts = contract is not None and contract.restarts
+    curve = pooled(run.record.curve, [other.record.curve for other in others], at)
+    fast = tuple(speeds(curve, shards, slots, spec.max_nodes))
+    standing = _schedule(run, curve, at)
+    worth = values(
+        fast,
+        spec.max_nodes,
+        weight,
+        least=1 if run.root.generation > 0 else spec.min_nodes,
+        urgency=1.0 if standing is None else standing.urgency,
+        urgent_nodes=0 if standing is None else standing.nodes(fast),
     )
+    running = [a for a in run.live_allocations() if a.state is AllocationState.RUNNING and not a.harvested]
+    base = sum(len(a.nodes) or a.nodes_wanted for a in running)
+    pause_s = run.longest_pause_s() or (RESTART_S if restarts else PAUSE_S)
+    return Gain(Worth(worth, base, spec.min_nodes, start_s, pause_s), fast, curve, standing)
+
+
+def _schedule(run: Run, curve: Curve, at: float) -> Schedule | None:
+    deadline_at = run.spec.deadline_at
+    if deadline_at is None or not curve.is_measured or not (total_steps := _total_steps(run)):
+        return None
+    return schedule(run.spec.created_at, deadline_at, total_steps, run.roster.front, at)
 
 
 def _total_steps(run: Run) -> int:
@@ -99,5 +111,5 @@ def _total_steps(run: Run) -> int:
 
 def _teachers(run: Run, alike: list[Run]) -> list[Run]:
     """Those that it learns from, the newest first; one that was never measured says at least how many shards it had."""
-    known = (other for other in alike if other is not run and measured(other.record.curve))
+    known = (other for other in alike if other is not run and other.record.curve.is_measured)
     return list(islice(known, ALIKE)) or [other for other in alike[:2] if other is not run]
