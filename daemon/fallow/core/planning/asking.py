@@ -7,7 +7,7 @@ changed since the poll. Only idle GPUs of a shared node are asked for by the nod
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from math import floor
@@ -18,7 +18,7 @@ from fallow.core.allocations import Allocation
 from fallow.core.holes import CLOSED, Hole, Part, is_idle, planned_ends
 from fallow.core.kinds import Kind
 from fallow.core.planning.offers import Eligibility, Offer
-from fallow.core.planning.rules import Demand, HarvestRules, most_minutes, sleeping_nodes
+from fallow.core.planning.rules import Demand, HarvestRules, Known, most_minutes, sleeping_nodes
 from fallow.core.planning.situation import Situation
 from fallow.core.planning.unstarted import RunClass
 from fallow.model import ClusterState
@@ -122,24 +122,24 @@ class Asking:
 
     Args:
         situation: of the plan.
+        known: what was learned, in this plan, too.
         eligibility: who can use which nodes.
         offered: idle nodes, best first.
         taken: nodes of these that requests which wait will take.
         caps: what they leave.
-        shorter: partition -> minutes that have just turned out to be the most that may start there.
     """
 
     def __init__(
         self,
         situation: Situation,
+        known: Known,
         eligibility: Eligibility,
         offered: Sequence[Offer],
         taken: Iterable[str],
         caps: Caps,
-        shorter: Mapping[str, int],
     ) -> None:
         self._situation, self._eligibility, self._offered = situation, eligibility, offered
-        self.taken, self.caps, self._shorter = set(taken), caps, shorter
+        self._backoff, self.taken, self.caps = known.backoff, set(taken), caps
         self._ways: dict[str, dict[RunClass, frozenset[str]]] = {}
         "idle node -> class of runs -> partitions in which they can use it"
         self._idle = {demand.run_class: Counter[frozenset[str]]() for demand in situation.demands}
@@ -258,17 +258,14 @@ class Asking:
 
         A longer limit costs nobody anything: the node goes back whenever somebody else wants it.
         """
-        rules, known = self._situation.rules, self._situation.known
+        rules = self._situation.rules
         partition, budget_s = self._situation.by_partition[hole.partition], self._budgets[demand.run]
         least = max(rules.min_minutes, demand.min_minutes)
         most = most_minutes(partition, rules)
         most = most if budget_s is None else min(most, minutes_in(budget_s))
         fits = most if hole.length_s is None else max(0, floor((hole.length_s - rules.slack_s) / 60))
-        below = (
-            known.backoff.longest(demand.asker, hole.partition, self._situation.at),
-            self._shorter.get(hole.partition),
-        )
-        starts = min((bound for bound in below if bound is not None), default=most)
+        bound = self._backoff.longest(demand.asker, hole.partition, self._situation.at)
+        starts = most if bound is None else bound
         if most < least:
             why = f"limited: {most} min are all that may be asked for, and at least {least} min are wanted"
         elif fits < least:

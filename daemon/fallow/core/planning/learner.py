@@ -5,27 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
-from typing import NamedTuple
+from math import inf
 
 from fallow.core.accounting.backoff import Asker, Scope, scope_of
 from fallow.core.allocations import Allocation
 from fallow.core.holes import is_idle
 from fallow.core.planning.rules import HarvestRules, Known, harvestable
-from fallow.core.planning.situation import Situation
-from fallow.core.planning.withdrawals import Withdraw
 from fallow.model import AllocationState, ClusterState
 
 Asked = tuple[Allocation, Asker]
 """A harvest allocation, and in whose name it is asked for."""
-
-
-class _Seen(NamedTuple):
-    """How a poll showed a harvest allocation."""
-
-    begun: bool = False
-    trained: bool = False
-    holder: Asker | None = None
-    "in whose name it holds a node; None: it holds none"
 
 
 class Learner:
@@ -33,8 +22,10 @@ class Learner:
 
     def __init__(self) -> None:
         self.known = Known()
-        self._seen: dict[str, _Seen] | None = None
-        "token -> how the last poll showed it; None: no poll has been seen yet"
+        self._polled_at = inf
+        "Unix time of the last poll; infinity: no poll has been seen yet"
+        self._holders: dict[str, Asker] = {}
+        "token of an allocation that held a node by then -> in whose name"
         self._idle: set[str] | None = None
         "nodes that the last poll showed idle, ours included; None: no poll has been seen yet"
 
@@ -57,15 +48,26 @@ class Learner:
         whole = [a for a, _ in harvest if (a.state in held or a.is_booting) and a.part is None]
         ours = {node for a in whole for node in a.nodes}
         self._count_fallen_idle(cluster, ours, {p.partition for p in harvestable(cluster, rules)})
-        before, self._seen = self._seen, {a.token: _seen(a, asker) for a, asker in harvest}
+        before, self._holders = self._holders, {a.token: who for a, who in harvest if a.live and a.start_at is not None}
+        # Where jobs of ours have ended, a limit of their account or QOS has room for as many again.
+        for who, count in Counter(who for token, who in before.items() if token not in self._holders).items():
+            self.known.backoff.eased(who, now, count)
         # Those that began before this head did have been taken note of by the one before.
-        if before is not None:
-            # Where jobs of ours have ended, a limit of their account or QOS has room for as many again.
-            left = (was.holder for token, was in before.items() if self._seen.get(token, _Seen()).holder is None)
-            for who, count in Counter(who for who in left if who is not None).items():
-                self.known.backoff.eased(who, now, count)
-            for allocation, asker in harvest:
-                self._follow_start(before.get(allocation.token, _Seen()), allocation, asker, now)
+        begun = self._holders.keys() - before.keys() if self._polled_at < inf else set[str]()
+        for allocation, asker in harvest:
+            start_at, active_at = allocation.start_at, allocation.active_at
+            if allocation.token in begun:
+                self.known.backoff.started(asker, allocation.partition, now)
+            # A successor is ready early and joins when the node before it leaves.
+            if (
+                start_at is not None
+                and active_at is not None
+                and active_at > self._polled_at
+                and not allocation.replaces
+            ):
+                wait_s = None if allocation.ahead else start_at - allocation.requested_at
+                self.known.experience.started(wait_s, active_at - start_at, active_at)
+        self._polled_at = now
         # Those that start and those that wait in one poll tell of the same limit, which is at the last that started.
         pending = AllocationState.PENDING
         waits = [(a, asker) for a, asker in harvest if a.state is pending and a.asked_at is None]
@@ -93,17 +95,6 @@ class Learner:
             return ""
         return self.strike(asker, allocation.partition, allocation.minutes, allocation.reason, now)
 
-    def _follow_start(self, was: _Seen, allocation: Allocation, asker: Asker, now: float) -> None:
-        start_at, active_at = allocation.start_at, allocation.active_at
-        if start_at is None:
-            return
-        if not was.begun:
-            self.known.backoff.started(asker, allocation.partition, now)
-        # A successor is ready early and joins when the node before it leaves.
-        if active_at is not None and not was.trained and not allocation.replaces:
-            wait_s = None if allocation.ahead else start_at - allocation.requested_at
-            self.known.experience.started(wait_s, active_at - start_at, active_at)
-
     def strike(self, asker: Asker, partition: str, minutes: int | None, reason: str, now: float) -> str:
         """Slurm said no, or lets a request wait, for a reason that may be none to leave anything alone.
 
@@ -116,23 +107,3 @@ class Learner:
         if backoff.until(asker, partition) > before:
             return f"Slurm says {reason}: {backoff.words(asker, partition, now)}"
         return ""
-
-
-def _seen(allocation: Allocation, asker: Asker) -> _Seen:
-    begun = allocation.start_at is not None
-    return _Seen(begun, begun and allocation.active_at is not None, asker if begun and allocation.live else None)
-
-
-def withdrawn(situation: Situation, withdrawal: Withdraw, allocation: Allocation) -> None:
-    """A request is taken back: what that says about its length, and about nodes beside which it waited.
-
-    Args:
-        situation: of the plan; what is known in it is told.
-        withdrawal: the planner's.
-        allocation: the request.
-    """
-    known, at = situation.known, situation.at
-    if withdrawal.too_long and allocation.minutes:
-        known.backoff.too_long(allocation.partition, allocation.minutes, at)
-    for node in withdrawal.declined:
-        known.unstarted.decline(node, situation.by_run[allocation.run].run_class, allocation.partition, at)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from fallow.core.allocations import Allocation
 from fallow.core.holes import Hole, Part
 from fallow.core.kinds import may_use
-from fallow.core.planning.rules import needed_s, off_limits
+from fallow.core.planning.rules import Known, needed_s, off_limits
 from fallow.core.planning.situation import Situation
-from fallow.core.planning.unstarted import FIRST_S, RunClass
+from fallow.core.planning.unstarted import RunClass
 
 
 class Eligibility:
@@ -19,19 +18,18 @@ class Eligibility:
 
     Args:
         situation: of the plan.
+        known: what was learned, in this plan, too.
     """
 
-    def __init__(self, situation: Situation) -> None:
-        self._situation = situation
+    def __init__(self, situation: Situation, known: Known) -> None:
+        self._situation, self._known = situation, known
         self._partitions: dict[RunClass, frozenset[str]] = {}
-        self._declined: set[tuple[RunClass, str, str]] = set()
-        "(class of runs, node, partition) that were found in this plan"
 
     def partitions(self, run_class: RunClass) -> frozenset[str]:
         """Names of the partitions in which such runs may ask now."""
         if run_class not in self._partitions:
             named, asker = run_class.partitions, run_class.asker
-            backoff, at = self._situation.known.backoff, self._situation.at
+            backoff, at = self._known.backoff, self._situation.at
             self._partitions[run_class] = frozenset(
                 p.partition
                 for p in self._situation.partitions
@@ -44,7 +42,7 @@ class Eligibility:
     def why_not(self, run_class: RunClass, node: str, partition: str, part: Part | None = None) -> str:
         """Why such runs cannot use this node, or this part of it, in this partition; empty: they can."""
         if partition not in self.partitions(run_class):
-            if words := self._situation.known.backoff.words(run_class.asker, partition, self._situation.at):
+            if words := self._known.backoff.words(run_class.asker, partition, self._situation.at):
                 return f"left alone: {words}"
             return f"not open: no run may use {partition}"
         return self._unfit(run_class, node, partition, part)
@@ -58,33 +56,21 @@ class Eligibility:
 
     def could_take(self, allocation: Allocation, hole: Hole) -> bool:
         """Could Slurm start a request on this hole now?"""
-        fits = hole.length_s is None or hole.length_s >= needed_s(allocation, self._situation.at, self._situation.rules)
-        return fits and self.stands_for(allocation, hole)
-
-    def stands_for(self, allocation: Allocation, hole: Hole) -> bool:
-        """Is this hole one that a request waits for, if only it is short enough?"""
-        if hole.partition != allocation.partition or not _has(hole.part, allocation.part):
+        situation = self._situation
+        if hole.length_s is not None and hole.length_s < needed_s(allocation, situation.at, situation.rules):
             return False
-        demand = self._situation.by_run.get(allocation.run)
-        if demand is None:
-            return True
-        return not self._unfit(demand.run_class, hole.node, hole.partition, hole.part)
-
-    def decline(self, token: str, nodes: Iterable[str]) -> None:
-        """Slurm does not start this request there: no run like its own asks there in this plan."""
-        request = next(a for a in self._situation.pending if a.token == token)
-        run_class = self._situation.by_run[request.run].run_class
-        self._declined.update((run_class, node, request.partition) for node in nodes)
+        demand = situation.by_run.get(allocation.run)
+        fits = _has(hole.part, allocation.part)
+        return fits and (demand is None or not self._unfit(demand.run_class, hole.node, hole.partition, hole.part))
 
     def _unfit(self, run_class: RunClass, node: str, partition: str, part: Part | None) -> str:
         """Why this node is of no use to such runs, whether or not they may ask in its partition; empty: it is."""
-        known, left_s = self._situation.nodes.get(node), FIRST_S
+        known = self._situation.nodes.get(node)
         if known is None or not run_class.kind.suits(known, part):
             return "of another kind: no run can use it"
         if node in run_class.barred:
             return "barred: the run does without it"
-        if (run_class, node, partition) not in self._declined:
-            left_s = self._situation.known.unstarted.declined_s(node, run_class, partition, self._situation.at)
+        left_s = self._known.unstarted.declined_s(node, run_class, partition, self._situation.at)
         return f"declined: Slurm starts no request there; left alone for {left_s:.0f} s" if left_s else ""
 
 
@@ -106,34 +92,18 @@ def offers(situation: Situation, eligibility: Eligibility) -> list[Offer]:
     return sorted(found, key=lambda offer: (len(offer.users), ways[offer.hole.node]))
 
 
-def match(
-    pending: Iterable[Allocation], holes: Sequence[Hole], eligibility: Eligibility
-) -> tuple[set[str], list[Allocation]]:
-    """Match requests with idle nodes, as Slurm would.
-
-    Args:
-        pending: requests, the oldest first.
-        holes: idle nodes, best first.
-        eligibility: who can use which.
-
-    Returns:
-        Nodes that they will take, and the requests for which there is none.
-    """
-    taken, unmatched, by_partition = set[str](), list[Allocation](), dict[str, list[Hole]]()
-    for hole in holes:
+def match(situation: Situation, eligibility: Eligibility) -> dict[str, Hole]:
+    """Token of a request that waits -> the idle node that it will take, the oldest first, as Slurm would."""
+    found, taken, by_partition = dict[str, Hole](), set[str](), dict[str, list[Hole]]()
+    for hole in situation.holes:
         by_partition.setdefault(hole.partition, []).append(hole)
-    for allocation in pending:
-        if allocation.pinned:
-            continue
+    for allocation in situation.pending:
         left = (hole for hole in by_partition.get(allocation.partition, ()) if hole.node not in taken)
-        node = next((hole.node for hole in left if eligibility.could_take(allocation, hole)), None)
-        if node is not None:
-            taken.add(node)
-        elif allocation.part is not None:
-            taken.add(allocation.part.node)
-        else:
-            unmatched.append(allocation)
-    return taken, unmatched
+        hole = next((hole for hole in left if eligibility.could_take(allocation, hole)), None)
+        if hole is not None and not allocation.pinned:
+            found[allocation.token] = hole
+            taken.add(hole.node)
+    return found
 
 
 def _has(idle: Part | None, wanted: Part | None) -> bool:

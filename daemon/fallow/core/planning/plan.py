@@ -23,7 +23,7 @@ from fallow.core.holes import find_coming, idle_nodes
 from fallow.core.neighbour.needs import GiveBack
 from fallow.core.planning.asking import Ask, Asking, Caps
 from fallow.core.planning.offers import Eligibility, Offer, match, offers
-from fallow.core.planning.rules import NOT_TAKEN_BACK, Demand, HarvestRules, not_harvested, off_limits
+from fallow.core.planning.rules import NOT_TAKEN_BACK, Demand, HarvestRules, Known, not_harvested, off_limits
 from fallow.core.planning.share import Party, Step, Worth, linear, move, step_up, useful
 from fallow.core.planning.situation import Situation
 from fallow.core.planning.withdrawals import Withdraw, wanted_back, withdrawals
@@ -52,6 +52,8 @@ class Plan:
     "run -> harvested nodes that it should have"
     unused: Mapping[str, str] = field(default_factory=dict)
     "idle node -> why it is not used, as `unused` says"
+    known: Known = field(default_factory=Known)
+    "what is known from now on"
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -77,23 +79,27 @@ class _Draft:
     """
 
     def __init__(self, situation: Situation) -> None:
-        self._situation, self._eligibility = situation, Eligibility(situation)
+        self._situation = situation
         self._give_backs = _first_of_each([*situation.external.give_backs, *wanted_back(situation)])
-        self._withdrawals, self._asks = withdrawals(situation, self._eligibility), list[Ask]()
-        for each in self._withdrawals:
-            if each.declined:
-                self._eligibility.decline(each.token, each.declined)
+        matched = match(situation, Eligibility(situation, situation.known))
+        self._withdrawals, self._asks = withdrawals(situation, matched), list[Ask]()
+        beside = {each.token: each.beside for each in self._withdrawals if each.beside is not None}
+        passed_over = [a for a in situation.pending if a.token in beside]
+        waited = ((a, situation.by_run[a.run].run_class, beside[a.token]) for a in passed_over)
+        self._known = situation.known.after(waited, situation.at)
+        self._eligibility = Eligibility(situation, self._known)
         going = self._going
         waiting = [a for a in situation.pending if a.token not in going]
-        taken, self._unmatched = match(waiting, situation.holes, self._eligibility)
+        taken = {matched[a.token].node for a in waiting if a.token in matched}
+        taken.update(a.part.node for a in waiting if a.part is not None)
+        self._unmatched = [a for a in waiting if not (a.pinned or a.part or a.token in matched)]
         # Idle nodes come first: what waits for nodes that others still have must not keep anybody from asking for them.
         self._movable = [a for a in self._unmatched if situation.waits_for_others(a)]
         # What is given back is held until its job has ended.
         gone = {each.token for each in self._withdrawals}.union(a.token for a in self._movable)
         self._caps = Caps(situation, [a for a in situation.harvest if a.token not in gone], waiting)
         self._offered = offers(situation, self._eligibility)
-        shorter = _shorter(situation, self._withdrawals)
-        self._asking = Asking(situation, self._eligibility, self._offered, taken, self._caps, shorter)
+        self._asking = Asking(situation, self._known, self._eligibility, self._offered, taken, self._caps)
         have = _have(situation.harvest, going)
         self._parties = {demand.run: _party(demand, have[demand.run], situation.rules) for demand in situation.demands}
         self._count(self._movable, -1)
@@ -268,6 +274,7 @@ class _Draft:
             asks=tuple(self._asks),
             targets={run: party.have + self._unmet[run] for run, party in self._parties.items()},
             unused=unused(self._situation, self._eligibility, self._offered, self._asking),
+            known=self._known,
         )
 
     def _count(self, allocations: Iterable[Allocation], each: int) -> None:
@@ -306,12 +313,6 @@ def _first_of_each(give_backs: Iterable[GiveBack]) -> list[GiveBack]:
     for each in give_backs:
         found.setdefault(each.token, each)
     return list(found.values())
-
-
-def _shorter(situation: Situation, withdrawn: Iterable[Withdraw]) -> dict[str, int]:
-    """Partition -> the most minutes to ask for: half of what has just turned out to be too much."""
-    long = {each.token for each in withdrawn if each.too_long}
-    return {a.partition: max(1, (a.minutes or 2) // 2) for a in situation.pending if a.token in long}
 
 
 def _have(harvest: Sequence[Allocation], going: set[str]) -> Counter[str]:

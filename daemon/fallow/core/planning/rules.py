@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from fallow.core.accounting.backoff import Asker, Backoff
 from fallow.core.accounting.prices import WakePrice
 from fallow.core.allocations import Allocation
-from fallow.core.holes import SLEEPING, is_asleep
+from fallow.core.holes import SLEEPING, Hole, is_asleep
 from fallow.core.kinds import Kind, open_to
 from fallow.core.neighbour.permission import too_small_for
 from fallow.core.planning.experience import Experience
@@ -98,6 +98,19 @@ class Known:
     experience: Experience = field(default_factory=Experience)
     backoff: Backoff = field(default_factory=Backoff)
     unstarted: Unstarted = field(default_factory=Unstarted)
+
+    def after(self, waited: Iterable[tuple[Allocation, RunClass, Hole]], at: float) -> Known:
+        """What is known once requests have waited for too long beside the idle nodes that they should have got.
+
+        Where somebody may want the node soon, nobody knows when, a shorter request may start. Else none like it does.
+        """
+        backoff, unstarted = replace(self.backoff, lengths=dict(self.backoff.lengths)), self.unstarted
+        for allocation, run_class, hole in waited:
+            if hole.sure:
+                unstarted = unstarted.decline(hole.node, run_class, hole.partition, at)
+            elif allocation.minutes:
+                backoff.too_long(hole.partition, allocation.minutes, at)
+        return Known(self.experience, backoff, unstarted)
 
 
 def sleeping_nodes(nodes: Iterable[NodeInfo], partition: str, rules: HarvestRules) -> frozenset[str]:

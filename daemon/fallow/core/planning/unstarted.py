@@ -1,19 +1,21 @@
 """Idle nodes on which Slurm does not start our requests. Pure.
 
 A poll does not show all that keeps a job from a node: memory of a suspended job, licences, GPUs that are kept for
-others. A node that lies idle beside a request that could have it, for as long as Slurm takes to look at everything a
-few times, is one on which such requests do not start. So for a while they do not stand for it, and none is made for
-it, each time for twice as long, until the node is used or looks otherwise.
+others. The node that a request should get, and that lies idle for as long as Slurm takes to look at everything a few
+times, is one on which such requests do not start. So for a while they do not stand for it, and none is made for it,
+each time for twice as long, until the node is used or looks otherwise.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fallow.core.accounting.backoff import Asker
 from fallow.core.holes import UNUSABLE
 from fallow.core.kinds import Kind
-from fallow.model import ClusterState, NodeInfo
+from fallow.model import ClusterState
 
 
 class RunClass(NamedTuple):
@@ -28,10 +30,10 @@ class RunClass(NamedTuple):
 
 
 Look = tuple[str, int, int, int]
-"""State, and CPUs, memory and GPUs in use."""
+"""State, and CPUs, memory and GPUs in use: changes when a node is used otherwise."""
 
-Request = tuple[Kind, Asker, str]
-"""Kind of node, in whose name, and the partition: requests that share these start on the same nodes."""
+Request = tuple[str, Kind, Asker, str]
+"""Node, kind of node, in whose name, and the partition: requests that share these start there, or none does."""
 
 LEAST_S = 90.0
 """Slurm is given so long in any case: it looks at everything once a minute."""
@@ -43,50 +45,43 @@ FIRST_S, LONGEST_S = 600.0, 6 * 3600.0
 """A node is left alone for so long after the first time, and at most."""
 
 
+@dataclass(frozen=True, slots=True)
 class Unstarted:
-    """Follows the polls of one head."""
+    """What the polls of one head have shown."""
 
-    def __init__(self) -> None:
-        self._looks: dict[str, tuple[Look, float]] = {}
-        "idle node, or one with something idle -> how it looks, and since when (Unix time)"
-        self._declined: dict[str, dict[Request, tuple[int, float]]] = {}
-        "node -> requests -> times that it was left alone, and until when (Unix time)"
+    looks: Mapping[str, tuple[Look, float]] = field(default_factory=dict)
+    "idle node, or one with something idle -> how it looks, and since when (Unix time)"
+    declined: Mapping[Request, tuple[int, float]] = field(default_factory=dict)
+    "times that a node was left alone, and until when (Unix time)"
 
-    def look(self, cluster: ClusterState) -> None:
-        """Take in a poll."""
-        before, self._looks = self._looks, {}
+    def look(self, cluster: ClusterState) -> Unstarted:
+        """After one more poll."""
+        looks: dict[str, tuple[Look, float]] = {}
         for node in cluster.nodes:
-            # Most are in use: a call less for each counts.
-            look = _look(node) if node.state in SOME_IDLE else None
-            if look is not None:
-                known = before.get(node.node)
-                self._looks[node.node] = known if known is not None and known[0] == look else (look, cluster.at)
-        same = (node for node in self._declined if self._looks.get(node, 0) == before.get(node, 1))
-        self._declined = {node: self._declined[node] for node in list(same)}
+            if node.state in SOME_IDLE and UNUSABLE.isdisjoint(node.flags):
+                look = node.state, node.cpus_used, node.memory_used_mb, node.gpus_used
+                known = self.looks.get(node.node)
+                looks[node.node] = known if known is not None and known[0] == look else (look, cluster.at)
+        same = (request for request in self.declined if looks.get(request[0], 0) == self.looks.get(request[0], 1))
+        return Unstarted(looks, {request: self.declined[request] for request in same})
 
     def idle_s(self, node: str, at: float) -> float:
         """For how long it has been seen as it is."""
-        return max(0.0, at - self._looks[node][1]) if node in self._looks else 0.0
+        return max(0.0, at - self.looks[node][1]) if node in self.looks else 0.0
 
-    def decline(self, node: str, run_class: RunClass, partition: str, at: float) -> None:
-        """Requests for runs of this class do not start there."""
+    def decline(self, node: str, run_class: RunClass, partition: str, at: float) -> Unstarted:
+        """After requests for runs of this class were found not to start there."""
         if self.declined_s(node, run_class, partition, at):
-            return
-        request, spells = (run_class.kind, run_class.asker, partition), self._declined.setdefault(node, {})
-        times, _ = spells.get(request, (0, 0.0))
-        spells[request] = times + 1, at + min(LONGEST_S, FIRST_S * 2.0 ** min(times, 20))
+            return self
+        request = node, run_class.kind, run_class.asker, partition
+        times, _ = self.declined.get(request, (0, 0.0))
+        until = at + min(LONGEST_S, FIRST_S * 2.0 ** min(times, 20))
+        return Unstarted(self.looks, {**self.declined, request: (times + 1, until)})
 
     def declined_s(self, node: str, run_class: RunClass, partition: str, at: float) -> float:
         """For how long it is left alone still; 0: it is not."""
-        if node not in self._declined:
+        if not self.declined:
             return 0.0
-        _, until = self._declined[node].get((run_class.kind, run_class.asker, partition), (0, 0.0))
+        _, until = self.declined.get((node, run_class.kind, run_class.asker, partition), (0, 0.0))
         # When the clock was set back, nobody knows.
         return max(0.0, until - at) if until - at <= LONGEST_S else 0.0
-
-
-def _look(node: NodeInfo) -> Look | None:
-    """Of a node with something idle: changes when it is used otherwise; None: nothing of it can be had."""
-    if not UNUSABLE.isdisjoint(node.flags):
-        return None
-    return node.state, node.cpus_used, node.memory_used_mb, node.gpus_used

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from math import inf
 
 from fallow.core.accounting.backoff import Scope, scope_of
 from fallow.core.allocations import Allocation
 from fallow.core.holes import CLOSED, WANTED_BACK, Hole, Part, idle_gpus
 from fallow.core.neighbour.needs import GiveBack
-from fallow.core.planning.offers import Eligibility
-from fallow.core.planning.rules import most_minutes, needed_s
+from fallow.core.planning.rules import most_minutes
 from fallow.core.planning.situation import Situation
 from fallow.core.planning.unstarted import LEAST_S
 from fallow.model import AllocationState, NodeInfo
@@ -26,10 +25,8 @@ class Withdraw:
 
     token: str
     reason: str
-    too_long: bool = False
-    "a shorter one might have started"
-    declined: tuple[str, ...] = ()
-    "idle nodes on which it could have started long ago"
+    beside: Hole | None = None
+    "idle node on which it, or a shorter one, could have started long ago"
 
 
 def wanted_back(situation: Situation) -> list[GiveBack]:
@@ -46,85 +43,41 @@ def wanted_back(situation: Situation) -> list[GiveBack]:
     return [GiveBack(token, f"{node} {wanted[node]}") for token, node in found if node]
 
 
-def withdrawals(situation: Situation, eligibility: Eligibility) -> list[Withdraw]:
-    """Requests that have lost their point."""
-    needless, long = _newest(situation), _too_long(situation, eligibility)
-    pointless = {a.token: why for a in situation.pending if (why := _lost_its_point(a, situation))}
-    declined = _passed_over(situation, eligibility, needless | pointless.keys())
-    found: list[Withdraw] = []
+def withdrawals(situation: Situation, taken: Mapping[str, Hole]) -> list[Withdraw]:
+    """Requests that have lost their point. Args: taken: token of a request -> the idle node that it should get."""
+    needless, found = _newest(situation), list[Withdraw]()
     for allocation in situation.pending:
-        idle = declined.get(allocation.token, ())
-        if allocation.token in needless:
-            found.append(Withdraw(allocation.token, "the run no longer needs it"))
-        elif situation.waited_s(allocation) > situation.rules.pending_patience_s and not _lasts(allocation, situation):
+        token, waited_s, beside = allocation.token, situation.waited_s(allocation), taken.get(allocation.token)
+        if beside is not None and not _is_passed_over(allocation, beside, situation):
+            beside = None
+        if token in needless:
+            found.append(Withdraw(token, "the run no longer needs it"))
+        elif waited_s > situation.rules.pending_patience_s and not _lasts(allocation, situation):
             what = "it was not submitted" if allocation.queued else "Slurm did not start it"
-            reason = f"{what} within {situation.rules.pending_patience_s:.0f} s"
-            found.append(Withdraw(allocation.token, reason, declined=idle))
-        elif allocation.token in pointless:
-            found.append(Withdraw(allocation.token, pointless[allocation.token]))
-        elif idle:
-            waited_s = situation.waited_s(allocation)
-            reason = f"Slurm did not start it within {waited_s:.0f} s, with {', '.join(idle[:3])} idle"
-            found.append(Withdraw(allocation.token, reason, declined=idle))
-        elif allocation.token in long and not (allocation.queued or allocation.pinned):
-            found.append(Withdraw(allocation.token, f"{allocation.minutes} min do not fit", too_long=True))
+            found.append(Withdraw(token, f"{what} within {situation.rules.pending_patience_s:.0f} s", beside))
+        elif why := _lost_its_point(allocation, situation):
+            found.append(Withdraw(token, why))
+        elif beside is not None and beside.sure:
+            why = f"Slurm did not start it within {waited_s:.0f} s, with {beside.node} idle"
+            found.append(Withdraw(token, why, beside))
+        elif beside is not None:
+            found.append(Withdraw(token, f"{allocation.minutes} min do not fit", beside))
     return found
 
 
-def _passed_over(
-    situation: Situation, eligibility: Eligibility, leaving: AbstractSet[str]
-) -> dict[str, tuple[str, ...]]:
-    """Token of a request -> idle nodes beside which it has waited for too long: Slurm does not start it there.
-
-    A request is taken back for each such node, for the others may wait for better ones. Where others' jobs wait, Slurm
-    may take its time. Of what several requests of a run have waited beside, each names what those before it have not:
-    with thousands of idle nodes this is to stay linear.
-
-    Args:
-        situation, eligibility: of the plan.
-        leaving: tokens of requests that are taken back for reasons that say nothing of nodes.
-    """
+def _is_passed_over(allocation: Allocation, hole: Hole, situation: Situation) -> bool:
+    """Has Slurm had the time to start a request on an idle node, and has not? Where others' jobs wait, it may take its
+    time. Where somebody may want the node soon, nobody knows when, the request is perhaps too long."""
     rules, known, at = situation.rules, situation.known, situation.at
-    least_s = max(LEAST_S, rules.start_patience_s, 4 * known.experience.wait_s(at))
-    idle: list[tuple[Hole, float]] = []
-    "what was idle for long, and for how long a request must have waited beside it"
-    for hole in situation.holes:
-        patience_s = rules.pending_patience_s if hole.node in situation.contested_nodes else least_s
-        if hole.sure and known.unstarted.idle_s(hole.node, at) > patience_s:
-            idle.append((hole, patience_s))
-    found: dict[str, tuple[str, ...]] = {}
-    taken: set[str] = set()
-    beside: dict[tuple[str, str, Part | None], list[tuple[Hole, float]]] = {}
-    named: dict[tuple[str, str, Part | None], set[str]] = {}
-    for allocation in situation.pending:
-        waited_s = situation.waited_s(allocation)
-        waits = allocation.state is AllocationState.PENDING and not allocation.pinned and waited_s > least_s
-        if not waits or allocation.token in leaving or allocation.run not in situation.by_run:
-            continue
-        alike = allocation.run, allocation.partition, allocation.part
-        if alike not in beside:
-            beside[alike] = [each for each in idle if eligibility.stands_for(allocation, each[0])]
-        length_s = needed_s(allocation, at, rules)
-        nodes = [
-            hole.node
-            for hole, patience_s in beside[alike]
-            if waited_s > patience_s and (hole.length_s is None or hole.length_s >= length_s)
-        ]
-        fresh = next((node for node in nodes if node not in taken), None)
-        if fresh is not None:
-            taken.add(fresh)
-            before = named.setdefault(alike, set())
-            found[allocation.token] = tuple(node for node in nodes if node not in before) or (fresh,)
-            before.update(nodes)
-    return found
-
-
-def _too_long(situation: Situation, eligibility: Eligibility) -> set[str]:
-    """Tokens of requests beside which nodes have been idle for long that somebody may want soon, nobody knows when."""
-    patience_s, idle_s = situation.rules.start_patience_s, situation.known.unstarted.idle_s
-    unsure = [hole for hole in situation.holes if not hole.sure and idle_s(hole.node, situation.at) > patience_s]
-    old = [a for a in situation.pending if situation.waited_s(a) > patience_s and not a.ahead and a.part is None]
-    return {a.token for a in old if any(eligibility.stands_for(a, hole) for hole in unsure)}
+    if allocation.state is not AllocationState.PENDING or allocation.run not in situation.by_run:
+        return False
+    if not hole.sure:
+        patience_s = inf if allocation.ahead or allocation.part is not None else rules.start_patience_s
+    elif hole.node in situation.contested_nodes:
+        patience_s = rules.pending_patience_s
+    else:
+        patience_s = max(LEAST_S, rules.start_patience_s, 4 * known.experience.wait_s(at))
+    return min(situation.waited_s(allocation), known.unstarted.idle_s(hole.node, at)) > patience_s
 
 
 def _lost_its_point(allocation: Allocation, situation: Situation) -> str:

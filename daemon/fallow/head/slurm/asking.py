@@ -22,7 +22,6 @@ from fallow.core.neighbour.needs import ExternalDemand, GiveBack
 from fallow.core.planning import allowance
 from fallow.core.planning.allowance import FEW
 from fallow.core.planning.asking import Ask, outdated
-from fallow.core.planning.learner import withdrawn
 from fallow.core.planning.plan import plan
 from fallow.core.planning.rules import Demand, HarvestRules, Known, harvestable
 from fallow.core.planning.shared_limits import Reserve, capped, named, yielded
@@ -117,9 +116,9 @@ class Asking:
         _make_anew(turn, runs, demands, cluster, rules)
         demands, external = self._within_limits(turn, runs, cluster, demands, rules, external)
         live = [a for run in runs.values() for a in run.live_allocations()]
-        self._known.unstarted.look(cluster)
-        situation = Situation(cluster, demands, live, rules, self._known, external)
-        found = plan(situation)
+        self._known.unstarted = self._known.unstarted.look(cluster)
+        found = plan(Situation(cluster, demands, live, rules, self._known, external))
+        self._known.backoff, self._known.unstarted = found.known.backoff, found.known.unstarted
         for action in found.actions:
             match action:
                 case Ask() as ask:
@@ -128,7 +127,6 @@ class Asking:
                     run, allocation = _find(runs, token)
                     if allocation.asked_at is not None:
                         continue
-                    withdrawn(situation, action, allocation)
                     turn.record(run, "withdraw", f"{token} (job {allocation.job_id}): {reason}")
                     turn.cancel(run, allocation, reason)
                 case GiveBack(token, reason, urgent):

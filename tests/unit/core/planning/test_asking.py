@@ -17,7 +17,6 @@ from fallow.core.planning.experience import Experience
 from fallow.core.planning.rules import Demand, HarvestRules, Known
 from fallow.core.planning.share import Worth, linear
 from fallow.core.planning.unstarted import Unstarted
-from fallow.core.planning.withdrawals import Withdraw
 from fallow.core.submission.reserved import within
 from fallow.model import ClusterState, ReservationInfo
 from planning import actions, asked, planned
@@ -69,12 +68,11 @@ def test_what_does_not_start_beside_idle_nodes_was_too_long_and_is_asked_for_wit
     assert actions(preempting(nodes), [Demand("r", 0)], [late], RULES, known) == [], "Slurm is slow, nothing else"
     for seen_at in (NOW - 80.0, NOW - 100.0):
         assert actions(unsure, [Demand("r", 0)], [late], RULES, known) == [], "the nodes have only just fallen idle"
-        known.unstarted = Unstarted()
-        known.unstarted.look(replace(unsure, at=seen_at))
+        known.unstarted = Unstarted().look(replace(unsure, at=seen_at))
 
     def too_long(state: ClusterState) -> list[bool]:
-        wishes = actions(state, [Demand("r", 0)], [late], RULES, known)
-        return [wish.too_long for wish in wishes if isinstance(wish, Withdraw)]
+        wishes = planned(state, [Demand("r", 0)], [late], RULES, known).withdrawals
+        return [wish.beside is not None and not wish.beside.sure for wish in wishes]
 
     assert too_long(unsure) == [True]
     assert too_long(preempting(nodes)) == [False], "nobody else wants these"
