@@ -70,11 +70,11 @@ def plan(
                 settings |= parse_settings(given.value or "", "--fallow")
     fallow = typed_settings(settings, script.name)
     ranged = any(given.name == "nodes" and is_range(given.value or "") for part in line.components for given in part)
-    low, high = run_limits(options, fallow.nodes, ranged)
+    low, high = run_limits(options, fallow.get("nodes"), ranged)
     leader = options[0]
     sized = any("nodes" in component for component in options)
     # In a heterogeneous job every component has its own size; #FALLOW nodes then only bounds the run.
-    nodes = "" if sized or fallow.nodes is None or len(options) > 1 else str(low)
+    nodes = "" if sized or "nodes" not in fallow or len(options) > 1 else str(low)
     size = [f"--nodes={nodes}"] if nodes else []
     base = parse_nodes(leader["nodes"].value or "").minimum if "nodes" in leader else low
     export = leader.get("export")
@@ -83,8 +83,8 @@ def plan(
         name=_name(leader, script),
         min_nodes=low,
         max_nodes=high,
-        workers_per_node=fallow.workers_per_node,
-        harvest_partitions=list(fallow.partitions or ()),
+        workers_per_node=fallow.get("workers-per-node"),
+        harvest_partitions=fallow.get("partitions", []),
         script=script.text,
         args=list(line.args),
         sbatch_options=[*canonical([each.values() for each in options]), *size],
@@ -92,13 +92,13 @@ def plan(
         environment=sbatch.captured_environment(environ, export.value if export else None),
         cwd=_chdir(leader, cwd),
         umask=umask,
-        budget_node_hours=fallow.budget_node_hours,
-        weight=1.0 if fallow.weight is None else fallow.weight,
-        deadline_at=None if fallow.deadline is None else deadline_at(fallow.deadline, now),
-        min_harvest_minutes=fallow.min_minutes or min_minutes,
-        harvest_account=fallow.harvest_account or "",
-        outlives_base=fallow.outlive_base,
-        seed=fallow.seed or 0,
+        budget_node_hours=fallow.get("budget-node-hours"),
+        weight=fallow.get("weight", 1.0),
+        deadline_at=deadline_at(fallow["deadline"], now) if "deadline" in fallow else None,
+        min_harvest_minutes=fallow.get("min-minutes", min_minutes),
+        harvest_account=fallow.get("harvest-account", ""),
+        outlives_base="outlive-base" in fallow,
+        seed=fallow.get("seed", 0),
         created_at=now,
     )
     command = (*sbatch.first_options(line.components, options), *size)

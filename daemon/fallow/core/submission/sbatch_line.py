@@ -318,19 +318,14 @@ def parse_nodes(text: str, where: str = "--nodes") -> Limits:
         # A list of sizes, with steps after a colon (Slurm 23.11 and later): the steps are no sizes.
         sizes = [int(number) for number in re.findall(r"\d+", re.sub(r":\d+", "", text))]
         return _limits(where, text, text, max(min(sizes), 1), max(sizes))
-    raise _usage(f"{where}={text[:64]}: give MIN:MAX for a run that grows and shrinks, e.g. {_option(where)}=1:8")
-
-
-def _option(where: str) -> str:
-    """`nodes` as it is written there, without the name of a script before it."""
-    return where.rpartition(": ")[2]
+    raise _usage(f"{where}={text[:64]}: give MIN:MAX for a run that grows and shrinks, e.g. {where}=1:8")
 
 
 def _limits(where: str, text: str, base: str, low: int, high: int) -> Limits:
     if low < 1:
-        raise _usage(f"{where}={text}: a run needs at least one node, e.g. {_option(where)}=1:{max(high, 1)}")
+        raise _usage(f"{where}={text}: a run needs at least one node, e.g. {where}=1:{max(high, 1)}")
     if low > high:
-        text = f"{where}={text}: the minimum is above the maximum; did you mean {_option(where)}={high}:{low}?"
+        text = f"{where}={text}: the minimum is above the maximum; did you mean {where}={high}:{low}?"
         raise _usage(text)
     if high > MAX_NODES:
         raise _usage(f"{where}={text}: more than {MAX_NODES} nodes")

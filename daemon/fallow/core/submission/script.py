@@ -10,7 +10,8 @@ import difflib
 import math
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import msgspec
 
@@ -26,22 +27,6 @@ OURS = "#FALLOW"
 
 MAX_SCRIPT = 4 * 1024 * 1024
 """slurmctld's own default limit (`max_script_size`)."""
-
-
-class FallowLines(msgspec.Struct, frozen=True, kw_only=True):
-    """What the script's `#FALLOW` lines say; None: not said."""
-
-    nodes: str | None = None
-    workers_per_node: int | None = None
-    partitions: tuple[str, ...] | None = None
-    budget_node_hours: float | None = None
-    weight: float | None = None
-    deadline: str | None = None
-    "one of `deadline.DEADLINE_FORMS`"
-    seed: int | None = None
-    min_minutes: int | None = None
-    harvest_account: str | None = None
-    outlive_base: bool = False
 
 
 class BatchScript(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,38 +90,25 @@ def wrap(command: str) -> str:
     return f"#!/bin/sh\n# This script was created by sbatch --wrap.\n\n{command}\n"
 
 
+_PIECE = re.compile(
+    r"(?P<space>\s+)|(?P<rest>#.*|\\$)|(?P<plain>(?:\\.|[^\s\"'#\\])+)"
+    r"|\"(?P<double>(?:\\.|[^\"\\])*)\"|'(?P<single>(?:\\.|[^'\\])*)'"
+)
+
+
 def split_directive(text: str, where: str) -> list[str]:
     """Words of a directive as sbatch splits them: quotes, backslashes, and `#` ends the line."""
-    words: list[str] = []
-    word: list[str] | None = None
-    quote = ""
-    escaped = False
-    for character in text:
-        if escaped:
-            escaped = False
-            word = [*(word or []), character]
-        elif character == "\\":
-            escaped = True
-        elif quote:
-            if character == quote:
-                quote = ""
-            else:
-                word = [*(word or []), character]
-        elif character in "\"'":
-            quote = character
-            word = word or []
-        elif character == "#":
+    words, is_open, end = list[str](), False, 0
+    for piece in _PIECE.finditer(text):
+        if piece.start() != end or piece["rest"]:
             break
-        elif character.isspace():
-            if word is not None:
-                words.append("".join(word))
-            word = None
-        else:
-            word = [*(word or []), character]
-    if quote:
-        raise FallowError(f"{where}: the quote {quote} is not closed", Exit.DATA)
-    if word is not None:
-        words.append("".join(word))
+        end = piece.end()
+        if piece["space"] is None:
+            words += [] if is_open else [""]
+            words[-1] += re.sub(r"\\(.)", r"\1", piece["double"] or piece["single"] or piece["plain"] or "")
+        is_open = piece["space"] is None
+    if text[end : end + 1] in ("'", '"'):
+        raise FallowError(f"{where}: the quote {text[end]} is not closed", Exit.DATA)
     return words
 
 
@@ -196,77 +168,72 @@ def parse_settings(text: str, where: str) -> dict[str, str]:
             advice = f"did you mean {near[0]}?" if near else f"known are {', '.join((*_KEYS, *_FLAGS))}"
             raise FallowError(f"{where}: #FALLOW has no key {key[:64]!r}; {advice}", Exit.DATA)
         if not equals or not value:
-            raise FallowError(f"{where}: #FALLOW {key} needs a value: {key}={_KEYS[key]}", Exit.DATA)
+            raise FallowError(f"{where}: #FALLOW {key} needs a value: {key}={_KEYS[key][0]}", Exit.DATA)
         found[key] = value
     return found
 
 
-_KEYS = {
-    "nodes": "MIN:MAX",
-    "workers-per-node": "N",
-    "partitions": "A,B",
-    "budget-node-hours": "HOURS",
-    "weight": "NUMBER",
-    "deadline": "YYYY-MM-DD[THH:MM]",
-    "seed": "N",
-    "min-minutes": "N",
-    "harvest-account": "NAME",
-}
+def typed_settings(settings: Mapping[str, str], name: str) -> dict[str, Any]:
+    """The values of `#FALLOW` lines, checked and converted. The bounds are those of `RunSpec`."""
+    found: dict[str, Any] = dict.fromkeys(settings.keys() & set(_FLAGS), True)
+    for key, text in settings.items():
+        if key in _KEYS:
+            try:
+                found[key] = _KEYS[key][1](text)
+            except ValueError as error:
+                raise FallowError(f"{name}: #FALLOW {key}={text[:64]}: {error}", Exit.DATA) from error
+            except FallowError as error:
+                code = error.code if key == "nodes" else Exit.DATA
+                raise FallowError(f"{name}: #FALLOW {error.message.removeprefix('#FALLOW ')}", code) from error
+    return found
 
 
-_FLAGS = ("outlive-base",)
-
-
-def typed_settings(settings: dict[str, str], name: str) -> FallowLines:
-    """Checks and converts the values of `#FALLOW` lines. The bounds are those of `RunSpec`."""
-
-    def whole(key: str, least: int, most: int) -> int | None:
-        text = settings.get(key)
-        if text is None:
-            return None
+def _whole(least: int, most: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
         if not re.fullmatch("[0-9]{1,19}", text) or not least <= int(text) <= most:
-            raise _bad(name, key, text, f"must be a whole number, at least {least} and at most {most}")
+            raise ValueError(f"must be a whole number, at least {least} and at most {most}")
         return int(text)
 
-    def above_0(key: str) -> float | None:
-        text = settings.get(key)
-        if text is None:
-            return None
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not 0 < value <= MOST_SHARE:
-            raise _bad(name, key, text, f"must be a number above 0, and at most {MOST_SHARE:.0f}")
-        return value
-
-    nodes = settings.get("nodes")
-    if nodes is not None:
-        parse_nodes(nodes, f"{name}: #FALLOW nodes")
-    deadline = settings.get("deadline")
-    if deadline is not None:
-        try:
-            deadline_at(deadline, 0.0)
-        except FallowError as error:
-            raise FallowError(f"{name}: #FALLOW {error.message}", Exit.DATA) from error
-    account = settings.get("harvest-account")
-    if account is not None and not re.fullmatch(ACCOUNT_PATTERN, account):
-        raise _bad(name, "harvest-account", account, "is no name of an account")
-    partitions = settings.get("partitions")
-    names = None if partitions is None else tuple(part for part in partitions.split(",") if part)
-    return FallowLines(
-        nodes=nodes,
-        workers_per_node=whole("workers-per-node", 1, MOST_SLOTS),
-        partitions=names,
-        budget_node_hours=above_0("budget-node-hours"),
-        weight=above_0("weight"),
-        deadline=deadline,
-        seed=whole("seed", 0, MOST_SEED),
-        min_minutes=whole("min-minutes", 1, MOST_MINUTES),
-        harvest_account=account,
-        outlive_base="outlive-base" in settings,
-    )
+    return read
 
 
-def _bad(name: str, key: str, value: str, what: str) -> FallowError:
-    return FallowError(f"{name}: #FALLOW {key}={value[:64]}: {what}", Exit.DATA)
+def _above_0(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= MOST_SHARE:
+        raise ValueError(f"must be a number above 0, and at most {MOST_SHARE:.0f}")
+    return value
+
+
+def _account(text: str) -> str:
+    if not re.fullmatch(ACCOUNT_PATTERN, text):
+        raise ValueError("is no name of an account")
+    return text
+
+
+def _nodes(text: str) -> str:
+    parse_nodes(text, "#FALLOW nodes")
+    return text
+
+
+def _deadline(text: str) -> str:
+    deadline_at(text, 0.0)
+    return text
+
+
+_KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "nodes": ("MIN:MAX", _nodes),
+    "workers-per-node": ("N", _whole(1, MOST_SLOTS)),
+    "partitions": ("A,B", lambda text: [part for part in text.split(",") if part]),
+    "budget-node-hours": ("HOURS", _above_0),
+    "weight": ("NUMBER", _above_0),
+    "deadline": ("YYYY-MM-DD[THH:MM]", _deadline),
+    "seed": ("N", _whole(0, MOST_SEED)),
+    "min-minutes": ("N", _whole(1, MOST_MINUTES)),
+    "harvest-account": ("NAME", _account),
+}
+"""Key -> how its value is written, and what reads it."""
+
+_FLAGS = ("outlive-base",)

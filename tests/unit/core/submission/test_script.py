@@ -36,7 +36,7 @@ def test_the_header_ends_at_the_first_command() -> None:
 
 def test_fallow_lines() -> None:
     found = typed_settings(parse_script(SCRIPT, "job.sh").settings, "job.sh")
-    assert (found.nodes, found.seed, found.partitions, found.workers_per_node) == ("2:8", 7, ("a", "b"), None)
+    assert found == {"nodes": "2:8", "seed": 7, "partitions": ["a", "b"]}
 
 
 def test_components_of_a_heterogeneous_job() -> None:
@@ -102,9 +102,9 @@ def test_a_harvest_job_that_ends_as_planned_succeeds(tmp_path: Path, interpreter
 
 
 def test_a_run_may_outlive_its_base_job() -> None:
-    assert not typed_settings(parse_script("#!/bin/sh\n", "s").settings, "s").outlive_base
+    assert typed_settings(parse_script("#!/bin/sh\n", "s").settings, "s") == {}
     for line in ("#FALLOW outlive-base", "#FALLOW nodes=1:2 --outlive-base"):
-        assert typed_settings(parse_script(f"#!/bin/sh\n{line}\n", "s").settings, "s").outlive_base
+        assert typed_settings(parse_script(f"#!/bin/sh\n{line}\n", "s").settings, "s")["outlive-base"]
     with pytest.raises(FallowError, match="line 2: #FALLOW outlive-base takes no value"):
         parse_script("#!/bin/sh\n#FALLOW outlive-base=yes\n", "s")
 
