@@ -69,8 +69,6 @@ class Allocation(msgspec.Struct, kw_only=True):
     partition: str = ""
     minutes: int | None = None
     "asked for; what was granted is in end_at"
-    pinned: str = ""
-    "node of ours that it takes over when the job there ends"
     part: Part | None = None
     "what it takes of a shared node; None: whole nodes"
     exclude: str = ""

@@ -13,6 +13,7 @@ import pytest
 from fallow.config import Usage
 from fallow.core.accounting.backoff import FIRST_S
 from fallow.core.allocations import SUBMIT_S, Allocation
+from fallow.core.holes import Part
 from fallow.core.membership.messages import Checkpoint
 from fallow.core.training.restarts import EVERY_S
 from fallow.head.api.views import run_view
@@ -252,7 +253,7 @@ def test_a_drained_node_is_not_asked_for_again_until_the_run_is_resumed(desk: De
     held, waiting = desk.hold(), desk.hold(state=AllocationState.PENDING)
     unknown = desk.hold(state=AllocationState.UNKNOWN, sent_by=NOW)
     elsewhere = desk.hold(state=AllocationState.PENDING)
-    elsewhere.pinned = "n2"
+    elsewhere.part = Part("n2", 1, "", 1, 0)
     with pytest.raises(FallowError, match="holds no node n3"):
         desk.do("drain", nodes=["n1", "n3"])
     assert (held.state, desk.run.record.drained) == (AllocationState.RUNNING, [])

@@ -164,8 +164,8 @@ def _competing(
         last = max(latest, default=None)
         for request in requests:
             if request.partition == partition:
-                node = request.pinned or (request.part.node if request.part is not None else "")
-                in_the_way = node in kept.get(partition, ()) if node else partition in kept
+                part = request.part
+                in_the_way = partition in kept if part is None else part.node in kept.get(partition, ())
                 if in_the_way or (last is not None and request.token in turns and turns[request.token] < last):
                     found.add(request.token)
     return frozenset(found)

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from math import floor
 
 from fallow.core.accounting.backoff import Asker
 from fallow.core.accounting.budget import minutes_in
 from fallow.core.allocations import Allocation
-from fallow.core.holes import CLOSED, Hole, Part, is_idle, planned_ends
-from fallow.core.kinds import Kind
+from fallow.core.holes import Hole, Part
 from fallow.core.planning.offers import Eligibility, Offer
-from fallow.core.planning.rules import Demand, HarvestRules, Known, most_minutes, sleeping_nodes
+from fallow.core.planning.rules import Demand, Known, most_minutes
 from fallow.core.planning.situation import Situation
 from fallow.core.planning.unstarted import RunClass
-from fallow.model import ClusterState
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +26,6 @@ class Ask:
     run: str
     partition: str
     minutes: int
-    node: str = ""
-    "node of ours that it takes over when the job there ends; empty: any"
     part: Part | None = None
     "GPUs of a shared node; None: a whole node"
     exclude: tuple[str, ...] = ()
@@ -58,11 +53,9 @@ class Caps:
         self._fresh = self._old = 0
         self._by_asker = Counter[Asker | None]()
         held = list(held)
-        live, waits = {allocation.token for allocation in held}, {allocation.token for allocation in pending}
+        waits = {allocation.token for allocation in pending}
         for allocation in held:
-            # A successor that waits for the node of the lease before it is the same node.
-            if not (allocation.pinned and allocation.token in waits and allocation.replaces in live):
-                self._held[allocation.partition] += 1
+            self._held[allocation.partition] += 1
             if allocation.token in waits:
                 demand, is_fresh = situation.by_run.get(allocation.run), not situation.waits_for_others(allocation)
                 self._old += not (is_fresh or allocation.ahead)
@@ -73,10 +66,10 @@ class Caps:
         self._fresh += is_fresh
         self._by_asker[asker] += 1
 
-    def add_request(self, asker: Asker, partition: str, *, pinned: bool = False, ahead: bool = False) -> None:
+    def add_request(self, asker: Asker, partition: str, *, ahead: bool = False) -> None:
         """One more request is made."""
         self._count(asker, is_fresh=not ahead)
-        self._held[partition] += not pinned
+        self._held[partition] += 1
 
     def nodes_left(self) -> int:
         """Nodes more that may be held in all."""
@@ -153,8 +146,6 @@ class Asking:
         self._budgets = {demand.run: demand.budget_node_s for demand in situation.demands}
         self._queues: dict[str, deque[Hole]] = {}
         "run -> holes that it can use, from the first that was not passed over for good"
-        self._excluded: dict[tuple[Kind, str, bool], tuple[str, ...]] = {}
-        "what `_unsuitable` has found: each request asks for the same"
         self.reasons: dict[str, str] = {}
         "node -> why it was not asked for when it was looked at"
 
@@ -170,9 +161,9 @@ class Asking:
             elif (minutes := self._minutes(hole, demand)) is not None:
                 self.taken.add(hole.node)
                 self._count(hole.node, -1)
-                exclude = () if hole.part else self._unsuitable(demand.kind, hole.partition)
+                exclude = () if hole.part else self._eligibility.unsuitable(demand.kind, hole.partition)
                 part = None if hole.part is None else demand.kind.share(hole.part)
-                return self._made(demand, Ask(demand.run, hole.partition, minutes, "", part, exclude, replaces))
+                return self._made(demand, Ask(demand.run, hole.partition, minutes, part, exclude, replaces))
         return None
 
     def ahead(self, demand: Demand, coming: Iterable[Hole]) -> Ask | None:
@@ -190,34 +181,9 @@ class Asking:
                 continue
             minutes = self._minutes(hole, demand)
             if minutes is not None:
-                exclude = self._unsuitable(demand.kind, name, ahead=True)
+                exclude = self._eligibility.unsuitable(demand.kind, name, ahead=True)
                 return self._made(demand, Ask(demand.run, name, minutes, exclude=exclude, ahead=True))
         return None
-
-    def succeed(self, demand: Demand, leaving: Allocation) -> Ask | None:
-        """The node of an allocation that is about to end, once more: Slurm starts it in the moment the job ends."""
-        partition = self._situation.by_partition.get(leaving.partition)
-        if partition is None or len(leaving.nodes) != 1 or leaving.end_at is None:
-            return None
-        if self._refusal(demand):
-            return None
-        (name,) = leaving.nodes
-        node = self._situation.nodes.get(name)
-        if (
-            name in self._situation.contested_nodes
-            or name in demand.barred
-            or node is None
-            or not CLOSED.isdisjoint(node.flags)
-        ):
-            return None
-        if name in partition.unpreempted and name not in partition.nodes:
-            return None
-        end = planned_ends(self._situation.cluster, {leaving.token}).get(name)
-        length_s = None if end is None else max(0.0, end - leaving.end_at)
-        minutes = self._minutes(Hole(name, leaving.partition, length_s), demand)
-        if minutes is None:
-            return None
-        return self._made(demand, Ask(demand.run, leaving.partition, minutes, name, leaving.part, (), leaving.token))
 
     def places(self, demand: Demand) -> int:
         """Nodes more that a run may hold where it may ask."""
@@ -233,7 +199,7 @@ class Asking:
             self._idle[run_class][names] += number
 
     def _made(self, demand: Demand, ask: Ask) -> Ask:
-        self.caps.add_request(demand.asker, ask.partition, pinned=bool(ask.node), ahead=ask.ahead)
+        self.caps.add_request(demand.asker, ask.partition, ahead=ask.ahead)
         budget = self._budgets[demand.run]
         if budget is not None:
             self._budgets[demand.run] = budget - 60.0 * ask.minutes
@@ -277,62 +243,3 @@ class Asking:
             return min(most, fits, starts)
         self.reasons[hole.node] = why
         return None
-
-    # -- which nodes ----------------------------------------------------------------------------------------------
-
-    def _magnetic(self, kind: Kind) -> frozenset[str]:
-        """Nodes of reservations in which Slurm starts whatever is allowed to, also jobs that do not name them."""
-        at, named = self._situation.at, kind.reservation.split(",")
-        begun = (r for r in self._situation.cluster.reservations if r.start_at <= at < r.end_at)
-        others = (r for r in begun if "MAGNETIC" in r.flags and r.reservation not in named)
-        return frozenset(node for reservation in others for node in reservation.nodes)
-
-    def _unsuitable(self, kind: Kind, partition: str, ahead: bool = False) -> tuple[str, ...]:
-        """Nodes of a partition that a request for this kind must not be given."""
-        key = kind, partition, ahead
-        if key not in self._excluded:
-            self._excluded[key] = tuple(sorted(self._unsuitable_nodes(kind, partition, ahead=ahead)))
-        return self._excluded[key]
-
-    def _unsuitable_nodes(self, kind: Kind, partition: str, *, ahead: bool) -> frozenset[str]:
-        known = self._situation.by_partition[partition]
-        nodes = [self._situation.nodes[name] for name in known.nodes if name in self._situation.nodes]
-        closed = known.unpreempted if ahead else known.unpreempted.difference(known.nodes)
-        closed |= sleeping_nodes(nodes, partition, self._situation.rules)
-        closed |= self._magnetic(kind).intersection(known.nodes)
-        if (named := _by_name_only(kind)) != Kind():
-            closed |= {node.node for node in nodes if not named.suits(node)}
-        return closed
-
-
-def _by_name_only(kind: Kind) -> Kind:
-    """What only the names of nodes can tell Slurm of a kind; sbatch is told the rest (constraint, GPUs)."""
-    return Kind(arch=kind.arch, alike=kind.alike, reservation=kind.reservation)
-
-
-def outdated(
-    allocation: Allocation, excluded: AbstractSet[str], kind: Kind, cluster: ClusterState, rules: HarvestRules
-) -> str:
-    """Say why a request that waits for any node of its partition had better be made anew; empty: it may wait on.
-
-    Args:
-        allocation: the request.
-        excluded: nodes that it must not be given.
-        kind: of nodes that its run can use.
-        cluster: one poll.
-        rules: what is allowed.
-    """
-    partition = next((p for p in cluster.partitions if p.partition == allocation.partition), None)
-    if partition is None or allocation.part is not None or allocation.pinned or allocation.is_booting:
-        return ""
-    members = frozenset(partition.nodes)
-    nodes = [node for node in cluster.nodes if node.node in members]
-    asleep = sleeping_nodes(nodes, partition.partition, rules)
-    if would_wake := sorted(asleep - excluded):
-        return f"Slurm might wake {would_wake[0]} for it"
-    if not excluded:
-        return ""
-    named, closed = _by_name_only(kind), partition.unpreempted
-    back = (n.node for n in nodes if n.node in excluded and n.node not in closed and is_idle(n) and named.suits(n))
-    woken = next(back, "")
-    return f"{woken} is awake and idle, and it leaves out that node" if woken else ""

@@ -89,9 +89,8 @@ class Learner:
         scope = scope_of(allocation.reason)
         if scope is Scope.NOTHING:
             return ""
-        one_node = allocation.pinned or allocation.part is not None
         # What stands against one node says nothing about the partition.
-        if one_node and scope is not Scope.OWNER:
+        if allocation.part is not None and scope is not Scope.OWNER:
             return ""
         return self.strike(asker, allocation.partition, allocation.minutes, allocation.reason, now)
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from fallow.core.allocations import Allocation
 from fallow.core.holes import Hole, Part
-from fallow.core.kinds import may_use
-from fallow.core.planning.rules import Known, needed_s, off_limits
+from fallow.core.kinds import Kind, may_use
+from fallow.core.planning.rules import Known, needed_s, off_limits, sleeping_nodes
 from fallow.core.planning.situation import Situation
 from fallow.core.planning.unstarted import RunClass
 
@@ -24,6 +24,7 @@ class Eligibility:
     def __init__(self, situation: Situation, known: Known) -> None:
         self._situation, self._known = situation, known
         self._partitions: dict[RunClass, frozenset[str]] = {}
+        self._unsuitable: dict[tuple[Kind, str, bool], tuple[str, ...]] = {}
 
     def partitions(self, run_class: RunClass) -> frozenset[str]:
         """Names of the partitions in which such runs may ask now."""
@@ -63,6 +64,29 @@ class Eligibility:
         fits = _has(hole.part, allocation.part)
         return fits and (demand is None or not self._unfit(demand.run_class, hole.node, hole.partition, hole.part))
 
+    def unsuitable(self, kind: Kind, partition: str, ahead: bool = False) -> tuple[str, ...]:
+        """Nodes of a partition that a request for this kind must not be given: nothing but their names tells Slurm."""
+        key = kind, partition, ahead
+        if key not in self._unsuitable:
+            known = self._situation.by_partition[partition]
+            nodes = [self._situation.nodes[name] for name in known.nodes if name in self._situation.nodes]
+            closed = known.unpreempted if ahead else known.unpreempted.difference(known.nodes)
+            closed |= sleeping_nodes(nodes, partition, self._situation.rules)
+            closed |= self._magnetic(kind).intersection(known.nodes)
+            # sbatch is told the rest (constraint, GPUs).
+            named = Kind(arch=kind.arch, alike=kind.alike, reservation=kind.reservation)
+            if named != Kind():
+                closed |= {node.node for node in nodes if not named.suits(node)}
+            self._unsuitable[key] = tuple(sorted(closed))
+        return self._unsuitable[key]
+
+    def _magnetic(self, kind: Kind) -> frozenset[str]:
+        """Nodes of reservations in which Slurm starts whatever is allowed to, also jobs that do not name them."""
+        at, named = self._situation.at, kind.reservation.split(",")
+        begun = (r for r in self._situation.cluster.reservations if r.start_at <= at < r.end_at)
+        others = (r for r in begun if "MAGNETIC" in r.flags and r.reservation not in named)
+        return frozenset(node for reservation in others for node in reservation.nodes)
+
     def _unfit(self, run_class: RunClass, node: str, partition: str, part: Part | None) -> str:
         """Why this node is of no use to such runs, whether or not they may ask in its partition; empty: it is."""
         known = self._situation.nodes.get(node)
@@ -100,7 +124,7 @@ def match(situation: Situation, eligibility: Eligibility) -> dict[str, Hole]:
     for allocation in situation.pending:
         left = (hole for hole in by_partition.get(allocation.partition, ()) if hole.node not in taken)
         hole = next((hole for hole in left if eligibility.could_take(allocation, hole)), None)
-        if hole is not None and not allocation.pinned:
+        if hole is not None:
             found[allocation.token] = hole
             taken.add(hole.node)
     return found

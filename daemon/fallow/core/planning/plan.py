@@ -81,8 +81,9 @@ class _Draft:
     def __init__(self, situation: Situation) -> None:
         self._situation = situation
         self._give_backs = _first_of_each([*situation.external.give_backs, *wanted_back(situation)])
-        matched = match(situation, Eligibility(situation, situation.known))
-        self._withdrawals, self._asks = withdrawals(situation, matched), list[Ask]()
+        eligibility = Eligibility(situation, situation.known)
+        matched = match(situation, eligibility)
+        self._withdrawals, self._asks = withdrawals(situation, eligibility, matched), list[Ask]()
         beside = {each.token: each.beside for each in self._withdrawals if each.beside is not None}
         passed_over = [a for a in situation.pending if a.token in beside]
         waited = ((a, situation.by_run[a.run].run_class, beside[a.token]) for a in passed_over)
@@ -92,7 +93,7 @@ class _Draft:
         waiting = [a for a in situation.pending if a.token not in going]
         taken = {matched[a.token].node for a in waiting if a.token in matched}
         taken.update(a.part.node for a in waiting if a.part is not None)
-        self._unmatched = [a for a in waiting if not (a.pinned or a.part or a.token in matched)]
+        self._unmatched = [a for a in waiting if a.part is None and a.token not in matched]
         # Idle nodes come first: what waits for nodes that others still have must not keep anybody from asking for them.
         self._movable = [a for a in self._unmatched if situation.waits_for_others(a)]
         # What is given back is held until its job has ended.
@@ -176,7 +177,7 @@ class _Draft:
         mine = [
             a for a in self._situation.harvest if a.run == party.run and a.token not in going and a.asked_at is None
         ]
-        waits = [a for a in mine if a.state in WAITING and not (a.pinned or a.is_booting)][:number]
+        waits = [a for a in mine if a.state in WAITING and not a.is_booting][:number]
         held = _newest_first(filter(_is_held, mine))[: number - len(waits)]
         self._withdrawals += [Withdraw(a.token, reason) for a in waits]
         self._give_backs += [GiveBack(a.token, reason) for a in held]
@@ -227,7 +228,7 @@ class _Draft:
     # -- what is asked for in good time --------------------------------------------------------------------------------
 
     def renew(self) -> None:
-        """Replace nodes before their time is over: by another one that is idle now, else by the same one afterwards."""
+        """Replace nodes before their time is over by others that are idle now."""
         situation = self._situation
         closed = self._going.union(a.replaces for a in situation.harvest)
         leaving = [a for a in situation.harvest if is_leaving(a, situation.at, situation.rules.lead_s)]
@@ -235,8 +236,7 @@ class _Draft:
             demand = situation.by_run.get(allocation.run)
             if allocation.token in closed or demand is None or not demand.renew or demand.nodes < 0:
                 continue
-            ask = self._asking.ask(demand, allocation.token) or self._asking.succeed(demand, allocation)
-            if ask is not None:
+            if (ask := self._asking.ask(demand, allocation.token)) is not None:
                 self._asks.append(ask)
 
     def wait_for_others_nodes(self) -> None:

@@ -24,6 +24,7 @@ class Situation:
         rules: what is allowed.
         known: what was learned.
         external: what others' jobs need of us (`core.neighbour.needs.assess`).
+        excluded: token of a request -> nodes that Slurm was told not to give it.
     """
 
     cluster: ClusterState
@@ -32,6 +33,7 @@ class Situation:
     rules: HarvestRules
     known: Known = field(default_factory=Known)
     external: ExternalDemand = field(default_factory=ExternalDemand)
+    excluded: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @property
     def at(self) -> float:

@@ -8,8 +8,9 @@ from math import inf
 
 from fallow.core.accounting.backoff import Scope, scope_of
 from fallow.core.allocations import Allocation
-from fallow.core.holes import CLOSED, WANTED_BACK, Hole, Part, idle_gpus
+from fallow.core.holes import WANTED_BACK, Hole, Part, idle_gpus, is_idle
 from fallow.core.neighbour.needs import GiveBack
+from fallow.core.planning.offers import Eligibility
 from fallow.core.planning.rules import most_minutes
 from fallow.core.planning.situation import Situation
 from fallow.core.planning.unstarted import LEAST_S
@@ -43,8 +44,14 @@ def wanted_back(situation: Situation) -> list[GiveBack]:
     return [GiveBack(token, f"{node} {wanted[node]}") for token, node in found if node]
 
 
-def withdrawals(situation: Situation, taken: Mapping[str, Hole]) -> list[Withdraw]:
-    """Requests that have lost their point. Args: taken: token of a request -> the idle node that it should get."""
+def withdrawals(situation: Situation, eligibility: Eligibility, taken: Mapping[str, Hole]) -> list[Withdraw]:
+    """Requests that have lost their point.
+
+    Args:
+        situation: of the plan.
+        eligibility: who can use which nodes.
+        taken: token of a request -> the idle node that it should get.
+    """
     needless, found = _newest(situation), list[Withdraw]()
     for allocation in situation.pending:
         token, waited_s, beside = allocation.token, situation.waited_s(allocation), taken.get(allocation.token)
@@ -55,7 +62,7 @@ def withdrawals(situation: Situation, taken: Mapping[str, Hole]) -> list[Withdra
         elif waited_s > situation.rules.pending_patience_s and not _lasts(allocation, situation):
             what = "it was not submitted" if allocation.queued else "Slurm did not start it"
             found.append(Withdraw(token, f"{what} within {situation.rules.pending_patience_s:.0f} s", beside))
-        elif why := _lost_its_point(allocation, situation):
+        elif why := _lost_its_point(allocation, situation) or _outdated(allocation, situation, eligibility):
             found.append(Withdraw(token, why))
         elif beside is not None and beside.sure:
             why = f"Slurm did not start it within {waited_s:.0f} s, with {beside.node} idle"
@@ -83,18 +90,28 @@ def _is_passed_over(allocation: Allocation, hole: Hole, situation: Situation) ->
 def _lost_its_point(allocation: Allocation, situation: Situation) -> str:
     """Why a request had better not wait on, whatever is idle; empty: it may."""
     external, part = situation.external, allocation.part
-    pinned = situation.nodes.get(allocation.pinned)
     if allocation.token in external.competing_requests:
         return "somebody else waits for the same nodes"
-    if _is_hopeless(allocation):
+    if scope_of(allocation.reason) is not Scope.NOTHING:
         return f"Slurm will not start it soon: {allocation.reason}"
-    if part is not None and not allocation.pinned and _idle_gpus(situation.nodes, part) < part.gpus:
+    if part is not None and _idle_gpus(situation.nodes, part) < part.gpus:
         return f"the GPUs of {part.node} are taken"
-    if pinned is not None and not CLOSED.isdisjoint(pinned.flags):
-        return f"{allocation.pinned} takes no job any more"
-    if allocation.pinned and allocation.partition in external.contested_partitions:
-        return "somebody else waits, and might have the node"
     return ""
+
+
+def _outdated(allocation: Allocation, situation: Situation, eligibility: Eligibility) -> str:
+    """Why a request that waits for any node of its partition had better be made anew, without other nodes; empty: it
+    may wait on."""
+    partition, demand = allocation.partition, situation.by_run.get(allocation.run)
+    if demand is None or allocation.part is not None or partition not in situation.by_partition:
+        return ""
+    excluded = situation.excluded.get(allocation.token, frozenset())
+    unsuitable = frozenset(eligibility.unsuitable(demand.kind, partition, allocation.ahead))
+    if given := sorted(unsuitable - excluded):
+        return f"Slurm might give it {given[0]}, or wake that node for it"
+    left_out = (situation.nodes.get(name) for name in sorted(excluded - unsuitable))
+    woken = next((node.node for node in left_out if node is not None and is_idle(node)), "")
+    return f"{woken} is awake and idle, and it leaves out that node" if woken else ""
 
 
 def _lasts(allocation: Allocation, situation: Situation) -> bool:
@@ -111,11 +128,11 @@ def _lasts(allocation: Allocation, situation: Situation) -> bool:
 
 
 def _newest(situation: Situation) -> set[str]:
-    """Tokens of the requests that are too many: a run's newest. A successor stands for a node that is counted still."""
+    """Tokens of the requests that are too many: a run's newest."""
     left = {demand.run: -demand.nodes for demand in situation.demands}
     found = set[str]()
     for allocation in sorted(situation.pending, key=lambda a: (-a.requested_at, a.token)):
-        if left.get(allocation.run, 0) > 0 and not allocation.pinned:
+        if left.get(allocation.run, 0) > 0:
             left[allocation.run] -= 1
             found.add(allocation.token)
     return found
@@ -124,10 +141,3 @@ def _newest(situation: Situation) -> set[str]:
 def _idle_gpus(nodes: Mapping[str, NodeInfo], part: Part) -> int:
     node = nodes.get(part.node)
     return 0 if node is None else idle_gpus(node).get(part.gpu_type, 0)
-
-
-def _is_hopeless(allocation: Allocation) -> bool:
-    """It waits for something that idle nodes do not mend."""
-    scope = scope_of(allocation.reason)
-    # A successor waits for a node that is in use, which has more than one name (Resources, ReqNodeNotAvail).
-    return scope is Scope.OWNER if allocation.pinned else scope is not Scope.NOTHING

@@ -176,7 +176,6 @@ def harvest_options(
     qos: str = "",
     account: str = "",
     barred: Sequence[str] = (),
-    node: str = "",
     part: Part | None = None,
     hurried: bool = False,
 ) -> list[str]:
@@ -191,7 +190,6 @@ def harvest_options(
         spec, token, partition, minutes, output, nice: what the names say.
         qos, account: instead of the base job's; empty: those.
         barred: node lists that it must not take.
-        node: the only one that it may take.
         part: GPUs of a node that other jobs use too.
         hurried: it is asked for with normal priority, so other heads give way to it as to any job.
     """
@@ -219,8 +217,8 @@ def harvest_options(
         "partition": partition,
         **shape,
     }
-    if node or part:
-        own["nodelist"] = part.node if part else node
+    if part is not None:
+        own["nodelist"] = part.node
     own |= {name: value for name, value in (("qos", qos), ("account", account)) if value}
     words = [Given(name, value).canonical for name, value in own.items()]
     for word in spec.harvest_options:

@@ -15,13 +15,11 @@ from fallow.core.accounting.cancelled import Cancels, awaits_verdict
 from fallow.core.accounting.duds import DUDS, ROUNDS, Duds
 from fallow.core.accounting.prices import Prices, WakePrice
 from fallow.core.allocations import WAITING, Allocation
-from fallow.core.holes import SLEEPING
-from fallow.core.kinds import Kind
 from fallow.core.membership import events as ev
 from fallow.core.neighbour.needs import ExternalDemand, GiveBack
 from fallow.core.planning import allowance
 from fallow.core.planning.allowance import FEW
-from fallow.core.planning.asking import Ask, outdated
+from fallow.core.planning.asking import Ask
 from fallow.core.planning.plan import plan
 from fallow.core.planning.rules import Demand, HarvestRules, Known, harvestable
 from fallow.core.planning.shared_limits import Reserve, capped, named, yielded
@@ -113,11 +111,11 @@ class Asking:
             )
             for name, gain in known.items()
         ]
-        _make_anew(turn, runs, demands, cluster, rules)
         demands, external = self._within_limits(turn, runs, cluster, demands, rules, external)
         live = [a for run in runs.values() for a in run.live_allocations()]
         self._known.unstarted = self._known.unstarted.look(cluster)
-        found = plan(Situation(cluster, demands, live, rules, self._known, external))
+        excluded = {a.token: frozenset(nodes(a.exclude)) for a in live if a.exclude and a.state in WAITING}
+        found = plan(Situation(cluster, demands, live, rules, self._known, external, excluded))
         self._known.backoff, self._known.unstarted = found.known.backoff, found.known.unstarted
         for action in found.actions:
             match action:
@@ -196,10 +194,9 @@ class Asking:
         run.record.drained = sorted({*run.record.drained, *nodes})
         turn.dirty.add(run.id)
         for allocation in run.live_allocations():
-            where = allocation.part.node if allocation.part is not None else allocation.pinned
             waits = allocation.state in WAITING and not allocation.agents
             waits = waits and allocation.kind is AllocationKind.HARVEST and allocation.asked_at is None
-            if waits and (not where or where in nodes):
+            if waits and (allocation.part is None or allocation.part.node in nodes):
                 turn.cancel(run, allocation, f"{', '.join(nodes)} drained by hand")
 
     def resume(self, turn: Turn, run: Run) -> None:
@@ -283,23 +280,10 @@ def _configured(config: Config, groups: frozenset[str] | None) -> HarvestRules:
     )
 
 
-def _make_anew(
-    turn: Turn, runs: Mapping[str, Run], demands: Sequence[Demand], cluster: ClusterState, rules: HarvestRules
-) -> None:
-    """Withdraw requests whose list of excluded nodes is out of date: Slurm might wake a node for them."""
-    kinds = {demand.run: demand.kind for demand in demands}
-    some_sleep = any(not SLEEPING.isdisjoint(node.flags) for node in cluster.nodes)
-    for run in runs.values():
-        for allocation in run.live_allocations():
-            if allocation.state not in WAITING or allocation.asked_at is not None or not allocation.harvested:
-                continue
-            if not (some_sleep or allocation.exclude):
-                continue
-            if why := outdated(
-                allocation, frozenset(nodes(allocation.exclude)), kinds.get(run.id, Kind()), cluster, rules
-            ):
-                turn.record(run, "withdraw", f"{allocation.token} (job {allocation.job_id}): {why}")
-                turn.cancel(run, allocation, why)
+def wake_price(config: Config) -> WakePrice | None:
+    """Which sleeping nodes may be woken."""
+    most = config.harvest.wake_up_to_price
+    return None if most is None else WakePrice(Prices(config.usage.node_hour, config.usage.gpu_hour), most)
 
 
 def _find(runs: dict[str, Run], token: str) -> tuple[Run, Allocation]:
@@ -315,7 +299,6 @@ def _submit(turn: Turn, wish: Ask, run: Run) -> None:
         AllocationKind.HARVEST,
         partition=wish.partition,
         minutes=wish.minutes,
-        pinned=wish.node,
         part=wish.part,
         exclude=folded(wish.exclude),
         replaces=wish.replaces,

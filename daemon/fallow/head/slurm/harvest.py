@@ -136,8 +136,7 @@ class Harvest:
         if allocation is None:
             return False
         alone = self.known.backoff.words(run.asks_as(allocation), allocation.partition, turn.now)
-        harvest = allocation.kind is AllocationKind.HARVEST and not allocation.pinned
-        if allocation.queued and harvest and alone:
+        if allocation.queued and allocation.kind is AllocationKind.HARVEST and alone:
             turn.record(run, "withdraw", f"{token}, not submitted yet: {alone}")
             turn.cancel(run, allocation, alone)
         if not send(allocation, turn.now):

@@ -12,7 +12,6 @@ from math import ceil, inf
 from fallow.core.accounting.backoff import Asker, Backoff
 from fallow.core.accounting.budget import minutes_in
 from fallow.core.accounting.pacing import Schedule, dispensable, extra_nodes
-from fallow.core.allocations import WAITING
 from fallow.core.planning.rules import HarvestRules
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Run
@@ -100,9 +99,7 @@ def _ask(
     if backoff.until(Asker.of(run.spec), partition) > turn.now:
         return 0
     every = (a for each in turn.book.on_slurm for a in each.live_allocations())
-    # One that a successor waits for is the same node.
-    mine = (a for a in every if a.kind is AllocationKind.HARVEST and not (a.pinned and a.state in WAITING))
-    held = Counter(a.partition for a in mine)
+    held = Counter(a.partition for a in every if a.kind is AllocationKind.HARVEST)
     most = inf if rules.max_nodes is None else rules.max_nodes
     if held.total() >= most or held[partition] >= rules.partition_nodes.get(partition, inf):
         return 0

@@ -39,7 +39,6 @@ def job_request(config: Config, paths: Paths, run: Run, allocation: Allocation, 
             qos="" if allocation.hurried else run.asker.qos,
             account="" if allocation.hurried else run.asker.account,
             barred=[*run.shunned, *filter(None, [allocation.exclude])],
-            node=allocation.pinned,
             part=allocation.part,
             hurried=allocation.hurried,
         )

@@ -105,7 +105,13 @@ class RunRecord(msgspec.Struct, kw_only=True):
         return "paused by hand" if self.paused_by_hand else self.harvest_paused
 
 
-records.SCHEMAS.update({RunSpec: 1, RunRecord: 1, Allocation: 1, GenerationReport: 1})
+def _without_pinned(fields: records.Fields) -> records.Fields:
+    del fields["pinned"]
+    return fields
+
+
+records.SCHEMAS.update({RunSpec: 1, RunRecord: 1, Allocation: 2, GenerationReport: 1})
+records.MIGRATIONS[Allocation, 1] = _without_pinned
 
 
 class StoredRun(NamedTuple):

@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from builders import NOW, allocation, node, partition, runs, site, waits
+from fallow.core.holes import Part
 from fallow.core.holes import waits as is_waiting
 from fallow.core.neighbour.needs import ExternalDemand, assess
 from fallow.core.neighbour.site import LOOKED_AT, UNKNOWN, SiteRules, site_rules
@@ -177,8 +178,8 @@ def test_requests_of_ours_that_stand_in_the_way_are_named() -> None:
     assert standing(nodes, [waits("1", 2)], [request]).competing_requests == {"ours-h9"}
     assert standing(nodes, [waits("1", 3)], [request]).competing_requests == frozenset()
     nodes.append(node("n3", "ALLOCATED"))
-    for pinned, competes in (("n3", False), ("n1", True)):
-        one = held("h9", 0, PENDING, pinned=pinned)
+    for name, competes in (("n3", False), ("n1", True)):
+        one = held("h9", 0, PENDING, part=Part(name, 1, "", 1, 0))
         assert bool(standing(nodes, [waits("1", 2)], [one]).competing_requests) == competes
 
 

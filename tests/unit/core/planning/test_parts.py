@@ -18,7 +18,7 @@ def test_idle_gpus_of_nodes_that_run_other_jobs() -> None:
     no_memory = gpu_node("o", "MIXED", memory_used_mb=256_000, **USED)
     state, wants = preempting([MIXED, full, no_memory]), Demand("r", 3, kind=Kind(gpus=4, part_gpus=1))
     (ask,) = asked(state, [wants], [], SHARED)
-    assert ask.part == Part("m", 3, "", 48, 192_000) and ask.node == ""
+    assert ask.part == Part("m", 3, "", 48, 192_000)
     # The request waits; meanwhile somebody else has got the GPUs.
     pending = request(part=ask.part, minutes=10)
     assert actions(state, [wants], [pending], SHARED) == []

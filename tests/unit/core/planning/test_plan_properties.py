@@ -77,9 +77,8 @@ def test_never_above_caps_budgets_or_deadlines_and_stable(drawn: Drawn) -> None:
     plain = [ask for ask in new if not ask.ahead]
     young = [a for a in pending if not a.ahead and NOW - a.requested_at <= rules.start_patience_s]
     assert not plain or len(young) + len(plain) <= rules.max_pending
-    more = [ask for ask in new if not ask.node]
-    there = [ask for ask in more if ask.partition == "p"]
-    for most, some in ((rules.max_nodes, more), (rules.partition_nodes.get("p"), there)):
+    there = [ask for ask in new if ask.partition == "p"]
+    for most, some in ((rules.max_nodes, new), (rules.partition_nodes.get("p"), there)):
         if most is not None and some:
             assert len(running) + len(pending) + len(some) <= most
     ends, partitions = planned_ends(state), {p.partition: p for p in state.partitions}
@@ -87,16 +86,13 @@ def test_never_above_caps_budgets_or_deadlines_and_stable(drawn: Drawn) -> None:
     idle = [n.node for n in state.nodes if n.state == "IDLE"]
     lengths = sorted(((ends.get(name, 1e18) - NOW) / 60 for name in idle), reverse=True)
     # Slurm may put them anywhere: the longest fits somewhere, the second longest somewhere else, and so on.
-    whole = sorted((ask.minutes for ask in more if ask.part is None and not ask.ahead), reverse=True)
+    whole = sorted((ask.minutes for ask in new if ask.part is None and not ask.ahead), reverse=True)
     assert all(minutes <= length for minutes, length in zip(whole, lengths, strict=False)) and len(whole) <= len(idle)
     for ask in new:
         assert rules.min_minutes <= ask.minutes <= rules.max_minutes
         assert ask.minutes * 60 <= (partitions[ask.partition].max_time_s or 1e18)
         if ask.part:
             assert ask.minutes * 60 <= ends.get(ask.part.node, 1e18) - NOW
-        elif ask.node:
-            (leaving,) = [a for a in running if a.token == ask.replaces]
-            assert ask.node in leaving.nodes
     for demand in demands:
         mine = [ask for ask in new if ask.run == demand.run]
         instead = sum(1 for wish in found.withdrawals if wish.reason == INSTEAD and demand.run == "a")

@@ -290,7 +290,7 @@ def test_room_is_left_to_a_job_that_may_wait_for_a_limit_above_our_account(
 
 def test_a_node_that_is_asked_for_again_counts_once() -> None:
     owner = told(("account lab", "GrpJobs", 20.0, 0.0))
-    successor = held(2, AllocationState.PENDING, replaces=token(1), pinned="n1")
+    successor = held(2, AllocationState.PENDING, replaces=token(1))
     found = room(owner, ours(1), ours(2, "PENDING"), allocations=(held(1), successor))
     assert found.most == {"r": 14} and found.renews
 

@@ -11,8 +11,9 @@ from fallow.core.accounting.prices import Prices, WakePrice
 from fallow.core.holes import find_holes
 from fallow.core.kinds import Kind
 from fallow.core.neighbour.needs import assess
-from fallow.core.planning.asking import outdated
+from fallow.core.planning.plan import plan
 from fallow.core.planning.rules import Demand, HarvestRules
+from fallow.core.planning.situation import Situation
 from planning import asked
 
 RULES = HarvestRules(max_pending=8, ahead=2)
@@ -38,11 +39,10 @@ X86 = gpu_node("n3", arch="x86_64")
 @pytest.mark.parametrize(
     ("more", "excluded", "kind", "why"),
     [
-        ({}, set(), Kind(), "Slurm might wake n2 for it"),
+        ({}, set(), Kind(), "Slurm might give it n2, or wake that node for it"),
         ({}, {"n2"}, Kind(), ""),
         ({}, {"n2", "n3"}, Kind(), "n3 is awake and idle, and it leaves out that node"),
         ({}, {"n2", "n3"}, Kind(arch="aarch64"), ""),  # n3 is left out for another reason
-        ({"pinned": "n1"}, set(), Kind(), ""),
         ({"reason": "Booting"}, set(), Kind(), ""),  # it has its node
     ],
 )
@@ -50,7 +50,9 @@ def test_a_request_that_could_wake_a_node_by_now_is_made_anew(
     more: dict[str, Any], excluded: set[str], kind: Kind, why: str
 ) -> None:
     state = preempting([gpu_node("n1", "ALLOCATED"), ASLEEP, X86])
-    assert outdated(request(**more), excluded, kind, state, RULES) == why
+    waiting, left_out = request(**more), {"h": frozenset(excluded)}
+    found = plan(Situation(state, [Demand("r", 0, kind=kind)], [waiting], RULES, excluded=left_out))
+    assert "".join(wish.reason for wish in found.withdrawals) == why
 
 
 @pytest.mark.parametrize(("ceiling", "excluded"), [(3.0, [("n2", "n3")]), (2.99, [])])

@@ -80,15 +80,10 @@ def ending(in_s: float = 100.0, since_s: float = 3600.0, **more: Any) -> Allocat
     return allocation("h", nodes=["n-h"], start_at=NOW - since_s, end_at=NOW + in_s, **more)
 
 
-PINNED = request("s", 1.0, pinned="n-h", replaces="h", minutes=30)
-"""A request for the node of h."""
-BUSY = [node("n-h", "ALLOCATED"), node("n2", "ALLOCATED")]
-
-
 def test_a_node_is_replaced_by_an_idle_one_before_its_time_is_over() -> None:
     state = preempting([node("n1"), node("n-h", "ALLOCATED")])
     (ask,) = asked(state, [Demand("r", 0)], [ending()], LEAD)
-    assert (ask.replaces, ask.node) == ("h", "")
+    assert ask.replaces == "h"
     short = ending(70.0, since_s=50.0)
     for demand, mine in (
         (Demand("r", 0), [ending(), request("s", 1.0, replaces="h", minutes=30)]),
@@ -98,31 +93,6 @@ def test_a_node_is_replaced_by_an_idle_one_before_its_time_is_over() -> None:
         (Demand("r", 0), [short]),  # not for half of the time of a lease of 2 min
     ):
         assert actions(state, [demand], mine, LEAD) == []
-
-
-def test_with_no_idle_node_the_same_one_is_asked_for_again_unless_somebody_waits() -> None:
-    state, demand = preempting(BUSY), Demand("r", 0)
-    (ask,) = asked(state, [demand], [ending()], LEAD)
-    assert (ask.node, ask.part, ask.replaces) == ("n-h", None, "h")
-    contested = preempting(BUSY, [waits(partition="p,urgent")])
-    wanted = preempting(
-        BUSY, [waits(partition="urgent", planned_nodes=["n-h"], start_at=NOW + 110, reason="BeginTime")]
-    )
-    for shown, run in ((contested, demand), (wanted, demand), (state, replace(demand, barred=frozenset({"n-h"})))):
-        assert asked(shown, [run], [ending()], LEAD) == []
-    # It neither counts as one node more, nor is it withdrawn as one too many; but it makes way.
-    full = HarvestRules(lead_s=120.0, max_nodes=1)
-    assert len(asked(state, [demand], [ending()], full)) == 1
-    assert actions(state, [Demand("r", -1)], [ending(), PINNED], full) == []
-    assert withdrawn(actions(contested, [demand], [ending(), PINNED], full)) == ["s"]
-
-
-@pytest.mark.parametrize("flag", ["MAINT", "NOT_RESPONDING"])
-def test_a_node_that_takes_no_job_any_more_is_not_asked_for_again(flag: str) -> None:
-    state = preempting([node("n-h", "ALLOCATED", flag)])
-    assert asked(state, [Demand("r", 0)], [ending()], LEAD) == []
-    found = planned(state, [Demand("r", 0)], [ending(), PINNED], LEAD)
-    assert found.withdrawals == (Withdraw("s", "n-h takes no job any more"),)
 
 
 @pytest.mark.parametrize(
@@ -140,10 +110,3 @@ def test_nodes_that_administrators_want_are_left_and_not_asked_for_again(flag: s
     mine = [allocation(f"h{i}", nodes=[f"n{i}"], start_at=NOW - 3600.0, end_at=NOW + 100.0) for i in (1, 2)]
     assert actions(state, [Demand("r", 0)], mine[:1], LEAD) == [GiveBack("h1", f"n1 {why}")]
     assert given_back(state, mine) == ["h1"]
-
-
-def test_no_successor_is_asked_for_on_a_node_that_nobody_would_take_back() -> None:
-    nodes = [node("n1", "ALLOCATED"), node("n2", "ALLOCATED")]
-    state = preempting(nodes, unpreempted=frozenset(["n2"]))
-    ours = [allocation(f"t{n}", nodes=[n], start_at=NOW - 7000, end_at=NOW + 30) for n in ("n1", "n2")]
-    assert [ask.node for ask in asked(state, [Demand("r", 0)], ours, HarvestRules(lead_s=60.0))] == ["n1"]
