@@ -91,6 +91,8 @@ class Caps:
 
     def places(self, partitions: Iterable[str]) -> int:
         """Nodes more that may be held in these partitions together."""
+        if not self._rules.partition_nodes:
+            return self.nodes_left()
         most = ((self._rules.partition_nodes.get(name, 1 << 30), self._held[name]) for name in partitions)
         return min(self.nodes_left(), sum(max(0, cap - held) for cap, held in most))
 
@@ -133,34 +135,38 @@ class Asking:
     ) -> None:
         self._situation, self._eligibility, self._offered = situation, eligibility, offered
         self._backoff, self.taken, self.caps = known.backoff, set(taken), caps
-        self._ways: dict[str, dict[RunClass, frozenset[str]]] = {}
-        "idle node -> class of runs -> partitions in which they can use it"
-        self._idle = {demand.run_class: Counter[frozenset[str]]() for demand in situation.demands}
-        "class of runs -> such partitions -> idle nodes of theirs that nobody has asked for"
+        self._open: dict[RunClass, dict[str, frozenset[str]]] = {demand.run_class: {} for demand in situation.demands}
+        "class of runs -> idle node that they can use -> in which partitions"
         for hole, users in offered:
-            if hole.node not in self.taken:
-                ways = self._ways.setdefault(hole.node, {})
-                ways.update((some, ways.get(some, frozenset()) | {hole.partition}) for some in users)
-        for node in self._ways:
-            self._count(node, 1)
+            for names in (self._open[some] for some in users if hole.node not in self.taken):
+                names[hole.node] = names.get(hole.node, frozenset()) | {hole.partition}
+        self._idle = {some: Counter(names.values()) for some, names in self._open.items()}
+        "class of runs -> such partitions -> idle nodes of theirs that nobody has asked for"
         self._budgets = {demand.run: demand.budget_node_s for demand in situation.demands}
         self._queues: dict[str, deque[Hole]] = {}
         "run -> holes that it can use, from the first that was not passed over for good"
         self.reasons: dict[str, str] = {}
         "node -> why it was not asked for when it was looked at"
+        self.refused: dict[RunClass, str] = {}
+        "class of runs -> why they may make no request any more"
 
     def ask(self, demand: Demand, replaces: str = "") -> Ask | None:
         """One request more for a run, for the best idle node; None: there is none that it may ask for."""
+        if why := self._refusal(demand):
+            self.refused.setdefault(demand.run_class, why)
+            return None
         queue = self._queue(demand)
         while queue:
             hole = queue.popleft()
             if hole.node in self.taken:
                 continue
-            if why := self._refusal(demand) or self.caps.full(hole.partition):
+            if why := self.caps.full(hole.partition):
                 self.reasons.setdefault(hole.node, why)
             elif (minutes := self._minutes(hole, demand)) is not None:
                 self.taken.add(hole.node)
-                self._count(hole.node, -1)
+                for some, names in self._open.items():
+                    if hole.node in names:
+                        self._idle[some][names[hole.node]] -= 1
                 exclude = () if hole.part else self._eligibility.unsuitable(demand.kind, hole.partition)
                 part = None if hole.part is None else demand.kind.share(hole.part)
                 return self._made(demand, Ask(demand.run, hole.partition, minutes, part, exclude, replaces))
@@ -193,10 +199,6 @@ class Asking:
         """Idle nodes of these that nobody has asked for, as far as the caps of their partitions leave room."""
         idle = self._idle[demand.run_class]
         return min(self.places(demand), sum(min(count, self.caps.places(names)) for names, count in idle.items()))
-
-    def _count(self, node: str, number: int) -> None:
-        for run_class, names in self._ways[node].items():
-            self._idle[run_class][names] += number
 
     def _made(self, demand: Demand, ask: Ask) -> Ask:
         self.caps.add_request(demand.asker, ask.partition, ahead=ask.ahead)

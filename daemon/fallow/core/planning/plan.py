@@ -27,7 +27,7 @@ from fallow.core.planning.rules import NOT_TAKEN_BACK, Demand, HarvestRules, Kno
 from fallow.core.planning.share import Party, Step, Worth, linear, move, step_up, useful
 from fallow.core.planning.situation import Situation
 from fallow.core.planning.withdrawals import Withdraw, wanted_back, withdrawals
-from fallow.model import AllocationState
+from fallow.model import AllocationState, NodeInfo
 
 MOVABLE_S = 600.0
 """A node that goes away sooner than this is not taken from its run for another one."""
@@ -368,15 +368,18 @@ def unused(situation: Situation, eligibility: Eligibility, offered: Sequence[Off
         offered: idle nodes that could be asked for.
         asking: all that was asked for.
     """
-    found, demands = _closed(situation), situation.demands
+    demands = situation.demands
     # Of several partitions the first one counts in which a run can use the node.
     first = {offer.hole.node: offer for offer in reversed(offered)}
     first |= {offer.hole.node: offer for offer in reversed(offered) if offer.users}
+    found = _closed(situation, [node for node in idle_nodes(situation.cluster) if node.node not in first])
     for hole, users in first.values():
         if hole.node in asking.taken:
             found[hole.node] = "asked for: a request waits for Slurm to start it"
         elif users or not demands:
-            found[hole.node] = asking.reasons.get(hole.node) or asking.caps.full(hole.partition) or _not_needed(demands)
+            refused = next((asking.refused[some] for some in users if some in asking.refused), "")
+            why = asking.reasons.get(hole.node) or refused or asking.caps.full(hole.partition)
+            found[hole.node] = why or _not_needed(demands)
         else:
             found[hole.node] = eligibility.why_not(demands[0].run_class, hole.node, hole.partition, hole.part)
     return found
@@ -391,10 +394,9 @@ def _not_needed(demands: Sequence[Demand]) -> str:
     return "not needed: no run would gain from it, or may pay for it"
 
 
-def _closed(situation: Situation) -> dict[str, str]:
+def _closed(situation: Situation, idle: Sequence[NodeInfo]) -> dict[str, str]:
     """Those of the idle nodes that are no holes to us."""
     cluster, rules, external = situation.cluster, situation.rules, situation.external
-    idle = idle_nodes(cluster)
     if not idle:
         return {}
     starts = {node: job for job, nodes in external.offers for node in nodes}

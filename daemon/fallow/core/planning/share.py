@@ -97,11 +97,11 @@ def step_up(worth: Worth, have: int, most: int, stay_s: float, *, stalls: bool =
         stay_s: for so long nodes stay.
         stalls: False: its members stall in any case, so that costs nothing more.
     """
-    now, best = worth.of(have), NO_STEP
+    now, best, begin = worth.of(have), NO_STEP, worth.base + have
     stall = worth.pause_s / stay_s * now if stalls else 0.0
     kept = max(0.1, 1.0 - worth.start_s / stay_s - DOUBT)
-    for nodes in range(1, min(most, len(worth.values) - 1 - worth.base - have) + 1):
-        gain = (kept * (worth.of(have + nodes) - now) - stall) / nodes
+    for nodes in range(1, min(most, len(worth.values) - 1 - begin) + 1):
+        gain = (kept * (worth.values[begin + nodes] - now) - stall) / nodes
         if gain > best.gain * (1.0 + 1e-9):
             best = Step(gain, nodes)
         elif best.nodes and nodes > best.nodes + LOOK_AHEAD:

@@ -85,6 +85,8 @@ def test_a_node_of_several_partitions_is_offered_in_each_of_them() -> None:
     assert places(site, HarvestRules(), only_q) == [("q", "q")] * 2
     assert places(site, HarvestRules(), Demand("any", 2)) == [("any", "p")] * 2, "the first will do"
     assert places(site, HarvestRules(), Demand("any", 9), only_q) == [*[("any", "p")] * 2, *[("q", "q")] * 2]
+    apart = Demand("p", 3, partitions=("p",)), Demand("q", 3, partitions=("q",))
+    assert places(Site(3, 3), HarvestRules(max_pending=6), *apart) == [*[("p", "p")] * 3, *[("q", "q")] * 3]
     # Of two caps a node takes room under one, so that all are used; a run that can use one partition only has its part.
     both_capped = HarvestRules(partition_nodes={"p": 2, "q": 3})
     assert places(site, both_capped, Demand("any", 9)) == [*[("any", "p")] * 2, *[("any", "q")] * 2]
