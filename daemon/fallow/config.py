@@ -74,8 +74,6 @@ class Harvest(_Section, frozen=True):
     "Also use nodes that Slurm would not take back. Fallow gives them back itself within seconds."
     limit_reserve: Annotated[float, Meta(ge=0, le=1)] = 0.25
     "Part of each limit of your account and QOS that harvest jobs leave free for your other jobs."
-    wake_up_to_price: Price | None = None
-    "Wake nodes in power saving if an hour costs no more than this, by `[usage]`. None: never"
 
 
 class Site(_Section, frozen=True):

@@ -6,7 +6,7 @@ A node's hole ends at the earliest planned start of a pending job on it, or at a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from math import inf
 
 import msgspec
@@ -67,11 +67,6 @@ def is_idle(node: NodeInfo) -> bool:
     return node.state == "IDLE" and UNUSABLE.isdisjoint(node.flags)
 
 
-def is_asleep(node: NodeInfo) -> bool:
-    """Return True if nothing but power saving keeps jobs from a node, and the node is down already."""
-    return node.state == "IDLE" and UNUSABLE.intersection(node.flags) == {"POWERED_DOWN"}
-
-
 def idle_nodes(cluster: ClusterState) -> list[NodeInfo]:
     """Those of a poll, as `is_idle`."""
     return [node for node in cluster.nodes if node.state == "IDLE" and UNUSABLE.isdisjoint(node.flags)]
@@ -83,7 +78,6 @@ def find_holes(
     *,
     ours: Collection[str] = (),
     whole_nodes: bool = True,
-    wakes: Callable[[NodeInfo, str], bool] | None = None,
 ) -> list[Hole]:
     """Idle nodes of the given partitions, longest hole first (open-ended ones before all).
 
@@ -95,13 +89,10 @@ def find_holes(
         partitions: where to look.
         ours: names of our own requests, whose planned starts bound nothing.
         whole_nodes: leave out the idle GPUs of nodes that run other jobs.
-        wakes: whether a node that sleeps may be woken for a job in a partition; None: none may.
     """
     offers: dict[str, Sequence[Part | None]] = {node.node: [None] for node in idle_nodes(cluster)}
     if not whole_nodes:
         offers |= {node.node: parts for node in cluster.nodes if (parts := idle_parts(node))}
-    asleep = {node.node: node for node in cluster.nodes if is_asleep(node)} if wakes is not None else {}
-    offers |= {name: [None] for name in asleep}
     if not offers:
         return []
     ends = planned_ends(cluster, ours)
@@ -113,8 +104,6 @@ def find_holes(
         offered = [(node, part) for node in partition.nodes for part in offers.get(node, ())]
         for name, part in offered:
             if part is not None and partition.exclusive:
-                continue
-            if name in asleep and (wakes is None or not wakes(asleep[name], partition.partition)):
                 continue
             end = ends.get(name)
             length_s = None if end is None else max(0.0, end - cluster.at)

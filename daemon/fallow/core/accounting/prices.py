@@ -23,20 +23,5 @@ class Prices:
         return (_price(self.node_hour, partition) * node_s + _price(self.gpu_hour, partition) * gpu_s) / 3600.0
 
 
-@dataclass(frozen=True, slots=True)
-class WakePrice:
-    """Which sleeping nodes may be woken: those whose price is known and low enough."""
-
-    prices: Prices
-    most: float
-    "for one node for an hour"
-
-    def allows(self, partition: str, gpus: int) -> bool:
-        """Return True if a node of so many GPUs may be woken for a job in this partition."""
-        tables = (self.prices.node_hour, self.prices.gpu_hour)
-        known = any(partition in table or ELSE in table for table in tables)
-        return known and self.prices.cost(partition, 3600.0, 3600.0 * gpus) <= self.most
-
-
 def _price(table: Mapping[str, float], partition: str) -> float:
     return table.get(partition, table.get(ELSE, 0.0))

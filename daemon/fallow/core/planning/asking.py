@@ -7,7 +7,7 @@ changed since the poll. Only idle GPUs of a shared node are asked for by the nod
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import floor
 
@@ -15,8 +15,8 @@ from fallow.core.accounting.backoff import Asker
 from fallow.core.accounting.budget import minutes_in
 from fallow.core.allocations import Allocation
 from fallow.core.holes import Hole, Part
-from fallow.core.planning.offers import Eligibility, Offer
-from fallow.core.planning.rules import Demand, Known, most_minutes
+from fallow.core.planning.offers import Eligibility, offers
+from fallow.core.planning.rules import Demand, most_minutes
 from fallow.core.planning.situation import Situation
 from fallow.core.planning.unstarted import RunClass
 
@@ -117,27 +117,18 @@ class Asking:
 
     Args:
         situation: of the plan.
-        known: what was learned, in this plan, too.
         eligibility: who can use which nodes.
-        offered: idle nodes, best first.
-        taken: nodes of these that requests which wait will take.
+        taken: idle nodes that requests which wait will take.
         caps: what they leave.
     """
 
-    def __init__(
-        self,
-        situation: Situation,
-        known: Known,
-        eligibility: Eligibility,
-        offered: Sequence[Offer],
-        taken: Iterable[str],
-        caps: Caps,
-    ) -> None:
-        self._situation, self._eligibility, self._offered = situation, eligibility, offered
-        self._backoff, self.taken, self.caps = known.backoff, set(taken), caps
+    def __init__(self, situation: Situation, eligibility: Eligibility, taken: Iterable[str], caps: Caps) -> None:
+        self._situation, self._eligibility, self.taken, self.caps = situation, eligibility, set(taken), caps
+        self.offered = offers(situation, eligibility)
+        "idle nodes, best first"
         self._open: dict[RunClass, dict[str, frozenset[str]]] = {demand.run_class: {} for demand in situation.demands}
         "class of runs -> idle node that they can use -> in which partitions"
-        for hole, users in offered:
+        for hole, users in self.offered:
             for names in (self._open[some] for some in users if hole.node not in self.taken):
                 names[hole.node] = names.get(hole.node, frozenset()) | {hole.partition}
         self._idle = {some: Counter(names.values()) for some, names in self._open.items()}
@@ -218,7 +209,7 @@ class Asking:
     def _queue(self, demand: Demand) -> deque[Hole]:
         if demand.run not in self._queues:
             run_class = demand.run_class
-            self._queues[demand.run] = deque(offer.hole for offer in self._offered if run_class in offer.users)
+            self._queues[demand.run] = deque(offer.hole for offer in self.offered if run_class in offer.users)
         return self._queues[demand.run]
 
     def _minutes(self, hole: Hole, demand: Demand) -> int | None:
@@ -232,7 +223,7 @@ class Asking:
         most = most_minutes(partition, rules)
         most = most if budget_s is None else min(most, minutes_in(budget_s))
         fits = most if hole.length_s is None else max(0, floor((hole.length_s - rules.slack_s) / 60))
-        bound = self._backoff.longest(demand.asker, hole.partition, self._situation.at)
+        bound = self._eligibility.known.backoff.longest(demand.asker, hole.partition, self._situation.at)
         starts = most if bound is None else bound
         if most < least:
             why = f"limited: {most} min are all that may be asked for, and at least {least} min are wanted"

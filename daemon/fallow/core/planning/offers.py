@@ -6,9 +6,9 @@ from collections import Counter
 from typing import NamedTuple
 
 from fallow.core.allocations import Allocation
-from fallow.core.holes import Hole, Part
+from fallow.core.holes import SLEEPING, Hole, Part
 from fallow.core.kinds import Kind, may_use
-from fallow.core.planning.rules import Known, needed_s, off_limits, sleeping_nodes
+from fallow.core.planning.rules import Known, needed_s, off_limits
 from fallow.core.planning.situation import Situation
 from fallow.core.planning.unstarted import RunClass
 
@@ -22,7 +22,7 @@ class Eligibility:
     """
 
     def __init__(self, situation: Situation, known: Known) -> None:
-        self._situation, self._known = situation, known
+        self._situation, self.known = situation, known
         self._partitions: dict[RunClass, frozenset[str]] = {}
         self._unsuitable: dict[tuple[Kind, str, bool], tuple[str, ...]] = {}
 
@@ -30,7 +30,7 @@ class Eligibility:
         """Names of the partitions in which such runs may ask now."""
         if run_class not in self._partitions:
             named, asker = run_class.partitions, run_class.asker
-            backoff, at = self._known.backoff, self._situation.at
+            backoff, at = self.known.backoff, self._situation.at
             self._partitions[run_class] = frozenset(
                 p.partition
                 for p in self._situation.partitions
@@ -43,7 +43,7 @@ class Eligibility:
     def why_not(self, run_class: RunClass, node: str, partition: str, part: Part | None = None) -> str:
         """Why such runs cannot use this node, or this part of it, in this partition; empty: they can."""
         if partition not in self.partitions(run_class):
-            if words := self._known.backoff.words(run_class.asker, partition, self._situation.at):
+            if words := self.known.backoff.words(run_class.asker, partition, self._situation.at):
                 return f"left alone: {words}"
             return f"not open: no run may use {partition}"
         return self._unfit(run_class, node, partition, part)
@@ -71,7 +71,7 @@ class Eligibility:
             known = self._situation.by_partition[partition]
             nodes = [self._situation.nodes[name] for name in known.nodes if name in self._situation.nodes]
             closed = known.unpreempted if ahead else known.unpreempted.difference(known.nodes)
-            closed |= sleeping_nodes(nodes, partition, self._situation.rules)
+            closed |= {node.node for node in nodes if node.flags and not SLEEPING.isdisjoint(node.flags)}
             closed |= self._magnetic(kind).intersection(known.nodes)
             # sbatch is told the rest (constraint, GPUs).
             named = Kind(arch=kind.arch, alike=kind.alike, reservation=kind.reservation)
@@ -94,7 +94,7 @@ class Eligibility:
             return "of another kind: no run can use it"
         if node in run_class.barred:
             return "barred: the run does without it"
-        left_s = self._known.unstarted.declined_s(node, run_class, partition, self._situation.at)
+        left_s = self.known.unstarted.declined_s(node, run_class, partition, self._situation.at)
         return f"declined: Slurm starts no request there; left alone for {left_s:.0f} s" if left_s else ""
 
 

@@ -22,7 +22,7 @@ from fallow.core.allocations import WAITING, Allocation
 from fallow.core.holes import find_coming, idle_nodes
 from fallow.core.neighbour.needs import GiveBack
 from fallow.core.planning.asking import Ask, Asking, Caps
-from fallow.core.planning.offers import Eligibility, Offer, match, offers
+from fallow.core.planning.offers import Eligibility, match
 from fallow.core.planning.rules import NOT_TAKEN_BACK, Demand, HarvestRules, Known, not_harvested, off_limits
 from fallow.core.planning.share import Party, Step, Worth, linear, move, step_up, useful
 from fallow.core.planning.situation import Situation
@@ -87,8 +87,7 @@ class _Draft:
         beside = {each.token: each.beside for each in self._withdrawals if each.beside is not None}
         passed_over = [a for a in situation.pending if a.token in beside]
         waited = ((a, situation.by_run[a.run].run_class, beside[a.token]) for a in passed_over)
-        self._known = situation.known.after(waited, situation.at)
-        self._eligibility = Eligibility(situation, self._known)
+        self._eligibility = Eligibility(situation, situation.known.after(waited, situation.at))
         going = self._going
         waiting = [a for a in situation.pending if a.token not in going]
         taken = {matched[a.token].node for a in waiting if a.token in matched}
@@ -99,8 +98,7 @@ class _Draft:
         # What is given back is held until its job has ended.
         gone = {each.token for each in self._withdrawals}.union(a.token for a in self._movable)
         self._caps = Caps(situation, [a for a in situation.harvest if a.token not in gone], waiting)
-        self._offered = offers(situation, self._eligibility)
-        self._asking = Asking(situation, self._known, self._eligibility, self._offered, taken, self._caps)
+        self._asking = Asking(situation, self._eligibility, taken, self._caps)
         have = _have(situation.harvest, going)
         self._parties = {demand.run: _party(demand, have[demand.run], situation.rules) for demand in situation.demands}
         self._count(self._movable, -1)
@@ -273,8 +271,8 @@ class _Draft:
             withdrawals=tuple(self._withdrawals),
             asks=tuple(self._asks),
             targets={run: party.have + self._unmet[run] for run, party in self._parties.items()},
-            unused=unused(self._situation, self._eligibility, self._offered, self._asking),
-            known=self._known,
+            unused=unused(self._situation, self._eligibility, self._asking),
+            known=self._eligibility.known,
         )
 
     def _count(self, allocations: Iterable[Allocation], each: int) -> None:
@@ -359,16 +357,15 @@ def _newest_first(allocations: Iterable[Allocation]) -> list[Allocation]:
 # -- why an idle node is not used --------------------------------------------------------------------------------------
 
 
-def unused(situation: Situation, eligibility: Eligibility, offered: Sequence[Offer], asking: Asking) -> dict[str, str]:
+def unused(situation: Situation, eligibility: Eligibility, asking: Asking) -> dict[str, str]:
     """Idle node -> why it is not used, in words: what it is, a colon, and the particulars.
 
     Args:
         situation: of the plan.
         eligibility: who can use which nodes.
-        offered: idle nodes that could be asked for.
         asking: all that was asked for.
     """
-    demands = situation.demands
+    demands, offered = situation.demands, asking.offered
     # Of several partitions the first one counts in which a run can use the node.
     first = {offer.hole.node: offer for offer in reversed(offered)}
     first |= {offer.hole.node: offer for offer in reversed(offered) if offer.users}

@@ -9,15 +9,14 @@ import msgspec
 from msgspec.structs import replace
 
 from fallow.core.accounting.backoff import Asker, Backoff
-from fallow.core.accounting.prices import WakePrice
 from fallow.core.allocations import Allocation
-from fallow.core.holes import SLEEPING, Hole, is_asleep
+from fallow.core.holes import Hole
 from fallow.core.kinds import Kind, open_to
 from fallow.core.neighbour.permission import too_small_for
 from fallow.core.planning.experience import Experience
 from fallow.core.planning.share import Worth
 from fallow.core.planning.unstarted import RunClass, Unstarted
-from fallow.model import ClusterState, NodeInfo, PartitionInfo
+from fallow.model import ClusterState, PartitionInfo
 
 NOT_TAKEN_BACK = "Slurm would not take it back for others, and [harvest] allow_without_preemption is off"
 
@@ -59,12 +58,6 @@ class HarvestRules(msgspec.Struct, frozen=True):
     ahead: int = 0
     """So many requests may wait for nodes that others still have: Slurm starts them in the moment a node is idle.
     Never where nothing preempts: we might have the node a moment before somebody else comes."""
-    wake: WakePrice | None = None
-    "which sleeping nodes may be woken; None: none"
-
-    def wakes(self, node: NodeInfo, partition: str) -> bool:
-        """Return True if a job in this partition may wake this node."""
-        return self.wake is not None and self.wake.allows(partition, node.gpus)
 
 
 class Demand(msgspec.Struct, frozen=True):
@@ -111,12 +104,6 @@ class Known:
             elif allocation.minutes:
                 backoff.too_long(hole.partition, allocation.minutes, at)
         return Known(self.experience, backoff, unstarted)
-
-
-def sleeping_nodes(nodes: Iterable[NodeInfo], partition: str, rules: HarvestRules) -> frozenset[str]:
-    """Return the nodes that a request in this partition must not wake."""
-    asleep = (node for node in nodes if node.flags and not SLEEPING.isdisjoint(node.flags))
-    return frozenset(node.node for node in asleep if not (is_asleep(node) and rules.wakes(node, partition)))
 
 
 def harvestable(cluster: ClusterState, rules: HarvestRules) -> list[PartitionInfo]:

@@ -67,13 +67,8 @@ class Situation:
         A request might take any node of its partition. So a partition in which others are about to get a node that
         nobody would take back from us has no holes.
         """
-        found = find_holes(
-            self.cluster,
-            self.partitions,
-            ours={a.token for a in self.harvest},
-            whole_nodes=self.rules.whole_nodes,
-            wakes=None if self.rules.wake is None else self.rules.wakes,
-        )
+        ours = {a.token for a in self.harvest}
+        found = find_holes(self.cluster, self.partitions, ours=ours, whole_nodes=self.rules.whole_nodes)
         return [hole for hole in found if hole.partition not in self.external.kept_nodes]
 
     @cached_property

@@ -13,7 +13,6 @@ from fallow.core import records
 from fallow.core.accounting.backoff import Backoff, base_job, harvest_jobs
 from fallow.core.accounting.cancelled import Cancels, awaits_verdict
 from fallow.core.accounting.duds import DUDS, ROUNDS, Duds
-from fallow.core.accounting.prices import Prices, WakePrice
 from fallow.core.allocations import WAITING, Allocation
 from fallow.core.membership import events as ev
 from fallow.core.neighbour.needs import ExternalDemand, GiveBack
@@ -276,14 +275,7 @@ def _configured(config: Config, groups: frozenset[str] | None) -> HarvestRules:
         max_minutes=h.max_minutes,
         min_minutes=h.min_minutes,
         margin_s=config.membership.release_margin_s,
-        wake=None if most is None else WakePrice(Prices(config.usage.node_hour, config.usage.gpu_hour), most),
     )
-
-
-def wake_price(config: Config) -> WakePrice | None:
-    """Which sleeping nodes may be woken."""
-    most = config.harvest.wake_up_to_price
-    return None if most is None else WakePrice(Prices(config.usage.node_hour, config.usage.gpu_hour), most)
 
 
 def _find(runs: dict[str, Run], token: str) -> tuple[Run, Allocation]:

@@ -1,4 +1,4 @@
-"""Nodes that power saving has put to sleep are left asleep, unless a price says otherwise."""
+"""Nodes that power saving has put to sleep are left asleep."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 
 from builders import cluster, gpu_node, partition, preempting, request, runs, waits
-from fallow.core.accounting.prices import Prices, WakePrice
-from fallow.core.holes import find_holes
 from fallow.core.kinds import Kind
 from fallow.core.neighbour.needs import assess
 from fallow.core.planning.plan import plan
@@ -53,24 +51,6 @@ def test_a_request_that_could_wake_a_node_by_now_is_made_anew(
     waiting, left_out = request(**more), {"h": frozenset(excluded)}
     found = plan(Situation(state, [Demand("r", 0, kind=kind)], [waiting], RULES, excluded=left_out))
     assert "".join(wish.reason for wish in found.withdrawals) == why
-
-
-@pytest.mark.parametrize(("ceiling", "excluded"), [(3.0, [("n2", "n3")]), (2.99, [])])
-def test_a_sleeping_node_that_costs_no_more_than_the_ceiling_may_be_woken(
-    ceiling: float, excluded: list[tuple[str, ...]]
-) -> None:
-    state = preempting(
-        [
-            gpu_node("n1", "IDLE", "POWERED_DOWN"),
-            gpu_node("n2", "IDLE", "POWERED_DOWN", gpus=8),
-            gpu_node("n3", "IDLE", "POWERING_DOWN"),
-        ]
-    )
-    for prices, wanted in ((Prices({"p": 1.0}, {"p": 0.5}), excluded), (Prices({"other": 1.0}), [])):
-        rules = HarvestRules(max_pending=8, wake=WakePrice(prices, ceiling))
-        found = asked(state, [Demand("r", 4)], [], rules)
-        assert [ask.exclude for ask in found] == wanted, "what a node costs must be known"
-    assert find_holes(state, state.partitions[:1]) == []
 
 
 def test_a_node_that_boots_for_us_is_given_back_like_any_other() -> None:
