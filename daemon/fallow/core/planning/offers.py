@@ -55,14 +55,12 @@ class Eligibility:
         names = [p.partition for p in here if p is not None and node not in off_limits(p, rules)]
         return [name for name in names if not self.why_not(run_class, node, name)]
 
-    def could_take(self, allocation: Allocation, hole: Hole) -> bool:
-        """Could Slurm start a request on this hole now?"""
-        situation = self._situation
-        if hole.length_s is not None and hole.length_s < needed_s(allocation, situation.at, situation.rules):
+    def suits(self, allocation: Allocation, hole: Hole) -> bool:
+        """Could Slurm start a request on this hole, if it is long enough?"""
+        if hole.partition != allocation.partition or not _has(hole.part, allocation.part):
             return False
-        demand = situation.by_run.get(allocation.run)
-        fits = _has(hole.part, allocation.part)
-        return fits and (demand is None or not self._unfit(demand.run_class, hole.node, hole.partition, hole.part))
+        demand = self._situation.by_run.get(allocation.run)
+        return demand is None or not self._unfit(demand.run_class, hole.node, hole.partition, hole.part)
 
     def unsuitable(self, kind: Kind, partition: str, ahead: bool = False) -> tuple[str, ...]:
         """Nodes of a partition that a request for this kind must not be given: nothing but their names tells Slurm."""
@@ -118,13 +116,16 @@ def offers(situation: Situation, eligibility: Eligibility) -> list[Offer]:
 
 def match(situation: Situation, eligibility: Eligibility) -> dict[str, Hole]:
     """Token of a request that waits -> the idle node that it will take, the oldest first, as Slurm would."""
-    found, taken, by_partition = dict[str, Hole](), set[str](), dict[str, list[Hole]]()
-    for hole in situation.holes:
-        by_partition.setdefault(hole.partition, []).append(hole)
+    found, taken = dict[str, Hole](), set[str]()
+    suiting: dict[tuple[str, str, Part | None], list[Hole]] = {}
+    "(run, partition, part) of requests -> holes for them, the longest first"
     for allocation in situation.pending:
-        left = (hole for hole in by_partition.get(allocation.partition, ()) if hole.node not in taken)
-        hole = next((hole for hole in left if eligibility.could_take(allocation, hole)), None)
-        if hole is not None:
+        alike = allocation.run, allocation.partition, allocation.part
+        if alike not in suiting:
+            suiting[alike] = [hole for hole in situation.holes if eligibility.suits(allocation, hole)]
+        hole = next((hole for hole in suiting[alike] if hole.node not in taken), None)
+        needs_s = needed_s(allocation, situation.at, situation.rules)
+        if hole is not None and (hole.length_s is None or hole.length_s >= needs_s):
             found[allocation.token] = hole
             taken.add(hole.node)
     return found

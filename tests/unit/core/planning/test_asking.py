@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from builders import NOW, cluster, gpu_node, node, partition, preempting, request, runs, waits
 from fallow.core.accounting.backoff import Asker
-from fallow.core.holes import planned_ends
+from fallow.core.holes import Part, planned_ends
 from fallow.core.kinds import Kind, likeness, may_use
 from fallow.core.planning import allowance
 from fallow.core.planning.asking import Ask
@@ -18,7 +18,7 @@ from fallow.core.planning.rules import Demand, HarvestRules, Known
 from fallow.core.planning.share import Worth, linear
 from fallow.core.planning.unstarted import Unstarted
 from fallow.core.submission.reserved import within
-from fallow.model import ClusterState, ReservationInfo
+from fallow.model import ClusterState, NodeInfo, ReservationInfo
 from planning import actions, asked, planned
 
 RULES = HarvestRules(max_pending=64)
@@ -79,6 +79,20 @@ def test_what_does_not_start_beside_idle_nodes_was_too_long_and_is_asked_for_wit
     assert [ask.minutes for ask in asked(unsure, [Demand("r", 1)], [late], RULES, known)] == [45], "by the same plan"
     known.backoff.too_long("p", 90, NOW)
     assert asked(unsure, [Demand("r", 1)], [], RULES, known)[0].minutes == 45
+
+
+def test_requests_that_are_alike_look_at_the_idle_nodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """250 of them beside thousands of nodes that are of no use to them held the head up for a second in each poll."""
+    suits, looks = Kind.suits, list[str]()
+
+    def look(kind: Kind, node: NodeInfo, part: Part | None = None) -> bool:
+        looks.append(node.node)
+        return suits(kind, node, part)
+
+    monkeypatch.setattr(Kind, "suits", look)
+    waiting, state = [request(f"h{i}", minutes=10) for i in range(40)], preempting([node(f"n{i}") for i in range(50)])
+    assert actions(state, [Demand("r", 0, kind=Kind(gpus=1))], waiting, RULES) == []
+    assert len(looks) <= 5 * len(state.nodes)
 
 
 # -- which nodes ------------------------------------------------------------------------------------------------------
