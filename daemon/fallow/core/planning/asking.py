@@ -136,6 +136,8 @@ class Asking:
         self._budgets = {demand.run: demand.budget_node_s for demand in situation.demands}
         self._queues: dict[str, deque[Hole]] = {}
         "run -> holes that it can use, from the first that was not passed over for good"
+        self._coming: dict[RunClass, list[Hole]] = {}
+        "class of runs -> nodes that others still have, and that they can use"
         self.reasons: dict[str, str] = {}
         "node -> why it was not asked for when it was looked at"
         self.refused: dict[RunClass, str] = {}
@@ -172,12 +174,12 @@ class Asking:
         """
         if not self.caps.may_wait_ahead() or not self.caps.may_wait(demand.asker):
             return None
-        for hole in coming:
+        run_class, why_not = demand.run_class, self._eligibility.why_not
+        if run_class not in self._coming:
+            self._coming[run_class] = [hole for hole in coming if not why_not(run_class, hole.node, hole.partition)]
+        for hole in self._coming[run_class]:
             name = hole.partition
-            if self.caps.full(name) or self._eligibility.why_not(demand.run_class, hole.node, name):
-                continue
-            minutes = self._minutes(hole, demand)
-            if minutes is not None:
+            if not self.caps.full(name) and (minutes := self._minutes(hole, demand)) is not None:
                 exclude = self._eligibility.unsuitable(demand.kind, name, ahead=True)
                 return self._made(demand, Ask(demand.run, name, minutes, exclude=exclude, ahead=True))
         return None

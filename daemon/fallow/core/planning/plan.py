@@ -248,21 +248,29 @@ class _Draft:
         coming = find_coming(situation.cluster, situation.partitions, ours, situation.contested_nodes)
         # They are no nodes yet: who waits for them is not part of what a run should have.
         open_to = {run: replace(party) for run, party in self._parties.items()}
-        while open_to and free > 0:
-            steps: dict[str, Step] = {}
-            for run, party in open_to.items():
-                most = min(party.room, free, self._asking.places(situation.by_run[run]))
-                steps[run] = step_up(party.worth, party.have, most, stay_s(situation.rules))
+
+        def next_step(run: str) -> Step:
+            party = open_to[run]
+            most = min(party.room, free, self._asking.places(situation.by_run[run]))
+            return step_up(party.worth, party.have, most, stay_s(situation.rules))
+
+        steps = {run: next_step(run) for run in open_to}
+        while steps and free > 0:
             run = max(steps, key=lambda run: steps[run].gain)
-            if not steps[run].nodes:
+            before, steps[run] = steps[run], next_step(run)
+            if steps[run] != before:
+                # What others have asked for leaves less room: nobody gains more than it seemed.
+                continue
+            if not before.nodes:
                 return
             ask = self._asking.ahead(situation.by_run[run], coming)
             if ask is None:
-                del open_to[run]
+                del steps[run]
             else:
                 self._asks.append(ask)
                 open_to[run].add(1)
                 free -= 1
+                steps[run] = next_step(run)
 
     def finished(self) -> Plan:
         """The plan as it stands."""
