@@ -171,6 +171,8 @@ class _Draft:
         """Let go of nodes and requests from which a run gains nothing: requests first, then the newest nodes."""
         reason = "the run gains nothing from it"
         number = party.have - useful(party.worth, party.have) if party.room >= 0 else 0
+        if not number:
+            return
         going = self._going
         mine = [
             a for a in self._situation.harvest if a.run == party.run and a.token not in going and a.asked_at is None
