@@ -265,7 +265,7 @@ def _give_all_back(turn: Turn, run: Run, reason: str) -> None:
 
 
 def _configured(config: Config, groups: frozenset[str] | None) -> HarvestRules:
-    h, most = config.harvest, config.harvest.wake_up_to_price
+    h = config.harvest
     return HarvestRules(
         partitions=tuple(h.partitions),
         allow_without_preemption=h.allow_without_preemption,
