@@ -40,7 +40,7 @@ SUMS_BYTES, BATCH_BYTES = 8 << 10, 1 << 10
 class Script:
     """What one worker prepared, on the device."""
 
-    def __init__(self, seed: int, *, scaler: bool = False) -> None:
+    def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
         turned = nn.Linear(8, 2100)
         turned.weight = nn.Parameter(torch.randn(8, 2100).t())  # does not lie row by row
@@ -50,24 +50,17 @@ class Script:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.values: dict[str, Any] = {"seen": 0, "mean": torch.zeros(3, device=DEVICE.kind)}
-        self.scaler = torch.amp.GradScaler(DEVICE.kind, init_scale=8.0) if scaler else None
         self.prepared = Prepared()
-        for thing in (self.model, self.optimizer, self.schedule, self.values, self.scaler):
-            if thing is not None:
-                self.prepared.add(thing)
+        for thing in (self.model, self.optimizer, self.schedule, self.values):
+            self.prepared.add(thing)
         self.standing = Standing()
 
     def backward(self) -> None:
         x = torch.randn(6, 8, generator=torch.Generator().manual_seed(self.values["seen"]))
-        loss = self.model(x.pin_memory().to(DEVICE.kind, non_blocking=True)).square().mean()
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        self.model(x.pin_memory().to(DEVICE.kind, non_blocking=True)).square().mean().backward()
 
     def step(self) -> None:
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+        self.optimizer.step()
         self.optimizer.zero_grad()
         self.schedule.step()
         self.values["seen"] += 1
@@ -219,7 +212,7 @@ def test_a_rehearsal_leaves_nothing_behind() -> None:
 @on_device
 @pytest.mark.parametrize("has_room", [True, False])
 def test_a_checkpoint_holds_the_state_of_its_step_though_the_training_goes_on(tmp_path: Path, has_room: bool) -> None:
-    script = Script(1, scaler=True)
+    script = Script(1)
     script.train(2)
     script.backward()
     wanted, script_held = script.seen(), script.held()
@@ -242,12 +235,12 @@ def test_a_checkpoint_holds_the_state_of_its_step_though_the_training_goes_on(tm
     writing.join(DEADLINE_S)
     assert not writing.is_alive()
     for steps in (0, 1):  # a newcomer, and a member that goes back
-        again, saved = Script(2, scaler=True), load(Path(reports[0].path))
+        again, saved = Script(2), load(Path(reports[0].path))
         again.train(steps)
         assert load_from_host(again.prepared, saved) == {"step": 2}
         assert again.values["mean"].device.type == again.model[4].scales["amax"].device.type == DEVICE.kind
         assert again.held() == script_held
-        assert not steps or again.seen() == wanted, "a scaler that has not been used yet looks different"
+        assert again.seen() == wanted
 
 
 @on_both

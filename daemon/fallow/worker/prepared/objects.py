@@ -14,7 +14,7 @@ from torch import nn
 
 from fallow.model import Exit, FallowError
 from fallow.worker.data import rng
-from fallow.worker.prepared import extra_state, scaler_state
+from fallow.worker.prepared import extra_state
 from fallow.worker.prepared.modes import Modes
 from fallow.worker.prepared.state import device_of, encode, named_parameters, placed, plain_name
 from fallow.worker.reduction.arithmetic import Arithmetic
@@ -198,7 +198,7 @@ class Prepared:
             "models": [{name: tensor.detach() for name, tensor in _named(module).items()} for module in self.modules],
             "groups": [_groups(optimizer, self._parameter_names()) for optimizer in self.optimizers],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "others": [scaler_state.read(thing) for thing in self.others],
+            "others": [thing.state_dict() for thing in self.others],
             "dicts": [dict(values) for values in self.dicts],
         }
 
@@ -241,7 +241,7 @@ class Prepared:
             ) from None
         for thing, saved in others:
             try:
-                scaler_state.write(thing, saved)
+                thing.load_state_dict(saved)
             except Exception as error:
                 error.add_note(f"while this {type(thing).__name__} took over the run's state")
                 raise
