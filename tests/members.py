@@ -90,23 +90,23 @@ class Summing:
         self.reduction = Reduction(list(self.net.named_parameters()), arithmetic or Arithmetic(), self.buffers)
         self.reduction.attach(group)
 
-    def sum(self, body: Body, mine: Sequence[int], shards: int, weights: Sequence[float] = ()) -> None:
+    def sum(self, body: Body, mine: Sequence[int], shards: int, shares: Sequence[int] = ()) -> None:
         """One sum, in which this member computes some of the shards, all of which weigh the same.
 
-        `weights`: of the members' only shards, whose gradients then travel as they are.
+        `shares`: shards of each member; as many for each by default.
         """
         while True:
-            self.attempt(body, mine, shards, weights)
+            self.attempt(body, mine, shards, shares)
             if self.reduction.give_out(self.reduction.finish(telling(self.group))):
                 self.buffers.settle()
                 return
             self.reduction.drop()
             self.buffers.restore()
 
-    def attempt(self, body: Body, mine: Sequence[int], shards: int, weights: Sequence[float] = ()) -> None:
+    def attempt(self, body: Body, mine: Sequence[int], shards: int, shares: Sequence[int] = ()) -> None:
         """All but its end."""
         self.buffers.begin()
-        self.reduction.begin("", weights)
+        self.reduction.begin("", shares or [len(mine)] * self.group.size)
         for turn, shard in enumerate(mine or [0]):
             if turn:
                 self.buffers.restore()

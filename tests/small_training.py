@@ -149,13 +149,13 @@ class Script:
                 behind(update)
 
 
-SUMS = Sums(late=[], touched=b"", extents=[])
+SUMS = Sums(is_void=False, touched=b"")
 
 
 def part(**fields: Any) -> Part:
     """Of one member; the same but for `fields`."""
     usual = {
-        "place": (4, 3, "", 0),
+        "place": (4, 3, ""),
         "samples": 4,
         "crc": 7,
         "switch": 0,

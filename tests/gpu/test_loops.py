@@ -19,7 +19,6 @@ from fallow.model import FallowError
 from fallow.testbed.host import free_ports
 from fallow.worker.api import fixed
 from fallow.worker.prepared.state import digest
-from fallow.worker.reduction import integers
 from fallow.worker.transport.group import Group
 from gpu import DEVICE, Member, on_both, on_device, on_two_devices, shared_device
 
@@ -86,15 +85,6 @@ def together(member: Member) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def small_scratch() -> Iterator[None]:
-    """Exact sums keep 260 MB of a device to work in, and a run lives as long as its process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(integers, "_CHUNK_DEVICE", 1 << 14)
-        yield
-
-
-@small_scratch()
 def train(way: Way, device: str = DEVICE.kind) -> tuple[nn.Module, torch.optim.Optimizer, int]:
     """Train; returns also how often the later steps waited for the device."""
     waits: list[int] = []
@@ -417,7 +407,7 @@ def test_scalers_skip_by_themselves_and_all_members_skip_alike(member: Member, e
     data = INPUTS[:, 0, 0]
     scales: list[list[float]] = []
     weights: list[list[torch.Tensor]] = []
-    with together(member), small_scratch():
+    with together(member):
         script = Scaled()
         run = fallow.init()
         loader: Any = DataLoader(TensorDataset(data), BATCH, pin_memory=True)

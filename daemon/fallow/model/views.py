@@ -77,7 +77,7 @@ class RunReport(Struct, frozen=True, kw_only=True):
     reproducible: bool = False
     "the result does not depend on the membership, bit for bit"
     steps_repeated: int = 0
-    "steps that were done again because a gradient outgrew its scale (reproducible mode only)"
+    "steps that were done again because a gradient came after the others of its bucket"
 
 
 class NewEvent(NamedTuple):

@@ -78,11 +78,10 @@ class Run:
                 state_dict and load_state_dict.
             global_batch: samples of one optimizer step, whoever computes them; default: the loader's batch size
                 times the run's maximum number of workers (or the fixed world's size).
-            reproducible: the same final weights, bit for bit, whoever computes which shard: gradients are summed as
-                integers (see `fallow.worker.reduction.exact.Exact`), at 1.2 to 1.4 times the step time and 20 bytes per
-                parameter instead of 4. A step whose gradients outgrow their scale is done again, most often the
-                first one; deterministic kernels are chosen for the whole process. Newcomers that would compute other
-                bits (processor, threads, versions, settings) are refused. FALLOW_REPRODUCIBLE=1 does the same.
+            reproducible: the same final weights, bit for bit, whoever computes which shard: gradients are summed in
+                one order (see `fallow.worker.reduction.exact.Exact`), which takes more memory; deterministic kernels
+                are chosen for the whole process. Newcomers that would compute other bits (processor, threads, versions,
+                settings) are refused. FALLOW_REPRODUCIBLE=1 does the same.
 
         Returns:
             The objects in the same order (a single one by itself): the same ones, except that a DataLoader is
@@ -319,7 +318,7 @@ class Run:
             digest=state.digest([module.state_dict() for module in self._prepared.modules]),
             loss=at.loss,
             samples=at.samples,
-            repeated=self._prepared.arithmetic.repeated,
+            repeated=self._member.reduction.repeated,
             agreed=at.op,
             answer=self._loop.meeting.answer,
         )

@@ -87,8 +87,20 @@ def check_calls(openings: Sequence[Opening], mine: int) -> str:
     return next(iter(refused.values()), "")
 
 
+def check_cuts(openings: Sequence[Opening]) -> None:
+    """Refuse members that cut a step, whose beginning they have told, into unlike numbers of shards.
+
+    Raises:
+        Apart: they do.
+    """
+    counts = {int(opening.value) for opening in openings} - {0}
+    if len(counts) > 1:
+        known = " and ".join(map(str, sorted(counts)))
+        raise Apart(f"step {openings[0].step}: the members cut it into {known} shards; {_SAME_WORK}")
+
+
 def check_parts(parts: Sequence[Part], step: int, cut: Cut, *, drift: bool) -> None:
-    """Compare what members say of a round of sums, by rank.
+    """Compare what members say behind the sums, by rank.
 
     Weights that came apart end a run in which they may not (`drift` false), though the majority could go on: one sample
     is compared in each step, so they may have been apart for longer, and are in everybody's sums since then.

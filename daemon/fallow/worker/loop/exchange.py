@@ -86,7 +86,7 @@ class Opening(NamedTuple):
     pace: float
     "seconds per shard; 0: not measured"
     value: float
-    "its part of a joint call"
+    "its part of a joint call; at a step, how many shards it cuts that into, if it knows"
     call: Call = Call()
 
 
@@ -106,10 +106,10 @@ def unpack(text: bytes) -> Opening:
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Of one member, told behind a round of sums."""
+    """Of one member, told behind the sums."""
 
     place: tuple[int | str, ...]
-    "number of the operation, of the step, its phases until now, number of the round"
+    "number of the operation, of the step, its phases until now"
     samples: int
     "of the shards that it has computed"
     crc: int
@@ -150,7 +150,7 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     @classmethod
     def of(cls, parts: Sequence[Part], sums: Sums) -> Outcome:
-        """Conclude from all members' parts of the last round, and from what all rounds came to."""
+        """Conclude from all members' parts, and from what they say of the sums together."""
         first = parts[0].switch
         return cls(
             sums=sums,

@@ -142,6 +142,7 @@ class Meeting:
             refused = agreement.check_calls(present, mine)
             if refused:
                 self._interrupt(refused)
+            agreement.check_cuts(present)
 
     def _interrupt(self, reason: str) -> None:
         self._member.group.interrupt(reason)

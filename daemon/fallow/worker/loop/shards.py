@@ -6,7 +6,6 @@ makes the optimizers' state, starts loader processes and fixes the order in whic
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -177,7 +176,7 @@ class Shards(InnerLoop):
         if not self.begun and member.reduction.stray():
             raise FallowError(_IN_FRONT.format(step=at.step), Exit.DATA)
         self._loop.watch.begin_step()
-        self._loop.meeting.open(Kind.STEP)
+        self._loop.meeting.open(Kind.STEP, value=len(cut.sizes))
         self.begun = True
         watch = self._loop.watch
         self._attempt = _Attempt(member.duties(len(cut.sizes)), watch.steering(), watch.start_weight_sample(at.step))
@@ -185,15 +184,10 @@ class Shards(InnerLoop):
         if not self._update.phases_done:
             member.pace.begin_step()
         member.buffers.begin()
-        member.reduction.begin(self.phase, self._single_shard_weights())
-
-    def _single_shard_weights(self) -> list[float]:
-        """By rank, if each member has one shard, and all are known to cut the step alike; else empty."""
-        member, cut = self._member, self._cut
-        compared = self._loop.meeting.compared == (member.group.generation, member.place.position.call)
-        if not compared or self._source.samples < 0 or set(member.division.shares(len(cut.sizes))) != {1}:
-            return []
-        return [size / cut.samples for size in cut.sizes]
+        # Where members must not cut the step unlike each other, they compare that before anything is sent.
+        compared = self._loop.meeting.compared == (member.group.generation, at.call) and self._source.samples >= 0
+        waits = member.prepared.reproducible and not compared
+        member.reduction.begin(self.phase, member.division.shares(len(cut.sizes)), leave_at_end=waits)
 
     def _hand_out(self, attempt: _Attempt) -> Any:
         member, at = self._member, self._member.place.position
@@ -265,7 +259,6 @@ class Shards(InnerLoop):
         self._loop.meeting.hear(Kind.STEP)
         self._figures.send()
         parts: list[Part] = []
-        rounds = itertools.count()
 
         def tell(sums: Sums) -> Sums:
             self._sums_of = member.group.generation + 1
@@ -273,7 +266,7 @@ class Shards(InnerLoop):
             if not member.standing.complete():
                 raise Interrupted(member.group.broken or "the state did not come")
             member.ledger.flush()
-            own = encode(self._part(attempt, sums, next(rounds)))
+            own = encode(self._part(attempt, sums))
             parts[:] = map(decode_part, self._loop.generations.hear(lambda: member.group.gather(own)))
             check_parts(parts, at.step, self._cut, drift=not member.prepared.reproducible)
             return Sums.joined([part.sums for part in parts])
@@ -281,10 +274,10 @@ class Shards(InnerLoop):
         sums = member.reduction.finish(tell)
         self._take(Outcome.of(parts, sums))
 
-    def _part(self, attempt: _Attempt, sums: Sums, number: int) -> Part:
+    def _part(self, attempt: _Attempt, sums: Sums) -> Part:
         member, at = self._member, self._member.place.position
         return Part(
-            place=(at.op, at.step, *self._update.phases_done, self.phase, number),
+            place=(at.op, at.step, *self._update.phases_done, self.phase),
             samples=attempt.samples,
             crc=attempt.crc,
             switch=member.session.orders.switch_offered if member.session is not None else 0,
@@ -299,7 +292,7 @@ class Shards(InnerLoop):
         )
 
     def _take(self, outcome: Outcome) -> None:
-        """Everybody has the sums: they become gradients, unless they have outgrown their scale."""
+        """Everybody has the sums: they become gradients, unless they are void."""
         member, at, generation = self._member, self._member.place.position, self._sums_of - 1
         if not member.reduction.give_out(outcome.sums):
             # The same shards in the same generation: they are in the ledger already, only their batches are used up.
@@ -325,17 +318,14 @@ class Shards(InnerLoop):
         if self._attempt is not None:
             # Now, and once: members compare their state, and what this one receives may not be overwritten.
             member.buffers.restore()
-
-        def rewind() -> None:
-            member.reduction.drop()
-            member.prepared.arithmetic.forget()
-
         if self._attempt is None or not member.reduction.held:
             self._sums_of = 0
         # Newcomers would do by themselves what the members have done together in this update.
         mid_update, step = self._update.asked or bool(self._update.phases_done), member.place.position.step
         depends_on_step = self._update.depends_on_step
-        met = self._loop.meeting.come_together(Kind.STEP, sums_of=self._sums_of, mid_update=mid_update, rewind=rewind)
+        met = self._loop.meeting.come_together(
+            Kind.STEP, rewind=member.reduction.forget, sums_of=self._sums_of, mid_update=mid_update
+        )
         if met.outcome is not None:
             self._take(decode_outcome(met.outcome))
             return

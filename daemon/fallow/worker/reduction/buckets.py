@@ -51,8 +51,6 @@ class Bucket:
     "elements at the front whose gradients are added together; the other parameters are added one by one"
     has_left: bool = False
     "its sum was launched, or nobody is expected to have use for it"
-    is_late: bool = False
-    "gradients came when it had left"
     waiting: Arrived = field(default_factory=list)
     "gradients that are not added yet"
     waiting_bytes: int = 0
@@ -98,6 +96,10 @@ class Sum:
         for view, offset, filled in zip(self.views, self._bucket.offsets, self.filled, strict=True):
             if not filled and offset >= self._bucket.batched:
                 view.zero_()
+
+    def add_(self, other: Sum) -> None:
+        """Add another one of the same bucket."""
+        self.flat.add_(other.flat)
 
     @property
     def shared(self) -> bool:

@@ -5,8 +5,8 @@ is added to the parameter's place in a flat bucket. In a member's last body a bu
 as soon as it has all gradients that are expected of it. Buckets leave in a fixed order, the same on all members.
 
 What is expected is a guess from the bodies before. A guess that is too high makes a bucket leave at the end of the sum.
-One that is too low costs a second round: gradients that come when their bucket has left are added up apart, and the
-second round sums them over the members.
+One that is too low makes the sum void: a gradient came when its bucket had left. All members then make the sum again,
+and each bucket leaves at its end.
 """
 
 from __future__ import annotations
@@ -105,6 +105,12 @@ class Reduction:
         "to which the latest work was given, and on which the gradients were made that wait; None on the host"
         self._next = 0
         "number of the bucket that leaves next"
+        self._leave_at_end = False
+        "no bucket leaves before the end of this sum"
+        self._is_void, self._was_void = False, False
+        "a gradient came too late, here in this attempt; on some member in the last one"
+        self.repeated = 0
+        "finished sums that were made again for that reason"
         self._mistake: Exception | None = None
         "raised in a hook"
         self._handed_gradients: list[torch.Tensor | None] = [None] * len(self._params)
@@ -127,8 +133,14 @@ class Reduction:
 
     # ------------------------------------------------------------------------------------------------- one attempt
 
-    def begin(self, phase: str, single_shard_weights: Sequence[float] = ()) -> None:
-        """Begin an attempt at the sum of a phase, see `Arithmetic.begin`. All gradients become None."""
+    def begin(self, phase: str, shares: Sequence[int] = (), *, leave_at_end: bool = False) -> None:
+        """Begin an attempt at the sum of a phase. All gradients become None.
+
+        Args:
+            phase: its name.
+            shares: see `Arithmetic.begin`; empty: each member has one shard.
+            leave_at_end: no bucket leaves before `finish`.
+        """
         self._handed_gradients = [None] * len(self._params)
         self._clear()
         if self._memory_is_stale:
@@ -136,10 +148,11 @@ class Reduction:
             self.buffers.renew()
             self._memory_is_stale = False
         self._phase, self._takes_gradients, self.held, self.nothing = phase, True, False, False
-        self._mistake, self._next, self._touched = None, 0, {}
+        self._mistake, self._next, self._touched, self._is_void = None, 0, {}, False
+        self._leave_at_end = leave_at_end or self._was_void
         for bucket, sums in zip(self._buckets, self._unused_sums(), strict=True):
-            bucket.has_left, bucket.is_late = sums >= PATIENCE, False
-        self.arithmetic.begin(phase, single_shard_weights)
+            bucket.has_left = sums >= PATIENCE and not self._was_void
+        self.arithmetic.begin(shares or [1] * self._group.size, self._group.rank)
 
     def begin_body(self, weight: float, *, final: bool, live: bool = True) -> None:
         """Begin with a shard.
@@ -178,11 +191,11 @@ class Reduction:
         """Complete the sums of this attempt on all members.
 
         Args:
-            tell: tells all members this one's part of a round, and returns all parts joined. It is called when this
-                member has the round's sums.
+            tell: tells all members this one's part, and returns all parts joined. It is called when this member has
+                the sums.
 
         Returns:
-            What all members say of the last round.
+            What all members say.
 
         Raises:
             Interrupted: the group broke; only others may have the sums.
@@ -194,39 +207,33 @@ class Reduction:
         with torch.no_grad():
             self._launch_ready(rest=True)
             self.buffers.share(self._group)
-            sums = self._round(tell, last=False)
-            if not sums.late:
-                return sums
-            for number in sums.late:
-                self.arithmetic.launch(self._group, self._buckets[number], late=True)
-            return self._round(tell, last=True)
-
-    def _round(self, tell: Callable[[Sums], Sums], *, last: bool) -> Sums:
-        self.held = False
-        self.arithmetic.conclude(self._group)
-        self._group.wait_and_verify()  # only now may this member say that it has the sums
+            self.arithmetic.conclude(self._group)
+            self._group.wait_and_verify()  # only now may this member say that it has the sums
         decides_order = self._touched and self._group.rank == 0 and self.order is None
-        part = Sums(
-            late=[bucket.number for bucket in self._buckets if bucket.is_late],
-            touched=bitmap(self._touched, len(self._params)),
-            extents=self.arithmetic.extents(),
-            order=list(self._touched) if decides_order else None,
+        self.held = True
+        return tell(
+            Sums(
+                is_void=self._is_void,
+                touched=bitmap(self._touched, len(self._params)),
+                order=list(self._touched) if decides_order else None,
+            )
         )
-        self.held = last or not part.late
-        return tell(part)
 
     def give_out(self, sums: Sums) -> bool:
         """Make gradients of the sums that all members have; None for a parameter that nobody touched.
 
         Args:
-            sums: what all members say of the last round.
+            sums: what all members say.
 
         Returns:
-            False if all members must do the phase again, because gradients left the range of their scales.
+            False if all members must do the phase again, because the sum is void.
         """
         self.held = False
-        if not self.arithmetic.judge(sums.extents):
+        if sums.is_void:
+            self._was_void = True
             return False
+        # Not before: where the group breaks, some members may have heard of a void attempt and others not.
+        self.repeated, self._was_void = self.repeated + self._was_void, False
         self._takes_gradients = False
         touched = numbers_in(sums.touched)
         self.nothing = not touched
@@ -251,6 +258,11 @@ class Reduction:
         self._body = None
         self._clear()
 
+    def forget(self) -> None:
+        """The group changed: this attempt is void, and what was learned of this sum in others does not count."""
+        self.drop()
+        self._was_void = False
+
     def accept_gradients(self) -> None:
         """The gradients that there are now count as handed out: an optimizer's step has made them."""
         self._handed_gradients = [parameter.grad for parameter in self._params]
@@ -264,15 +276,14 @@ class Reduction:
     def export(self) -> dict[str, Any]:
         """Return replicated state that a newcomer needs, as plain values."""
         return {
-            "scales": self.arithmetic.export(),
             "idle": dict(sorted(self._unused.items())),
             "order": self.order,
+            "repeated": self.repeated,
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over an exported state."""
-        self.arithmetic.load(state["scales"])
-        self.order = state["order"]
+        self.order, self.repeated = state["order"], state.get("repeated", 0)
         self._lay_out()
         self._unused = dict(state["idle"])
 
@@ -375,19 +386,21 @@ class Reduction:
                     "sparse=False",
                     Exit.DATA,
                 )
-        bucket.is_late = bucket.is_late or bucket.has_left
-        self.arithmetic.add(bucket, arrived, weight, late=bucket.has_left)
+        if bucket.has_left:
+            self._is_void = True
+        else:
+            self.arithmetic.add(bucket, arrived, weight)
 
     def _launch_ready(self, *, rest: bool = False) -> None:
         """Launch the next buckets that are complete, or the `rest` of them. Raises Interrupted."""
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
-            if not rest and bucket.count < bucket.expected:
+            if not rest and (self._leave_at_end or bucket.count < bucket.expected):
                 return
             self._add(bucket, bucket.take_waiting())
             if not bucket.has_left:
                 bucket.has_left = True
-                self.arithmetic.launch(self._group, bucket, late=False)
+                self.arithmetic.launch(self._group, bucket)
             self._next += 1
 
     def _lay_out(self) -> None:

@@ -15,12 +15,10 @@ PATIENCE = 16
 class Sums(msgspec.Struct, frozen=True, array_like=True):
     """One member's part, or what all parts together say."""
 
-    late: list[int]
-    "buckets whose gradients came when they had left"
+    is_void: bool
+    "a gradient came when its bucket had left: all make the sum again"
     touched: bytes
     "bitmap of the parameters that received a gradient: there may be thousands of frozen ones"
-    extents: list[int]
-    "see `Arithmetic.extents`"
     order: list[int] | None = None
     "rank 0 alone, in the run's first sum: parameters as their gradients came"
 
@@ -28,9 +26,8 @@ class Sums(msgspec.Struct, frozen=True, array_like=True):
     def joined(parts: Sequence[Sums]) -> Sums:
         """Put all members' parts together; the order of the parts is that of the ranks."""
         return Sums(
-            late=sorted({bucket for part in parts for bucket in part.late}),
+            is_void=any(part.is_void for part in parts),
             touched=bytes(reduce(or_, column) for column in zip(*(part.touched for part in parts), strict=True)),
-            extents=[max(column) for column in zip(*(part.extents for part in parts), strict=True)],
             order=next((part.order for part in parts if part.order is not None), None),
         )
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fallow.core.training.apart import Apart, Stranger
 from fallow.core.training.shards import Cut
 from fallow.worker.handover.standing import HOLDS
-from fallow.worker.loop.agreement import check_calls, check_parts, check_places
+from fallow.worker.loop.agreement import check_calls, check_cuts, check_parts, check_places
 from fallow.worker.loop.exchange import Call, Kind, Opening, Part
 from small_training import part
 
@@ -73,6 +73,13 @@ def test_who_has_other_data_or_is_in_another_call_is_refused_instead_of_waited_f
         check_calls([opening(samples=96), opening(samples=90)], 0)
 
 
+def test_members_that_cut_a_step_unlike_each_other_are_told_before_they_exchange_sums() -> None:
+    unknown, two, three = (opening()._replace(step=6, value=value) for value in (0.0, 2.0, 3.0))
+    check_cuts([two, unknown, two])
+    with pytest.raises(Apart, match=r"^step 6: the members cut it into 2 and 3 shards; every member runs the same"):
+        check_cuts([two, unknown, three])
+
+
 def check(parts: list[Part], *, drift: bool = False) -> None:
     check_parts(parts, 3, CUT, drift=drift)
 
@@ -82,10 +89,9 @@ def check(parts: list[Part], *, drift: bool = False) -> None:
     [
         ({"agreement": 9}, "weights, learning rates, or what is frozen"),
         ({"acts": 0}, "optimizers have made 0 and 1 steps since the last inner loop"),
-        ({"place": (5, 3, "", 0)}, "in different inner loops of the step"),
-        ({"place": (4, 4, "", 0)}, "in different inner loops of the step"),
-        ({"place": (4, 3, "", "b", 0)}, "in different inner loops of the step"),
-        ({"place": (4, 3, "", 1)}, "in different inner loops of the step"),
+        ({"place": (5, 3, "")}, "in different inner loops of the step"),
+        ({"place": (4, 4, "")}, "in different inner loops of the step"),
+        ({"place": (4, 3, "", "b")}, "in different inner loops of the step"),
         ({"samples": 3}, "computed 7 samples, the step has 8"),
         ({"crc": 9}, "computed other samples than the step has"),
     ],

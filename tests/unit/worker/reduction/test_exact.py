@@ -1,11 +1,10 @@
-"""Integer sums of gradients against exact fractions: bound, independence of grouping, scales, what is not finite."""
+"""Sums in one order: their bits are those of the tree over the shards, whoever computed which; what they keep."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Sequence
-from fractions import Fraction
 
 import pytest
 import torch
@@ -13,268 +12,165 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fallow.model import FallowError
-from fallow.worker.reduction.buckets import Bucket, lay_out
-from fallow.worker.reduction.exact import Exact
-from fallow.worker.reduction.scales import DECLINE, GROWTH, Scales, exponent
+from fallow.worker.reduction.buckets import SMALL, Bucket, lay_out
+from fallow.worker.reduction.exact import Exact, blocks
 from fallow.worker.transport.group import Group
 from members import together, world
 
 torch.set_num_threads(1)
 
-LARGE = (1 << 14) + 5
-"""Elements above which a gradient is converted by itself."""
+LARGE = (1 << 17) + 5
+"""Elements that are added up in several chunks, and are added by themselves."""
 
-Shard = tuple[float, Sequence[torch.Tensor]]
-"""Weight and gradients, one per parameter."""
-
-
-def buckets_for(like: Sequence[torch.Tensor]) -> list[Bucket]:
-    """Places for gradients like these."""
-    return lay_out([nn.Parameter(one) for one in like], reversed(range(len(like))))
+Shard = tuple[float, list[torch.Tensor | None]]
+"""Weight and gradients, one per parameter; None: its body made none."""
 
 
-def attempt(
-    exact: Exact,
-    group: Group,
-    buckets: Sequence[Bucket],
-    mine: Sequence[Shard],
-    weights: Sequence[float],
-) -> tuple[bool, list[torch.Tensor]]:
-    """One attempt at a sum by one member.
+class Member:
+    """What one member adds up."""
 
-    Returns:
-        Whether the sum is good; then its gradients.
-    """
-    exact.begin("", weights)
-    for weight, grads in mine:
-        exact.begin_body()
-        for bucket in buckets if weight else ():
-            arrived = [(place, grads[index].clone()) for place, index in enumerate(bucket.members)]
-            exact.add(bucket, arrived, weight, late=False)
-    for bucket in buckets:
-        exact.launch(group, bucket, late=False)
-    exact.conclude(group)
-    group.wait_and_verify()
-    columns = zip(
-        *(map(int, part.split()) for part in group.gather(" ".join(map(str, exact.extents())).encode())), strict=True
-    )
-    if not exact.judge([max(column) for column in columns]):
-        return False, []
-    found = {index: g for bucket in buckets for index, g in zip(bucket.members, exact.results(bucket), strict=True)}
-    return True, [found[index] for index in sorted(found)]
+    def __init__(self, group: Group, like: Sequence[torch.Tensor]) -> None:
+        self.group, self.exact = group, Exact()
+        self.buckets: list[Bucket] = lay_out([nn.Parameter(one) for one in like], reversed(range(len(like))))
+        self.exact.lay_out(self.buckets)
+
+    def sum(self, shards: Sequence[Shard], shares: Sequence[int]) -> list[torch.Tensor]:
+        """One sum, in which each member has the next shards."""
+        first = sum(shares[: self.group.rank])
+        self.exact.begin(shares, self.group.rank)
+        for weight, grads in shards[first : first + shares[self.group.rank]]:
+            self.exact.begin_body()
+            for bucket in self.buckets:
+                mine = ((place, grads[index]) for place, index in enumerate(bucket.members))
+                arrived = [(place, grad.clone()) for place, grad in mine if grad is not None]
+                if arrived:
+                    self.exact.add(bucket, arrived, weight)
+        for bucket in self.buckets:
+            self.exact.launch(self.group, bucket)
+        self.exact.conclude(self.group)
+        self.group.wait_and_verify()
+        found: dict[int, torch.Tensor] = {}
+        for bucket in self.buckets:
+            found |= zip(bucket.members, self.exact.results(bucket), strict=True)
+        return [found[number] for number in sorted(found)]
 
 
-def step(
-    shards: Sequence[Shard],
-    members: Sequence[Sequence[int]],
-    state: Exact | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[list[torch.Tensor], Exact, int]:
-    """One step as members do it that compute the given shards in the given order.
-
-    Args:
-        shards: of the step.
-        members: each member's shards.
-        state: scales before the step.
-        dtype: of the parameters.
-
-    Returns:
-        The gradients handed out (equal on all members), the state after the step, attempts.
-    """
-    known = (state or Exact()).export()
-    like = [grad.to(dtype) for grad in shards[0][1]]
-    # Gradients travel as they are where each member has one shard: the bits must be those of integers that travel.
-    alone = all(len(mine) == 1 and shards[mine[0]][0] for mine in members)
-    weights = [shards[mine[0]][0] for mine in members] if alone else []
-
-    def member(group: Group) -> tuple[list[torch.Tensor], Exact, int]:
-        exact, buckets = Exact(), buckets_for(like)
-        exact.load(known)
-        exact.lay_out(buckets)
-        for number in range(1, 10):
-            mine = [shards[shard] for shard in members[group.rank]]
-            good, grads = attempt(exact, group, buckets, mine, weights)
-            if good:
-                return grads, exact, number
-        raise AssertionError
-
-    every = together(member, world(len(members)))
-    for grads, exact, _ in every:
-        assert exact.export() == every[0][1].export()
-        assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(grads, every[0][0], strict=True))
-    return every[0]
+def tree(leaves: Sequence[torch.Tensor], first: int, size: int) -> torch.Tensor:
+    """The sum as it is defined."""
+    if size == 1:
+        return leaves[first]
+    half = size // 2
+    left = tree(leaves, first, half)
+    return left + tree(leaves, first + half, half) if first + half < len(leaves) else left
 
 
-def exactly(shards: Sequence[tuple[float, Sequence[torch.Tensor]]], index: int) -> list[tuple[Fraction, Fraction]]:
-    """Per element: the exact sum of weight x gradient, and of its magnitudes."""
-    columns = zip(*(grads[index].reshape(-1).tolist() for _, grads in shards), strict=True)
-    weights = [Fraction(weight) for weight, _ in shards]
-    terms = [[w * Fraction(g) for w, g in zip(weights, column, strict=True)] for column in columns]
-    return [(sum(t, Fraction()), sum(map(abs, t), Fraction())) for t in terms]
-
-
-def ulp(value: Fraction) -> Fraction:
-    """Of a float32 of that size."""
-    if not value:
-        return Fraction(0)
-    return Fraction(2) ** (max(math.frexp(float(abs(value)))[1], -125) - 24)
-
-
-sizes = st.lists(st.integers(1, 40), min_size=1, max_size=9)
-seeds = st.integers(0, 2**32 - 1)
-
-
-def draw(seed: int, sizes: list[int], spread: int, numel: int, exponent: int) -> list[tuple[float, list[torch.Tensor]]]:
-    """Shards of these sizes; magnitudes over 2^-spread .. 1, times 2^exponent, both signs, with cancellation."""
+def drawn(seed: int, shards: int, dtype: torch.dtype = torch.float32) -> list[Shard]:
+    """Shards of unlike weights with gradients of unlike magnitudes: small, large, and not row by row in memory."""
     made = torch.Generator().manual_seed(seed)
-    size = torch.rand(numel, generator=made).mul(-spread).exp2()
-    shards = []
-    for n in sizes:
-        noise = torch.randn(numel, generator=made).clamp(-1, 1)
-        shards.append((n / sum(sizes), [(noise * size).mul(2.0**exponent)]))
-    return shards
+    weights = torch.randint(1, 9, (shards,), generator=made).tolist()
+
+    def grad(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=made) * torch.randn(*shape, generator=made).mul(9).exp2()).to(dtype)
+
+    return [(weight / sum(weights), [grad(5), grad(LARGE), grad(4, 3).t()]) for weight in weights]
 
 
-@settings(max_examples=40, deadline=None)
-@given(seeds, sizes, st.integers(0, 40), st.integers(-40, 40), st.integers(-DECLINE, GROWTH))
-def test_error_bound(seed: int, sizes: list[int], spread: int, exponent: int, drift: int) -> None:
-    """At the worst place in the window too: the step before had gradients 2^-drift times as large."""
-    shards = draw(seed, sizes, spread, 64, exponent)
-    largest = max(float(grads[0].abs().max()) for _, grads in shards)
-    before = torch.full((64,), math.ldexp(0.75, math.frexp(largest)[1] - drift))
-    _, state, _ = step([(1.0, [before])], [[0]])
-    (result,), _, attempts = step(shards, [list(range(len(sizes)))], state)
-    assert attempts == 1
-    n, unit = len(sizes), Fraction(largest) / 2**47
-    for got, (wanted, magnitude) in zip(result.tolist(), exactly(shards, 0), strict=True):
-        error = abs(Fraction(got) - wanted)
-        assert error <= n * unit + magnitude / 2**52 + ulp(wanted) / 2 + ulp(Fraction(got)) / 2**10
-        if n > 1 and magnitude >= Fraction(largest) / 2**22 and magnitude >= Fraction(2) ** -120:
-            u = Fraction(1, 2**24)
-            assert error <= n * u / (1 - n * u) * magnitude, "float32's own worst case"
+def wanted(shards: Sequence[Shard], index: int) -> torch.Tensor:
+    """What members have to find for a parameter."""
+    like = next(grads[index] for _, grads in shards if grads[index] is not None)
+    assert like is not None
+    leaves = [torch.zeros_like(like) for _ in shards]
+    for leaf, (weight, grads) in zip(leaves, shards, strict=True):
+        grad = grads[index]
+        if grad is not None and grad.numel() < SMALL:
+            leaf.add_(grad, alpha=weight)  # for bfloat16 this rounds the weight, too
+        elif grad is not None:
+            leaf.copy_(grad * weight)
+    return tree(leaves, 0, 1 << (len(shards) - 1).bit_length())
 
 
-@settings(max_examples=15, deadline=None)
-@given(seeds, sizes, st.randoms(use_true_random=False))
-def test_bits_do_not_depend_on_order_and_grouping(seed: int, sizes: list[int], random) -> None:
-    shards = [
-        (w, [grads[0], grads[0].repeat(LARGE // 8)[:LARGE] * 3, grads[0][:12].reshape(3, 4).t() / 50])
-        for w, grads in draw(seed, sizes, 20, 16, 0)
-    ]
-    alone, state, _ = step(shards, [list(range(len(sizes)))])
-    again, other, _ = step(shards, [list(range(len(sizes)))], state)
+cuts = st.lists(st.integers(0, 9), max_size=3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 9), cuts, st.sampled_from([torch.float32, torch.bfloat16]))
+def test_the_bits_are_those_of_the_tree_over_all_shards(
+    seed: int, count: int, cuts: list[int], dtype: torch.dtype
+) -> None:
+    shards = drawn(seed, count, dtype)
+    shares = [b - a for a, b in itertools.pairwise([0, *sorted(min(max(cut, 1), count) for cut in cuts), count])]
+    shares.sort(reverse=True)  # the first member has some
+    if count > 1:
+        shards[seed % count][1][seed % 3] = None
+    by_parameter = [wanted(shards, index) for index in range(3)]
+    like = [torch.zeros(5, dtype=dtype), torch.zeros(LARGE, dtype=dtype), torch.zeros(4, 3, dtype=dtype).t()]
+
+    def member(group: Group) -> list[list[torch.Tensor]]:
+        one = Member(group, like)
+        found = [[grad.clone() for grad in one.sum(shards, shares)] for _ in range(2)]
+        held = one.sum(shards, shares)
+        one.sum([(weight, [None if g is None else g * 2 for g in grads]) for weight, grads in shards], shares)
+        return [*found, held]
+
+    for sums in together(member, world(len(shares))):
+        for found in sums:
+            for got, exact in zip(found, by_parameter, strict=True):
+                assert torch.equal(got, exact), "also what somebody holds while the next sum is made"
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.lists(st.sampled_from([0, 1, 2]), min_size=2, max_size=9), st.data())
+def test_the_bits_do_not_depend_on_which_gradients_waited_for_each_other(
+    seed: int, order: list[int], data: st.DataObject
+) -> None:
+    """Of one shard. How long small ones wait follows from what a member did before."""
+    made = torch.Generator().manual_seed(seed)
+    like = [torch.zeros(3), torch.zeros(21), torch.zeros(SMALL + 3)]
+    arrived = [(number, torch.randn(like[number].numel(), generator=made)) for number in order]
+    groups = sorted(data.draw(st.sets(st.integers(1, len(order) - 1)))) if len(order) > 1 else []
+    found = []
+    for cuts in ([0, len(order)], [0, *groups, len(order)]):
+        one = Member(Group(0, 0, 1), like)
+        (bucket,) = one.buckets
+        one.exact.begin([1], 0)
+        one.exact.begin_body()
+        for first, stop in itertools.pairwise(cuts):
+            one.exact.add(bucket, [(bucket.members.index(n), grad.clone()) for n, grad in arrived[first:stop]], 1 / 3)
+        one.exact.launch(one.group, bucket)
+        one.exact.conclude(one.group)
+        found.append([grad.clone() for grad in one.exact.results(bucket)])
+    assert all(map(torch.equal, *found))
+
+
+@given(st.integers(0, 70), st.integers(1, 70))
+def test_a_row_of_shards_is_cut_into_the_fewest_whole_nodes(first: int, count: int) -> None:
+    found = blocks(first, first + count)
+    assert [shard for start, size in found for shard in range(start, start + size)] == [*range(first, first + count)]
+    assert all(start % size == 0 for start, size in found)
+    for (start, size), (_, other) in itertools.pairwise(found):
+        assert size != other or start % (2 * size), "two halves of a node"
+    assert len(found) <= 2 * count.bit_length()
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_what_is_not_finite_stays_so_on_all_members(bad: float) -> None:
+    grads = [torch.ones(LARGE) for _ in range(3)]
+    grads[1][7] = bad
+    shards: list[Shard] = [(0.25, [grad, torch.ones(3)]) for grad in grads]
+
+    def member(group: Group) -> list[torch.Tensor]:
+        return [grad.clone() for grad in Member(group, [grads[0], torch.ones(3)]).sum(shards, [2, 1])]
+
+    for broken, fine in together(member, world(2)):
+        assert torch.equal(broken.isfinite().logical_not().nonzero(), torch.tensor([[7]]))
+        assert torch.equal(fine, torch.full((3,), 0.75))
+
+
+def test_memory_is_used_again_and_not_more_than_the_nodes_need() -> None:
+    """Eight shards of one member are three nodes and a leaf at most."""
+    shards = drawn(1, 8)
+    one = Member(Group(0, 0, 1), [torch.zeros(5), torch.zeros(LARGE), torch.zeros(4, 3).t()])
     for _ in range(3):
-        order = random.sample(range(len(sizes)), len(sizes))
-        cuts = sorted({0, len(sizes), *(random.randrange(len(sizes) + 1) for _ in range(3))})
-        members = [order[a:b] for a, b in itertools.pairwise(cuts)]
-        for start, wanted, after in ((None, alone, state), (state, again, other)):
-            got, end, _ = step(shards, members, start)
-            assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
-            assert end.export() == after.export()
-
-
-@pytest.mark.parametrize("numel", [5, LARGE])
-def test_a_jump_voids_the_step_once_and_the_next_ones_pass(numel: int) -> None:
-    grad = torch.linspace(-1, 1, numel)
-    state = None
-    seen = []
-    for scale in (1.0, 2.0**5, 2.0**12, 2.0**11, 2.0**2, 2.0**-90, 2.0**-90, 1e30, 0.0, 1e30):
-        (result,), state, attempts = step([(1.0, [grad * scale])], [[0]], state)
-        seen.append(attempts)
-        torch.testing.assert_close(result, grad * scale, rtol=2e-7, atol=scale * 1e-14)
-    assert seen == [2, 1, 2, 1, 2, 2, 1, 2, 1, 1]
-    assert state is not None
-    assert state.repeated == 5
-
-
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("numel", [3, LARGE])
-def test_what_is_not_finite_becomes_nan_everywhere_and_moves_no_reference(bad: float, numel: int) -> None:
-    fine = torch.ones(numel)
-    _, state, _ = step([(1.0, [fine, fine])], [[0]])
-    broken = fine.clone()
-    broken[1] = bad
-    shards = [(0.5, [broken, fine]), (0.5, [fine, fine * 1000])]
-    one, after, attempts = step(shards, [[0, 1]], state)
-    two, other, _ = step(shards, [[1], [0]], state)
-    assert attempts == 2
-    for got in (one, two):
-        assert bool(got[0].isnan().all())
-        assert torch.equal(got[1], fine * 500.5)
-    assert after.export() == other.export()
-    references = dict(after.export()["scales"]["references"][""])
-    assert references == {0: 1, 1: 10}
-
-
-@pytest.mark.parametrize(
-    ("dtype", "eps"),
-    [(torch.float64, 2**-52), (torch.bfloat16, 2**-8), (torch.float16, 2**-10), (torch.float32, 2**-23)],
-)
-@pytest.mark.parametrize("numel", [7, LARGE])
-def test_every_floating_type(dtype: torch.dtype, eps: float, numel: int) -> None:
-    made = torch.Generator().manual_seed(3)
-    grads = [torch.rand(numel, generator=made, dtype=torch.float64).add(0.5).to(dtype) for _ in range(3)]
-    (got,), _, _ = step([(0.25, [grads[0]]), (0.25, [grads[1]]), (0.5, [grads[2]])], [[2], [0, 1]], dtype=dtype)
-    assert got.dtype == dtype
-    wanted = grads[0].double() / 4 + grads[1].double() / 4 + grads[2].double() / 2
-    torch.testing.assert_close(got.double(), wanted, rtol=eps, atol=0)
-
-
-@pytest.mark.parametrize("value", [1e-45, 3e-39, 1.2e-38, 3e38, 5e-324, 1.7e308])
-def test_the_ends_of_the_range(value: float) -> None:
-    dtype = torch.float32 if 1e-45 <= value <= 3.4e38 else torch.float64
-    grad = torch.tensor([value, -value, 0.0], dtype=dtype)
-    (got,), _, _ = step([(0.5, [grad]), (0.5, [grad])], [[0], [1]], dtype=dtype)
-    if value < 1e-300:
-        assert not got.any(), "below 2^-996 a gradient counts as nothing"
-    else:
-        assert torch.equal(got, grad)
-
-
-@pytest.mark.parametrize("parts", [2, 3, 4, 9])
-@pytest.mark.parametrize("numel", [3, LARGE])
-def test_several_gradients_of_one_shard_do_not_overflow(parts: int, numel: int) -> None:
-    """At the upper end of the window, where one of them fills its place."""
-    grad = torch.full((numel,), math.ldexp(1 - 2**-24, -6 + GROWTH))
-    exact, buckets = Exact(), buckets_for([grad])
-    exact.lay_out(buckets)
-    for _ in range(2):
-        exact.begin("")
-        exact.begin_body()
-        for _ in range(parts):
-            exact.add(buckets[0], [(0, grad.clone())], 1.0, late=False)
-        exact.launch(Group(0, 0, 1), buckets[0], late=False)
-        exact.conclude(Group(0, 0, 1))
-        if exact.judge(exact.extents()):
-            break
-    torch.testing.assert_close(exact.results(buckets[0])[0], parts * grad, rtol=1e-7, atol=0)
-
-
-def test_gradients_that_change_by_themselves_end_in_words() -> None:
-    scales = Scales()
-    with pytest.raises(FallowError, match="did not settle"):  # noqa: PT012
-        for number in range(20):
-            scales.begin("")
-            assert not scales.judge([exponent(2.0 ** (40 * (-1) ** number))])
-
-
-def test_a_change_of_the_group_forgets_the_attempt() -> None:
-    """Only some members may have learned that the scale did not fit; all must start the step from the same."""
-    scales = Scales()
-    before, shift = scales.export(), scales.shift(0)
-    scales.begin("")
-    assert not scales.judge([exponent(1e6)])
-    assert scales.shift(0) != shift
-    scales.forget()
-    assert (scales.export(), scales.shift(0)) == (before, shift)
-
-
-def test_nothing_is_learned_from_a_sum_of_which_gradients_are_missing() -> None:
-    """Else what was learned would depend on which members saw it so: those with one shard each."""
-    scales = Scales()
-    scales.begin("")
-    assert [scales.judge([5]), scales.judge([5])] == [False, True]
-    assert not scales.judge([-19], is_void=True)
-    assert scales.judge([1])
-    assert scales.export()["references"] == {"": [(0, 4)]}
+        one.sum(shards, [8])
+        sums = [*one.exact._unused[0], *one.exact._trees[0].nodes.values()]
+        assert len(sums) == 4
