@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from fallow.worker.api.run import Run
 from fallow.worker.handover import supply
 from scripted_group import Break, Generation, Killed
 from scripted_world import DEADLINE_S, World
-from small_training import Script, assert_equal, filled
+from small_training import Script, assert_equal, filled, points
 
 STEPS = 4
 
@@ -75,6 +76,29 @@ def test_statistics_and_sums_are_as_if_nobody_was_lost(
     found = world.train(lambda run: Training(run, reproducible=reproducible).run_through(backwards=2))
     assert isinstance(found["c"], Killed)
     assert_alike(found, alone(reproducible), gone="c")
+
+
+class Stream(IterableDataset[Any]):
+    """So many of the samples, as batches of four."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([points()[n] for n in range(self._size)])
+
+
+def test_streams_of_unlike_length_are_told_before_sums_of_unlike_length_travel(tmp_path: Path) -> None:
+    """In the second step, which only one of two members cuts into four shards."""
+
+    def train(run: Run) -> Script:
+        script = Script(run)
+        script.loader = DataLoader(Stream(32 if run._member.session.worker == "a" else 20), 4)  # type: ignore[union-attr]
+        script.prepare(reproducible=True).train()
+        return script
+
+    found = World(tmp_path, Generation("ab")).train(train)
+    assert any("step 1: the members cut it into 1 and 4 shards" in str(one) for one in found.values()), found
 
 
 def test_who_lacks_a_part_of_the_state_and_an_answer_gets_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
