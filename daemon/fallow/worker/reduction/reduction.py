@@ -4,9 +4,9 @@ A hook of each parameter takes the gradient out of `.grad`. Small gradients wait
 is added to the parameter's place in a flat bucket. In a member's last body a bucket leaves for its sum over the members
 as soon as it has all gradients that are expected of it. Buckets leave in a fixed order, the same on all members.
 
-What is expected is a guess from the bodies before. A guess that is too high makes a bucket leave at the end of the sum.
-One that is too low makes the sum void: a gradient came when its bucket had left. All members then make the sum again,
-and each bucket leaves at its end.
+What is expected is a guess from the bodies of this sum and of those before. A guess that is too high makes a bucket
+leave at the end of the sum. One that is too low makes the sum void: a gradient came when its bucket had left. All
+members then make the sum again, and each bucket leaves at its end.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Reduction:
             self._memory_is_stale = False
         self._phase, self._takes_gradients, self.held, self.nothing = phase, True, False, False
         self._mistake, self._next, self._touched, self._is_void = None, 0, {}, False
-        self._leave_at_end = leave_at_end or self._was_void
+        self._leave_at_end, self._most = leave_at_end or self._was_void, [0] * len(self._buckets)
         for bucket, sums in zip(self._buckets, self._unused_sums(), strict=True):
             bucket.has_left = sums >= PATIENCE and not self._was_void
         self.arithmetic.begin(shares or [1] * self._group.size, self._group.rank)
@@ -165,7 +165,7 @@ class Reduction:
         self._body = _Body(weight, final, live, threading.get_ident())
         self._stream = self._stream or current_stream(self._device)
         self._follow_stream()
-        for bucket, *counts in zip(self._buckets, *self._body_counts[self._phase], strict=True):
+        for bucket, *counts in zip(self._buckets, self._most, *self._most_of_late[self._phase], strict=True):
             bucket.count, bucket.expected = 0, max(counts)
         self.arithmetic.begin_body()
 
@@ -185,7 +185,7 @@ class Reduction:
         if self._mistake is not None and not isinstance(self._mistake, Interrupted):
             raise self._mistake
         if body is not None and body.is_live and self._takes_gradients:
-            self._body_counts[self._phase].append([bucket.count for bucket in self._buckets])
+            self._most = [max(most, bucket.count) for most, bucket in zip(self._most, self._buckets, strict=True)]
 
     def finish(self, tell: Callable[[Sums], Sums]) -> Sums:
         """Complete the sums of this attempt on all members.
@@ -243,6 +243,7 @@ class Reduction:
                 bucket = self._buckets[number]
                 for index, grad in zip(bucket.members, self.arithmetic.results(bucket), strict=True):
                     self._handed_gradients[index] = self._params[index].grad = grad if index in touched else None
+        self._most_of_late[self._phase].append(self._most)
         unused = enumerate(self._unused_sums())
         self._unused[self._phase] = [
             0 if n in used else min(sums_in_a_row + 1, PATIENCE) for n, sums_in_a_row in unused
@@ -409,8 +410,10 @@ class Reduction:
         self._places[:] = [found[index] for index in range(len(self._params))]
         self._unused = {}
         guess = [len(bucket.members) for bucket in self._buckets]
-        self._body_counts: defaultdict[str, deque[list[int]]] = defaultdict(lambda: deque([guess], maxlen=PATIENCE))
-        "phase -> by body of late, the gradients by bucket; begins with a guess"
+        self._most = guess
+        "by bucket, the most gradients in a body of this attempt"
+        self._most_of_late: defaultdict[str, deque[list[int]]] = defaultdict(lambda: deque([guess], maxlen=PATIENCE))
+        "phase -> the same for each sum of late; begins with a guess"
         self.arithmetic.lay_out(self._buckets)
 
     def _unused_sums(self) -> list[int]:

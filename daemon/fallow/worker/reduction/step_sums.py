@@ -9,7 +9,7 @@ from operator import or_
 import msgspec
 
 PATIENCE = 16
-"""Bodies, or sums, in which something may be missing before nobody waits for it any more."""
+"""Sums in which something may be missing before nobody waits for it any more."""
 
 
 class Sums(msgspec.Struct, frozen=True, array_like=True):

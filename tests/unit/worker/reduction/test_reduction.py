@@ -168,6 +168,14 @@ def test_buckets_are_laid_out_as_gradients_came_whether_they_are_added_at_once_o
     assert member.reduction.export()["order"] == came
 
 
+def test_a_second_backward_now_and_then_voids_a_sum_once() -> None:
+    """A penalty in every fourth step, say: the sixteen bodies before that one have none."""
+    member = alone()
+    for step in range(15):
+        member.step(scripted([[EVERY]] * 7 + [[EVERY] * (2 if step % 4 == 2 else 1)]), range(8), 8)
+    assert member.reduction.repeated == 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_tied_weights_and_create_graph(kind: type[Arithmetic]) -> None:
     net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
