@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from fallow.model.base import Struct
-
-
-class DelayedJobs(Struct, frozen=True, kw_only=True):
-    """Jobs of others that waited for a node of ours."""
-
-    jobs: int
-    p95_s: float
-    max_s: float
+from fallow.model.usage import DelayReport
 
 
 class Score(Struct, frozen=True, kw_only=True):
@@ -27,7 +20,7 @@ class Score(Struct, frozen=True, kw_only=True):
     absorbs_per_day: float
     releases_per_day: float
     unannounced_per_day: float
-    others_delayed: DelayedJobs
+    others_delayed: DelayReport
     slurmctld_rpcs_per_min: float
 
 

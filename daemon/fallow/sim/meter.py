@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import log1p
 
 from fallow.core.quantile import quantile
-from fallow.model import DelayedJobs, Score
+from fallow.model import DelayReport, Score
 from fallow.sim.curves import speeds
 from fallow.sim.types import Kind, RunPlan
 
@@ -88,7 +88,7 @@ class Tally:
             absorbs_per_day=self._changes["absorb"] / days if days else 0.0,
             releases_per_day=self._changes["release"] / days if days else 0.0,
             unannounced_per_day=self._changes["eject"] / days if days else 0.0,
-            others_delayed=DelayedJobs(
+            others_delayed=DelayReport(
                 jobs=len(waits), p95_s=quantile(waits, 0.95) or 0.0, max_s=max(waits, default=0.0)
             ),
             slurmctld_rpcs_per_min=self._requests * 60.0 / seconds if seconds else 0.0,
