@@ -13,9 +13,9 @@ from fallow.model import Exit, FallowError
 from fallow.sim.traces import open_trace
 from fallow.sim.traces.recorded import Window
 from fallow.sim.traces.sacct import COMMAND
+from fallow.sim.traces.shipped import FOLDER, trace_path
 from fallow.sim.traces.sites import from_folder
 from fallow.sim.types import Recording, SimJob
-from fallow.traces import FOLDER, trace_path
 
 DATA = Path(__file__).parents[2] / "data"
 SWF, SACCT = DATA / "sim" / "small.swf", DATA / "sim" / "small.sacct.txt"

@@ -12,7 +12,6 @@ from fallow.sim.traces.recorded import Window
 from fallow.sim.traces.sites import from_folder
 from fallow.sim.types import Recording
 from fallow.text import clean
-from fallow.traces import trace_path
 
 
 def open_trace(name: str | Path, window: Window | None = None, site_folder: Path | None = None) -> Recording:
@@ -26,7 +25,7 @@ def open_trace(name: str | Path, window: Window | None = None, site_folder: Path
     Raises:
         FallowError: no such file, no such format, or nothing in it can be used.
     """
-    path, window = trace_path(name), window or Window()
+    path, window = shipped.trace_path(name), window or Window()
     first = next((line for _, line in itertools.islice(lines(path), 100) if line.strip()), "")
     words = first.replace("|", ",").split(",")
     if "JobID" in words and "|" in first:
