@@ -13,13 +13,14 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Button, Static
 
+from fallow.text import counted
 from fallow_tui.palette import LABEL, MUTED
 
 MOST = 999
 
 
 class Confirm(ModalScreen[int | None]):
-    """Asks before something is done. Returns None for no, else the number (1 where there is none to choose)."""
+    """Asks before something is done. Returns None for no, else how many nodes (1 where there is none to choose)."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "answer(True)", "Yes", id="confirm.yes"),
@@ -28,11 +29,11 @@ class Confirm(ModalScreen[int | None]):
         Binding("down,minus,j", "change(-1)", "Fewer", show=False, id="confirm.fewer"),
     ]
 
-    def __init__(self, question: str, consequence: str, *, countable: str | None = None) -> None:
+    def __init__(self, question: str, consequence: str, *, takes_number: bool) -> None:
         super().__init__()
         self._question = question
         self._consequence = consequence
-        self._countable = countable
+        self._takes_number = takes_number
         self.number = 1
 
     def compose(self) -> ComposeResult:
@@ -50,7 +51,7 @@ class Confirm(ModalScreen[int | None]):
 
     def action_change(self, by: int) -> None:
         """More or fewer."""
-        if self._countable is not None:
+        if self._takes_number:
             self.number = min(MOST, max(1, self.number + by))
             self._draw()
 
@@ -64,8 +65,8 @@ class Confirm(ModalScreen[int | None]):
 
     def _draw(self) -> None:
         text = Text(self._question, LABEL)
-        if self._countable is not None:
-            text.append(f" by {self.number} {self._countable}{'s' if self.number > 1 else ''}?")
+        text.append(f" by {counted(self.number, 'node')}?" if self._takes_number else "?")
+        if self._takes_number:
             text.append("  (up, down)", MUTED)
         self.query_one("#question", Static).update(text)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from textual import work
@@ -19,61 +18,27 @@ if TYPE_CHECKING:
     from fallow_tui.app import TopApp
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One request to the head. `object_` is "run" or "node": what it is done to."""
-
-    method: str
-    key: str
-    label: str
-    object_: str
-    consequence: str
-    countable: str | None = None
-
-
 ACTIONS = {
-    action.method: action
-    for action in (
-        Action(
-            "grow",
-            "g",
-            "Grow",
-            "run",
-            "The run may have so many nodes more, as nodes become idle.",
-            countable="node",
-        ),
-        Action(
-            "shrink",
-            "s",
-            "Shrink",
-            "run",
-            "The youngest leave at the next step boundary and their nodes are handed back; no work is lost.",
-            countable="node",
-        ),
-        Action(
-            "drain",
-            "d",
-            "Drain",
-            "node",
-            "It leaves at the next step boundary; no work is lost. It is not used again until the run is resumed.",
-        ),
-        Action(
-            "pause",
-            "p",
-            "Pause",
-            "run",
-            "Its harvested nodes are handed back and none is asked for until it is resumed; its base job goes on.",
-        ),
-        Action("resume", "r", "Resume", "run", "Idle nodes are asked for again, drained ones too."),
-        Action(
-            "cancel",
-            "c",
-            "Cancel",
-            "run",
-            "Training ends; all its allocations are handed back. This cannot be undone.",
-        ),
-    )
+    "grow": ("g", "The run may have so many nodes more, as nodes become idle."),
+    "shrink": (
+        "s",
+        "The youngest leave at the next step boundary and their nodes are handed back; no work is lost.",
+    ),
+    "drain": (
+        "d",
+        "It leaves at the next step boundary; no work is lost. It is not used again until the run is resumed.",
+    ),
+    "pause": (
+        "p",
+        "Its harvested nodes are handed back and none is asked for until it is resumed; its base job goes on.",
+    ),
+    "resume": ("r", "Idle nodes are asked for again, drained ones too."),
+    "cancel": ("c", "Training ends; all its allocations are handed back. This cannot be undone."),
 }
+"""Request to the head -> its key, and what follows from it. `drain` is for a node, the others are for a run."""
+
+COUNTED = frozenset({"grow", "shrink"})
+"""Requests that take a number of nodes."""
 
 
 class OperatorScreen(Screen[None]):
@@ -81,8 +46,8 @@ class OperatorScreen(Screen[None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         *(
-            Binding(action.key, f"operate('{action.method}')", action.label, id=f"operate.{action.method}")
-            for action in ACTIONS.values()
+            Binding(key, f"operate('{method}')", method.capitalize(), id=f"operate.{method}")
+            for method, (key, _) in ACTIONS.items()
         ),
         Binding("slash", "filter", "Filter", key_display="/", id="events.filter"),
         *(Binding(str(n), f"panel({n})", f"Panel {n}", show=False, id=f"panel.{n}") for n in range(1, 5)),
@@ -173,27 +138,20 @@ class OperatorScreen(Screen[None]):
     @work
     async def action_operate(self, method: str) -> None:
         """Asks back, then asks the head; what it answers is shown."""
-        action = ACTIONS[method]
-        found = self.selected_node() if action.object_ == "node" else None
+        found = self.selected_node() if method == "drain" else None
         run = found[1] if found is not None else self.selected_run()
-        if run is None or (action.object_ == "node" and found is None):
+        if run is None or (method == "drain" and found is None):
             return
         params: dict[str, str | int | list[str]] = {"run": run.run}
         named = f"run {run.name} ({run.run})" if run.name and run.name != run.run else f"run {run.run}"
-        question = f"{action.label} {named}"
+        question = f"{method.capitalize()} {named}"
         if found is not None:
             params["nodes"] = [found[0]]
-            question = f"{action.label} node {found[0]} of {named}"
-        number = await self.app.push_screen_wait(
-            Confirm(
-                question if action.countable else question + "?",
-                action.consequence,
-                countable=action.countable,
-            )
-        )
+            question = f"{method.capitalize()} node {found[0]} of {named}"
+        number = await self.app.push_screen_wait(Confirm(question, ACTIONS[method][1], takes_number=method in COUNTED))
         if number is None:
             return
-        if action.countable is not None:
+        if method in COUNTED:
             params["by"] = number
         try:
             await self.top.source.call(method, **params)
