@@ -20,6 +20,7 @@ import msgspec
 
 from fallow.model import Exit, FallowError, SpeedView
 from fallow.sim.types import RunPlan
+from fallow.slurm.parse.values import MOST_NODES
 
 Rate = tuple[tuple[int, float], ...]
 """(nodes, work per second), ascending; linear in between, constant beyond."""
@@ -92,6 +93,8 @@ def plans(text: str, partitions: tuple[str, ...] = ()) -> list[RunPlan]:
                 f"for example {DEFAULT}",
                 Exit.USAGE,
             )
+        if sum(plan.max_nodes for plan in found) + number * most > MOST_NODES:
+            raise FallowError(f"runs {part.strip()!r}: more than {MOST_NODES:,} nodes in all", Exit.USAGE)
         chosen = tuple(match[4].split("+")) if match[4] else partitions
         if unknown := [name for name in chosen if name not in partitions]:
             raise FallowError(

@@ -108,6 +108,8 @@ def test_runs_from_words() -> None:
     for words in ("", "10", "x4:VGG16", "0x4:VGG16", "1x9-3:VGG16", "1x4", "1x4,in=:VGG16"):
         with pytest.raises(FallowError, match="wanted COUNTxNODES:CURVE"):
             plans(words)
+    with pytest.raises(FallowError, match="more than 100,000 nodes in all"):
+        plans("1x90000:VGG16;2x6000:VGG16")
     with pytest.raises(FallowError, match="no partition 'c' is harvested; there is a, b"):
         plans("1x4,in=a+c:VGG16", ("a", "b"))
 
