@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from fallow.core.submission.schedule import Action, Item, parse_schedule
 from fallow.local.driver import Driver
-from fallow.model import Exit, FallowError, RunReport, RunStatus
+from fallow.model import Exit, FallowError, RunReport
 
 
 class Finished(NamedTuple):
@@ -79,7 +79,7 @@ def train(params: int, members: int, schedule: str = "", /, **options: object) -
         driver = Driver(folder, argv, members, items, output=2)
         report = asyncio.run(driver.train())
         samples, result = report.samples, log / "result.json"
-        if report.status is not RunStatus.FINISHED or samples.lost or samples.duplicated:
+        if not report.sound:
             text = f"{report.status}, {samples.lost} samples lost, {samples.duplicated} repeated; {report.message}"
             raise FallowError(f"the measured training is {text}", Exit.SOFTWARE)
         return Trained(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import click
@@ -53,6 +55,29 @@ def ask(method: str, type_: Any = Any, **params: Any) -> Any:
         raise FallowError("the name of the run is empty; `fallow status` lists the runs", Exit.USAGE)
     load_config()
     return call(Paths.default().head_file, method, type_, **params)
+
+
+def play_in(folder: Path, play: Coroutine[Any, Any, T]) -> T:
+    """Run what has its logs in a folder, which is named if it does not come to its end.
+
+    SIGTERM ends it as Ctrl-C does, so that nothing that it started is left behind.
+    """
+    import asyncio
+
+    async def guarded() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await play
+
+    try:
+        return asyncio.run(guarded())
+    except asyncio.CancelledError:
+        say(f"ended by SIGTERM; logs are kept in {folder}")
+        raise click.exceptions.Exit(128 + signal.SIGTERM) from None
+    except BaseException:
+        say(f"logs are kept in {folder}")
+        raise
 
 
 def tell(value: T, as_json: bool, show: Callable[[T], object]) -> None:

@@ -13,7 +13,7 @@ from typing import TypeVar
 import click
 
 from fallow.cli.common import Finite, ask, json_option, json_text, tell
-from fallow.cli.show import members_of, not_harvested, show_report, unused
+from fallow.cli.show import not_harvested, show_report, unused
 from fallow.cli.tables import duration, moment
 from fallow.control.client import MOST_EVENTS, WATCH_S
 from fallow.files import Paths
@@ -174,7 +174,7 @@ def _of_node(node: NodeView) -> list[str]:
 
 
 def _of_run(run: RunView, snapshot: Snapshot) -> list[str]:
-    members = members_of(run)
+    members = len(run.training)
     reasons = [f"run {run.run} is {run.status}, with {members} of at most {run.limit} nodes"]
     if run.status.ended:
         return reasons + [run.message] * bool(run.message)

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
-import signal
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from fallow.cli.common import json_option, json_text, restart_option, say, tell
-from fallow.model import Exit, FallowError, RunReport, RunStatus
+from fallow.cli.common import json_option, json_text, play_in, restart_option, say, tell
+from fallow.model import Exit, FallowError, RunReport
 from fallow.text import clean_output
-
-if TYPE_CHECKING:
-    from fallow.local.driver import Driver
 
 
 @click.command(short_help="Train on this machine, without Slurm.", context_settings={"allow_interspersed_args": False})
@@ -74,14 +68,7 @@ def local(
         environ={**os.environ, "FALLOW_REPRODUCIBLE": "1"} if reproducible else os.environ,
         by_seconds=restart,
     )
-    try:
-        result = asyncio.run(_train(driver))
-    except asyncio.CancelledError:
-        say(f"ended by SIGTERM; logs are kept in {folder}")
-        return 128 + signal.SIGTERM
-    except BaseException:
-        say(f"logs are kept in {folder}")
-        raise
+    result = play_in(folder, driver.train())
     if driver.absent:
         say(f"{driver.absent} newcomer(s) did not take part: {driver.absent_because}")
     for item in driver.due:
@@ -102,21 +89,13 @@ def _argv(command: tuple[str, ...], restart: bool) -> list[str]:
     return list(command)
 
 
-async def _train(driver: Driver) -> RunReport:
-    """Train; SIGTERM ends it as Ctrl-C does, so that nothing is left behind."""
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return await driver.train()
-
-
 def _tell(result: RunReport, report: Path | None, folder: Path, as_json: bool) -> int:
     """Print the report and write it to a file; returns the exit code. The logs of a run that went well are removed."""
     from fallow.cli.show import show_report
 
     written = report is None or _write(result, report)
     tell(result, as_json, show_report)
-    if result.status is RunStatus.FINISHED and not result.samples.lost and not result.samples.duplicated:
+    if result.sound:
         if result.message:
             say(result.message)
         shutil.rmtree(folder, ignore_errors=True)

@@ -33,7 +33,7 @@ RUNS: dict[str, Callable[[RunView], str]] = {
     "NAME": lambda run: run.name,
     "STATUS": lambda run: run.status.value,
     "NODES": lambda run: f"{run.min_nodes}:{run.max_nodes}",
-    "MEMBERS": lambda run: f"{members_of(run)}/{run.limit}",
+    "MEMBERS": lambda run: f"{len(run.training)}/{run.limit}",
     "GEN": lambda run: str(run.generation),
     "STEP": lambda run: str(run.step) if run.total_steps is None else f"{run.step}/{run.total_steps}",
     "LOSS": lambda run: number(run.loss),
@@ -159,11 +159,6 @@ def unused(snapshot: Snapshot) -> list[tuple[str, int, str]]:
             reasons.setdefault(node.unused, []).append(node.node)
     rows = sorted(reasons.items(), key=lambda item: -len(item[1]))
     return [(reason, len(nodes), folded(nodes)) for reason, nodes in rows]
-
-
-def members_of(run: RunView) -> int:
-    """How many nodes train."""
-    return sum(member.rank is not None for member in run.members)
 
 
 def ranks(member: MemberView) -> str:

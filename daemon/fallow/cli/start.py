@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import codecs
 import importlib.util
+import shutil
 import sys
+import tempfile
+from pathlib import Path
 
 import click
 from click.shell_completion import get_completion_class
 
-from fallow.cli.common import Finite, json_option
+from fallow.cli.common import Finite, json_option, play_in, say, tell
 from fallow.model import Exit, FallowError
 
 
@@ -46,9 +49,21 @@ def top(read_only: bool, demo: bool) -> int:
 @json_option
 def demo(seconds: float, as_json: bool) -> int:
     """Start a private Slurm on this machine, train on its idle nodes while others use it, and report."""
-    from fallow.demo.main import main
+    from rich.console import Console
 
-    return int(main(seconds=seconds, json=as_json))
+    from fallow.demo.live import LiveView
+    from fallow.demo.main import Demo
+    from fallow.demo.report import to_table
+
+    folder = Path(tempfile.mkdtemp(prefix="fallow-demo-"))
+    with LiveView() as live:
+        report = play_in(folder, Demo(folder, seconds, live).play())
+    tell(report, as_json, lambda _: Console().print(to_table(report)))
+    if not report.sound:
+        say(f"not sound; logs are kept in {folder}")
+        return Exit.SOFTWARE
+    shutil.rmtree(folder, ignore_errors=True)
+    return Exit.OK
 
 
 @click.command(short_help="Print shell completion.")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from math import ceil
+
+from fallow.model import Quantiles
 
 
 def quantile(values: Iterable[float], q: float) -> float | None:
@@ -12,3 +14,8 @@ def quantile(values: Iterable[float], q: float) -> float | None:
     if not ordered:
         return None
     return ordered[max(0, ceil(q * len(ordered)) - 1)]
+
+
+def quantiles(values: Collection[float]) -> Quantiles:
+    """Median, 95th percentile and maximum."""
+    return Quantiles(p50=quantile(values, 0.5), p95=quantile(values, 0.95), max=max(values, default=None))

@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from fallow.core.quantile import quantile
-from fallow.model import NodeOwner, Quantiles
+from fallow.model import NodeOwner
 
 FREE = frozenset({NodeOwner.IDLE, NodeOwner.PLANNED, NodeOwner.OURS})
 """Owners of a node that is in a hole."""
@@ -98,8 +97,3 @@ class HoleWatch:
 def waits_s(holes: Iterable[Hole]) -> list[float]:
     """Seconds from the begin of each hole until its node trained. Holes that were never used are left out."""
     return [hole.member_at - hole.begin for hole in holes if hole.member_at is not None]
-
-
-def quantiles(values: Collection[float]) -> Quantiles:
-    """Median, 95th percentile and maximum."""
-    return Quantiles(p50=quantile(values, 0.5), p95=quantile(values, 0.95), max=max(values, default=None))

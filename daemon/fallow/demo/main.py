@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-from rich.console import Console
+from msgspec.structs import asdict
 
 from fallow.control.client import MOST_EVENTS, ControlClient
-from fallow.demo.holes import HoleWatch, quantiles, waits_s
+from fallow.core.quantile import quantiles
+from fallow.demo.holes import HoleWatch, waits_s
 from fallow.demo.live import LiveView
-from fallow.demo.report import DemoReport, SlurmFacts, to_json, to_table
+from fallow.demo.report import DemoReport, SlurmFacts
 from fallow.demo.stage import Stage, members_of, owners_of, start_load
 from fallow.local.driver import Driver
 from fallow.model import EventRecord, Exit, FallowError, RunReport, RunStatus, RunView, Snapshot
@@ -60,53 +57,18 @@ echo "the training is finished; this line runs once"
 """
 
 
-def main(seconds: float = 120.0, json: bool = False, seed: int = 0) -> int:
-    """Play the whole story on a private Slurm and print what came of it; returns the exit code.
-
-    Args:
-        seconds: how long the training should take, about.
-        json: print one JSON value on standard output instead of the table.
-        seed: of the other users' jobs.
-
-    Raises:
-        FallowError: it could not be set up.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="fallow-demo-"))
-    with LiveView() as live:
-        demo = Demo(folder, seconds, seed, live)
-        try:
-            report = asyncio.run(demo.play())
-        except asyncio.CancelledError:
-            live.say(f"ended by SIGTERM; logs are kept in {folder}")
-            return 128 + signal.SIGTERM
-        except BaseException:
-            live.say(f"logs are kept in {folder}")
-            raise
-    if json:
-        sys.stdout.write(msgspec.json.encode(to_json(report)).decode() + "\n")
-    else:
-        Console().print(to_table(report))
-    if not report.sound:
-        sys.stderr.write(f"fallow demo: not sound; logs are kept in {folder}\n")
-        return Exit.SOFTWARE
-    shutil.rmtree(folder, ignore_errors=True)
-    return Exit.OK
-
-
 class Demo:
     """One performance.
 
     Args:
         folder: private and empty.
         seconds: how long the training should take, about.
-        seed: of the other users' jobs.
         live: shows what happens.
     """
 
-    def __init__(self, folder: Path, seconds: float, seed: int, live: LiveView) -> None:
+    def __init__(self, folder: Path, seconds: float, live: LiveView) -> None:
         self.folder = folder
         self.seconds = seconds
-        self.seed = seed
         self.live = live
         self._watch = HoleWatch()
         self._ejected = 0
@@ -114,10 +76,7 @@ class Demo:
 
     async def play(self) -> DemoReport:
         """From the first step of the calibration to the report."""
-        task, script = asyncio.current_task(), shipped("examples") / "gpt_stdlib.py"
-        assert task is not None
-        # As Ctrl-C: else the private Slurm is left behind.
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        script = shipped("examples") / "gpt_stdlib.py"
         step_s = await self._calibrate(script)
         steps = max(20, int(self.seconds / step_s))
         self.live.say(f"one member alone takes {step_s * 1000:.0f} ms a step: {steps} steps")
@@ -133,7 +92,7 @@ class Demo:
         finished = static.status is RunStatus.FINISHED
         head = snapshot.head
         return DemoReport(
-            run=elastic,
+            **asdict(elastic),
             slurm=SlurmFacts(version=head.slurm_version or "unknown", nodes=len(snapshot.nodes)),
             static_digest=static.final_digest if finished else None,
             static_loss=static.final_loss if finished else None,
@@ -174,7 +133,7 @@ class Demo:
         control = await stage.head.start()
         patience_s = 3 * self.seconds + 180
         load_log = self.folder / "load.log"
-        load = start_load(stage.testbed, load_log, seed=self.seed, seconds=patience_s, utilisation=UTILISATION)
+        load = start_load(stage.testbed, load_log, seed=0, seconds=patience_s, utilisation=UTILISATION)
         began = time.monotonic()
         try:
             job_id = await stage.submit(SCRIPT.format(command=" ".join(_command(script, steps))), NODES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -15,10 +14,9 @@ class SlurmFacts(Struct, frozen=True):
     nodes: int
 
 
-class DemoReport(Struct, frozen=True):
-    """Fields of the run's report, beside what only the demo knows."""
+class DemoReport(RunReport, frozen=True, kw_only=True):
+    """The run's report, and what only the demo knows."""
 
-    run: RunReport
     slurm: SlurmFacts
     static_digest: str | None
     static_loss: float | None
@@ -35,35 +33,21 @@ class DemoReport(Struct, frozen=True):
     def shortfalls(self) -> list[str]:
         """What a reader must know before believing the rest, in words."""
         out = []
-        if self.run.status is not RunStatus.FINISHED:
-            out.append(f"the training did not finish: it is {self.run.status} ({self.run.message or 'no message'})")
-        if self.run.samples.lost or self.run.samples.duplicated:
-            out.append(f"{self.run.samples.lost} samples lost, {self.run.samples.duplicated} repeated")
+        if self.status is not RunStatus.FINISHED:
+            out.append(f"the training did not finish: it is {self.status} ({self.message or 'no message'})")
+        if self.samples.lost or self.samples.duplicated:
+            out.append(f"{self.samples.lost} samples lost, {self.samples.duplicated} repeated")
         if self.static_loss is None:
             out.append("the undisturbed run did not finish, so there is nothing to compare with")
         if self.released_late:
             out.append(f"{self.released_late} nodes were taken away before the training had left them")
-        changes = [g for g in self.run.generations if g.kind.value != "start"]
+        changes = [g for g in self.generations if g.kind.value != "start"]
         if not changes:
             out.append("the membership never changed: the run was too short for the cluster's holes")
         return out
 
-    @property
-    def sound(self) -> bool:
-        """Finished, and every sample used exactly once."""
-        samples = self.run.samples
-        return self.run.status is RunStatus.FINISHED and not samples.lost and not samples.duplicated
-
-
-def to_json(report: DemoReport) -> dict[str, object]:
-    """One flat object: the run's report with the demo's fields added."""
-    flat = msgspec.to_builtins(report)
-    run = flat.pop("run")
-    return {**run, **flat}
-
 
 def to_table(report: DemoReport) -> Group:
-    run = report.run
     table = Table(
         title=f"Slurm {report.slurm.version}, {report.slurm.nodes} nodes, {report.seconds:.0f} s", show_header=False
     )
@@ -73,12 +57,12 @@ def to_table(report: DemoReport) -> Group:
     def row(name: str, value: str) -> None:
         table.add_row(Text(name), Text(value))
 
-    kinds = [g.kind.value for g in run.generations]
-    row("steps", f"{run.steps}, in {len(run.generations)} generations, the same processes throughout")
+    kinds = [g.kind.value for g in report.generations]
+    row("steps", f"{report.steps}, in {len(report.generations)} generations, the same processes throughout")
     row("membership changes", ", ".join(f"{kinds.count(k)} {k}" for k in dict.fromkeys(kinds)))
-    row("samples", f"{run.samples.consumed} used, {run.samples.lost} lost, {run.samples.duplicated} repeated")
-    row("planned pause", _seconds(run.pause_s.planned))
-    row("after a loss", _seconds(run.pause_s.unplanned))
+    row("samples", f"{report.samples.consumed} used, {report.samples.lost} lost, {report.samples.duplicated} repeated")
+    row("planned pause", _seconds(report.pause_s.planned))
+    row("after a loss", _seconds(report.pause_s.unplanned))
     row("hole to first useful step", _seconds(report.hole_to_step_s))
     share = report.harvested_node_s / report.idle_node_s if report.idle_node_s else 0.0
     row("idle node time used", f"{report.harvested_node_s:.0f} of {report.idle_node_s:.0f} node-seconds ({share:.0%})")
@@ -87,9 +71,9 @@ def to_table(report: DemoReport) -> Group:
     row("slurmctld requests", f"{report.slurmctld_rpcs_per_min:.1f} per minute")
     row(
         "final loss",
-        f"{_loss(run.final_loss)}; undisturbed on one node {_loss(report.static_loss)}{_difference(report)}",
+        f"{_loss(report.final_loss)}; undisturbed on one node {_loss(report.static_loss)}{_difference(report)}",
     )
-    row("final state", f"{(run.final_digest or '-')[:16]}; undisturbed {(report.static_digest or '-')[:16]}")
+    row("final state", f"{(report.final_digest or '-')[:16]}; undisturbed {(report.static_digest or '-')[:16]}")
     notes = [Text(f"fell short: {line}", style="red") for line in report.shortfalls]
     return Group(table, *notes)
 
@@ -105,6 +89,6 @@ def _loss(loss: float | None) -> str:
 
 
 def _difference(report: DemoReport) -> str:
-    if report.run.final_loss is None or report.static_loss is None:
+    if report.final_loss is None or report.static_loss is None:
         return ""
-    return f" (difference {abs(report.run.final_loss - report.static_loss):.2e})"
+    return f" (difference {abs(report.final_loss - report.static_loss):.2e})"

@@ -93,4 +93,4 @@ def owners_of(snapshot: Snapshot, run: RunView) -> dict[str, NodeOwner]:
 
 def members_of(run: RunView) -> set[str]:
     """Nodes that train."""
-    return {member.node for member in run.members if member.rank is not None}
+    return {member.node for member in run.training}

@@ -208,10 +208,9 @@ class Driver:
 
         Given up after `SETTLE_S`: a stopped member may never settle.
         """
-        members = [m for m in view.members if m.rank is not None]
-        calm = view.change is None and all(m.phase is not MemberPhase.LEAVING and m.pids for m in members)
-        full = not _ready(view) or len(members) >= view.useful
-        alive = not self._killed.intersection(m.member for m in members)
+        calm = view.change is None and all(m.phase is not MemberPhase.LEAVING and m.pids for m in view.training)
+        full = not _ready(view) or len(view.training) >= view.useful
+        alive = not self._killed.intersection(m.member for m in view.training)
         return (calm and full and alive) or time.monotonic() > self._settle_until
 
     async def _do(self, item: Item, view: RunView) -> None:
@@ -222,8 +221,7 @@ class Driver:
                 if view.limit < view.max_nodes:
                     await self._call("grow", run=self._run, by=item.count)
             case Action.RELEASE:
-                members = [m for m in view.members if m.rank is not None]
-                youngest = sorted((m.member for m in members), key=member_number)[-item.count :]
+                youngest = sorted((m.member for m in view.training), key=member_number)[-item.count :]
                 await self._call("release", run=self._run, members=youngest)
             case Action.RELEASE_MEMBER:
                 await self._call("release", run=self._run, members=[_name(item)])

@@ -79,6 +79,11 @@ class RunReport(Struct, frozen=True, kw_only=True):
     steps_repeated: int = 0
     "steps that were done again because a gradient came after the others of its bucket"
 
+    @property
+    def sound(self) -> bool:
+        """Finished, and every sample was used exactly once."""
+        return self.status is RunStatus.FINISHED and not self.samples.lost and not self.samples.duplicated
+
 
 class NewEvent(NamedTuple):
     """A line of the event log that has no number yet: an `EventRecord` but for `seq`."""
@@ -212,6 +217,11 @@ class RunView(Struct, frozen=True, kw_only=True):
     deadline_at: float | None = None
     ahead_s: float | None = None
     "of the deadline's schedule; negative: behind; None: no deadline, or not known yet how long the run takes"
+
+    @property
+    def training(self) -> list[MemberView]:
+        """Members that compute."""
+        return [member for member in self.members if member.rank is not None]
 
 
 class NodeOwner(StrEnum):

@@ -92,10 +92,9 @@ class RunScreen(OperatorScreen):
             text.append(f"  {run.change}", WARN)
         if run.message:
             text.append(f"  {run.message}")
-        members = [member for member in run.members if member.rank is not None]
         facts = {
-            "nodes": f"{len(members)} of {run.min_nodes}-{run.max_nodes}, at most {run.limit} now",
-            "workers": str(sum(member.workers for member in members)),
+            "nodes": f"{len(run.training)} of {run.min_nodes}-{run.max_nodes}, at most {run.limit} now",
+            "workers": str(sum(member.workers for member in run.training)),
             "generation": str(run.generation),
             "step": f"{run.step}{f' of {run.total_steps}' if run.total_steps is not None else ''}",
             "epoch": str(run.epoch),

@@ -61,7 +61,7 @@ class RunsTable(RowTable):
     def _row(self, run: RunView, width: int) -> list[Text]:
         view, wide = self._view, width >= 100
         sign, style = STATUSES[run.status]
-        nodes = len({member.node for member in run.members if member.rank is not None})
+        nodes = len({member.node for member in run.training})
         goal = f"/{run.total_steps}" if run.total_steps is not None else ""
         step = f"{run.step}{goal}"
         if run.total_steps and wide and len(step) < 12:

@@ -9,7 +9,7 @@ from fallow.core.holes import is_idle
 from fallow.core.membership.names import member_name
 from fallow.core.membership.records import Saved
 from fallow.core.protocol.agents import Progress
-from fallow.core.quantile import quantile
+from fallow.core.quantile import quantiles
 from fallow.core.states import ENDED_STATES
 from fallow.head.state.book import Run
 from fallow.model import (
@@ -268,9 +268,5 @@ def run_report(run: Run, history: Sequence[GenerationReport], samples: SampleRep
 
 
 def _pauses(history: Sequence[GenerationReport], unplanned: bool) -> Quantiles:
-    values = [
-        g.pause_s
-        for g in history
-        if g.pause_s is not None and g.kind is not ChangeKind.START and (g.kind is ChangeKind.EJECT) == unplanned
-    ]
-    return Quantiles(p50=quantile(values, 0.5), p95=quantile(values, 0.95), max=max(values, default=None))
+    changes = [g for g in history if g.kind is not ChangeKind.START and (g.kind is ChangeKind.EJECT) == unplanned]
+    return quantiles([g.pause_s for g in changes if g.pause_s is not None])
