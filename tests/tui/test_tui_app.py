@@ -34,6 +34,13 @@ async def test_shows_head_nodes_runs_membership_and_events(size: tuple[int, int]
         assert ("Last changes" in rig.text()) == (size[0] >= 100)
 
 
+async def test_a_number_that_does_not_fit_is_not_cut_to_another_one() -> None:
+    run = run_view(step=123_456, total_steps=1_000_000, min_nodes=16, max_nodes=1000, generation=12_345)
+    async with opened(snapshot(runs=[run]), size=(80, 24)) as rig:
+        row = next(line for line in rig.screen() if "digits " in line)
+        assert row.split("training")[1].split()[:4] == ["2", "12k", "123456", "12%"]
+
+
 async def test_small_screens_and_large_clusters_do_not_crash() -> None:
     nodes = [node_view(f"node{number:05}", NodeOwner.OTHERS) for number in range(800)]
     runs = [run_view(f"run-{number}", status=status) for number, status in enumerate(RunStatus)]

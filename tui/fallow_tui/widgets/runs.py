@@ -62,10 +62,10 @@ class RunsTable(RowTable):
         view, wide = self._view, width >= 100
         sign, style = STATUSES[run.status]
         nodes = len({member.node for member in run.training})
-        goal = f"/{run.total_steps}" if run.total_steps is not None else ""
-        step = f"{run.step}{goal}"
-        if run.total_steps and wide and len(step) < 12:
-            step += f" {100 * run.step // run.total_steps}%"
+        steps = [str(run.step)]
+        if run.total_steps:
+            share = f" {100 * run.step // run.total_steps}%"
+            steps = [f"{run.step}/{run.total_steps}{share}", f"{run.step}/{run.total_steps}", f"{run.step}{share}"]
         left = view.next_release(run, self._now)
         spark = _spark_width(width)
         bars = sparkline(view.rate_history(run.run), spark - 1)
@@ -75,9 +75,9 @@ class RunsTable(RowTable):
             run_badge(view, run.run),
             Text(run.name or run.run),
             Text(f"{sign} {run.status}", style),
-            Text(f"{nodes}/{run.min_nodes}-{run.max_nodes}"),
-            Text(str(run.generation)),
-            Text(step),
+            Text(whole(9 if wide else 8, f"{nodes}/{run.min_nodes}-{run.max_nodes}", str(nodes))),
+            Text(whole(4, str(run.generation), f"{run.generation // 1000}k")),
+            Text(whole(15 if wide else 11, *steps, count(run.step))),
             Text(figure(run.loss)),
             rate,
             Text(duration(left), WARN if left is not None and left <= SOON_S else ""),
@@ -90,6 +90,11 @@ class RunsTable(RowTable):
 def live_first(runs: list[RunView]) -> list[RunView]:
     """Runs that go on, in the order in which they came, then those that have ended, the newest first."""
     return [run for run in runs if not run.status.ended] + [run for run in reversed(runs) if run.status.ended]
+
+
+def whole(width: int, *texts: str) -> str:
+    """The first of these that fits: a number that is cut reads as another one."""
+    return next((text for text in texts if len(text) <= width), texts[-1])
 
 
 def _spark_width(width: int) -> int:
