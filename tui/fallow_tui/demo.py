@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import count, zip_longest
 from typing import Any
 
 from fallow.model import (
@@ -38,13 +38,12 @@ WARM_UP = 200
 @dataclass(slots=True)
 class _Node:
     name: str
-    owner: NodeOwner = NodeOwner.IDLE
-    until: float = 0.0
-    "when the present owner's time ends"
+    owner: NodeOwner = NodeOwner.DOWN
     run: str | None = None
     kind: AllocationKind = AllocationKind.HARVEST
     phase: MemberPhase = MemberPhase.STARTING
-    since: float = 0.0
+    ends_at: float = 0.0
+    "of our job there"
     number: int = 0
     "of the run's member there, in order of arrival"
 
@@ -57,7 +56,7 @@ class _Run:
     most: int
     total: int
     rate: float
-    step: float = 0.0
+    step: float
     generation: int = 0
     nodes: list[_Node] = field(default_factory=list)
     arrivals: int = 0
@@ -67,35 +66,34 @@ class DemoCluster:
     """Virtual time only: `advance` moves it by one second and returns what happened."""
 
     def __init__(self, seed: int = 7, nodes: int = 24, start: float = 0.0) -> None:
-        self.at = start
+        self.at = self._started = start
         self._random = random.Random(seed)
-        self._started = start
+        self._events: list[EventRecord] = []
+        "of this second"
         self._seq = 0
-        self._nodes = [_Node(f"gpu{number:03}") for number in range(1, nodes + 1)]
         self._runs = [
-            _Run("llama-sft-0412", "llama-sft", 2, 10, 42_000, 310.0, step=18_240),
-            _Run("vit-b16-sweep3", "vit-b16", 2, 6, 9_000, 880.0, step=2_210),
-            _Run("gnn-ogb", "gnn-ogb", 1, 4, 3_600, 2400.0, step=3_180),
+            _Run("llama-sft-0412", "llama-sft", 2, 10, 98_000, 310.0, 18_240.0),
+            _Run("vit-b16-sweep3", "vit-b16", 2, 6, 90_000, 880.0, 2_210.0),
+            _Run("gnn-ogb", "gnn-ogb", 1, 4, 96_000, 2400.0, 3_180.0),
         ]
-        free = list(self._nodes)
-        for run in self._runs:
-            for _ in range(run.base):
-                self._take(run, free.pop(0), AllocationKind.BASE, 5400.0)
-        for node in free:
-            if self._random.random() < 0.8:
-                self._give_to_others(node)
-        self._nodes[-1].owner = NodeOwner.DOWN
+        self._nodes = [_Node(f"gpu{number:03}") for number in range(1, nodes + 1)]
+        base = [run for run in self._runs for _ in range(run.base)]
+        # The last node is down for good.
+        self._lives = [self._life(node, run) for node, run in zip_longest(self._nodes[:-1], base)]
+        self._next = [start + next(life) for life in self._lives]
+        "when what each node is now is over"
 
     def advance(self) -> list[EventRecord]:
         """One second passes."""
         self.at += 1.0
-        events: list[EventRecord] = []
-        for node in self._nodes:
-            self._move(node, events)
+        self._events = []
+        for number, life in enumerate(self._lives):
+            if self.at >= self._next[number]:
+                self._next[number] = self.at + next(life)
         for run in self._runs:
             members = [node for node in run.nodes if node.phase is MemberPhase.MEMBER]
             run.step = min(run.total, run.step + 0.6 * len(members) ** 0.9)
-        return events
+        return self._events
 
     def snapshot(self) -> Snapshot:
         runs = [self._view(run) for run in self._runs]
@@ -124,73 +122,61 @@ class DemoCluster:
                 owner=node.owner,
                 run=node.run,
                 gpus=4,
-                ends_in_s=node.until - self.at if node.run else None,
+                ends_in_s=node.ends_at - self.at if node.run else None,
             )
             for node in self._nodes
         ]
         return Snapshot(at=self.at, head=head, nodes=nodes, runs=runs, last_event=self._seq)
 
-    def _move(self, node: _Node, events: list[EventRecord]) -> None:
-        run = next((run for run in self._runs if node in run.nodes), None)
+    def _life(self, node: _Node, run: _Run | None) -> Iterator[float]:
+        """What happens to a node, one thing after the other; yields for how long each lasts."""
+        lasts_s, dice = self._random.uniform, self._random.random
         if run is not None:
-            self._move_ours(node, run, events)
-        elif node.owner is NodeOwner.OTHERS and self.at >= node.until:
-            node.owner, node.until = NodeOwner.IDLE, self.at + self._random.uniform(2, 9)
-        elif node.owner is NodeOwner.PLANNED and self.at >= node.until:
-            self._give_to_others(node)
-        elif node.owner is NodeOwner.IDLE and self.at >= node.until:
-            self._offer(node, events)
+            yield from self._serve(node, run, AllocationKind.BASE, 5400.0)
+        while True:
+            node.owner = NodeOwner.PLANNED
+            yield lasts_s(2, 8)
+            node.owner = NodeOwner.OTHERS
+            yield lasts_s(30, 240)
+            node.owner = NodeOwner.IDLE
+            yield lasts_s(2, 9)
+            while dice() < 0.7 and (wanting := [run for run in self._runs if len(run.nodes) < run.most]):
+                run, hole_s = min(wanting, key=lambda run: len(run.nodes) / run.most), lasts_s(25, 160)
+                self._tell(run, "submit", f"asks for {node.name}: idle, and likely to be so for {hole_s:.0f} s")
+                yield from self._serve(node, run, AllocationKind.HARVEST, hole_s)
+                if dice() < 0.7:
+                    break
+                node.owner = NodeOwner.IDLE
+                yield lasts_s(4, 12)
 
-    def _move_ours(self, node: _Node, run: _Run, events: list[EventRecord]) -> None:
-        if node.phase is MemberPhase.STARTING and self.at - node.since >= START_S:
-            node.phase = MemberPhase.MEMBER
-            run.generation += 1
-            kind = "start" if run.generation == 1 else "absorb"
-            pause = self._random.uniform(0.09, 0.22)
-            events.append(
-                self._event(run, kind, f"+{node.name} joined at step {int(run.step)} after {pause:.2f} s of pause")
-            )
-        elif node.phase is MemberPhase.MEMBER and self._random.random() < 0.0004:
-            events.append(self._event(run, "eject", f"-{node.name} stopped answering; one step was done again"))
-            self._drop(node, run)
-        elif node.phase is MemberPhase.MEMBER and self.at >= node.until:
+    def _serve(self, node: _Node, run: _Run, kind: AllocationKind, seconds: float) -> Iterator[float]:
+        """A node is a run's, from the start of the job to its end."""
+        node.owner, node.run, node.kind = NodeOwner.OURS, run.run, kind
+        node.phase, node.ends_at = MemberPhase.STARTING, self.at + seconds
+        node.number, run.arrivals = run.arrivals, run.arrivals + 1
+        run.nodes.append(node)
+        yield START_S
+        node.phase = MemberPhase.MEMBER
+        run.generation += 1
+        pause_s = self._random.uniform(0.09, 0.22)
+        how = f"joined at step {int(run.step)} after {pause_s:.2f} s of pause"
+        self._tell(run, "start" if run.generation == 1 else "absorb", f"+{node.name} {how}")
+        is_lost = self._random.random() < 0.04
+        yield (seconds - START_S) * (self._random.random() if is_lost else 1.0)
+        if is_lost:
+            self._tell(run, "eject", f"-{node.name} stopped answering; one step was done again")
+        else:
             why = f"job {self._random.randint(71_000, 72_000)} of another user needs it"
-            events.append(self._event(run, "release", f"-{node.name} leaves at step {int(run.step)}: {why}"))
-            node.phase, node.since = MemberPhase.LEAVING, self.at
-        elif node.phase is MemberPhase.LEAVING and self.at - node.since >= LEAVE_S:
-            self._drop(node, run)
-
-    def _drop(self, node: _Node, run: _Run) -> None:
+            self._tell(run, "release", f"-{node.name} leaves at step {int(run.step)}: {why}")
+            node.phase = MemberPhase.LEAVING
+            yield LEAVE_S
         run.nodes.remove(node)
         run.generation += 1
         node.run = None
-        if self._random.random() < 0.7:
-            node.owner, node.until = NodeOwner.PLANNED, self.at + self._random.uniform(2, 6)
-        else:
-            node.owner, node.until = NodeOwner.IDLE, self.at + self._random.uniform(4, 12)
 
-    def _offer(self, node: _Node, events: list[EventRecord]) -> None:
-        wanting = [run for run in self._runs if len(run.nodes) < run.most]
-        hole = self._random.uniform(25, 160)
-        if not wanting or self._random.random() < 0.3:
-            node.owner, node.until = NodeOwner.PLANNED, self.at + self._random.uniform(2, 8)
-            return
-        run = min(wanting, key=lambda run: len(run.nodes) / run.most)
-        self._take(run, node, AllocationKind.HARVEST, hole)
-        events.append(self._event(run, "submit", f"asks for {node.name}: idle, and likely to be so for {hole:.0f} s"))
-
-    def _take(self, run: _Run, node: _Node, kind: AllocationKind, seconds: float) -> None:
-        node.owner, node.run, node.kind = NodeOwner.OURS, run.run, kind
-        node.phase, node.since, node.until = MemberPhase.STARTING, self.at, self.at + seconds
-        node.number, run.arrivals = run.arrivals, run.arrivals + 1
-        run.nodes.append(node)
-
-    def _give_to_others(self, node: _Node) -> None:
-        node.owner, node.until = NodeOwner.OTHERS, self.at + self._random.uniform(30, 240)
-
-    def _event(self, run: _Run, kind: str, text: str) -> EventRecord:
+    def _tell(self, run: _Run, kind: str, text: str) -> None:
         self._seq += 1
-        return EventRecord(seq=self._seq, at=self.at, run=run.run, kind=kind, text=text)
+        self._events.append(EventRecord(seq=self._seq, at=self.at, run=run.run, kind=kind, text=text))
 
     def _view(self, run: _Run) -> RunView:
         members = [
@@ -203,7 +189,7 @@ class DemoCluster:
                 rank=number if node.phase is MemberPhase.MEMBER else None,
                 workers=1,
                 step=int(run.step),
-                ends_in_s=node.until - self.at,
+                ends_in_s=node.ends_at - self.at,
                 last_seen_s=0.4,
                 shards=2 if node.phase is MemberPhase.MEMBER else 0,
             )
@@ -211,13 +197,10 @@ class DemoCluster:
         ]
         size = sum(member.phase is MemberPhase.MEMBER for member in members)
         moving = [member.node for member in members if member.phase is not MemberPhase.MEMBER]
-        status = RunStatus.TRAINING if size else RunStatus.WAITING
-        if run.step >= run.total:
-            status = RunStatus.FINISHED
         return RunView(
             run=run.run,
             name=run.name,
-            status=status,
+            status=RunStatus.TRAINING if size else RunStatus.WAITING,
             min_nodes=run.base,
             max_nodes=run.most,
             limit=run.most,
@@ -236,7 +219,7 @@ class DemoCluster:
                     job_id=str(70_000 + int(node.name[3:])),
                     partition="gpu",
                     nodes=[node.name],
-                    ends_in_s=node.until - self.at,
+                    ends_in_s=node.ends_at - self.at,
                 )
                 for node in run.nodes
             ],
@@ -256,7 +239,7 @@ class DemoSource:
 
     async def subscribe(self) -> AsyncIterator[Snapshot | EventRecord]:
         yield self._cluster.snapshot()
-        for second in itertools.count():
+        for second in count():
             if second >= WARM_UP:
                 await asyncio.sleep(self._tick_s)
             for event in self._cluster.advance():

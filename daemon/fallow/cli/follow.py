@@ -128,7 +128,9 @@ def logs(run: str, member: str | None, following: bool) -> None:
 def _log(folder: Path, view: RunView, member: str | None) -> Path:
     there = sorted(path.stem for path in folder.glob("n*.log"))
     if member is None:
-        member = next((one.member for one in view.members if one.rank == 0), "") or _last_main(view.run)
+        main = next((one.member for one in view.members if one.rank == 0), "") or _last_main(view.run)
+        # Of a run that has not trained yet, or that failed before: whoever has written something.
+        member = main or next(iter(there), "")
     found = [name for name in there if name in (member, f"{member}.0")]
     if not found:
         known = ", ".join(there) or "none"

@@ -136,6 +136,15 @@ def test_logs_are_those_of_the_main_member_or_of_one_that_is_named(folder: Path,
     assert "there is: n3.0, n3.1, n4" in done.err
 
 
+def test_logs_of_a_run_that_failed_before_it_trained_are_what_was_written(
+    desk: Desk, folder: Path, fallow: Fallow
+) -> None:
+    desk.statuses = [of(RunStatus.FAILED, members=[])]
+    assert "there is: none" in fallow("logs", "r1").err
+    (folder / "n0.0.log").write_text("Traceback\n")
+    assert fallow("logs", "r1").out == "Traceback\n"
+
+
 def test_logs_follow_until_the_run_has_ended(
     desk: Desk, folder: Path, fallow: Fallow, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -384,7 +384,8 @@ class Book:
         if found:
             ids = ", ".join(sorted(each.id for each in found))
             raise FallowError(f"run {shown(run)}: that could be {len(found)} runs; say which: {ids}", Exit.USAGE)
-        raise FallowError(f"run {shown(run)}: no such run; `fallow status` lists them", Exit.NOINPUT)
+        what = "no run has this very name" if by_name else "no such run"
+        raise FallowError(f"run {shown(run)}: {what}; `fallow status` lists them", Exit.NOINPUT)
 
     def add(self, stored: StoredRun, revision: int, at: float) -> Run:
         """Take in a run; `at`: now, on the head's clock."""
