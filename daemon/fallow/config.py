@@ -331,7 +331,12 @@ def _check(origin: str, section: str, values: dict[str, Any], strict: bool) -> d
     try:
         checked = msgspec.convert(values, SECTIONS[section], strict=strict)
     except msgspec.ValidationError as error:
-        text = str(error).replace(" - at `$.", " at `").replace("`$.", "`")
+        text = (
+            str(error)
+            .replace(" - at `$.", " at `")
+            .replace("`$.", "`")
+            .replace("matching regex '^/'", "that begins with /")
+        )
         raise FallowError(f"{origin}: [{section}] {_lower(text)}", Exit.CONFIG) from error
     for key in values:
         value = getattr(checked, key)

@@ -66,6 +66,7 @@ def test_values_from_the_environment(tmp_path: Path) -> None:
         ("[harvest]\nmax_pending = 0\n", r"\[harvest\] expected `int` >= 1 at `max_pending`"),
         ("[harvest]\nqos = '--wrap=x'\n", r"\[harvest\] expected `str` matching regex .* at `qos`"),
         ("[harvest]\naccount = 'a b'\n", r"\[harvest\] expected `str` matching regex .* at `account`"),
+        ("[checkpoint]\npath = '~/x'\n", r"\[checkpoint\] expected `str` that begins with / at `path`"),
         ("[slurm]\npoll_interval_s = inf\n", r"\[slurm\] poll_interval_s must be finite"),
         ("[usage]\ngpu_hour = {gpu = inf}\n", r"\[usage\] gpu_hour must be finite"),
         ("[usage]\ngpu_hour = {gpu = -1}\n", r"\[usage\] expected `float` >= 0"),
