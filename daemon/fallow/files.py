@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 import msgspec
-import platformdirs
 
 from fallow.model import ID_PATTERN, Exit, FallowError
 
@@ -124,7 +123,8 @@ class Paths:
     @classmethod
     def default(cls, environ: Mapping[str, str] = os.environ) -> Paths:
         """The paths that the environment asks for. Makes nothing; call `create` before use."""
-        given = Path(environ.get("FALLOW_STATE_DIR") or _default_state(environ))
+        base = environ.get("XDG_STATE_HOME") or "~/.local/state"
+        given = Path(environ.get("FALLOW_STATE_DIR") or f"{base}/fallow")
         try:
             state = given.expanduser().absolute()
         except RuntimeError as error:
@@ -157,12 +157,6 @@ class Paths:
 
     def run(self, run_id: str) -> RunPaths:
         return RunPaths(self.runs / check_id(run_id))
-
-
-def _default_state(environ: Mapping[str, str]) -> str:
-    if environ.get("XDG_STATE_HOME"):
-        return os.path.join(environ["XDG_STATE_HOME"], "fallow")
-    return platformdirs.user_state_dir("fallow")
 
 
 def _default_runtime(state: Path, environ: Mapping[str, str]) -> Path:
