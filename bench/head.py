@@ -28,7 +28,6 @@ from bench.played_agents import Moment, Players
 from bench.rows import Row, Settings, ours, progress
 from fallow.control.client import ControlClient
 from fallow.control.protocol import NewRun
-from fallow.files import Paths
 from fallow.local.headprocess import HeadProcess
 from fallow.model import Exit, FallowError, RunSpec, RunStatus, Snapshot
 from fallow.sim.costs import IN_PLACE
@@ -85,9 +84,7 @@ async def measure(nodes: int, slots: int, times: int, *, runs: int = 1, rest_s: 
         FallowError: the head did not start, or a generation did not reach all.
     """
     with tempfile.TemporaryDirectory(prefix="fallow-bench-", ignore_cleanup_errors=True) as scratch:
-        environ = {**os.environ, "FALLOW_STATE_DIR": f"{scratch}/state", "XDG_RUNTIME_DIR": scratch}
-        environ |= {"FALLOW_SLURM__CLIENT": "none", "FALLOW_HEAD__ADDRESS": "127.0.0.1", "XDG_CONFIG_HOME": scratch}
-        head = HeadProcess(Paths.default(environ).create(), environ, Path(scratch, "head.log"))
+        head = HeadProcess.private(Path(scratch), {**os.environ, "FALLOW_SLURM__CLIENT": "none"})
         control = await head.start()
         shares = [nodes // runs + (number < nodes % runs) for number in range(runs)]
         key_files = [await _create(control, f"bench{number}", share) for number, share in enumerate(shares)]

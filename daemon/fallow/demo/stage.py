@@ -9,7 +9,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from fallow.files import Paths
 from fallow.local.headprocess import HeadProcess
 from fallow.model import AllocationKind, Exit, FallowError, NodeOwner, RunView, Snapshot
 from fallow.testbed.cluster import Testbed
@@ -27,19 +26,9 @@ class Stage:
     def __init__(self, folder: Path, testbed: Testbed, settings: Mapping[str, str]) -> None:
         self.folder = folder
         self.testbed = testbed
-        empty = folder / "config.toml"
-        empty.touch(mode=0o600)
-        self.environ = {
-            **os.environ,
-            **testbed.env(),
-            **settings,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",
-            "FALLOW_STATE_DIR": str(folder / "state"),
-            "FALLOW_CONFIG": str(empty),
-            "FALLOW_HEAD__ADDRESS": "127.0.0.1",
-            "XDG_RUNTIME_DIR": str(folder),
-        }
-        self.head = HeadProcess(Paths.default(self.environ).create(), self.environ, folder / "head.log")
+        path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
+        self.head = HeadProcess.private(folder, {**os.environ, **testbed.env(), **settings, "PATH": path})
+        self.environ = self.head.environ
 
     async def submit(self, script: str, nodes: int) -> str:
         """Run `fallow submit --nodes=1:NODES` on a batch script with this text; returns the job id.

@@ -87,21 +87,10 @@ class Driver:
         )
         self._output = output
         self._on_view = on_view
-        (folder / "config.toml").touch()
-        (folder / "run").mkdir(mode=0o700, exist_ok=True)
-        self._environ = {
-            # All workers share this machine's cores, so one thread each, as torchrun does.
-            "OMP_NUM_THREADS": "1",
-            **environ,
-            "FALLOW_STATE_DIR": str(folder / "state"),
-            "XDG_RUNTIME_DIR": str(folder / "run"),
-            "FALLOW_CONFIG": str(folder / "config.toml"),
-            "FALLOW_SLURM__CLIENT": "none",
-            "FALLOW_HEAD__ADDRESS": "127.0.0.1",
-            "FALLOW_MEMBERSHIP__BEAT_S": "0.1",
-        }
-        self.paths = Paths.default(self._environ).create()
-        self._head = HeadProcess(self.paths, self._environ, folder / "head.log")
+        # All workers share this machine's cores, so one thread each, as torchrun does.
+        environ = {"OMP_NUM_THREADS": "1", **environ, "FALLOW_MEMBERSHIP__BEAT_S": "0.1"}
+        self._head = HeadProcess.private(folder, {**environ, "FALLOW_SLURM__CLIENT": "none"})
+        self.paths, self._environ = self._head.paths, self._head.environ
         self._agents: dict[str, asyncio.subprocess.Process] = {}
         "by the token of their allocation: one on each node"
         self._run = ""

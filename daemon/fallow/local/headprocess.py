@@ -37,8 +37,18 @@ class HeadProcess:
     def __init__(self, paths: Paths, environ: Mapping[str, str], log: Path) -> None:
         self.paths = paths
         self.log = log
-        self._environ = {**environ, "FALLOW_STATE_DIR": str(paths.state)}
+        self.environ = {**environ, "FALLOW_STATE_DIR": str(paths.state)}
         self._process: asyncio.subprocess.Process | None = None
+
+    @classmethod
+    def private(cls, folder: Path, environ: Mapping[str, str]) -> HeadProcess:
+        """One that keeps all that it has in a private folder, is found on this host only, and follows no settings but
+        those of its environment."""
+        config = folder / "config.toml"
+        config.touch(mode=0o600)
+        own = {"FALLOW_STATE_DIR": str(folder / "state"), "XDG_RUNTIME_DIR": str(folder), "FALLOW_CONFIG": str(config)}
+        environ = {**environ, **own, "FALLOW_HEAD__ADDRESS": "127.0.0.1"}
+        return cls(Paths.default(environ).create(), environ, folder / "head.log")
 
     @property
     def pid(self) -> int:
@@ -61,7 +71,7 @@ class HeadProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=self._environ,
+                env=self.environ,
                 start_new_session=True,
                 # However the process that started it ends, the head ends in order, and its store with it.
                 preexec_fn=functools.partial(_prctl, _PR_SET_PDEATHSIG, signal.SIGTERM),
