@@ -1,4 +1,7 @@
-"""`python -m fallow.nodecheck FOLDER SECONDS`: one task of srun per node, which starts a worker for each GPU there."""
+"""`python -m fallow.nodecheck FOLDER SECONDS`: one task of srun per node, which starts a worker for each GPU there.
+
+A worker's arguments go on with NODE RANK SIZE.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
-
 from fallow.agent.place import devices_here
 from fallow.nodecheck.meeting import FolderGathers
 
 MEETING_S = 60.0
-
-
-class Place(msgspec.Struct, frozen=True):
-    """A worker's place; its third argument has it as JSON."""
-
-    node: str
-    rank: int
-    size: int
 
 
 def main() -> int:
@@ -30,7 +23,7 @@ def main() -> int:
     if len(sys.argv) > 3:
         from fallow.nodecheck.worker import work
 
-        work(folder, float(measured_s), msgspec.json.decode(sys.argv[3], type=Place))
+        work(folder, float(measured_s), sys.argv[3], rank=int(sys.argv[4]), size=int(sys.argv[5]))
     devices = devices_here()
     node, count = os.environ.get("SLURMD_NODENAME", socket.gethostname()), devices.count or 1
     index, nodes = int(os.environ.get("SLURM_PROCID", "0")), int(os.environ.get("SLURM_NTASKS", "1"))
@@ -43,8 +36,7 @@ def main() -> int:
     before = [int(text) for text in counts]
     workers = []
     for number in range(count):
-        place = Place(node, sum(before[:index]) + number, sum(before))
-        words = [str(folder), measured_s, msgspec.json.encode(place).decode()]
+        words = [str(folder), measured_s, node, str(sum(before[:index]) + number), str(sum(before))]
         command = [sys.executable, "-m", "fallow.nodecheck", *words]
         workers.append(subprocess.Popen(command, env=os.environ | devices.share(number, count)))
     return next(filter(None, [worker.wait() for worker in workers]), 0)

@@ -13,7 +13,7 @@ import torch
 
 from fallow.core.checks.gpu_checks import Found, Measured, NodeFacts
 from fallow.model import FallowError
-from fallow.nodecheck.__main__ import MEETING_S, Place
+from fallow.nodecheck.__main__ import MEETING_S
 from fallow.nodecheck.facts import look_around
 from fallow.nodecheck.meeting import FolderGathers
 from fallow.wire.address import local_address_towards, own_address
@@ -27,24 +27,26 @@ _BATCH = 5
 _ON_DEVICE_BYTES, _ON_HOST_BYTES = 256 << 20, 16 << 20
 
 
-def work(folder: Path, measured_s: float, place: Place) -> None:
+def work(folder: Path, measured_s: float, node: str, rank: int, size: int) -> None:
     """Meet the others, measure, and write what was found to stdout, on rank 0. Ends the process.
 
     Args:
         folder: all nodes see it.
         measured_s: seconds of all-reduces.
-        place: this worker's.
+        node: the name of this worker's.
+        rank: of this worker.
+        size: how many workers there are.
     """
     device = _device()
-    store = GatherStore(FolderGathers(folder, place.rank, place.size), range(place.size), MEETING_S)
+    store = GatherStore(FolderGathers(folder, rank, size), range(size), MEETING_S)
     try:
-        group = build_group(0, place.rank, place.size, store, _address(), MEETING_S, device=device)
-        facts = msgspec.json.encode(look_around(place.node, [device]))
+        group = build_group(0, rank, size, store, _address(), MEETING_S, device=device)
+        facts = msgspec.json.encode(look_around(node, [device]))
         told = [msgspec.json.decode(text, type=NodeFacts) for text in group.gather(facts)]
         found = Found(_by_node(told), _measure(group, device, measured_s))
     except (FallowError, Interrupted, RuntimeError) as error:
-        sys.exit(f"{place.node}: {error}")
-    if place.rank == 0:
+        sys.exit(f"{node}: {error}")
+    if rank == 0:
         sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
         sys.stdout.flush()
     with contextlib.suppress(Interrupted):

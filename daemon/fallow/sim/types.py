@@ -18,9 +18,6 @@ Profile = Literal["preempt", "nograce", "plain"]
 Plans = Literal["hidden", "known"]
 """Of a trace of holes: does Slurm's plan tell when a hole ends, or does its owner come back without notice?"""
 
-POLL_REQUESTS = 6
-"""Requests to slurmctld that a poll with Slurm's own commands is (`slurm.cli`)."""
-
 Kind = Literal["absorb", "release", "eject"]
 
 

@@ -19,8 +19,9 @@ from fallow.sim.slurm.lives import SWEEP_S, Lives
 from fallow.sim.slurm.owners import Owners
 from fallow.sim.slurm.scheduler import LOOK_S, Rounds
 from fallow.sim.slurm.view import View, config
-from fallow.sim.types import POLL_REQUESTS, Change, Plans, SimJob, Site
+from fallow.sim.types import Change, Plans, SimJob, Site
 from fallow.slurm import parse
+from fallow.slurm.cli import POLL_REQUESTS
 from fallow.slurm.client import SubmitRejected
 
 FIRST_JOB = 1_000_000_000
