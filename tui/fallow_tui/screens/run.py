@@ -12,7 +12,7 @@ from textual.widgets import Footer, Static
 from fallow.model import MemberView, RunView
 from fallow_tui.palette import LABEL, MUTED, PHASES, STATUSES, WARN, run_badge
 from fallow_tui.screens.operator import OperatorScreen
-from fallow_tui.text import count, duration
+from fallow_tui.text import count, duration, figure
 from fallow_tui.view import View
 from fallow_tui.widgets.events import EventLog
 from fallow_tui.widgets.header import HeaderBar
@@ -98,11 +98,11 @@ class RunScreen(OperatorScreen):
             "generation": str(run.generation),
             "step": f"{run.step}{f' of {run.total_steps}' if run.total_steps is not None else ''}",
             "epoch": str(run.epoch),
-            "loss": _number(run.loss),
+            "loss": figure(run.loss),
             "samples/s": count(run.samples_per_s),
             "next release in": duration(view.next_release(run, now)),
             **({"drained": ",".join(run.drained)} if run.drained else {}),
-            **{name: _number(value) for name, value in run.scalars.items()},
+            **{name: figure(value) for name, value in run.scalars.items()},
         }
         text.append("\n")
         for name, value in facts.items():
@@ -115,7 +115,3 @@ class RunScreen(OperatorScreen):
             if allocation.reason:
                 text.append(f"({allocation.reason})  ", MUTED)
         return text
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.5g}"
