@@ -7,6 +7,7 @@ import time
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
@@ -62,10 +63,11 @@ class LiveView:
 
 
 def _picture(snapshot: Snapshot) -> Group:
-    parts: list[Text | ProgressBar] = []
+    parts: list[Text | Padding] = []
     for run in snapshot.runs[:1]:
         parts.append(Text(_progress(run), style="bold"))
-        parts.append(ProgressBar(total=run.total_steps or 100, completed=run.step, width=70))
+        # A bar by itself ends no line.
+        parts.append(Padding(ProgressBar(total=run.total_steps or 100, completed=run.step, width=70), 0))
     nodes = ((node.node, *GLYPHS[node.owner]) for node in snapshot.nodes)
     parts.append(Text(" ").join(Text(f"{name}:{sign}", style=style) for name, sign, style in nodes))
     return Group(*parts, Text("# training   x others   . idle   p planned for others", style="dim"))
