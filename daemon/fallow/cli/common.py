@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import sys
 from collections.abc import Callable, Coroutine
@@ -32,11 +31,11 @@ def restart_option(command: F) -> F:
 
 
 class Finite(click.FloatRange):
-    """A range of numbers; unlike click's it has no place for `nan`, nor for `inf` where it is open above."""
+    """A range of numbers; unlike click's it has no place for `nan`, nor for `inf` or 1e300 where it is open."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = super().convert(value, param, ctx)
-        if not math.isfinite(number):
+        if not abs(number) <= 1e12:  # JSON would make a null of what that leads to
             self.fail(f"{value} is no number to count with.", param, ctx)
         return float(number)
 

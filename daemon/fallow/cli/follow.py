@@ -18,12 +18,11 @@ from fallow.cli.tables import duration, moment
 from fallow.control.client import MOST_EVENTS, WATCH_S
 from fallow.files import Paths
 from fallow.model import EventRecord, Exit, FallowError, NodeOwner, NodeView, RunReport, RunStatus, RunView, Snapshot
+from fallow.model.bounds import MOST
 from fallow.text import clean, clean_output
 
 T = TypeVar("T")
 
-_LAST_EVENT = 2**63 - 1
-"""Events are numbered by the store, which counts no further."""
 _AWAY_S = 120.0
 """A head that is away for longer is not waited for."""
 _AWAY = (Exit.UNAVAILABLE, Exit.TEMPFAIL)
@@ -34,7 +33,7 @@ _CHUNK = 65536
 
 @click.command(short_help="What happened.")
 @click.argument("run", required=False)
-@click.option("--since", type=click.IntRange(0, _LAST_EVENT - 1), default=0, help="Only events with a higher number.")
+@click.option("--since", type=click.IntRange(0, MOST), default=0, help="Only events with a higher number.")
 @click.option("--limit", type=click.IntRange(1, MOST_EVENTS), default=100, show_default=True, help="The last so many.")
 @click.option("--follow", "-f", "following", is_flag=True, help="Go on with new events until interrupted.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON array; with --follow one JSON value per line.")

@@ -40,6 +40,7 @@ def test_exit_codes_are_documented(fallow: Fallow) -> None:
         (["events", "--since", "9" * 20], Exit.USAGE, "--since"),
         (["usage", "--since", "yesterday"], Exit.USAGE, "give a day as 2026-01-31, or 7d"),
         (["testbed", "load", "--mean", "inf"], Exit.USAGE, "--mean"),
+        (["prune", "--older-than", "1e308"], Exit.USAGE, "--older-than"),
         (["testbed", "up", "/proc/none"], Exit.CANTCREAT, "/proc/none cannot be made"),
         (["local", "--members", "1000000", "--", "true"], Exit.USAGE, "at most 512"),
         (["local", "--members", "2", "--schedule", "+1@x", "--", "true"], Exit.USAGE, "item 1 ('+1@x')"),
