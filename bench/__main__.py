@@ -32,6 +32,9 @@ ON_DEVICE = frozenset({"pause", "recovery", "steady", "reproducible"})
 NOT_ALONE = frozenset({"recovery", "torchrun"})
 """Benchmarks that need a second member."""
 
+LARGEST = 1_200_000_000
+"""Parameters of the largest model that there is (`workload.make`)."""
+
 INTERRUPTED = 130
 """Exit code as shells give it after SIGINT."""
 
@@ -50,17 +53,21 @@ def parse(words: Sequence[str] | None = None) -> Settings:
     listed = "\n".join(f"  {name:<13} {what}" for name, (_, what) in BENCHES.items())
     parser = argparse.ArgumentParser("bench", description=listed, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="+", choices=BENCHES, metavar="NAME")
-    parser.add_argument("--members", type=_members, default=[4], metavar="N,...", help="worlds (4)")
-    parser.add_argument("--params", type=_millions, default=[10_000_000], metavar="M,...", help="models, millions (10)")
-    parser.add_argument("--n", type=int, choices=range(2, 10**6), metavar="N", help="measurements per row, about")
+    parser.add_argument("--members", type=numbers, default=[4], metavar="N,...", help="worlds (4)")
+    parser.add_argument("--params", type=millions, default=[10_000_000], metavar="M,...", help="models, millions (10)")
+    parser.add_argument("--n", type=int, metavar="N", help="measurements per row, about")
     parser.add_argument("--device", default="cpu", metavar="KIND", help="to train on: cpu, cuda (cpu)")
     parser.add_argument("--seconds", type=float, default=300.0, help="of harvest, more than 60 (300)")
     parser.add_argument("--profile", choices=("plain", "preempt"), default="plain", help="of harvest's Slurm (plain)")
     parser.add_argument("--json", action="store_true", help="print one JSON list")
     args = parser.parse_args(words)
     least = 1 if NOT_ALONE.isdisjoint(args.names) else 2
-    if min(args.members) < least or min(args.params) < 10_000:
-        parser.error(f"--members: at least {least}; --params: at least 0.01")
+    if min(args.members) < least or min(args.params) < 10_000 or max(args.params) > LARGEST:
+        parser.error(f"--members: at least {least}; --params: 0.01 to {LARGEST / 1e6:g}")
+    if not 2 <= (args.n or 2) < 10**6:
+        parser.error("--n: at least 2, and below a million")
+    if "harvest" in args.names and not 60 < args.seconds <= 80_000:
+        parser.error("--seconds: more than 60, and at most 80000")
     if args.device != "cpu" and not ON_DEVICE.issuperset(args.names):
         parser.error(f"--device {args.device}: only {', '.join(sorted(ON_DEVICE))} train on a device")
     return args
@@ -98,11 +105,11 @@ def measure(settings: Settings) -> int:
     return code
 
 
-def _members(text: str) -> list[int]:
+def numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-def _millions(text: str) -> list[int]:
+def millions(text: str) -> list[int]:
     try:
         return [round(float(word) * 1e6) for word in text.split(",")]
     except OverflowError as error:  # of infinity
