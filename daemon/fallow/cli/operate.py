@@ -131,7 +131,7 @@ def cancel(run: str, as_json: bool) -> None:
 def prune(
     runs: tuple[str, ...], keep: int | None, older_than: float | None, checkpoints: bool, dry_run: bool, as_json: bool
 ) -> None:
-    """Remove what ended RUNS have left, or all runs that are old enough.
+    """Remove what ended RUNS, named in full, have left, or all runs that are old enough.
 
     A run that has checkpoints keeps them, its record, its script and its report, unless --checkpoints is given. A run
     without checkpoints goes as a whole: `fallow status` does not show it any more, and `fallow usage` has it in the
