@@ -11,52 +11,8 @@ An unknown state stays as the text it is; a time or number that cannot be read i
 
 from __future__ import annotations
 
-from fallow.slurm.parse.configuration import QOS_COLUMNS, config, with_qos
-from fallow.slurm.parse.inventory import cluster, node, partition, reservation
-from fallow.slurm.parse.queue import JOB_FIELDS, JobFormat, job, jobs
-from fallow.slurm.parse.submission import complaint, is_refusal, submitted_id
-from fallow.slurm.parse.values import (
-    count,
-    duration,
-    folded,
-    gpu_types,
-    gpus,
-    megabytes,
-    names,
-    node_state,
-    nodes,
-    other_gres,
-    preempt_mode,
-    when,
-    word,
-)
-
-__all__ = [
-    "JOB_FIELDS",
-    "QOS_COLUMNS",
-    "JobFormat",
-    "cluster",
-    "complaint",
-    "config",
-    "count",
-    "duration",
-    "folded",
-    "gpu_types",
-    "gpus",
-    "is_refusal",
-    "job",
-    "jobs",
-    "megabytes",
-    "names",
-    "node",
-    "node_state",
-    "nodes",
-    "other_gres",
-    "partition",
-    "preempt_mode",
-    "reservation",
-    "submitted_id",
-    "when",
-    "with_qos",
-    "word",
-]
+from fallow.slurm.parse.configuration import *
+from fallow.slurm.parse.inventory import *
+from fallow.slurm.parse.queue import *
+from fallow.slurm.parse.submission import *
+from fallow.slurm.parse.values import *
