@@ -141,7 +141,7 @@ def invoke(words: Sequence[str]) -> int:
         if os.environ.get("FALLOW_DEBUG") == "1" and not isinstance(error, click.ClickException):
             raise
         # An error without a name is that of an output: nobody takes a JSON value there.
-        lost = isinstance(error, OSError) and error.filename is None
+        lost = isinstance(error, OSError) and error.filename is None and not isinstance(error, FileNotFoundError)
         if lost:
             _discard_output()
         return _tell(_told(error), wants_json(words) and not lost)
@@ -165,6 +165,8 @@ def _told(error: Exception) -> FallowError:
             return FallowError(" ".join(error.format_message().split()) + hint, Exit.USAGE)
         case click.ClickException():
             return FallowError(error.format_message(), Exit.NOINPUT)
+        case FileNotFoundError(filename=None):  # of `os.getcwd`
+            return FallowError("the folder that you are in is gone; cd to one that exists", Exit.NOINPUT)
         case OSError(filename=None):
             return FallowError(f"input or output failed: {error.strerror or error}", Exit.IOERR)
         case OSError():

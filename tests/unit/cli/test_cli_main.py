@@ -55,6 +55,19 @@ def test_errors_are_one_clear_line(words: list[str], code: Exit, message: str, f
     assert message in done.err
 
 
+def test_a_folder_that_is_gone_is_named_as_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fallow: Fallow
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    done = fallow("local", "--members", "1", "--report", "r.json", "--", "true")
+    assert (done.code, done.err) == (
+        Exit.NOINPUT,
+        "fallow: the folder that you are in is gone; cd to one that exists\n",
+    )
+
+
 @pytest.mark.parametrize("words", [["submit", "job.sh"], ["status"], ["events", "--follow"]], ids=" ".join)
 def test_a_wrong_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], fallow: Fallow
