@@ -168,7 +168,8 @@ class Driver:
         agents = self._agents.values()
         if agents and all(agent.returncode is not None for agent in agents):
             codes = sorted({str(agent.returncode) for agent in agents})
-            raise FallowError(f"every agent ended (exit {', '.join(codes)}) while the run went on", Exit.SOFTWARE)
+            why = "; the schedule has left it no member" if codes == [str(int(Exit.NO_RESTART))] else ""
+            raise FallowError(f"every agent ended (exit {', '.join(codes)}) while the run went on{why}", Exit.SOFTWARE)
 
     async def _follow(self) -> None:
         """Make each item happen as soon as its step is finished and the item before it has taken effect."""
