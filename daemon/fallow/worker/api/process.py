@@ -63,8 +63,8 @@ def session_with_agent(descriptor: str, *, grouped: bool = True, orphaned: signa
         return Session(connect, grouped=grouped)
     except (OSError, ValueError) as error:
         raise FallowError(
-            f"FALLOW_CHANNEL_FD={descriptor} is no socket to an agent ({error}); "
-            "unset FALLOW_WORKER to run the script by itself",
+            f"FALLOW_CHANNEL_FD={descriptor} is no socket to an agent ({error}). If torchrun or the like stands "
+            "between `fallow run --` and the script, leave it out; to run the script by itself: unset FALLOW_WORKER",
             Exit.USAGE,
         ) from None
 

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from fallow.model import FallowError
+from fallow.worker.api.process import session_with_agent
+
 BEGIN = """
 import atexit
 import sys
@@ -75,3 +78,9 @@ session_with_agent(sys.argv[1]).open()
         worker = subprocess.Popen(command, pass_fds=[theirs.fileno()])
     ours.close()
     assert worker.wait(180.0) == 128 + signal.SIGKILL
+
+
+def test_a_launcher_between_the_agent_and_the_script_is_named_as_what_may_be_wrong() -> None:
+    """torchrun closes what its workers inherit."""
+    with pytest.raises(FallowError, match="If torchrun or the like stands between"):
+        session_with_agent("999")
