@@ -28,7 +28,10 @@ def test_an_unknown_submission_is_adopted_when_it_shows_up_and_lost_after_the_ho
 
 
 def test_one_poll_that_does_not_show_a_job_does_not_end_it() -> None:
-    mine = allocation("tok", job_id="7", agents={"n1": Agent(node=1)})
+    mine, alone = allocation("tok", job_id="7", agents={"n1": Agent(node=1)}), allocation("tok", job_id="7")
+    for state in (AllocationState.RUNNING, AllocationState.ENDED):
+        observe(alone, [], NOW, 30)
+        assert alone.state is state
     for _ in range(5):
         assert observe(mine, [], NOW, 30) is None
     assert mine.state is AllocationState.RUNNING, "its agent still answers"

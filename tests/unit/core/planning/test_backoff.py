@@ -34,8 +34,11 @@ def test_a_limit_of_one_account_shortens_nobody_elses_requests() -> None:
     assert minutes["b"] <= 60 < minutes["c"]
     assert backoff.strike("PartitionTimeLimit", BIO, "p", 100, NOW)
     assert (backoff.longest(BIO, "p", NOW), backoff.longest(CHEM, "p", NOW)) == (50, 50)
+    for asker in (BIO, CHEM):
+        assert backoff.strike("QOSMaxJobsPerUserLimit", asker, "p", 30, NOW)
     backoff.forget(BIO)
     assert backoff.longest(BIO, "p", NOW) == 50, "the partition's own limit stays"
+    assert (backoff.until(BIO, "p"), backoff.until(CHEM, "p") > NOW) == (0.0, True)
 
 
 @pytest.mark.parametrize(
