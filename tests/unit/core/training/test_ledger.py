@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import array
 import errno
-import fcntl
 import os
-import termios
 import threading
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,6 +21,8 @@ from fallow.head.api.ledgers import sample_count
 from fallow.model import ChangeKind, GenerationReport, Parts
 from fallow.worker.data import ledger as ledgers
 from fallow.worker.data.ledger import Fed, Gap, Ledger, Record, Start, read_ledger
+
+DEADLINE_S = 120.0
 
 
 def fed(step: int, generation: int = 1) -> Fed:
@@ -122,49 +120,20 @@ def test_what_a_lost_node_could_not_write_is_unknown_as_long_as_it_was_a_member(
     assert (report.consumed, report.unknown, report.lost, report.duplicated) == (20, 16, 4, 0)
 
 
-class Hanging:
-    """A file whose writes block, from a page of content on, until it is read: a FIFO."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "n0.ledger"
-        os.mkfifo(self.path, 0o600)
-        self._end = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
-        fcntl.fcntl(self._end, fcntl.F_SETPIPE_SZ, 4096)
-        self._content = b""
-        self._reader = threading.Thread(target=self._read, daemon=True)
-
-    @property
-    def room(self) -> int:
-        """Bytes that a write may have now without blocking."""
-        held = array.array("i", [0])
-        fcntl.ioctl(self._end, termios.FIONREAD, held)
-        return fcntl.fcntl(self._end, fcntl.F_GETPIPE_SZ) - held[0]
-
-    def answer(self) -> None:
-        """It hangs no more."""
-        os.set_blocking(self._end, True)
-        self._reader.start()
-
-    def records(self, folder: Path, number: int) -> list[Record]:
-        """All that was ever written, once there are so many."""
-        end, found = time.monotonic() + 120, list[Record]()
-        while len(found) < number and time.monotonic() < end:
-            (folder / "content").write_bytes(self._content)
-            found = read_ledger(folder / "content")
-        return found
-
-    def _read(self) -> None:
-        while data := os.read(self._end, 65536):
-            self._content += data
-
-
 def test_a_disk_that_hangs_is_waited_for_once_and_gets_every_record_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ledgers, "network_filesystem", lambda _: "nfs")
-    disk, told = Hanging(tmp_path), list[int | None]()
-    ledger = Ledger(disk.path, told.append)
-    wanted: list[Record] = []
+    path, told, wanted = tmp_path / "n0.ledger", list[int | None](), list[Record]()
+    answers, write = threading.Event(), os.write
+
+    def hang(descriptor: int, data: bytes) -> int:
+        if b'"step":20,' in bytes(data):
+            assert answers.wait(DEADLINE_S)
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", hang)
+    ledger = Ledger(path, told.append)
 
     def step() -> None:
         wanted.append(fed(len(wanted)))
@@ -172,29 +141,28 @@ def test_a_disk_that_hangs_is_waited_for_once_and_gets_every_record_in_order(
         ledger.flush()
 
     monkeypatch.setattr(ledgers, "PATIENCE_S", 60.0)  # a busy machine is no disk that hangs
-    while len(msgspec.json.encode(fed(len(wanted)))) + 1 <= disk.room:
+    for _ in range(20):
         step()
+    assert told == []
     monkeypatch.setattr(ledgers, "PATIENCE_S", 0.2)
     step()
-    first = len(wanted) - 1
-    assert first > 20
-    assert told == [first], "the step that waited in vain is the first one that is missing"
+    assert told == [20], "the step that waited in vain is the first one that is missing"
     began = time.monotonic()
     for _ in range(2000):
         step()
     ledger.flush(0.5)  # at the end it is waited for, but not for ever
     assert time.monotonic() - began < 90.0, "0.2 s for each would be 400 s"
-    assert told == [first]
-    disk.answer()
+    assert told == [20]
+    answers.set()
     monkeypatch.setattr(ledgers, "PATIENCE_S", 60.0)
-    end = time.monotonic() + 120
-    while told != [first, None] and time.monotonic() < end:
+    end = time.monotonic() + DEADLINE_S
+    while told != [20, None] and time.monotonic() < end:
         ledger.flush(1.0)  # what a step computes takes longer than a write
         step()
     step()
     ledger.flush(60.0)
-    assert told == [first, None]
-    assert disk.records(tmp_path, len(wanted)) == wanted
+    assert told == [20, None]
+    assert list(read_ledger(path)) == wanted
     warned = capsys.readouterr().err.splitlines()
     assert len(warned) == 2
     assert "cannot be written (no answer for " in warned[0]
