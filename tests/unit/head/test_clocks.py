@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -33,10 +32,9 @@ from fallow.slurm.process import Done
 from fallow.slurm.pyslurm_client import PyslurmClient
 from fallow.slurm.state import on_our_clock
 from planning import planned
+from runs import new_book, new_run
 from scripted_slurm import ScriptedSlurm
-
-from runs import new_book, new_run  # isort: skip
-from talk import Talk  # isort: skip
+from talk import Talk
 
 NOW = 1_795_000_000.0
 OFFSETS = st.floats(-120, 120) | st.sampled_from([-120.0, -40.0, 0.0, 40.0, 120.0])
@@ -136,45 +134,26 @@ def test_s5_no_request_is_withdrawn_early_whatever_slurms_clock_says(tmp_path: P
 
 
 async def test_both_clients_measure_the_offset_and_take_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead_s = 120.0
-
-    def iso(at: float) -> str:
-        return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at))
+    there = NOW + 120.0
+    begin, end = (time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at)) for at in (there, there + 60.0))
 
     async def answer(self: CliClient, argv: list[str], stdin: str = "", **_: float) -> Done:
-        there = time.time() + ahead_s
         if "config" in argv:
-            return Done(0, f"Configuration data as of {iso(there)}\nClusterName = c\nSLURM_VERSION = 25.11.2\n", "")
-        node = "NodeName=n1 State=IDLE CPUTot=8\n"
-        reserved = f"ReservationName=m StartTime={iso(there)} EndTime={iso(there + 60.0)} Nodes=n1\n"
-        text = node + reserved if argv[0] == "scontrol" else ""
-        return Done(0, text, "")
-
-    monkeypatch.setattr(CliClient, "_start", answer)
-
-    def close(to: float, abs_s: float) -> Any:
-        """But for the time that the test has taken so far."""
-        return pytest.approx(to, abs=abs_s + time.time() - began)
-
-    cli, began = CliClient(), time.time()
-    await cli.config()
-    state = await cli.poll()
-    assert state.clock_offset_s == close(ahead_s, 2.0)
-    assert state.at == close(time.time(), 2.0)
-    assert state.reservations[0].start_at == close(time.time(), 4.0)
-
-    by_pyslurm, began = PyslurmClient(), time.time()
-    there = began + ahead_s
-    reserved = [ReservationInfo(reservation="m", nodes=["n1"], start_at=there, end_at=there + 60.0)]
+            return Done(0, f"Configuration data as of {begin}\nClusterName = c\nSLURM_VERSION = 25.11.2\n", "")
+        reserved = f"ReservationName=m StartTime={begin} EndTime={end} Nodes=n1\n"
+        return Done(0, f"NodeName=n1 State=IDLE CPUTot=8\n{reserved}" if argv[0] == "scontrol" else "", "")
 
     async def asked(*_: object) -> ClusterState:
-        return ClusterState(at=0.0, nodes=[], jobs=[], partitions=[], reservations=reserved)
+        reserved = ReservationInfo(reservation="m", nodes=["n1"], start_at=there, end_at=there + 60.0)
+        return ClusterState(at=0.0, nodes=[], jobs=[], partitions=[], reservations=[reserved])
 
-    monkeypatch.setattr(by_pyslurm, "_ask", asked)
-    await CliClient.config(by_pyslurm)
-    state = await by_pyslurm.poll()
-    assert state.at == close(time.time(), 2.0)
-    assert state.reservations[0].start_at == close(time.time(), 4.0)
+    monkeypatch.setattr(CliClient, "_start", answer)
+    monkeypatch.setattr(PyslurmClient, "_ask", asked)
+    monkeypatch.setattr("fallow.slurm.cli.time.time", lambda: NOW)
+    for client in (CliClient(), PyslurmClient()):
+        await CliClient.config(client)
+        state = await client.poll()
+        assert (state.clock_offset_s, state.at, state.reservations[0].start_at) == (120.0, NOW, NOW)
 
 
 @pytest.mark.parametrize(("ahead_s", "measured_s"), [(0.0, 0.0), (120.0, 130.0), (-120.0, -110.0)])
