@@ -118,24 +118,19 @@ def test_who_waits_for_licences_that_our_jobs_have_gets_as_many_as_it_needs() ->
     assert (found.give_back, found.most) == ((), {"r": 0}), "it keeps its own; no more are taken"
 
 
-def test_as_many_gpus_are_given_back_as_the_job_needs() -> None:
-    job = waits("AssocGrpGRES", gpus_per_node=3)
-    found = yielded(cluster(job, *map(ours, range(4))), [held(i) for i in range(4)], {"r": ME})
-    assert len(found.give_back) == 3
-
-
-@pytest.mark.parametrize(("tasks", "number"), [("", 1), ("7", 1), ("0-2", 3), ("0-2%2", 2), ("0-99", 4)])
-def test_room_is_made_for_each_element_of_an_array_that_may_run(tasks: str, number: int) -> None:
-    job = waits("AssocGrpNodeLimit", array_tasks=tasks)
-    found = yielded(cluster(job, *map(ours, range(4))), [held(i) for i in range(4)], {"r": ME})
-    assert len(found.give_back) == number
-
-
-def test_no_room_is_made_for_elements_of_an_array_that_its_own_limit_keeps_back() -> None:
-    job = waits("AssocGrpNodeLimit", array_job_id="9", array_tasks="2-9%3")
+@pytest.mark.parametrize(
+    ("wants", "number"),
+    [
+        ({"reason": "AssocGrpGRES", "gpus_per_node": 3}, 3),
+        *(({"array_tasks": tasks}, n) for tasks, n in {"": 1, "7": 1, "0-2": 3, "0-2%2": 2, "0-99": 4}.items()),
+        ({"array_job_id": "9", "array_tasks": "2-9%3"}, 1),  # two elements run, and its own limit is three
+    ],
+)
+def test_as_much_is_given_back_as_the_job_or_elements_of_an_array_need(wants: dict[str, Any], number: int) -> None:
+    job = waits(**{"reason": "AssocGrpNodeLimit", **wants})
     begun = [theirs(str(i), array_job_id="9", nodes=[f"n{i}"]) for i in (20, 21)]
     found = yielded(cluster(job, *begun, *map(ours, range(4))), [held(i) for i in range(4)], {"r": ME})
-    assert len(found.give_back) == 1
+    assert len(found.give_back) == number
 
 
 def test_what_is_on_its_way_out_or_has_just_left_is_not_given_back_twice() -> None:

@@ -55,16 +55,6 @@ def given_back(state: ClusterState, mine: list[Allocation]) -> list[str]:
     return [wish.token for wish in planned(state, [], mine, RULES).give_backs]
 
 
-def test_gives_back_the_newest_nodes_that_a_waiting_job_needs_where_nothing_preempts() -> None:
-    nodes = [node("n1", "ALLOCATED"), node("n2", "ALLOCATED"), node("n3", "ALLOCATED"), node("n4")]
-    mine = [allocation(f"h{i}", nodes=[f"n{i}"], start_at=NOW - 100 + i) for i in (1, 2, 3)]
-    assert given_back(preempting(nodes, [waits(nodes=3)], preempt_mode="OFF"), mine) == ["h3", "h2"]
-    assert given_back(preempting(nodes, [waits(nodes=3)]), mine) == ["h3", "h2"], "jobs of one tier preempt none of it"
-    assert given_back(preempting(nodes, [waits(nodes=3, partition="urgent")]), mine) == [], "Slurm takes them itself"
-    for hopeless in (waits(nodes=5), waits(nodes=3, reason="QOSMaxJobsPerUserLimit")):
-        assert actions(preempting(nodes, [hopeless], preempt_mode="OFF"), [], mine, RULES) == []
-
-
 @pytest.mark.parametrize(("ahead_s", "left"), [(70.0, ["h"]), (90.0, [])])
 def test_nodes_of_a_reservation_are_left_before_it_begins(ahead_s: float, left: list[str]) -> None:
     start_at = NOW + ahead_s
