@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import weakref
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
 
+from builders import Clock
 from fallow.worker.loop import pace
 from fallow.worker.loop.pace import ENOUGH, Pace
 from fallow.worker.transport import device as devices
-
-
-class Clock:
-    """In the place of module `time`; the test turns it."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 class Event:
@@ -62,10 +54,10 @@ class Bodies:
     """Steps whose bodies take as long as the test says."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, device: str = "cpu") -> None:
-        self.clock = Clock()
+        self.clock = Clock(100.0)
         self.device = device
         self.pace = Pace(torch.device(device))
-        monkeypatch.setattr(pace, "time", self.clock)
+        monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=self.clock))
         Event.reached = Event.made = 0.0
         monkeypatch.setattr(torch, "Event", Event)
         monkeypatch.setattr(devices, "current_stream", lambda device: None if device.type == "cpu" else Stream(device))
