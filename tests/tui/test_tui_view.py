@@ -1,13 +1,24 @@
-"""The reduction of the stream, without a terminal."""
+"""The monitor's parts: the reduction of the stream, its sources, and formats."""
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
+import pytest
 from tui_rig import START, event, member, node_view, run_view, snapshot
 
-from fallow.model import AllocationKind, MemberPhase, NodeOwner, Snapshot
+import builders
+from fallow.control.server import ControlServer
+from fallow.files import Paths, write_struct
+from fallow.model import AllocationKind, EventRecord, Exit, FallowError, MemberPhase, NodeOwner, Snapshot
+from fallow_tui.demo import DemoCluster, DemoSource
 from fallow_tui.palette import glyph
+from fallow_tui.source import HeadSource
+from fallow_tui.text import clean_item, figure
 from fallow_tui.view import KEEP_S, Cell, View
 
 
@@ -71,3 +82,72 @@ def test_events_are_taken_once_and_start_anew_with_another_state_folder() -> Non
     view.apply(snapshot(last_event=0), 1.0)
     view.apply(event(1, text="new"), 1.0)
     assert [item.text for item in view.events] == ["new"]
+
+
+def _story(seed: int, seconds: int) -> tuple[View, list[EventRecord]]:
+    cluster, view, events = DemoCluster(seed), View(), []
+    for _ in range(seconds):
+        events += cluster.advance()
+        view.apply(cluster.snapshot(), cluster.at)
+    return view, events
+
+
+def test_the_story_has_growth_and_shrinkage_on_nodes_that_are_idle() -> None:
+    view, events = _story(7, 300)
+    assert {"start", "absorb", "release"} <= {event.kind for event in events}
+    rows = view.timeline(100, 2.0)
+    assert any(len({cell.owner for cell in cells}) >= 3 for cells in rows.values())
+
+
+async def test_the_source_streams_and_takes_no_requests() -> None:
+    source = DemoSource(tick_s=0.0, wall=lambda: 1000.0)
+    async for item in source.subscribe():
+        if isinstance(item, Snapshot) and item.at > 1000.0:
+            break
+    with pytest.raises(FallowError, match="made up"):
+        await source.call("shrink", run=item.runs[0].run, by=1)
+
+
+class Head:
+    """Answers as a head would."""
+
+    async def handle(self, method: str, params: dict[str, Any]) -> Any:
+        match method:
+            case "status":
+                return snapshot(last_event=1)
+            case "events":
+                return [event(1)]
+            case "grow":
+                raise FallowError(f"run {params['run']} is at its most", Exit.USAGE)
+        return None
+
+
+async def test_stream_and_calls_through_the_control_socket(tmp_path: Path) -> None:
+    paths = Paths(state=tmp_path / "state", runtime=tmp_path / "runtime").create()
+    server = ControlServer(paths.control, Head().handle)
+    await server.start()
+    try:
+        here = {"host": socket.gethostname(), "pid": os.getpid(), "control": str(paths.control)}
+        write_struct(paths.head_file, builders.head_file(**here))
+        source = HeadSource(paths)
+        items = source.subscribe()
+        assert [await anext(items) for _ in range(2)] == [snapshot(last_event=1), event(1)]
+        assert await source.call("cancel", run="digits-1") is None
+        with pytest.raises(FallowError, match="digits-1 is at its most"):
+            await source.call("grow", run="digits-1", by=1)
+    finally:
+        await server.close()
+
+
+def test_clean_item_escapes_what_a_terminal_would_obey_and_keeps_the_rest() -> None:
+    hostile = event(1, text="\x1b]52;c;AAAA\x07\x1b[2Jnode\u202e [red]x[/red]\nü\x9b1m", run=None)
+    assert clean_item(hostile).text == r"\x1b]52;c;AAAA\x07\x1b[2Jnode\u202e [red]x[/red] ü\x9b1m"
+    assert clean_item(snapshot()) == snapshot()
+    dirty = EventRecord(seq=1, at=0.0, run=None, kind="k", text="t", data={"a\x1b[1m": ["\x07b", 3]})
+    assert clean_item(dirty).data == {r"a\x1b[1m": [r"\x07b", 3]}
+
+
+def test_a_figure_that_does_not_fit_loses_digits_but_never_its_exponent() -> None:
+    figures = {2.2481: "2.248", 0.0012345: "0.0012", -1.754e-05: "-2e-05", 123456.7: "1e+05", float("-inf"): "-inf"}
+    assert {value: figure(value) for value in figures} == figures
+    assert figure(None) == "-"

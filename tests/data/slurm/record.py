@@ -2,7 +2,7 @@
 
     python tests/data/slurm/record.py tests/data/slurm/22.05
 
-for `tests/unit/core/neighbour/test_slurm_recorded.py`, whenever `parse.JOB_FIELDS` or the commands
+for `tests/unit/core/neighbour/test_recorded.py`, whenever `parse.JOB_FIELDS` or the commands
 of `CliClient` change.
 Names of users, hosts and folders are replaced.
 """

@@ -1,16 +1,17 @@
-"""What a run asks for follows from the options it was submitted with."""
+"""What a run asks for follows from its options, also before it exists."""
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
-from builders import NOW, allocation, cluster, node, partition
+from builders import NOW, allocation, cluster, node, partition, request
 from fallow.core.kinds import Kind
 from fallow.core.planning.asking import Ask
-from fallow.core.planning.rules import Demand, HarvestRules
+from fallow.core.planning.rules import Demand, HarvestRules, Known
 from fallow.core.submission.reserved import within
 from fallow.head.slurm.demands import kind_of
-from fallow.model import ReservationInfo, RunSpec
+from fallow.head.slurm.estimate import estimate
+from fallow.model import ClusterState, ReservationInfo, RunSpec
 from planning import actions, planned
 
 
@@ -53,3 +54,37 @@ def test_the_nodes_of_a_reservation_are_for_runs_that_name_it() -> None:
     assert [each.token for each in planned(state, demands, [held], HarvestRules()).give_backs] == ["h"]
     later = replace(state, reservations=[replace(mine, start_at=NOW + 3600.0, end_at=NOW + 7200.0)])
     assert within(later, ["mine"]) is later and within(state, ["other"]) is state
+
+
+def idle(nodes: int, mode: str = "REQUEUE") -> ClusterState:
+    names = [f"n{i}" for i in range(1, nodes + 1)]
+    partitions = [partition("p", names, preempt_mode=mode, max_time_s=7200.0)]
+    return cluster([node(name) for name in names], partitions=partitions)
+
+
+def new_run(**more: object) -> RunSpec:
+    return RunSpec(**{"run": "", "name": "r", "min_nodes": 1, "max_nodes": 8, **more})  # type: ignore[arg-type]
+
+
+def test_a_run_that_does_not_exist_yet_is_planned_for() -> None:
+    found = estimate(idle(6), new_run(), HarvestRules(max_pending=4), [], Known())
+    assert (found.idle_nodes, found.nodes, found.notes) == (6, 7, [])
+    assert sum(one.nodes for one in found.asks) == 4
+    assert {one.partition for one in found.asks} == {"p"}
+    assert all(60 < one.minutes <= 120 for one in found.asks)
+    # What is asked for already takes its part.
+    others = [request("t", run="other")]
+    assert estimate(idle(6), new_run(), HarvestRules(max_pending=4), others, Known()).nodes == 6
+    poor = estimate(idle(6), new_run(budget_node_hours=3.0), HarvestRules(), [], Known())
+    assert 0 < sum(one.nodes * one.minutes for one in poor.asks) <= 180
+
+
+def test_why_nothing_would_be_harvested_is_said() -> None:
+    state = idle(1, "OFF")
+    found = estimate(state, new_run(), HarvestRules(), [], Known())
+    assert found.asks == []
+    (note,) = found.notes
+    assert note.startswith("nothing may be harvested in any partition: it is down, not open to your groups, or ")
+    named = estimate(state, new_run(harvest_partitions=["gone"]), HarvestRules(), [], Known())
+    assert named.notes[0] == "there is no partition gone"
+    assert estimate(state, new_run(max_nodes=1), HarvestRules(), [], Known()).notes == []

@@ -26,7 +26,7 @@ SQUEUE = parse.JobFormat(
 
 
 def test_26_05_shows_jobs_and_nodes_like_the_others() -> None:
-    """Those have answered the client's own queries, see `core/neighbour/test_slurm_recorded.py`."""
+    """Those have answered the client's own queries, see `core/neighbour/test_recorded.py`."""
     jobs = parse.jobs((DATA / "squeue_O.2grace.txt").read_text(), SQUEUE)
     warned = [job for job in jobs if job.state == "RUNNING"]
     assert [(job.nodes, job.preempt_at, job.end_at) for job in warned] == [

@@ -1,14 +1,19 @@
-"""The elastic loader: which samples a shard has, and that its loader processes change nothing."""
+"""The elastic loader: which samples a shard has, and that loader processes and prefetching change nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -24,6 +29,7 @@ from torch.utils.data import (
 
 from fallow.model import FallowError
 from fallow.worker.data import loader as loader_module
+from fallow.worker.data import prefetch, rng
 from fallow.worker.data.loader import ElasticLoader, check_loader
 from fallow.worker.data.source import Key
 
@@ -206,3 +212,122 @@ def test_a_default_device_of_the_script_is_no_matter_of_ours() -> None:
         torch.set_default_device(None)
     assert {batch.device.type for batch in batches} == {"cpu"}
     assert sorted(sampled) == list(range(8))
+
+
+# -- batches that are prefetched along a plan: however plans follow each other, what is wanted comes, and once --------
+
+
+SHARDS, BATCH, STEPS = 4, 2, 6
+
+
+class Numbers(Dataset[torch.Tensor]):
+    def __init__(self) -> None:
+        self.loaded = 0
+
+    def __len__(self) -> int:
+        return SHARDS * BATCH * STEPS
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.loaded += 1
+        return torch.tensor(index)
+
+
+class Ahead:
+    """In the place of the DataLoader over the feed: asks for as many batches in advance, but in this process."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_sampler: Any,
+        collate_fn: Callable[[Any], Any],
+        num_workers: int,
+        prefetch_factor: int,
+        **_: Any,
+    ) -> None:
+        self.dataset, self.feed, self.collate = dataset, iter(batch_sampler), collate_fn
+        self.depth = num_workers * prefetch_factor
+
+    def __iter__(self) -> Iterator[Any]:
+        ahead = deque(next(self.feed) for _ in range(self.depth))
+        for _ in range(500):
+            ahead.append(next(self.feed))
+            with rng.kept():
+                batch = self.collate(self.dataset.__getitems__(ahead.popleft()))
+            yield batch
+        raise AssertionError("a batch that is wanted does not come")
+
+
+def prefetching(depth: int) -> ElasticLoader:
+    source = DataLoader(Numbers(), batch_size=BATCH, num_workers=1, prefetch_factor=depth)
+    return ElasticLoader(source, seed=3, global_batch=SHARDS * BATCH)
+
+
+def mine(shards: list[int]) -> Callable[[int], list[int]]:
+    return lambda count: [shard for shard in shards if shard < count]
+
+
+duties = st.sets(st.integers(0, SHARDS - 1), min_size=1).map(sorted)
+changes = st.lists(duties, max_size=3)
+"the plans made one after another at a step; the last one counts"
+
+
+@given(first=duties, steps=st.lists(changes, min_size=STEPS - 1, max_size=STEPS - 1), depth=st.integers(1, 5))
+@example(first=[0, 1], steps=[[[0, 1, 2]], [[0], [0, 1]], [], [], []], depth=4)
+@example(first=[0, 1], steps=[[[0, 1]]] * 5, depth=1)
+def test_each_batch_that_is_wanted_comes_however_the_plans_change(
+    first: list[int], steps: list[list[list[int]]], depth: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefetch, "DataLoader", Ahead)
+        loader, shards, wanted, changes = prefetching(depth), first, 0, 0
+        loader.replan(Key(0, 0, 0), mine(shards))
+        for step, plans in enumerate([[], *steps]):
+            for plan in plans:
+                changes += plan != shards
+                shards = plan
+                loader.replan(Key(0, step, 0), mine(shards))
+            for shard in shards:
+                key = Key(0, step, shard)
+                assert loader.fetch(key).tolist() == loader.indices(key)
+                wanted += 1
+        assert loader.dataset.loaded // BATCH <= wanted + (changes + 1) * 2 * depth, "much is loaded in vain"
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch.Generator(device="cpu"),
+    "numpy": np.random.default_rng,
+    "numpy, the old one": np.random.RandomState,
+    "random": random.Random,
+}
+
+
+def draw(generator: Any) -> float:
+    if isinstance(generator, torch.Generator):
+        return float(torch.rand((), generator=generator, device="cpu"))
+    return float(generator.random())
+
+
+def drawn() -> list[float]:
+    """What the generators that everybody uses give next."""
+    return [float(torch.rand((), device="cpu")), random.random(), float(np.random.rand())]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seed_fixes_all_generators_each_gives_other_numbers_and_they_are_put_back(kind: str) -> None:
+    own = [KINDS[kind](), KINDS[kind]()]
+    found = []
+    for seed in (1, 1, 2):
+        rng.seed_everything(seed, own)
+        found.append([*drawn(), *map(draw, own)])
+        drawn()  # numbers that one shard wastes
+        draw(own[0])
+    assert found[0] == found[1]
+    assert not set(found[0]) & set(found[2])
+    assert len(set(found[0])) == 5
+    assert all(rng.is_generator(generator) for generator in own)
+    assert not rng.is_generator(random.SystemRandom())
+    rng.seed_everything(1, own)
+    with contextlib.suppress(ZeroDivisionError), rng.kept(own):
+        rng.seed_everything(2, own)
+        raise ZeroDivisionError
+    assert [*drawn(), *map(draw, own)] == found[0]

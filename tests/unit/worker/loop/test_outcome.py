@@ -1,4 +1,4 @@
-"""What all members conclude from their parts."""
+"""What all members conclude from their parts, and what `update.note` was told."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import math
 from fractions import Fraction
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.core.training.shares import divide
+from fallow.model import FallowError
 from fallow.worker.loop.exchange import Outcome, exact_sum
+from fallow.worker.loop.figures import Figures
 from small_training import SUMS, part
 
 VALUES = st.floats(-1e300, 1e300) | st.sampled_from([math.nan, math.inf, -math.inf])
@@ -53,3 +56,16 @@ def test_all_change_over_to_one_generation_one_wish_makes_a_checkpoint_and_one_b
     assert Outcome.of([part(checkpoint=1.0), part()], SUMS).checkpoint
     assert not Outcome.of([part(checkpoint=1.0), part(checkpoint=-2.0)], SUMS).checkpoint
     assert not Outcome.of([part(), part()], SUMS).checkpoint
+
+
+def test_the_last_figures_of_a_shard_count_with_its_weight() -> None:
+    figures, loss = Figures(), torch.tensor(3.0, requires_grad=True)
+    figures.note(2, 0.25, {"loss": loss, "right": 8})
+    loss.data.zero_()  # it may change behind its note
+    figures.note(5, 0.5, {"loss": 7.0, "right": 2.0})
+    figures.note(5, 0.5, {"loss": torch.tensor([1.0])})
+    figures.send()
+    assert figures.told() == {"loss": {2: 0.75, 5: 0.5}, "right": {2: 2.0, 5: 1.0}}
+    assert figures.told() == figures.told(), "a second round of sums tells them again"
+    with pytest.raises(FallowError, match=r"update\.note\(loss=\.\.\.\) wants one number, not \(2, 3\)"):
+        figures.note(0, 1.0, {"loss": torch.ones(2, 3)})

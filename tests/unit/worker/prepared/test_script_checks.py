@@ -1,17 +1,98 @@
-"""What is prepared, and what becomes of it: what would be silently wrong is refused early, with advice."""
+"""What would be silently wrong with a changing membership is refused: what `e2e/test_misuse` does not show."""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from fallow.model import Exit, FallowError
-from small_training import Script
+from fallow.worker.api.run import init
+from small_training import Script, alone, net
+
+
+def weights_inside(script: Script, _: Any) -> None:
+    with torch.no_grad():
+        script.model[0].weight.mul_(0.9)
+
+
+def rate_inside(script: Script, _: Any) -> None:
+    script.optimizer.param_groups[0]["lr"] *= 0.9
+
+
+def half_a_backward(script: Script, batch: Any) -> None:
+    def fails(_: torch.Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    hidden = script.model[0](batch[0])
+    hidden.register_hook(fails)
+    with contextlib.suppress(RuntimeError):
+        script.model[2](hidden).sum().backward()
+
+
+INSIDE: dict[Callable[[Script, Any], object], str] = {
+    weights_inside: "weights or learning rates were changed inside",
+    rate_inside: "weights or learning rates were changed inside",
+    lambda script, _: script.optimizer.step(): "an optimizer's step inside the inner loop",
+    half_a_backward: "a backward raised and the body went on",
+}
+
+
+@pytest.mark.parametrize("body", INSIDE)
+def test_a_reproducible_run_refuses_what_others_do(body: Callable[[Script, Any], object]) -> None:
+    script = Script().prepare(reproducible=True)
+    with pytest.raises(FallowError, match=INSIDE[body]):
+        script.train(lambda batch: (script.loss(batch).backward(), body(script, batch)))
+    assert script.run.step == 0
+
+
+@pytest.mark.parametrize("then", ["step", "another loop", "nothing", "barrier"])
+def test_an_inner_loop_that_is_left_early(then: str, script: Script) -> None:
+    script.prepare()
+
+    def train() -> None:
+        for update in script.run.updates(script.loader):
+            for batch in update:
+                script.loss(batch).backward()
+                break
+            if then == "step":
+                script.optimizer.step()
+            if then == "another loop":
+                script.inner(update, "more")
+            if then == "barrier":
+                script.run.barrier()
+
+    with pytest.raises(FallowError, match="inner loop"):
+        train()
+    assert script.run.step == 0
+
+
+def test_loops_that_are_read_side_by_side(script: Script) -> None:
+    script.prepare()
+    with pytest.raises(FallowError, match="an inner loop inside an inner loop"):
+        script.train(front=lambda update: zip(update, update, strict=True))
+
+
+def test_an_exception_on_its_way_out_of_the_loop_is_the_scripts_own(script: Script) -> None:
+    script.prepare()
+
+    def train() -> None:
+        try:
+            script.train(lambda _: 1 / 0)
+        finally:
+            with contextlib.suppress(FallowError):
+                script.run.barrier()
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+
+
+# -- what is prepared, and what becomes of it -------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -163,3 +244,50 @@ def test_what_was_frozen_all_along_cannot_be_thawed(where: str, script: Script) 
     with pytest.raises(FallowError, match=r"model\.0\.0\.weight was frozen when the first .* freeze it behind that"):
         train()
     assert script.run.step == (1 if where == "in the loop" else 2)
+
+
+@pytest.fixture
+def own_group() -> Iterator[None]:
+    """As a script makes one that has found a store of its own."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("own_group")
+def test_a_process_group_of_the_scripts_own_must_be_the_same_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank of another one would have trained by itself, with no word of it."""
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "FALLOW_WORKER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("fallow.worker.api.process.Ending", lambda _: None)
+    assert init().size == 1
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    with pytest.raises(FallowError, match="made this process rank 0 of 2, the environment says 0 of 1: leave init_pro"):
+        init()
+
+
+def test_who_looks_for_a_process_group_is_told_what_to_write_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for lookout in (lambda: distributed.init_process_group("gloo"), distributed.get_rank, distributed.barrier):
+        with pytest.raises(ValueError, match=r"rendezvous|not been initialized") as caught:
+            lookout()
+        assert "run.mean(x)" in alone()._advice(caught.value)
+    assert alone()._advice(ValueError("a sample is broken")) == ""
+
+
+def test_what_scripts_for_other_runtimes_ask_for_is_answered_with_what_to_leave_out() -> None:
+    script = Script().prepare()
+    for ask, words in (
+        (lambda: script.model.module.state_dict(), "no wrapper"),
+        (lambda: script.model.no_sync(), "summed once in each step"),
+        (lambda: script.loader.sampler.set_epoch(1), "Leave set_epoch out"),
+        (lambda: script.loader.set_epoch(1), "Leave set_epoch out"),
+        (lambda: script.model.head, ""),
+        (lambda: net().module, ""),
+    ):
+        with pytest.raises(AttributeError) as caught:
+            ask()
+        advice = script.run._advice(caught.value)
+        assert words in advice
+        assert bool(words) == bool(advice)

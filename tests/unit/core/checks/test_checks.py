@@ -1,0 +1,180 @@
+"""What is concluded from what was seen of a site, and of its nodes' GPUs and network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from fallow.agent.place import Place
+from fallow.core.checks import site as checks
+from fallow.core.checks.devices import Devices, visible
+from fallow.core.checks.gpu_checks import Found, Link, Measured, NodeFacts, verdicts
+from fallow.core.checks.site import Check, Level
+from fallow.model import ClusterConfig, ClusterState, PartitionInfo
+from fallow.slurm.parse import folded
+
+
+def config(**changes: object) -> ClusterConfig:
+    values = {"cluster": "c", "slurm_version": "22.05.8", **changes}
+    return ClusterConfig(**values)  # type: ignore[arg-type]
+
+
+def cluster(*partitions: PartitionInfo) -> ClusterState:
+    return ClusterState(at=0.0, nodes=[], jobs=[], partitions=list(partitions))
+
+
+def multifactor(**weights: int) -> ClusterConfig:
+    return config(priority_type="priority/multifactor", priority_weights=weights)
+
+
+LOW = PartitionInfo(partition="low", nodes=["n1"], preempt_mode="REQUEUE", grace_s=30)
+GPU = PartitionInfo(partition="gpu", nodes=["n1"])
+
+
+@pytest.mark.parametrize(
+    ("check", "level", "words"),
+    [
+        (checks.slurm_commands(["srun"]), Level.FAIL, "srun"),
+        (checks.head_address("127.0.1.1", True, True), Level.FAIL, "127.0.1.1 is loopback"),
+        (checks.head_address(None, True, False), Level.FAIL, "no network address"),
+        (checks.slurm_version(config(slurm_version="20.11.9")), Level.WARN, "20.11.9"),
+        (checks.priority(multifactor(Age=1000, QOS=99_000), 100_000), Level.WARN, "nice 100001 (configured: 100000"),
+        (checks.priority(multifactor(), 100_000), Level.WARN, "weights: none; no --nice is large enough"),
+        (checks.private_data(config(private_data=["jobs"])), Level.WARN, "jobs"),
+        (checks.private_data(config(private_data=["nodes"])), Level.FAIL, "nodes"),
+        (checks.clock(None), Level.WARN, "not known"),
+        (checks.state_folder("/s", None, True), Level.WARN, "local"),
+        (checks.runtime_folder("/r", "nfs"), Level.FAIL, "nfs"),
+        (checks.store(None, False), Level.FAIL, "no redis-server"),
+    ],
+)
+def test_verdicts(check: Check, level: Level, words: str) -> None:
+    assert check.level is level
+    assert words in check.found
+    assert check.fix or level is Level.OK
+
+
+def test_what_may_be_harvested() -> None:
+    for partitions, named, allowed, levels in (
+        ([GPU], [], False, {"harvest": Level.WARN}),
+        ([GPU], ["gpu"], False, {"harvest gpu": Level.WARN}),
+        ([GPU], ["gone"], True, {"harvest": Level.FAIL}),
+        ([PartitionInfo(partition="s", nodes=[], preempt_mode="SUSPEND")], ["s"], False, {"harvest s": Level.FAIL}),
+        ([PartitionInfo(partition="d", nodes=[], up=False)], ["d"], False, {"harvest d": Level.WARN}),
+    ):
+        assert {c.name: c.level for c in checks.partitions(cluster(*partitions), named, allowed, {})} == levels
+
+
+def test_a_qos_for_harvest_jobs_that_nobody_preempts_is_told() -> None:
+    plain = ClusterConfig(cluster="c", slurm_version="25.11.1", preempt_type="preempt/partition_prio")
+    by_qos = msgspec.structs.replace(
+        plain, preempt_type="preempt/qos", qos_preempt_modes={"idle": "REQUEUE", "calm": "SUSPEND"}
+    )
+    assert checks.harvest_qos(plain, "idle") is None and checks.harvest_qos(by_qos, None) is None
+    assert checks.harvest_qos(by_qos, "idle") == Check("harvest qos", Level.OK, "idle: others preempt its jobs")
+    warned = checks.harvest_qos(by_qos, "calm")
+    assert warned is not None and warned.level is Level.WARN and "others preempt are: idle" in warned.fix
+
+
+def test_where_others_could_not_be_served_nothing_is_harvested() -> None:
+    refused = {"gpu": "others' jobs cannot be seen"}
+    (verdict,) = checks.partitions(cluster(GPU), ["gpu"], True, refused)
+    assert (verdict.level, verdict.found) == (Level.FAIL, "not harvested: others' jobs cannot be seen")
+    assert "[site]" in verdict.fix
+
+
+CARDS = [Link(f"mlx5_{n}:1", "infiniband", 200.0) for n in range(4)]
+
+
+def node(name: str, **changes: Any) -> NodeFacts:
+    one = NodeFacts(
+        node=name,
+        devices=["H100"] * 4,
+        driver="NVIDIA 580.1",
+        runtime="CUDA 13.0",
+        library="NCCL 2.29.3",
+        communicator="nccl, torch's choice for devices of type cuda",
+        links=[*CARDS, Link("eth0", "ethernet", 25.0)],
+        peer_memory="kernel module nvidia_peermem",
+        variables={},
+        compiling=[],
+    )
+    return msgspec.structs.replace(one, **changes)
+
+
+def judged(*nodes: NodeFacts, measured: Measured | None = None) -> dict[str, Check]:
+    return {check.name: check for check in verdicts(Found([*nodes], measured), folded)}
+
+
+def test_what_all_nodes_say_is_said_once() -> None:
+    found = judged(node("n1"), node("n2"))
+    assert {check.level for check in found.values()} == {Level.OK}
+    assert found["GPUs"].found == "4 x H100"
+    assert found["network"].found.endswith("eth0 25 Gbit/s ethernet")
+    assert "variables" not in found
+
+
+def test_nodes_that_differ_are_named() -> None:
+    found = judged(node("n1"), node("n2", driver="NVIDIA 570.9", devices=[]), node("n3"))
+    assert (found["driver"].level, found["GPUs"].level) == (Level.WARN, Level.WARN)
+    assert found["driver"].found == "n[1,3]: NVIDIA 580.1; n2: NVIDIA 570.9"
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "level", "words"),
+    [
+        ({"devices": []}, "GPUs", Level.FAIL, "--gpus-per-node"),
+        ({"runtime": ""}, "torch", Level.WARN, "pytorch.org"),
+        ({"compiling": ["/usr/include/python3.12/Python.h"]}, "torch.compile", Level.WARN, "python3-dev"),
+        ({"variables": {"NCCL_IB_HCA": "mlx5_0"}}, "variables", Level.OK, ""),
+    ],
+)
+def test_what_is_missing_has_a_remedy(changes: dict[str, Any], name: str, level: Level, words: str) -> None:
+    check = judged(node("n1", **changes))[name]
+    assert check.level is level
+    assert words in check.fix
+
+
+@pytest.mark.parametrize(("seconds", "level"), [(4.5e-3, Level.OK), (20e-3, Level.WARN)])
+def test_the_bandwidth_is_compared_with_what_the_cards_allow(seconds: float, level: Level) -> None:
+    measured = Measured(ranks=8, size_bytes=256 << 20, seconds=seconds)
+    check = judged(node("n1"), node("n2"), measured=measured)["all-reduce"]
+    assert measured.bus_gb_s == pytest.approx(2 * 7 / 8 * (256 << 20) / seconds / 1e9)
+    assert check.level is level
+    assert "allow 100 GB/s" in check.found
+
+
+@pytest.mark.parametrize(
+    ("slots", "shares"),
+    [
+        (2, ["0,1", "2,3"]),
+        (3, ["0", "1", "2,3"]),
+        (6, ["0", "1", "2", "3", "0", "1"]),
+    ],
+)
+@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"])
+def test_every_device_of_a_node_has_a_worker(name: str, slots: int, shares: list[str]) -> None:
+    devices = visible({name: "0, 1,2,3"}, amd=False)
+    place = Place("n1", "1", slots, devices, "10.0.0.1", "10.0.0.1")
+    assert devices.count == 4
+    assert [place.environment(index)[name] for index in range(slots)] == shares
+    assert {place.environment(index)["LOCAL_RANK"] for index in range(slots)} == {"0"}
+
+
+def test_without_devices_a_worker_has_its_number() -> None:
+    devices = visible({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, amd=True)
+    place = Place("n1", "1", 2, devices, "10.0.0.1", "10.0.0.1")
+    assert devices == Devices({}, amd=True)
+    assert place.environment(1) == {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+def test_what_hip_reads_counts_within_what_rocr_lets_through() -> None:
+    named = dict.fromkeys(["ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"], "4,5,6,7")
+    on_amd, elsewhere = (visible(named, amd=amd).share(1, 2) for amd in (True, False))
+    assert on_amd == {
+        "ROCR_VISIBLE_DEVICES": "6,7", "CUDA_VISIBLE_DEVICES": "0,1", "GPU_DEVICE_ORDINAL": "0,1"
+    }  # fmt: skip
+    assert elsewhere == dict.fromkeys(named, "6,7")
+    assert visible({"HIP_VISIBLE_DEVICES": "4,5"}, amd=True).share(1, 2) == {"HIP_VISIBLE_DEVICES": "5"}
