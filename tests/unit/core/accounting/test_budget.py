@@ -275,3 +275,9 @@ def test_a_forgotten_job_ended_at_its_limit_at_the_latest() -> None:
     assert follow(mine, [], NOW + 100_030, {})
     assert mine.settled and mine.end_guessed
     assert [each.end_at for each in attempts.values()] == [NOW - 900, NOW + 600]
+
+
+def test_a_job_that_was_over_before_a_poll_saw_it_counts_in_full() -> None:
+    mine = harvest(job_id="5", state=AllocationState.ENDED, limit_s=600.0)
+    assert follow(mine, [], NOW + 30, {}) and follow(mine, [], NOW + 60, {}) and mine.settled
+    assert budget.booked(mine, NOW + 100_000) == 600.0
