@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from builders import NOW, allocation, node, preempting, request, waits
+from builders import NOW, allocation, node, preempting, request
 from fallow.core.allocations import Allocation
 from fallow.core.neighbour.needs import GiveBack
 from fallow.core.planning.rules import Demand, HarvestRules
