@@ -56,7 +56,7 @@ def test_a_gather_within_the_node_is_one_of_its_own() -> None:
     assert gathers.take(1, part(value=b"b", within_node=True)) is None
     assert gathers.take(0, part(value=b"x")) is None, "another gather, of all nodes"
     answer = gathers.take(0, part(value=b"a", within_node=True))
-    assert answer == Answer(Gathered(generation=1, key="k", parts=(b"a", b"b")), range(2))
+    assert answer == Answer(Gathered(generation=1, key="k", parts=(b"a", b"b")), [0, 1])
     assert gathers.unanswered() == []
 
 
