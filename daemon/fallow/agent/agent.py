@@ -21,7 +21,7 @@ from pathlib import Path
 
 from fallow import __version__
 from fallow.agent.crew import TAIL_S, Crew
-from fallow.agent.enrolment import Admission, Enrolment
+from fallow.agent.enrolment import Enrolment
 from fallow.agent.merge import merge_progress, merge_report
 from fallow.agent.place import Place
 from fallow.agent.process import inherit_orphans, reap_orphans
@@ -333,16 +333,19 @@ class Agent:
             self._finish(refusal.code)
 
     def _admit(self, admitted: Admitted) -> None:
-        if self._setup is None or self._end is not None or self._stop.is_set():
+        enrolment, before = self._enrolment, self._enrolment.node
+        is_over = self._end is not None or self._stop.is_set()
+        if self._setup is None or is_over or admitted.boot != enrolment.boot:
             return
-        match self._enrolment.admit(admitted):
-            case Admission.START:
-                self._start(admitted.node, self._setup)
-            case Admission.RENUMBERED if self._crew is not None:
-                log.error("the workers of this node are n%d to the head now; they are ended", admitted.node - 1)
-                self._crew.kill()
-            case Admission.KNOWN:
-                self._repeat()  # it may have to hear again that they have ended
+        enrolment.admit(admitted.node)
+        if not before:
+            self._start(admitted.node, self._setup)
+        elif self._crew is not None and admitted.node != before:
+            # The head has lost the number that they were started with, and somebody else has it now.
+            log.error("the workers of this node are n%d to the head now; they are ended", admitted.node - 1)
+            self._crew.kill()
+        else:
+            self._repeat()  # it may have to hear again that they have ended
 
     def _start(self, node: int, setup: Setup) -> None:
         self._crew = Crew(

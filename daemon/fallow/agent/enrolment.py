@@ -5,24 +5,9 @@ What is said here is said again, until the head has answered it (`unanswered`).
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import msgspec
 
-from fallow.core.protocol.agents import Admitted, Ended, EndNoted, Hello
-
-
-class Admission(StrEnum):
-    """What an `Admitted` means for the workers."""
-
-    STALE = "stale"
-    "it is about an earlier start of workers"
-    START = "start"
-    "they are to be started"
-    KNOWN = "known"
-    "the head knows them on this connection, too, or knows that they have ended"
-    RENUMBERED = "renumbered"
-    "the head has lost the number that they were started with, and somebody else has it now"
+from fallow.core.protocol.agents import Ended, EndNoted, Hello
 
 
 class Enrolment:
@@ -38,14 +23,13 @@ class Enrolment:
         "the head has admitted workers of this node, ever"
         self._is_greeted = False
         "the head has answered the hello"
-        self._has_started = False
         self._end: Ended | None = None
         "how the workers of this start have ended"
         self._unnoted: dict[tuple[int, int], Ended] = {}
 
     @property
     def node(self) -> int:
-        """Number of the workers; 0: they have none yet."""
+        """Number of the workers; 0: they have none yet, and are not started."""
         return self.hello.node
 
     @property
@@ -66,21 +50,13 @@ class Enrolment:
         """The head does not know this agent's workers: a connection is new, or it has forgotten them."""
         self._is_greeted = False
 
-    def admit(self, admitted: Admitted) -> Admission:
-        """The head has numbered the workers of a start."""
-        if admitted.boot != self.boot:
-            return Admission.STALE
-        is_same, self.hello = admitted.node == self.node, msgspec.structs.replace(self.hello, node=admitted.node)
+    def admit(self, node: int) -> None:
+        """The head has numbered the workers of this start."""
+        self.hello = msgspec.structs.replace(self.hello, node=node)
         self._is_greeted = self.was_admitted = True
-        if not self._has_started:
-            self._has_started = True
-            return Admission.START
-        if self._end is None:
-            return Admission.KNOWN if is_same else Admission.RENUMBERED
-        if (self._end.node, self._end.boot) not in self._unnoted:
+        if self._end is not None and (self._end.node, self._end.boot) not in self._unnoted:
             # It has forgotten them since it noted their end, which must not count twice.
-            self.end(msgspec.structs.replace(self._end, node=admitted.node, report=None, is_ordered=True))
-        return Admission.KNOWN
+            self.end(msgspec.structs.replace(self._end, node=node, report=None, is_ordered=True))
 
     def end(self, ended: Ended) -> None:
         """All workers of this start have ended."""
@@ -93,9 +69,9 @@ class Enrolment:
 
     def want(self, boot: int) -> bool:
         """The head wants that start of workers. True: no earlier one runs, so it is that one from now on."""
-        if boot <= self.boot or (self._has_started and self._end is None):
+        if boot <= self.boot or (self.node and self._end is None):
             return False
         self.hello = msgspec.structs.replace(self.hello, boot=boot, node=0)
-        self._is_greeted = self._has_started = False
+        self._is_greeted = False
         self._end = None
         return True
