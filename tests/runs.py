@@ -164,7 +164,7 @@ def settle(
         arrive: lets a node compute in a generation.
     """
     for _ in range(20):
-        state = run.machine.state
+        state = run.machine
         if state.ballot is None:
             return
         ballot, generation = state.ballot, state.ballot.change.generation
@@ -177,7 +177,7 @@ def settle(
         for n in list(ballot.members):
             if state.going is not None:
                 arrive(n, generation)
-    raise AssertionError(f"the membership does not settle: {run.machine.state.ballot}")
+    raise AssertionError(f"the membership does not settle: {run.machine.ballot}")
 
 
 def train(turn: Turn, run: Run, hosts: Sequence[str], *, slots: int = 1, contract: Contract = CONTRACT) -> Nodes:

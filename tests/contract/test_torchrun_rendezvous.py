@@ -87,7 +87,7 @@ class Head:
                 self.agents[instruction.host].begin(instruction.node)
             elif isinstance(instruction, Order):
                 self._tell(instruction.node, instruction)
-        voting = self.machine.state.voting
+        voting = self.machine.voting
         if voting is not None:
             self.gathers.open(voting.change.generation, voting.members)
 

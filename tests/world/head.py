@@ -192,7 +192,7 @@ class Head:
                 self.die()  # another head has written; the store would refuse the next write
                 return
             self.w.note_rules(self)
-            self.machine = self._load(self.machine.state.outbox.edition + 1000)
+            self.machine = self._load(self.machine.outbox.edition + 1000)
             return
         turn = self.machine.handle(event)
         self._writes.update(self.machine.roster.take_writes())

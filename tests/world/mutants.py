@@ -78,7 +78,7 @@ def _commit_without_old(m: State) -> None:
 
 
 def _any_seq(self: Machine, event: ev.Reported) -> None:
-    last = self.state.watch.reports.get(event.report.node)
+    last = self.watch.reports.get(event.report.node)
     if last is not None and event.report.seq <= last.seq:
         event = dataclasses.replace(event, report=msgspec.structs.replace(event.report, seq=last.seq + 1))
     Machine._report(self, event)
@@ -143,14 +143,14 @@ def _recover_numbers(m: State, report: Report, host: str) -> None:
 
 
 def _hear_all(self: Machine, event: ev.Reported) -> None:
-    if event.report.term > self.state.outbox.term:
-        event = dataclasses.replace(event, report=msgspec.structs.replace(event.report, term=self.state.outbox.term))
+    if event.report.term > self.outbox.term:
+        event = dataclasses.replace(event, report=msgspec.structs.replace(event.report, term=self.outbox.term))
     _REPORT(self, event)
 
 
 def _release_at_once(self: Machine, event: ev.Release) -> None:
     Machine._release(self, event)
-    self.state.may_be_due = True
+    self.may_be_due = True
 
 
 def _blame_all(self: Watch) -> dict[int, float]:

@@ -62,8 +62,8 @@ class Rig:
 
     @property
     def ballot(self) -> Ballot:
-        assert self.m.state.ballot is not None
-        return self.m.state.ballot
+        assert self.m.ballot is not None
+        return self.m.ballot
 
     def put(self, event: ev.Event) -> Told:
         turn = self.m.handle(event)
@@ -117,7 +117,7 @@ class Rig:
         for n in filter(self.r.alive, list(ballot.change.leavers)):
             self.say(n, left=g, given_up=g)
         for n in list(ballot.members):
-            if self.m.state.ballot is not None:
+            if self.m.ballot is not None:
                 self.arrive(n, g, first)
 
     def arrive(self, n: int, generation: int, step: int = 0, **more: Any) -> Told:
@@ -181,7 +181,7 @@ class Rig:
 
     def restart(self, *heard: int, keep: int = 2) -> None:
         """Another head takes over and hears these nodes. Args: keep: checkpoints."""
-        term = self.m.state.outbox.term + 1
+        term = self.m.outbox.term + 1
         roster = Roster.load("r", self.store)
         self.m = Machine(roster, term=term, timing=self.timing, at=self.at, keep=keep, validate=True)
         for n in heard:

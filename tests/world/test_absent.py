@@ -119,7 +119,7 @@ def muted(rig: Rig, until: float, *, steps: bool = False) -> list[ev.Instruction
 
 def test_a_process_that_says_nothing_to_its_agent_is_ended_after_its_lease_and_tells_its_stack() -> None:
     rig = started(2)
-    lease_s = rig.m.state.timing.lease_s
+    lease_s = rig.m.timing.lease_s
     turn = muted(rig, lease_s)
     assert not logs(turn, "probe") + logs(turn, "eject"), "they do not all wait, for all that is known"
     end = orders(muted(rig, lease_s + 2))[2].end
@@ -130,7 +130,7 @@ def test_a_process_that_says_nothing_to_its_agent_is_ended_after_its_lease_and_t
 
 def test_a_process_that_says_nothing_and_finishes_steps_stays() -> None:
     rig = started(2)
-    assert not logs(muted(rig, 3 * rig.m.state.timing.lease_s, steps=True), "eject")
+    assert not logs(muted(rig, 3 * rig.m.timing.lease_s, steps=True), "eject")
 
 
 def test_a_script_may_say_nothing_until_it_is_ready() -> None:

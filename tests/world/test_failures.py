@@ -93,7 +93,7 @@ def test_a_deserter_is_waited_for_until_its_exit_code_tells_whether_it_is_to_bla
         told = orders(rig.say(2, deserted=True))
         assert [order.plan for order in told.values()] == [None] * 3
     rig.tick(9, 1, 2, 3)
-    assert rig.m.state.ballot is None
+    assert rig.m.ballot is None
     if code is None:
         rig.tick(13, 1, 2, 3)
     else:

@@ -161,7 +161,7 @@ def test_a_leaver_that_was_kept_for_its_state_is_not_forgotten_at_the_next_loss(
     assert (rig.ballot.members, rig.ballot.change.interrupt) == ([1], True)
     rig.restart(1, 4)
     assert (rig.ballot.members, rig.ballot.change.interrupt) == ([1], True)
-    while rig.m.state.ballot is not None:
+    while rig.m.ballot is not None:
         rig.change()
     assert [done.members for done in rig.completed[1:]] == [["n0"], ["n0", "n3"], ["n3"]]
 
@@ -355,7 +355,7 @@ def test_waiting_to_no_end_three_times_at_one_step_ends_the_run(makes_progress: 
             rig.wait(rig.at + 1)
             if rig.m.phase is RunPhase.PROBING:
                 rig.vote()
-            elif rig.m.state.ballot is not None:
+            elif rig.m.ballot is not None:
                 rig.change(step=3 + number * makes_progress)
     assert rig.r.root.status is (RunStatus.TRAINING if makes_progress else RunStatus.FAILED)
     assert makes_progress or rig.r.root.message.startswith("step 3: in 3 generations one after the other all members")

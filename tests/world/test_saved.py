@@ -153,7 +153,7 @@ def test_who_comes_and_goes_meanwhile_is_not_mixed_up_with_it() -> None:
     assert (rig.ballot.members, rig.ballot.change.leavers) == ([2, 3], [1])
     assert not rig.ballot.change.interrupt, "a script may have no way back from inside of a step"
     rig.change(10)
-    assert (rig.completed[-1].members, rig.m.state.ballot) == (["n1", "n2"], None)
+    assert (rig.completed[-1].members, rig.m.ballot) == (["n1", "n2"], None)
 
 
 def test_going_back_further_while_all_go_back_already() -> None:

@@ -190,7 +190,7 @@ def test_s4_who_gets_ready_with_too_little_walltime_left_is_let_go_and_not_let_i
     assert [(end.code, end.reason) for end in ends] == [(Exit.NO_RESTART, "walltime")] * (not joins)
     agent.beat(ready=CONTRACT)
     talk.tick()
-    assert (run.machine.state.ballot is not None) == joins
+    assert (run.machine.ballot is not None) == joins
 
 
 # -- another agent, another node --------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def test_another_agent_in_the_same_allocation_starts_workers_of_its_own(talk: Ta
     assert again.news.boot == 2
     assert again.start_again(2).only(Admitted) == Admitted(node=3, boot=2)
     assert run.roster.nodes[before].proved_gone
-    assert run.machine.state.voting is not None and run.machine.state.voting.members == [other.node]
+    assert run.machine.voting is not None and run.machine.voting.members == [other.node]
     # It is as good as any other, and its own starts go on from there.
     again.beat(ready=CONTRACT)
     settle(run, other, again)
@@ -560,8 +560,8 @@ def absorbing(talk: Talk, run: Run) -> tuple[Played, Played, int]:
     for what in ({"ready": CONTRACT}, {"prepared": 1}, {"generation": 1, "has_state": True}):
         one.beat(**what)
     two.beat(ready=CONTRACT)
-    assert run.machine.state.voting is not None
-    return one, two, run.machine.state.voting.change.generation
+    assert run.machine.voting is not None
+    return one, two, run.machine.voting.change.generation
 
 
 def part(agent: Played, generation: int, node: int = 0) -> Gather:

@@ -15,7 +15,6 @@ the error message, and a switch for validation.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -23,11 +22,10 @@ from fallow.core.membership import checkpoints, failures, losses, tables
 from fallow.core.membership import events as ev
 from fallow.core.membership.conditions import waiting
 from fallow.core.membership.facts import keep_checkpoint, recover, resend
-from fallow.core.membership.messages import Order, Report
+from fallow.core.membership.messages import Report
 from fallow.core.membership.records import Node
-from fallow.core.membership.roster import Roster
-from fallow.core.membership.state import RunPhase, State
-from fallow.core.membership.watch import Overdue, Timing
+from fallow.core.membership.state import State
+from fallow.core.membership.watch import Overdue
 from fallow.model import Exit, MemberPhase
 from fallow.text import counted
 
@@ -39,47 +37,8 @@ class InvalidMembership(AssertionError):
     """The machine broke one of its own rules. The story of the last events is in the message."""
 
 
-class Machine:
-    """Decides who computes in which generation.
-
-    Args:
-        roster: the stored part; this object's own from now on.
-        term: the head's, stamped on orders; higher than that of any head before, also of one that a store forgot.
-        timing: deadlines.
-        at: now, on the clock of the events.
-        edition: of the newest order of this term, if this machine replaces another one of the same head.
-        keep: usable checkpoints that stay, besides those that were asked for by hand.
-        validate: check the invariants after each event.
-    """
-
-    def __init__(
-        self,
-        roster: Roster,
-        *,
-        term: int,
-        timing: Timing,
-        at: float,
-        edition: int = 0,
-        keep: int = 2,
-        validate: bool = False,
-    ) -> None:
-        self.state = State(roster, term=term, timing=timing, at=at, edition=edition, keep=keep)
-        self.carried_out: Counter[str] = Counter()
-        "how often each row of the tables was"
-        self._validate = validate
-        failures.begin_clock(roster, at)
-
-    @property
-    def roster(self) -> Roster:
-        return self.state.roster
-
-    @property
-    def phase(self) -> RunPhase:
-        return self.state.phase
-
-    def order(self, node: int) -> Order:
-        """Where a node has to be, as things are now."""
-        return self.state.order(node)
+class Machine(State):
+    """Decides who computes in which generation. What it knows, and how to make one: see `State`."""
 
     def handle(self, event: ev.Event) -> list[ev.Instruction]:
         """Apply one event. If it raises, drop this machine and make another one of what is stored.
@@ -90,44 +49,43 @@ class Machine:
         Raises:
             InvalidMembership: an invariant is broken, or the rules do not come to rest.
         """
-        m, is_tick = self.state, isinstance(event, ev.Ticked)
-        m.at, m.is_tick = event.at, is_tick
-        m.may_be_due = m.may_be_due or isinstance(event, ev.Ticked | ev.Gone | ev.Rollback)
-        if is_tick:
-            m.watch.advance(event.at)
-            m.is_listening = m.is_listening and m.watch.now < m.timing.listen_s and not m.watch.heard_all()
+        self.at, self.is_tick = event.at, isinstance(event, ev.Ticked)
+        self.may_be_due = self.may_be_due or isinstance(event, ev.Ticked | ev.Gone | ev.Rollback)
+        if self.is_tick:
+            self.watch.advance(event.at)
+            is_early = self.watch.now < self.timing.listen_s
+            self.is_listening = self.is_listening and is_early and not self.watch.heard_all()
         elif not isinstance(event, ev.Reported):
-            m.story.append(str(event))
-        if not m.roster.root.status.ended or isinstance(event, ev.Reported | ev.Gone):
+            self.story.append(str(event))
+        if not self.roster.root.status.ended or isinstance(event, ev.Reported | ev.Gone):
             _HANDLERS[type(event)](self, event)
             self._apply_rules()
         if self._validate:
-            _check(m)
-        return m.take_instructions()
+            _check(self)
+        return self.take_instructions()
 
     def waiting(self) -> str:
         """Why nodes that are ready do not compute, in words; empty: none waits, or a change is under way."""
-        return waiting(self.state)
+        return waiting(self)
 
     def _apply_rules(self) -> None:
-        m = self.state
         for _ in range(MOST_RULES):
-            phase = m.phase
-            rule = next((rule for rule in tables.RUN[phase] if rule.condition(m)), None)
+            phase = self.phase
+            rule = next((rule for rule in tables.RUN[phase] if rule.condition(self)), None)
             if rule is None:
-                m.may_be_due = False
+                self.may_be_due = False
                 return
             name = f"{phase}: {rule.name}"
             self.carried_out[name] += 1
-            m.story.append(f"{m.at:.2f} {name}")
-            rule.action(m)
-            m.may_be_due = True
-        raise InvalidMembership(f"run {m.roster.root.run} does not come to rest:\n" + "\n".join(m.story))
+            self.story.append(f"{self.at:.2f} {name}")
+            rule.action(self)
+            self.may_be_due = True
+        raise InvalidMembership(f"run {self.roster.root.run} does not come to rest:\n" + "\n".join(self.story))
 
     # -- nodes --------------------------------------------------------------------------------------------------------
 
     def _expect(self, event: ev.Expected) -> None:
-        m, r = self.state, self.roster
+        r = self.roster
         here = r.at_place(event.host, event.token)
         if any(node.boot > event.boot for node in here):
             return  # it was said long ago
@@ -145,90 +103,90 @@ class Machine:
             )
             r.root.next_id = max(r.root.next_id, number + 1)
             r.add(node)
-            m.watch.came(number)
+            self.watch.came(number)
             for old in [old for old in here if not old.exited]:
                 self._lose(ev.Gone(at=event.at, node=old.id, reason="its agent has started its workers anew"))
         # A known one may not have heard the last order before its connection broke, or another head has sent that.
-        m.tell([node.id])
-        m.outbox.admitted.append(ev.Admitted(node.id, node.host, node.token, node.boot))
+        self.tell([node.id])
+        self.outbox.admitted.append(ev.Admitted(node.id, node.host, node.token, node.boot))
 
     def _report(self, event: ev.Reported) -> None:
-        m, report = self.state, event.report
-        if report.term > m.outbox.term:
+        report = event.report
+        if report.term > self.outbox.term:
             # It obeys a newer head, or it lies. Whether there is a newer head the store says, at the next write.
             return
-        recover(m, report, event.host)
-        node, last = m.roster.nodes.get(report.node), m.watch.reports.get(report.node)
+        recover(self, report, event.host)
+        node, last = self.roster.nodes.get(report.node), self.watch.reports.get(report.node)
         if node is None or (node.host, node.boot) != (event.host, report.boot):
-            m.outbox.instructions.append(ev.Unknown(report.node, event.host))
+            self.outbox.instructions.append(ev.Unknown(report.node, event.host))
         elif last is None or report.seq > last.seq:
-            m.watch.hear(report)
+            self.watch.hear(report)
             self._take_facts(node, report)
 
     def _take_facts(self, node: Node, report: Report) -> None:
-        m, before = self.state, node.phase
-        if m.roster.root.status.ended:
-            if not m.outbox.has_heard(node.id, report):
-                resend(m, node, report)
+        before = node.phase
+        if self.roster.root.status.ended:
+            if not self.outbox.has_heard(node.id, report):
+                resend(self, node, report)
             return
         for fact in tables.NODE:
-            if node.phase in fact.phases and fact.condition(m, node, report):
+            if node.phase in fact.phases and fact.condition(self, node, report):
                 self.carried_out[fact.name] += 1
-                fact.action(m, node, report)
-                if m.roster.root.status.ended:
+                fact.action(self, node, report)
+                if self.roster.root.status.ended:
                     return
-        m.may_be_due = m.may_be_due or node.phase is not before
+        self.may_be_due = self.may_be_due or node.phase is not before
 
     def _lose(self, event: ev.Gone) -> None:
-        m, node = self.state, self.roster.nodes.get(event.node)
+        node = self.roster.nodes.get(event.node)
         if node is None or (event.boot and (node.host, node.boot) != (event.host, event.boot)):
             return
         last = event.report
         if last is not None:
             self._report(ev.Reported(at=event.at, host=node.host, report=last))
-        if event.node_failed and not m.roster.root.scripted and not failures.is_barred(m.roster, node.host):
-            failures.bar(m.roster, node.host, f"Slurm says NODE_FAIL: {event.reason}", event.at)
-            losses.tell_barred(m, node.host, event.reason)
+        if event.node_failed and not self.roster.root.scripted and not failures.is_barred(self.roster, node.host):
+            failures.bar(self.roster, node.host, f"Slurm says NODE_FAIL: {event.reason}", event.at)
+            losses.tell_barred(self, node.host, event.reason)
         if not node.exited:
-            m.roster.touch(node).exited = node.proved_gone = True
+            self.roster.touch(node).exited = node.proved_gone = True
         if event.is_ordered:
             node.leaving = node.leaving or event.reason
-        if m.roster.root.status.ended:
+        if self.roster.root.status.ended:
             node.phase = MemberPhase.GONE
         elif node.finished and node.phase is not MemberPhase.GONE:
-            losses.end_finished(m, node, event)
+            losses.end_finished(self, node, event)
         elif node.phase is not MemberPhase.GONE:
-            losses.end_early(m, node, event)
-        losses.forget_if_unneeded(m, node)
+            losses.end_early(self, node, event)
+        losses.forget_if_unneeded(self, node)
 
     # -- what people and Slurm want -----------------------------------------------------------------------------------
 
     # Nodes leave with the next tick: those that have to go for one reason, in several events, go together.
 
     def _release(self, event: ev.Release) -> None:
-        m, nodes = self.state, event.nodes
+        nodes = event.nodes
         if event.limit is not None:
-            m.roster.root.limit = event.limit
-            m.roster.mark("root")
-            m.outbox.log("limit", f"at most {counted(event.limit, 'node')}: {event.reason}")
-            nodes = nodes or tuple(sorted(m.roster.present(MemberPhase.MEMBER))[event.limit :])
+            self.roster.root.limit = event.limit
+            self.roster.mark("root")
+            self.outbox.log("limit", f"at most {counted(event.limit, 'node')}: {event.reason}")
+            nodes = nodes or tuple(sorted(self.roster.present(MemberPhase.MEMBER))[event.limit :])
         for n in nodes:
-            if n in m.roster.nodes:
-                self._ask_to_leave(m.roster.nodes[n], event.reason)
+            if n in self.roster.nodes:
+                self._ask_to_leave(self.roster.nodes[n], event.reason)
 
     def _ask_to_leave(self, node: Node, reason: str) -> None:
-        m, voting = self.state, self.state.voting
+        voting = self.voting
         if node.phase is MemberPhase.GONE or node.finished:
             return
-        m.roster.touch(node).leaving = node.leaving or reason
+        self.roster.touch(node).leaving = node.leaving or reason
         if node.phase is MemberPhase.MEMBER:
             node.phase = MemberPhase.LEAVING
         elif node.phase in (MemberPhase.STARTING, MemberPhase.READY):
-            name = m.roster.name(node.id)
+            name = self.roster.name(node.id)
             if voting is not None and node.id in voting.members:
                 voting.spoiled = f"{name} has to leave: {reason}"
-            m.outbox.log("dismiss", f"{name} is not needed: {reason}", node=node.id)
-            losses.dismiss(m, node, Exit.OK, reason)
+            self.outbox.log("dismiss", f"{name} is not needed: {reason}", node=node.id)
+            losses.dismiss(self, node, Exit.OK, reason)
 
     def _note_end(self, event: ev.Ends) -> None:
         node = self.roster.nodes.get(event.node)
@@ -237,7 +195,7 @@ class Machine:
 
     def _bar(self, event: ev.Bar) -> None:
         failures.bar(self.roster, event.host, event.reason, event.at)
-        losses.tell_barred(self.state, event.host, event.reason)
+        losses.tell_barred(self, event.host, event.reason)
         for node in [node for node in self.roster.nodes.values() if node.host == event.host]:
             self._ask_to_leave(node, event.reason)
 
@@ -248,43 +206,41 @@ class Machine:
 
     def _roll_back(self, event: ev.Rollback) -> None:
         """Members go back with the next planned change, or with a loss before it."""
-        m, r = self.state, self.roster
+        r = self.roster
         from_step = checkpoints.roll_back(r, event.step)
         text = f"rolled back to step {event.step}"
         r.root.complete, r.root.rollback_below = 0, r.root.highest
         data = {"step": event.step, "from_step": from_step, "generation": r.root.highest}
-        m.outbox.log("rollback", f"{text}, from step {from_step}", **data)
+        self.outbox.log("rollback", f"{text}, from step {from_step}", **data)
         r.mark("root")
-        if m.voting is not None:
-            m.voting.spoiled = text
+        if self.voting is not None:
+            self.voting.spoiled = text
 
     def _find(self, event: ev.Found) -> None:
-        keep_checkpoint(self.state, event.checkpoint)
+        keep_checkpoint(self, event.checkpoint)
 
     def _cancel(self, event: ev.Cancel) -> None:
-        losses.end_run(self.state, event.status, event.reason)
+        losses.end_run(self, event.status, event.reason)
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
     def _tick(self, event: ev.Ticked) -> None:
-        m = self.state
         for host in failures.expire(self.roster, event.at):
-            m.outbox.log("bar", f"{host} is barred no longer: it may be tried again", host=host)
+            self.outbox.log("bar", f"{host} is barred no longer: it may be tried again", host=host)
         for node in [node for node in self.roster.nodes.values() if node.alive and not node.finished]:
             self._look_at_deadline(node)
-            waited_s = m.watch.now - m.finished_at.setdefault(node.id, m.watch.now) if node.deserted else 0.0
-            if node.alive and waited_s > m.timing.lease_s:
-                losses.eject(m, [Overdue(node, f"still there {m.timing.lease_s:g} s after its script had ended")])
-            if m.roster.root.status.ended:
+            waited_s = self.watch.now - self.finished_at.setdefault(node.id, self.watch.now) if node.deserted else 0.0
+            if node.alive and waited_s > self.timing.lease_s:
+                losses.eject(self, [Overdue(node, f"still there {self.timing.lease_s:g} s after its script had ended")])
+            if self.roster.root.status.ended:
                 return
-        losses.eject(m, m.watch.overdue())
+        losses.eject(self, self.watch.overdue())
 
     def _look_at_deadline(self, node: Node) -> None:
-        m = self.state
-        if not node.leaving and m.ends_within(node, m.timing.release_s):
+        if not node.leaving and self.ends_within(node, self.timing.release_s):
             self._ask_to_leave(node, "its time is over")
-        if node.alive and m.ends_within(node, m.timing.last_call_s):
-            losses.eject(m, [Overdue(node, f"still there though it had to leave: {node.leaving}")])
+        if node.alive and self.ends_within(node, self.timing.last_call_s):
+            losses.eject(self, [Overdue(node, f"still there though it had to leave: {node.leaving}")])
 
 
 _HANDLERS: dict[type[ev.Event], Callable[[Machine, Any], None]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from fallow.core.membership import events as ev
+from fallow.core.membership import failures
 from fallow.core.membership.messages import End, Order, Plan, Refusal, Report
 from fallow.core.membership.names import member_name
 from fallow.core.membership.records import Change, Node
@@ -155,15 +156,28 @@ class State:
 
     Args:
         roster: the stored part; this object's own from now on.
-        term: the head's, stamped on orders; higher than that of any head before.
+        term: the head's, stamped on orders; higher than that of any head before, also of one that a store forgot.
         timing: deadlines.
-        at: now.
-        edition: of the newest order of this term so far.
+        at: now, on the clock of the events.
+        edition: of the newest order of this term, if this machine replaces another one of the same head.
         keep: usable checkpoints that stay, see `checkpoints.take_spare`.
+        validate: check the invariants after each event.
     """
 
-    def __init__(self, roster: Roster, *, term: int, timing: Timing, at: float, edition: int, keep: int) -> None:
-        self.roster, self.timing, self.at, self.keep = roster, timing, at, keep
+    def __init__(
+        self,
+        roster: Roster,
+        *,
+        term: int,
+        timing: Timing,
+        at: float,
+        edition: int = 0,
+        keep: int = 2,
+        validate: bool = False,
+    ) -> None:
+        self.roster, self.timing, self.at, self.keep, self._validate = roster, timing, at, keep, validate
+        self.carried_out: Counter[str] = Counter()
+        "how often each row of the tables was"
         self.watch = Watch(roster, timing, at)
         self.outbox = Outbox(term, edition)
         self.ballot: Ballot | None = None
@@ -176,6 +190,7 @@ class State:
         "is this a tick? may a planned change have become due? Most reports change nothing, and nodes are many"
         self._main = 0
         "the node that was told so"
+        failures.begin_clock(roster, at)
         self._restore()
 
     def _restore(self) -> None:

@@ -81,7 +81,7 @@ def _front(run: Run) -> Progress:
 
 def _change(run: Run) -> str | None:
     """The change of the membership that is under way, in words."""
-    ballot = run.machine.state.ballot
+    ballot = run.machine.ballot
     return None if ballot is None else f"generation {ballot.change.generation}: {ballot.change.reason}"
 
 
@@ -167,7 +167,7 @@ def _member_view(run: Run, number: int, rank: int | None, now: float) -> MemberV
         workers=node.slots,
         step=node.step,
         ends_in_s=None if allocation.end_at is None else allocation.end_at - now,
-        last_seen_s=run.machine.state.watch.unheard_s(number),
+        last_seen_s=run.machine.watch.unheard_s(number),
         pids=list(progress.pids),
         shards=0 if rank is None else progress.shards,
         pace_s=0.0 if rank is None else progress.pace_s,

@@ -173,7 +173,7 @@ class Turn:
                 run.record.saving.written(saved.checkpoint.written_at, saved.checkpoint.took_s)
         for instruction in instructions:
             self._take(run, instruction)
-        if (ballot := run.machine.state.ballot) is not None:
+        if (ballot := run.machine.ballot) is not None:
             # Take parts of a generation that is voted on from now, or that a head before has committed.
             run.gathers.open(ballot.change.generation, ballot.members)
         if not all(isinstance(instruction, Order | ev.Admitted) for instruction in instructions):

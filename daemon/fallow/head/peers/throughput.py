@@ -32,7 +32,7 @@ def heard(turn: Turn, run: Run, node: int) -> None:
     r, root = run.roster, run.root
     if not r.members or node != r.members[0]:
         return
-    report = run.machine.state.watch.reports.get(node)
+    report = run.machine.watch.reports.get(node)
     if report is None or not _is_steady(run, report) or _is_one_machine(run):
         run.stretch = None
         return
@@ -60,7 +60,7 @@ def _is_steady(run: Run, report: Report) -> bool:
     """The member computes in the committed generation, and no change is under way."""
     root = run.root
     computes = report.generation == root.generation > report.given_up
-    calm = run.machine.state.ballot is None and not run.roster.finishing
+    calm = run.machine.ballot is None and not run.roster.finishing
     return root.status is RunStatus.TRAINING and computes and calm
 
 

@@ -241,7 +241,7 @@ class Run:
 
     def joins(self, node: int) -> bool:
         """Do others train, or are about to begin without this node? Then it is absorbed once it is ready."""
-        ballot = self.machine.state.ballot
+        ballot = self.machine.ballot
         starting = ballot.members if ballot is not None else []
         return self.has_members or bool(starting and node not in starting)
 
@@ -409,7 +409,7 @@ class Book:
     def _edition(self, run: str) -> int:
         """Of the newest order that this head has sent for the run. A machine in another's place goes on there."""
         known = self.runs.get(run)
-        return 0 if known is None else known.machine.state.outbox.edition
+        return 0 if known is None else known.machine.outbox.edition
 
     def create(self, spec: RunSpec, at: float, now: float) -> Run:
         """Give a new run its id and folder.
