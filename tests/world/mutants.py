@@ -80,7 +80,7 @@ def _commit_without_old(m: State) -> None:
 def _any_seq(self: Machine, event: ev.Reported) -> None:
     last = self.watch.reports.get(event.report.node)
     if last is not None and event.report.seq <= last.seq:
-        event = dataclasses.replace(event, report=msgspec.structs.replace(event.report, seq=last.seq + 1))
+        event = msgspec.structs.replace(event, report=msgspec.structs.replace(event.report, seq=last.seq + 1))
     Machine._report(self, event)
 
 
@@ -144,7 +144,7 @@ def _recover_numbers(m: State, report: Report, host: str) -> None:
 
 def _hear_all(self: Machine, event: ev.Reported) -> None:
     if event.report.term > self.outbox.term:
-        event = dataclasses.replace(event, report=msgspec.structs.replace(event.report, term=self.outbox.term))
+        event = msgspec.structs.replace(event, report=msgspec.structs.replace(event.report, term=self.outbox.term))
     _REPORT(self, event)
 
 

@@ -7,20 +7,19 @@ received by then has been handled: then the machine never judges ahead of what i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from fallow.core.membership.messages import Checkpoint, Order, Report
 from fallow.model import GenerationReport, RunStatus
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class Event(msgspec.Struct, frozen=True, kw_only=True):
     at: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expected(Event):
+class Expected(Event, frozen=True, kw_only=True):
     """An agent introduces its workers. May be said any number of times.
 
     A higher `boot` means that the agent starts its workers anew, because the earlier ones have ended.
@@ -35,16 +34,14 @@ class Expected(Event):
     "the number that these workers were given before; 0: none yet"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reported(Event):
+class Reported(Event, frozen=True, kw_only=True):
     """A report came, from the agent on this host."""
 
     host: str
     report: Report
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gone(Event):
+class Gone(Event, frozen=True, kw_only=True):
     """A node's workers have ended: its agent says so, or Slurm. Silence is no proof, so it makes no such event."""
 
     node: int
@@ -66,16 +63,14 @@ class Gone(Event):
     "Slurm says NODE_FAIL"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ends(Event):
+class Ends(Event, frozen=True, kw_only=True):
     """When a node goes away (walltime, preemption), as Slurm says now. `ends_at` is on the clock of `at`."""
 
     node: int
     ends_at: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Release(Event):
+class Release(Event, frozen=True, kw_only=True):
     """These nodes have to leave at the next boundary.
 
     The generation without them is begun with the next tick. Whoever is released until then goes in it, too.
@@ -88,50 +83,43 @@ class Release(Event):
     "nodes wanted at most from now on, so that no standby takes their place; None: as before"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bar(Event):
+class Bar(Event, frozen=True, kw_only=True):
     """The run does without this host from now on. Its nodes leave at the next boundary."""
 
     host: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unbar(Event):
+class Unbar(Event, frozen=True, kw_only=True):
     """Somebody says that these hosts are all right now."""
 
     hosts: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rollback(Event):
+class Rollback(Event, frozen=True, kw_only=True):
     """Go back to the usable checkpoint of `step`, which exists."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found(Event):
+class Found(Event, frozen=True, kw_only=True):
     """A checkpoint that no report has told of is complete on disk: it was finished while no head was there."""
 
     checkpoint: Checkpoint
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cancel(Event):
+class Cancel(Event, frozen=True, kw_only=True):
     """The run is over before its script is: cancelled, or (FAILED) it cannot even begin."""
 
     reason: str
     status: RunStatus = RunStatus.CANCELLED
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ticked(Event):
+class Ticked(Event, frozen=True, kw_only=True):
     """All that was received until `at` has been handled. At least one a second."""
 
 
-@dataclass(frozen=True, slots=True)
-class Admitted:
+class Admitted(msgspec.Struct, frozen=True):
     """The number of the workers that were expected, for their agent."""
 
     node: int
@@ -140,8 +128,7 @@ class Admitted:
     boot: int
 
 
-@dataclass(frozen=True, slots=True)
-class Unknown:
+class Unknown(msgspec.Struct, frozen=True):
     """A node on this host reports that no record knows. Ask its agent to introduce it again, with its number.
 
     The store has lost what was written last, or the node was forgotten because somebody said that it had ended.
@@ -151,29 +138,25 @@ class Unknown:
     host: str
 
 
-@dataclass(frozen=True, slots=True)
-class Log:
+class Log(msgspec.Struct, frozen=True):
     """Append to the run's event log."""
 
     kind: str
     text: str
-    data: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class RemoveCheckpoint:
+class RemoveCheckpoint(msgspec.Struct, frozen=True):
     path: str
 
 
-@dataclass(frozen=True, slots=True)
-class Barred:
+class Barred(msgspec.Struct, frozen=True):
     """Too much has failed on this host: give back whatever else the run has of it, and do not ask for it."""
 
     host: str
 
 
-@dataclass(frozen=True, slots=True)
-class RunEnded:
+class RunEnded(msgspec.Struct, frozen=True):
     status: RunStatus
     message: str
 
