@@ -38,7 +38,7 @@ FINISH = f"say(finish={FINISHED});"
 class Rig:
     """A crew whose agent does nothing but look after it."""
 
-    def __init__(self, folder: Path, code: str, slots: int, program: str = sys.executable) -> None:
+    def __init__(self, folder: Path, code: str, slots: int, program: str = sys.executable, told: str = "") -> None:
         self.paths = RunPaths(folder / "run").create()
         self.changes, self.gathers, self.has_ended = 0, list[Gather](), False
         launch = Launch(
@@ -49,8 +49,8 @@ class Rig:
         )
         setup = builders.setup(self.paths.root)
         self.crew = Crew(3, setup, launch, on_change=self._change, on_gather=self.gathers.append, on_end=self._note_end)
-        self.crew.start(News(term=1, step=7))
-        self.editions = 0
+        self.crew.start(News(term=1, step=7), Order(node=3, term=1, edition=1, noted=told) if told else None)
+        self.editions = 1
 
     def _change(self) -> None:
         self.changes += 1
@@ -89,14 +89,10 @@ async def working(
     await rig.until(lambda: not rig.crew.is_alive)
 
 
-async def test_a_worker_that_starts_is_told_the_newest_of_all(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, PUPPET, slots=2)
-    assert len([pid for pid in rig.pids() if pid]) == 1, "one in each turn of the loop"
-    rig.order("print('old', flush=True)")
-    rig.order(f"print('step', news.step, flush=True); {FINISH} sys.exit(0)")
+async def test_workers_that_start_are_told_the_newest_of_all(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, PUPPET, slots=2, told=f"print('step', news.step, flush=True); {FINISH} sys.exit(0)")
     await rig.ended()
-    assert rig.paths.log("n2.0").read_text() == "old\nstep 7\n"
-    assert rig.paths.log("n2.1").read_text() == "step 7\n"
+    assert [rig.paths.log(name).read_text() for name in ("n2.0", "n2.1")] == ["step 7\n", "step 7\n"]
 
 
 async def test_a_sibling_that_has_finished_is_killed_in_time_and_one_that_still_works_is_not(

@@ -16,7 +16,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from fallow import __version__
@@ -395,22 +395,20 @@ class Agent:
             self._code = code
             self._stop.set()
 
-    async def _look_again(self) -> None:
-        await asyncio.sleep(_LOOK_S)
-        self._child_changed()
+    async def _wait_while(self, condition: Callable[[], bool], within_s: float) -> None:
+        deadline = time.monotonic() + within_s
+        while condition() and time.monotonic() < deadline:
+            await asyncio.sleep(_LOOK_S)
+            self._child_changed()
 
     async def _leave(self) -> None:
         """Kill what is left, tell the head, and make sure that all output is out."""
         if self._crew is not None:
             self._crew.kill()
         self._child_changed()
-        deadline = time.monotonic() + TAIL_S + _NOTED_S  # the crew's end comes behind its last output
-        while self._crew is not None and time.monotonic() < deadline:
-            await self._look_again()
-        deadline = time.monotonic() + _NOTED_S
-        while self._end is not None and self._link.connected and self._enrolment.unnoted():
-            if time.monotonic() > deadline:
-                break
-            await self._look_again()
+        # The crew's end comes behind its last output.
+        await self._wait_while(lambda: self._crew is not None, TAIL_S + _NOTED_S)
+        if self._end is not None:
+            await self._wait_while(lambda: self._link.connected and bool(self._enrolment.unnoted()), _NOTED_S)
         self._send(Left(code=self._code))
         sys.stdout.flush()

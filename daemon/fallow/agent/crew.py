@@ -21,7 +21,7 @@ from fallow.agent.worker import Launch, Worker
 from fallow.core.membership.messages import End, Gather, Gathered, Order, Report, Unreadable
 from fallow.core.membership.names import worker_name
 from fallow.core.protocol.agents import Ended, News, Setup
-from fallow.core.protocol.workers import Heard, Part, Start, Status
+from fallow.core.protocol.workers import Heard, Part, Start
 
 log = logging.getLogger("fallow.agent")
 
@@ -64,60 +64,50 @@ class Crew:
         self._on_change, self._on_gather, self._on_end = on_change, on_gather, on_end
         self._loop = asyncio.get_running_loop()
         self._workers: list[Worker] = []
-        "those that were started, by slot"
-        self._news: News | None = None
+        "by slot"
         self._order: Order | None = None
         self._gathers = NodeGathers(node, launch.place.slots)
         self._ending = _Ending()
         self._killing: asyncio.TimerHandle | None = None
 
     def start(self, news: News | None, order: Order | None = None) -> None:
-        """Start the workers, one in each turn of the loop, so that nothing else waits for all of them.
+        """Start the workers.
 
         Args:
             news: the newest.
             order: the newest for this node.
         """
-        self._news, self._order = news, order
-        self._start_next()
+        self._order, slots = order, self._launch.place.slots
+        for slot in range(slots):
+            start = Start(
+                worker=worker_name(self._node, slot, slots),
+                node=self._node,
+                slot=slot,
+                slots=slots,
+                address=self._launch.place.address,
+                setup=self._setup,
+            )
+            worker = Worker(
+                self._launch,
+                start,
+                shown=self._is_shown(slot),
+                on_change=self._on_change,
+                on_part=functools.partial(self._take_part, slot),
+                drained=self._drained,
+            )
+            self._workers.append(worker)
+            for message in (news, order):
+                if message is not None:
+                    worker.channel.send(message)
+        self.look()  # they may not even have begun
+        self._on_change()
         if order is not None and order.end is not None:
             self._obey_end(order.end)
-
-    def _start_next(self) -> None:
-        if self._ending.is_wanted:
-            return
-        slot, slots = len(self._workers), self._launch.place.slots
-        start = Start(
-            worker=worker_name(self._node, slot, slots),
-            node=self._node,
-            slot=slot,
-            slots=slots,
-            address=self._launch.place.address,
-            setup=self._setup,
-        )
-        worker = Worker(
-            self._launch,
-            start,
-            shown=self._is_shown(slot),
-            on_change=self._on_change,
-            on_part=functools.partial(self._take_part, slot),
-            drained=self._drained,
-        )
-        self._workers.append(worker)
-        for message in (self._news, self._order):
-            if message is not None:
-                worker.channel.send(message)
-        if slot + 1 < slots:
-            self._loop.call_soon(self._start_next)
-        self.look()  # it may not even have begun
-        self._on_change()
 
     # -- what workers are told ----------------------------------------------------------------------------------------
 
     def tell(self, message: News | Heard) -> None:
         """Tell it to all of them."""
-        if isinstance(message, News):
-            self._news = message
         for worker in self._workers:
             worker.channel.send(message)
 
@@ -252,9 +242,8 @@ class Crew:
         return set[int]().union(*(worker.process.waited_for for worker in self._workers))
 
     def facts(self) -> list[Facts]:
-        """What is known of each worker, by slot; also of those that have ended, or that never began."""
-        missing = self._launch.place.slots - len(self._workers)
-        return [worker.facts() for worker in self._workers] + missing * [Facts(Status())]
+        """What is known of each worker, by slot; also of those that have ended."""
+        return [worker.facts() for worker in self._workers]
 
     def ended(self, report: Report) -> Ended:
         """What the head is told when all have ended; `report` is the last one."""
