@@ -163,11 +163,8 @@ def note_fault(m: State, node: Node, report: Report) -> None:
     m.roster.touch(node).proved_gone = True
     _keep_outcome(m, report)
     signature = fault.signature or f"exit code {fault.code}"
-    if fault.code == Exit.TEMPFAIL:
-        pass
-    elif node.phase is MemberPhase.STARTING:
-        losses.note_failure(m, node, FailureKind.EXCEPTION, signature, fault.message)
-    elif losses.is_the_scripts(m, node, FailureKind.EXCEPTION, signature, fault.message):
+    is_failure = fault.code != Exit.TEMPFAIL
+    if is_failure and losses.blame(m, node, FailureKind.EXCEPTION, signature, fault.message):
         return
     losses.lose(m, node, fault.message)
 

@@ -54,10 +54,10 @@ def eject(m: State, overdue: Iterable[Overdue]) -> None:
         node = one.node
         if node.deserted and _deserts(m, node):
             text = _DESERTED.format(how=f"its process did not: {one.reason}")
-            if is_the_scripts(m, node, FailureKind.EXCEPTION, APART + "desertion", text):
+            if blame(m, node, FailureKind.EXCEPTION, APART + "desertion", text):
                 return
         if one.kind is not None:
-            note_failure(m, node, one.kind, one.kind.value, one.reason)
+            blame(m, node, one.kind, one.kind.value, one.reason)
         lose(m, node, one.reason, MemberPhase.SILENT if one.unheard else MemberPhase.GONE)
         if not one.unheard:
             dismiss(m, node, Exit.TEMPFAIL, one.reason, kill=True, stack=one.kind is FailureKind.HANG)
@@ -90,9 +90,7 @@ def end_early(m: State, node: Node, event: ev.Gone) -> None:
         if kind is FailureKind.EXCEPTION and node.phase is not MemberPhase.STARTING:
             text = f"{m.roster.name(node.id)}: the script ended with exit code {event.code}"
             m.outbox.log("failed", text, node=node.id, code=event.code, step=node.step)
-        if node.phase is MemberPhase.STARTING:
-            note_failure(m, node, kind, signature, reason)
-        elif is_the_scripts(m, node, kind, signature, reason):
+        if blame(m, node, kind, signature, reason):
             return
     lose(m, node, event.reason)
 
@@ -117,22 +115,30 @@ def exit_unknown(m: State, node: Node, why: str) -> str:
     return f"the exit code of the main member {m.roster.name(node.id)} is not known: {why}"
 
 
-def is_the_scripts(m: State, node: Node, kind: FailureKind, signature: str, text: str) -> bool:
+def blame(m: State, node: Node, kind: FailureKind, signature: str, text: str) -> bool:
     """Note a failure. True: it is the script's own, and has ended the run."""
-    verdict = None if m.roster.finishing else failures.verdict(m.roster, _failure(m, node, kind, signature, text))
+    r = m.roster
+    failure = Failure(
+        node=node.id,
+        host=node.host,
+        token=node.token,
+        kind=kind,
+        signature=signature,
+        step=node.step,
+        text=text,
+        at=m.at,
+    )
+    may_be_the_scripts = node.phase is not MemberPhase.STARTING and not r.finishing
+    verdict = failures.verdict(r, failure) if may_be_the_scripts else None
     if verdict is None:
-        note_failure(m, node, kind, signature, text)
+        reason = failures.note(r, failure, m.timing.bar_after)
+        if reason is not None:
+            tell_barred(m, node.host, reason)
         return False
-    m.outbox.log("eject", f"{m.roster.name(node.id)} is gone: {text}", node=node.id)
+    m.outbox.log("eject", f"{r.name(node.id)} is gone: {text}", node=node.id)
     dismiss(m, node, Exit.SOFTWARE, text)
     end_run(m, RunStatus.FAILED, verdict, node.traceback)
     return True
-
-
-def note_failure(m: State, node: Node, kind: FailureKind, signature: str, text: str) -> None:
-    reason = failures.note(m.roster, _failure(m, node, kind, signature, text), m.timing.bar_after)
-    if reason is not None:
-        tell_barred(m, node.host, reason)
 
 
 def tell_barred(m: State, host: str, reason: str) -> None:
@@ -213,16 +219,3 @@ def _deserts(m: State, node: Node) -> bool:
     r = m.roster
     is_member = node.phase is MemberPhase.MEMBER and not node.leaving and not r.finishing
     return is_member and any(n != node.id for n in r.present(MemberPhase.MEMBER))
-
-
-def _failure(m: State, node: Node, kind: FailureKind, signature: str, text: str) -> Failure:
-    return Failure(
-        node=node.id,
-        host=node.host,
-        token=node.token,
-        kind=kind,
-        signature=signature,
-        step=node.step,
-        text=text,
-        at=m.at,
-    )
