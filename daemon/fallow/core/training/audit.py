@@ -81,31 +81,28 @@ def audit(
     # A generation that was broken off before all its members had said so is known from their own records only.
     begun = {record.generation: record.first_step for record in records if isinstance(record, Start)}
     owner = _owners({**begun, **first_steps}, steps)
-    seen: Counter[tuple[int, int]] = Counter()
-    size: dict[tuple[int, int], int] = {}
-    expected: dict[int, int] = {}
-    for record in records:
-        if not isinstance(record, Fed) or record.step >= steps or owner.get(record.step) != record.generation:
-            continue
-        key = (record.step, record.shard)
-        seen[key] += 1
-        size[key] = record.n
-        expected[record.step] = record.total
-    consumed = sum(size[key] for key in seen)
-    duplicated = sum(size[key] * (times - 1) for key, times in seen.items())
-    wanted = sum(expected.get(step, per_step) for step in range(steps))
+    counting = [r for r in records if isinstance(r, Fed) and owner.get(r.step) == r.generation]
+    shards = {(record.step, record.shard): record.n for record in counting}
     found: Counter[int] = Counter()
-    for step, shard in seen:
-        found[step] += size[step, shard]
+    for (step, _), samples in shards.items():
+        found[step] += samples
+    totals = {record.step: record.total for record in counting}
+    lacking = {step: totals.get(step, per_step) - found[step] for step in range(steps)}
     doubtful = {step for gap in gaps for step in range(gap.first_step, min(gap.last_step + 1, steps))}
-    unknown = sum(max(0, expected.get(step, per_step) - found[step]) for step in doubtful)
-    return SampleReport(consumed=consumed, lost=wanted - consumed - unknown, duplicated=duplicated, unknown=unknown)
+    unknown = sum(max(0, lacking[step]) for step in doubtful)
+    return SampleReport(
+        consumed=sum(shards.values()),
+        lost=sum(lacking.values()) - unknown,
+        duplicated=sum(record.n for record in counting) - sum(shards.values()),
+        unknown=unknown,
+    )
 
 
 def _owners(first_steps: Mapping[int, int], steps: int) -> dict[int, int]:
     """Step -> its generation. A later generation takes over from its first step on."""
     owner: dict[int, int] = {}
-    for generation, first in sorted(first_steps.items()):
-        for step in range(first, steps):
-            owner[step] = generation
+    end = steps
+    for generation, first in sorted(first_steps.items(), reverse=True):
+        owner |= dict.fromkeys(range(first, end), generation)
+        end = min(first, end)
     return owner
