@@ -214,7 +214,7 @@ MUTANTS: dict[str, Take] = {
     "nobody comes back into a broken generation": _rule(RunPhase.STEADY, "its generation is broken"),
     "nobody looks at links": _rule(RunPhase.STEADY, "all wait"),
     "the first exchange may last for ever": _rule(RunPhase.SWITCHING, "the first exchange does not end"),
-    "a deserter is not waited for": _object(Roster, "deserters", lambda self: []),
+    "a deserter is not waited for": _object(State, "deserters", lambda self: []),
     "a spoiled ballot is committed": _condition(conditions.is_spoiled, lambda m: False),
     "a member that lost its seat stays a member": _object(Roster, "standbys", lambda self: []),
     "a checkpoint of a history that was left is loaded": _object(

@@ -12,10 +12,6 @@ from fallow.model import MemberPhase
 # -- a node's report --------------------------------------------------------------------------------------------------
 
 
-def has_obeyed(m: State, node: Node, report: Report) -> bool:
-    return m.outbox.has_heard(node.id, report)
-
-
 def has_saved(m: State, node: Node, report: Report) -> bool:
     return report.saved is not None and report.saved.path != node.noted
 

@@ -180,8 +180,8 @@ def _keep_outcome(m: State, report: Report) -> None:
 
 def note_deserted(m: State, node: Node, report: Report) -> None:
     """Its exit code tells whether it is to blame: nothing is rebuilt until its processes have ended, or its lease."""
-    m.roster.note_deserted(node)
-    node.step = max(node.step, report.step)
+    m.roster.touch(node).deserted, node.step = True, max(node.step, report.step)
+    m.deserted.add(node.id)
     m.finished_at[node.id] = m.watch.now
 
 

@@ -108,7 +108,7 @@ class Machine(State):
                 self._lose(ev.Gone(at=event.at, node=old.id, reason="its agent has started its workers anew"))
         # A known one may not have heard the last order before its connection broke, or another head has sent that.
         self.tell([node.id])
-        self.outbox.admitted.append(ev.Admitted(node.id, node.host, node.token, node.boot))
+        self.outbox.instructions.append(ev.Admitted(node.id, node.host, node.token, node.boot))
 
     def _report(self, event: ev.Reported) -> None:
         report = event.report

@@ -229,7 +229,7 @@ def burn_reachable(m: State) -> None:
 
 
 def await_deserter(m: State) -> None:
-    burn(m, f"the script of {m.roster.names(node.id for node in m.roster.deserters())} has ended", 0.0)
+    burn(m, f"the script of {m.roster.names(m.deserters())} has ended", 0.0)
 
 
 def drop_newcomers(m: State) -> None:

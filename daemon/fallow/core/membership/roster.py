@@ -31,7 +31,6 @@ class Roster:
         "keys of records that were changed since they were written down"
         self._members: list[int] | None = None
         self._by_place: dict[tuple[str, str], list[int]] = {}
-        self._deserted: set[int] = set()
 
     # -- store ------------------------------------------------------------------------------------------------------
 
@@ -85,12 +84,6 @@ class Roster:
     def add(self, node: Node) -> None:
         self.nodes[node.id] = self.touch(node)
         self._by_place.setdefault((node.host, node.token), []).append(node.id)
-        if node.deserted:
-            self._deserted.add(node.id)
-
-    def note_deserted(self, node: Node) -> None:
-        self.touch(node).deserted = True
-        self._deserted.add(node.id)
 
     def forget(self, node: Node) -> None:
         del self.nodes[self.touch(node).id]
@@ -98,7 +91,6 @@ class Roster:
         here.remove(node.id)
         if not here:
             del self._by_place[node.host, node.token]
-        self._deserted.discard(node.id)
         self.root.front = max(self.root.front, node.step)
         if node.unrecorded is not None:
             self.root.unrecorded[node.id] = node.unrecorded
@@ -155,11 +147,6 @@ class Roster:
     def at_place(self, host: str, token: str) -> list[Node]:
         """Nodes of one agent: its workers of now, and earlier ones."""
         return [self.nodes[n] for n in self._by_place.get((host, token), ())]
-
-    def deserters(self) -> list[Node]:
-        """Members whose script has ended in the middle of the training, and whose processes have not."""
-        known = [self.nodes[n] for n in sorted(self._deserted) if n in self.nodes]
-        return [node for node in known if node.alive and node.seat]
 
     def name(self, node: int) -> str:
         return f"{member_name(node)} ({self.nodes[node].host})" if node in self.nodes else member_name(node)

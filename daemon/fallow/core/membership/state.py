@@ -137,8 +137,6 @@ class Outbox:
         self.first_edition = edition + 1
         "a node that this machine has told nothing yet is told again where it has to be, unless it obeys a later one"
         self.instructions: list[ev.Instruction] = []
-        self.admitted: list[ev.Admitted] = []
-        "said behind the first order, so that an agent knows whose output is shown before it starts its workers"
 
     def log(self, kind: str, text: str, *, node: int = 0, **data: Any) -> None:
         """Append to the run's event log; `node`: which it is about, 0 for none."""
@@ -183,6 +181,8 @@ class State:
         self.ballot: Ballot | None = None
         self.trouble = Trouble(probe_s=timing.probe_s)
         self.finished_at: dict[int, float] = {}
+        self.deserted = {n for n, node in roster.nodes.items() if node.deserted}
+        "nodes whose script has ended in the middle of the training"
         self.story: deque[str] = deque(maxlen=200)
         "the newest events and rules, for error messages"
         self.is_listening = any(node.alive for node in roster.nodes.values())
@@ -219,7 +219,7 @@ class State:
             return RunPhase.LISTENING
         if self.roster.finishing:
             return RunPhase.FINISHING
-        if self.roster.deserters():
+        if self.deserters():
             return RunPhase.DESERTED
         if voting is not None:
             if voting.change.probe:
@@ -230,6 +230,11 @@ class State:
             # If all have left together, the change is complete.
             return RunPhase.SWITCHING if self.going is not None and not self.roster.members else RunPhase.EMPTY
         return RunPhase.STEADY if root.change is None else RunPhase.SWITCHING
+
+    def deserters(self) -> list[int]:
+        """Members whose script has ended in the middle of the training, and whose processes have not."""
+        known = [self.roster.nodes[n] for n in sorted(self.deserted) if n in self.roster.nodes]
+        return [node.id for node in known if node.deserted and node.alive and node.seat]
 
     @property
     def open_ballot(self) -> Ballot:
@@ -304,9 +309,9 @@ class State:
                 outbox.told[n] = outbox.edition, self.watch.now
                 outbox.instructions.append(self._order(self.roster.nodes[n], main))
         outbox.nodes = later
-        instructions: list[ev.Instruction] = [*outbox.instructions, *outbox.admitted]
-        outbox.instructions, outbox.admitted = [], []
-        return instructions
+        told, outbox.instructions = outbox.instructions, []
+        # Behind the first order: an agent knows whose output is shown before it starts its workers.
+        return sorted(told, key=lambda instruction: isinstance(instruction, ev.Admitted))
 
     def _told_last(self) -> set[int]:
         """Members of the old generation, as long as newcomers have not heard of the commit.

@@ -41,6 +41,7 @@ class Rule:
 
 
 _ANY = frozenset(MemberPhase)
+_STARTING, _SILENT = frozenset((MemberPhase.STARTING,)), frozenset((MemberPhase.SILENT,))
 _ALIVE = _ANY - {MemberPhase.GONE}
 _VOTERS = frozenset((MemberPhase.READY, MemberPhase.MEMBER, MemberPhase.LEAVING))
 _MEMBERS = frozenset((MemberPhase.MEMBER, MemberPhase.LEAVING))
@@ -52,14 +53,12 @@ _PART = partial(moves.rebuild, reason="some of its members have the state and so
 
 NODE: tuple[Fact, ...] = (
     Fact("makes progress", _SEATED, lambda m, node, said: True, facts.note_progress),
-    Fact("is heard again", frozenset((MemberPhase.SILENT,)), when.has_obeyed, facts.take_back),
+    Fact("is heard again", _SILENT, lambda m, node, said: m.outbox.has_heard(node.id, said), facts.take_back),
     Fact("has a checkpoint", _ANY, when.has_saved, facts.note_saved),
     Fact("could not save one", _ANY, when.could_not_save, facts.note_unsaved),
     Fact("could not load one", _ANY, lambda m, node, said: said.damaged is not None, facts.note_damaged),
     Fact("has failed", _ALIVE, lambda m, node, said: said.fault is not None and not node.finished, facts.note_fault),
-    Fact(
-        "is ready", frozenset((MemberPhase.STARTING,)), lambda m, node, said: said.ready is not None, facts.note_ready
-    ),
+    Fact("is ready", _STARTING, lambda m, node, said: said.ready is not None, facts.note_ready),
     Fact("has deserted", _MEMBERS, when.has_deserted, facts.note_deserted),
     Fact("has finished", _SEATED, when.has_finished, facts.note_finished),
     Fact("has left", _LEAVERS, when.has_left, facts.note_left),
@@ -68,7 +67,7 @@ NODE: tuple[Fact, ...] = (
     Fact("votes", _VOTERS, when.votes, facts.note_vote),
     Fact("has arrived", _MEMBERS, when.has_arrived, facts.note_arrival),
     Fact("has lost its group", _MEMBERS, when.has_lost_its_group, facts.note_broken_group),
-    Fact("missed an order", _ANY, lambda m, node, said: not when.has_obeyed(m, node, said), facts.resend),
+    Fact("missed an order", _ANY, lambda m, node, said: not m.outbox.has_heard(node.id, said), facts.resend),
 )
 
 RUN: dict[RunPhase, tuple[Rule, ...]] = {
