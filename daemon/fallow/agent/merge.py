@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from operator import attrgetter
 from typing import TypeVar
 
@@ -143,11 +144,13 @@ def _refusal(refusals: list[Refusal]) -> Refusal | None:
     """Of the newest generation; several workers may each reach other nodes in vain."""
     newest = max((refusal.generation for refusal in refusals), default=0)
     said = [refusal for refusal in refusals if refusal.generation == newest]
-    if not said:
-        return None
-    unreachable = dict.fromkeys(node for refusal in said for node in refusal.unreachable)
-    tried = dict.fromkeys(address for refusal in said for address in refusal.tried)
-    return msgspec.structs.replace(said[0], unreachable=tuple(unreachable), tried=tuple(tried))
+    if len(said) < 2:
+        return next(iter(said), None)
+    tried: dict[int, str] = {}
+    for refusal in said:
+        for node, address in zip(refusal.unreachable, chain(refusal.tried, repeat("")), strict=False):
+            tried[node] = tried.get(node) or address
+    return msgspec.structs.replace(said[0], unreachable=tuple(tried), tried=tuple(tried.values()))
 
 
 def _switch(switches: list[Switch | None], generation: int) -> Switch | None:

@@ -132,11 +132,11 @@ def test_workers_that_differ_do_not_pass_for_alike() -> None:
 def test_refusals_of_the_newest_generation_are_told_together() -> None:
     refusals = [
         Refusal(generation=3, reason="old", unreachable=(9,)),
-        Refusal(generation=4, reason="first", unreachable=(1, 2), tried=("a:1",)),
-        Refusal(generation=4, reason="second", unreachable=(2, 3), tried=("b:1",)),
+        Refusal(generation=4, reason="first", unreachable=(1, 2), tried=("a:1", "")),
+        Refusal(generation=4, reason="second", unreachable=(1, 2, 3), tried=("a:2", "b:2", "c:2")),
     ]
     refusal = of(*({"refusal": refusal} for refusal in refusals)).refusal
-    assert refusal == Refusal(generation=4, reason="first", unreachable=(1, 2, 3), tried=("a:1", "b:1"))
+    assert refusal == Refusal(generation=4, reason="first", unreachable=(1, 2, 3), tried=("a:1", "b:2", "c:2"))
 
 
 def test_a_switch_is_told_once_all_have_gone_over_and_as_long_as_the_longest_took() -> None:
