@@ -102,10 +102,9 @@ def _seat_unwritten(self: Roster, members: list[int], joined: list[int]) -> None
     self.unwritten -= {f"node/{n}" for n in members}
 
 
-def _after_loss_all(
-    roster: Roster, survivors: Any, has_state: Any, kind: Any, reason: str
-) -> proposals.Proposal | None:
-    return _AFTER_LOSS(roster, survivors, lambda n: n in roster.members, kind, reason)
+def _after_loss_all(m: State, survivors: Any, kind: Any, reason: str) -> proposals.Proposal | None:
+    with patch.object(m, "has_state", lambda n: n in m.roster.members):
+        return _AFTER_LOSS(m, survivors, kind, reason)
 
 
 def _plain_clock(self: Any, at: float) -> float:

@@ -168,8 +168,8 @@ def change_is_due(m: State) -> bool:
     """A planned change needs every vote, so none is begun while a participant is not heard."""
     if not m.may_be_due or m.watch.now < m.trouble.retry_at:
         return False
-    proposal = planned(m.roster, m.has_state)
-    if proposal is None or put_off_s(m.roster, proposal, m.watch.now - m.watch.committed_at):
+    proposal = planned(m)
+    if proposal is None or put_off_s(m, proposal):
         return False
     asked = [*proposal.members, *proposal.leavers]
     return not any(m.watch.unheard_s(n) > m.timing.lease_s or m.watch.may_reconnect(n) for n in asked)
@@ -206,8 +206,8 @@ def waiting(m: State) -> str:
     standbys = r.standbys()
     if not standbys or r.root.status.ended:
         return ""
-    proposal = planned(r, m.has_state) if m.ballot is None else None
-    left_s = 0.0 if proposal is None else put_off_s(r, proposal, m.watch.now - m.watch.committed_at)
+    proposal = planned(m) if m.ballot is None else None
+    left_s = 0.0 if proposal is None else put_off_s(m, proposal)
     if left_s:
         verb = "waits" if len(standbys) == 1 else "wait"
         return (

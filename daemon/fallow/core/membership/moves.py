@@ -9,10 +9,9 @@ import msgspec
 
 from fallow.core.membership import checkpoints, losses
 from fallow.core.membership.conditions import all_wait_s
-from fallow.core.membership.links import to_drop
 from fallow.core.membership.messages import Peer, Plan
 from fallow.core.membership.names import member_name
-from fallow.core.membership.proposals import Proposal, after_loss, planned
+from fallow.core.membership.proposals import Proposal, after_loss, planned, to_drop
 from fallow.core.membership.records import Change, FailureKind, Node
 from fallow.core.membership.roster import check_of
 from fallow.core.membership.state import Ballot, Plans, State
@@ -36,7 +35,7 @@ _STUCK = (
 
 
 def prepare(m: State) -> None:
-    proposal = planned(m.roster, m.has_state)
+    proposal = planned(m)
     assert proposal is not None
     _begin(m, proposal)
 
@@ -123,7 +122,7 @@ def rebuild(m: State, reason: str) -> None:
     m.trouble.broken = max(root.generation, m.trouble.broken)
     m.tell(survivors)
     kind = ChangeKind.START if root.rollback_below else ChangeKind.EJECT
-    proposal = after_loss(r, survivors, m.has_state, kind, reason)
+    proposal = after_loss(m, survivors, kind, reason)
     if proposal is not None:
         _begin(m, proposal, interrupt=True)
     else:

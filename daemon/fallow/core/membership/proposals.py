@@ -1,16 +1,14 @@
-"""Which generation a roster calls for. Pure: it reads the roster and changes nothing."""
+"""Which generation the state calls for: who joins, who leaves, who has to go. Nothing is changed here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from fallow.core.membership.roster import Roster
+from fallow.core.membership.state import State
 from fallow.core.training.restarts import EVERY_S
 from fallow.model import ChangeKind, MemberPhase, RunStatus
-
-HasState = Callable[[int], bool]
-"""Has this node the whole state, as far as is known?"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +22,13 @@ class Proposal:
     reason: str
 
 
-def planned(roster: Roster, has_state: HasState) -> Proposal | None:
+def planned(m: State) -> Proposal | None:
     """The planned change that is due; None: there is none. Joins and leaves that are known now go together."""
+    roster = m.roster
     staying, leaving = roster.present(MemberPhase.MEMBER), roster.present(MemberPhase.LEAVING)
     joiners = roster.fitting(staying, roster.standbys())
     if not staying and not leaving:
-        return _start(roster, joiners)
+        return _start(m, joiners)
     if 0 < roster.root.generation <= roster.root.rollback_below:
         # Between two steps: a script that is inside of one may have no way back to another part of itself. Whoever
         # stays is the proof that this boundary has been reached; where nobody does, newcomers begin after the leave.
@@ -38,9 +37,9 @@ def planned(roster: Roster, has_state: HasState) -> Proposal | None:
         joiners = []
     if not joiners and not leaving:
         return None
-    if joiners and not any(map(has_state, staying)):
+    if joiners and not any(map(m.has_state, staying)):
         # Newcomers take the state from members of their own generation: one of the leavers stays for one more.
-        keeper = next(filter(has_state, leaving), None)
+        keeper = next(filter(m.has_state, leaving), None)
         leaving = [n for n in leaving if n != keeper]
         staying = [n for n in roster.members if n in staying or n == keeper]
     reasons = []
@@ -53,8 +52,8 @@ def planned(roster: Roster, has_state: HasState) -> Proposal | None:
     return Proposal(kinds[bool(joiners), bool(leaving)], staying + joiners, leaving, ", ".join(reasons))
 
 
-def _start(roster: Roster, joiners: list[int]) -> Proposal | None:
-    root, needed = roster.root, 1
+def _start(m: State, joiners: list[int]) -> Proposal | None:
+    roster, root, needed = m.roster, m.roster.root, 1
     if root.status is RunStatus.WAITING:
         # Fewer suffice if the limit or the number of shards leaves no place for more.
         is_full = len(joiners) < len(roster.standbys())
@@ -65,9 +64,7 @@ def _start(roster: Roster, joiners: list[int]) -> Proposal | None:
     return Proposal(ChangeKind.START, joiners, [], f"{verb} with {roster.names(joiners)}")
 
 
-def after_loss(
-    roster: Roster, survivors: Sequence[int], has_state: HasState, kind: ChangeKind, reason: str
-) -> Proposal | None:
+def after_loss(m: State, survivors: Sequence[int], kind: ChangeKind, reason: str) -> Proposal | None:
     """The generation of those who are left of a broken one; None: nobody is.
 
     Survivors who have the state may stand inside a step, where nobody can receive it from them. So they go on alone,
@@ -75,16 +72,15 @@ def after_loss(
     If nobody has it, all begin together from a checkpoint.
 
     Args:
-        roster: of the run.
+        m: of the run.
         survivors: living members of the broken generation and of the one before, in rank order.
-        has_state: see `HasState`.
         kind: of the change.
         reason: why the generation broke.
     """
+    roster, contract = m.roster, m.roster.root.contract
     staying = [n for n in survivors if roster.nodes[n].phase is not MemberPhase.LEAVING]
-    holders = [n for n in survivors if has_state(n)]
+    holders = [n for n in survivors if m.has_state(n)]
     members = [n for n in holders if n in staying] or holders or staying
-    contract = roster.root.contract
     if contract is not None and contract.restarts:
         # Scripts that begin again need no state, and newcomers cost nothing more.
         members = staying if roster.root.scripted else staying + roster.fitting(staying, roster.standbys())
@@ -92,15 +88,33 @@ def after_loss(
     return Proposal(kind, members, leavers, reason) if members else None
 
 
-def put_off_s(roster: Roster, proposal: Proposal, lasted_s: float) -> float:
-    """For how many seconds a planned change has to wait, so that restarts do not eat what newcomers bring.
+def put_off_s(m: State, proposal: Proposal) -> float:
+    """For how many seconds a planned change has to wait, so that restarts do not eat what newcomers bring."""
+    root, contract = m.roster.root, m.roster.root.contract
+    if contract is None or not contract.restarts or root.scripted or proposal.kind is not ChangeKind.ABSORB:
+        return 0.0
+    return max(0.0, EVERY_S - (m.watch.now - m.watch.committed_at))
+
+
+def to_drop(accusations: Mapping[int, Sequence[int]], by_age: Sequence[int], holders: Collection[int]) -> list[int]:
+    """A small set of nodes without whom everybody left reaches everybody left.
+
+    A cut link is symmetric here: whoever of the two noticed, one of them goes. Greedy, the most accused first, since
+    the smallest such set (a vertex cover) is hard to find in general; for one bad node or one bad link it is exact.
 
     Args:
-        roster: of the run.
-        proposal: the change.
-        lasted_s: for how long the scripts have run since they were started last.
+        accusations: node -> whom it cannot reach.
+        by_age: all nodes concerned, the oldest first; of equals the youngest goes.
+        holders: those who have the state; one of them always stays.
     """
-    contract = roster.root.contract
-    if contract is None or not contract.restarts or roster.root.scripted or proposal.kind is not ChangeKind.ABSORB:
-        return 0.0
-    return max(0.0, EVERY_S - lasted_s)
+    age = {node: number for number, node in enumerate(by_age)}
+    cut = {frozenset((a, b)) for a, others in accusations.items() for b in others if a in age and b in age and a != b}
+    dropped: list[int] = []
+    while cut:
+        degree = Counter(node for pair in cut for node in pair)
+        left = [node for node in holders if node not in dropped]
+        free = [node for node in degree if left != [node]]
+        worst = max(free, key=lambda node: (degree[node], age[node]))
+        dropped.append(worst)
+        cut = {pair for pair in cut if worst not in pair}
+    return dropped

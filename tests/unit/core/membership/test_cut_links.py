@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fallow.core.membership.links import to_drop
+from fallow.core.membership.proposals import to_drop
 
 NAMES = list(range(6))
 PAIRS = [(a, b) for a in NAMES for b in NAMES[:a]]
