@@ -14,6 +14,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from fallow.agent.gathers import Answer, NodeGathers
 from fallow.agent.merge import Facts
@@ -171,7 +172,7 @@ class Crew:
             if worker.look():
                 self._note_end(worker)
         is_over = all(worker.has_ended or worker.is_orderly for worker in self._workers)
-        if self._ending.has_begun and is_over and self.is_alive:
+        if self._ending.decisive is not None and is_over and self.is_alive:
             self._kill_after(EXIT_S)
 
     def _note_end(self, worker: Worker) -> None:
@@ -248,6 +249,7 @@ class Crew:
     def ended(self, report: Report) -> Ended:
         """What the head is told when all have ended; `report` is the last one."""
         first = self._ending.decisive
+        assert first is not None
         return Ended(
             node=report.node,
             boot=report.boot,
@@ -259,33 +261,27 @@ class Crew:
         )
 
 
+@dataclass(slots=True)
 class _Ending:
     """Which worker's end counts as the node's, and whether it was to be expected."""
 
-    def __init__(self) -> None:
-        self.is_wanted = self.is_ordered = self.is_forced = False
-        "no worker should go on; an order says so; they were killed"
-        self.was_ordered = False
-        "an order had said so before the first of them ended"
-        self._decisive: Worker | None = None
-
-    @property
-    def has_begun(self) -> bool:
-        """One of the workers has ended."""
-        return self._decisive is not None
-
-    @property
-    def decisive(self) -> Worker:
-        """The worker whose end counts."""
-        assert self._decisive is not None
-        return self._decisive
+    is_wanted: bool = False
+    "no worker should go on"
+    is_ordered: bool = False
+    "an order says so"
+    is_forced: bool = False
+    "they were killed"
+    was_ordered: bool = False
+    "an order had said so before the first of them ended"
+    decisive: Worker | None = None
+    "the worker whose end counts; None: all run"
 
     def note(self, worker: Worker) -> bool:
         """A worker has ended. True: the others may end by themselves."""
         is_expected = self.is_wanted or worker.is_orderly
-        if self._decisive is None:
-            self._decisive, self.was_ordered = worker, self.is_ordered
-        elif self._decisive.is_clean and not worker.is_clean and not (self.is_ordered or self.is_forced):
-            self._decisive = worker  # a failure after the training says more than the success of another one
+        if self.decisive is None:
+            self.decisive, self.was_ordered = worker, self.is_ordered
+        elif self.decisive.is_clean and not worker.is_clean and not (self.is_ordered or self.is_forced):
+            self.decisive = worker  # a failure after the training says more than the success of another one
         self.is_wanted = True
         return is_expected
