@@ -32,11 +32,9 @@ class Reporter:
         "those of workers that were told last"
         self._telling: asyncio.TimerHandle | None = None
 
-    def tell(self) -> None:
-        """Send a heartbeat now."""
-        self._tell(self._make())
-
-    def _tell(self, beat: Beat) -> None:
+    def tell(self, beat: Beat | None = None) -> None:
+        """Send a heartbeat now; None: of how things stand."""
+        beat = beat or self._make()
         self._told, self._told_at = needs_no_beat(beat), self._loop.time()
         if not beat.brief:
             self._pids = beat.progress.pids
@@ -55,4 +53,4 @@ class Reporter:
         if beat.progress.pids == self._pids:
             # All members report each change at the same moment. How the training gets on can wait.
             beat = msgspec.structs.replace(beat, progress=Progress(), brief=True)
-        self._tell(beat)
+        self.tell(beat)

@@ -37,8 +37,9 @@ def verdict(roster: Roster, failure: Failure) -> str | None:
     others = [roster.nodes[n] for n in roster.present() if n != failure.node]
     # Members are at most one step apart. Others who are further go on without trouble, so this was a newcomer's.
     is_behind = any(node.step > failure.step + 1 for node in others)
-    earlier = None if is_behind else next((f for f in same if f.place != failure.place), None)
-    if earlier is not None:
+    elsewhere = [f for f in same if (f.token, f.host) != (failure.token, failure.host)]
+    if elsewhere and not is_behind:
+        earlier = elsewhere[0]
         return f"{earlier.text} (step {failure.step}, on {_where(earlier)} and again on {_where(failure)})"
     if not others and failure.node in roster.members and (failure.kind is FailureKind.EXCEPTION or same):
         return f"{failure.text} (step {failure.step}, on {_where(failure)}, the only member)"

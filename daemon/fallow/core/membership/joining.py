@@ -1,4 +1,4 @@
-"""Who may join: sizes that make sense, and newcomers whose model is the members'."""
+"""Who may join: newcomers whose model is the members'."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from fallow.core.membership.messages import Contract
-from fallow.model import Exit, FallowError
 
 
 def difference(members: Contract, newcomer: Contract) -> str | None:
@@ -43,13 +42,3 @@ def other_bits(members: Sequence[str], newcomer: Sequence[str]) -> str | None:
                 f"members with {theirs_line}; give the run nodes and settings of one kind"
             )
     return None
-
-
-def check_limits(minimum: int, maximum: int) -> None:
-    """Refuse impossible sizes.
-
-    Raises:
-        FallowError: MIN below 1 or above MAX.
-    """
-    if minimum < 1 or maximum < minimum:
-        raise FallowError(f"nodes {minimum}:{maximum}: MIN must be at least 1 and at most MAX", Exit.USAGE)

@@ -140,10 +140,9 @@ def _suspend(m: State, leavers: list[int], reason: str) -> None:
     r.mark("root")
     for n in leavers:  # they were to leave before they had the state
         losses.dismiss(m, r.nodes[n], Exit.OK, r.nodes[n].leaving)
-    if code not in (None, Exit.OK, Exit.TEMPFAIL):
-        losses.end_run(m, RunStatus.FAILED, reason)
-    elif code == Exit.OK:
-        losses.end_run(m, RunStatus.FAILED, f"the script left the training loop on every member: {reason}")
+    if code not in (None, Exit.TEMPFAIL):
+        how = "" if code else "the script left the training loop on every member: "
+        losses.end_run(m, RunStatus.FAILED, how + reason)
     else:
         root.status = RunStatus.SUSPENDED
         m.outbox.log("lost", f"no member is there ({reason}); the run goes on from {_kept(m)}")

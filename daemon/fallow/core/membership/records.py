@@ -180,10 +180,6 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     at: float
 
-    @property
-    def place(self) -> tuple[str, str]:
-        return self.token, self.host
-
 
 class HostBar(msgspec.Struct, kw_only=True):
     times: int = 0

@@ -8,7 +8,6 @@ from fallow.control.protocol import LocalAllocation, NewRun
 from fallow.core.allocations import SUBMIT_S, Allocation
 from fallow.core.membership import checkpoints
 from fallow.core.membership import events as ev
-from fallow.core.membership.joining import check_limits
 from fallow.core.membership.names import member_name, member_number
 from fallow.core.submission.sbatch_line import base_nodes
 from fallow.head.api.pruning import Pruning
@@ -41,7 +40,9 @@ class Operations:
         return operation(turn, **params)
 
     def create_run(self, turn: Turn, spec: RunSpec) -> NewRun:
-        check_limits(spec.min_nodes, spec.max_nodes)
+        if not 1 <= spec.min_nodes <= spec.max_nodes:
+            limits = f"{spec.min_nodes}:{spec.max_nodes}"
+            raise FallowError(f"nodes {limits}: MIN must be at least 1 and at most MAX", Exit.USAGE)
         run = self._book.create(spec, turn.at, turn.now)
         try:
             # Whoever asks calls sbatch itself now, and may not live to tell what came of it.
