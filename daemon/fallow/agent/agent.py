@@ -258,16 +258,13 @@ class Agent:
         self._reporter.tell()
         self._gather_at = 0.0
         # Not the hello, which was sent first: a newer one would go behind what waits, and nothing is heard before it.
-        self._say_again(self._enrolment.unnoted())
+        self._repeat(self._enrolment.unnoted())
 
-    def _repeat(self) -> None:
-        self._say_again(self._enrolment.unanswered())
-
-    def _say_again(self, unanswered: Iterable[FromAgent]) -> None:
+    def _repeat(self, unanswered: Iterable[FromAgent] | None = None) -> None:
         """Say what the head has not answered, and what it has to gather."""
         now = time.monotonic()
         self._repeat_at = now + REPEAT_S
-        for message in unanswered:
+        for message in self._enrolment.unanswered() if unanswered is None else unanswered:
             self._send(message)
         if self._crew is not None and now >= self._gather_at:
             self._gather_at = now + GATHER_AGAIN_S

@@ -13,16 +13,18 @@ import asyncio
 import contextlib
 import functools
 import logging
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fallow.agent.gathers import Answer, NodeGathers
+from fallow.agent.gathers import NodeGathers
 from fallow.agent.merge import Facts
 from fallow.agent.worker import Launch, Worker
 from fallow.core.membership.messages import End, Gather, Gathered, Order, Report, Unreadable
 from fallow.core.membership.names import worker_name
 from fallow.core.protocol.agents import Ended, News, Setup
 from fallow.core.protocol.workers import Heard, Part, Start
+from fallow.model import STACK_SIGNAL
 
 log = logging.getLogger("fallow.agent")
 
@@ -107,7 +109,7 @@ class Crew:
 
     # -- what workers are told ----------------------------------------------------------------------------------------
 
-    def tell(self, message: News | Heard) -> None:
+    def tell(self, message: News | Heard | Gathered) -> None:
         """Tell it to all of them."""
         for worker in self._workers:
             worker.channel.send(message)
@@ -130,7 +132,7 @@ class Crew:
             kill_after_s = STACK_S if end.stack else 0.0
         if end.stack and not self._ending.is_ordered:
             for worker in self._workers:
-                worker.process.tell_stack()
+                worker.process.send_signal(STACK_SIGNAL)  # it writes its stack to its log, if it still can
         self.end(kill_after_s)
 
     def _is_shown(self, slot: int) -> bool:
@@ -151,18 +153,15 @@ class Crew:
             log.error("%s", error.message)
             return
         if answer is not None:
-            self._tell_answer(answer)
+            self.tell(answer)
 
     def _take_part(self, slot: int, part: Part) -> None:
         match self._gathers.take(slot, part):
-            case Answer() as answer:
-                self._tell_answer(answer)
-            case Gather() as gather:
+            case Gather() as gather, _:
                 self._on_gather(gather)
-
-    def _tell_answer(self, answer: Answer) -> None:
-        for slot in answer.slots:
-            self._workers[slot].channel.send(answer.gathered)
+            case Gathered() as answer, slots:
+                for slot in slots:
+                    self._workers[slot].channel.send(answer)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
@@ -204,7 +203,7 @@ class Crew:
         """SIGTERM: Slurm takes this node, and no head is there to release the workers."""
         self._ending.is_wanted = True
         for worker in self._workers:
-            worker.process.warn()
+            worker.process.send_signal(signal.SIGTERM)
 
     def end(self, kill_after_s: float) -> None:
         """They are told to end: kill those that have not by then."""

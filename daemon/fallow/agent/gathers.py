@@ -8,7 +8,6 @@ itself. Nothing is timed here: a worker repeats its part, and the agent what wai
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -17,13 +16,6 @@ from fallow.core.membership.messages import Gather, Gathered, Unreadable
 from fallow.core.protocol.workers import Part
 
 _PARTS: msgspec.msgpack.Decoder[tuple[bytes, ...]] = msgspec.msgpack.Decoder(tuple[bytes, ...])
-
-
-class Answer(NamedTuple):
-    """What to tell the workers of these slots."""
-
-    gathered: Gathered
-    slots: Sequence[int]
 
 
 class NodeGathers:
@@ -41,41 +33,42 @@ class NodeGathers:
         self._asked: dict[tuple[int, str], Gather | Gathered] = {}
         "(generation, key) -> what the head was given, and once it has answered, the answer"
 
-    def take(self, slot: int, part: Part) -> Answer | Gather | None:
+    def take(self, slot: int, part: Part) -> tuple[Gathered | Gather | None, Sequence[int]]:
         """Take a worker's part, or its question which nodes are missing: the head answers that at once.
 
         Returns:
-            an answer for workers, or what to send to the head; None: others' parts, or the head's answer, are missing.
+            an answer and the slots to tell it to, or what to send to the head; None: others' parts, or the head's
+            answer, are missing.
         """
         place = part.generation, part.key
         known = None if part.within_node else self._asked.get(place)
         if isinstance(known, Gathered):
-            return Answer(known, (slot,))
+            return known, [slot]
         if not part.part:
-            return Gather(node=self._node, generation=part.generation, key=part.key, part=b"")
+            return Gather(node=self._node, generation=part.generation, key=part.key, part=b""), []
         gathers = self._within_node if part.within_node else self._of_node
         gathers.open(part.generation, self._slots)
         given = Gather(node=slot, generation=part.generation, key=part.key, part=part.part)
         found, slots = gathers.take(given)
         if found is None or known is not None:
-            return None
+            return None, []
         if part.within_node:
-            return Answer(found, slots)
+            return found, slots
         whole = self._asked[place] = msgspec.structs.replace(
             given, node=self._node, part=msgspec.msgpack.encode(found.parts)
         )
         newest = sorted({generation for generation, _ in self._asked})[-KEPT:]
         self._asked = {place: said for place, said in self._asked.items() if place[0] in newest}
-        return whole
+        return whole, []
 
-    def hear(self, gathered: Gathered) -> Answer | None:
-        """Take the head's answer, whose parts are of whole nodes. None: nobody waits for it.
+    def hear(self, gathered: Gathered) -> Gathered | None:
+        """Take the head's answer, whose parts are of whole nodes, for all workers. None: nobody waits for it.
 
         Raises:
             Unreadable: a node's part does not hold the parts of its workers.
         """
         if gathered.missing:
-            return Answer(gathered, self._slots)
+            return gathered
         place = gathered.generation, gathered.key
         if not isinstance(self._asked.get(place), Gather):
             return None
@@ -86,7 +79,7 @@ class NodeGathers:
                 f"answer to {gathered.key} of generation {gathered.generation}: a part that is none: {error}"
             ) from error
         answer = self._asked[place] = msgspec.structs.replace(gathered, parts=parts)
-        return Answer(answer, self._slots)
+        return answer
 
     def unanswered(self) -> list[Gather]:
         """What waits for the head's answer, to be sent again."""

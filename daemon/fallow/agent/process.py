@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fallow.agent.output import Pump
 from fallow.core.membership.failures import CRASHES
-from fallow.model import OUTPUT_PIPES, STACK_SIGNAL
+from fallow.model import OUTPUT_PIPES
 
 EXEC_FAILED = 127
 _OF_SIGTERM = (signal.SIGTERM, 128 + signal.SIGTERM)
@@ -164,22 +164,15 @@ class WorkerProcess:
         """True while it is stopped (SIGSTOP); one that a debugger holds for a moment is not."""
         return _look_up(self.speaker or self.pid)[0] == "T"
 
-    def tell_stack(self) -> None:
-        """Have it write its training thread's stack to its standard error, if it still can."""
-        self._signal(STACK_SIGNAL)
-
-    def warn(self) -> None:
-        """SIGTERM: Slurm takes this node, and no head is there to release the worker."""
-        self._signal(signal.SIGTERM)
-
     def kill(self) -> None:
         """SIGKILL to the worker and all that it started in its group."""
         if self._process is not None and not self.ended:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._signal(signal.SIGKILL)  # a shell may have given it a group of its own
+            self.send_signal(signal.SIGKILL)  # a shell may have given it a group of its own
 
-    def _signal(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the worker alone."""
         if pid := self.speaker or self.pid:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
