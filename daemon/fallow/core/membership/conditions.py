@@ -6,7 +6,6 @@ from fallow.core.membership.messages import Report
 from fallow.core.membership.proposals import planned, put_off_s
 from fallow.core.membership.records import Node
 from fallow.core.membership.state import State
-from fallow.core.training.restarts import EVERY_S
 from fallow.model import MemberPhase
 
 # -- a node's report --------------------------------------------------------------------------------------------------
@@ -195,27 +194,3 @@ def all_have_finished(m: State) -> bool:
         return True
     # Its exit code is known when its processes are gone. A library may still upload what it has logged.
     return m.watch.now - m.finished_at.setdefault(main.id, m.watch.now) > m.timing.progress_s
-
-
-# -- in words ---------------------------------------------------------------------------------------------------------
-
-
-def waiting(m: State) -> str:
-    """Why nodes that are ready do not compute, in words; empty: none waits, or a change is under way."""
-    r = m.roster
-    standbys = r.standbys()
-    if not standbys or r.root.status.ended:
-        return ""
-    proposal = planned(m) if m.ballot is None else None
-    left_s = 0.0 if proposal is None else put_off_s(m, proposal)
-    if left_s:
-        verb = "waits" if len(standbys) == 1 else "wait"
-        return (
-            f"{r.names(standbys)} {verb} for another {left_s / 60:.0f} min: a newcomer restarts the script "
-            f"everywhere, which has to run for {EVERY_S / 60:.0f} min from one such restart to the next"
-        )
-    known = [r.nodes[n] for n in m.inside() if n in r.nodes and not r.nodes[n].proved_gone]
-    unheard = [node.id for node in known if not node.alive or m.watch.unheard_s(node.id) > m.timing.lease_s]
-    if unheard:
-        return f"{r.names(standbys)} cannot begin before {r.names(unheard)} is heard, or is certain to have ended"
-    return ""

@@ -20,12 +20,13 @@ from typing import Any
 
 from fallow.core.membership import checkpoints, failures, losses, tables
 from fallow.core.membership import events as ev
-from fallow.core.membership.conditions import waiting
 from fallow.core.membership.facts import keep_checkpoint, recover, resend
 from fallow.core.membership.messages import Report
+from fallow.core.membership.proposals import planned, put_off_s
 from fallow.core.membership.records import Node
 from fallow.core.membership.state import State
 from fallow.core.membership.watch import Overdue
+from fallow.core.training.restarts import EVERY_S
 from fallow.model import Exit, MemberPhase
 from fallow.text import counted
 
@@ -66,7 +67,23 @@ class Machine(State):
 
     def waiting(self) -> str:
         """Why nodes that are ready do not compute, in words; empty: none waits, or a change is under way."""
-        return waiting(self)
+        r = self.roster
+        standbys = r.standbys()
+        if not standbys or r.root.status.ended:
+            return ""
+        proposal = planned(self) if self.ballot is None else None
+        left_s = 0.0 if proposal is None else put_off_s(self, proposal)
+        if left_s:
+            verb = "waits" if len(standbys) == 1 else "wait"
+            return (
+                f"{r.names(standbys)} {verb} for another {left_s / 60:.0f} min: a newcomer restarts the script "
+                f"everywhere, which has to run for {EVERY_S / 60:.0f} min from one such restart to the next"
+            )
+        known = [r.nodes[n] for n in self.inside() if n in r.nodes and not r.nodes[n].proved_gone]
+        unheard = [node.id for node in known if not node.alive or self.watch.unheard_s(node.id) > self.timing.lease_s]
+        if unheard:
+            return f"{r.names(standbys)} cannot begin before {r.names(unheard)} is heard, or is certain to have ended"
+        return ""
 
     def _apply_rules(self) -> None:
         for _ in range(MOST_RULES):

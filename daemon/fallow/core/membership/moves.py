@@ -47,16 +47,6 @@ def probe(m: State) -> None:
     _begin(m, Proposal(ChangeKind.EJECT, m.roster.members, [], reason), probe=True)
 
 
-def rebuild_lost(m: State) -> None:
-    rebuild(m, _who_is_lost(m))
-
-
-def _who_is_lost(m: State) -> str:
-    lost = m.trouble.lost
-    by_reason = {reason: [n for n in lost if lost[n] == reason and n in m.roster.nodes] for reason in lost.values()}
-    return "; ".join(f"{m.roster.names(nodes)} is gone: {reason}" for reason, nodes in by_reason.items())
-
-
 def rebuild_group(m: State) -> None:
     """A group broke, and nobody is gone: rebuild it as it was.
 
@@ -79,10 +69,6 @@ def rebuild_group(m: State) -> None:
     m.trouble.group = None
     reason = f"{times} groups in a row broke at its step {broken.step}, the last because {broken.text}"
     losses.eject(m, [Overdue(r.nodes[broken.node], reason, FailureKind.UNREACHABLE)])
-
-
-def rebuild_again(m: State) -> None:
-    rebuild(m, m.open_ballot.spoiled)
 
 
 def rebuild_first_exchange(m: State) -> None:
@@ -108,9 +94,17 @@ def rebuild_stuck(m: State) -> None:
     rebuild(m, f"all members waited for each other for {waited_s:.1f} s")
 
 
-def rebuild(m: State, reason: str) -> None:
-    """The present generation is broken: go on with whoever is left of it, and of those who were leaving it."""
-    r, root = m.roster, m.roster.root
+def rebuild(m: State, reason: str = "") -> None:
+    """The present generation is broken: go on with whoever is left of it, and of those who were leaving it.
+
+    Args:
+        m: its state.
+        reason: why, where no member is lost and no ballot is spoiled.
+    """
+    r, root, lost = m.roster, m.roster.root, m.trouble.lost
+    by_reason = {why: [n for n in lost if lost[n] == why and n in r.nodes] for why in lost.values()}
+    gone = "; ".join(f"{r.names(nodes)} is gone: {why}" for why, nodes in by_reason.items())
+    reason = gone or reason or (m.ballot.spoiled if m.ballot is not None else "")
     if m.ballot is not None and m.ballot.change.interrupt:
         reason = f"{m.ballot.change.reason}; {reason}"  # it never became complete, so nothing else would say why
     elif root.rollback_below:
@@ -247,7 +241,7 @@ def drop_cut_off(m: State) -> None:
     """The others wait: the smallest set of nodes that explains the refusals goes, and the rest goes on."""
     ballot = m.open_ballot
     _give_up(m, _cut_off(m, ballot, last=frozenset()), ballot)
-    rebuild(m, _who_is_lost(m) or "links are cut")
+    rebuild(m, "links are cut")
 
 
 def eject_late(m: State) -> None:
@@ -255,7 +249,7 @@ def eject_late(m: State) -> None:
     late = [m.roster.nodes[n] for n in sorted(m.open_ballot.awaited)]
     losses.eject(m, [_late(m, node) for node in late if node.alive])
     if not m.roster.root.status.ended:
-        rebuild(m, _who_is_lost(m) or "votes are missing")
+        rebuild(m, "votes are missing")
 
 
 def _late(m: State, node: Node) -> Overdue:

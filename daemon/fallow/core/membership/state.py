@@ -307,7 +307,7 @@ class State:
             outbox.edition += 1
             for n in sorted(now):
                 outbox.told[n] = outbox.edition, self.watch.now
-                outbox.instructions.append(self._order(self.roster.nodes[n], main))
+                outbox.instructions.append(self.order(n))
         outbox.nodes = later
         told, outbox.instructions = outbox.instructions, []
         # Behind the first order: an agent knows whose output is shown before it starts its workers.
@@ -332,12 +332,9 @@ class State:
             return set()
         return set(going.participants).difference(going.change.joined)
 
-    def order(self, node: int) -> Order:
+    def order(self, number: int) -> Order:
         """Where a node has to be, as things are now."""
-        return self._order(self.roster.nodes[node], self.main())
-
-    def _order(self, node: Node, main: int) -> Order:
-        root, broken = self.roster.root, self.trouble.broken
+        node, root, broken = self.roster.nodes[number], self.roster.root, self.trouble.broken
         return Order(
             node=node.id,
             term=self.outbox.term,
@@ -347,7 +344,7 @@ class State:
             plan=self._plan_for(node),
             state_since=self._state_since(node),
             accepted=node.accepted,
-            is_main=node.id == main,
+            is_main=node.id == self._main,
             noted=node.noted,
             unsaved=root.unsaved,
             finish=root.final,

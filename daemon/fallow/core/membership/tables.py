@@ -74,11 +74,11 @@ RUN: dict[RunPhase, tuple[Rule, ...]] = {
     RunPhase.LISTENING: (),
     RunPhase.DESERTED: (Rule("a generation is voted on", lambda m: m.voting is not None, moves.await_deserter),),
     RunPhase.EMPTY: (
-        Rule("the last member is lost", when.has_lost_members, moves.rebuild_lost),
+        Rule("the last member is lost", when.has_lost_members, moves.rebuild),
         Rule("enough nodes are ready", when.change_is_due, moves.prepare),
     ),
     RunPhase.STEADY: (
-        Rule("a member is lost", when.has_lost_members, moves.rebuild_lost),
+        Rule("a member is lost", when.has_lost_members, moves.rebuild),
         Rule("its generation is broken", when.generation_is_broken, _TAKE_IN),
         Rule("its group broke", when.group_broke, moves.rebuild_group),
         Rule("all wait in vain", when.all_wait_in_vain, moves.rebuild_stuck),
@@ -86,7 +86,7 @@ RUN: dict[RunPhase, tuple[Rule, ...]] = {
         Rule("a change is due", when.change_is_due, moves.prepare),
     ),
     RunPhase.PREPARING: (
-        Rule("a member is lost", when.has_lost_members, moves.rebuild_lost),
+        Rule("a member is lost", when.has_lost_members, moves.rebuild),
         Rule("the group broke", when.group_broke, moves.rebuild_group),
         Rule("it is spoiled", when.is_spoiled, moves.burn),
         Rule("links are cut", when.is_explained, moves.drop_newcomers),
@@ -94,7 +94,7 @@ RUN: dict[RunPhase, tuple[Rule, ...]] = {
         Rule("votes are late", when.is_late, moves.burn_late),
     ),
     RunPhase.PROBING: (
-        Rule("a member is lost", when.has_lost_members, moves.rebuild_lost),
+        Rule("a member is lost", when.has_lost_members, moves.rebuild),
         Rule("the group broke", when.group_broke, moves.rebuild_group),
         Rule("it is spoiled", when.is_spoiled, moves.burn),
         Rule("links are cut", when.is_explained, moves.drop_cut_off),
@@ -102,8 +102,8 @@ RUN: dict[RunPhase, tuple[Rule, ...]] = {
         Rule("votes are late", when.is_late_and_heard, moves.eject_late),
     ),
     RunPhase.REBUILDING: (
-        Rule("another member is lost", when.has_lost_members, moves.rebuild_lost),
-        Rule("it is spoiled", when.is_spoiled, moves.rebuild_again),
+        Rule("another member is lost", when.has_lost_members, moves.rebuild),
+        Rule("it is spoiled", when.is_spoiled, moves.rebuild),
         Rule("links are cut", when.is_explained, moves.drop_cut_off),
         Rule("a group could not be built", when.group_broke, moves.rebuild_group),
         Rule("not all have the state", when.is_mixed, _PART),
@@ -111,7 +111,7 @@ RUN: dict[RunPhase, tuple[Rule, ...]] = {
         Rule("votes are late", when.is_late_and_heard, moves.eject_late),
     ),
     RunPhase.SWITCHING: (
-        Rule("a member is lost", when.has_lost_members, moves.rebuild_lost),
+        Rule("a member is lost", when.has_lost_members, moves.rebuild),
         Rule("its generation is broken", when.generation_is_broken, _TAKE_IN),
         Rule("a group broke", when.group_broke, moves.rebuild_group),
         Rule("all are there", when.all_have_arrived, moves.complete),
