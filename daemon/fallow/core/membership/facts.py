@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from fallow.core.membership import checkpoints, losses
 from fallow.core.membership import events as ev
-from fallow.core.membership.joining import difference
 from fallow.core.membership.messages import Checkpoint, Report
 from fallow.core.membership.moves import burn
 from fallow.core.membership.records import FailureKind, Node
@@ -142,7 +141,7 @@ def note_ready(m: State, node: Node, report: Report) -> None:
     assert contract is not None
     if r.root.contract is None:
         r.root.contract = contract
-    problem = difference(r.root.contract, contract)
+    problem = r.root.contract.difference(contract)
     if problem:
         message = f"{r.name(node.id)} was refused: {problem}"
         m.outbox.log("refuse", message, node=node.id)
@@ -161,21 +160,14 @@ def note_fault(m: State, node: Node, report: Report) -> None:
     node.traceback, node.code, node.step = fault.traceback, fault.code, max(node.step, fault.step)
     # Its processes end after these words: they finish no step any more.
     m.roster.touch(node).proved_gone = True
-    _keep_outcome(m, report)
+    known, new = m.roster.root.outcome, fault.outcome
+    if new is not None and (known is None or (new.generation, new.agreed) > (known.generation, known.agreed)):
+        m.roster.root.outcome = new  # who still waits for this exchange must not do again what comes after it
     signature = fault.signature or f"exit code {fault.code}"
     is_failure = fault.code != Exit.TEMPFAIL
     if is_failure and losses.blame(m, node, FailureKind.EXCEPTION, signature, fault.message):
         return
     losses.lose(m, node, fault.message)
-
-
-def _keep_outcome(m: State, report: Report) -> None:
-    """Who still waits for this exchange must not do again what comes after it."""
-    root, new = m.roster.root, report.fault.outcome if report.fault is not None else None
-    known = root.outcome
-    if new is not None and (known is None or (new.generation, new.agreed) > (known.generation, known.agreed)):
-        root.outcome = new
-        m.roster.mark("root")
 
 
 def note_deserted(m: State, node: Node, report: Report) -> None:
@@ -237,10 +229,6 @@ def note_refusal(m: State, node: Node, report: Report) -> None:
         if not node.seat and node.phase is MemberPhase.READY:
             m.outbox.log("dismiss", f"{name}: its group could not be built: {refusal.reason}", node=node.id)
             losses.dismiss(m, node, Exit.TEMPFAIL, f"its group could not be built: {refusal.reason}")
-
-
-def note_vote(m: State, node: Node, report: Report) -> None:
-    m.open_ballot.awaited.discard(node.id)
 
 
 def note_arrival(m: State, node: Node, report: Report) -> None:

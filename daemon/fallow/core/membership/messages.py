@@ -12,6 +12,8 @@ Progress and metrics (loss, samples per second, busy links) are not here: they d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Annotated
 
 import msgspec
@@ -60,6 +62,41 @@ class Contract(Recorded, frozen=True, kw_only=True):
     "reproducible mode: what the bits depend on, one fact a line; empty in the fast mode"
     restarts: bool = False
     "the script knows nothing of Fallow: each change of the membership restarts it"
+
+    def difference(self, newcomer: Contract) -> str | None:
+        """Why a newcomer cannot join those who have this one: the first thing that is another; None: it can."""
+        if (newcomer.global_batch, newcomer.shards) != (self.global_batch, self.shards):
+            return (
+                f"its global batch is {newcomer.global_batch} in {newcomer.shards} shards, the members' is "
+                f"{self.global_batch} in {self.shards}; start it with the same arguments"
+            )
+        if newcomer.restarts != self.restarts:
+            return "it is started with other arguments than the members: --restart must be given to all or to none"
+        if newcomer.signature == self.signature:
+            return other_bits(self.arithmetic, newcomer.arithmetic)
+        for mine, theirs in zip(newcomer.layout, self.layout, strict=False):
+            if mine != theirs:
+                return f"its model differs from the members': it has {mine}, they have {theirs}"
+        return f"its prepared state has {len(newcomer.layout)} tensors, the members' has {len(self.layout)}"
+
+
+def other_bits(members: Sequence[str], newcomer: Sequence[str]) -> str | None:
+    """Why a newcomer's results would differ in the last bits, in a reproducible run.
+
+    Args:
+        members: their arithmetic signature, a line per fact; empty: their run is not reproducible.
+        newcomer: its own.
+    """
+    if bool(members) != bool(newcomer):
+        ours, theirs = bool(newcomer), bool(members)
+        return f"it says reproducible={ours}, the members reproducible={theirs}; start it with the same arguments"
+    for mine, theirs_line in zip_longest(newcomer, members, fillvalue="nothing of the kind"):
+        if mine != theirs_line:
+            return (
+                f"the run is reproducible, so all members must compute the same bits: it computes with {mine}, the "
+                f"members with {theirs_line}; give the run nodes and settings of one kind"
+            )
+    return None
 
 
 class Refusal(Wire, frozen=True, kw_only=True):

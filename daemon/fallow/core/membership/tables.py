@@ -64,7 +64,7 @@ NODE: tuple[Fact, ...] = (
     Fact("has left", _LEAVERS, when.has_left, facts.note_left),
     Fact("has left unasked", frozenset((MemberPhase.MEMBER,)), when.has_left, facts.note_left_alone),
     Fact("refuses", _VOTERS, when.refuses, facts.note_refusal),
-    Fact("votes", _VOTERS, when.votes, facts.note_vote),
+    Fact("votes", _VOTERS, when.votes, lambda m, node, said: m.open_ballot.awaited.discard(node.id)),
     Fact("has arrived", _MEMBERS, when.has_arrived, facts.note_arrival),
     Fact("has lost its group", _MEMBERS, when.has_lost_its_group, facts.note_broken_group),
     Fact("missed an order", _ANY, lambda m, node, said: not m.outbox.has_heard(node.id, said), facts.resend),

@@ -10,8 +10,7 @@ from math import inf
 
 import torch
 
-from fallow.core.membership.joining import other_bits
-from fallow.core.membership.messages import Contract
+from fallow.core.membership.messages import Contract, other_bits
 from fallow.core.training.apart import Apart
 from fallow.model import Exit, FallowError
 from fallow.model.bounds import MOST

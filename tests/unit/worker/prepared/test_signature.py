@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from fallow.core.membership.joining import difference
 from fallow.core.membership.messages import Contract
 from fallow.model import FallowError
 from fallow.worker.prepared import signature as sg
@@ -30,7 +29,7 @@ def refusal(members: list[str], newcomer: list[str]) -> str | None:
         Contract(signature="s", shards=2, global_batch=4, total_steps=1, arithmetic=tuple(lines))
         for lines in (members, newcomer)
     )
-    return difference(one, other)
+    return one.difference(other)
 
 
 GELU = torch.nn.functional.gelu
