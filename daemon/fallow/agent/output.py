@@ -26,38 +26,30 @@ _MARKS = re.compile(b"(" + re.escape(SHOWN) + b"|" + re.escape(HIDDEN) + b")")
 class LogFile:
     """Append-only log of one worker, private, in two pieces of bounded size."""
 
-    def __init__(self, path: Path, limit: int = LOG_LIMIT) -> None:
-        self._path, self._limit = path, limit
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._descriptor: int | None = None
         self._size = 0
-        self._open()
-
-    def _open(self) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            self._descriptor = os.open(self._path, flags, 0o600)
-            self._size = os.fstat(self._descriptor).st_size
-        except OSError as error:
-            self._descriptor = None
-            self._complain(error)
+        self._has_failed = False
+        self.write(b"")
 
     def write(self, data: bytes) -> None:
         """Append. A full disk loses log lines, never the worker."""
-        if self._descriptor is None:
+        if self._has_failed:
             return
         try:
-            if self._size + len(data) > self._limit:
+            if self._size + len(data) > LOG_LIMIT:
                 self.close()
                 os.replace(self._path, self._path.with_name(self._path.name + ".1"))
-                self._open()
-            if self._descriptor is not None:
-                self._size += os.write(self._descriptor, data)
+            if self._descriptor is None:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+                self._descriptor = os.open(self._path, flags, 0o600)
+                self._size = os.fstat(self._descriptor).st_size
+            self._size += os.write(self._descriptor, data)
         except OSError as error:
-            self._complain(error)
+            sys.stderr.write(f"fallow agent: {self._path}: cannot be written ({error.strerror}); output is not kept\n")
+            self._has_failed = True
             self.close()
-
-    def _complain(self, error: OSError) -> None:
-        sys.stderr.write(f"fallow agent: {self._path}: cannot be written ({error.strerror}); output is not kept\n")
 
     def close(self) -> None:
         """Close the file."""

@@ -21,7 +21,6 @@ from typing import Any
 from fallow.core.membership import checkpoints, failures, losses, tables
 from fallow.core.membership import events as ev
 from fallow.core.membership.facts import keep_checkpoint, recover, resend
-from fallow.core.membership.messages import Report
 from fallow.core.membership.proposals import planned, put_off_s
 from fallow.core.membership.records import Node
 from fallow.core.membership.state import State
@@ -136,11 +135,10 @@ class Machine(State):
         node, last = self.roster.nodes.get(report.node), self.watch.reports.get(report.node)
         if node is None or (node.host, node.boot) != (event.host, report.boot):
             self.outbox.instructions.append(ev.Unknown(report.node, event.host))
-        elif last is None or report.seq > last.seq:
-            self.watch.hear(report)
-            self._take_facts(node, report)
-
-    def _take_facts(self, node: Node, report: Report) -> None:
+            return
+        if last is not None and report.seq <= last.seq:
+            return
+        self.watch.hear(report)
         before = node.phase
         if self.roster.root.status.ended:
             if not self.outbox.has_heard(node.id, report):
