@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import NamedTuple
 
 from fallow.core.training.shares import divide, step_time
 
@@ -46,8 +47,7 @@ class Member:
     "other node -> part of the time (0..1) for which the connection to it was busy; missing: idle"
 
 
-@dataclass(frozen=True, slots=True)
-class Suspect:
+class Suspect(NamedTuple):
     """The node whose link all may wait for."""
 
     node: str
@@ -57,8 +57,7 @@ class Suspect:
     "the same for the busiest link among the other nodes"
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """The run is faster without this node."""
 
     node: str
@@ -73,10 +72,10 @@ class SlowLinks:
     def __init__(self) -> None:
         self._step_s: dict[frozenset[str], float] = {}
         "nodes -> seconds per step, as last measured"
-        self._generation = 0
-        self._node = ""
+        self._blamed = 0, ""
+        "generation, and the node that the newest stretches in a row speak against; empty: none"
         self._since: list[float] = []
-        "lengths of the stretches in a row that speak against `_node`"
+        "lengths of these stretches"
 
     def observe(
         self, members: Sequence[Member], *, generation: int, shards: int, step_s: float, lasted_s: float
@@ -105,9 +104,9 @@ class SlowLinks:
             without_s = estimate_step_s(members, suspect, shards, step_s) if measured_s is None else measured_s
             if without_s is not None and without_s * (1 + GAIN) <= step_s:
                 finding = Finding(suspect.node, step_s, without_s)
-        node = "" if finding is None else finding.node
-        if (generation, node) != (self._generation, self._node):
-            self._generation, self._node, self._since = generation, node, []
+        blamed = generation, "" if finding is None else finding.node
+        if blamed != self._blamed:
+            self._blamed, self._since = blamed, []
         self._since.append(lasted_s)
         sustained = len(self._since) >= STRETCHES and sum(self._since) >= SUSTAINED_S
         return finding if sustained else None
