@@ -273,10 +273,8 @@ class Agent:
     def _beat(self) -> Beat:
         if self._crew is None:
             return Beat(warned=self._warned)
-        enrolment, facts = self._enrolment, self._crew.facts()
-        report = merge_report(
-            facts, node=enrolment.node, boot=enrolment.boot, seq=next(self._numbers), highest=self._highest
-        )
+        hello, facts = self._enrolment.hello, self._crew.facts()
+        report = merge_report(facts, node=hello.node, boot=hello.boot, seq=next(self._numbers), highest=self._highest)
         return Beat(report=report, progress=merge_progress(facts), warned=self._warned)
 
     def _send(self, message: FromAgent) -> None:
@@ -302,14 +300,14 @@ class Agent:
             case Admitted():
                 self._admit(message)
             case Introduce():
-                if self._crew is not None and message.node == self._enrolment.node:
+                if self._crew is not None and message.node == self._enrolment.hello.node:
                     self._enrolment.greet_again()
                     self._repeat()
             case Order():
                 self._order = message
                 planned = message.plan.generation if message.plan is not None else 0
                 self._highest = max(self._highest, message.committed, planned)
-                if self._crew is not None and message.node == self._enrolment.node:
+                if self._crew is not None and message.node == self._enrolment.hello.node:
                     self._crew.obey(message)
             case News():
                 self._learn(message)
@@ -330,11 +328,11 @@ class Agent:
             self._finish(refusal.code)
 
     def _admit(self, admitted: Admitted) -> None:
-        enrolment, before = self._enrolment, self._enrolment.node
+        boot, before = self._enrolment.hello.boot, self._enrolment.hello.node
         is_over = self._end is not None or self._stop.is_set()
-        if self._setup is None or is_over or admitted.boot != enrolment.boot:
+        if self._setup is None or is_over or admitted.boot != boot:
             return
-        enrolment.admit(admitted.node)
+        self._enrolment.admit(admitted.node)
         if not before:
             self._start(admitted.node, self._setup)
         elif self._crew is not None and admitted.node != before:

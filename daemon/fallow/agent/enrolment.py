@@ -19,6 +19,7 @@ class Enrolment:
 
     def __init__(self, hello: Hello) -> None:
         self.hello = hello
+        "of the start that goes on; it has the number of its workers once they are to be started"
         self.was_admitted = False
         "the head has admitted workers of this node, ever"
         self._is_greeted = False
@@ -26,16 +27,6 @@ class Enrolment:
         self._end: Ended | None = None
         "how the workers of this start have ended"
         self._unnoted: dict[tuple[int, int], Ended] = {}
-
-    @property
-    def node(self) -> int:
-        """Number of the workers; 0: they have none yet, and are not started."""
-        return self.hello.node
-
-    @property
-    def boot(self) -> int:
-        """Which start of workers it is, or is to be."""
-        return self.hello.boot
 
     def unanswered(self) -> list[Hello | Ended]:
         """What the head has not answered."""
@@ -69,7 +60,7 @@ class Enrolment:
 
     def want(self, boot: int) -> bool:
         """The head wants that start of workers. True: no earlier one runs, so it is that one from now on."""
-        if boot <= self.boot or (self.node and self._end is None):
+        if boot <= self.hello.boot or (self.hello.node and self._end is None):
             return False
         self.hello = msgspec.structs.replace(self.hello, boot=boot, node=0)
         self._is_greeted = False

@@ -25,7 +25,7 @@ def test_workers_say_their_number_once_they_have_one(running: Enrolment) -> None
     assert isinstance(hello, Hello)
     assert (hello.node, hello.boot) == (3, 1)
     running.admit(5)
-    assert (running.node, running.unanswered()) == (5, [])
+    assert (running.hello.node, running.unanswered()) == (5, [])
 
 
 def test_workers_are_wanted_anew_once_the_former_ones_have_ended_and_that_is_said_until_it_is_noted(

@@ -231,31 +231,22 @@ class Machine(State):
         if self.voting is not None:
             self.voting.spoiled = text
 
-    def _find(self, event: ev.Found) -> None:
-        keep_checkpoint(self, event.checkpoint)
-
-    def _cancel(self, event: ev.Cancel) -> None:
-        losses.end_run(self, event.status, event.reason)
-
     # -- time ---------------------------------------------------------------------------------------------------------
 
     def _tick(self, event: ev.Ticked) -> None:
         for host in failures.expire(self.roster, event.at):
             self.outbox.log("bar", f"{host} is barred no longer: it may be tried again", host=host)
         for node in [node for node in self.roster.nodes.values() if node.alive and not node.finished]:
-            self._look_at_deadline(node)
+            if not node.leaving and self.ends_within(node, self.timing.release_s):
+                self._ask_to_leave(node, "its time is over")
+            if node.alive and self.ends_within(node, self.timing.last_call_s):
+                losses.eject(self, [Overdue(node, f"still there though it had to leave: {node.leaving}")])
             waited_s = self.watch.now - self.finished_at.setdefault(node.id, self.watch.now) if node.deserted else 0.0
             if node.alive and waited_s > self.timing.lease_s:
                 losses.eject(self, [Overdue(node, f"still there {self.timing.lease_s:g} s after its script had ended")])
             if self.roster.root.status.ended:
                 return
         losses.eject(self, self.watch.overdue())
-
-    def _look_at_deadline(self, node: Node) -> None:
-        if not node.leaving and self.ends_within(node, self.timing.release_s):
-            self._ask_to_leave(node, "its time is over")
-        if node.alive and self.ends_within(node, self.timing.last_call_s):
-            losses.eject(self, [Overdue(node, f"still there though it had to leave: {node.leaving}")])
 
 
 _HANDLERS: dict[type[ev.Event], Callable[[Machine, Any], None]] = {
@@ -267,8 +258,8 @@ _HANDLERS: dict[type[ev.Event], Callable[[Machine, Any], None]] = {
     ev.Bar: Machine._bar,
     ev.Unbar: Machine._unbar,
     ev.Rollback: Machine._roll_back,
-    ev.Found: Machine._find,
-    ev.Cancel: Machine._cancel,
+    ev.Found: lambda m, event: keep_checkpoint(m, event.checkpoint),
+    ev.Cancel: lambda m, event: losses.end_run(m, event.status, event.reason),
     ev.Ticked: Machine._tick,
 }
 
