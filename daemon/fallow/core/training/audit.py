@@ -6,7 +6,7 @@ generations wrote about that step was thrown away with its gradients and does no
 
 from __future__ import annotations
 
-from collections import Counter
+from array import array
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -66,8 +66,10 @@ def audit(
 ) -> SampleReport:
     """Count consumed, lost and duplicated samples.
 
+    Of a step only sums are kept: a long run has more records than a head has memory.
+
     Args:
-        records: of all workers, in any order.
+        records: of all workers, in any order. They are gone through twice.
         first_steps: generation -> the first step (0-based) that it computed.
         steps: finished steps of the run.
         per_step: samples in a full step; stands in for a step of which no record exists at all.
@@ -76,33 +78,40 @@ def audit(
     Returns:
         What is missing in a step of a gap is neither consumed nor lost but unknown.
     """
-    records = list(records)
-    gaps = [*gaps, *(record for record in records if isinstance(record, Gap))]
+    begun: dict[int, int] = {}
+    doubtful = list(gaps)
+    for record in records:
+        if isinstance(record, Start):
+            begun[record.generation] = record.first_step
+        elif isinstance(record, Gap):
+            doubtful.append(record)
     # A generation that was broken off before all its members had said so is known from their own records only.
-    begun = {record.generation: record.first_step for record in records if isinstance(record, Start)}
     owner = _owners({**begun, **first_steps}, steps)
-    counting = [r for r in records if isinstance(r, Fed) and owner.get(r.step) == r.generation]
-    shards = {(record.step, record.shard): record.n for record in counting}
-    found: Counter[int] = Counter()
-    for (step, _), samples in shards.items():
-        found[step] += samples
-    totals = {record.step: record.total for record in counting}
-    lacking = {step: totals.get(step, per_step) - found[step] for step in range(steps)}
-    doubtful = {step for gap in gaps for step in range(gap.first_step, min(gap.last_step + 1, steps))}
-    unknown = sum(max(0, lacking[step]) for step in doubtful)
+    shards, found, totals = [0] * steps, array("q", bytes(8 * steps)), array("q", [per_step]) * steps
+    duplicated = 0
+    for record in records:
+        if not isinstance(record, Fed) or record.step >= steps or owner[record.step] != record.generation:
+            continue
+        step, shard = record.step, 1 << record.shard
+        if shards[step] & shard:
+            duplicated += record.n
+        else:
+            found[step] += record.n
+        shards[step] |= shard
+        totals[step] = record.total
+    unsure = {step for gap in doubtful for step in range(gap.first_step, min(gap.last_step + 1, steps))}
+    unknown = sum(max(0, totals[step] - found[step]) for step in unsure)
+    consumed = sum(found)
     return SampleReport(
-        consumed=sum(shards.values()),
-        lost=sum(lacking.values()) - unknown,
-        duplicated=sum(record.n for record in counting) - sum(shards.values()),
-        unknown=unknown,
+        consumed=consumed, lost=sum(totals) - consumed - unknown, duplicated=duplicated, unknown=unknown
     )
 
 
-def _owners(first_steps: Mapping[int, int], steps: int) -> dict[int, int]:
-    """Step -> its generation. A later generation takes over from its first step on."""
-    owner: dict[int, int] = {}
-    end = steps
+def _owners(first_steps: Mapping[int, int], steps: int) -> array[int]:
+    """Of each step, its generation. A later generation takes over from its first step on."""
+    owner, end = array("q", bytes(8 * steps)), steps
     for generation, first in sorted(first_steps.items(), reverse=True):
-        owner |= dict.fromkeys(range(first, end), generation)
-        end = min(first, end)
+        if first < end:
+            owner[first:end] = array("q", [generation]) * (end - first)
+            end = first
     return owner

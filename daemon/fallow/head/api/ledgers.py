@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from fallow.core.membership.names import member_name
@@ -35,18 +36,24 @@ def sample_count(folder: Path, roster: Roster, history: Sequence[GenerationRepor
         if first is not None
     ]
     per_step = 0 if root.contract is None else root.contract.global_batch
-    return lambda: audit(_records(folder), first_steps, steps, per_step, gaps)
+    return lambda: audit(_Records(folder), first_steps, steps, per_step, gaps)
 
 
-def _records(folder: Path) -> Iterator[Record]:
-    path = folder
-    try:
-        # Not `glob`: to it a folder that cannot be read is empty, and all samples would be reported as lost.
-        for path in sorted(path for path in folder.iterdir() if path.suffix == ".ledger"):
-            yield from read_ledger(path)
-    except OSError as error:
-        if path is not folder or not isinstance(error, FileNotFoundError | NotADirectoryError):
-            raise unreadable(path, error) from error
+@dataclass
+class _Records:
+    """Those of all ledgers of a folder, read anew each time they are gone through."""
+
+    folder: Path
+
+    def __iter__(self) -> Iterator[Record]:
+        path = self.folder
+        try:
+            # Not `glob`: to it a folder that cannot be read is empty, and all samples would be reported as lost.
+            for path in sorted(each for each in self.folder.iterdir() if each.suffix == ".ledger"):
+                yield from read_ledger(path)
+        except OSError as error:
+            if path is not self.folder or not isinstance(error, FileNotFoundError | NotADirectoryError):
+                raise unreadable(path, error) from error
 
 
 def _last_step(history: Sequence[GenerationReport], name: str) -> int:

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -29,6 +29,7 @@ LAST_S = 10.0
 """How long a member that has finished waits for it. What is not in the file then is unknown."""
 
 _OPENING_S = 5.0
+_READ_BYTES = 1 << 16
 
 _Outcome = tuple[int, OSError | None]
 """What became of an append: bytes that are in the file now, and why not all of them."""
@@ -214,10 +215,14 @@ class _RecordFile:
         self._outcome = written, error
 
 
-def read_ledger(path: Path) -> list[Record]:
-    """Return all complete records of one file; a torn record at the end (the process was killed) is left out."""
-    content = path.read_bytes()
-    return _decoder.decode_lines(content[: content.rfind(b"\n") + 1])
+def read_ledger(path: Path) -> Iterator[Record]:
+    """All complete records of one file; a torn record at the end (the process was killed) is left out."""
+    with path.open("rb") as file:
+        while lines := file.readlines(_READ_BYTES):
+            is_torn = not lines[-1].endswith(b"\n")
+            yield from _decoder.decode_lines(b"".join(lines[:-1] if is_torn else lines))
+            if is_torn:
+                return  # the rest of the line may be written at this moment
 
 
 __all__ = ["LAST_S", "LEAVING_S", "Done", "Fed", "Gap", "Ledger", "Record", "Start", "read_ledger"]

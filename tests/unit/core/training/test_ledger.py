@@ -6,9 +6,11 @@ import errno
 import os
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,7 +69,7 @@ def test_every_record_is_in_the_file_as_soon_as_there_is_room(
         path = Path(folder) / "n0.ledger"
         disk = Disk(list(takes))
         told = keep(path, steps, disk, threaded=threaded)
-        written = read_ledger(path)
+        written = list(read_ledger(path))
         wanted: list[Record] = [Start(generation=1, first_step=0), *map(fed, range(steps))]
         assert written == wanted[: len(written)], "misread, or out of order"
         missing = told[-1] if told else None
@@ -83,7 +85,7 @@ def test_memory_is_bounded_and_what_was_lost_is_in_the_file(tmp_path: Path, caps
     path = tmp_path / "n0.ledger"
     told = keep(path, 50, Disk([None] * 49), kept=500)
     assert told == [0, None]
-    records = read_ledger(path)
+    records = list(read_ledger(path))
     assert records[0] == Start(generation=1, first_step=0)
     kept = [record.step for record in records if isinstance(record, Fed)]
     assert kept == list(range(len(kept)))
@@ -118,6 +120,21 @@ def test_what_a_lost_node_could_not_write_is_unknown_as_long_as_it_was_a_member(
     roster.forget(roster.nodes[2])
     report = sample_count(tmp_path, roster, [generation(1, ["n0", "n1"], 0), generation(2, ["n0"], 7)])()
     assert (report.consumed, report.unknown, report.lost, report.duplicated) == (20, 16, 4, 0)
+
+
+def test_records_of_a_long_run_are_never_all_in_memory(tmp_path: Path) -> None:
+    steps = 20_000
+    content = b"".join(msgspec.json.encode(record) + b"\n" for record in (Start(1, 0), *map(fed, range(steps))))
+    (tmp_path / "n0.ledger").write_bytes(content + b"torn")
+    roster = Roster(Root(run="r", minimum=1, maximum=1, limit=1, front=steps))
+    tracemalloc.start()
+    try:
+        report = sample_count(tmp_path, roster, [])()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (report.consumed, report.lost, report.duplicated) == (4 * steps, 0, 0)
+    assert peak < len(content)
 
 
 def test_a_disk_that_hangs_is_waited_for_once_and_gets_every_record_in_order(
