@@ -180,8 +180,6 @@ class Agent:
         self._loop.add_signal_handler(signal.SIGCHLD, self._child_changed)
         for number in _WARNINGS:
             self._loop.add_signal_handler(number, functools.partial(self._take_warning, number))
-        if os.getppid() != self._parent:
-            self._hung_up()
 
     # -- what happens around us -----------------------------------------------------------------------------
 
@@ -219,13 +217,11 @@ class Agent:
         now, silent_s = time.monotonic(), self._silence.silent_s
         if self._stand_in is not None and self._end is None:
             self._stand_in.tend(now, silent_s)
+        self._silence.look(self._link.connected, self._link.endpoint)
         if self._link.connected:
-            self._silence.connected()
             self._reporter.tell()
             if now >= self._repeat_at:
                 self._repeat()
-        else:
-            self._silence.away(self._link.endpoint)
         if self._crew is not None:
             self._crew.tell(Heard(silent_s=silent_s))
         if self._end is not None:

@@ -51,6 +51,7 @@ def merge_report(workers: Sequence[Facts], *, node: int, boot: int, seq: int, hi
     """
     all_of = [worker.status for worker in workers]
     generation = min(status.generation for status in all_of)
+    doing = {status.doing for status in all_of}
     term, edition = min((status.term, status.edition) for status in all_of)
     return Report(
         node=node,
@@ -69,7 +70,7 @@ def merge_report(workers: Sequence[Facts], *, node: int, boot: int, seq: int, hi
         step=min(status.step for status in all_of),
         has_state=all(status.has_state for status in all_of),
         switch=_switch([status.switch for status in all_of], generation),
-        doing=_doing({status.doing for status in all_of}),
+        doing=doing.pop() if len(doing) == 1 else Doing.WORKING,
         stalled_s=min(worker.status.stalled_s + worker.age_s for worker in workers),
         stopped_s=max(worker.stopped_s for worker in workers),
         mute_s=max(worker.mute_s for worker in workers),
@@ -126,10 +127,6 @@ def needs_no_beat(beat: Beat) -> Beat:
 
 def _known(values: Iterable[T | None]) -> list[T]:
     return [value for value in values if value is not None]
-
-
-def _doing(doing: set[Doing]) -> Doing:
-    return doing.pop() if len(doing) == 1 else Doing.WORKING
 
 
 def _contract(contracts: list[Contract | None]) -> Contract | None:

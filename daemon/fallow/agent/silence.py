@@ -50,14 +50,13 @@ class HeadSilence:
             log.error("%s; the workers of this node train on as without a head", clean(words))
         self._is_refused = True
 
-    def connected(self) -> None:
-        """The head is connected."""
-        self._connected_at, self._say_at_s = time.monotonic(), SAY_LATER_S
-
-    def away(self, endpoint: str) -> None:
-        """The head is not connected: say so, ever less often. It may be all that tells why a job does nothing."""
-        away_s = time.monotonic() - self._connected_at
-        if away_s < self._say_at_s:
+    def look(self, is_connected: bool, endpoint: str) -> None:
+        """Is the head connected? If not, say so, ever less often: it may be all that tells why a job does nothing."""
+        now = time.monotonic()
+        away_s = now - self._connected_at
+        if is_connected:
+            self._connected_at, self._say_at_s = now, SAY_LATER_S
+        if is_connected or away_s < self._say_at_s:
             return
         self._say_at_s *= 3
         log.warning(

@@ -33,7 +33,8 @@ def verdict(roster: Roster, failure: Failure) -> str | None:
         return None
     if failure.signature.startswith(APART):
         return f"{failure.text} (step {failure.step}, found by {_where(failure)})"
-    same = [f for f in roster.failures.failures if _is_alike(f, failure)]
+    what = failure.kind, failure.signature, failure.step
+    same = [f for f in roster.failures.failures if (f.kind, f.signature, f.step) == what]
     others = [roster.nodes[n] for n in roster.present() if n != failure.node]
     # Members are at most one step apart. Others who are further go on without trouble, so this was a newcomer's.
     is_behind = any(node.step > failure.step + 1 for node in others)
@@ -94,10 +95,6 @@ def begin_clock(roster: Roster, at: float) -> None:
     known.failures = [f if f.at <= at else msgspec.structs.replace(f, at=at) for f in known.failures]
     for bar in known.bars.values():
         bar.until = min(bar.until, at + _length_s(bar.times))
-
-
-def _is_alike(one: Failure, other: Failure) -> bool:
-    return (one.kind, one.signature, one.step) == (other.kind, other.signature, other.step)
 
 
 def _where(failure: Failure) -> str:

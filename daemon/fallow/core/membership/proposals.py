@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fallow.core.membership.state import State
 from fallow.core.training.restarts import EVERY_S
 from fallow.model import ChangeKind, MemberPhase, RunStatus
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
+class Proposal(NamedTuple):
     """A generation to begin."""
 
     kind: ChangeKind
