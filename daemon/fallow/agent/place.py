@@ -47,14 +47,12 @@ def look_around(keys: KeyFile, head: HeadFile, environ: Mapping[str, str] = os.e
     """Find out from the environment that Slurm (or `fallow local`) made."""
     devices = devices_here(environ)
     # In a heterogeneous job the leader's id names the allocation.
-    for name in ("SLURM_HET_JOB_ID", "SLURM_JOB_ID_HET_GROUP_0", "SLURM_JOB_ID"):
-        job_id = environ.get(name)
-        if job_id:
-            break
+    names = "SLURM_HET_JOB_ID", "SLURM_JOB_ID_HET_GROUP_0", "SLURM_JOB_ID"
+    job_id = next(filter(None, map(environ.get, names)), f"local-{os.getpid()}")
     address = local_address_towards(host_of(head.endpoint))
     return Place(
         host=environ.get("SLURMD_NODENAME") or socket.gethostname(),
-        job_id=job_id or f"local-{os.getpid()}",
+        job_id=job_id,
         slots=keys.workers_per_node or devices.count or 1,
         devices=devices,
         address=address,

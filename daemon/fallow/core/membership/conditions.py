@@ -118,9 +118,13 @@ def may_commit(m: State) -> bool:
     ballot = m.open_ballot
     if not ballot.change.interrupt and m.roster.present():
         return True  # the members of the old generation agree on the boundary among themselves
-    voters = set(ballot.members)
-    generations = m.roster.generations_that_may_step()
-    return all(any(n in voters or _has_ended(m, n, g) for n in members) for g, members in generations)
+    root, members, voters = m.roster.root, m.roster.members, set(ballot.members)
+    may_step = {root.generation: members} if members else {}
+    if root.old_may_step and root.change is not None:
+        before = [n for n in members if m.roster.nodes[n].joined < root.generation]
+        may_step[root.change.replaces] = before + root.change.leavers
+    # A step takes all members of its generation.
+    return all(any(n in voters or _has_ended(m, n, g) for n in needed) for g, needed in may_step.items())
 
 
 def _has_ended(m: State, node: int, generation: int) -> bool:

@@ -174,7 +174,6 @@ def note_deserted(m: State, node: Node, report: Report) -> None:
     """Its exit code tells whether it is to blame: nothing is rebuilt until its processes have ended, or its lease."""
     m.roster.touch(node).deserted, node.step = True, max(node.step, report.step)
     m.deserted.add(node.id)
-    m.finished_at[node.id] = m.watch.now
 
 
 def note_finished(m: State, node: Node, report: Report) -> None:

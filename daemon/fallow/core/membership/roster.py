@@ -180,15 +180,6 @@ class Roster:
         self._members = None
         self.mark("root")
 
-    def generations_that_may_step(self) -> list[tuple[int, list[int]]]:
-        """Each generation that may still finish steps, with its members. A step takes all of them."""
-        root = self.root
-        found = [(root.generation, self.members)] if self.members else []
-        if root.old_may_step and root.change is not None:
-            before = [n for n in self.members if self.nodes[n].joined < root.generation]
-            found.append((root.change.replaces, before + root.change.leavers))
-        return found
-
 
 def check_of(members: Iterable[int]) -> int:
     """CRC-32 of a list of members, by which a node sees that it has counted the same list."""

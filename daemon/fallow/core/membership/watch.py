@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fallow.core.membership.messages import Report
 from fallow.core.membership.records import FailureKind, Node
@@ -66,8 +67,7 @@ class Timing:
     "failures within an hour after which a host is barred"
 
 
-@dataclass(frozen=True, slots=True)
-class Overdue:
+class Overdue(NamedTuple):
     """A node whose time is up."""
 
     node: Node
