@@ -270,7 +270,7 @@ def test_r3_r4_newcomers_that_are_ready_join_at_once_and_together() -> None:
     rig.limit(5)
     assert rig.ballot.members == [1, 2, 3, 4, 5], "at once"
     rig.limit(8)
-    while rig.m.state.ballot is not None:
+    while rig.m.ballot is not None:
         rig.change()
     assert [len(done.members) for done in rig.completed] == [2, 5, 8]
 
