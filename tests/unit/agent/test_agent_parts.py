@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from agent_head import until
 from builders import Clock
 from fallow.agent.__main__ import read_soon
 from fallow.agent.reporter import Reporter
 from fallow.agent.silence import HeadSilence
 from fallow.core.protocol.agents import Beat, Progress
 from fallow.model import Exit, FallowError, KeyFile
+from waiting import until
 
 
 async def test_many_changes_make_few_beats() -> None:

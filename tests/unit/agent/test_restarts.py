@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from agent_head import gone
 from fallow.agent.restart import under_torchrun
 from fallow.core.training.restarts import ATTEMPTS, WELL_S, Attempts
 from fallow.model import Exit, FallowError
+from waiting import gone
 
 ROOT = Path(__file__).parents[3]
 
