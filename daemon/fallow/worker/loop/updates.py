@@ -29,7 +29,8 @@ from fallow.worker.prepared.objects import Prepared, signature_of
 from fallow.worker.prepared.signature import signature
 from fallow.worker.reduction.compiled import graphs_cut_at_buckets
 from fallow.worker.session.session import Session
-from fallow.worker.transport.build import take_to_device
+from fallow.worker.transport.device import asynchronous
+from fallow.worker.transport.gloo import reason
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted
 
@@ -368,16 +369,31 @@ class Loop:
 
 
 def _check_fixed_world(group: Group, prepared: Prepared) -> None:
-    """Refuse ranks without a connection, and in a reproducible world ranks that would compute other bits."""
-    own = signature(prepared.devices()) if prepared.reproducible else []
+    """Refuse ranks without a connection, on unlike devices, and in a reproducible world those with other bits.
+
+    The world was built before the script told which device it trains on: its transport is made here.
+    """
+    device = prepared.device
+    own = [device.type, *(signature(prepared.devices()) if prepared.reproducible else ())]
     try:
-        take_to_device(group, prepared.device, _MEETING_S)
         first, *others = [text.decode().splitlines() for text in group.gather("\n".join(own).encode())]
+        for rank, other in enumerate(others, start=1):
+            if other[0] != first[0]:
+                raise FallowError(
+                    f"rank {rank} trains on a device of type {other[0]}, rank 0 on {first[0]}: move the model to the "
+                    "same type of device on all ranks before run.prepare",
+                    Exit.DATA,
+                )
+            problem = other_bits(first[1:], other[1:])
+            if problem is not None:
+                raise FallowError(f"rank {rank} does not fit to rank 0: {problem}", Exit.DATA)
+        if asynchronous(device):
+            group.connect_transport(device, _MEETING_S)
     except Interrupted as error:
         raise FallowError(
             f"the first exchange between the ranks failed: {error}; see the other ranks' output"
         ) from None
-    for rank, other in enumerate(others, start=1):
-        problem = other_bits(first, other)
-        if problem is not None:
-            raise FallowError(f"rank {rank} does not fit to rank 0: {problem}", Exit.DATA)
+    except RuntimeError as error:
+        raise FallowError(
+            f"rank {group.rank} of {group.size}: {reason(error)}; see the other ranks' output", Exit.UNAVAILABLE
+        ) from None

@@ -111,51 +111,17 @@ def _connect(
     streams = connections.streams = Streams(group.generation, rank, size, address, ports)
     tried = streams.meet(connections.store, _MEETING_SHARE * timeout_s)
     if not tried:
-        names = ["control"] if communicators.exists(group.device) else ["control", "sums"]
-        left_s = max(0.1, end - time.monotonic())
-        for one in gloo.connect(connections.store, names, rank, size, address, left_s, ports):
-            connections.gloo_groups.append(one)
-        group.connect_transport(group.device, max(0.0, end - time.monotonic()), dropped)
+        groups = [("control", rank, size)]
+        if not communicators.exists(group.device):
+            groups.append(("sums", rank, size))
         if len(siblings) > 1:
-            name, left_s = f"node-{siblings[0]}", max(0.1, end - time.monotonic())
-            place, count = siblings.index(rank), len(siblings)
-            (one,) = gloo.connect(connections.store, [name], place, count, address, left_s, ports)
+            groups.append((f"node-{siblings[0]}", siblings.index(rank), len(siblings)))
+        for one in gloo.connect(connections.store, groups, address, max(0.1, end - time.monotonic()), ports):
             connections.gloo_groups.append(one)
-            group.node = Node(one, count)
+        if len(siblings) > 1:
+            group.node = Node(connections.gloo_groups[-1], len(siblings))
+        group.connect_transport(group.device, max(0.0, end - time.monotonic()), dropped)
     return tried
-
-
-def take_to_device(group: Group, device: torch.device, timeout_s: float) -> None:
-    """Give a group that was built for tensors of the host the transport for another device; all ranks do so together.
-
-    A fixed world is built before the script tells which device it trains on.
-
-    Args:
-        group: with nothing pending.
-        device: of the tensors that will be summed.
-        timeout_s: seconds until the attempt fails.
-
-    Raises:
-        FallowError: the ranks train on devices of unlike types, or did not come.
-        Interrupted: a rank is gone.
-    """
-    kinds = [kind.decode() for kind in group.gather(device.type.encode())]
-    for rank, kind in enumerate(kinds):
-        if kind != kinds[0]:
-            raise FallowError(
-                f"rank {rank} trains on a device of type {kind}, rank 0 on {kinds[0]}: move the model to the same type "
-                "of device on all ranks before run.prepare",
-                Exit.DATA,
-            )
-    if not devices.asynchronous(device):
-        return
-    try:
-        group.connect_transport(device, timeout_s)
-    except RuntimeError as error:
-        raise FallowError(
-            f"rank {group.rank} of {group.size}: {gloo.reason(error)}; see the other ranks' output",
-            Exit.UNAVAILABLE,
-        ) from None
 
 
 def reap(group: Group) -> None:

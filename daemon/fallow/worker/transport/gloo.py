@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from fallow.worker.transport.gloo_port import MovedStore, device_within
+from fallow.worker.transport.gloo_port import device_within
+from fallow.worker.transport.rendezvous import GatherStore
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """Upper end of what one member may keep the others waiting (an evaluation on rank 0), and of a reaper's wait."""
@@ -26,12 +27,16 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def connect(
-    store: Store, names: Sequence[str], rank: int, size: int, address: str, timeout_s: float, ports: range | None
+    store: Store, groups: Sequence[tuple[str, int, int]], address: str, timeout_s: float, ports: range | None
 ) -> Iterator[Any]:
-    """Make groups of the same ranks, one after the other, with all their connections.
+    """Make groups, one after the other, with all their connections. Each attempt fails after `timeout_s` seconds.
 
-    They listen on `address` alone, on one of `ports` (None: the kernel chooses). Each attempt fails after `timeout_s`.
-    The names are the same on all ranks.
+    Args:
+        store: rendezvous; a `GatherStore` where there are `ports`.
+        groups: name, this process's rank and size of each; the names are the same on all its ranks.
+        address: the only local address to listen on.
+        timeout_s: see above.
+        ports: to listen on; None: the kernel chooses.
 
     Yields:
         Each `ProcessGroupGloo`, as soon as it is made.
@@ -45,9 +50,9 @@ def connect(
     if ports is None:
         device = ProcessGroupGloo.create_device(hostname=address, lazy_init=False)
     else:
-        device, *moved = device_within(address, ports)
-        store = MovedStore(store, address, *moved)
-    for name in names:
+        assert isinstance(store, GatherStore)
+        device, *store.correction = device_within(address, ports)
+    for name, rank, size in groups:
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [device]
         options._timeout = timedelta(seconds=timeout_s)

@@ -1,10 +1,10 @@
 """The port of gloo's listener, which gloo has no setting for: it listens on one that the kernel chooses.
 
-So a device that was just made is moved: its socket leaves gloo's epoll set, stops listening, is bound to a port of the
-range and listens again under the same descriptor. Nobody can have connected meanwhile: its address is not published
-yet. gloo remembers the first port and would publish that, so the store puts the new one in its place.
+So the listener of a device that was just made is replaced, in gloo's epoll set and under the same descriptor, by one on
+a port of the range. Nobody can have connected meanwhile: its address is not published yet. gloo remembers the first
+port and would publish that, so the store puts the new one in its place.
 
-Linux: tcp(7) (a socket that was bound to port 0 gives its port up with AF_UNSPEC), and proc(5), fdinfo of epoll.
+Linux: proc(5), fdinfo of epoll.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ import socket
 import stat
 import struct
 import threading
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch._C._distributed_c10d import ProcessGroupGloo, Store
+from torch._C._distributed_c10d import ProcessGroupGloo
 
-from fallow.wire.address import all_taken
+from fallow.wire.address import all_taken, listen
 
 _BACKLOG = 128
 _BYTE = 256
@@ -35,7 +34,6 @@ _EPOLL_ADD, _EPOLL_DEL = 1, 2
 # `struct epoll_event` is packed on x86-64 alone.
 _EPOLL_EVENT = struct.Struct("=IQ" if platform.machine() == "x86_64" else "=I4xQ")
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
-_NOBODY = struct.pack("H26x", socket.AF_UNSPEC)
 _WATCHED = r"^tfd:\s+{fd} events:\s+([0-9a-f]+) data:\s+([0-9a-f]+)"
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -43,33 +41,8 @@ _one_at_a_time = threading.Lock()
 """The new listener is told from others by its coming, so two threads must not make one at once."""
 
 
-class MovedStore(Store):
-    """The store of groups whose device listens elsewhere than gloo believes: what gloo publishes is corrected."""
-
-    def __init__(self, store: Store, address: str, before: int, after: int) -> None:
-        super().__init__()
-        self._store = store
-        self._before, self._after = _packed(address, before), _packed(address, after)
-
-    def set(self, key: str, value: str | bytes) -> None:
-        data = value.encode() if isinstance(value, str) else bytes(value)
-        self._store.set(key, data.replace(self._before, self._after))  # type: ignore[arg-type]
-
-    def get(self, key: str) -> bytes:
-        return self._store.get(key)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._store.wait(keys) if timeout is None else self._store.wait(keys, timeout)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._store.check(keys)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._store.set_timeout(timeout)
-
-
-def device_within(address: str, ports: range) -> tuple[Any, int, int]:
-    """A gloo device that listens on a free port of the range; the port that gloo believes in, and that port.
+def device_within(address: str, ports: range) -> tuple[Any, bytes, bytes]:
+    """A gloo device that listens on a free port of the range; what gloo publishes, and what to publish instead.
 
     Which of two members connects to the other gloo decides by comparing its own address, with the first port, to the
     other's, with the published one; members on one host differ in the port alone, low byte first. So the new port has
@@ -90,30 +63,25 @@ def device_within(address: str, ports: range) -> tuple[Any, int, int]:
             ((fd, first),) = new.items()
             port = usable.get(first % _BYTE)
             if port is not None and _move(fd, address, port):
-                return device, first, port
+                return device, _packed(address, first), _packed(address, port)
             del device
     raise all_taken(address, ports)
 
 
 def _move(fd: int, address: str, port: int) -> bool:
-    """False: the port cannot be had. The device is of no use then."""
-    epoll, event = _watcher(fd)
-    _check(_libc.epoll_ctl(epoll, _EPOLL_DEL, fd, event))
-    _check(_libc.connect(fd, _NOBODY, len(_NOBODY)))
-    with socket.socket(fileno=os.dup(fd)) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((address, port))
-            listener.listen(_BACKLOG)
-        except OSError as error:
-            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-                raise
-            # gloo takes it out of the set when it ends the device.
-            listener.bind((address, 0))
-            listener.listen(_BACKLOG)
-            return False
-        finally:
-            _check(_libc.epoll_ctl(epoll, _EPOLL_ADD, fd, event))
+    """False: the port cannot be had."""
+    try:
+        listener = listen(address, range(port, port + 1), _BACKLOG)
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise
+        return False
+    with listener:
+        listener.setblocking(os.get_blocking(fd))
+        epoll, event = _watcher(fd)
+        _check(_libc.epoll_ctl(epoll, _EPOLL_DEL, fd, event))
+        os.dup2(listener.fileno(), fd, inheritable=False)
+        _check(_libc.epoll_ctl(epoll, _EPOLL_ADD, fd, event))
     return True
 
 

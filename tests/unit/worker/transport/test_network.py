@@ -125,16 +125,18 @@ def test_listeners_take_every_port_of_their_range_and_no_other() -> None:
             one.close()
 
 
-def test_a_groups_listeners_are_all_within_the_range() -> None:
+def test_a_groups_listeners_are_all_within_the_range(tmp_path: Path) -> None:
     """gloo's own and the streams'; all members have the same address, so their ports alone tell them apart."""
     torch = pytest.importorskip("torch")
+    from fallow.nodecheck.meeting import FolderGathers
     from fallow.worker.transport.build import build_group
     from fallow.worker.transport.group import Group
+    from fallow.worker.transport.rendezvous import GatherStore
 
     size, ports, before = 4, free_range(64), listening()
-    store = torch.distributed.HashStore()
 
     def build(rank: int) -> Group:
+        store = GatherStore(FolderGathers(tmp_path, rank, size), range(size), 120.0)
         group = build_group(1, rank, size, store, "127.0.0.1", 120.0, ports=ports)
         tensor = torch.full((1000,), float(rank + 1))
         group.sum(tensor)
