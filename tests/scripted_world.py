@@ -29,7 +29,7 @@ from fallow.worker.session.status import Progress
 from fallow.worker.transport.group import Connections, Group
 from fallow.worker.transport.node import Node
 from fallow.worker.transport.stream import Streams
-from fallow.worker.transport.upcoming import Built, Upcoming
+from fallow.worker.transport.upcoming import Upcoming
 from scripted_group import Board, Generation, Killed, ProcessGroup, ScriptedGroup
 
 DEADLINE_S = 60.0
@@ -154,7 +154,7 @@ class World:
             checkpoints=tuple(one.path for one in self.checkpoints[-1:]) if plan.rollback else (),
         )
         if planned.leave:
-            return Upcoming(planned, None, Built(), committed=True)
+            return Upcoming(planned, is_built=True, committed=True)
         with self._changed:
             self._arrived.setdefault(number, {})[session.worker] = session
             self._break_others(number - 1, session.worker)
@@ -171,7 +171,9 @@ class World:
             session.generation = number
             session.group = self._groups[number][session.worker]
         state_since = number if plan.rollback or session.worker in plan.forgotten else 0
-        return Upcoming(planned, plan.ranks(session.worker), Built(session.group), True, state_since)
+        return Upcoming(
+            planned, plan.ranks(session.worker), session.group, is_built=True, committed=True, state_since=state_since
+        )
 
     def _number_for(self, session: ScriptedSession) -> int:
         """A newcomer waits for the first generation that it is in, and so does a member that is forgotten."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable
 
+from fallow.core.membership.messages import Refusal
 from fallow.worker.session.gathering import Gathering
 from fallow.worker.transport import device as devices
 from fallow.worker.transport.build import reap
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.link_load import LinkLoad
-from fallow.worker.transport.upcoming import Built, Upcoming
+from fallow.worker.transport.upcoming import Upcoming
 
 
 class Groups:
@@ -37,22 +36,12 @@ class Groups:
         "addresses of the other nodes of the current generation"
         self.link_load = LinkLoad()
 
-    def build(self, upcoming: Upcoming, done: Callable[[Built], None]) -> None:
-        """Make the group of a generation beside the current one, on a thread of its own.
-
-        Args:
-            upcoming: the generation.
-            done: called there, with what came of it.
-        """
-
-        def run() -> None:
-            built = Built()
-            if self._grouped:
-                gathers = self._gathering.of(upcoming.generation)
-                built = upcoming.build(self.address, gathers, device=self.device, ports=self.ports)
-            done(built)
-
-        threading.Thread(target=run, name=f"build-{upcoming.generation}", daemon=True).start()
+    def build(self, upcoming: Upcoming) -> Group | Refusal | None:
+        """Make the group of a generation beside the current one; None: there is none to be made. Blocks."""
+        if not self._grouped:
+            return None
+        gathers = self._gathering.of(upcoming.generation)
+        return upcoming.build(self.address, gathers, device=self.device, ports=self.ports)
 
     def drop(self, upcoming: Upcoming, reason: str) -> None:
         """A generation that was planned is not wanted any more."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fallow.core.membership.messages import Order, Peer, Plan
+from fallow.core.membership.messages import Order, Peer, Plan, Refusal
 from fallow.core.membership.roster import check_of
-from fallow.worker.transport.upcoming import Built, RankMap, Upcoming
+from fallow.worker.transport.upcoming import RankMap, Upcoming
 
 
 class Moves(NamedTuple):
@@ -67,21 +67,21 @@ class Orders:
         needed = {order.committed, plan.generation if plan is not None else 0}
         self._lists = {generation: peers for generation, peers in self._lists.items() if generation in needed}
         return Moves(
-            build=build if build is not None and build.built is None else None,
+            build=build if build is not None and not build.is_built else None,
             drop=known if known is not self.upcoming else None,
             interrupt=broken,
         )
 
     def _planned(self, plan: Plan) -> Upcoming:
         if plan.leave:
-            return Upcoming(plan, None, Built())
+            return Upcoming(plan, is_built=True)
         if plan.base and plan.base not in self._lists:
-            return Upcoming(plan, None, Built(reason=f"the members of generation {plan.base} are not known here"))
+            return _unknown(plan, f"the members of generation {plan.base} are not known here")
         without = set(plan.without)
         stay = (peer for peer in self._lists.get(plan.base, ()) if peer.node not in without)
         peers = (*stay, *plan.more)
         if check_of(peer.node for peer in peers) != plan.check or all(peer.node != self._node for peer in peers):
-            return Upcoming(plan, None, Built(reason=f"the members of generation {plan.generation} are others here"))
+            return _unknown(plan, f"the members of generation {plan.generation} are others here")
         self._lists[plan.generation] = peers
         return Upcoming(plan, RankMap(peers, self._node, self._slot))
 
@@ -111,3 +111,7 @@ class Orders:
         assert taken is not None
         self.taken = taken.generation
         return taken
+
+
+def _unknown(plan: Plan, reason: str) -> Upcoming:
+    return Upcoming(plan, refusal=Refusal(generation=plan.generation, reason=reason), is_built=True)

@@ -29,7 +29,7 @@ from fallow.worker.session.news import HeadNews
 from fallow.worker.session.orders import Orders
 from fallow.worker.session.status import Progress, Statement
 from fallow.worker.transport import device as devices
-from fallow.worker.transport.upcoming import Built, Upcoming
+from fallow.worker.transport.upcoming import Upcoming
 
 _LONGEST_REASON = 1000
 """Characters."""
@@ -231,19 +231,20 @@ class Session:
         if moves.drop is not None:
             self.groups.drop(moves.drop, "the head has given it up")
         if moves.build is not None:
-            upcoming = moves.build
-            self.groups.build(upcoming, lambda built: self._take_built(upcoming, built))
+            name = f"build-{moves.build.generation}"
+            threading.Thread(target=self._build, args=(moves.build,), name=name, daemon=True).start()
         self._speak()
 
-    def _take_built(self, upcoming: Upcoming, built: Built) -> None:
+    def _build(self, upcoming: Upcoming) -> None:
+        built = self.groups.build(upcoming)
         with self._changed:
+            upcoming.take(built)
             is_wanted = self.orders.upcoming is upcoming
             if is_wanted:
-                upcoming.built = built
                 self._changed.notify_all()
                 self._speak()
         if not is_wanted:
-            built.drop("superseded")
+            upcoming.drop("superseded")
 
     # -------------------------------------------------------------------------------------------- what is asked here
 

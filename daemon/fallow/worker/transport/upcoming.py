@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -61,32 +61,18 @@ class RankMap:
 
 
 @dataclass(slots=True)
-class Built:
-    """What came of making a group."""
-
-    group: Group | None = None
-    "None for one who leaves, and where it could not be built"
-    reason: str = ""
-    "why it could not be built"
-    tried: dict[int, str] = field(default_factory=dict)
-    "nodes to which there is no connection, which is why -> ADDRESS:PORT to which it was to lead; empty: not known"
-
-    def drop(self, reason: str) -> None:
-        """It is not needed."""
-        if self.group is not None:
-            self.group.interrupt(reason)
-            reap(self.group)
-
-
-@dataclass(slots=True)
 class Upcoming:
     """A generation that was planned."""
 
     plan: Plan
-    ranks: RankMap | None
+    ranks: RankMap | None = None
     "None for one who leaves, and where it is not known"
-    built: Built | None = None
-    "None: still at it"
+    group: Group | None = None
+    "None while it is being made, where it could not be, and for one who has none: who leaves, say"
+    refusal: Refusal | None = None
+    "why it could not be made here"
+    is_built: bool = False
+    "one of both is there, or there is to be no group"
     committed: bool = False
     state_since: int = 0
     "see `Order.state_since`"
@@ -98,29 +84,20 @@ class Upcoming:
         return self.plan.generation
 
     @property
-    def group(self) -> Group | None:
-        return None if self.built is None else self.built.group
-
-    @property
     def standing(self) -> bool:
         """The group is there (or need not be: one who leaves has none)."""
-        return self.built is not None and not self.built.reason
-
-    @property
-    def refusal(self) -> Refusal | None:
-        """Why it cannot be built here; None: it is being built, or stands."""
-        if self.built is None or not self.built.reason:
-            return None
-        return Refusal(
-            generation=self.generation,
-            reason=self.built.reason,
-            unreachable=tuple(self.built.tried),
-            tried=tuple(self.built.tried.values()),
-        )
+        return self.is_built and self.refusal is None
 
     def counts(self, computed: int) -> bool:
         """Does the state of a worker that has computed last in generation `computed` count in this generation?"""
         return computed >= self.state_since
+
+    def take(self, built: Group | Refusal | None) -> None:
+        """Take what `build` gave, or None where there is to be no group."""
+        if isinstance(built, Group):
+            self.group = built
+        self.refusal = built if isinstance(built, Refusal) else None
+        self.is_built = True
 
     def build(
         self,
@@ -129,19 +106,19 @@ class Upcoming:
         *,
         device: torch.device = devices.HOST,
         ports: range | None = None,
-    ) -> Built:
+    ) -> Group | Refusal:
         """Make the group, as `build_group` does; blocks until it stands or could not be made.
 
         `device` becomes the calling thread's current one.
         """
-        built, ranks = Built(), self.ranks
+        ranks = self.ranks
         assert ranks is not None
         devices.enter(device)
         # The head must have the votes, which say whom it is better to do without, before its own patience ends.
         patience_s = 0.8 * self.plan.timeout_s
         end = time.monotonic() + patience_s
         try:
-            built.group = build_group(
+            return build_group(
                 self.generation,
                 ranks.rank,
                 ranks.size,
@@ -154,22 +131,24 @@ class Upcoming:
                 dropped=lambda: self.dropped,
             )
         except CutOff as error:
+            tried: dict[int, str] = {}
             for rank, at in error.tried.items():
                 if ranks.nodes[rank] != ranks.node:
-                    built.tried.setdefault(ranks.nodes[rank], at)
-            others = [
-                f"{member_name(node)} (tried {at})" if at else member_name(node) for node, at in built.tried.items()
-            ]
+                    tried.setdefault(ranks.nodes[rank], at)
+            others = [f"{member_name(node)} (tried {at})" if at else member_name(node) for node, at in tried.items()]
             whom = ", ".join(others) or "another worker of its own node"
-            built.reason = f"{member_name(ranks.node)} at {address} has no connection to {whom}"
+            text = f"{member_name(ranks.node)} at {address} has no connection to {whom}"
+            return Refusal(
+                generation=self.generation, reason=text, unreachable=tuple(tried), tried=tuple(tried.values())
+            )
         except FallowError as error:
-            built.reason = error.message
             # Who has died is known to the head by then, and it does not blame who tells of a lost connection.
             time.sleep(min(_SETTLE_S, max(0.0, end - time.monotonic())))
-        return built
+            return Refusal(generation=self.generation, reason=error.message)
 
     def drop(self, reason: str) -> None:
         """It is not needed, whether its group stands or is still being made."""
         self.dropped = True
-        if self.built is not None:
-            self.built.drop(reason)
+        if self.group is not None:
+            self.group.interrupt(reason)
+            reap(self.group)

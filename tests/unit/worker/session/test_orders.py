@@ -9,7 +9,7 @@ import pytest
 from fallow.core.membership.messages import End, Order, Plan
 from fallow.core.membership.roster import check_of
 from fallow.worker.session.orders import Moves, Orders
-from fallow.worker.transport.upcoming import Built, Upcoming
+from fallow.worker.transport.upcoming import Upcoming
 from scripted_agent import peers, plan
 
 
@@ -28,7 +28,7 @@ class Worker:
         """All the way into a generation."""
         moves = self.obey(planned, **fields)
         if moves.build is not None:
-            moves.build.built = Built()
+            moves.build.take(None)
         self.obey(planned, committed=planned.generation, **fields)
         assert self.orders.switch_offered == planned.generation
         return self.orders.take()

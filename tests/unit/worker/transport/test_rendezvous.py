@@ -91,7 +91,7 @@ def test_a_member_that_does_not_come_is_named_in_the_refusal(node: int) -> None:
     """With the address where the lower rank of the two listens, if that is known."""
     planned = plan(GENERATION, 1, 2, timeout_s=2.0)
     upcoming = Upcoming(planned, RankMap(planned.more, node, 0))
-    upcoming.built = upcoming.build("127.0.0.1", Head(2).gathers(node))
+    upcoming.take(upcoming.build("127.0.0.1", Head(2).gathers(node)))
     refusal = upcoming.refusal
     assert refusal is not None
     assert (refusal.generation, refusal.unreachable) == (GENERATION, (3 - node,))
