@@ -14,14 +14,13 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import (
-    BroadcastOptions,
     ErrorType,
     ProcessGroupGloo,
     Store,
@@ -56,25 +55,9 @@ class Staged:
     """Takes device tensors through the host, over a gloo group. Nothing overlaps."""
 
     def __init__(self, gloo_group: Any, device: torch.device) -> None:
-        self._gloo_group = gloo_group
+        self.gloo_group = gloo_group
         self.device = device
         self.failure: str | None = None
-
-    def allreduce(self, tensors: list[torch.Tensor]) -> _StagedWork:
-        return _StagedWork(self, tensors[0], tensors[0], lambda _, taken: self._gloo_group.allreduce([taken]))
-
-    def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions) -> _StagedWork:
-        return _StagedWork(self, tensors[0], tensors[0], lambda _, taken: self._gloo_group.broadcast([taken], options))
-
-    def alltoall_base(
-        self, taken: torch.Tensor, given: torch.Tensor, arriving: list[int], counts: list[int]
-    ) -> _StagedWork:
-        exchange = self._gloo_group.alltoall_base
-        return _StagedWork(self, given, taken, lambda given, taken: exchange(taken, given, arriving, counts))
-
-    def _allgather_base(self, whole: torch.Tensor, piece: torch.Tensor) -> _StagedWork:
-        collect = self._gloo_group._allgather_base
-        return _StagedWork(self, piece, whole, lambda piece, whole: collect(whole, piece))
 
     def abort(self) -> None:
         self.failure = self.failure or "aborted"
@@ -83,19 +66,16 @@ class Staged:
         """The gloo group is its owner's."""
 
 
+Launch = Callable[..., Any]
+"""Launches a collective of a process group, its first argument, over the tensors that follow: the first is filled."""
+
+
 class _StagedWork:
     """A collective that begins when somebody waits for it: all members wait in the order of the launches."""
 
-    def __init__(
-        self,
-        transport: Staged,
-        given: torch.Tensor,
-        taken: torch.Tensor,
-        launch: Callable[[torch.Tensor, torch.Tensor], Any],
-    ) -> None:
-        self._transport, self._taken, self._launch = transport, taken, launch
-        self._given_on_host = devices.to_host(given)
-        self._taken_on_host = self._given_on_host if taken is given else devices.to_host(taken)
+    def __init__(self, transport: Staged, launch: Launch, tensors: Sequence[torch.Tensor]) -> None:
+        self._transport, self._launch, self._taken = transport, launch, tensors[0]
+        self._on_host = [devices.to_host(tensor) for tensor in tensors]
         self._copied = devices.event(transport.device)
 
     def wait(self) -> None:
@@ -103,14 +83,21 @@ class _StagedWork:
         devices.wait(self._copied, lambda: transport.failure)
         try:
             if transport.failure is None:
-                work = self._launch(self._given_on_host, self._taken_on_host)
+                work = self._launch(transport.gloo_group, *self._on_host)
                 while not work.is_completed() and transport.failure is None:
                     time.sleep(_POLL_S)
                 if transport.failure is None:
                     work.wait()
-                    self._taken.copy_(self._taken_on_host, non_blocking=True)
+                    self._taken.copy_(self._on_host[0], non_blocking=True)
         except RuntimeError as error:
             transport.failure = reason(error)
+
+
+def launch(communicator: Any, collective: Launch, tensors: Sequence[torch.Tensor]) -> Any:
+    """Launch a collective over tensors of the communicator's device; returns the work."""
+    if isinstance(communicator, Staged):
+        return _StagedWork(communicator, collective, tensors)
+    return collective(communicator, *tensors)
 
 
 def exists(device: torch.device) -> bool:

@@ -194,13 +194,13 @@ class Group(Waits):
             Interrupted: the group is broken.
             TypeError: the tensor is not on the transport's device.
         """
-        self._launch(lambda transport: transport.allreduce([tensor]), tensor)
+        self._launch(lambda group, tensor: group.allreduce([tensor]), tensor)
 
     def copy(self, tensor: torch.Tensor, root: int) -> None:
         """Launch a copy of `root`'s values to all, in place. Raises as `sum`."""
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
-        self._launch(lambda transport: transport.broadcast([tensor], options), tensor)
+        self._launch(lambda group, tensor: group.broadcast([tensor], options), tensor)
 
     def exchange(self, given: torch.Tensor, counts: list[int], taken: torch.Tensor, arriving: list[int]) -> None:
         """Launch an exchange of unlike parts. Raises as `sum`.
@@ -213,7 +213,7 @@ class Group(Waits):
         """
         if self.size == 1:
             taken.copy_(given)
-        self._launch(lambda transport: transport.alltoall_base(taken, given, arriving, counts), given, taken)
+        self._launch(lambda group, taken, given: group.alltoall_base(taken, given, arriving, counts), taken, given)
 
     def collect(self, whole: torch.Tensor) -> None:
         """Launch that all get all pieces of `whole`, of which each rank has its own in its place. Raises as `sum`.
@@ -221,11 +221,10 @@ class Group(Waits):
         Args:
             whole: 1-D, as many pieces of one length as there are ranks.
         """
-        pieces = whole.chunk(self.size)
         if devices.asynchronous(self.device):
-            self._launch(lambda transport: transport._allgather_base(whole, pieces[self.rank]), whole)
+            self._launch(lambda group, whole: group._allgather_base(whole, whole.chunk(self.size)[self.rank]), whole)
             return
-        for rank, piece in enumerate(pieces):  # gloo's own all-gather takes four times as long
+        for rank, piece in enumerate(whole.chunk(self.size)):  # gloo's own all-gather takes four times as long
             self.copy(piece, rank)
 
     def connect_transport(
@@ -246,7 +245,7 @@ class Group(Waits):
             )
         self.device = device
 
-    def _launch(self, launch: Callable[[Any], Any], *tensors: torch.Tensor) -> None:
+    def _launch(self, collective: communicators.Launch, *tensors: torch.Tensor) -> None:
         for tensor in tensors:
             if tensor.device.type != self.device.type:
                 raise TypeError(f"the transport is for {self.device}, not for a tensor on {tensor.device}")
@@ -254,7 +253,8 @@ class Group(Waits):
             return
         if self.broken is None:
             try:
-                self._launched.append((launch(self.connections.transport), tensors))
+                work = communicators.launch(self.connections.transport, collective, tensors)
+                self._launched.append((work, tensors))
                 return
             except dist.DistBackendError as error:  # NCCL's launch may see a lost peer before `get_error` tells of it
                 self.interrupt(self._failure() or gloo.reason(error))

@@ -179,8 +179,11 @@ class Streams:
 
     # ------------------------------------------------------------------------------------------------ to give
 
-    def serve(self, handler: Callable[[socket.socket], None]) -> None:
-        """From now on call `handler` on a thread of its own for each line that others have opened to here."""
+    def serve(self, handler: Callable[[socket.socket], None] | None) -> None:
+        """From now on call `handler` on a thread of its own for each line that others open to here.
+
+        None: they wait for the next handler.
+        """
         with self._changed:
             self._serve = handler
             self._changed.notify_all()
