@@ -71,8 +71,6 @@ class _Finder(MetaPathFinder, Loader):
 
     def __init__(self) -> None:
         self._found = False
-        self._own_specs: dict[int, ModuleSpec | None] = {}
-        "by id of the module"
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name == _NAME and not self._found:
@@ -82,16 +80,12 @@ class _Finder(MetaPathFinder, Loader):
             return ModuleSpec(name, self, loader_state=sys.modules[name])
         return None
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module: ModuleType = spec.loader_state
-        self._own_specs[id(module)] = module.__spec__
-        return module
-
     def exec_module(self, module: ModuleType) -> None:
-        """It has run. Its own spec goes back where it was (past the `__setattr__` of torch's configurations)."""
-        own = self._own_specs.pop(id(module))
-        if own is not None:
-            vars(module)["__spec__"] = own
+        """Put the module that has been made in the place of the one that the import system has just made."""
+        assert module.__spec__ is not None
+        made = sys.modules[module.__name__] = module.__spec__.loader_state
+        if made.__spec__ is None:  # the stand-in
+            made.__spec__ = module.__spec__
 
 
 def put_off_compiler() -> None:
