@@ -17,7 +17,6 @@ from fallow.worker.checkpoint.parts import take
 from fallow.worker.checkpoint.restore import load
 from fallow.worker.checkpoint.writer import Writing
 from fallow.worker.handover import pieces, supply
-from fallow.worker.handover.align import align
 from fallow.worker.handover.snapshot import Snapshot, load_from_host
 from fallow.worker.handover.standing import HOLDS, Standing
 from fallow.worker.handover.transfer import Roles, export_state, transfer
@@ -251,7 +250,9 @@ def test_members_that_came_apart_are_brought_together(member: Member) -> None:
         parameter.data += 1e-7 * member.rank
     wanted = script.seen()
     with shared_device(), connected(member, DEVICE.here()) as group:
-        align(group, script.prepared, 0)
+        script.standing.value = HOLDS
+        hand_over(group, script, [0])
+        assert script.standing.settle()
         one, other = group.gather(repr(script.seen()).encode())
         assert one == other
         if member.rank == 0:

@@ -124,7 +124,6 @@ class Intake:
             self._arrived += part == LATE
             last = self._arrived == len(self._threads)
         if last:
-            self._group.end_transfers()
             self.completion.set_result(None)  # before the training thread may go on into another generation
         with self._changed:
             self._open[part] -= 1

@@ -100,13 +100,12 @@ class Supply:
                     receive(line, len(DONE))
                     with self._changed:
                         self._open[part] -= 1
+                        if not self._open[LATE]:
+                            self._memory = []  # copies, where the state has gaps in memory
+                            self._group.streams.serve(None)
                         self._changed.notify_all()
         except Exception as error:  # whatever it is, the training thread must hear of it
             self._group.interrupt(f"state for another member could not be sent: {error}")
-        else:
-            if not self._open[LATE]:
-                self._memory = []  # copies, where the state has gaps in memory
-                self._group.end_transfers()
 
     def _wake(self) -> None:
         with self._changed:

@@ -73,8 +73,6 @@ def transfer(
         extra = state.to_bytes(extra_state.read(prepared.modules), "run")
         standing.supply = Supply(group, prepared, encoded, extra, pieces, whole=roles.whole)
         standing.supply.wait(EARLY)
-    else:
-        group.end_transfers()
     standing.value = HOLDS
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
@@ -20,6 +21,11 @@ from fallow.worker.session.ends import Dismissed, exit_code
 from fallow.worker.session.voice import Voice
 from fallow.worker.transport.upcoming import Upcoming
 from fallow.worker.transport.waits import Interrupted
+
+_HEALED = (
+    "fallow: generation {generation}: this member's weights were not those of the others at step {step}; they were "
+    "replaced. Does this node compute differently, or does the script change weights by hand?\n"
+)
 
 _ALONE = Plan(generation=0, replaces=0)
 "A fixed world's only generation."
@@ -44,7 +50,11 @@ class Generations:
         self.plan = _ALONE
         "of the generation at work"
         self.fresh = True
-        "its members have not come together yet"
+        "its members have not come together yet, or their weights have drifted apart since"
+        self._entered = -1
+        "the generation in which this member has computed last"
+        self._healed_in = -1
+        "the last one in which it received others' weights in the place of its own"
         self.due = 0
         "generation that all members enter behind the last step; 0: none"
         self.released = False
@@ -185,12 +195,22 @@ class Generations:
         Args:
             paces: of all members, by rank.
             parts: of the pause, since the members have come together.
-            healed: this member was as far as the others with other weights than most of them, and received theirs.
+            healed: this member was as far as the others with other weights than most of them, and received theirs:
+                at the beginning of the generation, or amid it.
             went_back: no member had the run's state: it is that of a checkpoint.
         """
         member, place, session = self._member, self._member.place, self._member.session
         newcomer, generation = not place.joined, member.group.generation
-        self.fresh, self._entered_at = False, time.monotonic()
+        self.fresh, member.division = False, Division(tuple(paces))
+        if healed and generation != self._healed_in:  # of each further time nobody need hear
+            self._healed_in = generation
+            sys.stderr.write(_HEALED.format(generation=generation, step=place.position.step))
+            if session is not None:
+                session.say(healed=place.position.step)
+        if generation == self._entered:
+            member.replan()
+            return
+        self._entered, self._entered_at = generation, time.monotonic()
         place.went_back = went_back and not newcomer
         member.division = Division(tuple(paces))
         if newcomer or (self._is_forgotten and not went_back):
@@ -210,8 +230,6 @@ class Generations:
         member.progress.tell(reached=(at.data_epoch, at.index))
         if session is not None:
             session.groups.reap_retired()
-            if healed:
-                session.say(healed=at.step)
             self._unreported = Switch(
                 generation=generation,
                 first_step=first_step,
