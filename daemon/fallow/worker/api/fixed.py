@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from typing import NamedTuple
 
 from torch import distributed
@@ -12,7 +11,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from fallow.core.checks.network import data_address
 from fallow.model import DataNetwork, Exit, FallowError
-from fallow.wire.address import interfaces
+from fallow.wire.address import interfaces, local_address_towards
 from fallow.worker.transport.build import build_group
 from fallow.worker.transport.group import Group
 
@@ -70,10 +69,7 @@ def build_world(world: World) -> Group:
             f"rank {world.rank} of {world.size} cannot meet the others: {error}; set MASTER_ADDR and MASTER_PORT",
             Exit.UNAVAILABLE,
         ) from None
-    # The local address from which the master is reached.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((socket.gethostbyname(os.environ["MASTER_ADDR"]), 9))
-        towards = str(probe.getsockname()[0])
+    towards = local_address_towards(os.environ["MASTER_ADDR"])
     address = data_address(interfaces(), towards, DataNetwork(), os.environ)
     return build_group(0, rank, size, PrefixStore("fallow", store), address, _TIMEOUT_S)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NoReturn
 
 import msgspec
@@ -61,8 +60,6 @@ class Generations:
         "this worker has left the run, or was told to"
         self._is_forgotten = False
         "what this member held did not count any more when it entered the generation at work"
-        self._is_asking = False
-        "this member waits in a joint call"
         self._unreported: Switch | None = None
         "that this member computes in the generation, as far as it was known on entering"
         self._entered_at = 0.0
@@ -75,8 +72,11 @@ class Generations:
         group = self._member.group
         return group.broken is not None or self.due > 0 or (self._member.session is not None and not group.generation)
 
-    def enter(self) -> None:
+    def enter(self, *, is_asking: bool) -> None:
         """Take the next generation that is committed; its members then have to come together.
+
+        Args:
+            is_asking: this member waits in a joint call.
 
         Raises:
             Answered: what this member waits for was complete on a member that is gone.
@@ -98,7 +98,7 @@ class Generations:
             member.saver.lost()
         self.due = 0
         try:
-            upcoming = session.await_commit(self._wait, self._answers)
+            upcoming = session.await_commit(self._wait, lambda planned: is_asking and self._answers(planned))
         except Dismissed as dismissed:
             self.released = True
             if dismissed.code == 0:
@@ -152,28 +152,14 @@ class Generations:
             self.depart()
         return member.follow()
 
-    @contextlib.contextmanager
-    def asking(self) -> Iterator[None]:
-        """Inside, this member waits in a joint call."""
-        session = self._member.session
-        self._is_asking = True
-        if session is not None:
-            session.note(in_call=True)
-        try:
-            yield
-        finally:
-            self._is_asking = False
-            if session is not None:
-                session.note(in_call=False)
-
     def _answers(self, upcoming: Upcoming) -> bool:
-        """This member waits in a joint call for what a member had heard that has failed since.
+        """A member that waits in a joint call waits for what a member had heard that has failed since.
 
         It goes on with that answer as what it was, in the broken generation. In the next one it might be the main
         member, and would do once more what the other one has begun to do.
         """
         member, outcome, session = self._member, upcoming.plan.outcome, self._member.session
-        if outcome is None or session is None or not self._is_asking or not member.standing.holds:
+        if outcome is None or session is None or not member.standing.holds:
             return False
         is_answer = outcome.generation == member.group.generation and outcome.agreed > member.place.position.op
         return is_answer and upcoming.counts(session.computed)

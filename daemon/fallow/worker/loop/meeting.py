@@ -167,7 +167,7 @@ class Meeting:
             try:
                 if generations.wanted:
                     self.forget()
-                    generations.enter()
+                    generations.enter(is_asking=kind in JOINT)
                 began = time.monotonic()
                 self.open(kind, **opening)
                 openings = self.hear(kind)
@@ -306,15 +306,17 @@ class Meeting:
             raise FallowError(_IN_CALLBACK, Exit.DATA)
         place = self._member.place
         begun = place.position.op
+        self._member.note_call(in_call=True)
         try:
-            with self._generations.asking():
-                met = self.come_together(kind, value=value, mid_update=mid_update, ended=ended)
+            met = self.come_together(kind, value=value, mid_update=mid_update, ended=ended)
         except Answered as answered:
             met = Met(kind, _ANSWER.pack(answered.answer))
         except OthersEnded as others:
             if others.agreed <= begun or not self._member.standing.holds:
                 raise
             met = Met(kind, _ANSWER.pack(others.answer))
+        finally:
+            self._member.note_call(in_call=False)
         self._generations.report_arrival()
         if place.went_back:
             self.forget()

@@ -81,6 +81,11 @@ class Member:
         """The script gets on: what the head takes for progress."""
         self.progress.move(in_loop=in_loop)
 
+    def note_call(self, *, in_call: bool) -> None:
+        """Whether this member waits in a joint call, for the head."""
+        if self.session is not None:
+            self.session.note(in_call=in_call)
+
     def seed_random(self, *place: int | str) -> None:
         """Put all random numbers, those of prepared generators too, to where they begin at that place of the run."""
         rng.seed_everything(mix(self.seed, *place), self.prepared.generators)
