@@ -2,7 +2,7 @@
 
 Each worker gives its part. Their agent sends the parts of all of them to the head as one, and hands out the answer, in
 which are the parts of all workers of all nodes, in the order of ranks. Gathers within the node the agent answers by
-itself. Nothing is timed here: a worker repeats its part, and the agent what waits for the head (`unanswered`).
+itself. Nothing is timed here: the agent repeats what waits for the head (`unanswered`).
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Status(Standing, frozen=True, kw_only=True, tag="status"):
 
 
 class Part(Wire, frozen=True, kw_only=True, tag="part"):
-    """One worker's part of a gather. Repeated until the answer comes."""
+    """One worker's part of a gather."""
 
     generation: Count
     key: Name

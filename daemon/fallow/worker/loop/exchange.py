@@ -145,8 +145,8 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     "for so many requests by hand; 0: for none"
     paces: list[float]
     "by rank"
-    weight_checksums: list[int]
-    "by rank"
+    drifted: bool
+    "the members began the step with unlike weights"
 
     @classmethod
     def of(cls, parts: Sequence[Part], sums: Sums) -> Outcome:
@@ -159,13 +159,8 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
             checkpoint=sum(part.checkpoint for part in parts) > 0,
             checkpoints_asked=max(part.checkpoints_asked for part in parts),
             paces=[part.pace for part in parts],
-            weight_checksums=[part.weight_checksum for part in parts],
+            drifted=len({part.weight_checksum for part in parts}) > 1,
         )
-
-    @property
-    def drifted(self) -> bool:
-        """The members began the step with unlike weights."""
-        return len(set(self.weight_checksums)) > 1
 
 
 def exact_sum(values: Sequence[float]) -> float:

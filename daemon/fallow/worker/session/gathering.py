@@ -1,4 +1,7 @@
-"""Gathers: each participant gives its part, and all get all parts. The agent and the head bring them together."""
+"""Gathers: each participant gives its part, and all get all parts. The agent and the head bring them together.
+
+Nothing is lost on the way to the agent and back, and it repeats what waits for the head.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from fallow.core.membership.messages import Gathered
 from fallow.core.protocol.workers import Part
 
 _AGAIN_S = 1.0
-"""A part, and a question, is sent again until its answer comes: agent and head may have lost it."""
+"""A question is sent again until its answer comes: the head may have lost it."""
 
 _QUESTION_S = 5.0
 """Whoever asks who is missing has waited for long already."""
@@ -45,13 +48,6 @@ class Gathering:
                     self._generations[generation] = found
             return found
 
-    def repeat(self) -> None:
-        """Send unanswered parts once more."""
-        with self._lock:
-            known = list(self._generations.values())
-        for gathers in known:
-            gathers.repeat()
-
     def answer(self, gathered: Gathered) -> None:
         """An answer came."""
         self.of(gathered.generation).answer(gathered)
@@ -79,19 +75,15 @@ class GenerationGathers:
     def __init__(self, send: _Send, generation: int) -> None:
         self._send, self._generation = send, generation
         self._changed = threading.Condition()
-        self._open: dict[str, Part] = {}
-        "key -> this worker's part, as long as the answer has not come"
         self._answers: dict[str, tuple[bytes, ...]] = {}
         self._missing: dict[str, tuple[int, ...]] = {}
         self._is_over = False
 
     def give(self, key: str, part: bytes, *, within_node: bool = False) -> None:
-        """Take part in a gather; does not wait. Its part is sent again by `repeat`."""
-        given = Part(generation=self._generation, key=key, part=part, within_node=within_node)
+        """Take part in a gather; does not wait."""
         with self._changed:
             self._check()
-            self._open[key] = given
-        self._send(given)
+        self._send(Part(generation=self._generation, key=key, part=part, within_node=within_node))
 
     def parts(self, key: str, timeout_s: float) -> tuple[bytes, ...] | None:
         """Wait for all parts, in the order of ranks; None: they were not all there within `timeout_s` seconds."""
@@ -117,19 +109,12 @@ class GenerationGathers:
                     return () if key in self._answers else self._missing[key]
         raise RuntimeError(f"the head did not say who is missing in generation {self._generation}")
 
-    def repeat(self) -> None:
-        """Send unanswered parts once more."""
-        with self._changed:
-            unanswered = list(self._open.values())
-        for part in unanswered:
-            self._send(part)
-
     def answer(self, gathered: Gathered) -> None:
         """An answer came."""
         with self._changed:
             if gathered.missing:
                 self._missing[gathered.key] = gathered.missing
-            elif self._open.pop(gathered.key, None) is not None:
+            else:
                 self._answers[gathered.key] = gathered.parts
             self._changed.notify_all()
 
@@ -137,7 +122,6 @@ class GenerationGathers:
         """Nothing comes of this generation any more."""
         with self._changed:
             self._is_over = True
-            self._open.clear()
             self._changed.notify_all()
 
     def _check(self) -> None:

@@ -184,7 +184,6 @@ class Session:
                 if self._waits_in_vain():
                     self.groups.interrupt(self.orders.taken, "the others have finished")
                     self._changed.notify_all()
-            self.gathering.repeat()
 
     # ------------------------------------------------------------------------------------------- what the head says
 
