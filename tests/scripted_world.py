@@ -21,7 +21,6 @@ from fallow.worker.api.run import Run
 from fallow.worker.data.ledger import read_ledger
 from fallow.worker.loop.generations import Released
 from fallow.worker.session.ends import Dismissed, OthersEnded
-from fallow.worker.session.gathering import Gathering
 from fallow.worker.session.groups import Groups
 from fallow.worker.session.news import HeadNews
 from fallow.worker.session.orders import Orders
@@ -50,7 +49,7 @@ class ScriptedSession:
         self.run: Run | None = None
         self.news.take(News(term=1, joins=not world.is_first(worker)))
         self.orders = _Orders(self, world)
-        self.groups = Groups(Gathering(lambda part: None), "", None, grouped=False)
+        self.groups = Groups("", None)
 
     def say(self, **facts: Any) -> None:
         for name, value in facts.items():
@@ -172,7 +171,12 @@ class World:
             session.group = self._groups[number][session.worker]
         state_since = number if plan.rollback or session.worker in plan.forgotten else 0
         return Upcoming(
-            planned, plan.ranks(session.worker), session.group, is_built=True, committed=True, state_since=state_since
+            planned,
+            plan.ranks(session.worker),
+            group=session.group,
+            is_built=True,
+            committed=True,
+            state_since=state_since,
         )
 
     def _number_for(self, session: ScriptedSession) -> int:

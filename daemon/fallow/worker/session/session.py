@@ -11,24 +11,25 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from fallow.core.checks.network import data_address, port_range
 from fallow.core.membership.messages import Contract, Gathered, Order, Unreadable
 from fallow.core.protocol.agents import News, Setup
-from fallow.core.protocol.workers import FromWorker, Heard, Start, ToWorker
+from fallow.core.protocol.workers import Heard, Start, ToWorker
 from fallow.model import Doing, Exit, FallowError
 from fallow.wire.address import interfaces
+from fallow.wire.frames import AgentChannel
 from fallow.worker.session.device_watch import watch_device
 from fallow.worker.session.ends import Answered, Dismissed, OthersEnded
-from fallow.worker.session.gathering import Gathering
 from fallow.worker.session.groups import Groups
 from fallow.worker.session.news import HeadNews
 from fallow.worker.session.orders import Orders
 from fallow.worker.session.status import Progress, Statement
 from fallow.worker.transport import device as devices
+from fallow.worker.transport.gathering import AgentGathers
 from fallow.worker.transport.upcoming import Upcoming
 
 _LONGEST_REASON = 1000
@@ -42,15 +43,7 @@ _LOST_S, _LATE_S = 0.3, 5.0
 is on its way already takes less."""
 
 
-class Channel(Protocol):
-    """What the session needs of `wire.frames.AgentChannel`."""
-
-    def start(self) -> None: ...
-    def send(self, message: FromWorker) -> None: ...
-    def close(self, flush_s: float) -> Any: ...
-
-
-Connect = Callable[[Callable[[ToWorker], None], Callable[[str], None]], Channel]
+Connect = Callable[[Callable[[ToWorker], None], Callable[[str], None]], AgentChannel]
 
 
 class Session:
@@ -73,10 +66,11 @@ class Session:
         self._statement = Statement()
         self._closed = threading.Event()
         self._channel = connect(self._on_message, self._on_end)
-        self.gathering = Gathering(self._channel.send)
         # Of nobody, until the first message says who this worker is.
         self.orders = Orders(0, 0)
-        self.groups = Groups(self.gathering, "", None, grouped=grouped)
+        self.groups = Groups("", None)
+        self._taken: Upcoming | None = None
+        "the generation that this worker has gone over to last"
 
     # ------------------------------------------------------------------------------------------------ begin and end
 
@@ -99,8 +93,9 @@ class Session:
 
     def close(self) -> None:
         """Say what was not said yet, and nothing more."""
-        self._closed.set()
-        self.gathering.close()
+        with self._changed:
+            self._closed.set()
+            self._close_gathers()
         self._channel.close(_LAST_WORDS_S)
 
     @property
@@ -199,7 +194,9 @@ class Session:
                 case Heard():
                     self.news.hear(message.silent_s)
                 case Gathered():
-                    self.gathering.answer(message)
+                    for gathers in self._gathers():
+                        if gathers.generation == message.generation:
+                            gathers.answer(message)
             self._changed.notify_all()
 
     def _on_end(self, reason: str) -> None:
@@ -218,7 +215,7 @@ class Session:
             self._failure = error
             return
         ports = port_range(network.member_ports) if network.member_ports else None
-        self.groups = Groups(self.gathering, address, ports, grouped=self._grouped)
+        self.groups = Groups(address, ports)
         self.orders = Orders(start.node, start.slot)
         self._start = start
 
@@ -228,14 +225,25 @@ class Session:
         reason = order.end.reason if order.end is not None else f"the head gives up generation {moves.interrupt}"
         self.groups.interrupt(moves.interrupt, reason)
         if moves.drop is not None:
-            self.groups.drop(moves.drop, "the head has given it up")
-        if moves.build is not None:
+            moves.drop.drop("the head has given it up")
+        if moves.build is not None and not self._closed.is_set():
+            moves.build.gathers = AgentGathers(self._channel.send, moves.build.generation)
             name = f"build-{moves.build.generation}"
             threading.Thread(target=self._build, args=(moves.build,), name=name, daemon=True).start()
         self._speak()
 
+    def _gathers(self) -> list[AgentGathers]:
+        """Of the generation that comes next, and of the one at work."""
+        known = self.orders.upcoming, self._taken
+        return [one.gathers for one in known if one is not None and one.gathers is not None]
+
+    def _close_gathers(self) -> None:
+        for gathers in self._gathers():
+            gathers.close()
+
     def _build(self, upcoming: Upcoming) -> None:
-        built = self.groups.build(upcoming)
+        groups = self.groups
+        built = upcoming.build(groups.address, groups.device, groups.ports) if self._grouped else None
         with self._changed:
             upcoming.take(built)
             is_wanted = self.orders.upcoming is upcoming
@@ -306,6 +314,8 @@ class Session:
 
     def _take(self) -> Upcoming:
         taken = self.orders.take()
+        self._close_gathers()
+        self._taken = taken
         self.groups.enter(taken)
         if taken.generation <= self.orders.given_up:
             self.groups.interrupt(taken.generation, "the head has given it up")

@@ -161,7 +161,7 @@ class Handler(RendezvousHandler):
         # Bound now and kept, so that nobody can take the port; it is needed if the store goes here.
         with listen(session.groups.address, session.groups.ports) as listening:
             port = listening.getsockname()[1]
-            addresses = self._exchange(taken.generation, f"{session.groups.address} {port}".encode())
+            addresses = self._exchange(taken, f"{session.groups.address} {port}".encode())
             if addresses is None:
                 return None
             # A script may have ended just before its agent could hear of this generation: the others do without it.
@@ -182,9 +182,10 @@ class Handler(RendezvousHandler):
         session.say(generation=taken.generation, has_state=True, switch=switch)
         return RendezvousInfo(store, ranks.index(rank), len(ranks), RendezvousStoreInfo(address, int(number)))
 
-    def _exchange(self, generation: int, own: bytes) -> Sequence[bytes] | None:
+    def _exchange(self, taken: Upcoming, own: bytes) -> Sequence[bytes] | None:
         """What all members have given, by rank; None: one did not, or another generation is due."""
-        gathers = self.session.gathering.of(generation)
+        gathers = taken.gathers
+        assert gathers is not None
         end = time.monotonic() + MEET_S
         try:
             gathers.give(_MEETING, own)
@@ -212,7 +213,9 @@ class Handler(RendezvousHandler):
         if self._taken is generation and not session.orders.superseded:
             return
         if self._ended and session.orders.switch_offered:
-            session.gathering.of(self._await_generation().generation).give(_MEETING, _DONE)
+            following = self._await_generation().gathers
+            assert following is not None
+            following.give(_MEETING, _DONE)
         raise DistStoreError("this generation is over")
 
 

@@ -13,8 +13,9 @@ from fallow.core.membership.names import member_name
 from fallow.model import FallowError
 from fallow.worker.transport import device as devices
 from fallow.worker.transport.build import CutOff, build_group, reap
+from fallow.worker.transport.gathering import AgentGathers
 from fallow.worker.transport.group import Group
-from fallow.worker.transport.rendezvous import Gathers, GatherStore
+from fallow.worker.transport.rendezvous import GatherStore
 
 _SETTLE_S = 1.0
 """An agent tells of a worker's death much sooner than this."""
@@ -67,6 +68,8 @@ class Upcoming:
     plan: Plan
     ranks: RankMap | None = None
     "None for one who leaves, and where it is not known"
+    gathers: AgentGathers | None = None
+    "by which its members meet; None where there is nothing to be made"
     group: Group | None = None
     "None while it is being made, where it could not be, and for one who has none: who leaves, say"
     refusal: Refusal | None = None
@@ -99,20 +102,14 @@ class Upcoming:
         self.refusal = built if isinstance(built, Refusal) else None
         self.is_built = True
 
-    def build(
-        self,
-        address: str,
-        gathers: Gathers,
-        *,
-        device: torch.device = devices.HOST,
-        ports: range | None = None,
-    ) -> Group | Refusal:
+    def build(self, address: str, device: torch.device = devices.HOST, ports: range | None = None) -> Group | Refusal:
         """Make the group, as `build_group` does; blocks until it stands or could not be made.
 
         `device` becomes the calling thread's current one.
         """
-        ranks = self.ranks
+        ranks, gathers = self.ranks, self.gathers
         assert ranks is not None
+        assert gathers is not None
         devices.enter(device)
         # The head must have the votes, which say whom it is better to do without, before its own patience ends.
         patience_s = 0.8 * self.plan.timeout_s
@@ -149,6 +146,8 @@ class Upcoming:
     def drop(self, reason: str) -> None:
         """It is not needed, whether its group stands or is still being made."""
         self.dropped = True
+        if self.gathers is not None:
+            self.gathers.close()
         if self.group is not None:
             self.group.interrupt(reason)
             reap(self.group)

@@ -14,8 +14,8 @@ pytest.importorskip("torch")
 from fallow.core.membership.gather import Gathers
 from fallow.core.membership.messages import Gather, Gathered
 from fallow.core.protocol.workers import Part
-from fallow.worker.session.gathering import Gathering, GenerationGathers
 from fallow.worker.transport.build import build_group
+from fallow.worker.transport.gathering import AgentGathers
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.rendezvous import GatherStore
 from fallow.worker.transport.upcoming import RankMap, Upcoming
@@ -34,10 +34,10 @@ class Head:
         self._gathers = Gathers()
         self._gathers.open(GENERATION, range(1, size + 1))
         self._lock = threading.Lock()
-        self._workers = {node: Gathering(lambda part, node=node: self._take(node, part)) for node in range(1, size + 1)}
-
-    def gathers(self, node: int) -> GenerationGathers:
-        return self._workers[node].of(GENERATION)
+        self.gathers = {
+            node: AgentGathers(lambda part, node=node: self._take(node, part), GENERATION)
+            for node in range(1, size + 1)
+        }
 
     def _take(self, node: int, part: Part) -> None:
         if part.within_node:
@@ -51,7 +51,7 @@ class Head:
                 return
             answer = found
         for to in nodes:
-            self._workers[to].answer(answer)
+            self.gathers[to].answer(answer)
 
 
 @pytest.mark.parametrize("size", [2, 5])
@@ -59,7 +59,7 @@ def test_a_group_costs_each_member_three_messages_whatever_its_size(size: int) -
     head = Head(size)
 
     def build(rank: int):
-        store = GatherStore(head.gathers(rank + 1), range(1, size + 1), LONG_S)
+        store = GatherStore(head.gathers[rank + 1], range(1, size + 1), LONG_S)
         return build_group(GENERATION, rank, size, store, "127.0.0.1", LONG_S)
 
     with ThreadPoolExecutor(size) as pool:
@@ -77,7 +77,7 @@ def test_a_group_costs_each_member_three_messages_whatever_its_size(size: int) -
 def test_what_one_member_sets_all_get_if_all_ask_or_have_set() -> None:
     """As a communicator's id, which the first one makes."""
     head = Head(3)
-    stores = [GatherStore(head.gathers(node), [1, 2, 3], LONG_S) for node in (1, 2, 3)]
+    stores = [GatherStore(head.gathers[node], [1, 2, 3], LONG_S) for node in (1, 2, 3)]
     with ThreadPoolExecutor(3) as pool:
         stores[0].set("device/0", "the id")
         found = [pool.submit(store.get, "device/0") for store in stores]
@@ -90,8 +90,8 @@ def test_what_one_member_sets_all_get_if_all_ask_or_have_set() -> None:
 def test_a_member_that_does_not_come_is_named_in_the_refusal(node: int) -> None:
     """With the address where the lower rank of the two listens, if that is known."""
     planned = plan(GENERATION, 1, 2, timeout_s=2.0)
-    upcoming = Upcoming(planned, RankMap(planned.more, node, 0))
-    upcoming.take(upcoming.build("127.0.0.1", Head(2).gathers(node)))
+    upcoming = Upcoming(planned, RankMap(planned.more, node, 0), Head(2).gathers[node])
+    upcoming.take(upcoming.build("127.0.0.1"))
     refusal = upcoming.refusal
     assert refusal is not None
     assert (refusal.generation, refusal.unreachable) == (GENERATION, (3 - node,))
