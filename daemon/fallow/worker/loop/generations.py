@@ -52,6 +52,8 @@ class Generations:
         "its members have not come together yet, or their weights have drifted apart since"
         self._entered = -1
         "the generation in which this member has computed last"
+        self.aligned_until = 0
+        "step before which this generation's members are not brought together again, though their weights drift apart"
         self._healed_in = -1
         "the last one in which it received others' weights in the place of its own"
         self.due = 0
@@ -194,9 +196,10 @@ class Generations:
             if session is not None:
                 session.say(healed=place.position.step)
         if generation == self._entered:
+            member.standing.latest = None  # there is nothing to report, and it holds a whole state
             member.replan()
             return
-        self._entered, self._entered_at = generation, time.monotonic()
+        self._entered, self._entered_at, self.aligned_until = generation, time.monotonic(), 0
         place.went_back = went_back and not newcomer
         member.division = Division(tuple(paces))
         if newcomer or (self._is_forgotten and not went_back):
@@ -230,7 +233,7 @@ class Generations:
         if arrival is None:
             return
         member, now = self._member, time.monotonic()
-        intake = member.standing.latest
+        intake, member.standing.latest = member.standing.latest, None
         newcomer = member.place.since == arrival.generation
         switch = replace(
             arrival,

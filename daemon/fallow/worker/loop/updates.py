@@ -18,7 +18,7 @@ from fallow.worker.data import rng
 from fallow.worker.data.source import Source
 from fallow.worker.guards.watch import Watch
 from fallow.worker.handover.snapshot import Snapshot
-from fallow.worker.loop.boundary import Boundary
+from fallow.worker.loop.boundary import act_on, finish
 from fallow.worker.loop.catch_up import CatchUp
 from fallow.worker.loop.exchange import Call, Kind
 from fallow.worker.loop.generations import Generations
@@ -46,7 +46,6 @@ class Loop:
         self.watch = Watch(member.prepared)
         self.generations = Generations(member, on_resize)
         self.meeting = Meeting(member, self.generations)
-        self._boundary = Boundary(member, self.generations)
         self._catch_up = CatchUp()
         self.update: Update | None = None
         "at work, or the last one"
@@ -133,7 +132,7 @@ class Loop:
                 member.seed_random("in front", place.position.step)
                 yield update
                 self._close(update)
-                self._boundary.act_on(update)
+                act_on(update, self.member, self.generations)
             self.meeting.joint(Kind.END)
             if not place.went_back:
                 break
@@ -165,7 +164,7 @@ class Loop:
     def _close(self, update: Update) -> None:
         """The script is behind an update."""
         self._check_whole(update)
-        self._boundary.finish(update)
+        finish(self.member, update)
         self.member.move()
         self.update = None
 
