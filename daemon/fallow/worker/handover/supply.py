@@ -83,7 +83,6 @@ class Supply:
         self._changed = threading.Condition()
         self._open = [pieces for _ in PARTS]
         "pieces that have not arrived, by part"
-        group.on_break(self._wake)
         group.streams.serve(self._serve)
 
     def _serve(self, line: socket.socket) -> None:
@@ -113,7 +112,7 @@ class Supply:
 
     def wait(self, part: int) -> None:
         """Wait until everybody who takes from here has this part, and those in front of it. Raises Interrupted."""
-        with self._group.waits(), self._changed:
+        with self._group.waits(self._wake), self._changed:
             self._changed.wait_for(lambda: not self._open[part] or self._group.broken is not None)
             if self._open[part]:
                 raise Interrupted(self._group.broken)

@@ -116,7 +116,7 @@ def _connect(
             groups.append(("sums", rank, size))
         if len(siblings) > 1:
             groups.append((f"node-{siblings[0]}", siblings.index(rank), len(siblings)))
-        for one in gloo.connect(connections.store, groups, address, max(0.1, end - time.monotonic()), ports):
+        for one in gloo.connect(connections.store, groups, address, end - time.monotonic(), ports):
             connections.gloo_groups.append(one)
         if len(siblings) > 1:
             group.node = Node(connections.gloo_groups[-1], len(siblings))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -29,13 +30,13 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 def connect(
     store: Store, groups: Sequence[tuple[str, int, int]], address: str, timeout_s: float, ports: range | None
 ) -> Iterator[Any]:
-    """Make groups, one after the other, with all their connections. Each attempt fails after `timeout_s` seconds.
+    """Make groups, one after the other, with all their connections.
 
     Args:
         store: rendezvous; a `GatherStore` where there are `ports`.
         groups: name, this process's rank and size of each; the names are the same on all its ranks.
         address: the only local address to listen on.
-        timeout_s: see above.
+        timeout_s: seconds until the attempt fails.
         ports: to listen on; None: the kernel chooses.
 
     Yields:
@@ -45,6 +46,7 @@ def connect(
         RuntimeError: the others did not come.
         OSError: no listener could be had.
     """
+    end = time.monotonic() + timeout_s
     # Not lazily: such a group ends its connections' thread before the connections, and that thread never ends while a
     # connection has something to read that no collective takes any more (gloo `Context::~Context`, `Loop::run`).
     if ports is None:
@@ -55,7 +57,7 @@ def connect(
     for name, rank, size in groups:
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [device]
-        options._timeout = timedelta(seconds=timeout_s)
+        options._timeout = timedelta(seconds=max(0.1, end - time.monotonic()))
         group = ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
         group._set_default_timeout(COLLECTIVE_TIMEOUT)
         yield group

@@ -61,18 +61,20 @@ class Waits:
         for wake in wakes:
             wake()
 
-    def on_break(self, wake: Callable[[], None]) -> None:
-        """Call this, from any thread, at every interrupt: somebody waits for something else."""
-        self._wakes.append(wake)
-
     @contextlib.contextmanager
-    def waits(self) -> Iterator[None]:
-        """Inside, the training thread waits for other members: the head must not take it for one that hangs."""
+    def waits(self, wake: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Inside, the training thread waits for other members: the head must not take it for one that hangs.
+
+        Args:
+            wake: called, from any thread, at an interrupt meanwhile.
+        """
+        self._wakes.append(wake)
         self.waiting, self.turned_at = True, time.monotonic()
         try:
             yield
         finally:
             self.waiting, self.turned_at = False, time.monotonic()
+            self._wakes.remove(wake)
 
     def moved(self) -> None:
         """A part of the state has come in: those who wait for the rest of it get on."""
@@ -103,24 +105,17 @@ class Waits:
         """
         if self.broken is None and works:
             futures = [work.get_future() for work in works]
-            with self.waits():
+            future = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
+            over = threading.Event()
+            with self.waits(over.set):
                 try:
-                    self._complete(futures[0] if len(futures) == 1 else torch.futures.collect_all(futures))
+                    if not future.done() and self.broken is None:
+                        future.add_done_callback(lambda _: over.set())
+                        if not over.wait(self.patience_s):
+                            self.interrupt(f"no answer from a peer within {self.patience_s:g} s")
+                    if self.broken is None:
+                        future.value()
                 except RuntimeError as error:
                     self.interrupt(gloo.reason(error))
         if self.broken is not None:
             raise Interrupted(self.broken)
-
-    def _complete(self, future: Any) -> None:
-        if not future.done():
-            over = threading.Event()
-            with self._guard:
-                self._wakes.append(over.set)
-                broken = self.broken
-            if broken is None:
-                future.add_done_callback(lambda _: over.set())
-                if not over.wait(self.patience_s):
-                    self.interrupt(f"no answer from a peer within {self.patience_s:g} s")
-            self._wakes.remove(over.set)
-        if self.broken is None:
-            future.value()
