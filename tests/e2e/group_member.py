@@ -84,6 +84,6 @@ def main(line: Connection, store_port: int) -> None:
         try:
             line.send((getattr(member, name)(*arguments), ""))
         except Interrupted as error:
-            assert member.group.abandoned
+            assert member.group.broken is not None
             line.send((None, str(error)))
     os._exit(0)  # as a worker does that has left a group behind

@@ -172,10 +172,8 @@ class Run:
 
     def epochs(self, n: int) -> Iterator[int]:
         """`for epoch in run.epochs(n)`: as `range(n)`, but a newcomer starts at the epoch that the members are in."""
-        return self._place.epochs(n, self._members_epoch, self._loop.end_call)
-
-    def _members_epoch(self) -> int:
-        return self._session.news.newest.epoch if self._session is not None else 0
+        session = self._session
+        return self._place.epochs(n, lambda: session.news.newest.epoch if session else 0, self._loop.end_call)
 
     # ------------------------------------------------------------------------------------------------ facts
 
@@ -368,9 +366,10 @@ class Run:
         if self._session is not None:
             return True
         group = self._member.group
-        if group.broken is None:
-            group.destroy()  # nothing is pending in it, and gloo ends badly if the interpreter goes first
-        return group.abandoned
+        if group.broken is not None:
+            return group.size > 1  # native threads may still hold on to collectives that were left behind
+        group.destroy()  # nothing is pending in it, and gloo ends badly if the interpreter goes first
+        return False
 
 
 def init() -> Run:

@@ -83,11 +83,6 @@ class Group(Waits):
         "the other workers of this generation on the same node"
 
     @property
-    def abandoned(self) -> bool:
-        """True if collectives were left behind: native threads may still hold on to them."""
-        return self.broken is not None and bool(self.connections.gloo_groups)
-
-    @property
     def streams(self) -> Streams:
         """Transfers of state between two members; they end with the group."""
         assert self.connections.streams is not None, "a world of one hands nothing over"

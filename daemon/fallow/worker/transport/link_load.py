@@ -35,8 +35,8 @@ class LinkLoad:
         self._counters: dict[tuple[int, str], float] = {}
         self._measured_at = 0.0
 
-    def measure(self, addresses: Collection[str]) -> dict[str, float]:
-        """Return `busy_shares`, brought up to date once a window.
+    def measure(self, addresses: Collection[str]) -> None:
+        """Bring `busy_shares` up to date, once a window.
 
         Args:
             addresses: of the other members.
@@ -44,7 +44,7 @@ class LinkLoad:
         now = time.monotonic()
         window_s = now - self._measured_at
         if window_s < WINDOW_S:
-            return self.busy_shares
+            return
         before, self._counters, self._measured_at = self._counters, _read(addresses), now
         shares: dict[str, float] = {}
         for connection, busy_s in self._counters.items():
@@ -53,7 +53,6 @@ class LinkLoad:
                 shares[connection[1]] = max(share, shares.get(connection[1], 0.0))
         busiest = sorted(shares, key=lambda address: shares[address], reverse=True)[:MOST_LINKS]
         self.busy_shares = {address: round(shares[address], 3) for address in busiest}
-        return self.busy_shares
 
 
 def _read(addresses: Collection[str]) -> dict[tuple[int, str], float]:
