@@ -173,7 +173,7 @@ class Run:
     def epochs(self, n: int) -> Iterator[int]:
         """`for epoch in run.epochs(n)`: as `range(n)`, but a newcomer starts at the epoch that the members are in."""
         session = self._session
-        return self._place.epochs(n, lambda: session.news.newest.epoch if session else 0, self._loop.end_call)
+        return self._place.epochs(n, lambda: 0 if session is None else session.news.newest.epoch, self._loop.end_call)
 
     # ------------------------------------------------------------------------------------------------ facts
 
