@@ -47,7 +47,7 @@ from unhurried import rest
 
 import fallow
 from fallow.worker.handover import intake, pieces, supply
-from fallow.worker.reduction import buckets, integers, reduction
+from fallow.worker.reduction import buckets
 
 WORKER = os.environ.get("FALLOW_WORKER", "alone")
 PARTS = ("early", "middle", "late")
@@ -155,11 +155,9 @@ def to_device(tensor: torch.Tensor, args: argparse.Namespace) -> torch.Tensor:
 
 def take_for_large(gates: Path) -> None:
     """Limits as small as the model: several buckets in each step, all parts in each hand-over."""
-    vars(buckets).update(_FIRST_BYTES=128, BUCKET_BYTES=128)
+    vars(buckets).update(_FIRST_BYTES=128, BUCKET_BYTES=128, SMALL=64)
     vars(supply).update(_LARGE=128, send_piece=held_up(pieces.send_piece, gates, "give"))
     vars(intake).update(receive_piece=held_up(pieces.receive_piece, gates, "take"))
-    for module in (buckets, integers, reduction):
-        vars(module).update(SMALL=64)
 
 
 def held_up(piece: Callable[..., int], gates: Path, what: str) -> Callable[..., int]:
