@@ -124,11 +124,15 @@ def match(situation: Situation, eligibility: Eligibility) -> dict[str, Hole]:
         if alike not in suiting:
             suiting[alike] = [hole for hole in situation.holes if eligibility.suits(allocation, hole)]
         hole = next((hole for hole in suiting[alike] if hole.node not in taken), None)
-        needs_s = needed_s(allocation, situation.at, situation.rules)
-        if hole is not None and (hole.length_s is None or hole.length_s >= needs_s):
+        if hole is not None and fits(situation, allocation, hole):
             found[allocation.token] = hole
             taken.add(hole.node)
     return found
+
+
+def fits(situation: Situation, allocation: Allocation, hole: Hole) -> bool:
+    """Is a hole long enough for a request?"""
+    return hole.length_s is None or hole.length_s >= needed_s(allocation, situation.at, situation.rules)
 
 
 def _has(idle: Part | None, wanted: Part | None) -> bool:

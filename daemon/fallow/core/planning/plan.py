@@ -26,7 +26,7 @@ from fallow.core.planning.offers import Eligibility, match
 from fallow.core.planning.rules import NOT_TAKEN_BACK, Demand, HarvestRules, Known, not_harvested, off_limits
 from fallow.core.planning.share import Party, Step, Worth, linear, move, step_up, useful
 from fallow.core.planning.situation import Situation
-from fallow.core.planning.withdrawals import Withdraw, wanted_back, withdrawals
+from fallow.core.planning.withdrawals import Withdraw, also_beside, wanted_back, withdrawals
 from fallow.model import AllocationState, NodeInfo
 
 MOVABLE_S = 600.0
@@ -85,9 +85,12 @@ class _Draft:
         matched = match(situation, eligibility)
         self._withdrawals, self._asks = withdrawals(situation, eligibility, matched), list[Ask]()
         beside = {each.token: each.beside for each in self._withdrawals if each.beside is not None}
-        passed_over = [a for a in situation.pending if a.token in beside]
-        waited = ((a, situation.by_run[a.run].run_class, beside[a.token]) for a in passed_over)
-        self._eligibility = Eligibility(situation, situation.known.after(waited, situation.at))
+        waited = [(a, beside[a.token]) for a in situation.pending if a.token in beside]
+        waited += also_beside(situation, eligibility, waited)
+        known = situation.known.after(
+            ((a, situation.by_run[a.run].run_class, hole) for a, hole in waited), situation.at
+        )
+        self._eligibility = Eligibility(situation, known)
         going = self._going
         waiting = [a for a in situation.pending if a.token not in going]
         taken = {matched[a.token].node for a in waiting if a.token in matched}

@@ -93,17 +93,17 @@ class Known:
     unstarted: Unstarted = field(default_factory=Unstarted)
 
     def after(self, waited: Iterable[tuple[Allocation, RunClass, Hole]], at: float) -> Known:
-        """What is known once requests have waited for too long beside the idle nodes that they should have got.
+        """What is known once requests have waited for too long beside idle nodes.
 
         Where somebody may want the node soon, nobody knows when, a shorter request may start. Else none like it does.
         """
-        backoff, unstarted = replace(self.backoff, lengths=dict(self.backoff.lengths)), self.unstarted
+        backoff, declined = replace(self.backoff, lengths=dict(self.backoff.lengths)), list[tuple[str, RunClass, str]]()
         for allocation, run_class, hole in waited:
             if hole.sure:
-                unstarted = unstarted.decline(hole.node, run_class, hole.partition, at)
+                declined.append((hole.node, run_class, hole.partition))
             elif allocation.minutes:
                 backoff.too_long(hole.partition, allocation.minutes, at)
-        return Known(self.experience, backoff, unstarted)
+        return Known(self.experience, backoff, self.unstarted.decline(declined, at))
 
 
 def harvestable(cluster: ClusterState, rules: HarvestRules) -> list[PartitionInfo]:

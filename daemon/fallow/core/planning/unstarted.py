@@ -1,14 +1,14 @@
 """Idle nodes on which Slurm does not start our requests. Pure.
 
 A poll does not show all that keeps a job from a node: memory of a suspended job, licences, GPUs that are kept for
-others. The node that a request should get, and that lies idle for as long as Slurm takes to look at everything a few
+others. A node that a request could get, and that lies idle for as long as Slurm takes to look at everything a few
 times, is one on which such requests do not start. So for a while they do not stand for it, and none is made for it,
 each time for twice as long, until the node is used or looks otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -69,14 +69,15 @@ class Unstarted:
         """For how long it has been seen as it is."""
         return max(0.0, at - self.looks[node][1]) if node in self.looks else 0.0
 
-    def decline(self, node: str, run_class: RunClass, partition: str, at: float) -> Unstarted:
-        """After requests for runs of this class were found not to start there."""
-        if self.declined_s(node, run_class, partition, at):
-            return self
-        request = node, run_class.kind, run_class.asker, partition
-        times, _ = self.declined.get(request, (0, 0.0))
-        until = at + min(LONGEST_S, FIRST_S * 2.0 ** min(times, 20))
-        return Unstarted(self.looks, {**self.declined, request: (times + 1, until)})
+    def decline(self, found: Iterable[tuple[str, RunClass, str]], at: float) -> Unstarted:
+        """After requests for runs of such classes were found not to start on such nodes, in such partitions."""
+        declined = dict(self.declined)
+        for node, run_class, partition in found:
+            if not self.declined_s(node, run_class, partition, at):
+                request = node, run_class.kind, run_class.asker, partition
+                times, _ = self.declined.get(request, (0, 0.0))
+                declined[request] = times + 1, at + min(LONGEST_S, FIRST_S * 2.0 ** min(times, 20))
+        return Unstarted(self.looks, declined)
 
     def declined_s(self, node: str, run_class: RunClass, partition: str, at: float) -> float:
         """For how long it is left alone still; 0: it is not."""

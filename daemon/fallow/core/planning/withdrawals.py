@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 
@@ -10,10 +10,10 @@ from fallow.core.accounting.backoff import Scope, scope_of
 from fallow.core.allocations import Allocation
 from fallow.core.holes import WANTED_BACK, Hole, Part, idle_gpus, is_idle
 from fallow.core.neighbour.needs import GiveBack
-from fallow.core.planning.offers import Eligibility
+from fallow.core.planning.offers import Eligibility, fits
 from fallow.core.planning.rules import most_minutes
 from fallow.core.planning.situation import Situation
-from fallow.core.planning.unstarted import LEAST_S
+from fallow.core.planning.unstarted import LEAST_S, RunClass
 from fallow.model import AllocationState, NodeInfo
 
 NOTICE_S = 60.0
@@ -70,6 +70,34 @@ def withdrawals(situation: Situation, eligibility: Eligibility, taken: Mapping[s
         elif beside is not None:
             found.append(Withdraw(token, f"{allocation.minutes} min do not fit", beside))
     return found
+
+
+def also_beside(
+    situation: Situation, eligibility: Eligibility, waited: Iterable[tuple[Allocation, Hole]]
+) -> list[tuple[Allocation, Hole]]:
+    """Requests that were passed over, with all nodes beside which they were, not only those that they should have got.
+
+    Were each of a thousand nodes on which Slurm starts nothing (a licence is missing) found out by a request of its
+    own, that would be thousands of submissions.
+
+    Args:
+        situation: of the plan.
+        eligibility: who can use which nodes.
+        waited: the requests, the oldest first, and the node that each should have got.
+    """
+    oldest: dict[tuple[RunClass, str], Allocation] = {}
+    for allocation, hole in waited:
+        if hole.sure and hole.part is None:
+            oldest.setdefault((situation.by_run[allocation.run].run_class, hole.partition), allocation)
+    return [
+        (allocation, hole)
+        for allocation in oldest.values()
+        for hole in situation.holes
+        if hole.sure
+        and fits(situation, allocation, hole)
+        and eligibility.suits(allocation, hole)
+        and _is_passed_over(allocation, hole, situation)
+    ]
 
 
 def _is_passed_over(allocation: Allocation, hole: Hole, situation: Situation) -> bool:

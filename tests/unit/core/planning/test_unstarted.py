@@ -95,9 +95,9 @@ def test_a_request_is_taken_back_for_each_node_beside_it_and_not_asked_for_there
 
 def test_a_node_is_not_left_alone_for_longer_where_the_clock_is_set_back() -> None:
     unstarted, run_class, day_before = Unstarted(), Demand("r", 1).run_class, NOW - 86400.0
-    unstarted = unstarted.decline("n", run_class, "p", NOW)
+    unstarted = unstarted.decline([("n", run_class, "p")], NOW)
     assert unstarted.declined_s("n", run_class, "p", day_before) == 0.0
-    unstarted = unstarted.decline("n", run_class, "p", day_before)
+    unstarted = unstarted.decline([("n", run_class, "p")], day_before)
     assert unstarted.declined_s("n", run_class, "p", day_before) == 1200.0
 
 
@@ -121,3 +121,13 @@ def test_each_of_many_requests_names_a_node_of_its_own() -> None:
 def test_a_request_that_goes_for_another_reason_says_nothing_of_nodes() -> None:
     old = [request("a", 550.0, minutes=10, reason="AssocMaxJobsLimit"), request("b", 500.0, minutes=10)]
     assert passed_over([node(f"n{i}") for i in range(3)], old, Demand("r", 0)) == {"a": "", "b": "n1"}
+
+
+def test_what_one_request_waited_beside_is_not_found_out_by_one_for_each_node() -> None:
+    nodes, head = [node(f"n{i}") for i in range(40)], Head(lambda a, at: "")
+    while head.at < 600.0:
+        head.poll(nodes, Demand("r", 40 - len(head.pending)))
+    assert len(head.asked()) == RULES.max_pending
+    # One that falls idle later has not been waited beside.
+    head.poll([*nodes, node("late")], Demand("r", 1))
+    assert len(head.asked()) == RULES.max_pending + 1
