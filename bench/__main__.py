@@ -64,7 +64,7 @@ def parse(words: Sequence[str] | None = None) -> Settings:
     least = 1 if NOT_ALONE.isdisjoint(args.names) else 2
     if min(args.members) < least or min(args.params) < 10_000 or max(args.params) > LARGEST:
         parser.error(f"--members: at least {least}; --params: 0.01 to {LARGEST / 1e6:g}")
-    if not 2 <= (args.n or 2) < 10**6:
+    if args.n is not None and not 2 <= args.n < 10**6:
         parser.error("--n: at least 2, and below a million")
     if "harvest" in args.names and not 60 < args.seconds <= 80_000:
         parser.error("--seconds: more than 60, and at most 80000")

@@ -80,6 +80,7 @@ def test_a_job_that_never_started_with_fallow_is_the_worst_harmed_not_a_missing_
         ["pause", "--members", "0"],
         ["recovery", "--members", "1"],
         ["pause", "--n", "1"],
+        ["pause", "--n", "0"],
         ["pause", "--params", "inf"],
         ["pause", "--params", "1e30"],
         ["harvest", "--seconds", "inf"],
