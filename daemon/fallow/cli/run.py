@@ -43,7 +43,7 @@ def run(restart: bool, command: tuple[str, ...]) -> int:
     Starts one agent per node. Returns in the one allocation in which the rest of the script is to run, once the
     run has ended: 0 if it is finished, 70 if it has failed. In all others it ends the job.
     """
-    if os.environ.get("SLURM_PROCID", "0") != "0":
+    if os.environ.get("SLURM_PROCID") not in (None, "", "0"):
         # Agents of two of us would take each other's place, and the job would hold its nodes until its time is over.
         raise FallowError(
             "srun has started `fallow run` once for each task; write it without srun: it starts an agent per node",
