@@ -4,7 +4,7 @@
    withdrawn; the others take idle nodes.
 2. The idle nodes that are left go, one after the other, to the run to which the next one is worth most.
 3. Where nothing is idle, a node changes hands if that pays.
-4. Nodes near their end are asked for again.
+4. Nodes near their end are replaced by others that are idle.
 5. A few requests wait for what others leave.
 
 Every idle node that is not used has a reason.
@@ -33,7 +33,7 @@ MOVABLE_S = 600.0
 """A node that goes away sooner than this is not taken from its run for another one."""
 
 STAY_S = 600.0
-"""Nodes are taken to stay for this long at least: they are asked for again before their time is over."""
+"""Nodes are taken to stay for this long at least: one whose time is over is replaced, or asked for again."""
 
 LEAST_NEXT_S = 60.0
 """What comes next may be of no use to whom it would help most, so moves are worth something for at least so long."""

@@ -52,7 +52,7 @@ class HarvestRules(msgspec.Struct, frozen=True):
     slack_s: float = 0.0
     "a request is so much shorter than its hole: it waits for a cycle of backfill, whose plan rounds times"
     lead_s: float = 0.0
-    "nodes are asked for again so long before their end; 0: only once they are gone"
+    "nodes are replaced by idle ones so long before their end; 0: not before"
     whole_nodes: bool = True
     "the site does not share nodes between jobs"
     ahead: int = 0
@@ -75,7 +75,7 @@ class Demand(msgspec.Struct, frozen=True):
     kind: Kind = Kind()
     asker: Asker = Asker()
     renew: bool = True
-    "ask again for nodes whose time is nearly over"
+    "replace nodes whose time is nearly over by idle ones"
     worth: Worth | None = None
     "of nodes to it; None: twice as many are worth twice as much"
 
