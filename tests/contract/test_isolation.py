@@ -36,6 +36,7 @@ from fallow.model import (
 )
 from fallow.store.client import Write
 from head_in_process import Serving, serving
+from runs import CONTRACT
 from scripted_slurm import ScriptedSlurm
 from talk import hello as hello_of
 
@@ -244,6 +245,34 @@ async def test_the_head_goes_on_while_the_samples_of_a_long_run_are_counted(
         gate.set()
         assert (await asked).samples == counted
         await head.until(lambda _: read_struct(file, RunReport).samples == counted, "the samples are in the report")
+
+
+async def test_a_count_whose_ledgers_are_pruned_meanwhile_does_not_take_the_place_of_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, lost, whole = threading.Event(), *(SampleReport(consumed=7 - n, lost=n, duplicated=0) for n in (7, 0))
+
+    def count(*_: object) -> SampleReport:
+        if threading.current_thread() is threading.main_thread():
+            return whole
+        gate.wait(60)
+        return lost
+
+    monkeypatch.setattr(ledgers, "audit", count)
+    async with serving(tmp_path) as head:
+        made = await head.create()
+        run, paths = head.head._book.runs[made.run], head.head.paths.run(made.run)
+        run.root.contract, run.root.front = CONTRACT, 1
+        (paths.checkpoints / "step-1").mkdir()
+        await head.call("cancel", run=made.run)
+        for allocation in run.allocations.values():
+            allocation.counted = True  # as when Slurm shows that its job is over
+        counting = [thread for thread in threading.enumerate() if thread.name == "report"]
+        await head.call("prune", runs=[made.run])
+        gate.set()
+        for thread in counting:
+            await asyncio.to_thread(thread.join, 60)
+        assert counting and read_struct(paths.report, RunReport).samples == whole
 
 
 async def test_a_report_is_there_before_agents_are_told_that_the_run_is_over(

@@ -369,7 +369,9 @@ class Head:
 
         def write(counts: bool) -> None:
             try:
-                write_struct(file, msgspec.structs.replace(report, samples=count()) if counts else report)
+                whole = msgspec.structs.replace(report, samples=count()) if counts else report
+                if not run.record.pruned:  # else the report is there, and ledgers may have been removed meanwhile
+                    write_struct(file, whole)
             except (OSError, FallowError) as error:  # `fallow report` tries again
                 log.warning("report.unwritten", run=run.id, error=str(error))
 
