@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fallow.core.membership.names import member_name
 from fallow.core.membership.roster import Roster
-from fallow.core.training.audit import Gap, audit
+from fallow.core.training.audit import Gap, Start, audit
 from fallow.files import unreadable
 from fallow.model import GenerationReport, SampleReport
 from fallow.worker.data.ledger import Record, read_ledger
@@ -36,7 +36,8 @@ def sample_count(folder: Path, roster: Roster, history: Sequence[GenerationRepor
         if first is not None
     ]
     per_step = 0 if root.contract is None else root.contract.global_batch
-    return lambda: audit(_Records(folder), first_steps, steps, per_step, gaps)
+    records = _Records(folder, root.highest)
+    return lambda: audit(records, first_steps, steps, per_step, gaps)
 
 
 @dataclass
@@ -44,13 +45,17 @@ class _Records:
     """Those of all ledgers of a folder, read anew each time they are gone through."""
 
     folder: Path
+    newest: int
+    "generation; one that begins later may go back, and do steps again that are counted now"
 
     def __iter__(self) -> Iterator[Record]:
         path = self.folder
         try:
             # Not `glob`: to it a folder that cannot be read is empty, and all samples would be reported as lost.
             for path in sorted(each for each in self.folder.iterdir() if each.suffix == ".ledger"):
-                yield from read_ledger(path)
+                for record in read_ledger(path):
+                    if not isinstance(record, Start) or record.generation <= self.newest:
+                        yield record
         except OSError as error:
             if path is not self.folder or not isinstance(error, FileNotFoundError | NotADirectoryError):
                 raise unreadable(path, error) from error

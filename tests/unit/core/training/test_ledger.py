@@ -122,11 +122,28 @@ def test_what_a_lost_node_could_not_write_is_unknown_as_long_as_it_was_a_member(
     assert (report.consumed, report.unknown, report.lost, report.duplicated) == (20, 16, 4, 0)
 
 
+def test_a_run_that_goes_back_while_its_samples_are_counted_has_lost_none(tmp_path: Path) -> None:
+    def write(name: str, generation: int, steps: range) -> None:
+        ledger = Ledger(tmp_path / name)
+        ledger.add(Start(generation=generation, first_step=steps[0]))
+        for step in steps:
+            ledger.add(fed(step, generation))
+        ledger.flush()
+
+    write("n0.ledger", 1, range(10))
+    contract = Contract(signature="s", shards=1, global_batch=4)
+    roster = Roster(Root(run="r", minimum=1, maximum=1, limit=1, contract=contract, front=10, highest=1))
+    count = sample_count(tmp_path, roster, [])
+    write("n1.ledger", 2, range(5, 7))
+    report = count()
+    assert (report.consumed, report.lost, report.duplicated) == (40, 0, 0)
+
+
 def test_records_of_a_long_run_are_never_all_in_memory(tmp_path: Path) -> None:
     steps = 20_000
     content = b"".join(msgspec.json.encode(record) + b"\n" for record in (Start(1, 0), *map(fed, range(steps))))
     (tmp_path / "n0.ledger").write_bytes(content + b"torn")
-    roster = Roster(Root(run="r", minimum=1, maximum=1, limit=1, front=steps))
+    roster = Roster(Root(run="r", minimum=1, maximum=1, limit=1, front=steps, highest=1))
     tracemalloc.start()
     try:
         report = sample_count(tmp_path, roster, [])()
