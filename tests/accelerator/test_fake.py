@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,28 @@ def test_streams_run_beside_the_host_and_each_other_and_an_event_orders_them() -
         assert not behind.query()
     assert tensor.tolist() == [6.0] * 4
     assert other.tolist() == [2.0] * 4
+
+
+@on_device
+def test_a_thread_that_asks_for_an_event_and_one_that_copies_do_not_wait_for_each_other() -> None:
+    """Python has seen the copied memory, so torch takes the GIL when the device lets go of it."""
+    event, is_over = current().record_event(), threading.Event()
+
+    def ask() -> None:
+        while not is_over.is_set():
+            event.query()
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    for _ in range(100):
+        source = torch.zeros(4, pin_memory=True)
+        assert source.untyped_storage().nbytes() == 16
+        copied = source.to("fake", non_blocking=True)
+        del source
+        current().synchronize()
+    is_over.set()
+    asking.join()
+    assert copied.tolist() == [0.0] * 4
 
 
 @on_device

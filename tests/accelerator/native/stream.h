@@ -74,7 +74,26 @@ inline std::string& device_error = *new std::string;
 inline thread_local int current_stream = 0;
 inline thread_local bool speculative = false;  // what this thread launches
 
-using Lock = std::unique_lock<std::mutex>;
+// torch.Stream.synchronize keeps the GIL; a task may want it.
+class WithoutGil {
+ public:
+  WithoutGil() { if (Py_IsInitialized() && PyGILState_Check()) state_ = PyEval_SaveThread(); }
+  ~WithoutGil() { if (state_) PyEval_RestoreThread(state_); }
+
+ private:
+  void* state_ = nullptr;
+};
+
+// Nobody waits for a mutex with the GIL, as torch.Event.query would: who has the mutex may let go of the last reference
+// to memory that Python has seen, and torch takes the GIL for that.
+class Lock : public std::unique_lock<std::mutex> {
+ public:
+  explicit Lock(std::mutex& guard) : unique_lock(guard, std::try_to_lock) {
+    if (owns_lock()) return;
+    WithoutGil without_gil;
+    lock();
+  }
+};
 
 // The functions below that take no Lock and are not called "...locked" take `mutex` themselves.
 
@@ -235,16 +254,6 @@ inline bool query_locked(const Event& event) {
   host_has_seen_locked(event.clock);
   return true;
 }
-
-// torch.Stream.synchronize keeps the GIL; a task may want it.
-class WithoutGil {
- public:
-  WithoutGil() { if (Py_IsInitialized() && PyGILState_Check()) state_ = PyEval_SaveThread(); }
-  ~WithoutGil() { if (state_) PyEval_RestoreThread(state_); }
-
- private:
-  void* state_ = nullptr;
-};
 
 // The host waits. Raises the error of an earlier task.
 inline void synchronize(const Event& event) {
