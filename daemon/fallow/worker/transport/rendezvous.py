@@ -62,14 +62,15 @@ class GatherStore(Store):
         self._missing: dict[str, Sequence[int]] = {}
         "family -> nodes that had not come when this store asked"
         self.correction = [b"", b""]
-        "what this rank would publish, and what it publishes in its place, see `gloo_port`"
+        "what gloo would publish for this rank, and what it publishes in its place, see `gloo_port`"
 
     def set(self, key: str, value: str | bytes) -> None:
         """Give a value to all; does not wait."""
         data = value.encode() if isinstance(value, str) else bytes(value)
-        before, after = self.correction
-        self._known[key] = data.replace(before, after) if before else data
-        self._give(_family(key), {key: self._known[key]})
+        family, (before, after) = _family(key), self.correction
+        # Of gloo's addresses alone: others' bytes may be the same by chance.
+        self._known[key] = data.replace(before, after) if before and family != key else data
+        self._give(family, {key: self._known[key]})
 
     def get(self, key: str) -> bytes:
         """The value; waits until it is there or the store's timeout has passed."""
