@@ -196,7 +196,6 @@ class Generations:
             if session is not None:
                 session.say(healed=place.position.step)
         if generation == self._entered:
-            member.standing.latest = None  # there is nothing to report, and it holds a whole state
             member.replan()
             return
         self._entered, self._entered_at, self.aligned_until = generation, time.monotonic(), 0
@@ -230,10 +229,10 @@ class Generations:
     def report_arrival(self) -> None:
         """Say that this worker computes in the new generation, once its first batch is here."""
         arrival, self._unreported = self._unreported, None
+        member, now = self._member, time.monotonic()
+        intake, member.standing.latest = member.standing.latest, None  # it may hold a whole state
         if arrival is None:
             return
-        member, now = self._member, time.monotonic()
-        intake, member.standing.latest = member.standing.latest, None
         newcomer = member.place.since == arrival.generation
         switch = replace(
             arrival,
