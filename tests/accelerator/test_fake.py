@@ -65,16 +65,19 @@ def test_a_thread_that_asks_for_an_event_and_one_that_copies_do_not_wait_for_eac
         while not is_over.is_set():
             event.query()
 
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
+    asking = [threading.Thread(target=ask, daemon=True) for _ in range(2)]
+    for thread in asking:
+        thread.start()
     for _ in range(100):
         source = torch.zeros(4, pin_memory=True)
         assert source.untyped_storage().nbytes() == 16
         copied = source.to("fake", non_blocking=True)
         del source
-        current().synchronize()
+        while not current().query():
+            pass
     is_over.set()
-    asking.join()
+    for thread in asking:
+        thread.join()
     assert copied.tolist() == [0.0] * 4
 
 
