@@ -6,7 +6,7 @@ as soon as it has all gradients that are expected of it. Buckets leave in a fixe
 
 What is expected is a guess from the bodies of this sum and of those before. A guess that is too high makes a bucket
 leave at the end of the sum. One that is too low makes the sum void: a gradient came when its bucket had left. All
-members then make the sum again, and each bucket leaves at its end.
+members then make the sum again, and its buckets leave at the end, as they do in a newcomer's first sum.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fallow.model import Exit, FallowError
 from fallow.worker.reduction.arithmetic import Arithmetic
 from fallow.worker.reduction.buckets import Arrived, Bucket, lay_out
 from fallow.worker.reduction.buffers import StepBuffers
-from fallow.worker.reduction.step_sums import PATIENCE, Sums, bitmap, numbers_in
+from fallow.worker.reduction.step_sums import PATIENCE, Sums, bitmap, numbers_in, unused_sums
 from fallow.worker.transport.device import HOST, asynchronous, capturing, current_stream
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted
@@ -93,7 +93,7 @@ class Reduction:
         self._places: list[tuple[Bucket, int]] = []
         "by parameter: its bucket and its place in it"
         self._unused: dict[str, list[int]] = {}
-        "phase -> by bucket, sums in a row for which no member had gradients"
+        "phase -> by bucket, sums in a row for which no member had gradients, see `unused_sums`"
         self._first_order = [n for n in reversed(range(len(self._params))) if self._params[n].requires_grad]
         "before there is an order; a script may freeze something in front of the first sum, or amid it"
         self._lay_out()
@@ -107,8 +107,10 @@ class Reduction:
         "number of the bucket that leaves next"
         self._leave_at_end = False
         "no bucket leaves before the end of this sum"
-        self._is_void, self._was_void = False, False
-        "a gradient came too late, here in this attempt; on some member in the last one"
+        self._is_void = False
+        "a gradient came too late, here in this attempt"
+        self._returning: set[int] = set()
+        "buckets that got gradients in void attempts at this sum, on any member; empty: there was none"
         self.repeated = 0
         "finished sums that were made again for that reason"
         self._mistake: Exception | None = None
@@ -149,9 +151,12 @@ class Reduction:
             self._memory_is_stale = False
         self._phase, self._takes_gradients, self.held, self.nothing = phase, True, False, False
         self._mistake, self._next, self._touched, self._is_void = None, 0, {}, False
-        self._leave_at_end, self._most = leave_at_end or self._was_void, [0] * len(self._buckets)
+        # A newcomer does not know of the others' second backwards, and in its first sum would make all begin anew.
+        is_guess = self.order is not None and phase not in self._most_of_late
+        self._leave_at_end = leave_at_end or is_guess or bool(self._returning)
+        self._most = [0] * len(self._buckets)
         for bucket, sums in zip(self._buckets, self._unused_sums(), strict=True):
-            bucket.has_left = sums >= PATIENCE and not self._was_void
+            bucket.has_left = sums >= PATIENCE and bucket.number not in self._returning
         self.arithmetic.begin(shares or [1] * self._group.size, self._group.rank)
 
     def begin_body(self, weight: float, *, final: bool, live: bool = True) -> None:
@@ -229,15 +234,15 @@ class Reduction:
             False if all members must do the phase again, because the sum is void.
         """
         self.held = False
+        touched = numbers_in(sums.touched)
+        used = {bucket.number for bucket in self._buckets if not touched.isdisjoint(bucket.members)}
         if sums.is_void:
-            self._was_void = True
+            self._returning |= used
             return False
         # Not before: where the group breaks, some members may have heard of a void attempt and others not.
-        self.repeated, self._was_void = self.repeated + self._was_void, False
+        self.repeated, self._returning = self.repeated + bool(self._returning), set()
         self._takes_gradients = False
-        touched = numbers_in(sums.touched)
         self.nothing = not touched
-        used = {bucket.number for bucket in self._buckets if not touched.isdisjoint(bucket.members)}
         with torch.no_grad():
             for number in used:
                 bucket = self._buckets[number]
@@ -245,9 +250,7 @@ class Reduction:
                     self._handed_gradients[index] = self._params[index].grad = grad if index in touched else None
         self._most_of_late[self._phase].append(self._most)
         unused = enumerate(self._unused_sums())
-        self._unused[self._phase] = [
-            0 if n in used else min(sums_in_a_row + 1, PATIENCE) for n, sums_in_a_row in unused
-        ]
+        self._unused[self._phase] = [unused_sums(before, is_used=n in used) for n, before in unused]
         if sums.order is not None and self.order is None:
             self.order = sums.order
             self._lay_out()
@@ -262,7 +265,7 @@ class Reduction:
     def forget(self) -> None:
         """The group changed: this attempt is void, and what was learned of this sum in others does not count."""
         self.drop()
-        self._was_void = False
+        self._returning = set()
 
     def accept_gradients(self) -> None:
         """The gradients that there are now count as handed out: an optimizer's step has made them."""

@@ -11,6 +11,10 @@ import msgspec
 PATIENCE = 16
 """Sums in which something may be missing before nobody waits for it any more."""
 
+_LONG_PATIENCE = 64 * PATIENCE
+"""The same for a bucket that nobody waited for and that came back, which makes all do the sum again: a head of a model
+with many tasks, for example."""
+
 
 class Sums(msgspec.Struct, frozen=True, array_like=True):
     """One member's part, or what all parts together say."""
@@ -30,6 +34,13 @@ class Sums(msgspec.Struct, frozen=True, array_like=True):
             touched=bytes(reduce(or_, column) for column in zip(*(part.touched for part in parts), strict=True)),
             order=next((part.order for part in parts if part.order is not None), None),
         )
+
+
+def unused_sums(before: int, *, is_used: bool) -> int:
+    """Return for how many sums in a row a bucket is unused now; less than 0 where it is to be waited for longer."""
+    if not is_used:
+        return min(before + 1, PATIENCE)
+    return 0 if 0 <= before < PATIENCE else PATIENCE - _LONG_PATIENCE
 
 
 def bitmap(numbers: Iterable[int], count: int) -> bytes:

@@ -176,6 +176,50 @@ def test_a_second_backward_now_and_then_voids_a_sum_once() -> None:
     assert member.reduction.repeated == 1
 
 
+def test_a_newcomer_voids_no_sum_for_want_of_what_the_others_have_learned() -> None:
+    member, newcomer = alone(), alone()
+    for one in (member, newcomer):
+        for _ in range(3):
+            one.step(scripted([[EVERY] * 2]), [0], 1)
+        assert one.reduction.repeated == 1, "the run's first sum"
+        newcomer.reduction.load(member.reduction.export())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_frozen_takes_no_part_in_a_sum_that_is_made_again(
+    kind: type[Arithmetic], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most of a model that is fine-tuned may be: there is no memory for its gradients."""
+    monkeypatch.setattr(buckets, "_FIRST_BYTES", 100)
+    net, frozen = copy.deepcopy(NET), frozenset({0, 1})
+    for number in frozen:
+        net.blocks[number].requires_grad_(False)  # type: ignore[union-attr]
+    arithmetic, launched = kind(), set[int]()
+    launch = arithmetic.launch
+
+    def noted(group: Group, bucket: buckets.Bucket) -> None:
+        launched.update(bucket.members)
+        launch(group, bucket)
+
+    monkeypatch.setattr(arithmetic, "launch", noted)
+    member = alone(net, arithmetic)
+    for times in (1, 1, 1, 2):
+        body = scripted([[EVERY] * times], frozen)
+        assert_close(member.step(body, [0], 1), plain(net, body, 1))
+    assert member.reduction.repeated == 1
+    assert launched == {number for number, one in enumerate(net.parameters()) if one.requires_grad}
+
+
+def test_a_bucket_that_has_come_back_is_waited_for_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of the model for one task of many: else each of its steps would be done twice."""
+    monkeypatch.setattr(buckets, "_FIRST_BYTES", 100)
+    monkeypatch.setattr(buckets, "_LAST_BYTES", 100)
+    member = alone()
+    for step in range(1, 4 * 20):
+        member.step(scripted([[EVERY if step % 20 == 0 else EVERY[:3]]]), [0], 1)
+    assert member.reduction.repeated == 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_tied_weights_and_create_graph(kind: type[Arithmetic]) -> None:
     net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
