@@ -26,6 +26,8 @@ BOTH = {
     "UMask": "0077",
 }
 ONLY_SYSTEM = {"User": "%i", "StateDirectoryMode": "0700", "RuntimeDirectoryMode": "0700"}
+ONLY_SYSTEM |= {"WantedBy": "multi-user.target"}
+ONLY_USER = {"WantedBy": "default.target"}
 
 
 def _keys(unit: str) -> dict[str, str]:
@@ -38,7 +40,7 @@ def _keys(unit: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize(("unit", "wanted"), [(SYSTEM, BOTH | ONLY_SYSTEM), (USER, BOTH)])
+@pytest.mark.parametrize(("unit", "wanted"), [(SYSTEM, BOTH | ONLY_SYSTEM), (USER, BOTH | ONLY_USER)])
 def test_unit_says_what_the_head_relies_on(unit: str, wanted: dict[str, str]) -> None:
     keys = _keys(unit)
     assert {key: keys.get(key) for key in wanted} == wanted
