@@ -99,10 +99,15 @@ class Network:
 
     def unplug(self, node: int) -> None:
         """Take a node off the network: what it sends vanishes, and what is sent to it, until it is plugged in again."""
-        self._do(self._hub, f"ip link set node{node} down")
+        self._drop("add", node)
 
     def plug(self, node: int) -> None:
-        self._do(self._hub, f"ip link set node{node} up")
+        self._drop("del", node)
+
+    def _drop(self, do: str, node: int) -> None:
+        """Not by taking the link down: the hub would answer at once that the node cannot be reached."""
+        for which in ("from", "to"):
+            self._do(self._hub, f"ip rule {do} {which} {address(node)} blackhole")
 
     def slow_down_node(self, node: int, bits_per_s: int) -> None:
         """What goes to and from this node, all of it, goes no faster than that from now on, each way."""
