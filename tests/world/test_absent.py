@@ -483,6 +483,14 @@ def test_of_nodes_that_are_all_stuck_the_one_whose_device_computes_is_to_blame()
     assert not rig.r.present(), "it was not for that one alone"
 
 
+def test_a_newcomer_whose_rehearsal_takes_long_spares_no_member() -> None:
+    rig = started(2)
+    rig.expect("c")
+    for at in range(1, 42):
+        rig.stand(at, {1: (WORKING, at), 2: (WAITING, at - 0.1), 3: (WORKING, at)}, computing=[3])
+    assert (rig.r.alive(1), rig.r.alive(3)) == (False, True)
+
+
 def test_a_long_body_that_makes_progress_and_code_behind_the_loop_are_no_hangs() -> None:
     rig = started(2)
     for at in range(1, 100):

@@ -303,6 +303,16 @@ def test_n3_a_run_ends_when_all_members_have_finished_and_lets_the_others_go() -
     assert (end.code, list(orders(turn))) == (Exit.OK, [3])
 
 
+def test_a_generation_whose_members_have_finished_before_they_were_heard_in_it_is_told_of() -> None:
+    rig = started(1)
+    rig.join("b")
+    rig.vote()
+    newest = rig.r.root.generation
+    for n in (1, 2):
+        rig.arrive(n, newest, 4, finish=Finish(generation=newest, steps=9, digest="d"))
+    assert [done.first_step for done in rig.completed] == [0, 4]
+
+
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("killed", [True, False])
 def test_what_the_main_member_had_to_do_behind_the_loop_is_done_by_nobody_else(first: bool, killed: bool) -> None:
