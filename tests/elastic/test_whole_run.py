@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
+import pytest
 from elastic_rig import MakeRig, send
 
 from fallow.model import EventRecord, Exit, RunStatus
@@ -131,6 +132,15 @@ def fill(disk: Path) -> Path:
         while True:
             file.write(bytes(4096))
     return filler
+
+
+@pytest.mark.parametrize(("ci", "outcome"), [("true", pytest.fail.Exception), ("", pytest.skip.Exception)])
+def test_what_this_machine_lacks_fails_in_ci_and_is_left_out_elsewhere(
+    ci: str, outcome: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CI", ci)
+    with pytest.raises(outcome, match="no network"):
+        lacks("no network")
 
 
 async def test_s14_a_full_disk_costs_records_and_checkpoints_and_no_training(make_rig: MakeRig) -> None:
