@@ -41,16 +41,16 @@ class NodeGathers:
             answer, are missing.
         """
         place = part.generation, part.key
-        known = None if part.within_node else self._asked.get(place)
-        if isinstance(known, Gathered):
-            return known, [slot]
+        answer = None if part.within_node else self._asked.get(place)
+        if isinstance(answer, Gathered):
+            return answer, [slot]
         if not part.part:
             return Gather(node=self._node, generation=part.generation, key=part.key, part=b""), []
         gathers = self._within_node if part.within_node else self._of_node
         gathers.open(part.generation, self._slots)
         given = Gather(node=slot, generation=part.generation, key=part.key, part=part.part)
         found, slots = gathers.take(given)
-        if found is None or known is not None:
+        if found is None:
             return None, []
         if part.within_node:
             return found, slots
