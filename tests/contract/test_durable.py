@@ -23,12 +23,12 @@ from fallow.head.loop.durable import Durable
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Book
 from fallow.local.driver import store_pid
-from fallow.model import AllocationKind, ChangeKind, Exit, FallowError, GenerationReport, Parts, RunSpec
+from fallow.model import AllocationKind, ChangeKind, Exit, FallowError, GenerationReport, Parts
 from fallow.store import server as server_module
 from fallow.store.client import Write
 from fallow.store.server import find_server
 from head_in_process import serving
-from runs import Nodes
+from runs import Nodes, new_run
 
 Began = tuple[Durable, Book, Paths]
 
@@ -75,7 +75,7 @@ async def test_reports_of_generations_are_written_once_and_found_again_and_the_o
         async with begun(tmp_path) as (durable, book, _):
             await durable.load(book, 0.0)
             if not number:
-                book.create(RunSpec(run="", name="r", min_nodes=1, max_nodes=2), 0.0, 0.0)
+                new_run(book, now=0.0)
             (run,) = book.runs.values()
             assert [one.generation for one in run.generations] == list(range(max(0, count - kept), count))
             for _ in range(47):
@@ -91,7 +91,7 @@ async def test_runs_are_found_again_in_the_order_in_which_they_came(tmp_path: Pa
     names = ["c", "a", "d", "b"]
     async with begun(tmp_path) as (durable, book, _):
         for at, name in enumerate(names):
-            run = book.create(RunSpec(run="", name=name, min_nodes=1, max_nodes=2), 0.0, float(at))
+            run = new_run(book, name=name, now=float(at))
             await durable.write(Turn(book, 0.0, 0.0, dirty={run.id}))
     async with begun(tmp_path) as (durable, book, _):
         await durable.load(book, 0.0)
@@ -100,7 +100,7 @@ async def test_runs_are_found_again_in_the_order_in_which_they_came(tmp_path: Pa
 
 async def test_a_turn_writes_what_it_has_changed_and_nothing_else(tmp_path: Path) -> None:
     async with begun(tmp_path) as (durable, book, _):
-        run = book.create(RunSpec(run="", name="r", min_nodes=1, max_nodes=2), 0.0, 0.0)
+        run = new_run(book, now=0.0)
         held = [book.new_allocation(run, AllocationKind.HARVEST, 0.0) for _ in range(3)]
 
         async def changed() -> set[str]:
@@ -125,7 +125,7 @@ async def test_a_turn_writes_what_it_has_changed_and_nothing_else(tmp_path: Path
 async def test_a_run_that_is_made_anew_is_what_was_written_down(tmp_path: Path) -> None:
     """What a turn has changed and not written is gone, and orders go on above those that were sent."""
     async with begun(tmp_path) as (durable, book, _):
-        run = book.create(RunSpec(run="", name="r", min_nodes=1, max_nodes=2), 0.0, 0.0)
+        run = new_run(book, now=0.0)
         kept = book.new_allocation(run, AllocationKind.BASE, 0.0)
         turn = Turn(book, 0.0, 0.0, dirty={run.id})
         nodes = Nodes(run)
@@ -232,7 +232,7 @@ async def test_the_store_comes_back_when_its_folder_can_be_written_again(
 
 async def test_a_forgotten_run_is_gone_for_the_next_head(tmp_path: Path) -> None:
     async with begun(tmp_path) as (durable, book, paths):
-        kept, gone = (book.create(RunSpec(run="", name=name, min_nodes=1, max_nodes=1), 0.0, 0.0) for name in "kg")
+        kept, gone = (new_run(book, name=name) for name in "kg")
         first = Turn(book, 0.0, 0.0)
         first.dirty |= {kept.id, gone.id}
         Nodes(gone).come(first, book.new_allocation(gone, AllocationKind.BASE, 0.0), "h1")
@@ -251,7 +251,7 @@ async def test_a_forgotten_run_is_gone_for_the_next_head(tmp_path: Path) -> None
 
 async def test_a_key_that_nobody_knows_stops_no_head(tmp_path: Path) -> None:
     async with begun(tmp_path) as (durable, book, paths):
-        good = book.create(RunSpec(run="", name="good", min_nodes=1, max_nodes=1), 0.0, 0.0)
+        good = new_run(book, name="good")
         await durable.write(Turn(book, 0.0, 0.0, dirty={good.id}))
         unknown = ("run/", "run/x", "run/x/", "run/x/root/y", "run/x/other")
         await durable.store.save([Write(key, None, b"\xc1") for key in unknown], [])

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,18 @@ import pytest
 import builders
 from fallow.control.client import ControlClient
 from fallow.core import records
+from fallow.core.accounting.backoff import Backoff
 from fallow.core.allocations import Allocation
 from fallow.core.protocol.agents import Beat, EndAgent, EndNoted, Setup
 from fallow.files import read_struct
-from fallow.head.api import ledgers
+from fallow.head.api import handler, reports
 from fallow.head.loop import faults as faults_module
 from fallow.head.loop.faults import MAX_KINDS, MENDED_S, TEXT, Faults, Quarantine
 from fallow.head.loop.inbox import Heard
 from fallow.head.loop.turn import Turn, agent_peer
 from fallow.head.peers import agents
-from fallow.head.state.book import Run, RunRecord
+from fallow.head.state.book import Run
+from fallow.head.state.stored import RunRecord
 from fallow.model import (
     AllocationState,
     ClusterState,
@@ -33,6 +36,7 @@ from fallow.model import (
     RunReport,
     RunStatus,
     SampleReport,
+    Snapshot,
 )
 from fallow.store.client import Write
 from head_in_process import Serving, serving
@@ -206,21 +210,18 @@ async def test_a_request_that_fails_is_answered_and_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(tmp_path) as head:
-        made = await head.create()
+        made = await head.create(local=False)
+        await head.call("pause", run=made.run)
 
-        def half(turn: Turn, run: Run) -> None:
-            run.record.paused_by_hand = True
-            turn.dirty.add(run.id)
+        def fail(*_: object) -> None:
             raise LookupError("in the middle")
 
-        monkeypatch.setattr(head.head._harvest.asking, "resume", half)
-        head.head._book.runs[made.run].record.drained = ["n1"]
+        monkeypatch.setattr(Backoff, "forget", fail)
         for _ in range(2):
             with pytest.raises(FallowError, match=r"resume: the head could not carry this out \(LookupError") as failed:
                 await head.call("resume", run=made.run)
             assert failed.value.code is Exit.SOFTWARE
-            await head.until(lambda seen: seen.runs[0].paused == "", "it is as it was")
-            head.head._book.runs[made.run].record.drained = ["n1"]
+            await head.until(lambda seen: seen.runs[0].paused == "paused by hand", "it is as it was")
         (error,) = (await head.snapshot()).head.internal_errors
         assert (error.source, error.count) == ("request resume", 2)
 
@@ -234,7 +235,7 @@ async def test_the_head_goes_on_while_the_samples_of_a_long_run_are_counted(
         gate.wait(60)
         return counted
 
-    monkeypatch.setattr(ledgers, "audit", slow)
+    monkeypatch.setattr(reports, "audit", slow)
     async with serving(tmp_path) as head, await ControlClient.connect(head.head.paths.head_file) as other:
         made = await head.create()
         asked = asyncio.create_task(other.call("report", RunReport, run=made.run))
@@ -258,7 +259,7 @@ async def test_a_count_whose_ledgers_are_pruned_meanwhile_does_not_take_the_plac
         gate.wait(60)
         return lost
 
-    monkeypatch.setattr(ledgers, "audit", count)
+    monkeypatch.setattr(reports, "audit", count)
     async with serving(tmp_path) as head:
         made = await head.create()
         run, paths = head.head._book.runs[made.run], head.head.paths.run(made.run)
@@ -397,3 +398,18 @@ def test_kinds_of_errors_are_bounded() -> None:
     assert len(found) == MAX_KINDS + 1
     assert sum(error.count for error in found) == 1000
     assert max(len(error.error) for error in found) <= TEXT
+
+
+async def test_who_watches_shares_a_snapshot_and_who_asks_sees_what_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handler, "RECENT_S", 3600.0)
+    async with serving(tmp_path) as head:
+        status = partial(head.control.call, "status", Snapshot)
+        shared = await status(recent=True)
+        made = await head.create()
+        assert await status(recent=True) == shared
+        for seen in (await status(), await status(run=made.run, recent=True)):
+            assert [run.run for run in seen.runs] == [made.run]
+        monkeypatch.setattr(handler, "RECENT_S", 0.0)
+        assert [run.run for run in (await status(recent=True)).runs] == [made.run]

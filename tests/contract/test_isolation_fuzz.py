@@ -21,11 +21,10 @@ from fallow.core.membership.messages import VERSION, Unreadable
 from fallow.core.protocol.agents import FromAgent
 from fallow.files import Paths
 from fallow.head.api.handler import METHODS
-from fallow.head.loop.durable import read_run
 from fallow.head.loop.inbox import Heard
 from fallow.head.loop.turn import Turn, agent_peer
 from fallow.head.state.book import Run
-from fallow.head.state.salvage import salvage
+from fallow.head.state.stored import read_run, salvage
 from fallow.model import AllocationKind, Exit, FallowError, MemberPhase, RunSpec, RunStatus
 from fallow.wire.codec import Decoder
 from head_in_process import Serving, serving

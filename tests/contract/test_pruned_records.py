@@ -16,14 +16,13 @@ from fallow.core.membership import events as ev
 from fallow.files import Paths
 from fallow.head import deadlines
 from fallow.head.api.pruning import DAY_S, EVERY_S, Pruning
-from fallow.head.api.views import run_report
 from fallow.head.loop.durable import Durable
 from fallow.head.loop.faults import GIVE_UP_AFTER
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm import accounts
-from fallow.head.state.archive import NOTE, PrunedRuns
 from fallow.head.state.book import Book, Run
-from fallow.model import AllocationKind, AllocationState, RunSpec, RunStatus, SampleReport, UsageRow
+from fallow.head.state.stored import PRUNED, PrunedRuns
+from fallow.model import AllocationKind, AllocationState, RunSpec, RunStatus, UsageRow
 from fallow.store.client import Write
 from head_in_process import serving
 
@@ -51,12 +50,9 @@ class Desk:
         await self.durable.begin_term()
         self.book = Book(self.paths, Config(), lambda: f"{next(self.numbers):06}")
         await self.durable.load(self.book, self.at)
-        if NOTE in self.durable.notes:
-            self.book.pruned = records.decode(self.durable.notes[NOTE], PrunedRuns)
-        self.pruning = Pruning(
-            Prune(keep=KEEP, older_than_days=OLD_DAYS),
-            lambda run: run_report(run, [], SampleReport(consumed=0, lost=0, duplicated=0)),
-        )
+        if PRUNED in self.durable.notes:
+            self.book.pruned = records.decode(self.durable.notes[PRUNED], PrunedRuns)
+        self.pruning = Pruning(Prune(keep=KEEP, older_than_days=OLD_DAYS))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -120,7 +116,7 @@ async def test_memory_and_store_stay_flat_over_hundreds_of_ended_runs_and_the_su
             if number % 100 == 99:
                 stored = await desk.durable.store.load("")
                 keys.append(len(stored))
-                lengths.append(len(stored[f"note/{NOTE}"][1]))
+                lengths.append(len(stored[f"note/{PRUNED}"][1]))
         most = 4 * OLD_DAYS + KEEP
         assert max(runs) <= most
         assert max(keys) <= len(("spec", "record", "root", "allocation")) * most + 1
@@ -156,7 +152,7 @@ async def test_what_usage_tells_is_the_same_before_and_after_and_for_the_next_he
         accounts.settle(desk.turn(), last + DAY_S)
         assert len(await desk.prune()) == 5
         assert told() == before
-        assert await desk.keys() == [f"note/{NOTE}"]
+        assert await desk.keys() == [f"note/{PRUNED}"]
     async with desk:
         assert told() == before
 
@@ -173,7 +169,7 @@ async def test_a_head_that_is_refused_the_write_leaves_record_and_sums_as_they_w
                 await desk.prune()
             book = Book(desk.paths, Config(), lambda: "id")
             await other.load(book, 0.0)
-            assert NOTE not in other.notes
+            assert PRUNED not in other.notes
             assert accounts.rows(book.runs.values(), "run", None, PRICES, desk.now)[-1].jobs == 1
         finally:
             await other.close()
@@ -192,15 +188,15 @@ async def test_a_run_whose_record_could_not_be_read_is_pruned_like_others(tmp_pa
         assert f"unreadable/{run.id}/root" in await desk.keys()
         for _ in range(2):
             await desk.prune()
-        assert await desk.keys() == [f"note/{NOTE}"], "what could not be read goes with its run"
+        assert await desk.keys() == [f"note/{PRUNED}"], "what could not be read goes with its run"
 
 
 async def test_sums_that_cannot_be_read_are_kept_for_somebody_who_can(tmp_path: Path) -> None:
     async with serving(tmp_path) as first:
-        await first.head._durable.store.save([Write(f"note/{NOTE}", 0, b"\xc1")], [])
+        await first.head._durable.store.save([Write(f"note/{PRUNED}", 0, b"\xc1")], [])
     async with serving(tmp_path) as second:
         notes = await second.head._durable.store.load("note/")
-        assert notes[f"note/{NOTE}-unreadable"][1] == b"\xc1"
+        assert notes[f"note/{PRUNED}-unreadable"][1] == b"\xc1"
         assert second.head._book.pruned == PrunedRuns()
         assert "internal.error" in second.log.getvalue()
 

@@ -18,7 +18,7 @@ from command_line import as_a_batch_script, write_command
 from fallow.core.membership.records import Root
 from fallow.core.membership.roster import Roster
 from fallow.files import Paths
-from fallow.head.api.ledgers import sample_count
+from fallow.head.api.reports import sample_count
 from fallow.model import Exit, FallowError
 
 NOBODY = 65534

@@ -24,15 +24,14 @@ from fallow.core.checks.network import port_range
 from fallow.core.protocol.agents import FromAgent
 from fallow.files import Paths, write_struct
 from fallow.head import deadlines
-from fallow.head.api.handler import ControlHandler, counted_report, report_of
-from fallow.head.api.metrics import Metrics
+from fallow.head.api.handler import ControlHandler
 from fallow.head.api.operations import Operations
 from fallow.head.api.pruning import Pruning
+from fallow.head.api.reports import report_of
 from fallow.head.loop.durable import Durable
 from fallow.head.loop.faults import Faults, Quarantine, in_thread
 from fallow.head.loop.inbox import Heard, Inbox, Item, Tick, Work, tell
-from fallow.head.loop.notify import Notifier
-from fallow.head.loop.stop_file import StopFile
+from fallow.head.loop.monitoring import Metrics, Notifier
 from fallow.head.loop.turn import Turn, steady
 from fallow.head.peers import agents, checkpoints
 from fallow.head.peers.whereabouts import find_address, former_port, own_keys, write_head_file
@@ -40,10 +39,10 @@ from fallow.head.recovery import Recovery
 from fallow.head.slurm import accounts
 from fallow.head.slurm.calls import SlurmCalls
 from fallow.head.slurm.harvest import Harvest
-from fallow.head.slurm.submissions import give_up_queued
-from fallow.head.state.archive import NOTE, PrunedRuns
+from fallow.head.slurm.jobs import give_up_queued
 from fallow.head.state.book import Book, Run
 from fallow.head.state.lease import Lease
+from fallow.head.state.stored import PRUNED, PrunedRuns
 from fallow.model import Exit, FallowError
 from fallow.slurm.client import SlurmClient
 from fallow.slurm.paced import PacedClient
@@ -77,7 +76,7 @@ class Head:
         config: what its owner set.
         slurm: the client, or None under `fallow local`.
         lease: what must be valid before anything changes; None: nobody else can serve the folder.
-        stand_in: an agent has started it (`head.stand_in`).
+        stand_in: an agent has started it (`head.main`).
     """
 
     def __init__(
@@ -107,9 +106,8 @@ class Head:
         if slurm is not None:
             paced = PacedClient(slurm, queries_per_min=limits.queries_per_min, submits_per_min=limits.submits_per_min)
         self._slurm = paced
-        self._calls = SlurmCalls(paced, paths, self._harvest, self._inbox, self._faults)
-        self._stop_file = StopFile(config.site.stop_file, self._inbox, self._harvest.asking.switch)
-        self._pruning = Pruning(config.prune, partial(counted_report, self._book))
+        self._calls = SlurmCalls(paced, self._book, self._harvest, self._inbox, self._faults)
+        self._pruning = Pruning(config.prune)
         self._handler = ControlHandler(
             Operations(self._book, self._harvest, self._pruning),
             self._book,
@@ -142,8 +140,7 @@ class Head:
         sources: dict[str, Callable[[], Awaitable[None]]] = {
             "messages": self._hear,
             "clock": self._clock,
-            "stop file": self._stop_file.watch,
-            **self._calls.sources(self._book),
+            **self._calls.sources(),
         }
         async with asyncio.TaskGroup() as tasks:
             all_tasks = [tasks.create_task(self._faults.keep_running(*source)) for source in sources.items()]
@@ -190,12 +187,12 @@ class Head:
         self._harvest.recall(self._durable.notes)
         given_up = Turn.begin(self._book)
         try:
-            if NOTE in self._durable.notes:
-                self._book.pruned = records.decode(self._durable.notes[NOTE], PrunedRuns)
+            if PRUNED in self._durable.notes:
+                self._book.pruned = records.decode(self._durable.notes[PRUNED], PrunedRuns)
         except Exception as error:
             # The sums begin anew; somebody may still read the old ones.
             self._faults.note("notes", error)
-            given_up.notes[f"{NOTE}-unreadable"] = self._durable.notes[NOTE]
+            given_up.notes[f"{PRUNED}-unreadable"] = self._durable.notes[PRUNED]
         give_up_queued(given_up, "the head ended before it was submitted")
         for words in config.cut:
             given_up.record(None, "config", words)
@@ -204,7 +201,7 @@ class Head:
             given_up.record(None, "stand-in", f"no head was heard: a stand-in head serves on {host}, in a base job")
         await self._persist(given_up)
         # What it finds is the loop's first turn, before any plan.
-        await self._stop_file.look()
+        await self._calls.look_for_stop_file()
         self._router = Router(keys.public, keys.secret, self._book.allowed)
         closing.push_async_callback(_close, self._router)
         address = config.head.address or await find_address(self._slurm)
@@ -268,10 +265,8 @@ class Head:
             items = await self._inbox.take(self._drain)
             await self._turn(items)
             if isinstance(items[0], Tick):
-                try:
+                with self._counted("metrics"):
                     self._metrics.update(self._book)
-                except Exception as error:
-                    self._faults.note("metrics", error)
                 self._notifier.alive(f"{len(self._book.runs)} runs, {len(self._router.connected)} peers")
 
     async def _turn(self, items: list[Item]) -> None:
@@ -331,10 +326,8 @@ class Head:
             if run_id in self._book.runs:
                 turn.discard(self._book.runs[run_id])
         for event in await self._durable.write(turn):
-            try:
+            with self._counted("metrics"):
                 self._metrics.count_event(event)
-            except Exception as error:
-                self._faults.note("metrics", error)
             log.info(event.kind, text=event.text, run=event.run)
 
     async def _carry_out(self, turn: Turn) -> None:
@@ -346,7 +339,11 @@ class Head:
         try:
             await self._send(turn)
         finally:  # also if the head is stopped in the middle
-            self._clean_up(turn)
+            if turn.removals:
+                with self._counted("removal of checkpoints"):
+                    checkpoints.remove(turn.removals)
+            for key in self._book.take_revoked():
+                self._router.drop(key)
 
     async def _send(self, turn: Turn) -> None:
         keeps_up = True
@@ -355,13 +352,6 @@ class Head:
                 self._router.send(peer, message)
             if keeps_up and number % SENT_AT_ONCE == 0:
                 keeps_up = await self._router.encrypted()
-
-    def _clean_up(self, turn: Turn) -> None:
-        if turn.removals:
-            with self._counted("removal of checkpoints"):
-                checkpoints.remove(turn.removals)
-        for key in self._book.take_revoked():
-            self._router.drop(key)
 
     def _write_report(self, run: Run) -> None:
         """Before agents are told that the run is over: `fallow run` reads there whether the rest of its script runs."""

@@ -5,7 +5,6 @@ Nodes are judged by the membership machine. What it does not see is an agent on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import inf
 
 from fallow.config import Membership
@@ -131,26 +130,20 @@ def _look_for_agents(turn: Turn, run: Run) -> None:
 
     The event log has each once.
     """
-    found: dict[str, str] = {}
+    before, run.without_agent = run.without_agent, {}
     for allocation in () if run.spec.local else run.live_allocations():
         nodes = [node for node in allocation.nodes if node not in allocation.agents]
         since_s = turn.now - (turn.now if allocation.start_at is None else allocation.start_at)
-        if nodes and since_s > MISSING_S and allocation.state is AllocationState.RUNNING:
-            text = found[allocation.token] = _without_agent(turn, run, allocation, nodes, since_s)
-            if allocation.token not in run.without_agent:
-                turn.record(run, "network", text, job=allocation.job_id)
-    run.without_agent = found
-
-
-def _without_agent(turn: Turn, run: Run, allocation: Allocation, nodes: Sequence[str], since_s: float) -> str:
-    """What the user is told of the nodes of a job on which no agent has come since it has started."""
-    names = ", ".join(nodes[:_NAMED]) + (f" and {len(nodes) - _NAMED} more nodes" if len(nodes) > _NAMED else "")
-    node = nodes[0] if len(nodes) == 1 else "these nodes"
-    return (
-        f"job {allocation.job_id or allocation.token} runs on {names} since {since_s:.0f} s, no agent has come: check "
-        f"that {node} can reach {turn.book.endpoint} ([head] address, [head] port, firewall); its output: "
-        f"{turn.book.output_of(run, allocation)}"
-    )
+        if not nodes or since_s <= MISSING_S or allocation.state is not AllocationState.RUNNING:
+            continue
+        names = ", ".join(nodes[:_NAMED]) + (f" and {len(nodes) - _NAMED} more nodes" if len(nodes) > _NAMED else "")
+        text = run.without_agent[allocation.token] = (
+            f"job {allocation.job_id or allocation.token} runs on {names} since {since_s:.0f} s, no agent has come: "
+            f"check that {nodes[0] if len(nodes) == 1 else 'these nodes'} can reach {turn.book.endpoint} ([head] "
+            f"address, [head] port, firewall); its output: {turn.book.output_of(run, allocation)}"
+        )
+        if allocation.token not in before:
+            turn.record(run, "network", text, job=allocation.job_id)
 
 
 def forget(turn: Turn, run: Run) -> None:

@@ -9,10 +9,9 @@ from fallow.core.membership.messages import Unreadable
 from fallow.head.loop.durable import Durable
 from fallow.head.loop.faults import Faults
 from fallow.head.loop.turn import Turn, steady
-from fallow.head.slurm.submissions import withdraw_queued
+from fallow.head.slurm.jobs import withdraw_queued
 from fallow.head.state.book import Book, Run
-from fallow.head.state.salvage import end_now
-from fallow.model import FallowError, RunStatus
+from fallow.model import AllocationState, Exit, FallowError, RunStatus
 
 
 class Recovery:
@@ -97,7 +96,13 @@ def _cancel(turn: Turn, run: Run, why: str) -> None:
 
 
 def _end_by_force(turn: Turn, run: Run, why: str) -> None:
-    """Where the membership machine itself fails."""
-    end_now(run, why, turn.now)
+    """The last resort, where the membership machine itself fails: the run is over, whatever its roster says."""
+    root = run.root
+    root.status, root.message, root.change, run.record.ended_at = RunStatus.FAILED, why, None, turn.now
+    run.roster.mark("root")
+    for allocation in run.live_allocations():
+        # Its agents are told so at their next beats.
+        allocation.state, allocation.asked_at = AllocationState.RELEASING, turn.now
+        allocation.end_code, allocation.reason = int(Exit.NO_RESTART), why
     turn.record(run, RunStatus.FAILED.value, f"run {run.id} is failed: {why}")
     turn.cancels += [(run.id, a.token, a.job_id) for a in run.live_allocations() if a.job_id is not None]

@@ -31,7 +31,8 @@ from fallow.head.loop.turn import Turn, agent_peer
 from fallow.head.peers.agents import hear
 from fallow.head.slurm.calls import SlurmCalls
 from fallow.head.slurm.harvest import Harvest
-from fallow.head.state.book import Book, Run, RunRecord, StoredRun, timing
+from fallow.head.state.book import Book, Run, timing
+from fallow.head.state.stored import RunRecord, StoredRun
 from fallow.model import AllocationKind, AllocationState, ClusterState, Exit, RunSpec
 from fallow.sim.members import AtOnce
 from fallow.sim.play import Head
@@ -68,7 +69,7 @@ class VirtualHead(Head):
             clock=self.loop.time,
             wall=lambda: self.loop.now,
         )
-        self._calls = SlurmCalls(paced, self._book.paths, self.harvest, self._inbox, _NoFaults())
+        self._calls = SlurmCalls(paced, self._book, self.harvest, self._inbox, _NoFaults())
         self._leaving: set[str] = set()
         "tokens of those that are about to leave"
         self._looks_at: dict[str, float] = {}
@@ -78,7 +79,7 @@ class VirtualHead(Head):
         self._look: asyncio.TimerHandle | None = None
         for plan in plans:
             self._add(plan)
-        for serve in (*self._calls.sources(self._book).values(), self._turns):
+        for serve in (*self._calls.sources().values(), self._turns):
             self.loop.keep(serve)
 
     def _add(self, plan: RunPlan) -> None:

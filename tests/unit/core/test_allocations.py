@@ -13,7 +13,7 @@ from fallow.core.accounting.cancelled import VERDICT_S, awaits_verdict
 from fallow.core.accounting.spans import follow
 from fallow.core.allocations import Agent, observe, preempted_until
 from fallow.head.peers.agents import agent_gone, give_up_agent
-from fallow.head.state.book import StoredRun
+from fallow.head.state.stored import StoredRun
 from fallow.model import (
     AllocationKind,
     AllocationState,

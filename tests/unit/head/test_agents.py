@@ -16,7 +16,8 @@ from fallow.core.membership.messages import Checkpoint, Fault, Gather, Gathered,
 from fallow.core.membership.records import HostBar
 from fallow.core.protocol.agents import Admitted, EndAgent, EndNoted, Introduce, News, Progress, Refused, Setup
 from fallow.head.peers.agents import agent_gone
-from fallow.head.state.book import Run, StoredRun
+from fallow.head.state.book import Run
+from fallow.head.state.stored import StoredRun
 from fallow.model import AllocationKind, AllocationState, Exit, MemberPhase, RunStatus
 from runs import hold, new_book, new_run
 from talk import CONTRACT, NOW, Played, Talk, settle

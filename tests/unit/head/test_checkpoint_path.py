@@ -11,7 +11,8 @@ from fallow.config import Checkpoint, Config
 from fallow.core.protocol.agents import Setup
 from fallow.head.loop.turn import Turn
 from fallow.head.peers import checkpoints
-from fallow.head.state.book import Book, RunRecord, StoredRun
+from fallow.head.state.book import Book
+from fallow.head.state.stored import RunRecord, StoredRun
 from fallow.model import AllocationKind, FallowError
 from runs import new_book, new_run, train
 from talk import Talk

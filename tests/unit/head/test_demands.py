@@ -9,8 +9,7 @@ from fallow.core.kinds import Kind
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.rules import Demand, HarvestRules, Known
 from fallow.core.submission.reserved import within
-from fallow.head.slurm.demands import kind_of
-from fallow.head.slurm.estimate import estimate
+from fallow.head.slurm.demands import estimate, kind_of
 from fallow.model import ClusterState, ReservationInfo, RunSpec
 from planning import actions, planned
 

@@ -15,11 +15,13 @@ from fallow.core.accounting.spans import Span
 from fallow.core.allocations import Agent, Allocation
 from fallow.core.membership.failures import BAR_S
 from fallow.core.protocol.agents import Beat, Hello
+from fallow.head.api.operations import Operations
 from fallow.head.api.views import run_view
 from fallow.head.loop.turn import agent_peer
 from fallow.head.peers.agents import hear
 from fallow.head.slurm.harvest import Harvest
-from fallow.head.state.book import Run, RunRecord
+from fallow.head.state.book import Run
+from fallow.head.state.stored import RunRecord
 from fallow.model import AllocationKind, AllocationState, JobInfo
 from fallow.sim.types import Happening, Started
 from runs import CONTRACT, NOW, Nodes
@@ -106,7 +108,7 @@ async def test_a_script_that_works_nowhere_is_tried_alone_and_then_paused(site: 
     await poll(site, nodes)
     assert not run.live_allocations(), "also with another head"
     _holes(site).black = frozenset()
-    site.harvest.asking.resume(site.turn(), run)
+    Operations(site.book, site.harvest).resume(site.turn(), run.id)
     for _ in range(4):
         await poll(site, nodes)
     assert len([a for a in run.live_allocations() if a.agents]) == 20 and not run.barred
@@ -216,7 +218,7 @@ async def test_a_node_is_left_alone_by_all_runs_and_after_three_the_run_pauses(t
     await site.poll(times=3)
     assert set(run.allocations) <= before, "nothing more is asked for"
     assert len(site.kinds("cancelled")) == 3
-    site.harvest.asking.resume(site.turn(), run)
+    Operations(site.book, site.harvest).resume(site.turn(), run.id)
     assert (run.record.paused, run.shunned, run.record.cancelled) == ("", [], Cancels())
     await site.poll()
     assert set(run.allocations) - before
@@ -242,7 +244,7 @@ async def test_where_requests_are_cancelled_the_partition_is_left_alone_for_a_wh
     run = site.run(nodes=1)
     site.slurm.engine.arrive(job("7", site.slurm.now, 6, 86400.0, partition="scavenge"))
     await site.poll()
-    backoff = site.harvest.asking._known.backoff
+    backoff = site.harvest.known.backoff
     request = site.book.new_allocation(run, AllocationKind.HARVEST, site.slurm.now, partition="scavenge", minutes=5)
     made = site.harvest.request(site.book.paths, run, request)
     site.harvest.submitted(site.turn(), run, request.token, await site.slurm.submit(made))

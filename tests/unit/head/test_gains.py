@@ -21,14 +21,15 @@ from fallow.core.planning.gain import Gain, Seen
 from fallow.core.submission.deadline import deadline_at
 from fallow.core.submission.script import parse_script
 from fallow.core.tokens import names_harvest
-from fallow.head.api.metrics import Metrics
 from fallow.head.api.views import run_view
+from fallow.head.loop.monitoring import Metrics
 from fallow.head.loop.turn import Turn
 from fallow.head.peers import throughput
 from fallow.head.slurm import accounts
 from fallow.head.slurm.gains import gains
 from fallow.head.slurm.harvest import Harvest
-from fallow.head.state.book import Run, RunRecord
+from fallow.head.state.book import Run
+from fallow.head.state.stored import RunRecord
 from fallow.model import (
     AllocationKind,
     AllocationState,

@@ -19,13 +19,12 @@ from fallow.config import Harvest as HarvestSection
 from fallow.core.accounting.backoff import FIRST_S, Asker, Backoff
 from fallow.core.allocations import SUBMIT_S, Allocation
 from fallow.core.planning.allowance import AHEAD
-from fallow.core.planning.rules import HarvestRules, Known
+from fallow.core.planning.rules import HarvestRules
 from fallow.head.api.views import node_views
 from fallow.head.loop.inbox import Inbox, Item, Work, tell
 from fallow.head.loop.turn import Turn
-from fallow.head.slurm.asking import Asking
 from fallow.head.slurm.calls import SlurmCalls
-from fallow.head.slurm.harvest import EXPERIENCE
+from fallow.head.slurm.harvest import EXPERIENCE, Harvest
 from fallow.head.slurm.jobs import take_in
 from fallow.head.state.book import ordered
 from fallow.model import (
@@ -220,7 +219,7 @@ class Loop:
     def __init__(self, site: Site, *, queries_per_min: float, submits_per_min: float) -> None:
         self.site, self.inbox = site, Inbox()
         client = PacedClient(site.slurm, queries_per_min=queries_per_min, submits_per_min=submits_per_min)
-        self.calls = SlurmCalls(client, site.book.paths, site.harvest, self.inbox)
+        self.calls = SlurmCalls(client, site.book, site.harvest, self.inbox)
 
     def take(self, item: Item) -> Turn:
         """One turn; what it asks for waits in our own queue."""
@@ -244,7 +243,7 @@ class Loop:
     @contextlib.contextmanager
     def submitting(self) -> Iterator[None]:
         """Inside, what waits in the queue is submitted; nothing is polled."""
-        polling, submitting = (serve() for serve in self.calls.sources(self.site.book).values())
+        polling, submitting = (serve() for serve in self.calls.sources().values())
         polling.close()
         task = asyncio.create_task(submitting)
         try:
@@ -331,7 +330,7 @@ async def test_no_poll_is_asked_for_before_the_one_before_it_was_taken_in(
     monkeypatch.setattr(site.harvest.neighbours, "next_poll_s", lambda *_: 0.0)
     if not answers:
         monkeypatch.setattr(site.slurm, "poll", AsyncMock(side_effect=FallowError("Slurm does not answer")))
-    polling, submitting = (serve() for serve in loop.calls.sources(site.book).values())
+    polling, submitting = (serve() for serve in loop.calls.sources().values())
     submitting.close()
     task = asyncio.create_task(polling)
     try:
@@ -359,7 +358,7 @@ async def test_a_trial_asks_slurm_once_and_is_remembered(site: Site, monkeypatch
     run, inbox = site.run(), Inbox()
     await site.poll()
     client = PacedClient(site.slurm, queries_per_min=60, submits_per_min=60)
-    calls = SlurmCalls(client, site.book.paths, site.harvest, inbox)
+    calls = SlurmCalls(client, site.book, site.harvest, inbox)
     site.slurm.refusal = "Invalid account or account/partition combination specified"
     assert await calls.test(run) == f"scavenge: {site.slurm.refusal}"
     assert await calls.test(run) == "", "not so soon again"
@@ -379,13 +378,16 @@ async def test_a_trial_asks_slurm_once_and_is_remembered(site: Site, monkeypatch
 def rules(
     site: ClusterConfig | None = None,
     every_s: float = 30.0,
-    known: Known | None = None,
+    fallen_idle: int = 0,
     at: float = 0.0,
-    **harvest: object,
+    **limits: object,
 ) -> HarvestRules:
-    asking = Asking(Config(harvest=HarvestSection(**harvest)), known or Known())  # type: ignore[arg-type]
-    asking.interval_s = every_s
-    return asking.rules(at, site, {})
+    """Args: every_s: from one poll to the next; fallen_idle: nodes that came at once at time 0."""
+    harvest = Harvest(Config(harvest=HarvestSection(**limits)))  # type: ignore[arg-type]
+    harvest.interval_s = every_s
+    if fallen_idle:
+        harvest.known.experience.came(fallen_idle, 0.0)
+    return harvest.rules(at, site)
 
 
 def limited(parameters: str) -> ClusterConfig:
@@ -411,11 +413,9 @@ def test_as_many_requests_may_wait_as_can_be_submitted_until_one_is_seen_to_star
 
 def test_requests_ahead_leave_room_for_what_is_idle() -> None:
     assert [rules(max_pending=most).ahead for most in (1, 2, 3, 4, 8)] == [0, 1, 1, 2, 2]
-    together = Known()
-    together.experience.came(20, 0.0)
-    waits = [rules(known=together, at=at).ahead for at in (0.0, 3600.0, 7 * 3600.0)]
+    waits = [rules(fallen_idle=20, at=at).ahead for at in (0.0, 3600.0, 7 * 3600.0)]
     assert waits == [20, 10, AHEAD], "as many as came at once of late"
-    assert rules(limited("bf_max_job_test=60,bf_max_job_part=30"), known=together).ahead == 15, (
+    assert rules(limited("bf_max_job_test=60,bf_max_job_part=30"), fallen_idle=20).ahead == 15, (
         "half of those looked at"
     )
 
@@ -442,7 +442,7 @@ async def test_a_job_that_waits_for_a_limit_of_the_account_gets_a_node_of_ours(s
 async def test_a_quarter_of_a_limit_that_slurm_tells_is_never_used(site: Site) -> None:
     share = ShareView(account="lab", partition="", shares=1.0, usage=0.0, factor=1.0)
     limit = LimitView(of="account lab", name="GrpTRES node", limit=5.0, used=0.0)
-    site.harvest.asking.owner = OwnerView(user="me", at=0.0, limits=[limit], shares=[share])
+    site.harvest.owner = OwnerView(user="me", at=0.0, limits=[limit], shares=[share])
     run = site.run("--account=lab", nodes=8)
     await site.poll(times=4)
     assert len(run.live_allocations()) == 3
@@ -456,7 +456,7 @@ async def test_the_limits_are_asked_for_where_jobs_are_accounted_for(tmp_path: P
     asked = AsyncMock(return_value=view)
     site.slurm.owner = asked  # type: ignore[method-assign]
     loop = Loop(site, queries_per_min=1e6, submits_per_min=1e6)
-    polls = loop.calls.sources(site.book)["polls"]
+    polls = loop.calls.sources()["polls"]
     task = asyncio.ensure_future(polls())
     polled = await asyncio.wait_for(loop.inbox.get(), 60)
     if accounting:
@@ -464,5 +464,5 @@ async def test_the_limits_are_asked_for_where_jobs_are_accounted_for(tmp_path: P
     loop.take(polled)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert site.harvest.asking.owner == (view if accounting else None)
+    assert site.harvest.owner == (view if accounting else None)
     assert asked.await_count == accounting

@@ -22,7 +22,7 @@ from fallow.core.protocol.agents import EndAgent
 from fallow.files import write_private
 from fallow.head import deadlines
 from fallow.head.loop.turn import Turn
-from fallow.head.slurm import submissions
+from fallow.head.slurm import jobs
 from fallow.head.slurm.harvest import Harvest
 from fallow.head.slurm.jobs import sweep, take_in
 from fallow.head.slurm.neighbours import DELAYS, END_S, LEAVE_S, Neighbours, give_back, hurry
@@ -204,7 +204,7 @@ def test_a_base_job_is_found_by_its_number_or_its_comment(book: Book, run: Run, 
         take_in(turn(book, at), poll_of([], [shown], at=at), Backoff())
 
     if known == "to the head":
-        submissions.submitted(turn(book, NOW + 1.5), run, base.token, "8")
+        jobs.submitted(turn(book, NOW + 1.5), run, base.token, "8")
         for _ in range(3):
             # A number that was given away again, and one whose comment says whose it is.
             poll(NOW + 5.0, "PENDING", NOW + 30.0)
@@ -258,7 +258,7 @@ def test_a_base_job_that_slurm_shows_after_it_was_lost_is_cancelled(
 ) -> None:
     """Slurm had not shown it for so long that it was lost. Args: marked: its comment is as it was."""
     base = book.new_allocation(run, AllocationKind.BASE, NOW, sent_by=NOW, renewed=whose == "the head's")
-    submissions.submitted(turn(book), run, base.token, "8")
+    jobs.submitted(turn(book), run, base.token, "8")
     for at in (80.0, 85.0):
         take_in(turn(book, NOW + at), cluster(run, True, NOW + at), Backoff())
     assert base.state is AllocationState.LOST

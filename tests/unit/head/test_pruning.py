@@ -1,4 +1,4 @@
-"""What ended runs have left goes by count and age, and nothing that somebody would miss."""
+"""What ended runs have left goes by count and age, and nothing that somebody would miss; ticks look at them no more."""
 
 from __future__ import annotations
 
@@ -10,11 +10,25 @@ import pytest
 from fallow.cli.main import invoke
 from fallow.config import Prune
 from fallow.control.protocol import Pruned
-from fallow.head.api.pruning import DAY_S, EVERY_S, Pruning, kept_report, outdated
-from fallow.head.api.views import run_report
+from fallow.head import deadlines
+from fallow.head.api.pruning import DAY_S, EVERY_S, Pruning, outdated
+from fallow.head.api.reports import counted_report
 from fallow.head.loop.turn import Turn
+from fallow.head.peers import checkpoints
+from fallow.head.slurm.accounts import KEEP_S
 from fallow.head.state.book import Run
-from fallow.model import AllocationKind, Exit, FallowError, RunReport, RunSpec, RunStatus, SampleReport
+from fallow.model import (
+    AllocationKind,
+    AllocationState,
+    Exit,
+    FallowError,
+    JobRequest,
+    RunSpec,
+    RunStatus,
+    SampleReport,
+)
+from scripted_slurm import ScriptedSlurm
+from slurm_side import Site, config
 
 from runs import new_book  # isort: skip
 
@@ -35,21 +49,14 @@ class Desk:
 
     def __init__(self, folder: Path, keep: int = 1, days: float = 30.0) -> None:
         self.book = new_book(folder)
-        self.pruning = Pruning(Prune(keep=keep, older_than_days=days), self.report)
+        self.pruning = Pruning(Prune(keep=keep, older_than_days=days))
         self.at = 0.0
-
-    def report(self, run: Run) -> RunReport:
-        kept = kept_report(self.book, run)
-        if kept is not None:
-            return kept
-        ledgers = list(self.book.paths.run(run.id).ledger.glob("*.ledger"))
-        return run_report(run, [], SampleReport(consumed=64 * len(ledgers), lost=0, duplicated=0))
 
     def run(self, ended_days_ago: float | None, checkpoint: bool = False) -> Run:
         run = self.book.create(RunSpec(run="", name="r", min_nodes=1, max_nodes=2, script="#!/bin/sh"), 0.0, 0.0)
         paths = self.book.paths.run(run.id)
         paths.log("n0").write_text("log")
-        (paths.ledger / "n0.ledger").write_text("ledger")
+        (paths.ledger / "n0.ledger").touch()
         if checkpoint:
             (paths.checkpoints / "step-1").mkdir()
         if ended_days_ago is not None:
@@ -110,14 +117,20 @@ def test_a_run_stays_while_nobody_can_look_for_its_checkpoints(desk: Desk, tmp_p
     assert desk.tick().forgotten == [run]
 
 
-def test_the_audit_outlives_the_ledgers(desk: Desk) -> None:
+def test_the_audit_outlives_the_ledgers(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     run = desk.run(40.0, checkpoint=True)
     desk.run(1.0)
-    before = desk.report(run)
+    ledger = desk.book.paths.run(run.id).ledger / "n0.ledger"
+
+    def audit(*_: object) -> SampleReport:
+        return SampleReport(consumed=64 * ledger.exists(), lost=0, duplicated=0)
+
+    monkeypatch.setattr("fallow.head.api.reports.audit", audit)
+    before = counted_report(desk.book, run)
     desk.tick()
-    (desk.book.paths.run(run.id).ledger / "n0.ledger").unlink()
+    ledger.unlink()
     assert run.record.pruned
-    assert desk.report(run) == before
+    assert counted_report(desk.book, run) == before
     assert before.samples.consumed == 64
 
 
@@ -180,3 +193,43 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert asked == [{"method": "prune", "checkpoints": False, "dry_run": True, **chosen}]
     assert invoke(["prune", "--older-than", "soon"]) == Exit.USAGE
     assert invoke(["prune", "--keep", "3", "r1"]) == Exit.USAGE
+
+
+# -- runs of which nothing more comes ----------------------------------------------------------------------------------
+
+
+class Untouchable:
+    """Stands for what nobody is to look at."""
+
+    def __getattr__(self, name: str) -> object:
+        raise AssertionError(f"{name} of a run of which nothing more comes")
+
+
+async def test_what_the_head_does_at_each_tick_does_not_grow_with_runs_that_have_ended(tmp_path: Path) -> None:
+    site = Site(tmp_path, ScriptedSlurm(4, config=config()))
+    numbers = iter(range(1_000_000))
+    site.book._new_id = lambda: f"{next(numbers):06}"
+    ended, never, other = site.run(nodes=2), site.run(), site.run(nodes=1)
+    never.root.status = RunStatus.CANCELLED
+    while not ended.live_allocations() or any(a.state is not AllocationState.RUNNING for a in ended.live_allocations()):
+        await site.poll()
+    assert never.id not in site.book.current, "it had no job"
+    base = site.book.new_allocation(ended, AllocationKind.BASE, site.slurm.now)
+    base.job_id = await site.slurm.submit(JobRequest(token=base.token, options=["--time=1440"], script=""))
+    ended.root.status = RunStatus.FINISHED
+    base.end_code = Exit.OK
+    site.book.end_allocation(ended, base, "its agents are gone")
+    await site.poll(KEEP_S, times=4)
+    assert ended.id in site.book.current, "its batch script goes on"
+    site.slurm.engine.left(base.job_id)
+    await site.poll()
+    assert ended.id in site.book.current and base.counted
+    await site.poll(KEEP_S, times=4)
+    assert set(site.book.current) == {other.id} and len(site.book.runs) == 3
+    other.root.status = RunStatus.WAITING
+    await site.poll()
+    ended.record = ended.spec = ended.machine = Untouchable()  # type: ignore[assignment]
+    turn = site.turn()
+    checkpoints.adopt(turn)
+    deadlines.tick(turn)
+    assert site.harvest.neighbours.interval_s(site.book) and other.live_allocations()

@@ -11,8 +11,8 @@ import pytest
 from fallow.config import Config
 from fallow.core.allocations import Agent
 from fallow.head.app import Head
-from fallow.head.loop.stop_file import exists
 from fallow.head.loop.turn import Turn
+from fallow.head.slurm.calls import exists
 from fallow.model import AllocationKind, AllocationState
 from runs import new_book
 from scripted_slurm import ScriptedSlurm
@@ -39,7 +39,7 @@ async def test_all_that_is_harvested_goes_and_nothing_is_asked_for_until_the_swi
     trains.state, trains.job_id, trains.sent_by = AllocationState.RUNNING, "3", slurm.now
     trains.agents = {"n1": Agent()}
     turn = site.turn()
-    harvest.asking.switch(turn, WHY)
+    harvest.switch(turn, WHY)
     assert not queued.live
     assert turn.cancels == [(run.id, pending.token, "2")]
     assert (trains.state, trains.reason) == (AllocationState.RELEASING, WHY)
@@ -51,28 +51,28 @@ async def test_all_that_is_harvested_goes_and_nothing_is_asked_for_until_the_swi
     stopped = await poll()
     assert stopped.submissions == []
     assert (run.id, late.token, "4") in stopped.cancels
-    assert set(harvest.asking.unused.values()) == {f"not harvested: {WHY}"}
+    assert set(harvest.unused.values()) == {f"not harvested: {WHY}"}
     assert harvest.example(run) == WHY
-    harvest.asking.switch(turn, "")
+    harvest.switch(turn, "")
     assert (await poll()).submissions
 
 
 async def test_the_head_hears_of_the_file_as_it_comes_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fallow.head.loop.stop_file.LOOK_S", 0.01)
+    monkeypatch.setattr("fallow.head.slurm.calls.LOOK_S", 0.01)
     file, book = tmp_path / "stop", new_book(tmp_path)
     head = Head(book.paths, msgspec.convert({"site": {"stop_file": str(file)}}, Config), None)
-    await head._stop_file.look()
+    await head._calls.look_for_stop_file()
     assert head._inbox.empty()
-    watching, turn = asyncio.create_task(head._stop_file.watch()), Turn(book, 0.0, 0.0)
+    watching, turn = asyncio.create_task(head._calls._watch_stop_file()), Turn(book, 0.0, 0.0)
     try:
         async with asyncio.timeout(120):
             for is_there in (True, False):
                 file.touch() if is_there else file.unlink()
                 head._take(turn, await head._inbox.get())
-                assert (str(file) in head._harvest.asking.stopped) is is_there
+                assert (str(file) in head._harvest.stopped) is is_there
     finally:
         watching.cancel()
-    assert head._harvest.asking.stopped == ""
+    assert head._harvest.stopped == ""
 
 
 def test_while_nobody_can_tell_the_switch_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,5 +82,5 @@ def test_while_nobody_can_tell_the_switch_stays_as_it_was(tmp_path: Path, monkey
     def stale(path: str) -> None:
         raise OSError(116, "Stale file handle")
 
-    monkeypatch.setattr("fallow.head.loop.stop_file.os.lstat", stale)
+    monkeypatch.setattr("fallow.head.slurm.calls.os.lstat", stale)
     assert (exists("/stop", True), exists("/stop", False)) == (True, False)

@@ -15,9 +15,8 @@ import msgspec
 
 from fallow import __version__
 from fallow.head.api import views
-from fallow.head.api.ledgers import sample_count
 from fallow.head.api.operations import CHANGING, Operations
-from fallow.head.api.pruning import kept_report
+from fallow.head.api.reports import report_of
 from fallow.head.loop.durable import Durable
 from fallow.head.loop.faults import Faults, in_thread
 from fallow.head.loop.inbox import Inbox
@@ -25,7 +24,7 @@ from fallow.head.loop.turn import Turn, steady
 from fallow.head.slurm import accounts
 from fallow.head.slurm.calls import SlurmCalls
 from fallow.head.slurm.harvest import Harvest
-from fallow.head.state.book import Book, Run
+from fallow.head.state.book import Book
 from fallow.model import (
     EventRecord,
     Exit,
@@ -34,7 +33,6 @@ from fallow.model import (
     Prospect,
     RunReport,
     RunSpec,
-    SampleReport,
     Snapshot,
     Struct,
     UsageReport,
@@ -170,7 +168,7 @@ class ControlHandler:
             polls=calls.polls,
             endpoint=self._book.endpoint,
             others_delayed=self._harvest.neighbours.delays.report(now),
-            stopped=self._harvest.asking.stopped,
+            stopped=self._harvest.stopped,
             store_problem=self._durable.problem,
             stand_in=self._stand_in,
             not_harvested=self._harvest.neighbours.refused,
@@ -181,29 +179,10 @@ class ControlHandler:
         return Snapshot(
             at=now,
             head=head,
-            nodes=views.node_views(self._harvest.cluster, runs, now, self._harvest.asking.unused),
+            nodes=views.node_views(self._harvest.cluster, runs, now, self._harvest.unused),
             runs=[views.run_view(r, at, now) for r in runs],
             last_event=self._durable.last_event,
         )
-
-
-def report_of(book: Book, run: Run) -> tuple[RunReport, Callable[[], SampleReport]]:
-    """The report of a run, and what counts its samples (`sample_count`); until then nothing is known of them.
-
-    The report is the one that was kept when its ledgers were removed, or how things stand now.
-    """
-    if (kept := kept_report(book, run)) is not None:
-        return kept, lambda: kept.samples
-    history, contract = list(run.generations), run.root.contract
-    unknown = 0 if contract is None else contract.global_batch * run.roster.front
-    report = views.run_report(run, history, SampleReport(consumed=0, lost=0, duplicated=0, unknown=unknown))
-    return report, sample_count(book.paths.run(run.id).ledger, run.roster, history)
-
-
-def counted_report(book: Book, run: Run) -> RunReport:
-    """The whole report of a run."""
-    report, count = report_of(book, run)
-    return msgspec.structs.replace(report, samples=count())
 
 
 READING = ("status", "events", "report", "test_harvest", "usage", "prospect")

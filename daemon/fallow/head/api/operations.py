@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from fallow.control.protocol import LocalAllocation, NewRun
-from fallow.core.allocations import SUBMIT_S, Allocation
+from fallow.core.accounting.backoff import base_job, harvest_jobs
+from fallow.core.accounting.cancelled import Cancels
+from fallow.core.accounting.duds import DUDS, Duds
+from fallow.core.allocations import SUBMIT_S, WAITING, Allocation
 from fallow.core.membership import checkpoints
 from fallow.core.membership import events as ev
 from fallow.core.membership.names import member_name, member_number
 from fallow.core.submission.sbatch_line import base_nodes
 from fallow.head.api.pruning import Pruning
 from fallow.head.loop.turn import Turn
-from fallow.head.slurm.harvest import Harvest
+from fallow.head.slurm.harvest import Harvest, give_all_back
 from fallow.head.state.book import Book, Run
 from fallow.model import AllocationKind, AllocationState, Exit, FallowError, MemberPhase, RunSpec
 from fallow.model.bounds import Code, Count, Few, Id, Many, Name, Prose
@@ -96,9 +99,7 @@ class Operations:
         found = self._active(run)
         most = found.root.maximum
         if by < 1 or (found.root.limit + by > most and found.root.limit >= most):
-            raise FallowError(
-                f"run {found.id}: its limit is {found.root.limit} of at most {counted(most, 'node')}", Exit.USAGE
-            )
+            raise _refusal(found, f"its limit is {found.root.limit} of at most {counted(most, 'node')}")
         limit = min(most, found.root.limit + by)
         turn.apply(found, ev.Release(at=turn.at, limit=limit, reason="grown by hand"))
         return limit
@@ -109,9 +110,7 @@ class Operations:
         members = len(found.roster.present(MemberPhase.MEMBER))
         limit = min(found.root.limit, members or found.root.limit) - by
         if by < 1 or limit < 1:
-            raise FallowError(
-                f"run {found.id}: has {counted(members, 'member')}; to end it: fallow cancel {found.id}", Exit.USAGE
-            )
+            raise _refusal(found, f"has {counted(members, 'member')}; to end it: fallow cancel {found.id}")
         turn.apply(found, ev.Release(at=turn.at, limit=limit, reason="shrunk by hand"))
         return limit
 
@@ -121,10 +120,8 @@ class Operations:
         numbers = {member_number(member): member for member in members}
         unknown = [member for n, member in numbers.items() if not found.roster.alive(n)]
         if unknown:
-            raise FallowError(
-                f"run {found.id}: has no member {', '.join(unknown)}; `fallow status {found.id}` lists them",
-                Exit.NOINPUT,
-            )
+            words = f"has no member {', '.join(unknown)}; `fallow status {found.id}` lists them"
+            raise _refusal(found, words, Exit.NOINPUT)
         seated = [n for n in numbers if n in found.roster.members]
         limit = max(0, found.root.limit - len(seated)) if seated else None
         # One event: between two of them a standby would take the released one's place.
@@ -136,48 +133,64 @@ class Operations:
         held = {node: [a for a in found.live_allocations() if node in a.agents or node in a.nodes] for node in nodes}
         for node, there in held.items():
             if not there:
-                raise FallowError(
-                    f"run {found.id}: holds no node {node}; `fallow status {found.id}` lists them", Exit.NOINPUT
-                )
+                words = f"holds no node {node}; `fallow status {found.id}` lists them"
+                raise _refusal(found, words, Exit.NOINPUT)
         for there in held.values():
             for allocation in there:
                 turn.release_allocation(found, allocation, "drained by hand")
-        if not found.spec.local:  # there the schedule says who comes
-            self._harvest.asking.drain(turn, found, nodes)
+        if found.spec.local:
+            return  # the schedule says who comes
+        found.record.drained = sorted({*found.record.drained, *nodes})
+        turn.dirty.add(found.id)
+        # Requests that could still get one of these nodes are made anew without.
+        requests = [a for a in found.live_allocations() if a.state in WAITING and not a.agents and a.asked_at is None]
+        for request in requests:
+            anywhere = request.part is None or request.part.node in nodes
+            if request.kind is AllocationKind.HARVEST and anywhere:
+                turn.cancel(found, request, f"{', '.join(nodes)} drained by hand")
 
     def pause(self, turn: Turn, run: Name) -> None:
         """Give the harvest nodes back and ask for none until it is resumed; the base job goes on."""
         found = self._active(run)
         if found.spec.local:
-            raise FallowError(f"run {found.id}: under `fallow local` the schedule says who comes and goes", Exit.USAGE)
+            raise _refusal(found, "under `fallow local` the schedule says who comes and goes")
         if found.record.paused_by_hand:
-            raise FallowError(f"run {found.id}: it is paused already; to go on: fallow resume {found.id}", Exit.USAGE)
-        self._harvest.asking.pause(turn, found)
+            raise _refusal(found, f"it is paused already; to go on: fallow resume {found.id}")
+        found.record.paused_by_hand = True
+        turn.record(found, "pause", "paused by hand: harvest nodes are given back, and none is asked for")
+        give_all_back(turn, found, "the run is paused")
 
     def resume(self, turn: Turn, run: Name) -> None:
         """Ask for nodes again, whether a hand or Slurm's refusals had paused it, and for drained ones too."""
         found = self._active(run)
-        if not (found.record.paused or found.record.drained) and not self._harvest.asking.waits_after_failures(
-            turn, found
-        ):
-            raise FallowError(f"run {found.id}: it is not paused, and none of its nodes is drained", Exit.USAGE)
-        self._harvest.asking.resume(turn, found)
+        record, backoff = found.record, self._harvest.known.backoff
+        put_off = {what: backoff.put_off_until(what) for what in (base_job(found.id), harvest_jobs(found.id))}
+        waits = found.failures >= DUDS or max(put_off.values()) > turn.now
+        if not (record.paused or record.drained or waits):
+            raise _refusal(found, "it is not paused, and none of its nodes is drained")
+        record.paused_by_hand, record.harvest_paused, record.drained = False, "", []
+        turn.apply(found, ev.Unbar(at=turn.at, hosts=(*record.fruitless.barred, *record.cancelled.barred)))
+        record.refusals, record.fruitless, record.cancelled = {}, Duds(), Cancels()
+        backoff.forget(found.asker)
+        for what in put_off:
+            backoff.take_up(what)
+        turn.record(found, "resume", "resumed by hand: nodes are asked for again")
         # A head that is killed now must not recall a pause that the run's record does not have.
         self._harvest.note(turn)
 
     def cancel(self, turn: Turn, run: Name) -> None:
         found = self._book.get(run)
         if found.ended:
-            raise FallowError(f"run {found.id}: it is {found.root.status} already", Exit.USAGE)
+            raise _refusal(found, f"it is {found.root.status} already")
         found.record.base_wanted = False
         turn.apply(found, ev.Cancel(at=turn.at, reason="cancelled by hand"))
 
     def checkpoint(self, turn: Turn, run: Name) -> None:
         found = self._active(run)
         if not found.roster.present():
-            raise FallowError(f"run {found.id}: has no member that could write one", Exit.TEMPFAIL)
+            raise _refusal(found, "has no member that could write one", Exit.TEMPFAIL)
         if found.root.contract is not None and found.root.contract.restarts:
-            raise FallowError(f"run {found.id}: what its script saves, and when, the script alone decides", Exit.USAGE)
+            raise _refusal(found, "what its script saves, and when, the script alone decides")
         # The answers to the members' next beats say so.
         found.record.checkpoints_asked += 1
         turn.dirty.add(found.id)
@@ -189,25 +202,29 @@ class Operations:
         there = sorted({checkpoint.step for checkpoint in checkpoints.usable(r)})
         if step not in there:
             have = f"there are those of {', '.join(map(str, there))}" if there else "there is none at all"
-            raise FallowError(f"run {found.id}: no usable checkpoint of step {step}; {have}", Exit.NOINPUT)
+            raise _refusal(found, f"no usable checkpoint of step {step}; {have}", Exit.NOINPUT)
         if r.finishing:
-            raise FallowError(f"run {found.id}: its script has just ended; there is nothing to go back for", Exit.USAGE)
+            raise _refusal(found, "its script has just ended; there is nothing to go back for")
         if r.present() and not r.present(MemberPhase.MEMBER):
-            raise FallowError(f"run {found.id}: its last members are leaving; ask again in a moment", Exit.TEMPFAIL)
+            raise _refusal(found, "its last members are leaving; ask again in a moment", Exit.TEMPFAIL)
         turn.apply(found, ev.Rollback(at=turn.at, step=step))
 
     def _active(self, run: str) -> Run:
         found = self._book.get(run)
         if found.ended:
-            raise FallowError(f"run {found.id}: it is {found.root.status}", Exit.USAGE)
+            raise _refusal(found, f"it is {found.root.status}")
         return found
 
     @staticmethod
     def _allocation(run: Run, token: str) -> Allocation:
         allocation = run.allocations.get(token)
         if allocation is None or allocation.state is AllocationState.LOST:
-            raise FallowError(f"run {run.id}: no allocation {token}", Exit.NOINPUT)
+            raise _refusal(run, f"no allocation {token}", Exit.NOINPUT)
         return allocation
+
+
+def _refusal(run: Run, words: str, code: Exit = Exit.USAGE) -> FallowError:
+    return FallowError(f"run {run.id}: {words}", code)
 
 
 CHANGING = [call for name, call in vars(Operations).items() if not name.startswith("_") and name != "handle"]

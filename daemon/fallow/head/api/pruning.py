@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import structlog
@@ -17,6 +17,7 @@ import structlog
 from fallow.config import Prune
 from fallow.control.protocol import Pruned
 from fallow.files import read_struct, write_struct
+from fallow.head.api.reports import counted_report
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Book, Run
 from fallow.model import Exit, FallowError, RunReport
@@ -31,16 +32,10 @@ DAY_S = 86_400.0
 
 
 class Pruning:
-    """Removes what ended runs have left.
+    """Removes what ended runs have left, as the configuration's `settings` say."""
 
-    Args:
-        settings: of the configuration.
-        report: of a run, counted from its ledgers.
-    """
-
-    def __init__(self, settings: Prune, report: Callable[[Run], RunReport]) -> None:
+    def __init__(self, settings: Prune) -> None:
         self._settings = settings
-        self._report = report
         self._look_at = 0.0
         self._outdated: deque[str] = deque()
 
@@ -105,25 +100,11 @@ class Pruning:
         if dry_run:
             return found
         if kept:
-            return found if self._remove_logs(turn, run) else None
+            return found if _remove_logs(turn, run) else None
         turn.removals += [str(turn.book.checkpoint_folder(run)), str(turn.book.paths.run(run.id).root)]
         turn.forget(run)
         turn.record(None, "prune", f"run {run.id}: its logs, ledgers and record are removed")
         return found
-
-    def _remove_logs(self, turn: Turn, run: Run) -> bool:
-        """False: the report cannot be written, and the ledgers are all that is known of the samples."""
-        paths = turn.book.paths.run(run.id)
-        try:
-            if not run.record.pruned and paths.root.exists() and not _is_counted(paths.report):
-                write_struct(paths.report, self._report(run))
-        except (OSError, FallowError) as error:
-            log.warning("prune.report", run=run.id, error=str(error))
-            return False
-        run.record.pruned = True
-        turn.removals += [str(paths.logs), str(paths.ledger)]
-        turn.record(run, "prune", f"run {run.id}: its logs and ledgers are removed; report and checkpoints stay")
-        return True
 
 
 def outdated(ended_at: Mapping[str, float], now: float, keep: int, older_than_s: float) -> list[str]:
@@ -139,14 +120,19 @@ def outdated(ended_at: Mapping[str, float], now: float, keep: int, older_than_s:
     return [run for run in reversed(newest_first[keep:]) if now - ended_at[run] >= older_than_s]
 
 
-def kept_report(book: Book, run: Run) -> RunReport | None:
-    """The report that was written when a run's ledgers were removed; None: they are there."""
-    if not run.record.pruned:
-        return None
+def _remove_logs(turn: Turn, run: Run) -> bool:
+    """False: the report cannot be written, and the ledgers are all that is known of the samples."""
+    paths = turn.book.paths.run(run.id)
     try:
-        return read_struct(book.paths.run(run.id).report, RunReport)
-    except FileNotFoundError:
-        return None
+        if not run.record.pruned and paths.root.exists() and not _is_counted(paths.report):
+            write_struct(paths.report, counted_report(turn.book, run))
+    except (OSError, FallowError) as error:
+        log.warning("prune.report", run=run.id, error=str(error))
+        return False
+    run.record.pruned = True
+    turn.removals += [str(paths.logs), str(paths.ledger)]
+    turn.record(run, "prune", f"run {run.id}: its logs and ledgers are removed; report and checkpoints stay")
+    return True
 
 
 def _is_counted(report: Path) -> bool:

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 
 from fallow.core.allocations import Allocation, Shown
 from fallow.core.holes import is_idle
 from fallow.core.membership.names import member_name
 from fallow.core.membership.records import Saved
 from fallow.core.protocol.agents import Progress
-from fallow.core.quantile import quantiles
 from fallow.core.states import ENDED_STATES
 from fallow.head.state.book import Run
 from fallow.model import (
     AllocationState,
     AllocationView,
-    ChangeKind,
     CheckpointState,
     CheckpointView,
     ClusterState,
-    GenerationReport,
     MemberPhase,
     MemberView,
     NodeInfo,
     NodeOwner,
     NodeView,
-    PauseReport,
-    Quantiles,
-    RunReport,
     RunStatus,
     RunView,
-    SampleReport,
     SpeedView,
 )
 
@@ -243,30 +236,3 @@ def _node_view(node: NodeInfo, ours: tuple[Run, Allocation] | None, planned: boo
         ending=ending,
         unused=unused if owner in (NodeOwner.IDLE, NodeOwner.PLANNED) else "",
     )
-
-
-def run_report(run: Run, history: Sequence[GenerationReport], samples: SampleReport) -> RunReport:
-    """The JSON report of DESIGN section 6 for one run, ended or not; `history`: of all its generations."""
-    root, final = run.root, run.root.final
-    return RunReport(
-        run=run.id,
-        status=root.status,
-        steps=final.steps if final is not None else run.roster.front,
-        samples=samples,
-        final_digest=None if final is None else final.digest,
-        final_loss=None if final is None else final.loss,
-        generations=list(history),
-        pause_s=PauseReport(planned=_pauses(history, False), unplanned=_pauses(history, True)),
-        steps_discarded=root.discarded,
-        rolled_back=list(run.roster.history.rollbacks),
-        message=root.message,
-        traceback=root.traceback,
-        rest_in=next((a.token for a in run.allocations.values() if a.elected), ""),
-        reproducible=root.contract is not None and bool(root.contract.arithmetic),
-        steps_repeated=0 if final is None else final.repeated,
-    )
-
-
-def _pauses(history: Sequence[GenerationReport], unplanned: bool) -> Quantiles:
-    changes = [g for g in history if g.kind is not ChangeKind.START and (g.kind is ChangeKind.EJECT) == unplanned]
-    return quantiles([g.pause_s for g in changes if g.pause_s is not None])

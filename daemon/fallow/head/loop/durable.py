@@ -19,14 +19,12 @@ import structlog
 
 from fallow.core import records
 from fallow.core.allocations import Allocation
-from fallow.core.membership.roster import Roster
 from fallow.files import Paths, check_id, read_private, write_private
 from fallow.head.loop.turn import Turn
-from fallow.head.state.archive import NOTE
-from fallow.head.state.book import Book, Run, RunRecord, StoredRun
+from fallow.head.state.book import Book, Run
 from fallow.head.state.lease import Lease
-from fallow.head.state.salvage import salvage
-from fallow.model import EventRecord, Exit, FallowError, GenerationReport, NewEvent, RunSpec
+from fallow.head.state.stored import PRUNED, RunRecord, read_run, salvage
+from fallow.model import EventRecord, Exit, FallowError, GenerationReport, RunSpec
 from fallow.store.client import Fenced, Store, Unavailable, Write
 from fallow.store.server import RedisServer
 
@@ -163,17 +161,28 @@ class Durable:
                 await self._patiently(self.store.check)
             return []
         values = self._values_of(turn)
-        writes = [write for run_id in values for write in self._run_writes(turn.book.runs[run_id], values[run_id])]
+        writes = [Write(f"note/{key}", None, note) for key, note in turn.notes.items()]
+        for run_id, changed in values.items():
+            writes += self._originals.get(run_id, ())
+            revision = turn.book.runs[run_id].revision
+            for key, value in changed.items():
+                writes.append(Write(f"run/{run_id}/{key}", revision if key == "root" else None, value))
         if turn.forgotten:
-            turn.notes[NOTE] = records.encode(turn.book.pruned)
-        for key, note in turn.notes.items():
-            writes.append(Write(f"note/{key}", None, note))
+            writes.append(Write(f"note/{PRUNED}", None, records.encode(turn.book.pruned)))
         for run in turn.forgotten:
             writes += [Write(f"run/{run.id}/{key}", None, None) for key in run.stored]
             writes += [Write(key, None, None) for key in self._kept.get(run.id, ())]
-        seqs = await self._save(writes, turn.records)
+        try:
+            seqs = await self._patiently(lambda: self.store.save(writes, turn.records))
+        except Fenced:
+            text = f"another head has taken over {self._paths.state}; this one ends"
+            raise FallowError(text, Exit.CANTCREAT) from None
         for run_id, changed in values.items():
-            self._note_written(turn.book.runs[run_id], changed)
+            self._originals.pop(run_id, None)
+            run = turn.book.runs[run_id]
+            run.revision += "root" in changed
+            hashes = {key: hash(value) for key, value in changed.items() if value is not None}
+            run.stored = {key: known for key, known in run.stored.items() if key not in changed} | hashes
         for run in turn.forgotten:
             self._kept.pop(run.id, None)
         lines = [EventRecord(seq=seq, **event._asdict()) for seq, event in zip(seqs, turn.records, strict=True)]
@@ -202,21 +211,6 @@ class Durable:
                 turn.discard(turn.book.runs[run_id])
         return found
 
-    def _run_writes(self, run: Run, values: dict[str, bytes | None]) -> list[Write]:
-        writes = list(self._originals.get(run.id, []))
-        for key, value in values.items():
-            writes.append(Write(f"run/{run.id}/{key}", run.revision if key == "root" else None, value))
-        return writes
-
-    def _note_written(self, run: Run, values: dict[str, bytes | None]) -> None:
-        self._originals.pop(run.id, None)
-        run.revision += "root" in values
-        for key, value in values.items():
-            if value is None:
-                run.stored.pop(key, None)
-            else:
-                run.stored[key] = hash(value)
-
     async def make_anew(self, book: Book, run: Run, at: float) -> Run:
         """Put a run's records, as they were written last, in the place of what is in memory.
 
@@ -229,14 +223,6 @@ class Durable:
         new = book.make_anew(run, read_run(run.id, stored), found[f"run/{run.id}/root"][0], at)
         new.stored = {key: hash(value) for key, value in stored.items()}
         return new
-
-    async def _save(self, writes: list[Write], new: list[NewEvent]) -> list[int]:
-        try:
-            return await self._patiently(lambda: self.store.save(writes, new))
-        except Fenced:
-            raise FallowError(
-                f"another head has taken over {self._paths.state}; this one ends", Exit.CANTCREAT
-            ) from None
 
     async def _patiently(self, ask: Callable[[], Awaitable[T]], patience_s: float | None = None) -> T:
         """Ask the store, once more each time that it is back.
@@ -258,13 +244,15 @@ class Durable:
                 self.problem = ""
                 return answer
             while problem is not None:
-                if time.monotonic() - began > patience_s:
-                    raise FallowError(
-                        f"nothing could be written down for {patience_s:g} s: {problem.message}. This head ends; "
-                        "training goes on, start the head again",
-                        Exit.TEMPFAIL,
-                    ) from problem
-                self._note_away(problem.message)
+                now, words = time.monotonic(), problem.message
+                if now - began > patience_s:
+                    text = f"nothing could be written down for {patience_s:g} s: {words}. This head ends"
+                    raise FallowError(f"{text}; training goes on, start the head again", Exit.TEMPFAIL) from problem
+                if words != self.problem or now - self._said_at > _SHOW_AGAIN_S:
+                    log.warning("store.away", error=words)
+                    self._said_at = now
+                self.problem = words
+                self._waits(words)
                 await asyncio.sleep(pause_s)
                 pause_s = min(_PAUSE_S[1], 2 * pause_s)
                 problem = await self._revive()
@@ -293,39 +281,6 @@ class Durable:
                 Exit.TEMPFAIL,
             )
         return None
-
-    def _note_away(self, problem: str) -> None:
-        """Say why nothing can be written down."""
-        if problem != self.problem or time.monotonic() - self._said_at > _SHOW_AGAIN_S:
-            log.warning("store.away", error=problem)
-            self._said_at = time.monotonic()
-        self.problem = problem
-        self._waits(problem)
-
-
-def read_run(run_id: str, stored: dict[str, bytes]) -> StoredRun:
-    """Decode a run's records.
-
-    Args:
-        run_id: of the run.
-        stored: its values, by what comes behind `run/ID/` in their keys.
-
-    Raises:
-        Unreadable: one of them is.
-        LookupError: one is missing.
-    """
-    roster = Roster.load(run_id, stored)
-    allocations = [records.decode(value, Allocation) for key, value in stored.items() if key.startswith("allocation/")]
-    generations = [
-        records.decode(value, GenerationReport) for key, value in stored.items() if key.startswith("generation/")
-    ]
-    return StoredRun(
-        records.decode(stored["spec"], RunSpec),
-        records.decode(stored["record"], RunRecord),
-        roster,
-        {a.token: a for a in sorted(allocations, key=lambda a: a.number)},
-        sorted(generations, key=lambda report: report.generation),
-    )
 
 
 def _changed(run: Run) -> dict[str, bytes | None]:

@@ -83,13 +83,12 @@ class Faults:
         kind = (source, type(error).__name__, line)
         if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
             kind = ("others", "", "")
-        now = time.time()
-        before = self._kinds.get(kind)
-        if before is None:
+        now, count, first_at = time.time(), 1, time.time()
+        if (before := self._kinds.get(kind)) is not None:
+            count, first_at = before.count + 1, before.first_at
+        else:
             trace = "".join(traceback.format_exception(error, limit=-40))
             log.error("internal.error", source=source, run=run, error=words, traceback=trace)
-        count = 1 if before is None else before.count + 1
-        first_at = now if before is None else before.first_at
         self._kinds[kind] = InternalError(
             source=kind[0], error=words, line=line, count=count, run=run, first_at=first_at, last_at=now
         )

@@ -13,9 +13,9 @@ from fallow.core.accounting.spans import held
 from fallow.core.accounting.usage import Tallies, by_month, is_since, merge, note_members, note_pause, tally
 from fallow.core.membership.names import member_number
 from fallow.head.loop.turn import Turn
-from fallow.head.slurm.budgets import left_s
-from fallow.head.state.archive import PrunedRuns, account_of
+from fallow.head.slurm.demands import left_s
 from fallow.head.state.book import Run
+from fallow.head.state.stored import PrunedRuns, account_of
 from fallow.model import (
     PRUNED,
     AllocationKind,
@@ -133,7 +133,7 @@ def rows(
         now: Unix time.
         pruned: sums over runs that are not among `runs` any more.
     """
-    used = [(run.id, account_of(run), tallies(run, now)) for run in runs if not run.spec.local]
+    used = [(run.id, account_of(run.spec), tallies(run, now)) for run in runs if not run.spec.local]
     used += [(PRUNED, account, sums) for account, sums in ({} if pruned is None else pruned.usage).items()]
     groups: dict[str, Tallies] = {}
     whole: Tallies = {}
@@ -155,27 +155,24 @@ def rows(
 
 
 def _row(key: str, sums: Tallies, prices: Prices, budget_s: tuple[float, float] | None) -> UsageRow:
-    parts: dict[Source, list[float]] = {}
-    for place, one in sums.items():
-        partition = place.partition(" ")[2]
-        for source, node_s in one.node_s.items():
-            gpu_s = one.gpu_s.get(source, 0.0)
-            part = parts.setdefault(source, [0.0, 0.0, 0.0])
-            for index, value in enumerate((node_s, gpu_s, prices.cost(partition, node_s, gpu_s))):
-                part[index] += value
+    def amount(sources: Collection[Source]) -> Amount:
+        held = [
+            (place.partition(" ")[2], node_s, one.gpu_s.get(source, 0.0))
+            for place, one in sums.items()
+            for source, node_s in one.node_s.items()
+            if source in sources
+        ]
+        cost = sum(prices.cost(*each) for each in held) if prices else None
+        return Amount(node_s=sum(each[1] for each in held), gpu_s=sum(each[2] for each in held), cost=cost)
 
-    def amount(sources: Iterable[Source]) -> Amount:
-        columns = [parts[source] for source in sources if source in parts]
-        node_s, gpu_s, cost = (sum(column[index] for column in columns) for index in range(3))
-        return Amount(node_s=node_s, gpu_s=gpu_s, cost=cost if prices else None)
-
+    causes = {source for one in sums.values() for source in one.node_s if source.wasted}
     return UsageRow(
         key=key,
-        allocated=amount(Source),
+        allocated=amount(list(Source)),
         base=amount([Source.BASE]),
         harvested=amount([Source.HARVESTED]),
-        wasted=amount(source for source in Source if source.wasted),
-        causes={source: amount([source]) for source in Source if source.wasted and source in parts},
+        wasted=amount(causes),
+        causes={source: amount([source]) for source in Source if source in causes},
         jobs=sum(one.jobs for one in sums.values()),
         useless_jobs=sum(one.useless for one in sums.values()),
         budget_node_s=None if budget_s is None else budget_s[0],

@@ -1,9 +1,13 @@
-"""All that the head says to Slurm: one poll at a time, one sbatch at a time, and what it cancels."""
+"""All that the head says to Slurm: one poll at a time, one sbatch at a time, and what it cancels; and the stop file.
+
+While a file of the administrators exists (`[site] stop_file`), nothing is harvested.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -11,11 +15,10 @@ from functools import partial
 import structlog
 
 from fallow.core.allocations import Allocation, Shown
-from fallow.files import Paths
 from fallow.head.loop.faults import Faults
 from fallow.head.loop.inbox import Inbox, Work
 from fallow.head.loop.turn import Turn
-from fallow.head.slurm import submissions
+from fallow.head.slurm import jobs
 from fallow.head.slurm.harvest import Harvest
 from fallow.head.state.book import Book, Run
 from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, OwnerView
@@ -27,6 +30,9 @@ log = structlog.get_logger("fallow.head")
 OWNER_EVERY_S = 600.0
 OWNER_PATIENCE_S = 5.0
 
+LOOK_S = 5.0
+"""From one look for the stop file to the next."""
+
 TEST_EVERY_S = 10.0
 """A trial of a submission takes slurmctld's locks, so there is at most one in so long a time."""
 
@@ -36,14 +42,14 @@ class SlurmCalls:
 
     Args:
         slurm: the client, or None under `fallow local`.
-        paths: where the head's files are.
+        book: the runs for which Slurm is asked.
         harvest: who says what is submitted and looks at what the polls show.
         inbox: of the head's loop.
         faults: counts errors that nobody expected.
     """
 
     def __init__(
-        self, slurm: PacedClient | None, paths: Paths, harvest: Harvest, inbox: Inbox, faults: Faults | None = None
+        self, slurm: PacedClient | None, book: Book, harvest: Harvest, inbox: Inbox, faults: Faults | None = None
     ) -> None:
         self.config: ClusterConfig | None = None
         self.error: str | None = None
@@ -53,7 +59,7 @@ class SlurmCalls:
         self.polls = 0
         self.backend = ""
         "what answers, and why that"
-        self.interval_s = harvest.asking.interval_s
+        self.interval_s = harvest.interval_s
         "from one poll to the next"
         self._sooner = asyncio.Event()
         "the next poll may be due sooner than it was"
@@ -61,24 +67,41 @@ class SlurmCalls:
         "the last poll was answered, and every submission since; else nothing more is submitted"
         self._answers.set()
         self._slurm = slurm
-        self._paths = paths
+        self._book = book
         self._harvest = harvest
         self._inbox = inbox
         self._faults = faults or Faults()
         self._tested_at = -TEST_EVERY_S
+        self._is_stopped = False
         self._submissions: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         self._owner: OwnerView | None = None
         self._owner_at = 0.0
         self._owner_task: asyncio.Task[None] | None = None
 
-    def sources(self, book: Book) -> dict[str, Callable[[], Awaitable[None]]]:
+    def sources(self) -> dict[str, Callable[[], Awaitable[None]]]:
         """What runs beside the head's loop, until it is cancelled."""
-        slurm = self._slurm
-        if slurm is None:
-            return {}
-        return {"polls": lambda: self._poll(slurm, book), "submissions": lambda: self._submit(slurm, book)}
+        slurm, sources = self._slurm, dict[str, Callable[[], Awaitable[None]]]()
+        if slurm is not None:
+            sources |= {"polls": lambda: self._poll(slurm), "submissions": lambda: self._submit(slurm)}
+        if self._book.config.site.stop_file is not None:
+            sources["stop file"] = self._watch_stop_file
+        return sources
 
-    async def _poll(self, slurm: PacedClient, book: Book) -> None:
+    async def look_for_stop_file(self) -> None:
+        """Tell the loop of a change since the last look."""
+        path, before = self._book.config.site.stop_file, self._is_stopped
+        if path is not None:
+            self._is_stopped = await asyncio.to_thread(exists, path, before)
+            why = f"the site's administrators have stopped it: {path} exists" if self._is_stopped else ""
+            if self._is_stopped != before:
+                self._inbox.put_nowait(Work("stop file", partial(self._harvest.switch, why=why)))
+
+    async def _watch_stop_file(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self.look_for_stop_file()
+
+    async def _poll(self, slurm: PacedClient) -> None:
         """One batch per interval, whatever the number of runs; slower while slurmctld is slow or does not answer."""
         failures = 0
         while True:
@@ -104,12 +127,12 @@ class SlurmCalls:
             # What it showed decides when the next one is due: polls that are to come soon are counted there.
             with contextlib.suppress(FallowError):  # an error of the head's own at it, which is counted
                 await self._inbox.ask("poll", partial(self.polled, cluster=cluster))
-            await self._wait(slurm, book, began, failures)
+            await self._wait(slurm, began, failures)
 
-    async def _wait(self, slurm: PacedClient, book: Book, began: float, failures: int) -> None:
+    async def _wait(self, slurm: PacedClient, began: float, failures: int) -> None:
         """Until the next poll is due. What is submitted or taken in between may make that sooner."""
         while True:
-            self.interval_s = self._harvest.neighbours.next_poll_s(book, slurm.least_interval_s, failures)
+            self.interval_s = self._harvest.neighbours.next_poll_s(self._book, slurm.least_interval_s, failures)
             left = began + self.interval_s - _now()
             if left <= 0:
                 return
@@ -125,13 +148,12 @@ class SlurmCalls:
             self._sooner.set()
         for run_id, token in turn.submissions:
             self.submit(run_id, token)
-        jobs = [job_id for run, token, job_id in turn.cancels if not self._is_anothers(turn.book, run, token, job_id)]
-        if jobs:
+        if jobs := [job_id for run, token, job_id in turn.cancels if not self._is_anothers(run, token, job_id)]:
             self.cancel(jobs)
 
-    def _is_anothers(self, book: Book, run: str, token: str, job_id: str) -> bool:
+    def _is_anothers(self, run: str, token: str, job_id: str) -> bool:
         """Return True if the last poll shows another job under this number: scancel would end that one."""
-        allocation = book.runs[run].allocations.get(token) if run in book.runs else None
+        allocation = self._book.runs[run].allocations.get(token) if run in self._book.runs else None
         cluster = self._harvest.cluster
         if allocation is None or cluster is None:
             return False
@@ -153,10 +175,10 @@ class SlurmCalls:
             turn.record(None, "slurm", "Slurm answers again")
         self.error, self.polled_at = None, turn.at
         if not self._answers.is_set():
-            submissions.give_up_queued(turn, "Slurm did not answer before it was submitted")
+            jobs.give_up_queued(turn, "Slurm did not answer before it was submitted")
             self._answers.set()
         # Without an association of the user in it, the answer says nothing of limits.
-        self._harvest.asking.owner = self._owner if self._owner is not None and self._owner.shares else None
+        self._harvest.owner = self._owner if self._owner is not None and self._owner.shares else None
         self._harvest.polled(turn, cluster, self.config)
         self._sooner.set()
 
@@ -164,15 +186,14 @@ class SlurmCalls:
         """Submit an allocation as soon as those before it are, if it is still wanted then."""
         self._submissions.put_nowait((run, token))
 
-    async def _submit(self, slurm: PacedClient, book: Book) -> None:
+    async def _submit(self, slurm: PacedClient) -> None:
         while True:
             await slurm.may_submit()
             run_id, token = await self._next_due()
-            run = book.runs[run_id]
-            allocation = run.allocations[token]
+            run = self._book.runs[run_id]
             outcome: str | SubmitRejected | SubmitUnknown
             try:
-                request = self._harvest.request(self._paths, run, allocation)
+                request = self._harvest.request(self._book.paths, run, run.allocations[token])
                 outcome = await slurm.submit(request)
             except (SubmitRejected, SubmitUnknown) as failure:
                 outcome = failure
@@ -210,15 +231,12 @@ class SlurmCalls:
             return example
         self._tested_at = now
         try:
-            request = self._harvest.request(self._paths, run, example)
+            request = self._harvest.request(self._book.paths, run, example)
             await self._slurm.test_only(request)
         except SubmitRejected as refusal:
             partition, reason = example.partition, refusal.reason
-
-            def refused(turn: Turn) -> None:
-                self._harvest.tested(turn, turn.book.runs[run.id], partition, reason)
-
-            self._inbox.put_nowait(Work("trial", refused, run.id))
+            tested = partial(self._harvest.tested, run_id=run.id, partition=partition, reason=reason)
+            self._inbox.put_nowait(Work("trial", tested, run.id))
             return f"{partition}: {reason}"
         except FallowError as error:
             log.warning("test.failed", run=run.id, error=error.message)
@@ -274,6 +292,17 @@ class SlurmCalls:
         except FallowError as error:
             # The next poll shows what is still there, and it is cancelled again.
             log.warning("cancel.failed", jobs=jobs, error=error.message)
+
+
+def exists(path: str, before: bool) -> bool:
+    """Is the file there? While nobody can tell, what was so `before` holds."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return before
+    return True
 
 
 def _now() -> float:

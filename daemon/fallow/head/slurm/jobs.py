@@ -1,10 +1,17 @@
-"""Polls become facts about allocations: started, preempted, ended, cancelled by somebody, never come; left behind."""
+"""Jobs of allocations: what is handed to sbatch, and the facts that polls show.
+
+An allocation's job has started, is preempted, has ended, was cancelled by somebody, never came, or is left behind.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from math import inf
 
+import structlog
+
+from fallow.config import Config
+from fallow.control.protocol import BaseJob
 from fallow.core.accounting import cancelled, duds
 from fallow.core.accounting.backoff import Backoff
 from fallow.core.accounting.spans import follow
@@ -17,17 +24,22 @@ from fallow.core.allocations import (
     observe,
     preempted_until,
     requeued,
+    sent,
 )
 from fallow.core.holes import CLOSED
 from fallow.core.membership import events as ev
 from fallow.core.neighbour.watch import END_S, LEAVE_S
 from fallow.core.planning.allowance import horizon_s
 from fallow.core.states import ENDED_STATES, ENDING
+from fallow.core.submission.sbatch import base_options, harvest_options, job_environment
+from fallow.core.submission.script import harvest_script
+from fallow.files import Paths, read_struct
 from fallow.head.loop.turn import Turn
 from fallow.head.peers.agents import agent_gone
-from fallow.head.slurm.submissions import left_word
 from fallow.head.state.book import Run
-from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo, RunStatus
+from fallow.model import AllocationKind, AllocationState, ClusterState, FallowError, JobInfo, JobRequest, RunStatus
+
+log = structlog.get_logger("fallow.head")
 
 DUD = frozenset(("COMPLETED", "FAILED", "OUT_OF_MEMORY", "TIMEOUT"))
 """Ends of a job that are the script's own doing."""
@@ -269,3 +281,81 @@ def _ends_by_itself(turn: Turn, allocation: Allocation, is_wanted: bool) -> bool
 def _is_orphan(job: JobInfo, at: float) -> bool:
     is_preempted = job.preempt_at is not None and job.end_at is not None and job.end_at > at
     return job.state not in ENDED_STATES | ENDING and not is_preempted
+
+
+# -- submitted --------------------------------------------------------------------------------------------------------
+
+
+def job_request(config: Config, paths: Paths, run: Run, allocation: Allocation, nice: int) -> JobRequest:
+    """What to hand to sbatch for an allocation. `nice`: of harvest jobs."""
+    spec = run.spec
+    exported = job_environment(str(paths.state), run.id, allocation.token, allocation.kind)
+    if allocation.kind is AllocationKind.HARVEST:
+        options = harvest_options(
+            spec,
+            token=allocation.token,
+            partition=allocation.partition,
+            minutes=allocation.minutes or config.harvest.min_minutes,
+            output=str(paths.run(run.id).output(allocation.token)),
+            nice=0 if allocation.hurried else nice,
+            # Those are jobs of normal priority, in the user's own name.
+            qos="" if allocation.hurried else run.asker.qos,
+            account="" if allocation.hurried else run.asker.account,
+            barred=[*run.shunned, *filter(None, [allocation.exclude])],
+            part=allocation.part,
+            hurried=allocation.hurried,
+        )
+        script = harvest_script(spec.script)
+    else:
+        options = base_options(spec.sbatch_options, token=allocation.token, exported=exported, barred=run.shunned)
+        script = spec.script
+    return JobRequest(
+        token=allocation.token,
+        options=options,
+        script=script,
+        args=spec.args,
+        environment={**spec.environment, **exported},
+        cwd=spec.cwd,
+        umask=spec.umask,
+    )
+
+
+def give_up_queued(turn: Turn, why: str) -> None:
+    """What was not sent while nobody looked at Slurm: the next plan asks for what is of use by then."""
+    turn.for_each(turn.book.current.values(), "withdraw", lambda run: withdraw_queued(turn, run, why))
+
+
+def withdraw_queued(turn: Turn, run: Run, why: str) -> None:
+    """Give up what of one run waits for its turn at sbatch."""
+    for allocation in run.live_allocations():
+        if allocation.queued:
+            turn.record(run, "withdraw", f"{allocation.token}: {why}")
+            turn.cancel(run, allocation, why)
+
+
+def submitted(turn: Turn, run: Run, token: str, job_id: str) -> None:
+    allocation = run.allocations[token]
+    allocation.job_id = job_id
+    sent(allocation, turn.now)
+    if allocation.state is AllocationState.UNKNOWN:
+        allocation.state = AllocationState.PENDING
+    run.record.refusals.pop(allocation.partition if allocation.kind is AllocationKind.HARVEST else "", None)
+    # Of a base job the options say it, which are sbatch's to read; the next poll shows it.
+    where = f" in {allocation.partition}" if allocation.partition else ""
+    limit = "" if allocation.minutes is None else f" for {allocation.minutes} min"
+    turn.record(run, "submit", f"{token}: job {job_id}{where}{limit}")
+
+
+def left_word(turn: Turn, run: Run, allocation: Allocation) -> None:
+    """Take in the number of a base job that `fallow submit` could not tell a head, which was away."""
+    if allocation.kind is not AllocationKind.BASE or allocation.renewed or allocation.job_id is not None:
+        return
+    try:
+        found = read_struct(turn.book.paths.run(run.id).base_job(allocation.token), BaseJob)
+    except FileNotFoundError:
+        return
+    except (FallowError, OSError) as error:
+        # The job can be found by its comment as well.
+        log.warning("base_job.unreadable", run=run.id, error=str(error))
+        return
+    submitted(turn, run, allocation.token, found.job_id)

@@ -63,20 +63,18 @@ class Neighbours:
         Returns:
             What others' jobs need of us.
         """
-        runs = turn.book.on_slurm
-        live = [a for run in runs for a in run.live_allocations()]
-        over = [a for run in runs for a in run.allocations.values() if not a.live]
+        every = [a for run in turn.book.on_slurm for a in run.allocations.values()]
+        live, lost = [a for a in every if a.live], AllocationState.LOST
         # The end of a user's batch script may run on in a base job. Of those that were lost, the head's own are
         # cancelled when they appear (`jobs.sweep`).
-        lost = AllocationState.LOST
-        over = [a for a in over if a.kind is AllocationKind.HARVEST or (a.state is lost and a.renewed)]
+        own = (a for a in every if a.kind is AllocationKind.HARVEST or (a.state is lost and a.renewed))
+        over = [a for a in own if not a.live]
         if cluster.at >= self._taken_at:
             self._alert = max(0, self._alert - 1)
         nodes = {p.partition: p.unpreempted if p.preempts else frozenset(p.nodes) for p in cluster.partitions}
         self._unpreempted = {name: some for name, some in nodes.items() if some}
         self._ask_permission(turn, cluster, site)
-        rules = site_rules(site or UNKNOWN)
-        former = [a.token for a in over]
+        rules, former = site_rules(site or UNKNOWN), [a.token for a in over]
         demand = assess(cluster, live, former=former, passed_over=self._memory.passed_over, site=rules)
         self._memory = remember(self._memory, cluster.at, demand, rules.looks_again_s)
         tokens = frozenset[str]().union(*demand.delayed_jobs.values())

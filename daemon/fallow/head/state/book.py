@@ -7,38 +7,32 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from math import inf
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from fallow.config import Config, Membership
-from fallow.core import records
 from fallow.core.accounting.backoff import Asker
-from fallow.core.accounting.cancelled import Cancels
-from fallow.core.accounting.duds import Duds
-from fallow.core.accounting.fairshare import PastUse
-from fallow.core.accounting.usage import Tally
 from fallow.core.allocations import Allocation
 from fallow.core.membership.gather import Gathers
 from fallow.core.membership.machine import Machine
 from fallow.core.membership.records import Root
 from fallow.core.membership.roster import Roster
 from fallow.core.membership.watch import Timing
-from fallow.core.planning.gain import Curve, Gain
+from fallow.core.planning.gain import Gain
 from fallow.core.protocol.agents import Progress
 from fallow.core.tokens import new_run_id, new_token
-from fallow.core.training.saving import Saving
 from fallow.core.training.slow_links import SlowLinks
 from fallow.files import Paths, private_dir, unwritable, write_private, write_struct
-from fallow.head.state.archive import PrunedRuns
-from fallow.head.state.hearing import Hearing
+from fallow.head.state.stored import PrunedRuns, RunRecord, StoredRun, account_of
 from fallow.model import (
     AllocationKind,
     AllocationState,
@@ -53,77 +47,16 @@ from fallow.model import (
 from fallow.text import shown
 from fallow.wire.keys import new_keypair
 
+ABSENCE_S = 5.0
+"""When nobody was heard for so long, connections of agents may have broken meanwhile."""
+
+RECONNECT_S = 30.0
+"""So long after an absence of the head agents may take to come back."""
+
 RECENT_PAUSES = 50
 """As many of the last changes decide how early a node is released."""
 KEPT_GENERATIONS = 1000
 """Of so many generations, the newest, a run's report tells."""
-
-
-class RunRecord(msgspec.Struct, kw_only=True):
-    """What Redis holds of a run besides its spec, its membership and its allocations."""
-
-    slots: int | None = None
-    "workers per node, as the first agent said"
-    next_allocation: int = 0
-    base_wanted: bool = True
-    "False once the user cancelled the base job: it is not submitted again"
-    refusals: dict[str, int] = {}
-    "partition -> spells of refused submissions since one was taken there; empty: of the base job"
-    fruitless: Duds = msgspec.field(default_factory=Duds)
-    "jobs that ended before an agent came"
-    cancelled: Cancels = msgspec.field(default_factory=Cancels)
-    "harvest jobs that somebody else cancelled"
-    harvest_paused: str = ""
-    "why nothing is asked for: Slurm refused too often, everywhere, or too many jobs came to nothing or were cancelled"
-    paused_by_hand: bool = False
-    drained: list[str] = []
-    "nodes that somebody drained: the run does without them until it is resumed"
-    spent_node_s: float = 0.0
-    "of the budget, by allocations that are no longer kept"
-    curve: Curve = msgspec.field(default_factory=Curve)
-    "how fast it was with how many workers"
-    usage: dict[str, Tally] = {}
-    "sums over its jobs that are over (`core.usage`)"
-    harvested: PastUse = msgspec.field(default_factory=PastUse)
-    "by those of them that were harvested, for its project's fair share"
-    accounted_generation: int = 0
-    "the newest whose pause is in the allocations' uses"
-    accounted_discarded: int = 0
-    "steps of `Root.discarded` that are"
-    saving: Saving = msgspec.field(default_factory=Saving)
-    checkpoints_asked: int = 0
-    "how many somebody has asked for by hand"
-    pruned: bool = False
-    "its logs and ledgers are removed; its report is in its folder"
-    checkpoint_folder: str = ""
-    "where its checkpoints are; empty: in its own folder"
-    ended_at: float | None = None
-
-    @property
-    def paused(self) -> str:
-        """Why nothing is asked for; empty: it is."""
-        return "paused by hand" if self.paused_by_hand else self.harvest_paused
-
-
-def _without_pinned(fields: records.Fields) -> records.Fields:
-    del fields["pinned"]
-    return fields
-
-
-records.SCHEMAS.update({RunSpec: 1, RunRecord: 1, Allocation: 2, GenerationReport: 1})
-records.MIGRATIONS[Allocation, 1] = _without_pinned
-
-
-class StoredRun(NamedTuple):
-    """All records of a run."""
-
-    spec: RunSpec
-    record: RunRecord
-    roster: Roster
-    allocations: dict[str, Allocation]
-    "by token"
-    generations: Sequence[GenerationReport] = ()
-    "those that became complete, the oldest first"
 
 
 @dataclass(slots=True)
@@ -321,6 +254,32 @@ def timing(config: Membership) -> Timing:
     )
 
 
+class Hearing:
+    """When this head heard agents, of whichever run. All times are on the head's clock.
+
+    So an agent's silence is known to be its own: a head that was stopped, cut off or busy hears nobody, and blames
+    nobody. The membership judges nodes in the same manner (`core.membership.watch`), by what their workers report. This
+    is for agents that have no worker to report for.
+    """
+
+    def __init__(self) -> None:
+        self._heard_at = -inf
+        self._back_at = -inf
+        "when the last absence ended"
+
+    def hear(self, at: float) -> None:
+        """A message of an agent was received."""
+        if at - self._heard_at >= ABSENCE_S:
+            self._back_at = at
+        self._heard_at = max(at, self._heard_at)
+
+    def silent_s(self, seen_at: float, now: float) -> float:
+        """For how long an agent that was last heard at `seen_at` was silent while another one was heard."""
+        if seen_at < self._back_at and now < self._back_at + RECONNECT_S:
+            return 0.0
+        return max(0.0, self._heard_at - seen_at)
+
+
 class Book:
     """All runs, and the allow-list of keys."""
 
@@ -389,13 +348,14 @@ class Book:
 
     def add(self, stored: StoredRun, revision: int, at: float) -> Run:
         """Take in a run; `at`: now, on the head's clock."""
-        spec = stored.spec
+        spec, known = stored.spec, self.runs.get(stored.spec.run)
         machine = Machine(
             stored.roster,
             term=self.term,
             timing=timing(self.config.membership),
             at=at,
-            edition=self._edition(spec.run),
+            # One in another's place goes on behind the newest order that was sent.
+            edition=0 if known is None else known.machine.outbox.edition,
             keep=self.config.checkpoint.keep,
             validate=self._validate or spec.local,
         )
@@ -406,19 +366,18 @@ class Book:
                 self.principals[allocation.public_key] = allocation
         return run
 
-    def _edition(self, run: str) -> int:
-        """Of the newest order that this head has sent for the run. A machine in another's place goes on there."""
-        known = self.runs.get(run)
-        return 0 if known is None else known.machine.outbox.edition
-
     def create(self, spec: RunSpec, at: float, now: float) -> Run:
         """Give a new run its id and folder.
 
         Raises:
             FallowError: the folder cannot be written; there is no new run.
         """
-        run_id = new_run_id(spec.name, self._new_id()[:6])
-        checkpoints = self._make_checkpoint_folder(run_id)
+        run_id, path, checkpoints = new_run_id(spec.name, self._new_id()[:6]), self.config.checkpoint.path, ""
+        if path is not None:
+            try:
+                checkpoints = str(private_dir(Path(path) / run_id))
+            except FallowError as error:
+                raise FallowError(f"[checkpoint] path cannot be used: {error.message}", error.code) from error
         spec = msgspec.structs.replace(spec, run=run_id, created_at=now)
         folder = self.paths.run(run_id).create()
         if spec.script:
@@ -428,15 +387,6 @@ class Book:
         limit = 0 if spec.local else spec.max_nodes
         root = Root(run=run_id, minimum=spec.min_nodes, maximum=spec.max_nodes, limit=limit, scripted=spec.local)
         return self.add(StoredRun(spec, RunRecord(checkpoint_folder=checkpoints), Roster(root), {}), 0, at)
-
-    def _make_checkpoint_folder(self, run_id: str) -> str:
-        """Make a private folder for a run's checkpoints where the configuration says so; empty: it does not."""
-        if self.config.checkpoint.path is None:
-            return ""
-        try:
-            return str(private_dir(Path(self.config.checkpoint.path) / run_id))
-        except FallowError as error:
-            raise FallowError(f"[checkpoint] path cannot be used: {error.message}", error.code) from error
 
     def checkpoint_folder(self, run: Run) -> Path:
         """Where a run's checkpoints are. A run keeps its place when the configuration changes."""
@@ -477,7 +427,8 @@ class Book:
         """Drop a run that has ended, and whose jobs are in its sums. `pruned` has what it used; `now`: Unix time."""
         if run.id in self.current:
             self.rest(run)
-        self.pruned.add(run, now)
+        if not run.spec.local:
+            self.pruned.add(account_of(run.spec), run.record.usage, now)
         del self.runs[run.id]
 
     def new_allocation(self, run: Run, kind: AllocationKind, now: float, **known: object) -> Allocation:

@@ -10,8 +10,7 @@ from fallow.core import records
 from fallow.core.accounting.backoff import LONGEST_S, Asker, Backoff, Scope, base_job, harvest_jobs, scope_of
 from fallow.core.planning.learner import Learner
 from fallow.core.planning.rules import Demand, HarvestRules, Known
-from fallow.head.slurm.asking import BACKOFF
-from fallow.head.slurm.harvest import Harvest
+from fallow.head.slurm.harvest import BACKOFF, Harvest
 from fallow.model import AllocationState
 from fallow.slurm import parse
 from planning import asked

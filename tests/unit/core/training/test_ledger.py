@@ -19,7 +19,7 @@ from fallow.core.membership.messages import Contract
 from fallow.core.membership.records import Node, Root
 from fallow.core.membership.roster import Roster
 from fallow.core.training.audit import audit
-from fallow.head.api.ledgers import sample_count
+from fallow.head.api.reports import sample_count
 from fallow.model import ChangeKind, GenerationReport, Parts
 from fallow.worker.data import ledger as ledgers
 from fallow.worker.data.ledger import Fed, Gap, Ledger, Record, Start, read_ledger

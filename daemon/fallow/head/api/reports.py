@@ -1,18 +1,65 @@
-"""Has what the workers wrote about the samples they used audited."""
+"""Reports of runs, and the audit of the samples that their workers say they have used."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from fallow.core.membership.names import member_name
 from fallow.core.membership.roster import Roster
+from fallow.core.quantile import quantiles
 from fallow.core.training.audit import Gap, Start, audit
-from fallow.files import unreadable
-from fallow.model import GenerationReport, SampleReport
+from fallow.files import read_struct, unreadable
+from fallow.head.state.book import Book, Run
+from fallow.model import ChangeKind, GenerationReport, PauseReport, Quantiles, RunReport, SampleReport
 from fallow.worker.data.ledger import Record, read_ledger
+
+
+def report_of(book: Book, run: Run) -> tuple[RunReport, Callable[[], SampleReport]]:
+    """The JSON report of DESIGN section 6, and what counts its samples (`sample_count`), of which it says nothing yet.
+
+    The report is the one that was kept when the run's ledgers were removed, or how things stand now.
+    """
+    if run.record.pruned:
+        with contextlib.suppress(FileNotFoundError):
+            kept = read_struct(book.paths.run(run.id).report, RunReport)
+            return kept, lambda: kept.samples
+    root, final, contract, history = run.root, run.root.final, run.root.contract, list(run.generations)
+    unknown = 0 if contract is None else contract.global_batch * run.roster.front
+    report = RunReport(
+        run=run.id,
+        status=root.status,
+        steps=final.steps if final is not None else run.roster.front,
+        samples=SampleReport(consumed=0, lost=0, duplicated=0, unknown=unknown),
+        final_digest=None if final is None else final.digest,
+        final_loss=None if final is None else final.loss,
+        generations=history,
+        pause_s=PauseReport(planned=_pauses(history, False), unplanned=_pauses(history, True)),
+        steps_discarded=root.discarded,
+        rolled_back=list(run.roster.history.rollbacks),
+        message=root.message,
+        traceback=root.traceback,
+        rest_in=next((a.token for a in run.allocations.values() if a.elected), ""),
+        reproducible=contract is not None and bool(contract.arithmetic),
+        steps_repeated=0 if final is None else final.repeated,
+    )
+    return report, sample_count(book.paths.run(run.id).ledger, run.roster, history)
+
+
+def counted_report(book: Book, run: Run) -> RunReport:
+    """The whole report of a run."""
+    report, count = report_of(book, run)
+    return replace(report, samples=count())
+
+
+def _pauses(history: Sequence[GenerationReport], unplanned: bool) -> Quantiles:
+    changes = [g for g in history if g.kind is not ChangeKind.START and (g.kind is ChangeKind.EJECT) == unplanned]
+    return quantiles([g.pause_s for g in changes if g.pause_s is not None])
 
 
 def sample_count(folder: Path, roster: Roster, history: Sequence[GenerationReport]) -> Callable[[], SampleReport]:
