@@ -213,11 +213,14 @@ class Harvest:
                 elif allocation.asked_at is None:
                     _withdraw(turn, run, allocation, action.reason)
         self.unused = dict(found.unused)
-        for run in runs.values():
+
+        def hurry(run: Run) -> None:
             run.gain, run.target = gained.get(run.id), found.targets.get(run.id)
             if run.id not in put_off and not self.stopped:
                 most = 1 if run.failures >= DUDS else min(FEW, rules.max_pending)
                 keep_pace(turn, run, cluster, left_s(run, cluster.at), most, known.backoff, rules)
+
+        turn.for_each(runs.values(), "pace", hurry)
 
     def _within_limits(
         self,
