@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from datetime import datetime
 from functools import partial
@@ -226,6 +227,12 @@ def test_each_pause_is_counted_once(desk: Desk) -> None:
     assert samples["sum"].labels == {"kind": "absorb"}
 
 
+def test_a_port_that_another_head_has_costs_the_metrics_and_not_the_head(desk: Desk) -> None:
+    """On a login node one setting of the site is for the heads of all users."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        Metrics(taken.getsockname()[1]).update(desk.book)
+
+
 class Slurm:
     """The head's harvest of a desk, and a cluster of idle nodes that starts nothing by itself."""
 
@@ -329,6 +336,21 @@ def test_nodes_of_normal_priority_count_under_the_caps(
     # One of them leaves no room for an idle node either.
     more = len(slurm.poll().submissions)
     assert more == (0 if "max_nodes" in limits else 1)
+
+
+def test_an_error_in_the_pace_of_one_run_costs_no_other_run_its_requests(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, good = desk.run("bad"), desk.run("good")
+    for run in (bad, good):
+        run.record.base_wanted, run.record.slots = False, 1
+
+    def fail(turn: Turn, run: Run, *_: object) -> None:
+        assert run is not bad
+
+    monkeypatch.setattr("fallow.head.slurm.harvest.keep_pace", fail)
+    turn = Slurm(desk, 4).poll()
+    assert turn.failed == {bad.id} and good.id in {run for run, _ in turn.submissions}
 
 
 def test_a_run_that_was_shrunk_by_hand_gets_no_more_nodes_of_normal_priority_than_that(desk: Desk) -> None:

@@ -83,7 +83,8 @@ class Faults:
         kind = (source, type(error).__name__, line)
         if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
             kind = ("others", "", "")
-        now, count, first_at = time.time(), 1, time.time()
+        now = time.time()
+        count, first_at = 1, now
         if (before := self._kinds.get(kind)) is not None:
             count, first_at = before.count + 1, before.first_at
         else:

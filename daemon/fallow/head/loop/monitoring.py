@@ -9,10 +9,13 @@ import os
 import socket
 from collections.abc import Mapping
 
+import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from fallow.head.state.book import Book
 from fallow.model import AllocationState, EventRecord, RunStatus
+
+log = structlog.get_logger("fallow.head")
 
 
 class Notifier:
@@ -67,7 +70,10 @@ class Metrics:
         )
         self._served = port is not None
         if port is not None:
-            start_http_server(port, addr="127.0.0.1", registry=registry)
+            try:
+                start_http_server(port, addr="127.0.0.1", registry=registry)
+            except OSError as error:  # maybe of another user's head: on a login node, one setting is for all
+                log.warning("metrics.unserved", port=port, error=error.strerror, advice="set [head] prometheus_port")
 
     def count_event(self, event: EventRecord) -> None:
         self._events.labels(kind=event.kind).inc()
