@@ -200,7 +200,6 @@ class Generations:
             return
         self._entered, self._entered_at, self.aligned_until = generation, time.monotonic(), 0
         place.went_back = went_back and not newcomer
-        member.division = Division(tuple(paces))
         if newcomer or (self._is_forgotten and not went_back):
             place.joined, place.since = True, generation
             if session is not None and session.news.newest.joins:

@@ -57,8 +57,8 @@ class Meeting:
         self._member = member
         self._generations = generations
         self.call = Call()
-        self.compared: tuple[int, int] | None = None
-        "generation and number of the call in which all members' openings were alike"
+        self.compared = -1
+        "generation in which all members' openings in the call at work were alike"
         self._exchange: Exchange | None = None
 
     # ------------------------------------------------------------------------------------------------ an opening
@@ -196,7 +196,7 @@ class Meeting:
                 met = _met(where, openings)
                 if member.group.rank in ranks.stale:  # the members trained without this one
                     self._follow(met)
-                    member.place.trained_without()
+                    member.place.went_back = member.place.in_sync  # the script has to look where they are
                     return Met(where)
                 return met
             except Interrupted:
@@ -277,7 +277,7 @@ class Meeting:
     # ------------------------------------------------------------------------------------------- plain values of it
 
     def _take_plain(self, values: dict[str, object]) -> None:
-        self._member.place.position = msgspec.convert(values["position"], Position)
+        self._member.place.position = Position.of(values["position"])
         self._member.reduction.load(msgspec.convert(values["sums"], dict[str, object]))
 
     def load(self, tree: dict[str, object]) -> None:
