@@ -75,11 +75,35 @@ def large(wide: int = 8) -> nn.Module:
     return filled(nn.Sequential(*layers))
 
 
+def rich(run: Run | None, *, reproducible: bool) -> Training:
+    """Buffers, and sums that are made again."""
+    return Training(run, large(), reproducible=reproducible).run_through(backwards=2)
+
+
+def short(run: Run | None) -> Script:
+    """The end of a step is inside the last body's backward."""
+    script = Script(run)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(script.optimizer, 0.5)
+    script.prepare(schedule)
+    for batch in script.run.steps(script.loader, epochs=2):
+        script.loss(batch).backward()
+        script.act()
+        schedule.step()
+    return script
+
+
+WAYS: dict[str, Callable[[Run | None], Script]] = {
+    "usual": lambda run: Training(run).run_through(),
+    "rich": lambda run: rich(run, reproducible=False),
+    "rich, reproducible": lambda run: rich(run, reproducible=True),
+    "short": short,
+}
+
+
 @cache
-def undisturbed(backwards: int = 1, reproducible: bool = False) -> Training:
-    """By one member of a run of one generation."""
-    model = net() if backwards == 1 else large()
-    return Training(model=model, reproducible=reproducible).run_through(backwards=backwards)
+def undisturbed(way: str) -> Any:
+    """In a world of one."""
+    return WAYS[way](None)
 
 
 def reference() -> torch.nn.Module:
@@ -88,9 +112,7 @@ def reference() -> torch.nn.Module:
     return model
 
 
-def history(
-    *generations: Generation, train: Callable[[Run], Any] = lambda run: Training(run).run_through()
-) -> tuple[World, dict[str, Any]]:
+def history(*generations: Generation, train: Callable[[Run], Any] = WAYS["usual"]) -> tuple[World, dict[str, Any]]:
     """Train by it; the world knows what the ledgers say."""
     with tempfile.TemporaryDirectory() as folder:
         world = World(Path(folder), *generations)
@@ -105,7 +127,7 @@ def history(
 
 def check(found: dict[str, Any], ends: dict[str, type]) -> None:
     """Whoever came to the end has acted once in each of its steps, and all are equal to plain PyTorch."""
-    wanted = undisturbed()
+    wanted = undisturbed("usual")
     for name, one in found.items():
         if name in ends:
             assert isinstance(one, ends[name]), f"{name}: {one!r}"
@@ -123,15 +145,18 @@ def check(found: dict[str, Any], ends: dict[str, type]) -> None:
         assert_equal(one.model, whole[0])
 
 
-def assert_alike(found: dict[str, Any], wanted: Training | None = None) -> None:
+def assert_alike(found: dict[str, Any], wanted: Script | None = None) -> None:
     """All have the same bits, which are about (or, of a reproducible training, exactly) the wanted ones."""
-    models = [one.model for one in found.values() if isinstance(one, Training)]
-    assert len(models) == len(found), found
-    assert_equal(*models)
-    for name, value in () if wanted is None else wanted.model.state_dict().items():
-        if wanted is not None and wanted.run._prepared.reproducible:
-            assert torch.equal(models[0].state_dict()[name], value), name
-        torch.testing.assert_close(models[0].state_dict()[name], value, rtol=1e-4, atol=1e-5)
+    scripts = [one for one in found.values() if isinstance(one, Script)]
+    assert len(scripts) == len(found), found
+    assert_equal(*(script.model for script in scripts))
+    if wanted is None:
+        return
+    assert len({script.optimizer.param_groups[0]["lr"] for script in (*scripts, wanted)}) == 1
+    if wanted.run._prepared.reproducible:
+        assert_equal(scripts[0].model, wanted.model)
+    for name, value in wanted.model.state_dict().items():
+        torch.testing.assert_close(scripts[0].model.state_dict()[name], value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("certain", ["", "a", "b", "ab", "abc"])
@@ -143,18 +168,15 @@ def test_a_member_is_killed_at_each_place_of_the_first_two_steps(wait: int, cert
     assert all(len(found[name].acted) == STEPS for name in "ab")
 
 
-@pytest.mark.parametrize("reproducible", [True, False])
+@pytest.mark.parametrize("way", list(WAYS)[1:])
 @pytest.mark.parametrize("certain", ["", "a", "b"])
 @pytest.mark.parametrize("wait", range(2, 14))
-def test_statistics_and_sums_that_are_made_again_are_as_if_nobody_was_lost(
-    wait: int, certain: str, reproducible: bool
+def test_buffers_sums_that_are_made_again_and_the_short_loop_are_as_if_nobody_was_lost(
+    wait: int, certain: str, way: str
 ) -> None:
-    def train(run: Run) -> Training:
-        return Training(run, large(), reproducible=reproducible).run_through(backwards=2)
-
-    _, found = history(Generation("abc", breaks=Break(wait, certain, "c")), Generation("ab"), train=train)
+    _, found = history(Generation("abc", breaks=Break(wait, certain, "c")), Generation("ab"), train=WAYS[way])
     assert isinstance(found.pop("c"), Killed)
-    assert_alike(found, undisturbed(2, reproducible))
+    assert_alike(found, undisturbed(way))
 
 
 def concluded_in(wait: int, workers_per_node: int) -> tuple[list[int], list[int]]:
