@@ -147,6 +147,16 @@ def test_a_regularizer_behind_the_inner_loop_counts_once() -> None:
     assert_close(script.model, reference)
 
 
+def test_a_script_that_handles_an_exception_of_the_inner_loop_does_nothing_together_with_others_any_more() -> None:
+    script = Script().prepare()
+    try:
+        script.train(body=lambda batch: script.loss(batch[:1]))
+    except IndexError:
+        for act in (script.train, script.run.barrier):
+            with pytest.raises(FallowError, match="the inner loop was left before its end"):
+                act()
+
+
 # -- calls of `run.updates`, one after the other, in epochs or not; joint calls between them ---------------------------
 
 
