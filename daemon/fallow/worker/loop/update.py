@@ -132,7 +132,7 @@ class Update:
 
     # ------------------------------------------------------------------------------------------ behind the update
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Count it."""
         member, cut = self._loop.member, self.cut
         at, progress = member.place.position, member.progress
@@ -152,7 +152,7 @@ class Update:
             pace_s=member.pace.value,
         )
 
-    def act_on_outcome(self) -> None:
+    def _act_on_outcome(self) -> None:
         """When it is counted: checkpoint, switch, come together, divide the shards anew."""
         outcome, member, generations = self.outcome, self._loop.member, self._loop.generations
         at, group = member.place.position, member.group

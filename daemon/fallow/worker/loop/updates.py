@@ -129,7 +129,7 @@ class Loop:
                 member.seed_random("in front", place.position.step)
                 yield update
                 self._close(update)
-                update.act_on_outcome()
+                update._act_on_outcome()
             self.meeting.joint(Kind.END)
             if not place.went_back:
                 break
@@ -161,7 +161,7 @@ class Loop:
     def _close(self, update: Update) -> None:
         """The script is behind an update."""
         self._check_whole(update)
-        update.finish()
+        update._finish()
         self.member.move()
         self.update = None
 
