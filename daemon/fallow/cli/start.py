@@ -51,9 +51,8 @@ def demo(seconds: float, as_json: bool) -> int:
     """Start a private Slurm on this machine, train on its idle nodes while others use it, and report."""
     from rich.console import Console
 
-    from fallow.demo.live import LiveView
     from fallow.demo.main import Demo
-    from fallow.demo.report import to_table
+    from fallow.demo.report import LiveView, to_table
 
     folder = Path(tempfile.mkdtemp(prefix="fallow-demo-"))
     with LiveView() as live:

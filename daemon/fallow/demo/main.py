@@ -19,8 +19,7 @@ from msgspec.structs import asdict
 from fallow.control.client import MOST_EVENTS, ControlClient
 from fallow.core.quantile import quantiles
 from fallow.demo.holes import HoleWatch, waits_s
-from fallow.demo.live import LiveView
-from fallow.demo.report import DemoReport, SlurmFacts
+from fallow.demo.report import DemoReport, LiveView, SlurmFacts
 from fallow.demo.stage import Stage, members_of, owners_of, start_load
 from fallow.local.driver import Driver
 from fallow.model import EventRecord, Exit, FallowError, RunReport, RunStatus, RunView, Snapshot
