@@ -1,4 +1,4 @@
-"""How much faster runs train on more nodes: published measurements, and what a head has learned.
+"""How much faster runs train on more nodes, and what changes of their membership cost: mostly published measurements.
 
 Work is counted in what one node does in a second, so that the work of different models adds up.
 
@@ -8,18 +8,24 @@ Sources:
     bert to yolov3: 4-GPU nodes as measured for Pollux (Qiao et al., OSDI'21; GitHub petuum/adaptdl, branch
         osdi21-artifact, `simulator/traces/MODEL/scalability.csv`), of the largest global batch that was measured on
         three numbers of nodes; `core.planning.gain` foretold what is below the fewest nodes measured.
+    Changes in place: what Fallow measures of itself (bench/README.md: 4 members, 10 M parameters).
+    Restarts: 18 s up and 12 s down is Elastic Horovod's in BFTrainer's simulations, 25 to 250 s what Sia measured
+        (SOSP'23).
 """
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_right
+from hashlib import blake2b
 from pathlib import Path
+from statistics import NormalDist
 
 import msgspec
 
 from fallow.model import Exit, FallowError, SpeedView
-from fallow.sim.types import RunPlan
+from fallow.sim.types import Costs, RunPlan
 from fallow.slurm.parse.values import MOST_NODES
 
 Rate = tuple[tuple[int, float], ...]
@@ -54,6 +60,14 @@ CURVES: dict[str, Rate] = {
     **{name: tuple((1 << n, speed / all_[0]) for n, speed in enumerate(all_)) for name, all_ in _DOUBLINGS.items()},
     **{name: tuple(enumerate(all_, 1)) for name, all_ in _ONE_BY_ONE.items()},
 }
+
+IN_PLACE = Costs(absorb=(0.082, 0.125), release=(0.049, 0.072), eject=(0.416, 0.681), start=(10.0, 20.0))
+"""The start is a script's imports and rehearsal; it depends on the script."""
+
+RESTART = "18-12"
+
+P95 = 1.6448536269514722
+"""The normal distribution's 95th percentile, in standard deviations."""
 
 _PART = re.compile(r"(\d{1,4})x(?:(\d{1,9})-)?(\d{1,9})(?:,in=([^:]+))?:(.+)")
 
@@ -149,3 +163,32 @@ def _learned(where: str) -> Rate:
             fewest = speeds[0]
             return tuple((s.nodes, s.steps_per_s * fewest.nodes / fewest.steps_per_s) for s in speeds)
     raise FallowError(f"{name}: no speeds of {f'run {run}' if run else 'any run'} in it", Exit.DATA)
+
+
+# -- costs -----------------------------------------------------------------------------------------------------------
+
+
+def restart(words: str, start: tuple[float, float] = IN_PLACE.start) -> Costs:
+    """`18-12`: 18 s for each growth, 12 s for each shrinking, wanted or not.
+
+    Args:
+        words: UP-DOWN in seconds.
+        start: from the start of a job until its node could join (p50, p95).
+
+    Raises:
+        FallowError: not of this shape.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)-(\d+(?:\.\d+)?)", words)
+    if match is None:
+        raise FallowError(f"costs {words!r}: wanted UP-DOWN in seconds, for example {RESTART}", Exit.USAGE)
+    up, down = (float(each) for each in match.groups())
+    return Costs(absorb=(up, up), release=(down, down), eject=(down, down), start=start)
+
+
+def drawn(cost: tuple[float, float], which: str) -> float:
+    """One time it costs so much: lognormal through (p50, p95). `which` decides: the same words, the same luck."""
+    p50, p95 = cost
+    if p50 <= 0 or p95 <= p50:
+        return p50
+    chance = (int.from_bytes(blake2b(which.encode(), digest_size=6).digest(), "big") + 0.5) / 2.0**48
+    return p50 * math.exp(NormalDist().inv_cdf(chance) * math.log(p95 / p50) / P95)
