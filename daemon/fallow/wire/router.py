@@ -23,10 +23,8 @@ from fallow.core.membership.messages import Unreadable
 from fallow.core.protocol.agents import FromAgent, Hello, Refused, ToAgent
 from fallow.model import Exit, FallowError
 from fallow.wire.codec import MAX_MESSAGE, Decoder, encode
-from fallow.wire.keys import KEY_LENGTH, new_keypair
-from fallow.wire.probe import Outcome, probe
+from fallow.wire.keys import DOMAIN, KEY_LENGTH, Authenticator, Outcome, new_keypair, probe
 from fallow.wire.sockets import AsyncSocket
-from fallow.wire.zap import DOMAIN, Authenticator
 
 log = logging.getLogger("fallow.wire")
 
