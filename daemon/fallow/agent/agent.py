@@ -16,19 +16,16 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from fallow import __version__
+from fallow.agent.conversation import Enrolment, HeadSilence, Reporter
 from fallow.agent.crew import TAIL_S, Crew
-from fallow.agent.enrolment import Enrolment
+from fallow.agent.launch import Launch
 from fallow.agent.merge import merge_progress, merge_report
-from fallow.agent.place import Place
 from fallow.agent.process import inherit_orphans, reap_orphans
-from fallow.agent.reporter import Reporter
-from fallow.agent.silence import HeadSilence
 from fallow.agent.stand_in import StandIn
-from fallow.agent.worker import Launch
 from fallow.core.membership.messages import Gathered, Order, Unreadable
 from fallow.core.protocol.agents import (
     Admitted,
@@ -79,24 +76,12 @@ class Agent:
     Args:
         keys: the allocation's.
         head: where it is.
-        place: this node.
-        command: what each worker runs.
+        launch: this node, and what each worker runs.
         patience_s: end when no worker runs and the head is silent for so long.
-        environ: of this process.
     """
 
-    def __init__(
-        self,
-        keys: KeyFile,
-        head: HeadFile,
-        place: Place,
-        command: Sequence[str],
-        *,
-        patience_s: float = PATIENCE_S,
-        environ: Mapping[str, str] = os.environ,
-    ) -> None:
-        self._patience_s = patience_s
-        self._launch = Launch(keys.run, place, command, environ)
+    def __init__(self, keys: KeyFile, head: HeadFile, launch: Launch, patience_s: float) -> None:
+        self._launch, self._patience_s = launch, patience_s
         self._parent = os.getppid()
         self._term = 0
         self._setup: Setup | None = None
@@ -104,14 +89,14 @@ class Agent:
         self._order: Order | None = None
         "the newest; the first one comes before its node is admitted"
         hello = Hello(
-            host=place.host,
+            host=launch.host,
             token=keys.token,
             process=secrets.token_hex(8),
             version=__version__,
-            job_id=place.job_id,
+            job_id=launch.job_id,
             boot=1,
-            slots=place.slots,
-            entry=place.entry,
+            slots=launch.slots,
+            entry=launch.entry,
         )
         self._enrolment = Enrolment(hello)
         self._crew: Crew | None = None
@@ -125,27 +110,19 @@ class Agent:
         self._are_workers_warned = False
         self._end: EndAgent | None = None
         self._end_at = 0.0
-        self._silence = HeadSilence(f"{place.host} ({place.address})")
+        self._silence = HeadSilence(f"{launch.host} ({launch.address})")
         self._stand_in: StandIn | None = None
         if keys.stand_in_after_s is not None:
             state = Path(keys.head_file).parent
             log_file = RunPaths(state / "runs" / check_id(keys.run)).stand_in_log
-            self._stand_in = StandIn(state, place.address, keys.stand_in_after_s, log_file, environ)
+            self._stand_in = StandIn(state, launch.address, keys.stand_in_after_s, log_file, launch.environ)
             # The stand-in heads of this job have their turns first.
             self._patience_s = max(patience_s, 2 * keys.stand_in_after_s + PATIENCE_S)
         self._stop = asyncio.Event()
         self._code: int = Exit.SOFTWARE
         self._loop: asyncio.AbstractEventLoop
         self._reporter: Reporter
-        self._link = Link(
-            head.endpoint,
-            head.public_key,
-            keys.public_key,
-            keys.secret_key,
-            self._handle,
-            Path(keys.head_file),
-            greeting=self._greet,
-        )
+        self._link = Link(head, keys, self._handle, self._greet)
 
     async def run(self) -> int:
         """Serve until the head ends this agent, or nobody needs it any more. Returns the exit code."""
@@ -217,7 +194,7 @@ class Agent:
         now, silent_s = time.monotonic(), self._silence.silent_s
         if self._stand_in is not None and self._end is None:
             self._stand_in.tend(now, silent_s)
-        self._silence.look(self._link.connected, self._link.endpoint)
+        self._silence.look(self._link.connected, self._link.head.endpoint)
         if self._link.connected:
             self._reporter.tell()
             if now >= self._repeat_at:

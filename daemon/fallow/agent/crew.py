@@ -17,9 +17,9 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fallow.agent.gathers import NodeGathers
-from fallow.agent.merge import Facts
-from fallow.agent.worker import Launch, Worker
+from fallow.agent.launch import Launch
+from fallow.agent.merge import Facts, NodeGathers
+from fallow.agent.worker import Worker
 from fallow.core.membership.messages import End, Gather, Gathered, Order, Report, Unreadable
 from fallow.core.membership.names import worker_name
 from fallow.core.protocol.agents import Ended, News, Setup
@@ -69,7 +69,7 @@ class Crew:
         self._workers: list[Worker] = []
         "by slot"
         self._order: Order | None = None
-        self._gathers = NodeGathers(node, launch.place.slots)
+        self._gathers = NodeGathers(node, launch.slots)
         self._ending = _Ending()
         self._killing: asyncio.TimerHandle | None = None
 
@@ -80,14 +80,14 @@ class Crew:
             news: the newest.
             order: the newest for this node.
         """
-        self._order, slots = order, self._launch.place.slots
+        self._order, slots = order, self._launch.slots
         for slot in range(slots):
             start = Start(
                 worker=worker_name(self._node, slot, slots),
                 node=self._node,
                 slot=slot,
                 slots=slots,
-                address=self._launch.place.address,
+                address=self._launch.address,
                 setup=self._setup,
             )
             worker = Worker(

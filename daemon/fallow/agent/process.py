@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from fallow.agent.launch import CHANNEL, with_python
 from fallow.agent.output import Pump
 from fallow.core.membership.failures import CRASHES
 from fallow.model import OUTPUT_PIPES
@@ -26,8 +27,6 @@ _TOLD_BY_SHELLS = CRASHES | {
     signal.SIGTERM,
 }
 """Signals that an exit code above 128 stands for. Other such codes are the script's own choice."""
-CHANNEL = "FALLOW_CHANNEL_FD"
-"""Variable with the descriptor of the worker's socket to its agent."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -43,11 +42,6 @@ def reap_orphans(others: Collection[int]) -> None:
             if end.si_pid in others:
                 return
             os.waitpid(end.si_pid, 0)
-
-
-def with_python(program: str) -> str:
-    """What to do where it cannot be started, to be added to the reason: a Python script is no program by itself."""
-    return f"; for a Python script: python {program}" if program.endswith(".py") else ""
 
 
 class WorkerProcess:

@@ -5,52 +5,19 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
+from fallow.agent.launch import Launch
 from fallow.agent.merge import Facts
 from fallow.agent.output import Pump
-from fallow.agent.place import Place
-from fallow.agent.process import CHANNEL, WorkerProcess
+from fallow.agent.process import WorkerProcess
 from fallow.core.protocol.workers import FromWorker, Part, Start, Status
 from fallow.files import RunPaths
-from fallow.model import OUTPUT_PIPES
 from fallow.text import clean
 from fallow.wire.frames import WorkerChannel
 
 log = logging.getLogger("fallow.agent")
-
-_OWN_VARIABLES = (CHANNEL, "FALLOW_WORKER", OUTPUT_PIPES)
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """What is the same for all workers that an agent starts.
-
-    Args:
-        run: the run's id.
-        place: the node.
-        command: argv.
-        environ: the agent's environment.
-    """
-
-    run: str
-    place: Place
-    command: Sequence[str]
-    environ: Mapping[str, str]
-
-    def environment(self, start: Start) -> dict[str, str]:
-        """Of the worker that is told this."""
-        inherited = {key: value for key, value in self.environ.items() if key not in _OWN_VARIABLES}
-        return {
-            # Lines of the main worker should be seen when they are printed.
-            "PYTHONUNBUFFERED": "1",
-            **inherited,
-            **self.place.environment(start.slot),
-            "FALLOW_WORKER": start.worker,
-            "FALLOW_RUN": self.run,
-        }
 
 
 class Worker:

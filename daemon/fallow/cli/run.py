@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import click
 
-from fallow.agent.restart import under_torchrun
+from fallow.agent.launch import under_torchrun
 from fallow.cli.common import restart_option, say
 from fallow.core.submission.step import step_command, step_environment
 from fallow.files import Paths, read_struct

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fallow.agent.place import devices_here
+from fallow.agent.launch import devices_here
 from fallow.nodecheck.meeting import FolderGathers
 
 MEETING_S = 60.0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fallow.agent.restart import under_torchrun
+from fallow.agent.launch import under_torchrun
 from fallow.core.training.restarts import ATTEMPTS, WELL_S, Attempts
 from fallow.model import Exit, FallowError
 from waiting import gone

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fallow.agent.place import Place
+from fallow.agent.launch import slot_environment
 from fallow.core.checks import site as checks
 from fallow.core.checks.devices import Devices, visible
 from fallow.core.checks.gpu_checks import Found, Link, Measured, NodeFacts, verdicts
@@ -157,17 +157,16 @@ def test_the_bandwidth_is_compared_with_what_the_cards_allow(seconds: float, lev
 @pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"])
 def test_every_device_of_a_node_has_a_worker(name: str, slots: int, shares: list[str]) -> None:
     devices = visible({name: "0, 1,2,3"}, amd=False)
-    place = Place("n1", "1", slots, devices, "10.0.0.1", "10.0.0.1")
     assert devices.count == 4
-    assert [place.environment(index)[name] for index in range(slots)] == shares
-    assert {place.environment(index)["LOCAL_RANK"] for index in range(slots)} == {"0"}
+    got = [slot_environment(devices, slot, slots) for slot in range(slots)]
+    assert [each[name] for each in got] == shares
+    assert {each["LOCAL_RANK"] for each in got} == {"0"}
 
 
 def test_without_devices_a_worker_has_its_number() -> None:
     devices = visible({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, amd=True)
-    place = Place("n1", "1", 2, devices, "10.0.0.1", "10.0.0.1")
     assert devices == Devices({}, amd=True)
-    assert place.environment(1) == {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert slot_environment(devices, 1, 2) == {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
 def test_what_hip_reads_counts_within_what_rocr_lets_through() -> None:
