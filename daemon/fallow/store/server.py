@@ -208,25 +208,14 @@ class RedisServer:
         )
 
     def _old_pid(self) -> int | None:
-        """A live server of ours. The pid alone proves nothing: it may be another process by now."""
+        """A live server that works in our folder. The pid alone proves nothing: it may be another process by now."""
         try:
             pid = int(self.pid_file.read_text())
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
             state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+            ours = os.path.samefile(f"/proc/{pid}/cwd", self._paths.redis_dir)
         except (OSError, ValueError, IndexError):
             return None
-        # The title names the socket once it serves; before, the configuration file. The socket of a head with another
-        # runtime folder is elsewhere, but its server works in the folder of the data, too.
-        named = any(os.fsencode(path) in command for path in (self.socket, self.config_file))
-        ours = named or _works_in(pid, self._paths.redis_dir)
         return pid if ours and state not in "ZX" else None
-
-
-def _works_in(pid: int, folder: Path) -> bool:
-    try:
-        return os.path.samefile(f"/proc/{pid}/cwd", folder)
-    except OSError:
-        return False
 
 
 async def _answers(socket: Path) -> bool:
