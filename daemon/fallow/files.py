@@ -346,6 +346,13 @@ def read_struct(path: Path, kind: type[T]) -> T:
         raise FallowError(f"{path}: not a valid {kind.__name__} ({error}); remove it", Exit.DATA) from error
 
 
+def shipped(kind: str) -> Path:
+    """The folder of files that come with Fallow: `examples`, `traces` or `systemd`; of a source tree, its own."""
+    package = Path(__file__).parent
+    installed = package / kind
+    return installed if installed.is_dir() else package.parents[1] / "contrib" / kind
+
+
 # --------------------------------------------------------------------------------------------------------
 # File systems
 # --------------------------------------------------------------------------------------------------------

@@ -15,9 +15,8 @@ from typing import Literal
 
 import click
 
-from fallow.cli.common import ask, json_option, say, tell
+from fallow.cli.common import STYLES, ask, json_option, say, tell
 from fallow.cli.show import internal_errors, not_harvested
-from fallow.cli.tables import STYLES
 from fallow.config import load_config, user_file
 from fallow.core.checks import site as checks
 from fallow.core.checks.network import is_loopback
