@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import stat
@@ -222,6 +223,15 @@ async def test_a_refused_agent_ends(head: Head) -> None:
     head.send(Refused(code=93, message="not \x1b[31mwanted"))
     code, _, err = await head.ended()
     assert (code, err) == (93, "fallow agent: not \\x1b[31mwanted\n")
+
+
+async def test_an_agent_that_can_open_no_more_files_ends_and_says_so(head: Head) -> None:
+    await head.launch(WAIT)
+    await head.hear(Hello)
+    resource.prlimit(head.pid, resource.RLIMIT_NOFILE, (3, 3))
+    head.admit()
+    code, _, err = await head.ended()
+    assert (code, "cannot be started: [Errno 24]" in err, "Traceback" in err) == (Exit.OSERR, True, False)
 
 
 async def test_silent_head_and_nothing_to_do(head: Head) -> None:

@@ -44,9 +44,16 @@ class Rig:
             run="r1", command=[program, "-u", "-c", code], environ=os.environ, host="h", job_id="1", slots=slots,
             devices=Devices({}, amd=False), address="127.0.0.1", entry="127.0.0.1",
         )  # fmt: skip
-        setup = builders.setup(self.paths.root)
-        self.crew = Crew(3, setup, launch, on_change=self._change, on_gather=self.gathers.append, on_end=self._note_end)
-        self.crew.start(News(term=1, step=7), Order(node=3, term=1, edition=1, noted=told) if told else None)
+        self.crew = Crew(
+            3,
+            builders.setup(self.paths.root),
+            launch,
+            News(term=1, step=7),
+            Order(node=3, term=1, edition=1, noted=told) if told else None,
+            on_change=self._change,
+            on_gather=self.gathers.append,
+            on_end=self._note_end,
+        )
         self.editions = 1
 
     def _change(self) -> None:

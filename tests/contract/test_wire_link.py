@@ -62,9 +62,9 @@ class Setup:
         self.made = Link(read_struct(self.head_file, HeadFile), keys, hear or self.heard.put_nowait, self._connected)
         return self.made
 
-    def _connected(self) -> Hello:
+    def _connected(self) -> None:
         self.connections += 1
-        return hello(self.connections)
+        self.made.send(hello(self.connections))
 
     async def next(self) -> Any:
         assert self.router is not None

@@ -40,8 +40,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         keys = read_soon(options.key_file, KeyFile, _NO_KEYS)
         head = read_soon(Path(keys.head_file), HeadFile, "start a head with `fallow daemon`")
-        agent = Agent(keys, head, look_around(keys, head, options.command), options.patience)
-        return asyncio.run(agent.run())
+        launch = look_around(keys, head, options.command)
+
+        async def serve() -> int:
+            return await Agent(keys, head, launch, options.patience).run()
+
+        return asyncio.run(serve())
     except FallowError as error:
         print(f"fallow agent: {error.message}", file=sys.stderr)  # noqa: T201
         return error.code

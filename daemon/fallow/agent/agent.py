@@ -16,7 +16,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from fallow import __version__
@@ -73,6 +73,8 @@ _WARNINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 class Agent:
     """One per node of an allocation. All but workers' output and the head's file is handled in the main thread's loop.
 
+    To be made in that loop.
+
     Args:
         keys: the allocation's.
         head: where it is.
@@ -120,14 +122,11 @@ class Agent:
             self._patience_s = max(patience_s, 2 * keys.stand_in_after_s + PATIENCE_S)
         self._stop = asyncio.Event()
         self._code: int = Exit.SOFTWARE
-        self._loop: asyncio.AbstractEventLoop
-        self._reporter: Reporter
-        self._link = Link(head, keys, self._handle, self._greet)
+        self._reporter = Reporter(self._beat, self._send)
+        self._link = Link(head, keys, self._handle, self._begin_connection)
 
     async def run(self) -> int:
         """Serve until the head ends this agent, or nobody needs it any more. Returns the exit code."""
-        self._loop = asyncio.get_running_loop()
-        self._reporter = Reporter(self._beat, self._send)
         self._take_signals()
         self._link.start()
         try:
@@ -153,10 +152,11 @@ class Agent:
         # The parent's death comes as SIGHUP, asked for here; a warning by Slurm as SIGTERM or what the user chose.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP, 0, 0, 0)
         inherit_orphans()
-        self._loop.add_signal_handler(signal.SIGHUP, self._hung_up)
-        self._loop.add_signal_handler(signal.SIGCHLD, self._child_changed)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, self._hung_up)
+        loop.add_signal_handler(signal.SIGCHLD, self._child_changed)
         for number in _WARNINGS:
-            self._loop.add_signal_handler(number, functools.partial(self._take_warning, number))
+            loop.add_signal_handler(number, functools.partial(self._take_warning, number))
 
     # -- what happens around us -----------------------------------------------------------------------------
 
@@ -221,23 +221,18 @@ class Agent:
 
     # -- what the head is told ------------------------------------------------------------------------------
 
-    def _greet(self) -> Hello:
-        """After each new connection, whose first message it is."""
-        self._loop.call_soon(self._begin_connection)
-        return self._enrolment.hello
-
     def _begin_connection(self) -> None:
+        """Say all that the head may not know, the hello first: before it nothing is heard."""
         self._enrolment.greet_again()
-        self._reporter.tell()
         self._gather_at = 0.0
-        # Not the hello, which was sent first: a newer one would go behind what waits, and nothing is heard before it.
-        self._repeat(self._enrolment.unnoted())
+        self._repeat()
+        self._reporter.tell()
 
-    def _repeat(self, unanswered: Iterable[FromAgent] | None = None) -> None:
+    def _repeat(self) -> None:
         """Say what the head has not answered, and what it has to gather."""
         now = time.monotonic()
         self._repeat_at = now + REPEAT_S
-        for message in self._enrolment.unanswered() if unanswered is None else unanswered:
+        for message in self._enrolment.unanswered():
             self._send(message)
         if self._crew is not None and now >= self._gather_at:
             self._gather_at = now + GATHER_AGAIN_S
@@ -316,16 +311,21 @@ class Agent:
             self._repeat()  # it may have to hear again that they have ended
 
     def _start(self, node: int, setup: Setup) -> None:
-        self._crew = Crew(
-            node,
-            setup,
-            self._launch,
-            on_change=self._reporter.note_change,
-            on_gather=self._send,
-            on_end=self._note_end,
-        )
-        order = self._order
-        self._crew.start(self._news, order if order is not None and order.node == node else None)
+        order = self._order if self._order is not None and self._order.node == node else None
+        try:
+            self._crew = Crew(
+                node,
+                setup,
+                self._launch,
+                self._news,
+                order,
+                on_change=self._reporter.note_change,
+                on_gather=self._send,
+                on_end=self._note_end,
+            )
+        except OSError as error:  # no more files can be opened
+            log.error("the workers of this node cannot be started: %s", error)
+            self._finish(Exit.OSERR)
 
     def _learn(self, news: News) -> None:
         self._news = news
@@ -377,6 +377,6 @@ class Agent:
         # The crew's end comes behind its last output.
         await self._wait_while(lambda: self._crew is not None, TAIL_S + _NOTED_S)
         if self._end is not None:
-            await self._wait_while(lambda: self._link.connected and bool(self._enrolment.unnoted()), _NOTED_S)
+            await self._wait_while(lambda: self._link.connected and self._enrolment.has_unnoted_end, _NOTED_S)
         self._send(Left(code=self._code))
         sys.stdout.flush()

@@ -51,9 +51,9 @@ class Enrolment:
         greeting = [] if self._is_greeted else [self.hello]
         return [*greeting, *self._unnoted.values()]
 
-    def unnoted(self) -> list[Ended]:
-        """Ends that the head has not noted."""
-        return list(self._unnoted.values())
+    @property
+    def has_unnoted_end(self) -> bool:
+        return bool(self._unnoted)
 
     def greet_again(self) -> None:
         """The head does not know this agent's workers: a connection is new, or it has forgotten them."""

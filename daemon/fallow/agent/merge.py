@@ -28,7 +28,6 @@ from fallow.core.membership.messages import (
     Refusal,
     Report,
     Switch,
-    Unreadable,
 )
 from fallow.core.protocol.agents import Beat, Progress
 from fallow.core.protocol.workers import Part, Status
@@ -236,22 +235,13 @@ class NodeGathers:
         return whole, []
 
     def hear(self, gathered: Gathered) -> Gathered | None:
-        """Take the head's answer, whose parts are of whole nodes, for all workers. None: nobody waits for it.
-
-        Raises:
-            Unreadable: a node's part does not hold the parts of its workers.
-        """
+        """Take the head's answer, whose parts are of whole nodes, for all workers. None: nobody waits for it."""
         if gathered.missing:
             return gathered
         place = gathered.generation, gathered.key
         if not isinstance(self._asked.get(place), Gather):
             return None
-        try:
-            parts = tuple(part for of_node in gathered.parts for part in _PARTS.decode(of_node))
-        except msgspec.MsgspecError as error:
-            raise Unreadable(
-                f"answer to {gathered.key} of generation {gathered.generation}: a part that is none: {error}"
-            ) from error
+        parts = tuple(part for of_node in gathered.parts for part in _PARTS.decode(of_node))
         answer = self._asked[place] = msgspec.structs.replace(gathered, parts=parts)
         return answer
 

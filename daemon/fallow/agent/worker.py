@@ -54,8 +54,6 @@ class Worker:
             self.process.give_up(f"worker {self._name} cannot be started: {error}")
         self.channel = WorkerChannel(ours, self._hear, self._lose_channel)
         self.channel.send(start)
-        self.has_ended = False
-        "and that was noticed"
         self._has_closed = False
         "it has said its last words"
         self._status, self._status_at = Status(), time.monotonic()
@@ -69,9 +67,8 @@ class Worker:
         if self.process.stopped is not self.is_stopped:
             self._stopped_at = None if self.is_stopped else time.monotonic()
             self._on_change()
-        if self.has_ended or not self.process.poll():
+        if not self.process.poll():
             return False
-        self.has_ended = True
         self.channel.drain()
         self.channel.close()
         self.output.finish()
@@ -120,6 +117,6 @@ class Worker:
             self._status,
             age_s=age_s,
             stopped_s=0.0 if self._stopped_at is None else now - self._stopped_at,
-            mute_s=0.0 if self.has_ended or self._has_closed else age_s,
+            mute_s=0.0 if self.process.has_ended or self._has_closed else age_s,
             pid=self.process.speaker or self.process.pid,
         )

@@ -1,8 +1,8 @@
 """The agent's end: one DEALER socket, in the agent's asyncio loop, that finds the head again when it moves.
 
 Nothing is queued here. An agent says again and again how things stand and what the head has not answered (see
-`core.protocol`), so a link drops what it cannot send at once. On each new connection the `greeting` goes first: the
-agent's hello. A head whose messages cannot be read counts as silent.
+`core.protocol`), so a link drops what it cannot send at once. What it says `on_connect` goes first on each connection:
+the agent's hello. A head whose messages cannot be read counts as silent.
 """
 
 from __future__ import annotations
@@ -50,15 +50,11 @@ class Link:
         head: where it is.
         keys: the allocation's. Its head file is read again when the head is silent, for the place and key that it has.
         on_message: called with each message from the head.
-        greeting: called after every new connection. What it returns is said first.
+        on_connect: called after every new connection, before anything is sent there.
     """
 
     def __init__(
-        self,
-        head: HeadFile,
-        keys: KeyFile,
-        on_message: Callable[[ToAgent], None],
-        greeting: Callable[[], FromAgent],
+        self, head: HeadFile, keys: KeyFile, on_message: Callable[[ToAgent], None], on_connect: Callable[[], None]
     ) -> None:
         self.head = head
         "where it is, as far as known"
@@ -66,7 +62,7 @@ class Link:
         "A handshake with the head has succeeded and the connection was not lost since."
         self._keys = keys
         self._decoder: Decoder[ToAgent] = Decoder(ToAgent, always=Refused)
-        self._on_message, self._greeting = on_message, greeting
+        self._on_message, self._on_connect = on_message, on_connect
         self._head_file_reader: threading.Thread | None = None
         self._redial_s = _REDIAL_S[0]
         self._linger_s = 0.0
@@ -160,7 +156,7 @@ class Link:
         if self.connected:
             self._redial_s = _REDIAL_S[0]
             self._socket.look()  # else ZeroMQ may not know yet that it can send
-            guarded(lambda: self.send(self._greeting()))
+            guarded(self._on_connect)
         elif event & _FAILURES:
             self._read_head_file()
             return False

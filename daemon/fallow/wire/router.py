@@ -106,15 +106,11 @@ class Router:
         self._zap.task.add_done_callback(self._zap_ended)
         try:
             socket = self._context.socket(zmq.ROUTER)
+            self._socket = AsyncSocket(socket)
             self._configure(socket)
             # Only where it is needed: with it, an IPv4 address would come out as ::ffff:a.b.c.d.
             socket.setsockopt(zmq.IPV6, int(host.startswith("[")))
-            try:
-                self.endpoint = _bind(socket, host, port, ports)
-            except FallowError:
-                socket.close()  # else the context waits for it without end
-                raise
-            self._socket = AsyncSocket(socket)
+            self.endpoint = _bind(socket, host, port, ports)
             await self.self_test()
         except BaseException:
             await self.close()

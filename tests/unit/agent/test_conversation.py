@@ -50,7 +50,7 @@ def test_workers_are_wanted_anew_once_the_former_ones_have_ended_and_that_is_sai
     assert running.want(3), "none has been admitted for the second start"
     running.admit(4)
     running.note_end(EndNoted(node=3, boot=2))
-    assert running.unanswered() == running.unnoted() == [CRASH]
+    assert running.unanswered() == [CRASH]
     running.note_end(EndNoted(node=3, boot=1))
     assert running.unanswered() == []
 
@@ -58,10 +58,11 @@ def test_workers_are_wanted_anew_once_the_former_ones_have_ended_and_that_is_sai
 def test_a_head_that_has_forgotten_an_end_hears_of_it_again_but_does_not_count_it_twice(running: Enrolment) -> None:
     running.end(CRASH)
     running.admit(3)
-    assert running.unnoted() == [CRASH], "it is on its way anyhow"
+    assert running.unanswered() == [CRASH], "it is on its way anyhow"
     running.note_end(EndNoted(node=3, boot=1))
     running.admit(6)
-    (again,) = running.unnoted()
+    (again,) = running.unanswered()
+    assert isinstance(again, Ended)
     assert (again.node, again.boot, again.signal, again.is_ordered) == (6, 1, 9, True)
 
 
