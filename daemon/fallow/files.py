@@ -30,6 +30,7 @@ READ_LIMIT = 64 * 1024 * 1024
 _ELSEWHERE = "set FALLOW_STATE_DIR, or XDG_RUNTIME_DIR for sockets, to a folder of yours"
 _PROBE = 16 * 1024
 "Bytes of the file that tests whether a folder can be written to."
+_LAST_WORDS = 300
 _REMEDIES = {
     errno.ENOSPC: "make room on its file system",
     errno.EDQUOT: "make room within your quota",
@@ -331,6 +332,15 @@ def read_private(path: Path, limit: int = READ_LIMIT) -> bytes:
     if len(data) > limit:
         raise FallowError(f"{path}: larger than {limit} bytes; it is not a file of Fallow's, move it away", Exit.DATA)
     return data
+
+
+def last_words(log: Path) -> str:
+    """The last line of what a program wrote, as much of it as a person reads."""
+    try:
+        lines = log.read_text(errors="replace").strip().splitlines()
+    except OSError:
+        lines = []
+    return lines[-1][:_LAST_WORDS] if lines else "it said nothing"
 
 
 def write_struct(path: Path, value: msgspec.Struct) -> None:

@@ -14,7 +14,6 @@ import logging
 import os
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -379,4 +378,3 @@ class Agent:
         if self._end is not None:
             await self._wait_while(lambda: self._link.connected and self._enrolment.has_unnoted_end, _NOTED_S)
         self._send(Left(code=self._code))
-        sys.stdout.flush()

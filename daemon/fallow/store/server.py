@@ -17,7 +17,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from fallow.files import Paths, private_dir, write_private, write_problem
+from fallow.files import Paths, last_words, private_dir, write_private, write_problem
 from fallow.model import Exit, FallowError
 from fallow.store.client import Unavailable
 
@@ -153,9 +153,9 @@ class RedisServer:
                 ended = self.process.returncode
                 if ended is not None and ended < 0:
                     raise Unavailable(f"{self._paths.redis_dir}: the store was killed by signal {-ended} at its start")
-                words = self._last_words()
                 raise FallowError(
-                    f"{self.program} for {self._paths.redis_dir}: ended at start ({words}); see {self.log_file}",
+                    f"{self.program} for {self._paths.redis_dir}: ended at start ({last_words(self.log_file)}); see "
+                    f"{self.log_file}",
                     Exit.UNAVAILABLE,
                 )
             if time.monotonic() > deadline:
@@ -164,13 +164,6 @@ class RedisServer:
                     Exit.UNAVAILABLE,
                 )
             await asyncio.sleep(_LOOK_S)
-
-    def _last_words(self) -> str:
-        try:
-            lines = self.log_file.read_text(errors="replace").splitlines()
-        except OSError:
-            lines = []
-        return lines[-1][:300] if lines else "it said nothing"
 
     async def stop(self) -> None:
         """End our server; what it acknowledged is on disk."""
