@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from fallow.core.membership.messages import Plan, Problem, Switch
-from fallow.core.training.shares import Division
+from fallow.core.training.shards import Division
 from fallow.model import FallowError, Parts
 from fallow.worker.checkpoint.restore import load_newest
 from fallow.worker.data.ledger import LEAVING_S, Start

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from fallow.core.training.shards import Duty, duties, mix
-from fallow.core.training.shares import Division
+from fallow.core.training.shards import Division, Duty, duties, mix
 from fallow.worker.checkpoint.saver import Saver
 from fallow.worker.data import rng
 from fallow.worker.data.ledger import Ledger
