@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,13 +9,13 @@ from unittest.mock import patch
 
 import msgspec
 
-from fallow.core.membership import checkpoints, conditions, losses, machine, moves, proposals, tables, watch
+from fallow.core.membership import checkpoints, losses, machine, moves, proposals, tables, watch
 from fallow.core.membership import events as ev
 from fallow.core.membership.machine import Machine
-from fallow.core.membership.messages import Report
+from fallow.core.membership.messages import Plan, Report
 from fallow.core.membership.records import Node
 from fallow.core.membership.roster import Roster
-from fallow.core.membership.state import Plans, RunPhase, State
+from fallow.core.membership.state import RunPhase, State
 from fallow.core.membership.watch import Watch
 
 Take = Callable[[], Any]
@@ -27,14 +26,14 @@ def _rule(phase: RunPhase, name: str, **changed: Any) -> Take:
     """A row of the run's table is changed; without changes it is taken out."""
     rules = tables.RUN[phase]
     assert any(rule.name == name for rule in rules)
-    new = [dataclasses.replace(r, **changed) if r.name == name else r for r in rules if changed or r.name != name]
+    new = [r._replace(**changed) if r.name == name else r for r in rules if changed or r.name != name]
     return lambda: patch.dict(tables.RUN, {phase: tuple(new)})
 
 
 def _condition(old: Callable[[State], bool], new: Callable[[State], bool]) -> Take:
     """A condition is another one, in every row."""
     table = {
-        phase: tuple(dataclasses.replace(r, condition=new) if r.condition is old else r for r in rules)
+        phase: tuple(r._replace(condition=new) if r.condition is old else r for r in rules)
         for phase, rules in tables.RUN.items()
     }
     return lambda: patch.dict(tables.RUN, table)
@@ -43,9 +42,7 @@ def _condition(old: Callable[[State], bool], new: Callable[[State], bool]) -> Ta
 def _fact(name: str, **changed: Any) -> Take:
     """A row of the nodes' table is changed; without changes it is taken out."""
     assert any(fact.name == name for fact in tables.NODE)
-    rows = [
-        dataclasses.replace(f, **changed) if f.name == name else f for f in tables.NODE if changed or f.name != name
-    ]
+    rows = [f._replace(**changed) if f.name == name else f for f in tables.NODE if changed or f.name != name]
     return lambda: patch.object(tables, "NODE", tuple(rows))
 
 
@@ -89,12 +86,9 @@ def _reuse(m: State, *args: Any, **more: Any) -> None:
     _BEGIN(m, *args, **more)
 
 
-def _plans_without(**changed: Callable[[Plans], Any]) -> Callable[..., Plans]:
-    def make(*args: Any) -> Plans:
-        plans = _PLANS(*args)
-        return plans._replace(**{name: change(plans) for name, change in changed.items()})
-
-    return make
+def _leavers_in_delta(*args: Any) -> tuple[Plan, Plan]:
+    whole, delta = _PLANS(*args)
+    return whole, msgspec.structs.replace(delta, without=())
 
 
 def _seat_unwritten(self: Roster, members: list[int], joined: list[int]) -> None:
@@ -102,25 +96,25 @@ def _seat_unwritten(self: Roster, members: list[int], joined: list[int]) -> None
     self.unwritten -= {f"node/{n}" for n in members}
 
 
-def _after_loss_all(m: State, survivors: Any, kind: Any, reason: str) -> proposals.Proposal | None:
+def _after_loss_all(m: State, survivors: Any, reason: str) -> proposals.Proposal | None:
     with patch.object(m, "has_state", lambda n: n in m.roster.members):
-        return _AFTER_LOSS(m, survivors, kind, reason)
+        return _AFTER_LOSS(m, survivors, reason)
 
 
 def _plain_clock(self: Any, at: float) -> float:
-    passed = at - self._ticked_at
-    self._ticked_at = at
+    passed = at - self.ticked_at
+    self.ticked_at = at
     return float(passed)
 
 
 def _clock_without_deaf(self: Any, at: float) -> float:
-    passed = min(1.0, at - self._ticked_at)
-    self._ticked_at = at
+    passed = min(1.0, at - self.ticked_at)
+    self.ticked_at = at
     return float(passed)
 
 
 def _own_silence(self: Watch, node: Node) -> float:
-    return self._head.heard_at - self._heard_at.setdefault(node.id, self.now)
+    return self._head.heard_at - self._heard_at[node.id]
 
 
 def _end_silent(m: State, node: Node, report: Report) -> None:
@@ -132,7 +126,7 @@ def _silence_is_proof(m: State, node: int, generation: int) -> bool:
 
 
 def _forget_unproved(m: State, node: Node) -> None:
-    if not m.is_inside(node) and node.id not in m.participants() and not node.alive:
+    if not m.roster.is_inside(node) and node.id not in m.participants() and not node.alive:
         m.roster.forget(node)
 
 
@@ -169,14 +163,14 @@ def _keep_checkpoint_quietly(m: State, new: Any) -> None:
 _RECOVER, _REPORT, _STALLED = machine.recover, Machine._report, Watch._stalled
 _KEEP_CHECKPOINT = machine.keep_checkpoint
 _BEGIN, _PLANS, _SEAT, _AFTER_LOSS = moves._begin, moves._plans, Roster.seat, proposals.after_loss
-_HAS_ENDED = conditions._has_ended
+_HAS_ENDED = tables._has_ended
 
 MUTANTS: dict[str, Take] = {
     # safety
-    "commits without proof that the old generation is over": _condition(conditions.may_commit, conditions.is_unanimous),
-    "silence proves that a node has ended": _object(conditions, "_has_ended", _silence_is_proof),
+    "commits without proof that the old generation is over": _condition(tables.may_commit, tables.is_unanimous),
+    "silence proves that a node has ended": _object(tables, "_has_ended", _silence_is_proof),
     "votes count of nodes that have not given up": _fact("votes", condition=_any_prepared),
-    "half of the votes suffice": _condition(conditions.may_commit, _half_voted),
+    "half of the votes suffice": _condition(tables.may_commit, _half_voted),
     "it is forgotten that the old generation steps until the boundary": _rule(
         RunPhase.PREPARING, "all have voted, and what was before is over", action=_commit_without_old
     ),
@@ -187,9 +181,7 @@ MUTANTS: dict[str, Take] = {
     "survivors are mixed with those who wait for the state": _object(moves, "after_loss", _after_loss_all),
     "votes that show a lost state count": _rule(RunPhase.REBUILDING, "not all have the state"),
     "what a node held before it was away counts": _object(State, "_state_since", lambda self, node: 0),
-    "leavers are not taken out of the delta": _object(
-        moves, "_plans", _plans_without(delta=lambda p: msgspec.structs.replace(p.delta, without=()))
-    ),
+    "leavers are not taken out of the delta": _object(moves, "_plans", _leavers_in_delta),
     "numbers that a store lost are not heard of": _object(machine, "recover", lambda m, report, host: None),
     "what a node held before a generation that the store lost counts": _object(machine, "recover", _recover_numbers),
     "a new head does not listen": _object(watch.Watch, "heard_all", lambda self: True),
@@ -207,20 +199,20 @@ MUTANTS: dict[str, Take] = {
     # progress
     "votes have no deadline (rebuilding)": _rule(RunPhase.REBUILDING, "votes are late"),
     "votes have no deadline (planned)": _rule(RunPhase.PREPARING, "votes are late"),
-    "leaving has no deadline": _object(State, "ends_within", lambda self, node, seconds: False),
+    "leaving has no deadline": _object(Watch, "ends_within", lambda self, node, seconds: False),
     "a loss goes unnoticed while all switch": _rule(RunPhase.SWITCHING, "a member is lost"),
     "a broken group is not rebuilt": _rule(RunPhase.SWITCHING, "a group broke"),
     "nobody comes back into a broken generation": _rule(RunPhase.STEADY, "its generation is broken"),
     "nobody looks at links": _rule(RunPhase.STEADY, "all wait"),
     "the first exchange may last for ever": _rule(RunPhase.SWITCHING, "the first exchange does not end"),
     "a deserter is not waited for": _object(State, "deserters", lambda self: []),
-    "a spoiled ballot is committed": _condition(conditions.is_spoiled, lambda m: False),
+    "a spoiled ballot is committed": _rule(RunPhase.PREPARING, "it is spoiled"),
     "a member that lost its seat stays a member": _object(Roster, "standbys", lambda self: []),
     "a checkpoint of a history that was left is loaded": _object(
         checkpoints, "_is_superseded", lambda roster, new: False
     ),
     "groups that always break on one node are rebuilt for ever": _object(moves, "ATTEMPTS", 1000),
-    "a leaver that hangs is waited for": _object(Watch, "_needed", lambda self: self._roster.members),
+    "a leaver that hangs is waited for": _object(Roster, "inside", lambda self: self.members),
     "of nodes that are stuck all are to blame": _object(Watch, "_stalled", _blame_all),
     "each release is a generation": _handler(ev.Release, _release_at_once),
     "a checkpoint that turns up does not stop a start": _object(machine, "keep_checkpoint", _keep_checkpoint_quietly),

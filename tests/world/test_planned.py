@@ -122,7 +122,7 @@ def test_last_member_leaving_suspends_with_a_checkpoint_and_it_goes_on_from_ther
     assert rig.r.root.status is RunStatus.SUSPENDED
     rig.join("b")
     assert rig.ballot is not None
-    assert rig.ballot.plans.whole.checkpoints == ("/c",)
+    assert rig.ballot.whole.checkpoints == ("/c",)
     rig.change(5)
     assert rig.r.root.status is RunStatus.TRAINING
 

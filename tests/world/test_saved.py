@@ -91,7 +91,7 @@ def test_one_that_turns_up_after_the_run_went_on_from_before_it_is_set_aside() -
     n = rig.join("b")
     rig.put(ev.Found(at=rig.at, checkpoint=Checkpoint(path="/1-20", generation=1, step=20)))
     rig.tick(1, n)
-    assert rig.ballot.plans.whole.checkpoints == ("/1-20", "/1-10"), "just in time"
+    assert rig.ballot.whole.checkpoints == ("/1-20", "/1-10"), "just in time"
     rig.vote()
     save(rig, 30, n=n)
     rig.switch(20)
@@ -164,7 +164,7 @@ def test_going_back_further_while_all_go_back_already() -> None:
     rig.vote()
     rig.put(ev.Rollback(at=rig.at, step=10))
     rig.switch(20)
-    assert (rig.ballot.change.generation, rig.ballot.plans.delta.checkpoints) == (3, ("/1-10",))
+    assert (rig.ballot.change.generation, rig.ballot.delta.checkpoints) == (3, ("/1-10",))
     rig.change(10)
     assert [back.to_step for back in rig.r.history.rollbacks] == [20, 10]
     assert (rig.m.phase, rig.r.root.rollback_below) == (RunPhase.STEADY, 0)

@@ -47,21 +47,17 @@ def verdict(roster: Roster, failure: Failure) -> str | None:
     return None
 
 
-def note(roster: Roster, failure: Failure, bar_after: int) -> str | None:
-    """Remember a failure. Returns why its host is barred, if this was one failure too many."""
+def note(roster: Roster, failure: Failure, bar_after: int) -> str:
+    """Remember a failure. Returns why its host has to be barred; empty: it need not be."""
     known = roster.failures.failures
     known.append(failure)
     del known[:-KEPT]
     roster.mark("failures")
-    if roster.root.scripted or is_barred(roster, failure.host):
-        return None
     recent = [f for f in known if f.host == failure.host and f.at > failure.at - COUNT_S]
-    if len(recent) < bar_after:
-        return None
+    if roster.root.scripted or is_barred(roster, failure.host) or len(recent) < bar_after:
+        return ""
     kinds = ", ".join(sorted({f.kind.value for f in recent}))
-    reason = f"{len(recent)} failures on it ({kinds}), the last: {failure.text}"
-    bar(roster, failure.host, reason, failure.at)
-    return reason
+    return f"{len(recent)} failures on it ({kinds}), the last: {failure.text}"
 
 
 def is_barred(roster: Roster, host: str) -> bool:
