@@ -52,6 +52,26 @@ def test_nothing_is_committed_while_an_old_generation_may_still_act() -> None:
     assert rig.r.root.generation == 3, "now Slurm says so"
 
 
+def test_a_former_leaver_that_is_heard_again_proves_nothing_of_the_generation_that_acts_now() -> None:
+    """Nodes 1 and 2 may still step in generation 2. Node 4 alone must not begin beside them."""
+    rig = started(3)
+    rig.release(3)
+    rig.vote()
+    for n in (1, 2):
+        rig.arrive(n, 2)
+    rig.tick(13, 1, 2)
+    assert rig.r.nodes[3].phase is MemberPhase.SILENT
+    rig.restart(1, 2)
+    rig.join("d")
+    rig.vote()
+    assert rig.r.root.generation == 3
+    rig.say(3, left=2, given_up=1, term=1, edition=1)
+    rig.tick(rig.at + 13, 4, **WAITS)
+    assert (rig.r.present(), rig.ballot.members) == ([4], [4])
+    rig.say(4, prepared=rig.r.root.highest, given_up=3)
+    assert rig.r.root.generation == 3, "nothing tells that generation 2 is over"
+
+
 @notices("a loss goes unnoticed while all switch")
 def test_a_leaver_that_the_others_have_left_behind_does_not_become_the_state() -> None:
     rig = started(2)

@@ -201,7 +201,8 @@ def note_left(m: State, node: Node, report: Report) -> None:
     """The node has passed the boundary behind which it is no member."""
     node.proved_gone = True
     losses.dismiss(m, node, Exit.OK, node.leaving)
-    m.roster.root.old_may_step = False
+    # A leaver of an earlier change says nothing of the generation that acts now.
+    m.roster.root.old_may_step &= not m.roster.is_inside(node)
 
 
 def note_left_alone(m: State, node: Node, report: Report) -> None:
