@@ -9,7 +9,7 @@ from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Checkpoint, Problem
 from fallow.core.membership.state import RunPhase
 from fallow.model import ChangeKind, RunStatus
-from world.rig import Rig, logs, notices, orders, started
+from world.rig import WAITS, Rig, logs, notices, orders, started
 
 
 def test_a_checkpoint_that_could_not_be_written_is_told_to_all_and_forgotten_with_the_next_one() -> None:
@@ -141,6 +141,19 @@ def test_a_member_that_dies_on_the_way_back_does_not_undo_it(is_committed: bool)
     assert rig.orders[1].state_since < rig.ballot.change.generation, "later changes are ordinary ones"
     rig.change(11)
     assert rig.completed[-1].members == ["n0", f"n{n - 1}"]
+
+
+def test_a_node_that_thaws_behind_it_does_not_move_the_run_on() -> None:
+    rig = started(3)
+    save(rig, 10)
+    for n in (1, 2, 3):
+        rig.say(n, step=25)
+    rig.tick(rig.at + 13, 1, 3, **WAITS)
+    rig.change(25)
+    rig.put(ev.Rollback(at=rig.at, step=10))
+    rig.change(10)
+    rig.say(2)
+    assert (rig.completed[-1].first_step, rig.r.front) == (10, 10)
 
 
 def test_who_comes_and_goes_meanwhile_is_not_mixed_up_with_it() -> None:

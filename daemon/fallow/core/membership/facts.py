@@ -63,7 +63,7 @@ def take_back(m: State, node: Node, report: Report) -> None:
 def note_progress(m: State, node: Node, report: Report) -> None:
     """A step, and news about single nodes that people want to see."""
     r, name = m.roster, m.roster.name(node.id)
-    if not r.root.rollback_below:
+    if r.is_inside(node) and not r.root.rollback_below:
         node.step = max(node.step, report.step)
     if report.healed > node.healed:
         r.touch(node).healed = report.healed
