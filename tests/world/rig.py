@@ -10,7 +10,7 @@ import msgspec
 
 from fallow.core.membership import events as ev
 from fallow.core.membership.machine import Machine
-from fallow.core.membership.messages import Contract, Fault, Finish, Order, Report, Switch
+from fallow.core.membership.messages import Contract, End, Fault, Finish, Order, Report, Switch
 from fallow.core.membership.records import Root
 from fallow.core.membership.roster import Roster
 from fallow.core.membership.state import Ballot
@@ -64,6 +64,12 @@ class Rig:
     def ballot(self) -> Ballot:
         assert self.m.ballot is not None
         return self.m.ballot
+
+    def end(self, n: int) -> End:
+        """What the node's newest order says about its end."""
+        end = self.orders[n].end
+        assert end is not None
+        return end
 
     def put(self, event: ev.Event) -> Told:
         turn = self.m.handle(event)

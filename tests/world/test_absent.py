@@ -122,9 +122,8 @@ def test_a_process_that_says_nothing_to_its_agent_is_ended_after_its_lease_and_t
     lease_s = rig.m.timing.lease_s
     turn = muted(rig, lease_s)
     assert not logs(turn, "probe") + logs(turn, "eject"), "they do not all wait, for all that is known"
-    end = orders(muted(rig, lease_s + 2))[2].end
-    assert end is not None
-    assert (end.kill, end.stack) == (True, True)
+    muted(rig, lease_s + 2)
+    assert (rig.end(2).kill, rig.end(2).stack) == (True, True)
     assert rig.r.nodes[2].phase is MemberPhase.GONE
 
 
@@ -447,9 +446,8 @@ def test_one_that_thaws_and_was_to_leave_is_let_go() -> None:
     freeze(rig, 2, 1, 3)
     rig.change()
     rig.release(2)
-    end = orders(rig.say(2))[2].end
-    assert end is not None
-    assert (rig.r.nodes[2].phase, end.code) == (MemberPhase.GONE, Exit.OK)
+    rig.say(2)
+    assert (rig.r.nodes[2].phase, rig.end(2).code) == (MemberPhase.GONE, Exit.OK)
 
 
 # -- nodes without progress --------------------------------------------------------------------------------------------
@@ -463,10 +461,8 @@ def test_a_member_that_keeps_the_others_waiting_is_ejected_at_the_progress_deadl
     for at in range(1, 40):
         rig.stand(at, {1: (WAITING, at - 0.1), 2: (doing, at), 3: (WAITING, at - 0.1)})
         assert len(rig.r.present()) == 3, at
-    turn = rig.stand(41, {1: (WAITING, 40.9), 2: (doing, 41), 3: (WAITING, 40.9)})
-    end = orders(turn)[2].end
-    assert end is not None
-    assert (end.kill, end.stack, rig.ballot.members) == (True, True, [1, 3])
+    rig.stand(41, {1: (WAITING, 40.9), 2: (doing, 41), 3: (WAITING, 40.9)})
+    assert (rig.end(2).kill, rig.end(2).stack, rig.ballot.members) == (True, True, [1, 3])
 
 
 @notices("of nodes that are stuck all are to blame")

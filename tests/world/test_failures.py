@@ -298,9 +298,7 @@ def test_n3_a_run_ends_when_all_members_have_finished_and_lets_the_others_go() -
     assert not rig.r.root.status.ended
     turn = rig.gone(1, code=0)
     assert ev.RunEnded(RunStatus.FINISHED, "") in turn
-    end = orders(turn)[3].end
-    assert end is not None
-    assert (end.code, list(orders(turn))) == (Exit.OK, [3])
+    assert (rig.end(3).code, list(orders(turn))) == (Exit.OK, [3])
 
 
 def test_a_generation_whose_members_have_finished_before_they_were_heard_in_it_is_told_of() -> None:

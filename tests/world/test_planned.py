@@ -121,7 +121,6 @@ def test_last_member_leaving_suspends_with_a_checkpoint_and_it_goes_on_from_ther
     assert told.endswith("; the run goes on from the checkpoint of step 5")
     assert rig.r.root.status is RunStatus.SUSPENDED
     rig.join("b")
-    assert rig.ballot is not None
     assert rig.ballot.whole.checkpoints == ("/c",)
     rig.change(5)
     assert rig.r.root.status is RunStatus.TRAINING
@@ -134,9 +133,8 @@ def test_deadlines_a_node_leaves_before_its_end_or_is_ejected() -> None:
     assert rig.r.nodes[2].phase is MemberPhase.MEMBER
     rig.tick(81, 1, 2)
     assert rig.r.nodes[2].phase is MemberPhase.LEAVING
-    turn = rig.tick(98, 1, 2)
-    assert rig.r.nodes[2].phase is MemberPhase.GONE
-    assert any(o.end is not None and o.end.kill for o in orders(turn).values())
+    rig.tick(98, 1, 2)
+    assert (rig.r.nodes[2].phase, rig.end(2).kill) == (MemberPhase.GONE, True)
 
 
 @notices("leaving has no deadline")
@@ -193,7 +191,6 @@ def test_scripts_that_are_restarted_newcomers_wait_and_go_along_with_a_loss() ->
     rig.tick(200, 1, 2, 3)
     assert rig.r.members == [1, 2]
     rig.gone(2, signal=9)
-    assert rig.ballot is not None
     assert rig.ballot.members == [1, 3]
     rig.change()
     rig.join("d")
@@ -210,9 +207,7 @@ def test_scripts_that_are_restarted_newcomers_wait_and_go_along_with_a_loss() ->
 def test_a_newcomer_that_differs_is_refused_with_the_difference(what: dict[str, object], words: str) -> None:
     rig = started(1)
     n = rig.join("b", **what)
-    end = rig.m.order(n).end
-    assert end is not None
-    assert words in end.reason
+    assert words in rig.end(n).reason
 
 
 def test_an_agent_that_starts_its_workers_anew_proves_that_the_old_ones_have_ended() -> None:
@@ -337,7 +332,7 @@ def test_a_newcomer_whose_generation_was_overtaken_by_the_end_is_not_waited_for(
     assert rig.r.root.status is RunStatus.TRAINING
     rig.finish(2)
     assert rig.r.root.status is RunStatus.FINISHED
-    assert rig.orders[3].end is not None
+    assert rig.end(3)
 
 
 def test_an_agent_whose_workers_have_finished_is_told_so_when_it_comes_back() -> None:
@@ -345,8 +340,7 @@ def test_an_agent_whose_workers_have_finished_is_told_so_when_it_comes_back() ->
     rig.finish(1)
     rig.gone(1, code=0)
     rig.expect(rig.r.nodes[1].host, rig.r.nodes[1].token, rig.r.nodes[1].boot)
-    end = rig.orders[1].end
-    assert end is not None and (end.code, bool(end.reason)) == (Exit.OK, True)
+    assert (rig.end(1).code, bool(rig.end(1).reason)) == (Exit.OK, True)
 
 
 @pytest.mark.parametrize(("is_newcomer", "wait_s"), [(True, 0.0), (False, 2.0)])
@@ -377,10 +371,8 @@ def test_a_script_that_hangs_before_the_loop_is_killed_at_its_deadline() -> None
     rig.expect("a")
     rig.tick(60, 1)
     assert not rig.r.root.status.ended
-    turn = rig.tick(62, 1)
-    end = orders(turn)[1].end
-    assert end is not None
-    assert (end.kill, end.stack) == (True, True)
+    rig.tick(62, 1)
+    assert (rig.end(1).kill, rig.end(1).stack) == (True, True)
     assert rig.r.root.status is RunStatus.FAILED
 
 

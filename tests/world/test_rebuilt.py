@@ -27,11 +27,10 @@ def test_a_rebuild_has_a_deadline_of_its_own() -> None:
     rig.gone(3, signal=9)
     rig.say(1, prepared=2, given_up=1)
     rig.tick(9, 1, 2)
-    assert rig.ballot is not None
     assert rig.ballot.members == [1, 2]
     rig.tick(11, 1, 2)
     assert rig.ballot.members == [1], "the other hears and does not vote"
-    assert rig.m.order(2).end is not None
+    assert rig.end(2)
 
 
 @notices("commits without proof that the old generation is over")
@@ -102,8 +101,7 @@ def test_a_survivor_that_is_asked_to_leave_while_others_go_on_without_it_is_let_
     rig.gone(2, signal=9)
     rig.release(3, reason="walltime")
     rig.vote()
-    assert (rig.r.nodes[3].phase, rig.m.order(3).end) == (MemberPhase.GONE, rig.orders[3].end)
-    assert rig.m.order(3).end is not None and rig.m.order(3).end.code == Exit.OK
+    assert (rig.r.nodes[3].phase, rig.end(3).code, rig.m.order(3).end) == (MemberPhase.GONE, Exit.OK, rig.end(3))
 
 
 def test_the_group_that_broke_without_a_death_is_rebuilt_as_it_was() -> None:
@@ -152,7 +150,6 @@ def test_slow_links_are_looked_at_and_eject_nobody_a_cut_one_drops_the_younger()
     rig.say(2, prepared=g)
     rig.say(3, refusal=Refusal(generation=g, reason="cut", unreachable=(1,)))
     assert rig.r.nodes[3].phase is MemberPhase.GONE
-    assert rig.ballot is not None
     assert (rig.m.phase, rig.ballot.members) == (RunPhase.REBUILDING, [1, 2])
 
 
@@ -241,10 +238,8 @@ def test_a_node_on_which_every_group_breaks_is_ejected_and_the_others_go_on() ->
     assert waits == [pytest.approx(0.3, abs=0.11), pytest.approx(0.6, abs=0.11)]
     breaks(rig, 2, 1, 3)
     assert (rig.r.nodes[2].phase, rig.ballot.members) == (MemberPhase.GONE, [1, 3])
-    end = rig.orders[2].end
-    assert end is not None
-    assert end.reason.startswith("3 groups in a row broke at its step 0, the last because n1 (h2) has lost its group: ")
-    assert end.reason.endswith(": connection reset on h2")
+    why = "3 groups in a row broke at its step 0, the last because n1 (h2) has lost its group: connection reset on h2"
+    assert rig.end(2).reason == why
 
 
 def test_groups_that_break_at_different_steps_or_on_different_nodes_or_for_a_death_eject_nobody() -> None:
