@@ -126,38 +126,22 @@ def test_last_member_leaving_suspends_with_a_checkpoint_and_it_goes_on_from_ther
     assert rig.r.root.status is RunStatus.TRAINING
 
 
-def test_deadlines_a_node_leaves_before_its_end_or_is_ejected() -> None:
+@notices("leaving has no deadline", False)
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_node_leaves_before_its_end_which_may_be_put_off_or_is_ejected(is_asked: bool) -> None:
     rig = started(2)
-    rig.put(ev.Ends(at=0, node=2, ends_at=100))
-    rig.tick(79, 1, 2)
-    assert rig.r.nodes[2].phase is MemberPhase.MEMBER
-    rig.tick(81, 1, 2)
-    assert rig.r.nodes[2].phase is MemberPhase.LEAVING
-    rig.tick(98, 1, 2)
-    assert (rig.r.nodes[2].phase, rig.end(2).kill) == (MemberPhase.GONE, True)
-
-
-@notices("leaving has no deadline")
-def test_who_is_asked_to_leave_is_gone_before_its_time_is_over() -> None:
-    rig = started(2)
-    rig.put(ev.Ends(at=0, node=2, ends_at=100))
-    rig.tick(70, 1, 2)
-    rig.limit(1)
+    rig.put(ev.Ends(at=0, node=2, ends_at=90))
+    rig.tick(60, 1, 2)
+    if is_asked:
+        rig.limit(1)
+    rig.tick(69, 1, 2)
+    assert rig.r.nodes[2].phase is (MemberPhase.LEAVING if is_asked else MemberPhase.MEMBER)
+    rig.tick(71, 1, 2)
+    rig.put(ev.Ends(at=71, node=2, ends_at=100))
     rig.tick(96, 1, 2)
     assert rig.r.nodes[2].phase is MemberPhase.LEAVING
-    turn = rig.tick(98, 1, 2)
-    assert rig.r.nodes[2].phase is MemberPhase.GONE
-    assert orders(turn)[1].broken == 1
-
-
-def test_a_leaver_whose_time_is_prolonged_or_shown_by_another_clock_is_not_ejected() -> None:
-    rig = started(2)
-    rig.put(ev.Ends(at=0, node=2, ends_at=100))
-    rig.tick(90, 1, 2)
-    assert rig.r.nodes[2].phase is MemberPhase.LEAVING
-    rig.put(ev.Ends(at=90, node=2, ends_at=200))
-    rig.tick(150, 1, 2)
-    assert rig.r.nodes[2].phase is MemberPhase.LEAVING
+    rig.tick(98, 1, 2)
+    assert (rig.r.nodes[2].phase, rig.end(2).kill, rig.orders[1].broken) == (MemberPhase.GONE, True, 1)
 
 
 def test_t7_limits_keep_standbys_warm_and_release_the_youngest() -> None:
