@@ -13,7 +13,7 @@ import torch
 
 import builders
 from fallow.core.membership.messages import Checkpoint, Contract, End, Finish, Plan
-from fallow.core.protocol.agents import News, Setup
+from fallow.core.protocol import News, Setup
 from fallow.core.training.apart import Stranger
 from fallow.core.training.audit import audit
 from fallow.model import SampleReport

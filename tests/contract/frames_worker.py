@@ -9,7 +9,7 @@ import threading
 import time
 
 from fallow.core.membership.messages import Fault, Order
-from fallow.core.protocol.workers import Heard, Status, ToWorker
+from fallow.core.protocol import Heard, Status, ToWorker
 from fallow.wire.frames import AgentChannel
 
 

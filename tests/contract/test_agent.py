@@ -18,7 +18,7 @@ import pytest
 
 from agent_head import DEADLINE_S, PUPPET, WAIT, Head
 from fallow.core.membership.messages import End
-from fallow.core.protocol.agents import (
+from fallow.core.protocol import (
     Admitted,
     Beat,
     EndAgent,

@@ -25,7 +25,7 @@ from fallow.agent.process import inherit_orphans
 from fallow.agent.worker import Launch
 from fallow.core.checks.devices import Devices
 from fallow.core.membership.messages import End, Fault, Gather, Order
-from fallow.core.protocol.agents import Ended, News
+from fallow.core.protocol import Ended, News
 from fallow.files import RunPaths
 from fallow.model import STACK_SIGNAL
 from waiting import gone, until

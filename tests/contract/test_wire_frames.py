@@ -20,8 +20,7 @@ import pytest
 
 import builders
 from fallow.core.membership.messages import VERSION, Gathered, Order, Wire
-from fallow.core.protocol.agents import News
-from fallow.core.protocol.workers import FromWorker, Heard, Part, Start, Status, ToWorker
+from fallow.core.protocol import FromWorker, Heard, News, Part, Start, Status, ToWorker
 from fallow.wire.codec import MAX_MESSAGE, Decoder, encode
 from fallow.wire.frames import AgentChannel, WorkerChannel
 from fallow.wire.waiting import MOST

@@ -13,7 +13,7 @@ import pytest
 
 import builders
 from fallow.core.membership.messages import VERSION, Gather, Report
-from fallow.core.protocol.agents import Beat, Ended, FromAgent, Hello, Left, News, Refused, ToAgent
+from fallow.core.protocol import Beat, Ended, FromAgent, Hello, Left, News, Refused, ToAgent
 from fallow.files import private_dir, write_private, write_struct
 from fallow.model import Exit, FallowError
 from fallow.wire import codec

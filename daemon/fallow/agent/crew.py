@@ -22,8 +22,7 @@ from fallow.agent.merge import Facts
 from fallow.agent.worker import Launch, Worker
 from fallow.core.membership.messages import End, Gather, Gathered, Order, Report, Unreadable
 from fallow.core.membership.names import worker_name
-from fallow.core.protocol.agents import Ended, News, Setup
-from fallow.core.protocol.workers import Heard, Part, Start
+from fallow.core.protocol import Ended, Heard, News, Part, Setup, Start
 from fallow.model import STACK_SIGNAL
 
 log = logging.getLogger("fallow.agent")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from fallow.core.protocol.agents import Ended, EndNoted, Hello
+from fallow.core.protocol import Ended, EndNoted, Hello
 
 
 class Enrolment:

@@ -13,7 +13,7 @@ import msgspec
 
 from fallow.core.membership.gather import KEPT, Gathers
 from fallow.core.membership.messages import Gather, Gathered, Unreadable
-from fallow.core.protocol.workers import Part
+from fallow.core.protocol import Part
 
 _PARTS: msgspec.msgpack.Decoder[tuple[bytes, ...]] = msgspec.msgpack.Decoder(tuple[bytes, ...])
 

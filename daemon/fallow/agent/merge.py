@@ -15,8 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from fallow.core.membership.messages import Checkpoint, Contract, Finish, Problem, Refusal, Report, Switch
-from fallow.core.protocol.agents import Beat, Progress
-from fallow.core.protocol.workers import Status
+from fallow.core.protocol import Beat, Progress, Status
 from fallow.model import Doing
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from fallow.agent.merge import needs_no_beat
-from fallow.core.protocol.agents import Beat, Progress
+from fallow.core.protocol import Beat, Progress
 
 COALESCE_S = 0.01
 "Between two reports at least, however much happens."

@@ -13,7 +13,7 @@ from fallow.agent.merge import Facts
 from fallow.agent.output import Pump
 from fallow.agent.place import Place
 from fallow.agent.process import CHANNEL, WorkerProcess
-from fallow.core.protocol.workers import FromWorker, Part, Start, Status
+from fallow.core.protocol import FromWorker, Part, Start, Status
 from fallow.files import RunPaths
 from fallow.model import OUTPUT_PIPES
 from fallow.text import clean

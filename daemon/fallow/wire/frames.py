@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 from fallow.core.membership.messages import Unreadable, Wire
-from fallow.core.protocol.workers import FromWorker, ToWorker
+from fallow.core.protocol import FromWorker, ToWorker
 from fallow.wire.codec import MAX_MESSAGE, Decoder
 from fallow.wire.waiting import Waiting
 

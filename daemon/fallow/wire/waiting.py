@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from fallow.core.membership.messages import Gather, Gathered, Wire
-from fallow.core.protocol.agents import Ended
-from fallow.core.protocol.workers import Part
+from fallow.core.protocol import Ended, Part
 from fallow.wire.codec import encode
 
 MOST = 256

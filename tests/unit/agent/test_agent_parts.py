@@ -12,7 +12,7 @@ from builders import Clock
 from fallow.agent.__main__ import read_soon
 from fallow.agent.reporter import Reporter
 from fallow.agent.silence import HeadSilence
-from fallow.core.protocol.agents import Beat, Progress
+from fallow.core.protocol import Beat, Progress
 from fallow.model import Exit, FallowError, KeyFile
 from waiting import until
 

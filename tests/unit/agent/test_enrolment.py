@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fallow.agent.enrolment import Enrolment
-from fallow.core.protocol.agents import Ended, EndNoted, Hello
+from fallow.core.protocol import Ended, EndNoted, Hello
 
 HELLO = Hello(host="h", token="t", version="1", job_id="7", boot=1, slots=1, entry="10.0.0.1")
 CRASH = Ended(node=3, boot=1, code=None, signal=9, tail="last words")

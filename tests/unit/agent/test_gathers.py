@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fallow.agent.gathers import NodeGathers
 from fallow.core.membership.gather import KEPT, Gathers
 from fallow.core.membership.messages import Gather, Gathered
-from fallow.core.protocol.workers import Part
+from fallow.core.protocol import Part
 
 
 def part(generation: int = 1, key: str = "k", value: bytes = b"v", *, within_node: bool = False) -> Part:

@@ -21,8 +21,7 @@ from fallow.core.membership.messages import (
     Report,
     Switch,
 )
-from fallow.core.protocol.agents import Beat, Progress
-from fallow.core.protocol.workers import Status
+from fallow.core.protocol import Beat, Progress, Status
 from fallow.model import Doing, Parts
 
 COUNT = st.integers(0, 5)

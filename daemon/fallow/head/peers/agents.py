@@ -10,7 +10,7 @@ from fallow.core.membership import events as ev
 from fallow.core.membership.checkpoints import usable as usable_checkpoints
 from fallow.core.membership.messages import Gather, Report
 from fallow.core.membership.names import member_name
-from fallow.core.protocol.agents import (
+from fallow.core.protocol import (
     Beat,
     EndAgent,
     Ended,

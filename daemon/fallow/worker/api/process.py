@@ -47,7 +47,7 @@ def session_with_agent(descriptor: str, *, grouped: bool = True, orphaned: signa
     Raises:
         FallowError: there is no such socket.
     """
-    from fallow.core.protocol.workers import ToWorker
+    from fallow.core.protocol import ToWorker
     from fallow.wire.frames import AgentChannel
     from fallow.worker.session.session import Session
 

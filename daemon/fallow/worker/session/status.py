@@ -9,9 +9,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from fallow.core import protocol
 from fallow.core.membership.messages import Checkpoint
-from fallow.core.protocol import agents as protocol
-from fallow.core.protocol.workers import Status
+from fallow.core.protocol import Status
 from fallow.model import Doing
 from fallow.worker.session.groups import Groups
 from fallow.worker.session.orders import Orders

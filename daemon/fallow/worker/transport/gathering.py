@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 
 from fallow.core.membership.messages import Gathered
-from fallow.core.protocol.workers import Part
+from fallow.core.protocol import Part
 
 _QUESTION_S = 5.0
 """Whoever asks who is missing has waited for long already."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fallow.core.membership.messages import Checkpoint, Contract, Finish, Outcome
-from fallow.core.protocol.agents import News
+from fallow.core.protocol import News
 from fallow.model import Doing, Exit, FallowError
 from fallow.worker.session.ends import Answered, Dismissed, OthersEnded, exit_code
 from fallow.worker.session.news import HEAD_SILENT_S

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from fallow.core.membership.messages import Gathered
-from fallow.core.protocol.workers import Part
+from fallow.core.protocol import Part
 from fallow.worker.transport.gathering import AgentGathers
 
 LONG_S = 240.0

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 from fallow.core.membership.gather import Gathers
 from fallow.core.membership.messages import Gather, Gathered
-from fallow.core.protocol.workers import Part
+from fallow.core.protocol import Part
 from fallow.worker.transport.build import build_group
 from fallow.worker.transport.gathering import AgentGathers
 from fallow.worker.transport.group import Group
