@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fallow.core.membership import checkpoints
 from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Fault
 from world.node import Host, Worker
@@ -294,7 +293,7 @@ def cancel(w: World, host: Host, lasts: float) -> bool:
 def rollback(w: World, host: Host, lasts: float) -> bool:
     def make(at: float) -> ev.Event:
         roster = w.head.machine.roster
-        usable = checkpoints.usable(roster)
+        usable = roster.checkpoints.usable()
         if not usable or roster.finishing:
             return ev.Unbar(at=at, hosts=())
         w.fired["rollback"] += 1

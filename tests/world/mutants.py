@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import msgspec
 
-from fallow.core.membership import checkpoints, losses, machine, moves, proposals, tables, watch
 from fallow.core.membership import events as ev
+from fallow.core.membership import facts, losses, machine, moves, proposals, tables, watch
 from fallow.core.membership.machine import Machine
 from fallow.core.membership.messages import Plan, Report
 from fallow.core.membership.records import Node
@@ -208,9 +208,7 @@ MUTANTS: dict[str, Take] = {
     "a deserter is not waited for": _object(State, "deserters", lambda self: []),
     "a spoiled ballot is committed": _rule(RunPhase.PREPARING, "it is spoiled"),
     "a member that lost its seat stays a member": _object(Roster, "standbys", lambda self: []),
-    "a checkpoint of a history that was left is loaded": _object(
-        checkpoints, "_is_superseded", lambda roster, new: False
-    ),
+    "a checkpoint of a history that was left is loaded": _object(facts, "_is_superseded", lambda roster, new: False),
     "groups that always break on one node are rebuilt for ever": _object(moves, "ATTEMPTS", 1000),
     "a leaver that hangs is waited for": _object(Roster, "inside", lambda self: self.members),
     "of nodes that are stuck all are to blame": _object(Watch, "_stalled", _blame_all),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from fallow.core.membership import checkpoints
 from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Checkpoint, Problem
 from fallow.core.membership.state import RunPhase
@@ -43,7 +42,7 @@ def save(rig: Rig, step: int, generation: int = 1, n: int = 1, *, asked: bool = 
 
 
 def usable(rig: Rig) -> list[int]:
-    return [checkpoint.step for checkpoint in checkpoints.usable(rig.r)]
+    return [checkpoint.step for checkpoint in rig.r.checkpoints.usable()]
 
 
 def test_the_newest_stay_and_those_that_were_asked_for() -> None:

@@ -5,11 +5,12 @@ They only note facts. Which generation follows from a fact is for the rules of `
 
 from __future__ import annotations
 
-from fallow.core.membership import checkpoints, losses
 from fallow.core.membership import events as ev
+from fallow.core.membership import losses
 from fallow.core.membership.messages import Checkpoint, Report
 from fallow.core.membership.moves import burn
-from fallow.core.membership.records import FailureKind, Node
+from fallow.core.membership.records import FailureKind, Node, Saved
+from fallow.core.membership.roster import Roster
 from fallow.core.membership.state import Broken, State
 from fallow.model import ChangeKind, Exit, MemberPhase, RunStatus
 
@@ -93,10 +94,13 @@ def note_saved(m: State, node: Node, report: Report) -> None:
 
 def keep_checkpoint(m: State, new: Checkpoint) -> None:
     """A checkpoint is complete on disk; older ones may not be needed any more."""
-    r = m.roster
-    saved = checkpoints.add(r, new)
-    if saved is None:
+    r, known = m.roster, m.roster.checkpoints
+    if any(saved.checkpoint.path == new.path for saved in known.saved):
         return
+    saved = Saved(checkpoint=new, aside=_is_superseded(r, new))
+    known.saved.append(saved)
+    r.root.unsaved_reason = ""
+    r.mark("checkpoints")
     if m.voting is not None and m.voting.change.kind is ChangeKind.START and saved.usable:
         m.spoil(f"the checkpoint of step {new.step} has turned up")
     text = f"checkpoint of step {new.step}" + (": set aside, the run went on from an earlier step" * saved.aside)
@@ -110,7 +114,16 @@ def keep_checkpoint(m: State, new: Checkpoint) -> None:
         took_s=new.took_s,
     )
     if any(map(m.has_state, r.present())):  # else one of the checkpoints may be being loaded
-        m.outbox.instructions += [ev.RemoveCheckpoint(path) for path in checkpoints.take_spare(r, m.keep)]
+        m.outbox.instructions += [ev.RemoveCheckpoint(path) for path in known.take_spare(m.keep)]
+
+
+def _is_superseded(r: Roster, new: Checkpoint) -> bool:
+    """The run has gone on from before this checkpoint since the generation that wrote it."""
+    change = r.root.change
+    if change is not None and change.kind is ChangeKind.START and change.generation > new.generation:
+        return True
+    begun = r.history.first_steps + [(back.generation, back.to_step) for back in r.history.rollbacks]
+    return any(generation > new.generation and first < new.step for generation, first in begun)
 
 
 def note_unsaved(m: State, node: Node, report: Report) -> None:
@@ -126,9 +139,12 @@ def note_unsaved(m: State, node: Node, report: Report) -> None:
 def note_damaged(m: State, node: Node, report: Report) -> None:
     r, problem = m.roster, report.damaged
     assert problem is not None
-    if not checkpoints.note_damage(r, problem.path, problem.reason):
+    damaged = [one for one in r.checkpoints.saved if one.checkpoint.path == problem.path and not one.problem]
+    if not damaged:
         return
-    left = checkpoints.usable(r)
+    damaged[0].problem = problem.reason
+    r.mark("checkpoints")
+    left = r.checkpoints.usable()
     then = f"that of step {left[0].step} is used" if left else "no older one is left"
     m.outbox.log("damaged", f"{problem.reason}; {then}", path=problem.path, node=node.id)
     if not left and not any(map(m.has_state, r.present())):

@@ -18,14 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fallow.core.membership import checkpoints, failures, losses, tables
 from fallow.core.membership import events as ev
+from fallow.core.membership import failures, losses, tables
 from fallow.core.membership.facts import keep_checkpoint, recover, resend
 from fallow.core.membership.proposals import planned, put_off_s
 from fallow.core.membership.records import Node
 from fallow.core.membership.state import State
 from fallow.core.training.restarts import EVERY_S
-from fallow.model import Exit, MemberPhase
+from fallow.model import Exit, MemberPhase, RollbackReport
 from fallow.text import counted
 
 MOST_RULES = 20
@@ -217,11 +217,18 @@ class Machine(State):
 
     def _roll_back(self, event: ev.Rollback) -> None:
         """Members go back with the next planned change, or with a loss before it."""
-        r = self.roster
-        from_step = checkpoints.roll_back(r, event.step)
-        text = f"rolled back to step {event.step}"
-        r.root.complete, r.root.rollback_below = 0, r.root.highest
-        data = {"step": event.step, "from_step": from_step, "generation": r.root.highest}
+        r, root, step = self.roster, self.roster.root, event.step
+        reached = [saved.checkpoint.step for saved in r.checkpoints.saved if not saved.aside]
+        from_step = max([r.front, step, *reached])
+        for saved in r.checkpoints.saved:
+            saved.aside = saved.aside or saved.checkpoint.step > step
+        r.history.rollbacks.append(RollbackReport(generation=root.highest + 1, from_step=from_step, to_step=step))
+        for node in r.nodes.values():
+            r.touch(node).step = min(node.step, step)
+        root.front, root.complete, root.rollback_below = min(root.front, step), 0, root.highest
+        r.unwritten |= {"checkpoints", "history"}
+        text = f"rolled back to step {step}"
+        data = {"step": step, "from_step": from_step, "generation": root.highest}
         self.outbox.log("rollback", f"{text}, from step {from_step}", **data)
         self.spoil(text)
 

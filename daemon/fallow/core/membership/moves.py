@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from fallow.core.membership import checkpoints, losses
+from fallow.core.membership import losses
 from fallow.core.membership.messages import Peer, Plan
 from fallow.core.membership.names import member_name
 from fallow.core.membership.proposals import Proposal, after_loss, planned, to_drop
@@ -171,7 +171,7 @@ def _plans(m: State, change: Change, members: list[int], wait_s: float) -> tuple
         check=check_of(members),
         interrupt=change.interrupt,
         timeout_s=wait_s,
-        checkpoints=tuple(checkpoint.path for checkpoint in checkpoints.usable(r)),
+        checkpoints=tuple(checkpoint.path for checkpoint in r.checkpoints.usable()),
         outcome=root.outcome,
     )
     old = dict.fromkeys(r.members)
@@ -354,5 +354,5 @@ def _kept(m: State) -> str:
     """Where those begin who come when nobody is left."""
     if m.roster.restarts:
         return "what its script has saved"
-    usable = checkpoints.usable(m.roster)
+    usable = m.roster.checkpoints.usable()
     return f"the checkpoint of step {usable[0].step}" if usable else "its beginning"

@@ -146,7 +146,7 @@ class State:
         timing: deadlines.
         at: now, on the clock of the events.
         edition: of the newest order of this term, if this machine replaces another one of the same head.
-        keep: usable checkpoints that stay, see `checkpoints.take_spare`.
+        keep: usable checkpoints that stay, see `records.Checkpoints`.
         validate: check the invariants after each event.
     """
 
