@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fallow.core.membership import events as ev
+from fallow.core.membership.failures import APART, STRANGER
 from fallow.core.membership.messages import Finish, Outcome
 from fallow.core.membership.state import RunPhase
-from fallow.core.training.apart import APART, STRANGER
 from fallow.model import Exit, RunStatus
 from world.rig import Rig, logs, notices, orders, started
 

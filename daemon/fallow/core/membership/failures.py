@@ -12,7 +12,7 @@ import msgspec
 from fallow.core.membership.names import member_name
 from fallow.core.membership.records import Failure, FailureKind, HostBar
 from fallow.core.membership.roster import Roster
-from fallow.core.training.apart import APART, STRANGER
+from fallow.model import Exit, FallowError
 
 KEPT = 100
 COUNT_S = 3600.0
@@ -22,6 +22,23 @@ MENDED_S = 24 * 3600.0
 
 CRASHES = frozenset((4, 6, 7, 8, 11))
 """SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: signals that a process brings upon itself. SIGKILL comes from outside."""
+
+APART, STRANGER = "apart: ", "stranger: "
+"""How signatures of these errors begin."""
+
+
+class Apart(FallowError):
+    """The members do not follow the script together: no member's own failure."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, Exit.DATA)
+
+
+class Stranger(FallowError):
+    """A newcomer follows another script, or other arguments, than the members: they go on without it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, Exit.DATA)
 
 
 def verdict(roster: Roster, failure: Failure) -> str | None:

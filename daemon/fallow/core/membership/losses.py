@@ -9,11 +9,11 @@ from signal import SIGTERM
 
 from fallow.core.membership import events as ev
 from fallow.core.membership import failures
+from fallow.core.membership.failures import APART
 from fallow.core.membership.messages import End
 from fallow.core.membership.records import Failure, FailureKind, Node
 from fallow.core.membership.state import State
 from fallow.core.membership.watch import Overdue
-from fallow.core.training.apart import APART
 from fallow.model import Exit, MemberPhase, RunStatus
 
 _DESERTED = (

@@ -20,7 +20,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 import fallow
-from fallow.core.training.apart import APART, STRANGER, Apart, Stranger
+from fallow.core.membership.failures import APART, STRANGER, Apart, Stranger
 from fallow.model import STACK_SIGNAL, Exit, FallowError
 
 if TYPE_CHECKING:
