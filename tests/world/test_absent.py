@@ -287,12 +287,15 @@ def test_a_head_that_was_cut_off_gives_nobody_up_however_late_the_last_is_heard_
     run.nobody_is_lost()
 
 
+@pytest.mark.parametrize(("members", "cut"), [(3, {2}), (2, {1, 2})])
 @pytest.mark.parametrize("step_s", [BEAT_S, 200.0])
-def test_a_member_that_only_the_head_cannot_hear_stays_while_the_others_go_on(step_s: float) -> None:
-    """In a long step they do not wait for it yet, so nothing says that it is gone."""
-    run = Live(3, step_s=step_s)
+def test_members_that_only_the_head_cannot_hear_stay_and_no_standby_begins_alone(
+    members: int, cut: set[int], step_s: float
+) -> None:
+    """In a long step others do not wait for one of them yet, so nothing says that it is gone."""
+    run = Live(members, standbys=1, step_s=step_s)
     run.live(10)
-    run.cut = {2}
+    run.cut = cut
     run.live(150)
     run.nobody_is_lost()
     run.cut = set()
@@ -311,18 +314,6 @@ def test_a_node_that_died_is_given_up_after_its_lease(stalled_s: float) -> None:
     took_s = run.live(60, until=lambda: run.rig.m.phase is RunPhase.REBUILDING)
     assert LEASE_S - 2 <= took_s <= LEASE_S + 1
     assert run.rig.ballot.members == [1, 3]
-
-
-def test_where_all_members_are_silent_no_standby_begins_alone() -> None:
-    """They train on: the link of the head to their network is down, not that to the standby."""
-    run = Live(2, standbys=1)
-    run.live(10)
-    run.cut = {1, 2}
-    run.live(600)
-    run.nobody_is_lost()
-    run.cut = set()
-    run.live(5)
-    run.nobody_is_lost()
 
 
 def test_a_standby_that_fell_silent_is_given_up_after_its_lease_and_is_one_again_when_it_is_heard() -> None:

@@ -223,7 +223,8 @@ def test_one_node_shows_its_output_the_oldest_at_first_and_then_the_first_member
     assert [n for n in rig.r.members if rig.orders[n].is_main] == [2]
 
 
-def test_the_pause_is_told_in_parts_of_the_node_that_stood_still_the_longest() -> None:
+@pytest.mark.parametrize("by_another_head", [False, True])
+def test_the_pause_is_told_in_parts_of_the_node_that_stood_still_the_longest(by_another_head: bool) -> None:
     rig = started(1)
     rig.join("b")
     rig.vote()
@@ -231,6 +232,8 @@ def test_the_pause_is_told_in_parts_of_the_node_that_stood_still_the_longest() -
         parts = Parts(drain=pause_s / 2, state=pause_s / 2)
         switch = Switch(generation=2, first_step=3, pause_s=pause_s, parts=parts, bytes_in_pause=10, bytes_behind=5)
         rig.arrive(n, 2, 3, switch=switch)
+        if n == 1 and by_another_head:
+            rig.restart(1, 2)
     done = rig.completed[-1]
     assert (done.kind, done.members) == (ChangeKind.ABSORB, ["n0", "n1"])
     assert (done.first_step, done.pause_s, done.parts) == (3, 0.5, Parts(drain=0.25, state=0.25))

@@ -187,6 +187,7 @@ class State:
         self.trouble.broken = r.root.recovered
         if change is not None:
             number = change.generation
+            change.bytes_in_pause = change.bytes_behind = 0  # all members tell theirs again
             plan = Plan(generation=number, replaces=change.replaces, base=number, interrupt=change.interrupt)
             self.ballot = Ballot(change, r.members, plan, plan, 0.0, 0.0, set(filter(r.alive, r.members)))
             lost = [r.nodes[n] for n in change.leavers if n in r.nodes and not r.alive(n)]
