@@ -185,14 +185,13 @@ class Rig:
     def limit(self, limit: int) -> Told:
         return self.want(ev.Release, limit=limit, reason="asked")
 
-    def restart(self, *heard: int, keep: int = 2) -> None:
+    def restart(self, *heard: int, keep: int = 2) -> Told:
         """Another head takes over and hears these nodes. Args: keep: checkpoints."""
         term = self.m.outbox.term + 1
         roster = Roster.load("r", self.store)
         self.m = Machine(roster, term=term, timing=self.timing, at=self.at, keep=keep, validate=True)
-        for n in heard:
-            self.say(n)
-        self.tick(self.at + 0.25)
+        turn = [instruction for n in heard for instruction in self.say(n)]
+        return turn + self.tick(self.at + 0.25)
 
 
 def orders(turn: Told) -> dict[int, Order]:

@@ -211,6 +211,15 @@ def test_what_has_changed_is_told_of_generations_that_became_complete() -> None:
     assert (data["joined"], data["left"]) == ({"n2": "c"}, ["n1"])
 
 
+def test_another_head_tells_of_no_loss_again_and_finds_no_other_reason_for_it() -> None:
+    rig = started(2)
+    rig.gone(2, code=1)
+    turn = rig.gone(1, signal=9)
+    assert (rig.r.root.status, len(logs(turn, "lost"))) == (RunStatus.SUSPENDED, 1)
+    assert logs(rig.restart(), "lost") == []
+    assert rig.r.root.status is RunStatus.SUSPENDED
+
+
 # -- groups that break -------------------------------------------------------------------------------------------------
 
 

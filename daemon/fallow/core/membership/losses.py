@@ -43,7 +43,7 @@ def lose(m: State, node: Node, reason: str, phase: MemberPhase = MemberPhase.GON
     if not node.seat:
         m.spoil(f"newcomer {name} is gone: {reason}", node.id)
     if m.roster.is_inside(node):
-        m.trouble.lost[node.id] = reason
+        m.trouble.lost[node.id], m.trouble.code = reason, None if node.leaving else node.code
 
 
 def eject(m: State, *overdue: Overdue) -> None:

@@ -117,10 +117,9 @@ def rebuild(m: State, reason: str = "") -> None:
 
 def _suspend(m: State, leavers: list[int], reason: str) -> None:
     """Nobody is left to go on."""
-    r, root, newest = m.roster, m.roster.root, m.roster.nodes.get(next(reversed(m.trouble.lost), 0))
-    code = None if newest is None or newest.leaving else newest.code
+    r, root, code = m.roster, m.roster.root, m.trouble.code
     m.tell(m.participants())
-    m.ballot = m.trouble.group = None
+    m.ballot = m.trouble.group = m.trouble.code = None
     m.trouble.lost.clear()
     root.change = root.change if root.old_may_step else None
     for n in leavers:  # they were to leave before they had the state
@@ -156,7 +155,7 @@ def _begin(m: State, proposal: Proposal, *, interrupt: bool = False, probe: bool
     awaited = set(members) if interrupt else {*members, *proposal.leavers}
     m.ballot = Ballot(change, members, *_plans(m, change, members, wait_s), now, now + wait_s, awaited)
     m.trouble.lost.clear()
-    m.trouble.group = None
+    m.trouble.group = m.trouble.code = None
     m.tell(m.participants())
 
 

@@ -87,7 +87,9 @@ class Trouble:
     """What speaks against the present generation."""
 
     lost: dict[int, str] = field(default_factory=dict)
-    "members that are gone since the last generation was begun, and why; the newest is the last"
+    "members that are gone since the last generation was begun, and why"
+    code: int | None = None
+    "exit status of the newest of them"
     broken: int = 0
     "this generation and older ones were given up"
     group: Broken | None = None
@@ -183,7 +185,8 @@ class State:
     def _restore(self) -> None:
         """Take up what the head before had committed. What it only prepared is given up."""
         r, change = self.roster, self.roster.root.change
-        self.trouble.lost = {n: r.nodes[n].ended for n in r.members if not r.alive(n)}
+        if change is not None or r.root.status is not RunStatus.SUSPENDED:  # else that was told
+            self.trouble.lost = {n: r.nodes[n].ended for n in r.members if not r.alive(n)}
         self.trouble.broken = r.root.recovered
         if change is not None:
             number = change.generation
