@@ -353,6 +353,16 @@ def test_a_script_that_fails_before_the_loop_leaves_its_last_words() -> None:
     assert (rig.r.root.status, rig.r.root.traceback) == (RunStatus.FAILED, "node 1, line 2")
 
 
+def test_a_start_that_failed_is_what_people_see_only_until_another_node_is_ready() -> None:
+    rig = Rig()
+    for host in "ab":
+        rig.expect(host)
+    rig.gone(1, signal=9)
+    assert (rig.r.root.start_failures, rig.r.root.message[:30]) == (1, "n0 (a) ended before its traini")
+    rig.say(2, ready=CONTRACT)
+    assert (rig.r.root.start_failures, rig.r.root.message) == (0, "")
+
+
 def test_a_script_that_hangs_before_the_loop_is_killed_at_its_deadline() -> None:
     rig = Rig()
     rig.expect("a")

@@ -164,7 +164,8 @@ def note_ready(m: State, node: Node, report: Report) -> None:
         losses.dismiss(m, node, Exit.DATA, message)
         losses.count_start_failure(m, message)
         return
-    r.touch(node).phase, node.accepted, r.root.start_failures = MemberPhase.READY, True, 0
+    r.touch(node).phase, node.accepted = MemberPhase.READY, True
+    r.root.start_failures, r.root.message, r.root.traceback = 0, "", ""
     m.tell([node.id])
 
 
