@@ -26,8 +26,11 @@ def test_a_silent_member_is_given_up_only_when_a_member_that_is_heard_waits_for_
 
 def test_no_planned_change_is_begun_while_a_member_is_not_heard() -> None:
     rig = started(2)
+    rig.limit(2)
     rig.tick(12, 1)
     rig.join("c")
+    assert rig.m.waiting() == "", "there is no place for it"
+    rig.limit(3)
     assert rig.m.phase is RunPhase.STEADY
     assert rig.m.waiting() == "n2 (c) cannot begin before n1 (h2) is heard, or is certain to have ended"
     rig.say(2)

@@ -64,9 +64,9 @@ class Machine(State):
         return self.take_instructions()
 
     def waiting(self) -> str:
-        """Why nodes that are ready do not compute, in words; empty: none waits, or a change is under way."""
+        """Why nodes that are ready and have a place do not compute; empty: there are none, or they are about to."""
         r = self.roster
-        standbys = r.standbys()
+        standbys = r.fitting(r.present(MemberPhase.MEMBER), r.standbys())
         if not standbys or r.root.status.ended:
             return ""
         proposal = planned(self) if self.ballot is None else None
