@@ -115,13 +115,15 @@ def test_a_leaver_stays_known_until_its_processes_have_ended() -> None:
 def test_last_member_leaving_suspends_with_a_checkpoint_and_it_goes_on_from_there() -> None:
     rig = started(1)
     rig.release(1, reason="walltime")
+    rig.say(1, saved=Checkpoint(path="/b", generation=1, step=4))
+    assert rig.ballot.change.generation == 2, "a periodic one stops nothing"
     rig.vote()
     rig.say(1, saved=Checkpoint(path="/c", generation=1, step=5))
     (told,) = logs(rig.say(1, left=2, given_up=2), "suspend")
     assert told.endswith("; the run goes on from the checkpoint of step 5")
     assert rig.r.root.status is RunStatus.SUSPENDED
     rig.join("b")
-    assert rig.ballot.whole.checkpoints == ("/c",)
+    assert rig.ballot.whole.checkpoints == ("/c", "/b")
     rig.change(5)
     assert rig.r.root.status is RunStatus.TRAINING
 

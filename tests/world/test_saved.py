@@ -100,6 +100,24 @@ def test_one_that_turns_up_after_the_run_went_on_from_before_it_is_set_aside() -
     assert usable(rig) == [22, 20]
 
 
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_one_that_turns_up_while_a_newcomer_begins_alone_is_used_or_set_aside(is_committed: bool) -> None:
+    """The only member with the state died before it had handed it over."""
+    rig = started(1)
+    save(rig, 10)
+    rig.join("b")
+    rig.vote()
+    rig.gone(1, signal=9)
+    if is_committed:
+        rig.vote()
+    rig.put(ev.Found(at=rig.at, checkpoint=Checkpoint(path="/1-20", generation=1, step=20)))
+    if is_committed:
+        rig.switch(10)
+        assert usable(rig) == [10]
+    else:
+        assert rig.ballot.whole.checkpoints == ("/1-20", "/1-10")
+
+
 # -- going back --------------------------------------------------------------------------------------------------------
 
 

@@ -10,9 +10,8 @@ from fallow.core.membership import losses
 from fallow.core.membership.messages import Checkpoint, Report
 from fallow.core.membership.moves import burn
 from fallow.core.membership.records import FailureKind, Node, Saved
-from fallow.core.membership.roster import Roster
 from fallow.core.membership.state import Broken, State
-from fallow.model import ChangeKind, Exit, MemberPhase, RunStatus
+from fallow.model import Exit, MemberPhase, RunStatus
 
 
 def recover(m: State, report: Report, host: str) -> None:
@@ -97,11 +96,12 @@ def keep_checkpoint(m: State, new: Checkpoint) -> None:
     r, known = m.roster, m.roster.checkpoints
     if any(saved.checkpoint.path == new.path for saved in known.saved):
         return
-    saved = Saved(checkpoint=new, aside=_is_superseded(r, new))
+    saved = Saved(checkpoint=new, aside=_is_superseded(m, new))
     known.saved.append(saved)
     r.root.unsaved_reason = ""
     r.mark("checkpoints")
-    if m.voting is not None and m.voting.change.kind is ChangeKind.START and saved.usable:
+    voters = m.voting.members if m.voting is not None else []
+    if saved.usable and voters and not any(map(m.has_state, voters)):
         m.spoil(f"the checkpoint of step {new.step} has turned up")
     text = f"checkpoint of step {new.step}" + (": set aside, the run went on from an earlier step" * saved.aside)
     m.outbox.log(
@@ -117,12 +117,14 @@ def keep_checkpoint(m: State, new: Checkpoint) -> None:
         m.outbox.instructions += [ev.RemoveCheckpoint(path) for path in known.take_spare(m.keep)]
 
 
-def _is_superseded(r: Roster, new: Checkpoint) -> bool:
+def _is_superseded(m: State, new: Checkpoint) -> bool:
     """The run has gone on from before this checkpoint since the generation that wrote it."""
-    change = r.root.change
-    if change is not None and change.kind is ChangeKind.START and change.generation > new.generation:
-        return True
+    r, change = m.roster, m.roster.root.change
     begun = r.history.first_steps + [(back.generation, back.to_step) for back in r.history.rollbacks]
+    if change is not None and r.members and not any(map(m.has_state, r.members)):
+        begun.append((change.generation, 0))  # its members begin with an earlier checkpoint
+    elif change is not None and change.first_step is not None:
+        begun.append((change.generation, change.first_step))
     return any(generation > new.generation and first < new.step for generation, first in begun)
 
 
