@@ -195,7 +195,6 @@ class Roster:
         for n in joined:
             self.touch(self.nodes[n]).joined = root.generation
         self._members = None
-        self.mark("root")
 
 
 def check_of(members: Iterable[int]) -> int:
