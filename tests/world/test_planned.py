@@ -156,6 +156,11 @@ def test_t7_limits_keep_standbys_warm_and_release_the_youngest() -> None:
     rig = started(1, shards=1)
     rig.join("b")
     assert rig.r.members == [1], "never more workers than shards"
+    rig = Rig(minimum=3)
+    rig.limit(2)
+    for host in "ab":
+        rig.join(host)
+    assert rig.ballot.members == [1, 2], "a third node is not asked for"
 
 
 def test_in_a_scripted_run_no_standby_takes_a_lost_ones_place() -> None:

@@ -56,7 +56,7 @@ def _start(m: State, joiners: list[int]) -> Proposal | None:
     if root.status is RunStatus.WAITING:
         # Fewer suffice if the limit or the number of shards leaves no place for more.
         is_full = len(joiners) < len(roster.standbys())
-        needed = 1 if is_full else root.minimum
+        needed = 1 if is_full else min(root.minimum, root.limit)
     if not joiners or len(joiners) < needed:
         return None
     verb = "went on" if root.generation else "started"
