@@ -201,10 +201,13 @@ class DataPlane:
         # A head that stood still before a removal may remove an older one that the next head has found meanwhile.
         if paths and paths[0] not in self.checkpoints and not self.w.fired["store goes back"]:
             self.w.fail(f"{paths[0]} is to be loaded, there are {list(self.checkpoints)}")
-        steps = [self.checkpoints[path].step for path in paths if path in self.checkpoints]
-        if paths and not steps:
+        there = [self.checkpoints[path] for path in paths if path in self.checkpoints]
+        if paths and not there:
             self.w.fail(f"none of {paths} is there")
-        return max(steps, default=0)
+        newest = max(there, key=lambda checkpoint: checkpoint.step, default=None)
+        if newest is not None:
+            self.w.observer.see_load(newest)
+        return 0 if newest is None else newest.step
 
     def _arrive(self, x: Worker, generation: int, step: int) -> None:
         if not x.alive or x.entering != generation or x.given_up >= generation:

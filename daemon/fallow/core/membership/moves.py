@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -301,16 +300,16 @@ def complete(m: State) -> None:
     root.discarded += change.discarded
     # Generations in between may never have become complete: what they changed is told with this one.
     before, r.history.members = r.history.members, list(r.members)
-    joined, left = _without(r.members, before), _without(before, r.members)
     r.mark("history")
     if not change.interrupt:  # else newcomers may be about to repeat a first exchange that did not end
         m.trouble.probe_s = m.timing.probe_s
+    old, new = set(before), set(r.members)
     pause = f", pause {change.pause_s:.3f} s" if change.pause_s else ""
     text = f"generation {change.generation}: {change.reason}; {counted(len(r.members), 'node')}{pause}"
     data: dict[str, Any] = {
         "generation": change.generation,
-        "joined": {member_name(n): r.nodes[n].host for n in joined},
-        "left": [member_name(n) for n in left],
+        "joined": {member_name(n): r.nodes[n].host for n in r.members if n not in old},
+        "left": [member_name(n) for n in before if n not in new],
     }
     if r.members:
         root.status = RunStatus.TRAINING
@@ -342,11 +341,6 @@ def complete(m: State) -> None:
     for n in change.leavers:
         if n in r.nodes:
             losses.forget_if_unneeded(m, r.nodes[n])
-
-
-def _without(nodes: list[int], others: Iterable[int]) -> list[int]:
-    known = set(others)
-    return [n for n in nodes if n not in known]
 
 
 def _kept(m: State) -> str:
