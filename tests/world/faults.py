@@ -303,6 +303,13 @@ def rollback(w: World, host: Host, lasts: float) -> bool:
     return False
 
 
+def checkpoint_torn(w: World, host: Host, lasts: float) -> bool:
+    """One of those on disk can never be loaded."""
+    whole = sorted(w.plane.checkpoints.keys() - w.plane.torn)
+    w.plane.torn.update(whole and [w.rng.choice(whole)])
+    return bool(whole)
+
+
 FAULTS: dict[str, tuple[int, Strike]] = {
     "head crash": (1, head_crash),
     "head crash at a write": (2, head_crash_at_write),
@@ -338,6 +345,7 @@ FAULTS: dict[str, tuple[int, Strike]] = {
     "bar": (1, bar),
     "cancel": (1, cancel),
     "rollback": (1, rollback),
+    "checkpoint torn": (1, checkpoint_torn),
 }
 """Name -> how often it is chosen, and what it does."""
 

@@ -46,6 +46,7 @@ EXPECTED_ENDS = (
     "is gone: ValueError",
     "is gone: code",
     "cancelled by hand",
+    "no older checkpoint is left",
 )
 """What a run's message says when faults here have ended it."""
 
