@@ -165,7 +165,7 @@ class Host:
             return
         match message:
             case ("admitted", node, boot):
-                if boot == self.boot and node != self.node:
+                if boot == self.boot and node != self.node and not self.over:
                     self.node = node
                     self.say()
             case ("introduce", node):
