@@ -25,7 +25,7 @@ WAITS: dict[str, Any] = {"doing": Doing.WAITING, "stalled_s": 20.0}
 Told = list[ev.Instruction]
 
 NOTICED_BY: dict[str, Callable[[], None]] = {}
-"""Missing guard (`mutants`) -> a test that notices."""
+"""Missing guard (`test_mutants`) -> a test that notices."""
 
 Test = TypeVar("Test", bound=Callable[..., None])
 

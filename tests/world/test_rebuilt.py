@@ -51,6 +51,7 @@ def test_nothing_is_committed_while_an_old_generation_may_still_act() -> None:
     assert rig.r.root.generation == 3, "now Slurm says so"
 
 
+@notices("a former leaver ends a generation that it was not in")
 def test_a_former_leaver_that_is_heard_again_proves_nothing_of_the_generation_that_acts_now() -> None:
     """Nodes 1 and 2 may still step in generation 2. Node 4 alone must not begin beside them."""
     rig = started(3)
