@@ -7,26 +7,10 @@ import pytest
 
 from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Checkpoint, Order, Refusal, Switch
-from fallow.core.membership.roster import Roster
 from fallow.core.membership.state import RunPhase
 from fallow.core.membership.tables import RUN
 from fallow.model import ChangeKind, Exit, MemberPhase, Parts, RunStatus
 from world.rig import CONTRACT, Rig, logs, notices, orders, started
-
-
-def test_waits_for_the_minimum_and_commits_only_with_every_vote() -> None:
-    rig = Rig(minimum=2)
-    rig.join("a")
-    assert rig.m.phase is RunPhase.EMPTY
-    rig.join("b")
-    assert rig.m.phase is RunPhase.PREPARING
-    g = rig.r.root.highest
-    rig.say(1, prepared=g)
-    assert rig.r.root.generation == 0
-    turn = rig.say(2, prepared=g)
-    assert rig.r.root.generation == g
-    assert all(order.committed == g for order in orders(turn).values())
-    assert Roster.load("r", rig.store).root.generation == g
 
 
 def test_newcomers_hear_of_a_commit_first_and_members_when_they_have_or_when_an_order_was_lost() -> None:
