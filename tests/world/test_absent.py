@@ -503,14 +503,3 @@ def test_a_node_that_hangs_is_ejected_from_a_generation_in_which_nobody_computes
         others = [n for n in rig.r.nodes if n != 2]
         rig.stand(at, {2: (WORKING, at), **dict.fromkeys(others, (WAITING, at - 1))})
     assert (rig.r.alive(2), rig.ballot.members) == (False, [1, 3])
-
-
-def test_a_member_that_is_not_heard_is_not_taken_for_one_that_waits() -> None:
-    """Its node stands still in a moment in which it waited: the links to it would be found cut, and others blamed."""
-    rig = started(2)
-    rig.stand(1, {1: (WAITING, 0), 2: (WAITING, 0)})
-    for at in range(2, 11):
-        rig.stand(at, {2: (WAITING, at - 1)})
-        assert rig.m.phase is RunPhase.STEADY
-    rig.tick(13, 2, **WAITS)
-    assert (rig.r.nodes[1].phase, rig.ballot.members) == (MemberPhase.SILENT, [2])
