@@ -42,40 +42,31 @@ def _wanted(text: str) -> Wanted:
         text = _COUNT.sub("", text).replace("&", "|")
     tokens = _TOKEN.findall(text)
     try:
-        wanted = _either(tokens)
+        wanted = _parse(tokens)
     except ValueError:
         return lambda _: True
     return (lambda _: True) if tokens else wanted
 
 
-def _either(tokens: list[str]) -> Wanted:
-    """Take an alternative off the front. So do the next two with what binds tighter.
+def _parse(tokens: list[str], level: int = 0) -> Wanted:
+    """Take what is joined by `|` (level 0), what is joined by `&` or `,` (1), or a name or bracket (2) off the front.
 
     Raises:
         ValueError: it cannot be read.
     """
-    parts = [_both(tokens)]
-    while tokens[:1] == ["|"]:
-        del tokens[0]
-        parts.append(_both(tokens))
-    return lambda has: any(part(has) for part in parts)
-
-
-def _both(tokens: list[str]) -> Wanted:
-    parts = [_one(tokens)]
-    while tokens and tokens[0] in "&,":
-        del tokens[0]
-        parts.append(_one(tokens))
-    return lambda has: all(part(has) for part in parts)
-
-
-def _one(tokens: list[str]) -> Wanted:
+    if level < 2:
+        parts = [_parse(tokens, level + 1)]
+        while tokens and tokens[0] in ("|", "&,")[level]:
+            del tokens[0]
+            parts.append(_parse(tokens, level + 1))
+        combine = (any, all)[level]
+        return lambda has: combine(part(has) for part in parts)
     if not tokens or tokens[0] in "&|,)":
         raise ValueError
     name = tokens.pop(0)
     if name != "(":
         return lambda has: name in has
-    wanted = _either(tokens)
+    wanted = _parse(tokens)
     if tokens[:1] != [")"]:
         raise ValueError
     del tokens[0]
