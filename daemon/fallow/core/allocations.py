@@ -250,6 +250,12 @@ def forgo(allocation: Allocation) -> None:
     allocation.settled = allocation.counted = True
 
 
+def horizon_s(poll_interval_s: float) -> float:
+    """A submission that no poll has shown for so long after its sbatch ended is lost."""
+    # MessageTimeout (10 s) + SAVE_MAX_WAIT (5 s) + margin, and never before two polls.
+    return max(30.0, 2.5 * poll_interval_s)
+
+
 def observe(allocation: Allocation, mine: Sequence[JobInfo], now: float, horizon_s: float) -> str | None:
     """Bring one allocation up to date with a poll.
 

@@ -18,8 +18,8 @@ from fallow.config import Config
 from fallow.config import Harvest as HarvestSection
 from fallow.core.accounting.backoff import FIRST_S, Asker, Backoff
 from fallow.core.allocations import SUBMIT_S, Allocation
-from fallow.core.planning.allowance import AHEAD
-from fallow.core.planning.rules import HarvestRules, Known
+from fallow.core.planning.known import Known
+from fallow.core.planning.rules import AHEAD, HarvestRules
 from fallow.head.api.views import node_views
 from fallow.head.loop.inbox import Inbox, Item, Work, tell
 from fallow.head.loop.turn import Turn

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from functools import lru_cache
 
-from fallow.core.parameters import numbers
 from fallow.model import ClusterConfig
 
 UNKNOWN = ClusterConfig(cluster="", slurm_version="")
@@ -15,6 +16,17 @@ LOOKED_AT = 500
 
 LOOKS_AGAIN_S = 60.0
 """Slurm looks at the whole queue this often at the least, whatever backfill does (sched_interval)."""
+
+
+@lru_cache(maxsize=64)
+def numbers(pattern: str, parameters: str) -> tuple[int, ...]:
+    """Those behind some words of SchedulerParameters, in their order; kept, for every plan asks for the same.
+
+    Args:
+        pattern: regular expression with one group, the number.
+        parameters: as Slurm shows them (https://slurm.schedmd.com/slurm.conf.html#OPT_SchedulerParameters).
+    """
+    return tuple(int(number) for number in re.findall(pattern, parameters))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,10 @@ from fallow.core.accounting.duds import DUDS, ROUNDS, Duds
 from fallow.core.allocations import WAITING, Allocation
 from fallow.core.membership import events as ev
 from fallow.core.neighbour.needs import ExternalDemand, GiveBack
-from fallow.core.planning import allowance
-from fallow.core.planning.allowance import FEW
 from fallow.core.planning.asking import Ask
+from fallow.core.planning.known import Known
 from fallow.core.planning.plan import plan
-from fallow.core.planning.rules import Demand, HarvestRules, Known, harvestable
+from fallow.core.planning.rules import FEW, Demand, HarvestRules, allowed_now, harvestable
 from fallow.core.planning.shared_limits import Reserve, capped, named, yielded
 from fallow.core.planning.situation import Situation
 from fallow.core.planning.withdrawals import Withdraw
@@ -65,7 +64,7 @@ class Asking:
     def rules(self, now: float, site: ClusterConfig | None, refused: Mapping[str, str]) -> HarvestRules:
         """What may be asked for now, at Unix time `now`; nothing in the partitions that are `refused`."""
         slurm = self._config.slurm
-        return allowance.rules(
+        return allowed_now(
             replace(self._configured, refused=refused, stopped=self.stopped),
             site,
             self._known.experience,

@@ -12,9 +12,8 @@ from builders import cluster as poll_of
 from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind
-from fallow.core.planning import allowance
-from fallow.core.planning.experience import Experience
-from fallow.core.planning.rules import Demand, HarvestRules
+from fallow.core.planning.known import Experience
+from fallow.core.planning.rules import Demand, HarvestRules, allowed_now
 from fallow.core.planning.shared_limits import Reserve, Room, capped, fills, named, waits_for_limit, yielded
 from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo, LimitView, OwnerView, ShareView
 
@@ -84,15 +83,11 @@ def test_reasons_that_the_end_of_a_job_of_ours_can_ease(reasons: str, shared: bo
     ],
 )
 def test_whose_limit_our_jobs_fill(reason: str, who: dict[str, str], shares: bool) -> None:
-    job = waits(reason, **who)
-    assert fills(ours(1), job, {p.partition: p for p in PARTITIONS}) is shares
-
-
-def test_the_qos_of_a_partition_binds_the_jobs_in_it() -> None:
-    by_partition = {p.partition: p for p in PARTITIONS}
-    job = waits("QOSMaxJobsPerUserLimit", user="ann")
-    assert fills(ours(1, partition="normal"), job, by_partition)
-    assert not fills(ours(1), job, by_partition)
+    by_partition, job = {p.partition: p for p in PARTITIONS}, waits(reason, **who)
+    assert fills(ours(1), job, by_partition) is shares
+    # The QOS of a partition binds the jobs in it, too.
+    per_user = waits("QOSMaxJobsPerUserLimit", user="ann")
+    assert fills(ours(1, partition="normal"), per_user, by_partition) and not fills(ours(1), per_user, by_partition)
 
 
 def test_who_waits_for_a_limit_of_the_group_gets_what_the_job_needs_of_us() -> None:
@@ -298,7 +293,7 @@ def test_few_requests_wait_where_the_limits_are_not_known(
     known: bool, accounting: bool, max_pending: int | None, most: int
 ) -> None:
     told = site(accounting=accounting), Experience(), NOW, 30.0
-    found = allowance.rules(HarvestRules(), *told, max_pending=max_pending, limits_known=known)
+    found = allowed_now(HarvestRules(), *told, max_pending=max_pending, limits_known=known)
     assert found.max_waiting >= most if most > 8 else found.max_waiting == most
-    usual = allowance.rules(HarvestRules(), *told, max_pending=max_pending)
+    usual = allowed_now(HarvestRules(), *told, max_pending=max_pending)
     assert replace(found, max_waiting=0) == replace(usual, max_waiting=0)
