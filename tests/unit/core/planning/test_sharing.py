@@ -111,9 +111,6 @@ def test_a_held_node_goes_to_a_run_that_has_it_through_another_partition() -> No
     assert wishes and all(isinstance(w, GiveBack) for w in wishes)
     full = HarvestRules(max_pending=100, partition_nodes={"q": 0})
     assert actions(site.cluster(), demands, site.mine, full) == []
-    # Nor to one that could not ask for it: it would go back to the first run, and be given up again, for ever.
-    patient = [demands[0], replace(demands[1], min_minutes=180)]
-    assert actions(site.cluster(), patient, site.mine, HarvestRules(max_pending=100)) == []
 
 
 def test_of_nodes_that_help_only_together_none_is_asked_for_where_a_cap_is_below_that() -> None:
@@ -150,9 +147,18 @@ def test_plans_keep_limits_and_come_to_rest(data: st.DataObject) -> None:
         max_pending=data.draw(st.sampled_from([1, 4, 100])),
         partition_nodes=data.draw(st.sampled_from([{}, {"p": 2}, {"p": 2, "q": 3}])),
     )
+    # A run that could not ask for a node, since its shortest request is longer than any may be, takes none from others.
+    limits = {
+        run: {
+            "min_minutes": data.draw(st.sampled_from([2, 2, 180])),
+            "budget_node_s": data.draw(st.sampled_from([None, None, 0.0, 600.0])),
+            "barred": frozenset(data.draw(st.sampled_from([[], ["p0", "b0"]]))),
+        }
+        for run in most
+    }
     begin = len(site.mine)
     for _ in range(60):
-        demands = [demand(site, run, most[run], worths[run], where[run]) for run in most]
+        demands = [replace(demand(site, run, most[run], worths[run], where[run]), **limits[run]) for run in most]
         wishes = actions(site.cluster(), demands, site.mine, rules)
         assert wishes == actions(site.cluster(), demands, site.mine, rules)
         asked = [w for w in wishes if isinstance(w, Ask)]
