@@ -18,11 +18,10 @@ from dataclasses import dataclass
 import msgspec
 
 from fallow.core.allocations import WAITING, Allocation
-from fallow.core.neighbour.constraint import alternatives
+from fallow.core.kinds import alternatives
 from fallow.core.neighbour.preemption import Preemption, admits
 from fallow.core.neighbour.room import HELD, Claim, Room, find_rooms
-from fallow.core.neighbour.site import SiteRules
-from fallow.core.neighbour.waiting import Waiting, is_ours, others_waiting, picks_up, turn
+from fallow.core.neighbour.waiting import SiteRules, Waiting, is_ours, others_waiting, picks_up, turn
 from fallow.model import AllocationState, ClusterState, JobInfo
 
 ELEMENTS = 256

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from fallow.core.accounting.backoff import Asker
 from fallow.core.kinds import Kind, open_to
 from fallow.core.neighbour.permission import too_small_for
-from fallow.core.neighbour.site import LOOKED_AT, UNKNOWN, numbers, site_rules
+from fallow.core.neighbour.waiting import LOOKED_AT, UNKNOWN, numbers, site_rules
 from fallow.core.planning.known import Experience, RunClass
 from fallow.core.planning.share import Worth
 from fallow.model import ClusterConfig, ClusterState, PartitionInfo

@@ -21,8 +21,15 @@ from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import WAITING, Allocation
 from fallow.core.kinds import Kind
 from fallow.core.neighbour.needs import GiveBack
-from fallow.core.neighbour.site import LOOKS_AGAIN_S
-from fallow.core.neighbour.waiting import array_elements, is_ours, picks_up, running_elements, startable, turn
+from fallow.core.neighbour.waiting import (
+    LOOKS_AGAIN_S,
+    array_elements,
+    is_ours,
+    picks_up,
+    running_elements,
+    startable,
+    turn,
+)
 from fallow.core.planning.rules import Demand
 from fallow.core.states import ENDED_STATES, ENDING, ON_NODES
 from fallow.model import AllocationState, ClusterState, JobInfo, LimitView, OwnerView, PartitionInfo

@@ -9,7 +9,7 @@ from builders import NOW, allocation, node, partition, runs, site, waits
 from fallow.core.holes import Part
 from fallow.core.holes import waits as is_waiting
 from fallow.core.neighbour.needs import ExternalDemand, assess
-from fallow.core.neighbour.site import LOOKED_AT, UNKNOWN, SiteRules, site_rules
+from fallow.core.neighbour.waiting import LOOKED_AT, UNKNOWN, SiteRules, site_rules
 from fallow.core.submission.sbatch import harvest_options
 from fallow.core.tokens import new_token
 from fallow.model import AllocationKind, JobInfo, ReservationInfo, RunSpec

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from builders import NOW, node, partition, runs, site, waits
 from fallow.core.neighbour.needs import assess
-from fallow.core.neighbour.site import UNKNOWN, site_rules
+from fallow.core.neighbour.waiting import UNKNOWN, site_rules
 from fallow.model import JobInfo
 from neighbours import FOUR, PENDING, RELEASING, THREE, TIERS, cluster, given_back, held, standing
 

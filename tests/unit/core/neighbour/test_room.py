@@ -8,11 +8,10 @@ import pytest
 from msgspec.structs import replace
 
 from builders import NOW, gpu_node, node, partition, runs, waits
-from fallow.core.neighbour.constraint import alternatives
+from fallow.core.kinds import alternatives
 from fallow.core.neighbour.needs import ExternalDemand, assess
 from fallow.core.neighbour.room import Claim, Room
-from fallow.core.neighbour.site import SiteRules
-from fallow.core.neighbour.waiting import array_elements
+from fallow.core.neighbour.waiting import SiteRules, array_elements
 from fallow.model import JobInfo, NodeInfo, ReservationInfo
 from neighbours import FOUR, RELEASING, THREE, cluster, given_back, held, standing
 
