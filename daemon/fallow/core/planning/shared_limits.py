@@ -48,6 +48,9 @@ _LICENSES = "Licenses"
 
 _COUNTED = re.compile(r"(?:Grp|Max)(SubmitJobs|Jobs)(PU|PA)?|(?:Grp|Max)TRES(PU|PA)? (node|cpu|gres/gpu)")
 
+_WORDS = {"node": "node", "cpu": "cpu", "gres/gpu": "gres", "Jobs": "job"}
+"""Unit -> word in the reasons of jobs that wait for a limit of it."""
+
 
 class Room(msgspec.Struct, frozen=True):
     """What shared limits ask of one plan."""
@@ -101,16 +104,23 @@ def _qos_of(job: JobInfo, partitions: Mapping[str, PartitionInfo]) -> set[str]:
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def yielded(cluster: ClusterState, allocations: Sequence[Allocation], askers: Mapping[str, Asker]) -> Room:
+def yielded(
+    cluster: ClusterState,
+    allocations: Sequence[Allocation],
+    askers: Mapping[str, Asker],
+    owner: OwnerView | None = None,
+) -> Room:
     """Say what is given back, and who asks for nothing, because a job waits for a limit that we help to fill.
 
     Args:
         cluster: one poll.
         allocations: every live allocation of every run.
         askers: run -> in whose name its harvest jobs are.
+        owner: what Slurm told of the limits; None: nothing.
     """
-    tokens = {a.token for a in allocations if a.harvested}
+    tokens, limits = {a.token for a in allocations if a.harvested}, _limits(owner)
     waiting = [job for job in cluster.jobs if waits_for_limit(job) and not is_ours(job, tokens) and not picks_up(job)]
+    waiting = [job for job in waiting if not any(limit.is_too_small_for(job) for limit in limits)]
     if not waiting:
         return Room()
     partitions = {p.partition: p for p in cluster.partitions}
@@ -225,6 +235,18 @@ class _Limit:
             return self.whose in qos or not asker.qos or self.whose == asker.qos
         return not asker.account or self.whose == asker.account or self.is_above
 
+    def holds_for(self, job: JobInfo) -> bool:
+        return self.user in ("", job.user) and (job.qos if self.by_qos else job.account) == self.whose
+
+    def is_too_small_for(self, job: JobInfo) -> bool:
+        """Return True if a job waits for it and asks for more than all of it: no job that ends lets it start.
+
+        Slurm keeps such a job in the queue, unless its QOS has DenyOnLimit (sacctmgr(1)).
+        """
+        reason = job.reason.strip("()").lower()
+        is_meant = reason.startswith("assoc") != self.by_qos and _WORDS.get(self.unit, "?") in reason
+        return is_meant and self.holds_for(job) and self.takes(job) > self.shown.limit
+
     def takes(self, job: JobInfo) -> int:
         """What a job, or one element of an array, counts for while it runs."""
         each = {"cpu": job.cpus_per_node, "gres/gpu": job.gpus_per_node, "node": 1}.get(self.unit)
@@ -232,7 +254,7 @@ class _Limit:
 
     def used_by(self, job: JobInfo) -> int:
         """What a job of somebody else, or of normal priority, takes of it now."""
-        if self.user not in ("", job.user) or (job.qos if self.by_qos else job.account) != self.whose:
+        if not self.holds_for(job):
             return 0
         if self.unit == "SubmitJobs":
             return array_elements(job.array_tasks)[0] if job.array_tasks else 1
@@ -244,7 +266,9 @@ class _Limit:
         return sum(count * needs[run].get(self.unit, 1) for run, count in Counter(a.run for a in counted).items())
 
 
-def _limits(owner: OwnerView) -> list[_Limit]:
+def _limits(owner: OwnerView | None) -> list[_Limit]:
+    if owner is None:
+        return []
     accounts, found = {share.account for share in owner.shares}, list[_Limit]()
     for shown in owner.limits:
         counted = _COUNTED.fullmatch(shown.name)

@@ -156,7 +156,7 @@ class Asking:
         askers = named(cluster, live, {run.id: run.asker for run in runs.values()})
         qos = {p.qos for p in harvestable(cluster, rules)} - {""}
         whole = {run.id for run in runs.values() if takes_whole_nodes(run.spec)}
-        waits = yielded(cluster, live, askers)
+        waits = yielded(cluster, live, askers, self.owner)
         kept = self._reserve.room(self.owner, cluster, live, demands, askers, whole, qos)
         for run in runs.values():
             before, run.limited_by = run.limited_by, waits.because.get(run.id, "")

@@ -167,6 +167,28 @@ def test_others_requests_for_idle_nodes_are_nobody_who_waits() -> None:
     assert yielded(cluster(ours(1, "PENDING", reason="AssocGrpNodeLimit")), [held(1)], {"r": ME}) == Room()
 
 
+@pytest.mark.parametrize(
+    ("of", "name", "wants", "waits_in_vain"),
+    [
+        ("account lab", "GrpTRES node", {"num_nodes": 21}, True),
+        ("account lab", "GrpTRES node", {"num_nodes": 20}, False),
+        ("account lab", "GrpTRES cpu", {"num_nodes": 21}, False),  # the job waits for another limit
+        ("QOS normal", "GrpTRES node", {"num_nodes": 21}, False),  # which may replace that of the account
+        ("account other", "GrpTRES node", {"num_nodes": 21}, False),
+        ("account lab", "GrpTRES gres/gpu", {"reason": "AssocGrpGRES", "gpus_per_node": 21}, True),
+        ("QOS normal", "MaxTRESPU cpu", {"reason": "QOSMaxCpuPerUserLimit", "cpus_per_node": 21}, False),  # of ann
+    ],
+)
+def test_nothing_is_given_back_for_a_job_that_asks_for_more_than_all_of_a_limit(
+    of: str, name: str, wants: dict[str, Any], waits_in_vain: bool
+) -> None:
+    """It waits for ever; all harvesting under the limit had stopped for as long."""
+    job = waits(**{"reason": "AssocGrpNodeLimit", **wants})
+    mine = ours(1, qos="normal", user="bob")
+    found = yielded(cluster(job, mine), [held(1)], {"r": ME}, told((of, name, 20.0, 1.0)))
+    assert (found == Room()) is waits_in_vain and bool(found.give_back) is not waits_in_vain
+
+
 # -- the reserve ----------------------------------------------------------------------------------------------------
 
 
