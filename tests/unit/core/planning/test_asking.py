@@ -43,15 +43,18 @@ def test_r2_s4_holes_shorter_than_worthwhile_are_left_alone() -> None:
     assert actions(state, [Demand("r", 1)], [], HarvestRules()) == []
 
 
-def test_no_job_is_asked_for_that_trains_for_less_than_it_takes_to_begin() -> None:
-    experience = Experience()
-    for _ in range(5):
-        experience.started(1.0, 170.0, NOW - 60)
-    usual, slow = (allowed_now(HarvestRules(), None, known, NOW, 30.0) for known in (Experience(), experience))
-    assert (usual.min_minutes, slow.min_minutes) == (2, 6)
-    short = preempting([node("n1")], [waits(partition="urgent", planned_nodes=["n1"], start_at=NOW + 300)])
-    assert asked(short, [Demand("r", 1)], [], slow) == []
-    assert [ask.minutes for ask in asked(preempting([node("n1")]), [Demand("r", 1)], [], slow)] == [120]
+@pytest.mark.parametrize(
+    ("start_s", "least", "minutes"), [(60.0, 2, [5]), (170.0, 6, []), (1800.0, 60, []), (7000.0, 120, [])]
+)
+def test_no_job_is_asked_for_that_trains_for_less_than_it_takes_to_begin(
+    start_s: float, least: int, minutes: list[int]
+) -> None:
+    """Nodes that took too long to begin leave requests as long as any may be, or none would be made in six hours."""
+    rules = allowed_now(HarvestRules(), None, Experience(starts=[(NOW - 60.0, start_s)]), NOW, 30.0)
+    assert rules.min_minutes == least
+    short = preempting([node("n1")], [waits(partition="urgent", planned_nodes=["n1"], start_at=NOW + 390)])
+    assert [ask.minutes for ask in asked(short, [Demand("r", 1)], [], rules)] == minutes
+    assert [ask.minutes for ask in asked(preempting([node("n1")]), [Demand("r", 1)], [], rules)] == [120]
 
 
 @pytest.mark.parametrize(("slack_s", "minutes"), [(0.0, 31), (60.0, 30), (61.0, 29)])

@@ -9,7 +9,7 @@ from fallow.config import Config
 from fallow.core import records
 from fallow.core.accounting.backoff import LONGEST_S, Asker, Backoff, Scope, base_job, harvest_jobs, scope_of
 from fallow.core.planning.known import Known, Learner
-from fallow.core.planning.rules import Demand, HarvestRules, allowed_now
+from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.head.slurm.asking import BACKOFF
 from fallow.head.slurm.harvest import Harvest
 from fallow.model import AllocationState
@@ -39,14 +39,6 @@ def test_each_start_is_taken_note_of_once() -> None:
         mine = [(job, Asker())] if at > NOW else []
         learner.take_in(cluster([], at=at), mine, [], at)
     assert len(learner.known.experience.starts) == 1
-
-
-def test_nodes_that_took_too_long_to_begin_leave_requests_as_long_as_any_may_be() -> None:
-    """Else nothing was asked for in six hours, whatever was the matter."""
-    learner, configured = Learner(), HarvestRules(max_minutes=120)
-    for start_s, least in ((60.0, 2), (1800.0, 60), (7000.0, 120)):
-        learner.known.experience.starts = [(NOW, start_s)]
-        assert allowed_now(configured, None, learner.known.experience, NOW, 30.0).min_minutes == least
 
 
 # -- what Slurm refuses ------------------------------------------------------------------------------------------------

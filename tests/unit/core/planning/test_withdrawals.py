@@ -30,15 +30,9 @@ def test_pending_requests_count_against_idle_nodes_and_are_withdrawn_when_not_ne
     assert withdrawn(actions(state, [Demand("r", 0)], [request(waited_s=601)], RULES)) == ["h"]
 
 
-@pytest.mark.parametrize(
-    ("idle", "rules"),
-    [
-        (6, HarvestRules(max_nodes=4)),
-        (6, HarvestRules(max_pending=2)),
-    ],
-)
-def test_what_is_withdrawn_leaves_its_place_at_once(idle: int, rules: HarvestRules) -> None:
-    state = preempting([node(f"n{i}") for i in range(idle)])
+@pytest.mark.parametrize("rules", [HarvestRules(max_nodes=4), HarvestRules(max_pending=2)])
+def test_what_is_withdrawn_leaves_its_place_at_once(rules: HarvestRules) -> None:
+    state = preempting([node(f"n{i}") for i in range(6)])
     mine = [allocation(f"h{i}", nodes=[f"x{i}"]) for i in range(2)] + [request(f"p{i}", 0.0) for i in range(2)]
     demands = [Demand("new", 2), Demand("r", -2)]
     found = planned(state, demands, mine, rules)
