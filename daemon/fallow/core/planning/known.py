@@ -117,7 +117,7 @@ Look = tuple[str, int, int, int]
 """State, and CPUs, memory and GPUs in use: changes when a node is used otherwise."""
 
 Declined = tuple[str, str, RunClass]
-"""Node, partition and class of runs whose requests do not start there."""
+"""Node, partition and class of runs whose requests do not start there: nor do others' of that kind, in that name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Unstarted:
 
     looks: Mapping[str, tuple[Look, float]] = field(default_factory=dict)
     "idle node, or one with something idle -> how it looks, and since when (Unix time)"
-    declined: Mapping[Declined, tuple[int, float]] = field(default_factory=dict)
+    declined: Mapping[tuple[str, str, Kind, Asker], tuple[int, float]] = field(default_factory=dict)
     "times that a node was left alone, and until when (Unix time)"
 
     def look(self, cluster: ClusterState) -> Unstarted:
@@ -148,8 +148,9 @@ class Unstarted:
     def decline(self, found: Iterable[Declined], at: float) -> Unstarted:
         """After requests were found not to start there."""
         declined = dict(self.declined)
-        for key in found:
-            if not self.declined_s(*key, at):
+        for node, partition, run_class in found:
+            if not self.declined_s(node, partition, run_class, at):
+                key = node, partition, run_class.kind, run_class.asker
                 times, _ = self.declined.get(key, (0, 0.0))
                 declined[key] = times + 1, at + min(LONGEST_S, FIRST_S * 2.0 ** min(times, 20))
         return Unstarted(self.looks, declined)
@@ -158,7 +159,7 @@ class Unstarted:
         """For how long it is left alone still; 0: it is not."""
         if not self.declined:
             return 0.0
-        _, until = self.declined.get((node, partition, run_class), (0, 0.0))
+        _, until = self.declined.get((node, partition, run_class.kind, run_class.asker), (0, 0.0))
         # When the clock was set back, nobody knows.
         return max(0.0, until - at) if until - at <= LONGEST_S else 0.0
 

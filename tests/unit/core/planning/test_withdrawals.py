@@ -174,7 +174,9 @@ def test_a_request_is_taken_back_for_each_node_beside_it_and_not_asked_for_there
     assert 90.0 < head.at <= 130.0
     head.poll([bad], Demand("r", 1))
     assert len(head.asked()) == 1
-    assert head.known.unstarted.declined_s("bad", "p", Demand("other", 1, kind=Kind(gpus=1)).run_class, NOW) == 0.0
+    declined_s = head.known.unstarted.declined_s
+    assert declined_s("bad", "p", Demand("other", 1, kind=Kind(gpus=1)).run_class, NOW) == 0.0
+    assert declined_s("bad", "p", Demand("other", 1, barred=frozenset({"n9"})).run_class, NOW) > 0.0, "all the same"
     # It stands for none of the requests that wait for others.
     head.poll([bad, node("good")], Demand("r", 2))
     head.poll([bad, node("good")], Demand("r", 1))
