@@ -95,7 +95,7 @@ class _Draft:
         # Idle nodes come first: what waits for nodes that others still have must not keep anybody from asking for them.
         self._movable = [a for a in self._unmatched if situation.waits_for_others(a)]
         # What is given back is held until its job has ended.
-        gone = {a.token for a in (*self._withdrawals, *self._movable)}
+        gone = {each.token for each in self._withdrawals}.union(a.token for a in self._movable)
         held = [a for a in situation.harvest if a.token not in gone]
         self._caps = Caps(situation, held, (a.token for a in waiting))
         self._asking = Asking(situation, self._eligibility, taken, self._caps)
@@ -109,7 +109,7 @@ class _Draft:
     @property
     def _going(self) -> set[str]:
         """Tokens of what is given back or withdrawn."""
-        return {each.token for each in (*self._give_backs, *self._withdrawals)}
+        return {each.token for each in self._give_backs}.union(each.token for each in self._withdrawals)
 
     # -- who gets what -------------------------------------------------------------------------------------------------
 
