@@ -242,7 +242,7 @@ class _Placement:
     def _ways(self, job: JobInfo, name: str, closed: Collection[str]) -> Iterable[tuple[Claim, list[Room]]]:
         """Ways to place a job in this partition, one for each alternative of its constraint that fits."""
         partition = self._partitions.get(name)
-        number = max(job.num_nodes, len(job.required_nodes))
+        number = max(1, job.num_nodes, len(job.required_nodes))
         if partition is None or not admits(partition, job) or number > len(self._rooms[name]):
             return
         whole = job.exclusive or partition.exclusive or self._site.whole_nodes

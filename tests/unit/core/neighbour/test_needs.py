@@ -22,6 +22,8 @@ def test_the_newest_go_and_idle_nodes_count() -> None:
     assert found.give_backs[0].reason == "job 1 of alice waits for a node"
     assert found.kept_nodes == {"p": {"n2", "n3", "n4"}}
     assert found.delayed_jobs == {"1": {"ours-n2", "ours-n3"}}
+    # A number that Slurm does not tell is one: all of ours were given back, beside the idle node.
+    assert given_back(standing(FOUR, [waits("1", 0)], THREE)) == []
 
 
 def test_a_node_that_is_being_left_counts_and_delays_all_the_same() -> None:
