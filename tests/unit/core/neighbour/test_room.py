@@ -131,6 +131,7 @@ def test_nobody_starts_beside_a_job_that_takes_whole_nodes() -> None:
         ({"gpus_per_node": 1, "gpu_type": "a"}, {"gpus_per_node": 1, "gpu_type": "b"}, True),
         ({"gpus_per_node": 2}, {"gpus_per_node": 1}, False),
         ({"cpus_per_node": 4}, {}, False),
+        ({"cpus_per_node": 0}, {"cpus_per_node": 4}, False),  # not told: one at least
         ({"exclusive": True}, {}, False),
         ({}, {"exclusive": True}, False),
         ({"user": "bob"}, {"exclusive_user": True}, False),
