@@ -104,11 +104,18 @@ def test_a_node_that_slurm_has_just_taken_is_out_of_reach_of_our_requests() -> N
     assert found(beside, going) == found(beside, gone) == (True, True), "Slurm took it for somebody else"
 
 
-@pytest.mark.parametrize("limits", [{"max_time_s": 3600.0}, {"up": False}, {"max_nodes": 0}])
+@pytest.mark.parametrize(
+    "limits", [{"max_time_s": 7199.0}, {"up": False}, {"max_nodes": 1}, {"requires_reservation": True}]
+)
 def test_slurm_preempts_nothing_for_a_job_that_its_higher_partition_refuses(limits: dict[str, Any]) -> None:
-    high = partition("high", ["n1"], priority_tier=9)
-    low = partition("p", ["n1"], preempt_mode="CANCEL")
-    job = waits("1", partition="high,p", time_limit_s=7200.0)
-    for refuses, found in ((limits, ["n1"]), ({}, [])):
-        partitions = [replace(high, **refuses), low]
-        assert given_back(standing([node("n1", "ALLOCATED")], [job], [held("n1")], partitions=partitions)) == found
+    """Nor does the job start in a partition that refuses it."""
+    nodes, ours = [node("n1", "ALLOCATED"), node("n2", "ALLOCATED")], [held("n1", 200), held("n2", 100)]
+    high = partition("high", ["n1", "n2"], priority_tier=9, max_time_s=7200.0, max_nodes=2)
+    low, job = replace(high, partition="p", priority_tier=1, preempt_mode="CANCEL"), waits("1", 2, time_limit_s=7200.0)
+    for where, partitions, found in (
+        ("high,p", [high, low], []),
+        ("high,p", [replace(high, **limits), low], ["n2", "n1"]),
+        ("p", [high, replace(low, preempt_mode="OFF")], ["n2", "n1"]),
+        ("p", [high, replace(low, preempt_mode="OFF", **limits)], []),
+    ):
+        assert given_back(standing(nodes, [replace(job, partition=where)], ours, partitions=partitions)) == found

@@ -73,21 +73,6 @@ def test_reservations() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "starts"),
-    [
-        ({}, True),
-        ({"up": False}, False),
-        ({"max_nodes": 1}, False),
-        ({"max_nodes": 2}, True),
-        ({"requires_reservation": True}, False),
-    ],
-)
-def test_limits_of_a_partition(limits: dict[str, Any], starts: bool) -> None:
-    known = partition("p", ["n1", "n2", "n3", "n4"], **limits)
-    assert given_back(standing(FOUR, [waits("1", 2)], THREE, partitions=[known])) == (["n3"] if starts else [])
-
-
-@pytest.mark.parametrize(
     ("first", "small", "kept"),
     [
         (node("n1"), {}, {"n1"}),
