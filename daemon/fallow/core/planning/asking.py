@@ -103,10 +103,11 @@ class Caps:
         fresh = min(most, 2 * most - self._old) - self._fresh
         return max(0, min(fresh, self._rules.max_waiting - self.waiting))
 
-    def may_wait(self, asker: Asker) -> bool:
-        """May one more request wait in this name? Its account or QOS may have been at a limit of late."""
+    def may_wait(self, asker: Asker, besides: int = 0) -> bool:
+        """May one more request wait in this name, besides so many? Its account or QOS may have been at a limit of
+        late."""
         room = self._backoff.room(asker, self._at)
-        return room is None or self._by_asker[asker] < room
+        return room is None or self._by_asker[asker] + besides < room
 
     def may_wait_ahead(self) -> bool:
         """May one more request wait for a node that others still have?"""

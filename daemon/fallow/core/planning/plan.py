@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from fallow.core.accounting.backoff import Asker
 from fallow.core.accounting.budget import minutes_in
 from fallow.core.allocations import Allocation
 from fallow.core.holes import Hole, find_coming, idle_nodes
@@ -105,6 +106,8 @@ class _Draft:
         have = Counter(a.run for a in staying if a.token not in done)
         self._parties = {demand.run: _party(demand, have[demand.run], situation.rules) for demand in situation.demands}
         self._count(self._movable, -1)
+        self._promised = Counter[Asker]()
+        "in whose name -> nodes that change hands, and have yet to be asked for"
 
     @property
     def _going(self) -> set[str]:
@@ -209,6 +212,7 @@ class _Draft:
             leases = [each for each in leases if each is not lease and each.run != buyer]
             seller = sellers[lease.run] = self._parties[lease.run]
             self._parties[buyer].add(1)
+            self._promised[situation.by_run[buyer].asker] += 1
             seller.add(-1)
             seller.room = 0
             self._give_backs.append(GiveBack(lease.token, reason))
@@ -218,7 +222,7 @@ class _Draft:
     def _may_move(self, run: str, lease: Allocation) -> bool:
         """May this run ask for the node of that lease once it is idle?"""
         demand, kept = self._situation.by_run[run], self._situation.external.kept_nodes
-        return self._caps.may_wait(demand.asker) and all(
+        return self._caps.may_wait(demand.asker, self._promised[demand.asker]) and all(
             any(
                 name not in kept
                 and (name == lease.partition or not self._caps.is_capped(name))

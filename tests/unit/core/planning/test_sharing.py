@@ -13,10 +13,12 @@ from msgspec.structs import replace
 
 from builders import NOW, allocation, node, partition
 from builders import cluster as poll_of
+from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import Allocation
 from fallow.core.neighbour.needs import GiveBack
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.gain import MEMORY_S, SIZES, Curve, pooled, speeds
+from fallow.core.planning.known import Known
 from fallow.core.planning.plan import Action
 from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.core.planning.share import Worth, values
@@ -111,6 +113,11 @@ def test_a_held_node_goes_to_a_run_that_has_it_through_another_partition() -> No
     assert wishes and all(isinstance(w, GiveBack) for w in wishes)
     full = HarvestRules(max_pending=100, partition_nodes={"q": 0})
     assert actions(site.cluster(), demands, site.mine, full) == []
+    # After a limit of its account one request is tried: the other nodes would go back to the first run, after stalls.
+    known, tight = Known(), Asker("tight")
+    known.backoff.strike("AssocMaxJobsLimit", tight, "q", 30, NOW - 600.0)
+    limited = [demands[0], replace(demands[1], asker=tight)]
+    assert len(actions(site.cluster(), limited, site.mine, HarvestRules(max_pending=100), known)) == 1
 
 
 def test_of_nodes_that_help_only_together_none_is_asked_for_where_a_cap_is_below_that() -> None:
