@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from builders import NOW, allocation, node, partition
+from builders import NOW, allocation, node, partition, preempting, request
 from builders import cluster as poll_of
 from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import Allocation
@@ -111,6 +111,10 @@ def test_a_held_node_goes_to_a_run_that_has_it_through_another_partition() -> No
     ]
     wishes = actions(site.cluster(), demands, site.mine, HarvestRules(max_pending=100))
     assert wishes and all(isinstance(w, GiveBack) for w in wishes)
+    idle = [*site.cluster().nodes, node("b9", partitions=["p", "q"])]
+    names = [each.node for each in idle]
+    both = poll_of(idle, partitions=[partition(name, names, preempt_mode="REQUEUE") for name in "pq"])
+    assert [type(wish) for wish in actions(both, demands, site.mine, RULES)] == [Ask], "what is idle comes first"
     full = HarvestRules(max_pending=100, partition_nodes={"q": 0})
     assert actions(site.cluster(), demands, site.mine, full) == []
     # After a limit of its account one request is tried: the other nodes would go back to the first run, after stalls.
@@ -118,6 +122,20 @@ def test_a_held_node_goes_to_a_run_that_has_it_through_another_partition() -> No
     known.backoff.strike("AssocMaxJobsLimit", tight, "q", 30, NOW - 600.0)
     limited = [demands[0], replace(demands[1], asker=tight)]
     assert len(actions(site.cluster(), limited, site.mine, HarvestRules(max_pending=100), known)) == 1
+
+
+def test_a_run_keeps_no_node_from_which_it_gains_nothing() -> None:
+    """Requests go first, then the newest nodes; as many stay as its user wants at least."""
+    nodes, why = [node(f"n{i}", "ALLOCATED") for i in range(6)], "the run gains nothing from it"
+    mine = [
+        allocation(f"a{i}", run="a", nodes=[f"n{i}"], start_at=NOW - 100.0 * (i + 1), end_at=NOW + 3600.0)
+        for i in range(6)
+    ]
+    gone = [GiveBack("a0", why), GiveBack("a1", why), Withdraw("w", why)]
+    for least, found in ((1, gone), (6, gone[2:]), (7, [])):
+        flat = Worth(values(((1, 1.0), (4, 4.0)), 9), least=least)
+        waits = request("w", run="a", minutes=10)
+        assert actions(preempting(nodes), [Demand("a", 2, worth=flat)], [*mine, waits], RULES) == found
 
 
 def test_of_nodes_that_help_only_together_none_is_asked_for_where_a_cap_is_below_that() -> None:

@@ -40,12 +40,6 @@ def test_what_is_withdrawn_leaves_its_place_at_once(rules: HarvestRules) -> None
     assert [ask.run for ask in found.asks] == ["new", "new"]
 
 
-def test_requests_that_slurm_will_not_start_are_withdrawn() -> None:
-    stuck = request(reason="QOSMaxJobsPerUserLimit", minutes=30)
-    (wish,) = actions(preempting([node("n1")]), [Demand("r", 0)], [stuck], RULES)
-    assert isinstance(wish, Withdraw) and "QOSMaxJobsPerUserLimit" in wish.reason
-
-
 # -- nodes that go back -----------------------------------------------------------------------------------------------
 
 
