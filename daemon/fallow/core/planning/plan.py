@@ -91,7 +91,6 @@ class _Draft:
         going = self._going
         waiting = [a for a in situation.pending if a.token not in going]
         taken = {matched[a.token].node for a in waiting if a.token in matched}
-        taken.update(a.part.node for a in waiting if a.part is not None)
         self._unmatched = [a for a in waiting if a.part is None and a.token not in matched]
         # Idle nodes come first: what waits for nodes that others still have must not keep anybody from asking for them.
         self._movable = [a for a in self._unmatched if situation.waits_for_others(a)]

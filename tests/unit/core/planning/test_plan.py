@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from builders import NOW, allocation, cluster, node, partition, preempting, request, runs, waits
 from fallow.core.allocations import Allocation
 from fallow.core.planning.asking import Ask
+from fallow.core.planning.known import Known
 from fallow.core.planning.plan import Action
 from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.core.planning.share import Worth, values
@@ -62,6 +63,9 @@ def test_requests_wait_for_nodes_that_others_still_have_where_slurm_would_take_t
         (preempting(TAKEN[:1], [ours]), RUN, [mine], AHEAD, 0),  # its own
     ):
         assert len(asked(state, [demand], held_nodes, rules)) == number
+    known = Known()
+    known.backoff.strike("AssocMaxJobsLimit", RUN.asker, "p", 30, NOW - 600.0)
+    assert len(asked(busy(), [RUN], [], AHEAD, known)) == 1, "after a limit of its account one is tried"
 
 
 def test_nobody_waits_ahead_for_fewer_nodes_than_the_next_stair_takes() -> None:

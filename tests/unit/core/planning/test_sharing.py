@@ -15,13 +15,14 @@ from builders import NOW, allocation, node, partition, preempting, request
 from builders import cluster as poll_of
 from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import Allocation
+from fallow.core.holes import Part
 from fallow.core.neighbour.needs import GiveBack
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.gain import MEMORY_S, SIZES, Curve, pooled, speeds
 from fallow.core.planning.known import Known
 from fallow.core.planning.plan import Action
 from fallow.core.planning.rules import Demand, HarvestRules
-from fallow.core.planning.share import Worth, values
+from fallow.core.planning.share import Worth, linear, values
 from fallow.core.planning.withdrawals import Withdraw
 from fallow.model import ClusterState
 from planning import actions, asked, planned
@@ -101,27 +102,43 @@ def test_a_node_of_several_partitions_is_offered_in_each_of_them() -> None:
     assert places(site, both_capped, Demand("any", 9), only_q) == [*[("any", "p")] * 2, *[("q", "q")] * 2]
 
 
-def test_a_held_node_goes_to_a_run_that_has_it_through_another_partition() -> None:
+MANY = HarvestRules(max_pending=100)
+
+
+def rich_and_poor() -> tuple[Site, list[Demand]]:
+    """The first run has 32 nodes, of which eight were harvested in p; the second one has none, and may use q."""
     site = Site(0, 0, both=8)
     for _ in range(8):
         site.give("rich", "p")
-    demands = [
-        demand(site, "rich", 8, Worth(curve(64), base=24)),
-        demand(site, "poor", 8, Worth(curve(64)), "q"),
-    ]
-    wishes = actions(site.cluster(), demands, site.mine, HarvestRules(max_pending=100))
+    rich = demand(site, "rich", 8, Worth(curve(64), base=24))
+    return site, [rich, demand(site, "poor", 8, Worth(curve(64)), "q")]
+
+
+def test_a_held_node_goes_to_a_run_that_has_it_through_another_partition() -> None:
+    site, demands = rich_and_poor()
+    wishes = actions(site.cluster(), demands, site.mine, MANY)
     assert wishes and all(isinstance(w, GiveBack) for w in wishes)
     idle = [*site.cluster().nodes, node("b9", partitions=["p", "q"])]
     names = [each.node for each in idle]
     both = poll_of(idle, partitions=[partition(name, names, preempt_mode="REQUEUE") for name in "pq"])
     assert [type(wish) for wish in actions(both, demands, site.mine, RULES)] == [Ask], "what is idle comes first"
-    full = HarvestRules(max_pending=100, partition_nodes={"q": 0})
-    assert actions(site.cluster(), demands, site.mine, full) == []
+    # What the first run waits for goes, too: it would take the node back.
+    waits, steady = request("w", run="rich", minutes=120, ahead=True), Worth(linear(64), base=24)
+    eager = [replace(demands[0], worth=steady), demands[1]]
+    wishes = actions(site.cluster(), eager, [*site.mine, waits], replace(MANY, ahead=1))
+    assert Withdraw("w", "another run gains more from it") in wishes
+
+
+def test_a_held_node_stays_where_the_other_run_could_not_have_it_for_long_or_ask_for_it() -> None:
+    site, demands = rich_and_poor()
+    assert actions(site.cluster(), demands, site.mine, replace(MANY, partition_nodes={"q": 0})) == []
+    for fixed in ({"end_at": NOW + 599.0}, {"part": Part("b0", 1, "", 1, 0)}):
+        assert actions(site.cluster(), demands, [replace(a, **fixed) for a in site.mine], MANY) == []
     # After a limit of its account one request is tried: the other nodes would go back to the first run, after stalls.
     known, tight = Known(), Asker("tight")
     known.backoff.strike("AssocMaxJobsLimit", tight, "q", 30, NOW - 600.0)
     limited = [demands[0], replace(demands[1], asker=tight)]
-    assert len(actions(site.cluster(), limited, site.mine, HarvestRules(max_pending=100), known)) == 1
+    assert len(actions(site.cluster(), limited, site.mine, MANY, known)) == 1
 
 
 def test_a_run_keeps_no_node_from_which_it_gains_nothing() -> None:
