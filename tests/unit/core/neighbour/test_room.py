@@ -53,8 +53,8 @@ def test_a_job_array_counts_as_many_elements_as_it_may_start() -> None:
 def test_a_heterogeneous_job_starts_as_a_whole_or_not_at_all() -> None:
     parts = [waits("10", 1, het_job_id="10", required_nodes=["n3"]), waits("11", 2, het_job_id="10", reason="None")]
     assert given_back(standing(FOUR, parts, THREE)) == ["n3", "n2"]
-    parts[1] = waits("11", 4, het_job_id="10")
-    assert given_back(standing(FOUR, parts, THREE)) == []
+    for other in (waits("11", 4, het_job_id="10"), waits("11", 2, het_job_id="10", reason="Dependency")):
+        assert given_back(standing(FOUR, [parts[0], other], THREE)) == []
 
 
 def test_reservations() -> None:
