@@ -136,10 +136,11 @@ def test_what_is_on_its_way_out_or_has_just_left_is_not_given_back_twice() -> No
     assert yielded(cluster(job, gone, ours(1)), [held(1)], {"r": ME}).give_back == ()
     long_gone = ours(0, "COMPLETED", end_at=NOW - 100.0)
     assert len(yielded(cluster(job, long_gone, ours(1)), [held(1)], {"r": ME}).give_back) == 1
-    # Two jobs wait, and one node of ours is on its way.
-    both = cluster(job, waits("AssocGrpNodeLimit", "10"), ours(0), ours(1), ours(2))
-    found = yielded(both, [leaving, held(1), held(2)], {"r": ME})
-    assert [wish.token for wish in found.give_back] == [token(2)]
+    # Two jobs wait, and one node of ours is on its way, or has just been left.
+    for first, mine in (ours(0), [leaving]), (gone, []):
+        both = cluster(job, waits("AssocGrpNodeLimit", "10"), first, ours(1), ours(2))
+        found = yielded(both, [*mine, held(1), held(2)], {"r": ME})
+        assert [wish.token for wish in found.give_back] == [token(2)]
 
 
 def test_requests_make_room_too_and_other_runs_are_left_alone() -> None:
