@@ -128,7 +128,9 @@ def test_a_request_ahead_waits_as_long_as_it_takes() -> None:
     gone = [Withdraw("h1", "Slurm did not start it within 600 s")]
     old, idle = ahead(waited_s=5000.0), ahead(waited_s=5000.0, ahead=False)
     assert actions(busy(), [Demand("r", 0)], [old], AHEAD) == []
-    for waiting, rules in ((idle, AHEAD), (old, replace(AHEAD, partitions=("other",))), (old, HarvestRules())):
+    short = ahead(waited_s=5000.0, minutes=119)
+    elsewhere = replace(AHEAD, partitions=("other",))
+    for waiting, rules in ((idle, AHEAD), (short, AHEAD), (old, elsewhere), (old, HarvestRules())):
         assert actions(busy(), [Demand("r", 0)], [waiting], rules) == gone
 
 

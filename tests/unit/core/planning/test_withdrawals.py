@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from builders import NOW, allocation, node, preempting, request
+from builders import NOW, allocation, node, preempting, request, waits
 from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind
 from fallow.core.neighbour.needs import GiveBack
@@ -47,10 +47,10 @@ def given_back(state: ClusterState, mine: list[Allocation]) -> list[str]:
     return [wish.token for wish in planned(state, [], mine, RULES).give_backs]
 
 
-@pytest.mark.parametrize(("ahead_s", "left"), [(70.0, ["h"]), (90.0, [])])
-def test_nodes_of_a_reservation_are_left_before_it_begins(ahead_s: float, left: list[str]) -> None:
+@pytest.mark.parametrize(("ahead_s", "own", "left"), [(70.0, False, ["h"]), (90.0, False, []), (70.0, True, [])])
+def test_nodes_of_a_reservation_are_left_before_it_begins(ahead_s: float, own: bool, left: list[str]) -> None:
     start_at = NOW + ahead_s
-    maintenance = ReservationInfo(reservation="m", nodes=["n2"], start_at=start_at, end_at=start_at + 900.0)
+    maintenance = ReservationInfo(reservation="m", nodes=["n2"], start_at=start_at, end_at=start_at + 900.0, own=own)
     state = replace(preempting([node("n2", "ALLOCATED")]), reservations=[maintenance])
     assert given_back(state, [allocation("h", nodes=["n2"])]) == left
 
@@ -192,6 +192,14 @@ def passed_over(nodes: list[NodeInfo], old: list[Allocation], *demands: Demand) 
         unstarted = unstarted.look(preempting(nodes, at=NOW - ago_s))
     found = planned(preempting(nodes), demands, old, SHARING, Known(unstarted=unstarted))
     return {wish.token: "" if wish.beside is None else wish.beside.node for wish in found.withdrawals}
+
+
+def test_where_others_wait_slurm_takes_its_time() -> None:
+    state, old = preempting([node("n1")], [waits("7", 9, partition="urgent", planned_nodes=["x"])]), request("h", 500.0)
+    unstarted = Unstarted().look(replace(state, at=NOW - 500.0))
+    for state_then, gone in ((state, []), (replace(state, jobs=[]), ["h"])):
+        found = planned(state_then, [Demand("r", 0)], [old], SHARING, Known(unstarted=unstarted))
+        assert withdrawn(found.withdrawals) == gone
 
 
 def test_each_of_many_requests_names_a_node_of_its_own() -> None:
