@@ -35,8 +35,9 @@ def test_nodes_that_come_at_once_are_counted_and_count_less_with_time() -> None:
 
 def test_each_start_is_taken_note_of_once() -> None:
     learner, job = Learner(), allocation("t", start_at=NOW, active_at=NOW + 9.0)
+    successor = allocation("s", start_at=NOW, active_at=NOW + 25.0, replaces="x")  # it waits for the node before it
     for at in (NOW - 5.0, NOW + 30.0, NOW + 60.0):
-        mine = [(job, Asker())] if at > NOW else []
+        mine = [(job, Asker()), (successor, Asker())] if at > NOW else []
         learner.take_in(cluster([], at=at), mine, [], at)
     assert len(learner.known.experience.starts) == 1
 
@@ -56,7 +57,8 @@ def test_a_limit_of_one_account_shortens_nobody_elses_requests() -> None:
         assert backoff.strike(reason, BIO, "p", 120, NOW)
     assert (backoff.longest(BIO, "p", NOW), backoff.longest(CHEM, "p", NOW)) == (60, None)
     demands = [Demand("b", 1, asker=BIO), Demand("c", 1, asker=CHEM)]
-    found = asked(preempting([node("n1"), node("n2")]), demands, [], HarvestRules(), Known(backoff=backoff))
+    state = preempting([node("n1"), node("n2")])
+    found = asked(state, demands, [], HarvestRules(), Known(backoff=backoff))
     minutes = {ask.run: ask.minutes for ask in found}
     assert minutes["b"] <= 60 < minutes["c"]
     assert backoff.strike("PartitionTimeLimit", BIO, "p", 100, NOW)
@@ -66,6 +68,7 @@ def test_a_limit_of_one_account_shortens_nobody_elses_requests() -> None:
     backoff.forget(BIO)
     assert backoff.longest(BIO, "p", NOW) == 50, "the partition's own limit stays"
     assert (backoff.until(BIO, "p"), backoff.until(CHEM, "p") > NOW) == (0.0, True)
+    assert [ask.run for ask in asked(state, demands, [], HarvestRules(), Known(backoff=backoff))] == ["b"]
 
 
 @pytest.mark.parametrize(
