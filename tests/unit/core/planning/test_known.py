@@ -69,6 +69,8 @@ def test_a_limit_of_one_account_shortens_nobody_elses_requests() -> None:
     assert backoff.longest(BIO, "p", NOW) == 50, "the partition's own limit stays"
     assert (backoff.until(BIO, "p"), backoff.until(CHEM, "p") > NOW) == (0.0, True)
     assert [ask.run for ask in asked(state, demands, [], HarvestRules(), Known(backoff=backoff))] == ["b"]
+    assert backoff.strike("QOSNotAllowed", BIO, "p", 30, NOW)
+    assert asked(state, demands, [], HarvestRules(), Known(backoff=backoff)) == []
 
 
 @pytest.mark.parametrize(
