@@ -79,8 +79,6 @@ async def setup(request: pytest.FixtureRequest) -> AsyncIterator[Setup]:
         return hasty
 
     yield Setup(client, pause, unreachable)
-    await client.close()
-    await hasty.close()
     assert client.backend.startswith("pyslurm" if request.param == "pyslurm" else "command line")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
@@ -18,10 +17,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("pyslurm_installed")]
 
 
 @pytest.fixture
-async def client(testbed: Testbed) -> AsyncIterator[PyslurmClient]:
-    client = PyslurmClient(testbed.conf, query_timeout_s=5.0)
-    yield client
-    await client.close()
+def client(testbed: Testbed) -> PyslurmClient:
+    return PyslurmClient(testbed.conf, query_timeout_s=5.0)
 
 
 def submit(testbed: Testbed, *options: str) -> str:

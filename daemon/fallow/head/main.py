@@ -86,8 +86,6 @@ async def _serve(paths: Paths, config: Config, lease: Lease, stand_in: bool) -> 
     finally:
         if watching is not None:
             watching.cancel()
-        if slurm is not None:
-            await slurm.close()
     return Exit.OK
 
 

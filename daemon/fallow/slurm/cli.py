@@ -119,9 +119,6 @@ class CliClient:
         if done.code != 0 and not re.search(r"invalid job id|already complet", done.stderr, re.IGNORECASE):
             raise SlurmUnavailable(_failure(["scancel"], done))
 
-    async def close(self) -> None:
-        """Nothing is kept between calls."""
-
     async def owner(self) -> OwnerView:
         return await owner(self._query, user_name(os.getuid()), time.time())
 

@@ -14,5 +14,4 @@ from __future__ import annotations
 from fallow.slurm.parse.configuration import *
 from fallow.slurm.parse.inventory import *
 from fallow.slurm.parse.queue import *
-from fallow.slurm.parse.submission import *
 from fallow.slurm.parse.values import *

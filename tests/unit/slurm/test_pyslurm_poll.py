@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fallow.slurm import parse, pyslurm_rows
+from fallow.slurm import parse, pyslurm_poll
 from fallow.slurm.state import user_name
 
 NOTHING = (
@@ -64,7 +64,7 @@ def job_of(**changes: object) -> SimpleNamespace:
 
 
 def test_a_pending_component() -> None:
-    job = parse.job(pyslurm_rows.job(job_of()))
+    job = parse.job(pyslurm_poll.job(job_of()))
     assert (job.job_id, job.het_job_id, job.user, job.state) == ("7", "7", user_name(os.getuid()), "PENDING")
     assert (job.nodes, job.planned_nodes, job.excluded_nodes) == ([], ["n1", "n2"], ["n3", "n4"])
     assert (job.start_at, job.end_at, job.time_limit_s) == (1795281555.0, 1795282155.0, 600.0)
@@ -72,7 +72,7 @@ def test_a_pending_component() -> None:
     assert (job.cpus_per_node, job.memory_mb_per_node, job.gpus_per_node, job.exclusive) == (2, 2000, 1, True)
     assert (job.constraint, job.dependency) == ("a100,ib", "afterok:1(unfulfilled),singleton")
     assert (job.array_job_id, job.array_tasks) == ("", "")
-    job = parse.job(pyslurm_rows.job(job_of(heterogeneous_id=None, time_limit=None, dependencies=None)))
+    job = parse.job(pyslurm_poll.job(job_of(heterogeneous_id=None, time_limit=None, dependencies=None)))
     assert (job.het_job_id, job.time_limit_s, job.dependency) == (None, None, ""), "an ordinary one"
 
 
@@ -85,14 +85,14 @@ def test_a_pending_component() -> None:
     ],
 )
 def test_elements_of_a_job_array(shown: dict[str, object], tasks: str) -> None:
-    job = parse.job(pyslurm_rows.job(job_of(id=12, array_id=9, **shown)))
+    job = parse.job(pyslurm_poll.job(job_of(id=12, array_id=9, **shown)))
     assert (job.job_id, job.array_job_id, job.array_tasks) == ("12", "9", tasks)
 
 
 def test_gpus_per_job_are_known_where_they_are_counted_as_tres() -> None:
     three = SimpleNamespace(count=3)
     counted = SimpleNamespace(mem=None, gres={"gpu": three, "gpu:a100": three})
-    job = parse.job(pyslurm_rows.job(job_of(gres_per_node={}, requested_tres=counted)))
+    job = parse.job(pyslurm_poll.job(job_of(gres_per_node={}, requested_tres=counted)))
     assert (job.gpus_per_node, job.gpu_type) == (2, "a100"), "3 on 2 nodes"
 
 
@@ -100,9 +100,9 @@ def test_gpus_in_use_come_from_the_jobs_where_tres_do_not_tell() -> None:
     layout = {"n2": {"gres": {"gpu": {"count": 1, "indexes": "0"}}}, "n9": {"gres": {"gpu:a100": 2}}}
     running = SimpleNamespace(state="RUNNING", get_resource_layout_per_node=lambda: layout)
     node = SimpleNamespace(**NODE)
-    used = pyslurm_rows.gpus_of_jobs([running, job_of()], [node])
+    used = pyslurm_poll.gpus_of_jobs([running, job_of()], [node])
     assert used == {"n2": {"gpu": 1}}, "only nodes of which it is not known"
-    info = parse.node(pyslurm_rows.node(node, used["n2"]))
+    info = parse.node(pyslurm_poll.node(node, used["n2"]))
     assert (info.state, info.flags, info.gpus, info.gpus_used) == ("MIXED", ["PLANNED"], 4, 1)
     assert (info.cpus, info.cpus_used, info.memory_mb, info.memory_used_mb) == (4, 1, 4000, 1000)
 
@@ -110,8 +110,8 @@ def test_gpus_in_use_come_from_the_jobs_where_tres_do_not_tell() -> None:
 def test_gpus_in_use_come_from_tres_where_they_tell() -> None:
     counted = {"cpu": 1, "gres/gpu": 3, "gres/gpu:a100": 3}
     node = SimpleNamespace(**NODE | {"allocated_tres": counted, "configured_gres": {"gpu:a100": 4}})
-    assert pyslurm_rows.gpus_of_jobs([SimpleNamespace(state="RUNNING")], [node]) == {}, "no job is asked"
-    info = parse.node(pyslurm_rows.node(node, {}))
+    assert pyslurm_poll.gpus_of_jobs([SimpleNamespace(state="RUNNING")], [node]) == {}, "no job is asked"
+    info = parse.node(pyslurm_poll.node(node, {}))
     assert (info.gpus_used, info.gpu_types, info.gpu_types_used) == (3, {"a100": 4}, {"a100": 3})
 
 
@@ -138,7 +138,7 @@ def test_partitions_and_reservations() -> None:
         allowed_groups=["ml"],
         denied_qos=["ALL"],
     )
-    info = parse.partition(pyslurm_rows.partition(found))
+    info = parse.partition(pyslurm_poll.partition(found))
     assert (info.partition, info.nodes, info.max_time_s, info.up) == (
         "scavenge",
         ["n1", "n2", "n3", "n4"],
@@ -155,6 +155,6 @@ def test_partitions_and_reservations() -> None:
         DAILY = 4
 
     maint = SimpleNamespace(name="maint", nodes="n[1-2]", start_time=1795288156, end_time=1795291756, flags=Flags(3))
-    [reservation] = parse.reservation(pyslurm_rows.reservation(maint))
+    [reservation] = parse.reservation(pyslurm_poll.reservation(maint))
     assert (reservation.nodes, reservation.flags) == (["n1", "n2"], ["MAINT", "IGNORE_JOBS"])
     assert reservation.end_at - reservation.start_at == 3600.0
