@@ -1,4 +1,4 @@
-"""Kinds of nodes: which ones a run or a job can use, and which partitions an owner may. Pure."""
+"""Kinds of nodes: which ones a run or a job can use, and which partitions and reservations an owner may. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from fallow.core.holes import Part
-from fallow.model import NodeInfo, PartitionInfo
+from fallow.model import ClusterState, NodeInfo, PartitionInfo
 
 Likeness = tuple[str, int, tuple[tuple[str, int], ...], tuple[str, ...]]
 """Architecture, CPUs, GPUs by type, features: nodes that share it compute the same bits, as far as Slurm can tell."""
@@ -151,3 +151,30 @@ def _parse(tokens: list[str], level: int = 0) -> Wanted:
         raise ValueError
     del tokens[0]
     return wanted
+_RESERVED = frozenset(("RES", "RESERVED"))
+
+
+def within(cluster: ClusterState, names: Collection[str]) -> ClusterState:
+    """Return the poll as runs see it that name these reservations.
+
+    Nodes of such a reservation are open for as long as the reservation lasts, to those runs alone (`Kind.suits`).
+
+    Args:
+        cluster: one poll.
+        names: of reservations, separated by commas where a run names several.
+    """
+    named = {name for some in names for name in some.split(",")} - {""}
+    own = [r for r in cluster.reservations if r.reservation in named and r.start_at <= cluster.at < r.end_at]
+    if not own:
+        return cluster
+    inside = {node: reservation.reservation for reservation in own for node in reservation.nodes}
+    return replace(
+        cluster,
+        nodes=[
+            replace(node, reservation=inside[node.node], flags=[flag for flag in node.flags if flag not in _RESERVED])
+            if node.node in inside
+            else node
+            for node in cluster.nodes
+        ],
+        reservations=[replace(r, own=True) if r in own else r for r in cluster.reservations],
+    )

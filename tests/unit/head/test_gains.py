@@ -18,8 +18,7 @@ from fallow.core.accounting.fairshare import HALF_LIFE_S
 from fallow.core.accounting.spans import Span
 from fallow.core.allocations import Agent, Allocation
 from fallow.core.planning.gain import Gain, Seen
-from fallow.core.submission.deadline import deadline_at
-from fallow.core.submission.script import parse_script
+from fallow.core.submission.script import deadline_at, parse_script
 from fallow.core.tokens import names_harvest
 from fallow.head.api.metrics import Metrics
 from fallow.head.api.views import run_view

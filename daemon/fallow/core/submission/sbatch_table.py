@@ -153,7 +153,6 @@ spread-job            base SPREAD_JOB
 spread-segments       base SPREAD_SEGMENTS
 stepmgr               kept sticky
 switches=             base
-tasks-per-node=       ours
 test-only             first sticky
 thread-spec=          shape THREAD_SPEC
 threads-per-core=     shape THREADS_PER_CORE
@@ -202,10 +201,8 @@ def _row(line: str) -> Option:
 OPTIONS: tuple[Option, ...] = tuple(_row(line) for line in _ROWS.strip().splitlines())
 
 BY_LONG: dict[str, Option] = {option.long: option for option in OPTIONS}
+BY_LONG["tasks-per-node"] = BY_LONG["ntasks-per-node"]
 BY_SHORT: dict[str, Option] = {option.short: option for option in OPTIONS if option.short}
-
-ALIASES: dict[str, str] = {"tasks-per-node": "ntasks-per-node"}
-"""Long names that mean the same option; the value is the canonical one."""
 
 INFORMATIVE = frozenset({"help", "usage", "version", "autocomplete"})
 """sbatch prints something and submits nothing."""

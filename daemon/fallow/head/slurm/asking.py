@@ -14,6 +14,7 @@ from fallow.core.accounting.backoff import Backoff, base_job, harvest_jobs
 from fallow.core.accounting.cancelled import Cancels, awaits_verdict
 from fallow.core.accounting.duds import DUDS, ROUNDS, Duds
 from fallow.core.allocations import WAITING, Allocation
+from fallow.core.kinds import within
 from fallow.core.membership import events as ev
 from fallow.core.neighbour.needs import ExternalDemand, GiveBack
 from fallow.core.planning.asking import Ask
@@ -23,7 +24,6 @@ from fallow.core.planning.rules import FEW, Demand, HarvestRules, allowed_now, h
 from fallow.core.planning.shared_limits import Reserve, capped, named, yielded
 from fallow.core.planning.situation import Situation
 from fallow.core.planning.withdrawals import Withdraw
-from fallow.core.submission.reserved import within
 from fallow.core.submission.sbatch import takes_whole_nodes
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm.budgets import left_s, renew_base

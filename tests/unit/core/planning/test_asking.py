@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from builders import NOW, cluster, gpu_node, node, partition, preempting, request, runs, waits
 from fallow.core.accounting.backoff import Asker
 from fallow.core.holes import Part, planned_ends
-from fallow.core.kinds import Kind, likeness, may_use
+from fallow.core.kinds import Kind, likeness, may_use, within
 from fallow.core.neighbour.needs import assess
 from fallow.core.planning.asking import Ask
 from fallow.core.planning.known import Experience, Known, Unstarted
@@ -19,7 +19,6 @@ from fallow.core.planning.plan import plan
 from fallow.core.planning.rules import Demand, HarvestRules, allowed_now
 from fallow.core.planning.share import Worth, linear
 from fallow.core.planning.situation import Situation
-from fallow.core.submission.reserved import within
 from fallow.model import ClusterState, NodeInfo, ReservationInfo
 from planning import actions, asked, planned, withdrawn
 

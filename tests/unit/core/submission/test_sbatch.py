@@ -51,8 +51,7 @@ def test_says_what_is_wrong_with_an_option(line: list[str], message: str) -> Non
 
 
 def test_nodes() -> None:
-    limits = parse_nodes("1,4,8-16:4")
-    assert (limits.minimum, limits.maximum, parse_nodes("1k").maximum) == (1, 16, 1024)
+    assert (parse_nodes("1,4,8-16:4"), parse_nodes("1k"), parse_nodes("2-3")) == ((1, 16), (1024, 1024), (2, 3))
     wrong = {"4:1": "did you mean --nodes=1:4", "0:4": "at least one", "5-2": "minimum is above", ":4": "MIN:MAX"}
     for text, message in wrong.items():
         with pytest.raises(FallowError, match=message):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fallow.core.submission.script import harvest_script, parse_script, split_directive, typed_settings
+from fallow.core.submission.script import harvest_script, parse_script, split_directive
 from fallow.model import Exit, FallowError
 
 SCRIPT = """\
@@ -35,8 +35,7 @@ def test_the_header_ends_at_the_first_command() -> None:
 
 
 def test_fallow_lines() -> None:
-    found = typed_settings(parse_script(SCRIPT, "job.sh").settings, "job.sh")
-    assert found == {"nodes": "2:8", "seed": 7, "partitions": ["a", "b"]}
+    assert parse_script(SCRIPT, "job.sh").settings == {"nodes": "2:8", "seed": 7, "partitions": ["a", "b"]}
 
 
 def test_components_of_a_heterogeneous_job() -> None:
@@ -61,15 +60,16 @@ def test_components_of_a_heterogeneous_job() -> None:
         (f"#!/bin/sh\n#FALLOW seed={'9' * 5000}\n", "at most 9223372036854775807"),
         ("#!/bin/sh\n#FALLOW min-minutes=10000001\n", "at most 10000000"),
         ("#!/bin/sh\n#FALLOW weight=2e9\n", "at most 1000000000"),
-        ("#!/bin/sh\n#FALLOW nodes=0:4\n", "s: #FALLOW nodes=0:4: .*, e.g. #FALLOW nodes=1:4"),
+        ("#!/bin/sh\n#FALLOW nodes=0:4\n", "s, line 2: #FALLOW nodes=0:4: .*, e.g. nodes=1:4"),
         (f"#!/bin/sh\n#FALLOW nodes=1:{'9' * 5000}\n", "more than 65536 nodes"),
-        ("#!/bin/sh\n#FALLOW deadline=soon\n", "s: #FALLOW deadline=soon: must be"),
+        ("#!/bin/sh\n#FALLOW deadline=soon\n", "s, line 2: #FALLOW deadline=soon: must be"),
     ],
 )
 def test_says_what_is_wrong_and_where(text: str, message: str) -> None:
     with pytest.raises(FallowError, match=message) as caught:
         parse_script(text, "s")
-    assert caught.value.code is (Exit.USAGE if "--nodse" in text or " nodes=" in text else Exit.DATA)
+    usage = any(word in text for word in ("--nodse", " nodes=", "deadline="))
+    assert caught.value.code is (Exit.USAGE if usage else Exit.DATA)
 
 
 def run_as_harvest_job(folder: Path, script: str, *args: str) -> subprocess.CompletedProcess[str]:
@@ -102,9 +102,9 @@ def test_a_harvest_job_that_ends_as_planned_succeeds(tmp_path: Path, interpreter
 
 
 def test_a_run_may_outlive_its_base_job() -> None:
-    assert typed_settings(parse_script("#!/bin/sh\n", "s").settings, "s") == {}
+    assert parse_script("#!/bin/sh\n", "s").settings == {}
     for line in ("#FALLOW outlive-base", "#FALLOW nodes=1:2 --outlive-base"):
-        assert typed_settings(parse_script(f"#!/bin/sh\n{line}\n", "s").settings, "s")["outlive-base"]
+        assert parse_script(f"#!/bin/sh\n{line}\n", "s").settings["outlive-base"]
     with pytest.raises(FallowError, match="line 2: #FALLOW outlive-base takes no value"):
         parse_script("#!/bin/sh\n#FALLOW outlive-base=yes\n", "s")
 
