@@ -6,8 +6,8 @@ span goes to exactly one source, whatever the clocks said: what the head measure
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import date
 
 import msgspec
@@ -209,3 +209,24 @@ def tally(tallies: Tallies, allocation: Allocation, now: float) -> None:
         return  # Slurm refused it
     mine.jobs += 1
     mine.useless += not allocation.uses and not allocation.live
+
+
+# -- money --------------------------------------------------------------------------------------------------------
+
+ELSE = "*"
+"""Stands for every partition that has no price of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Prices per hour; both are added where a partition has both."""
+
+    node_hour: Mapping[str, float] = field(default_factory=dict)
+    gpu_hour: Mapping[str, float] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.node_hour or self.gpu_hour)
+
+    def cost(self, partition: str, node_s: float, gpu_s: float) -> float:
+        each = ((self.node_hour, node_s), (self.gpu_hour, gpu_s))
+        return sum(table.get(partition, table.get(ELSE, 0.0)) * seconds for table, seconds in each) / 3600.0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
-from fallow.core.checks.site import Check, Level
+from fallow.core.checks.site import Check, Level, judged
 
 _POOR = 0.5
 """Part of the expected bandwidth below which something is wrong."""
@@ -76,7 +76,7 @@ def verdicts(found: Found, fold: Callable[[Collection[str]], str]) -> list[Check
         for one in nodes:
             by_text.setdefault(say(one), []).append(one.node)
         if len(by_text) == 1:
-            return Check(name, level if fix else Level.OK, next(iter(by_text)), fix)
+            return judged(name, next(iter(by_text)), fix, level)
         shown = "; ".join(f"{fold(there)}: {text}" for text, there in by_text.items())
         return Check(name, Level.WARN, shown, fix or "the nodes differ: reproducible=True may refuse some of them")
 
@@ -123,12 +123,10 @@ def _bandwidth(measured: Measured, nodes: Sequence[NodeFacts]) -> Check:
         f"{len(nodes)} node{'s' * (len(nodes) > 1)})"
     )
     if expected is None:
-        return Check("all-reduce", Level.OK, text)
+        return judged("all-reduce", text)
+    fix = "see with NCCL_DEBUG=INFO which cards and paths are used; NCCL_IB_HCA and NCCL_SOCKET_IFNAME choose them"
     text += f", the network cards allow {expected:.3g} GB/s"
-    if measured.bus_gb_s < _POOR * expected:
-        fix = "see with NCCL_DEBUG=INFO which cards and paths are used; NCCL_IB_HCA and NCCL_SOCKET_IFNAME choose them"
-        return Check("all-reduce", Level.WARN, text, fix)
-    return Check("all-reduce", Level.OK, text)
+    return judged("all-reduce", text, fix if measured.bus_gb_s < _POOR * expected else "")
 
 
 def _devices(one: NodeFacts) -> str:

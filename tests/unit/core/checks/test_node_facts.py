@@ -11,8 +11,8 @@ pytest.importorskip("torch")
 import torch
 
 from fallow.core.checks.gpu_checks import Link
+from fallow.nodecheck.__main__ import FolderGathers
 from fallow.nodecheck.facts import look_around
-from fallow.nodecheck.meeting import FolderGathers
 
 HOST = torch.device("cpu")
 

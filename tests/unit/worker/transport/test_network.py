@@ -128,7 +128,7 @@ def test_listeners_take_every_port_of_their_range_and_no_other() -> None:
 def test_a_groups_listeners_are_all_within_the_range(tmp_path: Path) -> None:
     """gloo's own and the streams'; all members have the same address, so their ports alone tell them apart."""
     torch = pytest.importorskip("torch")
-    from fallow.nodecheck.meeting import FolderGathers
+    from fallow.nodecheck.__main__ import FolderGathers
     from fallow.worker.transport.build import build_group
     from fallow.worker.transport.group import Group
     from fallow.worker.transport.rendezvous import GatherStore
