@@ -40,7 +40,7 @@ def main() -> int:
     workers = []
     for number in range(count):
         words = [str(folder), measured_s, node, str(sum(before[:index]) + number), str(sum(before))]
-        command = [sys.executable, "-m", "fallow.nodecheck", *words]
+        command = [sys.executable, "-Pm", "fallow.nodecheck", *words]
         workers.append(subprocess.Popen(command, env=os.environ | devices.share(number, count)))
     return next(filter(None, [worker.wait() for worker in workers]), 0)
 

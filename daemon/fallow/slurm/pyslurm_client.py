@@ -92,7 +92,7 @@ class PyslurmClient(CliClient):
         """
         if self._version is None:
             await self.config()
-        command = [sys.executable, "-m", "fallow.slurm.pyslurm_poll", self._version or "", __version__]
+        command = [sys.executable, "-Pm", "fallow.slurm.pyslurm_poll", self._version or "", __version__]
         try:
             done = await run(command, environment=query_environment(self.conf), timeout_s=self._query_timeout_s)
             if done.code == 0:
