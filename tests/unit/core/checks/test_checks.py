@@ -10,7 +10,7 @@ import pytest
 from fallow.agent.place import Place
 from fallow.core.checks import site as checks
 from fallow.core.checks.devices import Devices, visible
-from fallow.core.checks.gpu_checks import Found, Link, Measured, NodeFacts, verdicts
+from fallow.core.checks.gpu_checks import Found, Measured, NodeFacts, verdicts
 from fallow.core.checks.site import Check, Level
 from fallow.model import ClusterConfig, ClusterState, PartitionInfo
 from fallow.slurm.parse import folded
@@ -85,22 +85,9 @@ def test_where_others_could_not_be_served_nothing_is_harvested() -> None:
     assert "[site]" in verdict.fix
 
 
-CARDS = [Link(f"mlx5_{n}:1", "infiniband", 200.0) for n in range(4)]
-
-
 def node(name: str, **changes: Any) -> NodeFacts:
-    one = NodeFacts(
-        node=name,
-        devices=["H100"] * 4,
-        driver="NVIDIA 580.1",
-        runtime="CUDA 13.0",
-        library="NCCL 2.29.3",
-        communicator="nccl, torch's choice for devices of type cuda",
-        links=[*CARDS, Link("eth0", "ethernet", 25.0)],
-        peer_memory="kernel module nvidia_peermem",
-        variables={},
-        compiling=[],
-    )
+    says = {"driver": "NVIDIA 580.1", "torch": "for CUDA 13.0"}
+    one = NodeFacts(node=name, devices=["H100"] * 4, rate_gbit_s=800.0, says=says, fixes={})
     return msgspec.structs.replace(one, **changes)
 
 
@@ -108,33 +95,27 @@ def judged(*nodes: NodeFacts, measured: Measured | None = None) -> dict[str, Che
     return {check.name: check for check in verdicts(Found([*nodes], measured), folded)}
 
 
-def test_what_all_nodes_say_is_said_once() -> None:
+def test_what_all_nodes_say_is_said_once_and_nodes_that_differ_are_named() -> None:
     found = judged(node("n1"), node("n2"))
-    assert {check.level for check in found.values()} == {Level.OK}
-    assert found["GPUs"].found == "4 x H100"
-    assert found["network"].found.endswith("eth0 25 Gbit/s ethernet")
-    assert "variables" not in found
-
-
-def test_nodes_that_differ_are_named() -> None:
-    found = judged(node("n1"), node("n2", driver="NVIDIA 570.9", devices=[]), node("n3"))
-    assert (found["driver"].level, found["GPUs"].level) == (Level.WARN, Level.WARN)
+    assert {(name, check.level, check.found) for name, check in found.items()} == {
+        ("GPUs", Level.OK, "4 x H100"),
+        ("driver", Level.OK, "NVIDIA 580.1"),
+        ("torch", Level.OK, "for CUDA 13.0"),
+    }
+    other = node("n2", says={"driver": "NVIDIA 570.9", "variables": "FI_X=1"}, devices=[])
+    found = judged(node("n1"), other, node("n3"))
+    assert (found["GPUs"].level, found["driver"].level) == (Level.WARN, Level.WARN)
     assert found["driver"].found == "n[1,3]: NVIDIA 580.1; n2: NVIDIA 570.9"
+    assert found["variables"].found == "n[1,3]: none; n2: FI_X=1"
 
 
-@pytest.mark.parametrize(
-    ("changes", "name", "level", "words"),
-    [
-        ({"devices": []}, "GPUs", Level.FAIL, "--gpus-per-node"),
-        ({"runtime": ""}, "torch", Level.WARN, "pytorch.org"),
-        ({"compiling": ["/usr/include/python3.12/Python.h"]}, "torch.compile", Level.WARN, "python3-dev"),
-        ({"variables": {"NCCL_IB_HCA": "mlx5_0"}}, "variables", Level.OK, ""),
-    ],
-)
-def test_what_is_missing_has_a_remedy(changes: dict[str, Any], name: str, level: Level, words: str) -> None:
-    check = judged(node("n1", **changes))[name]
-    assert check.level is level
-    assert words in check.fix
+def test_what_is_missing_has_a_remedy() -> None:
+    found = judged(node("n1", devices=[]), node("n2", devices=[], fixes={"torch": "install it"}))
+    assert [(found[name].level, found[name].fix) for name in ("GPUs", "torch", "driver")] == [
+        (Level.FAIL, "ask for GPUs: --gpus-per-node=N"),
+        (Level.WARN, "install it"),
+        (Level.OK, ""),
+    ]
 
 
 @pytest.mark.parametrize(("seconds", "level"), [(4.5e-3, Level.OK), (20e-3, Level.WARN)])

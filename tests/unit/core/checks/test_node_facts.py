@@ -10,7 +10,6 @@ pytest.importorskip("torch")
 
 import torch
 
-from fallow.core.checks.gpu_checks import Link
 from fallow.nodecheck.__main__ import FolderGathers
 from fallow.nodecheck.facts import look_around
 
@@ -45,11 +44,12 @@ def test_of_a_node_with_cards_and_gpus(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("NOT_NCCL", "x")
     monkeypatch.setenv("CC", "cc")
     found = look_around("n1", [HOST], tmp_path)
-    assert (found.driver, found.peer_memory) == ("NVIDIA 580.1", "kernel module nvidia_peermem")
-    assert found.links == [Link("mlx5_0:1", "infiniband", 200.0), Link("eth0", "ethernet", 25.0)]
-    assert found.variables["NCCL_IB_HCA"] == "mlx5_0"
-    assert "NOT_NCCL" not in found.variables
-    assert found.devices == []
+    assert (found.says["driver"], found.says["GPUDirect"]) == ("NVIDIA 580.1", "kernel module nvidia_peermem")
+    assert found.says["network"] == "mlx5_0:1 200 Gbit/s infiniband, eth0 25 Gbit/s ethernet"
+    assert (found.rate_gbit_s, found.devices) == (200.0, [])
+    assert "NCCL_IB_HCA=mlx5_0" in found.says["variables"].split() and "NOT_NCCL" not in found.says["variables"]
+    headers = "python3-dev" in found.fixes.get("torch.compile", "")
+    assert headers and found.says["torch.compile"].endswith("Python.h missing")
 
 
 def test_workers_meet_in_a_folder(tmp_path: Path) -> None:
