@@ -82,16 +82,16 @@ class CliClient:
         return config
 
     async def poll(self) -> ClusterState:
-        layout = parse.JobFormat.fresh(secrets.token_hex(4))
+        nonce = secrets.token_hex(4)
         answers = await asyncio.gather(
             self._show(),
-            self._query([*_SQUEUE, "-O", layout.option]),
+            self._query([*_SQUEUE, "-O", parse.job_format(nonce)]),
             return_exceptions=True,  # both have ended before either's error is raised
         )
         cluster, queue = (_answer(answer) for answer in answers)
         at = time.time()
         # In a thread: of ten thousand nodes and jobs this takes a good part of a second.
-        return await asyncio.to_thread(self._state, at, cluster, queue, layout)
+        return await asyncio.to_thread(self._state, at, cluster, queue, nonce)
 
     async def submit(self, request: JobRequest) -> str:
         done = await self._sbatch(request, ["--parsable"])
@@ -105,8 +105,9 @@ class CliClient:
     async def own_jobs(self) -> list[JobInfo]:
         """The user's own jobs in all states that Slurm remembers; times are slurmctld's."""
         # One user is a filter at slurmctld (but not where that user is root).
-        layout = parse.JobFormat.fresh(secrets.token_hex(4))
-        return parse.jobs(await self._query([*_SQUEUE, f"--user={os.getuid()}", "-O", layout.option]), layout)
+        nonce = secrets.token_hex(4)
+        text = await self._query([*_SQUEUE, f"--user={os.getuid()}", "-O", parse.job_format(nonce)])
+        return parse.jobs(text, nonce)
 
     async def cancel(self, job_ids: Sequence[str]) -> None:
         if not job_ids:
@@ -130,12 +131,12 @@ class CliClient:
             raise SubmitRejected(request.token, parse.complaint(done.stderr))
         raise SlurmUnavailable(_failure(["sbatch", "--test-only"], done))
 
-    def _state(self, at: float, cluster: str, queue: str, layout: parse.JobFormat) -> ClusterState:
+    def _state(self, at: float, cluster: str, queue: str, nonce: str) -> ClusterState:
         nodes, partitions, reservations = parse.cluster(cluster)
         if not nodes:
             # PrivateData=nodes, or an output of a shape that we do not know
             raise SlurmUnavailable("scontrol show node: Slurm shows no nodes; ask the site about PrivateData")
-        state = cluster_state(nodes, partitions, reservations, parse.jobs(queue, layout), at=at)
+        state = cluster_state(nodes, partitions, reservations, parse.jobs(queue, nonce), at=at)
         return on_our_clock(state, at, self.clock_offset_s)
 
     async def _ask_qos(self, config: ClusterConfig) -> tuple[str, bool]:
