@@ -18,30 +18,28 @@ SCRIPT = """\
    # indented remark
 
 #SBATCH --job-name="two words" # why
-#FALLOW nodes=2:8 seed=7
+#FALLOW nodes=2:8 seed=7 outlive-base
 #FALLOW --partitions=a,b
+#SBATCH hetjob -N3
+#SBATCH packjob
+#SBATCH -C a
 set -e
 #SBATCH --time=99
 fallow run -- python train.py
 """
 
 
-def test_the_header_ends_at_the_first_command() -> None:
+def test_the_header_of_a_script_ends_at_the_first_command() -> None:
     script = parse_script(SCRIPT, "job.sh")
-    assert [given.canonical for given in script.components[0]] == ["--nodes=2", "--time=10", "--job-name=two words"]
-    assert script.warnings == ("job.sh, line 10: #SBATCH after the first command (line 9) is not read",)
+    assert [[given.canonical for given in part] for part in script.components] == [
+        ["--nodes=2", "--time=10", "--job-name=two words"],
+        ["--nodes=3"],
+        ["--constraint=a"],
+    ]
+    assert script.settings == {"nodes": "2:8", "seed": 7, "outlive-base": True, "partitions": ["a", "b"]}
+    assert script.warnings == ("job.sh, line 13: #SBATCH after the first command (line 12) is not read",)
     python = parse_script("#!/usr/bin/env python3\n#SBATCH -N2\nimport os\n", "t.py")
-    assert python.components[0][0].canonical == "--nodes=2"
-
-
-def test_fallow_lines() -> None:
-    assert parse_script(SCRIPT, "job.sh").settings == {"nodes": "2:8", "seed": 7, "partitions": ["a", "b"]}
-
-
-def test_components_of_a_heterogeneous_job() -> None:
-    script = parse_script("#!/bin/sh\n#SBATCH -N1 -C a\n#SBATCH hetjob\n#SBATCH -N2\n#SBATCH packjob -N3\nx\n", "s")
-    parts = [[given.canonical for given in part] for part in script.components]
-    assert parts == [["--nodes=1", "--constraint=a"], ["--nodes=2"], ["--nodes=3"]]
+    assert python.components[0][0].canonical == "--nodes=2" and not python.settings
 
 
 @pytest.mark.parametrize(
@@ -55,6 +53,7 @@ def test_components_of_a_heterogeneous_job() -> None:
         ("#!/bin/sh\n#SBATCH -J 'a\n", "s, line 2: the quote ' is not closed"),
         ("#!/bin/sh\n#SBATCH --nodes=1:4\n", "write `#FALLOW nodes=1:4`"),
         ("#!/bin/sh\n\n#FALLOW node=1:4\n", r"s, line 3: #FALLOW has no key 'node'; did you mean nodes\?"),
+        ("#!/bin/sh\n#FALLOW outlive-base=yes\n", "line 2: #FALLOW outlive-base takes no value"),
         ("#!/bin/sh\n#FALLOW harvest-account=--wrap=x\n", "no name of an account"),
         ("#!/bin/sh\n#FALLOW budget-node-hours=nan\n", "above 0"),
         (f"#!/bin/sh\n#FALLOW seed={'9' * 5000}\n", "at most 9223372036854775807"),
@@ -99,14 +98,6 @@ def test_a_harvest_job_that_ends_as_planned_succeeds(tmp_path: Path, interpreter
     python = "import os\nos.kill(int(os.environ['FALLOW_BATCH_PID']), 10)\nos.kill(os.getpid(), 9)\nprint('after')\n"
     done = run_as_harvest_job(tmp_path, f"#!{interpreter}\n{python if 'python' in interpreter else shell}")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_a_run_may_outlive_its_base_job() -> None:
-    assert parse_script("#!/bin/sh\n", "s").settings == {}
-    for line in ("#FALLOW outlive-base", "#FALLOW nodes=1:2 --outlive-base"):
-        assert parse_script(f"#!/bin/sh\n{line}\n", "s").settings["outlive-base"]
-    with pytest.raises(FallowError, match="line 2: #FALLOW outlive-base takes no value"):
-        parse_script("#!/bin/sh\n#FALLOW outlive-base=yes\n", "s")
 
 
 @pytest.mark.parametrize(
