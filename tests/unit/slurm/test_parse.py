@@ -112,7 +112,11 @@ def test_node_states(text: str, base: str, flags: list[str]) -> None:
             "N/A Unknown None 0 ²",
         ),
         (parse.other_gres, {"gpu:2(S:0,1),nvme:fast:7(S:0),shard:8": ["nvme", "shard"], "gres/nvme:1": ["nvme"]}, ""),
-        (parse.gpus, {"gpu:a100:2(IDX:0,2),gpu:v100:1,nvme:7": 3, "gpu": 1, "(null)": 0, "gpu:0": 0}, ""),
+        (
+            parse.gpu_types,
+            {"gpu:a100:2(IDX:0,2),gpu:v100:1,nvme:7": {"a100": 2, "v100": 1}, "gpu": {"": 1}, "(null)": {}},
+            "",
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -38,25 +38,18 @@ _STEP = (
 def step_command(environ: Mapping[str, str], agent: Sequence[str]) -> list[str]:
     """srun's argv for `agent` on every node. Heterogeneous components each get their part of one step."""
     size = _number(environ, "SLURM_HET_SIZE") or 1
-    if size == 1:
-        nodes = _number(environ, "SLURM_JOB_NUM_NODES") or _number(environ, "SLURM_NNODES")
-        if nodes is None:
-            raise FallowError(
-                "SLURM_JOB_NUM_NODES is not set: this is no Slurm allocation, or something cleared its environment",
-                Exit.UNAVAILABLE,
-            )
-        return ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", *_STEP, *_gpus(environ), *agent]
     words = ["srun"]
     for group in range(size):
-        nodes = _number(environ, f"SLURM_JOB_NUM_NODES_HET_GROUP_{group}")
+        name = f"SLURM_JOB_NUM_NODES_HET_GROUP_{group}" if size > 1 else "SLURM_JOB_NUM_NODES"
+        nodes = _number(environ, name)
         if nodes is None:
             raise FallowError(
-                f"SLURM_JOB_NUM_NODES_HET_GROUP_{group} is not set in a job of {size} components; "
-                "do not clear Slurm's variables in the script",
+                f"{name} is not set: this is no Slurm allocation, or the script cleared Slurm's variables",
                 Exit.UNAVAILABLE,
             )
-        words.extend([":"] if group else [])
-        words.extend([f"--het-group={group}", f"--nodes={nodes}", f"--ntasks={nodes}", *_STEP, *agent])
+        words += [":"] if group else []
+        words += [f"--het-group={group}"] if size > 1 else _gpus(environ)
+        words += [f"--nodes={nodes}", f"--ntasks={nodes}", *_STEP, *agent]
     return words
 
 
