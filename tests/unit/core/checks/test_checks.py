@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -125,6 +126,38 @@ def test_the_bandwidth_is_compared_with_what_the_cards_allow(seconds: float, lev
     assert measured.bus_gb_s == pytest.approx(2 * 7 / 8 * (256 << 20) / seconds / 1e9)
     assert check.level is level
     assert "allow 100 GB/s" in check.found
+
+
+def test_what_a_node_with_cards_and_gpus_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from fallow.nodecheck.facts import look_around
+
+    files = {
+        "sys/module/nvidia/version": "580.1",
+        "sys/module/nvidia_peermem/refcnt": "1",
+        "sys/class/infiniband/mlx5_0/ports/1/rate": "200 Gb/sec (4X HDR)",
+        "sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE",
+        "sys/class/infiniband/mlx5_1/ports/1/rate": "10 Gb/sec",
+        "sys/class/infiniband/mlx5_1/ports/1/state": "1: DOWN",
+        "sys/class/net/eth0/speed": "25000",
+        "sys/class/net/eth0/operstate": "up",
+        "sys/class/net/eth0/device/vendor": "0x15b3",
+        "sys/class/net/docker0/speed": "10000",
+        "sys/class/net/docker0/operstate": "up",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    monkeypatch.setenv("NCCL_IB_HCA", "mlx5_0")
+    monkeypatch.setenv("NOT_NCCL", "x")
+    monkeypatch.setenv("CC", "cc")
+    found = look_around("n1", [torch.device("cpu")], tmp_path)
+    assert (found.says["driver"], found.says["GPUDirect"]) == ("NVIDIA 580.1", "kernel module nvidia_peermem")
+    assert found.says["network"] == "mlx5_0:1 200 Gbit/s infiniband, eth0 25 Gbit/s ethernet"
+    assert (found.rate_gbit_s, found.devices) == (200.0, [])
+    assert "NCCL_IB_HCA=mlx5_0" in found.says["variables"].split() and "NOT_NCCL" not in found.says["variables"]
+    headers = "python3-dev" in found.fixes.get("torch.compile", "")
+    assert headers and found.says["torch.compile"].endswith("Python.h missing")
 
 
 @pytest.mark.parametrize(
