@@ -7,7 +7,7 @@ that crashed gives ids away again (Slurm `state_save.c`: up to 5 s of acknowledg
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import msgspec
 
@@ -197,13 +197,11 @@ class Shown:
     def __init__(self, jobs: Sequence[JobInfo]) -> None:
         self._jobs = jobs
         self._marked: dict[str, list[JobInfo]] = {}
-        "by the token in their name or comment"
+        "by the words in their name and comment, of which a token is one"
         for job in jobs:
-            if job.comment and job.comment != job.name:
-                for token in _tokens(job.name, job.comment):
-                    self._marked.setdefault(token, []).append(job)
-            elif job.name.startswith(PREFIX):
-                self._marked.setdefault(job.name, []).append(job)
+            if PREFIX in job.name or PREFIX in job.comment:
+                for word in {job.name, *job.comment.split()}:
+                    self._marked.setdefault(word, []).append(job)
 
     def of(self, allocation: Allocation) -> list[JobInfo]:
         """Those of one allocation: by its token, and by their id once it is known.
@@ -223,12 +221,6 @@ class Shown:
         for job in self._jobs:
             found.setdefault(job.het_job_id or job.job_id, []).append(job)
         return found
-
-
-@lru_cache(maxsize=4096)
-def _tokens(name: str, comment: str) -> list[str]:
-    """Those in a job's name or comment. Kept, for each poll shows the same jobs again."""
-    return [word for word in dict.fromkeys((name, *comment.split())) if word.startswith(PREFIX)]
 
 
 def send(allocation: Allocation, now: float) -> bool:
