@@ -389,7 +389,7 @@ def test_deadlines_are_days_times_and_weekdays_and_weights_positive_numbers() ->
         with pytest.raises(FallowError):
             deadline_at(wrong, now)
     script = "#!/bin/sh\n#FALLOW {}\nfallow run -- true\n"
-    settings = {"weight": "2.5", "deadline": "friday-18:00"}
+    settings = {"weight": 2.5, "deadline": "friday-18:00"}
     assert parse_script(script.format("weight=2.5 deadline=friday-18:00"), "s.sh").settings == settings
     for wrong in ("weight=0", "weight=inf", "weight=x", "deadline=never"):
         with pytest.raises(FallowError, match=wrong.partition("=")[0]):

@@ -199,7 +199,12 @@ def takes_whole_nodes(spec: RunSpec) -> bool:
 def _part(part: Part) -> dict[str, str | None]:
     gpus = f"{part.gpu_type}:{part.gpus}" if part.gpu_type else str(part.gpus)
     memory = {"mem": f"{part.memory_mb}M"} if part.memory_mb else {}
-    one = {"ntasks": "1", "cpus-per-task": str(part.cpus), "gpus-per-node": gpus, "nodelist": part.node}
+    one: dict[str, str | None] = {
+        "ntasks": "1",
+        "cpus-per-task": str(part.cpus),
+        "gpus-per-node": gpus,
+        "nodelist": part.node,
+    }
     return one | memory
 
 

@@ -49,9 +49,12 @@ def parse_script(text: str, name: str) -> BatchScript:
         if (rest := _after(line, MAGIC)) is not None:
             words = split_directive(rest, where)
             if words and words[0].lower() in ("hetjob", "packjob"):
+                if words[1:]:
+                    problem = f"{where}: sbatch reads nothing behind {words[0]}; begin a new #SBATCH line"
+                    raise FallowError(problem, Exit.DATA)  # seen with 22.05
                 components.append([])
-                words = words[1:]
-            components[-1] += parse_options(words, where)
+            else:
+                components[-1] += parse_options(words, where)
         elif (rest := _after(line, (OURS,))) is not None:
             settings |= parse_settings(rest, where)
     return BatchScript(
@@ -90,13 +93,16 @@ def wrap(command: str) -> str:
 
 
 _PIECE = re.compile(
-    r"(?P<space>\s+)|(?P<rest>#.*|\\$)|(?P<plain>(?:\\.|[^\s\"'#\\])+)"
+    r"(?P<space>\\?\s+)|(?P<rest>#.*|\\$)|(?P<plain>(?:\\\S|[^\s\"'#\\])+)"
     r"|\"(?P<double>(?:\\.|[^\"\\])*)\"|'(?P<single>(?:\\.|[^'\\])*)'"
 )
 
 
 def split_directive(text: str, where: str) -> list[str]:
-    """Words of a directive as sbatch splits them: quotes, backslashes, and `#` ends the line."""
+    """Words of a directive as sbatch splits them: quotes, backslashes, and `#` ends the line.
+
+    A backslash before a blank is dropped, and the blank parts words all the same (seen with 22.05).
+    """
     words, is_open, end = list[str](), False, 0
     for piece in _PIECE.finditer(text):
         if piece.start() != end or piece["rest"]:

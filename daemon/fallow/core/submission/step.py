@@ -48,8 +48,8 @@ def step_command(environ: Mapping[str, str], agent: Sequence[str]) -> list[str]:
                 Exit.UNAVAILABLE,
             )
         words += [":"] if group else []
-        words += [f"--het-group={group}"] if size > 1 else _gpus(environ)
-        words += [f"--nodes={nodes}", f"--ntasks={nodes}", *_STEP, *agent]
+        words += [f"--het-group={group}"] if size > 1 else []
+        words += [f"--nodes={nodes}", f"--ntasks={nodes}", *_STEP, *(_gpus(environ) if size == 1 else []), *agent]
     return words
 
 

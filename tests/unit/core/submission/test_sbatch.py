@@ -236,7 +236,7 @@ def test_an_option_of_the_environment_gives_way_to_what_rules_it_out(
 
 
 def test_sbatchs_environment_gives_way_in_later_components_too() -> None:
-    script = "#!/bin/sh\n#SBATCH -N1\n#SBATCH hetjob --mem-per-cpu=5\nx\n"
+    script = "#!/bin/sh\n#SBATCH -N1\n#SBATCH hetjob\n#SBATCH --mem-per-cpu=5\nx\n"
     made = planned(["job.sh"], script, SBATCH_MEM_PER_NODE="7")
     assert made.spec.sbatch_options == ["--nodes=1", "--mem=7", ":", "--mem-per-cpu=5"]
     assert made.options("t", {}).count("--comment=t") == 2

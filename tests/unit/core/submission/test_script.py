@@ -20,7 +20,8 @@ SCRIPT = """\
 #SBATCH --job-name="two words" # why
 #FALLOW nodes=2:8 seed=7 outlive-base
 #FALLOW --partitions=a,b
-#SBATCH hetjob -N3
+#SBATCH hetjob
+#SBATCH -N3
 #SBATCH packjob
 #SBATCH -C a
 set -e
@@ -37,7 +38,7 @@ def test_the_header_of_a_script_ends_at_the_first_command() -> None:
         ["--constraint=a"],
     ]
     assert script.settings == {"nodes": "2:8", "seed": 7, "outlive-base": True, "partitions": ["a", "b"]}
-    assert script.warnings == ("job.sh, line 13: #SBATCH after the first command (line 12) is not read",)
+    assert script.warnings == ("job.sh, line 14: #SBATCH after the first command (line 13) is not read",)
     python = parse_script("#!/usr/bin/env python3\n#SBATCH -N2\nimport os\n", "t.py")
     assert python.components[0][0].canonical == "--nodes=2" and not python.settings
 
@@ -51,6 +52,7 @@ def test_the_header_of_a_script_ends_at_the_first_command() -> None:
         ("\ufeff#!/bin/sh\n", "byte order mark"),
         ("#!/bin/sh\n#SBATCH --nodse=2\n", r"s, line 2: .*did you mean --nodes\?"),
         ("#!/bin/sh\n#SBATCH -J 'a\n", "s, line 2: the quote ' is not closed"),
+        ("#!/bin/sh\n#SBATCH hetjob -N2\n", "s, line 2: sbatch reads nothing behind hetjob"),
         ("#!/bin/sh\n#SBATCH --nodes=1:4\n", "write `#FALLOW nodes=1:4`"),
         ("#!/bin/sh\n\n#FALLOW node=1:4\n", r"s, line 3: #FALLOW has no key 'node'; did you mean nodes\?"),
         ("#!/bin/sh\n#FALLOW outlive-base=yes\n", "line 2: #FALLOW outlive-base takes no value"),
@@ -105,7 +107,8 @@ def test_a_harvest_job_that_ends_as_planned_succeeds(tmp_path: Path, interpreter
     [
         (" -J a b", ["-J", "a", "b"]),
         (' --comment="a # b" c#d', ["--comment=a # b", "c"]),
-        (r" a\ b \#c", ["a b", "#c"]),
+        (r" a\ b \#c", ["a", "b", "#c"]),
+        ('"a\\" b"\\', ['a" b']),
     ],
 )
 def test_directives_are_split_as_sbatch_splits_them(text: str, words: list[str]) -> None:
