@@ -91,7 +91,7 @@ _TABLE = {
     "base": """
         bb=BURST_BUFFER bbf= consolidate-segments contiguous distribution,m=DISTRIBUTION gpu-bind=GPU_BIND mail-user=
         nodefile,F= nodelist,w= ntasks-per-core= ntasks-per-socket= ntasks-per-tres= overcommit,O!OVERCOMMIT resources=
-        resv-ports? segment=SEGMENT_SIZE spread-job!SPREAD_JOB spread-segments!SPREAD_SEGMENTS switches=
+        resv-ports? segment=SEGMENT_SIZE spread-job!SPREAD_JOB spread-segments!SPREAD_SEGMENTS switches=REQ_SWITCH
         tres-bind=TRES_BIND use-min-nodes!USE_MIN_NODES container-name= container-save=
     """,
     "first sticky": """
