@@ -6,8 +6,7 @@ import os
 from enum import Flag
 from types import SimpleNamespace
 
-import pytest
-
+from fallow.model import PartitionInfo
 from fallow.slurm import parse, pyslurm_poll
 from fallow.slurm.state import user_name
 
@@ -76,17 +75,14 @@ def test_a_pending_component() -> None:
     assert (job.het_job_id, job.time_limit_s, job.dependency) == (None, None, ""), "an ordinary one"
 
 
-@pytest.mark.parametrize(
-    ("shown", "tasks"),
-    [
+def test_elements_of_a_job_array() -> None:
+    for shown, tasks in (
         ({"state": "PENDING", "array_tasks_waiting": "3-9", "array_tasks_parallel": 2}, "3-9%2"),
         ({"state": "PENDING", "array_task_id": 4}, "4"),  # requeued
         ({"state": "RUNNING", "array_task_id": 4}, ""),
-    ],
-)
-def test_elements_of_a_job_array(shown: dict[str, object], tasks: str) -> None:
-    job = parse.job(pyslurm_poll.job(job_of(id=12, array_id=9, **shown)))
-    assert (job.job_id, job.array_job_id, job.array_tasks) == ("12", "9", tasks)
+    ):
+        job = parse.job(pyslurm_poll.job(job_of(id=12, array_id=9, **shown)))
+        assert (job.job_id, job.array_job_id, job.array_tasks) == ("12", "9", tasks)
 
 
 def test_gpus_per_job_are_known_where_they_are_counted_as_tres() -> None:
@@ -116,38 +112,24 @@ def test_gpus_in_use_come_from_tres_where_they_tell() -> None:
 
 
 def test_partitions_and_reservations() -> None:
-    found = SimpleNamespace(
-        name="scavenge",
-        nodes="n[1-4]",
-        max_time=1440,
-        state="UP",
-        is_default=False,
+    says_no = ("is_default", "is_user_exclusive", "is_root_only", "requires_reservation", "qos")
+    lists = ("allowed_accounts", "denied_accounts", "allowed_groups", "denied_qos")
+    found = {"name": "scavenge", "nodes": "n[1-4]", "max_time": 1440, "state": "UP", "priority_tier": 1}
+    found |= {"preempt_mode": "REQUEUE", "preemption_grace_time": 10, "oversubscribe": "EXCLUSIVE", "min_nodes": 2}
+    found |= (
+        dict.fromkeys(says_no) | {name: ["ALL"] for name in lists} | {"max_nodes": "UNLIMITED", "allowed_qos": ["low"]}
+    )
+    assert parse.partition(pyslurm_poll.partition(SimpleNamespace(**found))) == PartitionInfo(
+        partition="scavenge",
+        nodes=["n1", "n2", "n3", "n4"],
+        max_time_s=86400.0,
         priority_tier=1,
         preempt_mode="REQUEUE",
-        preemption_grace_time=10,
-        oversubscribe="EXCLUSIVE",
-        qos=None,
-        is_user_exclusive=False,
+        grace_s=10.0,
+        exclusive=True,
         min_nodes=2,
-        max_nodes="UNLIMITED",
-        is_root_only=False,
-        requires_reservation=False,
-        allowed_accounts=["ALL"],
-        denied_accounts=["ALL"],
-        allowed_qos=["low"],
-        allowed_groups=["ml"],
-        denied_qos=["ALL"],
+        allow_qos=["low"],
     )
-    info = parse.partition(pyslurm_poll.partition(found))
-    assert (info.partition, info.nodes, info.max_time_s, info.up) == (
-        "scavenge",
-        ["n1", "n2", "n3", "n4"],
-        86400.0,
-        True,
-    )
-    assert (info.preempt_mode, info.grace_s, info.exclusive, info.max_nodes) == ("REQUEUE", 10.0, True, None)
-    assert info.min_nodes == 2
-    assert (info.allow_accounts, info.deny_accounts, info.allow_qos, info.allow_groups) == ([], [], ["low"], ["ml"])
 
     class Flags(Flag):
         MAINTENANCE = 1
