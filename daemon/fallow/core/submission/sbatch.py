@@ -101,7 +101,7 @@ def reaching_harvest(options: InForce, nodes: int) -> list[str]:
 def _gpus_per_node(options: InForce, nodes: int, tasks: int, per_task: Sequence[str]) -> dict[str, int]:
     """GPUs of one node, by type, where the base job counts them for the whole job, a task or a socket."""
     if gpus := _counted(options, "gpus"):
-        return {kind: max(count // nodes, 1) for kind, count in gpus.items()}
+        return {kind: max(count // nodes, min(count, 1)) for kind, count in gpus.items()}
     if gpus := _counted(options, "gpus-per-task"):
         return {kind: count * tasks for kind, count in gpus.items()}
     if gpus := _counted(options, "gpus-per-socket"):

@@ -180,7 +180,9 @@ def test_what_kind_of_node_reaches_harvest_jobs_and_what_meant_the_base_job_does
     ("argv", "wanted"),
     [
         ("-N2 --gpus=8", ["--gpus-per-node=4"]),
-        ("-N2 --gpus=a100:8", ["--gpus-per-node=a100:4"]),
+        ("-N2 --gpus=a100:9,v100:1", ["--gpus-per-node=a100:4,v100:1"]),
+        ("--gpus=0", ["--gpus-per-node=0"]),
+        ("--gres=gpu:2,nvme:3 --ntasks-per-gpu=2", ["--gres=gpu:2,nvme:3", "--ntasks-per-node=4"]),
         ("-N2 --gpus-per-task=1 --ntasks-per-node=4", ["--gpus-per-node=4", "--ntasks-per-node=4"]),
         ("-N2 -n4 --gpus-per-task=h100:2", ["--gpus-per-node=h100:4", "--ntasks-per-node=2"]),
         ("-N1 --tres-per-task=gres/gpu:a100=2", ["--gpus-per-node=a100:2"]),
