@@ -185,6 +185,8 @@ def test_configuration() -> None:
     )
     assert (as_of, config.message_timeout_s, config.backfill_interval_s) == (1795229432.0, 20.0, 30.0)
     assert (config.private_data, config.preempt_type) == (["jobs", "usage"], "")
+    for text in ("SchedulerType = sched/builtin\n", "SchedulerParameters = bf_max_time=9,bf_interval=-1\n"):
+        assert parse.config(text)[0].backfill_interval_s < 0
 
 
 FAILED = "sbatch: error: Batch job submission failed: "

@@ -79,6 +79,9 @@ def slurm_client(backend: str, second_best: bool) -> Check:
 def scheduler(config: ClusterConfig) -> Check:
     fix = "idle nodes start harvest jobs about half a cycle late; ask the site for a smaller bf_interval"
     interval_s = config.backfill_interval_s
+    if interval_s < 0:
+        fix = "while any job waits in a partition, idle nodes start no harvest jobs; ask the site for sched/backfill"
+        return judged("backfill", "off", fix)
     return judged("backfill", f"backfill cycle {interval_s:g} s", fix if interval_s > GOOD_BACKFILL_S else "")
 
 

@@ -41,6 +41,8 @@ GPU = PartitionInfo(partition="gpu", nodes=["n1"])
         (checks.head_address("127.0.1.1", True, True), Level.FAIL, "127.0.1.1 is loopback"),
         (checks.head_address(None, True, False), Level.FAIL, "no network address"),
         (checks.slurm_version(config(slurm_version="20.11.9")), Level.WARN, "20.11.9"),
+        (checks.scheduler(config(backfill_interval_s=120.0)), Level.WARN, "cycle 120 s"),
+        (checks.scheduler(config(backfill_interval_s=-1.0)), Level.WARN, "off"),
         (checks.priority(multifactor(Age=1000, QOS=99_000), 100_000), Level.WARN, "nice 100001 (configured: 100000"),
         (checks.priority(multifactor(), 100_000), Level.WARN, "weights: none; no --nice is large enough"),
         (checks.private_data(config(private_data=["jobs"])), Level.WARN, "jobs"),
