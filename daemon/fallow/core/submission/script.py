@@ -87,6 +87,15 @@ def harvest_script(text: str) -> str:
     return HARVEST_SCRIPT.format(interpreter=shlex.join(words))
 
 
+def without_directives(text: str) -> str:
+    """The batch script for a base job that is submitted again: with no `#SBATCH` line, and the same line numbers.
+
+    All that is in force is among its options; sbatch would read `--begin`, `--hold` and such in the script once more.
+    """
+    numbers = {number for number, line in _header(text) if _after(line, MAGIC) is not None}
+    return "\n".join("#" if number in numbers else line for number, line in enumerate(text.split("\n"), 1))
+
+
 def wrap(command: str) -> str:
     """The script that `sbatch --wrap=COMMAND` makes."""
     return f"#!/bin/sh\n# This script was created by sbatch --wrap.\n\n{command}\n"

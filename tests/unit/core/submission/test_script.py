@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fallow.core.submission.script import harvest_script, parse_script, split_directive
+from fallow.core.submission.script import harvest_script, parse_script, split_directive, without_directives
 from fallow.model import Exit, FallowError
 
 SCRIPT = """\
@@ -71,6 +71,14 @@ def test_says_what_is_wrong_and_where(text: str, message: str) -> None:
         parse_script(text, "s")
     usage = any(word in text for word in ("--nodse", " nodes=", "deadline="))
     assert caught.value.code is (Exit.USAGE if usage else Exit.DATA)
+
+
+def test_a_base_job_that_is_submitted_again_is_told_by_its_options_alone() -> None:
+    again = without_directives(SCRIPT)
+    assert len(again.split("\n")) == len(SCRIPT.split("\n"))
+    script = parse_script(again, "job.sh")
+    assert (script.components, script.settings) == (((),), parse_script(SCRIPT, "job.sh").settings)
+    assert again.endswith("set -e\n#SBATCH --time=99\nfallow run -- python train.py\n")
 
 
 def run_as_harvest_job(folder: Path, script: str, *args: str) -> subprocess.CompletedProcess[str]:
