@@ -188,11 +188,12 @@ def in_force(
     """Per component, the options that hold: command line over environment over script, later over earlier.
 
     As in sbatch, the last component on the command line also serves further components of the script, and
-    options about the job as a whole stay in force for later components. What the environment says gives way where
-    the script or the command line says something that rules it out.
+    options about the job as a whole stay in force for later components. Those of the command line hold for earlier
+    ones as well, which say nothing else (seen with 22.05). What the environment says gives way where the script or the
+    command line says something that rules it out.
     """
     result: list[dict[str, Given]] = []
-    options: dict[str, Given] = {}
+    options = {given.name: given for part in command for given in part} if len(command) > 1 else {}
     for index in range(max(len(command), len(header))):
         options = {key: given for key, given in options.items() if given.option.sticky}
         own = header[index] if index < len(header) else ()

@@ -244,6 +244,15 @@ def test_sbatchs_environment_gives_way_in_later_components_too() -> None:
     assert made.options("t", {}).count("--comment=t") == 2
 
 
+def test_what_a_later_component_of_the_command_line_says_of_the_whole_job_holds_for_earlier_ones() -> None:
+    line = "-N1 : -N2 --account=a -C big : -N3 --account=b job.sh"
+    made = planned(line.split(), "#!/bin/sh\n#SBATCH --qos=q\nx\n")
+    assert " ".join(made.spec.sbatch_options) == (
+        "--account=b --qos=q --nodes=1 : --account=a --qos=q --nodes=2 --constraint=big : --account=b --qos=q --nodes=3"
+    )
+    assert made.spec.harvest_options == ["--account=b", "--qos=q"]
+
+
 @pytest.mark.parametrize(
     ("value", "word"),
     [("1", "--requeue"), ("", "--requeue"), ("Yes", "--requeue"), ("expedite", "--requeue=expedite")]
