@@ -102,7 +102,7 @@ def take(
     Args:
         tree: as `transfer.export_state` returns it; the same on all members.
         names: of the modules' tensors, so that torch's tools rebuild what `state_dict` gives.
-        extra: extra state of modules by name, see `extra_state.read`; of the first rank.
+        extra: extra state of modules by name, see `modes.read_extra`; of the first rank.
         known: the manifest's other fields.
     """
     encoded = encode(tree, "checkpoint")

@@ -22,15 +22,14 @@ from fallow.core.protocol.workers import Heard, Start, ToWorker
 from fallow.model import Doing, Exit, FallowError
 from fallow.wire.address import interfaces
 from fallow.wire.frames import AgentChannel
-from fallow.worker.session.device_watch import watch_device
-from fallow.worker.session.ends import Answered, Dismissed, OthersEnded
-from fallow.worker.session.groups import Groups
 from fallow.worker.session.news import HeadNews
-from fallow.worker.session.orders import Orders
+from fallow.worker.session.orders import Answered, Dismissed, Orders, OthersEnded
 from fallow.worker.session.status import Progress, Statement
 from fallow.worker.transport import device as devices
-from fallow.worker.transport.gathering import AgentGathers
-from fallow.worker.transport.upcoming import Upcoming
+from fallow.worker.transport.build import Upcoming
+from fallow.worker.transport.device_progress import watch_device
+from fallow.worker.transport.groups import Groups
+from fallow.worker.transport.rendezvous import AgentGathers
 
 _LONGEST_REASON = 1000
 """Characters."""

@@ -8,12 +8,19 @@ of those who wait it has done all that it was given, but for waits for others.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from fallow.worker.transport import device as devices
+
+_UNSEEN = (
+    "fallow: worker {worker}: {device} does not tell how far it is: {error}\n"
+    "fallow: worker {worker}: until it does, a kernel that hangs there cannot be told from a wait for other members\n"
+)
 
 
 @dataclass(slots=True)
@@ -73,3 +80,24 @@ class DeviceProgress:
             if not own_is_done or wait.end is None or not wait.end.query():
                 return not own_is_done, own_is_done
         return not devices.idle(device), False
+
+
+def watch_device(
+    worker: str, device: torch.device, beat_s: float, now: Callable[[], DeviceProgress | None], closed: threading.Event
+) -> None:
+    """Look at an asynchronous device every `beat_s` seconds until `closed` is set, on a thread of its own."""
+
+    def look() -> None:
+        is_reported = False
+        while not closed.wait(beat_s):
+            try:
+                devices.enter(device)  # again: it may have failed
+                progress = now()
+                if progress is not None:
+                    progress.look(device)
+            except Exception as error:  # whatever it is, the next look may succeed
+                if not is_reported:
+                    sys.stderr.write(_UNSEEN.format(worker=worker, device=device, error=error))
+                is_reported = True
+
+    threading.Thread(target=look, name="fallow-device", daemon=True).start()

@@ -6,7 +6,6 @@ launches them, so what members tell each other has a group beside that of their 
 
 from __future__ import annotations
 
-import itertools
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,6 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 _UNUSED_TAG = 1 << 20
 """Of a message that nobody sends."""
-_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def connect(
@@ -61,39 +59,6 @@ def connect(
         group = ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
         group._set_default_timeout(COLLECTIVE_TIMEOUT)
         yield group
-
-
-def tell(group: Any, part: bytes, lengths: Sequence[int]) -> tuple[torch.Tensor, Any]:
-    """Launch an exchange of a few bytes: each rank gives its part to all.
-
-    Directly: each rank sends N - 1 messages. gloo's ring needs 4 (N - 1) for a sum and 2 (N - 1) for a gather, each
-    after the one before it, and every message costs both sides processor time.
-
-    Args:
-        group: with the methods of `torch.distributed.Backend`.
-        part: this rank's.
-        lengths: of all parts, by rank; not all 0.
-
-    Returns:
-        What `parts_of` reads once the work is complete, and the work.
-
-    Raises:
-        RuntimeError: a connection is lost.
-    """
-    taken = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
-    counts = [len(part)] * len(lengths)
-    return taken, group.alltoall_base(taken, as_tensor(part * len(lengths)), list(lengths), counts)
-
-
-def parts_of(taken: torch.Tensor, lengths: Sequence[int]) -> list[bytes]:
-    """By rank, what an exchange brought."""
-    data = taken.numpy().tobytes()
-    return [data[end - length : end] for end, length in zip(itertools.accumulate(lengths), lengths, strict=True)]
-
-
-def as_tensor(data: bytes) -> torch.Tensor:
-    """A copy on the host."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _NOTHING
 
 
 def close_connections(group: Any) -> None:
