@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
 from collections.abc import Iterator
@@ -53,6 +54,19 @@ def test_all_reach_each_other_at_once(size: int, monkeypatch: pytest.MonkeyPatch
     began = time.monotonic()
     assert meet(HashStore(), list(range(size)), size, 240.0) == {rank: {} for rank in range(size)}
     assert time.monotonic() - began < 120, "nobody waited for a deadline"
+
+
+def test_who_has_no_file_descriptor_left_for_a_moment_is_reached_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept, failed = socket.socket.accept, set[int]()
+
+    def fails_once(listener: socket.socket) -> tuple[socket.socket, object]:
+        if listener.fileno() not in failed:
+            failed.add(listener.fileno())
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", fails_once)
+    assert meet(HashStore(), [0, 1], 2, 240.0) == {0: {}, 1: {}}
 
 
 @pytest.mark.parametrize("missing", [0, 2])
