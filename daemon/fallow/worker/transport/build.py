@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import Store
 from fallow.core.membership.messages import Peer, Plan, Refusal
 from fallow.core.membership.names import member_name
 from fallow.model import Exit, FallowError
+from fallow.wire.address import allow_connections
 from fallow.worker.transport import communicators, gloo
 from fallow.worker.transport import device as devices
 from fallow.worker.transport.group import Group
@@ -212,6 +213,7 @@ def build_group(
     if size == 1:
         return Group(generation, 0, 1, None, device)
     assert store is not None
+    allow_connections()
     end = time.monotonic() + timeout_s
     group = Group(generation, rank, size, Connections(store=store), device)
     tried: dict[int, str] = {}
