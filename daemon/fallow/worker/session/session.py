@@ -27,7 +27,6 @@ from fallow.worker.session.orders import Answered, Dismissed, Orders, OthersEnde
 from fallow.worker.session.status import Progress, Statement
 from fallow.worker.transport import device as devices
 from fallow.worker.transport.build import Upcoming
-from fallow.worker.transport.device_progress import watch_device
 from fallow.worker.transport.groups import Groups
 from fallow.worker.transport.rendezvous import AgentGathers
 
@@ -134,7 +133,8 @@ class Session:
             device: of the parameters; groups are made for it from now on.
         """
         if devices.asynchronous(device) and self.groups.device == devices.HOST:
-            watch_device(self.worker, device, self.setup.beat_s, lambda: self.groups.current, self._closed)
+            find = lambda: None if (group := self.groups.current) is None else group.device_progress  # noqa: E731
+            devices.watch_device(self.worker, device, self.setup.beat_s, find, self._closed)
         self.groups.device = device
         self.say(ready=contract)
 

@@ -28,7 +28,6 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore
 from fallow.model import Exit, FallowError
 from fallow.worker.transport import communicators, gloo
 from fallow.worker.transport import device as devices
-from fallow.worker.transport.device_progress import DeviceProgress
 from fallow.worker.transport.stream import Streams
 from fallow.worker.transport.waits import Connections, Interrupted, Node, Waits
 
@@ -58,7 +57,7 @@ class Group(Waits):
         self._launched: list[tuple[Any, Sequence[torch.Tensor]]] = []
         "works of the transport; on a device the tensors stay until a stream waits for the work"
         self._aborting: threading.Thread | None = None
-        self.device_progress = DeviceProgress()
+        self.device_progress = devices.DeviceProgress()
         self.node = Node()
         "the other workers of this generation on the same node"
 

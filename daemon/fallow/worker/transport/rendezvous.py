@@ -134,7 +134,7 @@ class GatherStore(Store):
         self._missing: dict[str, Sequence[int]] = {}
         "family -> nodes that had not come when this store asked"
         self.correction = [b"", b""]
-        "what gloo would publish for this rank, and what it publishes in its place, see `gloo_port`"
+        "what gloo would publish for this rank, and what it publishes in its place, see `gloo`"
 
     def set(self, key: str, value: str | bytes) -> None:
         """Give a value to all; does not wait."""
