@@ -206,9 +206,13 @@ def test_a_rehearsal_leaves_nothing_behind() -> None:
         assert one.seen() == other.seen()
 
 
+def out_of_memory(tensor: torch.Tensor) -> torch.Tensor:
+    raise torch.OutOfMemoryError("it is more than this process may have")
+
+
 @on_device
-@pytest.mark.parametrize("has_room", [True, False])
-def test_a_checkpoint_holds_the_state_of_its_step_though_the_training_goes_on(tmp_path: Path, has_room: bool) -> None:
+@pytest.mark.parametrize("room", ["enough", "none", "less than it says"])
+def test_a_checkpoint_holds_the_state_of_its_step_though_the_training_goes_on(tmp_path: Path, room: str) -> None:
     script = Script(1)
     script.train(2)
     script.backward()
@@ -219,11 +223,16 @@ def test_a_checkpoint_holds_the_state_of_its_step_though_the_training_goes_on(tm
         DEVICE.hidden_syncs_raise(),
         DEVICE.held(torch.accelerator.current_stream()),
     ):
-        patch.setattr(torch.get_device_module(DEVICE.kind), "mem_get_info", lambda device: (has_room << 30, 1 << 30))
+        patch.setattr(
+            torch.get_device_module(DEVICE.kind), "mem_get_info", lambda device: ((room != "none") << 30, 1 << 30)
+        )
         tree, prepared = export_state(script.prepared, {"step": 2}), script.prepared
         about: dict[str, Any] = {"generation": 1, "step": 2, "epoch": 0, "modes": [], "asked": False, "written_at": 0.0}
         extra = read_extra(prepared.modules)
-        snapshot = take(tree, 0, 1, names=prepared.names(), extra=extra, **about)
+        with pytest.MonkeyPatch.context() as limit:
+            if room == "less than it says":  # as `torch.cuda.set_per_process_memory_fraction` sets one
+                limit.setattr(torch.Tensor, "clone", out_of_memory)
+            snapshot = take(tree, 0, 1, names=prepared.names(), extra=extra, **about)
         writing = Writing(tmp_path, snapshot, reports.append)
         writing.start()
         script.step()

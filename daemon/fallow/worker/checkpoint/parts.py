@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -105,9 +106,11 @@ def take(
     encoded_extra = encode(dict(extra), "checkpoint")
     rows = [rows_of(tensors[chunk.tensor], chunk) for chunk in chunks]
     device = device_of([*rows, *encoded_extra.tensors])
+    copies: list[torch.Tensor] = []
     if devices.has_room(device, sum(row.nbytes for row in rows)):
-        copies = [row.detach().clone() for row in rows]
-    else:
+        with contextlib.suppress(torch.OutOfMemoryError):  # this process may not use all that is free
+            copies = [row.detach().clone() for row in rows]
+    if not copies:
         copies, _ = host_copies(rows)
     extra_copies, _ = host_copies(encoded_extra.tensors)
     return PartSnapshot(
