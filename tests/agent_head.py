@@ -94,7 +94,7 @@ class Head:
             self.leave_keys()
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "CUDA", "FALLOW"))}
         self.agent = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "fallow.agent", "--key-file", str(self.key_file), *options),
+            *(sys.executable, "-Pm", "fallow.agent", "--key-file", str(self.key_file), *options),
             *("--", sys.executable, "-u", "-c", code),
             env={**clean, "SLURMD_NODENAME": "node1", "SLURM_JOB_ID": "42", **environ},
             stdout=subprocess.PIPE,

@@ -35,4 +35,4 @@ def under_torchrun(command: Sequence[str]) -> list[str]:
             "pip install 'fallow[torch]'",
             Exit.UNAVAILABLE,
         )
-    return [sys.executable, "-m", "fallow.worker.torchrun.restart", *python, *command]
+    return [sys.executable, "-Pm", "fallow.worker.torchrun.restart", *python, *command]

@@ -16,9 +16,9 @@ from fallow.model import FallowError, Parts
 from fallow.worker.checkpoint.restore import load_newest
 from fallow.worker.data.ledger import LEAVING_S, Start
 from fallow.worker.loop.member import Member
-from fallow.worker.session.ends import Dismissed, exit_code
-from fallow.worker.session.voice import Voice
-from fallow.worker.transport.upcoming import Upcoming
+from fallow.worker.session.orders import Dismissed, exit_code
+from fallow.worker.session.status import Voice
+from fallow.worker.transport.build import Upcoming
 from fallow.worker.transport.waits import Interrupted
 
 _HEALED = (
