@@ -19,7 +19,7 @@ import pytest
 
 from agent_head import DEADLINE_S, PUPPET, WAIT, Head
 from fallow.core.membership.messages import End
-from fallow.core.protocol.agents import (
+from fallow.core.protocol import (
     Admitted,
     Beat,
     EndAgent,
@@ -243,7 +243,7 @@ async def test_silent_head_and_nothing_to_do(head: Head) -> None:
 
 async def test_agent_ends_with_its_parent(head: Head) -> None:
     head.leave_keys()
-    command = [sys.executable, "-m", "fallow.agent", "--key-file", str(head.key_file), "--"]
+    command = [sys.executable, "-Pm", "fallow.agent", "--key-file", str(head.key_file), "--"]
     command += [sys.executable, "-u", "-c", WAIT]
     code = f"import subprocess, sys; p = subprocess.Popen({command!r}); print(p.pid, flush=True); sys.exit(p.wait())"
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=subprocess.PIPE)

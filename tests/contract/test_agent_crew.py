@@ -24,7 +24,7 @@ from fallow.agent.merge import merge_report
 from fallow.agent.process import inherit_orphans
 from fallow.core.checks.devices import Devices
 from fallow.core.membership.messages import End, Fault, Gather, Order
-from fallow.core.protocol.agents import Ended, News
+from fallow.core.protocol import Ended, News
 from fallow.files import RunPaths
 from fallow.model import STACK_SIGNAL
 from waiting import gone, until

@@ -20,8 +20,7 @@ import pytest
 import builders
 from agent_head import PUPPET
 from fallow.core.membership.messages import VERSION, Gathered, Order, Wire
-from fallow.core.protocol.agents import News
-from fallow.core.protocol.workers import FromWorker, Part, Start, Status, ToWorker
+from fallow.core.protocol import FromWorker, News, Part, Start, Status, ToWorker
 from fallow.wire.codec import MAX_MESSAGE, Decoder, encode
 from fallow.wire.frames import MOST, AgentChannel, WorkerChannel
 from waiting import until
@@ -29,7 +28,7 @@ from waiting import until
 DEADLINE_S = 60.0
 DEAF = """
 import os, signal
-from fallow.core.protocol.workers import Status
+from fallow.core.protocol import Status
 from fallow.wire.frames import AgentChannel
 channel = AgentChannel(int(os.environ["FALLOW_CHANNEL_FD"]), print, print)
 for step in range(200):

@@ -13,7 +13,7 @@ import pytest
 
 import builders
 from fallow.core.membership.messages import VERSION, Report
-from fallow.core.protocol.agents import Beat, Ended, Hello, Left, News, Refused, ToAgent
+from fallow.core.protocol import Beat, Ended, Hello, Left, News, Refused, ToAgent
 from fallow.files import private_dir, read_struct, write_private, write_struct
 from fallow.model import AllocationKind, Exit, FallowError, HeadFile, KeyFile
 from fallow.wire import codec

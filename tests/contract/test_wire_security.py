@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fallow.core.membership.messages import VERSION, Checkpoint, Contract, Gathered, Report, Unreadable
-from fallow.core.protocol.agents import Beat, Ended, FromAgent, Hello, Left, News, Progress, Refused, ToAgent
+from fallow.core.protocol import Beat, Ended, FromAgent, Hello, Left, News, Progress, Refused, ToAgent
 from fallow.model import Exit, FallowError
 from fallow.wire import router as router_module
 from fallow.wire.codec import MAX_EXPANDED, MAX_MESSAGE, Decoder, encode

@@ -26,12 +26,13 @@ from fallow.agent.merge import merge_progress, merge_report
 from fallow.agent.process import inherit_orphans, reap_orphans
 from fallow.agent.stand_in import StandIn
 from fallow.core.membership.messages import Gathered, Order, Unreadable
-from fallow.core.protocol.agents import (
+from fallow.core.protocol import (
     Admitted,
     Beat,
     EndAgent,
     EndNoted,
     FromAgent,
+    Heard,
     Hello,
     Introduce,
     Left,
@@ -40,7 +41,6 @@ from fallow.core.protocol.agents import (
     Setup,
     ToAgent,
 )
-from fallow.core.protocol.workers import Heard
 from fallow.files import RunPaths, check_id
 from fallow.model import Exit, HeadFile, KeyFile
 from fallow.text import clean, clean_output

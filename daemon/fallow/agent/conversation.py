@@ -15,7 +15,7 @@ from collections.abc import Callable
 import msgspec
 
 from fallow.agent.merge import needs_no_beat
-from fallow.core.protocol.agents import Beat, Ended, EndNoted, Hello, Progress
+from fallow.core.protocol import Beat, Ended, EndNoted, Hello, Progress
 from fallow.text import clean
 
 log = logging.getLogger("fallow.agent")

@@ -21,8 +21,7 @@ from fallow.agent.merge import Facts, NodeGathers
 from fallow.agent.worker import Worker
 from fallow.core.membership.messages import End, Gather, Gathered, Order, Report
 from fallow.core.membership.names import worker_name
-from fallow.core.protocol.agents import Ended, News, Setup
-from fallow.core.protocol.workers import Heard, Part, Start
+from fallow.core.protocol import Ended, Heard, News, Part, Setup, Start
 from fallow.model import STACK_SIGNAL
 
 GRACE_S = 30.0

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fallow.core.checks.devices import Devices, visible
 from fallow.core.checks.network import data_address
-from fallow.core.protocol.workers import Start
+from fallow.core.protocol import Start
 from fallow.model import OUTPUT_PIPES, Exit, FallowError, HeadFile, KeyFile
 from fallow.wire.address import host_of, interfaces, local_address_towards
 
@@ -120,4 +120,4 @@ def under_torchrun(command: Sequence[str]) -> list[str]:
             "pip install 'fallow[torch]'",
             Exit.UNAVAILABLE,
         )
-    return [sys.executable, "-m", "fallow.worker.torchrun.restart", *python, *command]
+    return [sys.executable, "-Pm", "fallow.worker.torchrun.restart", *python, *command]

@@ -29,8 +29,7 @@ from fallow.core.membership.messages import (
     Report,
     Switch,
 )
-from fallow.core.protocol.agents import Beat, Progress
-from fallow.core.protocol.workers import Part, Status
+from fallow.core.protocol import Beat, Part, Progress, Status
 from fallow.model import Doing
 
 T = TypeVar("T")

@@ -50,7 +50,7 @@ class StandIn:
         after_s: float,
         log_file: Path,
         environ: Mapping[str, str] = os.environ,
-        command: tuple[str, ...] = (sys.executable, "-m", "fallow.head", "--stand-in"),
+        command: tuple[str, ...] = (sys.executable, "-Pm", "fallow.head", "--stand-in"),
     ) -> None:
         self._after_s = after_s + TURN_S * _place_in_job(environ)
         self._log_file = log_file

@@ -12,7 +12,7 @@ from fallow.agent.launch import Launch
 from fallow.agent.merge import Facts
 from fallow.agent.output import Pump
 from fallow.agent.process import WorkerProcess
-from fallow.core.protocol.workers import FromWorker, Part, Start, Status
+from fallow.core.protocol import FromWorker, Part, Start, Status
 from fallow.files import RunPaths
 from fallow.text import clean
 from fallow.wire.frames import WorkerChannel

@@ -148,11 +148,8 @@ async def _ask_slurm(setting: Literal["auto", "cli", "pyslurm", "none"]) -> tupl
     from fallow.slurm.pyslurm_client import slurm_client
 
     client = slurm_client("auto" if setting == "none" else setting)
-    try:
-        async with asyncio.timeout(SLURM_S):
-            return await client.config(), await client.poll(), client.backend
-    finally:
-        await client.close()
+    async with asyncio.timeout(SLURM_S):
+        return await client.config(), await client.poll(), client.backend
 
 
 def _state_folder(cluster: ClusterState | None) -> Check:

@@ -80,7 +80,7 @@ def train(command: tuple[str, ...], restart: bool = False) -> int:
     kind, key_file = find_allocation()
     if restart:
         command = tuple(under_torchrun(command))
-    agent = [sys.executable, "-m", "fallow.agent", "--key-file", str(key_file), "--", *command]
+    agent = [sys.executable, "-Pm", "fallow.agent", "--key-file", str(key_file), "--", *command]
     argv = step_command(os.environ, agent)
     # Slurm warns the step itself, whose agents tell the head. This process only outlives the warning.
     for number in (signal.SIGCONT, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

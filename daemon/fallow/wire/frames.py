@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, TypeVar
 
 from fallow.core.membership.messages import Gathered, Unreadable, Wire
-from fallow.core.protocol.workers import FromWorker, Part, ToWorker
+from fallow.core.protocol import FromWorker, Part, ToWorker
 from fallow.wire.codec import MAX_MESSAGE, Decoder, encode
 
 log = logging.getLogger("fallow.wire")

@@ -19,7 +19,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from fallow.core.membership.messages import Unreadable
-from fallow.core.protocol.agents import FromAgent, Refused, ToAgent
+from fallow.core.protocol import FromAgent, Refused, ToAgent
 from fallow.files import read_struct
 from fallow.model import FallowError, HeadFile, KeyFile
 from fallow.wire.codec import MAX_MESSAGE, Decoder, encode

@@ -20,7 +20,7 @@ from typing import Any
 import zmq
 
 from fallow.core.membership.messages import Unreadable
-from fallow.core.protocol.agents import FromAgent, Hello, Refused, ToAgent
+from fallow.core.protocol import FromAgent, Hello, Refused, ToAgent
 from fallow.model import Exit, FallowError
 from fallow.wire.codec import MAX_MESSAGE, Decoder, encode
 from fallow.wire.keys import DOMAIN, KEY_LENGTH, Authenticator, Outcome, new_keypair, probe

@@ -12,7 +12,7 @@ from builders import Clock
 from fallow.agent import conversation
 from fallow.agent.__main__ import read_soon
 from fallow.agent.conversation import Enrolment, HeadSilence, Reporter
-from fallow.core.protocol.agents import Beat, Ended, EndNoted, Hello, Progress
+from fallow.core.protocol import Beat, Ended, EndNoted, Hello, Progress
 from fallow.model import Exit, FallowError, KeyFile
 from waiting import until
 
