@@ -16,8 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader, TensorDataset
 from worlds import world
 
-from fallow.core.training.shards import mix
-from fallow.core.training.shares import Division
+from fallow.core.training.shards import Division, mix
 from fallow.worker.api.lazy_imports import put_off_compiler
 from fallow.worker.api.run import Run
 from fallow.worker.data import rng

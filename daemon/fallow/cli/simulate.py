@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fallow.cli.common import Finite, json_option, tell
+from fallow.cli.common import Finite, duration, json_option, show_items, tell
 from fallow.model import Exit, FallowError, PolicyScore, SimReport
 from fallow.sim.published import DEFAULT, RESTART
 from fallow.sim.traces.sacct import COMMAND
+from fallow.text import clean
 
 if TYPE_CHECKING:
     from fallow.sim.traces.recorded import Window
@@ -151,17 +152,12 @@ def _simulate(trace: str, window: Window, **given: Any) -> SimReport:
 
 def _show(found: SimReport) -> None:
     """A table of the policies, and what must be known to read it."""
-    from fallow.cli.tables import show_items
-    from fallow.text import clean
-
     show_items(COLUMNS, found.policies)
     for line in _foot(found):
         click.echo(clean(line, 512))
 
 
 def _foot(found: SimReport) -> list[str]:
-    from fallow.cli.tables import duration
-
     trace = found.trace
     idle_nodes = found.idle_node_s / found.seconds if found.seconds else 0.0
     lines = [

@@ -246,9 +246,6 @@ class SimClient:
     async def test_only(self, request: JobRequest) -> str:
         raise NotImplementedError
 
-    async def close(self) -> None:
-        """Nothing was started."""
-
 
 def option_values(request: JobRequest) -> dict[str, str]:
     """What is given to sbatch: option -> value."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from fallow.core.training.apart import Stranger
+from fallow.core.membership.failures import Stranger
 from fallow.model import Exit, FallowError
 
 _ASTRAY = (

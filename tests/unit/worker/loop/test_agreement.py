@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fallow.core.training.apart import Apart, Stranger
+from fallow.core.membership.failures import Apart, Stranger
 from fallow.core.training.shards import Cut
-from fallow.worker.handover.standing import HOLDS
+from fallow.worker.handover.transfer import HOLDS
 from fallow.worker.loop.agreement import check_calls, check_cuts, check_parts, check_places
 from fallow.worker.loop.exchange import Call, Kind, Opening, Part
 from small_training import part

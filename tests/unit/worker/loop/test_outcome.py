@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fallow.core.training.shares import divide
+from fallow.core.training.shards import divide
 from fallow.model import FallowError
 from fallow.worker.loop.exchange import Outcome, exact_sum
 from fallow.worker.loop.figures import Figures

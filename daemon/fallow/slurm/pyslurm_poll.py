@@ -1,15 +1,35 @@
-"""pyslurm's objects as the words that squeue and scontrol print, so that `parse` alone says what they mean.
+"""One poll through pyslurm, in a process of its own: `python -m fallow.slurm.pyslurm_poll SLURM FALLOW` (versions).
 
+A process of its own, because pyslurm keeps the GIL in every call, for 20 s and more when slurmctld hangs, because
+libslurm ends the process at import when it finds no usable slurm.conf, and because pyslurm is said to leak (PySlurm
+issue 60). The answer is one JSON value on standard output; what pyslurm prints goes to standard error, as does the
+reason of an exit code other than 0.
+
+pyslurm's objects are turned into the words that squeue and scontrol print, so that `parse` alone says what they mean.
 Tried on pyslurm 25.11.2. Only attributes that are needed are touched: several others raise (PySlurm issues 312, 341).
 The objects are Cython's and may be absent here, so they are `Any`.
 """
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fallow.slurm.state import user_name
+import msgspec
+
+from fallow import __version__
+from fallow.model import ClusterState, Exit
+from fallow.slurm import parse
+from fallow.slurm.state import cluster_state, user_name
+
+OLDEST = (25, 11)
+"pyslurm's first version with all classes that are used here"
+
+_ACCESS_DENIED = 2002
+"slurm_errno.h"
 
 # slurm.h: the flags of reservations by the names that scontrol prints for them
 _RESERVATION_FLAGS = {
@@ -21,6 +41,82 @@ _RESERVATION_FLAGS = {
     "SPECIFIC_NODES": "SPEC_NODES",
     "NO_JOB_HOLD_AFTER_END": "NO_HOLD_JOBS_AFTER_END",
 }
+
+
+class Polled(msgspec.Struct, frozen=True):
+    """The answer."""
+
+    version: str
+    "of pyslurm"
+    state: ClusterState
+    "`at` is 0: the asker knows slurmctld's clock"
+
+
+def main(slurm: str, fallow: str) -> int:
+    """Print one poll.
+
+    Args:
+        slurm: version of the cluster's Slurm.
+        fallow: version of the asker. While Fallow is upgraded, an older head may start a newer program.
+
+    Returns:
+        0; CONFIG: this pyslurm cannot be used with that Slurm; UNAVAILABLE: slurmctld did not answer, or said no.
+    """
+    if fallow != __version__:
+        sys.exit(f"Fallow {__version__} is installed, and {fallow} runs here; restart the head")
+    answer = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    import pyslurm
+
+    if unsuited := _unsuited(pyslurm.__version__, slurm):
+        sys.stderr.write(unsuited)
+        return Exit.CONFIG
+    try:
+        state = poll(pyslurm)
+    except pyslurm.RPCError as error:
+        sys.stderr.write(error.msg or f"error {error.errno}")
+        return Exit.UNAVAILABLE
+    with answer:
+        answer.write(msgspec.json.encode(Polled(pyslurm.__version__, state)))
+    return Exit.OK
+
+
+def _unsuited(version: str, cluster: str) -> str:
+    """Why this pyslurm cannot be used with Slurm of that version; empty: it can."""
+    own, its = _release(version), _release(cluster)
+    if own < OLDEST:
+        return f"pyslurm {version} is older than {OLDEST[0]}.{OLDEST[1]:02}"
+    if own != its:
+        wanted = f"Slurm {its[0]}.{its[1]:02}" if its else "an unknown version of Slurm"
+        return f"pyslurm {version} is for its own version of Slurm, and the cluster runs {wanted}"
+    return ""
+
+
+def _release(version: str) -> tuple[int, ...]:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return tuple(map(int, match.groups())) if match else ()
+
+
+def poll(pyslurm: Any) -> ClusterState:
+    """Everything that `SlurmClient.poll` promises, but the time."""
+    # Nodes first: a job that ends in between leaves its node taken for one poll longer, never idle too early.
+    nodes = list(pyslurm.Nodes.load().values())
+    partitions = list(pyslurm.Partitions.load().values())
+    try:
+        reservations = list(pyslurm.Reservations.load().values())
+    except pyslurm.RPCError as error:
+        if error.errno != _ACCESS_DENIED:  # a site may hide its reservations; the rest is good
+            raise
+        reservations = []
+    jobs = list(pyslurm.Jobs.load().values())
+    used = gpus_of_jobs(jobs, nodes)
+    return cluster_state(
+        [parse.node(node(found, used.get(found.name, {}))) for found in nodes],
+        [parse.partition(partition(found)) for found in partitions],
+        [info for found in reservations for info in parse.reservation(reservation(found))],
+        (parse.job(job(found)) for found in jobs),
+        at=0.0,
+    )
 
 
 def job(found: Any) -> dict[str, str]:
@@ -212,3 +308,7 @@ def _text(read: Callable[[], str | None]) -> str:
         return read() or ""
     except UnicodeDecodeError:
         return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,8 +1,9 @@
-"""How busy this member's links to the other members are, from what the kernel counts for each TCP connection.
+"""The process groups of one worker: the one in use, and those that are taken down; and how busy its links are.
 
-A connection is busy while bytes wait for the peer's acknowledgement. Time in which the peer's program does not read
-(`tcpi_rwnd_limited`) does not count: then the peer computes, and its link is not the reason. Layout: `struct tcp_info`
-of linux/tcp.h. Linux has the two counters since 4.10; on an older kernel no link is ever busy.
+A connection is busy while bytes wait for the peer's acknowledgement, as the kernel counts for each. Time in which the
+peer's program does not read (`tcpi_rwnd_limited`) does not count: then the peer computes, and its link is not the
+reason. Layout: `struct tcp_info` of linux/tcp.h. Linux has the two counters since 4.10; on an older kernel no link is
+ever busy.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ import struct
 import time
 from collections.abc import Collection
 
+from fallow.worker.transport import device as devices
+from fallow.worker.transport.build import Upcoming, reap
+from fallow.worker.transport.group import Group
+
 WINDOW_S = 5.0
 """The busy share of a link is measured over so many seconds."""
 
@@ -24,6 +29,48 @@ _BUSY_TIME_AT = 168
 """Offset of `tcpi_busy_time`; `tcpi_rwnd_limited` follows. Both are in microseconds."""
 
 _SIZE = _BUSY_TIME_AT + 16
+
+
+class Groups:
+    """Groups of one worker.
+
+    Args:
+        address: local address for process groups.
+        ports: on which they listen; None: the kernel chooses.
+    """
+
+    def __init__(self, address: str, ports: range | None) -> None:
+        self.address, self.ports = address, ports
+        self.device = devices.HOST
+        "of the parameters; groups are made for it"
+        self.current: Group | None = None
+        self._retired: list[Group] = []
+        "those of earlier generations"
+        self._peers: frozenset[str] = frozenset()
+        "addresses of the other nodes of the current generation"
+        self.link_load = LinkLoad()
+
+    def interrupt(self, generation: int, reason: str) -> None:
+        """End whatever goes on in this generation and older ones."""
+        if self.current is not None and self.current.generation <= generation:
+            self.current.interrupt(reason)
+
+    def enter(self, taken: Upcoming) -> None:
+        """Make the group of a generation the current one. The one before is taken down by `reap_retired`."""
+        self._peers = frozenset() if taken.ranks is None else taken.ranks.addresses - {self.address}
+        if self.current is not None:
+            self._retired.append(self.current)
+        self.current = taken.group
+
+    def reap_retired(self) -> None:
+        """Take down the groups of earlier generations, once all members have left them, see `reap`."""
+        while self._retired:
+            reap(self._retired.pop())
+
+    def measure_links(self) -> None:
+        """Bring `link_load` up to date. Call it with every beat."""
+        with contextlib.suppress(OSError):  # the script has used up its file descriptors
+            self.link_load.measure(self._peers)
 
 
 class LinkLoad:

@@ -1,4 +1,4 @@
-"""What runs used and what it did to their owner: the JSON of `fallow usage`."""
+"""The JSON of `fallow usage`, `fallow simulate` and `fallow submit --dry-run`."""
 
 from __future__ import annotations
 
@@ -129,3 +129,107 @@ class UsageReport(Struct, frozen=True, kw_only=True):
     others_delayed: DelayReport | None
     owner: OwnerView | None
     "None: Slurm was not asked yet"
+
+
+# -- fallow simulate -------------------------------------------------------------------------------------------------
+
+
+class Score(Struct, frozen=True, kw_only=True):
+    """What a policy made of the idle nodes.
+
+    `ideal_ratio` is useful work ÷ the work of the same idle nodes with free, instant rescaling. `utility` is what the
+    planner aims at, in the same way: the sum over runs of weight x log(1 + speed) ÷ the best possible.
+    """
+
+    ideal_ratio: float
+    utility: float
+    idle_node_s: float
+    harvested_node_s: float
+    absorbs_per_day: float
+    releases_per_day: float
+    unannounced_per_day: float
+    others_delayed: DelayReport
+    slurmctld_rpcs_per_min: float
+
+
+class PolicyScore(Score, frozen=True, kw_only=True):
+    name: str
+    seconds: float
+    "of the trace that were played"
+    notes: list[str] = []
+    "what is worth knowing about this play, for people"
+
+
+class TraceRead(Struct, frozen=True, kw_only=True):
+    """Where the load came from; bad lines by reason, and what the trace did not say."""
+
+    name: str
+    jobs: int
+    bad_lines: dict[str, int]
+    examples: list[str]
+    assumed: list[str]
+
+
+class SimReport(Score, frozen=True, kw_only=True):
+    """The figures of the first policy that was asked for, and of all of them."""
+
+    policies: list[PolicyScore]
+    trace: TraceRead
+    seed: int
+    seconds: float
+    "of the trace that were played"
+    arm: str
+    "under which rules it was played"
+    stopped: bool = False
+    "the last policy was not played to the end"
+
+
+# -- fallow submit --dry-run -----------------------------------------------------------------------------------------
+
+
+class WouldAsk(Struct, frozen=True, kw_only=True):
+    """Harvest jobs that would be submitted."""
+
+    partition: str
+    minutes: int
+    nodes: int
+
+
+class Prospect(Struct, frozen=True, kw_only=True):
+    """What a run would find, by the head's last poll."""
+
+    polled_at: float
+    idle_nodes: int
+    "in partitions that may be harvested"
+    asks: list[WouldAsk]
+    "harvest jobs that would be asked for at once, after the base job has begun"
+    nodes: int
+    "of the run, with its base job, if all idle nodes that it could use were asked for, one interval after the other"
+    notes: list[str] = []
+
+
+class BaseStart(Struct, frozen=True, kw_only=True):
+    """What `sbatch --test-only` says of the base job."""
+
+    says: str
+    "in Slurm's words"
+    refused: bool = False
+    "it would not be submitted at all"
+
+
+class DryRun(Struct, frozen=True, kw_only=True):
+    base: list[str]
+    "sbatch and its arguments; RUN and its tokens are named by the head"
+    base_environment: dict[str, str]
+    base_script: str
+    harvest: list[str]
+    "likewise of a harvest job; partition and minutes are examples"
+    harvest_script: str
+    min_nodes: int
+    max_nodes: int
+    budget_node_hours: float | None
+    start: BaseStart | None
+    "None: Slurm could not be asked"
+    prospect: Prospect | None
+    "likewise"
+    notes: list[str] = []

@@ -1,8 +1,15 @@
-"""Messages between the head and the agent of a node.
+"""What travels between head, agents and workers, besides reports and orders (`core.membership.messages`).
 
-An agent says `Hello` after every new connection and for each start of its workers, until it is `Admitted`. From then on
-it sends a `Beat`, at the beat's pace and at once when anything but progress has changed, and each is answered by
-`News`. Orders, and ends of workers, come and go beside that.
+All say how things stand, again and again; the newest counts, so whatever is lost, repeated or late does no harm. Only
+ends are said until they are noted.
+
+Between the head and the agent of a node, over ZeroMQ: an agent says `Hello` after every new connection and for each
+start of its workers, until it is `Admitted`. From then on it sends a `Beat`, at the beat's pace and at once when
+anything but progress has changed, and each is answered by `News`. Orders, and ends of workers, come and go beside that.
+
+Between an agent and one of its workers, over a socket that the worker inherits (`wire.frames`): a worker needs no key
+and no network of its own to be ordered, for who has the descriptor is the worker. It says how it stands (`Status`) at
+the beat's pace, and at once when anything but progress has changed. What it wrote before its end is read behind it.
 """
 
 from __future__ import annotations
@@ -12,9 +19,23 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from fallow.core.membership.messages import Gather, Gathered, Order, Report, Wire
+from fallow.core.membership.messages import Gather, Gathered, Order, Report, Standing, Wire
 from fallow.model import DataNetwork
-from fallow.model.bounds import Code, Count, Finite, Fractions, Id, Name, Prose, Rate, Scalars, Seconds, Shards, Slots
+from fallow.model.bounds import (
+    Blob,
+    Code,
+    Count,
+    Finite,
+    Fractions,
+    Id,
+    Name,
+    Prose,
+    Rate,
+    Scalars,
+    Seconds,
+    Shards,
+    Slots,
+)
 
 Pids = Annotated[tuple[Count, ...], Meta(max_length=1024)]
 
@@ -191,3 +212,50 @@ class Refused(Wire, frozen=True, kw_only=True, tag="refused"):
 
 
 ToAgent = Setup | Admitted | Introduce | Order | News | EndNoted | EndAgent | Refused | Gathered
+
+# -- agent -> worker -------------------------------------------------------------------------------------------------
+
+
+class Start(Wire, frozen=True, kw_only=True, tag="start"):
+    """The first message: who the worker is, and all that does not change while it lives."""
+
+    worker: Id
+    "its name: `n3`, or `n3.1` where the node has several"
+    node: Count
+    slot: Count
+    "its place among the node's workers, from 0"
+    slots: Slots
+    address: Name
+    "local address from which packets to the head leave"
+    setup: Setup
+
+
+class Heard(Wire, frozen=True, kw_only=True, tag="heard"):
+    """Sent at the beat's pace, so that a worker knows for how long the head has been silent."""
+
+    silent_s: Seconds
+
+
+ToWorker = Start | Order | News | Heard | Gathered
+
+# -- worker -> agent -------------------------------------------------------------------------------------------------
+
+
+class Status(Standing, frozen=True, kw_only=True, tag="status"):
+    """How one worker stands."""
+
+    progress: Progress = Progress()
+
+
+class Part(Wire, frozen=True, kw_only=True, tag="part"):
+    """One worker's part of a gather."""
+
+    generation: Count
+    key: Name
+    part: Blob
+    "empty: the question which nodes have not given their part; the agent passes it on at once"
+    within_node: bool = False
+    "only the workers of this node take part: their agent answers by itself"
+
+
+FromWorker = Status | Part

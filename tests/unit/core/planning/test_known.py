@@ -1,20 +1,48 @@
-"""What is left alone, in whose name, and for how long."""
+"""What is learned: how nodes come, and what is left alone, in whose name, and for how long."""
 
 from __future__ import annotations
 
 import pytest
 
-from builders import NOW, allocation, cluster, node, preempting, request
+from builders import NOW, allocation, cluster, gpu_node, node, preempting, request
 from fallow.config import Config
 from fallow.core import records
 from fallow.core.accounting.backoff import LONGEST_S, Asker, Backoff, Scope, base_job, harvest_jobs, scope_of
-from fallow.core.planning.learner import Learner
-from fallow.core.planning.rules import Demand, HarvestRules, Known
+from fallow.core.planning.known import Known, Learner
+from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.head.slurm.asking import BACKOFF
 from fallow.head.slurm.harvest import Harvest
 from fallow.model import AllocationState
 from fallow.slurm import parse
 from planning import asked
+
+
+def test_nodes_that_come_at_once_are_counted_and_count_less_with_time() -> None:
+    learner = Learner()
+
+    def at_once(at: float, *idle: str, ours: tuple[str, ...] = ()) -> float:
+        mine = [(allocation(name, nodes=[name], start_at=at - 10.0), Asker()) for name in ours]
+        nodes = [gpu_node(f"n{i}", "IDLE" if f"n{i}" in idle else "ALLOCATED") for i in range(9)]
+        learner.take_in(preempting(nodes, at=at), mine, {"p"}, at)
+        return learner.known.experience.at_once(at)
+
+    assert at_once(0.0, "n1", "n2") == 0.0, "nobody knows since when"
+    assert at_once(30.0, "n1", "n2", "n3", "n4") == 2.0
+    assert at_once(60.0, "n1", ours=("n2", "n5", "n6", "n7")) == 3.0, "those that a request waited for, too"
+    assert at_once(90.0, "n1", "n8", ours=("n2", "n5", "n6", "n7")) == pytest.approx(3.0, rel=0.01)
+    assert at_once(3660.0, "n1", "n8") == 1.5
+
+
+def test_each_start_is_taken_note_of_once() -> None:
+    learner, job = Learner(), allocation("t", start_at=NOW, active_at=NOW + 9.0)
+    successor = allocation("s", start_at=NOW, active_at=NOW + 25.0, replaces="x")  # it waits for the node before it
+    for at in (NOW - 5.0, NOW + 30.0, NOW + 60.0):
+        mine = [(job, Asker()), (successor, Asker())] if at > NOW else []
+        learner.take_in(cluster([], at=at), mine, [], at)
+    assert len(learner.known.experience.starts) == 1
+
+
+# -- what Slurm refuses ------------------------------------------------------------------------------------------------
 
 BIO, CHEM = Asker("bio"), Asker("chem")
 DENIED = (
@@ -29,7 +57,8 @@ def test_a_limit_of_one_account_shortens_nobody_elses_requests() -> None:
         assert backoff.strike(reason, BIO, "p", 120, NOW)
     assert (backoff.longest(BIO, "p", NOW), backoff.longest(CHEM, "p", NOW)) == (60, None)
     demands = [Demand("b", 1, asker=BIO), Demand("c", 1, asker=CHEM)]
-    found = asked(preempting([node("n1"), node("n2")]), demands, [], HarvestRules(), Known(backoff=backoff))
+    state = preempting([node("n1"), node("n2")])
+    found = asked(state, demands, [], HarvestRules(), Known(backoff=backoff))
     minutes = {ask.run: ask.minutes for ask in found}
     assert minutes["b"] <= 60 < minutes["c"]
     assert backoff.strike("PartitionTimeLimit", BIO, "p", 100, NOW)
@@ -39,6 +68,9 @@ def test_a_limit_of_one_account_shortens_nobody_elses_requests() -> None:
     backoff.forget(BIO)
     assert backoff.longest(BIO, "p", NOW) == 50, "the partition's own limit stays"
     assert (backoff.until(BIO, "p"), backoff.until(CHEM, "p") > NOW) == (0.0, True)
+    assert [ask.run for ask in asked(state, demands, [], HarvestRules(), Known(backoff=backoff))] == ["b"]
+    assert backoff.strike("QOSNotAllowed", BIO, "p", 30, NOW)
+    assert asked(state, demands, [], HarvestRules(), Known(backoff=backoff)) == []
 
 
 @pytest.mark.parametrize(
@@ -62,19 +94,19 @@ def test_a_job_of_ours_that_ends_leaves_room_under_the_accounts_limit() -> None:
     """At MaxSubmitJobs a node waited for the whole back-off, though the job before it had ended."""
     state, held, waits = cluster([]), allocation("t1", start_at=NOW - 100.0), request("t2")
     learner = Learner()
-    learner.take_in(state, [(held, BIO), (waits, BIO)], HarvestRules(), NOW)
+    learner.take_in(state, [(held, BIO), (waits, BIO)], [], NOW)
     backoff = learner.known.backoff
     for _ in range(3):
         backoff.strike("AssocMaxSubmitJobLimit", BIO, "p", 30, backoff.owner_until(BIO) or NOW)
     assert backoff.owner_until(BIO) == NOW + 60.0 + 120.0 + 240.0
     # A request that is taken back while it waits leaves none: it is why we know of the limit.
     waits.state = AllocationState.ENDED
-    learner.take_in(state, [(held, BIO), (waits, BIO)], HarvestRules(), NOW + 5.0)
+    learner.take_in(state, [(held, BIO), (waits, BIO)], [], NOW + 5.0)
     assert backoff.owner_until(BIO) > NOW + 5.0
     held.state = AllocationState.ENDED
-    learner.take_in(state, [(held, BIO), (waits, BIO)], HarvestRules(), NOW + 10.0)
+    learner.take_in(state, [(held, BIO), (waits, BIO)], [], NOW + 10.0)
     assert backoff.owner_until(BIO) <= NOW + 10.0
-    learner.take_in(state, [(held, BIO), (waits, BIO)], HarvestRules(), NOW + 15.0)
+    learner.take_in(state, [(held, BIO), (waits, BIO)], [], NOW + 15.0)
     backoff.strike("AssocMaxSubmitJobLimit", BIO, "p", 30, NOW + 15.0)
     assert backoff.owner_until(BIO) == NOW + 15.0 + 480.0, "what was counted before still counts"
 

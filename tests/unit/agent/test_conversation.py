@@ -1,4 +1,4 @@
-"""When the head is told of changes, and what an agent reads before it can talk."""
+"""How an agent stands with the head: what is said again, when changes are told, and when the head counts as silent."""
 
 from __future__ import annotations
 
@@ -9,12 +9,61 @@ from types import SimpleNamespace
 import pytest
 
 from builders import Clock
+from fallow.agent import conversation
 from fallow.agent.__main__ import read_soon
-from fallow.agent.reporter import Reporter
-from fallow.agent.silence import HeadSilence
-from fallow.core.protocol.agents import Beat, Progress
+from fallow.agent.conversation import Enrolment, HeadSilence, Reporter
+from fallow.core.protocol import Beat, Ended, EndNoted, Hello, Progress
 from fallow.model import Exit, FallowError, KeyFile
 from waiting import until
+
+HELLO = Hello(host="h", token="t", version="1", job_id="7", boot=1, slots=1, entry="10.0.0.1")
+CRASH = Ended(node=3, boot=1, code=None, signal=9, tail="last words")
+
+
+@pytest.fixture
+def running() -> Enrolment:
+    enrolment = Enrolment(HELLO)
+    enrolment.admit(3)
+    return enrolment
+
+
+def test_workers_say_their_number_once_they_have_one(running: Enrolment) -> None:
+    assert running.unanswered() == []
+    running.greet_again()
+    (hello,) = running.unanswered()
+    assert isinstance(hello, Hello)
+    assert (hello.node, hello.boot) == (3, 1)
+    running.admit(5)
+    assert (running.hello.node, running.unanswered()) == (5, [])
+
+
+def test_workers_are_wanted_anew_once_the_former_ones_have_ended_and_that_is_said_until_it_is_noted(
+    running: Enrolment,
+) -> None:
+    assert not running.want(2)
+    running.end(CRASH)
+    assert not running.want(1)
+    assert running.want(2)
+    (hello, _) = running.unanswered()
+    assert isinstance(hello, Hello)
+    assert (hello.node, hello.boot) == (0, 2)
+    assert running.want(3), "none has been admitted for the second start"
+    running.admit(4)
+    running.note_end(EndNoted(node=3, boot=2))
+    assert running.unanswered() == [CRASH]
+    running.note_end(EndNoted(node=3, boot=1))
+    assert running.unanswered() == []
+
+
+def test_a_head_that_has_forgotten_an_end_hears_of_it_again_but_does_not_count_it_twice(running: Enrolment) -> None:
+    running.end(CRASH)
+    running.admit(3)
+    assert running.unanswered() == [CRASH], "it is on its way anyhow"
+    running.note_end(EndNoted(node=3, boot=1))
+    running.admit(6)
+    (again,) = running.unanswered()
+    assert isinstance(again, Ended)
+    assert (again.node, again.boot, again.signal, again.is_ordered) == (6, 1, 9, True)
 
 
 async def test_many_changes_make_few_beats() -> None:
@@ -51,7 +100,7 @@ async def test_how_the_training_gets_on_travels_with_heartbeats_and_with_new_pro
 
 def test_an_agent_that_was_stopped_does_not_take_the_head_for_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(100.0)
-    monkeypatch.setattr("fallow.agent.silence.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(conversation, "time", SimpleNamespace(monotonic=clock))
     silence = HeadSilence("n1")
     clock.now += 3.0
     assert silence.silent_s == 3.0
