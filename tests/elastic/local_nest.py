@@ -34,7 +34,7 @@ def be_local(request: dict[str, Any]) -> NoReturn:
     usual = asyncio.create_subprocess_exec
 
     async def start(*command: Any, **options: Any) -> Any:
-        nest = nests.get(command[2]) if command[1] == "-m" else None
+        nest = nests.get(command[2]) if command[1] == "-Pm" else None
         if not nest:
             return await usual(*command, **options)
         return Hatched(*nest.pop(0), command, **options)

@@ -6,7 +6,6 @@ from typing import Any
 
 from fallow.control.protocol import LocalAllocation, NewRun
 from fallow.core.allocations import SUBMIT_S, Allocation
-from fallow.core.membership import checkpoints
 from fallow.core.membership import events as ev
 from fallow.core.membership.names import member_name, member_number
 from fallow.core.submission.sbatch_line import base_nodes
@@ -186,7 +185,7 @@ class Operations:
         """Go back to the checkpoint of that step."""
         found = self._active(run)
         r = found.roster
-        there = sorted({checkpoint.step for checkpoint in checkpoints.usable(r)})
+        there = sorted({checkpoint.step for checkpoint in r.checkpoints.usable()})
         if step not in there:
             have = f"there are those of {', '.join(map(str, there))}" if there else "there is none at all"
             raise FallowError(f"run {found.id}: no usable checkpoint of step {step}; {have}", Exit.NOINPUT)

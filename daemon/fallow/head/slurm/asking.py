@@ -14,17 +14,16 @@ from fallow.core.accounting.backoff import Backoff, base_job, harvest_jobs
 from fallow.core.accounting.cancelled import Cancels, awaits_verdict
 from fallow.core.accounting.duds import DUDS, ROUNDS, Duds
 from fallow.core.allocations import WAITING, Allocation
+from fallow.core.kinds import within
 from fallow.core.membership import events as ev
 from fallow.core.neighbour.needs import ExternalDemand, GiveBack
-from fallow.core.planning import allowance
-from fallow.core.planning.allowance import FEW
 from fallow.core.planning.asking import Ask
+from fallow.core.planning.known import Known
 from fallow.core.planning.plan import plan
-from fallow.core.planning.rules import Demand, HarvestRules, Known, harvestable
+from fallow.core.planning.rules import FEW, Demand, HarvestRules, allowed_now, harvestable
 from fallow.core.planning.shared_limits import Reserve, capped, named, yielded
 from fallow.core.planning.situation import Situation
 from fallow.core.planning.withdrawals import Withdraw
-from fallow.core.submission.reserved import within
 from fallow.core.submission.sbatch import takes_whole_nodes
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm.budgets import left_s, renew_base
@@ -65,7 +64,7 @@ class Asking:
     def rules(self, now: float, site: ClusterConfig | None, refused: Mapping[str, str]) -> HarvestRules:
         """What may be asked for now, at Unix time `now`; nothing in the partitions that are `refused`."""
         slurm = self._config.slurm
-        return allowance.rules(
+        return allowed_now(
             replace(self._configured, refused=refused, stopped=self.stopped),
             site,
             self._known.experience,
@@ -157,7 +156,7 @@ class Asking:
         askers = named(cluster, live, {run.id: run.asker for run in runs.values()})
         qos = {p.qos for p in harvestable(cluster, rules)} - {""}
         whole = {run.id for run in runs.values() if takes_whole_nodes(run.spec)}
-        waits = yielded(cluster, live, askers)
+        waits = yielded(cluster, live, askers, self.owner)
         kept = self._reserve.room(self.owner, cluster, live, demands, askers, whole, qos)
         for run in runs.values():
             before, run.limited_by = run.limited_by, waits.because.get(run.id, "")

@@ -10,11 +10,12 @@ from msgspec.structs import replace
 
 from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import Allocation
+from fallow.core.kinds import within
 from fallow.core.neighbour.needs import assess
+from fallow.core.planning.known import Known
 from fallow.core.planning.plan import plan
-from fallow.core.planning.rules import Demand, HarvestRules, Known
+from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.core.planning.situation import Situation
-from fallow.core.submission.reserved import within
 from fallow.head.slurm.demands import kind_of
 from fallow.model import ClusterState, Prospect, RunSpec, WouldAsk
 
@@ -61,7 +62,7 @@ def estimate(
             for (partition, minutes), nodes in sorted(Counter((ask.partition, ask.minutes) for ask in asks).items())
         ],
         nodes=spec.min_nodes + len(all_asks),
-        notes=_notes(spec, rules, [p.partition for p in situation.partitions], cluster),
+        notes=_notes(spec, rules, list(situation.partitions), cluster),
     )
 
 

@@ -15,11 +15,10 @@ from fallow.core.accounting.backoff import Asker, Backoff, Scope, base_job, scop
 from fallow.core.allocations import Allocation, send, sent
 from fallow.core.kinds import may_use
 from fallow.core.membership.messages import Unreadable
-from fallow.core.neighbour.delays import Delays
 from fallow.core.neighbour.needs import ExternalDemand
 from fallow.core.neighbour.preemption import as_for_us
-from fallow.core.planning.experience import Experience
-from fallow.core.planning.learner import Learner
+from fallow.core.neighbour.watch import Delays
+from fallow.core.planning.known import Experience, Learner
 from fallow.core.planning.rules import HarvestRules, harvestable
 from fallow.files import Paths
 from fallow.head.loop.turn import Turn
@@ -111,7 +110,8 @@ class Harvest:
     def _learn(self, turn: Turn, cluster: ClusterState, rules: HarvestRules) -> None:
         ours = ((run, a) for run in turn.book.on_slurm for a in run.allocations.values())
         harvest = [(a, run.asks_as(a)) for run, a in ours if a.harvested]
-        for run_id, text in self._learner.take_in(cluster, harvest, rules, turn.now):
+        names = {p.partition for p in harvestable(cluster, rules)}
+        for run_id, text in self._learner.take_in(cluster, harvest, names, turn.now):
             turn.record(turn.book.runs[run_id], "backoff", text)
         if turn.at - self._written_at > WRITE_EVERY_S:
             self.note(turn)

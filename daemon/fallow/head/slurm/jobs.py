@@ -14,6 +14,7 @@ from fallow.core.allocations import (
     Allocation,
     Shown,
     begin_again,
+    horizon_s,
     observe,
     preempted_until,
     requeued,
@@ -21,7 +22,6 @@ from fallow.core.allocations import (
 from fallow.core.holes import CLOSED
 from fallow.core.membership import events as ev
 from fallow.core.neighbour.watch import END_S, LEAVE_S
-from fallow.core.planning.allowance import horizon_s
 from fallow.core.states import ENDED_STATES, ENDING
 from fallow.head.loop.turn import Turn
 from fallow.head.peers.agents import agent_gone

@@ -10,7 +10,7 @@ from fallow.config import Config
 from fallow.control.protocol import BaseJob
 from fallow.core.allocations import Allocation, sent
 from fallow.core.submission.sbatch import base_options, harvest_options, job_environment
-from fallow.core.submission.script import harvest_script
+from fallow.core.submission.script import harvest_script, without_directives
 from fallow.files import Paths, read_struct
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Run
@@ -45,7 +45,7 @@ def job_request(config: Config, paths: Paths, run: Run, allocation: Allocation, 
         script = harvest_script(spec.script)
     else:
         options = base_options(spec.sbatch_options, token=allocation.token, exported=exported, barred=run.shunned)
-        script = spec.script
+        script = without_directives(spec.script)
     return JobRequest(
         token=allocation.token,
         options=options,

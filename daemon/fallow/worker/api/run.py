@@ -30,7 +30,7 @@ from fallow.worker.prepared.objects import Prepared
 from fallow.worker.prepared.signature import enforce
 from fallow.worker.reduction.exact import Exact
 from fallow.worker.session.session import Session
-from fallow.worker.session.voice import IsMain
+from fallow.worker.session.status import IsMain
 from fallow.worker.transport.group import Group
 
 _MOST_SCALARS = 1_000

@@ -15,8 +15,7 @@ import msgspec
 
 from fallow.model import Exit, FallowError, Parts
 from fallow.worker.handover.snapshot import load_from_host
-from fallow.worker.handover.standing import FRESH, TORN
-from fallow.worker.handover.transfer import Roles, transfer
+from fallow.worker.handover.transfer import FRESH, TORN, Roles, transfer
 from fallow.worker.loop import agreement
 from fallow.worker.loop.agreement import Ranks
 from fallow.worker.loop.exchange import JOINT, Call, Kind, Opening, exact_sum, pack, unpack
@@ -25,7 +24,7 @@ from fallow.worker.loop.member import Member
 from fallow.worker.loop.place import Position
 from fallow.worker.prepared.checksum import fingerprint, majority_and_others
 from fallow.worker.prepared.modes import KINDS
-from fallow.worker.session.ends import Answered, OthersEnded
+from fallow.worker.session.orders import Answered, OthersEnded
 from fallow.worker.transport.waits import Exchange, Interrupted
 
 _ANSWER = struct.Struct("<d")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from fallow.core.training.apart import Stranger
+from fallow.core.membership.failures import Stranger
 from fallow.model import Exit, FallowError
 
 _ASTRAY = (

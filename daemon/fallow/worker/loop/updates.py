@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from fallow.core.membership.failures import Apart
 from fallow.core.membership.messages import Contract, other_bits
-from fallow.core.training.apart import Apart
 from fallow.model import Exit, FallowError
 from fallow.model.bounds import MOST
 from fallow.worker.data import rng

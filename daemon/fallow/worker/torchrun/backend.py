@@ -33,9 +33,9 @@ from fallow.core.training.restarts import ATTEMPTS, Attempts
 from fallow.model import Exit, FallowError
 from fallow.wire.address import listen
 from fallow.worker.api import process
-from fallow.worker.session.ends import Dismissed, OthersEnded
+from fallow.worker.session.orders import Dismissed, OthersEnded
 from fallow.worker.session.session import Session
-from fallow.worker.transport.upcoming import Upcoming
+from fallow.worker.transport.build import Upcoming
 
 RESTART = "FALLOW_RESTART"
 """Environment variable of scripts that are restarted."""

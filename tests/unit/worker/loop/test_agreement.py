@@ -12,11 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fallow.core.training.apart import Apart, Stranger
-from fallow.core.training.shards import Cut
-from fallow.core.training.shares import divide
+from fallow.core.membership.failures import Apart, Stranger
+from fallow.core.training.shards import Cut, divide
 from fallow.model import FallowError
-from fallow.worker.handover.standing import HOLDS
+from fallow.worker.handover.transfer import HOLDS
 from fallow.worker.loop.agreement import check_calls, check_cuts, check_parts, check_places
 from fallow.worker.loop.exchange import Call, Figures, Kind, Opening, Outcome, Part, exact_sum
 from small_training import SUMS, part

@@ -20,7 +20,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from fallow.worker.api.run import Run
 from fallow.worker.loop.generations import Released
-from fallow.worker.session.ends import OthersEnded
+from fallow.worker.session.orders import OthersEnded
 from scripted_group import Break, Generation, Killed
 from scripted_world import World
 from small_training import GLOBAL_BATCH, Script

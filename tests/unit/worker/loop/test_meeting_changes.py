@@ -18,7 +18,7 @@ from fallow.worker.api.run import Run
 from fallow.worker.checkpoint import writer
 from fallow.worker.checkpoint.restore import load
 from fallow.worker.loop.generations import Released
-from fallow.worker.transport import node
+from fallow.worker.transport import waits
 from scripted_group import Break, Generation, Killed
 from scripted_world import World
 from small_training import GLOBAL_BATCH, assert_close, assert_equal, points
@@ -78,7 +78,7 @@ def test_a_worker_that_is_done_waits_for_the_sums_and_not_for_what_a_slower_one_
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It does not do so for long, and then they compare nothing for the rest of the generation."""
-    monkeypatch.setattr(node, "PATIENCE_S", 2 * PATIENCE_S)
+    monkeypatch.setattr(waits, "PATIENCE_S", 2 * PATIENCE_S)
     world = World(tmp_path, Generation("ab", workers_per_node=2))
     sums = 3  # the wait for them, behind those for the first exchange and for the openings
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from fallow.core.training.apart import Stranger
+from fallow.core.membership.failures import Stranger
 from fallow.model import FallowError
 from fallow.worker.api.run import Run
 from fallow.worker.loop.place import Place, Position
