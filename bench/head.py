@@ -30,10 +30,9 @@ from fallow.control.client import ControlClient
 from fallow.control.protocol import NewRun
 from fallow.local.headprocess import HeadProcess
 from fallow.model import Exit, FallowError, RunSpec, RunStatus, Snapshot
-from fallow.sim.costs import IN_PLACE
-from fallow.sim.curves import CURVES
 from fallow.sim.head import VirtualHead
-from fallow.sim.play import play
+from fallow.sim.published import CURVES, IN_PLACE
+from fallow.sim.simulate import play
 from fallow.sim.slurm.engine import SlurmSim
 from fallow.sim.traces.recorded import Window
 from fallow.sim.traces.sites import harvested, made_up

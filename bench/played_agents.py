@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from fallow import __version__
 from fallow.core.membership.messages import Contract, Gather, Gathered, Order, Report, Switch, Wire
-from fallow.core.protocol.agents import Admitted, Beat, Ended, Hello, News, Progress, Setup, ToAgent
+from fallow.core.protocol import Admitted, Beat, Ended, Hello, News, Progress, Setup, ToAgent
 from fallow.files import read_struct
 from fallow.model import HeadFile, KeyFile
 from fallow.wire.codec import Decoder, encode

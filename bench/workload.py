@@ -19,8 +19,8 @@ from torch.optim.adamw import adamw
 from torch.utils.data import Dataset
 
 from fallow.core.membership.names import member_name, member_number
+from fallow.files import shipped
 from fallow.model import Exit, FallowError
-from fallow.shipped import shipped
 
 sys.path.append(str(shipped("examples")))
 _EXAMPLE: Any = importlib.import_module("gpt_stdlib")

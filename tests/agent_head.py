@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import builders
 from fallow.core.membership.messages import Order, Report
-from fallow.core.protocol.agents import Admitted, Beat, EndAgent, Ended, EndNoted, Hello, News, Progress
+from fallow.core.protocol import Admitted, Beat, EndAgent, Ended, EndNoted, Hello, News, Progress
 from fallow.files import Paths, write_struct
 from fallow.model import AllocationKind, KeyFile
 from fallow.wire.keys import new_keypair
@@ -34,8 +34,7 @@ PUPPET = """
 import ctypes, os, queue, signal, sys
 import msgspec
 from fallow.core.membership.messages import *
-from fallow.core.protocol.agents import News
-from fallow.core.protocol.workers import *
+from fallow.core.protocol import *
 from fallow.model import *
 from fallow.wire.frames import AgentChannel
 
@@ -95,7 +94,7 @@ class Head:
             self.leave_keys()
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "CUDA", "FALLOW"))}
         self.agent = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "fallow.agent", "--key-file", str(self.key_file), *options),
+            *(sys.executable, "-Pm", "fallow.agent", "--key-file", str(self.key_file), *options),
             *("--", sys.executable, "-u", "-c", code),
             env={**clean, "SLURMD_NODENAME": "node1", "SLURM_JOB_ID": "42", **environ},
             stdout=subprocess.PIPE,

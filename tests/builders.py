@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fallow.core.allocations import Allocation
-from fallow.core.protocol.agents import Setup
+from fallow.core.protocol import Setup
 from fallow.model import (
     AllocationKind,
     AllocationState,

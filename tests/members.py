@@ -12,9 +12,9 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from fallow.worker.reduction.arithmetic import Arithmetic
+from fallow.worker.reduction.buckets import Sums
 from fallow.worker.reduction.buffers import StepBuffers
 from fallow.worker.reduction.reduction import Reduction
-from fallow.worker.reduction.step_sums import Sums
 from fallow.worker.transport.build import build_group
 from fallow.worker.transport.group import Group
 

@@ -66,7 +66,7 @@ class NurseryClient:
         usual = asyncio.create_subprocess_exec
 
         async def start(*command: Any, env: Any = None, stdout: Any = None, stderr: Any = None, **options: Any) -> Any:
-            if command[1:3] not in (("-m", "fallow.agent"), ("-m", "fallow.head")):
+            if command[1:3] not in (("-Pm", "fallow.agent"), ("-Pm", "fallow.head")):
                 return await usual(*command, env=env, stdout=stdout, stderr=stderr, **options)
             out, error = (name_of(given, number) for given, number in ((stdout, 1), (stderr, 2)))
             kind: dict[str, Any] = {"head": True} if command[2] == "fallow.head" else {"eggs": 2}

@@ -8,8 +8,9 @@ from typing import Any
 from fallow.core.allocations import Allocation
 from fallow.core.neighbour.needs import ExternalDemand, assess
 from fallow.core.planning.asking import Ask
+from fallow.core.planning.known import Known
 from fallow.core.planning.plan import Action, Plan, plan
-from fallow.core.planning.rules import Demand, HarvestRules, Known
+from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.core.planning.situation import Situation
 from fallow.core.planning.withdrawals import Withdraw
 from fallow.model import ClusterState

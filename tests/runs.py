@@ -18,7 +18,7 @@ from fallow.config import Config
 from fallow.core.allocations import Agent, Allocation
 from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Contract, Report, Switch
-from fallow.core.protocol.agents import Progress
+from fallow.core.protocol import Progress
 from fallow.files import Paths
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Book, Run

@@ -10,8 +10,7 @@ from typing import Any
 import builders
 from fallow.core.membership.messages import End, Order, Peer, Plan
 from fallow.core.membership.roster import check_of
-from fallow.core.protocol.agents import News
-from fallow.core.protocol.workers import FromWorker, Heard, Start, Status, ToWorker
+from fallow.core.protocol import FromWorker, Heard, News, Start, Status, ToWorker
 from fallow.worker.session.session import Session
 
 DEADLINE_S = 60.0

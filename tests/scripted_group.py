@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from fallow.core.membership.messages import Peer
+from fallow.worker.transport.build import RankMap
 from fallow.worker.transport.group import Connections, Group
-from fallow.worker.transport.upcoming import RankMap
 from fallow.worker.transport.waits import Interrupted
 
 HOST = torch.device("cpu")

@@ -12,23 +12,22 @@ from typing import Any
 import torch
 
 import builders
+from fallow.core.membership.failures import Stranger
 from fallow.core.membership.messages import Checkpoint, Contract, End, Finish, Plan
-from fallow.core.protocol.agents import News, Setup
-from fallow.core.training.apart import Stranger
+from fallow.core.protocol import News, Setup
 from fallow.core.training.audit import audit
 from fallow.model import SampleReport
 from fallow.worker.api.run import Run
 from fallow.worker.data.ledger import read_ledger
 from fallow.worker.loop.generations import Released
-from fallow.worker.session.ends import Dismissed, OthersEnded
-from fallow.worker.session.groups import Groups
 from fallow.worker.session.news import HeadNews
-from fallow.worker.session.orders import Orders
+from fallow.worker.session.orders import Dismissed, Orders, OthersEnded
 from fallow.worker.session.status import Progress
+from fallow.worker.transport.build import Upcoming
 from fallow.worker.transport.group import Connections, Group
-from fallow.worker.transport.node import Node
+from fallow.worker.transport.groups import Groups
 from fallow.worker.transport.stream import Streams
-from fallow.worker.transport.upcoming import Upcoming
+from fallow.worker.transport.waits import Node
 from scripted_group import Board, Generation, Killed, ProcessGroup, ScriptedGroup
 
 DEADLINE_S = 60.0

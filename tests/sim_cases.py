@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fallow.model import PartitionInfo, TraceRead
-from fallow.sim.costs import restart
+from fallow.sim.published import restart
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.traces.recorded import Window
 from fallow.sim.traces.sites import made_up
@@ -88,6 +88,22 @@ def holes(*changes: Change, nodes: int = 4, profile: Profile = "preempt", **more
     scheduler = Scheduler(**{"kill_wait_s": 5.0, **more})
     where = made_up("holes", {"batch": names}, 4, Window(profile=profile, scheduler=scheduler))
     return Recording(site=where, begin=0.0, end=MANY, read=READ, changes=changes)
+
+
+Turns = list[tuple[int, int]]
+"""(seconds since the one before, nodes that are idle from then on, as bits)."""
+
+
+def changes_of(turns: Turns) -> list[Change]:
+    at, before, changes = 0.0, 0, list[Change]()
+    for seconds, mask in turns:
+        at += seconds
+        joined, taken = (
+            tuple(n for n in range(some.bit_length()) if some >> n & 1) for some in (mask & ~before, before & ~mask)
+        )
+        changes.append((at, joined, taken))
+        before = mask
+    return changes
 
 
 def hole_sim(source: Recording, plans: Plans = "hidden") -> SlurmSim:

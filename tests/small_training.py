@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fallow.worker.api.run import Run
 from fallow.worker.loop.exchange import Part
 from fallow.worker.loop.update import Update
-from fallow.worker.reduction.step_sums import Sums
+from fallow.worker.reduction.buckets import Sums
 from fallow.worker.transport.group import Group
 
 torch.set_num_threads(1)

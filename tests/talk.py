@@ -10,7 +10,7 @@ import msgspec
 import runs
 from fallow.core.allocations import Allocation
 from fallow.core.membership.messages import Order, Report
-from fallow.core.protocol.agents import Admitted, Beat, Ended, FromAgent, Hello, Left, News, Progress, ToAgent
+from fallow.core.protocol import Admitted, Beat, Ended, FromAgent, Hello, Left, News, Progress, ToAgent
 from fallow.head import deadlines
 from fallow.head.loop.turn import Turn, agent_peer
 from fallow.head.peers import agents

@@ -30,6 +30,7 @@ READ_LIMIT = 64 * 1024 * 1024
 _ELSEWHERE = "set FALLOW_STATE_DIR, or XDG_RUNTIME_DIR for sockets, to a folder of yours"
 _PROBE = 16 * 1024
 "Bytes of the file that tests whether a folder can be written to."
+_LAST_WORDS = 300
 _REMEDIES = {
     errno.ENOSPC: "make room on its file system",
     errno.EDQUOT: "make room within your quota",
@@ -333,6 +334,15 @@ def read_private(path: Path, limit: int = READ_LIMIT) -> bytes:
     return data
 
 
+def last_words(log: Path) -> str:
+    """The last line of what a program wrote, as much of it as a person reads."""
+    try:
+        lines = log.read_text(errors="replace").strip().splitlines()
+    except OSError:
+        lines = []
+    return lines[-1][:_LAST_WORDS] if lines else "it said nothing"
+
+
 def write_struct(path: Path, value: msgspec.Struct) -> None:
     """Write a struct as a private JSON file."""
     write_private(path, msgspec.json.format(msgspec.json.encode(value)) + b"\n")
@@ -344,6 +354,13 @@ def read_struct(path: Path, kind: type[T]) -> T:
         return msgspec.json.decode(read_private(path), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise FallowError(f"{path}: not a valid {kind.__name__} ({error}); remove it", Exit.DATA) from error
+
+
+def shipped(kind: str) -> Path:
+    """The folder of files that come with Fallow: `examples`, `traces` or `systemd`; of a source tree, its own."""
+    package = Path(__file__).parent
+    installed = package / kind
+    return installed if installed.is_dir() else package.parents[1] / "contrib" / kind
 
 
 # --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ __all__ = [
     "host_view",
     "load",
     "mark_garbage",
+    "permit_speculation",
     "pooled_streams",
     "report_syncs",
     "reset",
@@ -113,6 +115,24 @@ def speculating() -> Iterator[None]:
         yield
     finally:
         _ops().speculate(False)
+
+
+def permit_speculation() -> None:
+    """From now on the engine may turn exact sums into gradients before it is certain that they are good.
+
+    The host does not wait between the two halves of a sum: the second half is queued behind the first, and both are
+    void if the communicator ends. Its result is gathered by that communicator, so garbage is still found in gradients.
+    """
+    from fallow.worker.reduction.exact import Exact
+
+    conclude = Exact.conclude
+
+    @functools.wraps(conclude)
+    def speculative(*args: Any) -> None:
+        with speculating():
+            conclude(*args)
+
+    Exact.conclude = speculative  # type: ignore[method-assign]
 
 
 def host_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -34,10 +34,9 @@ def environment(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[s
 def load() -> None:
     """For torch, at the end of its import."""
     from accelerator import collectives
-    from accelerator.engine import permit_speculation
 
     accelerator.load()
-    permit_speculation()
+    accelerator.permit_speculation()
     # The name in torch's registry: DistributedDataParallel takes it, too, which asks for a build with NCCL else.
     dist.Backend.default_device_backend_map["fake"] = collectives.BACKEND
     atexit.register(collectives.end_all)

@@ -57,7 +57,7 @@ def communicators() -> list[Communicator]:
 
 class Communicator(dist.ProcessGroup):
     """A process group for device `fake` that behaves like ProcessGroupNCCL. For tests: `ignores_abort` (what is
-    pending stays pending), `launch_error`, `fail` and `stream` (to hold it).
+    pending stays pending), `_check_launch`, `fail` and `stream` (to hold it).
 
     Args:
         store: where the ranks find each other.
@@ -82,7 +82,6 @@ class Communicator(dist.ProcessGroup):
         super().__init__(rank, size)
         self.stream = torch.Stream(device=_DEVICE)
         self.ignores_abort = False
-        self.launch_error = ""
         self._store, self._timeout = store, timeout
         self._changed = threading.Condition()
         self._reason = ""
@@ -168,9 +167,7 @@ class Communicator(dist.ProcessGroup):
         return BACKEND
 
     def _check_launch(self) -> None:
-        """Raise DistBackendError if NCCL's launch would fail. `get_error` does not tell of it, or not yet."""
-        if self.launch_error:
-            raise dist.DistBackendError(self.launch_error)
+        """For tests: raise DistBackendError where NCCL's launch would. `get_error` does not tell of it, or not yet."""
 
     def _ended(self) -> bool:
         return _exiting.is_set() or bool(self._reason and not (self._aborted and self.ignores_abort))

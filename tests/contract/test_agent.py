@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import stat
@@ -18,7 +19,7 @@ import pytest
 
 from agent_head import DEADLINE_S, PUPPET, WAIT, Head
 from fallow.core.membership.messages import End
-from fallow.core.protocol.agents import (
+from fallow.core.protocol import (
     Admitted,
     Beat,
     EndAgent,
@@ -224,6 +225,15 @@ async def test_a_refused_agent_ends(head: Head) -> None:
     assert (code, err) == (93, "fallow agent: not \\x1b[31mwanted\n")
 
 
+async def test_an_agent_that_can_open_no_more_files_ends_and_says_so(head: Head) -> None:
+    await head.launch(WAIT)
+    await head.hear(Hello)
+    resource.prlimit(head.pid, resource.RLIMIT_NOFILE, (3, 3))
+    head.admit()
+    code, _, err = await head.ended()
+    assert (code, "cannot be started: [Errno 24]" in err, "Traceback" in err) == (Exit.OSERR, True, False)
+
+
 async def test_silent_head_and_nothing_to_do(head: Head) -> None:
     await head.launch(WAIT, "--patience", "0.5")
     code, _, err = await head.ended()
@@ -233,7 +243,7 @@ async def test_silent_head_and_nothing_to_do(head: Head) -> None:
 
 async def test_agent_ends_with_its_parent(head: Head) -> None:
     head.leave_keys()
-    command = [sys.executable, "-m", "fallow.agent", "--key-file", str(head.key_file), "--"]
+    command = [sys.executable, "-Pm", "fallow.agent", "--key-file", str(head.key_file), "--"]
     command += [sys.executable, "-u", "-c", WAIT]
     code = f"import subprocess, sys; p = subprocess.Popen({command!r}); print(p.pid, flush=True); sys.exit(p.wait())"
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=subprocess.PIPE)

@@ -19,13 +19,12 @@ import builders
 from agent_head import DEADLINE_S, PUPPET, WAIT
 from fallow.agent import crew as crew_module
 from fallow.agent.crew import Crew
+from fallow.agent.launch import Launch
 from fallow.agent.merge import merge_report
-from fallow.agent.place import Place
 from fallow.agent.process import inherit_orphans
-from fallow.agent.worker import Launch
 from fallow.core.checks.devices import Devices
 from fallow.core.membership.messages import End, Fault, Gather, Order
-from fallow.core.protocol.agents import Ended, News
+from fallow.core.protocol import Ended, News
 from fallow.files import RunPaths
 from fallow.model import STACK_SIGNAL
 from waiting import gone, until
@@ -42,14 +41,19 @@ class Rig:
         self.paths = RunPaths(folder / "run").create()
         self.changes, self.gathers, self.has_ended = 0, list[Gather](), False
         launch = Launch(
-            run="r1",
-            place=Place("h", "1", slots, Devices({}, amd=False), "127.0.0.1", "127.0.0.1"),
-            command=[program, "-u", "-c", code],
-            environ=os.environ,
+            run="r1", command=[program, "-u", "-c", code], environ=os.environ, host="h", job_id="1", slots=slots,
+            devices=Devices({}, amd=False), address="127.0.0.1", entry="127.0.0.1",
+        )  # fmt: skip
+        self.crew = Crew(
+            3,
+            builders.setup(self.paths.root),
+            launch,
+            News(term=1, step=7),
+            Order(node=3, term=1, edition=1, noted=told) if told else None,
+            on_change=self._change,
+            on_gather=self.gathers.append,
+            on_end=self._note_end,
         )
-        setup = builders.setup(self.paths.root)
-        self.crew = Crew(3, setup, launch, on_change=self._change, on_gather=self.gathers.append, on_end=self._note_end)
-        self.crew.start(News(term=1, step=7), Order(node=3, term=1, edition=1, noted=told) if told else None)
         self.editions = 1
 
     def _change(self) -> None:
@@ -62,6 +66,11 @@ class Rig:
     def order(self, code: str = "", end: End | None = None) -> None:
         self.editions += 1
         self.crew.obey(Order(node=3, term=1, edition=self.editions, noted=code, end=end))
+
+    async def works(self, slot: int, step: int = 9) -> None:
+        """Wait until that worker has said so."""
+        self.order(f"say(step={step})")
+        await self.until(lambda: self.crew.facts()[slot].status.step == step)
 
     def pids(self) -> list[int]:
         return [facts.pid for facts in self.crew.facts()]
@@ -102,8 +111,7 @@ async def test_a_sibling_that_has_finished_is_killed_in_time_and_one_that_still_
     async with working(tmp_path) as rig:
         rig.order(f"if slot == 1: {FINISH} sys.exit(0)")
         await rig.until(lambda: rig.pids()[1] == 0)
-        rig.order("say(step=9)")  # the main worker evaluates
-        await rig.until(lambda: rig.crew.facts()[0].status.step == 9)
+        await rig.works(0)  # the main worker evaluates
         rig.order(FINISH)
         ended = await rig.ended()
         assert (ended.code, ended.signal, ended.is_ordered) == (0, None, False), "the one that ended first"
@@ -118,8 +126,7 @@ async def test_one_that_has_left_or_finished_leaves_time_to_its_sibling_whose_fa
         say = f"say({how.replace('FINISHED', FINISHED)})"
         rig.order(f"if slot == 0: {say}; sys.exit(0)")
         await rig.until(lambda: gone(first))
-        rig.order("say(step=9)")
-        await rig.until(lambda: rig.crew.facts()[1].status.step == 9)
+        await rig.works(1)
         assert not gone(second)
         rig.order(f"{say}; sys.exit({code})")
         ended = await rig.ended()
@@ -195,8 +202,7 @@ async def test_the_end_of_a_worker_counts_not_that_of_the_shell_before_it_which_
         os.kill(shell, signal.SIGTERM)
         os.kill(worker, signal.SIGTERM)
         await rig.until(lambda: gone(shell))
-        rig.order("say(step=9)")
-        await rig.until(lambda: rig.crew.facts()[0].status.step == 9)
+        await rig.works(0)
         if last_words:
             rig.order(last_words)
         else:
@@ -221,8 +227,7 @@ async def test_a_shell_tells_of_a_signal_by_its_exit_code(
     """To the head a script that the kernel has killed is a fault of the node, not of the script."""
     wrapper_in(tmp_path)
     async with working(tmp_path, slots=1, program=str(tmp_path / program)) as rig:
-        rig.order("say(step=1)")
-        await rig.until(lambda: rig.crew.facts()[0].status.step == 1)
+        await rig.works(0, step=1)
         rig.order(last_words)
         ended = await rig.ended()
         assert (ended.code, ended.signal) == (code, number)
@@ -239,8 +244,7 @@ async def test_an_exit_code_of_one_that_never_spoke_is_its_own(tmp_path: Path, p
 async def test_a_child_of_the_script_that_speaks_is_not_taken_for_the_worker(tmp_path: Path) -> None:
     async with working(tmp_path, slots=1) as rig:
         worker = rig.pids()
-        rig.order("say(step=1)")
-        await rig.until(lambda: rig.crew.facts()[0].status.step == 1)
+        await rig.works(0, step=1)
         rig.order("os.fork() or say(step=9); signal.pause()")
         await rig.until(lambda: rig.crew.facts()[0].status.step == 9)
         assert rig.pids() == worker
@@ -302,8 +306,7 @@ async def test_what_a_worker_said_before_its_end_is_heard_before_it_is_judged(tm
         os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222
         rig.crew.look()
         assert rig.crew.facts()[0].status.finish is not None
-        rig.order("say(step=9)")
-        await rig.until(lambda: rig.crew.facts()[1].status.step == 9)
+        await rig.works(1)
         assert not gone(second)
 
 

@@ -16,7 +16,7 @@ from command_line import write_command
 from fallow.config import Config
 from fallow.core.accounting.backoff import Asker
 from fallow.core.membership import events as ev
-from fallow.core.planning.rules import Known
+from fallow.core.planning.known import Known
 from fallow.files import Paths
 from fallow.head.loop import durable as durable_module
 from fallow.head.loop.durable import Durable

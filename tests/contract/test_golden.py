@@ -24,8 +24,7 @@ from extremes import full, least, struct_info
 from fallow.core import records
 from fallow.core.membership.messages import VERSION, Finish, Unreadable, Wire
 from fallow.core.membership.records import Root
-from fallow.core.protocol.agents import FromAgent, Hello, Refused, ToAgent
-from fallow.core.protocol.workers import FromWorker, ToWorker
+from fallow.core.protocol import FromAgent, FromWorker, Hello, Refused, ToAgent, ToWorker
 from fallow.wire.codec import Decoder, encode
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden.json"

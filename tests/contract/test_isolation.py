@@ -17,7 +17,7 @@ from fallow.control.client import ControlClient
 from fallow.core import records
 from fallow.core.accounting.backoff import Backoff
 from fallow.core.allocations import Allocation
-from fallow.core.protocol.agents import Beat, EndAgent, EndNoted, Setup
+from fallow.core.protocol import Beat, EndAgent, EndNoted, Setup
 from fallow.files import read_struct
 from fallow.head.api import handler, reports
 from fallow.head.loop import faults as faults_module

@@ -18,7 +18,7 @@ from extremes import ON_THE_WIRE, WRONG, cases, struct_info, within
 from fallow.control.client import ControlClient
 from fallow.core import records
 from fallow.core.membership.messages import VERSION, Unreadable
-from fallow.core.protocol.agents import FromAgent
+from fallow.core.protocol import FromAgent
 from fallow.files import Paths
 from fallow.head.api.handler import METHODS
 from fallow.head.loop.inbox import Heard

@@ -119,7 +119,8 @@ def test_the_elected_allocation_goes_on_and_a_failed_training_is_the_scripts_bus
         assert base.run(code).stdout == f"code {code}\nafter\n"
     words = (base.folder / "srun.args").read_text().splitlines()
     key = str(base.folder / "state/runs/r1/keys/r1.0.json")
-    agent = [sys.executable, "-m", "fallow.agent", "--key-file", key, "--", "python", "t.py", "--json"]
+    # -P: a queue.py or a folder zmq in the user's folder is none of the modules that the agent imports.
+    agent = [sys.executable, "-Pm", "fallow.agent", "--key-file", key, "--", "python", "t.py", "--json"]
     assert words[-len(agent) :] == agent
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 
 import slurm_fixtures
@@ -79,8 +81,6 @@ async def setup(request: pytest.FixtureRequest) -> AsyncIterator[Setup]:
         return hasty
 
     yield Setup(client, pause, unreachable)
-    await client.close()
-    await hasty.close()
     assert client.backend.startswith("pyslurm" if request.param == "pyslurm" else "command line")
 
 
@@ -188,6 +188,18 @@ async def test_elements_of_an_array_run_one_by_one_and_wait_together(setup: Setu
     assert {other.job_id: other.startable for other in waiting} == {free: 2, single: 1}, "as many as nodes would help"
 
 
+@pytest.mark.parametrize("setup", REAL, indirect=True)
+async def test_names_and_comments_of_others_break_nothing(setup: Setup, testbed: Testbed) -> None:
+    evil = "x\n7|N/A|root|RUNNING|normal|1|n1|(null)|1|1|1|5:00|N/A|1|None|fallow-z|(null)|\n"
+    odd, no_text = "tab\there, caf\u00e9 'quoted' %j \\n", os.fsdecode(b"\xff\xfe")
+    for name, comment in ((evil, "a|b"), (odd, evil), (no_text, no_text)):
+        submit(testbed, f"--job-name={name}", f"--comment={comment}")
+    jobs = sorted((await setup.client.poll()).jobs, key=lambda job: job.job_id)
+    assert [job.job_id for job in jobs] == ["1", "2", "3"]
+    # squeue may trim white space at the ends; nothing else is lost
+    assert [job.name.strip() for job in jobs[:2]] == [evil.strip(), odd.strip()]
+
+
 async def test_preemption_shows_its_moment(setup: Setup) -> None:
     job_id = await setup.client.submit(request_of("fallow-p", "--partition=scavenge", "--no-requeue"))
     await setup.running(job_id)
@@ -208,3 +220,61 @@ async def test_s8_unreachable_slurm_is_said_within_the_deadline(setup: Setup) ->
     client = setup.break_slurm()
     with pytest.raises(SlurmUnavailable, match=r"no answer within 1 s|switched off"):
         await client.poll()
+
+
+def submit(testbed: Testbed, *options: str) -> str:
+    return testbed.slurm("sbatch", "--parsable", "--output=/dev/null", *options, "--wrap=sleep 120").strip()
+
+
+def rounded(state: ClusterState) -> dict[str, object]:
+    """What two polls of the same moment must agree on.
+
+    The start and end that are planned for a pending job move with the scheduler's clock.
+    """
+    jobs = [
+        msgspec.structs.replace(job, start_at=None, end_at=None) if job.state == "PENDING" else job
+        for job in state.jobs
+    ]
+    return {
+        "nodes": state.nodes,
+        "partitions": state.partitions,
+        "reservations": state.reservations,
+        "jobs": {job.job_id: job for job in jobs},
+    }
+
+
+@pytest.mark.slurm
+@pytest.mark.usefixtures("pyslurm_installed")
+async def test_pyslurm_sees_what_the_commands_see(testbed: Testbed) -> None:
+    submit(testbed, "-J", "gpu", "--gres=gpu:1", "--nodelist=n2", "--time=5", "--comment=fallow:x")
+    submit(testbed, "-J", "whole", "--exclusive", "-w", "n1", "--time=30", "--mem=500")
+    submit(testbed, "-J", "two", "-p", "scavenge", "-N2", "-n4", "--gpus-per-task=1", "-w", "n3,n4", "--time=5")
+    submit(testbed, "-J", "later", "-N2", "--gpus-per-node=2", "--exclude=n4", "--time=5", "--begin=now+1hour")
+    submit(testbed, "-J", "after", "--dependency=afterok:1", "--mem-per-cpu=100", "-c2", "--hold")
+    submit(testbed, "-J", "het", "-N1", "--gres=gpu:1", "--begin=now+1hour", ":", "-N2")
+    submit(testbed, "-J", "array", "--array=1-3", "--mem=0", "--begin=now+1hour")
+    submit(testbed, "-J", "limited", "--array=0-6:2%2", "-n1", "--mem=100", "--nodelist=n2", "--time=5")
+    reservation = ["reservationname=maint", "starttime=now+2hour", "duration=60", "nodes=n[1-2]", "users=root"]
+    testbed.slurm("scontrol", "create", "reservation", *reservation, "flags=maint,ignore_jobs")
+    client, commands = PyslurmClient(testbed.conf), CliClient(testbed.conf)
+
+    async def same() -> ClusterState | None:
+        # The scheduler goes on in between: ask until nothing has changed around the poll.
+        before = rounded(await commands.poll())
+        state = await client.poll()
+        if before != rounded(await commands.poll()):
+            return None
+        for part, found in rounded(state).items():
+            assert found == before[part], part
+        return state if [job.state for job in state.jobs].count("RUNNING") == 5 else None
+
+    state = await until(same)
+    assert client.backend.startswith("pyslurm ")
+    nodes = {node.node: node for node in state.nodes}
+    assert (nodes["n2"].state, nodes["n2"].gpus, nodes["n2"].gpus_used) == ("MIXED", 4, 1)
+    assert [job.excluded_nodes for job in state.jobs if job.name == "later"] == [["n4"]]
+    arrays = {job.job_id: (job.name, job.array_tasks) for job in state.jobs if job.array_job_id == job.job_id}
+    assert sorted(arrays.values()) == [("array", "1-3"), ("limited", "4,6%2")]
+    elements = [job for job in state.jobs if job.array_job_id and job.state == "RUNNING"]
+    assert [arrays[job.array_job_id][0] for job in elements] == ["limited", "limited"]
+    assert len(state.jobs) == 11 and len(state.reservations) == 1

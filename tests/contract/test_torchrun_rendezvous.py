@@ -27,8 +27,7 @@ from fallow.core.membership.names import member_name
 from fallow.core.membership.records import Root
 from fallow.core.membership.roster import Roster
 from fallow.core.membership.watch import Timing
-from fallow.core.protocol.agents import News
-from fallow.core.protocol.workers import FromWorker, Heard, Part, Start, Status, ToWorker
+from fallow.core.protocol import FromWorker, Heard, News, Part, Start, Status, ToWorker
 from fallow.model import RunStatus
 from fallow.worker.session.session import Session
 from fallow.worker.torchrun.backend import Handler

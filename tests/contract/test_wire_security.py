@@ -17,36 +17,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fallow.core.membership.messages import VERSION, Checkpoint, Contract, Gathered, Report, Unreadable
-from fallow.core.protocol.agents import Beat, Ended, FromAgent, Hello, Left, News, Progress, Refused, ToAgent
+from fallow.core.protocol import Beat, Ended, FromAgent, Hello, Left, News, Progress, Refused, ToAgent
 from fallow.model import Exit, FallowError
 from fallow.wire import router as router_module
 from fallow.wire.codec import MAX_EXPANDED, MAX_MESSAGE, Decoder, encode
-from fallow.wire.keys import KeyPair, new_keypair
-from fallow.wire.probe import Outcome, probe
+from fallow.wire.keys import Authenticator, KeyPair, Outcome, new_keypair, probe
 from fallow.wire.router import MAX_AGENTS_PER_KEY, Router, RouterDown, agent_of, key_of
-from fallow.wire.zap import Authenticator
 
 DEADLINE_S = 60.0
 Dial = Callable[..., "Peer"]
 HEAD, KNOWN, OTHER = new_keypair(), new_keypair(), new_keypair()
 
 
-class Allowed:
-    def __init__(self) -> None:
-        self.keys = {KNOWN.public, OTHER.public}
-
-    def __call__(self, key: str) -> bool:
-        return key in self.keys
+@pytest.fixture
+def allowed() -> set[str]:
+    return {KNOWN.public, OTHER.public}
 
 
 @pytest.fixture
-def allowed() -> Allowed:
-    return Allowed()
-
-
-@pytest.fixture
-async def router(allowed: Allowed) -> AsyncIterator[Router]:
-    made = Router(HEAD.public, HEAD.secret, allowed)
+async def router(allowed: set[str]) -> AsyncIterator[Router]:
+    made = Router(HEAD.public, HEAD.secret, allowed.__contains__)
     await made.start("127.0.0.1", None)
     yield made
     await made.close()
@@ -168,11 +158,11 @@ async def test_a_head_does_not_listen_where_all_are_let_in_or_refused(
         await Router(HEAD.public, HEAD.secret, lambda key: False).start("127.0.0.1", None)
 
 
-async def test_revoked_key_is_not_heard(router: Router, dial: Dial, allowed: Allowed) -> None:
+async def test_revoked_key_is_not_heard(router: Router, dial: Dial, allowed: set[str]) -> None:
     bad, good = dial(KNOWN), dial(OTHER)
     await introduce(router, bad)
     await introduce(router, good, OTHER)
-    allowed.keys.discard(KNOWN.public)
+    allowed.discard(KNOWN.public)
     bad.send(encode(beat()))
     # The refusal is counted before anything else is delivered, or with the next message.
     async with asyncio.timeout(DEADLINE_S):

@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from unhurried import rest
 
 import fallow
-from fallow.worker.loop import pace
 
 
 def updates(run: Any, loader: Any, args: argparse.Namespace) -> Iterator[Any]:
@@ -44,15 +43,6 @@ def evaluate(run: Any, model: nn.Module, inputs: torch.Tensor) -> None:
     run.barrier()
 
 
-class Stopwatch:
-    """In the place of `time`: what a noisy machine does to the bodies cannot be seen by it."""
-
-    now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 def main() -> None:
     """Train, and have the main member write what came out."""
     parser = argparse.ArgumentParser()
@@ -61,12 +51,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=250)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--global-batch", type=int, default=32)
-    parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--extras", action="store_true", help="what scripts do beside the training")
     parser.add_argument("--pace", type=float, default=0.02, help="seconds that a step takes at least")
     parser.add_argument("--hurry", type=Path, help="a file, without which it comes to no end; see `unhurried`")
-    parser.add_argument("--told-s", type=float, default=0.0, help="seconds that a shard takes by the stopwatch alone")
-    parser.add_argument("--slow", help="WORKER:FACTOR:FIRST:END: its shards take that much longer in these steps")
     parser.add_argument("--by-epoch", action="store_true", help="for epoch in run.epochs(...), as many as fit")
     parser.add_argument("--fail-at", type=int, help="raise in a body of this step")
     parser.add_argument("--odd", help="this worker's model has one more output")
@@ -92,15 +79,10 @@ def main() -> None:
     inputs = torch.randn(args.samples, 8, generator=torch.Generator().manual_seed(1))
     targets = (inputs[:, 0] > 0).long() + (inputs[:, 1] > 0.5).long()
     data = TensorDataset(inputs, targets)
-    loader: Any = DataLoader(data, args.batch_size, shuffle=True, num_workers=args.num_workers)
+    loader: Any = DataLoader(data, args.batch_size, shuffle=True)
     model, optimizer, loader = run.prepare(
         model, optimizer, loader, global_batch=args.global_batch, reproducible=args.reproducible
     )
-    slow, factor, *span = (args.slow or "-:1:0:0").split(":")
-    slow_in = range(*map(int, span)) if worker == slow else range(0)
-    stopwatch = Stopwatch()
-    if args.told_s:
-        pace.time = stopwatch  # type: ignore[attr-defined]
     resized: list[tuple[int, int, int]] = []
     run.on_resize(lambda: resized.append((run.size, run.rank, run.step)))
     mean = 0.0
@@ -109,7 +91,6 @@ def main() -> None:
         for x, y in update:
             if args.fail_at == update.step and not run.rehearsing:
                 raise ValueError(f"sample in step {update.step} is broken")
-            stopwatch.now += args.told_s * (float(factor) if update.step in slow_in else 1.0)
             loss = nn.functional.cross_entropy(model(x), y)
             update.note(loss=loss)
             loss.backward()

@@ -146,21 +146,6 @@ class Script:
 
             self.optimizer.step(closure)
 
-    def part_without_a_phase(self) -> None:
-        """As a GAN trains its generator on the last batch."""
-        for update in self.updates():
-            for batch in update:
-                self.loss(batch).backward()
-            self.act()
-            self.loss(batch).backward()
-            self.optimizer.step()
-
-    def list_of_an_update(self) -> None:
-        for update in self.updates():
-            for batch in list(update):
-                self.loss(batch).backward()
-            self.act()
-
     def unprepared_scaler(self) -> None:
         scaler = torch.amp.GradScaler("cpu")
         for update in self.updates():
@@ -210,8 +195,6 @@ WHOLE: dict[str, Callable[[Script], None]] = {
     "no inner loop": Script.no_inner_loop,
     "step with a closure": Script.step_with_closure,
     "closure over a list": Script.closure_over_a_list,
-    "part without a phase": Script.part_without_a_phase,
-    "list of an update": Script.list_of_an_update,
     "samples of one member": Script.samples_of_one_member,
     "unprepared scaler": Script.unprepared_scaler,
     **dict.fromkeys(("short", "short, without a backward", "short, step in front", "short, closure"), Script.short),

@@ -1,6 +1,4 @@
-"""Gradients in unusual patterns: trainings by Fallow in worlds of any size, and by plain torch in one process.
-
-usage: pattern_worlds.py PATTERN
+"""A training with all that scripts have: by Fallow in worlds of several sizes, and by plain torch in one process.
 
 Prints a line of JSON for each world: its size, whether it was reproducible, and how its result differs from the plain
 one's.
@@ -9,8 +7,7 @@ one's.
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader, TensorDataset
 from worlds import world
 
-from fallow.core.training.shards import mix
-from fallow.core.training.shares import Division
+from fallow.core.training.shards import Division, mix
 from fallow.worker.api.lazy_imports import put_off_compiler
 from fallow.worker.api.run import Run
 from fallow.worker.data import rng
@@ -32,7 +28,8 @@ from fallow.worker.reduction import buckets
 SAMPLES, BATCH, GLOBAL, STEPS = 203, 5, 20, 36
 """Four shards in a step; the last step of an epoch has one, of three samples."""
 
-Backward = Callable[..., None]
+INFINITE = 7
+"""Step with a loss that is infinite."""
 
 
 class Result(NamedTuple):
@@ -45,77 +42,6 @@ class Result(NamedTuple):
     digest: str
 
 
-class Pattern:
-    """A training; subclasses say what is unusual."""
-
-    infinite = -1
-    "step with a loss that is infinite"
-
-    def __init__(self) -> None:
-        torch.manual_seed(3)
-        self.model: Any = self.make()
-        self.optimizer: torch.optim.Optimizer = self.make_optimizer()
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5, enabled=self.infinite >= 0)
-
-    def make(self) -> nn.Module:
-        return Parts()
-
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.model.parameters(), 0.05, momentum=0.9)
-
-    def between(self, step: int) -> None:
-        """In front of each step."""
-
-    def body(self, step: int, x: torch.Tensor, y: torch.Tensor, backward: Backward) -> None:
-        """Of one shard."""
-        backward(F.cross_entropy(self.model(x), y))
-
-    def act(self) -> None:
-        """With whole gradients."""
-        self.scaler.step(self.optimizer)
-        self.optimizer.zero_grad()
-        self.scaler.update()
-
-    def untouched(self) -> list[str]:
-        return [name for name, parameter in self.model.named_parameters() if parameter.grad is None]
-
-    def result(self, untouched: list[list[str]]) -> Result:
-        state = self.model.state_dict()
-        return Result(list(state.values()), untouched, self.scaler.get_scale(), digest([state]))
-
-
-class Parts(nn.Module):
-    """Layers that a body may use or not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.d = (nn.Linear(12, 12) for _ in range(4))
-        self.seldom, self.late, self.never, self.out = (nn.Linear(12, n) for n in (12, 12, 12, 3))
-        self.large = nn.Linear(12, 1200)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(n, 12) -> (n, 3)."""
-        y: torch.Tensor = self.out(torch.relu(self.a(x)))
-        return y
-
-
-class Ways(Pattern):
-    """Other layers by step and by shard, several backwards in a body, shards that are left out by `continue`."""
-
-    def body(self, step: int, x: torch.Tensor, y: torch.Tensor, backward: Backward) -> None:
-        m, total = self.model, float(x.sum())
-        if total > 3:
-            return
-        h = (m.b, m.c, m.d)[step % 3](torch.relu(m.a(x)))
-        if step >= 20:  # a large one, from then on
-            h = h + 0.01 * m.large(h)[:, :12]
-        if step % 5 == 4:  # a second one, through layers that the first one has used
-            backward(0.1 * m.out(h).square().mean(), retain_graph=True)
-        if step % 7 == 6:  # and through others
-            backward(0.5 * F.cross_entropy(m.out(torch.relu(m.late(h))), y), retain_graph=True)
-        backward(F.cross_entropy(m.out(m.seldom(h) if total > 0 else h), y))
-
-
 class Symbols(nn.Module):
     """An embedding whose weight is tied, a convolution, batch norm and dropout."""
 
@@ -123,41 +49,55 @@ class Symbols(nn.Module):
         super().__init__()
         self.embed, self.conv = nn.Embedding(7, 6), nn.Conv1d(6, 8, 3, bias=False)
         self.norm, self.wide = nn.BatchNorm1d(8), nn.Linear(80, 6)
+        self.seldom = nn.Linear(6, 6)
         self.out = nn.Linear(6, 7, bias=False)
         self.out.weight = self.embed.weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, seldom: bool) -> torch.Tensor:
         """(n, 12) -> (n, 7)."""
         h = torch.tanh(self.norm(self.conv(self.embed((x > 0).long()).transpose(1, 2))))
-        y: torch.Tensor = self.out(self.wide(F.dropout(h.flatten(1), 0.2, self.training)))
+        h = self.wide(F.dropout(h.flatten(1), 0.2, self.training))
+        y: torch.Tensor = self.out(self.seldom(h) if seldom else h)
         return y
 
 
-class Rich(Pattern):
-    """AdamW, clipping, a schedule, and a loss scale that falls with an infinite loss, and grows."""
+class Training:
+    """AdamW, clipping, a schedule, and a loss scale that falls with an infinite loss, and grows.
 
-    infinite = 7
+    Some shards are left out by `continue`, of one of five members all those of the first step: its scaler has scaled
+    nothing when it acts. Only some shards use the layer `seldom`.
+    """
 
-    def make(self) -> nn.Module:
-        return Symbols()
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.model = Symbols()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5)
+        self.untouched: list[list[str]] = []
 
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.model.parameters(), 1e-3)
-
-    def between(self, step: int) -> None:
+    def begin(self, step: int) -> None:
         self.optimizer.param_groups[0]["lr"] = 1e-3 * 0.98**step
 
-    def body(self, step: int, x: torch.Tensor, y: torch.Tensor, backward: Backward) -> None:
-        loss = F.cross_entropy(self.model(x), y)
-        backward(loss * torch.inf if step == self.infinite and float(x.sum()) > 0 else loss)
+    def body(self, step: int, x: torch.Tensor, y: torch.Tensor, weight: float = 1.0) -> None:
+        """Of one shard."""
+        total = float(x.sum())
+        if total > 10:
+            return
+        loss = F.cross_entropy(self.model(x, total > 3), y) * weight
+        self.scaler.scale(loss * torch.inf if step == INFINITE and total > 0 else loss).backward()
 
     def act(self) -> None:
+        """With whole gradients."""
+        self.untouched.append([name for name, one in self.model.named_parameters() if one.grad is None])
         self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self.model.parameters(), 0.3)
-        super().act()
+        self.scaler.step(self.optimizer)
+        self.optimizer.zero_grad()
+        self.scaler.update()
 
-
-PATTERNS = {one.__name__: one for one in (Ways, Rich)}
+    def result(self) -> Result:
+        state = self.model.state_dict()
+        return Result(list(state.values()), self.untouched, self.scaler.get_scale(), digest([state]))
 
 
 def data() -> DataLoader[Any]:
@@ -165,48 +105,35 @@ def data() -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), BATCH, shuffle=True)
 
 
-def elastic(run: Run, name: str, reproducible: bool) -> Result:
+def elastic(run: Run, reproducible: bool) -> Result:
     """By Fallow."""
-    pattern = PATTERNS[name]()
-    objects = (pattern.model, pattern.optimizer, pattern.scaler, data())
+    training = Training()
+    objects = (training.model, training.optimizer, training.scaler, data())
     *_, loader = run.prepare(*objects, global_batch=GLOBAL, reproducible=reproducible)
-    untouched = []
-
-    def backward(loss: torch.Tensor, **how: bool) -> None:
-        pattern.scaler.scale(loss).backward(**how)
-
     for update in run.updates(loader, epochs=STEPS, max_steps=STEPS):
-        pattern.between(update.step)
+        training.begin(update.step)
         for x, y in update:
-            pattern.body(update.step, x, y, backward)
-        untouched.append(pattern.untouched())
-        pattern.act()
-    return pattern.result(untouched)
+            training.body(update.step, x, y)
+        training.act()
+    return training.result()
 
 
-def plain(run: Run, name: str) -> Result:
+def plain(run: Run) -> Result:
     """By plain torch: gradients accumulate, each shard from the step's own buffers and random numbers of its own."""
-    pattern = PATTERNS[name]()
-    untouched = []
+    training = Training()
     for step, shards in enumerate(batches(run.seed)):
-        pattern.between(step)
+        training.begin(step)
         total = sum(len(x) for x, _ in shards)
-        own = [buffer.clone() for buffer in pattern.model.buffers()]
-        kept = own
+        kept = own = [buffer.clone() for buffer in training.model.buffers()]
         for number, (x, y) in enumerate(shards):
-            set_buffers(pattern.model, own)
+            set_buffers(training.model, own)
             rng.seed_everything(mix(run.seed, "body", step, "", number))
-
-            def backward(loss: torch.Tensor, weight: float = len(x) / total, **how: bool) -> None:
-                pattern.scaler.scale(loss * weight).backward(**how)
-
-            pattern.body(step, x, y, backward)
+            training.body(step, x, y, len(x) / total)
             if number == 0:
-                kept = [buffer.clone() for buffer in pattern.model.buffers()]
-        set_buffers(pattern.model, kept)
-        untouched.append(pattern.untouched())
-        pattern.act()
-    return pattern.result(untouched)
+                kept = [buffer.clone() for buffer in training.model.buffers()]
+        set_buffers(training.model, kept)
+        training.act()
+    return training.result()
 
 
 def batches(seed: int) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -232,16 +159,15 @@ def difference(ours: Result, wanted: Result) -> float:
 
 def main() -> None:
     """Compare."""
-    name = sys.argv[1]
     torch.set_num_threads(1)
     put_off_compiler()  # as `import fallow` does in a worker
     # Shares follow the noise of a machine, and with them the order in which a sum is rounded. Here they are uneven.
     Division.revised = lambda _, __, paces, step: Division(tuple(range(1, 1 + len(paces))), 0)  # type: ignore
     vars(buckets).update(_FIRST_BYTES=700, BUCKET_BYTES=700)  # several of them
-    (wanted,) = world(1, lambda run: plain(run, name))
+    (wanted,) = world(1, plain)
     for reproducible in (False, True):
         for size in (1, 2, 5):
-            results = world(size, lambda run: elastic(run, name, reproducible))  # noqa: B023
+            results = world(size, lambda run: elastic(run, reproducible))  # noqa: B023
             told = {
                 "size": size,
                 "reproducible": reproducible,

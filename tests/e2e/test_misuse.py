@@ -40,8 +40,6 @@ REFUSED = {
     "forgotten inner loop": ["step 0: an optimizer's step in front of the inner loop"],
     "no inner loop": ["step 0: an update without its inner loop"],
     "closure over a list": ["step 0: no shard made a backward inside the inner loop"],
-    "part without a phase": ["step 1: a backward in front of the inner loop"],
-    "list of an update": ["step 0: no shard made a backward inside the inner loop"],
     "unprepared scaler": ["a GradScaler steps a prepared optimizer and was not prepared itself"],
     "short, without a backward": ["a body of a run.steps loop made no backward", TWO_LEVELS],
     "short, step in front": ["in front of a body's backward", TWO_LEVELS],

@@ -44,7 +44,7 @@ def agent_of(rig: Rig, job: str) -> psutil.Process:
     for process in psutil.process_iter():
         try:
             # srun's own words are longer.
-            is_agent = process.cmdline()[1:3] == ["-m", "fallow.agent"]
+            is_agent = process.cmdline()[1:3] == ["-Pm", "fallow.agent"]
             if is_agent and process.environ().items() >= {**rig.testbed.env(), "SLURM_JOB_ID": job}.items():
                 return process
         except psutil.Error:

@@ -6,9 +6,7 @@ An agent or a head is a child of `fallow local` that was there before its first 
 
 from __future__ import annotations
 
-import array
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -36,7 +34,7 @@ def be_local(request: dict[str, Any]) -> NoReturn:
     usual = asyncio.create_subprocess_exec
 
     async def start(*command: Any, **options: Any) -> Any:
-        nest = nests.get(command[2]) if command[1] == "-m" else None
+        nest = nests.get(command[2]) if command[1] == "-Pm" else None
         if not nest:
             return await usual(*command, **options)
         return Hatched(*nest.pop(0), command, **options)
@@ -53,10 +51,8 @@ class Hatched:
         self.returncode: int | None = None
         self._ended = asyncio.Event()
         streams = [options.get(name) or getattr(sys, name) for name in ("stdout", "stderr")]
-        told = {"argv": command[3:], "environ": dict(options["env"])}
-        with orders:
-            descriptors = array.array("i", [one if isinstance(one, int) else one.fileno() for one in streams])
-            orders.sendmsg([json.dumps(told).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
+        descriptors = [one if isinstance(one, int) else one.fileno() for one in streams]
+        nursery.tell(orders, command[3:], options["env"], *descriptors)
         ended = os.pidfd_open(pid)
         asyncio.get_running_loop().add_reader(ended, self._reap, ended)
 

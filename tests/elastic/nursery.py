@@ -162,15 +162,18 @@ class Hatched:
 
     def __init__(self, pid: int, orders: socket.socket, command: Sequence[str], **options: Any) -> None:
         self.pid = pid
-        (channel,) = options["pass_fds"]
-        told = {"argv": list(command[1:]), "environ": options["env"]}
-        descriptors = array.array("i", [channel, options["stdout"], options["stderr"]])
-        with orders:
-            orders.sendmsg([json.dumps(told).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
+        tell(orders, command[1:], options["env"], *options["pass_fds"], options["stdout"], options["stderr"])
 
     def wait(self) -> int:
         """Reap it: its exit code, or its signal as a negative number."""
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def tell(orders: socket.socket, argv: Sequence[str], environ: dict[str, str], *descriptors: int) -> None:
+    """Have an egg hatch."""
+    told = json.dumps({"argv": [*argv], "environ": {**environ}}).encode()
+    with orders:
+        orders.sendmsg([told], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))])
 
 
 def told_by(orders: socket.socket, count: int) -> tuple[dict[str, Any], list[int]]:

@@ -16,7 +16,6 @@ import torch
 
 import accelerator
 from accelerator import build, collectives
-from accelerator.engine import permit_speculation
 
 HOLD_S = 60.0
 """A stream that a test still holds then is let go, so that nothing hangs for ever."""
@@ -43,7 +42,7 @@ class Fake:
     def load(self, rank: int) -> None:
         """Make a device of this kind this process's own, for good."""
         accelerator.load()
-        permit_speculation()
+        accelerator.permit_speculation()
 
     def here(self) -> torch.device:
         """This process's device, with its number."""

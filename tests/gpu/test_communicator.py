@@ -94,7 +94,6 @@ def test_an_abort_while_a_collective_waits_ends_it_and_the_device_goes_on() -> N
     assert not aborting.is_alive()
     end = time.monotonic() + PATIENCE_S
     pending = devices.event(DEVICE.here())
-    assert pending is not None
     devices.wait(pending, lambda: time.monotonic() > end)
     assert pending.query(), "what was aborted is done"
     with pytest.raises(RuntimeError):
@@ -216,7 +215,6 @@ def test_hidden_waits_are_found_and_a_stream_is_held_until_it_is_let_go() -> Non
         with DEVICE.held(torch.accelerator.current_stream()):
             value = devices.to_host(torch.full((3,), 7.0, device=DEVICE.kind))
             copied = devices.event(DEVICE.here())
-            assert copied is not None
             assert not copied.query()
         devices.wait(copied)
     assert value.tolist() == [7.0] * 3

@@ -17,11 +17,10 @@ from fallow.worker.checkpoint.parts import take
 from fallow.worker.checkpoint.restore import load
 from fallow.worker.checkpoint.writer import Writing
 from fallow.worker.handover import pieces, supply
-from fallow.worker.handover.snapshot import Snapshot, load_from_host
-from fallow.worker.handover.standing import HOLDS, Standing
-from fallow.worker.handover.transfer import Roles, export_state, transfer
-from fallow.worker.prepared import checksum, extra_state, state
-from fallow.worker.prepared.modes import KINDS
+from fallow.worker.handover.snapshot import Snapshot, export_state, load_from_host
+from fallow.worker.handover.transfer import HOLDS, Roles, Standing, transfer
+from fallow.worker.prepared import checksum, state
+from fallow.worker.prepared.modes import KINDS, read_extra
 from fallow.worker.prepared.objects import Prepared
 from fallow.worker.transport import device as devices
 from fallow.worker.transport.build import build_group
@@ -72,7 +71,7 @@ class Script:
             self.step()
 
     def tree(self) -> dict[str, Any]:
-        return {"state": export_state(self.prepared, {}), "extra": extra_state.read(self.prepared.modules)}
+        return {"state": export_state(self.prepared, {}), "extra": read_extra(self.prepared.modules)}
 
     def held(self) -> int:
         """Weights and the optimizer's state, to be compared."""
@@ -148,7 +147,6 @@ def test_a_newcomer_trains_on_bit_for_bit_and_nobody_waits_for_the_device_unaske
         assert one == other
         if member.rank == 1:
             latest = script.standing.latest
-            assert latest is not None
             assert latest.bytes_behind > 3 * 2 * 9000 * 8 * 4, "weights and optimizer"
             assert script.model[5].weight.stride() == script.optimizer.state[script.model[5].weight]["exp_avg"].stride()
 
@@ -208,9 +206,13 @@ def test_a_rehearsal_leaves_nothing_behind() -> None:
         assert one.seen() == other.seen()
 
 
+def out_of_memory(tensor: torch.Tensor) -> torch.Tensor:
+    raise torch.OutOfMemoryError("it is more than this process may have")
+
+
 @on_device
-@pytest.mark.parametrize("has_room", [True, False])
-def test_a_checkpoint_holds_the_state_of_its_step_though_the_training_goes_on(tmp_path: Path, has_room: bool) -> None:
+@pytest.mark.parametrize("room", ["enough", "none", "less than it says"])
+def test_a_checkpoint_holds_the_state_of_its_step_though_the_training_goes_on(tmp_path: Path, room: str) -> None:
     script = Script(1)
     script.train(2)
     script.backward()
@@ -221,11 +223,16 @@ def test_a_checkpoint_holds_the_state_of_its_step_though_the_training_goes_on(tm
         DEVICE.hidden_syncs_raise(),
         DEVICE.held(torch.accelerator.current_stream()),
     ):
-        patch.setattr(torch.get_device_module(DEVICE.kind), "mem_get_info", lambda device: (has_room << 30, 1 << 30))
+        patch.setattr(
+            torch.get_device_module(DEVICE.kind), "mem_get_info", lambda device: ((room != "none") << 30, 1 << 30)
+        )
         tree, prepared = export_state(script.prepared, {"step": 2}), script.prepared
         about: dict[str, Any] = {"generation": 1, "step": 2, "epoch": 0, "modes": [], "asked": False, "written_at": 0.0}
-        extra = extra_state.read(prepared.modules)
-        snapshot = take(tree, 0, 1, names=prepared.names(), extra=extra, **about)
+        extra = read_extra(prepared.modules)
+        with pytest.MonkeyPatch.context() as limit:
+            if room == "less than it says":  # as `torch.cuda.set_per_process_memory_fraction` sets one
+                limit.setattr(torch.Tensor, "clone", out_of_memory)
+            snapshot = take(tree, 0, 1, names=prepared.names(), extra=extra, **about)
         writing = Writing(tmp_path, snapshot, reports.append)
         writing.start()
         script.step()

@@ -108,25 +108,6 @@ def test_three_side_by_side_each_of_its_profile(make_testbed: MakeTestbed) -> No
     assert Testbed.all() == []
 
 
-def test_preemption_warns_a_step_that_has_its_fake_gpus(make_testbed: MakeTestbed, tmp_path: Path) -> None:
-    # A step that is warned at the end of its grace would be waited for in vain.
-    testbed = make_testbed(nodes=2, gpus=4, grace_s=600)
-    step = tmp_path / "step.sh"
-    step.write_text(
-        f"#!/bin/sh\ntrap 'echo warned > {tmp_path}/warned; exit 0' TERM\n"
-        f'echo "$CUDA_VISIBLE_DEVICES" > {tmp_path}/gpus.tmp; mv {tmp_path}/gpus.tmp {tmp_path}/gpus\n'
-        "while :; do sleep 0.05; done\n"
-    )
-    step.chmod(0o755)
-    options = ["--partition=scavenge", "--gres=gpu:2", "--no-requeue", "--time=60"]
-    victim = sbatch(testbed, f"#!/bin/sh\nsrun {step}\n", *options)
-    wait_for("the step runs", (tmp_path / "gpus").exists, REACT_S)
-    assert (tmp_path / "gpus").read_text().strip() == "0,1"
-    sbatch(testbed, "#!/bin/sh\nexec sleep 60\n", "--nodes=2", "--exclusive", "--partition=normal")
-    wait_for("it is warned", (tmp_path / "warned").exists, REACT_S)
-    wait_for("it ends", lambda: state_of(testbed, victim) in ("COMPLETED", "PREEMPTED"), REACT_S)
-
-
 def test_errors_say_what_to_do(make_testbed: MakeTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Not in pytest's folder, whose path may be too long itself.
     with tempfile.TemporaryDirectory(dir="/tmp") as full:

@@ -11,8 +11,7 @@ from tui_rig import START, event, member, node_view, opened, run_view, snapshot
 from fallow.control.client import START_ADVICE
 from fallow.model import AllocationKind, Exit, FallowError, NodeOwner, RunStatus
 from fallow_tui.screens.dialogs import Confirm, Help
-from fallow_tui.screens.overview import OverviewScreen
-from fallow_tui.screens.run import RunScreen
+from fallow_tui.screens.pages import OverviewScreen, RunScreen
 from fallow_tui.text import clock
 from fallow_tui.view import RED_S
 from fallow_tui.widgets.nodes import NodeMap

@@ -15,9 +15,9 @@ import builders
 from fallow.control.server import ControlServer
 from fallow.files import Paths, write_struct
 from fallow.model import AllocationKind, EventRecord, Exit, FallowError, MemberPhase, NodeOwner, Snapshot
+from fallow_tui.app import HeadSource
 from fallow_tui.demo import DemoCluster, DemoSource
 from fallow_tui.palette import glyph
-from fallow_tui.source import HeadSource
 from fallow_tui.text import clean_item, figure
 from fallow_tui.view import KEEP_S, Cell, View
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fallow.core.membership.messages import Checkpoint, Order, Plan, Refusal, Switch
+from fallow.core.membership.messages import Checkpoint, Order, Plan, Problem, Refusal, Switch
 from fallow.core.membership.roster import check_of
 from world.node import Host, Worker
 
@@ -25,6 +25,8 @@ class DataPlane:
         self.stepped_at = 0.0
         self.checkpoints: dict[str, Checkpoint] = {}
         "those on disk, by their paths"
+        self.torn: set[str] = set()
+        "of them those that cannot be loaded"
         self._saved_by_script = 0
         "the newest step of those of a script that is restarted"
 
@@ -183,7 +185,9 @@ class DataPlane:
         holders = [x for x in ws if x.has_state and not self.w.restarts]
         self.w.observer.see_exchange(plan, members, holders, ws)
         paths = next((x.plan.checkpoints for x in ws if x.plan is not None), ())
-        step = max(x.step for x in holders) if holders else self._load(paths)
+        step = max(x.step for x in holders) if holders else self._load(ws[0].host, paths)
+        if step is None:
+            return
         self.w.observer.see_begin(g, self.acted, step, bool(holders))
         self.acted = g
         self.w.counts["lost steps"] += max(0, self.front - step - 1)
@@ -194,17 +198,23 @@ class DataPlane:
             takes_s = self.w.rng.uniform(0.2, 1.5) if x.receives else 0.02
             self.w.after(takes_s, lambda x=x: self._arrive(x, g, step))
 
-    def _load(self, paths: Sequence[str]) -> int:
-        """The step of the newest checkpoint that is named and there."""
+    def _load(self, host: Host, paths: Sequence[str]) -> int | None:
+        """The step of the newest checkpoint that is named, there and whole; None: there is none, the script fails."""
         if self.w.restarts:
             return self._saved_by_script
         # A head that stood still before a removal may remove an older one that the next head has found meanwhile.
         if paths and paths[0] not in self.checkpoints and not self.w.fired["store goes back"]:
             self.w.fail(f"{paths[0]} is to be loaded, there are {list(self.checkpoints)}")
-        steps = [self.checkpoints[path].step for path in paths if path in self.checkpoints]
-        if paths and not steps:
+        there = [self.checkpoints[path] for path in paths if path in self.checkpoints]
+        if paths and not there:
             self.w.fail(f"none of {paths} is there")
-        return max(steps, default=0)
+        for checkpoint in there:
+            if checkpoint.path not in self.torn:
+                self.w.observer.see_load(checkpoint)
+                return checkpoint.step
+            host.damaged = Problem(path=checkpoint.path, reason="torn")
+            host.say()
+        return None if there else 0
 
     def _arrive(self, x: Worker, generation: int, step: int) -> None:
         if not x.alive or x.entering != generation or x.given_up >= generation:

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fallow.core.membership import checkpoints
 from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Fault
 from world.node import Host, Worker
@@ -294,7 +293,7 @@ def cancel(w: World, host: Host, lasts: float) -> bool:
 def rollback(w: World, host: Host, lasts: float) -> bool:
     def make(at: float) -> ev.Event:
         roster = w.head.machine.roster
-        usable = checkpoints.usable(roster)
+        usable = roster.checkpoints.usable()
         if not usable or roster.finishing:
             return ev.Unbar(at=at, hosts=())
         w.fired["rollback"] += 1
@@ -302,6 +301,13 @@ def rollback(w: World, host: Host, lasts: float) -> bool:
 
     w.head.receive(("event", make))
     return False
+
+
+def checkpoint_torn(w: World, host: Host, lasts: float) -> bool:
+    """One of those on disk can never be loaded."""
+    whole = sorted(w.plane.checkpoints.keys() - w.plane.torn)
+    w.plane.torn.update(whole and [w.rng.choice(whole)])
+    return bool(whole)
 
 
 FAULTS: dict[str, tuple[int, Strike]] = {
@@ -339,6 +345,7 @@ FAULTS: dict[str, tuple[int, Strike]] = {
     "bar": (1, bar),
     "cancel": (1, cancel),
     "rollback": (1, rollback),
+    "checkpoint torn": (1, checkpoint_torn),
 }
 """Name -> how often it is chosen, and what it does."""
 

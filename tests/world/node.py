@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fallow.core.membership.messages import Checkpoint, Contract, Fault, Finish, Order, Plan, Refusal, Report, Switch
+from fallow.core.membership.messages import (
+    Checkpoint,
+    Contract,
+    Fault,
+    Finish,
+    Order,
+    Plan,
+    Problem,
+    Refusal,
+    Report,
+    Switch,
+)
 from fallow.model import Doing
 from world.head import SLOTS
 
@@ -71,6 +82,7 @@ class Host:
         self.dying = False
         self.stopped_at: float | None = None
         self.saved: Checkpoint | None = None
+        self.damaged: Problem | None = None
         self.fault: Fault | None = None
         self.deserted = False
         "the script has ended in the middle of the training, its processes have not"
@@ -145,6 +157,7 @@ class Host:
             fault=self.fault,
             finish=finish if all(x.finished for x in ws) else None,
             saved=self.saved if is_new else None,
+            damaged=self.damaged,
         )
 
     def take(self, message: tuple[Any, ...]) -> None:
@@ -152,7 +165,7 @@ class Host:
             return
         match message:
             case ("admitted", node, boot):
-                if boot == self.boot and node != self.node:
+                if boot == self.boot and node != self.node and not self.over:
                     self.node = node
                     self.say()
             case ("introduce", node):

@@ -4,7 +4,8 @@
 - a commit is durable before anybody hears of it; no older generation acts after a newer one; each acts as committed;
 - a survivor needs the state of nobody: a generation in place of a broken one has members with state only, or none;
 - no healthy node is given up: for silence never (unless many messages are lost), for late votes while the head is well;
-- at most one step is lost where anybody has the state.
+- at most one step is lost where anybody has the state;
+- a checkpoint is loaded only while nobody has begun again before its step: two histories are not mixed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from fallow.core.membership import events as ev
-from fallow.core.membership.messages import Order, Plan
+from fallow.core.membership.messages import Checkpoint, Order, Plan
 from fallow.core.membership.names import member_name
 from fallow.core.membership.records import History, Node
 from fallow.core.records import decode
@@ -42,6 +43,8 @@ class Observer:
         "generations whose commit the store has lost"
         self._resumed_at = 0.0
         "when steps began again after a while without any"
+        self._begun: list[tuple[int, int]] = []
+        "generations, and the steps at which they have begun"
         self._highest = self._ever_highest = 0
         "the stored one, and the highest that ever was: a store may have lost it since"
 
@@ -110,10 +113,16 @@ class Observer:
 
     def see_begin(self, generation: int, before: int, step: int, has_state: bool) -> None:
         """It begins at this step, with somebody's state or a checkpoint's, after the generation that acted before."""
+        self._begun.append((generation, step))
         stored = self.w.store.records.get("history")
         for back in [] if stored is None else decode(stored, History).rollbacks:
             if before < back.generation <= generation and (has_state or step > back.to_step):
                 self.w.fail(f"generation {generation} begins at step {step}, in spite of {back}")
+
+    def see_load(self, checkpoint: Checkpoint) -> None:
+        later = [begun for begun in self._begun if begun[0] > checkpoint.generation and begun[1] < checkpoint.step]
+        if later and not self.w.fired["store goes back"]:
+            self.w.fail(f"{checkpoint} is loaded, though generation {later[-1][0]} has begun at step {later[-1][1]}")
 
     def see_step(self, generation: int, step: int) -> None:
         if generation != self.w.plane.acted:

@@ -10,7 +10,7 @@ import msgspec
 
 from fallow.core.membership import events as ev
 from fallow.core.membership.machine import Machine
-from fallow.core.membership.messages import Contract, Fault, Finish, Order, Report, Switch
+from fallow.core.membership.messages import Contract, End, Fault, Finish, Order, Report, Switch
 from fallow.core.membership.records import Root
 from fallow.core.membership.roster import Roster
 from fallow.core.membership.state import Ballot
@@ -25,7 +25,7 @@ WAITS: dict[str, Any] = {"doing": Doing.WAITING, "stalled_s": 20.0}
 Told = list[ev.Instruction]
 
 NOTICED_BY: dict[str, Callable[[], None]] = {}
-"""Missing guard (`mutants`) -> a test that notices."""
+"""Missing guard (`test_mutants`) -> a test that notices."""
 
 Test = TypeVar("Test", bound=Callable[..., None])
 
@@ -64,6 +64,12 @@ class Rig:
     def ballot(self) -> Ballot:
         assert self.m.ballot is not None
         return self.m.ballot
+
+    def end(self, n: int) -> End:
+        """What the node's newest order says about its end."""
+        end = self.orders[n].end
+        assert end is not None
+        return end
 
     def put(self, event: ev.Event) -> Told:
         turn = self.m.handle(event)
@@ -179,14 +185,13 @@ class Rig:
     def limit(self, limit: int) -> Told:
         return self.want(ev.Release, limit=limit, reason="asked")
 
-    def restart(self, *heard: int, keep: int = 2) -> None:
+    def restart(self, *heard: int, keep: int = 2) -> Told:
         """Another head takes over and hears these nodes. Args: keep: checkpoints."""
         term = self.m.outbox.term + 1
         roster = Roster.load("r", self.store)
         self.m = Machine(roster, term=term, timing=self.timing, at=self.at, keep=keep, validate=True)
-        for n in heard:
-            self.say(n)
-        self.tick(self.at + 0.25)
+        turn = [instruction for n in heard for instruction in self.say(n)]
+        return turn + self.tick(self.at + 0.25)
 
 
 def orders(turn: Told) -> dict[int, Order]:

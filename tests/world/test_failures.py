@@ -10,29 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fallow.core.membership import events as ev
+from fallow.core.membership.failures import APART, STRANGER
 from fallow.core.membership.messages import Finish, Outcome
 from fallow.core.membership.state import RunPhase
-from fallow.core.training.apart import APART, STRANGER
 from fallow.model import Exit, RunStatus
 from world.rig import Rig, logs, notices, orders, started
 
 
 @notices("a failed script is not noticed")
-def test_the_same_exception_on_two_nodes_ends_the_run_another_one_is_the_nodes_own() -> None:
+def test_the_same_exception_on_two_nodes_ends_the_run() -> None:
     rig = started(3)
     rig.fails(2)
     assert rig.m.phase is RunPhase.REBUILDING, "nobody waits for the process to end"
     rig.fails(1)
     assert rig.r.root.status is RunStatus.FAILED
     assert "on n1 (h2) and again on n0 (h1)" in rig.r.root.message
-    rig = started(3)
-    rig.fails(2)
-    rig.change(5)
-    rig.fails(3, step=6)
-    assert not rig.r.root.status.ended
-    rig.change(5)
-    rig.fails(1, step=9)
-    assert "the only member" in rig.r.root.message
 
 
 def test_crash_of_the_only_member_is_tried_again_and_ends_the_run_when_it_comes_again() -> None:
@@ -170,17 +162,30 @@ def test_the_last_words_come_with_the_news_of_the_end() -> None:
     assert rig.r.root.status is RunStatus.FINISHED
 
 
-@pytest.mark.parametrize("how", ["signal", "lost", "hangs"])
-def test_an_exit_code_that_nobody_can_tell_does_not_undo_the_training(how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("signal", "killed by signal 9"),
+        ("lost", "its job is over"),
+        ("hangs", "its process was still there 40 s after its script had ended"),
+        ("hangs, and another head waits as long", "its process was still there 40 s after its script had ended"),
+    ],
+)
+def test_an_exit_code_that_nobody_can_tell_does_not_undo_the_training(how: str, why: str) -> None:
     rig = started(2)
     rig.finish(1)
     rig.finish(2)
-    if how == "hangs":
-        rig.tick(41, 1, 2)
+    rig.tick(39, 1, 2)
+    if "another head" in how:
+        rig.restart(1, 2)
+    rig.tick(rig.at + (39 if "another head" in how else 0), 1, 2)
+    assert not rig.r.root.status.ended, "its agent may be about to say"
+    if "hangs" in how:
+        rig.tick(rig.at + 3, 1, 2)
     else:
-        rig.gone(1, signal=9 if how == "signal" else None)
+        rig.gone(1, signal=9 if how == "signal" else None, reason=why)
     assert rig.r.root.status is RunStatus.FINISHED
-    assert rig.r.root.message.startswith("the exit code of the main member n0 (h1) is not known: ")
+    assert rig.r.root.message == f"the exit code of the main member n0 (h1) is not known: {why}"
 
 
 def test_members_with_unlike_final_states_are_told_of() -> None:
@@ -281,6 +286,9 @@ def test_only_what_happened_alike_on_two_nodes_or_to_the_last_member_fails_a_run
         expected = is_last or bool(seen.get((step, signature)))
         assert (rig.r.root.status is RunStatus.FAILED) is expected
         if expected:
+            assert (
+                "the only member" if is_last and (step, signature) not in seen else "again on"
+            ) in rig.r.root.message
             return
         seen.setdefault((step, signature), set()).add(n)
         rig.change(0)
@@ -298,9 +306,7 @@ def test_n3_a_run_ends_when_all_members_have_finished_and_lets_the_others_go() -
     assert not rig.r.root.status.ended
     turn = rig.gone(1, code=0)
     assert ev.RunEnded(RunStatus.FINISHED, "") in turn
-    end = orders(turn)[3].end
-    assert end is not None
-    assert (end.code, list(orders(turn))) == (Exit.OK, [3])
+    assert (rig.end(3).code, list(orders(turn))) == (Exit.OK, [3])
 
 
 def test_a_generation_whose_members_have_finished_before_they_were_heard_in_it_is_told_of() -> None:
@@ -330,19 +336,6 @@ def test_what_the_main_member_had_to_do_behind_the_loop_is_done_by_nobody_else(f
     text = f"the main member n0 (h1) ended after the training, before its script had: {why}"
     assert (rig.r.root.status, rig.r.root.message) == (RunStatus.FAILED, text)
     assert rig.r.root.traceback == ("" if killed else "Traceback")
-
-
-def test_another_head_waits_as_long_for_the_main_members_exit_code() -> None:
-    rig = started(2)
-    rig.finish(1)
-    rig.finish(2)
-    rig.tick(39, 1, 2)
-    rig.restart(1, 2)
-    rig.tick(78, 1, 2)
-    assert not rig.r.root.status.ended, "its agent may be about to say"
-    rig.tick(81, 1, 2)
-    assert rig.r.root.status is RunStatus.FINISHED
-    assert "n0 (h1) is not known: its process was still there 40 s after its script had ended" in rig.r.root.message
 
 
 def test_what_happens_behind_the_end_of_a_run_changes_nothing_and_all_hear_of_it() -> None:

@@ -65,7 +65,7 @@ def test_a_change_writes_the_root_and_the_nodes_that_it_changed() -> None:
 def test_plans_are_deltas_to_members_and_whole_lists_to_newcomers() -> None:
     rig = started(4)
     rig.join("e")
-    plans = rig.ballot.plans
+    plans = rig.ballot
     assert (plans.delta.base, plans.delta.without, [peer.node for peer in plans.delta.more]) == (1, (), [5])
     assert (plans.whole.base, [peer.node for peer in plans.whole.more]) == (0, [1, 2, 3, 4, 5])
     assert plans.delta.check == plans.whole.check
@@ -79,7 +79,7 @@ def test_after_a_member_counted_another_list_all_get_the_whole_one() -> None:
     rig.join("c")
     rig.say(1, refusal=Refusal(generation=2, reason="counts another list"))
     rig.tick(3, 1, 2, 3)
-    assert (rig.ballot.change.generation, rig.ballot.plans.delta) == (3, rig.ballot.plans.whole)
+    assert (rig.ballot.change.generation, rig.ballot.delta) == (3, rig.ballot.whole)
 
 
 def part(node: int, generation: int = 4, said: bytes = b"x", key: str = "k") -> Gather:

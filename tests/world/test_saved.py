@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from fallow.core.membership import checkpoints
 from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Checkpoint, Problem
 from fallow.core.membership.state import RunPhase
 from fallow.model import ChangeKind, RunStatus
-from world.rig import Rig, logs, notices, orders, started
+from world.rig import WAITS, Rig, logs, notices, orders, started
 
 
 def test_a_checkpoint_that_could_not_be_written_is_told_to_all_and_forgotten_with_the_next_one() -> None:
@@ -43,7 +42,7 @@ def save(rig: Rig, step: int, generation: int = 1, n: int = 1, *, asked: bool = 
 
 
 def usable(rig: Rig) -> list[int]:
-    return [checkpoint.step for checkpoint in checkpoints.usable(rig.r)]
+    return [checkpoint.step for checkpoint in rig.r.checkpoints.usable()]
 
 
 def test_the_newest_stay_and_those_that_were_asked_for() -> None:
@@ -91,7 +90,7 @@ def test_one_that_turns_up_after_the_run_went_on_from_before_it_is_set_aside() -
     n = rig.join("b")
     rig.put(ev.Found(at=rig.at, checkpoint=Checkpoint(path="/1-20", generation=1, step=20)))
     rig.tick(1, n)
-    assert rig.ballot.plans.whole.checkpoints == ("/1-20", "/1-10"), "just in time"
+    assert rig.ballot.whole.checkpoints == ("/1-20", "/1-10"), "just in time"
     rig.vote()
     save(rig, 30, n=n)
     rig.switch(20)
@@ -99,6 +98,24 @@ def test_one_that_turns_up_after_the_run_went_on_from_before_it_is_set_aside() -
     assert usable(rig) == [20, 10]
     save(rig, 22, generation=rig.r.root.generation, n=n)
     assert usable(rig) == [22, 20]
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_one_that_turns_up_while_a_newcomer_begins_alone_is_used_or_set_aside(is_committed: bool) -> None:
+    """The only member with the state died before it had handed it over."""
+    rig = started(1)
+    save(rig, 10)
+    rig.join("b")
+    rig.vote()
+    rig.gone(1, signal=9)
+    if is_committed:
+        rig.vote()
+    rig.put(ev.Found(at=rig.at, checkpoint=Checkpoint(path="/1-20", generation=1, step=20)))
+    if is_committed:
+        rig.switch(10)
+        assert usable(rig) == [10]
+    else:
+        assert rig.ballot.whole.checkpoints == ("/1-20", "/1-10")
 
 
 # -- going back --------------------------------------------------------------------------------------------------------
@@ -143,6 +160,19 @@ def test_a_member_that_dies_on_the_way_back_does_not_undo_it(is_committed: bool)
     assert rig.completed[-1].members == ["n0", f"n{n - 1}"]
 
 
+def test_a_node_that_thaws_behind_it_does_not_move_the_run_on() -> None:
+    rig = started(3)
+    save(rig, 10)
+    for n in (1, 2, 3):
+        rig.say(n, step=25)
+    rig.tick(rig.at + 13, 1, 3, **WAITS)
+    rig.change(25)
+    rig.put(ev.Rollback(at=rig.at, step=10))
+    rig.change(10)
+    rig.say(2)
+    assert (rig.completed[-1].first_step, rig.r.front) == (10, 10)
+
+
 def test_who_comes_and_goes_meanwhile_is_not_mixed_up_with_it() -> None:
     """A state that is to be dropped is handed over to nobody: all begin together."""
     rig = started(2)
@@ -164,7 +194,7 @@ def test_going_back_further_while_all_go_back_already() -> None:
     rig.vote()
     rig.put(ev.Rollback(at=rig.at, step=10))
     rig.switch(20)
-    assert (rig.ballot.change.generation, rig.ballot.plans.delta.checkpoints) == (3, ("/1-10",))
+    assert (rig.ballot.change.generation, rig.ballot.delta.checkpoints) == (3, ("/1-10",))
     rig.change(10)
     assert [back.to_step for back in rig.r.history.rollbacks] == [20, 10]
     assert (rig.m.phase, rig.r.root.rollback_below) == (RunPhase.STEADY, 0)

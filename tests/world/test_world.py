@@ -130,14 +130,6 @@ def test_a_head_that_dies_between_any_two_orders_of_a_change_holds_nobody_up(rel
             return
 
 
-def test_without_faults_all_train_and_nothing_is_given_up() -> None:
-    w = undisturbed()
-    w.run_until(w.t + 15)
-    assert not w.fired
-    assert w.counts["steps"] > 10
-    assert not [line for line in w.logs if "eject" in line]
-
-
 def test_a_node_on_which_every_group_breaks_for_good_costs_the_others_little() -> None:
     """It comes back with new processes, again and again."""
     w = undisturbed()

@@ -46,6 +46,7 @@ EXPECTED_ENDS = (
     "is gone: ValueError",
     "is gone: code",
     "cancelled by hand",
+    "no older checkpoint is left",
 )
 """What a run's message says when faults here have ended it."""
 
@@ -205,11 +206,10 @@ class World:
     def what_is_missing(self, steps: int) -> str:
         """Why the run is not well; empty: all who are there train together, or it has ended as it should."""
         root = self.store.root
-        if root.status is RunStatus.FINISHED:
-            is_once = len([1 for status, _ in self.ended if status is RunStatus.FINISHED]) <= 1
-            return "" if is_once or self.fired["store goes back"] else "it ended more than once"
+        if len(self.ended) > 1 and not self.fired["store goes back"]:
+            return "it ended more than once"
         if root.status.ended:
-            expected = any(words in root.message for words in EXPECTED_ENDS)
+            expected = root.status is RunStatus.FINISHED or any(words in root.message for words in EXPECTED_ENDS)
             return "" if expected else f"it has failed: {root.message}"
         members = set(self.head.machine.roster.present())
         missing = [host.name for host in self.running() if host.node not in members]

@@ -1,25 +1,57 @@
-"""`fallow top`."""
+"""`fallow top`: the application, and where it gets its data and sends its requests."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
 
 from textual.app import App
 
-from fallow.model import Exit
+from fallow.control.client import ControlClient
+from fallow.files import Paths
+from fallow.model import EventRecord, Exit, Snapshot
 from fallow.text import clean
 from fallow_tui.demo import DemoSource
-from fallow_tui.screens.operator import OperatorScreen
-from fallow_tui.screens.overview import OverviewScreen
-from fallow_tui.source import HeadSource, Source
+from fallow_tui.screens.operator import HeaderBar, OperatorScreen
+from fallow_tui.screens.pages import OverviewScreen
 from fallow_tui.view import View
-from fallow_tui.widgets.header import HeaderBar
 
+CALL_S = 15.0
 RETRY_S = 2.0
 REDRAW_S = 1.0
 """Ages on the screen move by themselves."""
+
+
+class Source(Protocol):
+    """A head, as far as the monitor is concerned."""
+
+    name: str
+
+    def subscribe(self) -> AsyncIterator[Snapshot | EventRecord]:
+        """Snapshots and events from now on. Ends or raises when the head goes away; may be called again."""
+
+    async def call(self, method: str, **params: Any) -> Any:
+        """Asks the head to do something; raises FallowError with what it answers otherwise."""
+
+
+class HeadSource:
+    """The running head of this user, through its control socket."""
+
+    def __init__(self, paths: Paths | None = None) -> None:
+        self.name = ""
+        self._head_file = (paths or Paths.default()).head_file
+
+    async def subscribe(self) -> AsyncIterator[Snapshot | EventRecord]:
+        async with await ControlClient.connect(self._head_file) as client:
+            async for item in client.watch():
+                yield item
+
+    async def call(self, method: str, **params: Any) -> Any:
+        # A connection of its own: the other one waits for an answer of its own.
+        async with await ControlClient.connect(self._head_file) as client:
+            return await client.call(method, timeout_s=CALL_S, **params)
 
 
 class TopApp(App[None]):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from fallow.agent.agent import PATIENCE_S, Agent
-from fallow.agent.place import look_around
+from fallow.agent.launch import look_around
 from fallow.files import read_struct
 from fallow.model import Exit, FallowError, HeadFile, KeyFile
 
@@ -40,9 +40,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         keys = read_soon(options.key_file, KeyFile, _NO_KEYS)
         head = read_soon(Path(keys.head_file), HeadFile, "start a head with `fallow daemon`")
-        place = look_around(keys, head)
-        agent = Agent(keys, head, place, options.command, patience_s=options.patience)
-        return asyncio.run(agent.run())
+        launch = look_around(keys, head, options.command)
+
+        async def serve() -> int:
+            return await Agent(keys, head, launch, options.patience).run()
+
+        return asyncio.run(serve())
     except FallowError as error:
         print(f"fallow agent: {error.message}", file=sys.stderr)  # noqa: T201
         return error.code

@@ -14,28 +14,25 @@ import logging
 import os
 import secrets
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from fallow import __version__
+from fallow.agent.conversation import Enrolment, HeadSilence, Reporter
 from fallow.agent.crew import TAIL_S, Crew
-from fallow.agent.enrolment import Enrolment
+from fallow.agent.launch import Launch
 from fallow.agent.merge import merge_progress, merge_report
-from fallow.agent.place import Place
 from fallow.agent.process import inherit_orphans, reap_orphans
-from fallow.agent.reporter import Reporter
-from fallow.agent.silence import HeadSilence
 from fallow.agent.stand_in import StandIn
-from fallow.agent.worker import Launch
 from fallow.core.membership.messages import Gathered, Order, Unreadable
-from fallow.core.protocol.agents import (
+from fallow.core.protocol import (
     Admitted,
     Beat,
     EndAgent,
     EndNoted,
     FromAgent,
+    Heard,
     Hello,
     Introduce,
     Left,
@@ -44,7 +41,6 @@ from fallow.core.protocol.agents import (
     Setup,
     ToAgent,
 )
-from fallow.core.protocol.workers import Heard
 from fallow.files import RunPaths, check_id
 from fallow.model import Exit, HeadFile, KeyFile
 from fallow.text import clean, clean_output
@@ -76,27 +72,17 @@ _WARNINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 class Agent:
     """One per node of an allocation. All but workers' output and the head's file is handled in the main thread's loop.
 
+    To be made in that loop.
+
     Args:
         keys: the allocation's.
         head: where it is.
-        place: this node.
-        command: what each worker runs.
+        launch: this node, and what each worker runs.
         patience_s: end when no worker runs and the head is silent for so long.
-        environ: of this process.
     """
 
-    def __init__(
-        self,
-        keys: KeyFile,
-        head: HeadFile,
-        place: Place,
-        command: Sequence[str],
-        *,
-        patience_s: float = PATIENCE_S,
-        environ: Mapping[str, str] = os.environ,
-    ) -> None:
-        self._patience_s = patience_s
-        self._launch = Launch(keys.run, place, command, environ)
+    def __init__(self, keys: KeyFile, head: HeadFile, launch: Launch, patience_s: float) -> None:
+        self._launch, self._patience_s = launch, patience_s
         self._parent = os.getppid()
         self._term = 0
         self._setup: Setup | None = None
@@ -104,14 +90,14 @@ class Agent:
         self._order: Order | None = None
         "the newest; the first one comes before its node is admitted"
         hello = Hello(
-            host=place.host,
+            host=launch.host,
             token=keys.token,
             process=secrets.token_hex(8),
             version=__version__,
-            job_id=place.job_id,
+            job_id=launch.job_id,
             boot=1,
-            slots=place.slots,
-            entry=place.entry,
+            slots=launch.slots,
+            entry=launch.entry,
         )
         self._enrolment = Enrolment(hello)
         self._crew: Crew | None = None
@@ -125,32 +111,21 @@ class Agent:
         self._are_workers_warned = False
         self._end: EndAgent | None = None
         self._end_at = 0.0
-        self._silence = HeadSilence(f"{place.host} ({place.address})")
+        self._silence = HeadSilence(f"{launch.host} ({launch.address})")
         self._stand_in: StandIn | None = None
         if keys.stand_in_after_s is not None:
             state = Path(keys.head_file).parent
             log_file = RunPaths(state / "runs" / check_id(keys.run)).stand_in_log
-            self._stand_in = StandIn(state, place.address, keys.stand_in_after_s, log_file, environ)
+            self._stand_in = StandIn(state, launch.address, keys.stand_in_after_s, log_file, launch.environ)
             # The stand-in heads of this job have their turns first.
             self._patience_s = max(patience_s, 2 * keys.stand_in_after_s + PATIENCE_S)
         self._stop = asyncio.Event()
         self._code: int = Exit.SOFTWARE
-        self._loop: asyncio.AbstractEventLoop
-        self._reporter: Reporter
-        self._link = Link(
-            head.endpoint,
-            head.public_key,
-            keys.public_key,
-            keys.secret_key,
-            self._handle,
-            Path(keys.head_file),
-            greeting=self._greet,
-        )
+        self._reporter = Reporter(self._beat, self._send)
+        self._link = Link(head, keys, self._handle, self._begin_connection)
 
     async def run(self) -> int:
         """Serve until the head ends this agent, or nobody needs it any more. Returns the exit code."""
-        self._loop = asyncio.get_running_loop()
-        self._reporter = Reporter(self._beat, self._send)
         self._take_signals()
         self._link.start()
         try:
@@ -176,10 +151,11 @@ class Agent:
         # The parent's death comes as SIGHUP, asked for here; a warning by Slurm as SIGTERM or what the user chose.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP, 0, 0, 0)
         inherit_orphans()
-        self._loop.add_signal_handler(signal.SIGHUP, self._hung_up)
-        self._loop.add_signal_handler(signal.SIGCHLD, self._child_changed)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, self._hung_up)
+        loop.add_signal_handler(signal.SIGCHLD, self._child_changed)
         for number in _WARNINGS:
-            self._loop.add_signal_handler(number, functools.partial(self._take_warning, number))
+            loop.add_signal_handler(number, functools.partial(self._take_warning, number))
 
     # -- what happens around us -----------------------------------------------------------------------------
 
@@ -217,7 +193,7 @@ class Agent:
         now, silent_s = time.monotonic(), self._silence.silent_s
         if self._stand_in is not None and self._end is None:
             self._stand_in.tend(now, silent_s)
-        self._silence.look(self._link.connected, self._link.endpoint)
+        self._silence.look(self._link.connected, self._link.head.endpoint)
         if self._link.connected:
             self._reporter.tell()
             if now >= self._repeat_at:
@@ -244,23 +220,18 @@ class Agent:
 
     # -- what the head is told ------------------------------------------------------------------------------
 
-    def _greet(self) -> Hello:
-        """After each new connection, whose first message it is."""
-        self._loop.call_soon(self._begin_connection)
-        return self._enrolment.hello
-
     def _begin_connection(self) -> None:
+        """Say all that the head may not know, the hello first: before it nothing is heard."""
         self._enrolment.greet_again()
-        self._reporter.tell()
         self._gather_at = 0.0
-        # Not the hello, which was sent first: a newer one would go behind what waits, and nothing is heard before it.
-        self._repeat(self._enrolment.unnoted())
+        self._repeat()
+        self._reporter.tell()
 
-    def _repeat(self, unanswered: Iterable[FromAgent] | None = None) -> None:
+    def _repeat(self) -> None:
         """Say what the head has not answered, and what it has to gather."""
         now = time.monotonic()
         self._repeat_at = now + REPEAT_S
-        for message in self._enrolment.unanswered() if unanswered is None else unanswered:
+        for message in self._enrolment.unanswered():
             self._send(message)
         if self._crew is not None and now >= self._gather_at:
             self._gather_at = now + GATHER_AGAIN_S
@@ -339,16 +310,21 @@ class Agent:
             self._repeat()  # it may have to hear again that they have ended
 
     def _start(self, node: int, setup: Setup) -> None:
-        self._crew = Crew(
-            node,
-            setup,
-            self._launch,
-            on_change=self._reporter.note_change,
-            on_gather=self._send,
-            on_end=self._note_end,
-        )
-        order = self._order
-        self._crew.start(self._news, order if order is not None and order.node == node else None)
+        order = self._order if self._order is not None and self._order.node == node else None
+        try:
+            self._crew = Crew(
+                node,
+                setup,
+                self._launch,
+                self._news,
+                order,
+                on_change=self._reporter.note_change,
+                on_gather=self._send,
+                on_end=self._note_end,
+            )
+        except OSError as error:  # no more files can be opened
+            log.error("the workers of this node cannot be started: %s", error)
+            self._finish(Exit.OSERR)
 
     def _learn(self, news: News) -> None:
         self._news = news
@@ -400,6 +376,5 @@ class Agent:
         # The crew's end comes behind its last output.
         await self._wait_while(lambda: self._crew is not None, TAIL_S + _NOTED_S)
         if self._end is not None:
-            await self._wait_while(lambda: self._link.connected and bool(self._enrolment.unnoted()), _NOTED_S)
+            await self._wait_while(lambda: self._link.connected and self._enrolment.has_unnoted_end, _NOTED_S)
         self._send(Left(code=self._code))
-        sys.stdout.flush()

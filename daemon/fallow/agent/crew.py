@@ -12,21 +12,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fallow.agent.gathers import NodeGathers
-from fallow.agent.merge import Facts
-from fallow.agent.worker import Launch, Worker
-from fallow.core.membership.messages import End, Gather, Gathered, Order, Report, Unreadable
+from fallow.agent.launch import Launch
+from fallow.agent.merge import Facts, NodeGathers
+from fallow.agent.worker import Worker
+from fallow.core.membership.messages import End, Gather, Gathered, Order, Report
 from fallow.core.membership.names import worker_name
-from fallow.core.protocol.agents import Ended, News, Setup
-from fallow.core.protocol.workers import Heard, Part, Start
+from fallow.core.protocol import Ended, Heard, News, Part, Setup, Start
 from fallow.model import STACK_SIGNAL
-
-log = logging.getLogger("fallow.agent")
 
 GRACE_S = 30.0
 "A worker has so long to end once another one of its node has failed, or has ended as all had to."
@@ -41,12 +37,14 @@ TAIL_S = 5.0
 
 
 class Crew:
-    """One start of workers. All methods are called in the main thread, in the agent's loop.
+    """One start of workers. To be made in the main thread, in the agent's loop, where all methods are called.
 
     Args:
         node: number that the head has given to them.
         setup: from the head.
         launch: how workers are started.
+        news: the newest.
+        order: the newest for this node.
         on_change: called when something changes in the `facts`.
         on_gather: called with what the head has to gather.
         on_end: called once, when all have ended.
@@ -57,41 +55,32 @@ class Crew:
         node: int,
         setup: Setup,
         launch: Launch,
+        news: News | None,
+        order: Order | None,
         *,
         on_change: Callable[[], None],
         on_gather: Callable[[Gather], None],
         on_end: Callable[[], None],
     ) -> None:
-        self._node = node
-        self._setup, self._launch = setup, launch
         self._on_change, self._on_gather, self._on_end = on_change, on_gather, on_end
         self._loop = asyncio.get_running_loop()
         self._workers: list[Worker] = []
         "by slot"
-        self._order: Order | None = None
-        self._gathers = NodeGathers(node, launch.place.slots)
+        self._order = order
+        self._gathers = NodeGathers(node, launch.slots)
         self._ending = _Ending()
         self._killing: asyncio.TimerHandle | None = None
-
-    def start(self, news: News | None, order: Order | None = None) -> None:
-        """Start the workers.
-
-        Args:
-            news: the newest.
-            order: the newest for this node.
-        """
-        self._order, slots = order, self._launch.place.slots
-        for slot in range(slots):
+        for slot in range(launch.slots):
             start = Start(
-                worker=worker_name(self._node, slot, slots),
-                node=self._node,
+                worker=worker_name(node, slot, launch.slots),
+                node=node,
                 slot=slot,
-                slots=slots,
-                address=self._launch.place.address,
-                setup=self._setup,
+                slots=launch.slots,
+                address=launch.address,
+                setup=setup,
             )
             worker = Worker(
-                self._launch,
+                launch,
                 start,
                 shown=self._is_shown(slot),
                 on_change=self._on_change,
@@ -102,8 +91,8 @@ class Crew:
             for message in (news, order):
                 if message is not None:
                     worker.channel.send(message)
-        self.look()  # they may not even have begun
-        self._on_change()
+        self._loop.call_soon(self.look)  # they may not even have begun
+        on_change()
         if order is not None and order.end is not None:
             self._obey_end(order.end)
 
@@ -147,12 +136,7 @@ class Crew:
 
     def take_answer(self, gathered: Gathered) -> None:
         """The head has gathered the parts of all nodes."""
-        try:
-            answer = self._gathers.hear(gathered)
-        except Unreadable as error:
-            log.error("%s", error.message)
-            return
-        if answer is not None:
+        if (answer := self._gathers.hear(gathered)) is not None:
             self.tell(answer)
 
     def _take_part(self, slot: int, part: Part) -> None:
@@ -170,7 +154,7 @@ class Crew:
         for worker in self._workers:
             if worker.look():
                 self._note_end(worker)
-        is_over = all(worker.has_ended or worker.is_orderly for worker in self._workers)
+        is_over = all(worker.process.has_ended or worker.is_orderly for worker in self._workers)
         if self._ending.decisive is not None and is_over and self.is_alive:
             self._kill_after(EXIT_S)
 
@@ -229,7 +213,7 @@ class Crew:
     @property
     def is_alive(self) -> bool:
         """One of the workers has not ended."""
-        return not all(worker.has_ended for worker in self._workers)
+        return not all(worker.process.has_ended for worker in self._workers)
 
     @property
     def is_stopped(self) -> bool:

@@ -176,6 +176,4 @@ class Pump(threading.Thread):
 
     def finish(self) -> None:
         """The worker has ended: stop when its output is read, even if some child of its keeps the pipe open."""
-        if self._stop_write >= 0:
-            os.close(self._stop_write)
-            self._stop_write = -1
+        os.close(self._stop_write)

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from fallow.agent.launch import CHANNEL, with_python
 from fallow.agent.output import Pump
 from fallow.core.membership.failures import CRASHES
 from fallow.model import OUTPUT_PIPES
@@ -26,8 +27,6 @@ _TOLD_BY_SHELLS = CRASHES | {
     signal.SIGTERM,
 }
 """Signals that an exit code above 128 stands for. Other such codes are the script's own choice."""
-CHANNEL = "FALLOW_CHANNEL_FD"
-"""Variable with the descriptor of the worker's socket to its agent."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -45,11 +44,6 @@ def reap_orphans(others: Collection[int]) -> None:
             os.waitpid(end.si_pid, 0)
 
 
-def with_python(program: str) -> str:
-    """What to do where it cannot be started, to be added to the reason: a Python script is no program by itself."""
-    return f"; for a Python script: python {program}" if program.endswith(".py") else ""
-
-
 class WorkerProcess:
     """A started worker. Made in the main thread: the kernel kills a direct child with the *thread* that made it.
 
@@ -65,7 +59,8 @@ class WorkerProcess:
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], channel: int, output: Pump) -> None:
-        self.ended = False
+        self.has_ended = False
+        "and that was noticed (`poll`)"
         self.error = ""
         "why it could not be started"
         self._speaker, self._speaker_began = 0, ""
@@ -85,7 +80,7 @@ class WorkerProcess:
                 start_new_session=True,
             )
         except OSError as error:
-            self.ended, self._status = True, EXEC_FAILED
+            self._status = EXEC_FAILED
             self.error = f"{command[0]}: cannot be started ({error.strerror}){with_python(command[0])}"
         finally:
             os.close(channel)
@@ -104,36 +99,38 @@ class WorkerProcess:
     @property
     def pid(self) -> int:
         """0: it has none any more."""
-        return 0 if self._process is None or self.ended else self._process.pid
+        return 0 if self._process is None or self.has_ended else self._process.pid
 
     def poll(self) -> bool:
-        """True when it has ended; then what it left behind in its session's group is killed, too."""
-        if self._process is None or self.ended:
-            return self.ended
-        # Looked at without reaping: while the zombie is there its number names nobody else's group.
-        end = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if end is None:
+        """True when it has ended, once; then what it left behind in its session's group is killed, too."""
+        if self.has_ended:
             return False
-        status = None
-        if end.si_status in _OF_SIGTERM and self._is_behind_shell:
-            try:
-                ended, how = os.waitpid(self._speaker, os.WNOHANG)
-            except ChildProcessError:  # the shell has seen its end, or another process has inherited it
-                if self.speaker:
-                    return False
-            else:
-                if not ended:
-                    return False
-                status = os.waitstatus_to_exitcode(how)
-        self.kill()
-        own = self._process.wait()
-        self.ended, self._status = True, EXEC_FAILED if self.error else own if status is None else status
+        if self._process is not None:
+            # Looked at without reaping: while the zombie is there its number names nobody else's group.
+            end = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if end is None:
+                return False
+            status = None
+            if end.si_status in _OF_SIGTERM and self._is_behind_shell:
+                try:
+                    ended, how = os.waitpid(self._speaker, os.WNOHANG)
+                except ChildProcessError:  # the shell has seen its end, or another process has inherited it
+                    if self.speaker:
+                        return False
+                else:
+                    if not ended:
+                        return False
+                    status = os.waitstatus_to_exitcode(how)
+            self.kill()
+            own = self._process.wait()
+            self._status = EXEC_FAILED if self.error else own if status is None else status
+        self.has_ended = True
         return True
 
     @property
     def waited_for(self) -> set[int]:
         """Processes whose end `poll` has not asked for yet."""
-        return set() if self._process is None or self.ended else {self._process.pid, self._speaker}
+        return set() if self._process is None or self.has_ended else {self._process.pid, self._speaker}
 
     @property
     def code(self) -> int | None:
@@ -166,7 +163,7 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """SIGKILL to the worker and all that it started in its group."""
-        if self._process is not None and not self.ended:
+        if self._process is not None and not self.has_ended:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self.send_signal(signal.SIGKILL)  # a shell may have given it a group of its own

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from fallow.files import last_words
 from fallow.text import clean
 
 log = logging.getLogger("fallow.agent")
@@ -26,7 +27,6 @@ RETRY_S = (5.0, 60.0)
 """Wait after the first start that failed, and at most."""
 STOP_S = 25.0
 """From the moment at which it is asked to end until it is killed: it first tells all agents of the job to end."""
-_LAST_WORDS = 300
 _KEPT = ("SLURM_CONF",)
 _OTHERS = ("SLURM", "SBATCH_", "SRUN_", "FALLOW_", "CUDA_", "NOTIFY_SOCKET")
 
@@ -50,7 +50,7 @@ class StandIn:
         after_s: float,
         log_file: Path,
         environ: Mapping[str, str] = os.environ,
-        command: tuple[str, ...] = (sys.executable, "-m", "fallow.head", "--stand-in"),
+        command: tuple[str, ...] = (sys.executable, "-Pm", "fallow.head", "--stand-in"),
     ) -> None:
         self._after_s = after_s + TURN_S * _place_in_job(environ)
         self._log_file = log_file
@@ -108,7 +108,7 @@ class StandIn:
             process.stdin.close()
         self._process = None
         self._try_later(now)
-        last = _last_line(self._log_file)
+        last = clean(last_words(self._log_file))
         words = f"the stand-in head has ended with {process.returncode}: {last}; its log: {self._log_file}"
         if process.returncode and words != self._shown:
             log.warning("%s", words)
@@ -144,11 +144,3 @@ def head_environment(environ: Mapping[str, str]) -> dict[str, str]:
 def _place_in_job(environ: Mapping[str, str]) -> int:
     text = environ.get("SLURM_PROCID", "")
     return int(text) if text.isdecimal() else 0
-
-
-def _last_line(path: Path) -> str:
-    try:
-        lines = path.read_text(errors="replace").strip().splitlines()
-    except OSError:
-        lines = []
-    return clean(lines[-1][:_LAST_WORDS]) if lines else "it said nothing"

@@ -5,52 +5,19 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
+from fallow.agent.launch import Launch
 from fallow.agent.merge import Facts
 from fallow.agent.output import Pump
-from fallow.agent.place import Place
-from fallow.agent.process import CHANNEL, WorkerProcess
-from fallow.core.protocol.workers import FromWorker, Part, Start, Status
+from fallow.agent.process import WorkerProcess
+from fallow.core.protocol import FromWorker, Part, Start, Status
 from fallow.files import RunPaths
-from fallow.model import OUTPUT_PIPES
 from fallow.text import clean
 from fallow.wire.frames import WorkerChannel
 
 log = logging.getLogger("fallow.agent")
-
-_OWN_VARIABLES = (CHANNEL, "FALLOW_WORKER", OUTPUT_PIPES)
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """What is the same for all workers that an agent starts.
-
-    Args:
-        run: the run's id.
-        place: the node.
-        command: argv.
-        environ: the agent's environment.
-    """
-
-    run: str
-    place: Place
-    command: Sequence[str]
-    environ: Mapping[str, str]
-
-    def environment(self, start: Start) -> dict[str, str]:
-        """Of the worker that is told this."""
-        inherited = {key: value for key, value in self.environ.items() if key not in _OWN_VARIABLES}
-        return {
-            # Lines of the main worker should be seen when they are printed.
-            "PYTHONUNBUFFERED": "1",
-            **inherited,
-            **self.place.environment(start.slot),
-            "FALLOW_WORKER": start.worker,
-            "FALLOW_RUN": self.run,
-        }
 
 
 class Worker:
@@ -87,8 +54,6 @@ class Worker:
             self.process.give_up(f"worker {self._name} cannot be started: {error}")
         self.channel = WorkerChannel(ours, self._hear, self._lose_channel)
         self.channel.send(start)
-        self.has_ended = False
-        "and that was noticed"
         self._has_closed = False
         "it has said its last words"
         self._status, self._status_at = Status(), time.monotonic()
@@ -102,9 +67,8 @@ class Worker:
         if self.process.stopped is not self.is_stopped:
             self._stopped_at = None if self.is_stopped else time.monotonic()
             self._on_change()
-        if self.has_ended or not self.process.poll():
+        if not self.process.poll():
             return False
-        self.has_ended = True
         self.channel.drain()
         self.channel.close()
         self.output.finish()
@@ -153,6 +117,6 @@ class Worker:
             self._status,
             age_s=age_s,
             stopped_s=0.0 if self._stopped_at is None else now - self._stopped_at,
-            mute_s=0.0 if self.has_ended or self._has_closed else age_s,
+            mute_s=0.0 if self.process.has_ended or self._has_closed else age_s,
             pid=self.process.speaker or self.process.pid,
         )

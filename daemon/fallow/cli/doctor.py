@@ -15,9 +15,8 @@ from typing import Literal
 
 import click
 
-from fallow.cli.common import ask, json_option, say, tell
+from fallow.cli.common import STYLES, ask, json_option, say, tell
 from fallow.cli.show import internal_errors, not_harvested
-from fallow.cli.tables import STYLES
 from fallow.config import load_config, user_file
 from fallow.core.checks import site as checks
 from fallow.core.checks.network import is_loopback
@@ -25,7 +24,7 @@ from fallow.core.checks.site import Check, Level
 from fallow.core.neighbour import permission
 from fallow.core.neighbour.preemption import as_for_us
 from fallow.files import Paths, network_filesystem, private_dir
-from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, Snapshot
+from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, HeadView, Snapshot
 from fallow.text import clean
 
 _NOT_USED = ", which no other host reaches; the head takes another address, see below"
@@ -77,8 +76,7 @@ def examine() -> list[Check]:
     found.append(guarded("runtime folder", _runtime_folder))
     found.append(guarded("store", _store))
     found.append(_torch())
-    found.append(guarded("head", _head))
-    found.extend(_network(cluster, controllers))
+    found.extend(_head(cluster, controllers))
     # A head opens as many files as it is let; -1 is no limit.
     files, processes = resource.getrlimit(resource.RLIMIT_NOFILE)[1], resource.getrlimit(resource.RLIMIT_NPROC)[0]
     found.append(checks.limits(files, processes))
@@ -150,11 +148,8 @@ async def _ask_slurm(setting: Literal["auto", "cli", "pyslurm", "none"]) -> tupl
     from fallow.slurm.pyslurm_client import slurm_client
 
     client = slurm_client("auto" if setting == "none" else setting)
-    try:
-        async with asyncio.timeout(SLURM_S):
-            return await client.config(), await client.poll(), client.backend
-    finally:
-        await client.close()
+    async with asyncio.timeout(SLURM_S):
+        return await client.config(), await client.poll(), client.backend
 
 
 def _state_folder(cluster: ClusterState | None) -> Check:
@@ -197,10 +192,28 @@ def _torch() -> Check:
     return Check("torch", Level.OK, "importable")
 
 
-def _head() -> Check:
-    if not Paths.default().head_file.exists():
-        return Check("head", Level.WARN, "not running", "start it with: fallow daemon")
-    head = ask("status", Snapshot, timeout_s=HEAD_S).head
+def _head(cluster: ClusterState | None, controllers: list[str]) -> list[Check]:
+    """Is there a head, and do nodes reach it, as far as can be told from here?"""
+    from fallow.head.peers.whereabouts import address_towards
+    from fallow.wire.address import host_of
+
+    others, found = _other_hosts(cluster), Check("head", Level.WARN, "not running", "start it with: fallow daemon")
+    try:
+        if Paths.default().head_file.exists():
+            seen = ask("status", Snapshot, timeout_s=HEAD_S)
+            reached = checks.head_address(host_of(seen.head.endpoint), others, True)
+            absent = checks.agents([text for run in seen.runs for text in run.without_agent])
+            return [_state(seen.head), reached, *filter(None, [absent])]
+    except (FallowError, OSError) as error:
+        found = Check("head", Level.FAIL, str(error))
+    try:
+        address = load_config().head.address or address_towards(controllers)
+    except FallowError:
+        return [found]
+    return [found, checks.head_address(address, others, False)]
+
+
+def _state(head: HeadView) -> Check:
     text, above = f"running (pid {head.pid})", "see the checks above"
     if head.slurm_error:
         return Check("head", Level.WARN, f"{text}, but: {head.slurm_error}", above)
@@ -214,22 +227,3 @@ def _head() -> Check:
         fix = "see the head's log (journalctl --user -u fallow)"
         return Check("head", Level.WARN, f"{text}, but {internal_errors(head.internal_errors)}", fix)
     return Check("head", Level.OK, f"version {head.version}, pid {head.pid} on {head.host}")
-
-
-def _network(cluster: ClusterState | None, controllers: list[str]) -> list[Check]:
-    """Do nodes reach the head, as far as can be told from here?"""
-    from fallow.head.peers.whereabouts import address_towards
-    from fallow.wire.address import host_of
-
-    others = _other_hosts(cluster)
-    try:
-        seen = ask("status", Snapshot, timeout_s=HEAD_S)
-        absent = checks.agents([text for run in seen.runs for text in run.without_agent])
-        return [checks.head_address(host_of(seen.head.endpoint), others, True), *filter(None, [absent])]
-    except FallowError:
-        pass  # there is none, or it does not answer, which another check says
-    try:
-        address = load_config().head.address or address_towards(controllers)
-    except FallowError:
-        return []
-    return [checks.head_address(address, others, False)]

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import click
 
-from fallow.cli.common import Finite, ask, json_option, json_text, tell
+from fallow.cli.common import Finite, ask, duration, json_option, json_text, moment, tell
 from fallow.cli.show import not_harvested, show_report, unused
-from fallow.cli.tables import duration, moment
 from fallow.control.client import MOST_EVENTS, WATCH_S
 from fallow.files import Paths
 from fallow.model import EventRecord, Exit, FallowError, NodeOwner, NodeView, RunReport, RunStatus, RunView, Snapshot
@@ -29,6 +31,8 @@ _AWAY = (Exit.UNAVAILABLE, Exit.TEMPFAIL)
 """What is said of a head that is started again, stopped, or overloaded."""
 _NOT_ENDED = "it has not ended within the time of --timeout"
 _CHUNK = 65536
+_VISIBLE = 10
+"""So many characters one of a program's may become, at most: nothing of its output is cut for that."""
 
 
 @click.command(short_help="What happened.")
@@ -113,15 +117,35 @@ def _one(run: str) -> RunView:
 def logs(run: str, member: str | None, following: bool) -> None:
     """Print what a member of RUN has written to its standard output and error."""
     view = _one(run)
-    with _log(Paths.default().run(view.run).logs, view, member).open("rb") as log:
+    path = _log(Paths.default().run(view.run).logs, view, member)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def show(log: BinaryIO) -> None:
+        while data := log.read(_CHUNK):
+            text = decoder.decode(data)
+            sys.stdout.write(clean_output(text, _VISIBLE * len(text)))
+        sys.stdout.flush()
+
+    with contextlib.ExitStack() as files:
+        log = files.enter_context(path.open("rb"))
         while True:
-            ended = not following or _patiently(partial(_one, view.run)).status.ended
-            while data := log.read(_CHUNK):
-                sys.stdout.write(clean_output(data.decode(errors="replace"), len(data)))
-            sys.stdout.flush()
-            if ended:
+            has_ended = not following or _patiently(partial(_one, view.run)).status.ended
+            is_full = _has_been_replaced(log, path)
+            show(log)
+            if is_full:
+                log = files.enter_context(path.open("rb"))
+            elif has_ended:
                 return
-            time.sleep(WATCH_S)
+            else:
+                time.sleep(WATCH_S)
+
+
+def _has_been_replaced(log: BinaryIO, path: Path) -> bool:
+    """At its largest size an agent renames a log, and goes on in a new one (`agent.output`)."""
+    try:
+        return not os.path.samestat(os.fstat(log.fileno()), path.stat())
+    except FileNotFoundError:
+        return False  # the new one is not there yet
 
 
 def _log(folder: Path, view: RunView, member: str | None) -> Path:

@@ -11,7 +11,6 @@ import click
 
 from fallow.cli.common import json_option, json_text, play_in, restart_option, say, tell
 from fallow.model import Exit, FallowError, RunReport
-from fallow.text import clean_output
 
 
 @click.command(short_help="Train on this machine, without Slurm.", context_settings={"allow_interspersed_args": False})
@@ -78,8 +77,7 @@ def local(
 
 def _argv(command: tuple[str, ...], restart: bool) -> list[str]:
     """What an agent starts. Raises FallowError if it is not there."""
-    from fallow.agent.process import with_python
-    from fallow.agent.restart import under_torchrun
+    from fallow.agent.launch import under_torchrun, with_python
 
     if restart:
         return under_torchrun(command)
@@ -91,7 +89,7 @@ def _argv(command: tuple[str, ...], restart: bool) -> list[str]:
 
 def _tell(result: RunReport, report: Path | None, folder: Path, as_json: bool) -> int:
     """Print the report and write it to a file; returns the exit code. The logs of a run that went well are removed."""
-    from fallow.cli.show import show_report
+    from fallow.cli.show import end_of_traceback, show_report
 
     written = report is None or _write(result, report)
     tell(result, as_json, show_report)
@@ -101,7 +99,7 @@ def _tell(result: RunReport, report: Path | None, folder: Path, as_json: bool) -
         shutil.rmtree(folder, ignore_errors=True)
         return Exit.OK if written else Exit.IOERR
     if as_json and result.traceback:
-        say(clean_output(result.traceback, 20_000))
+        click.echo(end_of_traceback(result), err=True)
     say(f"run is {result.status}: {result.message or 'see the report'}; logs in {folder}")
     return Exit.SOFTWARE
 

@@ -40,7 +40,7 @@ COMMANDS: dict[str, str] = {
     "testbed": "fallow.cli.testbed:testbed",
     "demo": "fallow.cli.start:demo",
     "simulate": "fallow.cli.simulate:simulate",
-    "service": "fallow.cli.service:service",
+    "service": "fallow.cli.start:service",
     "completion": "fallow.cli.start:completion",
 }
 """Name -> module and object. Modules are imported when their command is used: a shell prompt should not wait."""

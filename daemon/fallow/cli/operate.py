@@ -7,8 +7,7 @@ from typing import Any
 
 import click
 
-from fallow.cli.common import Finite, ask, json_option, tell
-from fallow.cli.tables import moment, show_items
+from fallow.cli.common import Finite, ask, json_option, moment, show_items, tell
 from fallow.control.protocol import Pruned
 from fallow.model import Exit, FallowError
 from fallow.text import clean, counted, shown

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import click
 
-from fallow.agent.restart import under_torchrun
+from fallow.agent.launch import under_torchrun
 from fallow.cli.common import restart_option, say
 from fallow.core.submission.step import step_command, step_environment
 from fallow.files import Paths, read_struct
@@ -80,7 +80,7 @@ def train(command: tuple[str, ...], restart: bool = False) -> int:
     kind, key_file = find_allocation()
     if restart:
         command = tuple(under_torchrun(command))
-    agent = [sys.executable, "-m", "fallow.agent", "--key-file", str(key_file), "--", *command]
+    agent = [sys.executable, "-Pm", "fallow.agent", "--key-file", str(key_file), "--", *command]
     argv = step_command(os.environ, agent)
     # Slurm warns the step itself, whose agents tell the head. This process only outlives the warning.
     for number in (signal.SIGCONT, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

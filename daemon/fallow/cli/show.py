@@ -7,8 +7,7 @@ from typing import TypeVar
 
 import click
 
-from fallow.cli.common import ask, json_option, tell
-from fallow.cli.tables import duration, moment, number, show_items, show_table
+from fallow.cli.common import ask, duration, json_option, moment, number, show_items, show_table, tell
 from fallow.model import (
     AllocationView,
     CheckpointView,
@@ -21,7 +20,7 @@ from fallow.model import (
     Snapshot,
     SpeedView,
 )
-from fallow.text import clean, clean_output, counted
+from fallow.text import clean, counted, tail
 
 T = TypeVar("T")
 
@@ -213,10 +212,15 @@ def _checkpoint_columns(now: float) -> dict[str, Callable[[CheckpointView], str]
     }
 
 
+def end_of_traceback(found: RunReport) -> str:
+    """As much of it as a person reads. Its last line says what went wrong."""
+    return tail(found.traceback.rstrip().split("\n"), 1000, 20_000)
+
+
 def show_report(found: RunReport) -> None:
     """A finished (or running) run in a few lines and a row per generation."""
     if found.traceback:
-        click.echo(clean_output(found.traceback, 20_000).rstrip())
+        click.echo(end_of_traceback(found))
     samples, planned, unplanned = found.samples, found.pause_s.planned, found.pause_s.unplanned
     click.echo(clean(f"run {found.run}: {found.status.value} after {found.steps} steps {found.message}".rstrip()))
     click.echo(f"samples: {samples.consumed} consumed, {samples.lost} lost, {samples.duplicated} duplicated")

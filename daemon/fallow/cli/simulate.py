@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fallow.cli.common import Finite, json_option, tell
+from fallow.cli.common import Finite, duration, json_option, show_items, tell
 from fallow.model import Exit, FallowError, PolicyScore, SimReport
-from fallow.sim.costs import RESTART
-from fallow.sim.curves import DEFAULT
+from fallow.sim.published import DEFAULT, RESTART
 from fallow.sim.traces.sacct import COMMAND
+from fallow.text import clean
 
 if TYPE_CHECKING:
-    from fallow.sim.simulate import Setup
+    from fallow.sim.traces.recorded import Window
 
 _number = Finite(min=0)
 _above = Finite(min=0, min_open=True)
@@ -111,13 +111,12 @@ def simulate(trace: str | None, as_json: bool, **given: Any) -> int:
         raise FallowError("--trace: a file, or one of earth, philly, summit; see: fallow simulate --help", Exit.USAGE)
     if given["site"] is not None:
         _refuse_beside_site()
-    from fallow.sim.simulate import Setup
     from fallow.sim.traces.recorded import Window
     from fallow.sim.types import Scheduler
 
     scheduler = Scheduler(bf_interval_s=given.pop("bf_interval_s"))
     window = Window(scheduler=scheduler, **{name: given.pop(name) for name in ("seed", "begin_day", "days", "profile")})
-    found = _simulate(Setup(trace=trace, window=window, **given))
+    found = _simulate(trace, window, **given)
     tell(found, as_json, _show)
     return Exit.TEMPFAIL if found.stopped else Exit.OK
 
@@ -131,7 +130,7 @@ def _refuse_beside_site() -> None:
             raise FallowError(f"--site says it already: leave {each.opts[0]} away", Exit.USAGE)
 
 
-def _simulate(setup: Setup) -> SimReport:
+def _simulate(trace: str, window: Window, **given: Any) -> SimReport:
     """Play, with a bar of how far each policy is."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -148,22 +147,17 @@ def _simulate(setup: Setup) -> SimReport:
                 tasks[policy] = bar.add_task(policy, total=1.0)
             bar.update(tasks[policy], completed=share, description=f"{policy}: ratio {ratio:.3f}")
 
-        return play(setup, show)
+        return play(trace, window, progress=show, **given)
 
 
 def _show(found: SimReport) -> None:
     """A table of the policies, and what must be known to read it."""
-    from fallow.cli.tables import show_items
-    from fallow.text import clean
-
     show_items(COLUMNS, found.policies)
     for line in _foot(found):
         click.echo(clean(line, 512))
 
 
 def _foot(found: SimReport) -> list[str]:
-    from fallow.cli.tables import duration
-
     trace = found.trace
     idle_nodes = found.idle_node_s / found.seconds if found.seconds else 0.0
     lines = [

@@ -98,15 +98,14 @@ def _dry_run(line: CommandLine, as_json: bool) -> int:
 
 def prepare(line: CommandLine) -> tuple[Submission, Path | None]:
     """The submission, thought through, and the script's file (None: --wrap or standard input)."""
-    wrapped = line.last("wrap")
+    wrapped, folders = line.given("wrap"), line.given("chdir")
     source: Path | None = None
-    if wrapped is not None:
+    if wrapped:
         if line.script is not None:
             raise FallowError(f"--wrap makes the script; {line.script!r} cannot be given, too", Exit.USAGE)
-        name, text = "wrap", wrap(wrapped.value or "")
+        name, text = "wrap", wrap(wrapped[-1])
     elif line.script is not None:
-        chdir = line.last("chdir")
-        source = find_script(line.script, chdir.value if chdir else None)
+        source = find_script(line.script, folders[-1] if folders else None)
         name, text = source.name, read_script(source)
     elif sys.stdin.isatty():
         raise FallowError("no batch script was given; usage: fallow submit [options] SCRIPT [ARGS]", Exit.USAGE)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import click
 
-from fallow.cli.common import Finite, json_option, say, tell
-from fallow.cli.tables import show_items
+from fallow.cli.common import Finite, json_option, say, show_items, tell
 from fallow.model import Exit, FallowError
 from fallow.testbed.cluster import Testbed, TestbedStatus
 from fallow.testbed.conf import Profile

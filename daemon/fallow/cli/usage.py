@@ -9,8 +9,7 @@ from datetime import UTC, date, datetime, timedelta
 
 import click
 
-from fallow.cli.common import ask, json_option, tell
-from fallow.cli.tables import show_items
+from fallow.cli.common import ask, json_option, show_items, tell
 from fallow.model import PRUNED, Amount, Exit, FallowError, LimitView, OwnerView, Source, UsageReport, UsageRow
 from fallow.text import clean
 

@@ -7,7 +7,7 @@ that crashed gives ids away again (Slurm `state_save.c`: up to 5 s of acknowledg
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import msgspec
 
@@ -197,13 +197,11 @@ class Shown:
     def __init__(self, jobs: Sequence[JobInfo]) -> None:
         self._jobs = jobs
         self._marked: dict[str, list[JobInfo]] = {}
-        "by the token in their name or comment"
+        "by the words in their name and comment, of which a token is one"
         for job in jobs:
-            if job.comment and job.comment != job.name:
-                for token in _tokens(job.name, job.comment):
-                    self._marked.setdefault(token, []).append(job)
-            elif job.name.startswith(PREFIX):
-                self._marked.setdefault(job.name, []).append(job)
+            if PREFIX in job.name or PREFIX in job.comment:
+                for word in {job.name, *job.comment.split()}:
+                    self._marked.setdefault(word, []).append(job)
 
     def of(self, allocation: Allocation) -> list[JobInfo]:
         """Those of one allocation: by its token, and by their id once it is known.
@@ -225,12 +223,6 @@ class Shown:
         return found
 
 
-@lru_cache(maxsize=4096)
-def _tokens(name: str, comment: str) -> list[str]:
-    """Those in a job's name or comment. Kept, for each poll shows the same jobs again."""
-    return [word for word in dict.fromkeys((name, *comment.split())) if word.startswith(PREFIX)]
-
-
 def send(allocation: Allocation, now: float) -> bool:
     """Its turn at sbatch has come. False: nobody wants it any more; else it may exist from now, Unix time, on."""
     if not allocation.queued:
@@ -248,6 +240,12 @@ def forgo(allocation: Allocation) -> None:
     """End what waits in the head's own queue: it never was a job, so nothing of it is booked or counted."""
     allocation.state = AllocationState.ENDED
     allocation.settled = allocation.counted = True
+
+
+def horizon_s(poll_interval_s: float) -> float:
+    """A submission that no poll has shown for so long after its sbatch ended is lost."""
+    # MessageTimeout (10 s) + SAVE_MAX_WAIT (5 s) + margin, and never before two polls.
+    return max(30.0, 2.5 * poll_interval_s)
 
 
 def observe(allocation: Allocation, mine: Sequence[JobInfo], now: float, horizon_s: float) -> str | None:

@@ -69,7 +69,7 @@ def is_idle(node: NodeInfo) -> bool:
 
 def idle_nodes(cluster: ClusterState) -> list[NodeInfo]:
     """Those of a poll, as `is_idle`."""
-    return [node for node in cluster.nodes if node.state == "IDLE" and UNUSABLE.isdisjoint(node.flags)]
+    return [node for node in cluster.nodes if is_idle(node)]
 
 
 def find_holes(
@@ -142,19 +142,13 @@ def idle_gpus(node: NodeInfo) -> dict[str, int]:
 
 def planned_ends(cluster: ClusterState, ours: Collection[str] = ()) -> dict[str, float]:
     """Node -> Unix time from which somebody else is known to want it; jobs named in `ours` are not somebody else."""
+    planned = [job for job in cluster.jobs if job.state == "PENDING" and job.name not in ours]
+    wanted = [(node, job.start_at) for job in planned if job.start_at is not None for node in job.planned_nodes]
+    reserved = [each for each in cluster.reservations if each.end_at > cluster.at]
+    wanted += [(node, each.end_at if each.own else each.start_at) for each in reserved for node in each.nodes]
     ends: dict[str, float] = {}
-
-    def bound(node: str, at: float) -> None:
+    for node, at in wanted:
         ends[node] = min(ends.get(node, at), at)
-
-    for job in cluster.jobs:
-        if job.state == "PENDING" and job.start_at is not None and job.name not in ours:
-            for node in job.planned_nodes:
-                bound(node, job.start_at)
-    for reservation in cluster.reservations:
-        if reservation.end_at > cluster.at:
-            for node in reservation.nodes:
-                bound(node, reservation.end_at if reservation.own else reservation.start_at)
     return ends
 
 
@@ -172,22 +166,15 @@ def find_coming(
         kept: nodes to leave alone.
     """
     ends: dict[str, float] = {}
-    closed = set(kept)
+    closed = set(kept).union(node for job in cluster.jobs if is_ours(job, ours) for node in job.nodes)
     for job in cluster.jobs:
-        if job.state == "PENDING":
-            continue
-        if is_ours(job, ours):
-            closed.update(job.nodes)
-            continue
-        end = inf if job.end_at is None else job.end_at
-        for name in job.nodes:
-            ends[name] = max(ends.get(name, -inf), end)
+        for name in job.nodes if job.state != "PENDING" else ():
+            ends[name] = max(ends.get(name, 0.0), inf if job.end_at is None else job.end_at)
     used = {n.node for n in cluster.nodes if n.state in ("ALLOCATED", "MIXED") and CLOSED.isdisjoint(n.flags)}
     planned = planned_ends(cluster, ours)
-    found: list[Hole] = []
-    for partition in partitions:
-        for name in partition.nodes if partition.preempts else ():
-            if name in ends and name in used and name not in closed and name not in partition.unpreempted:
-                length_s = max(0.0, planned[name] - cluster.at) if name in planned else None
-                found.append(Hole(name, partition.partition, length_s))
+    coming, found = used.intersection(ends) - closed, list[Hole]()
+    for partition in (partition for partition in partitions if partition.preempts):
+        for name in (name for name in partition.nodes if name in coming and name not in partition.unpreempted):
+            length_s = max(0.0, planned[name] - cluster.at) if name in planned else None
+            found.append(Hole(name, partition.partition, length_s))
     return sorted(found, key=lambda hole: (ends[hole.node], hole.node))

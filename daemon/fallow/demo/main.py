@@ -19,12 +19,11 @@ from msgspec.structs import asdict
 from fallow.control.client import MOST_EVENTS, ControlClient
 from fallow.core.quantile import quantiles
 from fallow.demo.holes import HoleWatch, waits_s
-from fallow.demo.live import LiveView
-from fallow.demo.report import DemoReport, SlurmFacts
+from fallow.demo.report import DemoReport, LiveView, SlurmFacts
 from fallow.demo.stage import Stage, members_of, owners_of, start_load
+from fallow.files import shipped
 from fallow.local.driver import Driver
 from fallow.model import EventRecord, Exit, FallowError, RunReport, RunStatus, RunView, Snapshot
-from fallow.shipped import shipped
 from fallow.slurm.cli import POLL_REQUESTS
 from fallow.testbed.cluster import Testbed
 

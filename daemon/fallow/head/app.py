@@ -21,7 +21,7 @@ from fallow.config import Config
 from fallow.control.server import ControlServer
 from fallow.core import records
 from fallow.core.checks.network import port_range
-from fallow.core.protocol.agents import FromAgent
+from fallow.core.protocol import FromAgent
 from fallow.files import Paths, write_struct
 from fallow.head import deadlines
 from fallow.head.api.handler import ControlHandler

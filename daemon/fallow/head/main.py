@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import resource
 import signal
 import sys
 import time
@@ -28,13 +27,12 @@ from fallow.head.state.lease import Lease
 from fallow.model import Exit, FallowError, HeadFile
 from fallow.slurm.pyslurm_client import slurm_client
 from fallow.text import clean
+from fallow.wire.address import allow_connections
 
 log = structlog.get_logger("fallow.head")
 
 E = TypeVar("E", bound=BaseException)
 
-FILES = 65536
-"Open files of a head at most: one for each agent, and some."
 _LOOK_S = 0.5
 
 GIVE_WAY_S = 90.0
@@ -72,12 +70,6 @@ def main(config: Config | None = None, stand_in: str | None = None) -> int:
         return asyncio.run(_serve(paths, config, lease, stand_in is not None))
 
 
-def allow_connections() -> None:
-    """Open as many files as the site lets us: also strangers hold connections, until their handshake fails."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, FILES)), hard))
-
-
 async def _serve(paths: Paths, config: Config, lease: Lease, stand_in: bool) -> int:
     # `fallow local` has none.
     slurm = None if config.slurm.client == "none" else slurm_client(config.slurm.client)
@@ -98,8 +90,6 @@ async def _serve(paths: Paths, config: Config, lease: Lease, stand_in: bool) -> 
     finally:
         if watching is not None:
             watching.cancel()
-        if slurm is not None:
-            await slurm.close()
     return Exit.OK
 
 

@@ -148,7 +148,7 @@ class Driver:
 
     async def _start_agent(self) -> None:
         place = await self._call("local_allocation", LocalAllocation, run=self._run)
-        argv = [sys.executable, "-m", "fallow.agent", "--key-file", place.key_file, "--", *self.command]
+        argv = [sys.executable, "-Pm", "fallow.agent", "--key-file", place.key_file, "--", *self.command]
         self._agents[place.token] = await asyncio.create_subprocess_exec(
             *argv,
             stdin=asyncio.subprocess.DEVNULL,

@@ -67,7 +67,7 @@ class HeadProcess:
         """
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "fallow.head"),
+                *(sys.executable, "-Pm", "fallow.head"),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

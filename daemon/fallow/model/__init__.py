@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from fallow.model.base import *
 from fallow.model.cluster import *
-from fallow.model.estimate import *
+from fallow.model.reports import *
 from fallow.model.runs import *
-from fallow.model.simulate import *
-from fallow.model.usage import *
 from fallow.model.views import *

@@ -186,6 +186,7 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
     "the cluster has one"
     kill_wait_s: float = 30.0
     backfill_interval_s: float = 30.0
+    "negative: there is no backfill"
     message_timeout_s: float = 10.0
     private_data: list[str] = []
     priority_type: str = ""

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from fallow.model.base import AllocationKind, AllocationState, ChangeKind, MemberPhase, Parts, RunStatus, Struct
-from fallow.model.usage import DelayReport
+from fallow.model.reports import DelayReport
 
 
 class Quantiles(Struct, frozen=True, kw_only=True):

@@ -6,12 +6,13 @@ import os
 import re
 import shutil
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from fallow.core.checks.gpu_checks import Link, NodeFacts
+from fallow.core.checks.gpu_checks import NodeFacts
 from fallow.worker.transport import communicators
 
 _VARIABLE = re.compile(r"(NCCL|RCCL|TORCH_NCCL|GLOO_SOCKET|UCX|FI)_\w+")
@@ -30,18 +31,41 @@ def look_around(node: str, devices: Iterable[torch.device], root: Path = Path("/
         root: of the file system.
     """
     used = list(devices)
-    return NodeFacts(
-        node=node,
-        devices=[_name(device) for device in used if device.type != "cpu"],
-        driver=_driver(root),
-        runtime=_runtime(),
-        library=_library(),
-        communicator=communicators.choice(used[0]),
-        links=[*_infiniband(root), *_ethernet(root)],
-        peer_memory=_peer_memory(root),
-        variables=_variables(os.environ),
-        compiling=_compiling(root),
-    )
+    driver, runtime, missing, links = _driver(root), _runtime(), _missing(root), _links(root)
+    says = {
+        "driver": driver or "none is loaded",
+        "torch": f"for {runtime or 'processors only'}",
+        "torch.compile": f"{' and '.join(missing)} missing" if missing else "finds a C compiler and Python.h",
+        "collectives": _library() or "no library for GPUs in this torch",
+        "gradients": communicators.choice(used[0]),
+        "network": ", ".join(link.text for link in links) or "no interface with a known rate",
+        "GPUDirect": _peer_memory(root) or "not seen (NCCL_DEBUG=INFO tells what is used)",
+    }
+    if variables := [f"{name}={value}" for name, value in sorted(os.environ.items()) if _VARIABLE.fullmatch(name)]:
+        says["variables"] = " ".join(variables)
+    fixes = {}
+    if driver and not runtime:
+        fixes["torch"] = "install a build of torch for these GPUs: https://pytorch.org/get-started"
+    if missing:
+        fixes["torch.compile"] = "install a C compiler and Python's headers (Debian and Ubuntu: gcc, python3-dev)"
+    names = [_name(device) for device in used if device.type != "cpu"]
+    # InfiniBand counts where a node has it, else the fastest interface.
+    cards = [link.gbit_s for link in links if link.kind == "infiniband"]
+    rate = sum(cards) or max((link.gbit_s for link in links), default=0.0)
+    return NodeFacts(node=node, devices=names, rate_gbit_s=rate, says=says, fixes=fixes)
+
+
+class Link(NamedTuple):
+    """A network interface that is up."""
+
+    name: str
+    kind: str
+    "infiniband (also RoCE and Slingshot's verbs) or ethernet"
+    gbit_s: float
+
+    @property
+    def text(self) -> str:
+        return f"{self.name} {self.gbit_s:g} Gbit/s {self.kind}"
 
 
 def _name(device: torch.device) -> str:
@@ -72,19 +96,14 @@ def _library() -> str:
     return f"{'RCCL' if torch.version.hip else 'NCCL'} {version}"
 
 
-def _infiniband(root: Path) -> list[Link]:
-    """Ports of cards with verbs that are up: InfiniBand, RoCE, Omni-Path (kernel's ABI, sysfs-class-infiniband)."""
+def _links(root: Path) -> list[Link]:
     found = []
+    # Ports of cards with verbs that are up: InfiniBand, RoCE, Omni-Path (kernel's ABI, sysfs-class-infiniband).
     for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
         rate = _RATE.match(_text(port / "rate"))
         if "ACTIVE" in _text(port / "state") and rate is not None:
             found.append(Link(f"{port.parents[1].name}:{port.name}", "infiniband", float(rate[1])))
-    return found
-
-
-def _ethernet(root: Path) -> list[Link]:
-    """Interfaces that are up and tell a speed; bridges and virtual ones do not, or have no device."""
-    found = []
+    # Interfaces that are up and tell a speed; bridges and virtual ones do not, or have no device.
     for interface in sorted((root / "sys/class/net").glob("*")):
         speed = _text(interface / "speed")
         if (interface / "device").exists() and _text(interface / "operstate") == "up" and speed.isdecimal():
@@ -104,16 +123,12 @@ def _peer_memory(root: Path) -> str:
     return ""
 
 
-def _compiling(root: Path) -> list[str]:
-    """What is missing: Triton builds an extension of Python (`triton/runtime/build.py`)."""
+def _missing(root: Path) -> list[str]:
+    """What torch.compile needs and does not find: Triton builds an extension of Python (`triton/runtime/build.py`)."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     header = Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h")
     has_header = (root / header.relative_to("/")).exists()
     return ([] if compiler else ["a C compiler"]) + ([] if has_header else [str(header)])
-
-
-def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in sorted(environ.items()) if _VARIABLE.fullmatch(name)}
 
 
 def _text(path: Path) -> str:

@@ -35,7 +35,7 @@ def examine() -> list[Check]:
         )
     folder = tempfile.mkdtemp(prefix="doctor-", dir=private_dir(Paths.default().state))
     try:
-        command = step_command(os.environ, [sys.executable, "-m", "fallow.nodecheck", folder, str(MEASURED_S)])
+        command = step_command(os.environ, [sys.executable, "-Pm", "fallow.nodecheck", folder, str(MEASURED_S)])
         done = subprocess.run(
             command, env=step_environment(os.environ), stdout=subprocess.PIPE, timeout=_DEADLINE_S, check=False
         )

@@ -13,9 +13,8 @@ import torch
 
 from fallow.core.checks.gpu_checks import Found, Measured, NodeFacts
 from fallow.model import FallowError
-from fallow.nodecheck.__main__ import MEETING_S
+from fallow.nodecheck.__main__ import MEETING_S, FolderGathers
 from fallow.nodecheck.facts import look_around
-from fallow.nodecheck.meeting import FolderGathers
 from fallow.wire.address import local_address_towards, own_address
 from fallow.worker.transport.build import build_group
 from fallow.worker.transport.group import Group

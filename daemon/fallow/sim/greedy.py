@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fallow.sim.play import Head
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.types import Ended, Happening, Notice, Options, RunPlan, Started
+from fallow.sim.work import Head
 from fallow.slurm.paced import Bucket
 
 NAME = "greedy"

@@ -11,18 +11,20 @@ from collections.abc import Sequence
 from itertools import count
 from math import inf
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fallow import __version__
 from fallow.config import Config, Membership, Site
 from fallow.config import Harvest as HarvestSection
 from fallow.core.allocations import Allocation
 from fallow.core.membership import events as ev
+from fallow.core.membership.machine import Machine
 from fallow.core.membership.messages import Contract, Report
-from fallow.core.membership.records import Root
+from fallow.core.membership.names import member_name
+from fallow.core.membership.records import Node, Root
 from fallow.core.membership.roster import Roster
 from fallow.core.neighbour.preemption import as_for_us
-from fallow.core.protocol.agents import Beat, Hello, Left
+from fallow.core.protocol import Beat, Hello, Left
 from fallow.files import Paths
 from fallow.head import deadlines
 from fallow.head.loop.faults import Faults
@@ -33,13 +35,23 @@ from fallow.head.slurm.calls import SlurmCalls
 from fallow.head.slurm.harvest import Harvest
 from fallow.head.state.book import Book, Run, timing
 from fallow.head.state.stored import RunRecord, StoredRun
-from fallow.model import AllocationKind, AllocationState, ClusterState, Exit, RunSpec
-from fallow.sim.members import AtOnce
-from fallow.sim.play import Head
+from fallow.model import (
+    AllocationKind,
+    AllocationState,
+    ChangeKind,
+    ClusterState,
+    Exit,
+    GenerationReport,
+    MemberPhase,
+    Parts,
+    RunSpec,
+    RunStatus,
+)
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.slurm.engine import SimClient
 from fallow.sim.slurm.view import config as config_of
 from fallow.sim.types import Active, Ended, Happening, Measured, Notice, Options, RunPlan, Started
+from fallow.sim.work import Head
 from fallow.slurm.paced import PacedClient
 from fallow.wire.keys import KEY_LENGTH
 
@@ -72,11 +84,8 @@ class VirtualHead(Head):
         self._calls = SlurmCalls(paced, self._book, self.harvest, self._inbox, _NoFaults())
         self._leaving: set[str] = set()
         "tokens of those that are about to leave"
-        self._looks_at: dict[str, float] = {}
+        self._looks: dict[str, tuple[float, asyncio.TimerHandle | None]] = {}
         "run -> when time makes one of its allocations leave"
-        self._look_at = inf
-        "the earliest of them"
-        self._look: asyncio.TimerHandle | None = None
         for plan in plans:
             self._add(plan)
         for serve in (*self._calls.sources().values(), self._turns):
@@ -127,19 +136,21 @@ class VirtualHead(Head):
                 is_told = allocation.state is AllocationState.RELEASING and bool(allocation.agents)
                 if is_told and allocation.token not in self._leaving:
                     self._leave(run, allocation)
-            self._looks_at[run_id] = deadlines.next_at(run, self._config.membership)
-        earliest = min(self._looks_at.values(), default=inf)
-        if earliest < self._look_at:
-            if self._look is not None:
-                self._look.cancel()  # else each look would begin an endless row of looks
-            self._look_at, self._look = earliest, self.loop.post(earliest, self._look_at_time)
+            self._look_later(run)
 
-    def _look_at_time(self) -> None:
-        """See what time brings: perhaps nothing, as what was to come has changed."""
-        self._look_at, turn = inf, self._turn()
-        for run_id in [run_id for run_id, at in self._looks_at.items() if at <= turn.now]:
-            deadlines.watch_time(turn, self._book.runs[run_id])
-            turn.dirty.add(run_id)
+    def _look_later(self, run: Run) -> None:
+        at, (before, timer) = deadlines.next_at(run, self._config.membership), self._looks.get(run.id, (inf, None))
+        if at != before:
+            if timer is not None:
+                timer.cancel()
+            self._looks[run.id] = at, self.loop.post(at, self._look, run) if at < inf else None
+
+    def _look(self, run: Run) -> None:
+        """See what time brings for a run."""
+        del self._looks[run.id]
+        turn = self._turn()
+        deadlines.watch_time(turn, run)
+        turn.dirty.add(run.id)
         self._carry_out(turn)
 
     # -- what the nodes say -----------------------------------------------------------------------------------------
@@ -208,6 +219,66 @@ class VirtualHead(Head):
         hear(turn, _peer(allocation), Left(code=code), turn.at)
 
 
+class _AtOnce(Machine):
+    """A membership that lets in whoever reports, and forgets whoever is gone. What that costs is for `sim.work` to say.
+
+    No votes are asked for, and nothing is written down.
+
+    Args:
+        roster, more: as of `Machine`.
+        pause_s: for so long all are said to stop when somebody joins.
+    """
+
+    def __init__(self, roster: Roster, pause_s: float, **more: Any) -> None:
+        super().__init__(roster, **more)
+        self._pause_s = pause_s
+
+    def handle(self, event: ev.Event) -> list[ev.Instruction]:
+        nodes, then = self.roster.nodes, list[ev.Instruction]()
+        match event:
+            case ev.Expected():
+                then.append(self._expect_node(event))
+            case ev.Reported(report=report):
+                then.append(self._join(report))
+            case ev.Ends() if event.node in nodes:
+                nodes[event.node].ends_at = event.ends_at
+            case ev.Release():
+                for number in event.nodes:
+                    nodes[number].leaving = event.reason
+            case ev.Gone() if event.node in nodes:
+                self._forget(nodes[event.node])
+        return then
+
+    def _expect_node(self, event: ev.Expected) -> ev.Admitted:
+        root = self.roster.root
+        number, root.next_id = root.next_id, root.next_id + 1
+        self.roster.add(
+            Node(id=number, host=event.host, token=event.token, boot=event.boot, slots=event.slots, entry=event.entry)
+        )
+        return ev.Admitted(number, event.host, event.token, event.boot)
+
+    def _join(self, report: Report) -> GenerationReport:
+        root, before, number = self.roster.root, self.roster.members, report.node
+        members = [*before, number]
+        root.generation, root.contract, root.status = root.generation + 1, report.ready, RunStatus.TRAINING
+        self.roster.nodes[number].phase = MemberPhase.READY
+        self.roster.seat(members, [number])
+        return GenerationReport(
+            generation=root.generation,
+            kind=ChangeKind.ABSORB if before else ChangeKind.START,
+            members=[member_name(n) for n in members],
+            first_step=0,
+            pause_s=self._pause_s if before else None,
+            parts=Parts(),
+            took_s=0.0,
+        )
+
+    def _forget(self, node: Node) -> None:
+        self.roster.seat([number for number in self.roster.members if number != node.id], [])
+        node.phase, node.exited = MemberPhase.GONE, True
+        self.roster.forget(node)
+
+
 class _Book(Book):
     """A book without files, of runs whose members come and go at once."""
 
@@ -218,7 +289,7 @@ class _Book(Book):
 
     def add(self, stored: StoredRun, revision: int, at: float) -> Run:
         run = super().add(stored, revision, at)
-        run.machine = AtOnce(run.roster, self._pause_s, term=self.term, timing=timing(self.config.membership), at=at)
+        run.machine = _AtOnce(run.roster, self._pause_s, term=self.term, timing=timing(self.config.membership), at=at)
         return run
 
     def leave_keys(self, run: Run, kind: AllocationKind, token: str) -> str:

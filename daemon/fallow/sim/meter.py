@@ -16,7 +16,7 @@ from math import log1p
 
 from fallow.core.quantile import quantile
 from fallow.model import DelayReport, Score
-from fallow.sim.curves import speeds
+from fallow.sim.published import speeds
 from fallow.sim.types import Kind, RunPlan
 
 DAY_S = 86400.0

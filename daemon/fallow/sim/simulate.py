@@ -2,112 +2,138 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from msgspec.structs import asdict, replace
 
 from fallow.config import Slurm
-from fallow.model import Exit, FallowError, PolicyScore, SimReport, Struct
-from fallow.sim import curves
-from fallow.sim.costs import IN_PLACE, restart
+from fallow.model import Exit, FallowError, PolicyScore, SimReport
+from fallow.sim import published
 from fallow.sim.greedy import Greedy
 from fallow.sim.head import VirtualHead
-from fallow.sim.play import Head, Ideal, play
+from fallow.sim.meter import IdealTally
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.traces import open_trace
 from fallow.sim.traces.recorded import Window
 from fallow.sim.traces.sites import harvested
-from fallow.sim.types import Options, Plans, Recording, RunPlan
+from fallow.sim.types import Options, Plans
+from fallow.sim.work import Head
+
+PROGRESS_S = 600.0
+"""Progress is told so often, in virtual time."""
+
+
+class Ideal(Head):
+    """Who knows everything, and for whom changes are free."""
+
+    tally = IdealTally
+
 
 POLICIES: dict[str, type[Head]] = {"ours": VirtualHead, "greedy": Greedy, "restart": Greedy, "ideal": Ideal}
 """Name of a policy -> who asks for nodes."""
 
-Progress = Callable[[str, float, float], None]
-"""Called with the policy, the share of it that was played, and its ideal ratio so far."""
 
+def simulate(
+    trace: str,
+    window: Window,
+    *,
+    policies: Sequence[str],
+    runs: str,
+    costs: str,
+    start_up_s: float | None,
+    plans: Plans,
+    poll_s: float,
+    site: str | None,
+    progress: Callable[[str, float, float], None],
+) -> SimReport:
+    """Play all policies; the same arguments give the same result. Ctrl-C ends it with what is known so far.
 
-class Setup(Struct, frozen=True, kw_only=True):
-    """Everything that decides what is played; the same one gives the same result."""
-
-    trace: str
-    "a file, or one of the names of those that come with Fallow"
-    window: Window
-    policies: tuple[str, ...]
-    runs: str
-    costs: str
-    "UP-DOWN in seconds: of changes under the policy `restart`"
-    start_up_s: float | None
-    "None: as measured"
-    plans: Plans
-    poll_s: float
-    site: str | None
-    "folder with the cluster's own description"
-
-
-def simulate(setup: Setup, progress: Progress = lambda *_: None) -> SimReport:
-    """Play all policies. Ctrl-C ends it with what is known so far.
+    Args:
+        trace: a file, or one of the names of those that come with Fallow.
+        window: what to play of it.
+        policies: names.
+        runs: in the words of `published.plans`.
+        costs: UP-DOWN in seconds: of changes under the policy `restart`.
+        start_up_s: None: as measured.
+        plans: does Slurm know when holes end?
+        poll_s: seconds between polls.
+        site: folder with the cluster's own description.
+        progress: called with the policy, the share of it that was played, and its ideal ratio so far.
 
     Raises:
-        FallowError: the setup makes no sense, or it was ended before there was anything to report.
+        FallowError: the words make no sense, or it was ended before there was anything to report.
     """
-    for name in setup.policies:
+    for name in policies:
         if name not in POLICIES:
             raise FallowError(f"policy {name!r}: there is {', '.join(POLICIES)}", Exit.USAGE)
-    source = open_trace(setup.trace, setup.window, Path(setup.site) if setup.site else None)
+    source = open_trace(trace, window, Path(site) if site else None)
     # The trace's name without the folders it lies in: a report does not say where somebody keeps things.
-    trace = replace(source.read, name=Path(setup.trace).name)
-    if source.changes is None and setup.plans == "known":
+    read = replace(source.read, name=Path(trace).name)
+    if source.changes is None and plans == "known":
         raise FallowError(
-            f"--plans known: goes with traces of holes; of {trace.name} the simulated Slurm plans the jobs itself",
+            f"--plans known: goes with traces of holes; of {read.name} the simulated Slurm plans the jobs itself",
             Exit.USAGE,
         )
-    start = IN_PLACE.start if setup.start_up_s is None else (setup.start_up_s, setup.start_up_s)
+    start = published.IN_PLACE.start if start_up_s is None else (start_up_s, start_up_s)
     in_place = Options(
-        slurm=Slurm(poll_interval_s=setup.poll_s), costs=replace(IN_PLACE, start=start), seed=setup.window.seed
+        slurm=Slurm(poll_interval_s=poll_s), costs=replace(published.IN_PLACE, start=start), seed=window.seed
     )
-    restarts = replace(in_place, costs=restart(setup.costs, start))
-    plans = curves.plans(setup.runs, harvested(source.site))
+    restarts = replace(in_place, costs=published.restart(costs, start))
+    run_plans = published.plans(runs, harvested(source.site))
     played: list[PolicyScore] = []
-    stopped = False
-    for name in dict.fromkeys(setup.policies):
-        found = _play(setup, source, plans, name, restarts if name == "restart" else in_place, progress)
-        stopped = found.seconds < source.end - source.begin
-        if found.seconds > 0:
-            played.append(found)
+    begin, lasts_s, stopped = source.begin, source.end - source.begin, False
+    for name in dict.fromkeys(policies):
+        engine = SlurmSim(source.site, window.seed, begin, source.jobs, changes=source.changes, plans=plans)
+        head = POLICIES[name](engine, run_plans, restarts if name == "restart" else in_place)
+        with suppress(KeyboardInterrupt):
+            play(head, source.end, lambda at, ratio: progress(name, (at - begin) / lasts_s, ratio))  # noqa: B023
+        seconds = engine.now - begin
+        notes = [f"{len(engine.refused)} jobs of others ask for more than there is, and were left out"]
+        if seconds > 0:
+            score = asdict(head.meter.score())
+            played.append(PolicyScore(**score, name=name, seconds=seconds, notes=notes if engine.refused else []))
+        stopped = seconds < lasts_s
         if stopped:
             break
     if not played:
         raise FallowError("simulate: interrupted before there was anything to report", Exit.TEMPFAIL)
     first = {field: value for field, value in asdict(played[0]).items() if field in SimReport.__struct_fields__}
-    return SimReport(
-        **first, policies=played, trace=trace, seed=setup.window.seed, arm=_arm(setup, source), stopped=stopped
-    )
+    # Under which rules it was played: those of the trace's own site, where it has one.
+    arm = [] if source.changes is None else [f"plans {plans}"]
+    arm += ["the site's own Slurm" if site else window.profile, f"runs {runs}"]
+    arm += [f"backfill every {source.site.scheduler.bf_interval_s:g} s", f"polls every {poll_s:g} s"]
+    return SimReport(**first, policies=played, trace=read, seed=window.seed, arm=", ".join(arm), stopped=stopped)
 
 
-def _play(
-    setup: Setup, source: Recording, plans: list[RunPlan], name: str, options: Options, progress: Progress
-) -> PolicyScore:
-    """One policy, to the end of the trace or until Ctrl-C."""
-    begin, end = source.begin, source.end
-    engine = SlurmSim(source.site, setup.window.seed, begin, source.jobs, changes=source.changes, plans=setup.plans)
-    head = POLICIES[name](engine, plans, options)
+def play(head: Head, until: float, progress: Callable[[float, float], None] = lambda at, ratio: None) -> None:
+    """Play a cluster, from where it stands, and whoever asks it for nodes, who is closed then.
 
-    def tell(at: float, ratio: float) -> None:
-        progress(name, (at - begin) / (end - begin), ratio)
+    At equal times the engine comes first, then the runs, then the head; what they set off at once is played in further
+    turns of the same moment.
 
-    with suppress(KeyboardInterrupt):
-        play(head, end, tell)
-    notes = [f"{len(engine.refused)} jobs of others ask for more than there is, and were left out"]
-    return PolicyScore(
-        **asdict(head.meter.score()), name=name, seconds=engine.now - begin, notes=notes if engine.refused else []
-    )
-
-
-def _arm(setup: Setup, source: Recording) -> str:
-    """Under which rules it was played: those of the trace's own site, where it has one."""
-    words = [] if source.changes is None else [f"plans {setup.plans}"]
-    words += ["the site's own Slurm" if setup.site else setup.window.profile, f"runs {setup.runs}"]
-    slurm = source.site.scheduler
-    return ", ".join([*words, f"backfill every {slurm.bf_interval_s:g} s", f"polls every {setup.poll_s:g} s"])
+    Args:
+        head: who asks for nodes.
+        until: Unix time of the trace.
+        progress: called with the time and the ideal ratio so far.
+    """
+    engine, meter, loop = head.engine, head.meter, head.loop
+    told_at = engine.now
+    meter.pool(engine.now, engine.idle_nodes())
+    try:
+        while (at := max(engine.now, min(engine.next_at(), loop.due))) <= until:
+            happenings = engine.advance(at)
+            for happening in happenings:
+                # Timers of one time run in no order; these are heard in theirs, and before them.
+                loop.call_soon(head.hear, happening)
+            meter.pool(at, engine.idle_nodes())
+            if happenings or loop.due <= at:
+                head.wake()
+            if at >= told_at + PROGRESS_S:
+                told_at = at
+                progress(at, meter.score().ideal_ratio)
+        engine.advance(until)
+    finally:
+        loop.close()
+        meter.end(engine.now, engine.requests, engine.waits())

@@ -1,7 +1,7 @@
 """The words that the parts of the simulation share: what a cluster, a trace and a run are.
 
 Times are Unix seconds of the trace (virtual), lengths are seconds. At equal times things happen in this order: ends of
-jobs, submissions, the scheduler's main pass, backfill, runs (`slurm.agenda`), head.
+jobs, submissions, the scheduler's main pass, backfill, runs (`clock`), head.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import ceil, inf
 
-from fallow.sim.costs import drawn
-from fallow.sim.curves import speeds
+from fallow.sim.clock import RUN, Agenda, VirtualLoop
 from fallow.sim.meter import Tally
-from fallow.sim.slurm.agenda import RUN, Agenda
-from fallow.sim.types import Active, Kind, Measured, Options, RunPlan
+from fallow.sim.published import drawn, speeds
+from fallow.sim.slurm import SlurmSim
+from fallow.sim.types import Active, Happening, Kind, Measured, Options, RunPlan
 
 ONE_NODE_STEP_S = 16.0
 """A step on one node. It decides how soon speeds are known, as a stretch has whole steps."""
@@ -166,3 +166,30 @@ class Work:
         step_s = ONE_NODE_STEP_S / run.speed
         told = Measured(at=self._agenda.now, run=run.plan.run, members=run.was, step_s=step_s, lasted_s=lasted_s)
         self._agenda.tell(told)
+
+
+class Head:
+    """Who asks for nodes and hands them out, in virtual time. This one asks for none.
+
+    Args:
+        engine: the cluster, as it stands.
+        plans: runs that are trained.
+        options: what it is told.
+    """
+
+    tally = Tally
+
+    def __init__(self, engine: SlurmSim, plans: Sequence[RunPlan], options: Options) -> None:
+        self.engine, self._options = engine, options
+        self._plans = {plan.run: plan for plan in plans}
+        self.meter = self.tally(plans, len(engine.site.nodes), engine.now)
+        "adds up what comes of it"
+        self.runs = Work(plans, options, self.meter, engine)
+        self.loop = VirtualLoop(engine.now)
+
+    def wake(self) -> None:
+        """A poll is due, a submission done, a timer has run out."""
+        self.loop.play(self.engine.now)
+
+    def hear(self, happening: Happening) -> None:
+        """What our jobs' agents and the runs notice at once."""

@@ -14,7 +14,7 @@ import re
 import secrets
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -82,31 +82,32 @@ class CliClient:
         return config
 
     async def poll(self) -> ClusterState:
-        layout = parse.JobFormat.fresh(secrets.token_hex(4))
+        nonce = secrets.token_hex(4)
         answers = await asyncio.gather(
             self._show(),
-            self._query([*_SQUEUE, "-O", layout.option]),
+            self._query([*_SQUEUE, "-O", parse.job_format(nonce)]),
             return_exceptions=True,  # both have ended before either's error is raised
         )
         cluster, queue = (_answer(answer) for answer in answers)
         at = time.time()
         # In a thread: of ten thousand nodes and jobs this takes a good part of a second.
-        return await asyncio.to_thread(self._state, at, cluster, queue, layout)
+        return await asyncio.to_thread(self._state, at, cluster, queue, nonce)
 
     async def submit(self, request: JobRequest) -> str:
         done = await self._sbatch(request, ["--parsable"])
         if done.code == 0:
-            job_id = parse.submitted_id(done.stdout)
-            if job_id is None:
-                raise SubmitUnknown(request.token, f"sbatch printed no job id: {done.stdout[-200:]!r}")
-            return job_id
-        raise _submit_error(request.token, done)
+            if job_id := parse.submitted_id(done.stdout):
+                return job_id
+            raise SubmitUnknown(request.token, f"sbatch printed no job id: {done.stdout[-200:]!r}")
+        is_refused = done.code is not None and done.code > 0 and parse.is_refusal(done.stderr)
+        raise (SubmitRejected if is_refused else SubmitUnknown)(request.token, parse.complaint(done.stderr))
 
     async def own_jobs(self) -> list[JobInfo]:
         """The user's own jobs in all states that Slurm remembers; times are slurmctld's."""
         # One user is a filter at slurmctld (but not where that user is root).
-        layout = parse.JobFormat.fresh(secrets.token_hex(4))
-        return parse.jobs(await self._query([*_SQUEUE, f"--user={os.getuid()}", "-O", layout.option]), layout)
+        nonce = secrets.token_hex(4)
+        text = await self._query([*_SQUEUE, f"--user={os.getuid()}", "-O", parse.job_format(nonce)])
+        return parse.jobs(text, nonce)
 
     async def cancel(self, job_ids: Sequence[str]) -> None:
         if not job_ids:
@@ -119,9 +120,6 @@ class CliClient:
         if done.code != 0 and not re.search(r"invalid job id|already complet", done.stderr, re.IGNORECASE):
             raise SlurmUnavailable(_failure(["scancel"], done))
 
-    async def close(self) -> None:
-        """Nothing is kept between calls."""
-
     async def owner(self) -> OwnerView:
         return await owner(self._query, user_name(os.getuid()), time.time())
 
@@ -133,12 +131,12 @@ class CliClient:
             raise SubmitRejected(request.token, parse.complaint(done.stderr))
         raise SlurmUnavailable(_failure(["sbatch", "--test-only"], done))
 
-    def _state(self, at: float, cluster: str, queue: str, layout: parse.JobFormat) -> ClusterState:
+    def _state(self, at: float, cluster: str, queue: str, nonce: str) -> ClusterState:
         nodes, partitions, reservations = parse.cluster(cluster)
         if not nodes:
             # PrivateData=nodes, or an output of a shape that we do not know
             raise SlurmUnavailable("scontrol show node: Slurm shows no nodes; ask the site about PrivateData")
-        state = cluster_state(nodes, partitions, reservations, parse.jobs(queue, layout), at=at)
+        state = cluster_state(nodes, partitions, reservations, parse.jobs(queue, nonce), at=at)
         return on_our_clock(state, at, self.clock_offset_s)
 
     async def _ask_qos(self, config: ClusterConfig) -> tuple[str, bool]:
@@ -175,26 +173,20 @@ class CliClient:
 
     async def _start(self, argv: list[str], stdin: str = "", timeout_s: float | None = None) -> Done:
         limit_s = self._query_timeout_s if timeout_s is None else timeout_s
-        try:
+        with _started(argv[0]):
             return await run(argv, environment=query_environment(self.conf), timeout_s=limit_s, stdin=stdin)
-        except OSError as error:
-            raise SlurmUnavailable(_not_started(argv[0], error)) from error
 
     async def _sbatch(self, request: JobRequest, options: list[str]) -> Done:
         # The token first: for a heterogeneous job (`A : B`) the first component's name reaches all of them.
         kept = [option for option in request.options if not option.startswith(("--job-name", "-J"))]
         script = _script_file(request.script.encode(errors="surrogateescape"))
         argv = ["sbatch", *options, f"--job-name={request.token}", *kept, str(script), *request.args]
+        environment, cwd = job_environment(request.environment, self.conf), Path(request.cwd)
         try:
-            done = await run(
-                argv,
-                environment=job_environment(request.environment, self.conf),
-                timeout_s=self._submit_timeout_s,
-                cwd=Path(request.cwd),
-                umask=request.umask,
-            )
-        except OSError as error:
-            raise SlurmUnavailable(_not_started("sbatch", error)) from error
+            with _started("sbatch"):
+                done = await run(
+                    argv, environment=environment, timeout_s=self._submit_timeout_s, cwd=cwd, umask=request.umask
+                )
         finally:
             # One that somebody has cleaned away is gone, and says nothing about the job.
             with contextlib.suppress(OSError):
@@ -202,6 +194,15 @@ class CliClient:
         if done.code == NO_FOLDER:
             raise SubmitRejected(request.token, f"its working folder: {parse.complaint(done.stderr)}")
         return done
+
+
+@contextlib.contextmanager
+def _started(command: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        text = f"{command} cannot be started ({error.strerror}); install Slurm's client commands or set PATH"
+        raise SlurmUnavailable(text) from error
 
 
 def _script_file(text: bytes) -> Path:
@@ -234,17 +235,6 @@ def _answer(result: str | BaseException) -> str:
     return result
 
 
-def _submit_error(token: str, done: Done) -> SubmitRejected | SubmitUnknown:
-    reason = parse.complaint(done.stderr)
-    if done.code is not None and done.code > 0 and parse.is_refusal(done.stderr):
-        return SubmitRejected(token, reason)
-    return SubmitUnknown(token, reason)
-
-
 def _failure(argv: list[str], done: Done) -> str:
     what = " ".join(argv[:3]) if argv[0] == "scontrol" and argv[1] == "show" else argv[0]
     return f"{what}: {parse.complaint(done.stderr)}; check slurmctld with `scontrol ping`"
-
-
-def _not_started(command: str, error: OSError) -> str:
-    return f"{command} cannot be started ({error.strerror}); install Slurm's client commands or set PATH"

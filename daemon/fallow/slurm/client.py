@@ -80,7 +80,3 @@ class SlurmClient(Protocol):
     async def test_only(self, request: JobRequest) -> str:
         """What Slurm says about when and where the job would start. Takes slurmctld's locks: call it rarely."""
         ...
-
-    async def close(self) -> None:
-        """End what was started for it. It may be used again, and closed again."""
-        ...

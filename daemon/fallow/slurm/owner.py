@@ -62,40 +62,34 @@ def parse_limits(text: str, user: str) -> Iterator[LimitView]:
     """Every limit of associations and QOS in the answer; of a QOS's limits for each user or account only one's own."""
     # A QOS's limits for each user are told by name and number, by 22.05 by the number alone.
     heads = [head for line in text.splitlines() if (head := _ASSOCIATION.match(line)) and head["user"] == user]
-    for of, body in _records(text, {user, *(head[key] for head in heads for key in ("account", "uid"))}):
-        for line in body:
-            yield from _limits_in(of, line)
+    for of, line in _lines(text, {user, *(head[key] for head in heads for key in ("account", "uid"))}):
+        for name, items in _TRES.findall(line):
+            for kind, limit, used in _TRES_ITEM.findall(items):
+                yield LimitView(of=of, name=f"{name} {kind}", limit=float(limit), used=float(used) if used else None)
+        for name, limit, used in _LIMIT.findall(line):
+            if _LIMIT_NAMES.match(name):
+                yield LimitView(of=of, name=name, limit=float(limit), used=float(used) if used else None)
 
 
-def _records(text: str, own: set[str]) -> Iterator[tuple[str, list[str]]]:
-    """(whom it binds, its lines). Sections of a QOS for other users and accounts are left out."""
-    of, body, inner, mine = "", list[str](), 0, False
+def _lines(text: str, own: set[str]) -> Iterator[tuple[str, str]]:
+    """(whom it binds, line). Sections of a QOS for other users and accounts are left out."""
+    of, inner, is_own = "", 0, False
     for raw in text.splitlines():
         line, depth = raw.strip(), len(raw) - len(raw.lstrip())
-        found = _ASSOCIATION.match(raw)
-        if found or (line.startswith("QOS=") and depth == 0):
-            if of:
-                yield of, body
-            if found is None:
-                of = f"QOS {line.removeprefix('QOS=').partition('(')[0]}"
-            elif found["user"]:
-                of = f"user {found['user']} in account {found['account']}"
-            else:
-                of = f"account {found['account']}"
-            body, inner = [], 0
+        if found := _ASSOCIATION.match(raw):
+            user, account = found["user"], f"account {found['account']}"
+            of, inner = f"user {user} in {account}" if user else account, 0
+        elif line.startswith("QOS=") and depth == 0:
+            of, inner = f"QOS {line.removeprefix('QOS=').partition('(')[0]}", 0
         elif line.endswith(" Records"):
-            if of:
-                yield of, body
-            of, body = "", []
+            of = ""
         elif line in ("Account Limits", "User Limits"):
             inner = depth
         elif inner and depth == inner + 2:
             # A user or account by name; what follows is deeper.
-            mine = line.partition("(")[0] in own
-        elif of and (not inner or depth <= inner or (depth > inner + 2 and mine)):
-            body.append(line)
-    if of:
-        yield of, body
+            is_own = line.partition("(")[0] in own
+        elif of and (not inner or depth <= inner or (depth > inner + 2 and is_own)):
+            yield of, line
 
 
 def _parents(text: str, accounts: Collection[str]) -> set[str]:
@@ -108,15 +102,6 @@ def _parents(text: str, accounts: Collection[str]) -> set[str]:
         elif ours:
             found.add(_word(raw, "ParentAccount").partition("(")[0])
     return found - {""}
-
-
-def _limits_in(of: str, line: str) -> Iterator[LimitView]:
-    for name, items in _TRES.findall(line):
-        for kind, limit, used in _TRES_ITEM.findall(items):
-            yield LimitView(of=of, name=f"{name} {kind}", limit=float(limit), used=float(used) if used else None)
-    for name, limit, used in _LIMIT.findall(line):
-        if _LIMIT_NAMES.match(name):
-            yield LimitView(of=of, name=name, limit=float(limit), used=float(used) if used else None)
 
 
 def parse_shares(text: str, user: str) -> list[ShareView]:

@@ -149,9 +149,6 @@ class PacedClient:
         await self._wait(self._queries, OWNER_COST)
         return await self._watch(self._slurm.owner())
 
-    async def close(self) -> None:
-        await self._slurm.close()
-
     async def _wait(self, bucket: Bucket, cost: float = 1.0) -> None:
         if (wait_s := bucket.take(cost)) > 0:
             await self._sleep(wait_s)

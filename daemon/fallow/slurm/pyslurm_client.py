@@ -11,25 +11,23 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import re
+import signal
+import sys
 import time
 from pathlib import Path
 from typing import Literal
 
-from fallow.model import ClusterConfig, ClusterState
+import msgspec
+
+from fallow import __version__
+from fallow.model import ClusterConfig, ClusterState, Exit
 from fallow.slurm.cli import QUERY_TIMEOUT_S, SUBMIT_TIMEOUT_S, CliClient
 from fallow.slurm.client import SlurmClient, SlurmUnavailable
-from fallow.slurm.pyslurm_process import ChildDied, PyslurmProcess
+from fallow.slurm.process import Done, query_environment, run
+from fallow.slurm.pyslurm_poll import Polled
 from fallow.slurm.state import on_our_clock
 
-OLDEST = (25, 11)
-"pyslurm's first version with all classes that are used here"
-
-START_TIMEOUT_S = 20.0
-"Of a child: importing pyslurm; a configless site's slurm.conf comes from slurmctld then."
 RETRY_S, RETRY_MAX_S = 5.0, 300.0
-POLLS_PER_CHILD = 1000
-"pyslurm is said to leak (PySlurm issue 60); at one poll in 30 s a child lives for 8 hours."
 
 
 def slurm_client(setting: Literal["auto", "cli", "pyslurm"]) -> SlurmClient:
@@ -46,9 +44,9 @@ def slurm_client(setting: Literal["auto", "cli", "pyslurm"]) -> SlurmClient:
 
 
 class PyslurmClient(CliClient):
-    """`CliClient` that polls through pyslurm in a process of its own, which is started again after a crash or a hang.
+    """`CliClient` that polls through pyslurm, each time in a new process (`pyslurm_poll`).
 
-    While there is no such process the commands answer in its place, and `backend` says why.
+    After a poll that came to nothing the commands answer for a while, and `backend` says why.
 
     Args:
         conf: the slurm.conf to use; None: what the environment says.
@@ -65,23 +63,20 @@ class PyslurmClient(CliClient):
     ) -> None:
         super().__init__(conf, query_timeout_s=query_timeout_s, submit_timeout_s=submit_timeout_s)
         self._insist = insist
-        self._turn = asyncio.Lock()
-        self._child: PyslurmProcess | None = None
-        self._child_polls = 0
-        self._release: tuple[int, int] | None = None
+        self._version: str | None = None
+        "of the cluster's Slurm; None: not asked yet"
         self._failures = 0
         self._not_before = 0.0
         self.backend = "pyslurm, not asked yet"
 
     async def config(self) -> ClusterConfig:
-        found = await self._configure()
-        async with self._turn:
-            await self._ready()
+        found = await super().config()
+        if found.slurm_version != self._version:
+            self._version, self._not_before = found.slurm_version, 0.0
         return found
 
     async def poll(self) -> ClusterState:
-        async with self._turn:
-            state = await self._ask()
+        state = await self._ask() if time.monotonic() >= self._not_before else None
         if state is not None:
             # In a thread, as the commands' answers are read.
             return await asyncio.to_thread(on_our_clock, state, time.time(), self.clock_offset_s)
@@ -89,95 +84,43 @@ class PyslurmClient(CliClient):
             raise SlurmUnavailable(f'{self.backend}; mend it, or set [slurm] client = "auto"')
         return await super().poll()
 
-    async def close(self) -> None:
-        async with self._turn:
-            await self._end()
-
-    # -- the child; all with the turn held ----------------------------------------------------------------------
-
     async def _ask(self) -> ClusterState | None:
-        """The child's poll, on slurmctld's clock; None: there is no child, ask the commands.
+        """pyslurm's poll, on slurmctld's clock; None: it cannot be had, ask the commands.
 
         Raises:
-            SlurmUnavailable: slurmctld did not answer the child; so the commands would fare no better.
+            SlurmUnavailable: slurmctld did not answer; so the commands would fare no better.
         """
-        child = await self._ready()
-        if child is None:
-            return None
-        state: ClusterState | None = None
+        if self._version is None:
+            await self.config()
+        command = [sys.executable, "-Pm", "fallow.slurm.pyslurm_poll", self._version or "", __version__]
         try:
-            async with asyncio.timeout(self._query_timeout_s):
-                state = await child.poll()
-        except TimeoutError:
-            reason = f"no answer within {self._query_timeout_s:g} s"
-            self._failed(reason)
-            raise SlurmUnavailable(f"pyslurm: {reason}; check slurmctld with `scontrol ping`") from None
-        except ChildDied as error:
-            self._failed(f"ended: {error}")
-            return None
-        finally:
-            self._child_polls += 1
-            # After an error too: a new one reads slurm.conf again, which may be what has changed.
-            if state is None or self._child_polls >= POLLS_PER_CHILD:
-                await self._end()
-        self._failures = 0
-        return state
-
-    async def _ready(self) -> PyslurmProcess | None:
-        if self._child is not None or time.monotonic() < self._not_before:
-            return self._child
-        if self._release is None:
-            await self._configure()
-        child = PyslurmProcess(self.conf)
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                version = await child.start()
-        except TimeoutError:
-            self._failed(f"not started within {START_TIMEOUT_S:g} s")
-        except ChildDied as error:
-            self._failed(f"not started: {error}")
-        else:
-            if (unsuited := _unsuited(version, self._release)) is None:
-                self._child, self._child_polls = child, 0
-                self.backend = f"pyslurm {version}"
-                return child
+            done = await run(command, environment=query_environment(self.conf), timeout_s=self._query_timeout_s)
+            if done.code == 0:
+                polled = await asyncio.to_thread(msgspec.json.decode, done.stdout, type=Polled)
+                self._failures, self.backend = 0, f"pyslurm {polled.version}"
+                return polled.state
+        except (OSError, msgspec.MsgspecError) as error:
+            done = Done(Exit.SOFTWARE, "", str(error))
+        reason = _last_words(done)
+        if done.code == Exit.CONFIG:
             self._not_before = float("inf")  # until the cluster has another version
-            self.backend = f"command line ({unsuited})"
-        finally:
-            if self._child is not child:
-                await child.end()
+            self.backend = f"command line ({reason})"
+        elif done.code != Exit.UNAVAILABLE:
+            self._failed(reason)
+        if done.code in (Exit.UNAVAILABLE, None):
+            raise SlurmUnavailable(f"pyslurm: {reason}; check slurmctld with `scontrol ping`")
         return None
-
-    async def _configure(self) -> ClusterConfig:
-        found = await super().config()
-        release = _release(found.slurm_version)
-        if release != self._release:
-            self._release, self._not_before = release, 0.0
-        return found
 
     def _failed(self, reason: str) -> None:
         delay = min(RETRY_S * 2.0 ** min(self._failures, 20), RETRY_MAX_S)
         self._failures += 1
         self._not_before = time.monotonic() + delay
-        self.backend = f"command line (pyslurm {reason}; tried again in {delay:g} s)"
-
-    async def _end(self) -> None:
-        child, self._child = self._child, None
-        if child is not None:
-            await child.end()
+        self.backend = f"command line (pyslurm: {reason}; tried again in {delay:g} s)"
 
 
-def _release(version: str) -> tuple[int, int] | None:
-    match = re.match(r"(\d+)\.(\d+)", version)
-    return (int(match[1]), int(match[2])) if match else None
-
-
-def _unsuited(version: str, cluster: tuple[int, int] | None) -> str | None:
-    """Why this pyslurm cannot be used with Slurm of that release; None when it can."""
-    release = _release(version)
-    if release is None or release < OLDEST:
-        return f"pyslurm {version} is older than {OLDEST[0]}.{OLDEST[1]:02}"
-    if release != cluster:
-        wanted = "an unknown version of Slurm" if cluster is None else f"Slurm {cluster[0]}.{cluster[1]:02}"
-        return f"pyslurm {version} is for its own version of Slurm, and the cluster runs {wanted}"
-    return None
+def _last_words(done: Done) -> str:
+    """Why there is no answer: what was said last, and how it ended."""
+    said = done.stderr.strip().splitlines()[-1:]
+    if done.code is not None and done.code < 0:
+        said.append(f"(killed by {signal.Signals(-done.code).name})")
+    return " ".join(said).strip() or f"exit code {done.code}"

@@ -17,7 +17,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from fallow.files import Paths, private_dir, write_private, write_problem
+from fallow.files import Paths, last_words, private_dir, write_private, write_problem
 from fallow.model import Exit, FallowError
 from fallow.store.client import Unavailable
 
@@ -153,9 +153,9 @@ class RedisServer:
                 ended = self.process.returncode
                 if ended is not None and ended < 0:
                     raise Unavailable(f"{self._paths.redis_dir}: the store was killed by signal {-ended} at its start")
-                words = self._last_words()
                 raise FallowError(
-                    f"{self.program} for {self._paths.redis_dir}: ended at start ({words}); see {self.log_file}",
+                    f"{self.program} for {self._paths.redis_dir}: ended at start ({last_words(self.log_file)}); see "
+                    f"{self.log_file}",
                     Exit.UNAVAILABLE,
                 )
             if time.monotonic() > deadline:
@@ -164,13 +164,6 @@ class RedisServer:
                     Exit.UNAVAILABLE,
                 )
             await asyncio.sleep(_LOOK_S)
-
-    def _last_words(self) -> str:
-        try:
-            lines = self.log_file.read_text(errors="replace").splitlines()
-        except OSError:
-            lines = []
-        return lines[-1][:300] if lines else "it said nothing"
 
     async def stop(self) -> None:
         """End our server; what it acknowledged is on disk."""
@@ -208,25 +201,14 @@ class RedisServer:
         )
 
     def _old_pid(self) -> int | None:
-        """A live server of ours. The pid alone proves nothing: it may be another process by now."""
+        """A live server that works in our folder. The pid alone proves nothing: it may be another process by now."""
         try:
             pid = int(self.pid_file.read_text())
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
             state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+            ours = os.path.samefile(f"/proc/{pid}/cwd", self._paths.redis_dir)
         except (OSError, ValueError, IndexError):
             return None
-        # The title names the socket once it serves; before, the configuration file. The socket of a head with another
-        # runtime folder is elsewhere, but its server works in the folder of the data, too.
-        named = any(os.fsencode(path) in command for path in (self.socket, self.config_file))
-        ours = named or _works_in(pid, self._paths.redis_dir)
         return pid if ours and state not in "ZX" else None
-
-
-def _works_in(pid: int, folder: Path) -> bool:
-    try:
-        return os.path.samefile(f"/proc/{pid}/cwd", folder)
-    except OSError:
-        return False
 
 
 async def _answers(socket: Path) -> bool:

@@ -24,7 +24,7 @@ import msgspec
 from fallow.model import Exit, FallowError, Struct
 from fallow.testbed import registry
 from fallow.testbed.conf import NODES, PARTITION, Layout, Profile
-from fallow.testbed.daemons import logs, make_folder, start_daemons, start_slurmctld, write_files
+from fallow.testbed.daemons import logs, make_folder, spawn, start_daemons, write_files
 from fallow.testbed.host import (
     check_commands,
     check_host_name,
@@ -168,7 +168,7 @@ class Testbed:
 
     def restart_slurmctld(self) -> None:
         """Start slurmctld again once it has ended, for tests that killed it; returns when it answers."""
-        start_slurmctld(self.layout)
+        spawn(self.layout, ["slurmctld"])  # with the state that it saved
         wait_until(lambda: self.status().up, UP_DEADLINE_S)
 
     def status(self) -> TestbedStatus:

@@ -65,18 +65,13 @@ def start_daemons(layout: Layout) -> None:
     # --force: munged refuses a socket below a 0700 folder, such as a test's own; the folders are ours
     options = [f"--key-file={munge}/key", f"--socket={munge}/socket", f"--pid-file={munge}/pid"]
     options += [f"--log-file={munge}/log", f"--seed-file={munge}/seed", "--num-threads=4", "--force"]
-    _spawn(layout, ["munged", *options])
-    _spawn(layout, ["slurmctld", "-c"])
+    spawn(layout, ["munged", *options])
+    spawn(layout, ["slurmctld", "-c"])
     for node in layout.node_names:
-        _spawn(layout, ["slurmd", "-N", node])
+        spawn(layout, ["slurmd", "-N", node])
 
 
-def start_slurmctld(layout: Layout) -> None:
-    """Start slurmctld again after it ended, with the state that it saved."""
-    _spawn(layout, ["slurmctld"])
-
-
-def _spawn(layout: Layout, command: list[str]) -> None:
+def spawn(layout: Layout, command: list[str]) -> None:
     """Run a daemon. As it goes into the background by itself it is nobody's child and never our zombie."""
     try:
         with (layout.folder / f"{command[0]}.out").open("ab") as file:

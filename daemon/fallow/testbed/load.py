@@ -84,12 +84,13 @@ def play(testbed: Testbed, jobs: Sequence[LoadJob], seconds: float, stop: thread
     try:
         for job in jobs:
             if stop.wait(max(0.0, began + job.at_s - time.monotonic())) or not testbed.conf.exists():
-                break  # told to, or the testbed was taken down under us
+                break  # told to, or the testbed was taken down under us: there is nothing left to wait for
             try:
                 ids.append(_submit(testbed, job))
             except FallowError as error:
                 refused, refusal = refused + 1, error.message
-        stop.wait(max(0.0, began + seconds - time.monotonic()))
+        else:
+            stop.wait(max(0.0, began + seconds - time.monotonic()))
     finally:
         _cancel(testbed, ids)
     return Played(str(testbed.folder), len(jobs), len(ids), refused, refusal)

@@ -7,12 +7,16 @@ import errno
 import fcntl
 import ipaddress
 import random
+import resource
 import socket
 import struct
 from pathlib import Path
 
 from fallow.core.checks.network import Interface
 from fallow.model import Exit, FallowError
+
+FILES = 65536
+"""Of more open files nobody has need."""
 
 _DISCARD_PORT = 9
 
@@ -78,6 +82,16 @@ def interfaces() -> list[Interface]:
         address, *_, name = line.split()
         found.append(Interface(name, str(ipaddress.IPv6Address(bytes.fromhex(address)))))
     return found
+
+
+def allow_connections() -> None:
+    """Open as many files as the site lets us. Shells, and so Slurm, often let a process open 1,024.
+
+    A head also holds connections of strangers, until their handshake fails. A worker has up to five to each other
+    member while the membership changes.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, FILES)), hard))
 
 
 def listen(address: str, ports: range | None = None, backlog: int = 64) -> socket.socket:

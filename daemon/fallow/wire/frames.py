@@ -1,9 +1,9 @@
 """The channel between an agent and one of its workers: a pair of Unix sockets, of which the worker inherits one.
 
 A message travels as its length (4 bytes, network order) and its bytes (`wire.codec`). Neither end ever waits for the
-other one: what the socket does not take now waits in `Waiting`, where a newer state takes the place of an older one. So
-a worker that is stopped finds the newest order when it goes on, and a stopped agent stops no training. The end of a
-process is the end of its side; what it had written before is read first.
+other one: what the socket does not take now waits. Messages say how things stand, so a newer one takes the place of an
+older one about the same. A worker that is stopped finds the newest order when it goes on, and a stopped agent stops no
+training. The end of a process is the end of its side; what it had written before is read first.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, TypeVar
 
-from fallow.core.membership.messages import Unreadable, Wire
-from fallow.core.protocol.workers import FromWorker, ToWorker
-from fallow.wire.codec import MAX_MESSAGE, Decoder
-from fallow.wire.waiting import Waiting
+from fallow.core.membership.messages import Gathered, Unreadable, Wire
+from fallow.core.protocol import FromWorker, Part, ToWorker
+from fallow.wire.codec import MAX_MESSAGE, Decoder, encode
 
 log = logging.getLogger("fallow.wire")
 
@@ -33,6 +32,8 @@ _LENGTH = struct.Struct("!I")
 _CREDENTIALS = struct.Struct("3i")
 "process, user, group: unix(7)"
 _READ_BYTES = 1 << 18
+MOST = 256
+"Messages that wait at most; beyond that, the oldest are dropped."
 
 
 class WorkerChannel:
@@ -203,18 +204,26 @@ class _Stream(Generic[T]):
         self._decoder: Decoder[T] = Decoder(kind)
         self._on_message = on_message
         self._received = bytearray()
-        self._waiting = Waiting()
+        self._waiting: dict[Hashable, bytes] = {}
+        "subject -> the newest message about it, encoded; the oldest is first"
         self._begun = memoryview(b"")
         "what is left of the frame that is written in part"
 
     def put(self, message: Wire) -> None:
-        self._waiting.put(message)
+        subject, data = _subject(message), encode(message)
+        self._waiting.pop(subject, None)
+        self._waiting[subject] = data
+        if len(self._waiting) > MOST:
+            self._take_oldest()
+
+    def _take_oldest(self) -> bytes:
+        return self._waiting.pop(next(iter(self._waiting)))
 
     def write(self) -> bool:
         """Write what the socket takes. True: nothing waits."""
         while self._begun or self._waiting:
             if not self._begun:
-                data = self._waiting.pop()
+                data = self._take_oldest()
                 self._begun = memoryview(_LENGTH.pack(len(data)) + data)
             try:
                 self._begun = self._begun[self.socket.send(self._begun, socket.MSG_NOSIGNAL) :]
@@ -222,7 +231,7 @@ class _Stream(Generic[T]):
                 return False
             except OSError:
                 # The other side has ended: reading tells, once all that it had written is read.
-                self._begun, self._waiting = memoryview(b""), Waiting()
+                self._begun, self._waiting = memoryview(b""), {}
         return True
 
     def read(self) -> bool:
@@ -267,6 +276,16 @@ class _Stream(Generic[T]):
             self.socket.shutdown(socket.SHUT_RDWR)  # the script's forked children may have the socket, too
         with contextlib.suppress(OSError):
             self.socket.close()
+
+
+def _subject(message: Wire) -> Hashable:
+    """What a message is about: of the same kind, or of the same gather."""
+    match message:
+        case Part():
+            return Part, message.generation, message.key, bool(message.part)
+        case Gathered():
+            return Gathered, message.generation, message.key
+    return type(message)
 
 
 def guarded(call: Callable[..., None], *arguments: Any) -> None:

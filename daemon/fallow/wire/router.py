@@ -20,13 +20,11 @@ from typing import Any
 import zmq
 
 from fallow.core.membership.messages import Unreadable
-from fallow.core.protocol.agents import FromAgent, Hello, Refused, ToAgent
+from fallow.core.protocol import FromAgent, Hello, Refused, ToAgent
 from fallow.model import Exit, FallowError
 from fallow.wire.codec import MAX_MESSAGE, Decoder, encode
-from fallow.wire.keys import KEY_LENGTH, new_keypair
-from fallow.wire.probe import Outcome, probe
+from fallow.wire.keys import DOMAIN, KEY_LENGTH, Authenticator, Outcome, new_keypair, probe
 from fallow.wire.sockets import AsyncSocket
-from fallow.wire.zap import DOMAIN, Authenticator
 
 log = logging.getLogger("fallow.wire")
 
@@ -108,15 +106,11 @@ class Router:
         self._zap.task.add_done_callback(self._zap_ended)
         try:
             socket = self._context.socket(zmq.ROUTER)
+            self._socket = AsyncSocket(socket)
             self._configure(socket)
             # Only where it is needed: with it, an IPv4 address would come out as ::ffff:a.b.c.d.
             socket.setsockopt(zmq.IPV6, int(host.startswith("[")))
-            try:
-                self.endpoint = _bind(socket, host, port, ports)
-            except FallowError:
-                socket.close()  # else the context waits for it without end
-                raise
-            self._socket = AsyncSocket(socket)
+            self.endpoint = _bind(socket, host, port, ports)
             await self.self_test()
         except BaseException:
             await self.close()

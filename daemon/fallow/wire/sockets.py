@@ -56,9 +56,10 @@ class AsyncSocket:
         """Wake the reader soon if a message is there, whoever consumed the edge."""
         if not self._touched:
             self._touched = True
-            self._loop.call_soon(self._look)
+            self._loop.call_soon(self.look)
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Have ZeroMQ take in what has happened, and wake the reader if a message is there."""
         self._touched = False
         if not self.socket.closed and int(self.socket.get(_EVENTS)) & _READABLE:
             self._ready.set()
@@ -66,7 +67,7 @@ class AsyncSocket:
     async def readable(self, timeout_s: float) -> None:
         """Wait until a message may be there, at most `timeout_s`."""
         self._ready.clear()
-        self._look()
+        self.look()
         if self._ready.is_set():
             return
         # Nobody but a reader that waits needs to know; and until it has read, the loop would be told again and again.
@@ -81,6 +82,10 @@ class AsyncSocket:
 
     def _signalled(self) -> None:
         self._loop.remove_reader(self._descriptor)
+        self.wake()
+
+    def wake(self) -> None:
+        """Wake the reader, whatever is there."""
         self._ready.set()
 
     def close(self) -> None:
@@ -88,4 +93,4 @@ class AsyncSocket:
         if not self.socket.closed:
             self._loop.remove_reader(self._descriptor)
             self.socket.close(linger=0)
-        self._ready.set()
+        self.wake()

@@ -32,34 +32,24 @@ def _behave() -> None:
         raise RPCError(1800, "Unable to contact slurm controller (connect failure)")
 
 
+class Row(SimpleNamespace):
+    """An object of pyslurm's; of what is not given it says nothing."""
+
+    def __getattr__(self, name: str) -> str:
+        return ""
+
+
 class Nodes:
     @staticmethod
     def load() -> dict:
         _behave()
-        node = SimpleNamespace(name="from-pyslurm", state="IDLE", partitions=["gpu"], architecture="x86_64", owner=None)
-        vars(node).update(
-            total_cpus=8,
-            effective_cpus=8,
-            allocated_cpus=0,
-            real_memory=1000,
-            allocated_memory=0,
-            memory_reserved_for_system=None,
-            last_busy_time=1795226000,
-        )
-        vars(node).update(configured_gres={"gpu:a100": 4}, allocated_tres={}, active_features=[])
-        return {"n": node}
+        return {"n": Row(name="from-pyslurm", state="IDLE", partitions=["gpu"], configured_gres={"gpu:a100": 4})}
 
 
 class Partitions:
     @staticmethod
     def load() -> dict:
-        partition = SimpleNamespace(name="gpu", nodes="from-pyslurm", state="UP", is_default=True)
-        lists = ("allowed_accounts", "denied_accounts", "allowed_qos", "denied_qos", "allowed_groups")
-        vars(partition).update({name: [] for name in lists})
-        vars(partition).update(max_time=None, priority_tier=1, preempt_mode=None, qos=None)
-        vars(partition).update(preemption_grace_time=0, oversubscribe="NO", is_user_exclusive=False, min_nodes=0)
-        vars(partition).update(max_nodes=None, is_root_only=False, requires_reservation=False)
-        return {partition.name: partition}
+        return {"gpu": Row(name="gpu", nodes="from-pyslurm", state="UP")}
 
 
 class Reservations:

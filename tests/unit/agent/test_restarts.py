@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fallow.agent.restart import under_torchrun
+from fallow.agent.launch import under_torchrun
 from fallow.core.training.restarts import ATTEMPTS, WELL_S, Attempts
 from fallow.model import Exit, FallowError
 from waiting import gone
@@ -57,7 +57,7 @@ def test_a_command_goes_under_torchrun_unless_it_does_so_already(
 ) -> None:
     script = tmp_path / "train.py"
     script.touch()
-    ours = [sys.executable, "-m", "fallow.worker.torchrun.restart"]
+    ours = [sys.executable, "-Pm", "fallow.worker.torchrun.restart"]
     assert under_torchrun([str(script), "--lr=1"]) == [*ours, sys.executable, str(script), "--lr=1"]
     assert under_torchrun(["sh", "-c", "x"]) == [*ours, "sh", "-c", "x"]
     for command, words in (

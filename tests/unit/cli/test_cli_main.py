@@ -121,14 +121,9 @@ def test_operator_commands_ask_the_head(monkeypatch: pytest.MonkeyPatch, fallow:
         assert asked.pop() == (method, {"run": "r", **params})
 
 
-def test_top_needs_textual(monkeypatch: pytest.MonkeyPatch, fallow: Fallow) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    done = fallow("top")
-    assert done.code == Exit.UNAVAILABLE
-    assert "pip install 'fallow[tui]'" in done.err
-
-
-def test_top_is_not_drawn_where_its_signs_cannot_be_seen(monkeypatch: pytest.MonkeyPatch, fallow: Fallow) -> None:
+def test_top_is_not_drawn_where_its_signs_cannot_be_seen_and_needs_textual(
+    monkeypatch: pytest.MonkeyPatch, fallow: Fallow
+) -> None:
     def stream(is_terminal: bool, encoding: str = "utf-8") -> Any:
         return SimpleNamespace(isatty=lambda: is_terminal, encoding=encoding)
 
@@ -137,6 +132,9 @@ def test_top_is_not_drawn_where_its_signs_cannot_be_seen(monkeypatch: pytest.Mon
         monkeypatch.setattr("fallow.cli.start.sys", SimpleNamespace(stdin=yes, stdout=yes, stderr=errors))
         done = fallow("top", "--demo")
         assert (done.code, said in done.err) == (Exit.USAGE, True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    done = fallow("top")
+    assert (done.code, "pip install 'fallow[tui]'" in done.err) == (Exit.UNAVAILABLE, True)
 
 
 def test_a_folder_beside_all_takes_nothing_down(monkeypatch: pytest.MonkeyPatch, fallow: Fallow) -> None:

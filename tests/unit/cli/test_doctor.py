@@ -58,8 +58,6 @@ class Slurm:
         high = PartitionInfo(partition="high", nodes=["n1"], priority_tier=2)
         return ClusterState(at=0.0, nodes=[], jobs=[], partitions=[low, high])
 
-    async def close(self) -> None: ...
-
 
 def test_slurm_is_judged_by_one_poll(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "COMMANDS", ())

@@ -145,19 +145,34 @@ def test_logs_of_a_run_that_failed_before_it_trained_are_what_was_written(
     assert fallow("logs", "r1").out == "Traceback\n"
 
 
-def test_logs_follow_until_the_run_has_ended(
+def test_output_is_shown_whole_though_signs_of_it_are_spelled_out_or_lie_across_two_reads(
+    folder: Path, fallow: Fallow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "_CHUNK", 1)
+    (folder / "n3.0.log").write_text("done\x07\ngröße\n")
+    assert fallow("logs", "r1").out == "done\\x07\ngröße\n"
+
+
+def test_logs_follow_until_the_run_has_ended_also_into_a_new_file(
     desk: Desk, folder: Path, fallow: Fallow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An agent begins a new one when a log is at its largest size."""
     log = folder / "n3.0.log"
     log.write_text("one\n")
     away = FallowError("the head is gone", Exit.UNAVAILABLE)
-    desk.statuses = [SNAPSHOT, SNAPSHOT, away, of(RunStatus.FINISHED)]
+    desk.statuses = [SNAPSHOT, SNAPSHOT, away, SNAPSHOT, SNAPSHOT, of(RunStatus.FINISHED)]
 
     def write_more(seconds: float) -> None:
-        log.write_text("one\ntwo\n")
+        if not log.exists():
+            log.write_text("four\n")
+        elif "two" not in log.read_text():
+            log.write_text("one\ntwo\n")
+        else:
+            log.write_text("one\ntwo\nthree\n")
+            log.rename(folder / "n3.0.log.1")
 
     monkeypatch.setattr(follow.time, "sleep", write_more)
-    assert fallow("logs", "r1", "--follow")[:2] == (0, "one\ntwo\n")
+    assert fallow("logs", "r1", "--follow")[:2] == (0, "one\ntwo\nthree\nfour\n")
 
 
 def node(name: str, owner: NodeOwner, unused: str = "", **more: Any) -> NodeView:

@@ -85,6 +85,17 @@ def test_a_run_that_did_not_go_well_fails_and_keeps_its_logs(
     assert str(folder) in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_the_end_of_a_traceback_is_shown_however_long_it_is(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = '  File "train.py", line 1, in forward\n' * 1000 + "ValueError: no\tshape\n"
+    monkeypatch.setattr(Trained, "report", views.report(status=RunStatus.FAILED, traceback=trace))
+    assert local(*words) == Exit.SOFTWARE
+    shown = capsys.readouterr()
+    assert "in forward\nValueError: no shape\n" in (shown.err if words else shown.out)
+
+
 def test_all_kinds_of_items_in_order_of_step() -> None:
     items = parse_schedule("store-kill@9,+2@1, -1@2,-m0@3,kill:1@4,stop:3@5,cont:3@6,+1@4,head-kill@8", 3)
     assert [(i.action, i.step, i.count, i.member) for i in items] == [

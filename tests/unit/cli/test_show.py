@@ -12,7 +12,7 @@ import views
 from command_line import Fallow
 from fallow.cli import follow, show
 from fallow.cli import usage as usage_command
-from fallow.cli.tables import show_table
+from fallow.cli.common import show_table
 from fallow.cli.usage import first_day
 from fallow.model import (
     PRUNED,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from command_line import Fallow
-from fallow.cli import service
+from fallow.cli import start
 from fallow.model import Exit
 
 FOLDER = Path(__file__).parents[3] / "contrib" / "systemd"
@@ -75,7 +75,7 @@ def test_the_unit_that_is_installed_starts_this_very_program(
     words: list[str], unit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fallow: Fallow
 ) -> None:
     system, config = tmp_path / "etc", tmp_path / "config"
-    monkeypatch.setattr(service, "_SYSTEM_UNITS", system)
+    monkeypatch.setattr(start, "_SYSTEM_UNITS", system)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(config))
     program = tmp_path / "bin" / "fallow"
     program.parent.mkdir()

@@ -14,7 +14,7 @@ from fallow.core.allocations import Allocation, begin_again
 from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Checkpoint, Fault, Gather, Gathered, Order, Problem
 from fallow.core.membership.records import HostBar
-from fallow.core.protocol.agents import Admitted, EndAgent, EndNoted, Introduce, News, Progress, Refused, Setup
+from fallow.core.protocol import Admitted, EndAgent, EndNoted, Introduce, News, Progress, Refused, Setup
 from fallow.head.peers.agents import agent_gone
 from fallow.head.state.book import Run
 from fallow.head.state.stored import StoredRun

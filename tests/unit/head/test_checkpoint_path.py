@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fallow.config import Checkpoint, Config
-from fallow.core.protocol.agents import Setup
+from fallow.core.protocol import Setup
 from fallow.head.loop.turn import Turn
 from fallow.head.peers import checkpoints
 from fallow.head.state.book import Book

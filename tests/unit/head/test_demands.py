@@ -5,10 +5,10 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from builders import NOW, allocation, cluster, node, partition, request
-from fallow.core.kinds import Kind
+from fallow.core.kinds import Kind, within
 from fallow.core.planning.asking import Ask
-from fallow.core.planning.rules import Demand, HarvestRules, Known
-from fallow.core.submission.reserved import within
+from fallow.core.planning.known import Known
+from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.head.slurm.demands import estimate, kind_of
 from fallow.model import ClusterState, ReservationInfo, RunSpec
 from planning import actions, planned

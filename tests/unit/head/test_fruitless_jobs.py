@@ -14,7 +14,7 @@ from fallow.core.accounting.duds import ROUNDS, Duds, came, ended
 from fallow.core.accounting.spans import Span
 from fallow.core.allocations import Agent, Allocation
 from fallow.core.membership.failures import BAR_S
-from fallow.core.protocol.agents import Beat, Hello
+from fallow.core.protocol import Beat, Hello
 from fallow.head.api.operations import Operations
 from fallow.head.api.views import run_view
 from fallow.head.loop.turn import agent_peer

@@ -19,8 +19,7 @@ from fallow.core.accounting.fairshare import HALF_LIFE_S
 from fallow.core.accounting.spans import Span
 from fallow.core.allocations import Agent, Allocation
 from fallow.core.planning.gain import Gain, Seen
-from fallow.core.submission.deadline import deadline_at
-from fallow.core.submission.script import parse_script
+from fallow.core.submission.script import deadline_at, parse_script
 from fallow.core.tokens import names_harvest
 from fallow.head.api.views import run_view
 from fallow.head.loop.monitoring import Metrics
@@ -413,7 +412,7 @@ def test_deadlines_are_days_times_and_weekdays_and_weights_positive_numbers() ->
         with pytest.raises(FallowError):
             deadline_at(wrong, now)
     script = "#!/bin/sh\n#FALLOW {}\nfallow run -- true\n"
-    settings = {"weight": "2.5", "deadline": "friday-18:00"}
+    settings = {"weight": 2.5, "deadline": "friday-18:00"}
     assert parse_script(script.format("weight=2.5 deadline=friday-18:00"), "s.sh").settings == settings
     for wrong in ("weight=0", "weight=inf", "weight=x", "deadline=never"):
         with pytest.raises(FallowError, match=wrong.partition("=")[0]):

@@ -18,8 +18,7 @@ from fallow.config import Config
 from fallow.config import Harvest as HarvestSection
 from fallow.core.accounting.backoff import FIRST_S, Asker, Backoff
 from fallow.core.allocations import SUBMIT_S, Allocation
-from fallow.core.planning.allowance import AHEAD
-from fallow.core.planning.rules import HarvestRules
+from fallow.core.planning.rules import AHEAD, HarvestRules
 from fallow.head.api.views import node_views
 from fallow.head.loop.inbox import Inbox, Item, Work, tell
 from fallow.head.loop.turn import Turn
@@ -254,6 +253,13 @@ class Loop:
 
 def asked_for(turn: Turn) -> list[str]:
     return [token for _, token in turn.submissions]
+
+
+def test_a_base_job_that_is_submitted_again_does_not_wait_as_the_first_one_was_told_to(site: Site) -> None:
+    run = site.run()
+    run.spec = msgspec.structs.replace(run.spec, script="#!/bin/sh\n#SBATCH --hold --begin=22:00\nfallow run -- x\n")
+    base = site.book.new_allocation(run, AllocationKind.BASE, site.slurm.now, renewed=True)
+    assert site.harvest.request(site.book.paths, run, base).script == "#!/bin/sh\n#\nfallow run -- x\n"
 
 
 async def test_a_job_that_was_given_the_number_of_ours_is_not_cancelled(site: Site) -> None:

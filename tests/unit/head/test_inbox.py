@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.core.membership.messages import Report
-from fallow.core.protocol.agents import Beat, FromAgent, Left
+from fallow.core.protocol import Beat, FromAgent, Left
 from fallow.head.app import HEARD_AT_ONCE, Head
 from fallow.head.loop.inbox import Heard, Inbox, Tick
 

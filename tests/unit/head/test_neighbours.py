@@ -16,9 +16,9 @@ from fallow.core import records
 from fallow.core.accounting.backoff import Backoff
 from fallow.core.allocations import CANCEL_AGAIN_S, Agent, Allocation
 from fallow.core.membership import events as ev
-from fallow.core.neighbour.delays import Delays
-from fallow.core.neighbour.site import UNKNOWN, site_rules
-from fallow.core.protocol.agents import EndAgent
+from fallow.core.neighbour.waiting import UNKNOWN, site_rules
+from fallow.core.neighbour.watch import Delays
+from fallow.core.protocol import EndAgent
 from fallow.files import write_private
 from fallow.head import deadlines
 from fallow.head.loop.turn import Turn

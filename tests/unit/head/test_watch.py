@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from builders import NOW, cluster, node, runs, waits
 from builders import site as config
 from fallow.config import Config, Harvest
-from fallow.core.neighbour.site import LOOKS_AGAIN_S
+from fallow.core.neighbour.waiting import LOOKS_AGAIN_S
 from fallow.core.neighbour.watch import AGAIN, CYCLES
 from fallow.core.tokens import new_token
 from fallow.files import Paths

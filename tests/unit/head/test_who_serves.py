@@ -19,9 +19,10 @@ import pytest
 from fallow.agent.stand_in import RETRY_S, TURN_S, StandIn, head_environment
 from fallow.config import Config, HeadSection, Membership
 from fallow.files import Paths, private_dir, write_struct
-from fallow.head.main import FILES, allow_connections, former_config, main, serving_alone
+from fallow.head.main import former_config, main, serving_alone
 from fallow.head.state.lease import BEAT_S, VALID_S, WATCH_S, Lease, own_files
 from fallow.model import Exit, FallowError, HeadFile
+from fallow.wire.address import FILES, allow_connections
 
 
 class World:

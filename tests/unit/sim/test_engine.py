@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from math import inf
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from fallow.sim.traces import open_trace
 from fallow.sim.traces.sites import harvested
 from fallow.sim.types import Ended, Notice, Profile, Scheduler, SimJob, Site, Started
 from fallow.slurm.client import SubmitRejected
-from sim_cases import MIN, hole_sim, holes, job, of, site, starts, tiers, wanted
+from sim_cases import MIN, Turns, changes_of, hole_sim, holes, job, of, site, starts, tiers, wanted
 
 
 def sim_of(where: Site, *jobs: SimJob) -> SlurmSim:
@@ -179,15 +178,9 @@ def test_where_ends_are_planned_nothing_starts_that_would_not_be_over_by_then(mi
     known=st.booleans(),
 )
 def test_what_is_idle_is_what_the_trace_says_and_nobody_shares_a_node(
-    turns: list[tuple[int, int]], profile: Profile, known: bool
+    turns: Turns, profile: Profile, known: bool
 ) -> None:
-    """Args: turns: (seconds since the one before, nodes that are idle from then on, as bits)."""
-    at, before, changes = 0.0, 0, []
-    for seconds, mask in turns:
-        at += seconds
-        joined = tuple(n for n in range(4) if mask & ~before & 1 << n)
-        changes.append((at, joined, tuple(n for n in range(4) if before & ~mask & 1 << n)))
-        before = mask
+    changes = changes_of(turns)
     engine = hole_sim(holes(*changes, profile=profile), "known" if known else "hidden")
     for _ in range(6):
         ask(engine, 2)
@@ -200,19 +193,9 @@ def test_what_is_idle_is_what_the_trace_says_and_nobody_shares_a_node(
                 on[node] = each.job_id
             elif isinstance(each, Ended):
                 on = {node: job_id for node, job_id in on.items() if job_id != each.job_id}
-        mask = next((mask for when, mask in _moments(turns) if when <= engine.now), 0)
-        assert engine.idle_nodes() == mask.bit_count()
-    assert engine.next_at() == inf or engine.next_at() >= 6000.0
+        past = [len(joined) - len(taken) for at, joined, taken in changes if at <= engine.now]
+        assert engine.idle_nodes() == sum(past)
     assert not on
-
-
-def _moments(turns: list[tuple[int, int]]) -> list[tuple[float, int]]:
-    """(Unix time, idle nodes from then on), the last first."""
-    at, found = 0.0, []
-    for seconds, mask in turns:
-        at += seconds
-        found.append((at, mask))
-    return found[::-1]
 
 
 # -- under random loads nothing is lost, nothing is given twice -------------------------------------------------------

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from fallow.config import Slurm
 from fallow.core.neighbour.watch import WATCHFUL_S
-from fallow.sim.costs import IN_PLACE
 from fallow.sim.head import VirtualHead
-from fallow.sim.play import play
+from fallow.sim.published import IN_PLACE
+from fallow.sim.simulate import play
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.slurm.engine import SimClient
 from fallow.sim.types import Options, RunPlan, SimJob, Site

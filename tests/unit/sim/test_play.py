@@ -1,4 +1,4 @@
-"""Policies on holes that can be added up by hand, and what holds for all."""
+"""Policies on holes that can be added up by hand, what holds for all, and the loop in which they are played."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from fallow.config import Slurm
 from fallow.model import Score
-from fallow.sim.costs import IN_PLACE
-from fallow.sim.play import Head, play
-from fallow.sim.simulate import POLICIES
-from fallow.sim.types import Change, Costs, Happening, Options, Recording, RunPlan, Started
-from sim_cases import FREE, costing, hole_sim, holes, linear, runs_of, wanted
+from fallow.sim.clock import VirtualLoop
+from fallow.sim.published import IN_PLACE
+from fallow.sim.simulate import POLICIES, play
+from fallow.sim.types import Costs, Happening, Options, Profile, Recording, RunPlan, Started
+from fallow.sim.work import Head
+from sim_cases import FREE, Turns, changes_of, costing, hole_sim, holes, linear, runs_of, wanted
 
 QUICK = {"bf_interval_s": 1.0}
 DAY_S = 86400.0
@@ -80,26 +81,38 @@ def test_what_happens_at_once_is_heard_in_its_order() -> None:
     assert [each.job_id for each in head.heard if isinstance(each, Started)] == head.asked
 
 
-@st.composite
-def listed(draw: st.DrawFn) -> Recording:
-    at, before, changes = 0.0, 0, list[Change]()
-    for seconds, mask in draw(st.lists(st.tuples(st.integers(1, 900), st.integers(0, 7)), max_size=8)):
-        at += seconds
-        joined = tuple(n for n in range(3) if mask & ~before & 1 << n)
-        changes.append((at, joined, tuple(n for n in range(3) if before & ~mask & 1 << n)))
-        before = mask
-    return holes(*changes, nodes=3, profile=draw(st.sampled_from(["preempt", "nograce", "plain"])), **QUICK)
-
-
 @settings(max_examples=25, deadline=None)
 @given(
-    source=listed(),
+    turns=st.lists(st.tuples(st.integers(1, 900), st.integers(0, 7)), max_size=8),
+    profile=st.sampled_from(["preempt", "nograce", "plain"]),
     policy=st.sampled_from(["ours", "greedy", "ideal"]),
     runs=st.integers(1, 3),
     costs=st.sampled_from([FREE, IN_PLACE, costing(18, 12, 10), costing(250, 250, 60)]),
 )
-def test_no_policy_is_better_than_ideal(source: Recording, policy: str, runs: int, costs: Costs) -> None:
+def test_no_policy_is_better_than_ideal(turns: Turns, profile: Profile, policy: str, runs: int, costs: Costs) -> None:
+    source = holes(*changes_of(turns), nodes=3, profile=profile, **QUICK)
     score = played(policy, source, runs_of(runs, 1, 1.7, 2.3), costs, until=4000.0)
     assert 0 <= score.ideal_ratio <= 1 + 1e-9
     assert 0 <= score.utility <= 1 + 1e-9
     assert score.harvested_node_s <= score.idle_node_s + 1e-6
+
+
+@pytest.mark.parametrize("in_a_task", [False, True])
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_an_error_and_ctrl_c_end_the_play(error: type[BaseException], in_a_task: bool) -> None:
+    now = 1_588_291_200.3  # of Unix times that large asyncio's own tolerance is lost by rounding
+    loop = VirtualLoop(now)
+
+    def fail() -> None:
+        raise error
+
+    async def failing() -> None:
+        fail()
+
+    if in_a_task:
+        loop.keep(failing)
+    else:
+        loop.post(now, fail)
+    with pytest.raises(error):
+        loop.play(now)
+    loop.close()

@@ -1,4 +1,4 @@
-"""The simulation against published figures: a greedy policy whose changes restart the run, on holes as on Summit.
+"""Holes as on Summit: against what is published of the source, and of a greedy policy whose changes restart the run.
 
 Known: scores of BFTrainer's own simulator (arXiv 2106.12091, GitHub BFTrainer/Replayer) on the recorded holes, which
 starts what is asked for at once; here a backfill cycle comes each second, and a poll every five.
@@ -10,14 +10,17 @@ import pytest
 
 from fallow.config import Slurm
 from fallow.model import Score
-from fallow.sim.costs import restart
-from fallow.sim.curves import DEFAULT, plans
 from fallow.sim.greedy import Greedy
-from fallow.sim.play import play
+from fallow.sim.published import DEFAULT, plans, restart
+from fallow.sim.simulate import play
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.traces import open_trace
 from fallow.sim.traces.recorded import Window
+from fallow.sim.traces.shipped import SUMMIT_NODES
 from fallow.sim.types import Options, Scheduler
+
+DAYS = 5.0
+DAY_S = 86400.0
 
 KNOWN = {"250-250": 0.423, "60-60": 0.734, "18-12": 0.907, "5-3": 0.973, "2-1": 0.989}
 """Costs of a restart -> score."""
@@ -46,3 +49,31 @@ def test_the_dearer_a_restart_the_less_is_left() -> None:
 def test_known_scores(words: str) -> None:
     """With the dearest restarts it matters most that nodes of one batch start in several cycles here."""
     assert score(words, 3).ideal_ratio == pytest.approx(KNOWN[words], abs=0.06 if words == "250-250" else 0.03)
+
+
+def test_five_days_are_as_the_source_and_nodes_come_and_go_in_turn() -> None:
+    holes = open_trace("summit", Window(days=DAYS))
+    assert holes.changes is not None
+    events, since, lengths, node_s, last = [], dict[int, float](), list[float](), 0.0, holes.begin
+    for at, joined, left in holes.changes:
+        assert (holes.begin <= last < at < holes.end or not events) and (at - holes.begin) % 10 == 0
+        node_s += len(since) * (at - last)
+        lengths += [at - begun for begun in map(since.pop, left) if begun > holes.begin]
+        assert since.keys().isdisjoint(joined) and set(joined) <= set(range(SUMMIT_NODES))
+        since.update(dict.fromkeys(joined, at))
+        events.append((bool(joined), bool(left)))
+        last = at
+    node_s += len(since) * (holes.end - last)
+    lengths.sort()
+
+    quantiles = {0.1: 91, 0.25: 162, 0.5: 475, 0.75: 1397, 0.9: 3269, 0.95: 4723}
+    assert {part: lengths[int(part * len(lengths))] for part in quantiles} == pytest.approx(quantiles, rel=0.15)
+    usable = {10: 0.992, 30: 0.975, 60: 0.950, 120: 0.903, 300: 0.798, 600: 0.669}
+    found = {cost: sum(max(0.0, length - cost) for length in lengths) / sum(lengths) for cost in usable}
+    assert found == pytest.approx(usable, abs=0.015)
+    assert node_s / (DAYS * DAY_S) == pytest.approx(391, rel=0.15)
+    assert len(lengths) / DAYS == pytest.approx(28367, rel=0.1)
+    assert len(events) / DAYS == pytest.approx(23883 / 14.9, rel=0.1)
+    joins, leaves = map(sum, zip(*events, strict=True))
+    assert joins / DAYS == pytest.approx(14691 / 14.9, rel=0.1)
+    assert leaves / DAYS == pytest.approx(11015 / 14.9, rel=0.15)

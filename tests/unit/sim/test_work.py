@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.model import FallowError
-from fallow.sim.curves import curve_of, plans, speeds
+from fallow.sim.clock import Agenda
 from fallow.sim.meter import Tally, best_shares
-from fallow.sim.slurm.agenda import Agenda
+from fallow.sim.published import curve_of, plans, speeds
 from fallow.sim.types import Active, Costs, Kind, Options, RunPlan
 from fallow.sim.work import Work
 from sim_cases import FREE, costing, linear, of, runs_of

@@ -45,18 +45,14 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-async def test_a_script_that_was_cleaned_away_meanwhile_does_not_undo_the_submission(scripts: Path) -> None:
-    assert await CliClient().submit(REQUEST) == "7"
-    assert os.listdir(scripts) == []
-
-
 async def test_only_we_can_read_the_script_and_sbatch_is_called_in_the_jobs_folder(
     scripts: Path, tmp_path: Path
 ) -> None:
     kept, cwd = tmp_path / "kept", tmp_path / '-a "$(id)"'
     cwd.mkdir()
     request = JobRequest(token="t", options=[], script=REQUEST.script, environment={"KEEP": str(kept)}, cwd=str(cwd))
-    await CliClient().submit(request)
+    assert await CliClient().submit(request) == "7"
+    assert os.listdir(scripts) == [], "that it was cleaned away meanwhile does not undo the submission"
     assert (kept.read_text(), (tmp_path / "kept.cwd").read_text()) == (REQUEST.script, f"{cwd}\n")
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
 

@@ -51,29 +51,22 @@ def test_priorities() -> None:
     ]
 
 
-def _ask(answers: dict[str, str | FallowError]) -> OwnerView:
+def ask(answers: dict[str, str | FallowError]) -> tuple[OwnerView, list[str]]:
+    """What is found with these answers to commands that hold a word, and the words by which `assoc_mgr` was asked."""
+    asked: list[str] = []
+
     async def query(argv: list[str]) -> str:
+        asked.append(argv[3])
         found = next(answer for words, answer in answers.items() if words in " ".join(argv))
         if isinstance(found, FallowError):
             raise found
         return found
 
-    return asyncio.run(owner(query, "ann", NOW))
-
-
-def test_what_binds_others_of_the_account_is_none_of_our_business() -> None:
-    user, account = ((SAMPLES / f"assoc_mgr_{of}.txt").read_text() for of in ("user", "account"))
-    view = _ask({"users=ann": user, "accounts=lab": account, "accounts=root": "", "sprio": ""})
-    assert [limit for limit in view.limits if limit.of == "account lab"] == [
-        LimitView(of="account lab", name="GrpJobs", limit=40, used=11),
-        LimitView(of="account lab", name="GrpTRES gres/gpu", limit=64, used=24),
-    ]
-    assert not [limit for limit in view.limits if "bob" in limit.of]
-    assert view.shares == [ShareView(account="lab", partition="", shares=0.25, usage=0.4, factor=0.33)]
+    return asyncio.run(owner(query, "ann", NOW)), asked[:-1]
 
 
 def test_a_cluster_without_slurmdbd_is_told_in_words() -> None:
-    view = _ask(
+    view, _ = ask(
         {
             "assoc_mgr": (SAMPLES / "assoc_mgr_none.txt").read_text(),
             "sprio": FallowError("sprio: You are not running a supported priority plugin", Exit.UNAVAILABLE),
@@ -86,24 +79,23 @@ def test_a_cluster_without_slurmdbd_is_told_in_words() -> None:
     ]
 
 
-def test_limits_of_the_accounts_above_are_asked_for_once_a_level() -> None:
-    whole, asked = (SAMPLES / "assoc_mgr_account.txt").read_text(), list[str]()
-
-    def level(account: str, parent: str) -> str:
-        return whole.replace("Account=lab UserName= ", f"Account={account} UserName= ").replace(
+def test_limits_of_the_accounts_above_are_asked_for_once_a_level_and_what_binds_others_is_none_of_our_business() -> (
+    None
+):
+    user, whole = ((SAMPLES / f"assoc_mgr_{of}.txt").read_text() for of in ("user", "account"))
+    above = {"lab": "physics(5)", "physics": "root(1)", "root": ""}
+    levels = {
+        f"accounts={account}": whole.replace("Account=lab UserName= ", f"Account={account} UserName= ").replace(
             "ParentAccount=root(1)", f"ParentAccount={parent}"
         )
-
-    answers = {"lab": level("lab", "physics(5)"), "physics": level("physics", "root(1)"), "root": level("root", "")}
-
-    async def query(argv: list[str]) -> str:
-        if argv[0] == "sprio":
-            return ""
-        asked.append(argv[3])
-        key, _, account = argv[3].partition("=")
-        return answers[account] if key == "accounts" else (SAMPLES / "assoc_mgr_user.txt").read_text()
-
-    limits = asyncio.run(owner(query, "ann", NOW)).limits
-    assert asked == ["users=ann", "accounts=lab", "accounts=physics", "accounts=root"]
-    jobs = [limit.of for limit in limits if limit.name == "GrpJobs" and limit.of.startswith("account")]
-    assert jobs == ["account lab", "account physics", "account root"], "all of them bind"
+        for account, parent in above.items()
+    }
+    view, asked = ask({"users=ann": user, "sprio": "", **levels})
+    assert asked == ["users=ann", *levels]
+    assert [limit for limit in view.limits if limit.of.startswith("account ")] == [
+        LimitView(of=f"account {account}", name=name, limit=limit, used=used)
+        for account in above
+        for name, limit, used in (("GrpJobs", 40.0, 11.0), ("GrpTRES gres/gpu", 64.0, 24.0))
+    ]
+    assert not [limit for limit in view.limits if "bob" in limit.of]
+    assert view.shares == [ShareView(account="lab", partition="", shares=0.25, usage=0.4, factor=0.33)]

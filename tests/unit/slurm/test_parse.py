@@ -14,20 +14,17 @@ from fallow.slurm import parse
 
 DATA = Path(__file__).parents[2] / "data" / "slurm" / "26.05"
 
-# The order of fields in the sample, which was written with plain separators.
-SQUEUE = parse.JobFormat(
-    fields=(
-        *("JobID", "HetJobOffset", "HetJobID", "State", "Reason", "StartTime", "EndTime", "PreemptTime"),
-        *("SchedNodes", "NodeList", "TimeLimit", "Comment"),
-    ),
-    separator="|",
-    end="\n",
+# The order of fields in the sample.
+SQUEUE = (
+    *("JobID", "HetJobOffset", "HetJobID", "State", "Reason", "StartTime", "EndTime", "PreemptTime"),
+    *("SchedNodes", "NodeList", "TimeLimit", "Comment"),
 )
 
 
 def test_26_05_shows_jobs_and_nodes_like_the_others() -> None:
     """Those have answered the client's own queries, see `core/neighbour/test_recorded.py`."""
-    jobs = parse.jobs((DATA / "squeue_O.2grace.txt").read_text(), SQUEUE)
+    rows = (DATA / "squeue_O.2grace.txt").read_text().splitlines()
+    jobs = [parse.job(dict(zip(SQUEUE, row.split("|"), strict=True))) for row in rows]
     warned = [job for job in jobs if job.state == "RUNNING"]
     assert [(job.nodes, job.preempt_at, job.end_at) for job in warned] == [
         (["n2"], 1795226998.0, 1795227008.0),
@@ -115,7 +112,11 @@ def test_node_states(text: str, base: str, flags: list[str]) -> None:
             "N/A Unknown None 0 ²",
         ),
         (parse.other_gres, {"gpu:2(S:0,1),nvme:fast:7(S:0),shard:8": ["nvme", "shard"], "gres/nvme:1": ["nvme"]}, ""),
-        (parse.gpus, {"gpu:a100:2(IDX:0,2),gpu:v100:1,nvme:7": 3, "gpu": 1, "(null)": 0, "gpu:0": 0}, ""),
+        (
+            parse.gpu_types,
+            {"gpu:a100:2(IDX:0,2),gpu:v100:1,nvme:7": {"a100": 2, "v100": 1}, "gpu": {"": 1}, "(null)": {}},
+            "",
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -166,12 +167,12 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=4
 
 @given(names=st.lists(st.tuples(TEXT, TEXT), max_size=5))
 def test_no_name_or_comment_breaks_a_row(names: list[tuple[str, str]]) -> None:
-    layout = parse.JobFormat.fresh("5ca1ab1e")
     text = ""
     for index, (name, comment) in enumerate(names):
-        values = dict.fromkeys(layout.fields, "") | {"JobID": str(index), "Name": name, "Comment": comment}
-        text += layout.separator.join(values[field] for field in layout.fields) + layout.end + "\n"
-    assert [(job.job_id, job.name) for job in parse.jobs(text, layout)] == [
+        values = {"JobID": str(index), "Name": name, "Comment": comment}
+        row = [values.get(field, "") for field in parse.JOB_FIELDS]
+        text += "|5ca1ab1e|".join(row) + "|5ca1ab1e.\n"
+    assert [(job.job_id, job.name) for job in parse.jobs(text, "5ca1ab1e")] == [
         (str(index), name) for index, (name, _) in enumerate(names)
     ]
 
@@ -184,6 +185,8 @@ def test_configuration() -> None:
     )
     assert (as_of, config.message_timeout_s, config.backfill_interval_s) == (1795229432.0, 20.0, 30.0)
     assert (config.private_data, config.preempt_type) == (["jobs", "usage"], "")
+    for text in ("SchedulerType = sched/builtin\n", "SchedulerParameters = bf_max_time=9,bf_interval=-1\n"):
+        assert parse.config(text)[0].backfill_interval_s < 0
 
 
 FAILED = "sbatch: error: Batch job submission failed: "

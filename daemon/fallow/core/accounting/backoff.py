@@ -157,8 +157,7 @@ class Backoff(msgspec.Struct):
 
     def put_off_until(self, what: str) -> float:
         """Unix time before which nothing is asked for; 0: now."""
-        strikes = self.alone.get(_of_run(what))
-        return strikes.until if strikes else 0.0
+        return self.alone.get(_of_run(what), Strikes()).until
 
     def too_long(self, partition: str, minutes: int, now: float, asker: Asker = ANYBODY) -> None:
         """Requests of so many minutes do not start there now, in this name."""
@@ -172,9 +171,7 @@ class Backoff(msgspec.Struct):
         To ask for all that is idle then would have all but a few wait, again after every job that ends.
         """
         self.alone.pop(_key(Scope.PARTITION, asker, partition), None)
-        strikes = self.alone.get(_key(Scope.OWNER, asker, ""))
-        if strikes is None:
-            return
+        strikes = self._of(asker)
         if strikes.freed:
             strikes.freed -= 1
         else:
@@ -183,15 +180,15 @@ class Backoff(msgspec.Struct):
 
     def eased(self, asker: Asker, now: float, jobs: int = 1) -> None:
         """So many of our jobs have ended: a limit of this account or QOS may have room for as many again."""
-        if strikes := self.alone.get(_key(Scope.OWNER, asker, "")):
-            strikes.freed += jobs
-            strikes.freed_now = now, jobs
+        strikes = self._of(asker)
+        strikes.freed += jobs
+        strikes.freed_now = now, jobs
 
     def room(self, asker: Asker, now: float) -> int | None:
         """As many requests may wait in this name; None: no limit of its account or QOS is known."""
-        strikes = self.alone.get(_key(Scope.OWNER, asker, ""))
-        if strikes is None:
+        if _key(Scope.OWNER, asker, "") not in self.alone:
             return None
+        strikes = self._of(asker)
         return strikes.freed if now < strikes.until else max(strikes.freed, strikes.tries)
 
     def forget(self, asker: Asker) -> None:
@@ -213,13 +210,15 @@ class Backoff(msgspec.Struct):
 
     def until(self, asker: Asker, partition: str) -> float:
         """Unix time before which nothing is asked for there; 0: now."""
-        here = self.alone.get(_key(Scope.PARTITION, asker, partition))
-        return max(self.owner_until(asker), here.until if here else 0.0)
+        return max(self.owner_until(asker), self.alone.get(_key(Scope.PARTITION, asker, partition), Strikes()).until)
 
     def owner_until(self, asker: Asker) -> float:
         """Unix time before which nothing is asked for in this name anywhere; 0: now."""
-        strikes = self.alone.get(_key(Scope.OWNER, asker, ""))
-        return strikes.until if strikes and not strikes.freed else 0.0
+        strikes = self._of(asker)
+        return 0.0 if strikes.freed else strikes.until
+
+    def _of(self, asker: Asker) -> Strikes:
+        return self.alone.get(_key(Scope.OWNER, asker, ""), Strikes())
 
     def words(self, asker: Asker, partition: str, now: float) -> str:
         """What is left alone there, and for how long; empty: nothing."""

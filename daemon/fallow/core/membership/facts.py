@@ -5,13 +5,13 @@ They only note facts. Which generation follows from a fact is for the rules of `
 
 from __future__ import annotations
 
-from fallow.core.membership import checkpoints, losses
 from fallow.core.membership import events as ev
+from fallow.core.membership import losses
 from fallow.core.membership.messages import Checkpoint, Report
 from fallow.core.membership.moves import burn
-from fallow.core.membership.records import FailureKind, Node
-from fallow.core.membership.state import State
-from fallow.model import ChangeKind, Exit, MemberPhase, RunStatus
+from fallow.core.membership.records import FailureKind, Node, Saved
+from fallow.core.membership.state import Broken, State
+from fallow.model import Exit, MemberPhase, RunStatus
 
 
 def recover(m: State, report: Report, host: str) -> None:
@@ -25,8 +25,8 @@ def recover(m: State, report: Report, host: str) -> None:
         number = voting.change.generation
         is_asked = known is not None and known.host == host and known.id in voting.participants
         # One who is not asked was told of that number by another head, and nobody computes in it yet.
-        was_used = newest > number or report.generation == number or (report.highest == number and not is_asked)
-        voting.spoiled = "the store has lost what was written last" if was_used else voting.spoiled
+        if newest > number or report.generation == number or (report.highest == number and not is_asked):
+            m.spoil("the store has lost what was written last")
     if report.generation > max(root.generation, m.trouble.broken):
         m.trouble.broken = root.recovered = report.generation
         m.roster.mark("root")
@@ -44,15 +44,14 @@ def resend(m: State, node: Node, report: Report) -> None:
 
 def take_back(m: State, node: Node, report: Report) -> None:
     """The node was only not heard. If nothing was committed without it, it is a member as before."""
-    r, voting, text = m.roster, m.voting, f"{m.roster.name(node.id)} is heard again"
+    r, text = m.roster, f"{m.roster.name(node.id)} is heard again"
     r.touch(node).ended = ""
     if node.seat:
         node.phase = MemberPhase.LEAVING if node.leaving else MemberPhase.MEMBER
         m.trouble.lost.pop(node.id, None)
         if r.root.status is RunStatus.SUSPENDED:
             r.root.status = RunStatus.TRAINING
-        if voting is not None:
-            voting.spoiled = text
+        m.spoil(text)
     elif node.leaving:
         losses.dismiss(m, node, Exit.OK, node.leaving)
     else:
@@ -64,7 +63,7 @@ def take_back(m: State, node: Node, report: Report) -> None:
 def note_progress(m: State, node: Node, report: Report) -> None:
     """A step, and news about single nodes that people want to see."""
     r, name = m.roster, m.roster.name(node.id)
-    if not r.root.rollback_below:
+    if r.is_inside(node) and not r.root.rollback_below:
         node.step = max(node.step, report.step)
     if report.healed > node.healed:
         r.touch(node).healed = report.healed
@@ -85,7 +84,8 @@ def note_progress(m: State, node: Node, report: Report) -> None:
 
 def note_saved(m: State, node: Node, report: Report) -> None:
     r, new = m.roster, report.saved
-    assert new is not None
+    if new is None or new.path == node.noted:
+        return
     r.touch(node).noted = new.path
     m.tell([node.id])
     keep_checkpoint(m, new)
@@ -93,12 +93,16 @@ def note_saved(m: State, node: Node, report: Report) -> None:
 
 def keep_checkpoint(m: State, new: Checkpoint) -> None:
     """A checkpoint is complete on disk; older ones may not be needed any more."""
-    r = m.roster
-    saved = checkpoints.add(r, new)
-    if saved is None:
+    r, known = m.roster, m.roster.checkpoints
+    if any(saved.checkpoint.path == new.path for saved in known.saved):
         return
-    if m.voting is not None and m.voting.change.kind is ChangeKind.START and saved.usable:
-        m.voting.spoiled = f"the checkpoint of step {new.step} has turned up"
+    saved = Saved(checkpoint=new, aside=_is_superseded(m, new))
+    known.saved.append(saved)
+    r.root.unsaved_reason = ""
+    r.mark("checkpoints")
+    voters = m.voting.members if m.voting is not None else []
+    if saved.usable and voters and not any(map(m.has_state, voters)):
+        m.spoil(f"the checkpoint of step {new.step} has turned up")
     text = f"checkpoint of step {new.step}" + (": set aside, the run went on from an earlier step" * saved.aside)
     m.outbox.log(
         "checkpoint",
@@ -110,12 +114,24 @@ def keep_checkpoint(m: State, new: Checkpoint) -> None:
         took_s=new.took_s,
     )
     if any(map(m.has_state, r.present())):  # else one of the checkpoints may be being loaded
-        m.outbox.instructions += [ev.RemoveCheckpoint(path) for path in checkpoints.take_spare(r, m.keep)]
+        m.outbox.instructions += [ev.RemoveCheckpoint(path) for path in known.take_spare(m.keep)]
+
+
+def _is_superseded(m: State, new: Checkpoint) -> bool:
+    """The run has gone on from before this checkpoint since the generation that wrote it."""
+    r, change = m.roster, m.roster.root.change
+    begun = r.history.first_steps + [(back.generation, back.to_step) for back in r.history.rollbacks]
+    if change is not None and r.members and not any(map(m.has_state, r.members)):
+        begun.append((change.generation, 0))  # its members begin with an earlier checkpoint
+    elif change is not None and change.first_step is not None:
+        begun.append((change.generation, change.first_step))
+    return any(generation > new.generation and first < new.step for generation, first in begun)
 
 
 def note_unsaved(m: State, node: Node, report: Report) -> None:
     r, problem = m.roster, report.unsaved
-    assert problem is not None
+    if problem is None or (problem.generation, problem.step) <= r.root.unsaved:
+        return
     r.root.unsaved, r.root.unsaved_reason = (problem.generation, problem.step), problem.reason
     r.mark("root")
     m.tell(r.present())
@@ -125,9 +141,12 @@ def note_unsaved(m: State, node: Node, report: Report) -> None:
 def note_damaged(m: State, node: Node, report: Report) -> None:
     r, problem = m.roster, report.damaged
     assert problem is not None
-    if not checkpoints.note_damage(r, problem.path, problem.reason):
+    damaged = [one for one in r.checkpoints.saved if one.checkpoint.path == problem.path and not one.problem]
+    if not damaged:
         return
-    left = checkpoints.usable(r)
+    damaged[0].problem = problem.reason
+    r.mark("checkpoints")
+    left = r.checkpoints.usable()
     then = f"that of step {left[0].step} is used" if left else "no older one is left"
     m.outbox.log("damaged", f"{problem.reason}; {then}", path=problem.path, node=node.id)
     if not left and not any(map(m.has_state, r.present())):
@@ -139,8 +158,7 @@ def note_damaged(m: State, node: Node, report: Report) -> None:
 def note_ready(m: State, node: Node, report: Report) -> None:
     r, contract = m.roster, report.ready
     assert contract is not None
-    if r.root.contract is None:
-        r.root.contract = contract
+    r.root.contract = r.root.contract or contract
     problem = r.root.contract.difference(contract)
     if problem:
         message = f"{r.name(node.id)} was refused: {problem}"
@@ -148,7 +166,8 @@ def note_ready(m: State, node: Node, report: Report) -> None:
         losses.dismiss(m, node, Exit.DATA, message)
         losses.count_start_failure(m, message)
         return
-    r.touch(node).phase, node.accepted, r.root.start_failures = MemberPhase.READY, True, 0
+    r.touch(node).phase, node.accepted = MemberPhase.READY, True
+    r.root.start_failures, r.root.message, r.root.traceback = 0, "", ""
     m.tell([node.id])
 
 
@@ -172,16 +191,17 @@ def note_fault(m: State, node: Node, report: Report) -> None:
 
 def note_deserted(m: State, node: Node, report: Report) -> None:
     """Its exit code tells whether it is to blame: nothing is rebuilt until its processes have ended, or its lease."""
-    m.roster.touch(node).deserted, node.step = True, max(node.step, report.step)
-    m.deserted.add(node.id)
+    if not node.deserted:
+        m.roster.touch(node).deserted, node.step = True, max(node.step, report.step)
+        m.deserted.add(node.id)
 
 
 def note_finished(m: State, node: Node, report: Report) -> None:
     r, root, new = m.roster, m.roster.root, report.finish
-    assert new is not None
+    if new is None or node.finished or not r.is_inside(node):
+        return
     r.touch(node).finished, node.step = True, new.steps
-    r.mark("root")
-    m.finished_at[node.id] = m.watch.now
+    m.watch.over_s(node.id)
     if root.final is None:
         root.final = new
         root.main = root.first if new.generation == root.generation else root.first_before
@@ -200,8 +220,8 @@ def note_left(m: State, node: Node, report: Report) -> None:
     """The node has passed the boundary behind which it is no member."""
     node.proved_gone = True
     losses.dismiss(m, node, Exit.OK, node.leaving)
-    m.roster.root.old_may_step = False
-    m.roster.mark("root")
+    # A leaver of an earlier change says nothing of the generation that acts now.
+    m.roster.root.old_may_step &= not m.roster.is_inside(node)
 
 
 def note_left_alone(m: State, node: Node, report: Report) -> None:
@@ -220,8 +240,7 @@ def note_refusal(m: State, node: Node, report: Report) -> None:
             ballot.refused_at = m.watch.now
     elif ballot.change.interrupt:
         m.trouble.lists_differ = True
-        text = f"{name} could not: {refusal.reason}"
-        m.trouble.note_broken(node.id, report.step, text, m.watch.now, m.timing.held_grace_s)
+        _note_break(m, node, report, f"{name} could not: {refusal.reason}")
     elif not ballot.spoiled:
         ballot.spoiled, ballot.patience_s = f"{name} could not: {refusal.reason}", m.timing.retry_s
         m.trouble.lists_differ = node.seat > 0
@@ -249,4 +268,11 @@ def note_arrival(m: State, node: Node, report: Report) -> None:
 
 def note_broken_group(m: State, node: Node, report: Report) -> None:
     text = f"{m.roster.name(node.id)} has lost its group" + f": {report.break_reason}" * bool(report.break_reason)
-    m.trouble.note_broken(node.id, report.step, text, m.watch.now, m.timing.held_grace_s)
+    _note_break(m, node, report, text)
+
+
+def _note_break(m: State, node: Node, report: Report, text: str) -> None:
+    """A group broke on this node. Each further time at the same step is waited for twice as long."""
+    if m.trouble.group is None:
+        wait_s = m.timing.held_grace_s * 2 ** m.trouble.times(node.id, report.step)
+        m.trouble.group = Broken(node.id, report.step, text, m.watch.now + wait_s)

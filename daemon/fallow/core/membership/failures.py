@@ -12,7 +12,7 @@ import msgspec
 from fallow.core.membership.names import member_name
 from fallow.core.membership.records import Failure, FailureKind, HostBar
 from fallow.core.membership.roster import Roster
-from fallow.core.training.apart import APART, STRANGER
+from fallow.model import Exit, FallowError
 
 KEPT = 100
 COUNT_S = 3600.0
@@ -22,6 +22,23 @@ MENDED_S = 24 * 3600.0
 
 CRASHES = frozenset((4, 6, 7, 8, 11))
 """SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: signals that a process brings upon itself. SIGKILL comes from outside."""
+
+APART, STRANGER = "apart: ", "stranger: "
+"""How signatures of these errors begin."""
+
+
+class Apart(FallowError):
+    """The members do not follow the script together: no member's own failure."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, Exit.DATA)
+
+
+class Stranger(FallowError):
+    """A newcomer follows another script, or other arguments, than the members: they go on without it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, Exit.DATA)
 
 
 def verdict(roster: Roster, failure: Failure) -> str | None:
@@ -47,21 +64,17 @@ def verdict(roster: Roster, failure: Failure) -> str | None:
     return None
 
 
-def note(roster: Roster, failure: Failure, bar_after: int) -> str | None:
-    """Remember a failure. Returns why its host is barred, if this was one failure too many."""
+def note(roster: Roster, failure: Failure, bar_after: int) -> str:
+    """Remember a failure. Returns why its host has to be barred; empty: it need not be."""
     known = roster.failures.failures
     known.append(failure)
     del known[:-KEPT]
     roster.mark("failures")
-    if roster.root.scripted or is_barred(roster, failure.host):
-        return None
     recent = [f for f in known if f.host == failure.host and f.at > failure.at - COUNT_S]
-    if len(recent) < bar_after:
-        return None
+    if roster.root.scripted or is_barred(roster, failure.host) or len(recent) < bar_after:
+        return ""
     kinds = ", ".join(sorted({f.kind.value for f in recent}))
-    reason = f"{len(recent)} failures on it ({kinds}), the last: {failure.text}"
-    bar(roster, failure.host, reason, failure.at)
-    return reason
+    return f"{len(recent)} failures on it ({kinds}), the last: {failure.text}"
 
 
 def is_barred(roster: Roster, host: str) -> bool:

@@ -5,16 +5,15 @@ A loss is only noted here. Which generation follows from it is for the rules in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from signal import SIGTERM
 
 from fallow.core.membership import events as ev
 from fallow.core.membership import failures
+from fallow.core.membership.failures import APART
 from fallow.core.membership.messages import End
 from fallow.core.membership.records import Failure, FailureKind, Node
 from fallow.core.membership.state import State
 from fallow.core.membership.watch import Overdue
-from fallow.core.training.apart import APART
 from fallow.model import Exit, MemberPhase, RunStatus
 
 _DESERTED = (
@@ -38,17 +37,16 @@ def lose(m: State, node: Node, reason: str, phase: MemberPhase = MemberPhase.GON
         if phase is MemberPhase.GONE and not node.leaving:
             _note_early_end(m, node, reason)
         return
-    voting, going = m.voting, m.going
-    if going is not None and node.id in going.change.leavers and not r.root.old_may_step:
+    if m.going is not None and node.id in r.leavers and not r.root.old_may_step:
         return  # a member has passed the boundary, so this node had, too
     m.outbox.log("eject", f"{name} is gone: {reason}", node=node.id)
-    if voting is not None and node.id in voting.members and not node.seat:
-        voting.spoiled = f"newcomer {name} is gone: {reason}"
-    elif m.is_inside(node):
+    if not node.seat:
+        m.spoil(f"newcomer {name} is gone: {reason}", node.id)
+    if m.roster.is_inside(node):
         m.trouble.lost[node.id], m.trouble.code = reason, None if node.leaving else node.code
 
 
-def eject(m: State, overdue: Iterable[Overdue]) -> None:
+def eject(m: State, *overdue: Overdue) -> None:
     """Give nodes up. A node that is only not heard may come back; any other one is told to end."""
     for one in overdue:
         node = one.node
@@ -132,8 +130,8 @@ def blame(m: State, node: Node, kind: FailureKind, signature: str, text: str) ->
     verdict = failures.verdict(r, failure) if may_be_the_scripts else None
     if verdict is None:
         reason = failures.note(r, failure, m.timing.bar_after)
-        if reason is not None:
-            tell_barred(m, node.host, reason)
+        if reason:
+            bar(m, node.host, reason)
         return False
     m.outbox.log("eject", f"{r.name(node.id)} is gone: {text}", node=node.id)
     dismiss(m, node, Exit.SOFTWARE, text)
@@ -141,7 +139,9 @@ def blame(m: State, node: Node, kind: FailureKind, signature: str, text: str) ->
     return True
 
 
-def tell_barred(m: State, host: str, reason: str) -> None:
+def bar(m: State, host: str, reason: str) -> None:
+    """The run does without this host for a while."""
+    failures.bar(m.roster, host, reason, m.at)
     m.outbox.log("bar", f"{host} is barred from this run: {reason}", host=host)
     m.outbox.instructions.append(ev.Barred(host))
 
@@ -151,7 +151,6 @@ def count_start_failure(m: State, what: str, traceback: str = "") -> None:
     r = m.roster
     r.root.start_failures += 1
     r.root.message, r.root.traceback = r.root.message or what, r.root.traceback or traceback
-    r.mark("root")
     if r.root.generation == 0 and not any(
         n.phase in (MemberPhase.STARTING, MemberPhase.READY) for n in r.nodes.values()
     ):
@@ -187,14 +186,13 @@ def forget_if_unneeded(m: State, node: Node) -> None:
     """Delete the record of a node whose processes have ended and that no generation needs to know."""
     root = m.roster.root
     mains = (root.main, root.first, root.first_before)  # a run may be found to have ended in the generation before
-    needed = m.is_inside(node) or node.id in m.participants() or node.id in mains
+    needed = m.roster.is_inside(node) or node.id in m.participants() or node.id in mains
     if node.exited and node.phase is MemberPhase.GONE and not needed:
         m.roster.forget(node)
         m.watch.forget(node.id)
         m.outbox.told.pop(node.id, None)
         m.outbox.ends.pop(node.id, None)
-        m.finished_at.pop(node.id, None)
-        m.trouble.breaks.pop(node.id, None)
+        m.trouble.attempts.pop(node.id, None)
 
 
 def _note_early_end(m: State, node: Node, reason: str) -> None:

@@ -18,15 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fallow.core.membership import checkpoints, failures, losses, tables
 from fallow.core.membership import events as ev
+from fallow.core.membership import failures, losses, tables
 from fallow.core.membership.facts import keep_checkpoint, recover, resend
 from fallow.core.membership.proposals import planned, put_off_s
 from fallow.core.membership.records import Node
 from fallow.core.membership.state import State
-from fallow.core.membership.watch import Overdue
 from fallow.core.training.restarts import EVERY_S
-from fallow.model import Exit, MemberPhase
+from fallow.model import Exit, MemberPhase, RollbackReport
 from fallow.text import counted
 
 MOST_RULES = 20
@@ -65,9 +64,9 @@ class Machine(State):
         return self.take_instructions()
 
     def waiting(self) -> str:
-        """Why nodes that are ready do not compute, in words; empty: none waits, or a change is under way."""
+        """Why nodes that are ready and have a place do not compute; empty: there are none, or they are about to."""
         r = self.roster
-        standbys = r.standbys()
+        standbys = r.fitting(r.present(MemberPhase.MEMBER), r.standbys())
         if not standbys or r.root.status.ended:
             return ""
         proposal = planned(self) if self.ballot is None else None
@@ -78,7 +77,7 @@ class Machine(State):
                 f"{r.names(standbys)} {verb} for another {left_s / 60:.0f} min: a newcomer restarts the script "
                 f"everywhere, which has to run for {EVERY_S / 60:.0f} min from one such restart to the next"
             )
-        known = [r.nodes[n] for n in self.inside() if n in r.nodes and not r.nodes[n].proved_gone]
+        known = [r.nodes[n] for n in r.inside() if n in r.nodes and not r.nodes[n].proved_gone]
         unheard = [node.id for node in known if not node.alive or self.watch.unheard_s(node.id) > self.timing.lease_s]
         if unheard:
             return f"{r.names(standbys)} cannot begin before {r.names(unheard)} is heard, or is certain to have ended"
@@ -95,6 +94,7 @@ class Machine(State):
             self.carried_out[name] += 1
             self.story.append(f"{self.at:.2f} {name}")
             rule.action(self)
+            self.roster.mark("root")
             self.may_be_due = True
         raise InvalidMembership(f"run {self.roster.root.run} does not come to rest:\n" + "\n".join(self.story))
 
@@ -160,8 +160,7 @@ class Machine(State):
         if last is not None:
             self._report(ev.Reported(at=event.at, host=node.host, report=last))
         if event.node_failed and not self.roster.root.scripted and not failures.is_barred(self.roster, node.host):
-            failures.bar(self.roster, node.host, f"Slurm says NODE_FAIL: {event.reason}", event.at)
-            losses.tell_barred(self, node.host, event.reason)
+            losses.bar(self, node.host, f"Slurm says NODE_FAIL: {event.reason}")
         if not node.exited:
             self.roster.touch(node).exited = node.proved_gone = True
         if event.is_ordered:
@@ -190,7 +189,6 @@ class Machine(State):
                 self._ask_to_leave(self.roster.nodes[n], event.reason)
 
     def _ask_to_leave(self, node: Node, reason: str) -> None:
-        voting = self.voting
         if node.phase is MemberPhase.GONE or node.finished:
             return
         self.roster.touch(node).leaving = node.leaving or reason
@@ -198,8 +196,7 @@ class Machine(State):
             node.phase = MemberPhase.LEAVING
         elif node.phase in (MemberPhase.STARTING, MemberPhase.READY):
             name = self.roster.name(node.id)
-            if voting is not None and node.id in voting.members:
-                voting.spoiled = f"{name} has to leave: {reason}"
+            self.spoil(f"{name} has to leave: {reason}", node.id)
             self.outbox.log("dismiss", f"{name} is not needed: {reason}", node=node.id)
             losses.dismiss(self, node, Exit.OK, reason)
 
@@ -209,8 +206,7 @@ class Machine(State):
             self.roster.touch(node).ends_at = event.ends_at
 
     def _bar(self, event: ev.Bar) -> None:
-        failures.bar(self.roster, event.host, event.reason, event.at)
-        losses.tell_barred(self, event.host, event.reason)
+        losses.bar(self, event.host, event.reason)
         for node in [node for node in self.roster.nodes.values() if node.host == event.host]:
             self._ask_to_leave(node, event.reason)
 
@@ -221,15 +217,20 @@ class Machine(State):
 
     def _roll_back(self, event: ev.Rollback) -> None:
         """Members go back with the next planned change, or with a loss before it."""
-        r = self.roster
-        from_step = checkpoints.roll_back(r, event.step)
-        text = f"rolled back to step {event.step}"
-        r.root.complete, r.root.rollback_below = 0, r.root.highest
-        data = {"step": event.step, "from_step": from_step, "generation": r.root.highest}
+        r, root, step = self.roster, self.roster.root, event.step
+        reached = [saved.checkpoint.step for saved in r.checkpoints.saved if not saved.aside]
+        from_step = max([r.front, step, *reached])
+        for saved in r.checkpoints.saved:
+            saved.aside = saved.aside or saved.checkpoint.step > step
+        r.history.rollbacks.append(RollbackReport(generation=root.highest + 1, from_step=from_step, to_step=step))
+        for node in r.nodes.values():
+            r.touch(node).step = min(node.step, step)
+        root.front, root.complete, root.rollback_below = min(root.front, step), 0, root.highest
+        r.unwritten |= {"checkpoints", "history"}
+        text = f"rolled back to step {step}"
+        data = {"step": step, "from_step": from_step, "generation": root.highest}
         self.outbox.log("rollback", f"{text}, from step {from_step}", **data)
-        r.mark("root")
-        if self.voting is not None:
-            self.voting.spoiled = text
+        self.spoil(text)
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
@@ -237,16 +238,9 @@ class Machine(State):
         for host in failures.expire(self.roster, event.at):
             self.outbox.log("bar", f"{host} is barred no longer: it may be tried again", host=host)
         for node in [node for node in self.roster.nodes.values() if node.alive and not node.finished]:
-            if not node.leaving and self.ends_within(node, self.timing.release_s):
+            if not node.leaving and self.watch.ends_within(node, self.timing.release_s):
                 self._ask_to_leave(node, "its time is over")
-            if node.alive and self.ends_within(node, self.timing.last_call_s):
-                losses.eject(self, [Overdue(node, f"still there though it had to leave: {node.leaving}")])
-            waited_s = self.watch.now - self.finished_at.setdefault(node.id, self.watch.now) if node.deserted else 0.0
-            if node.alive and waited_s > self.timing.lease_s:
-                losses.eject(self, [Overdue(node, f"still there {self.timing.lease_s:g} s after its script had ended")])
-            if self.roster.root.status.ended:
-                return
-        losses.eject(self, self.watch.overdue())
+        losses.eject(self, *self.watch.overdue())
 
 
 _HANDLERS: dict[type[ev.Event], Callable[[Machine, Any], None]] = {
@@ -266,7 +260,7 @@ _HANDLERS: dict[type[ev.Event], Callable[[Machine, Any], None]] = {
 
 def _check(m: State) -> None:
     r, root, ballot, change = m.roster, m.roster.root, m.ballot, m.roster.root.change
-    concerned = {*m.participants(), *m.inside()}
+    concerned = {*m.participants(), *r.inside()}
     leaving = [node.id for node in r.nodes.values() if node.phase is MemberPhase.LEAVING]
     frozen = root.status.ended or r.finishing
     holds = {

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
-from fallow.core.membership import checkpoints, losses
-from fallow.core.membership.conditions import all_wait_s
+from fallow.core.membership import losses
 from fallow.core.membership.messages import Peer, Plan
 from fallow.core.membership.names import member_name
 from fallow.core.membership.proposals import Proposal, after_loss, planned, to_drop
 from fallow.core.membership.records import Change, FailureKind, Node
 from fallow.core.membership.roster import check_of
-from fallow.core.membership.state import Ballot, Plans, State
+from fallow.core.membership.state import Ballot, State
 from fallow.core.membership.watch import DEAF_S, Overdue
 from fallow.model import ChangeKind, Exit, GenerationReport, RunStatus
 from fallow.text import counted
@@ -42,7 +40,7 @@ def prepare(m: State) -> None:
 
 def probe(m: State) -> None:
     """Build a group beside the members' own, to see whether they reach each other."""
-    reason = f"all members wait for each other, for {all_wait_s(m):.1f} s now"
+    reason = f"all members wait for each other, for {m.watch.all_wait_s():.1f} s now"
     m.outbox.log("probe", f"generation {m.roster.root.highest + 1} looks at the links: {reason}")
     _begin(m, Proposal(ChangeKind.EJECT, m.roster.members, [], reason), probe=True)
 
@@ -56,19 +54,16 @@ def rebuild_group(m: State) -> None:
 
     Where scripts are restarted, it is a script that failed: those who restart it count how often (`core.restarts`).
     """
-    r, broken, contract = m.roster, m.trouble.group, m.roster.root.contract
+    r, broken = m.roster, m.trouble.group
     assert broken is not None
-    if contract is not None and contract.restarts:
+    if r.restarts:
         rebuild(m, broken.text)
-        return
-    times = m.trouble.times_broken(broken.node, broken.step) + 1
-    m.trouble.breaks[broken.node] = broken.step, times
-    if times < ATTEMPTS or not r.alive(broken.node):
+    elif m.trouble.count(broken.node, broken.step) < ATTEMPTS or not r.alive(broken.node):
         rebuild(m, f"the group broke ({broken.text})")
-        return
-    m.trouble.group = None
-    reason = f"{times} groups in a row broke at its step {broken.step}, the last because {broken.text}"
-    losses.eject(m, [Overdue(r.nodes[broken.node], reason, FailureKind.UNREACHABLE)])
+    else:
+        m.trouble.group = None
+        reason = f"{ATTEMPTS} groups in a row broke at its step {broken.step}, the last because {broken.text}"
+        losses.eject(m, Overdue(r.nodes[broken.node], reason, FailureKind.UNREACHABLE))
 
 
 def rebuild_first_exchange(m: State) -> None:
@@ -78,20 +73,18 @@ def rebuild_first_exchange(m: State) -> None:
 
 def rebuild_stuck(m: State) -> None:
     """All members wait for each other to no end: rebuild their group, or end the run if that has not helped."""
-    r, trouble, waited_s, front = m.roster, m.trouble, all_wait_s(m), m.roster.front
+    r, waited_s, front = m.roster, m.watch.all_wait_s(), m.roster.front
     reports = [m.watch.reports[n] for n in r.present() if n in m.watch.reports]
     in_call = [report.node for report in reports if report.in_call]
     if 0 < len(in_call) < len(reports):
         text = f"step {front}: the members have waited for each other for {waited_s:.0f} s in different places"
         where = f"of the script: {r.names(in_call)} in run.mean or run.barrier, the others not"
         losses.end_run(m, RunStatus.FAILED, f"{text} {where}")
-        return
-    trouble.stuck, trouble.stuck_at = trouble.stuck + 1 if front == trouble.stuck_at else 1, front
-    if trouble.stuck == ATTEMPTS:
+    elif m.trouble.count(0, front) == ATTEMPTS:
         text = _STUCK.format(step=front, times=ATTEMPTS, s=waited_s, last=r.names(r.present()))
         losses.end_run(m, RunStatus.FAILED, text)
-        return
-    rebuild(m, f"all members waited for each other for {waited_s:.1f} s")
+    else:
+        rebuild(m, f"all members waited for each other for {waited_s:.1f} s")
 
 
 def rebuild(m: State, reason: str = "") -> None:
@@ -109,14 +102,12 @@ def rebuild(m: State, reason: str = "") -> None:
         reason = f"{m.ballot.change.reason}; {reason}"  # it never became complete, so nothing else would say why
     elif root.rollback_below:
         reason = f"{r.rolled_back}; {reason}"
-    if root.entered and root.change is not None:
-        for n in filter(r.alive, root.change.leavers):
-            losses.dismiss(m, r.nodes[n], Exit.OK, r.nodes[n].leaving)
-    survivors = [n for n in m.inside() if r.alive(n)]
+    for n in filter(r.alive, r.leavers if root.entered else []):
+        losses.dismiss(m, r.nodes[n], Exit.OK, r.nodes[n].leaving)
+    survivors = [n for n in r.inside() if r.alive(n)]
     m.trouble.broken = max(root.generation, m.trouble.broken)
     m.tell(survivors)
-    kind = ChangeKind.START if root.rollback_below else ChangeKind.EJECT
-    proposal = after_loss(m, survivors, kind, reason)
+    proposal = after_loss(m, survivors, reason)
     if proposal is not None:
         _begin(m, proposal, interrupt=True)
     else:
@@ -127,11 +118,9 @@ def _suspend(m: State, leavers: list[int], reason: str) -> None:
     """Nobody is left to go on."""
     r, root, code = m.roster, m.roster.root, m.trouble.code
     m.tell(m.participants())
-    m.ballot = None
-    m.trouble.code = m.trouble.group = None
+    m.ballot = m.trouble.group = m.trouble.code = None
     m.trouble.lost.clear()
     root.change = root.change if root.old_may_step else None
-    r.mark("root")
     for n in leavers:  # they were to leave before they had the state
         losses.dismiss(m, r.nodes[n], Exit.OK, r.nodes[n].leaving)
     if code not in (None, Exit.TEMPFAIL):
@@ -147,14 +136,13 @@ def _begin(m: State, proposal: Proposal, *, interrupt: bool = False, probe: bool
     r, root, timing = m.roster, m.roster.root, m.timing
     m.tell(m.participants())
     root.highest += 1
-    r.mark("root")
     members = list(proposal.members)
     change = Change(
         generation=root.highest,
         replaces=root.generation,
         kind=proposal.kind,
         leavers=proposal.leavers,
-        joined=[n for n in members if not m.is_inside(r.nodes[n])],
+        joined=[n for n in members if not r.is_inside(r.nodes[n])],
         reason=proposal.reason,
         began_at=m.at,
         interrupt=interrupt,
@@ -164,15 +152,14 @@ def _begin(m: State, proposal: Proposal, *, interrupt: bool = False, probe: bool
     now = m.watch.now
     # Of a broken generation nobody waits for those who leave it.
     awaited = set(members) if interrupt else {*members, *proposal.leavers}
-    plans = _plans(m, change, members, wait_s)
-    m.ballot = Ballot(change, members, plans, now, now + wait_s, awaited)
+    m.ballot = Ballot(change, members, *_plans(m, change, members, wait_s), now, now + wait_s, awaited)
     m.trouble.lost.clear()
-    m.trouble.code = m.trouble.group = None
+    m.trouble.group = m.trouble.code = None
     m.tell(m.participants())
 
 
-def _plans(m: State, change: Change, members: list[int], wait_s: float) -> Plans:
-    """A delta for members of the generation before, and the whole list for others. A leaver needs no list."""
+def _plans(m: State, change: Change, members: list[int], wait_s: float) -> tuple[Plan, Plan]:
+    """The whole list, and a delta for members of the generation before."""
     r, root, chosen = m.roster, m.roster.root, set(members)
     peers = {n: Peer(n, r.nodes[n].slots, r.nodes[n].entry) for n in members}
     whole = Plan(
@@ -182,7 +169,7 @@ def _plans(m: State, change: Change, members: list[int], wait_s: float) -> Plans
         check=check_of(members),
         interrupt=change.interrupt,
         timeout_s=wait_s,
-        checkpoints=tuple(checkpoint.path for checkpoint in checkpoints.usable(r)),
+        checkpoints=tuple(checkpoint.path for checkpoint in r.checkpoints.usable()),
         outcome=root.outcome,
     )
     old = dict.fromkeys(r.members)
@@ -191,8 +178,7 @@ def _plans(m: State, change: Change, members: list[int], wait_s: float) -> Plans
     if follows and [n for n in old if n in chosen] + [peer.node for peer in more] == members:
         without = tuple(n for n in old if n not in chosen)
         delta = msgspec.structs.replace(whole, base=root.generation, without=without, more=more)
-    leaver = msgspec.structs.replace(whole, more=(), check=0, checkpoints=(), leave=True, suspends=not members)
-    return Plans(delta, whole, leaver)
+    return whole, delta
 
 
 # -- give up ----------------------------------------------------------------------------------------------------------
@@ -212,7 +198,7 @@ def burn_late(m: State) -> None:
     late = [m.roster.nodes[n] for n in sorted(m.open_ballot.awaited)]
     burn(m, f"no vote from {m.roster.names(node.id for node in late)}", m.timing.retry_s)
     newcomers = [node for node in late if not node.seat and node.alive]
-    losses.eject(m, [_late(m, node) for node in newcomers if not m.watch.may_reconnect(node.id)])
+    losses.eject(m, *(_late(m, node) for node in newcomers if not m.watch.may_reconnect(node.id)))
 
 
 def burn_reachable(m: State) -> None:
@@ -247,7 +233,7 @@ def drop_cut_off(m: State) -> None:
 def eject_late(m: State) -> None:
     """The others wait: nodes that did not vote are given up."""
     late = [m.roster.nodes[n] for n in sorted(m.open_ballot.awaited)]
-    losses.eject(m, [_late(m, node) for node in late if node.alive])
+    losses.eject(m, *(_late(m, node) for node in late if node.alive))
     if not m.roster.root.status.ended:
         rebuild(m, "votes are missing")
 
@@ -279,7 +265,7 @@ def _give_up(m: State, nodes: list[int], ballot: Ballot) -> None:
             address = tried.get((other, n)) or tried.get((n, other)) or m.roster.nodes[other].entry
             far_ends.append(f"{m.roster.name(other)}, tried {address}")
         reason = f"no connection between it and {'; '.join(far_ends)}"
-        losses.eject(m, [Overdue(m.roster.nodes[n], reason, FailureKind.UNREACHABLE)])
+        losses.eject(m, Overdue(m.roster.nodes[n], reason, FailureKind.UNREACHABLE))
 
 
 # -- commit -----------------------------------------------------------------------------------------------------------
@@ -314,32 +300,32 @@ def complete(m: State) -> None:
     root.discarded += change.discarded
     # Generations in between may never have become complete: what they changed is told with this one.
     before, r.history.members = r.history.members, list(r.members)
-    joined, left = _without(r.members, before), _without(before, r.members)
     r.mark("history")
     if not change.interrupt:  # else newcomers may be about to repeat a first exchange that did not end
         m.trouble.probe_s = m.timing.probe_s
+    old, new = set(before), set(r.members)
     pause = f", pause {change.pause_s:.3f} s" if change.pause_s else ""
     text = f"generation {change.generation}: {change.reason}; {counted(len(r.members), 'node')}{pause}"
     data: dict[str, Any] = {
         "generation": change.generation,
-        "joined": {member_name(n): r.nodes[n].host for n in joined},
-        "left": [member_name(n) for n in left],
+        "joined": {member_name(n): r.nodes[n].host for n in r.members if n not in old},
+        "left": [member_name(n) for n in before if n not in new],
     }
     if r.members:
         root.status = RunStatus.TRAINING
         if change.generation > root.rollback_below:
             root.complete, root.rollback_below = change.generation, 0
-        first_step, pause_s = change.first_step, change.pause_s
-        if first_step is not None:
-            r.history.first_steps = [*r.history.first_steps, (change.generation, first_step)][-KEPT:]
-        m.outbox.log(change.kind.value, text, members=len(r.members), first_step=first_step, pause_s=pause_s, **data)
+        if change.first_step is not None:
+            r.history.first_steps = [*r.history.first_steps, (change.generation, change.first_step)][-KEPT:]
+        data |= {"members": len(r.members), "first_step": change.first_step, "pause_s": change.pause_s}
+        m.outbox.log(change.kind.value, text, **data)
         m.outbox.instructions.append(
             GenerationReport(
                 generation=change.generation,
                 kind=change.kind,
                 members=[member_name(n) for n in r.members],
-                first_step=first_step,
-                pause_s=pause_s or None,
+                first_step=change.first_step,
+                pause_s=change.pause_s or None,
                 parts=change.parts,
                 bytes_in_pause=change.bytes_in_pause,
                 bytes_behind=change.bytes_behind,
@@ -352,20 +338,14 @@ def complete(m: State) -> None:
     else:
         root.status = RunStatus.SUSPENDED
         m.outbox.log("suspend", f"{text}; the run goes on from {_kept(m)}", **data)
-    r.mark("root")
     for n in change.leavers:
         if n in r.nodes:
             losses.forget_if_unneeded(m, r.nodes[n])
 
 
-def _without(nodes: list[int], others: Iterable[int]) -> list[int]:
-    known = set(others)
-    return [n for n in nodes if n not in known]
-
-
 def _kept(m: State) -> str:
     """Where those begin who come when nobody is left."""
-    if m.roster.root.contract is not None and m.roster.root.contract.restarts:
+    if m.roster.restarts:
         return "what its script has saved"
-    usable = checkpoints.usable(m.roster)
+    usable = m.roster.checkpoints.usable()
     return f"the checkpoint of step {usable[0].step}" if usable else "its beginning"

@@ -56,14 +56,14 @@ def _start(m: State, joiners: list[int]) -> Proposal | None:
     if root.status is RunStatus.WAITING:
         # Fewer suffice if the limit or the number of shards leaves no place for more.
         is_full = len(joiners) < len(roster.standbys())
-        needed = 1 if is_full else root.minimum
+        needed = 1 if is_full else min(root.minimum, root.limit)
     if not joiners or len(joiners) < needed:
         return None
     verb = "went on" if root.generation else "started"
     return Proposal(ChangeKind.START, joiners, [], f"{verb} with {roster.names(joiners)}")
 
 
-def after_loss(m: State, survivors: Sequence[int], kind: ChangeKind, reason: str) -> Proposal | None:
+def after_loss(m: State, survivors: Sequence[int], reason: str) -> Proposal | None:
     """The generation of those who are left of a broken one; None: nobody is.
 
     Survivors who have the state may stand inside a step, where nobody can receive it from them. So they go on alone,
@@ -73,24 +73,23 @@ def after_loss(m: State, survivors: Sequence[int], kind: ChangeKind, reason: str
     Args:
         m: of the run.
         survivors: living members of the broken generation and of the one before, in rank order.
-        kind: of the change.
         reason: why the generation broke.
     """
-    roster, contract = m.roster, m.roster.root.contract
+    roster = m.roster
     staying = [n for n in survivors if roster.nodes[n].phase is not MemberPhase.LEAVING]
     holders = [n for n in survivors if m.has_state(n)]
     members = [n for n in holders if n in staying] or holders or staying
-    if contract is not None and contract.restarts:
+    if roster.restarts:
         # Scripts that begin again need no state, and newcomers cost nothing more.
         members = staying if roster.root.scripted else staying + roster.fitting(staying, roster.standbys())
     leavers = [n for n in survivors if n not in members and n not in staying]
+    kind = ChangeKind.START if roster.root.rollback_below else ChangeKind.EJECT
     return Proposal(kind, members, leavers, reason) if members else None
 
 
 def put_off_s(m: State, proposal: Proposal) -> float:
     """For how many seconds a planned change has to wait, so that restarts do not eat what newcomers bring."""
-    root, contract = m.roster.root, m.roster.root.contract
-    if contract is None or not contract.restarts or root.scripted or proposal.kind is not ChangeKind.ABSORB:
+    if not m.roster.restarts or m.roster.root.scripted or proposal.kind is not ChangeKind.ABSORB:
         return 0.0
     return max(0.0, EVERY_S - (m.watch.now - m.watch.committed_at))
 

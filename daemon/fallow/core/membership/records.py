@@ -144,6 +144,12 @@ class History(msgspec.Struct, kw_only=True):
 
 
 class Saved(msgspec.Struct, kw_only=True):
+    """A checkpoint belongs to the history that led to it.
+
+    Once a later generation has begun before its step (a rollback, or all members were lost before the checkpoint was
+    known), it is set aside: going on from it would mix two histories.
+    """
+
     checkpoint: Checkpoint
     problem: str = ""
     "it is damaged, in words"
@@ -158,6 +164,28 @@ class Saved(msgspec.Struct, kw_only=True):
 class Checkpoints(msgspec.Struct, kw_only=True):
     saved: list[Saved] = []
     "in the order in which they became known"
+
+    def usable(self) -> list[Checkpoint]:
+        """Newest step first."""
+        good = [saved.checkpoint for saved in self.saved if saved.usable]
+        return sorted(good, key=lambda checkpoint: checkpoint.step, reverse=True)
+
+    def take_spare(self, keep: int) -> list[str]:
+        """Take out what is not needed any more, and return the paths. Call it only while a node has the state.
+
+        Args:
+            keep: so many of the newest usable ones stay, besides those that were asked for by hand. One that was set
+                aside or is damaged stays until so many usable ones have come after it.
+        """
+        ordinary = [saved for saved in self.saved if not saved.checkpoint.asked]
+        good = sorted((saved for saved in ordinary if saved.usable), key=lambda saved: saved.checkpoint.step)
+        spare = good[: max(0, len(good) - keep)]
+        for number, saved in enumerate(self.saved):
+            if saved in ordinary and not saved.usable and sum(later.usable for later in self.saved[number:]) >= keep:
+                spare.append(saved)
+        for saved in spare:
+            self.saved.remove(saved)
+        return [saved.checkpoint.path for saved in spare]
 
 
 class FailureKind(StrEnum):

@@ -111,6 +111,11 @@ class Roster:
         return self.root.final is not None
 
     @property
+    def restarts(self) -> bool:
+        """The script knows nothing of Fallow: each change of the membership restarts it."""
+        return self.root.contract is not None and self.root.contract.restarts
+
+    @property
     def rolled_back(self) -> str:
         """Why a generation begins whose members drop what they have."""
         return f"rolled back to step {self.history.rollbacks[-1].to_step}"
@@ -119,6 +124,18 @@ class Roster:
     def front(self) -> int:
         """Finished steps of the node that got furthest."""
         return max([self.root.front, *(node.step for node in self.nodes.values())])
+
+    @property
+    def leavers(self) -> list[int]:
+        """Nodes that are leaving the generation before the committed one."""
+        return self.root.change.leavers if self.root.change is not None else []
+
+    def inside(self) -> list[int]:
+        """Nodes with a seat in the committed generation, and those that are leaving the one before."""
+        return self.members + self.leavers
+
+    def is_inside(self, node: Node) -> bool:
+        return node.seat > 0 or node.id in self.leavers
 
     def alive(self, node: int) -> bool:
         return node in self.nodes and self.nodes[node].alive
@@ -178,7 +195,6 @@ class Roster:
         for n in joined:
             self.touch(self.nodes[n]).joined = root.generation
         self._members = None
-        self.mark("root")
 
 
 def check_of(members: Iterable[int]) -> int:

@@ -6,7 +6,6 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
@@ -42,16 +41,6 @@ class RunPhase(StrEnum):
     ENDED = "ended"
 
 
-class Plans(NamedTuple):
-    """One generation, told to nodes that know different things."""
-
-    delta: Plan
-    "to members of the generation before"
-    whole: Plan
-    "to newcomers, and to leavers that are kept"
-    leaver: Plan
-
-
 @dataclass
 class Ballot:
     """A generation that is voted on, or that is committed and that all are going over to. Votes are not stored."""
@@ -59,7 +48,10 @@ class Ballot:
     change: Change
     members: list[int]
     "in rank order"
-    plans: Plans
+    whole: Plan
+    "for newcomers, and for leavers that are kept"
+    delta: Plan
+    "for members of the generation before"
     began_at: float
     deadline: float
     "both on the clock of `Watch.now`"
@@ -101,27 +93,25 @@ class Trouble:
     broken: int = 0
     "this generation and older ones were given up"
     group: Broken | None = None
-    breaks: dict[int, tuple[int, int]] = field(default_factory=dict)
-    "node -> (step that it had finished, how many groups in a row broke there first)"
+    attempts: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """node -> (step that it had finished, how many groups in a row broke there first); 0: of those that did not break,
+    and in which all waited in vain"""
     lists_differ: bool = False
     "a member refused a plan, maybe because it counted another list: all get the whole list next"
     retry_at: float = 0.0
     "no planned change before"
     probe_s: float = 0.0
     "all members wait for so long before their links are looked at; doubled when these are good"
-    stuck: int = 0
-    stuck_at: int = -1
-    "so many generations came to nothing at this step"
 
-    def note_broken(self, node: int, step: int, text: str, now: float, grace_s: float) -> None:
-        """A group broke on this node. Each further time at the same step is waited for twice as long."""
-        if self.group is None:
-            self.group = Broken(node, step, text, now + grace_s * 2 ** self.times_broken(node, step))
-
-    def times_broken(self, node: int, step: int) -> int:
-        """How many groups in a row broke on this node first, none of which brought it beyond this step."""
-        known_step, times = self.breaks.get(node, (step, 0))
+    def times(self, node: int, step: int) -> int:
+        """How many groups in a row came to nothing because of this node, none of which brought it beyond this step."""
+        known_step, times = self.attempts.get(node, (step, 0))
         return times if known_step == step else 0
+
+    def count(self, node: int, step: int) -> int:
+        """One more did. Returns the number of them."""
+        self.attempts[node] = step, self.times(node, step) + 1
+        return self.times(node, step)
 
 
 class Outbox:
@@ -158,7 +148,7 @@ class State:
         timing: deadlines.
         at: now, on the clock of the events.
         edition: of the newest order of this term, if this machine replaces another one of the same head.
-        keep: usable checkpoints that stay, see `checkpoints.take_spare`.
+        keep: usable checkpoints that stay, see `records.Checkpoints`.
         validate: check the invariants after each event.
     """
 
@@ -180,7 +170,6 @@ class State:
         self.outbox = Outbox(term, edition)
         self.ballot: Ballot | None = None
         self.trouble = Trouble(probe_s=timing.probe_s)
-        self.finished_at: dict[int, float] = {}
         self.deserted = {n for n, node in roster.nodes.items() if node.deserted}
         "nodes whose script has ended in the middle of the training"
         self.story: deque[str] = deque(maxlen=200)
@@ -196,15 +185,14 @@ class State:
     def _restore(self) -> None:
         """Take up what the head before had committed. What it only prepared is given up."""
         r, change = self.roster, self.roster.root.change
-        self.trouble.lost = {n: r.nodes[n].ended for n in r.members if not r.alive(n)}
+        if change is not None or r.root.status is not RunStatus.SUSPENDED:  # else that was told
+            self.trouble.lost = {n: r.nodes[n].ended for n in r.members if not r.alive(n)}
         self.trouble.broken = r.root.recovered
         if change is not None:
-            plan = Plan(generation=change.generation, replaces=change.replaces, base=change.generation)
-            leave = msgspec.structs.replace(
-                plan, base=0, leave=True, suspends=not r.members, interrupt=change.interrupt
-            )
-            members = set(filter(r.alive, r.members))
-            self.ballot = Ballot(change, r.members, Plans(plan, plan, leave), 0.0, 0.0, members)
+            number = change.generation
+            change.bytes_in_pause = change.bytes_behind = 0  # all members tell theirs again
+            plan = Plan(generation=number, replaces=change.replaces, base=number, interrupt=change.interrupt)
+            self.ballot = Ballot(change, r.members, plan, plan, 0.0, 0.0, set(filter(r.alive, r.members)))
             lost = [r.nodes[n] for n in change.leavers if n in r.nodes and not r.alive(n)]
             self.trouble.lost.update({node.id: node.ended for node in lost if not node.proved_gone})
 
@@ -225,8 +213,7 @@ class State:
             if voting.change.probe:
                 return RunPhase.PROBING
             return RunPhase.REBUILDING if voting.change.interrupt else RunPhase.PREPARING
-        leavers = root.change.leavers if root.change is not None else []
-        if not any(map(self.roster.alive, chain(self.roster.members, leavers))):
+        if not any(map(self.roster.alive, self.roster.inside())):
             # If all have left together, the change is complete.
             return RunPhase.SWITCHING if self.going is not None and not self.roster.members else RunPhase.EMPTY
         return RunPhase.STEADY if root.change is None else RunPhase.SWITCHING
@@ -255,23 +242,10 @@ class State:
     def participants(self) -> list[int]:
         return [] if self.ballot is None else self.ballot.participants
 
-    def inside(self) -> list[int]:
-        """Nodes with a seat in the committed generation, and those that are leaving the one before."""
-        change = self.roster.root.change
-        return list(dict.fromkeys([*self.roster.members, *(change.leavers if change is not None else ())]))
-
-    def is_inside(self, node: Node) -> bool:
-        change = self.roster.root.change
-        return node.seat > 0 or (change is not None and node.id in change.leavers)
-
-    def ends_within(self, node: Node, seconds: float) -> bool:
-        """It goes away so soon, as far as is known."""
-        return node.ends_at is not None and self.at >= node.ends_at - seconds
-
     def has_state(self, node: int) -> bool:
         """Has the node the whole state, as far as is known?"""
         root, known, report = self.roster.root, self.roster.nodes[node], self.watch.reports.get(node)
-        if root.rollback_below or not self.is_inside(known):
+        if root.rollback_below or not self.roster.is_inside(known):
             return False
         if report is None:
             return 0 < known.joined <= root.complete and root.recovered <= root.complete
@@ -288,6 +262,11 @@ class State:
         if self._main in nodes and nodes[self._main].phase in starting and not nodes[self._main].leaving:
             return self._main  # what it printed has been shown: an older node that comes later would repeat it
         return min((n for n, node in nodes.items() if node.phase in starting and not node.leaving), default=0)
+
+    def spoil(self, reason: str, node: int = 0) -> None:
+        """What is voted on cannot be committed any more. Args: node: if it is one of the members; 0: in any case."""
+        if self.voting is not None and (not node or node in self.voting.members):
+            self.voting.spoiled = reason
 
     # -- what is said -----------------------------------------------------------------------------------------------
 
@@ -328,7 +307,7 @@ class State:
         if all(n not in outbox.nodes and outbox.has_heard(n, reports.get(n)) for n in newcomers):
             return set()
         alive = (node for node in self.roster.nodes.values() if node.alive)
-        if self.is_tick and any(self.ends_within(node, self.timing.release_s) for node in alive):
+        if self.is_tick and any(self.watch.ends_within(node, self.timing.release_s) for node in alive):
             return set()
         return set(going.participants).difference(going.change.joined)
 
@@ -340,7 +319,7 @@ class State:
             term=self.outbox.term,
             edition=self.outbox.edition,
             committed=root.generation,
-            broken=broken if self.is_inside(node) else max(broken, root.generation),
+            broken=broken if self.roster.is_inside(node) else max(broken, root.generation),
             plan=self._plan_for(node),
             state_since=self._state_since(node),
             accepted=node.accepted,
@@ -352,24 +331,23 @@ class State:
         )
 
     def _plan_for(self, node: Node) -> Plan | None:
-        ballot, is_going = self.ballot, self.going is not None
+        ballot = self.ballot
         if ballot is None or not node.alive:
             return None
         if node.id in ballot.change.leavers:
-            return ballot.plans.leaver
-        if node.seat if is_going else node.id in ballot.members:
-            was_member = node.seat > 0 and node.joined < ballot.change.generation
-            return ballot.plans.delta if was_member else ballot.plans.whole
-        return None
+            without = {"base": 0, "more": (), "check": 0, "checkpoints": ()}
+            return msgspec.structs.replace(ballot.whole, leave=True, suspends=not ballot.members, **without)
+        if node.id not in ballot.members:
+            return None
+        was_member = node.seat > 0 and node.joined < ballot.change.generation
+        return ballot.delta if was_member else ballot.whole
 
     def _state_since(self, node: Node) -> int:
         """What a node holds counts from the generation in which it got its seat, and not across a start."""
-        ballot = self.ballot
-        if ballot is not None and (ballot.change.kind is ChangeKind.START or not self.is_inside(node)):
+        ballot, is_inside = self.ballot, self.roster.is_inside(node)
+        if ballot is not None and (ballot.change.kind is ChangeKind.START or not is_inside):
             return ballot.change.generation
-        if not self.is_inside(node):
-            return 0
-        return max(node.joined, self.roster.root.recovered)
+        return max(node.joined, self.roster.root.recovered) if is_inside else 0
 
     def _end_of(self, node: Node) -> End | None:
         status = self.roster.root.status

@@ -1,28 +1,27 @@
-"""The two tables that say what the machine does. Conditions: `conditions`. Actions: `facts`, `moves` and `losses`.
+"""The two tables that say what the machine does, and the conditions of their rows. Actions: `facts`, `moves`, `losses`.
 
 `NODE`: for each report, every row that counts in the node's phase and whose condition holds is carried out, in order.
 `RUN`: after each event, the first row of the run's phase whose condition holds is carried out, until none holds.
 
 Rows of `NODE` note facts, rows of `RUN` look at how things stand. So it does not matter in which order facts come in,
-or how often.
+or how often. Conditions change nothing. The tables are at the end of this module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
-from fallow.core.membership import conditions as when
 from fallow.core.membership import facts, losses, moves
 from fallow.core.membership.messages import Report
+from fallow.core.membership.proposals import planned, put_off_s
 from fallow.core.membership.records import Node
 from fallow.core.membership.state import RunPhase, State
 from fallow.model import MemberPhase
 
 
-@dataclass(frozen=True, slots=True)
-class Fact:
+class Fact(NamedTuple):
     """What a node's report shows, in which phases of the node this counts, and what is done."""
 
     name: str
@@ -31,8 +30,7 @@ class Fact:
     action: Callable[[State, Node, Report], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(NamedTuple):
     """In a phase of the run: what holds, and what is done."""
 
     name: str
@@ -40,88 +38,215 @@ class Rule:
     action: Callable[[State], None]
 
 
+# -- conditions: a node's report --------------------------------------------------------------------------------------
+
+
+def refuses(m: State, node: Node, report: Report) -> bool:
+    ballot, refusal = m.voting, report.refusal
+    if ballot is None or refusal is None or refusal.generation != ballot.change.generation:
+        return False
+    return node.id in ballot.awaited and node.id not in ballot.refusals
+
+
+def votes(m: State, node: Node, report: Report) -> bool:
+    """Its group stands, and it has given up what the plan interrupts. A newcomer must not compute in any generation."""
+    ballot = m.voting
+    if ballot is None or report.prepared != ballot.change.generation or node.id not in ballot.awaited:
+        return False
+    if ballot.change.interrupt:
+        return report.given_up >= max(report.generation, ballot.change.replaces)
+    return node.seat > 0 or report.given_up >= report.generation
+
+
+def has_arrived(m: State, node: Node, report: Report) -> bool:
+    going = m.going
+    if going is None or node.id not in going.awaited:
+        return False
+    return report.generation == going.change.generation and report.has_state
+
+
+def has_lost_its_group(m: State, node: Node, report: Report) -> bool:
+    """Of a generation in which somebody still has to compute, and that the head itself has not broken."""
+    root = m.roster.root
+    if m.voting is not None and m.voting.change.interrupt:
+        return False
+    was_member = node.joined < root.generation
+    oldest = root.change.replaces if root.old_may_step and root.change is not None and was_member else root.generation
+    is_news = report.given_up > m.trouble.broken and report.given_up >= oldest
+    return m.roster.is_inside(node) and root.generation > 0 and is_news
+
+
+# -- conditions: the run ----------------------------------------------------------------------------------------------
+
+
+def group_broke(m: State) -> bool:
+    """A group broke, and no news of a death came to explain it."""
+    group = m.trouble.group
+    return group is not None and m.watch.now >= group.rebuild_at
+
+
+def is_broken(m: State) -> bool:
+    """The members' generation was given up when none of them was left."""
+    return 0 < m.roster.root.generation <= m.trouble.broken and bool(m.roster.present())
+
+
+def is_explained(m: State) -> bool:
+    """Enough refusals are in to say who does not reach whom."""
+    ballot = m.open_ballot
+    if ballot.refused_at is None:
+        return False
+    accused = {n for refusal in ballot.refusals.values() for n in refusal.unreachable}
+    decided_at = min(ballot.refused_at + m.timing.accuse_s, ballot.deadline)
+    return (m.is_tick and m.watch.is_past(decided_at)) or not ballot.awaited - ballot.refusals.keys() - accused
+
+
+def is_unanimous(m: State) -> bool:
+    return not m.open_ballot.awaited
+
+
+def is_mixed(m: State) -> bool:
+    """Votes show that some survivors have the state and some have not, which cannot be given to them inside a step."""
+    return is_unanimous(m) and not m.roster.restarts and len({m.has_state(n) for n in m.open_ballot.members}) > 1
+
+
+def may_commit(m: State) -> bool:
+    """All have voted, and whatever was before is over for certain. This is the safety rule, see `machine`."""
+    if not is_unanimous(m):
+        return False
+    ballot = m.open_ballot
+    if not ballot.change.interrupt and m.roster.present():
+        return True  # the members of the old generation agree on the boundary among themselves
+    root, members, voters = m.roster.root, m.roster.members, set(ballot.members)
+    may_step = {root.generation: members} if members else {}
+    if root.old_may_step and root.change is not None:
+        before = [n for n in members if m.roster.nodes[n].joined < root.generation]
+        may_step[root.change.replaces] = before + root.change.leavers
+    # A step takes all members of its generation.
+    return all(any(n in voters or _has_ended(m, n, g) for n in needed) for g, needed in may_step.items())
+
+
+def _has_ended(m: State, node: int, generation: int) -> bool:
+    """The node will never finish a step of this generation again: its end is proved, or it has given it up."""
+    known, report = m.roster.nodes.get(node), m.watch.reports.get(node)
+    return known is None or known.proved_gone or (report is not None and report.given_up >= generation)
+
+
+def is_late(m: State) -> bool:
+    """Looked at with ticks only: before one, all that has come is read."""
+    ballot = m.open_ballot
+    return m.is_tick and bool(ballot.awaited) and m.watch.is_past(ballot.deadline)
+
+
+def is_late_and_heard(m: State) -> bool:
+    """Votes are late, and not just because connections come back one by one, or because no member is heard at all."""
+    if not is_late(m):
+        return False
+    ballot = m.open_ballot
+    late = [n for n in ballot.awaited if m.roster.alive(n)]
+    if any(map(m.watch.may_reconnect, late)):
+        return False
+    members = [n for n in ballot.participants if m.roster.nodes[n].seat and m.roster.alive(n)]
+    since_s = m.watch.now - ballot.began_at
+    return not members or any(n not in late or m.watch.unheard_s(n) < since_s for n in members)
+
+
+def all_wait(m: State) -> bool:
+    return m.is_tick and len(m.roster.members) > 1 and m.watch.all_wait_s() > m.trouble.probe_s
+
+
+def all_wait_in_vain(m: State) -> bool:
+    return m.is_tick and m.watch.all_wait_s() > m.timing.progress_s
+
+
+def change_is_due(m: State) -> bool:
+    """A planned change needs every vote, so none is begun while a participant is not heard."""
+    if not m.may_be_due or m.watch.now < m.trouble.retry_at:
+        return False
+    proposal = planned(m)
+    if proposal is None or put_off_s(m, proposal):
+        return False
+    asked = [*proposal.members, *proposal.leavers]
+    return not any(m.watch.unheard_s(n) > m.timing.lease_s or m.watch.may_reconnect(n) for n in asked)
+
+
+def all_have_arrived(m: State) -> bool:
+    going = m.going
+    return going is not None and not going.awaited and not any(map(m.roster.alive, going.change.leavers))
+
+
+def main_is_lost(m: State) -> bool:
+    main = m.roster.nodes.get(m.roster.root.main)
+    return main is not None and main.phase is MemberPhase.GONE and not main.finished
+
+
+def all_have_finished(m: State) -> bool:
+    """A newcomer without state is not awaited: the others never came to the boundary of its generation."""
+    r = m.roster
+    if not all(r.nodes[n].finished for n in r.present() if m.has_state(n)):
+        return False
+    main = r.nodes.get(r.root.main)
+    # Its exit code is known when its processes are gone. A library may still upload what it has logged.
+    return main is None or not main.alive or m.watch.over_s(main.id) > m.timing.progress_s
+
+
+# -- the tables -------------------------------------------------------------------------------------------------------
+
 _ANY = frozenset(MemberPhase)
 _STARTING, _SILENT = frozenset((MemberPhase.STARTING,)), frozenset((MemberPhase.SILENT,))
-_ALIVE = _ANY - {MemberPhase.GONE}
-_VOTERS = frozenset((MemberPhase.READY, MemberPhase.MEMBER, MemberPhase.LEAVING))
+_MEMBER, _ALIVE = frozenset((MemberPhase.MEMBER,)), _ANY - {MemberPhase.GONE}
 _MEMBERS = frozenset((MemberPhase.MEMBER, MemberPhase.LEAVING))
-_SEATED = frozenset((MemberPhase.MEMBER, MemberPhase.LEAVING, MemberPhase.SILENT))
-_LEAVERS = frozenset((MemberPhase.LEAVING, MemberPhase.SILENT))
-
-_TAKE_IN = partial(moves.rebuild, reason="members are heard again")
-_PART = partial(moves.rebuild, reason="some of its members have the state and some have not")
+_VOTERS = _MEMBERS | {MemberPhase.READY}
+_SEATED, _LEAVERS = _MEMBERS | _SILENT, frozenset((MemberPhase.LEAVING, MemberPhase.SILENT))
 
 NODE: tuple[Fact, ...] = (
     Fact("makes progress", _SEATED, lambda m, node, said: True, facts.note_progress),
     Fact("is heard again", _SILENT, lambda m, node, said: m.outbox.has_heard(node.id, said), facts.take_back),
-    Fact("has a checkpoint", _ANY, when.has_saved, facts.note_saved),
-    Fact("could not save one", _ANY, when.could_not_save, facts.note_unsaved),
+    Fact("has a checkpoint", _ANY, lambda m, node, said: said.saved is not None, facts.note_saved),
+    Fact("could not save one", _ANY, lambda m, node, said: said.unsaved is not None, facts.note_unsaved),
     Fact("could not load one", _ANY, lambda m, node, said: said.damaged is not None, facts.note_damaged),
     Fact("has failed", _ALIVE, lambda m, node, said: said.fault is not None and not node.finished, facts.note_fault),
     Fact("is ready", _STARTING, lambda m, node, said: said.ready is not None, facts.note_ready),
-    Fact("has deserted", _MEMBERS, when.has_deserted, facts.note_deserted),
-    Fact("has finished", _SEATED, when.has_finished, facts.note_finished),
-    Fact("has left", _LEAVERS, when.has_left, facts.note_left),
-    Fact("has left unasked", frozenset((MemberPhase.MEMBER,)), when.has_left, facts.note_left_alone),
-    Fact("refuses", _VOTERS, when.refuses, facts.note_refusal),
-    Fact("votes", _VOTERS, when.votes, lambda m, node, said: m.open_ballot.awaited.discard(node.id)),
-    Fact("has arrived", _MEMBERS, when.has_arrived, facts.note_arrival),
-    Fact("has lost its group", _MEMBERS, when.has_lost_its_group, facts.note_broken_group),
+    Fact("has deserted", _MEMBERS, lambda m, node, said: said.deserted and not node.finished, facts.note_deserted),
+    Fact("has finished", _SEATED, lambda m, node, said: said.finish is not None, facts.note_finished),
+    Fact("has left", _LEAVERS, lambda m, node, said: 0 < said.left >= said.generation, facts.note_left),
+    Fact("has left unasked", _MEMBER, lambda m, node, said: 0 < said.left >= said.generation, facts.note_left_alone),
+    Fact("refuses", _VOTERS, refuses, facts.note_refusal),
+    Fact("votes", _VOTERS, votes, lambda m, node, said: m.open_ballot.awaited.discard(node.id)),
+    Fact("has arrived", _MEMBERS, has_arrived, facts.note_arrival),
+    Fact("has lost its group", _MEMBERS, has_lost_its_group, facts.note_broken_group),
     Fact("missed an order", _ANY, lambda m, node, said: not m.outbox.has_heard(node.id, said), facts.resend),
 )
 
+_LOSS = Rule("a member is lost", lambda m: bool(m.trouble.lost), moves.rebuild)
+_RETURN = Rule("its generation is broken", is_broken, partial(moves.rebuild, reason="members are heard again"))
+_BREAK = Rule("a group broke", group_broke, moves.rebuild_group)
+_IN_VAIN = Rule("all wait in vain", all_wait_in_vain, moves.rebuild_stuck)
+_WAIT = Rule("all wait", all_wait, moves.probe)
+_EXCHANGE = Rule("the first exchange does not end", all_wait, moves.rebuild_first_exchange)
+_DUE = Rule("a change is due", change_is_due, moves.prepare)
+_DESERTION = Rule("a generation is voted on", lambda m: m.voting is not None, moves.await_deserter)
+_BURNED = Rule("it is spoiled", lambda m: bool(m.open_ballot.spoiled), moves.burn)
+_SPOILED = _BURNED._replace(action=moves.rebuild)
+_CUT_NEWCOMERS = Rule("links are cut", is_explained, moves.drop_newcomers)
+_CUT = _CUT_NEWCOMERS._replace(action=moves.drop_cut_off)
+_REACHED = Rule("all have voted", is_unanimous, moves.burn_reachable)
+_MIXED = Rule("not all have the state", is_mixed, partial(moves.rebuild, reason="some of its members lack the state"))
+_ELECTED = Rule("all have voted, and what was before is over", may_commit, moves.commit)
+_LATE_PLAN = Rule("votes are late", is_late, moves.burn_late)
+_LATE = Rule("votes are late", is_late_and_heard, moves.eject_late)
+_COMPLETE = Rule("all are there", all_have_arrived, moves.complete)
+_NO_MAIN = Rule("the main member is lost", main_is_lost, losses.end_without_main)
+_FINISHED = Rule("all have finished", all_have_finished, losses.end_well)
+
 RUN: dict[RunPhase, tuple[Rule, ...]] = {
     RunPhase.LISTENING: (),
-    RunPhase.DESERTED: (Rule("a generation is voted on", lambda m: m.voting is not None, moves.await_deserter),),
-    RunPhase.EMPTY: (
-        Rule("the last member is lost", when.has_lost_members, moves.rebuild),
-        Rule("enough nodes are ready", when.change_is_due, moves.prepare),
-    ),
-    RunPhase.STEADY: (
-        Rule("a member is lost", when.has_lost_members, moves.rebuild),
-        Rule("its generation is broken", when.generation_is_broken, _TAKE_IN),
-        Rule("its group broke", when.group_broke, moves.rebuild_group),
-        Rule("all wait in vain", when.all_wait_in_vain, moves.rebuild_stuck),
-        Rule("all wait", when.all_wait, moves.probe),
-        Rule("a change is due", when.change_is_due, moves.prepare),
-    ),
-    RunPhase.PREPARING: (
-        Rule("a member is lost", when.has_lost_members, moves.rebuild),
-        Rule("the group broke", when.group_broke, moves.rebuild_group),
-        Rule("it is spoiled", when.is_spoiled, moves.burn),
-        Rule("links are cut", when.is_explained, moves.drop_newcomers),
-        Rule("all have voted, and what was before is over", when.may_commit, moves.commit),
-        Rule("votes are late", when.is_late, moves.burn_late),
-    ),
-    RunPhase.PROBING: (
-        Rule("a member is lost", when.has_lost_members, moves.rebuild),
-        Rule("the group broke", when.group_broke, moves.rebuild_group),
-        Rule("it is spoiled", when.is_spoiled, moves.burn),
-        Rule("links are cut", when.is_explained, moves.drop_cut_off),
-        Rule("all have voted", when.is_unanimous, moves.burn_reachable),
-        Rule("votes are late", when.is_late_and_heard, moves.eject_late),
-    ),
-    RunPhase.REBUILDING: (
-        Rule("another member is lost", when.has_lost_members, moves.rebuild),
-        Rule("it is spoiled", when.is_spoiled, moves.rebuild),
-        Rule("links are cut", when.is_explained, moves.drop_cut_off),
-        Rule("a group could not be built", when.group_broke, moves.rebuild_group),
-        Rule("not all have the state", when.is_mixed, _PART),
-        Rule("all have voted, and what was before is over", when.may_commit, moves.commit),
-        Rule("votes are late", when.is_late_and_heard, moves.eject_late),
-    ),
-    RunPhase.SWITCHING: (
-        Rule("a member is lost", when.has_lost_members, moves.rebuild),
-        Rule("its generation is broken", when.generation_is_broken, _TAKE_IN),
-        Rule("a group broke", when.group_broke, moves.rebuild_group),
-        Rule("all are there", when.all_have_arrived, moves.complete),
-        Rule("all wait in vain", when.all_wait_in_vain, moves.rebuild_stuck),
-        Rule("the first exchange does not end", when.all_wait, moves.rebuild_first_exchange),
-    ),
-    RunPhase.FINISHING: (
-        Rule("all are there", when.all_have_arrived, moves.complete),
-        Rule("the main member is lost", when.main_is_lost, losses.end_without_main),
-        Rule("all have finished", when.all_have_finished, losses.end_well),
-    ),
+    RunPhase.DESERTED: (_DESERTION,),
+    RunPhase.EMPTY: (_LOSS, _DUE),
+    RunPhase.STEADY: (_LOSS, _RETURN, _BREAK, _IN_VAIN, _WAIT, _DUE),
+    RunPhase.PREPARING: (_LOSS, _BREAK, _BURNED, _CUT_NEWCOMERS, _ELECTED, _LATE_PLAN),
+    RunPhase.PROBING: (_LOSS, _BREAK, _BURNED, _CUT, _REACHED, _LATE),
+    RunPhase.REBUILDING: (_LOSS, _SPOILED, _CUT, _BREAK, _MIXED, _ELECTED, _LATE),
+    RunPhase.SWITCHING: (_LOSS, _RETURN, _BREAK, _COMPLETE, _IN_VAIN, _EXCHANGE),
+    RunPhase.FINISHING: (_COMPLETE, _NO_MAIN, _FINISHED),
     RunPhase.ENDED: (),
 }

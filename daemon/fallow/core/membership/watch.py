@@ -93,11 +93,12 @@ class Watch:
         self.committed_at = 0.0
         self._roster, self._timing = roster, timing
         self._head = _Hearing(at)
-        self._at = at
         self._sent_after: dict[int, float] = {}
         "node -> the tick before its newest report was handled: it may have lain unread since, on the clock of events"
         self._heard_at: dict[int, float] = dict.fromkeys(roster.nodes, 0.0)
         self._came_at: dict[int, float] = dict.fromkeys(roster.nodes, 0.0)
+        self._over_at: dict[int, float] = {}
+        "node -> when its script was known to have ended"
         self._steps: dict[int, tuple[int, float]] = {}
         "generation -> its newest finished step, and when that was heard"
         self._came_together: dict[int, float] = {}
@@ -110,29 +111,28 @@ class Watch:
     def advance(self, at: float) -> None:
         """A tick."""
         self.now += self._head.advance(at)
-        self._at = at
 
     def came(self, node: int) -> None:
         self._came_at[node] = self._heard_at[node] = self.now
 
     def hear(self, report: Report) -> None:
         self._head.hear(self.now)
-        self._sent_after[report.node] = self._at
-        last, last_at = self.reports.get(report.node), self._heard_at.get(report.node, -math.inf)
+        self._sent_after[report.node] = self._head.ticked_at
+        last, last_at = self.reports.get(report.node), self._heard_at[report.node]
         self._heard_at[report.node] = self.now
         self.reports[report.node] = report
         if last is not None and last.generation < report.generation:
-            self._came_together = {n: at for n, at in self._came_together.items() if n > last.generation}
             self._came_together.setdefault(report.generation, last_at)
         step, _ = self._steps.get(report.generation, (-1, 0.0))
         if report.generation and report.step > step:
             # Nobody knows how old the step of a first report is.
             self._steps[report.generation] = report.step, self.now if step >= 0 else -math.inf
-            for old in sorted(self._steps)[:-GENERATIONS]:
-                del self._steps[old]
+        for known in (self._steps, self._came_together):
+            for old in sorted(known)[:-GENERATIONS]:
+                del known[old]
 
     def forget(self, node: int) -> None:
-        for known in (self.reports, self._heard_at, self._came_at, self._sent_after):
+        for known in (self.reports, self._heard_at, self._came_at, self._sent_after, self._over_at):
             known.pop(node, None)
 
     # -- what follows -----------------------------------------------------------------------------------------------
@@ -144,7 +144,11 @@ class Watch:
     def unheard_s(self, node: int) -> float:
         """For how long nothing came from the node itself, or from one of its workers, whatever others show."""
         report = self.reports.get(node)
-        return self.now - self._heard_at.setdefault(node, self.now) + (report.mute_s if report is not None else 0.0)
+        return self.now - self._heard_at[node] + (report.mute_s if report is not None else 0.0)
+
+    def over_s(self, node: int) -> float:
+        """For how long its script has been over. Asked for the first time, it is over since now."""
+        return self.now - self._over_at.setdefault(node, self.now)
 
     def is_past(self, deadline: float) -> bool:
         """The deadline is over, and somebody was heard since. So what had come until then was read.
@@ -156,7 +160,11 @@ class Watch:
     def may_reconnect(self, node: int) -> bool:
         """It was not heard since the head's last absence, and its connection may still come back."""
         back_at = self._head.back_at
-        return self._heard_at.get(node, math.inf) < back_at and self.now < back_at + self._timing.reconnect_s
+        return self._heard_at[node] < back_at and self.now < back_at + self._timing.reconnect_s
+
+    def ends_within(self, node: Node, seconds: float) -> bool:
+        """It goes away so soon, as far as is known."""
+        return node.ends_at is not None and self._head.ticked_at >= node.ends_at - seconds
 
     def overdue(self) -> list[Overdue]:
         """Nodes that must be given up now."""
@@ -165,29 +173,27 @@ class Watch:
         found = (self._look(node, stalled.get(node.id)) for node in nodes)
         return [overdue for overdue in found if overdue is not None]
 
-    def waited_s(self, node: int) -> float:
-        """For how long it has waited for members of the committed generation. 0: it has not, or it is not heard."""
-        report = self.reports.get(node)
-        if report is None or report.given_up >= self._roster.root.generation or self.unheard_s(node) > DEAF_S:
-            return 0.0
-        waits_s = self._unchanged_s(node, report) if report.doing is Doing.WAITING else 0.0
-        return min(waits_s, self.now - self.committed_at)
+    def all_wait_s(self) -> float:
+        """For how long all members of the committed generation have waited for each other."""
+        return min(map(self._waits_s, filter(self._roster.alive, self._roster.inside())), default=0.0)
 
     def _look(self, node: Node, stalled_s: float | None) -> Overdue | None:
         timing, report, silent_s = self._timing, self.reports.get(node.id), self._silent_s(node)
-        is_fresh = self._at - self._sent_after.get(node.id, -math.inf) <= DEAF_S
+        is_fresh = self._head.ticked_at - self._sent_after.get(node.id, -math.inf) <= DEAF_S
+        is_starting = node.phase is MemberPhase.STARTING
+        if self.ends_within(node, timing.last_call_s):
+            return Overdue(node, f"still there though it had to leave: {node.leaving}")
+        if node.deserted and self.over_s(node.id) > timing.lease_s:
+            return Overdue(node, f"still there {timing.lease_s:g} s after its script had ended")
         if report is not None and report.stopped_s >= timing.stopped_s and is_fresh:
             return Overdue(node, f"one of its processes is stopped (for {report.stopped_s:.1f} s)")
         if silent_s > timing.lease_s and self._counts(node):
             return Overdue(node, f"silent for {silent_s:.1f} s", unheard=True)
-        if report is not None and is_fresh and node.phase is not MemberPhase.STARTING:
+        if report is not None and is_fresh and not is_starting:
             mute_s = min(report.mute_s, self.now - self._step_at(node))
             if mute_s > timing.lease_s and self._counts(node):
                 return Overdue(node, f"its process is silent for {mute_s:.1f} s, alive", FailureKind.HANG)
-        if (
-            node.phase is MemberPhase.STARTING
-            and self.now - self._came_at.setdefault(node.id, self.now) > timing.start_s
-        ):
+        if is_starting and self.now - self._came_at[node.id] > timing.start_s:
             return Overdue(node, f"did not reach run.updates() within {timing.start_s:.0f} s", FailureKind.HANG)
         if stalled_s is not None:
             return Overdue(node, f"no progress for {stalled_s:.1f} s, alive", FailureKind.HANG)
@@ -195,7 +201,7 @@ class Watch:
 
     def _silent_s(self, node: Node) -> float:
         """For how long there was no sign of life of it while somebody else was heard."""
-        return self._head.heard_at - max(self._heard_at.setdefault(node.id, self.now), self._step_at(node))
+        return self._head.heard_at - max(self._heard_at[node.id], self._step_at(node))
 
     def _step_at(self, node: Node) -> float:
         """When the newest step or first exchange was finished that needed it; minus infinity: none is known."""
@@ -210,22 +216,31 @@ class Watch:
 
     def _counts(self, node: Node) -> bool:
         """Does a silence that exceeds the lease speak against the node?"""
-        root, timing, late = self._roster.root, self._timing, self.may_reconnect(node.id)
-        leaves = root.change is not None and node.id in root.change.leavers and not root.entered
-        if not (node.seat or leaves) or self._roster.finishing:
+        roster, timing, late = self._roster, self._timing, self.may_reconnect(node.id)
+        is_needed = node.seat > 0 or (node.id in roster.leavers and not roster.root.entered)
+        if not is_needed or roster.finishing:
             return not late
         needed_s = timing.lease_s if late else min(timing.lease_s, timing.probe_s)
-        others = [n for n in self._needed() if n != node.id and self._roster.alive(n)]
-        return any(self._waits_s(n) >= needed_s for n in others)
+        others = [n for n in roster.inside() if n != node.id and roster.alive(n)]
+        return any(self._has_given_up(n) or self._waits_s(n) >= needed_s for n in others)
+
+    def _has_given_up(self, node: int) -> bool:
+        """It is heard, and finishes no step any more in the generation that it was in."""
+        report = self._heard(node)
+        if report is None:
+            return False
+        return report.given_up >= self._roster.root.generation or report.given_up >= report.generation > 0
 
     def _waits_s(self, node: int) -> float:
-        """For how long a node that is heard has waited for others; infinity: it has given its generation up."""
-        report = self.reports.get(node)
-        if report is None or self.unheard_s(node) > DEAF_S:
+        """For how long it has waited for members of the committed generation. 0: it has not, or it is not heard."""
+        report = self._heard(node)
+        if report is None or report.doing is not Doing.WAITING or report.given_up >= self._roster.root.generation:
             return 0.0
-        if report.given_up >= self._roster.root.generation or report.given_up >= report.generation > 0:
-            return math.inf
-        return self._unchanged_s(node, report) if report.doing is Doing.WAITING else 0.0
+        return min(self._unchanged_s(node, report), self.now - self.committed_at)
+
+    def _heard(self, node: int) -> Report | None:
+        """What the node says now; None: it is not heard."""
+        return self.reports.get(node) if self.unheard_s(node) <= DEAF_S else None
 
     def _stalled(self) -> dict[int, float]:
         """Who has to go because it makes no progress -> for how many seconds it has made none.
@@ -234,7 +249,7 @@ class Watch:
         Then only the node whose device computes is to blame, and the others have the whole deadline once more.
         """
         spared_s = self.now - self._spared_at
-        nodes = [self._roster.nodes[n] for n in self._needed() if self._roster.alive(n)]
+        nodes = [self._roster.nodes[n] for n in self._roster.inside() if self._roster.alive(n)]
         reports = [self.reports[node.id] for node in nodes if node.id in self.reports and not node.deserted]
         others_wait = any(report.doing is Doing.WAITING for report in reports)
         # Code outside of the loop may take any time, as long as nobody waits.
@@ -245,11 +260,6 @@ class Watch:
         if computing and len(computing) < len(late):
             self._spared_at = self.now
         return computing or late
-
-    def _needed(self) -> list[int]:
-        """Nodes without which no step is finished: members, and those that are leaving the generation before."""
-        change = self._roster.root.change
-        return self._roster.members + (change.leavers if change is not None else [])
 
     def _unchanged_s(self, node: int, report: Report) -> float:
         """For how long it has done the same. A step that was finished since is something else.
@@ -269,14 +279,14 @@ class _Hearing:
         "when anybody was heard, on the clock of ticks"
         self.back_at = -math.inf
         "when the last absence ended"
-        self._ticked_at = at
+        self.ticked_at = at
         self._deaf_s = self._absent_s = 0.0
 
     def advance(self, at: float) -> float:
         """By how many seconds the clock goes on."""
-        passed = max(0.0, at - self._ticked_at)
+        passed = max(0.0, at - self.ticked_at)
         counted = min(passed, LONGEST_TICK_S)
-        self._ticked_at = max(at, self._ticked_at)
+        self.ticked_at = max(at, self.ticked_at)
         self._absent_s += passed
         self._deaf_s += counted
         return counted if self._deaf_s < DEAF_S else 0.0

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 import msgspec
 
 from fallow.core.allocations import WAITING, Allocation
-from fallow.core.neighbour.constraint import alternatives
+from fallow.core.kinds import alternatives
 from fallow.core.neighbour.preemption import Preemption, admits
 from fallow.core.neighbour.room import HELD, Claim, Room, find_rooms
-from fallow.core.neighbour.site import SiteRules
-from fallow.core.neighbour.waiting import Waiting, is_ours, others_waiting, picks_up, turn
+from fallow.core.neighbour.waiting import SiteRules, Waiting, is_ours, others_waiting, picks_up, turn
 from fallow.model import AllocationState, ClusterState, JobInfo
 
 ELEMENTS = 256
@@ -243,7 +242,7 @@ class _Placement:
     def _ways(self, job: JobInfo, name: str, closed: Collection[str]) -> Iterable[tuple[Claim, list[Room]]]:
         """Ways to place a job in this partition, one for each alternative of its constraint that fits."""
         partition = self._partitions.get(name)
-        number = max(job.num_nodes, len(job.required_nodes))
+        number = max(1, job.num_nodes, len(job.required_nodes))
         if partition is None or not admits(partition, job) or number > len(self._rooms[name]):
             return
         whole = job.exclusive or partition.exclusive or self._site.whole_nodes

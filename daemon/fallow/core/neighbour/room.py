@@ -89,7 +89,7 @@ class Room:
         self.users.add(job.user)
         if claim.user_alone:
             self.owner = job.user
-        self.cpus = 0 if claim.whole else self.cpus - job.cpus_per_node
+        self.cpus = 0 if claim.whole else self.cpus - max(1, job.cpus_per_node)
         self.memory_mb -= job.memory_mb_per_node
         missing = job.gpus_per_node
         for kind in [job.gpu_type] if job.gpu_type else list(self.gpus):

@@ -10,15 +10,17 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import floor
+from typing import NamedTuple
 
 from fallow.core.accounting.backoff import Asker
 from fallow.core.accounting.budget import minutes_in
 from fallow.core.allocations import Allocation
 from fallow.core.holes import Hole, Part
-from fallow.core.planning.offers import Eligibility, offers
+from fallow.core.planning.known import RunClass
 from fallow.core.planning.rules import Demand, most_minutes
-from fallow.core.planning.situation import Situation
-from fallow.core.planning.unstarted import RunClass
+from fallow.core.planning.situation import Eligibility, Situation
+
+NO_LIMIT = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,39 +44,34 @@ class Caps:
     Args:
         situation: of the plan: its rules, the limits that were learned, and who asks.
         held: live harvest allocations that stay, requests included.
-        pending: the requests among them.
+        pending: tokens of the requests among them.
     """
 
-    def __init__(self, situation: Situation, held: Iterable[Allocation], pending: Iterable[Allocation]) -> None:
+    def __init__(self, situation: Situation, held: Iterable[Allocation], pending: Iterable[str]) -> None:
         self._rules, self._backoff, self._at = situation.rules, situation.known.backoff, situation.at
         self._held = Counter(a.partition for a in situation.allocations if a.hurried and a.live)
-        self.waiting = 0
-        "requests that wait"
         self._fresh = self._old = 0
-        self._by_asker = Counter[Asker | None]()
-        held = list(held)
-        waits = {allocation.token for allocation in pending}
+        "requests that wait for idle nodes; those that have for long"
+        self._by_asker = Counter[Asker]()
+        waits = set(pending)
         for allocation in held:
-            self._held[allocation.partition] += 1
             if allocation.token in waits:
-                demand, is_fresh = situation.by_run.get(allocation.run), not situation.waits_for_others(allocation)
-                self._old += not (is_fresh or allocation.ahead)
-                self._count(None if demand is None else demand.asker, is_fresh=is_fresh)
-
-    def _count(self, asker: Asker | None, *, is_fresh: bool) -> None:
-        self.waiting += 1
-        self._fresh += is_fresh
-        self._by_asker[asker] += 1
+                demand, is_ahead = situation.by_run.get(allocation.run), situation.waits_for_others(allocation)
+                self._old += is_ahead and not allocation.ahead
+                self.add_request(demand.asker if demand else Asker(), allocation.partition, ahead=is_ahead)
+            else:
+                self._held[allocation.partition] += 1
 
     def add_request(self, asker: Asker, partition: str, *, ahead: bool = False) -> None:
-        """One more request is made."""
-        self._count(asker, is_fresh=not ahead)
+        """One more request waits; `ahead`: for a node that others still have."""
+        self._fresh += not ahead
+        self._by_asker[asker] += 1
         self._held[partition] += 1
 
-    def nodes_left(self) -> int:
-        """Nodes more that may be held in all."""
-        most = self._rules.max_nodes
-        return 1 << 30 if most is None else max(0, most - self._held.total())
+    @property
+    def waiting(self) -> int:
+        """Requests that wait."""
+        return self._by_asker.total()
 
     def full(self, partition: str) -> str:
         """That no more nodes may be held there, in words; empty: more may be."""
@@ -86,15 +83,19 @@ class Caps:
 
     def is_capped(self, partition: str) -> bool:
         """Are as many held there as may be in this partition?"""
-        most = self._rules.partition_nodes.get(partition)
-        return most is not None and self._held[partition] >= most
+        return self._held[partition] >= self._rules.partition_nodes.get(partition, NO_LIMIT)
+
+    def nodes_left(self) -> int:
+        """Nodes more that may be held in all."""
+        most = self._rules.max_nodes
+        return NO_LIMIT if most is None else max(0, most - self._held.total())
 
     def places(self, partitions: Iterable[str]) -> int:
         """Nodes more that may be held in these partitions together."""
         if not self._rules.partition_nodes:
             return self.nodes_left()
-        most = ((self._rules.partition_nodes.get(name, 1 << 30), self._held[name]) for name in partitions)
-        return min(self.nodes_left(), sum(max(0, cap - held) for cap, held in most))
+        caps = ((self._rules.partition_nodes.get(name, NO_LIMIT), self._held[name]) for name in partitions)
+        return min(self.nodes_left(), sum(max(0, cap - held) for cap, held in caps))
 
     def requests_left(self) -> int:
         """Requests more that may wait for idle nodes."""
@@ -102,14 +103,22 @@ class Caps:
         fresh = min(most, 2 * most - self._old) - self._fresh
         return max(0, min(fresh, self._rules.max_waiting - self.waiting))
 
-    def may_wait(self, asker: Asker) -> bool:
-        """May one more request wait in this name? Its account or QOS may have been at a limit of late."""
+    def may_wait(self, asker: Asker, besides: int = 0) -> bool:
+        """May one more request wait in this name, besides so many? Its account or QOS may have been at a limit of
+        late."""
         room = self._backoff.room(asker, self._at)
-        return room is None or self._by_asker[asker] < room
+        return room is None or self._by_asker[asker] + besides < room
 
     def may_wait_ahead(self) -> bool:
         """May one more request wait for a node that others still have?"""
         return self.waiting < self._rules.max_waiting
+
+
+class Offer(NamedTuple):
+    """An idle node as one of its partitions offers it, and the classes of runs that can use it there."""
+
+    hole: Hole
+    users: frozenset[RunClass]
 
 
 class Asking:
@@ -124,10 +133,10 @@ class Asking:
 
     def __init__(self, situation: Situation, eligibility: Eligibility, taken: Iterable[str], caps: Caps) -> None:
         self._situation, self._eligibility, self.taken, self.caps = situation, eligibility, set(taken), caps
-        self.offered = offers(situation, eligibility)
-        "idle nodes, best first"
         self._open: dict[RunClass, dict[str, frozenset[str]]] = {demand.run_class: {} for demand in situation.demands}
         "class of runs -> idle node that they can use -> in which partitions"
+        self.offered = self._offers()
+        "idle nodes, best first: what few can use comes first, and what can be had in one way only"
         for hole, users in self.offered:
             for names in (self._open[some] for some in users if hole.node not in self.taken):
                 names[hole.node] = names.get(hole.node, frozenset()) | {hole.partition}
@@ -143,19 +152,38 @@ class Asking:
         self.refused: dict[RunClass, str] = {}
         "class of runs -> why they may make no request any more"
 
+    def _offers(self) -> list[Offer]:
+        ways, found = Counter(hole.node for hole in self._situation.holes), list[Offer]()
+        why_not = self._eligibility.why_not
+        for hole in self._situation.holes:
+            able = [some for some in self._open if not why_not(some, hole.node, hole.partition, hole.part)]
+            found.append(Offer(hole, frozenset(able)))
+        return sorted(found, key=lambda offer: (len(offer.users), ways[offer.hole.node]))
+
+    def idle(self, demand: Demand) -> int:
+        """Idle nodes that a run can use and that nobody has asked for, as far as caps leave room."""
+        idle, most = self._idle[demand.run_class], self.places(demand)
+        return min(most, sum(min(count, self.caps.places(names)) for names, count in idle.items()))
+
+    def places(self, demand: Demand) -> int:
+        """Nodes more that a run may hold where it may ask."""
+        return self.caps.places(self._eligibility.partitions(demand.run_class))
+
     def ask(self, demand: Demand, replaces: str = "") -> Ask | None:
         """One request more for a run, for the best idle node; None: there is none that it may ask for."""
         if why := self._refusal(demand):
             self.refused.setdefault(demand.run_class, why)
             return None
-        queue = self._queue(demand)
+        queue, run_class = self._queues.get(demand.run), demand.run_class
+        if queue is None:
+            queue = self._queues[demand.run] = deque(hole for hole, users in self.offered if run_class in users)
         while queue:
             hole = queue.popleft()
             if hole.node in self.taken:
                 continue
             if why := self.caps.full(hole.partition):
                 self.reasons.setdefault(hole.node, why)
-            elif (minutes := self._minutes(hole, demand)) is not None:
+            elif (minutes := self.minutes(hole, demand)) is not None:
                 self.taken.add(hole.node)
                 for some, names in self._open.items():
                     if hole.node in names:
@@ -179,19 +207,10 @@ class Asking:
             self._coming[run_class] = [hole for hole in coming if not why_not(run_class, hole.node, hole.partition)]
         for hole in self._coming[run_class]:
             name = hole.partition
-            if not self.caps.full(name) and (minutes := self._minutes(hole, demand)) is not None:
+            if not self.caps.full(name) and (minutes := self.minutes(hole, demand)) is not None:
                 exclude = self._eligibility.unsuitable(demand.kind, name, ahead=True)
                 return self._made(demand, Ask(demand.run, name, minutes, exclude=exclude, ahead=True))
         return None
-
-    def places(self, demand: Demand) -> int:
-        """Nodes more that a run may hold where it may ask."""
-        return self.caps.places(self._eligibility.partitions(demand.run_class))
-
-    def idle(self, demand: Demand) -> int:
-        """Idle nodes of these that nobody has asked for, as far as the caps of their partitions leave room."""
-        idle = self._idle[demand.run_class]
-        return min(self.places(demand), sum(min(count, self.caps.places(names)) for names, count in idle.items()))
 
     def _made(self, demand: Demand, ask: Ask) -> Ask:
         self.caps.add_request(demand.asker, ask.partition, ahead=ask.ahead)
@@ -208,21 +227,14 @@ class Asking:
             return f"limited: there may be no room for more by {demand.asker} than waits already"
         return ""
 
-    def _queue(self, demand: Demand) -> deque[Hole]:
-        if demand.run not in self._queues:
-            run_class = demand.run_class
-            self._queues[demand.run] = deque(offer.hole for offer in self.offered if run_class in offer.users)
-        return self._queues[demand.run]
-
-    def _minutes(self, hole: Hole, demand: Demand) -> int | None:
+    def minutes(self, hole: Hole, demand: Demand) -> int | None:
         """As long as the hole lasts, within what is allowed; None: that is too short, and why is noted.
 
         A longer limit costs nobody anything: the node goes back whenever somebody else wants it.
         """
-        rules = self._situation.rules
-        partition, budget_s = self._situation.by_partition[hole.partition], self._budgets[demand.run]
+        rules, budget_s = self._situation.rules, self._budgets[demand.run]
         least = max(rules.min_minutes, demand.min_minutes)
-        most = most_minutes(partition, rules)
+        most = most_minutes(self._situation.partitions[hole.partition], rules)
         most = most if budget_s is None else min(most, minutes_in(budget_s))
         fits = most if hole.length_s is None else max(0, floor((hole.length_s - rules.slack_s) / 60))
         bound = self._eligibility.known.backoff.longest(demand.asker, hole.partition, self._situation.at)

@@ -13,6 +13,7 @@ with 64 workers of 64 shards. Published curves of training on idle nodes have 0.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -122,12 +123,9 @@ def speeds(curve: Curve, shards: int, slots: int, most: int) -> list[tuple[int, 
     factors = [(workers, step_s / _shape(shards, workers)) for workers, step_s in seen]
     factors = factors or [(1, 1.0 if curve.shard_s is None else curve.shard_s)]
     found: list[tuple[int, float]] = []
-    right = 0
     for nodes in range(1, most + 1):
         workers = min(nodes * slots, shards)
-        while right < len(factors) and factors[right][0] <= workers:
-            right += 1
-        speed = 1.0 / (_factor(factors, right, workers) * _shape(shards, workers))
+        speed = 1.0 / (_factor(factors, workers) * _shape(shards, workers))
         if not found or speed > found[-1][1] * (1.0 + 1e-9):
             found.append((nodes, speed))
         if workers == shards:
@@ -140,9 +138,9 @@ def _shape(shards: int, workers: int) -> float:
     return -(-shards // workers) + REST + TALK * math.log2(workers)
 
 
-def _factor(factors: list[tuple[int, float]], right: int, workers: int) -> float:
-    """Measured time over the shape's, in between by the logarithm of the number of workers. Args: right: the first
-    factor of more workers."""
+def _factor(factors: list[tuple[int, float]], workers: int) -> float:
+    """Measured time over the shape's, in between by the logarithm of the number of workers."""
+    right = bisect_right(factors, workers, key=lambda each: each[0])
     if right in (0, len(factors)):
         return factors[max(0, right - 1)][1]
     (low, before), (high, after) = factors[right - 1], factors[right]

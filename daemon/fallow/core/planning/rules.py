@@ -1,22 +1,20 @@
-"""What may be asked for, for whom, and what is known besides the poll. Pure."""
+"""What may be asked for, and for whom: what the owner of the head allows, and what Slurm and time allow of it. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from math import ceil
 
 import msgspec
 from msgspec.structs import replace
 
-from fallow.core.accounting.backoff import Asker, Backoff
-from fallow.core.allocations import Allocation
-from fallow.core.holes import Hole
+from fallow.core.accounting.backoff import Asker
 from fallow.core.kinds import Kind, open_to
 from fallow.core.neighbour.permission import too_small_for
-from fallow.core.planning.experience import Experience
+from fallow.core.neighbour.waiting import LOOKED_AT, UNKNOWN, numbers, site_rules
+from fallow.core.planning.known import Experience, RunClass
 from fallow.core.planning.share import Worth
-from fallow.core.planning.unstarted import RunClass, Unstarted
-from fallow.model import ClusterState, PartitionInfo
+from fallow.model import ClusterConfig, ClusterState, PartitionInfo
 
 NOT_TAKEN_BACK = "Slurm would not take it back for others, and [harvest] allow_without_preemption is off"
 
@@ -84,28 +82,6 @@ class Demand(msgspec.Struct, frozen=True):
         return RunClass(self.kind, self.partitions, self.asker, self.barred)
 
 
-@dataclass
-class Known:
-    """What is known besides the poll."""
-
-    experience: Experience = field(default_factory=Experience)
-    backoff: Backoff = field(default_factory=Backoff)
-    unstarted: Unstarted = field(default_factory=Unstarted)
-
-    def after(self, waited: Iterable[tuple[Allocation, RunClass, Hole]], at: float) -> Known:
-        """What is known once requests have waited for too long beside idle nodes.
-
-        Where somebody may want the node soon, nobody knows when, a shorter request may start. Else none like it does.
-        """
-        backoff, declined = replace(self.backoff, lengths=dict(self.backoff.lengths)), list[tuple[str, RunClass, str]]()
-        for allocation, run_class, hole in waited:
-            if hole.sure:
-                declined.append((hole.node, run_class, hole.partition))
-            elif allocation.minutes:
-                backoff.too_long(hole.partition, allocation.minutes, at)
-        return Known(self.experience, backoff, self.unstarted.decline(declined, at))
-
-
 def harvestable(cluster: ClusterState, rules: HarvestRules) -> list[PartitionInfo]:
     """Partitions that may be harvested, without nodes that may not: lowest priority tier first, since those are the
     kindest to others."""
@@ -147,10 +123,81 @@ def most_minutes(partition: PartitionInfo, rules: HarvestRules) -> int:
     return rules.max_minutes if limit_s is None else min(rules.max_minutes, int(limit_s // 60))
 
 
-def needed_s(allocation: Allocation, at: float, rules: HarvestRules) -> float:
-    """Return how long a hole must be for a pending request: Slurm starts nothing that runs into what is planned.
+# -- how much may be asked for now ----------------------------------------------------------------------------------
 
-    One that was made for the hole did fit a moment ago.
+AHEAD = 2
+"""So many requests at least wait for nodes which others still have, and as many as nodes came at once of late: what a
+large job leaves is lost until the next poll but for these. No more than half of those that may wait at all: what is
+idle comes first. And no more than half of all jobs that backfill looks at: they come last, but take their time."""
+
+RESOLUTION_S = 60.0
+"""Of the times in backfill's plan, unless bf_resolution says otherwise (slurm.conf(5))."""
+
+FEW = 4
+"""As many requests may wait at once however often is polled, and no more of normal priority for one run."""
+
+LIMITS_UNKNOWN = 8
+"""As many requests wait at most where jobs are accounted for and Slurm has not told the limits: sites seldom let a user
+submit fewer jobs than twice as many (MaxSubmitJobs)."""
+
+
+def allowed_now(
+    configured: HarvestRules,
+    site: ClusterConfig | None,
+    experience: Experience,
+    now: float,
+    interval_s: float,
+    *,
+    max_pending: int | None = None,
+    poll_interval_s: float = 30.0,
+    submits_per_min: float = 120.0,
+    limits_known: bool = True,
+) -> HarvestRules:
+    """What may be asked for now.
+
+    Args:
+        configured: what the configuration says, and what others' jobs forbid; all else is worked out here.
+        site: None: Slurm has not told its configuration yet.
+        experience: says how long starts take.
+        now: Unix time.
+        interval_s: from one poll to the next, as things are.
+        max_pending, poll_interval_s, submits_per_min: as configured.
+        limits_known: Slurm has told the limits of the owner's accounts and QOS.
     """
-    ago_s = min(at - allocation.requested_at, rules.start_patience_s)
-    return 60.0 * (allocation.minutes or 0) - ago_s
+    site, usual = site or UNKNOWN, 1 << 30 if max_pending is None else max_pending
+    backfill_s, parameters = site.backfill_interval_s, site.scheduler_parameters
+    # In a partition, and in all: half of the jobs that backfill looks at for one user, whose own ones need the others.
+    most = at_once = min(usual, _half(r"bf_max_job_(?:user|assoc|user_part)=(\d+)", parameters))
+    waiting = min(usual, _half(r"bf_max_job_(?:user|assoc)=(\d+)", parameters))
+    if max_pending is None:
+        waiting = min(waiting, LIMITS_UNKNOWN) if site.accounting and not limits_known else waiting
+        # However many fall idle, they are asked for as fast as may be. One waits until Slurm has looked, and then until
+        # a poll shows that it started; what counted polls alone let a sixth through where polls come every 5 s.
+        at_once = min(most, max(FEW, round(submits_per_min * (interval_s + backfill_s) / 60.0)))
+    # Jobs of all users together that backfill looks at in a cycle, in a partition or in all.
+    looked_at = _least(r"bf_max_job_(?:test|part)=(\d+)", parameters, LOOKED_AT)
+    resolution_s = next(iter(numbers(r"(?:^|,)bf_resolution=(\d+)", parameters)), RESOLUTION_S)
+    start_s = experience.start_s(now)
+    return replace(
+        configured,
+        max_pending=at_once,
+        max_waiting=waiting,
+        # A job that trains for less than it takes to begin is a burden to the site. Where nodes take longer to begin
+        # than any job may last, the longest are asked for: were there none, nobody would see that it is over.
+        min_minutes=max(configured.min_minutes, min(configured.max_minutes, ceil(2.0 * start_s / 60.0))),
+        start_patience_s=3 * poll_interval_s + 2 * backfill_s,
+        slack_s=resolution_s + backfill_s,
+        # Two polls may pass before a wish is a job, and then it has to start.
+        lead_s=configured.margin_s + 2 * poll_interval_s + experience.wait_s(now) + start_s,
+        whole_nodes=site_rules(site).whole_nodes,
+        ahead=min(max(AHEAD, round(experience.at_once(now))), looked_at // 2, most // 2),
+    )
+
+
+def _half(pattern: str, parameters: str) -> int:
+    return max(1, _least(pattern, parameters, 2 << 30) // 2)
+
+
+def _least(pattern: str, parameters: str, otherwise: int) -> int:
+    """The lowest of them that is not 0, which means no limit."""
+    return min(filter(None, numbers(pattern, parameters)), default=otherwise)

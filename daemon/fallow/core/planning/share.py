@@ -55,9 +55,6 @@ class Step(NamedTuple):
     nodes: int
 
 
-NO_STEP = Step(0.0, 0)
-
-
 def values(
     speeds: Sequence[tuple[int, float]],
     most: int,
@@ -87,7 +84,7 @@ def values(
     return tuple(found)
 
 
-def step_up(worth: Worth, have: int, most: int, stay_s: float, *, stalls: bool = True) -> Step:
+def step_up(worth: Worth, have: int, most: int, stay_s: float) -> Step:
     """The best next step.
 
     Args:
@@ -95,10 +92,9 @@ def step_up(worth: Worth, have: int, most: int, stay_s: float, *, stalls: bool =
         have: harvested nodes.
         most: nodes more that it may have.
         stay_s: for so long nodes stay.
-        stalls: False: its members stall in any case, so that costs nothing more.
     """
-    now, best, begin = worth.of(have), NO_STEP, worth.base + have
-    stall = worth.pause_s / stay_s * now if stalls else 0.0
+    now, best, begin = worth.of(have), Step(0.0, 0), worth.base + have
+    stall = worth.pause_s / stay_s * now
     kept = max(0.1, 1.0 - worth.start_s / stay_s - DOUBT)
     for nodes in range(1, min(most, len(worth.values) - 1 - begin) + 1):
         gain = (kept * (worth.values[begin + nodes] - now) - stall) / nodes
@@ -138,9 +134,7 @@ def move(
     parties: Collection[Party],
     leases: Sequence[Allocation],
     usable: Callable[[str, Allocation], bool],
-    *,
-    stay_s: float,
-    next_s: float,
+    soon_s: float,
 ) -> tuple[Allocation, str] | None:
     """The node that is worth most elsewhere, and to which run; None: all are where they are worth most.
 
@@ -148,11 +142,9 @@ def move(
         parties: the runs.
         leases: nodes, or requests for them, that may change hands; those that go first come first.
         usable: can this run use that node?
-        stay_s: for so long nodes stay.
-        next_s: after so long another node comes, as a rule: it goes where most is missing, so what a move gains, it
+        soon_s: after so long another node comes, as a rule: it goes where most is missing, so what a move gains, it
             gains until then.
     """
-    soon_s = min(stay_s, next_s)
     of: dict[str, list[Allocation]] = {}
     for lease in leases:
         of.setdefault(lease.run, []).append(lease)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import floor
 
 import msgspec
@@ -20,8 +21,15 @@ from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import WAITING, Allocation
 from fallow.core.kinds import Kind
 from fallow.core.neighbour.needs import GiveBack
-from fallow.core.neighbour.site import LOOKS_AGAIN_S
-from fallow.core.neighbour.waiting import array_elements, is_ours, picks_up, running_elements, startable, turn
+from fallow.core.neighbour.waiting import (
+    LOOKS_AGAIN_S,
+    array_elements,
+    is_ours,
+    picks_up,
+    running_elements,
+    startable,
+    turn,
+)
 from fallow.core.planning.rules import Demand
 from fallow.core.states import ENDED_STATES, ENDING, ON_NODES
 from fallow.model import AllocationState, ClusterState, JobInfo, LimitView, OwnerView, PartitionInfo
@@ -39,6 +47,9 @@ _LICENSES = "Licenses"
 """The same for the cluster's licences, of which harvest jobs have as many as their script asks for."""
 
 _COUNTED = re.compile(r"(?:Grp|Max)(SubmitJobs|Jobs)(PU|PA)?|(?:Grp|Max)TRES(PU|PA)? (node|cpu|gres/gpu)")
+
+_WORDS = {"node": "node", "cpu": "cpu", "gres/gpu": "gres", "Jobs": "job"}
+"""Unit -> word in the reasons of jobs that wait for a limit of it."""
 
 
 class Room(msgspec.Struct, frozen=True):
@@ -93,16 +104,23 @@ def _qos_of(job: JobInfo, partitions: Mapping[str, PartitionInfo]) -> set[str]:
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def yielded(cluster: ClusterState, allocations: Sequence[Allocation], askers: Mapping[str, Asker]) -> Room:
+def yielded(
+    cluster: ClusterState,
+    allocations: Sequence[Allocation],
+    askers: Mapping[str, Asker],
+    owner: OwnerView | None = None,
+) -> Room:
     """Say what is given back, and who asks for nothing, because a job waits for a limit that we help to fill.
 
     Args:
         cluster: one poll.
         allocations: every live allocation of every run.
         askers: run -> in whose name its harvest jobs are.
+        owner: what Slurm told of the limits; None: nothing.
     """
-    tokens = {a.token for a in allocations if a.harvested}
+    tokens, limits = {a.token for a in allocations if a.harvested}, _limits(owner)
     waiting = [job for job in cluster.jobs if waits_for_limit(job) and not is_ours(job, tokens) and not picks_up(job)]
+    waiting = [job for job in waiting if not any(limit.is_too_small_for(job) for limit in limits)]
     if not waiting:
         return Room()
     partitions = {p.partition: p for p in cluster.partitions}
@@ -197,6 +215,72 @@ def _enough(freed: Sequence[JobInfo], job: JobInfo, times: int) -> bool:
 # ---------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """A limit of jobs, nodes, CPUs or GPUs that Slurm tells."""
+
+    shown: LimitView
+    unit: str
+    by_qos: bool
+    whose: str
+    "account or QOS"
+    user: str
+    "whose jobs alone count; empty: everybody's"
+    is_above: bool
+    "of an account in which the owner has no jobs, so it is above one of theirs"
+
+    def binds(self, asker: Asker, qos: Collection[str]) -> bool:
+        """Does it hold for harvest jobs in this name? Where the name is a default that nobody tells, it may."""
+        if self.by_qos:
+            return self.whose in qos or not asker.qos or self.whose == asker.qos
+        return not asker.account or self.whose == asker.account or self.is_above
+
+    def holds_for(self, job: JobInfo) -> bool:
+        return self.user in ("", job.user) and (job.qos if self.by_qos else job.account) == self.whose
+
+    def is_too_small_for(self, job: JobInfo) -> bool:
+        """Return True if a job waits for it and asks for more than all of it: no job that ends lets it start.
+
+        Slurm keeps such a job in the queue, unless its QOS has DenyOnLimit (sacctmgr(1)).
+        """
+        reason = job.reason.strip("()").lower()
+        is_meant = reason.startswith("assoc") != self.by_qos and _WORDS.get(self.unit, "?") in reason
+        return is_meant and self.holds_for(job) and self.takes(job) > self.shown.limit
+
+    def takes(self, job: JobInfo) -> int:
+        """What a job, or one element of an array, counts for while it runs."""
+        each = {"cpu": job.cpus_per_node, "gres/gpu": job.gpus_per_node, "node": 1}.get(self.unit)
+        return 1 if each is None else each * job.num_nodes
+
+    def used_by(self, job: JobInfo) -> int:
+        """What a job of somebody else, or of normal priority, takes of it now."""
+        if not self.holds_for(job):
+            return 0
+        if self.unit == "SubmitJobs":
+            return array_elements(job.array_tasks)[0] if job.array_tasks else 1
+        return self.takes(job) if job.state in ON_NODES else 0
+
+    def ours(self, ours: Sequence[Allocation], needs: Mapping[str, Need], running: bool = False) -> int:
+        """What harvest jobs take of it; `running`: those alone that Slurm counts, where only running ones count."""
+        counted = [a for a in ours if not running or self.unit == "SubmitJobs" or a.state not in WAITING]
+        return sum(count * needs[run].get(self.unit, 1) for run, count in Counter(a.run for a in counted).items())
+
+
+def _limits(owner: OwnerView | None) -> list[_Limit]:
+    if owner is None:
+        return []
+    accounts, found = {share.account for share in owner.shares}, list[_Limit]()
+    for shown in owner.limits:
+        counted = _COUNTED.fullmatch(shown.name)
+        if counted is not None and shown.used is not None:
+            kind, _, name = shown.of.partition(" ")
+            whose = name if kind == "QOS" else name.rpartition(" ")[2]
+            user = owner.user if kind == "user" or "PU" in (counted[2], counted[3]) else ""
+            is_above = kind != "QOS" and whose not in accounts
+            found.append(_Limit(shown, counted[1] or counted[4], kind == "QOS", whose, user, is_above))
+    return found
+
+
 class Reserve:
     """How many harvest jobs more may be asked for under the limits that Slurm tells.
 
@@ -237,47 +321,46 @@ class Reserve:
         if owner is None or not owner.limits:
             return Room()
         needs = {demand.run: _need(demand.kind, cluster, demand.run in whole) for demand in demands}
-        ours = [a for a in allocations if a.harvested and a.asked_at is None and a.run in needs]
         tokens = {a.token for a in allocations if a.harvested}
         # A node that is asked for again counts once.
+        ours = [a for a in allocations if a.harvested and a.asked_at is None and a.run in needs]
         ours = [a for a in ours if a.replaces not in tokens]
         others = [job for job in cluster.jobs if job.state not in ENDED_STATES and not is_ours(job, tokens)]
-        limits = [limit for limit in owner.limits if limit.used is not None and _COUNTED.fullmatch(limit.name)]
+        limits = _limits(owner)
         if owner is not self._told:
             self._told = owner
-            self._hidden = [floor(limit.used or 0.0) - _sum(ours, needs, limit, running=True) for limit in limits]
+            self._hidden = [floor(each.shown.used or 0.0) - each.ours(ours, needs, running=True) for each in limits]
         accounts = {share.account for share in owner.shares}
         waiting = [job for job in others if _may_wait_above(job, accounts)]
         left: list[float] = []
         reserves: list[float] = []
         for limit, hidden in zip(limits, self._hidden, strict=True):
-            used = max(hidden, sum(_uses(job, limit, owner.user) for job in others))
-            asked = [_takes(job, _unit(limit)) for job in waiting] if _is_above(limit, accounts) else []
-            reserves.append(max([limit.limit * self._reserve, *(n for n in asked if used + n <= limit.limit)]))
-            left.append(limit.limit - reserves[-1] - used - _sum(ours, needs, limit))
-        most: dict[str, int] = {}
+            most, used = limit.shown.limit, max(hidden, sum(map(limit.used_by, others)))
+            asked = [limit.takes(job) for job in waiting] if limit.is_above else []
+            reserves.append(max([most * self._reserve, *(n for n in asked if used + n <= most)]))
+            left.append(most - reserves[-1] - used - limit.ours(ours, needs))
+        rooms: dict[str, int] = {}
         because: dict[str, str] = {}
         give_back: list[GiveBack] = []
         for demand in demands:
             asker, need = askers.get(demand.run, Asker()), needs[demand.run]
-            counts = {
-                i: need.get(_unit(limit), 1) for i, limit in enumerate(limits) if _binds(limit, asker, accounts, qos)
-            }
-            rooms = {i: floor(left[i] / count) for i, count in counts.items() if count}
-            if not rooms:
+            counts = {i: need.get(each.unit, 1) for i, each in enumerate(limits) if each.binds(asker, qos)}
+            places = {i: floor(left[i] / count) for i, count in counts.items() if count}
+            if not places:
                 continue
-            tightest = min(rooms, key=lambda i: (rooms[i], i))
-            room, limit = rooms[tightest], limits[tightest]
-            most[demand.run] = room
-            part = reserves[tightest] / limit.limit if limit.limit else self._reserve
-            because[demand.run] = f"{limit.of}: {limit.name}={limit.limit:g}, of which {part:.0%} are left"
-            taken = min(max(0, demand.nodes), room) if room >= 0 else -len(_too_many(ours, demand.run, room))
-            for i in rooms:
-                left[i] -= taken * counts[i]
-            waits = len([a for a in ours if a.run == demand.run and _is_request(a)])
-            running = _too_many([a for a in ours if not _is_request(a)], demand.run, room + waits)
-            give_back += [GiveBack(a.token, f"too much of a limit is ours: {because[demand.run]}") for a in running]
-        return Room(tuple(give_back), {}, most, because)
+            tightest = min(places, key=lambda i: (places[i], i))
+            room, shown = places[tightest], limits[tightest].shown
+            part = reserves[tightest] / shown.limit if shown.limit else self._reserve
+            rooms[demand.run] = room
+            because[demand.run] = f"{shown.of}: {shown.name}={shown.limit:g}, of which {part:.0%} are left"
+            mine = sorted((a for a in ours if a.run == demand.run), key=lambda a: (-(a.start_at or 0.0), a.token))
+            for i in places:
+                left[i] -= counts[i] * max(min(max(0, demand.nodes), room), -len(mine))
+            waits = [a for a in mine if _is_request(a)]
+            # Requests go first, then the newest nodes.
+            held = [a for a in mine if a not in waits][: max(0, -room - len(waits))]
+            give_back += [GiveBack(a.token, f"too much of a limit is ours: {because[demand.run]}") for a in held]
+        return Room(tuple(give_back), {}, rooms, because)
 
 
 def capped(demands: Iterable[Demand], rooms: Sequence[Room]) -> list[Demand]:
@@ -295,65 +378,10 @@ def _is_request(allocation: Allocation) -> bool:
     return allocation.state in WAITING and not allocation.is_booting
 
 
-def _too_many(ours: Sequence[Allocation], run: str, room: int) -> list[Allocation]:
-    """As many of a run's allocations as are too many, requests first, then the newest."""
-    mine = sorted((a for a in ours if a.run == run), key=lambda a: (not _is_request(a), -(a.start_at or 0.0), a.token))
-    return mine[: max(0, -room)]
-
-
-def _unit(limit: LimitView) -> str:
-    match = _COUNTED.fullmatch(limit.name)
-    return "" if match is None else match[1] or match[4]
-
-
-def _binds(limit: LimitView, asker: Asker, accounts: Collection[str], qos: Collection[str]) -> bool:
-    """Does it hold for harvest jobs in this name? Where the name is a default that nobody tells, it may."""
-    kind, _, name = limit.of.partition(" ")
-    if kind == "QOS":
-        return name in qos or not asker.qos or name == asker.qos
-    account = name.rpartition(" ")[2]
-    # An account that the user has no jobs in is above one of theirs.
-    return not asker.account or account == asker.account or account not in accounts
-
-
-def _is_above(limit: LimitView, accounts: Collection[str]) -> bool:
-    """Return True for a limit of an account that is above those in which the user has jobs."""
-    kind, _, name = limit.of.partition(" ")
-    return kind == "account" and name not in accounts
-
-
 def _may_wait_above(job: JobInfo, accounts: Collection[str]) -> bool:
     """Return True for a job of another account that may wait for a limit above both: Slurm does not say."""
     by_account = waits_for_limit(job) and job.reason.strip("()").startswith("AssocGrp")
     return by_account and job.account not in accounts and not picks_up(job)
-
-
-def _uses(job: JobInfo, limit: LimitView, user: str) -> int:
-    """What a job of somebody else, or of normal priority, takes of a limit."""
-    kind, _, name = limit.of.partition(" ")
-    match = _COUNTED.fullmatch(limit.name)
-    per_user = kind == "user" or (match is not None and "PU" in (match[2], match[3]))
-    if per_user and job.user != user:
-        return 0
-    if (job.qos != name) if kind == "QOS" else (job.account != name.rpartition(" ")[2]):
-        return 0
-    unit = _unit(limit)
-    if unit == "SubmitJobs":
-        return array_elements(job.array_tasks)[0] if job.array_tasks else 1
-    return _takes(job, unit) if job.state in ON_NODES else 0
-
-
-def _takes(job: JobInfo, unit: str) -> int:
-    """What a job, or one element of an array, counts for while it runs."""
-    each = {"cpu": job.cpus_per_node, "gres/gpu": job.gpus_per_node, "node": 1}.get(unit)
-    return 1 if each is None else each * job.num_nodes
-
-
-def _sum(ours: Sequence[Allocation], needs: Mapping[str, Need], limit: LimitView, running: bool = False) -> int:
-    """What harvest jobs take of a limit; `running`: those alone that Slurm counts, where only running ones count."""
-    unit = _unit(limit)
-    counted = [a for a in ours if not running or unit == "SubmitJobs" or a.state not in WAITING]
-    return sum(count * needs[run].get(unit, 1) for run, count in Counter(a.run for a in counted).items())
 
 
 def _need(kind: Kind, cluster: ClusterState, whole: bool) -> Need:

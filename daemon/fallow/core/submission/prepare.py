@@ -8,19 +8,19 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from fallow.core.submission import sbatch
-from fallow.core.submission.deadline import deadline_at
 from fallow.core.submission.sbatch_line import (
     CommandLine,
-    Given,
+    InForce,
     canonical,
+    component_nodes,
     from_environment,
     in_force,
     is_range,
-    parse_nodes,
     refuse,
     run_limits,
+    text_of,
 )
-from fallow.core.submission.script import BatchScript, harvest_script, parse_settings, typed_settings
+from fallow.core.submission.script import BatchScript, deadline_at, harvest_script, parse_settings
 from fallow.model import Exit, FallowError, RunSpec
 
 
@@ -63,24 +63,19 @@ def plan(
     options = in_force(line.components, script.components, from_environment(environ))
     for component in options:
         refuse(component)
-    settings = dict(script.settings)
-    for part in line.components:
-        for given in part:
-            if given.name == "fallow":
-                settings |= parse_settings(given.value or "", "--fallow")
-    fallow = typed_settings(settings, script.name)
-    ranged = any(given.name == "nodes" and is_range(given.value or "") for part in line.components for given in part)
-    low, high = run_limits(options, fallow.get("nodes"), ranged)
+    fallow = dict(script.settings)
+    for text in line.given("fallow"):
+        fallow |= parse_settings(text, "--fallow")
+    low, high = run_limits(options, fallow.get("nodes"), ranged=any(map(is_range, line.given("nodes"))))
     leader = options[0]
     sized = any("nodes" in component for component in options)
     # In a heterogeneous job every component has its own size; #FALLOW nodes then only bounds the run.
     nodes = "" if sized or "nodes" not in fallow or len(options) > 1 else str(low)
     size = [f"--nodes={nodes}"] if nodes else []
-    base = parse_nodes(leader["nodes"].value or "").minimum if "nodes" in leader else low
-    export = leader.get("export")
+    base = component_nodes(leader)[0] if "nodes" in leader else low
     spec = RunSpec(
         run="",
-        name=_name(leader, script),
+        name=text_of(leader, "job-name") if "job-name" in leader else script.name,
         min_nodes=low,
         max_nodes=high,
         workers_per_node=fallow.get("workers-per-node"),
@@ -89,7 +84,7 @@ def plan(
         args=list(line.args),
         sbatch_options=[*canonical([each.values() for each in options]), *size],
         harvest_options=sbatch.reaching_harvest(leader, base),
-        environment=sbatch.captured_environment(environ, export.value if export else None),
+        environment=sbatch.captured_environment(environ, text_of(leader, "export") if "export" in leader else "ALL"),
         cwd=_chdir(leader, cwd),
         umask=umask,
         budget_node_hours=fallow.get("budget-node-hours"),
@@ -105,7 +100,7 @@ def plan(
     return Submission(spec, command, (*script.warnings, *_advice(spec, options, script)))
 
 
-def _advice(spec: RunSpec, options: Sequence[Mapping[str, Given]], script: BatchScript) -> list[str]:
+def _advice(spec: RunSpec, options: Sequence[InForce], script: BatchScript) -> list[str]:
     notes: list[str] = []
     if spec.min_nodes == spec.max_nodes:
         notes.append(
@@ -125,15 +120,8 @@ _OURS = re.compile(r"--dry-run|--fallow=.*|(--nodes=|-N)\d+:\d+")
 """Words that only `fallow submit` understands."""
 
 
-def _name(leader: Mapping[str, Given], script: BatchScript) -> str:
-    given = leader.get("job-name")
-    return (given.value or "") if given is not None else script.name
-
-
-def _chdir(leader: Mapping[str, Given], cwd: str) -> str:
-    given = leader.get("chdir")
-    if given is None or not given.value:
-        return cwd
-    if "\0" in given.value:
+def _chdir(leader: InForce, cwd: str) -> str:
+    folder = text_of(leader, "chdir")
+    if "\0" in folder:
         raise FallowError("--chdir holds a NUL character", Exit.USAGE)
-    return given.value if given.value.startswith("/") else f"{cwd.rstrip('/')}/{given.value}"
+    return folder if folder.startswith("/") else f"{cwd.rstrip('/')}/{folder}" if folder else cwd

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from fallow.core.checks.devices import VARIABLES
 from fallow.core.holes import Part
 from fallow.core.neighbour.waiting import PICKS_UP
-from fallow.core.submission.sbatch_line import Component, Given, canonical, number, split
+from fallow.core.submission.sbatch_line import Component, Given, InForce, canonical, number, split, text_of
 from fallow.core.submission.sbatch_table import Reach
 from fallow.model import ID_PATTERN, AllocationKind, Exit, FallowError, RunSpec
 
@@ -32,9 +32,7 @@ LOGIN_VARIABLES = ("HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "TERM")
 _ID = re.compile(ID_PATTERN)
 _PARTITION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
 
-# ---------------------------------------------------------------------------------------------------------------
-# What jobs are told
-# ---------------------------------------------------------------------------------------------------------------
+# -- what jobs are told -------------------------------------------------------------------------------------------
 
 
 def job_environment(state: str, run: str, token: str, kind: AllocationKind) -> dict[str, str]:
@@ -49,32 +47,24 @@ def job_environment(state: str, run: str, token: str, kind: AllocationKind) -> d
     }
 
 
-def captured_environment(environ: Mapping[str, str], export: str | None = None) -> dict[str, str]:
+def captured_environment(environ: Mapping[str, str], export: str = "ALL") -> dict[str, str]:
     """The user's environment as harvest jobs get it; `export` is what `--export` said for the base job."""
     kept = {name: value for name, value in environ.items() if not name.startswith(STRIPPED)}
-    if export is not None and (words := export.split(","))[0].upper() != "ALL":
-        named = {word.partition("=")[0]: word for word in words if word.upper() not in ("NONE", "NIL")}
+    words = [word.partition("=") for word in export.split(",")]
+    if words[0][0].upper() != "ALL":
+        named = {name for name, _, _ in words if name.upper() not in ("NONE", "NIL")}
         kept = {name: value for name, value in kept.items() if name in named or name in LOGIN_VARIABLES}
-        kept |= _assigned(words)
-    elif export is not None:
-        kept |= _assigned(export.split(",")[1:])
+    kept |= {name: value for name, equals, value in words if equals}
     if "SLURM_CONF" in environ:
         # The one Slurm variable that says which cluster is meant.
         kept["SLURM_CONF"] = environ["SLURM_CONF"]
     return kept
 
 
-def _assigned(words: Sequence[str]) -> dict[str, str]:
-    pairs = (word.partition("=") for word in words)
-    return {name: value for name, equals, value in pairs if equals}
+# -- harvest jobs -------------------------------------------------------------------------------------------------
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Harvest jobs
-# ---------------------------------------------------------------------------------------------------------------
-
-
-def reaching_harvest(options: Mapping[str, Given], nodes: int) -> list[str]:
+def reaching_harvest(options: InForce, nodes: int) -> list[str]:
     """The base job's options that harvest jobs get too, for one node each.
 
     Args:
@@ -82,88 +72,54 @@ def reaching_harvest(options: Mapping[str, Given], nodes: int) -> list[str]:
         nodes: number of nodes of that job or component.
     """
     kept = [given.canonical for given in options.values() if given.option.reach in (Reach.KEPT, Reach.SHAPE)]
-    gres = options.get("gres")
-    gpus = options["gpus-per-node"].value or "" if "gpus-per-node" in options else ""
-    if not gpus and gres and gres.value and gres.value.startswith("gpu"):
-        gpus = gres.value.removeprefix("gpu").lstrip(":")
-    elif not gpus and (gpus := _gpus_per_node(options, nodes)):
-        kept.append(f"--gpus-per-node={gpus}")
-    if (tasks := _tasks_per_node(options, nodes, _total(gpus))) > 1:
+    tasks = max(number(options, "ntasks-per-node") or -(-(number(options, "ntasks") or nodes) // nodes), 1)
+    per_task = [entry for entry in text_of(options, "tres-per-task").split(",") if entry]
+    gpus = _counted(options, "gpus-per-node") or _gpus(text_of(options, "gres").split(","))
+    if not gpus and (gpus := _gpus_per_node(options, nodes, tasks, per_task)):
+        named = ",".join(f"{kind}:{count}" if kind else str(count) for kind, count in gpus.items())
+        kept.append(f"--gpus-per-node={named}")
+    if (per_gpu := number(options, "ntasks-per-gpu")) and gpus:
+        tasks = per_gpu * sum(gpus.values())
+    if tasks > 1:
         kept.append(f"--ntasks-per-node={tasks}")
-    kept += _per_task(options)
-    exclusive = options.get("exclusive")
-    kept += [exclusive.canonical] if exclusive is not None else []
-    export = options.get("export")
-    if (
-        export is not None
-        and (export.value or "").split(",")[0].upper() not in ("ALL", "NIL")
-        and "get-user-env" not in options
-    ):
+    kept += [f"--cpus-per-task={match[1]}" for entry in per_task if (match := _TRES_CPU.fullmatch(entry))]
+    if others := [entry for entry in per_task if not _TRES_CPU.fullmatch(entry) and not _gpus([entry])]:
+        kept.append(f"--tres-per-task={','.join(others)}")
+    if "exclusive" in options:
+        kept.append(options["exclusive"].canonical)
+    exported = text_of(options, "export").split(",")[0].upper()
+    if "export" in options and exported not in ("ALL", "NIL") and "get-user-env" not in options:
         # sbatch then loads the login environment on the node; harvest jobs export ALL, so they must ask for it.
         kept.append("--get-user-env")
     return kept
 
 
-def _gpus_per_node(options: Mapping[str, Given], nodes: int) -> str:
-    """GPUs of one node, where the base job counts them for the whole job, a task or a socket."""
-    total, each, socket = (options.get(name) for name in ("gpus", "gpus-per-task", "gpus-per-socket"))
-    if total is not None:
-        return _scaled(total.value or "", lambda count: max(count // nodes, 1))
-    if each is not None:
-        return _scaled(each.value or "", lambda count: count * _tasks_per_node(options, nodes))
-    if socket is not None:
-        return _scaled(socket.value or "", lambda count: count * _sockets(options))
-    found = [match for entry in _tres_per_task(options) if (match := _TRES_GPU.fullmatch(entry))]
-    return ",".join(
-        f"{match['type'] or ''}:{int(match['count'] or 1) * _tasks_per_node(options, nodes)}".lstrip(":")
-        for match in found
-    )
+def _gpus_per_node(options: InForce, nodes: int, tasks: int, per_task: Sequence[str]) -> dict[str, int]:
+    """GPUs of one node, by type, where the base job counts them for the whole job, a task or a socket."""
+    if gpus := _counted(options, "gpus"):
+        return {kind: max(count // nodes, min(count, 1)) for kind, count in gpus.items()}
+    if gpus := _counted(options, "gpus-per-task"):
+        return {kind: count * tasks for kind, count in gpus.items()}
+    if gpus := _counted(options, "gpus-per-socket"):
+        layout = text_of(options, "extra-node-info").partition(":")[0]
+        sockets = number(options, "sockets-per-node") or (int(layout) if layout.isdecimal() else 1)
+        return {kind: count * sockets for kind, count in gpus.items()}
+    return {kind: count * tasks for kind, count in _gpus(per_task).items()}
 
-
-_TRES_GPU = re.compile(r"(?:gres[/:])?gpu(?::(?P<type>(?!\d+$)[^:=]+))?(?:[:=](?P<count>\d+))?")
-"""Entry of `--tres-per-task`: `gres/gpu=2`, `gres/gpu:a100:2`, and `gres:gpu:2` before Slurm 23.11."""
 
 _TRES_CPU = re.compile(r"cpu[:=](\d+)")
+_GPU = re.compile(r"(?:gres[/:])?gpu(?::(?P<type>(?!\d+$)[^:=]+))?(?:[:=](?P<count>\d+))?")
+"""Entry of `--gres` or `--tres-per-task`: `gpu:2`, `gres/gpu:a100=2`, and `gres:gpu:2` before Slurm 23.11."""
 
 
-def _tres_per_task(options: Mapping[str, Given]) -> list[str]:
-    given = options.get("tres-per-task")
-    return (given.value or "").split(",") if given is not None else []
+def _gpus(entries: Iterable[str]) -> dict[str, int]:
+    found = [match for entry in entries if (match := _GPU.fullmatch(entry))]
+    return {match["type"] or "": int(match["count"] or 1) for match in found}
 
 
-def _per_task(options: Mapping[str, Given]) -> list[str]:
-    """What `--tres-per-task` asks for besides GPUs."""
-    entries = [entry for entry in _tres_per_task(options) if entry and not _TRES_GPU.fullmatch(entry)]
-    cpus = [f"--cpus-per-task={match[1]}" for entry in entries if (match := _TRES_CPU.fullmatch(entry))]
-    rest = [entry for entry in entries if not _TRES_CPU.fullmatch(entry)]
-    return [*cpus, *([f"--tres-per-task={','.join(rest)}"] if rest else [])]
-
-
-def _tasks_per_node(options: Mapping[str, Given], nodes: int, gpus: int = 0) -> int:
-    per_gpu = number(options, "ntasks-per-gpu")
-    if per_gpu and gpus:
-        return per_gpu * gpus
-    return max(number(options, "ntasks-per-node") or -(-(number(options, "ntasks") or nodes) // nodes), 1)
-
-
-def _sockets(options: Mapping[str, Given]) -> int:
-    """Sockets of a node: `--sockets-per-node`, or the first number of `--extra-node-info`."""
-    layout = options.get("extra-node-info")
-    first = (layout.value or "").partition(":")[0] if layout is not None else ""
-    return number(options, "sockets-per-node") or (int(first) if first.isdecimal() else 1)
-
-
-def _total(gpus: str) -> int:
-    counts = [part.rpartition(":")[2] for part in gpus.split(",")]
-    return sum(int(count) for count in counts if count.isdecimal())
-
-
-def _scaled(gpus: str, scale: Callable[[int], int]) -> str:
-    parts: list[str] = []
-    for part in gpus.split(","):
-        kind, colon, count = part.rpartition(":")
-        parts.append(f"{kind}{colon}{scale(int(count))}" if count.isdecimal() else part)
-    return ",".join(parts)
+def _counted(options: InForce, name: str) -> dict[str, int]:
+    """Value of an option that counts GPUs: `8`, `a100:4,v100:2`."""
+    return _gpus(f"gpu:{entry}" for entry in text_of(options, name).split(",") if entry)
 
 
 def harvest_options(
@@ -217,8 +173,6 @@ def harvest_options(
         "partition": partition,
         **shape,
     }
-    if part is not None:
-        own["nodelist"] = part.node
     own |= {name: value for name, value in (("qos", qos), ("account", account)) if value}
     words = [Given(name, value).canonical for name, value in own.items()]
     for word in spec.harvest_options:
@@ -241,19 +195,23 @@ def takes_whole_nodes(spec: RunSpec) -> bool:
 def _part(part: Part) -> dict[str, str | None]:
     gpus = f"{part.gpu_type}:{part.gpus}" if part.gpu_type else str(part.gpus)
     memory = {"mem": f"{part.memory_mb}M"} if part.memory_mb else {}
-    return {"ntasks": "1", "cpus-per-task": str(part.cpus), "gpus-per-node": gpus, **memory}
+    one: dict[str, str | None] = {
+        "ntasks": "1",
+        "cpus-per-task": str(part.cpus),
+        "gpus-per-node": gpus,
+        "nodelist": part.node,
+    }
+    return one | memory
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# The base job
-# ---------------------------------------------------------------------------------------------------------------
+# -- the base job -------------------------------------------------------------------------------------------------
 
 
 COMPLETED = ("comment", "export", "requeue", "no-requeue")
 """What `base_options` adds to or replaces, and so must know wherever it was given."""
 
 
-def first_options(command: Sequence[Component], in_force: Sequence[Mapping[str, Given]]) -> list[str]:
+def first_options(command: Sequence[Component], in_force: Sequence[InForce]) -> list[str]:
     """sbatch options of a base job's first submission: the user's command line as it is, for `base_options`.
 
     sbatch reads the script and its own environment beside them. On the command line, an option of the environment
@@ -317,27 +275,19 @@ def _without(words: Sequence[str], barred: Sequence[str]) -> list[str]:
     return [*rest, "--exclude=" + ",".join([*given[-1:], *barred])]
 
 
-def _joining(options: Mapping[str, Given], token: str, exported: Mapping[str, str]) -> list[str]:
-    comment = options.get("comment")
-    words = [f"--comment={comment.value} {token}" if comment and comment.value else f"--comment={token}"]
+def _joining(options: InForce, token: str, variables: Mapping[str, str]) -> list[str]:
+    comment = text_of(options, "comment")
+    words = [f"--comment={comment} {token}" if comment else f"--comment={token}"]
     if "requeue" not in options and "no-requeue" not in options:
         # A run outlives its base job; a restarted one would only train the same run from a worse place.
         words.append("--no-requeue")
-    if (export := _export(options, exported)) is not None:
-        words.append(f"--export={export}")
+    if "export" in options:
+        # Our variables by name; sbatch takes the values from its environment.
+        exported = text_of(options, "export").split(",")
+        if exported[0].upper() != "ALL":
+            exported = [*([] if exported[0].upper() in ("NONE", "NIL", "") else exported), *variables]
+        words.append(f"--export={','.join(exported)}")
     return words
-
-
-def _export(options: Mapping[str, Given], variables: Mapping[str, str]) -> str | None:
-    """The user's `--export` with our variables added by name; sbatch takes the values from its environment."""
-    given = options.get("export")
-    value = (given.value or "") if given is not None else "ALL"
-    words = value.split(",")
-    if words[0].upper() == "ALL":
-        return None if given is None else value
-    if words[0].upper() in ("NONE", "NIL", ""):
-        words = []
-    return ",".join([*words, *variables])
 
 
 def _check_id(text: str, what: str) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from fallow.core.submission.sbatch_table import ALIASES, BY_LONG, BY_SHORT, OPTIONS, Option, Reach, Value
+from fallow.core.submission.sbatch_table import BY_LONG, BY_SHORT, OPTIONS, Option, Reach, Value
 from fallow.model import Exit, FallowError, RunSpec
 
 
@@ -32,31 +33,21 @@ class Given(msgspec.Struct, frozen=True):
 Component = tuple[Given, ...]
 """The options of one job, or of one component of a heterogeneous job."""
 
+InForce = Mapping[str, Given]
+"""The options that hold for one component, by their names."""
+
 
 class CommandLine(msgspec.Struct, frozen=True):
     components: tuple[Component, ...]
     script: str | None
     args: tuple[str, ...]
 
-    def last(self, name: str) -> Given | None:
-        """The last time that an option was given, in whatever component."""
-        return next(
-            (given for part in reversed(self.components) for given in reversed(part) if given.name == name), None
-        )
+    def given(self, name: str) -> list[str]:
+        """The values of an option, in whatever component and order; empty for a flag."""
+        return [given.value or "" for part in self.components for given in part if given.name == name]
 
 
-class Limits(msgspec.Struct, frozen=True):
-    """How many nodes: what the base job asks for, and between what the run may move."""
-
-    base: str
-    "for sbatch's --nodes; empty: not given"
-    minimum: int
-    maximum: int
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Splitting
-# ---------------------------------------------------------------------------------------------------------------
+# -- splitting ----------------------------------------------------------------------------------------------------
 
 
 def split(argv: Sequence[str]) -> CommandLine:
@@ -64,28 +55,18 @@ def split(argv: Sequence[str]) -> CommandLine:
 
     `:` separates the components of a heterogeneous job; sbatch drops it wherever it stands, and so do we.
     """
-    components: list[Component] = []
-    current: list[Given] = []
-    position = 0
-    while position < len(argv):
-        word = argv[position]
-        if word == ":":
-            components.append(tuple(current))
-            current = []
-            position += 1
-            continue
+    components: list[list[Given]] = [[]]
+    words = deque(argv)
+    while words and (words[0] == ":" or (words[0].startswith("-") and words[0] != "-")):
+        word = words.popleft()
         if word == "--":
-            position += 1
             break
-        if not word.startswith("-") or word == "-":
-            break
-        following = argv[position + 1] if position + 1 < len(argv) else None
-        given, used = _long(word, following) if word.startswith("--") else _cluster(word, following)
-        current.extend(given)
-        position += used
-    components.append(tuple(current))
-    rest = [word for word in argv[position:] if word != ":"]
-    return CommandLine(tuple(components), rest[0] if rest else None, tuple(rest[1:]))
+        if word == ":":
+            components.append([])
+        else:
+            components[-1] += [_long(word, words)] if word.startswith("--") else _letters(word, words)
+    rest = [word for word in words if word != ":"]
+    return CommandLine(tuple(map(tuple, components)), rest[0] if rest else None, tuple(rest[1:]))
 
 
 def parse_options(words: Sequence[str], where: str) -> Component:
@@ -105,46 +86,36 @@ def parse_options(words: Sequence[str], where: str) -> Component:
     return line.components[0]
 
 
-def _long(word: str, following: str | None) -> tuple[list[Given], int]:
+def _long(word: str, following: deque[str]) -> Given:
     name, equals, value = word[2:].partition("=")
     option = _find(name, bool(equals))
-    if option.value is Value.NONE:
-        if equals:
-            raise _usage(f"--{option.long} takes no value, {word!r} gives one")
-        return [Given(_canonical(option))], 1
-    if equals:
-        return [Given(_canonical(option), value)], 1
-    if option.value is Value.OPTIONAL:
-        return [Given(_canonical(option))], 1
-    return [Given(_canonical(option), _needed(option, f"--{option.long}", following))], 2
+    if equals and option.value is Value.NONE:
+        raise _usage(f"--{option.long} takes no value, {word!r} gives one")
+    if equals or option.value is not Value.REQUIRED:
+        return Given(option.long, value if equals else None)
+    return Given(option.long, _next(option, f"--{option.long}", following))
 
 
-def _cluster(word: str, following: str | None) -> tuple[list[Given], int]:
+def _letters(word: str, following: deque[str]) -> list[Given]:
     """`-N2`, `-N 2`, `-Hvv`, `-HN2`: letters up to the first one that takes a value; the rest is the value."""
     given: list[Given] = []
-    letters = word[1:]
-    for place, letter in enumerate(letters):
+    for place, letter in enumerate(word[1:], 2):
         option = BY_SHORT.get(letter)
         if option is None:
             raise _usage(f"sbatch has no option -{letter} (in {word!r})")
-        rest = letters[place + 1 :]
-        if option.value is Value.NONE:
-            given.append(Given(_canonical(option)))
-        elif rest or option.value is Value.OPTIONAL:
-            return [*given, Given(_canonical(option), rest or None)], 1
-        else:
-            return [*given, Given(_canonical(option), _needed(option, f"-{letter}", following))], 2
-    return given, 1
+        if option.value is not Value.NONE:
+            value = word[place:] or None
+            if value is None and option.value is Value.REQUIRED:
+                value = _next(option, f"-{letter}", following)
+            return [*given, Given(option.long, value)]
+        given.append(Given(option.long))
+    return given
 
 
-def _needed(option: Option, shown: str, following: str | None) -> str:
-    if following is None or following == ":":
+def _next(option: Option, shown: str, following: deque[str]) -> str:
+    if not following or following[0] == ":":
         raise _usage(f"{shown} needs a value, e.g. --{option.long}=…")
-    return following
-
-
-def _canonical(option: Option) -> str:
-    return ALIASES.get(option.long, option.long)
+    return following.popleft()
 
 
 def _find(name: str, with_value: bool) -> Option:
@@ -155,12 +126,11 @@ def _find(name: str, with_value: bool) -> Option:
     """
     if name in BY_LONG:
         return BY_LONG[name]
-    begins = [option for option in OPTIONS if name and option.long.startswith(name)]
-    if len({_canonical(option) for option in begins}) == 1:
-        return begins[0]
+    begins = {long: option for long, option in BY_LONG.items() if name and long.startswith(name)}
+    if len({option.long for option in begins.values()}) == 1:
+        return next(iter(begins.values()))
     if begins:
-        choices = ", ".join(f"--{option.long}" for option in begins)
-        raise _usage(f"--{name} could be any of {choices}; write it out")
+        raise _usage(f"--{name} could be any of {', '.join(f'--{long}' for long in begins)}; write it out")
     near = difflib.get_close_matches(name, BY_LONG, n=1, cutoff=0.75)
     if with_value and not near and _PLUGIN.fullmatch(name):
         return _plugin(name)
@@ -175,9 +145,7 @@ def _plugin(name: str) -> Option:
     return Option(name, "", Value.REQUIRED, Reach.KEPT, sticky=False, variable="")
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# What is in force
-# ---------------------------------------------------------------------------------------------------------------
+# -- what is in force ---------------------------------------------------------------------------------------------
 
 
 def from_environment(environ: Mapping[str, str]) -> Component:
@@ -191,9 +159,9 @@ def from_environment(environ: Mapping[str, str]) -> Component:
             continue
         if option.value is Value.NONE or (option.long == "requeue" and value.lower() != "expedite"):
             if _FLAG.fullmatch(value):
-                found.append(Given(_canonical(option)))
+                found.append(Given(option.long))
         elif value or option.value is Value.OPTIONAL:
-            found.append(Given(_canonical(option), value or None))
+            found.append(Given(option.long, value or None))
     return tuple(found)
 
 
@@ -209,6 +177,10 @@ _ALTERNATIVES = (
 )
 """Options that sbatch does not take together. One from its environment gives way to one that is given."""
 
+_OPPOSITES = {"requeue": "no-requeue", "exclusive": "oversubscribe"}
+_OPPOSITES |= {second: first for first, second in _OPPOSITES.items()}
+"""The later one of such a pair wins in sbatch; both together would be a contradiction in a new submission."""
+
 
 def in_force(
     command: Sequence[Component], header: Sequence[Component], environment: Component = ()
@@ -216,42 +188,26 @@ def in_force(
     """Per component, the options that hold: command line over environment over script, later over earlier.
 
     As in sbatch, the last component on the command line also serves further components of the script, and
-    options about the job as a whole stay in force for later components. What the environment says gives way where
-    the script or the command line says something that rules it out.
+    options about the job as a whole stay in force for later components. Those of the command line hold for earlier
+    ones as well, which say nothing else (seen with 22.05). What the environment says gives way where the script or the
+    command line says something that rules it out.
     """
     result: list[dict[str, Given]] = []
-    sticky: dict[str, Given] = {}
+    options = {given.name: given for part in command for given in part} if len(command) > 1 else {}
     for index in range(max(len(command), len(header))):
-        options = dict(sticky)
-        layers: Iterable[Component] = (
-            header[index] if index < len(header) else (),
-            environment,
-            command[min(index, len(command) - 1)],
-        )
-        for layer in layers:
-            for given in layer:
-                options[given.canonical if given.option.adds_up else given.name] = given
-                _exclusive(options, given.name)
-        _give_way(options, environment)
-        sticky = {key: given for key, given in options.items() if given.option.sticky}
+        options = {key: given for key, given in options.items() if given.option.sticky}
+        own = header[index] if index < len(header) else ()
+        for given in (*own, *environment, *command[min(index, len(command) - 1)]):
+            options[given.canonical if given.option.adds_up else given.name] = given
+            options.pop(_OPPOSITES.get(given.name, ""), None)
+        for group in _ALTERNATIVES:
+            rivals = group & options.keys()
+            weaker = {name for name in rivals if options[name] in environment}
+            if weaker != rivals:
+                for name in weaker:
+                    del options[name]
         result.append(options)
     return tuple(result)
-
-
-def _exclusive(options: dict[str, Given], name: str) -> None:
-    # The later one of such a pair wins in sbatch; both together would be a contradiction in a new submission.
-    for pair in (("requeue", "no-requeue"), ("exclusive", "oversubscribe")):
-        if name in pair:
-            options.pop(pair[1 - pair.index(name)], None)
-
-
-def _give_way(options: dict[str, Given], environment: Component) -> None:
-    for group in _ALTERNATIVES:
-        present = {name: options[name] for name in group if name in options}
-        if any(given not in environment for given in present.values()):
-            for name, given in present.items():
-                if given in environment:
-                    del options[name]
 
 
 def canonical(components: Sequence[Iterable[Given]]) -> list[str]:
@@ -260,14 +216,14 @@ def canonical(components: Sequence[Iterable[Given]]) -> list[str]:
     for index, component in enumerate(components):
         words.extend([":"] if index else [])
         for given in component:
-            if given.name == "nodes":
-                words.append(f"--nodes={parse_nodes(given.value or '').base}")
+            if given.name == "nodes" and is_range(given.value or ""):
+                words.append(f"--nodes={parse_nodes(given.value or '')[0]}")
             elif given.option.reach is not Reach.OWN:
                 words.append(given.canonical)
     return words
 
 
-def refuse(options: Mapping[str, Given]) -> None:
+def refuse(options: InForce) -> None:
     """Raises for what cannot be part of a run, with what to do instead."""
     for name in options:
         if name in _REFUSALS:
@@ -285,95 +241,92 @@ _REFUSALS = {
     "gid": "harvest jobs run under your own group. Use: sg GROUP -c 'fallow submit …'",
 }
 
-# ---------------------------------------------------------------------------------------------------------------
-# Nodes
-# ---------------------------------------------------------------------------------------------------------------
 
-_RANGE = re.compile(r"^(\d+):(\d+)$")
-_COUNT = re.compile(r"^(\d+)([kKmM]?)(?:-(\d+)([kKmM]?))?$")
-_SIZES = re.compile(r"^\d+(?:-\d+(?::\d+)?)?(?:,\d+(?:-\d+(?::\d+)?)?)+$|^\d+-\d+:\d+$")
-_UNITS = {"": 1, "k": 1024, "m": 1024 * 1024}
+def text_of(options: InForce, name: str) -> str:
+    """Value of an option; empty: it was not given, or has none."""
+    return (options[name].value or "") if name in options else ""
+
+
+def number(options: InForce, name: str) -> int:
+    """Value of an option; 0: it was not given, or is no number."""
+    text = text_of(options, name)
+    return int(text) if text.isdecimal() else 0
+
+
+# -- nodes --------------------------------------------------------------------------------------------------------
+
+_RANGE = re.compile(r"\d+:\d+")
+_SIZE = r"\d+[kKmM]?(?:-\d+[kKmM]?(?::\d+)?)?"
+_SIZES = re.compile(rf"{_SIZE}(?:,{_SIZE})*")
+"""`4`, `2-8`, `1k`, and lists with steps after a colon (Slurm 23.11 and later): the steps are no sizes."""
 
 MAX_NODES = 65_536
 
 
 def is_range(text: str) -> bool:
     """Return True for Fallow's own `MIN:MAX`. In sbatch's size lists a colon stands before a step."""
-    return bool(_RANGE.match(text))
+    return bool(_RANGE.fullmatch(text))
 
 
-def parse_nodes(text: str, where: str = "--nodes") -> Limits:
-    """`MIN:MAX` (Fallow's), or sbatch's own `N`, `MIN-MAX` and size lists, which pass unchanged."""
-    if re.search(r"\d{19}", text):
-        # Python refuses to read thousands of digits.
-        raise _usage(f"{where}={text[:64]}: more than {MAX_NODES} nodes")
-    if found := _RANGE.match(text):
-        low, high = int(found[1]), int(found[2])
-        return _limits(where, text, str(low), low, high)
-    if found := _COUNT.match(text):
-        low = int(found[1]) * _UNITS[found[2].lower()]
-        high = int(found[3]) * _UNITS[found[4].lower()] if found[3] else low
-        return _limits(where, text, text, low, high)
-    if _SIZES.match(text):
-        # A list of sizes, with steps after a colon (Slurm 23.11 and later): the steps are no sizes.
-        sizes = [int(number) for number in re.findall(r"\d+", re.sub(r":\d+", "", text))]
-        return _limits(where, text, text, max(min(sizes), 1), max(sizes))
-    raise _usage(f"{where}={text[:64]}: give MIN:MAX for a run that grows and shrinks, e.g. {where}=1:8")
-
-
-def _limits(where: str, text: str, base: str, low: int, high: int) -> Limits:
-    if low < 1:
-        raise _usage(f"{where}={text}: a run needs at least one node, e.g. {where}=1:{max(high, 1)}")
-    if low > high:
-        text = f"{where}={text}: the minimum is above the maximum; did you mean {where}={high}:{low}?"
-        raise _usage(text)
+def parse_nodes(text: str, where: str = "--nodes") -> tuple[int, int]:
+    """Minimum and maximum of `MIN:MAX` (Fallow's), or of sbatch's own `N`, `MIN-MAX` and size lists."""
+    shown = f"{where}={text[:64]}"
+    if is_range(text):
+        parts = [text.split(":")]
+    elif _SIZES.fullmatch(text):
+        parts = [size.partition(":")[0].split("-") for size in text.split(",")]
+    else:
+        raise _usage(f"{shown}: give MIN:MAX for a run that grows and shrinks, e.g. {where}=1:8")
+    ranges = [(_nodes(part[0]), _nodes(part[-1])) for part in parts]
+    low, high = min(first for first, _ in ranges), max(last for _, last in ranges)
     if high > MAX_NODES:
-        raise _usage(f"{where}={text}: more than {MAX_NODES} nodes")
-    return Limits(base, low, high)
+        raise _usage(f"{shown}: more than {MAX_NODES} nodes")
+    if low < 1:
+        raise _usage(f"{shown}: a run needs at least one node, e.g. {where}=1:{max(high, 1)}")
+    if any(first > last for first, last in ranges):
+        raise _usage(f"{shown}: the minimum is above the maximum; did you mean {where}={high}:{low}?")
+    return low, high
 
 
-def run_limits(components: Sequence[Mapping[str, Given]], fallow_nodes: str | None, ranged: bool) -> tuple[int, int]:
+def _nodes(text: str) -> int:
+    """`2k`. Python refuses to read thousands of digits."""
+    digits = text.rstrip("kKmM")
+    return int(digits[:18]) * {"k": 1024, "m": 1024 * 1024}.get(text[len(digits) :].lower(), 1)
+
+
+def run_limits(components: Sequence[InForce], fallow_nodes: str | None, ranged: bool) -> tuple[int, int]:
     """The run's minimum and maximum over all components.
 
     A `MIN:MAX` on the command line (`ranged`) goes before the script's `#FALLOW nodes=`, which goes before the
     size of the base job. The base job must lie within what the script allows.
     """
-    parts = [_component_limits(options) for options in components]
-    low, high = sum(part.minimum for part in parts), sum(part.maximum for part in parts)
+    parts = [component_nodes(options) for options in components]
+    low, high = sum(least for least, _ in parts), sum(most for _, most in parts)
     if fallow_nodes is None or ranged:
         return low, high
-    limits = parse_nodes(fallow_nodes, "#FALLOW nodes")
-    if any("nodes" in options for options in components) and not limits.minimum <= low <= limits.maximum:
+    least, most = parse_nodes(fallow_nodes, "#FALLOW nodes")
+    if any("nodes" in options for options in components) and not least <= low <= most:
         raise _usage(
             f"the base job asks for {low} nodes, outside of #FALLOW nodes={fallow_nodes}; "
             "give --nodes=MIN:MAX to override both"
         )
-    return limits.minimum, limits.maximum
+    return least, most
 
 
-def _component_limits(options: Mapping[str, Given]) -> Limits:
-    nodes = options.get("nodes")
-    if nodes is not None:
-        return parse_nodes(nodes.value or "")
-    # Without --nodes, Slurm takes as many nodes as the tasks need.
-    count = 1
+def component_nodes(options: InForce) -> tuple[int, int]:
+    """Minimum and maximum of one component. Without --nodes, Slurm takes as many nodes as the tasks need."""
+    if "nodes" in options:
+        return parse_nodes(text_of(options, "nodes"))
     tasks, per_node = number(options, "ntasks"), number(options, "ntasks-per-node")
-    if tasks and per_node:
-        count = -(-tasks // per_node)
-    return Limits("", count, count)
+    count = -(-tasks // per_node) if tasks and per_node else 1
+    return count, count
 
 
 def base_nodes(spec: RunSpec) -> int:
     """Return how many nodes the base job asks for, which may be more than its run needs (`#FALLOW nodes=`)."""
     components = split(spec.sbatch_options).components
-    asked = (_component_limits({given.name: given for given in component}) for component in components)
-    return max(spec.min_nodes, sum(limits.minimum for limits in asked))
-
-
-def number(options: Mapping[str, Given], name: str) -> int | None:
-    """Value of an option; None: it was not given, or is no number."""
-    given = options.get(name)
-    return int(given.value) if given is not None and given.value and given.value.isdecimal() else None
+    asked = (component_nodes({given.name: given for given in component})[0] for component in components)
+    return max(spec.min_nodes, sum(asked))
 
 
 def _usage(text: str) -> FallowError:

@@ -6,6 +6,8 @@ after `=` (or glued to the letter), so a command line splits the same way for al
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from enum import StrEnum
 
 import msgspec
@@ -47,165 +49,76 @@ class Option(msgspec.Struct, frozen=True):
     "given again, it says something more; else the last one holds"
 
 
-# The `container-*` flags without letters near the end are those of the Pyxis plugin, which many GPU sites have.
-# One option per line: NAME[,LETTER][=|?] REACH [sticky] [adds-up] [VARIABLE]; `=`: value required, `?`: value optional.
-_ROWS = """
-account,A=            kept sticky ACCOUNT
-acctg-freq=           kept sticky ACCTG_FREQ
-array,a=              base sticky ARRAY_INX
-autocomplete=         base sticky
-batch=                base sticky BATCH
-bb=                   base BURST_BUFFER
-bbf=                  base
-begin,b=              first sticky
-chdir,D=              ours sticky
-cluster=              base sticky
-cluster-constraint=   base sticky CLUSTER_CONSTRAINT
-clusters,M=           base sticky CLUSTERS
-comment=              ours sticky
-consolidate-segments  base
-constraint,C=         kept CONSTRAINT
-container=            kept sticky CONTAINER
-container-id=         kept sticky CONTAINER_ID
-container-type=       kept sticky
-context=              kept sticky
-contiguous            base
-core-spec,S=          shape CORE_SPEC
-cores-per-socket=     shape
-cpu-freq=             kept CPU_FREQ_REQ
-cpus-per-gpu=         shape CPUS_PER_GPU
-cpus-per-task,c=      shape
-deadline=             base sticky
-delay-boot=           base sticky DELAY_BOOT
-dependency,d=         first sticky
-distribution,m=       base DISTRIBUTION
-error,e=              ours sticky ERROR
-exclude,x=            kept sticky
-exclusive?            ours EXCLUSIVE
-export=               ours sticky EXPORT
-export-file=          base sticky
-external              base sticky
-extra=                base sticky
-extra-node-info,B=    shape
-get-user-env?         kept sticky GET_USER_ENV
-gid=                  base sticky
-gpu-bind=             base GPU_BIND
-gpu-freq=             kept GPU_FREQ
-gpus,G=               ours GPUS
-gpus-per-node=        shape GPUS_PER_NODE
-gpus-per-socket=      ours GPUS_PER_SOCKET
-gpus-per-task=        ours GPUS_PER_TASK
-gres=                 shape GRES
-gres-flags=           kept GRES_FLAGS
-help,h                base sticky
-hint=                 kept HINT
-hold,H                first sticky
-ignore-pbs            ours sticky IGNORE_PBS
-input,i=              base sticky INPUT
-job-name,J=           ours sticky JOB_NAME
-kill-on-invalid-dep=  first sticky
-licenses,L=           kept
-mail-type=            ours
-mail-user=            base
-mcs-label=            kept sticky
-mem=                  shape sticky MEM_PER_NODE
-mem-bind=             kept MEM_BIND
-mem-per-cpu=          shape MEM_PER_CPU
-mem-per-gpu=          shape MEM_PER_GPU
-mem-update=           base sticky
-mincpus=              shape
-network=              kept NETWORK
-nice?                 ours sticky
-no-kill,k?            base sticky NO_KILL
-no-requeue            ours sticky NO_REQUEUE
-nodefile,F=           base
-nodelist,w=           base
-nodes,N=              ours
-ntasks,n=             ours
-ntasks-per-core=      base
-ntasks-per-gpu=       ours
-ntasks-per-node=      ours
-ntasks-per-socket=    base
-ntasks-per-tres=      base
-oom-kill-step?        kept sticky
-open-mode=            ours sticky OPEN_MODE
-output,o=             ours sticky OUTPUT
-overcommit,O          base OVERCOMMIT
-oversubscribe,s       ours
-parsable              first sticky
-partition,p=          ours PARTITION
-power=                base sticky POWER
-prefer=               kept sticky
-priority=             ours sticky
-profile=              kept sticky PROFILE
-propagate?            ours sticky
-qos,q=                kept sticky QOS
-quiet,Q               first sticky
-reboot                base sticky
-requeue?              ours sticky REQUEUE
-reservation=          kept sticky RESERVATION
-resources=            base
-resv-ports?           base
-segment=              base SEGMENT_SIZE
-signal=               ours sticky SIGNAL
-sockets-per-node=     shape
-spread-job            base SPREAD_JOB
-spread-segments       base SPREAD_SEGMENTS
-stepmgr               kept sticky
-switches=             base
-tasks-per-node=       ours
-test-only             first sticky
-thread-spec=          shape THREAD_SPEC
-threads-per-core=     shape THREADS_PER_CORE
-time,t=               ours sticky TIMELIMIT
-time-min=             ours sticky
-tmp=                  kept
-tres-bind=            base TRES_BIND
-tres-per-task=        ours TRES_PER_TASK
-uid=                  base sticky
-usage                 base sticky
-use-min-nodes         base USE_MIN_NODES
-verbose,v             first sticky DEBUG
-version,V             base sticky
-wait,W                first sticky WAIT
-wait-all-nodes=       base sticky WAIT_ALL_NODES
-wckey=                kept sticky WCKEY
-wrap=                 first sticky
-container-image=      kept
-container-mounts=     kept adds-up
-container-workdir=    kept
-container-name=       base
-container-save=       base
-container-env=        kept adds-up
-container-mount-home  kept
-container-remap-root  kept
-container-entrypoint  kept
-container-writable    kept
-container-readonly    kept
-no-container-mount-home kept
-no-container-remap-root kept
-no-container-entrypoint kept
-dry-run               own
-fallow=               own
-json                  own
-"""
+# The `container-*` flags without letters are those of the Pyxis plugin, which many GPU sites have.
+# REACH [sticky] [adds-up]: NAME[,LETTER][=|?|!][VARIABLE] ...; `=`: value required, `?`: value optional, else a flag.
+_TABLE = {
+    "kept sticky": """
+        account,A=ACCOUNT acctg-freq=ACCTG_FREQ container=CONTAINER container-id=CONTAINER_ID container-type= context=
+        exclude,x= get-user-env?GET_USER_ENV mcs-label= oom-kill-step? prefer= profile=PROFILE qos,q=QOS
+        reservation=RESERVATION stepmgr wckey=WCKEY
+    """,
+    "kept": """
+        constraint,C=CONSTRAINT cpu-freq=CPU_FREQ_REQ gpu-freq=GPU_FREQ gres-flags=GRES_FLAGS hint=HINT licenses,L=
+        mem-bind=MEM_BIND network=NETWORK tmp= container-image= container-workdir= container-mount-home
+        container-remap-root container-entrypoint container-writable container-readonly no-container-mount-home
+        no-container-remap-root no-container-entrypoint
+    """,
+    "kept adds-up": """
+        container-mounts= container-env=
+    """,
+    "shape sticky": """
+        mem=MEM_PER_NODE
+    """,
+    "shape": """
+        core-spec,S=CORE_SPEC cores-per-socket= cpus-per-gpu=CPUS_PER_GPU cpus-per-task,c= extra-node-info,B=
+        gpus-per-node=GPUS_PER_NODE gres=GRES mem-per-cpu=MEM_PER_CPU mem-per-gpu=MEM_PER_GPU mincpus= sockets-per-node=
+        thread-spec=THREAD_SPEC threads-per-core=THREADS_PER_CORE
+    """,
+    "ours sticky": """
+        chdir,D= comment= error,e=ERROR export=EXPORT ignore-pbs!IGNORE_PBS job-name,J=JOB_NAME nice?
+        no-requeue!NO_REQUEUE open-mode=OPEN_MODE output,o=OUTPUT priority= propagate? requeue?REQUEUE signal=SIGNAL
+        time,t=TIMELIMIT time-min=
+    """,
+    "ours": """
+        exclusive?EXCLUSIVE gpus,G=GPUS gpus-per-socket=GPUS_PER_SOCKET gpus-per-task=GPUS_PER_TASK mail-type= nodes,N=
+        ntasks,n= ntasks-per-gpu= ntasks-per-node= oversubscribe,s partition,p=PARTITION tres-per-task=TRES_PER_TASK
+    """,
+    "base sticky": """
+        array,a=ARRAY_INX autocomplete= batch=BATCH cluster= cluster-constraint=CLUSTER_CONSTRAINT clusters,M=CLUSTERS
+        deadline= delay-boot=DELAY_BOOT export-file= external extra= gid= help,h input,i=INPUT mem-update=
+        no-kill,k?NO_KILL power=POWER reboot uid= usage version,V wait-all-nodes=WAIT_ALL_NODES
+    """,
+    "base": """
+        bb=BURST_BUFFER bbf= consolidate-segments contiguous distribution,m=DISTRIBUTION gpu-bind=GPU_BIND mail-user=
+        nodefile,F= nodelist,w= ntasks-per-core= ntasks-per-socket= ntasks-per-tres= overcommit,O!OVERCOMMIT resources=
+        resv-ports? segment=SEGMENT_SIZE spread-job!SPREAD_JOB spread-segments!SPREAD_SEGMENTS switches=REQ_SWITCH
+        tres-bind=TRES_BIND use-min-nodes!USE_MIN_NODES container-name= container-save=
+    """,
+    "first sticky": """
+        begin,b= dependency,d= hold,H kill-on-invalid-dep= parsable quiet,Q test-only verbose,v!DEBUG wait,W!WAIT wrap=
+    """,
+    "own": """
+        dry-run fallow= json
+    """,
+}
+_WORD = re.compile(r"([a-z-]+)(?:,(\w))?([=?!]?)([A-Z_]*)")
 
 
-def _row(line: str) -> Option:
-    head, reach, *rest = line.split()
-    value = {"=": Value.REQUIRED, "?": Value.OPTIONAL}.get(head[-1], Value.NONE)
-    long, _, short = head.rstrip("=?").partition(",")
-    variable = next((word for word in rest if word.isupper()), "")
-    return Option(long, short, value, Reach(reach), "sticky" in rest, variable, "adds-up" in rest)
+def _options() -> Iterator[Option]:
+    for group, words in _TABLE.items():
+        reach, *how = group.split()
+        for match in map(_WORD.fullmatch, words.split()):
+            assert match is not None
+            long, short, mark, variable = match.groups("")
+            value = {"=": Value.REQUIRED, "?": Value.OPTIONAL}.get(mark, Value.NONE)
+            yield Option(long, short, value, Reach(reach), "sticky" in how, variable, "adds-up" in how)
 
 
-OPTIONS: tuple[Option, ...] = tuple(_row(line) for line in _ROWS.strip().splitlines())
+OPTIONS: tuple[Option, ...] = tuple(_options())
 
 BY_LONG: dict[str, Option] = {option.long: option for option in OPTIONS}
+BY_LONG["tasks-per-node"] = BY_LONG["ntasks-per-node"]
 BY_SHORT: dict[str, Option] = {option.short: option for option in OPTIONS if option.short}
-
-ALIASES: dict[str, str] = {"tasks-per-node": "ntasks-per-node"}
-"""Long names that mean the same option; the value is the canonical one."""
 
 INFORMATIVE = frozenset({"help", "usage", "version", "autocomplete"})
 """sbatch prints something and submits nothing."""

@@ -66,66 +66,56 @@ def parse_schedule(text: str, members: int, workers_per_node: int = 1) -> tuple[
     Raises:
         FallowError: an item cannot be read, is about a member that is not there, or there would be too many workers.
     """
-    items: list[Item] = []
-    for number, word in enumerate(text.split(","), 1):
-        if not word.strip():
-            if text.strip():
-                raise _bad(number, word, "is empty")
-            continue
-        items.append(_item(number, word.strip()))
-    total = members + sum(item.count for item in items if item.action is Action.ADD)
-    if total * workers_per_node > MOST_WORKERS:
-        raise FallowError(
-            f"{total * workers_per_node} workers in all are more than one machine can start; at most {MOST_WORKERS}",
-            Exit.USAGE,
-        )
-    items.sort(key=lambda item: item.step)
+    words = text.split(",") if text.strip() else []
+    items = sorted((_item(number, word.strip()) for number, word in enumerate(words, 1)), key=lambda item: item.step)
+    total = workers_per_node * (members + sum(item.count for item in items if item.action is Action.ADD))
+    if total > MOST_WORKERS:
+        text = f"{total} workers in all are more than one machine can start; at most {MOST_WORKERS}"
+        raise FallowError(text, Exit.USAGE)
     _check(items, members)
     return tuple(items)
 
 
 def _item(number: int, word: str) -> Item:
     found = _ITEM.fullmatch(word)
-    if found is None:
-        hint = "; items are separated by commas" if re.search(r"\S\s+\S", word) else ""
-        raise _bad(number, word, f"is none of {GRAMMAR}{hint}")
-    if any(len(digits) > DIGITS for digits in re.findall(r"\d+", word)):
-        raise _bad(number, word, f"has a number of more than {DIGITS} digits")
-    action, given = Action(found["verb"] or found["whole"]), int(found["number"] or 0)
+    action, given = (Action(found["verb"] or found["whole"]), found["number"] or "0") if found else (None, "")
     counts = action in (Action.ADD, Action.RELEASE)
-    if counts and not given:
-        raise _bad(number, word, "changes nothing; K must be at least 1")
-    member = None if counts or found["whole"] else given
-    return Item(action=action, step=int(found["step"]), count=given if counts else 0, member=member, text=word)
+    if not word:
+        problem = "is empty"
+    elif found is None or action is None:
+        hint = "; items are separated by commas" if re.search(r"\S\s+\S", word) else ""
+        problem = f"is none of {GRAMMAR}{hint}"
+    elif max(len(given), len(found["step"])) > DIGITS:
+        problem = f"has a number of more than {DIGITS} digits"
+    elif counts and not int(given):
+        problem = "changes nothing; K must be at least 1"
+    else:
+        member = None if counts or found["whole"] else int(given)
+        return Item(action=action, step=int(found["step"]), count=int(given) if counts else 0, member=member, text=word)
+    shown = word if len(word) <= SHOWN else word[: SHOWN - 1] + "…"
+    raise FallowError(f"schedule: item {number} ({shown!r}) {problem}", Exit.USAGE)
 
 
 def _check(items: list[Item], members: int) -> None:
     """Follows the schedule with numbers alone; raises where an item is about somebody who is not there."""
-    there = set(range(members))
-    born = members
+    there, born = list(range(members)), members
     for item in items:
-        shown = f"schedule: {item.text!r}"
+        problem = ""
         if item.action is Action.ADD:
-            there |= set(range(born, born + item.count))
+            there += range(born, born + item.count)
             born += item.count
         elif item.action is Action.RELEASE:
             if item.count > len(there):
-                raise FallowError(f"{shown}: only {len(there)} of the members are left at step {item.step}", Exit.USAGE)
-            there -= set(sorted(there)[-item.count :])
+                problem = f"only {len(there)} of the members are left at step {item.step}"
+            del there[-item.count :]
         elif item.member is not None:
             if item.member >= born:
-                raise FallowError(
-                    f"{shown}: no member {item.member} by step {item.step}; "
-                    f"members are numbered by arrival, 0 to {born - 1}",
-                    Exit.USAGE,
+                problem = (
+                    f"no member {item.member} by step {item.step}; members are numbered by arrival, 0 to {born - 1}"
                 )
-            if item.member not in there:
-                raise FallowError(f"{shown}: member {item.member} has left before step {item.step}", Exit.USAGE)
-            if item.action in (Action.RELEASE_MEMBER, Action.KILL):
-                there.discard(item.member)
-
-
-def _bad(number: int, word: str, what: str) -> FallowError:
-    given = word.strip()
-    shown = given if len(given) <= SHOWN else given[: SHOWN - 1] + "…"
-    return FallowError(f"schedule: item {number} ({shown!r}) {what}", Exit.USAGE)
+            elif item.member not in there:
+                problem = f"member {item.member} has left before step {item.step}"
+            elif item.action in (Action.RELEASE_MEMBER, Action.KILL):
+                there.remove(item.member)
+        if problem:
+            raise FallowError(f"schedule: {item.text!r}: {problem}", Exit.USAGE)

@@ -10,12 +10,12 @@ import difflib
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
 from typing import Any
 
 import msgspec
 
-from fallow.core.submission.deadline import deadline_at
 from fallow.core.submission.sbatch_line import Component, Given, parse_nodes, parse_options
 from fallow.model import ACCOUNT_PATTERN, Exit, FallowError
 from fallow.model.bounds import MOST_MINUTES, MOST_SEED, MOST_SHARE, MOST_SLOTS
@@ -34,8 +34,8 @@ class BatchScript(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     components: tuple[Component, ...]
     "options of the `#SBATCH` lines, per component of a heterogeneous job"
-    settings: dict[str, str]
-    "keys and values of the `#FALLOW` lines, unchecked; see `typed_settings`"
+    settings: dict[str, Any]
+    "keys and values of the `#FALLOW` lines"
     warnings: tuple[str, ...] = ()
 
 
@@ -43,18 +43,20 @@ def parse_script(text: str, name: str) -> BatchScript:
     """Reads a batch script; `name` is how messages call it."""
     _check(text, name)
     components: list[list[Given]] = [[]]
-    settings: dict[str, str] = {}
+    settings: dict[str, Any] = {}
     for number, line in _header(text):
         where = f"{name}, line {number}"
         if (rest := _after(line, MAGIC)) is not None:
             words = split_directive(rest, where)
             if words and words[0].lower() in ("hetjob", "packjob"):
+                if words[1:]:
+                    problem = f"{where}: sbatch reads nothing behind {words[0]}; begin a new #SBATCH line"
+                    raise FallowError(problem, Exit.DATA)  # seen with 22.05
                 components.append([])
-                words = words[1:]
-            components[-1] += parse_options(words, where)
+            else:
+                components[-1] += parse_options(words, where)
         elif (rest := _after(line, (OURS,))) is not None:
             settings |= parse_settings(rest, where)
-    typed_settings(settings, name)
     return BatchScript(
         name=name,
         text=text,
@@ -85,19 +87,31 @@ def harvest_script(text: str) -> str:
     return HARVEST_SCRIPT.format(interpreter=shlex.join(words))
 
 
+def without_directives(text: str) -> str:
+    """The batch script for a base job that is submitted again: with no `#SBATCH` line, and the same line numbers.
+
+    All that is in force is among its options; sbatch would read `--begin`, `--hold` and such in the script once more.
+    """
+    numbers = {number for number, line in _header(text) if _after(line, MAGIC) is not None}
+    return "\n".join("#" if number in numbers else line for number, line in enumerate(text.split("\n"), 1))
+
+
 def wrap(command: str) -> str:
     """The script that `sbatch --wrap=COMMAND` makes."""
     return f"#!/bin/sh\n# This script was created by sbatch --wrap.\n\n{command}\n"
 
 
 _PIECE = re.compile(
-    r"(?P<space>\s+)|(?P<rest>#.*|\\$)|(?P<plain>(?:\\.|[^\s\"'#\\])+)"
+    r"(?P<space>\\?\s+)|(?P<rest>#.*|\\$)|(?P<plain>(?:\\\S|[^\s\"'#\\])+)"
     r"|\"(?P<double>(?:\\.|[^\"\\])*)\"|'(?P<single>(?:\\.|[^'\\])*)'"
 )
 
 
 def split_directive(text: str, where: str) -> list[str]:
-    """Words of a directive as sbatch splits them: quotes, backslashes, and `#` ends the line."""
+    """Words of a directive as sbatch splits them: quotes, backslashes, and `#` ends the line.
+
+    A backslash before a blank is dropped, and the blank parts words all the same (seen with 22.05).
+    """
     words, is_open, end = list[str](), False, 0
     for piece in _PIECE.finditer(text):
         if piece.start() != end or piece["rest"]:
@@ -153,38 +167,32 @@ def _late(text: str, name: str) -> Iterator[str]:
             yield f"{name}, line {number}: {line.split()[0]} after the first command (line {header + 1}) is not read"
 
 
-def parse_settings(text: str, where: str) -> dict[str, str]:
-    """Keys and values of one `#FALLOW` line, `key=value` or `--key=value`; a flag has no value."""
-    found: dict[str, str] = {}
+def parse_settings(text: str, where: str) -> dict[str, Any]:
+    """Keys and values of one `#FALLOW` line, `key=value` or `--key=value`; a flag has no value and is True.
+
+    The bounds are those of `RunSpec`. Only the form of a deadline is checked: see `deadline_at`.
+    """
+    found: dict[str, Any] = {}
     for word in split_directive(text, where):
         key, equals, value = word.removeprefix("--").partition("=")
         if key in _FLAGS:
             if equals:
                 raise FallowError(f"{where}: #FALLOW {key} takes no value", Exit.DATA)
-            found[key] = ""
+            found[key] = True
             continue
         if key not in _KEYS:
             near = difflib.get_close_matches(key, (*_KEYS, *_FLAGS), n=1)
             advice = f"did you mean {near[0]}?" if near else f"known are {', '.join((*_KEYS, *_FLAGS))}"
             raise FallowError(f"{where}: #FALLOW has no key {key[:64]!r}; {advice}", Exit.DATA)
-        if not equals or not value:
-            raise FallowError(f"{where}: #FALLOW {key} needs a value: {key}={_KEYS[key][0]}", Exit.DATA)
-        found[key] = value
-    return found
-
-
-def typed_settings(settings: Mapping[str, str], name: str) -> dict[str, Any]:
-    """The values of `#FALLOW` lines, checked and converted. The bounds are those of `RunSpec`."""
-    found: dict[str, Any] = dict.fromkeys(settings.keys() & set(_FLAGS), True)
-    for key, text in settings.items():
-        if key in _KEYS:
-            try:
-                found[key] = _KEYS[key][1](text)
-            except ValueError as error:
-                raise FallowError(f"{name}: #FALLOW {key}={text[:64]}: {error}", Exit.DATA) from error
-            except FallowError as error:
-                code = error.code if key == "nodes" else Exit.DATA
-                raise FallowError(f"{name}: #FALLOW {error.message.removeprefix('#FALLOW ')}", code) from error
+        form, read = _KEYS[key]
+        if not value:
+            raise FallowError(f"{where}: #FALLOW {key} needs a value: {key}={form}", Exit.DATA)
+        try:
+            found[key] = read(value)
+        except ValueError as error:
+            raise FallowError(f"{where}: #FALLOW {key}={value[:64]}: {error}", Exit.DATA) from error
+        except FallowError as error:
+            raise FallowError(f"{where}: #FALLOW {error.message}", error.code) from error
     return found
 
 
@@ -214,7 +222,7 @@ def _account(text: str) -> str:
 
 
 def _nodes(text: str) -> str:
-    parse_nodes(text, "#FALLOW nodes")
+    parse_nodes(text, "nodes")
     return text
 
 
@@ -237,3 +245,43 @@ _KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
 """Key -> how its value is written, and what reads it."""
 
 _FLAGS = ("outlive-base",)
+
+DEADLINE_FORMS = "YYYY-MM-DD, YYYY-MM-DDTHH:MM, a weekday such as friday, or friday-18:00"
+"""A day alone means its end."""
+
+_WEEKDAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
+_FORM = re.compile(
+    rf"(?:(?P<date>\d{{4}}-\d\d-\d\d)|(?P<weekday>{'|'.join(_WEEKDAYS)}))(?:[T-](?P<clock>\d\d:\d\d))?", re.IGNORECASE
+)
+
+
+def deadline_at(text: str, now: float) -> float:
+    """Unix time of a deadline, in the local time zone.
+
+    Args:
+        text: in one of `DEADLINE_FORMS`; a weekday is the next one, today if its time is still to come.
+        now: Unix time.
+
+    Raises:
+        FallowError: it has none of the forms (USAGE), or it has passed (DATA).
+    """
+    match = _FORM.fullmatch(text)
+    if match is None:
+        raise FallowError(f"deadline={text[:64]}: must be {DEADLINE_FORMS}", Exit.USAGE)
+    today = datetime.fromtimestamp(now)
+    try:
+        if match["date"]:
+            day = datetime.fromisoformat(match["date"])
+        else:
+            ahead = (_WEEKDAYS.index(match["weekday"].lower()) - today.weekday()) % 7
+            day = datetime(today.year, today.month, today.day) + timedelta(days=ahead)
+        clock = match["clock"]
+        end = datetime.fromisoformat(f"{day:%Y-%m-%d}T{clock}") if clock else day + timedelta(days=1)
+        if end.timestamp() <= now and match["weekday"]:
+            end += timedelta(days=7)
+        at = end.timestamp()
+    except (ValueError, OverflowError) as error:
+        raise FallowError(f"deadline={text[:64]}: {error}", Exit.USAGE) from error
+    if at <= now:
+        raise FallowError(f"deadline={text[:64]}: has passed; give a later one", Exit.DATA)
+    return at

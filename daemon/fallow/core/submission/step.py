@@ -8,28 +8,11 @@ from collections.abc import Mapping, Sequence
 from fallow.model import Exit, FallowError
 
 MISLEADING = (
-    "SLURM_CPU_BIND",
-    "SLURM_CPUS_PER_GPU",
-    "SLURM_CPUS_PER_TASK",
-    "SLURM_DISTRIBUTION",
-    "SLURM_EXACT",
-    "SLURM_EXCLUSIVE",
-    "SLURM_EXPORT_ENV",
-    "SLURM_GPU_BIND",
-    "SLURM_GPUS_PER_TASK",
-    "SLURM_HET_GROUP",
-    "SLURM_HINT",
-    "SLURM_KILL_BAD_EXIT",
-    "SLURM_MEM_PER",
-    "SLURM_NPROCS",
-    "SLURM_NTASKS",
-    "SLURM_OVERCOMMIT",
-    "SLURM_TASKS_PER_NODE",
-    "SLURM_THREADS_PER_CORE",
-    "SLURM_TRES_BIND",
-    "SLURM_TRES_PER_TASK",
-    "SLURM_WAIT",
-    "SRUN_",
+    *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_TASKS_PER_NODE", "SLURM_HET_GROUP", "SLURM_DISTRIBUTION"),
+    *("SLURM_CPUS_PER_TASK", "SLURM_CPUS_PER_GPU", "SLURM_THREADS_PER_CORE", "SLURM_HINT", "SLURM_MEM_PER"),
+    *("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_EXACT", "SLURM_EXCLUSIVE", "SLURM_OVERCOMMIT"),
+    *("SLURM_CPU_BIND", "SLURM_GPU_BIND", "SLURM_TRES_BIND"),
+    *("SLURM_EXPORT_ENV", "SLURM_KILL_BAD_EXIT", "SLURM_WAIT", "SRUN_"),
 )
 """Beginnings of variables that srun would take as options of the step.
 
@@ -55,25 +38,18 @@ _STEP = (
 def step_command(environ: Mapping[str, str], agent: Sequence[str]) -> list[str]:
     """srun's argv for `agent` on every node. Heterogeneous components each get their part of one step."""
     size = _number(environ, "SLURM_HET_SIZE") or 1
-    if size == 1:
-        nodes = _number(environ, "SLURM_JOB_NUM_NODES") or _number(environ, "SLURM_NNODES")
-        if nodes is None:
-            raise FallowError(
-                "SLURM_JOB_NUM_NODES is not set: this is no Slurm allocation, or something cleared its environment",
-                Exit.UNAVAILABLE,
-            )
-        return ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", *_STEP, *_gpus(environ), *agent]
     words = ["srun"]
     for group in range(size):
-        nodes = _number(environ, f"SLURM_JOB_NUM_NODES_HET_GROUP_{group}")
+        name = f"SLURM_JOB_NUM_NODES_HET_GROUP_{group}" if size > 1 else "SLURM_JOB_NUM_NODES"
+        nodes = _number(environ, name)
         if nodes is None:
             raise FallowError(
-                f"SLURM_JOB_NUM_NODES_HET_GROUP_{group} is not set in a job of {size} components; "
-                "do not clear Slurm's variables in the script",
+                f"{name} is not set: this is no Slurm allocation, or the script cleared Slurm's variables",
                 Exit.UNAVAILABLE,
             )
-        words.extend([":"] if group else [])
-        words.extend([f"--het-group={group}", f"--nodes={nodes}", f"--ntasks={nodes}", *_STEP, *agent])
+        words += [":"] if group else []
+        words += [f"--het-group={group}"] if size > 1 else []
+        words += [f"--nodes={nodes}", f"--ntasks={nodes}", *_STEP, *(_gpus(environ) if size == 1 else []), *agent]
     return words
 
 

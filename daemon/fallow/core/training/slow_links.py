@@ -3,7 +3,7 @@
 In each step all members wait for the slowest link. Two questions decide. Whose link is it? That node's connections are
 busy most of the time, while the connections among the other nodes are not. Does the node pay? The step time is compared
 to what was measured with the other nodes alone, or to an estimate from the members' compute times. A member that
-computes slowly is no case for this module: its connections are idle, and `shares` gives that member fewer shards.
+computes slowly is no case for this module: its connections are idle, and `shards` gives that member fewer shards.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
 
-from fallow.core.training.shares import divide, step_time
+from fallow.core.training.shards import divide, step_time
 
 BUSY = 0.5
 """A link that is busy for this part of the time may be the one that all wait for ..."""

@@ -9,7 +9,6 @@ from fallow.core.accounting.backoff import base_job, harvest_jobs
 from fallow.core.accounting.cancelled import Cancels
 from fallow.core.accounting.duds import DUDS, Duds
 from fallow.core.allocations import SUBMIT_S, WAITING, Allocation
-from fallow.core.membership import checkpoints
 from fallow.core.membership import events as ev
 from fallow.core.membership.names import member_name, member_number
 from fallow.core.submission.sbatch_line import base_nodes
@@ -199,7 +198,7 @@ class Operations:
         """Go back to the checkpoint of that step."""
         found = self._active(run)
         r = found.roster
-        there = sorted({checkpoint.step for checkpoint in checkpoints.usable(r)})
+        there = sorted({checkpoint.step for checkpoint in r.checkpoints.usable()})
         if step not in there:
             have = f"there are those of {', '.join(map(str, there))}" if there else "there is none at all"
             raise _refusal(found, f"no usable checkpoint of step {step}; {have}", Exit.NOINPUT)

@@ -8,7 +8,7 @@ from fallow.core.allocations import Allocation, Shown
 from fallow.core.holes import is_idle
 from fallow.core.membership.names import member_name
 from fallow.core.membership.records import Saved
-from fallow.core.protocol.agents import Progress
+from fallow.core.protocol import Progress
 from fallow.core.states import ENDED_STATES
 from fallow.head.state.book import Run
 from fallow.model import (

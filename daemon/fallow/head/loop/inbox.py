@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fallow.core.protocol.agents import Beat, FromAgent
+from fallow.core.protocol import Beat, FromAgent
 from fallow.head.loop.turn import Turn
 
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from fallow.core.allocations import Allocation, forgo
 from fallow.core.membership import events as ev
 from fallow.core.membership.messages import Order
-from fallow.core.protocol.agents import Admitted, EndAgent, Introduce, ToAgent
+from fallow.core.protocol import Admitted, EndAgent, Introduce, ToAgent
 from fallow.head.state.book import Book, Run
 from fallow.model import (
     AllocationKind,

@@ -7,10 +7,9 @@ from math import inf
 from fallow.core.accounting.duds import came
 from fallow.core.allocations import Agent, Allocation
 from fallow.core.membership import events as ev
-from fallow.core.membership.checkpoints import usable as usable_checkpoints
 from fallow.core.membership.messages import Gather, Report
 from fallow.core.membership.names import member_name
-from fallow.core.protocol.agents import (
+from fallow.core.protocol import (
     Beat,
     EndAgent,
     Ended,
@@ -246,7 +245,7 @@ def _report(
 
 def _news(turn: Turn, run: Run, allocation: Allocation, host: str) -> News:
     agent = allocation.agents[host]
-    usable = usable_checkpoints(run.roster)
+    usable = run.roster.checkpoints.usable()
     epochs = [run.progress[n].epoch for n in run.roster.members[:1] if n in run.progress]
     return News(
         term=turn.book.term,

@@ -8,9 +8,8 @@ from itertools import takewhile
 
 from fallow.config import Usage
 from fallow.core.accounting import budget
-from fallow.core.accounting.prices import Prices
 from fallow.core.accounting.spans import held
-from fallow.core.accounting.usage import Tallies, by_month, is_since, merge, note_members, note_pause, tally
+from fallow.core.accounting.usage import Prices, Tallies, by_month, is_since, merge, note_members, note_pause, tally
 from fallow.core.membership.names import member_number
 from fallow.head.loop.turn import Turn
 from fallow.head.slurm.demands import left_s

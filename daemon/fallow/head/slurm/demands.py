@@ -12,12 +12,12 @@ from fallow.core.accounting import budget
 from fallow.core.accounting.backoff import Asker, Backoff, base_job
 from fallow.core.accounting.cancelled import awaits_verdict
 from fallow.core.allocations import Allocation
-from fallow.core.kinds import Kind, likeness
+from fallow.core.kinds import Kind, likeness, within
 from fallow.core.neighbour.needs import assess
+from fallow.core.planning.known import Known
 from fallow.core.planning.plan import plan
-from fallow.core.planning.rules import Demand, HarvestRules, Known
+from fallow.core.planning.rules import Demand, HarvestRules
 from fallow.core.planning.situation import Situation
-from fallow.core.submission.reserved import within
 from fallow.core.submission.sbatch_line import base_nodes
 from fallow.core.training.restarts import LEAST_MINUTES
 from fallow.head.loop.turn import Turn
@@ -176,7 +176,7 @@ def estimate(
             for (partition, minutes), nodes in sorted(Counter((ask.partition, ask.minutes) for ask in asks).items())
         ],
         nodes=spec.min_nodes + len(all_asks),
-        notes=_notes(spec, rules, [p.partition for p in situation.partitions], cluster),
+        notes=_notes(spec, rules, list(situation.partitions), cluster),
     )
 
 

@@ -16,21 +16,17 @@ from fallow.core.accounting.backoff import Asker, Backoff, Scope, base_job, harv
 from fallow.core.accounting.cancelled import awaits_verdict
 from fallow.core.accounting.duds import DUDS, ROUNDS
 from fallow.core.allocations import WAITING, Allocation, send, sent
-from fallow.core.kinds import may_use
+from fallow.core.kinds import may_use, within
 from fallow.core.membership.messages import Unreadable
-from fallow.core.neighbour.delays import Delays
 from fallow.core.neighbour.needs import ExternalDemand, GiveBack
 from fallow.core.neighbour.preemption import as_for_us
-from fallow.core.planning import allowance
-from fallow.core.planning.allowance import FEW
+from fallow.core.neighbour.watch import Delays
 from fallow.core.planning.asking import Ask
-from fallow.core.planning.experience import Experience
-from fallow.core.planning.learner import Learner
+from fallow.core.planning.known import Experience, Learner
 from fallow.core.planning.plan import plan
-from fallow.core.planning.rules import Demand, HarvestRules, harvestable
+from fallow.core.planning.rules import FEW, Demand, HarvestRules, allowed_now, harvestable
 from fallow.core.planning.shared_limits import Reserve, capped, named, yielded
 from fallow.core.planning.situation import Situation
-from fallow.core.submission.reserved import within
 from fallow.core.submission.sbatch import takes_whole_nodes
 from fallow.files import Paths
 from fallow.head.loop.turn import Turn
@@ -120,7 +116,7 @@ class Harvest:
     def rules(self, now: float, site: ClusterConfig | None) -> HarvestRules:
         """What may be asked for now, at Unix time `now`."""
         slurm = self._config.slurm
-        return allowance.rules(
+        return allowed_now(
             replace(self._configured, refused=self.neighbours.refused, stopped=self.stopped),
             site,
             self.known.experience,
@@ -164,7 +160,8 @@ class Harvest:
     def _learn(self, turn: Turn, cluster: ClusterState, rules: HarvestRules) -> None:
         ours = ((run, a) for run in turn.book.on_slurm for a in run.allocations.values())
         harvest = [(a, run.asks_as(a)) for run, a in ours if a.harvested]
-        for run_id, text in self._learner.take_in(cluster, harvest, rules, turn.now):
+        names = {p.partition for p in harvestable(cluster, rules)}
+        for run_id, text in self._learner.take_in(cluster, harvest, names, turn.now):
             turn.record(turn.book.runs[run_id], "backoff", text)
         if turn.at - self._written_at > WRITE_EVERY_S:
             self.note(turn)
@@ -239,7 +236,7 @@ class Harvest:
         askers = named(cluster, live, {run.id: run.asker for run in runs.values()})
         qos = {p.qos for p in harvestable(cluster, rules)} - {""}
         whole = {run.id for run in runs.values() if takes_whole_nodes(run.spec)}
-        waits = yielded(cluster, live, askers)
+        waits = yielded(cluster, live, askers, self.owner)
         kept = self._reserve.room(self.owner, cluster, live, demands, askers, whole, qos)
         for run in runs.values():
             before, run.limited_by = run.limited_by, waits.because.get(run.id, "")

@@ -21,6 +21,7 @@ from fallow.core.allocations import (
     Allocation,
     Shown,
     begin_again,
+    horizon_s,
     observe,
     preempted_until,
     requeued,
@@ -29,10 +30,9 @@ from fallow.core.allocations import (
 from fallow.core.holes import CLOSED
 from fallow.core.membership import events as ev
 from fallow.core.neighbour.watch import END_S, LEAVE_S
-from fallow.core.planning.allowance import horizon_s
 from fallow.core.states import ENDED_STATES, ENDING
 from fallow.core.submission.sbatch import base_options, harvest_options, job_environment
-from fallow.core.submission.script import harvest_script
+from fallow.core.submission.script import harvest_script, without_directives
 from fallow.files import Paths, read_struct
 from fallow.head.loop.turn import Turn
 from fallow.head.peers.agents import agent_gone
@@ -308,7 +308,7 @@ def job_request(config: Config, paths: Paths, run: Run, allocation: Allocation, 
         script = harvest_script(spec.script)
     else:
         options = base_options(spec.sbatch_options, token=allocation.token, exported=exported, barred=run.shunned)
-        script = spec.script
+        script = without_directives(spec.script)
     return JobRequest(
         token=allocation.token,
         options=options,

@@ -5,11 +5,10 @@ from __future__ import annotations
 from fallow.config import Config
 from fallow.core import records
 from fallow.core.allocations import CANCEL_AGAIN_S, Allocation
-from fallow.core.neighbour.delays import Delays
 from fallow.core.neighbour.needs import ExternalDemand, assess
 from fallow.core.neighbour.permission import Visibility, nice_for, refusals, too_small_for
-from fallow.core.neighbour.site import UNKNOWN, site_rules
-from fallow.core.neighbour.watch import END_S, LEAVE_S, Memory, poll_interval_s, remember
+from fallow.core.neighbour.waiting import UNKNOWN, site_rules
+from fallow.core.neighbour.watch import END_S, LEAVE_S, Delays, Memory, poll_interval_s, remember
 from fallow.head.loop.turn import Turn
 from fallow.head.state.book import Book, Run
 from fallow.model import AllocationKind, AllocationState, ClusterConfig, ClusterState, Exit

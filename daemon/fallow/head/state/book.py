@@ -28,7 +28,7 @@ from fallow.core.membership.records import Root
 from fallow.core.membership.roster import Roster
 from fallow.core.membership.watch import Timing
 from fallow.core.planning.gain import Gain
-from fallow.core.protocol.agents import Progress
+from fallow.core.protocol import Progress
 from fallow.core.tokens import new_run_id, new_token
 from fallow.core.training.slow_links import SlowLinks
 from fallow.files import Paths, private_dir, unwritable, write_private, write_struct

@@ -12,7 +12,7 @@ from math import inf
 from random import Random
 
 from fallow.model import ClusterConfig, ClusterState, JobRequest, OwnerView
-from fallow.sim.slurm.agenda import SUBMIT, Agenda
+from fallow.sim.clock import SUBMIT, Agenda
 from fallow.sim.slurm.cluster import Cluster
 from fallow.sim.slurm.jobs import FIRST_PRIORITY, Job
 from fallow.sim.slurm.lives import SWEEP_S, Lives
@@ -245,9 +245,6 @@ class SimClient:
 
     async def test_only(self, request: JobRequest) -> str:
         raise NotImplementedError
-
-    async def close(self) -> None:
-        """Nothing was started."""
 
 
 def option_values(request: JobRequest) -> dict[str, str]:

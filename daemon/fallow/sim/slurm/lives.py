@@ -13,7 +13,7 @@ from functools import partial
 from math import inf
 from operator import attrgetter
 
-from fallow.sim.slurm.agenda import END, PASS, TELL, Agenda, next_beat
+from fallow.sim.clock import END, PASS, TELL, Agenda, next_beat
 from fallow.sim.slurm.cluster import Cluster, victims
 from fallow.sim.slurm.jobs import Job
 from fallow.sim.types import Ended, Happening, Notice, Started

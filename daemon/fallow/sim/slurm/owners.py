@@ -17,7 +17,7 @@ from math import inf
 from msgspec import structs
 
 from fallow.model import JobInfo
-from fallow.sim.slurm.agenda import NODE
+from fallow.sim.clock import NODE
 from fallow.sim.slurm.cluster import places
 from fallow.sim.slurm.jobs import FIRST_PRIORITY, Job
 from fallow.sim.slurm.lives import Lives

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from math import inf
 
-from fallow.sim.slurm.agenda import BACKFILL, PASS, next_beat
+from fallow.sim.clock import BACKFILL, PASS, next_beat
 from fallow.sim.slurm.backfill import Cycle
 from fallow.sim.slurm.jobs import Job
 from fallow.sim.slurm.lives import Lives

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from fallow.files import shipped
 from fallow.model import Exit, FallowError
-from fallow.shipped import shipped
 from fallow.sim.traces.problems import Tally, numbers
 from fallow.sim.traces.recorded import Window, recording
 from fallow.sim.traces.sites import made_up, max_days

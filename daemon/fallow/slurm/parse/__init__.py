@@ -3,7 +3,7 @@ and 26.05.
 
 Text, not `--json`: the JSON of 22.05 ignores filters, and its shape changes with every release. What users
 can choose (job names, comments) may hold any character, line ends too, so rows of jobs carry separators
-that nobody can guess (`JobFormat`). What only administrators choose is read from `scontrol -o`, where the
+that nobody can guess (`job_format`). What only administrators choose is read from `scontrol -o`, where the
 first `Key=` of a line is the true one.
 
 An unknown state stays as the text it is; a time or number that cannot be read is None or 0, never an error.
@@ -14,5 +14,4 @@ from __future__ import annotations
 from fallow.slurm.parse.configuration import *
 from fallow.slurm.parse.inventory import *
 from fallow.slurm.parse.queue import *
-from fallow.slurm.parse.submission import *
 from fallow.slurm.parse.values import *

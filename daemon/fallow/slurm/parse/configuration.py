@@ -22,6 +22,7 @@ def config(text: str) -> tuple[ClusterConfig, float | None]:
             values.setdefault(key.strip(), word(value))
     scheduler = values.get("SchedulerParameters", "")
     interval = re.search(r"(?:^|,)bf_interval=(-?\d+)", scheduler)
+    backfill_s = float(interval[1]) if interval else 30.0
     private = values.get("PrivateData", "")
     as_of = re.search(r"^Configuration data as of (\S+)", text, re.MULTILINE)
     found = ClusterConfig(
@@ -33,7 +34,7 @@ def config(text: str) -> tuple[ClusterConfig, float | None]:
         preempt_exempt_s=duration(values.get("PreemptExemptTime", "")) or 0.0,
         accounting=not (kind := values.get("AccountingStorageType", "")).endswith("none") and bool(kind),
         kill_wait_s=_seconds(values.get("KillWait"), 30.0),
-        backfill_interval_s=float(interval[1]) if interval else 30.0,
+        backfill_interval_s=-1.0 if values.get("SchedulerType", "").endswith("builtin") else backfill_s,
         message_timeout_s=_seconds(values.get("MessageTimeout"), 10.0),
         private_data=[name for name in private.split(",") if name and name != "none"],
         priority_type=values.get("PriorityType", ""),

@@ -1,10 +1,9 @@
-"""Jobs: `squeue -O`."""
+"""Jobs: `squeue -O`, and what sbatch answers."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from fallow.model import JobInfo
 from fallow.slurm.parse.values import count, duration, gpu_types, megabytes, nodes, other_gres, when, word
@@ -25,36 +24,18 @@ on: ExcNodes came with 24.05, Exclusive with 26.05.
 """
 
 
-@dataclass(frozen=True)
-class JobFormat:
-    """Order of fields and the separators between and after them.
+def job_format(nonce: str) -> str:
+    """Value of `squeue -O`: fields with separators between and after them, and no width, so that nothing is cut off.
 
-    With separators made anew for each call no user can give a job a name that reads like another row.
+    With a nonce made anew for each call no user can give a job a name that reads like another row.
     """
-
-    fields: tuple[str, ...]
-    separator: str
-    end: str
-
-    @classmethod
-    def fresh(cls, nonce: str) -> JobFormat:
-        return cls(JOB_FIELDS, f"|{nonce}|", f"|{nonce}.")
-
-    @property
-    def option(self) -> str:
-        """Value of `squeue -O`: a suffix and no width, so that nothing is cut off."""
-        marks = [self.separator] * (len(self.fields) - 1) + [self.end]
-        return ",".join(f"{name}:{mark}" for name, mark in zip(self.fields, marks, strict=True))
+    return f":|{nonce}|,".join(JOB_FIELDS) + f":|{nonce}."
 
 
-def jobs(text: str, layout: JobFormat) -> list[JobInfo]:
-    """Rows of `squeue -h -O`. Rows with another number of fields are left out."""
-    found = []
-    for row in text.split(layout.end):
-        values = row.lstrip("\n").split(layout.separator)
-        if len(values) == len(layout.fields):
-            found.append(job(dict(zip(layout.fields, values, strict=True))))
-    return found
+def jobs(text: str, nonce: str) -> list[JobInfo]:
+    """Rows of `squeue -h -O` with `job_format(nonce)`. Rows with another number of fields are left out."""
+    rows = (row.lstrip("\n").split(f"|{nonce}|") for row in text.split(f"|{nonce}."))
+    return [job(dict(zip(JOB_FIELDS, row, strict=True))) for row in rows if len(row) == len(JOB_FIELDS)]
 
 
 def job(row: Mapping[str, str]) -> JobInfo:
@@ -138,3 +119,41 @@ def _job_gpus(row: Mapping[str, str], num_nodes: int) -> tuple[int, str]:
         total = max(total, _each(sum(asked.values()) * times, over))
         kinds |= set(asked)
     return total, kinds.pop() if len(kinds) == 1 else ""
+
+
+def submitted_id(text: str) -> str | None:
+    """Job id in the output of `sbatch --parsable`: the last line that is one, for sites print banners."""
+    found = [line.strip() for line in text.splitlines() if re.fullmatch(r"\s*\d+(;\S+)?\s*", line)]
+    return found[-1].partition(";")[0] if found else None
+
+
+# Words of slurm_strerror() for everything that may happen after the request has left (slurm_errno.c).
+_UNCERTAIN = (
+    "timed out",
+    "unable to contact",
+    "zero bytes",
+    "connection",
+    "unexpected message",
+    "standby mode",
+    "communication",
+    "protocol",
+    "temporarily unable",
+    "unspecified error",
+    "no error",
+    "rate limit exceeded",
+    "invalid authentication credential",  # of the *answer* too
+)
+
+
+def is_refusal(stderr: str) -> bool:
+    """True when sbatch's messages prove that no job exists: Slurm or sbatch itself said no."""
+    text = stderr.lower()
+    if any(phrase in text for phrase in _UNCERTAIN):
+        return False
+    return "sbatch: " in text or "allocation failure" in text
+
+
+def complaint(stderr: str) -> str:
+    """The messages of a failed command in one line, without prefixes."""
+    lines = [re.sub(r"^\w+: (?:error: |fatal: )?", "", line).strip() for line in stderr.splitlines()]
+    return "; ".join(dict.fromkeys(line for line in lines if line)) or "no message"

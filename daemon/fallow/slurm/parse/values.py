@@ -100,13 +100,10 @@ def duration(text: str) -> float | None:
         return None
     days, *rest = match.groups()
     numbers = [int(part) for part in rest if part is not None]
-    if days is not None:  # days-hours[:minutes[:seconds]]
-        hours, minutes, seconds = [*numbers, 0, 0][:3]
-        return float(int(days) * 86400 + hours * 3600 + minutes * 60 + seconds)
-    if len(numbers) == 3:
-        return float(numbers[0] * 3600 + numbers[1] * 60 + numbers[2])
-    minutes, seconds = [*numbers, 0][:2]
-    return float(minutes * 60 + seconds)
+    if days is None and len(numbers) < 3:  # minutes[:seconds]; behind days come hours[:minutes[:seconds]]
+        numbers.insert(0, 0)
+    hours, minutes, seconds = [*numbers, 0, 0][:3]
+    return float(int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds)
 
 
 def count(text: str) -> int:
@@ -137,11 +134,6 @@ def _gres(text: str) -> Iterator[list[str]]:
     """The words of each item: name, and type or number or both."""
     for item in re.sub(r"\([^)]*\)", "", word(text)).split(","):
         yield re.split("[:=]", re.sub("^gres[:/]", "", item))
-
-
-def gpus(text: str) -> int:
-    """GPUs in a gres list: `gpu:4`, `gpu:a100:2(IDX:0,2),gpu:v100:1,nvme:1`."""
-    return sum(gpu_types(text).values())
 
 
 def megabytes(text: str) -> int:

@@ -20,7 +20,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 import fallow
-from fallow.core.training.apart import APART, STRANGER, Apart, Stranger
+from fallow.core.membership.failures import APART, STRANGER, Apart, Stranger
 from fallow.model import STACK_SIGNAL, Exit, FallowError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def session_with_agent(descriptor: str, *, grouped: bool = True, orphaned: signa
     Raises:
         FallowError: there is no such socket.
     """
-    from fallow.core.protocol.workers import ToWorker
+    from fallow.core.protocol import ToWorker
     from fallow.wire.frames import AgentChannel
     from fallow.worker.session.session import Session
 

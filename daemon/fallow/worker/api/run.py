@@ -30,7 +30,7 @@ from fallow.worker.prepared.objects import Prepared
 from fallow.worker.prepared.signature import enforce
 from fallow.worker.reduction.exact import Exact
 from fallow.worker.session.session import Session
-from fallow.worker.session.voice import IsMain
+from fallow.worker.session.status import IsMain
 from fallow.worker.transport.group import Group
 
 _MOST_SCALARS = 1_000
@@ -90,7 +90,7 @@ class Run:
         Raises:
             FallowError: an object cannot be prepared; the text says what to write instead.
         """
-        if self._place.calls:
+        if self._call is not None:
             raise FallowError("prepare everything before the first run.updates: members must agree on the state")
         if (reproducible or os.environ.get("FALLOW_REPRODUCIBLE") == "1") and not self._prepared.reproducible:
             self._prepared.arithmetic = Exact()

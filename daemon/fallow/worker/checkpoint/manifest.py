@@ -60,9 +60,10 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     tensor: int
     first: int
     end: int
-    file: str
-    offset: int
-    length: int
+    file: str = ""
+    "none before it is written"
+    offset: int = 0
+    length: int = 0
 
 
 class FileInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
@@ -21,14 +22,6 @@ _TREE = "fallow.tree"
 """Name of the last tensor: everything that is no tensor, as `state.Encoded.tree` (MessagePack)."""
 
 
-class Slice(NamedTuple):
-    """Rows [first, end) of a tensor; a scalar has one row."""
-
-    tensor: int
-    first: int
-    end: int
-
-
 @dataclass(frozen=True, slots=True)
 class PartSnapshot:
     """One member's part of the state after a step, in memory of its own."""
@@ -36,10 +29,10 @@ class PartSnapshot:
     rank: int
     manifest: Manifest
     "of the whole checkpoint, as far as this member knows it: with its own `modes`, and without chunks and files"
-    slices: list[Slice]
+    chunks: list[Chunk]
     "of this part"
     copies: list[torch.Tensor] = field(repr=False)
-    "in the order of `slices`; on their device if that has room for them, until `bring_to_host`"
+    "in the order of `chunks`; on their device if that has room for them, until `bring_to_host`"
     copied: torch.Event | None
     "the event behind which copies and `extra` may be read"
     extra: dict[str, Any]
@@ -58,27 +51,27 @@ class PartSnapshot:
         devices.wait(self.copied)
 
 
-def cut(specs: Sequence[TensorSpec], world: int) -> list[list[Slice]]:
+def cut(specs: Sequence[TensorSpec], world: int) -> list[list[Chunk]]:
     """Divide tensors among `world` members: equal bytes, cut between rows, a function of the arguments alone.
 
     Returns:
-        For each part its slices; together they hold every row of every tensor once.
+        For each part its chunks; together they hold every row of every tensor once.
     """
-    parts: list[list[Slice]] = [[] for _ in range(world)]
+    parts: list[list[Chunk]] = [[] for _ in range(world)]
     total = sum(spec.nbytes for spec in specs)
     at = 0
     for number, spec in enumerate(specs):
         rows = spec.shape[0] if spec.shape else 1
         width = spec.nbytes // rows if rows else 0
         if not width:
-            parts[min(world - 1, at * world // total if total else 0)].append(Slice(number, 0, rows))
+            parts[min(world - 1, at * world // total if total else 0)].append(Chunk(tensor=number, first=0, end=rows))
             continue
         first = 0
         for part in range(world):
             # The part holds the rows whose first byte is before its end.
             end = rows if part == world - 1 else min(rows, max(0, -(-(total * (part + 1) // world - at) // width)))
             if end > first:
-                parts[part].append(Slice(number, first, end))
+                parts[part].append(Chunk(tensor=number, first=first, end=end))
                 first = end
         at += spec.nbytes
     return parts
@@ -102,26 +95,28 @@ def take(
     Args:
         tree: as `transfer.export_state` returns it; the same on all members.
         names: of the modules' tensors, so that torch's tools rebuild what `state_dict` gives.
-        extra: extra state of modules by name, see `extra_state.read`; of the first rank.
+        extra: extra state of modules by name, see `modes.read_extra`; of the first rank.
         known: the manifest's other fields.
     """
     encoded = encode(tree, "checkpoint")
     tensors = [*encoded.tensors, torch.frombuffer(bytearray(encoded.tree), dtype=torch.uint8)]
     specs = [spec_of(tensor) for tensor in tensors]
-    slices = cut(specs, world)[rank]
+    chunks = cut(specs, world)[rank]
     infos = _infos([*encoded.paths, [_TREE]], specs, names, encoded.aliases)
     encoded_extra = encode(dict(extra), "checkpoint")
-    rows = [rows_of(tensors[piece.tensor], piece) for piece in slices]
+    rows = [rows_of(tensors[chunk.tensor], chunk) for chunk in chunks]
     device = device_of([*rows, *encoded_extra.tensors])
+    copies: list[torch.Tensor] = []
     if devices.has_room(device, sum(row.nbytes for row in rows)):
-        copies = [row.detach().clone() for row in rows]
-    else:
+        with contextlib.suppress(torch.OutOfMemoryError):  # this process may not use all that is free
+            copies = [row.detach().clone() for row in rows]
+    if not copies:
         copies, _ = host_copies(rows)
     extra_copies, _ = host_copies(encoded_extra.tensors)
     return PartSnapshot(
         rank=rank,
         manifest=Manifest(format=FORMAT, world=world, tensors=infos, chunks=[], files=[], **known),
-        slices=slices,
+        chunks=chunks,
         copies=copies,
         copied=devices.event(device),
         extra=decode(encoded_extra.tree, extra_copies),
@@ -129,9 +124,9 @@ def take(
     )
 
 
-def rows_of(tensor: torch.Tensor, piece: Slice | Chunk) -> torch.Tensor:
+def rows_of(tensor: torch.Tensor, chunk: Chunk) -> torch.Tensor:
     """The rows of a tensor that a part holds."""
-    return tensor[piece.first : piece.end] if tensor.dim() else tensor
+    return tensor[chunk.first : chunk.end] if tensor.dim() else tensor
 
 
 def extra_parts(snapshot: PartSnapshot) -> list[tuple[Path, bytes]]:

@@ -51,7 +51,7 @@ def load_newest(paths: Sequence[str], unusable: Callable[[str, str], None], aliv
 
 
 def load(folder: Path, alive: Callable[[], None] = lambda: None) -> Any:
-    """The state in a checkpoint's folder, for `transfer.load_state`. `alive`: see `load_newest`.
+    """The state in a checkpoint's folder, for `snapshot.load_state`. `alive`: see `load_newest`.
 
     Raises:
         FallowError: a file is missing, torn, changed, or could have been written by others; the text says which.

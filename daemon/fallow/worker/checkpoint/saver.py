@@ -12,8 +12,8 @@ from fallow.core.training.saving import RETRY_S
 from fallow.worker.checkpoint.manifest import folder_name
 from fallow.worker.checkpoint.parts import take
 from fallow.worker.checkpoint.writer import PATIENCE_S, STUCK_S, Writing, failure
-from fallow.worker.handover.transfer import export_state
-from fallow.worker.prepared import extra_state
+from fallow.worker.handover.snapshot import export_state
+from fallow.worker.prepared.modes import read_extra
 from fallow.worker.prepared.objects import Prepared
 from fallow.worker.session.session import Session
 from fallow.worker.transport.group import Group
@@ -48,8 +48,6 @@ class Saver:
         "from the last snapshot that was finished here until it was complete"
         self._held_until = 0.0
         "this member wishes no periodic one before then: what became of the last one is not known"
-        self._known_given_up: tuple[int, int] | None = None
-        "(generation, step) of the last one of which it is known that it was given up"
         self.asked = False
         "the script called run.checkpoint()"
 
@@ -75,11 +73,11 @@ class Saver:
     def _due(self) -> bool:
         if not self._every_s:
             return False
-        given_up = self._session.orders.newest.unsaved
-        if given_up == self._newest != self._known_given_up:
-            self._known_given_up, self._held_until = given_up, 0.0  # by another member; the head says when to try again
         told_at = self._session.news.checkpoint_due_at
-        return self._clock() >= max(self._began_at + self._every_s if told_at is None else told_at, self._held_until)
+        due_at = self._began_at + self._every_s if told_at is None else told_at
+        # If the head knows that the last one was given up, it says when to try again.
+        is_held = self._session.orders.newest.unsaved != self._newest and self._clock() < self._held_until
+        return self._clock() >= due_at and not is_held
 
     def has_nothing_to_lose(self, group: Group, step: int) -> bool:
         """This member has to leave without the head, and a checkpoint of the step where it stands is complete."""
@@ -109,7 +107,7 @@ class Saver:
             group.rank,
             group.size,
             names=prepared.names(),
-            extra=extra_state.read(prepared.modules) if group.rank == 0 else {},
+            extra=read_extra(prepared.modules) if group.rank == 0 else {},
             generation=group.generation,
             step=step,
             epoch=epoch,

@@ -59,7 +59,12 @@ class Ledger:
     def __init__(self, path: Path | None, tell: Callable[[int | None], None] = lambda _: None) -> None:
         self._tell = tell
         self._new: list[Record] = []
-        self._backlog = _Backlog()
+        self._backlog = bytearray()
+        "records, a line each, that are not known to be in the file; the beginning of the first one may be"
+        self._first_step = 0
+        "of the backlog's first record"
+        self._lost: Gap | None = None
+        "steps of records that did not fit in"
         self._hangs = False
         "the disk has not answered in time, and not caught up since: no step waits for it"
         self._is_behind = False
@@ -87,82 +92,65 @@ class Ledger:
         Args:
             patience_s: how long to wait for a disk that hangs; None: as a step does.
         """
-        if self._file is None or not (self._new or self._backlog.content):
+        if self._file is None or not (self._new or self._backlog):
             return
         began = time.monotonic()
         outcome = self._file.outcome(0.0)
         if outcome is not None:
             self._settle(*outcome)  # before more comes: a disk that has caught up with the backlog does not hang
         for record in self._new:
-            self._backlog.add(record)
+            self._keep(record)
         self._new.clear()
         if patience_s is None:
             patience_s = 0.0 if self._hangs else PATIENCE_S
-        while self._backlog.content:
+        while self._backlog:
             outcome = self._file.outcome(began + patience_s)
             if outcome is None:
                 self._hangs = True
                 self._complain(f"no answer for {time.monotonic() - began:.1f} s")
                 return
-            written, error = outcome
-            self._settle(written, error)
+            self._settle(*outcome)
+            _, error = outcome
             if error is not None:
                 self._complain(error.strerror or str(error))
                 return
-            if self._backlog.content:
-                self._file.append(bytes(self._backlog.content))
+            if self._backlog:
+                self._file.append(bytes(self._backlog))
         if self._is_behind:
             self._is_behind = False
             sys.stderr.write(f"fallow: ledger {self._path} can be written again\n")
             self._tell(None)
 
+    def _keep(self, record: Record) -> None:
+        line = _encoder.encode(record) + b"\n"
+        step = record.first_step if isinstance(record, Start | Gap) else record.step
+        # A `Start` tells whose the steps after it are: it is always kept.
+        if len(self._backlog) + len(line) > KEPT_BYTES and not isinstance(record, Start):
+            first = step if self._lost is None else min(self._lost.first_step, step)
+            self._lost = Gap(first_step=first, last_step=step)
+            return
+        if not self._backlog:
+            self._first_step = step
+        self._backlog += line
+
     def _settle(self, written: int, error: OSError | None) -> None:
-        self._backlog.remove(written)
-        if error is not None or not self._backlog.content:
+        """Forget bytes that are in the file now. Once all are, a record of those that were lost follows."""
+        del self._backlog[:written]
+        if not self._backlog and self._lost is not None:
+            lost, self._lost = self._lost, None
+            self._keep(lost)
+        if error is not None or not self._backlog:
             self._hangs = False
 
     def _complain(self, why: str) -> None:
-        if self._is_behind or self._backlog.first_step is None:
+        if self._is_behind:
             return
         self._is_behind = True
         sys.stderr.write(
             f"fallow: ledger {self._path} cannot be written ({why}); the training goes on, but until it can be "
             f"nobody can tell whether each sample is used once\n"
         )
-        self._tell(self._backlog.first_step)
-
-
-class _Backlog:
-    """Records, a line each, that are not known to be in the file; the beginning of the first one may be."""
-
-    def __init__(self) -> None:
-        self.first_step: int | None = None
-        "step of the first record"
-        self.content = bytearray()
-        self._lost: Gap | None = None
-        "steps of records that did not fit"
-
-    def add(self, record: Record) -> None:
-        line = _encoder.encode(record) + b"\n"
-        step = record.first_step if isinstance(record, Start | Gap) else record.step
-        # A `Start` tells whose the steps after it are: it is always kept.
-        if len(self.content) + len(line) > KEPT_BYTES and not isinstance(record, Start):
-            first = step if self._lost is None else min(self._lost.first_step, step)
-            self._lost = Gap(first_step=first, last_step=step)
-            return
-        if self.first_step is None:
-            self.first_step = step
-        self.content += line
-
-    def remove(self, size: int) -> None:
-        """Forget bytes that are in the file now. Once all are, a record of those that were lost follows."""
-        del self.content[:size]
-        if self.content:
-            return
-        self.first_step = None
-        if self._lost is not None:
-            lost, self._lost = self._lost, None
-            self.add(lost)
+        self._tell(self._first_step)
 
 
 class _RecordFile:

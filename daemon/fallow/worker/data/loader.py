@@ -1,7 +1,8 @@
 """The elastic loader: any shard of any step of any epoch, fetched as the script's own DataLoader would.
 
 Which samples a shard has is a function of (seed, epoch) and the fixed layout. The membership decides only which shards
-this process asks for. With `num_workers`, loader processes load ahead (see `prefetch`).
+this process asks for. With `num_workers`, loader processes load ahead along the plan: what is already loading when the
+plan changes stays, and what arrives and is not wanted any more is thrown away.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import functools
 import operator
 import sys
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.utils.data import (
 from fallow.core.training.shards import Cut, Layout, make_layout, mix, shard_crc
 from fallow.model import Exit, FallowError
 from fallow.worker.data import rng
-from fallow.worker.data.prefetch import Prefetcher, set_epoch
+from fallow.worker.data.loader_processes import LoadedShard, Request, ShardDataset, set_epoch, start_loading
 from fallow.worker.data.source import Duties, Key, Reached, Source
 
 _MOST, _MOST_PASSES = 10_000_000, 16
@@ -70,7 +71,10 @@ class ElasticLoader(Source):
         self.source, self.dataset = source, source.dataset
         self.processes = source.num_workers
         self.seed = seed
-        self._prefetch = Prefetcher(self)
+        self._loading: set[Key] = set()
+        "requested, and neither fetched nor thrown away since"
+        self._ready: dict[Key, LoadedShard] = {}
+        self._arriving: Iterator[LoadedShard] | None = None
         self._order = functools.lru_cache(maxsize=2)(self._make_order)  # prefetching looks into the next epoch
         first = self._order(0)
         if not type(source.sampler).__module__.startswith("torch.") and self._make_order(0) != first:
@@ -120,7 +124,13 @@ class ElasticLoader(Source):
 
     def replan(self, at: Key, duties: Duties) -> None:
         """Load from now on what this member will fetch from `at` on, in that order."""
-        self._prefetch.replan(at, duties)
+        self._at, self._duties = at, duties
+        self._plan = self._keys()
+        dropped = [key for key in self._ready if not self._wants(key)]
+        for key in dropped:
+            del self._ready[key]
+        # A later plan that wants these shards again has to load them again.
+        self._loading.difference_update(dropped)
 
     def example(self, members: Callable[[], Reached]) -> Any:
         """Return the first shard of all."""
@@ -130,12 +140,53 @@ class ElasticLoader(Source):
 
     def fetch(self, key: Key) -> Any:
         """Return one batch, collated (and pinned, if there is an accelerator) as the script's loader does it."""
-        load_s, batch = self._prefetch.take(key)
+        source = self.source
+        if self._arriving is None:
+            dataset = ShardDataset(self.dataset, source.collate_fn, self.seed, self.generators)
+            if self.processes:
+                requests = self._requests()
+                self._arriving = start_loading(source, dataset, batch_sampler=requests, collate_fn=_unchanged)
+            else:
+                self._arriving = map(dataset.__getitems__, self._requests())  # torch's own way costs 30 us more a batch
+        while key not in self._ready:
+            loaded = next(self._arriving)
+            if loaded.key == key or self._wants(loaded.key):
+                self._ready[loaded.key] = loaded
+            else:
+                self._loading.discard(loaded.key)
+        self._loading.discard(key)
+        _, load_s, batch = self._ready.pop(key)
         if self.processes:
             self.load_s = load_s
-        elif self.source.pin_memory and torch.accelerator.is_available():
+        elif source.pin_memory and torch.accelerator.is_available():
             batch = torch.utils.data._utils.pin_memory.pin_memory(batch)  # type: ignore[no-untyped-call]
         return batch
+
+    def _requests(self) -> Iterator[list[Request]]:
+        """What to load, in order. It never ends: a loader process's StopIteration would be permanent."""
+        while True:
+            key = next(key for key in self._plan if key not in self._loading)
+            self._loading.add(key)
+            try:
+                indices = self.indices(key)
+            except Exception:
+                # It may be beyond the last epoch. If the epoch comes, the loop asks for its order first, and is told.
+                indices = []
+            yield [(key, indices)]
+
+    def _wants(self, key: Key) -> bool:
+        return key >= self._at and key.shard in self._duties(self.layout.shards_in(key.step))
+
+    def _keys(self) -> Iterator[Key]:
+        epoch, step, first = self._at
+        while True:
+            for shard in self._duties(self.layout.shards_in(step)):
+                if shard >= first:
+                    yield Key(epoch, step, shard)
+            first = 0
+            step += 1
+            if step == self.layout.steps:
+                epoch, step = epoch + 1, 0
 
     def _make_order(self, epoch: int) -> array[int]:
         sampler, seed = self.source.sampler, mix(self.seed, "order", epoch)
@@ -176,3 +227,7 @@ def _length(thing: Any) -> int:
         return len(thing)
     except (TypeError, NotImplementedError, OverflowError, ValueError):
         return 0
+
+
+def _unchanged(loaded: LoadedShard) -> LoadedShard:
+    return loaded

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from fallow.core.training.shards import Cut, check_batch, mix, shard_crc
 from fallow.model import Exit, FallowError
 from fallow.worker.data import rng
-from fallow.worker.data.prefetch import set_epoch, start_loading
+from fallow.worker.data.loader_processes import set_epoch, start_loading
 from fallow.worker.data.source import Key, Reached, Source
 
 _COMPARED_BYTES = 1024

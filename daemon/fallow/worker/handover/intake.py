@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from typing import Any
 
 import msgspec
-import torch
 
 from fallow.model import FallowError
 from fallow.worker.handover.pieces import Damaged, receive_piece
@@ -33,69 +32,90 @@ class Changed(Interrupted):
 
 
 class Intake:
-    """Takes a piece of the state from each donor.
+    """Takes a piece of the state from each donor, on a thread each. The outline is here when this returns.
 
     With `in_place` weights are received into the live ones, which are overwritten from here on. Without it nothing
     changes before everything has arrived.
+
+    Raises:
+        Interrupted: the group broke.
+        FallowError: the outline arrived damaged, or does not fit.
     """
 
     def __init__(self, group: Group, prepared: Prepared, donors: Sequence[int], *, in_place: bool) -> None:
         self._group = group
         self._prepared = prepared
+        self._pieces = len(donors)
         self._in_place = in_place
         self._changed = threading.Condition()
-        self._text: tuple[bytes, bytes, int] | None = None
-        "outline, extra state, and the outline's fingerprint"
-        self._outline: Outline | None = None
-        self._tensors: list[torch.Tensor] = []
-        self._memory: list[list[torch.Tensor]] = []
-        "their bytes, by part"
-        self.received: set[int] = set()
-        "ids of the tree's tensors that are live ones"
-        self._device = prepared.device
-        self._ready: torch.Event | None = None
-        "behind it the tensors may be written to"
-        self._open = [len(donors) for _ in PARTS]
+        self._open = [self._pieces for _ in PARTS]
         "pieces that are not here, by part"
         self._received = [0 for _ in PARTS]
         "bytes, by part"
-        self._arrived = 0
-        "pieces that are here as a whole"
         self._error: Exception | None = None
         self.completion = Future[None]()
         "done as soon as everything is here; never if it does not come"
-        self._threads = [
-            threading.Thread(
-                target=self._take, args=(rank, number, len(donors)), name=f"intake-{group.generation}", daemon=True
-            )
-            for number, rank in enumerate(donors)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        line: socket.socket | None = None
+        try:
+            with group.waits():
+                line = group.streams.connect(donors[0])
+                length, self._sum, more, sum_of_more = self._ask(line, 0)
+                text, self._extra = receive(line, length), receive(line, more)
+                if (checksum(text), checksum(self._extra)) != (self._sum, sum_of_more):
+                    raise Damaged
+                line.sendall(DONE)
+            self._lay_out(text)
+        except Exception as error:
+            failure = self._fail(error, f"state from rank {donors[0]}: {error}")
+            if line is not None:
+                group.streams.drop(line)
+            raise failure from None
+        for number, rank in enumerate(donors):
+            arguments = rank, number, line if number == 0 else None
+            name = f"intake-{group.generation}"
+            self._threads.append(threading.Thread(target=self._take, args=arguments, name=name, daemon=True))
+            self._threads[-1].start()
+
+    def _ask(self, line: socket.socket, number: int) -> tuple[int, ...]:
+        """Ask a donor for a piece; returns what it says of the outline and of the extra state."""
+        line.sendall(ASK.pack(number, self._pieces))
+        return HEAD.unpack(receive(line, HEAD.size))
+
+    def _lay_out(self, text: bytes) -> None:
+        """Make room for the state: on this thread, so that memory of a device belongs to this thread's stream."""
+        self._outline = outline = msgspec.msgpack.decode(text, type=Outline)
+        place = state.fitting(self._prepared.weights() if self._in_place else [], outline.tensors)
+        self.received = {id(tensor) for tensor in place.values()}
+        "ids of the tree's tensors that are live ones"
+        self._device = self._prepared.device
+        late = outline.parts[LATE]  # in a block of its own: memory of the others can be freed
+        for numbers in (late, sorted(set(range(len(outline.tensors))) - {*late, *place})):
+            specs = [outline.tensors[n] for n in numbers]
+            place |= zip(numbers, state.room(specs, self._device), strict=True)
+        self._tensors = [place[n] for n in range(len(outline.tensors))]
+        self._memory = [[state.as_bytes(self._tensors[n]) for n in numbers] for numbers in outline.parts]
+        "the tensors' bytes, by part"
+        self._ready = device.event(self._device)
+        "behind it they may be written to"
+        self._received[EARLY] += len(text)
 
     # ------------------------------------------------------------------------------------- one thread per donor
 
-    def _take(self, rank: int, number: int, pieces: int) -> None:
-        streams = self._group.streams
-        line: socket.socket | None = None
+    def _take(self, rank: int, number: int, line: socket.socket | None) -> None:
         part = EARLY
         try:
-            line = streams.connect(rank)
-            line.sendall(ASK.pack(number, pieces))
-            length, fingerprint, more, fingerprint_of_more = HEAD.unpack(receive(line, HEAD.size))
-            if number == 0:
-                texts = receive(line, length), receive(line, more)
-                if tuple(map(checksum, texts)) != (fingerprint, fingerprint_of_more):
-                    raise Damaged
-                line.sendall(DONE)
-                with self._changed:
-                    self._text = *texts, fingerprint
-                    self._changed.notify_all()
-            self._agree(fingerprint)
+            if line is None:
+                line = self._group.streams.connect(rank)
+                if self._ask(line, number)[1] != self._sum:
+                    raise FallowError(
+                        f"generation {self._group.generation}: members with equal weights hold different optimizer or "
+                        "other state; prepare everything that changes with the steps"
+                    )
             device.enter(self._device)
             with device.side_stream(self._device, self._ready):
                 for part in PARTS:
-                    got = receive_piece(line, self._memory[part], number, pieces, self._group.moved)
+                    got = receive_piece(line, self._memory[part], number, self._pieces, self._group.moved)
                     line.sendall(DONE)
                     self._count(part, got)
         except Exception as error:  # whatever it is, the training thread must hear of it
@@ -104,40 +124,25 @@ class Intake:
             self._fail(failure, f"state from rank {rank}: {failure}")
         finally:
             if line is not None:
-                streams.drop(line)
-
-    def _agree(self, fingerprint: int) -> None:
-        """Wait until the training thread has made room for the first donor's outline, which the others must have."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._outline is not None or self._error is not None)
-            if self._text is None or self._outline is None:
-                raise ConnectionAbortedError("the first donor failed")
-        if fingerprint != self._text[2]:
-            raise FallowError(
-                f"generation {self._group.generation}: members with equal weights hold different optimizer or other "
-                "state; prepare everything that changes with the steps"
-            )
+                self._group.streams.drop(line)
 
     def _count(self, part: int, got: int) -> None:
         with self._changed:
             self._received[part] += got
-            self._arrived += part == LATE
-            last = self._arrived == len(self._threads)
-        if last:
-            self.completion.set_result(None)  # before the training thread may go on into another generation
-        with self._changed:
+            if part == LATE and self._open[LATE] == 1:
+                self.completion.set_result(None)  # first: then the training thread may enter another generation
             self._open[part] -= 1
             self._changed.notify_all()
 
-    def _fail(self, error: Exception, reason: str) -> None:
+    def _fail(self, error: Exception, reason: str) -> Exception:
+        """Break the group; returns why this intake ends."""
         with self._changed:
             # Before the interruption, which ends the other threads' lines: theirs would be errors of no meaning.
             if self._error is None:
-                lost = isinstance(error, OSError)
-                self._error = Interrupted(self._group.broken or reason) if lost else error
-        self._group.interrupt(reason)
-        with self._changed:
+                self._error = Interrupted(self._group.broken or reason) if isinstance(error, OSError) else error
             self._changed.notify_all()
+        self._group.interrupt(reason)
+        return self._error
 
     # --------------------------------------------------------------------------------------- the training thread
 
@@ -149,33 +154,8 @@ class Intake:
             Interrupted: the group broke. The weights are torn if they were received in place.
             FallowError: what came is damaged, or the donors differ.
         """
-        self._wait_for(lambda: self._text is not None)
-        assert self._text is not None
-        try:
-            self._lay_out(self._text[0])
-        except Exception as error:
-            self._fail(error, f"the state cannot be taken over: {error}")
-            raise
         self._wait_for(lambda: not self._open[MIDDLE if self._in_place else LATE])
-        assert self._outline is not None
-        return state.decode(self._outline.tree, self._tensors), self._text[1]
-
-    def _lay_out(self, text: bytes) -> None:
-        """Make room for the state: on this thread, so that memory of a device belongs to this thread's stream."""
-        outline = msgspec.msgpack.decode(text, type=Outline)
-        place = state.fitting(self._prepared.weights() if self._in_place else [], outline.tensors)
-        self.received = {id(tensor) for tensor in place.values()}
-        late = outline.parts[LATE]  # in a block of its own: memory of the others can be freed
-        for numbers in (late, sorted(set(range(len(outline.tensors))) - {*late, *place})):
-            specs = [outline.tensors[n] for n in numbers]
-            place |= zip(numbers, state.room(specs, self._device), strict=True)
-        self._tensors = [place[n] for n in range(len(outline.tensors))]
-        self._memory = [[state.as_bytes(self._tensors[n]) for n in numbers] for numbers in outline.parts]
-        self._ready = device.event(self._device)
-        with self._changed:
-            self._outline = outline
-            self._received[EARLY] += len(text)
-            self._changed.notify_all()
+        return state.decode(self._outline.tree, self._tensors), self._extra
 
     def check(self, theirs: int) -> None:
         """The tree was loaded: compare the weights with those that the donors had at the switch.
@@ -193,7 +173,6 @@ class Intake:
         An optimizer takes over the very tensor, if that lies on its parameter's device, in its type. Where one was
         copied, perhaps before it had arrived, all is waited for and loaded again.
         """
-        assert self._outline is not None
         live = {id(tensor) for tensor in self._prepared.optimizer_tensors()}
         if any(id(self._tensors[n]) not in live for n in self._outline.parts[LATE]):
             self.settle()
@@ -226,16 +205,17 @@ class Intake:
     def _wait_for(self, here: Callable[[], bool]) -> None:
         with self._group.waits(), self._changed:
             self._changed.wait_for(lambda: here() or self._error is not None)
-        if here():
-            return
-        # The sockets are shut: no thread writes to this memory after it has ended.
-        for thread in self._threads:
-            thread.join()
-        assert self._error is not None
-        raise self._error
+        if not here():
+            self._end_threads()
+            assert self._error is not None
+            raise self._error
 
     def give_up(self, why: str = "given up") -> None:
         """End an intake that is not complete, because its group is of no use."""
         self._group.interrupt(why)
+        self._end_threads()
+
+    def _end_threads(self) -> None:
+        """The sockets are shut: no thread writes to this memory after it has ended."""
         for thread in self._threads:
             thread.join()

@@ -1,7 +1,7 @@
 """A list of tensors cut into equal pieces, and one piece on its way from one member to another.
 
 Both ends cut the same list of sizes, so a piece needs no description. It travels in chunks, each with a sum behind it.
-Bytes on the host are sent from live memory and received into it. Bytes on a device pass a `Ring` of two pinned buffers:
+Bytes on the host are sent from live memory and received into it. Bytes on a device pass a ring of two pinned buffers:
 one is filled while the other is sent, or received while the other is emptied. The thread that sends or receives is on a
 side stream of its own (see `device.side_stream`).
 """
@@ -43,54 +43,56 @@ class Damaged(FallowError):
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
-class Ring:
-    """Two pinned buffers through which bytes of a device pass on its current stream; none for bytes of the host."""
+def to_host(memory: Sequence[torch.Tensor], number: int, pieces: int) -> Generator[list[Bytes]]:
+    """The bytes of a piece's chunks on the host, each until the next one is asked for."""
+    where, chunks = device_of(memory), cut(memory, number, pieces)
+    if not device.asynchronous(where):
+        yield from ([part.numpy() for part in chunk] for chunk in chunks)
+        return
+    ahead: tuple[torch.Tensor, torch.Event | None] | None = None
+    try:
+        for buffer, chunk in _ring(chunks):
+            for view, part in _views(buffer, chunk):
+                view.copy_(part, non_blocking=True)
+            ready, ahead = ahead, (buffer, device.event(where))
+            if ready is not None:
+                device.wait(ready[1])
+                yield [ready[0].numpy()]
+        if ahead is not None:
+            device.wait(ahead[1])
+            yield [ahead[0].numpy()]
+    finally:
+        device.wait(device.event(where))  # nothing writes to the buffers any more
 
-    def __init__(self, where: torch.device) -> None:
-        self._where = where
-        size = CHUNK if device.asynchronous(where) else 0
-        self._buffers = torch.empty(2, size, dtype=torch.uint8, device="cpu", pin_memory=size > 0)
 
-    def to_host(self, chunks: Iterator[list[torch.Tensor]]) -> Generator[list[Bytes]]:
-        """The chunks' bytes on the host, each until the next one is asked for."""
-        if not device.asynchronous(self._where):
-            yield from ([part.numpy() for part in chunk] for chunk in chunks)
-            return
-        ahead: tuple[list[Bytes], torch.Event | None] | None = None
-        try:
-            for number, chunk in enumerate(chunks):
-                buffer = self._buffer(number, chunk)
-                for view, part in zip(_views(buffer, chunk), chunk, strict=True):
-                    view.copy_(part, non_blocking=True)
-                ready, ahead = ahead, ([buffer.numpy()], device.event(self._where))
-                if ready is not None:
-                    device.wait(ready[1])
-                    yield ready[0]
-            if ahead is not None:
-                device.wait(ahead[1])
-                yield ahead[0]
-        finally:
-            device.wait(device.event(self._where))  # nothing writes to the buffers any more
+def from_host(memory: Sequence[torch.Tensor], number: int, pieces: int) -> Generator[list[Bytes]]:
+    """Memory on the host for the bytes of a piece's chunks, which are taken to it when the next one is asked for."""
+    where, chunks = device_of(memory), cut(memory, number, pieces)
+    if not device.asynchronous(where):
+        yield from ([part.numpy() for part in chunk] for chunk in chunks)
+        return
+    emptied: list[torch.Event | None] = [None, None]
+    try:
+        for buffer, chunk in _ring(chunks):
+            device.wait(emptied.pop(0))
+            yield [buffer.numpy()]
+            for view, part in _views(buffer, chunk):
+                part.copy_(view, non_blocking=True)
+            emptied.append(device.event(where))
+    finally:
+        device.wait(device.event(where))
 
-    def from_host(self, chunks: Iterator[list[torch.Tensor]]) -> Generator[list[Bytes]]:
-        """Memory on the host for the bytes of each chunk, which are taken to it when the next one is asked for."""
-        if not device.asynchronous(self._where):
-            yield from ([part.numpy() for part in chunk] for chunk in chunks)
-            return
-        emptied: list[torch.Event | None] = [None, None]
-        try:
-            for number, chunk in enumerate(chunks):
-                device.wait(emptied[number % 2])
-                buffer = self._buffer(number, chunk)
-                yield [buffer.numpy()]
-                for view, part in zip(_views(buffer, chunk), chunk, strict=True):
-                    part.copy_(view, non_blocking=True)
-                emptied[number % 2] = device.event(self._where)
-        finally:
-            device.wait(device.event(self._where))
 
-    def _buffer(self, number: int, chunk: Sequence[torch.Tensor]) -> torch.Tensor:
-        return self._buffers[number % 2][: sum(part.numel() for part in chunk)]
+def _ring(chunks: Iterator[list[torch.Tensor]]) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Each chunk with one of two pinned buffers, cut to its length."""
+    buffers = torch.empty(2, CHUNK, dtype=torch.uint8, device="cpu", pin_memory=True)
+    for number, chunk in enumerate(chunks):
+        yield buffers[number % 2][: sum(part.numel() for part in chunk)], chunk
+
+
+def _views(buffer: torch.Tensor, chunk: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The chunk's parts, each with its part of a buffer."""
+    return zip(buffer.split_with_sizes([part.numel() for part in chunk]), chunk, strict=True)
 
 
 def send_piece(line: socket.socket, memory: Sequence[torch.Tensor], number: int, pieces: int) -> None:
@@ -105,7 +107,7 @@ def send_piece(line: socket.socket, memory: Sequence[torch.Tensor], number: int,
     Raises:
         OSError: the line broke.
     """
-    with contextlib.closing(Ring(device_of(memory)).to_host(cut(memory, number, pieces))) as chunks:
+    with contextlib.closing(to_host(memory, number, pieces)) as chunks:
         for chunk in chunks:
             send_all(line, [*(part.data for part in chunk), memoryview(checksum(*chunk).to_bytes(8, "little"))])
 
@@ -120,7 +122,7 @@ def receive_piece(
         Damaged: what arrived is not what was sent.
     """
     total, damaged = 0, False
-    with contextlib.closing(Ring(device_of(memory)).from_host(cut(memory, number, pieces))) as chunks:
+    with contextlib.closing(from_host(memory, number, pieces)) as chunks:
         for places in chunks:
             total += sum(place.size for place in places)
             expected = bytearray(8)
@@ -157,12 +159,8 @@ def copies_through_ring(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of a device's tensors as they are now, in one block of plain memory of the host. Waits for the device."""
     copies = room([spec_of(tensor) for tensor in tensors])
     memory, targets = [as_bytes(tensor) for tensor in tensors], [as_bytes(copy) for copy in copies]
-    with contextlib.closing(Ring(device_of(memory)).to_host(cut(memory, 0, 1))) as chunks:
+    with contextlib.closing(to_host(memory, 0, 1)) as chunks:
         for (buffer,), parts in zip(chunks, cut(targets, 0, 1), strict=True):
-            for view, part in zip(_views(torch.from_numpy(buffer), parts), parts, strict=True):
+            for view, part in _views(torch.from_numpy(buffer), parts):
                 part.copy_(view)
     return copies
-
-
-def _views(buffer: torch.Tensor, chunk: list[torch.Tensor]) -> list[torch.Tensor]:
-    return list(buffer.split_with_sizes([part.numel() for part in chunk]))

@@ -1,19 +1,58 @@
-"""A whole state in plain memory of the host: a copy of the live one, and its way into the live objects.
+"""The whole state as one tree, and copies of it in plain memory of the host.
 
-Both are done between steps, where nobody waits for this worker's device, so the copies may make the host wait for it.
-Pinned memory for a whole state would take long to get and stay with the process.
+Copies are made and put back between steps, where nobody waits for this worker's device, so they may make the host wait
+for it. Pinned memory for a whole state would take long to get and stay with the process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence, Set
 from typing import Any
 
 import torch
 
-from fallow.worker.handover.transfer import export_state, load_state
-from fallow.worker.prepared import extra_state, state
+from fallow.worker.prepared import state
+from fallow.worker.prepared.modes import KINDS, read_extra, write_extra
 from fallow.worker.prepared.objects import Prepared
+
+
+def export_state(prepared: Prepared, plain: dict[str, Any], *, modes: Collection[str] = KINDS) -> dict[str, Any]:
+    """All that a newcomer needs but for extra state; tensors are the live ones, those of modules come first."""
+    return {"objects": prepared.export(), "plain": plain, "modes": prepared.modes.export(modes)}
+
+
+def load_state(prepared: Prepared, tree: dict[str, Any], received: Set[int] = frozenset()) -> dict[str, Any]:
+    """Put an exported state into the live objects.
+
+    Args:
+        prepared: the live objects.
+        tree: as `export_state` made it; "extra", if it is there, is extra state of modules by name.
+        received: see `Prepared.load`.
+
+    Returns:
+        The plain values that belong to the state.
+
+    Raises:
+        FallowError: it does not fit.
+    """
+    prepared.load(tree["objects"], received)
+    if tree["modes"] is not None:
+        prepared.modes.load(tree["modes"])
+    if "extra" in tree:
+        write_extra(prepared.modules, tree["extra"])
+    plain: dict[str, Any] = tree["plain"]
+    return plain
+
+
+def load_from_host(prepared: Prepared, tree: dict[str, Any]) -> dict[str, Any]:
+    """Do as `load_state`, with tensors that are all on the host: each goes to where the live one in its place is.
+
+    Raises:
+        FallowError: it does not fit.
+    """
+    saved, live = state.encode(tree, "state"), _encode(prepared)
+    # Tensors of modules come first, and are copied to where they belong.
+    return load_state(prepared, state.placed(saved, live, len(prepared.weights())))
 
 
 class Snapshot:
@@ -37,20 +76,9 @@ class Snapshot:
         load_from_host(self._prepared, state.decode(self._tree, copies))
 
 
-def load_from_host(prepared: Prepared, tree: dict[str, Any]) -> dict[str, Any]:
-    """Do as `load_state`, with tensors that are all on the host: each goes to where the live one in its place is.
-
-    Raises:
-        FallowError: it does not fit.
-    """
-    saved, live = state.encode(tree, "state"), _encode(prepared)
-    # Tensors of modules come first, and are copied to where they belong.
-    return load_state(prepared, state.placed(saved, live, len(prepared.weights())))
-
-
 def _encode(prepared: Prepared) -> state.Encoded:
     """The live state; tensors of modules come first."""
-    return state.encode({**export_state(prepared, {}), "extra": extra_state.read(prepared.modules)}, "run")
+    return state.encode({**export_state(prepared, {}), "extra": read_extra(prepared.modules)}, "run")
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

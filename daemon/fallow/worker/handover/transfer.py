@@ -1,4 +1,4 @@
-"""The state's way to members that lack it, and the whole state as one tree.
+"""The state's way to members that lack it, and what a member's state is worth meanwhile.
 
 A transfer begins at a switch, when all members stand between two updates and have agreed who has the state. What others
 must have before they can begin is sent in the pause. The rest arrives behind, see `Standing`.
@@ -6,19 +6,83 @@ must have before they can begin is sent in the pause. The rest arrives behind, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fallow.worker.handover.intake import Changed, Intake
-from fallow.worker.handover.standing import HOLDS, TORN, Standing
-from fallow.worker.handover.supply import EARLY, Supply
-from fallow.worker.prepared import extra_state, state
-from fallow.worker.prepared.modes import KINDS
+from fallow.worker.handover.snapshot import export_state, load_state
+from fallow.worker.handover.supply import EARLY, LATE, Supply
+from fallow.worker.prepared import modes, state
 from fallow.worker.prepared.objects import Prepared
 from fallow.worker.transport import device
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.stream import sources
+from fallow.worker.transport.waits import Interrupted
+
+FRESH, HOLDS, TORN = 0, 1, 2
+"""As the script made it; the run's, complete; no state that counts, so that it can only receive."""
+
+
+class Standing:
+    """What a member's state is worth, and what of it is still on its way. Transfers change it, also those that fail."""
+
+    def __init__(self) -> None:
+        self.value = FRESH
+        self.intake: Intake | None = None
+        "what comes to this member while its first forward and backward run"
+        self.supply: Supply | None = None
+        "what others take from this member"
+        self.latest: Intake | None = None
+        "what came in the last transfer, for its figures; it may be complete"
+        self.whole = False
+        "a member's script changed weights while they were sent: from then on nobody computes meanwhile"
+
+    @property
+    def holds(self) -> bool:
+        """This member's state is complete: it may train, and it may donate state."""
+        return self.value == HOLDS
+
+    def complete(self) -> bool:
+        """Wait for the part of the state that comes late; False if it does not, because the group is broken.
+
+        Raises:
+            FallowError: it arrived damaged.
+        """
+        if self.intake is not None:
+            try:
+                self.intake.settle()
+            except Interrupted:
+                return False
+            self.value = HOLDS
+            self.intake = None
+        return True
+
+    def settle(self) -> bool:
+        """Do as `complete`, and wait until others have what they take from here: then the state may be changed."""
+        if self.supply is not None:
+            try:
+                self.supply.wait(LATE)
+            except Interrupted:
+                return False
+            self.supply = None
+        return self.complete()
+
+    def drop(self, *, is_first: bool) -> None:
+        """The run does not count what this member holds.
+
+        Args:
+            is_first: it is the run's first state still, which serves as one that the script has just made.
+        """
+        if self.holds:
+            self.value = FRESH if is_first else TORN
+
+    def give_up(self) -> None:
+        """Prepare for another exchange: what is complete by now counts, what is not ends."""
+        self.supply = None
+        if self.intake is not None and not (self.intake.complete and self.complete()):
+            self.intake.give_up()
+            self.intake = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +134,7 @@ def transfer(
     pieces = sum(row.count(group.rank) for row in plan.values())
     if pieces:
         encoded = state.encode(export_state(prepared, plain(), modes=roles.modes), "run")
-        extra = state.to_bytes(extra_state.read(prepared.modules), "run")
+        extra = state.to_bytes(modes.read_extra(prepared.modules), "run")
         standing.supply = Supply(group, prepared, encoded, extra, pieces, whole=roles.whole)
         standing.supply.wait(EARLY)
     standing.value = HOLDS
@@ -94,40 +158,8 @@ def _receive(
         raise
     if in_place:
         intake.adopt(tree["objects"])
-    extra_state.write(prepared.modules, state.from_bytes(extra, prepared.device))
+    modes.write_extra(prepared.modules, state.from_bytes(extra, prepared.device))
     standing.intake = standing.latest = intake
     if intake.complete:
         standing.complete()
-    return plain
-
-
-def export_state(prepared: Prepared, plain: dict[str, Any], *, modes: Collection[str] = KINDS) -> dict[str, Any]:
-    """All that a newcomer needs but for extra state; tensors are the live ones, those of modules come first."""
-    return {
-        "objects": prepared.export(),
-        "plain": plain,
-        "modes": prepared.modes.export(modes),
-    }
-
-
-def load_state(prepared: Prepared, tree: dict[str, Any], received: Set[int] = frozenset()) -> dict[str, Any]:
-    """Put an exported state into the live objects.
-
-    Args:
-        prepared: the live objects.
-        tree: as `export_state` made it; "extra", if it is there, is extra state of modules by name.
-        received: see `Prepared.load`.
-
-    Returns:
-        The plain values that belong to the state.
-
-    Raises:
-        FallowError: it does not fit.
-    """
-    prepared.load(tree["objects"], received)
-    if tree["modes"] is not None:
-        prepared.modes.load(tree["modes"])
-    if "extra" in tree:
-        extra_state.write(prepared.modules, tree["extra"])
-    plain: dict[str, Any] = tree["plain"]
     return plain

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fallow.core.training.apart import Apart, Stranger
+from fallow.core.membership.failures import Apart, Stranger
 from fallow.core.training.shards import Cut
-from fallow.worker.handover.standing import HOLDS
+from fallow.worker.handover.transfer import HOLDS
 from fallow.worker.loop.exchange import JOINT, Call, Kind, Opening, Part
 from fallow.worker.prepared.checksum import majority_and_others
 

@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
+import torch
 
-from fallow.worker.reduction.step_sums import Sums
+from fallow.model import Exit, FallowError
+from fallow.worker.reduction.buckets import Sums
+from fallow.worker.transport.device import asynchronous, to_host
 
 
 class Kind(IntEnum):
@@ -103,6 +106,45 @@ def unpack(text: bytes) -> Opening:
     """What `pack` gave."""
     fields = _FORM.unpack(text)
     return Opening._make([*fields[:_OWN], Call._make(fields[_OWN:])])
+
+
+class Figures:
+    """What `update.note` was told in one attempt at an inner loop: figures of shards, which count with their weight."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[str, int], float | torch.Tensor] = {}
+        "(figure, shard) -> weight x value"
+        self._arriving = torch.empty(0, device="cpu")
+        "values of those on a device"
+
+    def note(self, shard: int, weight: float, figures: Mapping[str, Any]) -> None:
+        """Of one shard; one that counts nothing is not noted.
+
+        Raises:
+            FallowError: a figure is no number.
+        """
+        for name, value in figures.items():
+            if isinstance(value, torch.Tensor):
+                if value.numel() != 1:
+                    raise FallowError(f"update.note({name}=...) wants one number, not {tuple(value.shape)}", Exit.DATA)
+                value = value.detach().reshape(()).to(torch.float64, copy=True)
+            if not isinstance(value, torch.Tensor) or not asynchronous(value.device):
+                value = float(value)
+            self._values[name, shard] = value * weight
+
+    def send(self) -> None:
+        """Those on a device start for the host, in one copy."""
+        away = [value for value in self._values.values() if isinstance(value, torch.Tensor)]
+        if away:
+            self._arriving = to_host(torch.stack(away))
+
+    def told(self) -> dict[str, dict[int, float]]:
+        """By figure and shard, behind an event behind `send`."""
+        arrived = iter(self._arriving.tolist())
+        found: dict[str, dict[int, float]] = {}
+        for (name, shard), value in self._values.items():
+            found.setdefault(name, {})[shard] = next(arrived) if isinstance(value, torch.Tensor) else value
+        return found
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

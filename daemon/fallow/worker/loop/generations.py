@@ -11,14 +11,14 @@ import msgspec
 from msgspec.structs import replace
 
 from fallow.core.membership.messages import Plan, Problem, Switch
-from fallow.core.training.shares import Division
+from fallow.core.training.shards import Division
 from fallow.model import FallowError, Parts
 from fallow.worker.checkpoint.restore import load_newest
 from fallow.worker.data.ledger import LEAVING_S, Start
 from fallow.worker.loop.member import Member
-from fallow.worker.session.ends import Dismissed, exit_code
-from fallow.worker.session.voice import Voice
-from fallow.worker.transport.upcoming import Upcoming
+from fallow.worker.session.orders import Dismissed, exit_code
+from fallow.worker.session.status import Voice
+from fallow.worker.transport.build import Upcoming
 from fallow.worker.transport.waits import Interrupted
 
 _HEALED = (
@@ -200,7 +200,6 @@ class Generations:
             return
         self._entered, self._entered_at, self.aligned_until = generation, time.monotonic(), 0
         place.went_back = went_back and not newcomer
-        member.division = Division(tuple(paces))
         if newcomer or (self._is_forgotten and not went_back):
             place.joined, place.since = True, generation
             if session is not None and session.news.newest.joins:

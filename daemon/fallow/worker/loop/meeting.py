@@ -15,8 +15,7 @@ import msgspec
 
 from fallow.model import Exit, FallowError, Parts
 from fallow.worker.handover.snapshot import load_from_host
-from fallow.worker.handover.standing import FRESH, TORN
-from fallow.worker.handover.transfer import Roles, transfer
+from fallow.worker.handover.transfer import FRESH, TORN, Roles, transfer
 from fallow.worker.loop import agreement
 from fallow.worker.loop.agreement import Ranks
 from fallow.worker.loop.exchange import JOINT, Call, Kind, Opening, exact_sum, pack, unpack
@@ -25,7 +24,7 @@ from fallow.worker.loop.member import Member
 from fallow.worker.loop.place import Position
 from fallow.worker.prepared.checksum import fingerprint, majority_and_others
 from fallow.worker.prepared.modes import KINDS
-from fallow.worker.session.ends import Answered, OthersEnded
+from fallow.worker.session.orders import Answered, OthersEnded
 from fallow.worker.transport.waits import Exchange, Interrupted
 
 _ANSWER = struct.Struct("<d")
@@ -57,8 +56,8 @@ class Meeting:
         self._member = member
         self._generations = generations
         self.call = Call()
-        self.compared: tuple[int, int] | None = None
-        "generation and number of the call in which all members' openings were alike"
+        self.compared = -1
+        "generation in which all members' openings in the call at work were alike"
         self._exchange: Exchange | None = None
 
     # ------------------------------------------------------------------------------------------------ an opening
@@ -196,7 +195,7 @@ class Meeting:
                 met = _met(where, openings)
                 if member.group.rank in ranks.stale:  # the members trained without this one
                     self._follow(met)
-                    member.place.trained_without()
+                    member.place.went_back = member.place.in_sync  # the script has to look where they are
                     return Met(where)
                 return met
             except Interrupted:
@@ -277,7 +276,7 @@ class Meeting:
     # ------------------------------------------------------------------------------------------- plain values of it
 
     def _take_plain(self, values: dict[str, object]) -> None:
-        self._member.place.position = msgspec.convert(values["position"], Position)
+        self._member.place.position = Position.of(values["position"])
         self._member.reduction.load(msgspec.convert(values["sums"], dict[str, object]))
 
     def load(self, tree: dict[str, object]) -> None:

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import msgspec
 
-from fallow.core.training.shards import Duty, duties, mix
-from fallow.core.training.shares import Division
+from fallow.core.training.shards import Division, Duty, duties, mix
 from fallow.worker.checkpoint.saver import Saver
 from fallow.worker.data import rng
 from fallow.worker.data.ledger import Ledger
 from fallow.worker.data.source import Key, Reached, Source
-from fallow.worker.handover.standing import Standing
+from fallow.worker.handover.transfer import Standing
 from fallow.worker.loop.pace import Pace
 from fallow.worker.loop.place import Place
 from fallow.worker.prepared.objects import Prepared

@@ -1,20 +1,37 @@
-"""Where the members are in the run, and where the script is: which `run.epochs` and `run.updates` it has begun."""
+"""Where the members are in the run, and where the script is: which `run.epochs` and `run.updates` it has begun.
+
+A place is a `Mark`, the number of a call of `run.updates` behind that mark, and whether the call is at work. Places are
+ordered as a script comes to them. A newcomer's script comes from the top: it skips what is in front of the members'
+place, and is in sync where the two meet.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import msgspec
 
-from fallow.core.training.apart import Stranger
+from fallow.core.membership.failures import Stranger
 from fallow.model import Exit, FallowError
 
 _ASTRAY = (
     "this newcomer's script is past the place where the members are (step {step}) and has not come by there: the "
     "conditions around run.updates are others now than when the members came to them. The members go on without it. "
-    "Write `for epoch in run.epochs(n):` or max_steps, not `while run.step < n:`; and end a loop early by what a "
+    "Write `for epoch in run.epochs(n):` or max_steps, not `while run.step < n`; and end a loop early by what a "
     "prepared object keeps"
 )
+
+
+class Mark(NamedTuple):
+    """From where calls are counted: the beginning of an epoch of a `run.epochs` loop, or the place behind a loop."""
+
+    loop: int = 0
+    "number of the run.epochs loop, or of the next one"
+    inside: bool = False
+    "in that loop, not in front of it"
+    epoch: int = 0
+    "of that loop"
 
 
 class Position(msgspec.Struct, kw_only=True):
@@ -28,8 +45,6 @@ class Position(msgspec.Struct, kw_only=True):
     "number of the pass over data in progress; with the seed it fixes the order of samples"
     index: int = 0
     "finished steps in this pass"
-    call: int = 0
-    "number of the call of run.updates in progress, or the next one"
     op: int = 0
     "finished operations: inner loops and joint calls"
     outcome: bytes = b""
@@ -45,15 +60,18 @@ class Position(msgspec.Struct, kw_only=True):
     call_steps: int = 0
     "finished steps in this call"
     loop: int = 0
-    "number of the run.epochs loop in progress, or the next one"
     inside: bool = False
-    "in that loop, not in front of it"
     loop_epoch: int = 0
-    "its current epoch"
-    loop_call: int = 0
-    "number of the first run.updates call in that epoch, or since the loop before"
+    "these three: see `Mark`"
+    call: int = 0
+    "number behind that mark of the run.updates call in progress, or of the next one"
     loss: float | None = None
     "mean of the figure `loss` in the last step that had one"
+
+    @property
+    def mark(self) -> Mark:
+        """Of the call."""
+        return Mark(self.loop, self.inside, self.loop_epoch)
 
     def finish_operation(self, outcome: bytes, generation: int) -> None:
         """Count one operation that every member of that generation can finish."""
@@ -80,13 +98,19 @@ class Position(msgspec.Struct, kw_only=True):
         self.call += 1
         self.passes = self.call_steps = 0
 
-    def enter_epoch(self, epoch: int | None) -> None:
-        """Enter an epoch of the current run.epochs loop; None: count that loop as finished."""
+    def come_to(self, mark: Mark) -> None:
+        """Begin an epoch, or end a loop over epochs."""
         self.outside_since = self.op
-        self.loop += epoch is None
-        self.inside = epoch is not None
-        self.loop_epoch = epoch or 0
-        self.loop_call = self.call
+        self.loop, self.inside, self.loop_epoch = mark
+        self.call = 0
+
+    @staticmethod
+    def of(saved: Any) -> Position:
+        """From its fields, as members and checkpoints give them."""
+        position = msgspec.convert(saved, Position)
+        # Checkpoints of older versions count calls from the script's beginning, and tell where the epoch began.
+        position.call -= saved.get("loop_call", 0)
+        return position
 
 
 class Place:
@@ -101,31 +125,28 @@ class Place:
         "generation of that exchange"
         self.in_sync = in_sync
         "the script has reached the place that `position` names; from the start in a fixed world"
-        self.wrong_epoch = False
-        "`epochs` handed out another epoch than the members are in"
         self.went_back = False
         "the members were rolled back, or trained without this worker; this script has not yet looked where they are"
         self.came_at_end = False
         "its state is the members' of the moment in which a call of theirs ended, and they have not begun another one"
         self._goes_back = False
         "this script was in sync, and since then it comes to the members' place as a newcomer's does"
-        self.epoch_entered: tuple[int, int] | None = None
-        "(number of the run.epochs loop, epoch) that the script is in"
-        self._loop_left = False
-        "the script has left by itself the run.epochs loop that the members are in"
+        self.mark = Mark()
+        self.calls = 0
+        "run.updates calls that the script has begun behind its mark"
+        self.asked = 0
+        "run.mean and run.barrier that it has come by behind the last of them, or behind its mark"
         self.epochs_in_loop = 1
         "epochs of the run.epochs loop that the script is in"
-        self.loops = 0
-        "run.epochs loops that the script has begun"
-        self.calls = 0
-        "run.updates calls that the script has begun; a newcomer's are numbered as the members' where it comes to them"
-        self.asked = 0
-        "run.mean and run.barrier that this script has come by since its last run.updates call, or its epoch began"
+        self._loop_left = False
+        "the script has left by itself the run.epochs loop that the members are in"
 
     @property
     def epoch(self) -> int:
         """Epoch of run.epochs if the script is in such a loop, else passes over the data."""
-        return self.epoch_entered[1] if self.epoch_entered is not None else self.position.data_epoch
+        return self.mark.epoch if self.mark.inside else self.position.data_epoch
+
+    # ------------------------------------------------------------------------------------------- loops over epochs
 
     def epochs(self, n: int, hint: Callable[[], int], end_call: Callable[[], None]) -> Iterator[int]:
         """As `range(n)`, but a newcomer begins at the members' epoch, of which the head gives a `hint`.
@@ -133,67 +154,62 @@ class Place:
         `end_call` agrees with the others on the end of a call that the script has left by itself.
         """
         end_call()
-        if self.epoch_entered is not None:  # left by break, though somebody still holds what that loop goes over
+        if self.mark.inside:  # left by break, though somebody still holds what that loop goes over
             self._break_loop()
             self.finish_left_loop()
-        number = self.loops
+        number = self.mark.loop
         if self.joined and number < self.position.loop:
-            self.loops += 1
-            self._leave_loop()
+            self._set_mark(Mark(number + 1))
             return  # the members are past this loop
         epoch = self.position.loop_epoch if self.joined else hint()
         if not self.astray:
-            self._enter_epoch(epoch)
-        elif (number, True) == self._members_where:
-            self._jump()
+            self._come_to(Mark(number, True, epoch))
+        elif self.position.mark[:2] == (number, True):
+            self._set_mark(self.position.mark)
         else:
             raise self.stranger()
-        self.loops += 1
         self.epochs_in_loop = n
         try:
             while epoch < n:
-                self.epoch_entered = (number, epoch)
                 yield epoch
-                if self.epoch_entered != (number, epoch):
+                if self.mark != (number, True, epoch):
                     raise FallowError(
                         "run.epochs inside of a run.epochs loop: where newcomers begin can be told of one loop only; "
                         "write `range` for the inner one",
                         Exit.DATA,
                     )
                 end_call()
-                if self.wrong_epoch:
-                    self.wrong_epoch = False
-                    if self._members_where != (number, True):
-                        self._leave_loop()
-                        return
+                if self._skips(self.calls):
                     epoch = self.position.loop_epoch
-                    self._jump()
-                    continue
-                if self.astray:
+                    if self.position.mark[:2] != (number, True):
+                        break
+                    self._set_mark(self.position.mark)
+                elif self.astray:
                     raise self.stranger()
-                epoch += 1
-                self._enter_epoch(epoch)
-            self._enter_epoch(None)
+                else:
+                    epoch += 1
+                    self._come_to(Mark(number, True, epoch))
+            else:
+                self._come_to(Mark(number + 1))
             self._leave_loop()
         except GeneratorExit:
-            if self.epoch_entered is not None and self.epoch_entered[0] == number:
+            if self.mark.inside and self.mark.loop == number:
                 self._break_loop()
             raise
 
-    def _enter_epoch(self, epoch: int | None) -> None:
-        self.asked = 0
-        self.position.enter_epoch(epoch)
+    def _come_to(self, mark: Mark) -> None:
+        """The script does so together with the members."""
+        self.position.come_to(mark)
+        self._set_mark(mark)
 
-    def _jump(self) -> None:
-        """To the beginning of the epoch that the members are in, or to behind the loop that they have left last."""
-        self.calls, self.asked = self.position.loop_call, 0
+    def _set_mark(self, mark: Mark) -> None:
+        self.mark = mark
+        self.calls = self.asked = 0
 
     def _leave_loop(self) -> None:
-        self.epoch_entered = None
         self.epochs_in_loop = 1
-        self.wrong_epoch = False
-        if self.joined and not self.in_sync and self._where == self._members_where:
-            self._jump()
+        if self.mark.inside:
+            self._set_mark(Mark(self.mark.loop + 1))
 
     def _break_loop(self) -> None:
         self._loop_left = not self.astray
@@ -203,16 +219,9 @@ class Place:
         """Count a run.epochs loop that the script has left by itself, now that the calls in it are over."""
         if self._loop_left:
             self._loop_left = False
-            self._enter_epoch(None)
+            self._come_to(self.mark)
 
-    @property
-    def _where(self) -> tuple[int, bool]:
-        """The run.epochs loop that the script is in, or in front of."""
-        return (self.loops, False) if self.epoch_entered is None else (self.epoch_entered[0], True)
-
-    @property
-    def _members_where(self) -> tuple[int, bool]:
-        return self.position.loop, self.position.inside
+    # ------------------------------------------------------------------------------------- towards the members' place
 
     @property
     def astray(self) -> bool:
@@ -221,8 +230,14 @@ class Place:
         One in front of it does what they do between two calls: it begins and ends loops and epochs with them.
         """
         at = self.position
-        there = self._where == self._members_where and self.calls == at.call and not at.call_steps
-        return self.joined and not self.in_sync and (self.wrong_epoch or not there)
+        is_in_front = (self.mark, self.calls) == (at.mark, at.call) and not at.call_steps
+        return self.joined and not self.in_sync and not is_in_front
+
+    def _skips(self, call: int) -> bool:
+        """True if the script, at a call of that number, comes to the members' place with another turn of its loop."""
+        at = self.position
+        is_past = self.mark != at.mark or (self._goes_back and call > at.call)
+        return not self.in_sync and self.mark.inside and is_past
 
     def stranger(self) -> FallowError:
         """What to say of such a newcomer, or of a member that the rolled back run has not met again."""
@@ -238,23 +253,24 @@ class Place:
             Exit.TEMPFAIL,
         )
 
+    def begin_call(self) -> int:
+        """Count one run.updates call of the script; returns its number."""
+        self.calls += 1
+        self.asked = 0
+        return self.calls - 1
+
     def behind(self, call: int) -> bool:
         """True if the members are past this call.
 
         Raises:
             Stranger: this newcomer is past the members' place.
         """
-        if self.wrong_epoch or self._where < self._members_where:
+        here, there = (self.mark, call), (self.position.mark, self.position.call)
+        if self._skips(call):
             return True
-        if not self.in_sync and (self._where, call) > (self._members_where, self.position.call):
+        if not self.in_sync and here > there:
             raise self.stranger()
-        return call < self.position.call
-
-    def begin_call(self) -> int:
-        """Count one run.updates call of the script; returns its number."""
-        self.calls += 1
-        self.asked = 0
-        return self.calls - 1
+        return here < there
 
     def begin_call_with_members(self) -> None:
         """The script is in the call that the members are in."""
@@ -268,11 +284,10 @@ class Place:
         That is where a newcomer came while the members waited for each other there: what the script does from there on
         to the next call, they have not done yet.
         """
-        here = self.came_at_end and not self.wrong_epoch and self._where == self._members_where
-        if here and call == self.position.call - 1:
+        here = self.came_at_end and (self.mark, call) == (self.position.mark, self.position.call - 1)
+        if here:
             self.in_sync, self.came_at_end = True, False
-            return True
-        return False
+        return here
 
     def begin_asking(self) -> bool:
         """Count one `run.mean` or `run.barrier` outside of a call.
@@ -308,33 +323,10 @@ class Place:
             return False
         self.went_back = False
         at = self.position
-        reachable = self._where == self._members_where
-        if self.epoch_entered is None:
-            here = reachable and at.call == call
-            reachable = reachable and at.call >= (self.calls if call is None else call)
-        else:
-            here = reachable and self.epoch_entered[1] == at.loop_epoch and at.call == call
-        if not reachable:
+        if (self.mark, call) == (at.mark, at.call):
+            return False
+        comes_there = self.mark.inside or at.call >= (self.calls if call is None else call)
+        if self.mark[:2] != at.mark[:2] or not comes_there:
             raise self.unreachable()
-        if not here:
-            self.wrong_epoch = self.epoch_entered is not None
-            self.in_sync, self._goes_back = False, True
-        return not here
-
-    def trained_without(self) -> None:
-        """The members trained without this worker, which had met them: the script has to look where they are."""
-        at = self.position
-        self.went_back = self.in_sync
-        if not self.in_sync and self.epoch_entered is not None:
-            self.wrong_epoch = self.wrong_epoch or not at.inside or self.epoch_entered != (at.loop, at.loop_epoch)
-
-    def meet(self, call: int) -> int:
-        """Just joined, inside the call of that number: returns the call's number among the members'."""
-        at = self.position
-        if self.epoch_entered is not None:
-            self.wrong_epoch = not at.inside or self.epoch_entered != (at.loop, at.loop_epoch)
-        elif self._where != self._members_where:
-            return call
-        # The members' numbering counts from the first call in the epoch, or behind a loop.
-        self.calls = at.loop_call + 1
-        return at.loop_call
+        self.in_sync, self._goes_back = False, True
+        return True

@@ -18,9 +18,8 @@ from fallow.worker.data.ledger import Fed
 from fallow.worker.data.source import Key
 from fallow.worker.data.stream_loader import copied
 from fallow.worker.loop.agreement import check_parts
-from fallow.worker.loop.exchange import Kind, Outcome, Part, decode_outcome, decode_part, encode
-from fallow.worker.loop.figures import Figures
-from fallow.worker.reduction.step_sums import Sums
+from fallow.worker.loop.exchange import Figures, Kind, Outcome, Part, decode_outcome, decode_part, encode
+from fallow.worker.reduction.buckets import Sums
 from fallow.worker.transport.waits import Interrupted
 
 if TYPE_CHECKING:
@@ -185,7 +184,7 @@ class Shards(InnerLoop):
             member.pace.begin_step()
         member.buffers.begin()
         # Where members must not cut the step unlike each other, they compare that before anything is sent.
-        compared = self._loop.meeting.compared == (member.group.generation, at.call) and self._source.samples >= 0
+        compared = self._loop.meeting.compared == member.group.generation and self._source.samples >= 0
         waits = member.prepared.reproducible and not compared
         member.reduction.begin(self.phase, member.division.shares(len(cut.sizes)), leave_at_end=waits)
 
@@ -306,7 +305,7 @@ class Shards(InnerLoop):
         at.finish_operation(encode(outcome), generation)
         at.acts = 0
         self._loop.meeting.forget()
-        self._loop.meeting.compared = generation, at.call
+        self._loop.meeting.compared = generation
         self.whole = True
         self._update.close(self.phase, outcome.means, outcome, generation)
         member.seed_random("behind", at.step, self.phase)

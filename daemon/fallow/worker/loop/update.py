@@ -1,4 +1,4 @@
-"""One optimizer step, as a script sees it."""
+"""One optimizer step, as a script sees it, and what follows from it before the next."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import torch
 
 from fallow.core.training.shards import Cut
 from fallow.model import Exit, FallowError
+from fallow.worker.data.ledger import Done
 from fallow.worker.loop.exchange import Outcome
 from fallow.worker.loop.shards import InnerLoop, RehearsedShards, Shards
 
 if TYPE_CHECKING:
     from fallow.worker.loop.updates import Loop
+
+_ALIGN_STEPS = 100
+"""Between two hand-overs to members whose weights have come apart: unlike processors differ in nearly every step."""
 
 
 class Update:
@@ -125,3 +129,52 @@ class Update:
         if outcome is not None:
             self._loop.member.recorded_step = self.step
         self.open, self.outcome, self.generation = None, outcome, generation
+
+    # ------------------------------------------------------------------------------------------ behind the update
+
+    def _finish(self) -> None:
+        """Count it."""
+        member, cut = self._loop.member, self.cut
+        at, progress = member.place.position, member.progress
+        member.boundary = time.monotonic()
+        member.recorded_step = -1
+        member.pace.end_step()
+        member.ledger.add(Done(generation=member.group.generation, step=at.step))
+        at.loss = self.figures.get("loss", at.loss)
+        at.finish_step(cut.samples, last=cut.last)
+        speed = cut.samples / max(member.boundary - self.began, 1e-9)
+        progress.step = at.step
+        progress.tell(
+            epoch=member.place.epoch,
+            reached=(at.data_epoch, at.index),
+            loss=at.loss,
+            samples_per_s=0.9 * (progress.told.samples_per_s or speed) + 0.1 * speed,
+            pace_s=member.pace.value,
+        )
+
+    def _act_on_outcome(self) -> None:
+        """When it is counted: checkpoint, switch, come together, divide the shards anew."""
+        outcome, member, generations = self.outcome, self._loop.member, self._loop.generations
+        at, group = member.place.position, member.group
+        assert outcome is not None
+        if self.generation != group.generation:  # not all members of the present one know of it
+            return
+        if outcome.checkpoint and member.saver is not None:
+            asked = outcome.checkpoints_asked
+            member.saver.save(group, member.prepared, member.plain(), at.step, at.loop_epoch, asked=asked)
+            if member.saver.leaves_alone:
+                member.saver.finish()
+                generations.depart()
+        if outcome.switch > group.generation:
+            generations.due = outcome.switch
+        elif group.broken is None and outcome.drifted and at.step >= generations.aligned_until:
+            # Each member's optimizer acts for itself, and kernels of unlike processors may differ in a result's last
+            # bit. Without `reproducible=True` that is no mistake, as it is none under DDP; but what is never brought
+            # together drifts apart. So now and then members come together as at the beginning of a generation.
+            generations.fresh, generations.aligned_until = True, at.step + _ALIGN_STEPS
+        elif group.broken is None:
+            assert member.source is not None
+            old = member.division
+            member.division = old.revised(member.source.shards, outcome.paces, at.step)
+            if member.division is not old:
+                member.replan()

@@ -7,19 +7,18 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from math import inf
+from typing import Any
 
 import torch
 
+from fallow.core.membership.failures import Apart
 from fallow.core.membership.messages import Contract, other_bits
-from fallow.core.training.apart import Apart
 from fallow.model import Exit, FallowError
 from fallow.model.bounds import MOST
 from fallow.worker.data import rng
 from fallow.worker.data.source import Source
 from fallow.worker.guards.watch import Watch
 from fallow.worker.handover.snapshot import Snapshot
-from fallow.worker.loop.boundary import act_on, finish
-from fallow.worker.loop.catch_up import CatchUp
 from fallow.worker.loop.exchange import Call, Kind
 from fallow.worker.loop.generations import Generations
 from fallow.worker.loop.meeting import EndedAlone, Meeting
@@ -27,7 +26,7 @@ from fallow.worker.loop.member import Member
 from fallow.worker.loop.update import Update
 from fallow.worker.prepared.objects import Prepared, signature_of
 from fallow.worker.prepared.signature import signature
-from fallow.worker.reduction.compiled import graphs_cut_at_buckets
+from fallow.worker.reduction.buckets import graphs_cut_at_buckets
 from fallow.worker.session.session import Session
 from fallow.worker.transport.device import asynchronous
 from fallow.worker.transport.gloo import reason
@@ -82,7 +81,7 @@ class Loop:
         member.move()
         self.watch.begin_call()
         _ = member.reduction  # what it refuses, it refuses before others meet this member
-        self.meeting.call = self._call_to_compare(source, epochs, max_steps)
+        self.meeting.call, self.meeting.compared = self._call_to_compare(source, epochs, max_steps), -1
         alone = session is None and member.group.size == 1
         self._in_call = True
         try:
@@ -96,8 +95,6 @@ class Loop:
                         _check_fixed_world(member.group, member.prepared)
                     member.boundary = time.monotonic()
                     self.meeting.join()
-                    if session is not None:
-                        call = place.meet(call)
                 if place.behind(call):
                     self._settle(call)
                     return  # the members are past this call
@@ -132,7 +129,7 @@ class Loop:
                 member.seed_random("in front", place.position.step)
                 yield update
                 self._close(update)
-                act_on(update, self.member, self.generations)
+                update._act_on_outcome()
             self.meeting.joint(Kind.END)
             if not place.went_back:
                 break
@@ -164,7 +161,7 @@ class Loop:
     def _close(self, update: Update) -> None:
         """The script is behind an update."""
         self._check_whole(update)
-        finish(self.member, update)
+        update._finish()
         self.member.move()
         self.update = None
 
@@ -254,7 +251,8 @@ class Loop:
     def _call_to_compare(self, source: Source, epochs: int, max_steps: int | None) -> Call:
         # Members send whole numbers, and a limit may be `math.inf`. The script may have left the loop over epochs, too,
         # when it tells that it has left the call.
-        loop, epoch = self.member.place.epoch_entered or (-1, -1)
+        mark = self.member.place.mark
+        loop, epoch = (mark.loop, mark.epoch) if mark.inside else (-1, -1)
         most = -1 if max_steps is None else int(min(max_steps, MOST))
         return Call(source.shards, source.batch_size, source.samples, int(min(epochs, MOST)), most, loop, epoch)
 
@@ -365,6 +363,42 @@ class Loop:
         answer = self.meeting.joint(kind, value)
         self._goes_elsewhere(None)
         return answer
+
+
+class CatchUp:
+    """The state of prepared objects, as received, while the script is on its way to the place where the members are.
+
+    A newcomer, and members that went back to a checkpoint, run lines of the script that others have run before: those
+    between two calls of `run.updates`. Such a line may step a scheduler, set a learning rate, freeze a layer or put a
+    module to rest, change weights by hand or the statistics of a BatchNorm by a forward, clear an optimizer's state or
+    begin a moving average anew. The state that was received has all that already, so it is put back as it came.
+    """
+
+    def __init__(self) -> None:
+        self._state: Snapshot | None = None
+        "None: nothing is kept"
+        self._optimizers: list[torch.optim.Optimizer] = []
+        "that add no groups: those that the members have added are there already"
+
+    def keep(self, prepared: Prepared) -> None:
+        """The state is here, and the script is elsewhere. What is kept already stays: the script has gone on since."""
+        if self._state is None:
+            self._state = Snapshot(prepared)
+            self._optimizers = list(prepared.optimizers)
+            for optimizer in self._optimizers:
+                setattr(optimizer, "add_param_group", _added_already)  # noqa: B010  # mypy forbids assigning to a method
+
+    def put_back(self) -> None:
+        """The script is where the members are, or they compare what they have."""
+        state, self._state = self._state, None
+        if state is not None:
+            for optimizer in self._optimizers:
+                delattr(optimizer, "add_param_group")
+            state.restore()
+
+
+def _added_already(*args: Any, **kwargs: Any) -> None:
+    """In the place of `Optimizer.add_param_group`."""
 
 
 def _check_fixed_world(group: Group, prepared: Prepared) -> None:

@@ -1,16 +1,22 @@
-"""What the script has switched on prepared modules: frozen parameters (`requires_grad`) and resting modules (`eval()`).
+"""What prepared modules hold besides tensors: extra state, and what the script has switched.
 
-It belongs to the state that a newcomer needs, since its script has not come by the lines that switched it. Members need
-not agree on it between two updates: one of them may evaluate and leave the model in `eval()`. So newcomers get what is
-frozen, and what rests, each only where all who have the state agree on it.
+*Extra state* is what `get_extra_state` gives, for example the scales of FP8 layers. A forward may change it, and then
+the members' extra states differ. So one member's counts as a whole: each newcomer has its first donor's, and rank 0
+writes its own into checkpoints.
+
+*Modes* are frozen parameters (`requires_grad`) and resting modules (`eval()`). A newcomer's script has not come by the
+lines that switched them. Members need not agree on them between two updates: one may evaluate and leave the model in
+`eval()`. So newcomers get what is frozen, and what rests, each only where all who have the state agree on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
+from fallow.model import Exit, FallowError
 from fallow.worker.prepared.checksum import checksum
 from fallow.worker.prepared.state import named_parameters, plain_name
 
@@ -72,3 +78,41 @@ def common(exports: Sequence[Sequence[str]]) -> list[str]:
         first, *others = ([line for line in lines if line.startswith(f"{kind} ")] for lines in exports)
         switched += first if all(other == first for other in others) else [f"{_UNLIKE} {kind}"]
     return switched
+
+
+def extra_holders(modules: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """Modules that have extra state, by name: `model.NUMBER.` and the key that `state_dict` has for it."""
+    return {
+        plain_name(".".join(filter(None, ("model", str(number), name, "_extra_state")))): part
+        for number, module in enumerate(modules)
+        for name, part in module.named_modules(remove_duplicate=False)
+        if type(part).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def read_extra(modules: Sequence[nn.Module]) -> dict[str, Any]:
+    """Extra state by name; tensors are the live ones."""
+    return {name: part.get_extra_state() for name, part in extra_holders(modules).items()}
+
+
+def write_extra(modules: Sequence[nn.Module], values: Mapping[str, Any]) -> None:
+    """Put extra state into live modules.
+
+    Raises:
+        FallowError: it belongs to other modules.
+        Exception: `set_extra_state` raised it.
+    """
+    parts = extra_holders(modules)
+    unlike = sorted(parts.keys() ^ values.keys())
+    if unlike:
+        raise FallowError(
+            f"the run's extra state does not fit the prepared modules: {', '.join(unlike)}; "
+            "use the same script, arguments and library versions in every allocation",
+            Exit.DATA,
+        )
+    for name, part in parts.items():
+        try:
+            part.set_extra_state(values[name])
+        except Exception as error:
+            error.add_note(f"while {name} ({type(part).__name__}) took over the run's extra state")
+            raise

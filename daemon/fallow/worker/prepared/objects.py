@@ -14,8 +14,7 @@ from torch import nn
 
 from fallow.model import Exit, FallowError
 from fallow.worker.data import rng
-from fallow.worker.prepared import extra_state
-from fallow.worker.prepared.modes import Modes
+from fallow.worker.prepared.modes import Modes, extra_holders, read_extra
 from fallow.worker.prepared.state import device_of, encode, named_parameters, placed, plain_name
 from fallow.worker.reduction.arithmetic import Arithmetic
 from fallow.worker.reduction.exact import Exact
@@ -67,7 +66,7 @@ class Prepared:
             _check_module(thing)
             _check_tensors(thing)
         if isinstance(thing, nn.Module) and not isinstance(thing, torch.optim.swa_utils.AveragedModel):
-            encode(extra_state.read([thing]), f"prepare: {kind}")
+            encode(read_extra([thing]), f"prepare: {kind}")
             self._buffer_places = None
             self.modules.append(thing)
             self._trainable |= {parameter for parameter in thing.parameters() if parameter.requires_grad}
@@ -261,7 +260,7 @@ class Prepared:
             *tensors,
             # Not its groups: a script may add some on the way, of which a newcomer's has not come by.
             *(f"optimizer.{number} {type(optimizer).__name__}" for number, optimizer in enumerate(self.optimizers)),
-            *extra_state.holders(self.modules),
+            *extra_holders(self.modules),
             *(f"other.{number} {type(thing).__name__}" for number, thing in enumerate(self.others)),
             *(f"dict.{number}" for number in range(len(self.dicts))),
         ]

@@ -1,4 +1,4 @@
-"""Where gradients are added up: flat buckets with a place for each parameter.
+"""Where gradients are added up: flat buckets with a place for each parameter, and what members tell of their sums.
 
 The layout is a function of the parameters and of one learned order, so all members have the same. Parameters that gave
 no gradient while the order was learned lie in buckets of their own, behind the others.
@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import accumulate
+from operator import or_
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fallow.worker.transport.device import asynchronous
 
@@ -29,6 +36,14 @@ times what backward makes. More buckets would hide more, but each costs a fifth 
 SMALL = 1 << 14
 """Gradients of fewer elements are worked on together, since calls would cost more than the work."""
 
+PATIENCE = 16
+"""Sums in which something may be missing before nobody waits for it any more."""
+
+_LONG_PATIENCE = 64 * PATIENCE
+"""The same for a bucket that nobody waited for and that came back, which makes all do the sum again: a head of a model
+with many tasks, for example."""
+
+_AT_WORK = "_active_ddp_module"
 
 Arrived = list[tuple[int, torch.Tensor]]
 """Gradients of one bucket with the numbers of their places. An arithmetic may change them in place."""
@@ -165,3 +180,66 @@ def _spread(params: Sequence[nn.Parameter], order: Sequence[int]) -> list[list[i
         open_bucket[dtype] = (number, used + nbytes, cap)
         left[dtype] -= nbytes
     return found
+
+
+@contextmanager
+def graphs_cut_at_buckets() -> Iterator[None]:
+    """While the context is open, models are compiled in pieces of the size of a bucket.
+
+    A compiled graph hands out all gradients when its whole backward is over, so nothing is left to overlap with. For
+    DDP dynamo therefore cuts the graph where DDP's buckets end. It asks a class attribute which DDP module is at work,
+    and reads one number of it. The attribute is private to torch: where it is missing, or is used by a real DDP module,
+    nothing is done. `torch._dynamo.config.optimize_ddp = False` switches it off, as it does for DDP.
+    """
+    owner: Any = DistributedDataParallel
+    if getattr(owner, _AT_WORK, owner) is not None:
+        yield
+        return
+    setattr(owner, _AT_WORK, SimpleNamespace(bucket_bytes_cap=BUCKET_BYTES))
+    try:
+        yield
+    finally:
+        setattr(owner, _AT_WORK, None)
+
+
+# --------------------------------------------------------------------------------------- what members tell each other
+
+
+class Sums(msgspec.Struct, frozen=True, array_like=True):
+    """One member's part, or what all parts together say."""
+
+    is_void: bool
+    "a gradient came when its bucket had left: all make the sum again"
+    touched: bytes
+    "bitmap of the parameters that received a gradient: there may be thousands of frozen ones"
+    order: list[int] | None = None
+    "rank 0 alone, in the run's first sum: parameters as their gradients came"
+
+    @staticmethod
+    def joined(parts: Sequence[Sums]) -> Sums:
+        """Put all members' parts together; the order of the parts is that of the ranks."""
+        return Sums(
+            is_void=any(part.is_void for part in parts),
+            touched=bytes(reduce(or_, column) for column in zip(*(part.touched for part in parts), strict=True)),
+            order=next((part.order for part in parts if part.order is not None), None),
+        )
+
+
+def unused_sums(before: int, *, is_used: bool) -> int:
+    """Return for how many sums in a row a bucket is unused now; less than 0 where it is to be waited for longer."""
+    if not is_used:
+        return min(before + 1, PATIENCE)
+    return 0 if 0 <= before < PATIENCE else PATIENCE - _LONG_PATIENCE
+
+
+def bitmap(numbers: Iterable[int], count: int) -> bytes:
+    """Pack numbers below `count`, a bit for each."""
+    packed = bytearray(-(-count // 8))
+    for number in numbers:
+        packed[number >> 3] |= 1 << (number & 7)
+    return bytes(packed)
+
+
+def numbers_in(packed: bytes) -> set[int]:
+    """Unpack a bitmap."""
+    return {number for number, bit in enumerate(f"{int.from_bytes(packed, 'little'):b}"[::-1]) if bit == "1"}

@@ -24,9 +24,17 @@ from torch import nn
 
 from fallow.model import Exit, FallowError
 from fallow.worker.reduction.arithmetic import Arithmetic
-from fallow.worker.reduction.buckets import Arrived, Bucket, lay_out
+from fallow.worker.reduction.buckets import (
+    PATIENCE,
+    Arrived,
+    Bucket,
+    Sums,
+    bitmap,
+    lay_out,
+    numbers_in,
+    unused_sums,
+)
 from fallow.worker.reduction.buffers import StepBuffers
-from fallow.worker.reduction.step_sums import PATIENCE, Sums, bitmap, numbers_in, unused_sums
 from fallow.worker.transport.device import HOST, asynchronous, capturing, current_stream
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from fallow.core.protocol.agents import News
+from fallow.core.protocol import News
 
 HEAD_SILENT_S = 5.0
 """A head that has said nothing for so long will not release this worker in time."""

@@ -1,15 +1,17 @@
 """Obeying the newest order: which group to build, to drop, to give up, and when to go over. No I/O, no clock.
 
 An order states how things have to be, so whatever was said before it counts no more: obeying it twice does nothing.
+The exceptions are the reasons for which a wait for the next generation is over for good.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from fallow.core.membership.messages import Order, Peer, Plan, Refusal
+from fallow.core.membership.messages import End, Finish, Order, Outcome, Peer, Plan, Refusal
 from fallow.core.membership.roster import check_of
-from fallow.worker.transport.upcoming import RankMap, Upcoming
+from fallow.model import Exit, FallowError
+from fallow.worker.transport.build import RankMap, Upcoming
 
 
 class Moves(NamedTuple):
@@ -115,3 +117,42 @@ class Orders:
 
 def _unknown(plan: Plan, reason: str) -> Upcoming:
     return Upcoming(plan, refusal=Refusal(generation=plan.generation, reason=reason), is_built=True)
+
+
+class Dismissed(Exception):
+    """The head has told this worker to end."""
+
+    def __init__(self, end: End) -> None:
+        super().__init__(end.reason)
+        self.code = end.code
+        self.reason = end.reason
+
+
+class Answered(Exception):
+    """What this worker waits for was complete on a member that is gone."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__("complete on a member that is gone")
+        self.agreed = outcome.agreed
+        self.answer = outcome.answer
+
+
+class OthersEnded(FallowError):
+    """The others' scripts have ended, and this one waits for them: for the last time, or wrongly."""
+
+    def __init__(self, finish: Finish) -> None:
+        super().__init__(
+            f"the other members' scripts have ended at step {finish.steps} while this one waits for them; every "
+            "member has to make the same run.updates, run.mean and run.barrier calls: no `if run.is_main` around them",
+            Exit.DATA,
+        )
+        self.agreed = finish.agreed
+        self.answer = finish.answer
+
+
+def exit_code(code: int) -> Exit:
+    """The documented exit code of that number, or that of a mistake in the software."""
+    try:
+        return Exit(code)
+    except ValueError:
+        return Exit.SOFTWARE

@@ -17,20 +17,17 @@ import torch
 
 from fallow.core.checks.network import data_address, port_range
 from fallow.core.membership.messages import Contract, Gathered, Order, Unreadable
-from fallow.core.protocol.agents import News, Setup
-from fallow.core.protocol.workers import Heard, Start, ToWorker
+from fallow.core.protocol import Heard, News, Setup, Start, ToWorker
 from fallow.model import Doing, Exit, FallowError
 from fallow.wire.address import interfaces
 from fallow.wire.frames import AgentChannel
-from fallow.worker.session.device_watch import watch_device
-from fallow.worker.session.ends import Answered, Dismissed, OthersEnded
-from fallow.worker.session.groups import Groups
 from fallow.worker.session.news import HeadNews
-from fallow.worker.session.orders import Orders
+from fallow.worker.session.orders import Answered, Dismissed, Orders, OthersEnded
 from fallow.worker.session.status import Progress, Statement
 from fallow.worker.transport import device as devices
-from fallow.worker.transport.gathering import AgentGathers
-from fallow.worker.transport.upcoming import Upcoming
+from fallow.worker.transport.build import Upcoming
+from fallow.worker.transport.groups import Groups
+from fallow.worker.transport.rendezvous import AgentGathers
 
 _LONGEST_REASON = 1000
 """Characters."""
@@ -135,7 +132,8 @@ class Session:
             device: of the parameters; groups are made for it from now on.
         """
         if devices.asynchronous(device) and self.groups.device == devices.HOST:
-            watch_device(self.worker, device, self.setup.beat_s, lambda: self.groups.current, self._closed)
+            find = lambda: None if (group := self.groups.current) is None else group.device_progress  # noqa: E731
+            devices.watch_device(self.worker, device, self.setup.beat_s, find, self._closed)
         self.groups.device = device
         self.say(ready=contract)
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,29 +28,11 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore
 from fallow.model import Exit, FallowError
 from fallow.worker.transport import communicators, gloo
 from fallow.worker.transport import device as devices
-from fallow.worker.transport.device_progress import DeviceProgress
-from fallow.worker.transport.node import Node
 from fallow.worker.transport.stream import Streams
-from fallow.worker.transport.waits import Exchange, Interrupted, Waits
+from fallow.worker.transport.waits import Connections, Interrupted, Node, Waits
 
 _DRAIN_S = 5.0
 """For so long an aborted communicator may take to end what it has on the device."""
-
-_LENGTH_BYTES = 8
-_ROOM = 2048
-"""Bytes of each part that a gather brings in one exchange; only longer parts need a second one."""
-
-
-@dataclass(slots=True)
-class Connections:
-    """What the members of a group are connected by."""
-
-    gloo_groups: list[Any] = field(default_factory=list)
-    "control's, then what sums tensors of the host if there is such a one, then the node's"
-    transport: Any = None
-    streams: Streams | None = None
-    store: Any = None
-    "kept: a communicator may ask it again, and torch does not keep what is written in Python"
 
 
 class Group(Waits):
@@ -69,16 +50,14 @@ class Group(Waits):
         connections: Connections | None = None,
         device: torch.device = devices.HOST,
     ) -> None:
-        super().__init__()
+        super().__init__(size, connections)
         self.generation = generation
         self.rank = rank
-        self.size = size
         self.device = device
-        self.connections = connections or Connections()
         self._launched: list[tuple[Any, Sequence[torch.Tensor]]] = []
         "works of the transport; on a device the tensors stay until a stream waits for the work"
         self._aborting: threading.Thread | None = None
-        self.device_progress = DeviceProgress()
+        self.device_progress = devices.DeviceProgress()
         self.node = Node()
         "the other workers of this generation on the same node"
 
@@ -146,36 +125,6 @@ class Group(Waits):
             one.shutdown()
         self._launched.clear()
         self.exchanges.clear()
-
-    # -------------------------------------------------------------------------------------------------- control
-
-    def tell(self, part: bytes) -> Exchange:
-        """Launch an exchange of a few bytes among all.
-
-        Args:
-            part: of equal length on all ranks.
-
-        Raises:
-            Interrupted: the group is broken.
-        """
-        return self._tell(part, [len(part)] * self.size)
-
-    def gather(self, part: bytes) -> list[bytes]:
-        """Parts of unlike length of all members, by rank; waits.
-
-        Raises:
-            Interrupted: the group is broken.
-        """
-        told = self.tell(len(part).to_bytes(_LENGTH_BYTES) + part[:_ROOM].ljust(_ROOM, b"\0")).wait()
-        lengths = [int.from_bytes(text[:_LENGTH_BYTES]) for text in told]
-        rest = self._tell(part[_ROOM:], [max(0, length - _ROOM) for length in lengths]).wait()
-        begun = (text[_LENGTH_BYTES:][:length] for text, length in zip(told, lengths, strict=True))
-        return [head + tail for head, tail in zip(begun, rest, strict=True)]
-
-    def _tell(self, part: bytes, lengths: list[int]) -> Exchange:
-        if self.size == 1 or not any(lengths):
-            return Exchange(self, gloo.as_tensor(part), lengths)
-        return self.launch_exchange(self.connections.gloo_groups[0], part, lengths)
 
     # ------------------------------------------------------------------------------------------------- transport
 

@@ -40,6 +40,7 @@ PATIENCE_S = 600.0
 """A peer that is alive but does not move for so long is given up."""
 
 _HELLO_S = 10.0
+_RETRY_S = 0.1
 _HELLO = struct.Struct("<H16sI")
 """The beginning of the caller's packet: bytes of the packet, token of the member called, and rank of the caller. The
 answer begins with its length, too."""
@@ -120,17 +121,16 @@ class Streams:
         end = time.monotonic() + timeout_s
         store.set(f"card/{self._rank}", msgspec.json.encode(self.card).decode())
         absent = self._await_cards(store, max(timeout_s / 2, timeout_s - EXCHANGE_S))
-        if absent:
-            return {other: self._endpoint_for(other) for other in absent if other != self._rank}
-        cards = (store.get(f"card/{rank}") for rank in range(self._size))
-        self.cards = {rank: msgspec.json.decode(card, type=Card) for rank, card in enumerate(cards)}
-        left_s = min(EXCHANGE_S, max(0.0, end - time.monotonic()))
-        for other in range(self._rank):
-            self._run(self._reach, other, left_s)
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._reached) == self._size, left_s)
-            unreached = self.cards.keys() - self._reached
-        return {other: self._endpoint_for(other) for other in sorted(unreached)}
+        if not absent:
+            cards = (store.get(f"card/{rank}") for rank in range(self._size))
+            self.cards = {rank: msgspec.json.decode(card, type=Card) for rank, card in enumerate(cards)}
+            left_s = min(EXCHANGE_S, max(0.0, end - time.monotonic()))
+            for other in range(self._rank):
+                self._run(self._reach, other, left_s)
+            with self._changed:
+                self._changed.wait_for(lambda: len(self._reached) == self._size, left_s)
+                absent = sorted(self.cards.keys() - self._reached)
+        return {other: self._endpoint_for(other) for other in absent if other != self._rank}
 
     def _await_cards(self, store: Store, timeout_s: float) -> list[int]:
         """Wait for all members' cards; returns the ranks whose cards did not come. Raises RuntimeError."""
@@ -189,12 +189,13 @@ class Streams:
             self._changed.notify_all()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed:
             try:
                 line, _ = self._listener.accept()
-            except OSError:
-                return
-            self._run(self._greet, line)
+            except OSError:  # it is closed; or the script has used up its file descriptors, perhaps for a moment
+                time.sleep(_RETRY_S)
+            else:
+                self._run(self._greet, line)
 
     def _greet(self, line: socket.socket) -> None:
         try:

@@ -1,20 +1,43 @@
-"""Exchanges of a few bytes with other members, and waits for them, which another thread can end."""
+"""Exchanges of a few bytes among members, and waits for them, which another thread can end."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 import torch
 
 from fallow.worker.transport import gloo
+from fallow.worker.transport.stream import Streams
+
+_LENGTH_BYTES = 8
+_ROOM = 2048
+"""Bytes of each part that a gather brings in one exchange; only longer parts need a second one."""
+
+PATIENCE_S = 5.0
+"""For so long a worker waits for a sibling. A sibling that is gone breaks the connection much sooner."""
 
 
 class Interrupted(Exception):
     """A pending collective was given up. Never reaches the user's code."""
+
+
+@dataclass(slots=True)
+class Connections:
+    """What the members of a group are connected by."""
+
+    gloo_groups: list[Any] = field(default_factory=list)
+    "control's, then what sums tensors of the host if there is such a one, then the node's"
+    transport: Any = None
+    streams: Streams | None = None
+    store: Any = None
+    "kept: a communicator may ask it again, and torch does not keep what is written in Python"
 
 
 class Exchange:
@@ -32,16 +55,23 @@ class Exchange:
         self._waits.finish(self._works)
         self._works = ()
         self._waits.exchanges.discard(self)
-        return gloo.parts_of(self._taken, self._lengths)
+        data = self._taken.numpy().tobytes()
+        ends = itertools.accumulate(self._lengths)
+        return [data[end - length : end] for end, length in zip(ends, self._lengths, strict=True)]
 
 
 class Waits:
-    """What one thread at a time waits for, and that it breaks. The heartbeats tell of it."""
+    """What members tell each other, over the first of their gloo groups, and what one thread at a time waits for.
+
+    The heartbeats tell of the waits.
+    """
 
     patience_s: float | None = None
     "for a peer's answer; None: for as long as it takes"
 
-    def __init__(self) -> None:
+    def __init__(self, size: int, connections: Connections | None) -> None:
+        self.size = size
+        self.connections = connections or Connections()
         self.exchanges: set[Exchange] = set()
         "memory to which peers write, also late ones"
         self.broken: str | None = None
@@ -80,23 +110,6 @@ class Waits:
         """A part of the state has come in: those who wait for the rest of it get on."""
         self.turned_at = time.monotonic()
 
-    def launch_exchange(self, process_group: Any, part: bytes, lengths: Sequence[int]) -> Exchange:
-        """Launch an exchange over connections of gloo: this member gives `part` to all, and takes `lengths` bytes.
-
-        Raises:
-            Interrupted: `interrupt` was called, or a peer's connection is lost.
-        """
-        if self.broken is None:
-            try:
-                taken, work = gloo.tell(process_group, part, lengths)
-            except RuntimeError as error:
-                self.interrupt(gloo.reason(error))
-            else:
-                exchange = Exchange(self, taken, lengths, [work])
-                self.exchanges.add(exchange)
-                return exchange
-        raise Interrupted(self.broken)
-
     def finish(self, works: Sequence[Any]) -> None:
         """Wait for works of gloo.
 
@@ -119,3 +132,102 @@ class Waits:
                     self.interrupt(gloo.reason(error))
         if self.broken is not None:
             raise Interrupted(self.broken)
+
+    # ------------------------------------------------------------------------------------------- what is told
+
+    def tell(self, part: bytes) -> Exchange:
+        """Launch an exchange of a few bytes among all.
+
+        Args:
+            part: of equal length on all ranks.
+
+        Raises:
+            Interrupted: `interrupt` was called, or a peer's connection is lost.
+        """
+        return self._tell(part, [len(part)] * self.size)
+
+    def gather(self, part: bytes) -> list[bytes]:
+        """Parts of unlike length of all members, by rank; waits. Raises as `tell`."""
+        told = self.tell(len(part).to_bytes(_LENGTH_BYTES) + part[:_ROOM].ljust(_ROOM, b"\0")).wait()
+        lengths = [int.from_bytes(text[:_LENGTH_BYTES]) for text in told]
+        rest = self._tell(part[_ROOM:], [max(0, length - _ROOM) for length in lengths]).wait()
+        begun = (text[_LENGTH_BYTES:][:length] for text, length in zip(told, lengths, strict=True))
+        return [head + tail for head, tail in zip(begun, rest, strict=True)]
+
+    def _tell(self, part: bytes, lengths: list[int]) -> Exchange:
+        """Launch an exchange; `lengths` of all parts, by rank.
+
+        Directly: each rank sends N - 1 messages. gloo's ring needs 4 (N - 1) for a sum and 2 (N - 1) for a gather, each
+        after the one before it, and every message costs both sides processor time.
+        """
+        taken = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
+        given = torch.frombuffer(bytearray(part * self.size), dtype=torch.uint8) if part else taken[:0]
+        if self.size == 1 or not any(lengths):
+            return Exchange(self, given, lengths)
+        if self.broken is None:
+            try:
+                group, counts = self.connections.gloo_groups[0], [len(part)] * self.size
+                exchange = Exchange(self, taken, lengths, [group.alltoall_base(taken, given, lengths, counts)])
+                self.exchanges.add(exchange)
+                return exchange
+            except RuntimeError as error:
+                self.interrupt(gloo.reason(error))
+        raise Interrupted(self.broken)
+
+
+# ---------------------------------------------------------------------------------------------- workers of one node
+
+
+class _State(IntEnum):
+    DEAF = 0
+    "its wait ended without an answer"
+    HEARD = 1
+    LEAVES = 2
+    "as DEAF, and it takes part in no further exchange of this generation"
+
+
+class Node(Waits):
+    """One worker's siblings, the workers of one generation that share its node: what one has heard, all of them have.
+
+    A worker whose connection to another node breaks may miss an answer that its siblings have got. They would act on it
+    while this one computes the step again, and a model that is sharded over the node's workers would hang in that
+    moment. So siblings compare what they have heard before anybody acts on it, over connections that do not leave the
+    node.
+
+    Args:
+        process_group: the connections among them, used for nothing else; None: it has no siblings.
+        size: workers of the node in this generation, with this one.
+    """
+
+    def __init__(self, process_group: Any = None, size: int = 1) -> None:
+        super().__init__(size, Connections([process_group]))
+        self.patience_s = PATIENCE_S
+
+    def share(self, heard: bytes | None) -> bytes | None:
+        """Give siblings the answer to an exchange, or take it from them.
+
+        Args:
+            heard: the answer; None: this worker did not get it.
+
+        Returns:
+            The answer if any of the node's workers has it, else None. A worker that cannot reach its siblings any more
+            gets back what it gave.
+        """
+        return self._share(heard, _State.DEAF if heard is None else _State.HEARD)
+
+    def leave(self) -> None:
+        """Tell siblings that this worker goes over to the next generation without an answer from this one."""
+        self._share(None, _State.LEAVES)
+
+    def _share(self, heard: bytes | None, state: _State) -> bytes | None:
+        if self.size == 1 or self.broken is not None:
+            return heard
+        try:
+            states = [_State(text[0]) for text in self.tell(bytes([state])).wait()]
+            if _State.HEARD in states and len(set(states)) > 1:
+                heard = self.gather(heard or b"")[states.index(_State.HEARD)]
+        except Interrupted:
+            return heard
+        if _State.LEAVES in states:
+            self.interrupt("a worker of this node has left the generation")
+        return heard

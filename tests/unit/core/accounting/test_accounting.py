@@ -21,7 +21,6 @@ from fallow.core.accounting.usage import (
     is_since,
     note_members,
     note_pause,
-    pieces,
     tally,
 )
 from fallow.core.allocations import Allocation
@@ -39,16 +38,18 @@ def held(
 
 
 def seconds(allocation: Allocation, now: float = NOW + 100) -> dict[Source, float]:
-    found: dict[Source, float] = {}
-    for piece in pieces(allocation, now):
-        found[piece.source] = round(found.get(piece.source, 0.0) + piece.node_s, 6)
-    return found
+    sums: Tallies = {}
+    tally(sums, allocation, now)
+    whole = Tally()
+    for one in sums.values():
+        whole.merge(one)
+    assert sum(whole.gpu_s.values()) == pytest.approx(4 * sum(whole.node_s.values()))
+    return {source: round(node_s, 6) for source, node_s in whole.node_s.items()}
 
 
 def test_a_harvested_node_from_its_job_to_its_end() -> None:
     allocation = held()
-    (use,) = [allocation.uses.setdefault("n1", Use(first_at=NOW + 10, last_at=NOW + 90, member_s=80.0))]
-    use.pause_s, use.discarded_s = 2.0, 1.0
+    allocation.uses["n1"] = Use(first_at=NOW + 10, last_at=NOW + 90, member_s=80.0, pause_s=2.0, discarded_s=1.0)
     assert seconds(allocation) == {
         Source.START_UP: 10,
         Source.HARVESTED: 77,
@@ -56,7 +57,6 @@ def test_a_harvested_node_from_its_job_to_its_end() -> None:
         Source.DISCARDED: 1,
         Source.DRAINED: 10,
     }
-    assert sum(piece.gpu_s for piece in pieces(allocation, NOW)) == pytest.approx(400.0)
 
 
 @pytest.mark.parametrize(

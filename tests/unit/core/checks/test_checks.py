@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from fallow.agent.place import Place
+from fallow.agent.launch import slot_environment
 from fallow.core.checks import site as checks
 from fallow.core.checks.devices import Devices, visible
-from fallow.core.checks.gpu_checks import Found, Link, Measured, NodeFacts, verdicts
+from fallow.core.checks.gpu_checks import Found, Measured, NodeFacts, verdicts
 from fallow.core.checks.site import Check, Level
 from fallow.model import ClusterConfig, ClusterState, PartitionInfo
 from fallow.slurm.parse import folded
@@ -40,6 +41,8 @@ GPU = PartitionInfo(partition="gpu", nodes=["n1"])
         (checks.head_address("127.0.1.1", True, True), Level.FAIL, "127.0.1.1 is loopback"),
         (checks.head_address(None, True, False), Level.FAIL, "no network address"),
         (checks.slurm_version(config(slurm_version="20.11.9")), Level.WARN, "20.11.9"),
+        (checks.scheduler(config(backfill_interval_s=120.0)), Level.WARN, "cycle 120 s"),
+        (checks.scheduler(config(backfill_interval_s=-1.0)), Level.WARN, "off"),
         (checks.priority(multifactor(Age=1000, QOS=99_000), 100_000), Level.WARN, "nice 100001 (configured: 100000"),
         (checks.priority(multifactor(), 100_000), Level.WARN, "weights: none; no --nice is large enough"),
         (checks.private_data(config(private_data=["jobs"])), Level.WARN, "jobs"),
@@ -85,22 +88,9 @@ def test_where_others_could_not_be_served_nothing_is_harvested() -> None:
     assert "[site]" in verdict.fix
 
 
-CARDS = [Link(f"mlx5_{n}:1", "infiniband", 200.0) for n in range(4)]
-
-
 def node(name: str, **changes: Any) -> NodeFacts:
-    one = NodeFacts(
-        node=name,
-        devices=["H100"] * 4,
-        driver="NVIDIA 580.1",
-        runtime="CUDA 13.0",
-        library="NCCL 2.29.3",
-        communicator="nccl, torch's choice for devices of type cuda",
-        links=[*CARDS, Link("eth0", "ethernet", 25.0)],
-        peer_memory="kernel module nvidia_peermem",
-        variables={},
-        compiling=[],
-    )
+    says = {"driver": "NVIDIA 580.1", "torch": "for CUDA 13.0"}
+    one = NodeFacts(node=name, devices=["H100"] * 4, rate_gbit_s=800.0, says=says, fixes={})
     return msgspec.structs.replace(one, **changes)
 
 
@@ -108,33 +98,27 @@ def judged(*nodes: NodeFacts, measured: Measured | None = None) -> dict[str, Che
     return {check.name: check for check in verdicts(Found([*nodes], measured), folded)}
 
 
-def test_what_all_nodes_say_is_said_once() -> None:
+def test_what_all_nodes_say_is_said_once_and_nodes_that_differ_are_named() -> None:
     found = judged(node("n1"), node("n2"))
-    assert {check.level for check in found.values()} == {Level.OK}
-    assert found["GPUs"].found == "4 x H100"
-    assert found["network"].found.endswith("eth0 25 Gbit/s ethernet")
-    assert "variables" not in found
-
-
-def test_nodes_that_differ_are_named() -> None:
-    found = judged(node("n1"), node("n2", driver="NVIDIA 570.9", devices=[]), node("n3"))
-    assert (found["driver"].level, found["GPUs"].level) == (Level.WARN, Level.WARN)
+    assert {(name, check.level, check.found) for name, check in found.items()} == {
+        ("GPUs", Level.OK, "4 x H100"),
+        ("driver", Level.OK, "NVIDIA 580.1"),
+        ("torch", Level.OK, "for CUDA 13.0"),
+    }
+    other = node("n2", says={"driver": "NVIDIA 570.9", "variables": "FI_X=1"}, devices=[])
+    found = judged(node("n1"), other, node("n3"))
+    assert (found["GPUs"].level, found["driver"].level) == (Level.WARN, Level.WARN)
     assert found["driver"].found == "n[1,3]: NVIDIA 580.1; n2: NVIDIA 570.9"
+    assert found["variables"].found == "n[1,3]: none; n2: FI_X=1"
 
 
-@pytest.mark.parametrize(
-    ("changes", "name", "level", "words"),
-    [
-        ({"devices": []}, "GPUs", Level.FAIL, "--gpus-per-node"),
-        ({"runtime": ""}, "torch", Level.WARN, "pytorch.org"),
-        ({"compiling": ["/usr/include/python3.12/Python.h"]}, "torch.compile", Level.WARN, "python3-dev"),
-        ({"variables": {"NCCL_IB_HCA": "mlx5_0"}}, "variables", Level.OK, ""),
-    ],
-)
-def test_what_is_missing_has_a_remedy(changes: dict[str, Any], name: str, level: Level, words: str) -> None:
-    check = judged(node("n1", **changes))[name]
-    assert check.level is level
-    assert words in check.fix
+def test_what_is_missing_has_a_remedy() -> None:
+    found = judged(node("n1", devices=[]), node("n2", devices=[], fixes={"torch": "install it"}))
+    assert [(found[name].level, found[name].fix) for name in ("GPUs", "torch", "driver")] == [
+        (Level.FAIL, "ask for GPUs: --gpus-per-node=N"),
+        (Level.WARN, "install it"),
+        (Level.OK, ""),
+    ]
 
 
 @pytest.mark.parametrize(("seconds", "level"), [(4.5e-3, Level.OK), (20e-3, Level.WARN)])
@@ -144,6 +128,38 @@ def test_the_bandwidth_is_compared_with_what_the_cards_allow(seconds: float, lev
     assert measured.bus_gb_s == pytest.approx(2 * 7 / 8 * (256 << 20) / seconds / 1e9)
     assert check.level is level
     assert "allow 100 GB/s" in check.found
+
+
+def test_what_a_node_with_cards_and_gpus_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from fallow.nodecheck.facts import look_around
+
+    files = {
+        "sys/module/nvidia/version": "580.1",
+        "sys/module/nvidia_peermem/refcnt": "1",
+        "sys/class/infiniband/mlx5_0/ports/1/rate": "200 Gb/sec (4X HDR)",
+        "sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE",
+        "sys/class/infiniband/mlx5_1/ports/1/rate": "10 Gb/sec",
+        "sys/class/infiniband/mlx5_1/ports/1/state": "1: DOWN",
+        "sys/class/net/eth0/speed": "25000",
+        "sys/class/net/eth0/operstate": "up",
+        "sys/class/net/eth0/device/vendor": "0x15b3",
+        "sys/class/net/docker0/speed": "10000",
+        "sys/class/net/docker0/operstate": "up",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    monkeypatch.setenv("NCCL_IB_HCA", "mlx5_0")
+    monkeypatch.setenv("NOT_NCCL", "x")
+    monkeypatch.setenv("CC", "cc")
+    found = look_around("n1", [torch.device("cpu")], tmp_path)
+    assert (found.says["driver"], found.says["GPUDirect"]) == ("NVIDIA 580.1", "kernel module nvidia_peermem")
+    assert found.says["network"] == "mlx5_0:1 200 Gbit/s infiniband, eth0 25 Gbit/s ethernet"
+    assert (found.rate_gbit_s, found.devices) == (200.0, [])
+    assert "NCCL_IB_HCA=mlx5_0" in found.says["variables"].split() and "NOT_NCCL" not in found.says["variables"]
+    headers = "python3-dev" in found.fixes.get("torch.compile", "")
+    assert headers and found.says["torch.compile"].endswith("Python.h missing")
 
 
 @pytest.mark.parametrize(
@@ -157,17 +173,16 @@ def test_the_bandwidth_is_compared_with_what_the_cards_allow(seconds: float, lev
 @pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"])
 def test_every_device_of_a_node_has_a_worker(name: str, slots: int, shares: list[str]) -> None:
     devices = visible({name: "0, 1,2,3"}, amd=False)
-    place = Place("n1", "1", slots, devices, "10.0.0.1", "10.0.0.1")
     assert devices.count == 4
-    assert [place.environment(index)[name] for index in range(slots)] == shares
-    assert {place.environment(index)["LOCAL_RANK"] for index in range(slots)} == {"0"}
+    got = [slot_environment(devices, slot, slots) for slot in range(slots)]
+    assert [each[name] for each in got] == shares
+    assert {each["LOCAL_RANK"] for each in got} == {"0"}
 
 
 def test_without_devices_a_worker_has_its_number() -> None:
     devices = visible({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, amd=True)
-    place = Place("n1", "1", 2, devices, "10.0.0.1", "10.0.0.1")
     assert devices == Devices({}, amd=True)
-    assert place.environment(1) == {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert slot_environment(devices, 1, 2) == {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
 def test_what_hip_reads_counts_within_what_rocr_lets_through() -> None:

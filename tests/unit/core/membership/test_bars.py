@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.config import Config, Membership
-from fallow.core.membership.failures import BAR_S, COUNT_S, LONGEST_BAR_S, MENDED_S, begin_clock, expire, note
+from fallow.core.membership.failures import BAR_S, COUNT_S, LONGEST_BAR_S, MENDED_S, bar, begin_clock, expire, note
 from fallow.core.membership.messages import Fault
 from fallow.core.membership.records import Failure, FailureKind, Root
 from fallow.core.membership.roster import Roster
@@ -26,7 +26,7 @@ def roster() -> Roster:
 
 
 def barred(r: Roster) -> dict[str, str]:
-    return {host: bar.reason for host, bar in r.failures.bars.items() if bar.reason}
+    return {host: known.reason for host, known in r.failures.bars.items() if known.reason}
 
 
 def fail(r: Roster, at: float, host: str = "h1", bar_after: int = 3) -> bool:
@@ -34,7 +34,10 @@ def fail(r: Roster, at: float, host: str = "h1", bar_after: int = 3) -> bool:
     failure = Failure(
         node=1, host=host, token="t", kind=FailureKind.HANG, signature="hang", step=1, text="it hung", at=at
     )
-    return note(r, failure, bar_after) is not None
+    reason = note(r, failure, bar_after)
+    if reason:
+        bar(r, host, reason, at)
+    return bool(reason)
 
 
 def test_h7_a_barred_host_is_tried_again_ever_later() -> None:

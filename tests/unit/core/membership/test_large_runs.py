@@ -17,7 +17,7 @@ from fallow.config import Config, Membership
 from fallow.core import records
 from fallow.core.membership import events as ev
 from fallow.core.membership.names import member_name
-from fallow.core.protocol.agents import Beat, Progress
+from fallow.core.protocol import Beat, Progress
 from fallow.head.loop.turn import Turn, agent_peer
 from fallow.head.peers.agents import hear
 from fallow.head.slurm import accounts

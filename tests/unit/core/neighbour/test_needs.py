@@ -9,7 +9,7 @@ from builders import NOW, allocation, node, partition, runs, site, waits
 from fallow.core.holes import Part
 from fallow.core.holes import waits as is_waiting
 from fallow.core.neighbour.needs import ExternalDemand, assess
-from fallow.core.neighbour.site import LOOKED_AT, UNKNOWN, SiteRules, site_rules
+from fallow.core.neighbour.waiting import LOOKED_AT, site_rules
 from fallow.core.submission.sbatch import harvest_options
 from fallow.core.tokens import new_token
 from fallow.model import AllocationKind, JobInfo, ReservationInfo, RunSpec
@@ -22,6 +22,8 @@ def test_the_newest_go_and_idle_nodes_count() -> None:
     assert found.give_backs[0].reason == "job 1 of alice waits for a node"
     assert found.kept_nodes == {"p": {"n2", "n3", "n4"}}
     assert found.delayed_jobs == {"1": {"ours-n2", "ours-n3"}}
+    # A number that Slurm does not tell is one: all of ours were given back, beside the idle node.
+    assert given_back(standing(FOUR, [waits("1", 0)], THREE)) == []
 
 
 def test_a_node_that_is_being_left_counts_and_delays_all_the_same() -> None:
@@ -229,14 +231,8 @@ def test_of_one_partition_the_first_are_looked_at_and_as_many_as_the_site_looks_
     wide = [waits(str(i), 3, reason="Priority", priority=9000 - i) for i in range(LOOKED_AT)]
     state = cluster(nodes, [*wide, waits("4000", priority=4000)], [held("n1")])
     assert given_back(assess(state, [held("n1")])) == []
-    assert given_back(assess(state, [held("n1")], site=SiteRules(looked_at=LOOKED_AT + 1))) == ["n1"]
-
-
-@pytest.mark.parametrize(
-    ("said", "most"), [("bf_interval=1", 500), ("bf_max_job_test=20", 500), ("x,bf_max_job_test=2000", 2000)]
-)
-def test_how_many_are_looked_at(said: str, most: int) -> None:
-    assert (site_rules(site(scheduler_parameters=said)).looked_at, site_rules(UNKNOWN).looked_at) == (most, LOOKED_AT)
+    for said, found in ("bf_interval=1,bf_max_job_test=20", []), ("x,bf_max_job_test=2000", ["n1"]):
+        assert given_back(assess(state, [held("n1")], site=site_rules(site(scheduler_parameters=said)))) == found
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from builders import node, partition, runs, waits
 from fallow.core.allocations import Allocation
-from fallow.core.neighbour.constraint import alternatives
+from fallow.core.kinds import alternatives
 from fallow.core.neighbour.needs import assess
 from fallow.model import AllocationState, ClusterState, JobInfo
 from neighbours import RELEASING, cluster, given_back, held

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from builders import NOW, node, partition, runs, site, waits
 from fallow.core.neighbour.needs import assess
-from fallow.core.neighbour.site import UNKNOWN, site_rules
+from fallow.core.neighbour.waiting import site_rules
 from fallow.model import JobInfo
 from neighbours import FOUR, PENDING, RELEASING, THREE, TIERS, cluster, given_back, held, standing
 
@@ -39,30 +39,34 @@ def test_whom_slurm_makes_room_for_by_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("job", "ago_s", "given"),
+    ("where", "kill_wait_s", "ago_s", "given"),
     [
-        (waits("2", partition="normal"), 3.0, ["n3", "n2"]),
-        (waits("2", partition="normal"), 99.0, ["n3", "n2"]),
-        (waits("2", partition="normal"), 101.0, []),
-        (waits("2", partition="aside"), 3.0, ["n3"]),
+        ("normal", 30.0, 3.0, ["n3", "n2"]),
+        ("normal", 30.0, 99.0, ["n3", "n2"]),
+        ("normal", 30.0, 101.0, []),
+        ("normal", 120.0, 101.0, ["n3", "n2"]),  # where jobs are given longer to end
+        ("normal", 120.0, 191.0, []),
+        ("aside", 30.0, 3.0, ["n3"]),
     ],
 )
 def test_who_preempts_at_the_same_time_as_another_gets_a_node_from_us(
-    job: JobInfo, ago_s: float, given: list[str]
+    where: str, kill_wait_s: float, ago_s: float, given: list[str]
 ) -> None:
     """Both may count on the same node; the one that does not get it does not preempt again for a while."""
+    rules = site_rules(site(preempt_type="preempt/partition_prio", kill_wait_s=kill_wait_s))
     partitions = [*TIERS, partition("aside", ["n1", "n2"], priority_tier=10)]
     ours = [held("n1", 300), held("n2", 200), held("n3", 100, RELEASING)]
-    jobs = [waits("1", partition="normal"), job]
+    jobs = [waits("1", partition="normal"), waits("2", partition=where)]
     going = runs("93", ["n3"], name="ours-n3", preempt_at=NOW - ago_s)
     seen = cluster(FOUR[:3], [*jobs, going], ours[:2], partitions=partitions)
-    found = assess(seen, ours)
+    found = assess(seen, ours, site=rules)
     assert given_back(found) == given
     assert ("n2" in found.kept_nodes.get("p", ())) == ("n2" in given), "nor is it asked for again before that"
     # Its node goes to the first job, and its job is over.
     over = [jobs[1], runs("1", ["n3"]), replace(going, state="COMPLETED")]
     seen = cluster(FOUR[:3], over, ours[:2], partitions=partitions)
-    assert given_back(assess(seen, ours[:2], former=["ours-n3"])) == [name for name in given if name != "n3"]
+    later = assess(seen, ours[:2], former=["ours-n3"], site=rules)
+    assert given_back(later) == [name for name in given if name != "n3"]
 
 
 def test_where_qos_decide_slurm_makes_room_for_jobs_of_some_alone() -> None:
@@ -101,26 +105,17 @@ def test_a_node_that_slurm_has_just_taken_is_out_of_reach_of_our_requests() -> N
 
 
 @pytest.mark.parametrize(
-    ("kill_wait_s", "ago_s", "given"), [(30.0, 101.0, []), (120.0, 101.0, ["n3", "n2"]), (120.0, 191.0, [])]
+    "limits", [{"max_time_s": 7199.0}, {"up": False}, {"max_nodes": 1}, {"requires_reservation": True}]
 )
-def test_where_jobs_are_given_longer_to_end_others_preempt_again_later(
-    kill_wait_s: float, ago_s: float, given: list[str]
-) -> None:
-    ours = [held("n1", 300), held("n2", 200), held("n3", 100, RELEASING)]
-    going = runs("93", ["n3"], name="ours-n3", preempt_at=NOW - ago_s)
-    waiting = [waits("1", partition="normal"), waits("2", partition="normal")]
-    slow = site(preempt_type="preempt/partition_prio", kill_wait_s=kill_wait_s)
-    seen = cluster(FOUR[:3], [*waiting, going], ours[:2], partitions=TIERS)
-    assert given_back(assess(seen, ours, site=site_rules(slow))) == given
-    usual = site_rules(replace(slow, kill_wait_s=30.0))
-    assert usual.preempts_again_s == site_rules(UNKNOWN).preempts_again_s == 100.0
-
-
-@pytest.mark.parametrize("limits", [{"max_time_s": 3600.0}, {"up": False}, {"max_nodes": 0}])
 def test_slurm_preempts_nothing_for_a_job_that_its_higher_partition_refuses(limits: dict[str, Any]) -> None:
-    high = partition("high", ["n1"], priority_tier=9)
-    low = partition("p", ["n1"], preempt_mode="CANCEL")
-    job = waits("1", partition="high,p", time_limit_s=7200.0)
-    for refuses, found in ((limits, ["n1"]), ({}, [])):
-        partitions = [replace(high, **refuses), low]
-        assert given_back(standing([node("n1", "ALLOCATED")], [job], [held("n1")], partitions=partitions)) == found
+    """Nor does the job start in a partition that refuses it."""
+    nodes, ours = [node("n1", "ALLOCATED"), node("n2", "ALLOCATED")], [held("n1", 200), held("n2", 100)]
+    high = partition("high", ["n1", "n2"], priority_tier=9, max_time_s=7200.0, max_nodes=2)
+    low, job = replace(high, partition="p", priority_tier=1, preempt_mode="CANCEL"), waits("1", 2, time_limit_s=7200.0)
+    for where, partitions, found in (
+        ("high,p", [high, low], []),
+        ("high,p", [replace(high, **limits), low], ["n2", "n1"]),
+        ("p", [high, replace(low, preempt_mode="OFF")], ["n2", "n1"]),
+        ("p", [high, replace(low, preempt_mode="OFF", **limits)], []),
+    ):
+        assert given_back(standing(nodes, [replace(job, partition=where)], ours, partitions=partitions)) == found

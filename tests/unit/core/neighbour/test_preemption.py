@@ -13,7 +13,7 @@ from builders import cluster, job, node, partition, site
 from builders import cluster as poll_of
 from fallow.core.checks import site as checks
 from fallow.core.checks.site import Level
-from fallow.core.neighbour.permission import MAX_NICE, Visibility, needed_nice, nice_for, refusals
+from fallow.core.neighbour.permission import BASIC_NICE, MAX_NICE, Visibility, needed_nice, nice_for, refusals
 from fallow.core.neighbour.preemption import as_for_us
 from fallow.core.planning.rules import HarvestRules, harvestable
 from fallow.model import ClusterConfig, ClusterState, JobInfo, PartitionInfo
@@ -46,37 +46,34 @@ def test_nice_against_the_weights_of_a_site() -> None:
     assert parse.config("PriorityWeightTRES = (null)\n")[0].priority_weights == {}
 
 
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        ("PriorityFlags = CALCULATE_RUNNING,NO_NORMAL_QOS", "leaves the factor of QOS without a bound"),
-        ("PriorityFlags = NO_NORMAL_ALL", "leaves the factor of QOS, TRES without a bound"),
-        ("PriorityFlags = NO_NORMAL_ASSOC", ""),  # its weight is 0
-        ("PriorityFlags = CALCULATE_RUNNING,MAX_TRES\nPrioritySiteFactorPlugin = (null)", ""),
-        ("PriorityFlags =\nPrioritySiteFactorPlugin = site_factor/none", ""),
-        ("PrioritySiteFactorPlugin = site_factor/lottery", "site_factor/lottery adds to priorities"),
-    ],
-)
-def test_weights_bound_priorities_only_where_factors_are_normalized(lines: str, words: str) -> None:
-    config, _ = parse.config(
-        "PriorityType = priority/multifactor\nPriorityWeightQOS = 1000\nPriorityWeightTRES = CPU=10\n" + lines + "\n"
-    )
-    assert needed_nice(config) == (None if words else 1011)
-    assert nice_for(config, 100_000) == 100_000
-    found = refused(busy_and_idle(), config)
-    assert (words in found.get("plain", "")) and bool(found) == bool(words)
+def weighted(*lines: str) -> ClusterConfig:
+    told = ["PriorityType = priority/multifactor", "PriorityWeightQOS = 1000", "PriorityWeightTRES = CPU=10", *lines]
+    return parse.config("\n".join([*told, ""]))[0]
+
+
+MULTIFACTOR = {"priority_type": "priority/multifactor"}
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "nice", "words"),
     [
-        (site(), ""),
-        (site(priority_type="priority/multifactor", priority_weights={"Age": 1000}), ""),
-        (site(priority_type="priority/multifactor"), "the older job goes first"),
-        (site(priority_type="priority/multifactor", priority_weights={"QOS": MAX_NICE}), "weights add up to"),
+        (weighted("PriorityFlags = CALCULATE_RUNNING,NO_NORMAL_QOS"), None, "leaves the factor of QOS without a bound"),
+        (weighted("PriorityFlags = NO_NORMAL_ALL"), None, "leaves the factor of QOS, TRES without a bound"),
+        (weighted("PriorityFlags = NO_NORMAL_ASSOC"), 1011, ""),  # its weight is 0
+        (weighted("PriorityFlags = CALCULATE_RUNNING,MAX_TRES", "PrioritySiteFactorPlugin = (null)"), 1011, ""),
+        (weighted("PriorityFlags =", "PrioritySiteFactorPlugin = site_factor/none"), 1011, ""),
+        (weighted("PrioritySiteFactorPlugin = site_factor/lottery"), None, "site_factor/lottery adds to priorities"),
+        (site(), BASIC_NICE, ""),
+        (site(**MULTIFACTOR, priority_weights={"Age": 1000}), 1001, ""),
+        (site(**MULTIFACTOR), None, "the older job goes first"),
+        (site(**MULTIFACTOR, priority_weights={"QOS": MAX_NICE}), None, "weights add up to"),
     ],
 )
-def test_where_no_nice_helps_nothing_is_harvested_unless_slurm_preempts(config: ClusterConfig, words: str) -> None:
+def test_where_no_nice_helps_nothing_is_harvested_unless_slurm_preempts(
+    config: ClusterConfig, nice: int | None, words: str
+) -> None:
+    """Weights bound priorities only where factors are normalized."""
+    assert (needed_nice(config), nice_for(config, 100_000)) == (nice, 100_000)
     state = busy_and_idle(PLAIN, replace(LOW, priority_tier=1))
     found = refused(state, config)
     assert set(found) == ({"plain"} if words else set())

@@ -19,8 +19,7 @@ DAY_S = 86400.0
 def cluster(version: str) -> ClusterState:
     folder = DATA / version
     nodes, partitions, reservations = parse.cluster((folder / "poll_scontrol.txt").read_text())
-    layout = parse.JobFormat.fresh("5ca1ab1e")
-    jobs = parse.jobs((folder / "poll_squeue.txt").read_text(), layout)
+    jobs = parse.jobs((folder / "poll_squeue.txt").read_text(), "5ca1ab1e")
     at = max(job.start_at or 0.0 for job in jobs if job.state == "RUNNING")
     return ClusterState(at=at, nodes=nodes, jobs=jobs, partitions=partitions, reservations=reservations)
 

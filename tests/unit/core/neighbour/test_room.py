@@ -8,11 +8,10 @@ import pytest
 from msgspec.structs import replace
 
 from builders import NOW, gpu_node, node, partition, runs, waits
-from fallow.core.neighbour.constraint import alternatives
+from fallow.core.kinds import alternatives
 from fallow.core.neighbour.needs import ExternalDemand, assess
 from fallow.core.neighbour.room import Claim, Room
-from fallow.core.neighbour.site import SiteRules
-from fallow.core.neighbour.waiting import array_elements
+from fallow.core.neighbour.waiting import SiteRules, array_elements
 from fallow.model import JobInfo, NodeInfo, ReservationInfo
 from neighbours import FOUR, RELEASING, THREE, cluster, given_back, held, standing
 
@@ -54,8 +53,8 @@ def test_a_job_array_counts_as_many_elements_as_it_may_start() -> None:
 def test_a_heterogeneous_job_starts_as_a_whole_or_not_at_all() -> None:
     parts = [waits("10", 1, het_job_id="10", required_nodes=["n3"]), waits("11", 2, het_job_id="10", reason="None")]
     assert given_back(standing(FOUR, parts, THREE)) == ["n3", "n2"]
-    parts[1] = waits("11", 4, het_job_id="10")
-    assert given_back(standing(FOUR, parts, THREE)) == []
+    for other in (waits("11", 4, het_job_id="10"), waits("11", 2, het_job_id="10", reason="Dependency")):
+        assert given_back(standing(FOUR, [parts[0], other], THREE)) == []
 
 
 def test_reservations() -> None:
@@ -71,21 +70,6 @@ def test_reservations() -> None:
     flagged = [FOUR[0], node("n2", "ALLOCATED", "RESERVED"), *FOUR[2:]]
     assert given_back(standing(flagged, [member], THREE, reservations=inside)) == ["n2"]
     assert given_back(standing(flagged, [waits("1", 3)], THREE)) == ["n3", "n1"], "of one that is not listed"
-
-
-@pytest.mark.parametrize(
-    ("limits", "starts"),
-    [
-        ({}, True),
-        ({"up": False}, False),
-        ({"max_nodes": 1}, False),
-        ({"max_nodes": 2}, True),
-        ({"requires_reservation": True}, False),
-    ],
-)
-def test_limits_of_a_partition(limits: dict[str, Any], starts: bool) -> None:
-    known = partition("p", ["n1", "n2", "n3", "n4"], **limits)
-    assert given_back(standing(FOUR, [waits("1", 2)], THREE, partitions=[known])) == (["n3"] if starts else [])
 
 
 @pytest.mark.parametrize(
@@ -132,6 +116,7 @@ def test_nobody_starts_beside_a_job_that_takes_whole_nodes() -> None:
         ({"gpus_per_node": 1, "gpu_type": "a"}, {"gpus_per_node": 1, "gpu_type": "b"}, True),
         ({"gpus_per_node": 2}, {"gpus_per_node": 1}, False),
         ({"cpus_per_node": 4}, {}, False),
+        ({"cpus_per_node": 0}, {"cpus_per_node": 4}, False),  # not told: one at least
         ({"exclusive": True}, {}, False),
         ({}, {"exclusive": True}, False),
         ({"user": "bob"}, {"exclusive_user": True}, False),

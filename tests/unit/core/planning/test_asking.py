@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -10,16 +11,16 @@ from msgspec.structs import replace
 from builders import NOW, cluster, gpu_node, node, partition, preempting, request, runs, waits
 from fallow.core.accounting.backoff import Asker
 from fallow.core.holes import Part, planned_ends
-from fallow.core.kinds import Kind, likeness, may_use
-from fallow.core.planning import allowance
+from fallow.core.kinds import Kind, likeness, may_use, within
+from fallow.core.neighbour.needs import assess
 from fallow.core.planning.asking import Ask
-from fallow.core.planning.experience import Experience
-from fallow.core.planning.rules import Demand, HarvestRules, Known
+from fallow.core.planning.known import Experience, Known, Unstarted
+from fallow.core.planning.plan import plan
+from fallow.core.planning.rules import Demand, HarvestRules, allowed_now
 from fallow.core.planning.share import Worth, linear
-from fallow.core.planning.unstarted import Unstarted
-from fallow.core.submission.reserved import within
+from fallow.core.planning.situation import Situation
 from fallow.model import ClusterState, NodeInfo, ReservationInfo
-from planning import actions, asked, planned
+from planning import actions, asked, planned, withdrawn
 
 RULES = HarvestRules(max_pending=64)
 ALLOWED = HarvestRules(max_pending=64, allow_without_preemption=True)
@@ -41,15 +42,18 @@ def test_r2_s4_holes_shorter_than_worthwhile_are_left_alone() -> None:
     assert actions(state, [Demand("r", 1)], [], HarvestRules()) == []
 
 
-def test_no_job_is_asked_for_that_trains_for_less_than_it_takes_to_begin() -> None:
-    experience = Experience()
-    for _ in range(5):
-        experience.started(1.0, 170.0, NOW - 60)
-    usual, slow = (allowance.rules(HarvestRules(), None, known, NOW, 30.0) for known in (Experience(), experience))
-    assert (usual.min_minutes, slow.min_minutes) == (2, 6)
-    short = preempting([node("n1")], [waits(partition="urgent", planned_nodes=["n1"], start_at=NOW + 300)])
-    assert asked(short, [Demand("r", 1)], [], slow) == []
-    assert [ask.minutes for ask in asked(preempting([node("n1")]), [Demand("r", 1)], [], slow)] == [120]
+@pytest.mark.parametrize(
+    ("start_s", "least", "minutes"), [(60.0, 2, [5]), (170.0, 6, []), (1800.0, 60, []), (7000.0, 120, [])]
+)
+def test_no_job_is_asked_for_that_trains_for_less_than_it_takes_to_begin(
+    start_s: float, least: int, minutes: list[int]
+) -> None:
+    """Nodes that took too long to begin leave requests as long as any may be, or none would be made in six hours."""
+    rules = allowed_now(HarvestRules(), None, Experience(starts=[(NOW - 60.0, start_s)]), NOW, 30.0)
+    assert rules.min_minutes == least
+    short = preempting([node("n1")], [waits(partition="urgent", planned_nodes=["n1"], start_at=NOW + 390)])
+    assert [ask.minutes for ask in asked(short, [Demand("r", 1)], [], rules)] == minutes
+    assert [ask.minutes for ask in asked(preempting([node("n1")]), [Demand("r", 1)], [], rules)] == [120]
 
 
 @pytest.mark.parametrize(("slack_s", "minutes"), [(0.0, 31), (60.0, 30), (61.0, 29)])
@@ -205,3 +209,82 @@ def test_no_request_can_be_given_a_node_of_a_reservation_that_attracts_jobs() ->
     for named, excluded in ("", ("n2",)), ("course", ("n1",)):
         (ask,) = asked(seen, [Demand("r", 1, kind=Kind(reservation=named))], [], RULES)
         assert ask.exclude == excluded, "another run of its owner names it"
+
+
+# -- idle GPUs of nodes that run other jobs ----------------------------------------------------------------------------
+
+SHARED = HarvestRules(whole_nodes=False)
+USED = {"gpus_used": 1, "gpu_types_used": {"": 1}}
+SHARED_NODE = gpu_node("m", "MIXED", cpus_used=8, memory_used_mb=64_000, **USED)
+
+
+def test_idle_gpus_of_nodes_that_run_other_jobs() -> None:
+    full = gpu_node("f", "MIXED", gpus_used=4, gpu_types_used={"": 4})
+    no_memory = gpu_node("o", "MIXED", memory_used_mb=256_000, **USED)
+    state, wants = preempting([SHARED_NODE, full, no_memory]), Demand("r", 3, kind=Kind(gpus=4, part_gpus=1))
+    (ask,) = asked(state, [wants], [], SHARED)
+    assert ask.part == Part("m", 3, "", 48, 192_000)
+    # The request waits; meanwhile somebody else has got the GPUs.
+    pending = request(part=ask.part, minutes=10)
+    assert actions(state, [wants], [pending], SHARED) == []
+    taken = preempting([gpu_node("m", "MIXED", gpus_used=3, gpu_types_used={"": 3}, cpus_used=8)])
+    assert withdrawn(actions(taken, [wants], [pending], SHARED)) == ["h"]
+
+
+def test_no_part_where_the_site_the_partition_or_the_run_takes_whole_nodes() -> None:
+    for kind, rules, exclusive in (
+        (Kind(gpus=4, part_gpus=1), HarvestRules(), False),
+        (Kind(gpus=4), SHARED, False),
+        (Kind(gpus=4, part_gpus=4), SHARED, False),
+        (Kind(gpus=4, part_gpus=1), SHARED, True),
+    ):
+        assert asked(preempting([SHARED_NODE], exclusive=exclusive), [Demand("r", 3, kind=kind)], [], rules) == []
+
+
+# -- nodes that power saving has put to sleep are left asleep ----------------------------------------------------------
+
+AWAKE = HarvestRules(max_pending=8, ahead=2)
+
+
+@pytest.mark.parametrize("flag", ["POWERED_DOWN", "POWERING_UP"])
+def test_no_request_can_be_given_a_node_that_sleeps(flag: str) -> None:
+    asleep = [gpu_node("n2", "IDLE", flag), gpu_node("n3", "IDLE", "CLOUD", flag)]
+    state = preempting([gpu_node("n1"), *asleep, gpu_node("n4", "IDLE", "CLOUD")])
+    assert [ask.exclude for ask in asked(state, [Demand("r", 4)], [], AWAKE)] == [("n2", "n3")] * 2
+
+
+def test_requests_that_wait_for_nodes_of_others_leave_sleeping_nodes_out_too() -> None:
+    nodes = [gpu_node("n1", "ALLOCATED"), gpu_node("n2", "IDLE", "POWERED_DOWN")]
+    found = asked(preempting(nodes, [runs("7", ["n1"])]), [Demand("r", 4)], [], AWAKE)
+    assert [(ask.ahead, ask.exclude) for ask in found] == [(True, ("n2",))] * 2
+
+
+ASLEEP = gpu_node("n2", "IDLE", "POWERING_DOWN")
+X86 = gpu_node("n3", arch="x86_64")
+
+
+@pytest.mark.parametrize(
+    ("more", "excluded", "kind", "why"),
+    [
+        ({}, set(), Kind(), "Slurm might give it n2, or wake that node for it"),
+        ({}, {"n2"}, Kind(), ""),
+        ({}, {"n2", "n3"}, Kind(), "n3 is awake and idle, and it leaves out that node"),
+        ({}, {"n2", "n3"}, Kind(arch="aarch64"), ""),  # n3 is left out for another reason
+        ({"reason": "Booting"}, set(), Kind(), ""),  # it has its node
+    ],
+)
+def test_a_request_that_could_wake_a_node_by_now_is_made_anew(
+    more: dict[str, Any], excluded: set[str], kind: Kind, why: str
+) -> None:
+    state = preempting([gpu_node("n1", "ALLOCATED"), ASLEEP, X86])
+    waiting, left_out = request(**more), {"h": frozenset(excluded)}
+    found = plan(Situation(state, [Demand("r", 0, kind=kind)], [waiting], AWAKE, excluded=left_out))
+    assert "".join(wish.reason for wish in found.withdrawals) == why
+
+
+def test_a_node_that_boots_for_us_is_given_back_like_any_other() -> None:
+    partitions = [partition("p", ["n1"]), partition("urgent", ["n1"], priority_tier=10)]
+    boots = runs("12", ["n1"], state="CONFIGURING", name="h")
+    state = cluster([gpu_node("n1", "ALLOCATED")], [boots, waits(partition="urgent")], partitions=partitions)
+    mine = request(reason="Booting", nodes=["n1"], minutes=10, job_id="12")
+    assert [wish.token for wish in assess(state, [mine]).give_backs] == ["h"]

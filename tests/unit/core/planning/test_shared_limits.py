@@ -12,9 +12,8 @@ from builders import cluster as poll_of
 from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind
-from fallow.core.planning import allowance
-from fallow.core.planning.experience import Experience
-from fallow.core.planning.rules import Demand, HarvestRules
+from fallow.core.planning.known import Experience
+from fallow.core.planning.rules import Demand, HarvestRules, allowed_now
 from fallow.core.planning.shared_limits import Reserve, Room, capped, fills, named, waits_for_limit, yielded
 from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo, LimitView, OwnerView, ShareView
 
@@ -84,15 +83,11 @@ def test_reasons_that_the_end_of_a_job_of_ours_can_ease(reasons: str, shared: bo
     ],
 )
 def test_whose_limit_our_jobs_fill(reason: str, who: dict[str, str], shares: bool) -> None:
-    job = waits(reason, **who)
-    assert fills(ours(1), job, {p.partition: p for p in PARTITIONS}) is shares
-
-
-def test_the_qos_of_a_partition_binds_the_jobs_in_it() -> None:
-    by_partition = {p.partition: p for p in PARTITIONS}
-    job = waits("QOSMaxJobsPerUserLimit", user="ann")
-    assert fills(ours(1, partition="normal"), job, by_partition)
-    assert not fills(ours(1), job, by_partition)
+    by_partition, job = {p.partition: p for p in PARTITIONS}, waits(reason, **who)
+    assert fills(ours(1), job, by_partition) is shares
+    # The QOS of a partition binds the jobs in it, too.
+    per_user = waits("QOSMaxJobsPerUserLimit", user="ann")
+    assert fills(ours(1, partition="normal"), per_user, by_partition) and not fills(ours(1), per_user, by_partition)
 
 
 def test_who_waits_for_a_limit_of_the_group_gets_what_the_job_needs_of_us() -> None:
@@ -141,10 +136,11 @@ def test_what_is_on_its_way_out_or_has_just_left_is_not_given_back_twice() -> No
     assert yielded(cluster(job, gone, ours(1)), [held(1)], {"r": ME}).give_back == ()
     long_gone = ours(0, "COMPLETED", end_at=NOW - 100.0)
     assert len(yielded(cluster(job, long_gone, ours(1)), [held(1)], {"r": ME}).give_back) == 1
-    # Two jobs wait, and one node of ours is on its way.
-    both = cluster(job, waits("AssocGrpNodeLimit", "10"), ours(0), ours(1), ours(2))
-    found = yielded(both, [leaving, held(1), held(2)], {"r": ME})
-    assert [wish.token for wish in found.give_back] == [token(2)]
+    # Two jobs wait, and one node of ours is on its way, or has just been left.
+    for first, mine in (ours(0), [leaving]), (gone, []):
+        both = cluster(job, waits("AssocGrpNodeLimit", "10"), first, ours(1), ours(2))
+        found = yielded(both, [*mine, held(1), held(2)], {"r": ME})
+        assert [wish.token for wish in found.give_back] == [token(2)]
 
 
 def test_requests_make_room_too_and_other_runs_are_left_alone() -> None:
@@ -170,6 +166,28 @@ def test_others_requests_for_idle_nodes_are_nobody_who_waits() -> None:
     request = waits("AssocGrpNodeLimit", name="fallow-x-h1-abcdef", comment="fallow-x-h1-abcdef harvest")
     assert yielded(cluster(request, ours(1)), [held(1)], {"r": ME}) == Room()
     assert yielded(cluster(ours(1, "PENDING", reason="AssocGrpNodeLimit")), [held(1)], {"r": ME}) == Room()
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "wants", "waits_in_vain"),
+    [
+        ("account lab", "GrpTRES node", {"num_nodes": 21}, True),
+        ("account lab", "GrpTRES node", {"num_nodes": 20}, False),
+        ("account lab", "GrpTRES cpu", {"num_nodes": 21}, False),  # the job waits for another limit
+        ("QOS normal", "GrpTRES node", {"num_nodes": 21}, False),  # which may replace that of the account
+        ("account other", "GrpTRES node", {"num_nodes": 21}, False),
+        ("account lab", "GrpTRES gres/gpu", {"reason": "AssocGrpGRES", "gpus_per_node": 21}, True),
+        ("QOS normal", "MaxTRESPU cpu", {"reason": "QOSMaxCpuPerUserLimit", "cpus_per_node": 21}, False),  # of ann
+    ],
+)
+def test_nothing_is_given_back_for_a_job_that_asks_for_more_than_all_of_a_limit(
+    of: str, name: str, wants: dict[str, Any], waits_in_vain: bool
+) -> None:
+    """It waits for ever; all harvesting under the limit had stopped for as long."""
+    job = waits(**{"reason": "AssocGrpNodeLimit", **wants})
+    mine = ours(1, qos="normal", user="bob")
+    found = yielded(cluster(job, mine), [held(1)], {"r": ME}, told((of, name, 20.0, 1.0)))
+    assert (found == Room()) is waits_in_vain and bool(found.give_back) is not waits_in_vain
 
 
 # -- the reserve ----------------------------------------------------------------------------------------------------
@@ -298,7 +316,7 @@ def test_few_requests_wait_where_the_limits_are_not_known(
     known: bool, accounting: bool, max_pending: int | None, most: int
 ) -> None:
     told = site(accounting=accounting), Experience(), NOW, 30.0
-    found = allowance.rules(HarvestRules(), *told, max_pending=max_pending, limits_known=known)
+    found = allowed_now(HarvestRules(), *told, max_pending=max_pending, limits_known=known)
     assert found.max_waiting >= most if most > 8 else found.max_waiting == most
-    usual = allowance.rules(HarvestRules(), *told, max_pending=max_pending)
+    usual = allowed_now(HarvestRules(), *told, max_pending=max_pending)
     assert replace(found, max_waiting=0) == replace(usual, max_waiting=0)

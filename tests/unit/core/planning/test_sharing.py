@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
+
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from builders import NOW, allocation, node, partition, preempting, waits
+from builders import NOW, allocation, node, partition, preempting, request
 from builders import cluster as poll_of
+from fallow.core.accounting.backoff import Asker
 from fallow.core.allocations import Allocation
+from fallow.core.holes import Part
 from fallow.core.neighbour.needs import GiveBack
 from fallow.core.planning.asking import Ask
-from fallow.core.planning.gain import Curve, speeds
+from fallow.core.planning.gain import MEMORY_S, SIZES, Curve, pooled, speeds
+from fallow.core.planning.known import Known
 from fallow.core.planning.plan import Action
 from fallow.core.planning.rules import Demand, HarvestRules
-from fallow.core.planning.share import Worth, values
+from fallow.core.planning.share import Worth, linear, values
 from fallow.core.planning.withdrawals import Withdraw
 from fallow.model import ClusterState
 from planning import actions, asked, planned
@@ -95,39 +102,57 @@ def test_a_node_of_several_partitions_is_offered_in_each_of_them() -> None:
     assert places(site, both_capped, Demand("any", 9), only_q) == [*[("any", "p")] * 2, *[("q", "q")] * 2]
 
 
-def test_holes_that_end_together_go_to_one_run_which_stalls_once() -> None:
-    names = ["n1", "n2", "n3", "n4"]
-    starts = [
-        waits(at, partition="urgent", planned_nodes=[at], start_at=NOW + (1260 if at < "n3" else 3060)) for at in names
-    ]
-    site = preempting([node(name) for name in names], starts)
-    wanted = [Demand("a", 2), Demand("b", 2)]
-    together = [*[("a", 51)] * 2, *[("b", 21)] * 2]
-    assert sorted((ask.run, ask.minutes) for ask in asked(site, wanted, [], RULES)) == together
-    # A run that does without the first nodes is asked for others, whatever ends when.
-    barred = replace(wanted[0], barred=frozenset({"n3", "n4"}))
-    assert {ask.minutes for ask in asked(site, [barred, wanted[1]], [], RULES) if ask.run == "a"} == {21}
+MANY = HarvestRules(max_pending=100)
 
 
-def test_a_held_node_goes_to_a_run_that_has_it_through_another_partition() -> None:
+def rich_and_poor() -> tuple[Site, list[Demand]]:
+    """The first run has 32 nodes, of which eight were harvested in p; the second one has none, and may use q."""
     site = Site(0, 0, both=8)
     for _ in range(8):
         site.give("rich", "p")
-    demands = [
-        demand(site, "rich", 8, Worth(curve(64), base=24)),
-        demand(site, "poor", 8, Worth(curve(64)), "q"),
-    ]
-    wishes = actions(site.cluster(), demands, site.mine, HarvestRules(max_pending=100))
+    rich = demand(site, "rich", 8, Worth(curve(64), base=24))
+    return site, [rich, demand(site, "poor", 8, Worth(curve(64)), "q")]
+
+
+def test_a_held_node_goes_to_a_run_that_has_it_through_another_partition() -> None:
+    site, demands = rich_and_poor()
+    wishes = actions(site.cluster(), demands, site.mine, MANY)
     assert wishes and all(isinstance(w, GiveBack) for w in wishes)
-    full = HarvestRules(max_pending=100, partition_nodes={"q": 0})
-    assert actions(site.cluster(), demands, site.mine, full) == []
+    idle = [*site.cluster().nodes, node("b9", partitions=["p", "q"])]
+    names = [each.node for each in idle]
+    both = poll_of(idle, partitions=[partition(name, names, preempt_mode="REQUEUE") for name in "pq"])
+    assert [type(wish) for wish in actions(both, demands, site.mine, RULES)] == [Ask], "what is idle comes first"
+    # What the first run waits for goes, too: it would take the node back.
+    waits, steady = request("w", run="rich", minutes=120, ahead=True), Worth(linear(64), base=24)
+    eager = [replace(demands[0], worth=steady), demands[1]]
+    wishes = actions(site.cluster(), eager, [*site.mine, waits], replace(MANY, ahead=1))
+    assert Withdraw("w", "another run gains more from it") in wishes
 
 
-def test_what_runs_may_not_ask_for_yet_is_no_more_than_there_is() -> None:
-    site = Site(20, 0)
-    demands = [demand(site, run, 20, Worth(curve(64))) for run in ("a", "b", "c")]
-    found = planned(site.cluster(), demands, [], HarvestRules(max_pending=2))
-    assert len(found.asks) == 2 and sum(found.targets.values()) == 20
+def test_a_held_node_stays_where_the_other_run_could_not_have_it_for_long_or_ask_for_it() -> None:
+    site, demands = rich_and_poor()
+    assert actions(site.cluster(), demands, site.mine, replace(MANY, partition_nodes={"q": 0})) == []
+    for fixed in ({"end_at": NOW + 599.0}, {"part": Part("b0", 1, "", 1, 0)}):
+        assert actions(site.cluster(), demands, [replace(a, **fixed) for a in site.mine], MANY) == []
+    # After a limit of its account one request is tried: the other nodes would go back to the first run, after stalls.
+    known, tight = Known(), Asker("tight")
+    known.backoff.strike("AssocMaxJobsLimit", tight, "q", 30, NOW - 600.0)
+    limited = [demands[0], replace(demands[1], asker=tight)]
+    assert len(actions(site.cluster(), limited, site.mine, MANY, known)) == 1
+
+
+def test_a_run_keeps_no_node_from_which_it_gains_nothing() -> None:
+    """Requests go first, then the newest nodes; as many stay as its user wants at least."""
+    nodes, why = [node(f"n{i}", "ALLOCATED") for i in range(6)], "the run gains nothing from it"
+    mine = [
+        allocation(f"a{i}", run="a", nodes=[f"n{i}"], start_at=NOW - 100.0 * (i + 1), end_at=NOW + 3600.0)
+        for i in range(6)
+    ]
+    gone = [GiveBack("a0", why), GiveBack("a1", why), Withdraw("w", why)]
+    for least, found in ((1, gone), (6, gone[2:]), (7, [])):
+        flat = Worth(values(((1, 1.0), (4, 4.0)), 9), least=least)
+        waits = request("w", run="a", minutes=10)
+        assert actions(preempting(nodes), [Demand("a", 2, worth=flat)], [*mine, waits], RULES) == found
 
 
 def test_of_nodes_that_help_only_together_none_is_asked_for_where_a_cap_is_below_that() -> None:
@@ -164,9 +189,18 @@ def test_plans_keep_limits_and_come_to_rest(data: st.DataObject) -> None:
         max_pending=data.draw(st.sampled_from([1, 4, 100])),
         partition_nodes=data.draw(st.sampled_from([{}, {"p": 2}, {"p": 2, "q": 3}])),
     )
+    # A run that could not ask for a node, since its shortest request is longer than any may be, takes none from others.
+    limits = {
+        run: {
+            "min_minutes": data.draw(st.sampled_from([2, 2, 180])),
+            "budget_node_s": data.draw(st.sampled_from([None, None, 0.0, 600.0])),
+            "barred": frozenset(data.draw(st.sampled_from([[], ["p0", "b0"]]))),
+        }
+        for run in most
+    }
     begin = len(site.mine)
     for _ in range(60):
-        demands = [demand(site, run, most[run], worths[run], where[run]) for run in most]
+        demands = [replace(demand(site, run, most[run], worths[run], where[run]), **limits[run]) for run in most]
         wishes = actions(site.cluster(), demands, site.mine, rules)
         assert wishes == actions(site.cluster(), demands, site.mine, rules)
         asked = [w for w in wishes if isinstance(w, Ask)]
@@ -186,3 +220,66 @@ def test_plans_keep_limits_and_come_to_rest(data: st.DataObject) -> None:
             assert site.held(run) >= min(before[run], least)
     else:
         pytest.fail("plans go on and on")
+
+
+# -- throughput: prior, fit, stairs, memory, pooling ------------------------------------------------------------------
+
+
+def learned(shards: int, times: dict[int, float], shard_s: float | None = None) -> Curve:
+    curve = Curve(shard_s=shard_s)
+    for members, step_s in times.items():
+        for _ in range(10):
+            curve.observe(members, step_s, 60.0, NOW)
+    return curve
+
+
+def test_measured_sizes_are_met_and_the_others_follow_the_shape_between_them() -> None:
+    times = {1: 33.0, 4: 9.0, 16: 3.0}
+    found = dict(speeds(learned(32, times), 32, 1, 32))
+    assert [found[workers] for workers in times] == pytest.approx([1.0 / step_s for step_s in times.values()])
+    assert found[4] < found[8] < found[16] < found[32] < 2 * found[16]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    times=st.dictionaries(st.integers(1, 64), st.floats(0.01, 100), max_size=8),
+    shards=st.integers(1, 200),
+    slots=st.integers(1, 8),
+    pace=st.none() | st.floats(0.001, 10),
+)
+def test_speeds_rise_with_the_nodes_whatever_was_measured(
+    times: dict[int, float], shards: int, slots: int, pace: float | None
+) -> None:
+    found = speeds(learned(shards, times, pace), shards, slots, 300)
+    assert found[0][0] == 1
+    for (fewer, slower), (more, faster) in pairwise(found):
+        assert fewer < more
+        assert 0 < slower < faster < math.inf
+    assert found[-1][0] <= max(1, -(-shards // slots))
+
+
+def test_newer_measurements_replace_older_ones_and_memory_is_bounded() -> None:
+    curve = learned(8, {2: 10.0})
+    for _ in range(40):
+        curve.observe(2, 1.0, 60.0, NOW)
+    assert curve.seen[2].step_s == pytest.approx(1.0, rel=0.2)
+    assert curve.seen[2].weight_s == MEMORY_S
+    for m in range(1, 200):
+        curve.observe(m, 1.0, 15.0 if m != 2 else 600.0, NOW + m)
+    assert len(curve.seen) == SIZES
+    assert 2 in curve.seen, "the least certain goes first"
+    assert len(msgspec.msgpack.encode(curve)) < 2500
+
+
+def test_earlier_runs_of_the_same_script_tell_what_to_expect() -> None:
+    before = learned(8, {1: 8.0, 4: 2.4}, 1.0)
+    merged = pooled(Curve(), [before], NOW)
+    assert set(merged.seen) == {1, 4}
+    assert merged.shard_s == 1.0
+    own = Curve()
+    own.observe(4, 4.8, MEMORY_S, NOW)
+    both = pooled(own, [before], NOW)
+    assert 3.6 < both.seen[4].step_s < 4.8, "own measurements count more"
+    later = NOW + 60 * 86400.0
+    own.observe(4, 4.8, 60.0, later)
+    assert pooled(own, [before], later).seen[4].step_s > 4.7, "old ones fade"

@@ -51,8 +51,7 @@ def test_says_what_is_wrong_with_an_option(line: list[str], message: str) -> Non
 
 
 def test_nodes() -> None:
-    limits = parse_nodes("1,4,8-16:4")
-    assert (limits.minimum, limits.maximum, parse_nodes("1k").maximum) == (1, 16, 1024)
+    assert (parse_nodes("1,4,8-16:4"), parse_nodes("1k"), parse_nodes("2-3")) == ((1, 16), (1024, 1024), (2, 3))
     wrong = {"4:1": "did you mean --nodes=1:4", "0:4": "at least one", "5-2": "minimum is above", ":4": "MIN:MAX"}
     for text, message in wrong.items():
         with pytest.raises(FallowError, match=message):
@@ -63,12 +62,13 @@ def planned(argv: list[str], text: str = "#!/bin/sh\nfallow run -- x\n", **envir
     return plan(split(argv), parse_script(text, "job.sh"), environ=environ, cwd="/home/u", umask=0o22, now=1.0)
 
 
-@pytest.mark.parametrize(
-    "option", ["array=1-3", "cluster=b", "clusters=b", "cluster-constraint=b", "external", "uid=1", "gid=1"]
-)
-def test_what_cannot_be_a_run_is_refused_with_advice(option: str) -> None:
-    with pytest.raises(FallowError, match=rf"--{option.partition('=')[0]} cannot be used for a run: .+"):
-        planned([f"--{option}", "job.sh"])
+def test_what_cannot_be_a_run_is_refused_with_advice() -> None:
+    for option in ("array=1-3", "cluster=b", "clusters=b", "cluster-constraint=b", "external", "uid=1", "gid=1"):
+        with pytest.raises(FallowError, match=rf"--{option.partition('=')[0]} cannot be used for a run: .+"):
+            planned([f"--{option}", "job.sh"])
+    for name, value in (("SBATCH_ARRAY_INX", "1-2"), ("SBATCH_CLUSTERS", "other"), ("SLURM_CLUSTERS", "other")):
+        with pytest.raises(FallowError, match=r"--(array|clusters) cannot"):
+            planned(["job.sh"], **{name: value})
 
 
 def test_limits_of_the_run_and_size_of_the_base_job() -> None:
@@ -100,27 +100,45 @@ def test_a_base_job_that_leaves_no_room_to_grow_says_so_and_one_outside_of_the_l
 
 
 EXPORTED = job_environment("/state", "r1", "r1.0", AllocationKind.BASE)
+OURS = f"--export={','.join(EXPORTED)}"
+MARKED = "'--comment=x t' --no-requeue"
 
 
-def test_our_variables_always_reach_the_job() -> None:
-    mine = "FALLOW_STATE_DIR,FALLOW_RUN,FALLOW_TOKEN,FALLOW_KIND"
-    for told, wanted in (("ALL,A=1", "ALL,A=1"), ("A,B=2", f"A,B=2,{mine}"), ("NONE", mine)):
-        options = planned([f"--export={told}", "job.sh"]).options("r1.0", EXPORTED)
-        assert [word for word in options if word.startswith("--export")] == [f"--export={wanted}"]
-
-
-def test_the_base_job_is_the_users_own_with_the_token_in_its_comment() -> None:
-    made = planned(["-J", "mine", "--comment=for paper", "--requeue", "-W", "--parsable", "job.sh", "a"])
-    assert made.options("r1.0", EXPORTED) == ["--job-name=mine", "--requeue", "--wait", "--comment=for paper r1.0"]
-    assert planned(["job.sh"]).options("r1.0", EXPORTED) == ["--comment=r1.0", "--no-requeue"]
-    components = planned(["-N1", "--comment=x", ":", "-N2", "job.sh"]).options("t", {})
-    assert components.count("--comment=x t") == 2, "in every component"
-
-
-def test_submitting_the_base_job_again() -> None:
-    made = planned(["--nodes=2:4", "--wait", "-d", "afterok:1", "--export=NONE", "--comment=c", "job.sh"])
-    again = base_options(made.spec.sbatch_options, token="t", exported={"FALLOW_RUN": "r"})
-    assert again == ["--nodes=2", "--comment=c t", "--no-requeue", "--export=FALLOW_RUN"]
+@pytest.mark.parametrize(
+    ("line", "header", "first", "again"),
+    [
+        ("", "", "--comment=t --no-requeue", None),
+        (
+            "-J n --requeue -W --parsable",
+            "",
+            "--job-name=n --requeue --wait --comment=t",
+            "--job-name=n --requeue --comment=t",
+        ),
+        ("--comment=x --export=ALL,A=1", "", f"{MARKED} --export=ALL,A=1", None),
+        ("--comment=x --export=A,B=2", "", f"{MARKED} --export=A,B=2,{','.join(EXPORTED)}", None),
+        (
+            "--nodes=2:4 -d after:1 --export=NONE --comment=x",
+            "",
+            f"--nodes=2 --dependency=after:1 {MARKED} {OURS}",
+            f"--nodes=2 {MARKED} {OURS}",
+        ),
+        ("-N1 --comment=x : -N2", "", f"--nodes=1 {MARKED} : --nodes=2 {MARKED}", None),
+        (  # the first submission is the command line as it is; others know what sbatch read beside it
+            "--container-mounts=/b --container-mounts=/c --site-cache=y --mail-user=u --mail-user=v",
+            "--container-mounts=/a --site-cache=x --comment=x --no-requeue --export=NONE -t5",
+            "--no-requeue --container-mounts=/b --container-mounts=/c --site-cache=y --mail-user=u --mail-user=v "
+            f"'--comment=x t' {OURS}",
+            "--container-mounts=/a --site-cache=y --no-requeue --time=5 --container-mounts=/b --container-mounts=/c "
+            f"--mail-user=v '--comment=x t' {OURS}",
+        ),
+    ],
+)
+def test_the_base_job_is_the_users_own_with_the_token_in_its_comment_and_our_variables(
+    line: str, header: str, first: str, again: str | None
+) -> None:
+    made = planned([*line.split(), "job.sh", "a"], f"#!/bin/sh\n#SBATCH {header}\nx\n")
+    assert made.options("t", EXPORTED) == shlex.split(first)
+    assert base_options(made.spec.sbatch_options, token="t", exported=EXPORTED) == shlex.split(again or first)
 
 
 def spec(*options: str) -> RunSpec:
@@ -162,7 +180,9 @@ def test_what_kind_of_node_reaches_harvest_jobs_and_what_meant_the_base_job_does
     ("argv", "wanted"),
     [
         ("-N2 --gpus=8", ["--gpus-per-node=4"]),
-        ("-N2 --gpus=a100:8", ["--gpus-per-node=a100:4"]),
+        ("-N2 --gpus=a100:9,v100:1", ["--gpus-per-node=a100:4,v100:1"]),
+        ("--gpus=0", ["--gpus-per-node=0"]),
+        ("--gres=gpu:2,nvme:3 --ntasks-per-gpu=2", ["--gres=gpu:2,nvme:3", "--ntasks-per-node=4"]),
         ("-N2 --gpus-per-task=1 --ntasks-per-node=4", ["--gpus-per-node=4", "--ntasks-per-node=4"]),
         ("-N2 -n4 --gpus-per-task=h100:2", ["--gpus-per-node=h100:4", "--ntasks-per-node=2"]),
         ("-N1 --tres-per-task=gres/gpu:a100=2", ["--gpus-per-node=a100:2"]),
@@ -197,18 +217,6 @@ def test_a_harvest_job_takes_as_much_of_a_node_as_the_base_job(argv: str, wanted
         assert {word for word in made_for_it if word.startswith(shape)} == words
 
 
-def test_the_first_submission_is_the_command_line_as_it_is_and_others_know_what_sbatch_read_beside_it() -> None:
-    line = ["--container-mounts=/b", "--container-mounts=/c", "--site-cache=y", "--mail-user=u", "--mail-user=v"]
-    script = "#!/bin/sh\n#SBATCH --container-mounts=/a --site-cache=x --comment=c --requeue --export=NONE\nx\n"
-    made = planned([*line, "job.sh"], script, SBATCH_ACCOUNT="acc")
-    ours = ["--comment=c t", "--export=FALLOW_RUN"]
-    assert made.options("t", {"FALLOW_RUN": "r"}) == ["--requeue", *line, *ours]
-    kept = ["--container-mounts=/a", "--site-cache=y", "--container-mounts=/b", "--container-mounts=/c"]
-    assert sorted(made.spec.harvest_options) == sorted(["--account=acc", *kept, "--get-user-env"])
-    again = base_options(made.spec.sbatch_options, token="t", exported={"FALLOW_RUN": "r"})
-    assert sorted(again) == sorted(["--account=acc", *kept, "--requeue", "--mail-user=v", *ours])
-
-
 @pytest.mark.parametrize(
     ("line", "header", "variables", "wanted"),
     [
@@ -230,10 +238,19 @@ def test_an_option_of_the_environment_gives_way_to_what_rules_it_out(
 
 
 def test_sbatchs_environment_gives_way_in_later_components_too() -> None:
-    script = "#!/bin/sh\n#SBATCH -N1\n#SBATCH hetjob --mem-per-cpu=5\nx\n"
+    script = "#!/bin/sh\n#SBATCH -N1\n#SBATCH hetjob\n#SBATCH --mem-per-cpu=5\nx\n"
     made = planned(["job.sh"], script, SBATCH_MEM_PER_NODE="7")
     assert made.spec.sbatch_options == ["--nodes=1", "--mem=7", ":", "--mem-per-cpu=5"]
     assert made.options("t", {}).count("--comment=t") == 2
+
+
+def test_what_a_later_component_of_the_command_line_says_of_the_whole_job_holds_for_earlier_ones() -> None:
+    line = "-N1 : -N2 --account=a -C big : -N3 --account=b job.sh"
+    made = planned(line.split(), "#!/bin/sh\n#SBATCH --qos=q\nx\n")
+    assert " ".join(made.spec.sbatch_options) == (
+        "--account=b --qos=q --nodes=1 : --account=a --qos=q --nodes=2 --constraint=big : --account=b --qos=q --nodes=3"
+    )
+    assert made.spec.harvest_options == ["--account=b", "--qos=q"]
 
 
 @pytest.mark.parametrize(
@@ -250,12 +267,8 @@ def test_a_flag_of_sbatchs_environment_is_set_by_what_sets_it_there(value: str, 
 
 def test_options_from_sbatchs_environment_reach_harvest_jobs() -> None:
     made = planned(["job.sh"], SBATCH_ACCOUNT="acc", SBATCH_ARRAY_INX="")
-    assert made.spec.harvest_options == ["--account=acc"]
-    assert made.spec.harvest_account == ""
+    assert (made.spec.harvest_options, made.spec.harvest_account) == (["--account=acc"], "")
     assert planned(["--fallow=harvest-account=spare", "job.sh"]).spec.harvest_account == "spare"
-    for name, value in (("SBATCH_ARRAY_INX", "1-2"), ("SBATCH_CLUSTERS", "other"), ("SLURM_CLUSTERS", "other")):
-        with pytest.raises(FallowError, match=r"--(array|clusters) cannot"):
-            planned(["job.sh"], **{name: value})
 
 
 def test_a_harvest_jobs_environment_is_the_users_and_no_other_jobs() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fallow.core.submission.script import harvest_script, parse_script, split_directive, typed_settings
+from fallow.core.submission.script import harvest_script, parse_script, split_directive, without_directives
 from fallow.model import Exit, FallowError
 
 SCRIPT = """\
@@ -18,31 +18,29 @@ SCRIPT = """\
    # indented remark
 
 #SBATCH --job-name="two words" # why
-#FALLOW nodes=2:8 seed=7
+#FALLOW nodes=2:8 seed=7 outlive-base
 #FALLOW --partitions=a,b
+#SBATCH hetjob
+#SBATCH -N3
+#SBATCH packjob
+#SBATCH -C a
 set -e
 #SBATCH --time=99
 fallow run -- python train.py
 """
 
 
-def test_the_header_ends_at_the_first_command() -> None:
+def test_the_header_of_a_script_ends_at_the_first_command() -> None:
     script = parse_script(SCRIPT, "job.sh")
-    assert [given.canonical for given in script.components[0]] == ["--nodes=2", "--time=10", "--job-name=two words"]
-    assert script.warnings == ("job.sh, line 10: #SBATCH after the first command (line 9) is not read",)
+    assert [[given.canonical for given in part] for part in script.components] == [
+        ["--nodes=2", "--time=10", "--job-name=two words"],
+        ["--nodes=3"],
+        ["--constraint=a"],
+    ]
+    assert script.settings == {"nodes": "2:8", "seed": 7, "outlive-base": True, "partitions": ["a", "b"]}
+    assert script.warnings == ("job.sh, line 14: #SBATCH after the first command (line 13) is not read",)
     python = parse_script("#!/usr/bin/env python3\n#SBATCH -N2\nimport os\n", "t.py")
-    assert python.components[0][0].canonical == "--nodes=2"
-
-
-def test_fallow_lines() -> None:
-    found = typed_settings(parse_script(SCRIPT, "job.sh").settings, "job.sh")
-    assert found == {"nodes": "2:8", "seed": 7, "partitions": ["a", "b"]}
-
-
-def test_components_of_a_heterogeneous_job() -> None:
-    script = parse_script("#!/bin/sh\n#SBATCH -N1 -C a\n#SBATCH hetjob\n#SBATCH -N2\n#SBATCH packjob -N3\nx\n", "s")
-    parts = [[given.canonical for given in part] for part in script.components]
-    assert parts == [["--nodes=1", "--constraint=a"], ["--nodes=2"], ["--nodes=3"]]
+    assert python.components[0][0].canonical == "--nodes=2" and not python.settings
 
 
 @pytest.mark.parametrize(
@@ -54,22 +52,33 @@ def test_components_of_a_heterogeneous_job() -> None:
         ("\ufeff#!/bin/sh\n", "byte order mark"),
         ("#!/bin/sh\n#SBATCH --nodse=2\n", r"s, line 2: .*did you mean --nodes\?"),
         ("#!/bin/sh\n#SBATCH -J 'a\n", "s, line 2: the quote ' is not closed"),
+        ("#!/bin/sh\n#SBATCH hetjob -N2\n", "s, line 2: sbatch reads nothing behind hetjob"),
         ("#!/bin/sh\n#SBATCH --nodes=1:4\n", "write `#FALLOW nodes=1:4`"),
         ("#!/bin/sh\n\n#FALLOW node=1:4\n", r"s, line 3: #FALLOW has no key 'node'; did you mean nodes\?"),
+        ("#!/bin/sh\n#FALLOW outlive-base=yes\n", "line 2: #FALLOW outlive-base takes no value"),
         ("#!/bin/sh\n#FALLOW harvest-account=--wrap=x\n", "no name of an account"),
         ("#!/bin/sh\n#FALLOW budget-node-hours=nan\n", "above 0"),
         (f"#!/bin/sh\n#FALLOW seed={'9' * 5000}\n", "at most 9223372036854775807"),
         ("#!/bin/sh\n#FALLOW min-minutes=10000001\n", "at most 10000000"),
         ("#!/bin/sh\n#FALLOW weight=2e9\n", "at most 1000000000"),
-        ("#!/bin/sh\n#FALLOW nodes=0:4\n", "s: #FALLOW nodes=0:4: .*, e.g. #FALLOW nodes=1:4"),
+        ("#!/bin/sh\n#FALLOW nodes=0:4\n", "s, line 2: #FALLOW nodes=0:4: .*, e.g. nodes=1:4"),
         (f"#!/bin/sh\n#FALLOW nodes=1:{'9' * 5000}\n", "more than 65536 nodes"),
-        ("#!/bin/sh\n#FALLOW deadline=soon\n", "s: #FALLOW deadline=soon: must be"),
+        ("#!/bin/sh\n#FALLOW deadline=soon\n", "s, line 2: #FALLOW deadline=soon: must be"),
     ],
 )
 def test_says_what_is_wrong_and_where(text: str, message: str) -> None:
     with pytest.raises(FallowError, match=message) as caught:
         parse_script(text, "s")
-    assert caught.value.code is (Exit.USAGE if "--nodse" in text or " nodes=" in text else Exit.DATA)
+    usage = any(word in text for word in ("--nodse", " nodes=", "deadline="))
+    assert caught.value.code is (Exit.USAGE if usage else Exit.DATA)
+
+
+def test_a_base_job_that_is_submitted_again_is_told_by_its_options_alone() -> None:
+    again = without_directives(SCRIPT)
+    assert len(again.split("\n")) == len(SCRIPT.split("\n"))
+    script = parse_script(again, "job.sh")
+    assert (script.components, script.settings) == (((),), parse_script(SCRIPT, "job.sh").settings)
+    assert again.endswith("set -e\n#SBATCH --time=99\nfallow run -- python train.py\n")
 
 
 def run_as_harvest_job(folder: Path, script: str, *args: str) -> subprocess.CompletedProcess[str]:
@@ -101,20 +110,13 @@ def test_a_harvest_job_that_ends_as_planned_succeeds(tmp_path: Path, interpreter
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_a_run_may_outlive_its_base_job() -> None:
-    assert typed_settings(parse_script("#!/bin/sh\n", "s").settings, "s") == {}
-    for line in ("#FALLOW outlive-base", "#FALLOW nodes=1:2 --outlive-base"):
-        assert typed_settings(parse_script(f"#!/bin/sh\n{line}\n", "s").settings, "s")["outlive-base"]
-    with pytest.raises(FallowError, match="line 2: #FALLOW outlive-base takes no value"):
-        parse_script("#!/bin/sh\n#FALLOW outlive-base=yes\n", "s")
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         (" -J a b", ["-J", "a", "b"]),
         (' --comment="a # b" c#d', ["--comment=a # b", "c"]),
-        (r" a\ b \#c", ["a b", "#c"]),
+        (r" a\ b \#c", ["a", "b", "#c"]),
+        ('"a\\" b"\\', ['a" b']),
     ],
 )
 def test_directives_are_split_as_sbatch_splits_them(text: str, words: list[str]) -> None:

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.core.training.audit import Done, Fed, Record, Start, audit
-from fallow.core.training.shards import duties, make_layout, mix, shard_crc
-from fallow.core.training.shares import EVERY, Division, divide, filled, step_time
+from fallow.core.training.shards import EVERY, Division, divide, duties, filled, make_layout, mix, shard_crc, step_time
 from fallow.model import FallowError
 
 PACES = st.floats(0, 1e3, allow_nan=False)

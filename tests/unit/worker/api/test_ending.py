@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fallow.core.membership.messages import Unreadable
-from fallow.core.protocol.workers import FromWorker, Status
+from fallow.core.protocol import FromWorker, Status
 from fallow.model import FallowError
 from fallow.wire.codec import Decoder, encode
 from fallow.worker.api.process import session_with_agent

@@ -12,7 +12,7 @@ from torch import nn
 
 from fallow.model import FallowError
 from fallow.worker.api.run import Run
-from scripted_group import Break, Generation, Killed
+from scripted_group import Generation
 from scripted_world import World
 from small_training import Script, assert_close, net, plain
 
@@ -47,37 +47,6 @@ def test_usual_bodies_equal_plain_pytorch(
             script.optimizer.zero_grad()
     assert script.run.step == 6
     assert_close(script.model, reference(3, clip))
-
-
-@pytest.mark.parametrize("certain", ["", "a", "abc"])
-@pytest.mark.parametrize("wait", range(2, 10))
-def test_who_is_interrupted_acts_once_as_the_others(wait: int, certain: str, tmp_path: Path) -> None:
-    """The end of a step is inside the last body's backward."""
-
-    def train(run: Run) -> Script:
-        script = Script(run)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(script.optimizer, 0.5)
-        script.prepare(schedule)
-        for batch in run.steps(script.loader):
-            script.loss(batch).backward()
-            script.act()
-            schedule.step()
-        return script
-
-    world = World(tmp_path, Generation("abc", breaks=Break(wait, certain, "c")), Generation("ab"))
-    found = world.train(train)
-    assert isinstance(found.pop("c"), Killed)
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    optimizer.register_step_post_hook(lambda *_: schedule.step())
-    plain(model, optimizer)
-    for script in found.values():
-        assert isinstance(script, Script), script
-        assert script.optimizer.param_groups[0]["lr"] == 0.1 * 0.25
-        assert_close(script.model, model)
-    report = world.samples(2, 16)
-    assert (report.consumed, report.lost, report.duplicated) == (32, 0, 0)
 
 
 def test_a_newcomer_rehearses_a_body_that_acts(tmp_path: Path) -> None:

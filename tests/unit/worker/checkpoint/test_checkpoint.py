@@ -6,6 +6,7 @@ import errno
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +17,13 @@ import torch
 import builders
 from fallow.core.membership.messages import Checkpoint, Problem
 from fallow.model import FallowError
-from fallow.worker.checkpoint import dcp, writer
+from fallow.worker.checkpoint import writer
 from fallow.worker.checkpoint.manifest import PartInfo, complete_ones, read_manifest
 from fallow.worker.checkpoint.parts import PartSnapshot, take
 from fallow.worker.checkpoint.restore import load, load_newest
 from fallow.worker.checkpoint.writer import Writing
-from fallow.worker.handover.transfer import export_state, load_state
-from fallow.worker.prepared import extra_state
+from fallow.worker.handover.snapshot import export_state, load_state
+from fallow.worker.prepared.modes import read_extra
 from fallow.worker.prepared.objects import Prepared
 from small_training import Scaled
 
@@ -57,13 +58,18 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def write(folder: Path, step: int, world: int, *, only: set[int] | None = None, **known: Any) -> list[Report]:
-    """Let `world` members (or `only` some of them) write a checkpoint at the same time; what they report."""
+def write(
+    folder: Path, step: int, world: int, *, only: set[int] | None = None, modes: Sequence[list[str]] = (), **known: Any
+) -> list[Report]:
+    """Let `world` members (or `only` some of them) write a checkpoint at the same time; what they report.
+
+    `modes`: of each.
+    """
     reports: list[Report] = []
     members = []
     tree = known.pop("tree", None) or state()
     for rank in sorted(range(world) if only is None else only):
-        about = {**ABOUT, "step": step, "modes": [], **known}
+        about = {**ABOUT, "step": step, "modes": modes[rank] if modes else [], **known}
         member = Writing(folder, take(tree, rank, world, **about), reports.append)
         member.start()
         members.append(member)
@@ -74,12 +80,16 @@ def write(folder: Path, step: int, world: int, *, only: set[int] | None = None, 
     return reports
 
 
+def written(folder: Path, step: int, world: int, **known: Any) -> Path:
+    """The folder of a checkpoint that `world` members have written."""
+    (done,) = write(folder, step, world, **known)
+    return Path(done.path)
+
+
 @pytest.mark.parametrize("world", [1, 8])
 def test_what_several_members_wrote_comes_back_whole(tmp_path: Path, world: int) -> None:
-    reports = write(tmp_path, 7, world, modes=["frozen model.0.weight"])
-    assert [type(report) for report in reports] == [Checkpoint], "one member finishes, nobody complains"
-    done = reports[0]
-    assert isinstance(done, Checkpoint)
+    (done,) = write(tmp_path, 7, world, modes=[["frozen model.0.weight"]] * world)
+    assert isinstance(done, Checkpoint), "one member finishes, nobody complains"
     folder = Path(done.path)
     assert list(tmp_path.iterdir()) == [folder] == complete_ones(tmp_path)
     assert folder.name == "g00000002-s000000000007"
@@ -100,22 +110,12 @@ def test_nobody_waits_for_torchs_index(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(writer, "write_index", write_index)
-    (done,) = write(tmp_path, 7, 2)
-    assert isinstance(done, Checkpoint)
-    assert same(load(Path(done.path)), state() | {"modes": [], "extra": {}})
+    assert same(load(written(tmp_path, 7, 2)), state() | {"modes": [], "extra": {}})
 
 
 def test_what_one_member_has_put_to_rest_does_not_hide_what_all_have_frozen(tmp_path: Path) -> None:
     """A member may evaluate and leave its model in `eval()`."""
-    members = [
-        Writing(tmp_path, take(state(), rank, 2, modes=modes, **ABOUT), lambda _: None)
-        for rank, modes in enumerate([["frozen a", "resting b"], ["frozen a"]])
-    ]
-    for member in members:
-        member.start()
-    for member in members:
-        member.join(DEADLINE_S)
-    (folder,) = complete_ones(tmp_path)
+    folder = written(tmp_path, 7, 2, modes=[["frozen a", "resting b"], ["frozen a"]])
     assert load(folder)["modes"] == ["frozen a", "unlike resting"]
 
 
@@ -195,10 +195,9 @@ def test_plain_torch_trains_on_from_a_checkpoint(tmp_path: Path, name: str) -> N
     script.train(3)
     script.model.inner.scales = {"amax": torch.rand(3), "steps": 41}
     prepared = script.prepared(compiled=name == "adamw")
-    known = {"names": prepared.names(), "extra": extra_state.read(prepared.modules)}
-    (done,) = write(tmp_path, 3, 3, tree=export_state(prepared, {"step": 3}, modes=()), **known)
-    assert isinstance(done, Checkpoint)
-    dcp_to_torch_save(done.path, tmp_path / "whole.pt")
+    known = {"names": prepared.names(), "extra": read_extra(prepared.modules)}
+    folder = written(tmp_path, 3, 3, tree=export_state(prepared, {"step": 3}, modes=()), **known)
+    dcp_to_torch_save(folder, tmp_path / "whole.pt")
     whole = torch.load(tmp_path / "whole.pt", weights_only=True)
     plain.model.load_state_dict(whole["models"][0], strict=True)
     plain.optimizer.load_state_dict(whole["optimizers"][0])
@@ -206,10 +205,10 @@ def test_plain_torch_trains_on_from_a_checkpoint(tmp_path: Path, name: str) -> N
         thing.load_state_dict(saved)
     plain.counts = whole["dicts"][0]
     some = {"models.0.inner.weight": torch.zeros(5, 5)}
-    torch.distributed.checkpoint.load(some, checkpoint_id=done.path)
+    torch.distributed.checkpoint.load(some, checkpoint_id=folder)
     assert torch.equal(some["models.0.inner.weight"], script.model.inner.weight)
     again.model.mask.zero_()
-    assert load_state(again.prepared(), load(Path(done.path))) == {"step": 3}
+    assert load_state(again.prepared(), load(folder)) == {"step": 3}
     assert torch.equal(again.model.mask, script.model.mask), "it is no part of state_dict, but of the run's state"
     for one in (plain, again):
         assert same(one.seen(), script.seen())
@@ -222,9 +221,7 @@ def test_plain_torch_trains_on_from_a_checkpoint(tmp_path: Path, name: str) -> N
 @pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp", "manifest"])
 @pytest.mark.parametrize("harm", ["flip", "tear", "remove"])
 def test_damage_is_found_and_named(tmp_path: Path, file: str, harm: str) -> None:
-    (done,) = write(tmp_path, 7, 2)
-    assert isinstance(done, Checkpoint)
-    path = Path(done.path) / file
+    path = written(tmp_path, 7, 2) / file
     data = bytearray(path.read_bytes())
     if harm == "flip":
         data[len(data) // 2] ^= 1
@@ -234,39 +231,37 @@ def test_damage_is_found_and_named(tmp_path: Path, file: str, harm: str) -> None
     else:
         path.unlink()
     with pytest.raises(FallowError, match=file):
-        load(Path(done.path))
+        load(path.parent)
 
 
 def test_a_damaged_one_is_passed_over_and_told_and_the_one_before_is_loaded(tmp_path: Path) -> None:
     write(tmp_path, 6, 2)
-    (newest,) = write(tmp_path, 7, 2, tree=state() | {"position": {"step": 8}})
-    assert isinstance(newest, Checkpoint)
-    part = Path(newest.path) / "__0_0.distcp"
+    newest = written(tmp_path, 7, 2, tree=state() | {"position": {"step": 8}})
+    part = newest / "__0_0.distcp"
     part.write_bytes(part.read_bytes()[:-1])
     told: list[tuple[str, str]] = []
     paths = [str(path) for path in reversed(complete_ones(tmp_path))]
     found = load_newest(paths, lambda path, why: told.append((path, why)), lambda: None)
     assert found["position"] == {"step": 7, "loss": 0.5}
     ((path, why),) = told
-    assert path == newest.path and "__0_0.distcp" in why
+    assert path == str(newest) and "__0_0.distcp" in why
     with pytest.raises(FallowError, match="no older one is left"):
         load_newest(paths[:1], lambda *_: None, lambda: None)
     assert load_newest([], lambda *_: None, lambda: None) is None
 
 
 def test_a_checkpoint_that_others_could_have_written_is_refused(tmp_path: Path) -> None:
-    (done,) = write(tmp_path, 7, 1)
-    assert isinstance(done, Checkpoint)
-    part = Path(done.path) / "__0_0.distcp"
+    folder = written(tmp_path, 7, 1)
+    part = folder / "__0_0.distcp"
     part.chmod(0o666)
     with pytest.raises(FallowError, match="open to others"):
-        load(Path(done.path))
+        load(folder)
     part.chmod(0o600)
     elsewhere = tmp_path / "elsewhere"
     part.rename(elsewhere)
     part.symlink_to(elsewhere)
     with pytest.raises(FallowError, match="__0_0"):
-        load(Path(done.path))
+        load(folder)
 
 
 def test_a_member_that_never_writes_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +270,6 @@ def test_a_member_that_never_writes_its_part(tmp_path: Path, monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.setattr(writer, "HURRY_S", 0.2)
         (failed,) = write(tmp_path, 7, 3, only={0})
-    assert isinstance(failed, Problem)
     assert "rank" in failed.reason
     assert "1 did not come" in failed.reason
     assert [path.name[-3:] for path in tmp_path.iterdir()] == ["006"], "the older one alone is left"
@@ -317,15 +311,16 @@ def test_a_part_that_grows_is_waited_for_though_a_member_may_be_lost(
 def test_what_one_member_cannot_write_is_said_once_and_no_rest_is_left(
     error: Exception, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    plain = writer.write_part
+
     def write_part(folder: Path, snapshot: Any) -> Any:
         if snapshot.rank == 0:
-            return dcp.write_part(folder, snapshot)
+            return plain(folder, snapshot)
         while not (folder / "part-00000.json").exists():
             time.sleep(0.001)
         raise error
 
-    monkeypatch.setattr("fallow.worker.checkpoint.writer.write_part", write_part)
+    monkeypatch.setattr(writer, "write_part", write_part)
     (failed,) = write(tmp_path, 7, 2)
-    assert isinstance(failed, Problem)
     assert said in failed.reason
     assert list(tmp_path.iterdir()) == []

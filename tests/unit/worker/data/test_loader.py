@@ -29,7 +29,7 @@ from torch.utils.data import (
 
 from fallow.model import FallowError
 from fallow.worker.data import loader as loader_module
-from fallow.worker.data import prefetch, rng
+from fallow.worker.data import loader_processes, rng
 from fallow.worker.data.loader import ElasticLoader, check_loader
 from fallow.worker.data.source import Key
 
@@ -278,7 +278,7 @@ def test_each_batch_that_is_wanted_comes_however_the_plans_change(
     first: list[int], steps: list[list[list[int]]], depth: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefetch, "DataLoader", Ahead)
+        patch.setattr(loader_processes, "DataLoader", Ahead)
         loader, shards, wanted, changes = prefetching(depth), first, 0, 0
         loader.replan(Key(0, 0, 0), mine(shards))
         for step, plans in enumerate([[], *steps]):

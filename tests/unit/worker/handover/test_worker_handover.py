@@ -20,9 +20,8 @@ from torch import nn
 
 from fallow.model import FallowError
 from fallow.worker.handover import intake, pieces, supply
-from fallow.worker.handover.snapshot import Snapshot
-from fallow.worker.handover.standing import HOLDS, TORN, Standing
-from fallow.worker.handover.transfer import Roles, export_state, load_state, transfer
+from fallow.worker.handover.snapshot import Snapshot, export_state, load_state
+from fallow.worker.handover.transfer import HOLDS, TORN, Roles, Standing, transfer
 from fallow.worker.prepared import state
 from fallow.worker.prepared.checksum import fingerprint as state_sum
 from fallow.worker.prepared.modes import KINDS
@@ -337,52 +336,33 @@ def test_a_newcomer_whose_last_part_is_under_way_when_the_group_breaks_is_torn(
     equal(old, new)
 
 
-class Damage:
-    """Spoils what the first donor sends of the outline or of one part to a newcomer, once."""
+def spoil_once(monkeypatch: pytest.MonkeyPatch, what: int | None) -> None:
+    """The outline (None), or a part, of the first donor arrives damaged."""
+    left, taken = [what], Counter[socket.socket]()
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, what: int | None) -> None:
-        left = [what]
-        "taken by the one thread that spoils it"
-        self._spoiling = threading.local()
-        known: dict[socket.socket, list[int]] = {}
-        real_send, real_sum, real_receive = pieces.send_piece, pieces.checksum, stream.receive
+    def receive(line: socket.socket, size: int) -> bytes:
+        data = stream.receive(line, size)
+        if left != [None] or size <= supply.HEAD.size:
+            return data
+        left.clear()
+        return data[:-1] + bytes([data[-1] ^ 1])
 
-        def take() -> bool:
-            try:
-                left.pop()
-            except IndexError:
-                return False
-            return True
+    def receive_piece(line: socket.socket, memory: Any, number: int, *how: Any) -> int:
+        part, taken[line] = taken[line], taken[line] + 1
+        got = pieces.receive_piece(line, memory, number, *how)
+        if (number, left) == (0, [part]):
+            left.clear()
+            raise pieces.Damaged
+        return got
 
-        def send(line: socket.socket, memory: Sequence[torch.Tensor], number: int, count: int) -> None:
-            parts = known.setdefault(line, [])
-            if id(memory) not in parts:
-                parts.append(id(memory))
-            if (parts.index(id(memory)), number) != (what, 0) or not take():
-                real_send(line, memory, number, count)
-                return
-            self._spoiling.now = True
-            real_send(line, memory, number, count)
-            self._spoiling.now = False
-
-        def checksum(*chunk: pieces.Bytes) -> int:
-            return real_sum(*chunk) ^ getattr(self._spoiling, "now", False)
-
-        def receive(line: socket.socket, size: int) -> bytes:
-            data = real_receive(line, size)
-            if what is not None or size <= supply.HEAD.size or not take():
-                return data
-            return data[:-1] + bytes([data[-1] ^ 1])
-
-        monkeypatch.setattr(supply, "send_piece", send)
-        monkeypatch.setattr(pieces, "checksum", checksum)
-        monkeypatch.setattr(intake, "receive", receive)
+    monkeypatch.setattr(intake, "receive", receive)
+    monkeypatch.setattr(intake, "receive_piece", receive_piece)
 
 
 @pytest.mark.parametrize("what", [None, supply.EARLY, supply.MIDDLE, supply.LATE])
 def test_t8_what_arrives_damaged_ends_the_newcomer_alone(monkeypatch: pytest.MonkeyPatch, what: int | None) -> None:
     members = [trained(2), trained(2), Member(2, OPTIMIZERS["adamw"])]
-    Damage(monkeypatch, what)
+    spoil_once(monkeypatch, what)
     *_, error = all_meet(build_world(len(members)), members)
     # Weights may have been changed by the script: they are tried once more in the next generation, as a whole.
     assert isinstance(error, Interrupted if what == supply.MIDDLE else FallowError)
@@ -449,6 +429,36 @@ def test_a_rehearsal_leaves_nothing_behind(name: str) -> None:
     for member in (one, other):
         member.train(2)
     equal(one, other)
+
+
+@given(st.lists(st.integers(0, 300), max_size=6), st.integers(1, 4), st.data())
+def test_pieces_make_the_whole_and_a_bit_that_is_changed_on_the_way_is_found(
+    sizes: list[int], count: int, data: st.DataObject
+) -> None:
+    memory = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
+    taken = [torch.zeros_like(one) for one in memory]
+
+    def take(sent: bytes, into: list[torch.Tensor], number: int) -> None:
+        near, far = socket.socketpair()
+        with near, far:
+            near.sendall(sent)
+            near.shutdown(socket.SHUT_WR)
+            pieces.receive_piece(far, into, number, count, lambda: None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "CHUNK", 64)
+        for number in range(count):
+            near, far = socket.socketpair()
+            with near:
+                pieces.send_piece(near, memory, number, count)
+            with far:
+                sent = bytearray(far.recv(1 << 16, socket.MSG_WAITALL))
+            take(sent, taken, number)
+            if sent:
+                sent[data.draw(st.integers(0, len(sent) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+                with pytest.raises(pieces.Damaged):
+                    take(sent, list(map(torch.zeros_like, memory)), number)
+    assert all(map(torch.equal, taken, memory))
 
 
 @given(st.integers(1, 12), st.integers(0, 12), st.booleans())

@@ -20,22 +20,31 @@ from torch.optim import optimizer as torch_optimizer
 
 from fallow.worker.api.run import Run
 from fallow.worker.loop.generations import Released
-from fallow.worker.session.ends import OthersEnded
+from fallow.worker.session.orders import OthersEnded
 from scripted_group import Break, Generation, Killed
 from scripted_world import World
 from small_training import GLOBAL_BATCH, Script
 
-STEPS = 14
+STEPS, EPOCHS, CALLS = 12, 2, 2
 MOST = 4
 
 
 def train(run: Run) -> Script:
-    """Exact sums; parts of the model rest in some steps, a state counts along, and a second backward voids a sum."""
-    script = Script(run, batch_size=2)
+    """Exact sums; in epochs and several calls, between which all wait for each other."""
+    script = Script(run, batch_size=2).prepare(reproducible=True)
+    for epoch in run.epochs(EPOCHS):
+        for _ in range(CALLS):
+            train_in_a_call(run, script)
+            run.barrier()
+        run.mean(float(epoch))
+    return script
+
+
+def train_in_a_call(run: Run, script: Script) -> None:
+    """Parts of the model rest in some steps, and a second backward voids a sum. The last pass is cut short."""
     rests: Any = script.model[0]
     assert isinstance(rests, nn.Linear)
-    script.prepare(reproducible=True)
-    for update in run.updates(script.loader, epochs=STEPS, max_steps=STEPS):
+    for update in run.updates(script.loader, epochs=2, max_steps=STEPS // EPOCHS // CALLS):
         rests.requires_grad_(update.step % 5 != 3)
         for batch in update:
             loss = script.loss(batch)
@@ -46,7 +55,6 @@ def train(run: Run) -> Script:
         if update.step % 3 == 0:
             run.mean(update.mean("loss"))
         script.act()
-    return script
 
 
 def bits(script: Script) -> list[bytes]:

@@ -1,11 +1,16 @@
 """Members that are interrupted come together again: nobody acts twice or never, and all conclude the same.
 
-In threads of one process, by histories that are forced exactly.
+Nor does a loss touch buffers, sums that are made again, or state on its way. In threads of one process, by histories
+that are forced exactly.
 """
 
 from __future__ import annotations
 
 import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,12 +18,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from fallow.worker.api.run import Run
+from fallow.worker.handover import supply
 from fallow.worker.loop.generations import Released
 from scripted_group import Break, Generation, Killed
-from scripted_world import World
-from small_training import GLOBAL_BATCH, SAMPLES, Script, assert_close, assert_equal, net, plain
+from scripted_world import DEADLINE_S, World
+from small_training import GLOBAL_BATCH, SAMPLES, Script, assert_close, assert_equal, filled, net, plain, points
 
 STEPS = 4
 
@@ -26,19 +34,28 @@ STEPS = 4
 class Training(Script):
     """What a member does, and what it has seen of it."""
 
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
+    def __init__(self, run: Run | None = None, model: nn.Module | None = None, *, reproducible: bool = False) -> None:
+        super().__init__(run, model)
         self.acted: list[int] = []
         self.means: list[float] = []
         self.joint: list[float] = []
         self.concluded_in: list[int] = []
         self.state: dict[str, Any] = {"steps": 0, "norms": torch.zeros(())}
-        self.prepare(self.state)
+        self.prepare(self.state, reproducible=reproducible)
 
-    def run_through(self) -> Training:
-        """Two epochs of two steps, with something that all do together behind each and at the end."""
+    def run_through(self, front: Callable[[Any], object] = lambda _: None, backwards: int = 1) -> Training:
+        """Two epochs of two steps, with something that all do together behind each and at the end.
+
+        A second backward voids the first attempt at the first sum; what was learned in one that broke off does not
+        count.
+        """
         for update in self.run.updates(self.loader, epochs=2):
-            self.inner(update)
+            front(update)
+            for batch in update:
+                for _ in range(backwards):
+                    loss = self.loss(batch)
+                    loss.backward()
+                update.note(loss=loss)
             self.act()
             if self.run.rehearsing:
                 continue
@@ -52,12 +69,41 @@ class Training(Script):
         return self
 
 
+def large(wide: int = 8) -> nn.Module:
+    """A model with statistics; if it is wide, the state of its first layer comes late."""
+    layers = [nn.Linear(5, wide), nn.Tanh(), nn.Linear(wide, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)]
+    return filled(nn.Sequential(*layers))
+
+
+def rich(run: Run | None, *, reproducible: bool) -> Training:
+    """Buffers, and sums that are made again."""
+    return Training(run, large(), reproducible=reproducible).run_through(backwards=2)
+
+
+def short(run: Run | None) -> Script:
+    """The end of a step is inside the last body's backward."""
+    script = Script(run)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(script.optimizer, 0.5)
+    script.prepare(schedule)
+    for batch in script.run.steps(script.loader, epochs=2):
+        script.loss(batch).backward()
+        script.act()
+        schedule.step()
+    return script
+
+
+WAYS: dict[str, Callable[[Run | None], Script]] = {
+    "usual": lambda run: Training(run).run_through(),
+    "rich": lambda run: rich(run, reproducible=False),
+    "rich, reproducible": lambda run: rich(run, reproducible=True),
+    "short": short,
+}
+
+
 @cache
-def undisturbed() -> Training:
-    """By one member of a run of one generation."""
-    with tempfile.TemporaryDirectory() as folder:
-        found = World(Path(folder), Generation("a")).train(lambda run: Training(run).run_through())
-    return found["a"]  # type: ignore[no-any-return]
+def undisturbed(way: str) -> Any:
+    """In a world of one."""
+    return WAYS[way](None)
 
 
 def reference() -> torch.nn.Module:
@@ -66,11 +112,11 @@ def reference() -> torch.nn.Module:
     return model
 
 
-def history(*generations: Generation) -> tuple[World, dict[str, Any]]:
+def history(*generations: Generation, train: Callable[[Run], Any] = WAYS["usual"]) -> tuple[World, dict[str, Any]]:
     """Train by it; the world knows what the ledgers say."""
     with tempfile.TemporaryDirectory() as folder:
         world = World(Path(folder), *generations)
-        found = world.train(lambda run: Training(run).run_through())
+        found = world.train(train)
         for one in found.values():
             if isinstance(one, BaseException) and not isinstance(one, Killed | Released):
                 raise one
@@ -81,7 +127,7 @@ def history(*generations: Generation) -> tuple[World, dict[str, Any]]:
 
 def check(found: dict[str, Any], ends: dict[str, type]) -> None:
     """Whoever came to the end has acted once in each of its steps, and all are equal to plain PyTorch."""
-    wanted = undisturbed()
+    wanted = undisturbed("usual")
     for name, one in found.items():
         if name in ends:
             assert isinstance(one, ends[name]), f"{name}: {one!r}"
@@ -99,6 +145,20 @@ def check(found: dict[str, Any], ends: dict[str, type]) -> None:
         assert_equal(one.model, whole[0])
 
 
+def assert_alike(found: dict[str, Any], wanted: Script | None = None) -> None:
+    """All have the same bits, which are about (or, of a reproducible training, exactly) the wanted ones."""
+    scripts = [one for one in found.values() if isinstance(one, Script)]
+    assert len(scripts) == len(found), found
+    assert_equal(*(script.model for script in scripts))
+    if wanted is None:
+        return
+    assert len({script.optimizer.param_groups[0]["lr"] for script in (*scripts, wanted)}) == 1
+    if wanted.run._prepared.reproducible:
+        assert_equal(scripts[0].model, wanted.model)
+    for name, value in wanted.model.state_dict().items():
+        torch.testing.assert_close(scripts[0].model.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("certain", ["", "a", "b", "ab", "abc"])
 @pytest.mark.parametrize("wait", range(1, 14))
 def test_a_member_is_killed_at_each_place_of_the_first_two_steps(wait: int, certain: str) -> None:
@@ -106,6 +166,17 @@ def test_a_member_is_killed_at_each_place_of_the_first_two_steps(wait: int, cert
     _, found = history(Generation("abc", breaks=Break(wait, certain, "c")), Generation("ab"))
     check(found, {"c": Killed})
     assert all(len(found[name].acted) == STEPS for name in "ab")
+
+
+@pytest.mark.parametrize("way", list(WAYS)[1:])
+@pytest.mark.parametrize("certain", ["", "a", "b"])
+@pytest.mark.parametrize("wait", range(2, 14))
+def test_buffers_sums_that_are_made_again_and_the_short_loop_are_as_if_nobody_was_lost(
+    wait: int, certain: str, way: str
+) -> None:
+    _, found = history(Generation("abc", breaks=Break(wait, certain, "c")), Generation("ab"), train=WAYS[way])
+    assert isinstance(found.pop("c"), Killed)
+    assert_alike(found, undisturbed(way))
 
 
 def concluded_in(wait: int, workers_per_node: int) -> tuple[list[int], list[int]]:
@@ -124,3 +195,118 @@ def test_workers_of_one_node_conclude_each_step_in_the_same_generation() -> None
         first, second = concluded_in(wait, 1)
         unlike += first != second
     assert unlike, "else it proves nothing"
+
+
+class Stream(IterableDataset[Any]):
+    """So many of the samples, as batches of four."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([points()[n] for n in range(self._size)])
+
+
+def test_streams_of_unlike_length_are_told_before_sums_of_unlike_length_travel(tmp_path: Path) -> None:
+    """In the second step, which only one of two members cuts into four shards."""
+
+    def train(run: Run) -> Script:
+        script = Script(run)
+        script.loader = DataLoader(Stream(32 if run._member.session.worker == "a" else 20), 4)  # type: ignore[union-attr]
+        script.prepare(reproducible=True).train()
+        return script
+
+    found = World(tmp_path, Generation("ab")).train(train)
+    assert any("step 1: the members cut it into 1 and 4 shards" in str(one) for one in found.values()), found
+
+
+def test_who_lacks_a_part_of_the_state_and_an_answer_gets_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others heard the answer; the newcomer lost its group before, and its state has not come."""
+    breaks = Break(2, "a")
+    world = World(tmp_path, Generation("ab"), Generation("abc", at_step=2, breaks=breaks), Generation("abc"))
+
+    def is_broken() -> bool:
+        first = world.sessions["a"]
+        return first.generation == 3 or (first.group is not None and first.group.broken is not None)
+
+    send, parts, lock = supply.send_piece, Counter[Any](), threading.Lock()
+
+    def hold(line: Any, memory: Any, number: int, pieces: int) -> None:
+        with lock:
+            part = parts[line]
+            parts[line] += 1
+        end, wake = time.monotonic() + DEADLINE_S, threading.Event()
+        while part == supply.LATE and memory and not is_broken() and time.monotonic() < end:
+            wake.wait(0.005)
+        send(line, memory, number, pieces)
+
+    monkeypatch.setattr(supply, "send_piece", hold)
+    answers: dict[str, list[float]] = {"a": [], "b": [], "c": []}
+
+    def train(run: Run) -> Training:
+        training = Training(run, large(4096))
+        worker = run._member.session.worker  # type: ignore[union-attr]
+
+        def front(update: Any) -> None:
+            mean = run.mean(float("abc".index(worker)))
+            if not run.rehearsing:
+                answers[worker].append(mean)
+
+        return training.run_through(front)
+
+    assert_alike(world.train(train))
+    assert answers == {"a": [0.5, 0.5, 1.0, 1.0], "b": [0.5, 0.5, 1.0, 1.0], "c": [1.0, 1.0]}
+
+
+@pytest.mark.parametrize("where", ["at first", "in each forward"])
+def test_a_newcomer_receives_a_buffer_that_is_expanded(where: str, tmp_path: Path) -> None:
+    world = World(tmp_path, Generation("ab"), Generation("abc", at_step=2))
+
+    def train(run: Run) -> Training:
+        model: Any = large()
+        model[0].register_buffer("scale", torch.ones(1).expand(8))
+        training, layer = Training(run, model), model[0]
+        if where == "in each forward":
+            layer.register_forward_pre_hook(lambda *_: setattr(layer, "scale", layer.weight.detach()[0, :1].expand(8)))
+        return training.run_through(lambda update: layer.scale.mul_(2.0 if update.step < 2 else 1.0))
+
+    found = world.train(train)
+    assert_alike(found)
+    if where == "at first":
+        assert found["c"].model[0].scale.tolist() == [4.0] * 8
+
+
+def test_a_newcomer_has_frozen_what_the_others_have_though_one_of_them_has_its_model_in_eval(tmp_path: Path) -> None:
+    """Its script has not come by the lines that froze the layer."""
+    world = World(tmp_path, Generation("ab"), Generation("abc", at_step=2))
+
+    def train(run: Run) -> Training:
+        training = Training(run)
+        for update in run.updates(training.loader, epochs=2):
+            training.model.train()
+            training.inner(update)
+            training.act()
+            if update.step == 0 and not run.rehearsing:
+                training.model[0].requires_grad_(False)
+            training.model.train(run._member.session.worker != "a")  # type: ignore[union-attr]
+        return training
+
+    found = world.train(train)
+    assert_alike(found)
+    assert not any(parameter.requires_grad for parameter in found["c"].model[0].parameters())
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_a_loss_in_the_first_step_leaves_all_with_the_same_buckets_whatever_is_frozen(
+    reproducible: bool, tmp_path: Path
+) -> None:
+    """A member that gets the state again lays out its buckets once more, behind the line that froze the layer."""
+
+    def train(run: Run) -> Training:
+        training = Training(run, reproducible=reproducible)
+        return training.run_through(lambda update: training.model[0].requires_grad_(update.step >= 2))
+
+    world = World(tmp_path, Generation("abc", breaks=Break(2, "", "c")), Generation("ab", forgotten="b"))
+    found = world.train(train)
+    assert isinstance(found.pop("c"), Killed)
+    assert_alike(found, train(Script().run))

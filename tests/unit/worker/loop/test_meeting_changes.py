@@ -18,7 +18,7 @@ from fallow.worker.api.run import Run
 from fallow.worker.checkpoint import writer
 from fallow.worker.checkpoint.restore import load
 from fallow.worker.loop.generations import Released
-from fallow.worker.transport import node
+from fallow.worker.transport import waits
 from scripted_group import Break, Generation, Killed
 from scripted_world import World
 from small_training import GLOBAL_BATCH, assert_close, assert_equal, points
@@ -38,7 +38,7 @@ def test_the_generation_of_a_newcomer_breaks(wait: int, certain: str, dies: str)
     check(found, {dies: BaseException} if dies else {})
 
 
-def test_a_newcomer_waits_for_the_end_of_an_update_in_which_the_members_have_met_already() -> None:
+def test_a_newcomer_waits_for_the_end_of_an_update_in_which_the_members_have_met_already(tmp_path: Path) -> None:
     """A leaver is killed behind the commit: the others break off amid a step, and come into the newcomer's generation.
 
     They have been in the `run.mean` in front of the inner loop, to which the newcomer would come alone.
@@ -59,20 +59,18 @@ def test_a_newcomer_waits_for_the_end_of_an_update_in_which_the_members_have_met
         Generation("ab"),
         Generation("abd", at_step=2, forgotten="d"),
     ]
-    with tempfile.TemporaryDirectory() as folder:
-        found = World(Path(folder), *generations).train(train)
+    found = World(tmp_path, *generations).train(train)
     assert found["a"].acted == found["b"].acted == list(range(STEPS))
     assert found["d"].acted[1:] == list(range(2, STEPS)), "but for the rehearsal"
     assert_equal(found["a"].model, found["d"].model)
 
 
-def test_a_joint_call_when_the_membership_has_just_changed_is_refused() -> None:
+def test_a_joint_call_when_the_membership_has_just_changed_is_refused(tmp_path: Path) -> None:
     def train(run: Run) -> None:
         run.on_resize(run.barrier)
         Training(run).run_through()
 
-    with tempfile.TemporaryDirectory() as folder:
-        found = World(Path(folder), Generation("a")).train(train)
+    found = World(tmp_path, Generation("a")).train(train)
     assert "callback of run.on_resize" in str(found["a"])
 
 
@@ -80,7 +78,7 @@ def test_a_worker_that_is_done_waits_for_the_sums_and_not_for_what_a_slower_one_
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It does not do so for long, and then they compare nothing for the rest of the generation."""
-    monkeypatch.setattr(node, "PATIENCE_S", 2 * PATIENCE_S)
+    monkeypatch.setattr(waits, "PATIENCE_S", 2 * PATIENCE_S)
     world = World(tmp_path, Generation("ab", workers_per_node=2))
     sums = 3  # the wait for them, behind those for the first exchange and for the openings
 
@@ -284,31 +282,56 @@ def test_a_checkpoint_that_is_being_written_when_all_are_suspended_becomes_whole
 
 
 @pytest.mark.parametrize("went_back", [False, True])
-def test_a_member_that_the_others_trained_without_gets_their_state_and_never_gives_its_own(went_back: bool) -> None:
+def test_a_member_that_the_others_trained_without_gets_their_state_and_never_gives_its_own(
+    went_back: bool, tmp_path: Path
+) -> None:
     """It was not heard for a while. If the others went back meanwhile, it is further than they are."""
     returns_at = 3 if went_back else 6
-    with tempfile.TemporaryDirectory() as folder:
-        world = World(
-            Path(folder),
-            Generation("ab", breaks=Break(1 + 4 * 5)),
-            Generation("b", rollback=went_back),
-            Generation("ab", at_step=returns_at, forgotten="a"),
-        )
+    world = World(
+        tmp_path,
+        Generation("ab", breaks=Break(1 + 4 * 5)),
+        Generation("b", rollback=went_back),
+        Generation("ab", at_step=returns_at, forgotten="a"),
+    )
 
-        def train(run: Run) -> Training:
-            training = Training(run)
-            for update in run.updates(training.loader, epochs=4):
-                training.inner(update)
-                saved(run, training, update)
-            return training
+    def train(run: Run) -> Training:
+        training = Training(run)
+        for update in run.updates(training.loader, epochs=4):
+            training.inner(update)
+            saved(run, training, update)
+        return training
 
-        found = world.train(train)
+    found = world.train(train)
     for one in found.values():
         assert isinstance(one, Training), one
     assert found["a"].acted == [0, 1, 2, 3, *range(returns_at, 8)]
     assert found["b"].acted == [0, 1, 2, 3, *range(2 if went_back else 4, 8)]
     assert False in world.sessions["a"].said("has_state"), "it says that its state does not count"
     assert found["a"].state["steps"] == found["b"].state["steps"] == 8
+    assert_equal(found["a"].model, found["b"].model)
+
+
+def test_a_member_that_the_others_trained_without_goes_on_in_the_epoch_in_which_they_are(tmp_path: Path) -> None:
+    """They are in a later call of it: nothing of the epoch is done twice."""
+    epochs: dict[str, list[int]] = {"a": [], "b": []}
+
+    def train(run: Run) -> Training:
+        training = Training(run)
+        for epoch in run.epochs(2):
+            epochs[run._member.session.worker].append(epoch)  # type: ignore[union-attr]
+            for _ in range(4):
+                for update in run.updates(training.loader, max_steps=1):
+                    training.inner(update)
+                    training.act()
+                    training.acted.append(update.step)
+        return training
+
+    # Waits: the first exchange, four in a step, and the end of the call.
+    generations = Generation("ab", breaks=Break(6)), Generation("b"), Generation("ab", at_step=2, forgotten="a")
+    found = World(tmp_path, *generations).train(train)
+    assert not [one for one in found.values() if isinstance(one, BaseException)], found
+    assert (found["a"].acted, found["b"].acted) == ([0, 2, 3, 4, 5, 6, 7], list(range(8)))
+    assert epochs == {"a": [0, 1], "b": [0, 1]}
     assert_equal(found["a"].model, found["b"].model)
 
 
@@ -319,10 +342,9 @@ def test_members_of_which_nobody_has_finished_anything_begin_together_with_the_f
     assert all(found[name].acted == list(range(STEPS)) for name in "ab")
 
 
-def test_members_of_which_nobody_counts_and_that_have_no_checkpoint_give_way_to_new_processes() -> None:
+def test_members_of_which_nobody_counts_and_that_have_no_checkpoint_give_way_to_new_processes(tmp_path: Path) -> None:
     """They cannot go back to the beginning."""
-    with tempfile.TemporaryDirectory() as folder:
-        world = World(Path(folder), Generation("ab", breaks=Break(1 + 4 * 2)), Generation("ab", forgotten="ab"))
-        found = world.train(lambda run: Training(run).run_through())
+    world = World(tmp_path, Generation("ab", breaks=Break(1 + 4 * 2)), Generation("ab", forgotten="ab"))
+    found = world.train(lambda run: Training(run).run_through())
     assert all(isinstance(one, FallowError) for one in found.values()), found
     assert any(isinstance(one, FallowError) and one.code == Exit.TEMPFAIL for one in found.values())

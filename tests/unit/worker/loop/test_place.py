@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from fallow.core.training.apart import Stranger
+from fallow.core.membership.failures import Stranger
 from fallow.model import FallowError
 from fallow.worker.api.run import Run
-from fallow.worker.loop.place import Place
+from fallow.worker.loop.place import Place, Position
 from fallow.worker.transport.group import Group
 
 
@@ -41,11 +41,10 @@ class Script:
                 # What the members wait in is over as the newcomer comes: somebody was lost, for whom they did.
                 place.position.op += place.position.outside_since is not None
             place.joined = True
-            call = place.meet(call)
         if place.behind(call):
             return
         place.begin_call_with_members()
-        entered = "" if place.epoch_entered is None else f" {place.epoch_entered}"
+        entered = f" {place.mark.loop, place.mark.epoch}" if place.mark.inside else ""
         self.made.append(f"{name}{entered}")
         place.position.call_steps = 1
         yield self.made[-1]
@@ -175,3 +174,9 @@ def test_who_ends_without_having_come_to_the_members_has_not_finished_the_traini
     place.position.call_steps = 1
     with pytest.raises(Stranger):
         run._finished()
+
+
+def test_a_checkpoint_of_an_older_version_counts_calls_from_the_scripts_beginning() -> None:
+    saved = msgspec.structs.asdict(Position(step=7, loop=1, inside=True, loop_epoch=3, call=2))
+    older = {**saved, "call": 9, "loop_call": 7}
+    assert Position.of(older) == Position.of(saved)

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fallow.worker.reduction.buckets import SMALL, Sum, lay_out
+from fallow.worker.reduction.buckets import SMALL, Sum, graphs_cut_at_buckets, lay_out
 from fallow.worker.reduction.buffers import StepBuffers
-from fallow.worker.reduction.compiled import graphs_cut_at_buckets
 from fallow.worker.transport.group import Group
 from members import Summing, together, world
 

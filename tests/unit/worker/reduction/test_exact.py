@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -150,20 +148,6 @@ def test_a_row_of_shards_is_cut_into_the_fewest_whole_nodes(first: int, count: i
     for (start, size), (_, other) in itertools.pairwise(found):
         assert size != other or start % (2 * size), "two halves of a node"
     assert len(found) <= 2 * count.bit_length()
-
-
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_what_is_not_finite_stays_so_on_all_members(bad: float) -> None:
-    grads = [torch.ones(LARGE) for _ in range(3)]
-    grads[1][7] = bad
-    shards: list[Shard] = [(0.25, [grad, torch.ones(3)]) for grad in grads]
-
-    def member(group: Group) -> list[torch.Tensor]:
-        return [grad.clone() for grad in Member(group, [grads[0], torch.ones(3)]).sum(shards, [2, 1])]
-
-    for broken, fine in together(member, world(2)):
-        assert torch.equal(broken.isfinite().logical_not().nonzero(), torch.tensor([[7]]))
-        assert torch.equal(fine, torch.full((3,), 0.75))
 
 
 def test_memory_is_used_again_and_not_more_than_the_nodes_need() -> None:

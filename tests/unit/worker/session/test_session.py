@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from fallow.core.membership.messages import Checkpoint, Contract, Finish, Outcome
-from fallow.core.protocol.agents import News
+from fallow.core.protocol import News
 from fallow.model import Doing, Exit, FallowError
-from fallow.worker.session.ends import Answered, Dismissed, OthersEnded, exit_code
 from fallow.worker.session.news import HEAD_SILENT_S
+from fallow.worker.session.orders import Answered, Dismissed, OthersEnded, exit_code
 from fallow.worker.session.status import Progress
 from fallow.worker.transport.group import Group
-from fallow.worker.transport.link_load import LinkLoad
+from fallow.worker.transport.groups import LinkLoad
 from scripted_agent import Agent, plan
 
 CONTRACT = Contract(signature="s", shards=1, global_batch=1)
@@ -32,7 +32,6 @@ def member(**known: Any) -> tuple[Agent, Group]:
     agent = Agent(**known)
     agent.commit(plan(1, 1))
     group = agent.session.await_commit(never).group
-    assert group is not None
     return agent, group
 
 
@@ -69,7 +68,6 @@ def test_a_plan_that_interrupts_ends_what_goes_on_in_the_generation_before() -> 
     assert agent.status.given_up == 1
     agent.commit(plan(4, 1), broken=4)
     group = agent.session.await_commit(never).group
-    assert group is not None
     assert group.broken is not None, "it was given up before it was taken"
 
 
@@ -138,7 +136,6 @@ def test_a_head_that_was_replaced_says_nothing_any_more() -> None:
     agent.say(News(term=2))
     assert (agent.session.news.newest.joins, agent.session.news.newest.reached) == (True, (1, 7))
     due_at = agent.session.news.checkpoint_due_at
-    assert due_at is not None
     assert 50.0 < due_at - time.monotonic() <= 60.0
     agent.say(News(term=3, joins=False))
     assert not agent.session.news.newest.joins

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fallow.agent.output import Marked
 from fallow.model import HIDDEN, OUTPUT_PIPES, SHOWN
-from fallow.worker.session.voice import IsMain, Voice
+from fallow.worker.session.status import IsMain, Voice
 
 
 def test_is_main_is_looked_up_whenever_it_is_asked_for() -> None:

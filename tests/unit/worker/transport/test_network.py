@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -125,10 +128,35 @@ def test_listeners_take_every_port_of_their_range_and_no_other() -> None:
             one.close()
 
 
+def test_a_member_opens_more_connections_than_its_shell_would_let_it() -> None:
+    """Some hundred members need more than the usual 1,024."""
+    pytest.importorskip("torch")
+    from members import build_world
+
+    usual, held = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 12, usual[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.dup(0))
+        for _ in range(8):
+            os.close(held.pop())
+        groups = build_world(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+        for file in held:
+            os.close(file)
+    for group in groups:
+        group.interrupt("over")
+    for group in reversed(groups):
+        group.destroy()
+
+
 def test_a_groups_listeners_are_all_within_the_range(tmp_path: Path) -> None:
     """gloo's own and the streams'; all members have the same address, so their ports alone tell them apart."""
     torch = pytest.importorskip("torch")
-    from fallow.nodecheck.meeting import FolderGathers
+    from fallow.nodecheck.__main__ import FolderGathers
     from fallow.worker.transport.build import build_group
     from fallow.worker.transport.group import Group
     from fallow.worker.transport.rendezvous import GatherStore
